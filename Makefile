@@ -1,0 +1,54 @@
+# Everything runs from a virtual environment that `make venv` keeps up to date.
+VENV   ?= .venv
+PYTHON ?= python3
+
+BIN    := $(abspath $(VENV))/bin
+STAMP  := $(VENV)/.up-to-date
+TORCH  := $(shell grep '^torch==' constraints.txt)
+
+# Every test but those that need a GPU: tiers T0-T3.
+NO_GPU := not gpu and not gpus
+# Rank tests share one worker (one set of pools), the other tests fill the second one.
+SPREAD := -n 2 --dist loadgroup
+
+.PHONY: help venv demo lint test test-long test-gpu clean
+
+help:
+	@echo "make venv       create or update $(VENV)"
+	@echo "make demo       run examples/demo.sh"
+	@echo "make lint       ruff, mypy, import floors"
+	@echo "make test       lint, then tiers T0-T3 (no GPU needed)"
+	@echo "make test-long  the same tiers with the tests marked 'long'"
+	@echo "make test-gpu   tier T4 with this machine's own python3 and torch"
+	@echo "make clean      remove build outputs and caches"
+
+venv: $(STAMP)
+
+# torch goes in first and pinned: resolved from a range it may bring several gigabytes of wheels.
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+demo: venv
+	PATH="$(BIN):$$PATH" bash examples/demo.sh
+
+lint: venv
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+
+test: lint
+	$(BIN)/python -m pytest $(SPREAD)
+
+test-long: lint
+	$(BIN)/python -m pytest $(SPREAD) -m "(long or not long) and $(NO_GPU)"
+
+test-gpu:
+	python3 -m pytest -m gpu
+
+clean:
+	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis *.egg-info
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +

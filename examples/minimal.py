@@ -1,0 +1,60 @@
+"""The smallest job: wrap an optimizer, train, save, and go on after a kill.
+
+python examples/minimal.py                  or      torchrun --nproc-per-node 2 ...
+python examples/minimal.py --resume         goes on from the last complete checkpoint
+"""
+
+import argparse
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import fully_shard
+
+from fsdp_offload import HybridDeviceOptimizer
+
+parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+parser.add_argument("--steps", type=int, default=20)
+parser.add_argument("--folder", type=Path, default=Path("checkpoints/run/minimal"))
+parser.add_argument("--resume", action="store_true")
+args = parser.parse_args()
+
+torch.manual_seed(0)
+device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+if dist.is_torchelastic_launched():  # by torchrun
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(dist.get_node_local_rank())
+    dist.init_process_group()
+    fully_shard(model)
+model.to(device)
+optimizer = HybridDeviceOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-2), model=model)
+
+first = 0
+# `.metadata` is written last: a folder without it is what a kill in the middle of a save leaves.
+complete = sorted(args.folder.glob("step-*/.metadata"))
+if args.resume and complete:
+    weights, state = get_state_dict(model, optimizer)
+    job = {"model": weights, "optimizer": state, "step": 0}
+    dcp.load(job, checkpoint_id=complete[-1].parent)
+    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
+    first = job["step"]
+    print(f"resumed at step {first}", flush=True)
+
+for step in range(first, args.steps):
+    batch = torch.randn(16, 32, generator=torch.Generator().manual_seed(step)).to(device)
+    loss = (model(batch) - batch.sin()).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    print(f"step {step} loss {loss.item():.9f}", flush=True)
+    if (step + 1) % 5 == 0:
+        weights, state = get_state_dict(model, optimizer)
+        job = {"model": weights, "optimizer": state, "step": step + 1}
+        dcp.save(job, checkpoint_id=args.folder / f"step-{step + 1:06d}")
+optimizer.close()
+if dist.is_initialized():
+    dist.destroy_process_group()

@@ -1,0 +1,238 @@
+"""What a user may choose: frozen dataclasses, checked when they are made.
+
+Each value is explained under its field. Sizes accept an ``int`` in bytes or a string such as
+``"8GiB"`` (binary units) or ``"8GB"`` (decimal units).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final, Literal
+
+import torch
+
+from .errors import ConfigError
+
+MIB: Final = 1 << 20
+LANES: Final = ("resident", "streamed", "host")
+Lane = Literal["resident", "streamed", "host"]
+
+_UNITS: Final = {
+    "": 1,
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 1 << 10,
+    "MIB": 1 << 20,
+    "GIB": 1 << 30,
+    "TIB": 1 << 40,
+}
+
+
+def parse_bytes(value: int | str, name: str = "size") -> int:
+    """Bytes meant by ``value``: an int, or a number with a unit ("8GiB", "500 MB").
+
+    Raises:
+        ConfigError: the text is no size, or it is negative.
+    """
+    if isinstance(value, int) and not isinstance(value, bool):
+        parsed = value
+    else:
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(value))
+        if match is None or match[2].upper() not in _UNITS:
+            raise ConfigError(
+                f"{name}={value!r}",
+                reason="not a size",
+                remedy='give bytes as an int, or a string such as "8GiB" or "500MB"',
+            )
+        parsed = int(float(match[1]) * _UNITS[match[2].upper()])
+    if parsed < 0:
+        raise ConfigError(f"{name}={value!r}", reason="a size is never negative", remedy="use 0")
+    return parsed
+
+
+@dataclass(frozen=True)
+class PrecisionConfig:
+    """In which precision state is kept and updated; the same in every lane."""
+
+    master: Literal["auto", "none"] = "auto"
+    """``"auto"``: parameters with bf16 or fp16 shards get an fp32 master, others none.
+    ``"none"``: update in the shard's own dtype, as torch would."""
+
+    moments: torch.dtype | None = None
+    """dtype of the state tensors. ``None``: fp32 where there is a master, else the shard's dtype,
+    which is what torch would use on such a parameter. No other value is accepted yet."""
+
+    def __post_init__(self) -> None:
+        if self.master not in ("auto", "none"):
+            raise ConfigError(
+                f"precision.master={self.master!r}",
+                reason="unknown choice",
+                remedy='use "auto" or "none"',
+            )
+        if self.moments is not None:
+            raise ConfigError(
+                f"precision.moments={self.moments}",
+                reason="state is kept in the dtype of the update only",
+                remedy="leave it None: fp32 where there is a master, else the shard's dtype",
+            )
+
+    def compute_dtype(self, shard_dtype: torch.dtype) -> torch.dtype:
+        """dtype in which a shard of ``shard_dtype`` is updated and its moments are kept."""
+        if self.master == "auto" and shard_dtype in (torch.bfloat16, torch.float16):
+            return torch.float32
+        return shard_dtype
+
+
+@dataclass(frozen=True)
+class TransferConfig:
+    """How state travels between host and device, and how host memory is obtained."""
+
+    bucket_bytes: int | str = 32 * MIB
+    """Bytes of state, all kinds together, in one bucket: the unit of transfer and update."""
+
+    slots: int = 4
+    """Device staging buffers of one bucket each. Three keep both directions of the link busy; the
+    fourth absorbs jitter."""
+
+    host_threads: int | None = None
+    """Threads of the host lane. ``None``: cores of this process / ranks on this host, whatever
+    ``OMP_NUM_THREADS`` says."""
+
+    pin: Literal["require", "prefer", "never"] = "require"
+    """``"require"``: page-locked host memory or an error. ``"prefer"``: fall back to pageable
+    memory with a warning. ``"never"``: pageable. Without an accelerator nothing is pinned."""
+
+    huge_pages: bool = True
+    """Ask for transparent huge pages under the arena (Linux; ignored where there are none)."""
+
+    numa: bool = True
+    """Touch the arena first from the cores next to the device, so that it lies in their memory."""
+
+    host_budget: int | str | None = None
+    """Host bytes that all ranks on this host may use together. ``None``: the smaller of free
+    memory and what the cgroup leaves."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "bucket_bytes", parse_bytes(self.bucket_bytes, "bucket_bytes"))
+        if self.host_budget is not None:
+            object.__setattr__(self, "host_budget", parse_bytes(self.host_budget, "host_budget"))
+        if self.resolved_bucket_bytes < 4096:
+            raise ConfigError(
+                f"transfer.bucket_bytes={self.bucket_bytes}",
+                reason="a bucket under 4 KiB cannot hold 64 elements of every kind of state",
+                remedy="use at least 4096; 16 MiB and more reach link speed",
+            )
+        if self.slots < 1:
+            raise ConfigError(
+                f"transfer.slots={self.slots}",
+                reason="a bucket needs a slot to travel in",
+                remedy="use 1 or more; 3 and more overlap both directions",
+            )
+        if self.host_threads is not None and self.host_threads < 1:
+            raise ConfigError(
+                f"transfer.host_threads={self.host_threads}",
+                reason="the host lane needs a thread",
+                remedy="use 1 or more, or None for cores / local ranks",
+            )
+        if self.pin not in ("require", "prefer", "never"):
+            raise ConfigError(
+                f"transfer.pin={self.pin!r}",
+                reason="unknown choice",
+                remedy='use "require", "prefer" or "never"',
+            )
+
+    @property
+    def resolved_bucket_bytes(self) -> int:
+        """``bucket_bytes`` as an int."""
+        return int(self.bucket_bytes)
+
+
+@dataclass(frozen=True)
+class OffloadConfig:
+    """The arguments of :class:`HybridDeviceOptimizer`, checked together."""
+
+    offload_fraction: float = 1.0
+    device_budget_bytes: int | None = None
+    update_on: str | tuple[str, ...] = "auto"
+    overlap: str = "step"
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    transfer: TransferConfig = field(default_factory=TransferConfig)
+
+    @classmethod
+    def make(
+        cls,
+        *,
+        offload_fraction: float | None,
+        device_budget: int | str | None,
+        update_on: str | Sequence[str],
+        overlap: str,
+        precision: PrecisionConfig | None,
+        transfer: TransferConfig | None,
+    ) -> OffloadConfig:
+        """Check the user's arguments together.
+
+        Raises:
+            ConfigError: a value is out of range, unknown, or contradicts another.
+        """
+        if offload_fraction is not None and device_budget is not None:
+            raise ConfigError(
+                f"offload_fraction={offload_fraction} and device_budget={device_budget!r}",
+                reason="both say how much state stays on the device",
+                remedy="give one of them",
+            )
+        for name, value, kind in (
+            ("precision", precision, PrecisionConfig),
+            ("transfer", transfer, TransferConfig),
+        ):
+            if value is not None and not isinstance(value, kind):
+                raise ConfigError(
+                    f"{name}={value!r}",
+                    reason=f"not a {kind.__name__}",
+                    remedy=f"pass fsdp_offload.{kind.__name__}(...) or None",
+                )
+        budget = None if device_budget is None else parse_bytes(device_budget, "device_budget")
+        return cls(
+            offload_fraction=1.0 if offload_fraction is None else offload_fraction,
+            device_budget_bytes=budget,
+            update_on=update_on if isinstance(update_on, str) else tuple(update_on),
+            overlap=overlap,
+            precision=precision or PrecisionConfig(),
+            transfer=transfer or TransferConfig(),
+        )
+
+    def __post_init__(self) -> None:
+        fraction = self.offload_fraction
+        if isinstance(fraction, bool) or not isinstance(fraction, int | float):
+            raise ConfigError(
+                f"offload_fraction={fraction!r}", reason="not a number", remedy="use 0 to 1"
+            )
+        if not 0.0 <= fraction <= 1.0:  # also refuses NaN
+            raise ConfigError(
+                f"offload_fraction={fraction}",
+                reason="outside [0, 1]",
+                remedy="0 keeps all state on the device, 1 offloads all of it",
+            )
+        if isinstance(self.update_on, str):
+            if self.update_on not in ("auto", "device", "host"):
+                raise ConfigError(
+                    f"update_on={self.update_on!r}",
+                    reason="unknown choice",
+                    remedy='use "device", "host", "auto", or one lane per parameter',
+                )
+        elif unknown := [lane for lane in self.update_on if lane not in LANES]:
+            raise ConfigError(
+                f"update_on contains {unknown[0]!r}",
+                reason="unknown lane",
+                remedy=f"use one of {', '.join(LANES)} per parameter",
+            )
+        if self.overlap != "step":
+            raise ConfigError(
+                f"overlap={self.overlap!r}",
+                reason='only "step" is implemented',
+                remedy='use overlap="step": all transfers run inside step()',
+            )

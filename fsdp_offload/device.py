@@ -1,0 +1,297 @@
+"""The only gateway to streams, events and pinning.
+
+Everything that runs beside the host's own thread is *launched* on a :class:`Stream`:
+``stream.launch(fn, *operands)`` runs ``fn(*operands)`` in order on that stream. Three gateways
+implement the same interface: the accelerator (CUDA streams), the CPU (every launch runs at once)
+and the stream simulator of :mod:`fsdp_offload.testing` (launches are queued and run only when
+something waits for them). A launched function must get every tensor it reads or writes as an
+operand, not through a closure, because the simulator watches operands' lifetimes; tensors that
+the package itself owns for the optimizer's lifetime (arena, slots, scratch) are exempt.
+
+Notes on streams: no ``record_stream``. Order between streams is made by events alone, and a
+tensor that a side stream reads is kept alive until the stream that allocated it has waited for
+the reader (see ``docs/how-it-works.md``).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from .errors import DeviceError, PinningError
+
+
+class Event(Protocol):
+    """A point in a stream's work."""
+
+    def query(self) -> bool:
+        """Whether all work before the point has completed."""
+        ...
+
+    def synchronize(self) -> None:
+        """Block the calling thread until it has."""
+        ...
+
+
+class Stream(Protocol):
+    """Work that runs in order, beside other streams."""
+
+    name: str
+
+    def launch(self, fn: Callable[..., None], *operands: Any) -> None:
+        """Run ``fn(*operands)`` after all that was launched or waited for here before."""
+        ...
+
+    def wait(self, event: Event) -> None:
+        """Let later work here start only after ``event``; the host does not wait."""
+        ...
+
+    def record(self) -> Event:
+        """The event of everything launched here so far."""
+        ...
+
+    def synchronize(self) -> None:
+        """Block the calling thread until everything launched here has completed."""
+        ...
+
+
+class Gateway(Protocol):
+    """One device as the pipeline sees it."""
+
+    device: torch.device
+    can_pin: bool
+    """Whether host memory can be registered with this device's driver."""
+    has_threads: bool
+    """Whether the host lane runs on a thread of its own (the simulator runs it inline)."""
+
+    def stream(self, name: str) -> Stream:
+        """A new stream; ``name`` is for traces and the simulator."""
+        ...
+
+    def current_stream(self) -> Stream:
+        """The stream that the caller's own torch operations go to."""
+        ...
+
+    def allocate(self, n_bytes: int) -> torch.Tensor:
+        """uint8 device memory, 1D, uninitialised, aligned to at least 256 bytes."""
+        ...
+
+
+# --------------------------------------------------------------------------- accelerator
+
+
+class _AcceleratorStream:
+    def __init__(self, raw: Any, module: Any, name: str) -> None:
+        self.raw, self._module, self.name = raw, module, name
+
+    def launch(self, fn: Callable[..., None], *operands: Any) -> None:
+        with self._module.stream(self.raw):
+            fn(*operands)
+
+    def wait(self, event: Event) -> None:
+        self.raw.wait_event(event)
+
+    def record(self) -> Event:
+        event = self._module.Event()
+        event.record(self.raw)
+        return event  # type: ignore[no-any-return]
+
+    def synchronize(self) -> None:
+        self.raw.synchronize()
+
+
+class AcceleratorGateway:
+    """Streams and events of ``torch.cuda`` (or another device module with the same surface)."""
+
+    has_threads = True
+
+    def __init__(self, device: torch.device) -> None:
+        self._module = torch.get_device_module(device)
+        if not self._module.is_available():
+            raise DeviceError(
+                f"device {device}",
+                reason=f"torch sees no usable {device.type} device in this process",
+                remedy="run on a machine with one, or keep the parameters on the CPU",
+            )
+        index = device.index if device.index is not None else self._module.current_device()
+        self.device = torch.device(device.type, index)
+        self.can_pin = device.type == "cuda"
+
+    def stream(self, name: str) -> Stream:
+        return _AcceleratorStream(self._module.Stream(device=self.device), self._module, name)
+
+    def current_stream(self) -> Stream:
+        raw = self._module.current_stream(self.device)
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise DeviceError(
+                "step() inside a CUDA graph capture",
+                reason="host transfers and lane decisions cannot be replayed",
+                remedy="capture forward and backward, and call step() outside of the graph",
+            )
+        return _AcceleratorStream(raw, self._module, "current")
+
+    def allocate(self, n_bytes: int) -> torch.Tensor:
+        return torch.empty(n_bytes, dtype=torch.uint8, device=self.device)
+
+
+# --------------------------------------------------------------------------- CPU
+
+
+class _DoneEvent:
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        return None
+
+
+class _CpuStream:
+    _done = _DoneEvent()
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def launch(self, fn: Callable[..., None], *operands: Any) -> None:
+        fn(*operands)
+
+    def wait(self, event: Event) -> None:
+        event.synchronize()
+
+    def record(self) -> Event:
+        return self._done
+
+    def synchronize(self) -> None:
+        return None
+
+
+class CpuGateway:
+    """CPU tensors as the "device": every launch runs at once, on the calling thread."""
+
+    can_pin = False
+    has_threads = True
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = torch.device("cpu")
+
+    def stream(self, name: str) -> Stream:
+        return _CpuStream(name)
+
+    def current_stream(self) -> Stream:
+        return _CpuStream("current")
+
+    def allocate(self, n_bytes: int) -> torch.Tensor:
+        return torch.empty(n_bytes, dtype=torch.uint8)
+
+
+# --------------------------------------------------------------------------- choosing one
+
+_override: Gateway | None = None
+
+
+@contextmanager
+def use_gateway(gateway: Gateway) -> Iterator[Gateway]:
+    """Make optimizers built inside the block use ``gateway`` (the stream simulator does)."""
+    global _override
+    previous, _override = _override, gateway
+    try:
+        yield gateway
+    finally:
+        _override = previous
+
+
+def gateway_for(device: torch.device) -> Gateway:
+    """The gateway for ``device``.
+
+    Raises:
+        DeviceError: the device type is not usable in this process.
+    """
+    if _override is not None:
+        return _override
+    if device.type == "cpu":
+        return CpuGateway(device)
+    return AcceleratorGateway(device)
+
+
+# --------------------------------------------------------------------------- pinning and NUMA
+
+
+def pin(address: int, n_bytes: int, device: torch.device | None = None) -> None:
+    """Register ``[address, address + n_bytes)`` with the CUDA driver as page-locked.
+
+    Args:
+        address: first byte; a multiple of the page size.
+        n_bytes: length in bytes.
+        device: the device whose context is used. ``None`` is the current device, which is device 0
+            on a rank that never chose one, and a context there costs its memory.
+
+    Raises:
+        PinningError: the driver refused; nothing stays registered.
+    """
+    if n_bytes == 0:
+        return
+    with torch.cuda.device(device):
+        code = int(torch.cuda.cudart().cudaHostRegister(address, n_bytes, 0))
+        if code != 0:
+            _clear_sticky_error()
+    if code != 0:
+        raise PinningError(
+            f"{n_bytes} bytes of host memory",
+            reason=f"cudaHostRegister answered {code}",
+            remedy="raise the locked-memory limit (ulimit -l), lower offload_fraction, or allow "
+            'pageable memory with TransferConfig(pin="prefer")',
+        )
+
+
+def unpin(address: int, n_bytes: int, device: torch.device | None = None) -> None:
+    """Undo :func:`pin`. Never raises: it runs in finalizers, when the context may be gone."""
+    if n_bytes == 0:
+        return
+    try:
+        with torch.cuda.device(device):
+            if int(torch.cuda.cudart().cudaHostUnregister(address)) != 0:
+                _clear_sticky_error()
+    except Exception:  # a failed device or an interpreter on its way out: nothing is left to undo
+        return
+
+
+def _clear_sticky_error() -> None:
+    """Take the refused call's code out of the runtime, so that no later check reports it."""
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return
+
+
+def cores_near(device: torch.device) -> frozenset[int]:
+    """Cores of this process next to ``device``, or all of its cores where that is unknown.
+
+    Source: Linux ``/sys/bus/pci/devices/<id>/local_cpulist``.
+    """
+    allowed = frozenset(os.sched_getaffinity(0))
+    if device.type != "cuda":
+        return allowed
+    properties = torch.cuda.get_device_properties(device)
+    names = ("pci_domain_id", "pci_bus_id", "pci_device_id")
+    if not all(hasattr(properties, name) for name in names):
+        return allowed  # an older torch; zeros would name the host bridge
+    domain, bus, slot = (int(getattr(properties, name)) for name in names)
+    try:
+        address = f"{domain:04x}:{bus:02x}:{slot:02x}.0"
+        text = Path(f"/sys/bus/pci/devices/{address}/local_cpulist").read_text()
+    except OSError:
+        return allowed
+    return (allowed & parse_cpu_list(text)) or allowed
+
+
+def parse_cpu_list(text: str) -> frozenset[int]:
+    """Cores named by a kernel list such as ``"0-3,8"``."""
+    cores: set[int] = set()
+    for part in filter(None, text.strip().split(",")):
+        first, _, last = part.partition("-")
+        cores.update(range(int(first), int(last or first) + 1))
+    return frozenset(cores)

@@ -1,0 +1,84 @@
+"""Every error the package raises on purpose, in one tree.
+
+    OffloadError
+    ├── ConfigError                  an argument is wrong            (also a ValueError)
+    │   ├── UnsupportedOptimizerError    this optimizer cannot be offloaded
+    │   └── UnsupportedParameterError    a parameter or gradient cannot be
+    ├── DeviceError                  no accelerator, or several      (also a RuntimeError)
+    ├── HostMemoryError              the state does not fit          (also a MemoryError)
+    ├── PinningError                 the driver refused to pin       (also a RuntimeError)
+    ├── StateDictError               a state dict does not fit       (also a ValueError)
+    ├── StateSchemaError             the optimizer changed its state (also a RuntimeError)
+    ├── LaneError                    an update failed half-way       (also a RuntimeError)
+    └── ClosedError                  used after ``close()``          (also a RuntimeError)
+
+Each message has three parts: the value, the reason and the remedy.
+"""
+
+from __future__ import annotations
+
+
+class OffloadError(Exception):
+    """Base of all errors of this package.
+
+    Args:
+        what: the thing that is wrong, with its value.
+        reason: why it is wrong.
+        remedy: what the caller can do about it.
+    """
+
+    def __init__(self, what: str, *, reason: str = "", remedy: str = "") -> None:
+        self.what, self.reason, self.remedy = what, reason, remedy
+        text = what
+        if reason:
+            text += f": {reason}"
+        if remedy:
+            text += f". Remedy: {remedy}"
+        super().__init__(text)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_rebuild, (type(self), self.what, self.reason, self.remedy))
+
+
+def _rebuild(cls: type[OffloadError], what: str, reason: str, remedy: str) -> OffloadError:
+    return cls(what, reason=reason, remedy=remedy)
+
+
+class ConfigError(OffloadError, ValueError):
+    """An argument is outside of what is allowed."""
+
+
+class UnsupportedOptimizerError(ConfigError):
+    """The wrapped optimizer cannot be offloaded exactly."""
+
+
+class UnsupportedParameterError(ConfigError):
+    """A parameter, shard or gradient has a form that cannot be updated exactly."""
+
+
+class DeviceError(OffloadError, RuntimeError):
+    """The accelerator is missing, or the parameters are spread over several device types."""
+
+
+class HostMemoryError(OffloadError, MemoryError):
+    """The state does not fit into the host memory that this rank may use."""
+
+
+class PinningError(OffloadError, RuntimeError):
+    """The driver refused to register host memory."""
+
+
+class StateDictError(OffloadError, ValueError):
+    """A state dict does not fit this optimizer; nothing was written."""
+
+
+class StateSchemaError(OffloadError, RuntimeError):
+    """The wrapped optimizer wants state that was not reserved; nothing was updated."""
+
+
+class LaneError(OffloadError, RuntimeError):
+    """An update failed; the optimizer is *failed* until a load succeeds."""
+
+
+class ClosedError(OffloadError, RuntimeError):
+    """The optimizer was closed and its memory given back."""

@@ -1,0 +1,318 @@
+"""Flat host memory that tensors lie on: exact in size, near the device, page-locked.
+
+torch's own pinned allocator rounds to powers of two and touches pages from one thread. The arena
+is one anonymous private mapping instead, touched by many threads, then registered with the driver
+in one call.
+
+Notes on lifetime. Tensors hold a reference to the mapping, so it is unmapped when the arena *and*
+the last tensor over it are gone, never earlier; `mmap.close` would unmap under living tensors and
+is never called. A forked child (a DataLoader worker) does not get the mapping at all
+(``MADV_DONTFORK``): it costs the child nothing, and a child that touches state tensors dies with
+SIGSEGV instead of changing a copy of them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from .. import device as gateway
+from ..config import MIB, TransferConfig
+from ..errors import HostMemoryError, PinningError
+from .budget import local_ranks, size_text
+
+HUGE_PAGE_BYTES: Final = 2 * MIB
+# One torch call touches at most 16384 pages: from 32768 elements on torch spreads an operation over
+# its intra-op threads, and their number cannot be set for one thread alone (`set_num_threads` also
+# sets what threads started later inherit).
+_CALL_BYTES: Final = 64 * MIB
+_STALL_SECONDS: Final = 0.5
+_MIN_THREADS: Final = 4
+_THP_SWITCH: Final = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+@dataclass(frozen=True)
+class ArenaStatistics:
+    """What an arena holds and what it took to get it."""
+
+    n_bytes: int
+    """Payload; what is mapped beyond it is less than a page."""
+
+    pinned: bool
+    """Registered with the device's driver at present."""
+
+    huge_pages: bool
+    """The kernel was asked for huge pages and was quick enough to give them."""
+
+    threads: int
+    """Threads that touched the memory."""
+
+    touch_seconds: float
+    """Time to have every page in place and zeroed."""
+
+    pin_seconds: float
+    """Time of the registration."""
+
+
+# In a forked child the range is not mapped, and later mappings of the child may lie there. The
+# child's copy of a mapping object must not unmap them when it is collected.
+_mappings: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
+
+
+def _keep_mappings_in_child() -> None:
+    for mapping in list(_mappings):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(mapping))
+
+
+os.register_at_fork(after_in_child=_keep_mappings_in_child)
+
+
+class HostArena:
+    """``n_bytes`` of zeroed host memory, given out as 1D tensors without a copy.
+
+    Every page is in place when the constructor returns. Nothing is checked against the host's free
+    memory here; :func:`fsdp_offload.memory.check_host_budget` does that first.
+
+    Args:
+        n_bytes: exact size in bytes; 0 is allowed.
+        device: the device that the memory travels to and from; it decides which cores touch it.
+        can_pin: whether the device's driver can register host memory.
+        transfer: how to obtain the memory (``pin``, ``huge_pages``, ``numa``).
+        show_progress: show a bar when it takes longer than two seconds.
+
+    Raises:
+        HostMemoryError: the kernel refused to map it.
+        PinningError: the driver refused to register it and ``transfer.pin`` is ``"require"``. The
+            memory is given back.
+        ConfigError: ``LOCAL_WORLD_SIZE`` is no number of ranks.
+    """
+
+    def __init__(
+        self,
+        n_bytes: int,
+        *,
+        device: torch.device,
+        can_pin: bool,
+        transfer: TransferConfig,
+        show_progress: bool = False,
+    ) -> None:
+        assert n_bytes >= 0, n_bytes
+        self._n_bytes = n_bytes
+        self._mapping: mmap.mmap | None = None
+        self._unpin: weakref.finalize[..., HostArena] | None = None
+        self._huge_pages = False
+        self._threads = 0
+        self._touch_seconds = self._pin_seconds = 0.0
+        if n_bytes == 0:
+            return
+        self._mapping, self._huge_pages = _map(n_bytes, huge_pages=transfer.huge_pages)
+        with _progress(n_bytes if show_progress else 0) as bar:
+            self._touch(device, transfer.numa, bar.advance)
+            if can_pin and transfer.pin != "never":
+                bar.describe("page-locking host memory")
+                self._pin(device, required=transfer.pin == "require")
+
+    def tensor(self, offset_bytes: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """A 1D tensor over ``numel`` elements of the arena, without a copy.
+
+        Its storage is exactly these elements (storage offset 0), so that pickle, deepcopy and
+        ``torch.save`` take nothing else with them. It keeps the memory mapped, not pinned.
+        """
+        n_bytes = numel * dtype.itemsize
+        assert numel >= 0, numel
+        assert 0 <= offset_bytes <= self._n_bytes - n_bytes, (offset_bytes, n_bytes, self._n_bytes)
+        assert offset_bytes % dtype.itemsize == 0, (offset_bytes, dtype)
+        if numel == 0:
+            return torch.empty(0, dtype=dtype, device="cpu")
+        assert self._mapping is not None, "the arena is closed"
+        return torch.frombuffer(self._mapping, dtype=dtype, count=numel, offset=offset_bytes)
+
+    def statistics(self) -> ArenaStatistics:
+        """Sizes in bytes and times in seconds; still answers after :meth:`close`."""
+        return ArenaStatistics(
+            n_bytes=self._n_bytes,
+            pinned=self._unpin is not None and self._unpin.alive,
+            huge_pages=self._huge_pages,
+            threads=self._threads,
+            touch_seconds=self._touch_seconds,
+            pin_seconds=self._pin_seconds,
+        )
+
+    def close(self) -> None:
+        """Unregister the memory, and give it back when the last tensor over it is gone.
+
+        The caller has waited for all transfers. Closing again does nothing.
+        """
+        if self._unpin is not None:
+            self._unpin()
+        self._mapping = None
+
+    def _touch(self, device: torch.device, numa: bool, advance: Callable[[int], None]) -> None:
+        """Write to every page from several threads, so that it exists and lies near ``device``."""
+        assert self._mapping is not None
+        start = time.perf_counter()
+        cores = gateway.cores_near(device) if numa else frozenset(os.sched_getaffinity(0))
+        threads = _thread_count(len(cores))
+        step = min(_CALL_BYTES, _round_up(-(-self._n_bytes // threads), HUGE_PAGE_BYTES))
+        chunks = range(0, self._n_bytes, step)
+        self._threads = min(threads, len(chunks))
+        memory = torch.frombuffer(self._mapping, dtype=torch.uint8, count=self._n_bytes)
+
+        def touch(begin: int) -> int:
+            began = time.perf_counter()
+            chunk = memory[begin : begin + step]
+            chunk[:: mmap.PAGESIZE].zero_()  # without the GIL
+            if self._huge_pages and time.perf_counter() - began > _STALL_SECONDS:
+                self._give_up_huge_pages()
+            return chunk.numel()
+
+        def bind() -> None:
+            if numa:
+                with suppress(OSError):  # forbidden in some sandboxes; only placement suffers
+                    os.sched_setaffinity(0, cores)  # 0 is the calling thread, which ends soon
+
+        with ThreadPoolExecutor(self._threads, "fsdp_offload-touch", bind) as pool:
+            for n_bytes in pool.map(touch, chunks):
+                advance(n_bytes)
+        self._touch_seconds = time.perf_counter() - start
+
+    def _give_up_huge_pages(self) -> None:
+        """Go on with small pages: on a fragmented host the kernel compacts memory for each huge
+        one, which can be slower than everything else here by far."""
+        self._huge_pages = False
+        if self._mapping is not None:
+            _advise(self._mapping, "MADV_NOHUGEPAGE")
+
+    def _pin(self, device: torch.device, *, required: bool) -> None:
+        """Register the whole range at once."""
+        assert self._mapping is not None
+        start = time.perf_counter()
+        address = _address(self._mapping)
+        try:
+            gateway.pin(address, self._n_bytes, device)
+        except PinningError as error:
+            if required:
+                self._mapping = None
+                raise
+            warnings.warn(
+                f"{size_text(self._n_bytes)} of host memory stay pageable, which makes transfers "
+                f"slower: {error.reason}",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+            return
+        # The callback owns the mapping: it is unregistered first and unmapped after. At exit it
+        # runs before the device's context goes.
+        self._unpin = weakref.finalize(
+            self, _unpin, os.getpid(), address, self._n_bytes, device, self._mapping
+        )
+        self._pin_seconds = time.perf_counter() - start
+
+
+def _unpin(pid: int, address: int, n_bytes: int, device: torch.device, mapping: mmap.mmap) -> None:
+    """Never raises. Does nothing in a forked child: it has neither the memory nor the context."""
+    if os.getpid() == pid:
+        gateway.unpin(address, n_bytes, device)
+
+
+def _map(n_bytes: int, *, huge_pages: bool) -> tuple[mmap.mmap, bool]:
+    """An untouched mapping of ``n_bytes``, and whether it will get huge pages."""
+    try:
+        mapping = mmap.mmap(-1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError) as error:
+        raise HostMemoryError(
+            f"mapping {size_text(n_bytes)} of host memory",
+            reason=f"the kernel refused ({error})",
+            remedy="lower offload_fraction, or raise the limit on address space (ulimit -v, "
+            "vm.overcommit_memory)",
+        ) from None
+    _mappings.add(mapping)
+    _advise(mapping, "MADV_DONTFORK")
+    # The mapping ends with the payload's last page, so a huge page never costs memory beyond it.
+    wanted = huge_pages and n_bytes >= HUGE_PAGE_BYTES and _huge_pages_allowed()
+    return mapping, wanted and _advise(mapping, "MADV_HUGEPAGE")
+
+
+def _advise(mapping: mmap.mmap, advice: str) -> bool:
+    """Whether the kernel knows and took the advice; none of them is needed for correctness."""
+    try:
+        mapping.madvise(getattr(mmap, advice))
+    except (OSError, AttributeError):
+        return False
+    return True
+
+
+def _huge_pages_allowed() -> bool:
+    """``madvise`` succeeds even where the administrator has switched huge pages off."""
+    try:
+        return "[never]" not in _THP_SWITCH.read_text()
+    except OSError:
+        return False
+
+
+def _address(mapping: mmap.mmap) -> int:
+    return torch.frombuffer(mapping, dtype=torch.uint8, count=1).data_ptr()
+
+
+def _thread_count(near: int) -> int:
+    """This rank's share of the cores, a few at least: the ranks beside it may be done already."""
+    share = len(os.sched_getaffinity(0)) // local_ranks()
+    return min(near, max(share, _MIN_THREADS))
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+class _Progress:
+    """A bar that may not be there."""
+
+    def __init__(self, n_bytes: int) -> None:
+        self._bar = None
+        if n_bytes:
+            from tqdm import tqdm
+
+            self._bar = tqdm(
+                total=n_bytes,
+                unit="B",
+                unit_scale=True,
+                unit_divisor=1024,
+                desc="touching host memory",
+                delay=2,
+            )
+        self._start = time.perf_counter()
+
+    def advance(self, n_bytes: int) -> None:
+        if self._bar is not None:
+            self._bar.update(n_bytes)
+
+    def describe(self, text: str) -> None:
+        # Registering takes about as long as touching and cannot report how far it is.
+        if self._bar is not None:
+            late = time.perf_counter() - self._start > 1
+            self._bar.set_description(text, refresh=late)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+
+@contextmanager
+def _progress(n_bytes: int) -> Iterator[_Progress]:
+    bar = _Progress(n_bytes)
+    try:
+        yield bar
+    finally:
+        bar.close()

@@ -1,0 +1,78 @@
+"""A bf16 value and an int16 remainder that together are exactly one fp32 master.
+
+[Note: remainder codec]
+``value = (bits + 0x8000) >> 16`` and ``remainder = int16(bits - (value << 16))``: rounding half
+away from zero in magnitude, because with ties to even 65537 masters would share an even value
+and an int16 could not tell them apart. Decoding is ``(value << 16) + remainder`` in wrapping
+32-bit integers. In halves of the fp32 word: ``remainder`` is the low half, and ``value`` is the
+high half plus one where the low half is negative. This holds for all 2^32 patterns, except that
+adding one can turn a NaN into another pattern: every NaN is forced to stay a NaN by setting
+its quiet bit.
+
+Two implementations with the same bits: torch operations (any device, the plain twin) and one
+Triton kernel each way (CUDA), see :mod:`.codec_triton`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+QUIET_BIT: Final = 0x40  # of a bf16 NaN
+
+
+def decode(value: Tensor, remainder: Tensor, master: Tensor) -> None:
+    """``master[:] = (value, remainder)``. 1-D, same numel: bf16, int16, fp32; contiguous."""
+    if master.is_cuda and (kernels := _triton()) is not None:
+        kernels.decode(value, remainder, master)
+    else:
+        decode_plain(value, remainder, master)
+
+
+def encode(master: Tensor, value: Tensor, remainder: Tensor) -> None:
+    """``(value, remainder)[:] = master``. 1-D, same numel: fp32, bf16, int16; contiguous."""
+    if master.is_cuda and (kernels := _triton()) is not None:
+        kernels.encode(master, value, remainder)
+    else:
+        encode_plain(master, value, remainder)
+
+
+def decode_plain(value: Tensor, remainder: Tensor, master: Tensor) -> None:
+    """:func:`decode` in torch operations."""
+    halves = master.view(torch.int16).view(-1, 2)  # (numel, 2): low, high (little endian)
+    torch.add(value.view(torch.int16), remainder >> 15, out=halves[:, 1])
+    halves[:, 0] = remainder
+
+
+def encode_plain(master: Tensor, value: Tensor, remainder: Tensor) -> None:
+    """:func:`encode` in torch operations."""
+    halves = master.view(torch.int16).view(-1, 2)
+    low, high = halves[:, 0], halves[:, 1]
+    rounded = torch.where(master.isnan(), high | QUIET_BIT, high - (low >> 15))
+    value.view(torch.int16).copy_(rounded)
+    remainder.copy_(low)
+
+
+def reseed_where_changed(shard: Tensor, master: Tensor) -> None:
+    """Take over weights written from outside: ``master = shard`` where ``master`` does not round
+    to ``shard``. 1-D, same numel: fp16 and fp32. Compares bits, so NaNs count as changed."""
+    unchanged = master.to(shard.dtype).view(torch.int16) == shard.view(torch.int16)
+    torch.where(unchanged, master, shard.to(master.dtype), out=master)
+
+
+def _triton() -> Any:
+    """The Triton kernels, or None where Triton is not installed (CPU builds of torch)."""
+    global _kernels
+    if _kernels is _UNKNOWN:
+        try:
+            from . import codec_triton as found
+        except ImportError:
+            found = None
+        _kernels = found
+    return _kernels
+
+
+_UNKNOWN: Final = object()
+_kernels: Any = _UNKNOWN

@@ -1,0 +1,49 @@
+"""The remainder codec as one Triton kernel each way (CUDA). Twin: ``codec.*_plain``."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK: Final = 1024
+
+
+@triton.jit
+def _decode(value, remainder, master, numel, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < numel
+    high = tl.load(value + at, mask=inside, other=0).to(tl.int32)
+    low = tl.load(remainder + at, mask=inside, other=0).to(tl.int32)
+    tl.store(master + at, (high << 16) + low, mask=inside)
+
+
+@triton.jit
+def _encode(master, value, remainder, numel, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < numel
+    bits = tl.load(master + at, mask=inside, other=0)
+    low = (bits << 16) >> 16  # sign-extended low half
+    high = bits >> 16
+    is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
+    rounded = tl.where(is_nan, high | 0x40, high - (low >> 31))
+    tl.store(value + at, rounded.to(tl.int16), mask=inside)
+    tl.store(remainder + at, low.to(tl.int16), mask=inside)
+
+
+def _launch(kernel: Any, numel: int, *operands: Tensor) -> None:
+    if numel:
+        kernel[(triton.cdiv(numel, BLOCK),)](*operands, numel, BLOCK=BLOCK)
+
+
+def decode(value: Tensor, remainder: Tensor, master: Tensor) -> None:
+    """See :func:`.codec.decode`."""
+    _launch(_decode, master.numel(), value.view(torch.int16), remainder, master.view(torch.int32))
+
+
+def encode(master: Tensor, value: Tensor, remainder: Tensor) -> None:
+    """See :func:`.codec.encode`."""
+    _launch(_encode, master.numel(), master.view(torch.int32), value.view(torch.int16), remainder)

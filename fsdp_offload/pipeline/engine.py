@@ -1,0 +1,335 @@
+"""Builds lanes, arena and slots for a list of parameters, and runs a step through them."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ..config import OffloadConfig
+from ..device import Gateway
+from ..memory import ArenaStatistics, HostArena, check_host_budget, local_ranks
+from ..plan import Kind, Layout, Slice, make_layout
+from ..plan.layout import align
+from .bucket import BucketUpdate, Scratch
+from .host import HostBucket, HostLane, HostStaging
+from .native import NativeUpdate
+from .records import MasterForm, Record, Work
+from .state import write_master
+from .streamed import StreamedBucket, StreamedLane
+from .worker import InlineWorker, ThreadWorker, Worker
+
+_log = logging.getLogger("fsdp_offload")
+
+HOST_DEPTH = 3
+"""Gradient buffers of the host lane in host memory: one arriving, one in use, one to come."""
+DEFAULT_DEVICE_BYTES = 256 << 20
+"""Staging memory on the device above which the reason is logged."""
+
+
+@dataclass(frozen=True)
+class Section:
+    """Records that share a lane and every dtype, laid out together."""
+
+    members: list[Record]
+    layout: Layout
+
+    @property
+    def first(self) -> Record:
+        """A representative."""
+        return self.members[0]
+
+
+def make_sections(records: Sequence[Record], *, bucket_bytes: int) -> list[Section]:
+    """Group records by lane and dtypes (order kept) and lay each group out in one arena."""
+
+    def key(record: Record) -> tuple[str, ...]:
+        parts = (record.lane, record.info.dtype, record.compute_dtype, record.form)
+        return (*map(str, parts), str(record.schema.elementwise))
+
+    order = {k: i for i, k in reversed(list(enumerate(map(key, records))))}
+    ordered = sorted(records, key=lambda record: order[key(record)])  # stable
+    sections, stop = [], 0
+    for _, group in groupby(ordered, key=key):
+        members = list(group)
+        start = 0 if members[0].lane == "resident" else stop
+        layout = make_layout(
+            [r.entry for r in members], bucket_bytes=bucket_bytes, arena_start=start
+        )
+        if members[0].lane != "resident":
+            stop = layout.arena_stop
+        sections.append(Section(members, layout))
+    return sections
+
+
+class Segment:
+    """Memory and lanes of the parameters that were added together.
+
+    Raises:
+        HostMemoryError: the state does not fit; nothing was allocated.
+        PinningError: the driver refused; everything is given back.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        records: list[Record],
+        added: Sequence[Record],
+        natives: list[tuple[Tensor, int]],
+        config: OffloadConfig,
+        gateway: Gateway,
+        *,
+        show_progress: bool,
+    ) -> None:
+        self.gateway, self.config = gateway, config
+        transfer = config.transfer
+        sections = make_sections(added, bucket_bytes=transfer.resolved_bucket_bytes)
+        away = [s for s in sections if s.first.lane != "resident"]
+        self.host_bytes = max((s.layout.arena_stop for s in away), default=0)
+        self.payload_bytes = sum(s.layout.payload_bytes for s in away)
+        host = [s for s in sections if s.first.lane == "host"]
+        staging_numel_bytes, shard_bytes = _host_staging_bytes(host)
+        staging_bytes = HostStaging.host_bytes(staging_numel_bytes, HOST_DEPTH) if host else 0
+        check_host_budget(
+            self.host_bytes + staging_bytes,
+            local_ranks=local_ranks(),
+            budget_bytes=None if transfer.host_budget is None else int(transfer.host_budget),
+        )
+        self.arenas: list[HostArena] = []
+        self.worker: Worker | None = None
+        try:
+            arena = self._arena(self.host_bytes, show_progress)
+            self._make_tensors(sections, arena)
+            self.update = gateway.stream("update")
+            self.scratch = self._scratch(sections)
+            self.resident = self._resident(optimizer, sections, records)
+            self.streamed = self._streamed(optimizer, sections, records, arena)
+            self.host: HostLane | None = None
+            if host:
+                ring = self._arena(staging_bytes, show_progress=False)
+                self.host = self._host(
+                    optimizer, host, records, arena, ring, staging_numel_bytes, shard_bytes
+                )
+            self.native = NativeUpdate(optimizer, natives) if natives else None
+        except BaseException:
+            self.close()
+            raise
+
+    # ------------------------------------------------------------------ building
+
+    def _arena(self, n_bytes: int, show_progress: bool) -> HostArena:
+        arena = HostArena(
+            n_bytes,
+            device=self.gateway.device,
+            can_pin=self.gateway.can_pin,
+            transfer=self.config.transfer,
+            show_progress=show_progress,
+        )
+        self.arenas.append(arena)
+        return arena
+
+    def _make_tensors(self, sections: list[Section], arena: HostArena) -> None:
+        """The authoritative state tensors: flat, own storage, offset 0."""
+        for section in sections:
+            for record in section.members:
+                for kind, numel in record.kinds:
+                    if record.lane == "resident":
+                        device = self.gateway.device
+                        tensor = torch.zeros(numel, dtype=kind.dtype, device=device)
+                    else:
+                        offset = section.layout.offsets[record.index, kind.name]
+                        tensor = arena.tensor(offset, numel, kind.dtype)
+                    record.tensors[kind.name] = tensor
+                for state_kind in record.schema.kinds:
+                    if state_kind.role == "like" and state_kind.initial:
+                        record.tensors[state_kind.name].fill_(state_kind.initial)
+                if record.form is MasterForm.WHOLE:
+                    write_master(record, {})
+
+    def _scratch(self, sections: list[Section]) -> Scratch:
+        sizes = [
+            Scratch.bytes_for(s.layout.scratch_numel, s.first.compute_dtype, s.first.info.dtype)
+            for s in sections
+            if s.first.lane != "host" and s.first.form is not MasterForm.SHARD
+        ]
+        return Scratch(self.gateway.allocate(max(sizes, default=0)))
+
+    def _resident(
+        self, optimizer: Optimizer, sections: list[Section], records: list[Record]
+    ) -> list[BucketUpdate]:
+        def view(piece: Slice, kind: Kind, numel: int) -> Tensor:
+            tensor = records[piece.entry.index].tensors[kind.name]
+            return tensor[piece.start : piece.stop] if piece.entry.cuttable else tensor
+
+        return [
+            BucketUpdate(optimizer, bucket, records, view, self.scratch)
+            for section in sections
+            if section.first.lane == "resident"
+            for bucket in section.layout.buckets
+        ]
+
+    def _streamed(
+        self,
+        optimizer: Optimizer,
+        sections: list[Section],
+        records: list[Record],
+        arena: HostArena,
+    ) -> StreamedLane | None:
+        pairs = [
+            (section.layout, bucket)
+            for section in sections
+            if section.first.lane == "streamed"
+            for bucket in section.layout.buckets
+        ]
+        if not pairs:
+            return None
+        slot_bytes = max(align(bucket.slot_bytes, 256) for _, bucket in pairs)
+        count = min(self.config.transfer.slots, len(pairs))
+        if count * slot_bytes > DEFAULT_DEVICE_BYTES:
+            largest = max(pairs, key=lambda pair: pair[1].slot_bytes)[1]
+            _log.info(
+                "%d slots of %d bytes: the largest bucket starts with %s",
+                count,
+                slot_bytes,
+                records[largest.slices[0].entry.index].fqn,
+            )
+        slots = [self.gateway.allocate(slot_bytes) for _ in range(count)]
+        lane = StreamedLane(self.gateway, self.update, slots)
+        lane.buckets = [
+            StreamedBucket(
+                optimizer, layout, bucket, records, arena, slots[i % count], self.scratch
+            )
+            for i, (layout, bucket) in enumerate(pairs)
+        ]
+        return lane
+
+    def _host(
+        self,
+        optimizer: Optimizer,
+        sections: list[Section],
+        records: list[Record],
+        arena: HostArena,
+        ring: HostArena,
+        numel_bytes: int,
+        shard_bytes: int,
+    ) -> HostLane:
+        threads = host_threads(self.config)
+        self.worker = ThreadWorker(threads) if self.gateway.has_threads else InlineWorker()
+        staging = HostStaging(
+            self.gateway, ring, numel_bytes=numel_bytes, depth=HOST_DEPTH, shard_bytes=shard_bytes
+        )
+        lane = HostLane(self.gateway, staging, self.worker)
+        pairs = [(s.layout, bucket) for s in sections for bucket in s.layout.buckets]
+        lane.buckets = [
+            HostBucket(optimizer, layout, bucket, records, arena, staging, i)
+            for i, (layout, bucket) in enumerate(pairs)
+        ]
+        for bucket in lane.buckets:
+            bucket.trust_shards()
+        return lane
+
+    # ------------------------------------------------------------------ running
+
+    def run(self, work: Work) -> None:
+        """Enqueue the step; the caller's stream waits for all updates, the host does not wait
+        except for the host lane's thread."""
+        current = self.gateway.current_stream()
+        start = current.record()
+        self.update.wait(start)
+
+        def on_device() -> None:
+            if self.native is not None:
+                self.update.launch(self.native.run, work.snapshot)
+            for bucket in self.resident:
+                gradients = work.of(bucket.pieces)
+                if any(gradient is not None for gradient in gradients):
+                    self.update.launch(bucket.run, gradients, work.snapshot)
+            if self.streamed is not None:
+                self.streamed.run(work)
+
+        if self.host is None:
+            on_device()
+        elif (written := self.host.run(work, start, on_device)) is not None:
+            current.wait(written)
+        current.wait(self.update.record())
+
+    def synchronize(self) -> None:
+        """Block until every update has run and all state is where it belongs."""
+        self.update.synchronize()
+        if self.streamed is not None:
+            self.streamed.synchronize()
+        if self.host is not None:
+            self.host.synchronize()
+
+    @property
+    def staging_bytes(self) -> int:
+        """Device memory of slots, scratch and staging rings."""
+        tensors = [self.scratch.memory]
+        if self.streamed is not None:
+            tensors += self.streamed.slots
+        if self.host is not None:
+            ring = self.host.staging
+            tensors += [*ring.device_gradients, *ring.parameters, ring.gathered, ring.dropped]
+        return sum(t.numel() * t.itemsize for t in tensors)
+
+    @property
+    def bucket_count(self) -> int:
+        """Units of update per step."""
+        lanes = (
+            self.resident,
+            self.streamed and self.streamed.buckets,
+            self.host and self.host.buckets,
+        )
+        return sum(len(buckets) for buckets in lanes if buckets)
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes that the last step moved in each direction."""
+        return sum(lane.moved_bytes for lane in (self.streamed, self.host) if lane is not None)
+
+    def trust_shards(self) -> None:
+        """After a load: what the shards hold now is what the host lane last wrote."""
+        if self.host is not None:
+            for bucket in self.host.buckets:
+                bucket.trust_shards()
+
+    def arena_statistics(self) -> list[ArenaStatistics]:
+        """Of the state arena and, with a host lane, of its gradient ring."""
+        return [arena.statistics() for arena in self.arenas]
+
+    def close(self) -> None:
+        """Give host memory back and end the thread. Idempotent."""
+        if self.worker is not None:
+            self.worker.stop()
+        for arena in self.arenas:
+            arena.close()
+
+
+def _host_staging_bytes(sections: list[Section]) -> tuple[int, int]:
+    """Bytes of one gradient buffer and of one buffer of shards, aligned."""
+    compute = max(
+        (s.layout.scratch_numel * s.first.compute_dtype.itemsize for s in sections), default=0
+    )
+    shard = max((s.layout.scratch_numel * s.first.info.dtype.itemsize for s in sections), default=0)
+    return align(compute, 256), align(shard, 256)
+
+
+def host_threads(config: OffloadConfig) -> int:
+    """Threads of the host lane: as asked, else cores of this process / ranks on this host."""
+    threads, cores = config.transfer.host_threads, len(os.sched_getaffinity(0))
+    if threads is None:
+        threads = max(1, cores // local_ranks())
+    if threads == 1:
+        _log.warning(
+            "the host lane has 1 thread (%d cores, %d local ranks): expect about a tenth of the "
+            "speed of 16; set TransferConfig(host_threads=...)",
+            cores,
+            local_ranks(),
+        )
+    return threads

@@ -1,0 +1,307 @@
+"""The host lane: gradients come to the host, CPU cores update arena memory, parameters go back.
+
+[Note: streams of the host lane]
+Its own three streams, so that it never queues behind the streamed lane's copies::
+
+    cast: [gradients -> staging (compute dtype); checksum of shards] --> d2h: [staging -> host]
+    host thread: waits for the copy, steps the arena in place (torch's CPU kernel)
+    h2d: [master -> staging] --> cast: [round and scatter into the shards; new checksum]
+
+The caller's thread enqueues, the host thread only computes. Staging buffers are rings: a device
+gradient buffer is free when its copy has left, a host gradient buffer when its update has ended,
+a parameter buffer when its scatter has run.
+
+[Note: outside writes]
+The arena's master is authoritative here, so a weight that somebody else wrote into a shard must
+be noticed, or the next update would revert it. Version counters do not see such writes. A
+checksum of the bucket's shards, taken on the device after our own write, is compared before the
+next update; where it differs, masters are re-seeded from the shards, element by element.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from .. import shards
+from ..device import Event, Gateway
+from ..memory import HostArena
+from ..plan import Bucket, Kind, Layout, Slice
+from ..plan.layout import kind_range
+from . import codec
+from .bucket import copy_present, make_piece
+from .records import MasterForm, Record, Snapshot, Work
+from .schema import FUSED_ON_CPU
+from .shadow import Shadow
+from .worker import Ticket, Worker
+
+_ROW = 1024
+
+
+def checksum(flat: Tensor) -> Tensor:
+    """0-dim int64 that changes with any element and with any swap of two: 1-D, any dtype.
+
+    Row sums and column sums of the bits, each weighted by position, in wrapping int64.
+    """
+    bits = flat.view(torch.int16 if flat.itemsize == 2 else torch.int32)
+    full = bits.numel() // _ROW * _ROW
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    for part in (bits[:full].view(-1, _ROW), bits[full:].view(1, -1)):
+        for axis in (0, 1):
+            sums = part.sum(axis, dtype=torch.int64)
+            weights = torch.arange(1, sums.numel() + 1, device=flat.device)
+            total = total * 1000003 + (sums * (weights * 2 + 1)).sum()
+    return total
+
+
+class HostStaging:
+    """Rings of buffers between device and host, shared by all host buckets."""
+
+    def __init__(
+        self, gateway: Gateway, host: HostArena, *, numel_bytes: int, depth: int, shard_bytes: int
+    ) -> None:
+        self.depth = depth
+        self.device_gradients = [gateway.allocate(numel_bytes) for _ in range(2)]
+        self.parameters = [gateway.allocate(numel_bytes) for _ in range(2)]
+        self.gathered = gateway.allocate(shard_bytes)
+        self.dropped = gateway.allocate(shard_bytes)  # low halves that encode() produces
+        self.flag_memory = host.tensor(depth * numel_bytes, depth, torch.bool)
+        self.host_gradients = [
+            host.tensor(i * numel_bytes, numel_bytes, torch.uint8) for i in range(depth)
+        ]
+        self.gradient_sent: list[Event | None] = [None] * 2
+        self.parameter_read: list[Event | None] = [None] * 2
+        self.host_user: list[Ticket | None] = [None] * depth  # last update of a host buffer
+
+    @staticmethod
+    def host_bytes(numel_bytes: int, depth: int) -> int:
+        """Host memory that a ring takes."""
+        return depth * numel_bytes + depth
+
+
+class HostBucket:
+    """One bucket of the host lane: its arena views, shards and staging views."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        layout: Layout,
+        bucket: Bucket,
+        records: list[Record],
+        arena: HostArena,
+        staging: HostStaging,
+        index: int,
+    ) -> None:
+        self.index, self.bucket = index, bucket
+        members = [records[s.entry.index] for s in bucket.slices]
+        compute, shard = members[0].compute_dtype, members[0].info.dtype
+        self._rounds_by_codec = shard == torch.bfloat16 and compute == torch.float32
+        master_kind = Kind(MasterForm.WHOLE.value, compute)
+        span = next(s for s in bucket.spans if s.kind == master_kind)
+        self.numel = span.n_bytes // compute.itemsize
+
+        def view(piece: Slice, kind: Kind, numel: int) -> Tensor:
+            start, stop = kind_range(piece, kind, numel, layout.offsets)
+            return arena.tensor(start, (stop - start) // kind.itemsize, kind.dtype)
+
+        def cut(flat: Tensor) -> list[Tensor]:
+            return [flat[s.scratch_start : s.scratch_start + s.numel] for s in bucket.slices]
+
+        def flat(memory: Tensor, dtype: torch.dtype) -> Tensor:
+            return memory[: self.numel * dtype.itemsize].view(dtype)
+
+        self.shards = [
+            shards.local(r.parameter).view(-1)[s.start : s.stop]
+            for r, s in zip(members, bucket.slices, strict=True)
+        ]
+        self.pieces = [
+            make_piece(r, s, view(s, master_kind, s.entry.numel), view)
+            for r, s in zip(members, bucket.slices, strict=True)
+        ]
+        self.master = arena.tensor(span.arena_start, self.numel, compute)
+        side = index % 2
+        self.sent = flat(staging.device_gradients[side], compute)
+        self.sent_pieces = cut(self.sent)
+        self.received = flat(staging.host_gradients[index % staging.depth], compute)
+        self.received_pieces = cut(self.received)
+        self.returned = flat(staging.parameters[side], compute)
+        self.gathered = flat(staging.gathered, shard)
+        self.gathered_pieces = cut(self.gathered)
+        self.dropped = flat(staging.dropped, torch.int16) if self._rounds_by_codec else None
+        self.expected: Tensor | None = None  # device checksum of our last write
+        self.flag = torch.zeros(1, dtype=torch.bool, device=self.shards[0].device)
+        self.host_flag = staging.flag_memory[index % staging.depth :][:1]
+        self._shadow = Shadow(
+            optimizer, self.pieces, host_overrides(optimizer, members, compute), on_host=True
+        )
+
+    # -- on the cast stream
+
+    def stage_gradients(self, gradients: list[Tensor | None]) -> None:
+        """Cast gradients into staging and compare the shards with what was last written."""
+        copy_present(self.sent_pieces, gradients, gradients)
+        observed = self._observe()
+        if self.expected is None:
+            self.flag.fill_(True)
+        else:
+            torch.ne(observed, self.expected, out=self.flag[0])
+
+    def _observe(self) -> Tensor:
+        self.gathered.zero_()  # gaps between parameters are zero, as in the arena
+        torch._foreach_copy_(self.gathered_pieces, self.shards)
+        return checksum(self.gathered)
+
+    def write_shards(self, gradients: list[Tensor | None]) -> None:
+        """Round the returned masters into the shards of parameters that had a gradient."""
+        if self.dropped is not None:
+            codec.encode(self.returned, self.gathered, self.dropped)
+        else:
+            self.gathered.copy_(self.returned)
+        copy_present(self.shards, self.gathered_pieces, gradients)
+        self.expected = checksum(self.gathered)
+
+    # -- on the host thread
+
+    def update(self, arrived: Event, gradients: list[bool], snapshot: Snapshot) -> None:
+        """Step the arena in place. ``gradients``: per piece, whether it has one."""
+        arrived.synchronize()
+        if bool(self.host_flag[0]):
+            self.reseed()
+        received = [
+            g if has else None for g, has in zip(self.received_pieces, gradients, strict=True)
+        ]
+        self._shadow.step(received, snapshot)
+
+    def trust_shards(self) -> None:
+        """Take the shards as they are for what was last written; the device must be idle."""
+        self.expected = self._observe()
+
+    def reseed(self) -> None:
+        """Take the shards' values over where a master does not round to its shard."""
+        for piece, shard in zip(self.pieces, self.shards, strict=True):
+            reseed_master(shard.cpu(), piece.tensor)
+
+
+def reseed_master(shard: Tensor, master: Tensor) -> None:
+    """``master = shard`` where rounding the master does not give the shard. 1-D, on the CPU."""
+    if shard.dtype == master.dtype:
+        master.copy_(shard)
+        return
+    rounded = torch.empty_like(shard)
+    if shard.dtype == torch.bfloat16:
+        codec.encode(master, rounded, torch.empty_like(shard, dtype=torch.int16))
+    else:
+        rounded.copy_(master)
+    changed = rounded.view(torch.int16) != shard.view(torch.int16)
+    torch.where(changed, shard.to(master.dtype), master, out=master)
+
+
+def host_overrides(
+    optimizer: Optimizer, members: list[Record], compute: torch.dtype
+) -> dict[str, object]:
+    """The fused CPU kernel where the class has one and the user left the choice open.
+
+    Half precision is left out: fused SGD on the CPU skips elements there (pytorch #191763).
+    """
+    groups = {record.group for record in members}
+    left_open = all(
+        optimizer.param_groups[g].get("fused") is None
+        and optimizer.param_groups[g].get("foreach") is None
+        for g in groups
+    )
+    if (
+        left_open
+        and type(optimizer) in FUSED_ON_CPU
+        and compute in (torch.float32, torch.float64)
+        and all("fused" in optimizer.param_groups[g] for g in groups)
+    ):
+        return {"fused": True}
+    return {}
+
+
+class HostLane:
+    """All host buckets, in order."""
+
+    def __init__(self, gateway: Gateway, staging: HostStaging, worker: Worker) -> None:
+        self.staging, self.worker = staging, worker
+        self.buckets: list[HostBucket] = []
+        self._cast = gateway.stream("host_cast")
+        self._d2h = gateway.stream("host_d2h")
+        self._h2d = gateway.stream("host_h2d")
+        self.moved_bytes = 0  # per direction, in the last step
+
+    def run(self, work: Work, start: Event, between: Callable[[], None]) -> Event | None:
+        """Update every bucket that has a gradient.
+
+        Args:
+            work: this step.
+            start: the caller's stream when ``step()`` was called; gradients are ready there.
+            between: called once the first buckets are under way: others enqueue their work
+                there instead of waiting behind the host thread.
+
+        Returns:
+            The event after which all shards are written, or None if there was nothing to do.
+        """
+        self.moved_bytes = 0
+        active = [(b, work.of(b.pieces)) for b in self.buckets]
+        active = [(b, g) for b, g in active if any(x is not None for x in g)]
+        if active:
+            self._cast.wait(start)
+        tickets: list[Ticket] = []
+        depth = self.staging.depth - 1
+        for step in range(len(active) + depth):
+            if step < len(active):
+                tickets.append(self._fetch(*active[step], work.snapshot))
+            if step == min(depth, len(active)) - 1:
+                between()
+            if step >= depth:
+                bucket, gradients = active[step - depth]
+                tickets[step - depth].wait(self.worker.alive)
+                self._return(bucket, gradients)
+        if not active:
+            between()
+            return None
+        return self._cast.record()
+
+    def _fetch(
+        self, bucket: HostBucket, gradients: list[Tensor | None], snapshot: Snapshot
+    ) -> Ticket:
+        side, slot = bucket.index % 2, bucket.index % self.staging.depth
+        if (user := self.staging.host_user[slot]) is not None:
+            user.wait(self.worker.alive)
+        if (sent := self.staging.gradient_sent[side]) is not None:
+            self._cast.wait(sent)
+        self._cast.launch(bucket.stage_gradients, gradients)
+        self._d2h.wait(self._cast.record())
+        self._d2h.launch(_send, bucket.sent, bucket.received, bucket.flag, bucket.host_flag)
+        arrived = self.staging.gradient_sent[side] = self._d2h.record()
+        self.moved_bytes += bucket.numel * bucket.sent.itemsize
+        has = [gradient is not None for gradient in gradients]
+        ticket = self.worker.submit(bucket.update, arrived, has, snapshot)
+        self.staging.host_user[slot] = ticket
+        return ticket
+
+    def _return(self, bucket: HostBucket, gradients: list[Tensor | None]) -> None:
+        side = bucket.index % 2
+        if (read := self.staging.parameter_read[side]) is not None:
+            self._h2d.wait(read)
+        self._h2d.launch(_return_master, bucket.master, bucket.returned)
+        self._cast.wait(self._h2d.record())
+        self._cast.launch(bucket.write_shards, gradients)
+        self.staging.parameter_read[side] = self._cast.record()
+
+    def synchronize(self) -> None:
+        """Block until all shards are written."""
+        self._cast.synchronize()
+
+
+def _send(sent: Tensor, received: Tensor, flag: Tensor, host_flag: Tensor) -> None:
+    received.copy_(sent, non_blocking=True)
+    host_flag.copy_(flag, non_blocking=True)
+
+
+def _return_master(master: Tensor, returned: Tensor) -> None:
+    returned.copy_(master, non_blocking=True)

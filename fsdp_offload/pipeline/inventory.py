@@ -1,0 +1,186 @@
+"""Which parameters there are: their names, order, schemas and lanes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from .. import shards
+from ..config import OffloadConfig
+from ..errors import StateSchemaError
+from ..plan import Candidate, choose_lanes
+from .records import Record, master_form, state_kinds
+from .schema import Schema, probe, signature
+
+Member = tuple[Tensor, int]
+"""A parameter and the index of its param_group."""
+
+
+@dataclass
+class Draft:
+    """A parameter before its lane is known."""
+
+    parameter: Tensor
+    group: int
+    info: shards.ShardInfo
+    compute_dtype: torch.dtype
+    native: bool
+    candidate: Candidate
+
+
+class Inventory:
+    """Names and schemas of the parameters of one optimizer.
+
+    Args:
+        optimizer: the wrapped optimizer; its groups are the wrapper's groups.
+        models: gives names and the update order; may be empty.
+        config: the user's choices.
+        device: where shards live.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        models: Sequence[nn.Module],
+        config: OffloadConfig,
+        device: torch.device,
+    ) -> None:
+        self._optimizer, self._models = optimizer, models
+        self._config, self._device = config, device
+        self._schemas: dict[Any, Schema] = {}
+        self.names = shards.parameter_names(models)
+        self._name_missing()
+
+    def _name_missing(self) -> None:
+        """Names from ``param_names``, else from the position, for what the models do not hold."""
+        for index, group in enumerate(self._optimizer.param_groups):
+            given = group.get("param_names") or []
+            for position, parameter in enumerate(group["params"]):
+                name = given[position] if position < len(given) else f"group{index}.{position}"
+                self.names.setdefault(parameter, name)
+
+    def trainable(self) -> list[Member]:
+        """Parameters that may get gradients, in the order of the groups."""
+        return [
+            (parameter, index)
+            for index, group in enumerate(self._optimizer.param_groups)
+            for parameter in group["params"]
+            if parameter.requires_grad
+        ]
+
+    def schema(self, group: int, dtype: torch.dtype, *, on_host: bool) -> Schema:
+        """The schema of parameters of ``dtype`` in ``group``, probed once per set of flags."""
+        values = self._optimizer.param_groups[group]
+        key = (signature(values), dtype, on_host)
+        if key not in self._schemas:
+            device = torch.device("cpu") if on_host else self._device
+            self._schemas[key] = probe(self._optimizer, values, dtype, device)
+        return self._schemas[key]
+
+    def plan(self, added: list[Member], *, first: bool) -> tuple[list[Record], list[Member]]:
+        """Records with their lanes, in update order, and the members that stay native.
+
+        Args:
+            added: new members, in the order of the groups.
+            first: whether they are the ones given at construction; an explicit list of lanes
+                speaks of those only.
+        """
+        self._name_missing()
+        config = self._config
+        if not isinstance(config.update_on, str):
+            if first:
+                # The list is in group order; check it before sorting.
+                choose_lanes([self._draft(*m).candidate for m in added], config)
+            else:
+                config = replace(config, update_on="auto")
+        position = {parameter: i for i, (parameter, _) in enumerate(added)}
+        drafts = [self._draft(*member) for member in self._in_update_order(added)]
+        if not isinstance(config.update_on, str):
+            lanes = tuple(config.update_on[position[d.parameter]] for d in drafts)
+            config = replace(config, update_on=lanes)
+        chosen = choose_lanes([d.candidate for d in drafts], config)
+        records = [
+            self._record(draft, lane)
+            for draft, lane in zip(drafts, chosen, strict=True)
+            if not draft.native
+        ]
+        return records, [(d.parameter, d.group) for d in drafts if d.native]
+
+    def _in_update_order(self, added: list[Member]) -> list[Member]:
+        """Outside FSDP first, then the models' order, then the rest as given."""
+        order = {parameter: i for i, parameter in enumerate(self.names)}
+        managed = shards.fsdp_parameters(self._models)
+        return sorted(added, key=lambda member: (member[0] in managed, order[member[0]]))
+
+    def _draft(self, parameter: Tensor, group: int) -> Draft:
+        fqn = self.names[parameter]
+        info = shards.shard_info(parameter, fqn)
+        compute = self._config.precision.compute_dtype(info.dtype)
+        if info.is_plain:
+            schema = self.schema(group, compute, on_host=False)
+            native = bool(schema.role("other"))  # shapes unknown: kept as the class makes them
+        else:  # not even probed: the class may treat the subclass in its own way
+            schema, native = Schema((), elementwise=False, eager=False), True
+        per_numel = sum((kind.dtype or compute).itemsize for kind in schema.role("like"))
+        per_numel += compute.itemsize - info.dtype.itemsize
+        candidate = Candidate(
+            fqn=fqn,
+            global_bytes=info.global_numel * per_numel,
+            max_local_bytes=info.max_local_numel * per_numel,
+            must_stay=native,
+            whole=not schema.elementwise,
+        )
+        return Draft(parameter, group, info, compute, native, candidate)
+
+    def _record(self, draft: Draft, lane: Any) -> Record:
+        info, compute = draft.info, draft.compute_dtype
+        schema = self.schema(draft.group, compute, on_host=lane == "host")
+        form = master_form(lane, info.dtype, compute)
+        return Record(
+            index=-1,  # set when the record is added
+            parameter=draft.parameter,
+            fqn=self.names[draft.parameter],
+            group=draft.group,
+            info=info,
+            schema=schema,
+            compute_dtype=compute,
+            lane=lane,
+            form=form,
+            kinds=state_kinds(info, schema, form, compute),
+        )
+
+    def check_schemas(self, records: Sequence[Record]) -> None:
+        """Refuse hyper-parameters that need other state than was reserved.
+
+        Raises:
+            StateSchemaError: an option such as ``amsgrad`` or ``momentum`` was switched on.
+        """
+        seen = set()
+        for record in records:
+            key = (record.group, record.compute_dtype, record.lane == "host")
+            if key in seen:
+                continue
+            seen.add(key)
+            schema = self.schema(record.group, record.compute_dtype, on_host=key[2])
+            if schema is not record.schema and state_names(schema) != state_names(record.schema):
+                raise StateSchemaError(
+                    f"param_groups[{record.group}]",
+                    reason=f"its options now need state {state_names(schema)}, "
+                    f"but {state_names(record.schema)} was reserved",
+                    remedy="set options such as amsgrad or momentum before wrapping",
+                )
+
+    def probe_group(self, record: Record, group: dict[str, Any]) -> Schema:
+        """The schema that ``record`` would have under other group values."""
+        device = torch.device("cpu") if record.lane == "host" else self._device
+        return probe(self._optimizer, group, record.compute_dtype, device)
+
+
+def state_names(schema: Schema) -> list[str]:
+    """Names of the state entries, sorted."""
+    return sorted(kind.name for kind in schema.kinds)

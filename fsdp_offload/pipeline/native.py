@@ -1,0 +1,49 @@
+"""Parameters that keep the class's own state: tensor-subclass shards and state of unknown shape.
+
+They are always resident. The shadow steps the parameters themselves, whole, and the state stays
+as the class made it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from .records import Snapshot
+from .schema import make_shadow, raw_step
+
+
+class NativeUpdate:
+    """One shadow over whole parameters.
+
+    Args:
+        optimizer: the wrapped optimizer.
+        members: (parameter, index of its param_group), in order.
+    """
+
+    def __init__(self, optimizer: Optimizer, members: list[tuple[Tensor, int]]) -> None:
+        self.parameters = [parameter for parameter, _ in members]
+        self._indices = sorted({group for _, group in members})
+        groups: list[dict[str, Any]] = [
+            {"params": [p for p, group in members if group == index]} for index in self._indices
+        ]
+        self._shadow = make_shadow(optimizer, groups)
+        self._step = raw_step(type(optimizer))
+        self.state: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
+        self._shadow.state = self.state
+
+    def run(self, snapshot: Snapshot) -> None:
+        """Step every member that has a gradient."""
+        for group, index in zip(self._shadow.param_groups, self._indices, strict=True):
+            group.update(snapshot.groups[index])
+        with torch.no_grad():
+            self._step(self._shadow)
+
+    def state_bytes(self) -> int:
+        """Bytes of state tensors on this rank."""
+        tensors = [v for s in self.state.values() for v in s.values() if isinstance(v, Tensor)]
+        return sum(t.numel() * t.itemsize for t in tensors)

@@ -1,0 +1,167 @@
+"""What the pipeline knows of one parameter, and of one step.
+
+[Note: who owns what]
+A :class:`Record` stands for one trainable parameter for as long as the optimizer lives. Its
+``tensors`` are the authoritative state: flat, shard-sized, in the arena (streamed, host) or on
+the device (resident). Its *pieces* are slices of it in buckets: each piece has its own scalars
+(``step``), because the class advances them once per call, and all pieces of a parameter advance
+together. A :class:`Work` is one call of ``step()``: gradients and a snapshot of the groups.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ..config import Lane
+from ..plan import Entry, Kind
+from ..shards import ShardInfo
+from .schema import Schema, StateKind, public_attributes
+
+
+class MasterForm(Enum):
+    """How the fp32 value of a parameter is kept."""
+
+    SHARD = "shard"  # the shard itself is updated
+    REMAINDER = "master_remainder"  # bf16 shard plus int16 remainder, exact
+    WHOLE = "master"  # a full copy in the compute dtype; the shard is its rounding
+
+
+REMAINDER_KIND = Kind(MasterForm.REMAINDER.value, torch.int16)
+
+
+@dataclass(eq=False)
+class Record:
+    """One trainable parameter."""
+
+    index: int  # position among all records; also the index in layouts
+    parameter: Tensor
+    fqn: str
+    group: int  # which param_group
+    info: ShardInfo
+    schema: Schema
+    compute_dtype: torch.dtype
+    lane: Lane
+    form: MasterForm
+    kinds: tuple[tuple[Kind, int], ...]
+    tensors: dict[str, Tensor] = field(default_factory=dict)  # 1-D, numel of the kind
+    pieces: list[Piece] = field(default_factory=list)
+
+    @property
+    def entry(self) -> Entry:
+        """This parameter as layouts see it."""
+        return Entry(self.index, self.info.local_numel, self.kinds, self.schema.elementwise)
+
+    @property
+    def emits_master(self) -> bool:
+        """Whether the master says more than the shard does, and belongs into a state dict."""
+        return self.compute_dtype != self.info.dtype
+
+
+@dataclass(eq=False)
+class Piece:
+    """One slice of one parameter, as the shadow optimizer sees it."""
+
+    record: Record
+    start: int
+    stop: int
+    tensor: Tensor  # the shadow's parameter: a view of shard, slot, scratch or arena
+    state: dict[str, Any]  # the shadow's state: views for like kinds, own scalars and numbers
+    stepped: bool = False  # False: the class initialises the state itself at the next update
+
+
+def master_form(lane: Lane, shard: torch.dtype, compute: torch.dtype) -> MasterForm:
+    """How the master of a parameter is kept in ``lane``."""
+    if lane == "host":
+        return MasterForm.WHOLE
+    if shard == compute:
+        return MasterForm.SHARD
+    return MasterForm.REMAINDER if shard == torch.bfloat16 else MasterForm.WHOLE
+
+
+def state_kinds(
+    info: ShardInfo, schema: Schema, form: MasterForm, compute: torch.dtype
+) -> tuple[tuple[Kind, int], ...]:
+    """Tensors kept per parameter, each with its elements on this rank."""
+    kinds = [
+        (Kind(kind.name, kind.dtype or compute), kind_numel(kind, info)) for kind in schema.kinds
+        if kind.role in ("like", "other")
+    ]  # fmt: skip
+    if form is MasterForm.REMAINDER:
+        kinds.append((REMAINDER_KIND, info.local_numel))
+    elif form is MasterForm.WHOLE:
+        kinds.append((Kind(form.value, compute), info.local_numel))
+    return tuple(kinds)
+
+
+def kind_shape(kind: StateKind, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Shape of a state tensor of a parameter of ``shape``.
+
+    The only factored state known is Adafactor's (arXiv 1804.04235; torch/optim/_adafactor.py).
+    """
+    if kind.role == "like":
+        return shape
+    if kind.name == "row_var":
+        return (*shape[:-1], 1)
+    return (*shape[:-2], 1, shape[-1])
+
+
+def kind_numel(kind: StateKind, info: ShardInfo) -> int:
+    """Elements of a state tensor on this rank."""
+    return torch.Size(kind_shape(kind, info.local_shape)).numel()
+
+
+@dataclass
+class Snapshot:
+    """Every group value as it was when ``step()`` was called; buckets read only this.
+
+    ``host_groups`` is the same with tensors on the CPU, for the host lane. What a class that is
+    not torch's own changes in its groups or attributes is collected from the first bucket of
+    each group and written back once, after the step.
+    """
+
+    groups: list[dict[str, Any]]
+    host_groups: list[dict[str, Any]]
+    attributes: dict[str, Any]
+    changed_groups: dict[int, dict[str, Any]] = field(default_factory=dict)
+    changed_attributes: dict[str, Any] | None = None
+
+    @classmethod
+    def take(cls, optimizer: Optimizer, groups: list[dict[str, Any]], *, host: bool) -> Snapshot:
+        """Copy the groups; tensors are cloned because schedulers write into them in place."""
+        copies = [
+            {
+                name: value.clone() if isinstance(value, Tensor) else value
+                for name, value in group.items()
+                if name != "params"
+            }
+            for group in groups
+        ]
+        on_host = copies
+        if host and any(isinstance(v, Tensor) for group in copies for v in group.values()):
+            on_host = [
+                {n: v.cpu() if isinstance(v, Tensor) else v for n, v in group.items()}
+                for group in copies
+            ]
+        return cls(copies, on_host, public_attributes(optimizer))
+
+
+@dataclass
+class Work:
+    """One call of ``step()``."""
+
+    gradients: list[Tensor | None]  # per record: 1-D, contiguous, or None
+    snapshot: Snapshot
+
+    def of(self, pieces: list[Piece]) -> list[Tensor | None]:
+        """The gradient of each piece."""
+        found: list[Tensor | None] = []
+        for piece in pieces:
+            gradient = self.gradients[piece.record.index]
+            found.append(None if gradient is None else gradient[piece.start : piece.stop])
+        return found

@@ -1,0 +1,150 @@
+"""The shadow engine: the wrapped optimizer's own step, on views that this package owns.
+
+[Note: shadow]
+A shadow is an instance of the wrapped class with the same settings whose parameters are plain
+views and whose state entries point at slots, scratch, the arena or the device. Its step function
+is called as torch would call it, so the arithmetic is torch's own. Rules that keep it exact:
+
+* pieces are separate tensors in one call, never one tensor over two parameters;
+* each piece has its own scalars; a piece without gradient is left out of the call;
+* a piece that has not stepped gets an empty state, the class initialises it, and the result is
+  copied into the views (lazy state is not always zero);
+* the implementation (``fused``, ``foreach``) is the one torch would choose on that device.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ..errors import StateSchemaError
+from .records import Piece, Snapshot
+from .schema import is_torch_class, make_shadow, raw_step
+
+
+class Shadow:
+    """One shadow optimizer over the pieces of one bucket.
+
+    Args:
+        optimizer: the wrapped optimizer; only its class and settings are used.
+        pieces: the bucket's pieces, in order.
+        overrides: group values that differ from the user's (``fused=True`` in the host lane).
+        on_host: read the snapshot's CPU copies of tensor hyper-parameters.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        pieces: list[Piece],
+        overrides: dict[str, Any],
+        *,
+        on_host: bool = False,
+    ) -> None:
+        self.pieces = pieces
+        self._overrides, self._on_host = overrides, on_host
+        self._trusted = is_torch_class(optimizer)
+        self._step = raw_step(type(optimizer))
+        self._group_indices = sorted({piece.record.group for piece in pieces})
+        groups = [
+            {"params": [p.tensor for p in pieces if p.record.group == index]}
+            for index in self._group_indices
+        ]
+        self._shadow = make_shadow(optimizer, groups)
+        self._shadow.state = defaultdict(dict)
+
+    def step(self, gradients: list[Tensor | None], snapshot: Snapshot) -> None:
+        """Update all pieces that have a gradient (shaped like the piece's tensor)."""
+        shadow = self._shadow
+        self._apply(snapshot)
+        for piece, gradient in zip(self.pieces, gradients, strict=True):
+            piece.tensor.grad = gradient
+            if gradient is not None:
+                if piece.stepped:
+                    shadow.state[piece.tensor] = piece.state
+                else:
+                    shadow.state.pop(piece.tensor, None)
+        try:
+            with torch.no_grad():
+                self._step(shadow)
+            for piece, gradient in zip(self.pieces, gradients, strict=True):
+                if gradient is not None and not (piece.stepped and self._trusted):
+                    self._adopt(piece)
+        finally:
+            for piece in self.pieces:
+                piece.tensor.grad = None
+        if not self._trusted:
+            self._collect_changes(snapshot)
+
+    def _apply(self, snapshot: Snapshot) -> None:
+        groups = snapshot.host_groups if self._on_host else snapshot.groups
+        for group, index in zip(self._shadow.param_groups, self._group_indices, strict=True):
+            group.update(groups[index])
+            group.update(self._overrides)
+        if not self._trusted:
+            # Containers are copied so that what one bucket changes in them is not seen, and
+            # changed again, by the next.
+            for name, value in snapshot.attributes.items():
+                if not name.endswith("_hooks"):
+                    contained = isinstance(value, list | dict | set)
+                    self._shadow.__dict__[name] = copy.copy(value) if contained else value
+
+    def _adopt(self, piece: Piece) -> None:
+        """Copy state that the class created or replaced into the piece's own tensors."""
+        got = self._shadow.state[piece.tensor]
+        if got.keys() != piece.state.keys():
+            raise StateSchemaError(
+                f"state of {piece.record.fqn} with keys {sorted(got)}",
+                reason=f"{sorted(piece.state)} were reserved when the optimizer was wrapped",
+                remedy="do not change hyper-parameters that add or remove state; wrap again",
+            )
+        for name, value in got.items():
+            target = piece.state[name]
+            if isinstance(target, Tensor):
+                if value is target:
+                    continue
+                if not isinstance(value, Tensor) or value.shape != target.shape:
+                    raise StateSchemaError(
+                        f"state {name!r} of {piece.record.fqn}",
+                        reason=f"shape {getattr(value, 'shape', None)}, "
+                        f"but {tuple(target.shape)} was reserved",
+                        remedy='keep this parameter resident: update_on=[..., "resident", ...]',
+                    )
+                target.copy_(value)
+            else:
+                piece.state[name] = value
+        piece.stepped = True
+        self._shadow.state[piece.tensor] = piece.state
+
+    def _collect_changes(self, snapshot: Snapshot) -> None:
+        """Note what the class wrote into its groups and attributes: once per step."""
+        groups = snapshot.host_groups if self._on_host else snapshot.groups
+        for group, index in zip(self._shadow.param_groups, self._group_indices, strict=True):
+            if index not in snapshot.changed_groups:
+                before = {**groups[index], **self._overrides}
+                snapshot.changed_groups[index] = {
+                    name: value
+                    for name, value in group.items()
+                    if name != "params" and _differs(value, before.get(name))
+                }
+        if snapshot.changed_attributes is None:
+            before = snapshot.attributes
+            snapshot.changed_attributes = {
+                name: value
+                for name, value in self._shadow.__dict__.items()
+                if name not in ("state", "param_groups")
+                and not name.endswith("_hooks")
+                and _differs(value, before.get(name))
+            }
+
+
+def _differs(value: Any, before: Any) -> bool:
+    if value is before:
+        return False
+    if isinstance(value, Tensor) or isinstance(before, Tensor):
+        return True
+    return bool(value != before)

@@ -1,0 +1,186 @@
+"""State of one parameter as the outside sees it: shown, checked and written in place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import shards
+from ..errors import StateDictError
+from . import codec
+from .records import MasterForm, Record, kind_shape
+
+REMAINDER = MasterForm.REMAINDER.value
+WHOLE = MasterForm.WHOLE.value
+
+
+def expose(record: Record) -> dict[str, Any]:
+    """The live state of a parameter under torch's names: no copy, nothing moved.
+
+    Like kinds are shaped and placed like the parameter; scalars are 0-dim tensors. A bf16 or fp16
+    parameter with an fp32 master adds ``master_remainder`` (int16) or ``master`` (fp32).
+    """
+    first = record.pieces[0]
+    shown: dict[str, Any] = {}
+    for kind in record.schema.kinds:
+        if kind.role in ("scalar", "number"):
+            shown[kind.name] = first.state[kind.name]
+        else:
+            view = record.tensors[kind.name].view(kind_shape(kind, record.info.local_shape))
+            shown[kind.name] = shards.like(record.parameter, view) if kind.role == "like" else view
+    if record.emits_master:
+        name = record.form.value
+        view = record.tensors[name].view(record.info.local_shape)
+        shown[name] = shards.like(record.parameter, view)
+    return shown
+
+
+def check(record: Record, values: Mapping[str, Any]) -> None:
+    """Refuse values that do not fit, before anything is written.
+
+    Raises:
+        StateDictError: a missing kind, another shape, or another placement.
+    """
+    if not values:
+        return  # a parameter that never had a gradient
+    names = {kind.name for kind in record.schema.kinds}
+    if missing := sorted(names - values.keys()):
+        raise StateDictError(
+            f"state of {record.fqn} with keys {sorted(values)}",
+            reason=f"{missing} are missing: saved by another optimizer class or other settings",
+            remedy="load a checkpoint of the same optimizer class and flags",
+        )
+    for kind in record.schema.kinds:
+        if kind.role in ("like", "other"):
+            _check_shape(
+                record, kind.name, values[kind.name], kind_shape(kind, record.info.local_shape)
+            )
+        elif isinstance(values[kind.name], Tensor) and values[kind.name].numel() != 1:
+            raise StateDictError(
+                f"state {kind.name!r} of {record.fqn} with shape {tuple(values[kind.name].shape)}",
+                reason="a single number is expected",
+                remedy="load a checkpoint of the same optimizer class",
+            )
+    for name in (REMAINDER, WHOLE):
+        if name in values and record.emits_master:
+            _check_shape(record, name, values[name], record.info.local_shape)
+
+
+def _check_shape(record: Record, name: str, value: Any, shape: tuple[int, ...]) -> None:
+    if not isinstance(value, Tensor):
+        raise StateDictError(
+            f"state {name!r} of {record.fqn} of type {type(value).__name__}",
+            reason="a tensor is expected",
+            remedy="load a checkpoint of the same optimizer class",
+        )
+    found = tuple(shards.local(value).shape)
+    if found != shape or not shards.same_placement(record.parameter, value):
+        raise StateDictError(
+            f"state {name!r} of {record.fqn} with shard shape {found} of {tuple(value.shape)}",
+            reason=f"this rank holds a shard of shape {shape} of {record.info.global_shape}",
+            remedy="load through torch.distributed.checkpoint, or set_optimizer_state_dict, "
+            "which reshard; or the checkpoint is of another model",
+        )
+
+
+def write(record: Record, values: Mapping[str, Any]) -> None:
+    """Copy checked values into the parameter's state; empty values reset it.
+
+    Values may alias the state itself. Buffers keep their address, dtype and device.
+    """
+    if not values:
+        reset(record)
+        return
+    for kind in record.schema.kinds:
+        value = values[kind.name]
+        if kind.role in ("like", "other"):
+            record.tensors[kind.name].copy_(shards.local(value).reshape(-1))
+            continue
+        for piece in record.pieces:
+            if kind.role == "number":
+                piece.state[kind.name] = value.item() if isinstance(value, Tensor) else value
+            elif isinstance(value, Tensor):
+                piece.state[kind.name].copy_(value.reshape(()))
+            else:
+                piece.state[kind.name].fill_(value)
+    stepped = _has_stepped(record, values)
+    for piece in record.pieces:
+        piece.stepped = stepped
+    write_master(record, values)
+
+
+def reset(record: Record) -> None:
+    """State as at construction: the class initialises it again at the next gradient."""
+    for kind in record.schema.kinds:
+        if kind.role in ("like", "other"):
+            record.tensors[kind.name].fill_(kind.initial)
+            continue
+        for piece in record.pieces:
+            if kind.role == "number":
+                piece.state[kind.name] = 0
+            else:
+                piece.state[kind.name].fill_(kind.initial)
+    for piece in record.pieces:
+        piece.stepped = record.schema.eager
+    write_master(record, {})
+
+
+def write_master(record: Record, values: Mapping[str, Any]) -> None:
+    """Set the master from a saved master, a saved remainder, or (neither) from the shard."""
+    if record.form is MasterForm.SHARD:
+        return
+    shard = shards.local(record.parameter).reshape(-1)
+    saved = {
+        name: shards.local(values[name]).reshape(-1)
+        for name in (REMAINDER, WHOLE)
+        if name in values
+    }
+    if not record.emits_master:  # host lane of fp32 shards: the shard says it all
+        record.tensors[WHOLE].copy_(shard)
+        return
+    if WHOLE in saved:
+        _set_exactly(record, shard, saved[WHOLE].to(shard.device, record.compute_dtype))
+    elif REMAINDER in saved and shard.dtype == torch.bfloat16:
+        remainder = saved[REMAINDER].to(shard.device).contiguous()
+        if record.form is MasterForm.REMAINDER:
+            record.tensors[REMAINDER].copy_(remainder)
+        else:
+            master = torch.empty_like(shard, dtype=record.compute_dtype)
+            codec.decode(shard, remainder, master)
+            record.tensors[WHOLE].copy_(master)
+    elif record.form is MasterForm.REMAINDER:
+        record.tensors[REMAINDER].zero_()
+    else:
+        record.tensors[WHOLE].copy_(shard)
+
+
+def _set_exactly(record: Record, shard: Tensor, master: Tensor) -> None:
+    """Make the record's master equal ``master``: the shard becomes its rounding."""
+    if shard.dtype == torch.bfloat16:
+        remainder = torch.empty_like(shard, dtype=torch.int16)
+        codec.encode(master.contiguous(), shard, remainder)
+        if record.form is MasterForm.REMAINDER:
+            record.tensors[REMAINDER].copy_(remainder)
+            return
+    else:
+        shard.copy_(master)
+    record.tensors[WHOLE].copy_(master)
+
+
+def _has_stepped(record: Record, values: Mapping[str, Any]) -> bool:
+    """Whether saved state is of a parameter that was updated.
+
+    A fresh optimizer already has its keys, so zeros may mean *never stepped*, and then the class
+    must initialise the state itself (SGD's first momentum ignores dampening).
+    """
+    if record.schema.eager:
+        return True
+    if "step" in values:
+        return float(values["step"]) > 0
+    tensors = [record.tensors[k.name] for k in record.schema.kinds if k.role in ("like", "other")]
+    if not tensors:
+        return True
+    return any(bool(t.any()) for t in tensors)

@@ -1,0 +1,211 @@
+"""Where every byte of state lies and how it is cut into buckets: pure arithmetic.
+
+[Note: arena layout]
+A *section* is a list of parameters in one fixed order that share a lane, a shard dtype and a
+compute dtype. Its part of the arena is *kind-major*: all ``exp_avg``, then all ``exp_avg_sq``, ...
+Within a kind, parameters follow the section's order, each starting at a multiple of 64 elements.
+So each parameter's state of a kind is one contiguous run, and a *bucket*, a contiguous range of
+the order, is one contiguous range per kind: one copy each way.
+
+Parameters are cut only at multiples of 64 elements from their start: fused CPU kernels process
+vectors and round their scalar tail differently, so another cut would change bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import torch
+
+ALIGN_NUMEL: Final = 64
+"""Cuts and starts of parameters are multiples of this."""
+SLOT_ALIGN_BYTES: Final = 256
+
+
+def align(value: int, unit: int) -> int:
+    """``value`` rounded up to a multiple of ``unit``."""
+    return -(-value // unit) * unit
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One state tensor per parameter, such as ``exp_avg``."""
+
+    name: str
+    dtype: torch.dtype
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes per element."""
+        return self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One parameter of a section."""
+
+    index: int  # which parameter of the optimizer
+    numel: int  # elements of its shard; may be 0
+    kinds: tuple[tuple[Kind, int], ...]  # (kind, elements): numel, or less for factored state
+    cuttable: bool = True
+
+    @property
+    def state_bytes(self) -> int:
+        """Payload bytes of all kinds."""
+        return sum(kind.itemsize * numel for kind, numel in self.kinds)
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Elements ``[start, stop)`` of one parameter's shard."""
+
+    entry: Entry
+    start: int
+    stop: int
+    scratch_start: int  # where it begins in scratch memory of the bucket, in elements
+
+    @property
+    def numel(self) -> int:
+        """Elements in this slice."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class Span:
+    """The bytes of one kind that a bucket moves: arena range and place in the slot."""
+
+    kind: Kind
+    arena_start: int
+    slot_start: int
+    n_bytes: int
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """A contiguous range of a section's order."""
+
+    slices: tuple[Slice, ...]
+    spans: tuple[Span, ...]
+    scratch_numel: int
+    slot_bytes: int
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes that travel in each direction."""
+        return sum(span.n_bytes for span in self.spans)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A section's place in the arena and its buckets."""
+
+    buckets: tuple[Bucket, ...]
+    offsets: dict[tuple[int, str], int] = field(hash=False)  # (parameter, kind) -> arena byte
+    arena_start: int
+    arena_stop: int
+    payload_bytes: int
+
+    @property
+    def slot_bytes(self) -> int:
+        """Slot size that fits every bucket."""
+        return max((bucket.slot_bytes for bucket in self.buckets), default=0)
+
+    @property
+    def scratch_numel(self) -> int:
+        """Scratch elements that fit every bucket."""
+        return max((bucket.scratch_numel for bucket in self.buckets), default=0)
+
+
+def make_layout(entries: Sequence[Entry], *, bucket_bytes: int, arena_start: int = 0) -> Layout:
+    """Lay ``entries`` out from byte ``arena_start`` on and cut them into buckets.
+
+    Args:
+        entries: parameters in the section's order.
+        bucket_bytes: state bytes that a bucket may hold; a parameter that cannot be cut may
+            exceed it.
+        arena_start: first byte; rounded up to the slot alignment.
+    """
+    offsets, arena_start, arena_stop = _place(entries, align(arena_start, SLOT_ALIGN_BYTES))
+    buckets = [_finish(slices, offsets) for slices in _cut(entries, bucket_bytes)]
+    return Layout(
+        buckets=tuple(buckets),
+        offsets=offsets,
+        arena_start=arena_start,
+        arena_stop=arena_stop,
+        payload_bytes=sum(entry.state_bytes for entry in entries),
+    )
+
+
+def _place(entries: Sequence[Entry], start: int) -> tuple[dict[tuple[int, str], int], int, int]:
+    kinds: dict[Kind, list[tuple[int, int]]] = {}
+    for entry in entries:
+        for kind, numel in entry.kinds:
+            kinds.setdefault(kind, []).append((entry.index, numel))
+    offsets: dict[tuple[int, str], int] = {}
+    cursor = stop = start
+    for kind, members in kinds.items():
+        cursor = align(stop, SLOT_ALIGN_BYTES)
+        for index, numel in members:
+            offsets[index, kind.name] = cursor
+            stop = cursor + numel * kind.itemsize
+            cursor += align(numel, ALIGN_NUMEL) * kind.itemsize
+    return offsets, start, stop
+
+
+def _cut(entries: Sequence[Entry], bucket_bytes: int) -> list[list[Slice]]:
+    """Slices of each bucket: filled in order, large parameters cut at the bucket's end."""
+    buckets: list[list[Slice]] = [[]]
+    free, scratch = bucket_bytes, 0
+    for entry in entries:
+        # At least 8 bytes per element count, so that scratch memory stays in proportion for
+        # optimizers with little or no state.
+        per_numel = max(8, -(-entry.state_bytes // max(entry.numel, 1)))
+        start = 0
+        while True:
+            room = free // per_numel // ALIGN_NUMEL * ALIGN_NUMEL
+            rest = entry.numel - start
+            if rest > room and buckets[-1] and (room == 0 or not entry.cuttable):
+                buckets.append([])
+                free, scratch = bucket_bytes, 0
+                continue
+            take = rest if not entry.cuttable else min(rest, max(room, ALIGN_NUMEL))
+            buckets[-1].append(Slice(entry, start, start + take, scratch))
+            scratch += align(take, ALIGN_NUMEL)
+            free -= align(take, ALIGN_NUMEL) * per_numel
+            start += take
+            if start >= entry.numel:
+                break
+    return [bucket for bucket in buckets if bucket]
+
+
+def _finish(slices: list[Slice], offsets: dict[tuple[int, str], int]) -> Bucket:
+    """Add the spans: per kind, from the first slice that has it to the end of the last one."""
+    bounds: dict[Kind, tuple[int, int]] = {}
+    for piece in slices:
+        for kind, numel in piece.entry.kinds:
+            start, stop = kind_range(piece, kind, numel, offsets)
+            first, _ = bounds.get(kind, (start, stop))
+            bounds[kind] = (first, stop)
+    spans, slot = [], 0
+    for kind, (start, stop) in bounds.items():
+        spans.append(Span(kind, start, slot, stop - start))
+        slot = align(slot + stop - start, SLOT_ALIGN_BYTES)
+    last = slices[-1]
+    return Bucket(
+        slices=tuple(slices),
+        spans=tuple(spans),
+        scratch_numel=last.scratch_start + align(last.numel, ALIGN_NUMEL),
+        slot_bytes=slot,
+    )
+
+
+def kind_range(
+    piece: Slice, kind: Kind, numel: int, offsets: dict[tuple[int, str], int]
+) -> tuple[int, int]:
+    """Arena bytes ``[start, stop)`` of one slice's state of one kind (``numel`` of the entry)."""
+    base = offsets[piece.entry.index, kind.name]
+    if not piece.entry.cuttable:
+        return base, base + numel * kind.itemsize
+    return base + piece.start * kind.itemsize, base + piece.stop * kind.itemsize

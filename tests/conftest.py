@@ -1,0 +1,77 @@
+"""Fixtures and marking rules shared by all tests."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from fsdp_offload.testing import RankPool
+
+GPU_TESTS = Path(__file__).parent / "gpu"
+# Each rank holds a torch of its own: two pools cover the usual 2 and 4 ranks.
+MAX_POOLS = 2
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Callable[..., RankPool]]:
+    """``ranks(2).run(fn, ...)``: a pool of that size, kept for the whole session.
+
+    Keywords are those of ``RankPool``. Only the two pools used last stay alive.
+    """
+    from fsdp_offload.testing import RankPool  # imports torch, which tier T0 does without
+
+    pools: OrderedDict[tuple[object, ...], RankPool] = OrderedDict()
+
+    def pool_of(
+        world_size: int, *, backend: str | None = None, device_type: str = "cpu"
+    ) -> RankPool:
+        key = (world_size, backend, device_type)
+        if key not in pools:
+            if len(pools) == MAX_POOLS:
+                pools.popitem(last=False)[1].close()
+            pools[key] = RankPool(world_size, backend=backend, device_type=device_type)
+        pools.move_to_end(key)
+        return pools[key]
+
+    yield pool_of
+    for pool in pools.values():
+        pool.close()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark by place and by fixture. Runs first: `-m` is applied to the marks that it adds."""
+    spread = config.pluginmanager.hasplugin("xdist")
+    for item in items:
+        if item.path.is_relative_to(GPU_TESTS) and not item.get_closest_marker("gpus"):
+            item.add_marker(pytest.mark.gpu)
+        if "ranks" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.ranks)
+        if spread and item.get_closest_marker("ranks"):
+            # One xdist worker for all of them: each worker would start pools of its own.
+            item.add_marker(pytest.mark.xdist_group("ranks"))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip what this machine cannot run, and seed, before any fixture of the test is made."""
+    gpus = item.get_closest_marker("gpus")
+    needed = (gpus.args[0] if gpus.args else 2) if gpus else 1
+    if gpus or item.get_closest_marker("gpu"):
+        from torch.cuda import device_count
+
+        if device_count() < needed:
+            pytest.skip(f"needs {needed} GPU(s), found {device_count()}")
+    random.seed(0)
+    # Tests of tier T0 import neither, and a hook must not do it for them.
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(0)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(0)

@@ -1,0 +1,110 @@
+"""The examples run as a user would start them, in processes of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[1]
+EXAMPLES = REPOSITORY / "examples"
+LIMIT_S = 60
+# A port chosen by the system: several launches can run on one machine at once.
+TORCHRUN = ("-m", "torch.distributed.run", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0")
+SMALL = ("--batch", "4", "--seq", "32", "--layers", "1", "--dim", "64", "--log-every", "1")
+
+
+def start(arguments: list[str]) -> subprocess.Popen[str]:
+    """A Python process in a session of its own, so that its ranks can be ended with it."""
+    paths = [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
+    # The tests run on the CPU wherever they run; one thread per rank leaves cores to the others.
+    environment = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.Popen(
+        [sys.executable, *arguments],
+        env={**os.environ, **environment, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> str:
+    """The output of a process that has to succeed in time."""
+    try:
+        output, _ = process.communicate(timeout=LIMIT_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        pytest.fail(f"still running after {LIMIT_S} s:\n{process.communicate()[0]}")
+    assert process.returncode == 0, output
+    return output
+
+
+def train_gpt(ranks: int, *arguments: object) -> str:
+    text = Path(json.__file__).parent
+    script = [str(EXAMPLES / "train_gpt.py"), "--data", str(text), *SMALL, *map(str, arguments)]
+    return finish(start([*TORCHRUN, f"--nproc-per-node={ranks}", *script]))
+
+
+def losses(output: str) -> dict[int, float]:
+    """Training loss by step, as printed."""
+    found = re.findall(r"^step +(\d+) +loss (\d+\.\d+)", output, re.MULTILINE)
+    return {int(step): float(loss) for step, loss in found}
+
+
+def test_gpt_trains_on_two_ranks_and_goes_on_on_one(tmp_path: Path) -> None:
+    schedule = ("--schedule-steps", 30)
+    first = train_gpt(2, "--steps", 20, *schedule, "--save", tmp_path)
+    second = train_gpt(1, "--steps", 30, *schedule, "--resume", tmp_path)
+
+    before, after = losses(first), losses(second)
+    assert list(before) == list(range(20))
+    assert list(after) == list(range(20, 30))
+    assert before[19] < before[0] - 0.5
+    assert max(after.values()) < before[0] - 0.5
+    saved = re.search(r"^saved .*validation loss (\S+)$", first, re.MULTILINE)
+    resumed = re.search(r"validation loss (\S+), when saved (\S+)$", second, re.MULTILINE)
+    assert saved
+    assert resumed
+    assert resumed[2] == saved[1]
+    # Sums over one and two ranks round differently: at most one unit of the last printed digit.
+    assert float(resumed[1]) == pytest.approx(float(saved[1]), abs=1.01e-4)
+    assert len(re.findall(r"optimizer state: [\d,]+ bytes on the device", first)) == 2
+
+
+def test_minimal_goes_on_after_a_kill(tmp_path: Path) -> None:
+    command = [str(EXAMPLES / "minimal.py"), "--folder", str(tmp_path)]
+    lines = []
+    with start([*command, "--steps", "100000"]) as process:
+        assert process.stdout is not None
+        watchdog = threading.Timer(LIMIT_S, process.kill)
+        watchdog.start()
+        for line in process.stdout:
+            lines.append(line)
+            if line.startswith("step 12 "):
+                process.kill()  # what it printed until then still comes
+        watchdog.cancel()
+    assert process.returncode == -signal.SIGKILL, "".join(lines)
+    # As if the kill had come in the middle of the newest save, so some steps are run twice.
+    max(tmp_path.glob("step-*/.metadata")).unlink()
+
+    before = losses("".join(lines))
+    assert 12 in before, "".join(lines)
+    last = max(before) + 1
+    output = finish(start([*command, "--resume", "--steps", str(last)]))
+    after = losses(output)
+
+    resumed = re.search(r"^resumed at step (\d+)$", output, re.MULTILINE)
+    assert resumed
+    assert int(resumed[1]) >= 5
+    assert list(after) == list(range(int(resumed[1]), last))
+    assert after == {step: before[step] for step in after}
+    assert before[last - 1] < before[0]

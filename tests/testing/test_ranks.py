@@ -1,0 +1,312 @@
+"""The rank pool: what it returns, how failures arrive, and that it recovers from each."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from fsdp_offload.testing import RankError, RankPool
+
+ROOT = Path(__file__).parents[2]
+# Some tests make pools of their own; all stay together on one xdist worker.
+pytestmark = pytest.mark.ranks
+
+Ranks = Callable[..., RankPool]
+
+
+@pytest.fixture(scope="module")
+def fragile() -> Iterator[RankPool]:
+    """A pool for the tests that break it, so that the session's pools stay warm."""
+    with RankPool(2) as pool:
+        yield pool
+
+
+def rank_and_sum(values: torch.Tensor, *, factor: int) -> tuple[int, torch.Tensor]:
+    total = values * factor + dist.get_rank()
+    dist.all_reduce(total)
+    return dist.get_rank(), total
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_results_come_back_in_rank_order(ranks: Ranks, world_size: int) -> None:
+    results = ranks(world_size).run(rank_and_sum, torch.arange(3), factor=10)
+
+    assert [rank for rank, _ in results] == list(range(world_size))
+    expected = world_size * 10 * torch.arange(3) + sum(range(world_size))
+    for _, total in results:
+        assert torch.equal(total, expected)
+
+
+def process_facts() -> tuple[int, int, float, float, str]:
+    draw = torch.rand(()).item()
+    return os.getpid(), torch.get_num_threads(), draw, torch.rand(()).item(), os.getcwd()
+
+
+def test_ranks_are_kept_and_each_call_starts_from_the_same_state(ranks: Ranks) -> None:
+    first = ranks(2).run(process_facts)
+    second = ranks(2).run(process_facts)
+
+    assert first == second
+    assert len({pid for pid, *_ in first}) == 2
+    assert os.getpid() not in {pid for pid, *_ in first}
+    for _, threads, draw, next_draw, cwd in first:
+        assert threads == 1
+        assert draw != next_draw
+        assert cwd == os.getcwd()
+    assert len({draw for _, _, draw, *_ in first}) == 1
+
+
+def view_and_base() -> dict[str, torch.Tensor]:
+    base = torch.arange(6.0)
+    return {"base": base, "view": base[2:4]}
+
+
+def test_tensors_arrive_as_plain_values_that_outlive_the_rank() -> None:
+    with RankPool(1) as pool:
+        (result,) = pool.run(view_and_base)
+
+    assert not result["base"].is_shared()
+    result["base"][2] = 7.0
+    assert result["view"].tolist() == [7.0, 3.0]
+
+
+class Complaint(Exception):
+    def __init__(self, first: int, second: int) -> None:  # such exceptions cannot be unpickled
+        super().__init__(f"complaint {first} {second}")
+
+
+def complain_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        raise Complaint(1, 2)
+    dist.barrier()
+
+
+def pid() -> int:
+    return os.getpid()
+
+
+def test_failing_rank_is_named_with_its_traceback(fragile: RankPool) -> None:
+    before = fragile.run(pid)
+
+    with pytest.raises(RankError, match="complaint 1 2") as caught:
+        fragile.run(complain_on, 1)
+
+    assert caught.value.ranks == (1,)
+    assert caught.value.silent == ()
+    text = str(caught.value)
+    assert text.startswith("rank 1 failed:\nTraceback")
+    assert "in complain_on" in text
+    assert "raise Complaint(1, 2)" in text
+    # Rank 0 was left inside the barrier: both ranks are new now.
+    assert not set(before) & set(fragile.run(pid))
+
+
+def fail_everywhere() -> None:
+    raise ValueError(f"from {dist.get_rank()}")
+
+
+def test_all_failing_ranks_are_named(fragile: RankPool) -> None:
+    with pytest.raises(RankError) as caught:
+        fragile.run(fail_everywhere)
+
+    assert caught.value.ranks == (0, 1)
+    for rank, text in caught.value.tracebacks.items():
+        assert f"ValueError: from {rank}" in text
+
+
+def hang_on(rank: int) -> int:
+    while dist.get_rank() == rank:
+        time.sleep(0.05)
+    return dist.get_rank()
+
+
+def test_hung_rank_is_named_killed_and_replaced(fragile: RankPool) -> None:
+    before = fragile.run(pid)
+
+    started = time.monotonic()
+    with pytest.raises(RankError, match=r"ranks \[0\] did not answer in 0.5 s") as caught:
+        fragile.run(hang_on, 0, timeout_s=0.5)
+
+    assert time.monotonic() - started < 10
+    assert caught.value.ranks == caught.value.silent == (0,)
+    assert "in hang_on" in str(caught.value)
+    for old in before:
+        assert not is_running(old)
+    assert fragile.run(hang_on, -1) == [0, 1]
+
+
+def wait_alone(rank: int) -> None:
+    if dist.get_rank() == rank:
+        dist.barrier()
+
+
+def test_rank_left_alone_in_a_collective_is_named(fragile: RankPool) -> None:
+    with pytest.raises(RankError, match=r"ranks \[1\] did not answer") as caught:
+        fragile.run(wait_alone, 1, timeout_s=0.5)
+
+    assert "in wait_alone" in str(caught.value)
+
+
+def die_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        os._exit(7)
+    dist.barrier()
+
+
+def test_dead_rank_is_named_with_its_exit_code(fragile: RankPool) -> None:
+    with pytest.raises(RankError, match="rank 1 failed:\nits process ended with exit code 7"):
+        fragile.run(die_on, 1)
+
+    assert len(fragile.run(pid)) == 2
+
+
+def make_lambda() -> object:
+    return lambda: None
+
+
+def test_result_that_cannot_travel_is_the_ranks_failure(fragile: RankPool) -> None:
+    with pytest.raises(RankError, match="make_lambda"):
+        fragile.run(make_lambda)
+
+
+def test_function_that_cannot_travel_costs_no_rank(fragile: RankPool) -> None:
+    before = fragile.run(pid)
+
+    with pytest.raises(Exception, match=r"lambda|local object"):
+        fragile.run(lambda: None)
+
+    assert fragile.run(pid) == before
+
+
+def test_closed_pool_starts_again() -> None:
+    pool = RankPool(1)
+    (before,) = pool.run(pid)
+    pool.close()
+    pool.close()
+    assert not is_running(before)
+    with pool:
+        assert pool.run(pid) != [before]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"world_size": 0}, "at least 1, got 0"),
+        ({"world_size": 1, "device_type": "tpu"}, "'tpu'"),
+    ],
+)
+def test_wrong_arguments_are_named(arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        RankPool(**arguments)
+
+
+def test_pool_left_open_ends_with_the_interpreter() -> None:
+    script = """
+        import os
+        from fsdp_offload.testing import RankPool
+
+        if __name__ == "__main__":
+            pool = RankPool(2)
+            print(*pool.run(os.getpid))
+    """
+    ended = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=ROOT,
+        check=True,
+    )
+
+    assert ended.stderr == ""
+    pids = [int(word) for word in ended.stdout.split()]
+    assert len(pids) == 2
+    for old in pids:
+        assert not is_running(old)
+
+
+def parent_killed_script() -> str:
+    return """
+        import os, signal, threading
+        from fsdp_offload.testing import RankPool
+        from tests.testing.test_ranks import hang_on, pid
+
+        if __name__ == "__main__":
+            pool = RankPool(1)
+            print(*pool.run(pid), flush=True)
+            threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGKILL)).start()
+            pool.run(hang_on, 0)
+    """
+
+
+def test_busy_rank_ends_with_a_killed_parent() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(parent_killed_script())],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=ROOT,
+        check=False,
+    )
+
+    assert ended.returncode == -signal.SIGKILL
+    rank = int(ended.stdout)
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline and is_running(rank):
+        time.sleep(0.05)
+    assert not is_running(rank)
+
+
+def is_running(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def tiny_model() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 3))
+
+
+def train_one_step(inputs: torch.Tensor) -> list[torch.Tensor]:
+    """The parameters, whole, after one AdamW step of a sharded model on this rank's rows."""
+    model = tiny_model()
+    for layer in (model[0], model[2]):
+        fully_shard(layer)
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(inputs.chunk(dist.get_world_size())[dist.get_rank()]).square().mean().backward()
+    optimizer.step()
+    whole = []
+    for parameter in model.parameters():
+        assert isinstance(parameter, DTensor)
+        whole.append(parameter.full_tensor().detach())
+    return whole
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_sharded_model_trains_as_the_whole_one(ranks: Ranks, world_size: int) -> None:
+    inputs = torch.randn(8, 5)
+    model = tiny_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(inputs).square().mean().backward()
+    optimizer.step()
+
+    for parameters in ranks(world_size).run(train_one_step, inputs):
+        # A step of Adam is lr times about the gradient's sign, so 1e-4 is far below lr.
+        torch.testing.assert_close(parameters, list(model.parameters()), rtol=0, atol=1e-4)

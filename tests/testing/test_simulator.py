@@ -1,0 +1,600 @@
+"""The stream simulator: complete waits give right numbers, each missing one gives wrong ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fsdp_offload.device import CpuGateway, Event, Gateway, Stream, gateway_for, use_gateway
+from fsdp_offload.errors import ConfigError, DeviceError
+from fsdp_offload.testing import ADVERSARIES, StreamSimulator
+
+CPU = torch.device("cpu")
+N_BUCKETS, N_SLOTS, N_STEPS, NUMEL = 5, 2, 2, 4
+
+
+# --------------------------------------------------------------------------- a toy pipeline
+
+
+def copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    target.copy_(source)
+
+
+def write_gradient(gradient: torch.Tensor, parameter: torch.Tensor) -> None:
+    torch.mul(parameter, 0.5, out=gradient).add_(1)
+
+
+def update(slot: torch.Tensor, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+    slot.mul_(0.9).add_(gradient)
+    parameter.sub_(slot)
+
+
+class Toy:
+    """Momentum SGD whose momentum travels through slots; backward feeds it bucket by bucket."""
+
+    def __init__(self, *, drop_early: bool = False, persistent_gradients: bool = True) -> None:
+        self.gateway: Gateway = gateway_for(CPU)
+        self.h2d, self.compute, self.d2h = map(self.gateway.stream, ("h2d", "update", "d2h"))
+        self.current = self.gateway.current_stream()
+        start = torch.arange(N_BUCKETS * NUMEL, dtype=torch.float32).view(N_BUCKETS, NUMEL)
+        self.parameters = [row.clone() for row in start / 7]
+        self.state = [row.clone() for row in start.flip(0) / 3]
+        self.slots = [self.gateway.allocate(4 * NUMEL).view(torch.float32) for _ in range(N_SLOTS)]
+        self.free: list[Event | None] = [None] * N_SLOTS
+        self.updated: Event | None = None
+        self.gradients = [torch.zeros(NUMEL) for _ in range(N_BUCKETS)]
+        self.drop_early, self.persistent_gradients = drop_early, persistent_gradients
+        self.n_done = 0
+
+    def bucket(self, index: int) -> None:
+        """One bucket's way from its gradient to its updated state in host memory."""
+        if not self.persistent_gradients:
+            self.gradients[index] = torch.zeros(NUMEL)
+        self.current.launch(write_gradient, self.gradients[index], self.parameters[index])
+        ready = self.current.record()
+        number = self.n_done % N_SLOTS
+        slot, free = self.slots[number], self.free[number]
+        if free is not None:
+            self.h2d.wait(free)
+        self.h2d.launch(copy, slot, self.state[index])
+        loaded = self.h2d.record()
+        self.compute.wait(ready)
+        self.compute.wait(loaded)
+        self.compute.launch(update, slot, self.parameters[index], self.gradients[index])
+        self.updated = self.compute.record()
+        if self.drop_early:
+            self.gradients[index] = torch.zeros(0)
+        self.d2h.wait(self.updated)
+        self.d2h.launch(copy, self.state[index], slot)
+        self.free[number] = self.d2h.record()
+        self.n_done += 1
+
+    def run(self) -> torch.Tensor:
+        for _ in range(N_STEPS):
+            if self.updated is not None:
+                self.current.wait(self.updated)
+            if not self.persistent_gradients:
+                self.gradients = [torch.zeros(0)] * N_BUCKETS
+            for index in reversed(range(N_BUCKETS)):
+                self.bucket(index)
+        self.current.wait(self.d2h.record())
+        self.current.synchronize()
+        return torch.stack([*self.parameters, *self.state])
+
+
+@pytest.fixture(scope="module")
+def expected() -> torch.Tensor:
+    with use_gateway(CpuGateway(CPU)):
+        return Toy().run()
+
+
+def simulate(
+    policy: str, make: Callable[[], Toy] = Toy, *, skip_wait: int | None = None
+) -> tuple[torch.Tensor, StreamSimulator]:
+    with StreamSimulator(policy, skip_wait=skip_wait) as simulator:
+        return make().run(), simulator
+
+
+def temporary() -> Toy:
+    return Toy(persistent_gradients=False)
+
+
+def dropped_early() -> Toy:
+    return Toy(persistent_gradients=False, drop_early=True)
+
+
+@pytest.mark.parametrize("policy", ADVERSARIES)
+@pytest.mark.parametrize("make", [Toy, temporary])
+def test_complete_waits_give_the_cpu_gateways_numbers(
+    policy: str, make: Callable[[], Toy], expected: torch.Tensor
+) -> None:
+    result, simulator = simulate(policy, make)
+
+    assert torch.equal(result, expected)
+    assert simulator.late_uses == []
+
+
+def test_without_any_single_wait_some_adversary_gives_other_numbers(
+    expected: torch.Tensor,
+) -> None:
+    _, simulator = simulate("lazy")
+    waits = simulator.wait_log
+
+    # Per bucket: gradient ready, state loaded, updated, and a free slot but for the first ones.
+    assert len(waits) == 4 * N_BUCKETS * N_STEPS - N_SLOTS + (N_STEPS - 1) + 1
+    unnoticed = [
+        (k, names)
+        for k, names in enumerate(waits)
+        if all(torch.equal(simulate(policy, skip_wait=k)[0], expected) for policy in ADVERSARIES)
+    ]
+    assert unnoticed == []
+
+
+def test_gradients_dropped_too_early_give_nan() -> None:
+    runs = [simulate(policy, dropped_early) for policy in ADVERSARIES]
+
+    with_nan = [bool(result.isnan().any()) for result, _ in runs]
+    reported = [bool(simulator.late_uses) for _, simulator in runs]
+    assert any(with_nan)
+    assert with_nan == reported
+    message = next(simulator.late_uses[0] for _, simulator in runs if simulator.late_uses)
+    assert message.startswith("'update' on stream 'update' used memory that was dropped")
+
+
+# --------------------------------------------------------------------------- events and the host
+
+
+def append(log: list[str], text: str) -> None:
+    log.append(text)
+
+
+def test_nothing_runs_before_the_host_waits() -> None:
+    simulator, log = StreamSimulator(), []
+    stream = simulator.stream("a")
+    empty = stream.record()
+    stream.launch(append, log, "first")
+    first = stream.record()
+    stream.launch(append, log, "second")
+
+    assert empty.query()
+    assert not first.query()
+    assert log == []
+    first.synchronize()
+    assert first.query()
+    assert log == ["first"]
+    stream.synchronize()
+    assert log == ["first", "second"]
+
+
+def test_a_wait_holds_back_later_entries_and_no_earlier_ones() -> None:
+    simulator, log = StreamSimulator(), []
+    a, b = simulator.stream("a"), simulator.stream("b")
+    a.launch(append, log, "a1")
+    event = a.record()
+    a.launch(append, log, "a2")
+    b.launch(append, log, "b1")
+    before = b.record()
+    b.wait(event)
+    b.launch(append, log, "b2")
+
+    before.synchronize()
+    assert log == ["b1"]
+    b.synchronize()
+    assert log == ["b1", "a1", "b2"]
+    simulator.synchronize()
+    assert log == ["b1", "a1", "b2", "a2"]
+
+
+@pytest.mark.parametrize(
+    ("policy", "before", "order"),
+    [
+        ("lazy", [], ["a1"]),
+        ("eager", [], ["b1", "b2", "a1"]),
+        ("immediate", ["a1", "b1", "b2", "a2"], []),
+        ("immediate:b", ["b1", "b2"], ["a1"]),
+        ("immediate:2", ["b1", "b2"], ["a1"]),
+        ("lag:a", ["b1", "b2"], ["a1"]),
+        ("lag:b", ["a1", "a2"], []),
+    ],
+)
+def test_policies_choose_what_runs(policy: str, before: list[str], order: list[str]) -> None:
+    simulator, log = StreamSimulator(policy), []
+    a, b = simulator.stream("a"), simulator.stream("b")
+    a.launch(append, log, "a1")
+    event = a.record()
+    b.launch(append, log, "b1")
+    b.launch(append, log, "b2")
+    a.launch(append, log, "a2")
+
+    assert log == before
+    event.synchronize()
+    assert log[len(before) :] == order
+
+
+def random_order(policy: str) -> list[str]:
+    simulator, log = StreamSimulator(policy), []
+    streams = [simulator.stream(name) for name in "abc"]
+    for number in range(10):
+        for stream in streams:
+            stream.launch(append, log, f"{stream.name}{number}")
+    streams[0].synchronize()
+    log.append("|")
+    simulator.synchronize()
+    return log
+
+
+def test_the_random_policy_is_fixed_by_its_seed() -> None:
+    orders = [random_order(f"random:{seed}") for seed in range(6)]
+
+    assert orders == [random_order(f"random:{seed}") for seed in range(6)]
+    assert len({tuple(order) for order in orders}) == 6
+    for order in orders:
+        for name in "abc":
+            assert [e for e in order if e[0] == name] == [f"{name}{n}" for n in range(10)]
+
+
+@pytest.mark.parametrize("policy", ["", "fifo", "lag", "immediate:", "random", "random:x", "lazy:"])
+def test_unknown_policies_are_refused(policy: str) -> None:
+    with pytest.raises(ConfigError, match="no such policy"):
+        StreamSimulator(policy)
+
+
+def test_host_waits_are_counted_and_can_be_skipped() -> None:
+    def read(skip_sync: int | None) -> tuple[list[float], list[str]]:
+        simulator = StreamSimulator(skip_sync=skip_sync)
+        stream, tensor, seen = simulator.stream("d2h"), torch.zeros(1), []
+        for value in (1.0, 2.0):
+            stream.launch(torch.Tensor.fill_, tensor, value)
+            stream.record().synchronize()
+            seen.append(tensor.item())
+        stream.synchronize()
+        assert simulator.sync_count == 2
+        return seen, simulator.sync_log
+
+    assert read(None) == ([1.0, 2.0], ["d2h", "d2h"])
+    assert read(0) == ([0.0, 2.0], ["d2h", "d2h"])
+    assert read(1) == ([1.0, 1.0], ["d2h", "d2h"])
+
+
+def test_counters_start_again_after_a_reset() -> None:
+    simulator, tensor = StreamSimulator(skip_wait=0), torch.zeros(1)
+    a, b = simulator.stream("a"), simulator.stream("b")
+    a.wait(b.record())  # skipped, and not missed
+    simulator.reset_counters()
+    assert (simulator.wait_count, simulator.sync_count) == (0, 0)
+    a.launch(torch.Tensor.fill_, tensor, 1.0)
+    b.wait(a.record())
+    b.launch(torch.Tensor.mul_, tensor, 2.0)
+    b.synchronize()
+    simulator.synchronize()
+
+    assert simulator.wait_log == [("b", "a")]
+    assert tensor.item() == 1.0
+
+
+def fail() -> None:
+    raise RuntimeError("kernel failed")
+
+
+def test_an_error_surfaces_where_it_ran_and_its_entry_counts_as_run() -> None:
+    simulator, log = StreamSimulator(), []
+    stream = simulator.stream("a")
+    stream.launch(fail)
+    stream.launch(append, log, "after")
+
+    with pytest.raises(RuntimeError, match="kernel failed"):
+        stream.synchronize()
+    assert log == []
+    stream.synchronize()
+    assert log == ["after"]
+    with pytest.raises(RuntimeError, match="kernel failed"):
+        StreamSimulator("immediate").current_stream().launch(fail)
+
+
+def test_a_deadlock_names_the_streams_and_their_waits() -> None:
+    simulator = StreamSimulator()
+    a, b = simulator.stream("a"), simulator.stream("b")
+
+    def wait_for_b() -> None:
+        b.record().synchronize()
+
+    a.launch(wait_for_b)
+    b.wait(a.record())
+
+    with pytest.raises(AssertionError) as caught:
+        a.synchronize()
+    message = str(caught.value)
+    assert "deadlock: event 1 of 'b' cannot be reached" in message
+    assert "stream 'b' at entry 0 waits for event 1 of 'a'" in message
+    assert "stream 'a' is inside of" in message
+
+
+def test_events_of_other_gateways_are_refused() -> None:
+    stream = StreamSimulator().stream("a")
+    for other in (StreamSimulator(), CpuGateway(CPU)):
+        with pytest.raises(DeviceError, match="does not belong to this simulator"):
+            stream.wait(other.stream("b").record())
+
+
+def test_the_with_block_installs_the_simulator() -> None:
+    with StreamSimulator() as simulator:
+        assert gateway_for(torch.device("cuda")) is simulator
+        assert simulator.current_stream() is simulator.current_stream()
+    assert gateway_for(CPU) is not simulator
+
+
+def test_memory_comes_uninitialised() -> None:
+    memory = StreamSimulator().allocate(16)
+
+    assert memory.dtype == torch.uint8
+    assert memory.shape == (16,)
+    assert all(memory.view(dtype).isnan().all() for dtype in (torch.float32, torch.bfloat16))
+
+
+def test_an_inline_current_stream_keeps_up_with_plain_torch_operations() -> None:
+    def read(skip_wait: int | None) -> float:
+        simulator = StreamSimulator(inline_current=True, skip_wait=skip_wait)
+        side, tensor = simulator.stream("side"), torch.zeros(())
+        side.launch(torch.Tensor.fill_, tensor, 1.0)
+        assert tensor.item() == 0.0
+        simulator.current_stream().wait(side.record())
+        return tensor.item()
+
+    assert read(None) == 1.0
+    assert read(0) == 0.0
+
+
+# --------------------------------------------------------------------------- operands
+
+
+class Pair(NamedTuple):
+    left: torch.Tensor
+    right: int
+
+
+@pytest.fixture
+def racing() -> Iterator[tuple[StreamSimulator, Stream]]:
+    """A simulator whose current stream runs at once, and a stream that lags behind it."""
+    with StreamSimulator("immediate:current") as simulator:
+        yield simulator, simulator.stream("side")
+
+
+def total(out: list[float], *operands: object) -> None:
+    def values(operand: object) -> Iterator[float]:
+        if isinstance(operand, torch.Tensor):
+            yield operand.double().sum().item()
+        elif isinstance(operand, dict):
+            yield from values(list(operand.values()))
+        elif isinstance(operand, (list, tuple)):
+            for part in operand:
+                yield from values(part)
+
+    out.append(sum(values(operands)))
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda tensor: tensor,
+        lambda tensor: tensor[1:].view(3, 1).t(),
+        lambda tensor: [1, (tensor,)],
+        lambda tensor: {"a": tensor, "b": None},
+        lambda tensor: Pair(tensor, 3),
+        lambda tensor: torch.nn.Parameter(tensor),
+    ],
+)
+def test_operands_dropped_before_the_current_stream_waited_read_nan(
+    racing: tuple[StreamSimulator, Stream], wrap: Callable[[torch.Tensor], object]
+) -> None:
+    simulator, side = racing
+    for is_ordered in (True, False):
+        out: list[float] = []
+        operand = wrap(torch.ones(4))
+        side.launch(total, out, operand)
+        if is_ordered:
+            simulator.current_stream().wait(side.record())
+        del operand
+        simulator.current_stream()  # any call: here the drop is noticed
+        side.synchronize()
+        assert (out[0] == out[0]) is is_ordered
+        assert bool(simulator.late_uses) is not is_ordered
+
+
+def test_a_drop_before_the_wait_is_too_early(racing: tuple[StreamSimulator, Stream]) -> None:
+    simulator, side = racing
+    tensor, out = torch.ones(2, dtype=torch.int32), []
+    side.launch(total, out, tensor)
+    done = side.record()
+    del tensor
+    simulator.current_stream().wait(done)
+    simulator.synchronize()
+
+    assert out == [2 * 0x7F7F7F7F]
+
+
+@pytest.mark.parametrize("keep", ["view", "storage", "graph", "later operand"])
+def test_memory_that_somebody_holds_is_not_reused(
+    racing: tuple[StreamSimulator, Stream], keep: str
+) -> None:
+    simulator, side = racing
+    tensor, out = torch.ones(4), []
+    kept: object
+    if keep == "view":
+        kept = tensor[2:]
+    elif keep == "storage":
+        kept = tensor.untyped_storage()
+    elif keep == "graph":
+        kept = torch.ones(4, requires_grad=True) * tensor
+    else:
+        kept = [tensor]
+    side.launch(total, out, tensor)
+    del tensor
+    simulator.current_stream()
+    side.launch(total, out, kept if keep == "later operand" else None)
+    side.synchronize()
+    assert out[0] == 4.0
+    del kept
+    simulator.synchronize()
+    assert simulator.late_uses == []
+
+
+def test_what_a_launched_function_keeps_is_not_reused() -> None:
+    simulator, kept = StreamSimulator(), []
+    side = simulator.stream("side")
+    tensor = torch.ones(2)
+    side.launch(kept.append, tensor)
+    del tensor
+    side.synchronize()
+    simulator.synchronize()
+
+    assert kept[0].tolist() == [1.0, 1.0]
+
+
+def test_memory_of_somebody_else_is_never_poisoned(
+    racing: tuple[StreamSimulator, Stream],
+) -> None:
+    simulator, side = racing
+    arena, out = bytearray(b"\1" * 8), []
+    side.launch(total, out, torch.frombuffer(arena, dtype=torch.uint8))
+    simulator.synchronize()
+    side.synchronize()
+
+    assert out == [8.0]
+    assert arena == b"\1" * 8
+
+
+def test_freed_memory_does_not_stay_in_the_simulator() -> None:
+    simulator = StreamSimulator()
+    side = simulator.stream("side")
+    tensor = torch.ones(2)
+    held = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    side.launch(torch.Tensor.mul_, tensor, 2)
+    side.synchronize()
+
+    assert torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) == held
+    assert tensor.tolist() == [2.0, 2.0]
+
+
+def test_a_storage_resized_under_a_pending_launch_is_an_error() -> None:
+    simulator = StreamSimulator()
+    stream, tensor = simulator.stream("a"), torch.ones(4)
+    stream.launch(torch.Tensor.zero_, tensor)
+    tensor.untyped_storage().resize_(0)
+
+    with pytest.raises(AssertionError, match="resized to 0 bytes"):
+        stream.synchronize()
+
+
+def test_launches_run_in_the_modes_of_their_launch() -> None:
+    simulator, modes = StreamSimulator(), []
+    stream = simulator.stream("a")
+
+    def note() -> None:
+        modes.append((torch.is_grad_enabled(), torch.is_inference_mode_enabled()))
+
+    with torch.no_grad():
+        stream.launch(note)
+    stream.launch(note)
+    with torch.inference_mode():
+        stream.launch(note)
+        stream.synchronize()
+
+    assert modes == [(False, False), (True, False), (False, True)]
+
+
+def test_operands_without_tensors_are_passed_as_they_are() -> None:
+    simulator, seen = StreamSimulator(), []
+    state: dict[str, int] = {}
+    simulator.current_stream().launch(lambda *operands: seen.extend(operands), state, 3)
+    simulator.synchronize()
+
+    assert seen[0] is state
+    assert seen[1] == 3
+
+
+# --------------------------------------------------------------------------- any program
+
+
+class Step(NamedTuple):
+    kind: str
+    stream: int
+    target: int
+    source: int
+
+
+N_BUFFERS = 3
+STEPS = st.lists(
+    st.builds(
+        Step,
+        kind=st.sampled_from(["mix", "mix", "mix", "mix", "replace", "read"]),
+        stream=st.integers(0, 3),
+        target=st.integers(0, N_BUFFERS - 1),
+        source=st.integers(0, N_BUFFERS - 1),
+    ),
+    max_size=25,
+)
+
+
+def mix(target: torch.Tensor, source: torch.Tensor, salt: int) -> None:
+    target.mul_(3).add_(source).add_(salt).remainder_(9973)
+
+
+class Program:
+    """Runs steps on four streams with a wait for every conflicting use of a buffer."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self.streams = [gateway.current_stream(), *(gateway.stream(name) for name in "abc")]
+        self.buffers = [torch.full((2,), index) for index in range(N_BUFFERS)]
+        self.writes: list[list[Event]] = [[] for _ in self.buffers]
+        self.uses: list[list[Event]] = [[] for _ in self.buffers]
+
+    def launch(self, number: int, step: Step) -> None:
+        stream = self.streams[step.stream]
+        for event in [*self.uses[step.target], *self.writes[step.source]]:
+            stream.wait(event)
+        stream.launch(mix, self.buffers[step.target], self.buffers[step.source], number)
+        done = stream.record()
+        self.writes[step.target] = [done]
+        self.uses[step.target] = [done]
+        self.uses[step.source].append(done)
+
+    def replace(self, number: int, step: Step) -> None:
+        for event in self.uses[step.target]:
+            self.streams[0].wait(event)
+        self.buffers[step.target] = torch.zeros(2, dtype=torch.int64)
+        self.writes[step.target], self.uses[step.target] = [], []
+        self.launch(number, step._replace(stream=0, source=step.target))
+
+    def run(self, steps: list[Step]) -> list[list[int]]:
+        seen = []
+        for number, step in enumerate(steps):
+            if step.kind == "mix":
+                self.launch(number, step)
+            elif step.kind == "replace":
+                self.replace(number, step)
+            else:
+                for event in self.writes[step.target]:
+                    event.synchronize()
+                seen.append(self.buffers[step.target].tolist())
+        for events in self.uses:
+            for event in events:
+                self.streams[0].wait(event)
+        self.streams[0].synchronize()
+        return seen + [buffer.tolist() for buffer in self.buffers]
+
+
+@settings(max_examples=40, deadline=None)
+@given(steps=STEPS, seed=st.integers(0, 1000))
+def test_programs_with_complete_waits_do_not_depend_on_the_policy(
+    steps: list[Step], seed: int
+) -> None:
+    expected = Program(CpuGateway(CPU)).run(steps)
+    for policy in [*ADVERSARIES, f"random:{seed}"]:
+        simulator = StreamSimulator(policy)
+        assert Program(simulator).run(steps) == expected, policy
+        assert simulator.late_uses == []
