@@ -1,7 +1,6 @@
 """The smallest job: wrap an optimizer, train, save, and go on after a kill.
 
-python examples/minimal.py                  or      torchrun --nproc-per-node 2 ...
-python examples/minimal.py --resume         goes on from the last complete checkpoint
+Start it with python or torchrun; `--resume` goes on from the last complete checkpoint.
 """
 
 import argparse

@@ -237,7 +237,7 @@ def pin(address: int, n_bytes: int, device: torch.device | None = None) -> None:
     with torch.cuda.device(device):
         code = int(torch.cuda.cudart().cudaHostRegister(address, n_bytes, 0))
         if code != 0:
-            _clear_sticky_error()
+            _clear_last_error()
     if code != 0:
         raise PinningError(
             f"{n_bytes} bytes of host memory",
@@ -254,15 +254,19 @@ def unpin(address: int, n_bytes: int, device: torch.device | None = None) -> Non
     try:
         with torch.cuda.device(device):
             if int(torch.cuda.cudart().cudaHostUnregister(address)) != 0:
-                _clear_sticky_error()
+                _clear_last_error()
     except Exception:  # a failed device or an interpreter on its way out: nothing is left to undo
         return
 
 
-def _clear_sticky_error() -> None:
-    """Take the refused call's code out of the runtime, so that no later check reports it."""
+def _clear_last_error() -> None:
+    """Take the refused call's code out of the runtime, so that no later check reports it.
+
+    torch binds no ``cudaGetLastError``. It calls it after each kernel launch, which then raises
+    with the old code; a synchronisation does not.
+    """
     try:
-        torch.cuda.synchronize()
+        torch.ones(1, device="cuda")
     except RuntimeError:
         return
 

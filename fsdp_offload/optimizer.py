@@ -55,6 +55,8 @@ class Statistics:
     """Host memory taken for it, alignment and staging included."""
     pinned: bool
     """Whether all of that memory is page-locked."""
+    pin_seconds: float
+    """Seconds that touching and page-locking it took."""
     staging_bytes: int
     """Device memory of slots, scratch and staging rings."""
     buckets: int
@@ -140,7 +142,7 @@ class HybridDeviceOptimizer(Optimizer):
 
     # ------------------------------------------------------------------ the step
 
-    @torch._disable_dynamo  # type: ignore[attr-defined,untyped-decorator]
+    @torch._disable_dynamo  # type: ignore[attr-defined]
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient; returns the closure's loss, if any.
 
@@ -315,6 +317,7 @@ class HybridDeviceOptimizer(Optimizer):
             host_state_bytes=sum(s.payload_bytes for s in self._segments),
             host_arena_bytes=sum(a.n_bytes for a in arenas),
             pinned=bool(arenas) and all(a.pinned for a in arenas),
+            pin_seconds=sum(a.touch_seconds + a.pin_seconds for a in arenas),
             staging_bytes=sum(s.staging_bytes for s in self._segments),
             buckets=sum(s.bucket_count for s in self._segments),
             moved_bytes=sum(s.moved_bytes for s in self._segments),

@@ -69,7 +69,7 @@ def _triton() -> Any:
         try:
             from . import codec_triton as found
         except ImportError:
-            found = None
+            found = None  # type: ignore[assignment]
         _kernels = found
     return _kernels
 

@@ -1,0 +1,1 @@
+"""Benchmarks: each case returns numbers measured in one run on one machine."""

@@ -1,0 +1,304 @@
+"""On CUDA: the device lanes give the plain optimizer's bits, the host lane torch's CPU kernel's."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fsdp_offload import HybridDeviceOptimizer, PrecisionConfig, TransferConfig
+from fsdp_offload.pipeline import codec
+
+SHAPES = [(300, 70), (7,), (0,), (129, 65), (1000,), (64, 64), (3, 5, 7)]
+SMALL = TransferConfig(bucket_bytes=64 << 10, slots=3)
+
+CASES: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
+    (torch.optim.AdamW, {"fused": True}),
+    (torch.optim.AdamW, {}),
+    (torch.optim.AdamW, {"foreach": False}),
+    (torch.optim.AdamW, {"fused": True, "amsgrad": True, "maximize": True}),
+    (torch.optim.AdamW, {"capturable": True}),
+    (torch.optim.Adam, {"fused": True, "weight_decay": 0.1}),
+    (torch.optim.Adam, {"amsgrad": True}),
+    (torch.optim.SGD, {"momentum": 0.9, "dampening": 0.3}),
+    (torch.optim.SGD, {"momentum": 0.9, "nesterov": True, "fused": True}),
+    (torch.optim.SGD, {}),
+    (torch.optim.Adagrad, {}),
+    (torch.optim.Adagrad, {"lr_decay": 0.1, "initial_accumulator_value": 0.2}),
+    (torch.optim.RMSprop, {"momentum": 0.5, "centered": True}),
+    (torch.optim.NAdam, {}),
+    (torch.optim.RAdam, {"weight_decay": 0.1}),
+    (torch.optim.Adamax, {}),
+    (torch.optim.Adadelta, {}),
+    (torch.optim.ASGD, {}),
+    (torch.optim.Rprop, {}),
+]
+
+
+def parameters(dtype: torch.dtype, device: str = "cuda") -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    values = [torch.randn(shape, generator=generator) for shape in SHAPES]
+    return [nn.Parameter(value.to(device, dtype)) for value in values]
+
+
+def fill(step: int, targets: list[nn.Parameter], *others: list[nn.Parameter]) -> None:
+    """The same gradients everywhere; some are None in some steps."""
+    generator = torch.Generator().manual_seed(100 + step)
+    for index, parameter in enumerate(targets):
+        value = torch.randn(parameter.shape, generator=generator).to(parameter.device)
+        missing = (step + index) % 4 == 3
+        for each in (parameter, *(other[index] for other in others)):
+            each.grad = None if missing else value.to(parameter.dtype).to(each.device, each.dtype)
+
+
+def assert_same_state(mine: dict[str, Any], plain: dict[str, Any]) -> None:
+    for name, value in plain.items():
+        assert torch.equal(torch.as_tensor(mine[name]).cpu(), torch.as_tensor(value).cpu()), name
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize(("cls", "options"), CASES, ids=lambda v: getattr(v, "__name__", str(v)))
+def test_fp32_device_lanes_equal_the_plain_optimizer(
+    cls: type[torch.optim.Optimizer], options: dict[str, Any], fraction: float
+) -> None:
+    plain_p, mine_p = parameters(torch.float32), parameters(torch.float32)
+    plain = cls(plain_p, lr=0.01, **options)  # type: ignore[call-arg]
+    mine = HybridDeviceOptimizer(
+        cls(mine_p, lr=0.01, **options),  # type: ignore[call-arg]
+        offload_fraction=fraction,
+        transfer=SMALL,
+    )
+    for step in range(10):
+        if step == 5:
+            plain.param_groups[0]["lr"] = mine.param_groups[0]["lr"] = 0.003
+        fill(step, mine_p, plain_p)
+        plain.step()
+        mine.step()
+        mine.zero_grad()
+    for a, b in zip(plain_p, mine_p, strict=True):
+        assert torch.equal(a, b)
+        if plain.state[a]:
+            assert_same_state(mine.state[b], plain.state[a])
+    if fraction == 1.0:
+        tensors = [v for s in mine.state.values() for v in s.values() if v.dim()]
+        assert all(not v.is_cuda and (v.is_pinned() or v.numel() == 0) for v in tensors)
+    mine.close()
+
+
+@pytest.mark.parametrize("lanes", ["resident", "streamed", "mixed"])
+def test_bf16_master_trajectory_equals_fp32_training(lanes: str) -> None:
+    mine_p = parameters(torch.bfloat16)
+    plain_p = [nn.Parameter(p.detach().float()) for p in mine_p]
+    plain = torch.optim.AdamW(plain_p, lr=0.01, fused=True)
+    names = itertools.cycle(["resident", "streamed"])
+    chosen = [next(names) if lanes == "mixed" else lanes for _ in mine_p]
+    inner = torch.optim.AdamW(mine_p, lr=0.01, fused=True)
+    mine = HybridDeviceOptimizer(inner, update_on=chosen, transfer=SMALL)
+    for step in range(8):
+        fill(step, mine_p, plain_p)
+        plain.step()
+        mine.step()
+    for a, b in zip(plain_p, mine_p, strict=True):
+        remainder = mine.state[b]["master_remainder"].cuda().view(-1)
+        master = torch.empty(b.numel(), device="cuda")
+        codec.decode(b.detach().view(-1), remainder, master)
+        assert torch.equal(master.view(a.shape), a)
+        assert_same_state(mine.state[b], plain.state[a])
+    mine.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("cls", [torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop])
+def test_host_lane_equals_the_cpu_kernel(
+    cls: type[torch.optim.Optimizer], dtype: torch.dtype
+) -> None:
+    options: dict[str, Any] = {"momentum": 0.9} if cls is torch.optim.SGD else {}
+    fused = {} if cls is torch.optim.RMSprop else {"fused": True}
+    mine_p = parameters(dtype)
+    plain_p = [nn.Parameter(p.detach().float().cpu()) for p in mine_p]
+    plain = cls(plain_p, lr=0.01, **options, **fused)  # type: ignore[call-arg]
+    inner = cls(mine_p, lr=0.01, **options)  # type: ignore[call-arg]
+    mine = HybridDeviceOptimizer(inner, update_on="host", transfer=SMALL)
+    for step in range(8):
+        fill(step, mine_p, plain_p)
+        plain.step()
+        mine.step()
+    for a, b in zip(plain_p, mine_p, strict=True):
+        if dtype == torch.float32:
+            assert torch.equal(a, b.cpu())
+        else:
+            assert torch.equal(mine.state[b]["master"], a)
+            assert (a - b.float().cpu()).abs().max().item() < 0.02 if a.numel() else True
+        if plain.state[a]:
+            assert_same_state(mine.state[b], plain.state[a])
+    mine.close()
+
+
+def test_host_lane_takes_over_weights_written_from_outside() -> None:
+    mine_p = parameters(torch.bfloat16)
+    mine = HybridDeviceOptimizer(torch.optim.SGD(mine_p, lr=1.0), update_on="host", transfer=SMALL)
+    fill(0, mine_p)
+    mine.step()
+    written = torch.full_like(mine_p[0], 3.0)
+    mine_p[0].data.copy_(written)
+    mine_p[0].grad = torch.full_like(mine_p[0], 1.0)
+    for p in mine_p[1:]:
+        p.grad = None
+    mine.step()
+    assert torch.equal(mine_p[0], torch.full_like(mine_p[0], 2.0))
+    mine.close()
+
+
+def test_codec_kernels_equal_their_plain_twin() -> None:
+    generator = torch.Generator(device="cuda").manual_seed(0)
+    special = [0x7FFFFFFF, -1, 0x7F800001, 0x7F800000, -0x800000, 0x7F7FFFFF, 0x8000, 0x18000, 0]
+    for numel in (1, 1023, 1 << 22):
+        bits = torch.randint(-(2**31), 2**31 - 1, (numel,), device="cuda", generator=generator)
+        bits = bits.to(torch.int32)
+        bits[: len(special)] = torch.tensor(special, device="cuda", dtype=torch.int32)[:numel]
+        master = bits.view(torch.float32)
+        outcomes = []
+        for encode, decode in (
+            (codec.encode, codec.decode),
+            (codec.encode_plain, codec.decode_plain),
+        ):
+            value = torch.empty(numel, dtype=torch.bfloat16, device="cuda")
+            remainder = torch.empty(numel, dtype=torch.int16, device="cuda")
+            back = torch.empty(numel, device="cuda")
+            encode(master, value, remainder)
+            decode(value, remainder, back)
+            assert torch.equal(back.isnan(), master.isnan())
+            assert torch.equal(value.isnan(), master.isnan())
+            outcomes.append((value.view(torch.int16), remainder, back.view(torch.int32)))
+        assert codec._triton() is not None, "Triton comes with torch's GPU builds"
+        for kernel, plain in zip(*outcomes, strict=True):
+            assert torch.equal(kernel, plain)
+
+
+def test_steady_state_allocates_nothing_and_frees_everything() -> None:
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    mine_p = parameters(torch.bfloat16)
+    mine = HybridDeviceOptimizer(torch.optim.AdamW(mine_p, fused=True), transfer=SMALL)
+    fill(0, mine_p)
+    mine.step()
+    mine.synchronize()
+    allocations = torch.cuda.memory_stats()["num_device_alloc"]
+    held = torch.cuda.memory_allocated()
+    for step in range(5):
+        fill(step, mine_p)
+        mine.step()
+    mine.synchronize()
+    assert torch.cuda.memory_stats()["num_device_alloc"] == allocations
+    assert torch.cuda.memory_allocated() <= held
+    mine.close()
+    del mine, mine_p
+    assert torch.cuda.memory_allocated() <= before + (1 << 20)
+
+
+def test_gradients_written_late_on_the_callers_stream_are_seen() -> None:
+    mine_p, plain_p = parameters(torch.float32), parameters(torch.float32)
+    mine = HybridDeviceOptimizer(torch.optim.SGD(mine_p, lr=0.1), transfer=SMALL)
+    plain = torch.optim.SGD(plain_p, lr=0.1)
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        for _ in range(5):
+            torch.cuda._sleep(20_000_000)
+            for a, b in zip(mine_p, plain_p, strict=True):
+                a.grad = torch.randn_like(a)
+                b.grad = a.grad.clone()
+            mine.step()
+            plain.step()
+            mine.zero_grad(set_to_none=False)  # may still be read by the update
+    side.synchronize()
+    for a, b in zip(mine_p, plain_p, strict=True):
+        assert torch.equal(a, b)
+    mine.close()
+
+
+def test_grad_scaler_and_clipping_work_as_with_the_plain_optimizer() -> None:
+    mine_p, plain_p = parameters(torch.float32), parameters(torch.float32)
+    mine = HybridDeviceOptimizer(torch.optim.AdamW(mine_p, lr=0.1), transfer=SMALL)
+    plain = torch.optim.AdamW(plain_p, lr=0.1)
+    scalers = [torch.amp.GradScaler("cuda", init_scale=8.0) for _ in range(2)]
+    for step in range(4):
+        fill(step, mine_p, plain_p)
+        if step == 2:
+            mine_p[0].grad[0, 0] = plain_p[0].grad[0, 0] = float("inf")
+        for scaler, optimizer, ps in zip(scalers, (mine, plain), (mine_p, plain_p), strict=True):
+            scaler.scale(torch.zeros((), device="cuda"))
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(ps, 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+    assert scalers[0].get_scale() == scalers[1].get_scale() == 4.0
+    for a, b in zip(mine_p, plain_p, strict=True):
+        assert torch.equal(a, b)
+    mine.close()
+
+
+def test_capture_of_step_is_refused() -> None:
+    mine_p = parameters(torch.float32)
+    mine = HybridDeviceOptimizer(torch.optim.SGD(mine_p, lr=0.1), transfer=SMALL)
+    fill(0, mine_p)
+    mine.step()
+    graph = torch.cuda.CUDAGraph()
+    before = [p.detach().clone() for p in mine_p]
+    torch.cuda.synchronize()
+    with pytest.raises(Exception, match="capture"), torch.cuda.graph(graph):
+        mine.step()
+    torch.cuda.synchronize()
+    for a, b in zip(before, mine_p, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_state_dict_round_trip_stays_pinned() -> None:
+    mine_p = parameters(torch.float32)
+    mine = HybridDeviceOptimizer(torch.optim.AdamW(mine_p), transfer=SMALL)
+    fill(0, mine_p)
+    mine.step()
+    saved = copy.deepcopy(mine.state_dict())
+    addresses = [v.data_ptr() for s in mine.state.values() for v in s.values() if v.dim()]
+    mine.load_state_dict(saved)
+    again = [v.data_ptr() for s in mine.state.values() for v in s.values() if v.dim()]
+    assert addresses == again
+    tensors: list[Tensor] = [v for s in mine.state.values() for v in s.values() if v.dim()]
+    assert all(v.is_pinned() for v in tensors if v.numel())
+    mine.close()
+
+
+def test_muon_keeps_whole_matrices_and_adafactor_its_own_state() -> None:
+    for cls in (torch.optim.Muon, torch.optim.Adafactor):
+        shapes = [(300, 70), (129, 65)]
+        mine_p = [nn.Parameter(torch.randn(s, device="cuda")) for s in shapes]
+        plain_p = [nn.Parameter(p.detach().clone()) for p in mine_p]
+        mine = HybridDeviceOptimizer(cls(mine_p, lr=0.01), transfer=SMALL)
+        plain = cls(plain_p, lr=0.01)
+        for _ in range(3):
+            for a, b in zip(mine_p, plain_p, strict=True):
+                a.grad = torch.randn_like(a)
+                b.grad = a.grad.clone()
+            mine.step()
+            plain.step()
+        for a, b in zip(mine_p, plain_p, strict=True):
+            assert torch.equal(a, b)
+        mine.close()
+
+
+def test_master_none_updates_in_the_shards_dtype() -> None:
+    mine_p, plain_p = parameters(torch.bfloat16), parameters(torch.bfloat16)
+    none = PrecisionConfig(master="none")
+    inner = torch.optim.AdamW(mine_p, fused=True)
+    mine = HybridDeviceOptimizer(inner, precision=none, transfer=SMALL)
+    plain = torch.optim.AdamW(plain_p, fused=True)
+    for step in range(5):
+        fill(step, mine_p, plain_p)
+        mine.step()
+        plain.step()
+    for a, b in zip(mine_p, plain_p, strict=True):
+        assert torch.equal(a, b)
+    mine.close()
