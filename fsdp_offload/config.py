@@ -127,6 +127,11 @@ class TransferConfig:
                 reason="a bucket under 4 KiB cannot hold 64 elements of every kind of state",
                 remedy="use at least 4096; 16 MiB and more reach link speed",
             )
+        for name, value in (("slots", self.slots), ("host_threads", self.host_threads)):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+                raise ConfigError(
+                    f"transfer.{name}={value!r}", reason="not a whole number", remedy="use an int"
+                )
         if self.slots < 1:
             raise ConfigError(
                 f"transfer.slots={self.slots}",
@@ -195,6 +200,12 @@ class OffloadConfig:
                     reason=f"not a {kind.__name__}",
                     remedy=f"pass fsdp_offload.{kind.__name__}(...) or None",
                 )
+        if not isinstance(update_on, Sequence):  # a str is one, too
+            raise ConfigError(
+                f"update_on={update_on!r}",
+                reason="neither a choice nor a list of lanes",
+                remedy='use "device", "host", "auto", or one lane per parameter',
+            )
         budget = None if device_budget is None else parse_bytes(device_budget, "device_budget")
         return cls(
             offload_fraction=1.0 if offload_fraction is None else offload_fraction,

@@ -111,6 +111,12 @@ class AcceleratorGateway:
     has_threads = True
 
     def __init__(self, device: torch.device) -> None:
+        if device.type == "meta":
+            raise DeviceError(
+                "parameters on the meta device",
+                reason="they have no memory yet",
+                remedy="materialise them (model.to_empty, then initialise or load) before wrapping",
+            )
         self._module = torch.get_device_module(device)
         if not self._module.is_available():
             raise DeviceError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
@@ -11,9 +12,9 @@ from torch import Tensor, nn
 
 from . import shards
 from .errors import StateDictError
-from .pipeline.host import checksum
+from .pipeline.checksum import checksum
 from .pipeline.inventory import Inventory, state_names
-from .pipeline.records import MasterForm, Record
+from .pipeline.records import Record
 from .pipeline.schema import signature
 from .pipeline.state import write_master
 
@@ -62,7 +63,7 @@ def checked_groups(
     result = []
     for index, (group, saved_group) in enumerate(zip(groups, saved, strict=True)):
         values = {
-            name: value
+            name: copy.deepcopy(value)
             for name, value in saved_group.items()
             if name not in ("params", "param_names") and name not in IMPLEMENTATION_FLAGS
         }
@@ -92,7 +93,7 @@ def watch_module_loads(
     models: Sequence[nn.Module],
     records: Callable[[], Sequence[Record] | None],
 ) -> list[Any]:
-    """Notice weights that a module's ``load_state_dict`` changes: their remainders become zero.
+    """Notice weights that a module's ``load_state_dict`` changes: their masters become equal.
 
     Args:
         models: modules to watch.
@@ -107,7 +108,7 @@ def watch_module_loads(
     def remember(*_: Any) -> None:
         before.clear()
         for record in records() or ():
-            if record.form is MasterForm.REMAINDER and record.info.local_numel:
+            if record.emits_master and record.info.local_numel:
                 before[record] = _bits(record)
 
     def compare(*_: Any) -> None:

@@ -122,6 +122,7 @@ class HybridDeviceOptimizer(Optimizer):
         self._segments: list[Segment] = []
         self._records: list[Record] = []
         self._addresses: list[int] = []
+        self._reserved: set[Tensor] = set()
         self._shown: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
         self._failure: BaseException | None = None
         self._built = self._closed = self._loaded_since_step = False
@@ -153,6 +154,7 @@ class HybridDeviceOptimizer(Optimizer):
             StateSchemaError, UnsupportedParameterError: refused, nothing was updated.
         """
         self._check_usable()
+        self._gateway.current_stream()  # refuses a graph capture before anything is touched
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -172,8 +174,7 @@ class HybridDeviceOptimizer(Optimizer):
 
     def _collect(self) -> Work:
         """Gradients and a snapshot; whatever can be refused is refused here."""
-        known = self._shown
-        if late := [m for m in self._inventory.trainable() if m[0] not in known]:
+        if late := [m for m in self._inventory.trainable() if m[0] not in self._reserved]:
             self._extend(late)  # unfrozen after wrapping
         self._inventory.check_schemas(self._records)
         gradients: list[Tensor | None] = []
@@ -200,7 +201,7 @@ class HybridDeviceOptimizer(Optimizer):
     @property
     def state(self) -> defaultdict[Tensor, dict[str, Any]]:
         """Live state per parameter, after all transfers: tensors over host or device memory."""
-        if self._built and not self._closed:
+        if self._built:
             self.synchronize()
             for record in self._records:
                 for kind in record.schema.role("number"):
@@ -218,6 +219,8 @@ class HybridDeviceOptimizer(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group as torch does; its state is reserved at once."""
+        if self._built:
+            self._check_usable()
         super().add_param_group(param_group)
         if not self._built:
             return
@@ -271,12 +274,15 @@ class HybridDeviceOptimizer(Optimizer):
             post_hook(self)
 
     def _load_natives(self, saved: Mapping[Any, Any], ids: Mapping[Tensor, Any]) -> None:
-        for segment in self._segments:
-            for parameter in segment.native.parameters if segment.native else ():
-                mine, found = self._shown[parameter], saved.get(ids[parameter], {})
-                fresh = {n: loading.native_value(parameter, n, v) for n, v in found.items()}
-                mine.clear()
-                mine.update(fresh)
+        """State that has no record: of native parameters, and of frozen ones."""
+        recorded = {record.parameter for record in self._records}
+        for parameter, saved_id in ids.items():
+            found = saved.get(saved_id, {})
+            if parameter in recorded or not (found or parameter in self._shown):
+                continue
+            fresh = {n: loading.native_value(parameter, n, v) for n, v in found.items()}
+            self._shown[parameter].clear()
+            self._shown[parameter].update(fresh)
 
     # ------------------------------------------------------------------ the wrapper's own
 
@@ -351,6 +357,9 @@ class HybridDeviceOptimizer(Optimizer):
     def _extend(self, added: list[Member]) -> None:
         """Reserve state for members; on error everything is as before."""
         records, natives = self._inventory.plan(added, first=not self._segments)
+        frozen = {m[0]: self._shown[m[0]] for m in added if self._shown.get(m[0])}
+        for record in records:
+            state_io.check(record, frozen.get(record.parameter, {}))
         everything = [*self._records, *records]
         for index, record in enumerate(everything):
             record.index = index
@@ -369,10 +378,15 @@ class HybridDeviceOptimizer(Optimizer):
         self._segments.append(segment)
         self._records = everything
         self._addresses += [shards.address(record.parameter) for record in records]
+        self._reserved.update(parameter for parameter, _ in added)
         for record in records:
             self._shown[record.parameter] = state_io.expose(record)
+            if found := frozen.get(record.parameter):  # trained, then frozen, now trained again
+                with torch.no_grad():
+                    state_io.write(record, found)
         for parameter, _ in natives:
             self._shown[parameter] = segment.native.state[parameter]  # type: ignore[union-attr]
+            self._shown[parameter].update(frozen.get(parameter, {}))
 
     def _take_over(self) -> None:
         """Move state that the wrapped optimizer already has; it keeps none of it."""
@@ -422,6 +436,7 @@ class HybridDeviceOptimizer(Optimizer):
         self._segments.clear()
         self._records.clear()
         self._addresses.clear()
+        self._reserved.clear()
 
     def _check_usable(self, *, failed_ok: bool = False) -> None:
         if self._closed:

@@ -63,7 +63,8 @@ def modules_of(model: nn.Module | Sequence[nn.Module] | None) -> list[nn.Module]
         ConfigError: something else was given.
         UnsupportedParameterError: one was sharded with ``CPUOffloadPolicy``.
     """
-    models = [] if model is None else [model] if isinstance(model, nn.Module) else list(model)
+    several = isinstance(model, Iterable) and not isinstance(model, nn.Module)
+    models: list[Any] = [] if model is None else list(model) if several else [model]
     for each in models:
         if not isinstance(each, nn.Module):
             raise ConfigError(
@@ -120,6 +121,8 @@ def make_inert(inner: Optimizer, wrapper: Optimizer) -> None:
     for name in _FORWARDED:
         inner.__dict__[name] = _forwarder(name, reference)
     inner.param_groups = wrapper.param_groups
+    # Else a GradScaler would leave unscaling to a fused step that no longer runs on the inner one.
+    inner.__dict__["_step_supports_amp_scaling"] = False
 
 
 def _forwarder(name: str, reference: weakref.ref[Optimizer]) -> Callable[..., Any]:

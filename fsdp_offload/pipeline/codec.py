@@ -10,22 +10,24 @@ adding one can turn a NaN into another pattern: every NaN is forced to stay a Na
 its quiet bit.
 
 Two implementations with the same bits: torch operations (any device, the plain twin) and one
-Triton kernel each way (CUDA), see :mod:`.codec_triton`.
+Triton kernel each way (CUDA), see :mod:`.kernels_triton`.
 """
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor
+
+from .kernels import triton_kernels
 
 QUIET_BIT: Final = 0x40  # of a bf16 NaN
 
 
 def decode(value: Tensor, remainder: Tensor, master: Tensor) -> None:
     """``master[:] = (value, remainder)``. 1-D, same numel: bf16, int16, fp32; contiguous."""
-    if master.is_cuda and (kernels := _triton()) is not None:
+    if master.is_cuda and (kernels := triton_kernels()) is not None:
         kernels.decode(value, remainder, master)
     else:
         decode_plain(value, remainder, master)
@@ -33,7 +35,7 @@ def decode(value: Tensor, remainder: Tensor, master: Tensor) -> None:
 
 def encode(master: Tensor, value: Tensor, remainder: Tensor) -> None:
     """``(value, remainder)[:] = master``. 1-D, same numel: fp32, bf16, int16; contiguous."""
-    if master.is_cuda and (kernels := _triton()) is not None:
+    if master.is_cuda and (kernels := triton_kernels()) is not None:
         kernels.encode(master, value, remainder)
     else:
         encode_plain(master, value, remainder)
@@ -60,19 +62,3 @@ def reseed_where_changed(shard: Tensor, master: Tensor) -> None:
     to ``shard``. 1-D, same numel: fp16 and fp32. Compares bits, so NaNs count as changed."""
     unchanged = master.to(shard.dtype).view(torch.int16) == shard.view(torch.int16)
     torch.where(unchanged, master, shard.to(master.dtype), out=master)
-
-
-def _triton() -> Any:
-    """The Triton kernels, or None where Triton is not installed (CPU builds of torch)."""
-    global _kernels
-    if _kernels is _UNKNOWN:
-        try:
-            from . import codec_triton as found
-        except ImportError:
-            found = None  # type: ignore[assignment]
-        _kernels = found
-    return _kernels
-
-
-_UNKNOWN: Final = object()
-_kernels: Any = _UNKNOWN

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Sequence
@@ -53,6 +54,10 @@ def make_sections(records: Sequence[Record], *, bucket_bytes: int) -> list[Secti
         parts = (record.lane, record.info.dtype, record.compute_dtype, record.form)
         return (*map(str, parts), str(record.schema.elementwise))
 
+    lanes = {record.lane for record in records}
+    # With both lanes in use each gets half of the staging memory. The host lane's buckets are
+    # twice as large, because each costs a hand-over between threads.
+    share = bucket_bytes // (2 if {"streamed", "host"} <= lanes else 1)
     order = {k: i for i, k in reversed(list(enumerate(map(key, records))))}
     ordered = sorted(records, key=lambda record: order[key(record)])  # stable
     sections, stop = [], 0
@@ -60,7 +65,9 @@ def make_sections(records: Sequence[Record], *, bucket_bytes: int) -> list[Secti
         members = list(group)
         start = 0 if members[0].lane == "resident" else stop
         layout = make_layout(
-            [r.entry for r in members], bucket_bytes=bucket_bytes, arena_start=start
+            [r.entry for r in members],
+            bucket_bytes=share * (2 if members[0].lane == "host" else 1),
+            arena_start=start,
         )
         if members[0].lane != "resident":
             stop = layout.arena_stop
@@ -305,6 +312,8 @@ class Segment:
 
     def close(self) -> None:
         """Give host memory back and end the thread. Idempotent."""
+        with contextlib.suppress(Exception):  # half built, failed, or in a forked child
+            self.synchronize()  # copies in flight still use the memory
         if self.worker is not None:
             self.worker.stop()
         for arena in self.arenas:

@@ -20,6 +20,7 @@ next update; where it differs, masters are re-seeded from the shards, element by
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 
 import torch
@@ -33,28 +34,11 @@ from ..plan import Bucket, Kind, Layout, Slice
 from ..plan.layout import kind_range
 from . import codec
 from .bucket import copy_present, make_piece
+from .checksum import checksum
 from .records import MasterForm, Record, Snapshot, Work
 from .schema import FUSED_ON_CPU
 from .shadow import Shadow
 from .worker import Ticket, Worker
-
-_ROW = 1024
-
-
-def checksum(flat: Tensor) -> Tensor:
-    """0-dim int64 that changes with any element and with any swap of two: 1-D, any dtype.
-
-    Row sums and column sums of the bits, each weighted by position, in wrapping int64.
-    """
-    bits = flat.view(torch.int16 if flat.itemsize == 2 else torch.int32)
-    full = bits.numel() // _ROW * _ROW
-    total = torch.zeros((), dtype=torch.int64, device=flat.device)
-    for part in (bits[:full].view(-1, _ROW), bits[full:].view(1, -1)):
-        for axis in (0, 1):
-            sums = part.sum(axis, dtype=torch.int64)
-            weights = torch.arange(1, sums.numel() + 1, device=flat.device)
-            total = total * 1000003 + (sums * (weights * 2 + 1)).sum()
-    return total
 
 
 class HostStaging:
@@ -294,7 +278,12 @@ class HostLane:
         self.staging.parameter_read[side] = self._cast.record()
 
     def synchronize(self) -> None:
-        """Block until all shards are written."""
+        """Block until all shards are written and no update is under way, even after a failure."""
+        for slot, user in enumerate(self.staging.host_user):
+            if user is not None:
+                with contextlib.suppress(Exception):  # run() has raised it
+                    user.wait(self.worker.alive)
+                self.staging.host_user[slot] = None
         self._cast.synchronize()
 
 

@@ -55,7 +55,10 @@ class Record:
     @property
     def entry(self) -> Entry:
         """This parameter as layouts see it."""
-        return Entry(self.index, self.info.local_numel, self.kinds, self.schema.elementwise)
+        numel = self.info.local_numel
+        on_accelerator = self.lane != "host" and self.info.device.type != "cpu"
+        shift = int(on_accelerator and numel % 4 != 0)
+        return Entry(self.index, numel, self.kinds, self.schema.elementwise, cut_shift=shift)
 
     @property
     def emits_master(self) -> bool:

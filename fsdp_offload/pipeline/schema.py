@@ -12,6 +12,7 @@ values are recorded for display only and the class initialises its state itself.
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -127,8 +128,10 @@ def raw_step(cls: type[Optimizer]) -> Callable[..., Any]:
 def make_shadow(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
     """An instance of the same class with the same settings, its own groups and empty state."""
     shadow = object.__new__(type(optimizer))
-    shadow.__dict__.update(public_attributes(optimizer))
-    for name in shadow.__dict__:
+    for name, value in public_attributes(optimizer).items():
+        # Containers are copied: what a shadow changes in them must not reach the optimizer.
+        contained = isinstance(value, list | dict | set)
+        shadow.__dict__[name] = copy.copy(value) if contained else value
         if name.endswith("_hooks"):
             shadow.__dict__[name] = OrderedDict()
     shadow.__dict__["state"] = defaultdict(dict)

@@ -59,26 +59,37 @@ class Shadow:
 
     def step(self, gradients: list[Tensor | None], snapshot: Snapshot) -> None:
         """Update all pieces that have a gradient (shaped like the piece's tensor)."""
-        shadow = self._shadow
-        self._apply(snapshot)
-        for piece, gradient in zip(self.pieces, gradients, strict=True):
+        present = [
+            (piece, gradient)
+            for piece, gradient in zip(self.pieces, gradients, strict=True)
+            if gradient is not None
+        ]
+        # Never pieces with and without state in one call: fused SGD mistakes them.
+        first = [pair for pair in present if not pair[0].stepped]
+        later = [pair for pair in present if pair[0].stepped]
+        for some in filter(None, (first, later)):
+            self._apply(snapshot)
+            self._call(some)
+            if not self._trusted:
+                self._collect_changes(snapshot)
+
+    def _call(self, present: list[tuple[Piece, Tensor]]) -> None:
+        state = self._shadow.state
+        for piece, gradient in present:
             piece.tensor.grad = gradient
-            if gradient is not None:
-                if piece.stepped:
-                    shadow.state[piece.tensor] = piece.state
-                else:
-                    shadow.state.pop(piece.tensor, None)
+            if piece.stepped:
+                state[piece.tensor] = piece.state
+            else:
+                state.pop(piece.tensor, None)
         try:
             with torch.no_grad():
-                self._step(shadow)
-            for piece, gradient in zip(self.pieces, gradients, strict=True):
-                if gradient is not None and not (piece.stepped and self._trusted):
-                    self._adopt(piece)
+                self._step(self._shadow)
         finally:
-            for piece in self.pieces:
+            for piece, _ in present:
                 piece.tensor.grad = None
-        if not self._trusted:
-            self._collect_changes(snapshot)
+        for piece, _ in present:
+            if not (piece.stepped and self._trusted):
+                self._adopt(piece)
 
     def _apply(self, snapshot: Snapshot) -> None:
         groups = snapshot.host_groups if self._on_host else snapshot.groups

@@ -99,6 +99,7 @@ class ThreadWorker:
             daemon=True,
         )  # fmt: skip
         self._thread.start()
+        self.submit(lambda: None).wait(self.alive)  # it has set up its own number of threads
 
     def submit(self, fn: Callable[..., None], *args: Any) -> Ticket:
         """See :class:`Worker`."""

@@ -8,7 +8,11 @@ So each parameter's state of a kind is one contiguous run, and a *bucket*, a con
 the order, is one contiguous range per kind: one copy each way.
 
 Parameters are cut only at multiples of 64 elements from their start: fused CPU kernels process
-vectors and round their scalar tail differently, so another cut would change bits.
+vectors and round their scalar tail differently, so another cut would change bits. CUDA's
+multi-tensor kernels choose between two such bodies for a whole tensor: the vector body if its
+numel is a multiple of 4 and every pointer is aligned to 4 elements. A parameter that takes the
+scalar body as a whole must take it in every slice, so its cuts are shifted by one element, and
+slots and scratch keep addresses as misaligned as the arena's (``Entry.cut_shift``).
 """
 
 from __future__ import annotations
@@ -22,6 +26,8 @@ import torch
 ALIGN_NUMEL: Final = 64
 """Cuts and starts of parameters are multiples of this."""
 SLOT_ALIGN_BYTES: Final = 256
+VECTOR_BYTES: Final = 16
+"""Alignment that CUDA's vector bodies ask for (torch/csrc, MultiTensorApply.cuh)."""
 
 
 def align(value: int, unit: int) -> int:
@@ -50,6 +56,7 @@ class Entry:
     numel: int  # elements of its shard; may be 0
     kinds: tuple[tuple[Kind, int], ...]  # (kind, elements): numel, or less for factored state
     cuttable: bool = True
+    cut_shift: int = 0  # cuts lie this far behind a multiple of 64
 
     @property
     def state_bytes(self) -> int:
@@ -170,9 +177,12 @@ def _cut(entries: Sequence[Entry], bucket_bytes: int) -> list[list[Slice]]:
                 buckets.append([])
                 free, scratch = bucket_bytes, 0
                 continue
-            take = rest if not entry.cuttable else min(rest, max(room, ALIGN_NUMEL))
+            # Later slices of a shifted parameter start behind the multiple already.
+            most = max(room, ALIGN_NUMEL) + (entry.cut_shift if start == 0 else 0)
+            take = min(rest, most) if entry.cuttable else rest
+            scratch += start % ALIGN_NUMEL
             buckets[-1].append(Slice(entry, start, start + take, scratch))
-            scratch += align(take, ALIGN_NUMEL)
+            scratch = align(scratch + take, ALIGN_NUMEL)
             free -= align(take, ALIGN_NUMEL) * per_numel
             start += take
             if start >= entry.numel:
@@ -190,6 +200,7 @@ def _finish(slices: list[Slice], offsets: dict[tuple[int, str], int]) -> Bucket:
             bounds[kind] = (first, stop)
     spans, slot = [], 0
     for kind, (start, stop) in bounds.items():
+        slot += start % VECTOR_BYTES
         spans.append(Span(kind, start, slot, stop - start))
         slot = align(slot + stop - start, SLOT_ALIGN_BYTES)
     last = slices[-1]

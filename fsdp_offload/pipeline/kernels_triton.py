@@ -1,4 +1,4 @@
-"""The remainder codec as one Triton kernel each way (CUDA). Twin: ``codec.*_plain``."""
+"""Triton kernels (CUDA). Their twins in torch operations: ``codec.*_plain``, ``checksum_plain``."""
 
 from __future__ import annotations
 
@@ -34,9 +34,16 @@ def _encode(master, value, remainder, numel, BLOCK: tl.constexpr):  # type: igno
     tl.store(remainder + at, low.to(tl.int16), mask=inside)
 
 
-def _launch(kernel: Any, numel: int, *operands: Tensor) -> None:
+@triton.jit
+def _checksum(bits, total, numel, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    values = tl.load(bits + at, mask=at < numel, other=0).to(tl.int64)
+    tl.atomic_add(total, tl.sum(values * (2 * at + 1)))
+
+
+def _launch(kernel: Any, numel: int, *operands: Tensor, block: int = BLOCK) -> None:
     if numel:
-        kernel[(triton.cdiv(numel, BLOCK),)](*operands, numel, BLOCK=BLOCK)
+        kernel[(triton.cdiv(numel, block),)](*operands, numel, BLOCK=block)
 
 
 def decode(value: Tensor, remainder: Tensor, master: Tensor) -> None:
@@ -47,3 +54,8 @@ def decode(value: Tensor, remainder: Tensor, master: Tensor) -> None:
 def encode(master: Tensor, value: Tensor, remainder: Tensor) -> None:
     """See :func:`.codec.encode`."""
     _launch(_encode, master.numel(), master.view(torch.int32), value.view(torch.int16), remainder)
+
+
+def checksum(bits: Tensor, total: Tensor) -> None:
+    """Add the checksum of ``bits`` (int16 or int32, 1-D) to ``total`` (0-dim int64)."""
+    _launch(_checksum, bits.numel(), bits, total, block=8192)

@@ -1,0 +1,170 @@
+"""A plain optimizer and a wrapped one over equal parameters, fed equal gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fsdp_offload import HybridDeviceOptimizer, TransferConfig
+from fsdp_offload.pipeline import codec
+
+SMALL: Final = TransferConfig(bucket_bytes=4096, slots=2, host_threads=1)
+"""512 elements of two fp32 kinds per bucket: large parameters are cut, small ones share one."""
+
+SHAPES: Final = ((70, 50), (129,), (), (0, 5), (7, 3, 4), (64,), (33, 31))
+GRADIENTS: Final = (
+    "1111110111",
+    "1010100101",
+    "0001110110",  # a late first gradient
+    "1101110111",
+    "0000000000",  # never
+    "1001010001",
+    "1100110010",
+)
+"""Per parameter, whether it has a gradient in each of ten steps; in step 7 none has."""
+MATRICES: Final = ((70, 50), (9, 65), (33, 31), (1, 40))
+COMPARED_AFTER: Final = (1, 2, 10)
+MASTERS: Final = ("master_remainder", "master")
+
+Build = Callable[[list[dict[str, Any]]], Optimizer]
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """The bytes of ``tensor``, so that NaNs and signed zeros compare too."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def assert_same(mine: Any, plain: Any, what: str) -> None:
+    """Equal type, dtype, shape and bits."""
+    assert isinstance(mine, Tensor) == isinstance(plain, Tensor), f"{what}: {mine!r}, {plain!r}"
+    if not isinstance(plain, Tensor):
+        assert mine == plain, f"{what}: {mine!r}, plain {plain!r}"
+        return
+    assert (mine.dtype, mine.shape) == (plain.dtype, plain.shape), what
+    if not torch.equal(bits(mine), bits(plain)):
+        differs = int((bits(mine) != bits(plain)).sum())
+        raise AssertionError(f"{what}: {differs} bytes differ of {plain.numel()} elements")
+
+
+def master_of(parameter: Tensor, state: dict[str, Any]) -> Tensor:
+    """The value that the wrapped optimizer stands for: the parameter itself, or its master."""
+    if "master" in state:
+        return state["master"]
+    if "master_remainder" in state:
+        master = torch.empty(parameter.numel())
+        remainder = state["master_remainder"].reshape(-1)
+        codec.decode_plain(parameter.detach().reshape(-1), remainder, master)
+        return master.view(parameter.shape)
+    return parameter.detach()
+
+
+def rounded(master: Tensor, dtype: torch.dtype) -> Tensor:
+    """What the shard of a master must hold: bf16 by the codec, fp16 to nearest even."""
+    if master.dtype == dtype or dtype != torch.bfloat16:
+        return master.detach().to(dtype)
+    value = torch.empty(master.numel(), dtype=dtype)
+    codec.encode_plain(master.detach().reshape(-1), value, torch.empty_like(value).view(torch.int16))
+    return value.view(master.shape)
+
+
+class Twins:
+    """Runs both optimizers in step and compares them.
+
+    Args:
+        build: makes an optimizer from two groups of parameters; called once per twin.
+        shapes: of the parameters; every second one goes into the second group.
+        dtypes: of the parameters, repeated as needed.
+        plain_dtype: of the plain twin's parameters; None for those of the wrapped twin.
+        plain_build: for the plain twin, where it differs (``fused=True`` for the host lane).
+        second: what differs in the second group, as factors on the first group's numbers.
+        **wrap: arguments of ``HybridDeviceOptimizer``.
+    """
+
+    def __init__(
+        self,
+        build: Build,
+        *,
+        shapes: Sequence[tuple[int, ...]] = SHAPES,
+        dtypes: Sequence[torch.dtype] = (torch.float32,),
+        plain_dtype: torch.dtype | None = None,
+        plain_build: Build | None = None,
+        **wrap: Any,
+    ) -> None:
+        self.generator = torch.Generator().manual_seed(len(shapes))
+        values = [
+            torch.randn(s, generator=self.generator, dtype=torch.float64).to(
+                dtypes[i % len(dtypes)]
+            )
+            for i, s in enumerate(shapes)
+        ]
+        self.mine = [nn.Parameter(v.clone()) for v in values]
+        self.theirs = [nn.Parameter(v.to(plain_dtype or v.dtype, copy=True)) for v in values]
+        self.plain = (plain_build or build)(two_groups(self.theirs))
+        wrap.setdefault("transfer", SMALL)
+        self.wrapped = HybridDeviceOptimizer(build(two_groups(self.mine)), **wrap)
+        self.steps_done = 0
+
+    def set_gradients(self, present: Iterable[bool]) -> None:
+        """Equal gradients for both, as in mixed precision: rounded to the shard's dtype."""
+        scale = 10.0 ** ((self.steps_done % 3) - 1)
+        for mine, theirs, has in zip(self.mine, self.theirs, present, strict=True):
+            gradient = torch.randn(mine.shape, generator=self.generator, dtype=torch.float64)
+            gradient = (gradient * scale).to(mine.dtype)
+            mine.grad = gradient if has else None
+            theirs.grad = gradient.to(theirs.dtype, copy=True) if has else None
+
+    def scale_lr(self, factor: float) -> None:
+        """A scheduler's change: in place where the lr is a tensor."""
+        for optimizer in (self.wrapped, self.plain):
+            for group in optimizer.param_groups:
+                if isinstance(group["lr"], Tensor):
+                    group["lr"].mul_(factor)
+                else:
+                    group["lr"] *= factor
+
+    def step(self, present: Iterable[bool]) -> None:
+        """One step of both."""
+        self.set_gradients(present)
+        self.wrapped.step()
+        self.plain.step()
+        self.steps_done += 1
+
+    def run(self, steps: int = 10) -> None:
+        """Ten steps (or fewer) with missing gradients and two changes of lr, then compared."""
+        for step in range(steps):
+            if step in (0, 4):
+                self.scale_lr(1.5 if step == 0 else 0.5)
+            self.step(GRADIENTS[i % len(GRADIENTS)][step] == "1" for i in range(len(self.mine)))
+            if self.steps_done in COMPARED_AFTER:
+                self.compare()
+
+    def compare(self) -> None:
+        """Parameters and state, bit for bit."""
+        shown = self.wrapped.state
+        for index, (mine, theirs) in enumerate(zip(self.mine, self.theirs, strict=True)):
+            what = f"step {self.steps_done}, parameter {index} of shape {tuple(mine.shape)}"
+            master = master_of(mine, shown[mine])
+            assert_same(master, theirs.detach(), f"{what}, value")
+            assert_same(mine.detach(), rounded(master, mine.dtype), f"{what}, shard")
+            if plain := self.plain.state.get(theirs):
+                state = {k: v for k, v in shown[mine].items() if k not in MASTERS}
+                assert state.keys() == plain.keys(), what
+                for name, value in plain.items():
+                    assert_same(state[name], value, f"{what}, {name}")
+
+    def lanes(self) -> set[str]:
+        """Lanes in use."""
+        return set(self.wrapped.statistics().parameters)
+
+
+def two_groups(parameters: Sequence[nn.Parameter]) -> list[dict[str, Any]]:
+    """Alternating, so that neighbours in a bucket differ in hyper-parameters."""
+    groups: list[dict[str, Any]] = [
+        {"params": list(parameters[::2])},
+        {"params": list(parameters[1::2])},
+    ]
+    return [group for group in groups if group["params"]]
