@@ -255,7 +255,9 @@ class HybridDeviceOptimizer(Optimizer):
             replaced = pre_hook(self, loaded)
             loaded = loaded if replaced is None else replaced
         ids = loading.match_ids(self.param_groups, loaded)
-        values = [dict(loaded["state"].get(ids[r.parameter], {})) for r in self._records]
+        entries = [loaded["state"].get(ids[r.parameter], {}).items() for r in self._records]
+        # Where a flattened checkpoint lacks an entry, torch's unflattening puts an empty dict.
+        values = [{n: v for n, v in found if not isinstance(v, dict)} for found in entries]
         saved = loaded["param_groups"]
         groups = loading.checked_groups(self.param_groups, saved, self._inventory, self._records)
         for record, found in zip(self._records, values, strict=True):

@@ -63,8 +63,9 @@ def modules_of(model: nn.Module | Sequence[nn.Module] | None) -> list[nn.Module]
         ConfigError: something else was given.
         UnsupportedParameterError: one was sharded with ``CPUOffloadPolicy``.
     """
-    several = isinstance(model, Iterable) and not isinstance(model, nn.Module)
-    models: list[Any] = [] if model is None else list(model) if several else [model]
+    models: list[Any] = [] if model is None else [model]
+    if isinstance(model, Iterable) and not isinstance(model, nn.Module):
+        models = list(model)
     for each in models:
         if not isinstance(each, nn.Module):
             raise ConfigError(

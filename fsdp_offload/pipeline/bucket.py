@@ -150,9 +150,8 @@ class BucketUpdate:
         if flat_remainder is not None and len(bucket.slices) > 1:
             # Many small shards: one gather, one kernel, one scatter.
             self._gathered = cut(gathered)
-            start = bucket.slices[0].scratch_start
-            stop = start + flat_remainder.numel()
-            self._codes = [(gathered[start:stop], flat_remainder, masters[start:stop])]
+            numel = flat_remainder.numel()
+            self._codes = [(gathered[:numel], flat_remainder, masters[:numel])]
         else:
             remainders = [view(s, REMAINDER_KIND, s.entry.numel) for s in bucket.slices]
             self._codes = list(zip(self._shards, remainders, self._masters, strict=True))

@@ -110,20 +110,24 @@ class Segment:
         )
         self.arenas: list[HostArena] = []
         self.worker: Worker | None = None
+        self.streamed: StreamedLane | None = None
+        self.host: HostLane | None = None
+        self.update = gateway.stream("update")
         try:
             arena = self._arena(self.host_bytes, show_progress)
             self._make_tensors(sections, arena)
-            self.update = gateway.stream("update")
             self.scratch = self._scratch(sections)
             self.resident = self._resident(optimizer, sections, records)
             self.streamed = self._streamed(optimizer, sections, records, arena)
-            self.host: HostLane | None = None
             if host:
                 ring = self._arena(staging_bytes, show_progress=False)
                 self.host = self._host(
                     optimizer, host, records, arena, ring, staging_numel_bytes, shard_bytes
                 )
             self.native = NativeUpdate(optimizer, natives) if natives else None
+            # Slots and scratch may be memory that pending work of the caller's stream still
+            # uses: the allocator orders reuse on that stream only.
+            gateway.current_stream().synchronize()
         except BaseException:
             self.close()
             raise

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from ..config import Lane
 from ..plan import Entry, Kind
+from ..plan.layout import CUDA_TILE_NUMEL
 from ..shards import ShardInfo
 from .schema import Schema, StateKind, public_attributes
 
@@ -55,10 +56,10 @@ class Record:
     @property
     def entry(self) -> Entry:
         """This parameter as layouts see it."""
-        numel = self.info.local_numel
-        on_accelerator = self.lane != "host" and self.info.device.type != "cpu"
-        shift = int(on_accelerator and numel % 4 != 0)
-        return Entry(self.index, numel, self.kinds, self.schema.elementwise, cut_shift=shift)
+        numel, cuttable = self.info.local_numel, self.schema.elementwise
+        if self.lane == "host" or self.info.device.type == "cpu":
+            return Entry(self.index, numel, self.kinds, cuttable)
+        return Entry(self.index, numel, self.kinds, cuttable and numel % 4 == 0, CUDA_TILE_NUMEL)
 
     @property
     def emits_master(self) -> bool:

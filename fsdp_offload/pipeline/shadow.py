@@ -67,7 +67,12 @@ class Shadow:
         # Never pieces with and without state in one call: fused SGD mistakes them.
         first = [pair for pair in present if not pair[0].stepped]
         later = [pair for pair in present if pair[0].stepped]
-        for some in filter(None, (first, later)):
+        calls = [first, later]
+        if not self.pieces[0].record.schema.elementwise:
+            # Whole matrices may communicate, and buckets are cut differently on every rank: one
+            # call each, so that all ranks keep one order.
+            calls = [[pair] for pair in present]
+        for some in filter(None, calls):
             self._apply(snapshot)
             self._call(some)
             if not self._trusted:

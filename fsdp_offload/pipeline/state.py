@@ -106,14 +106,21 @@ def write(record: Record, values: Mapping[str, Any]) -> None:
                 piece.state[kind.name].copy_(value.reshape(()))
             else:
                 piece.state[kind.name].fill_(value)
-    stepped = _has_stepped(record, values)
-    for piece in record.pieces:
-        piece.stepped = stepped
+    if _has_stepped(record, values):
+        for piece in record.pieces:
+            piece.stepped = True
+    else:
+        _initialise(record)  # what the class made for the shard may be of a lower precision
     write_master(record, values)
 
 
 def reset(record: Record) -> None:
     """State as at construction: the class initialises it again at the next gradient."""
+    _initialise(record)
+    write_master(record, {})
+
+
+def _initialise(record: Record) -> None:
     for kind in record.schema.kinds:
         if kind.role in ("like", "other"):
             record.tensors[kind.name].fill_(kind.initial)
@@ -125,7 +132,6 @@ def reset(record: Record) -> None:
                 piece.state[kind.name].fill_(kind.initial)
     for piece in record.pieces:
         piece.stepped = record.schema.eager
-    write_master(record, {})
 
 
 def write_master(record: Record, values: Mapping[str, Any]) -> None:

@@ -7,12 +7,13 @@ Within a kind, parameters follow the section's order, each starting at a multipl
 So each parameter's state of a kind is one contiguous run, and a *bucket*, a contiguous range of
 the order, is one contiguous range per kind: one copy each way.
 
-Parameters are cut only at multiples of 64 elements from their start: fused CPU kernels process
-vectors and round their scalar tail differently, so another cut would change bits. CUDA's
-multi-tensor kernels choose between two such bodies for a whole tensor: the vector body if its
-numel is a multiple of 4 and every pointer is aligned to 4 elements. A parameter that takes the
-scalar body as a whole must take it in every slice, so its cuts are shifted by one element, and
-slots and scratch keep addresses as misaligned as the arena's (``Entry.cut_shift``).
+Parameters are cut only at multiples of ``Entry.cut_numel`` elements from their start, because the
+compiler may contract multiplications and additions differently in each unrolled copy of a
+kernel's body, and an element must stay in its copy. Fused CPU kernels process vectors and then a
+scalar tail: 64 elements. CUDA's multi-tensor kernels (ATen/native/cuda/MultiTensorApply.cuh)
+walk a tensor in tiles of 512 threads times 4: 2048 elements. They also choose one of two bodies
+for a whole tensor, by whether its numel is a multiple of 4, so on CUDA a parameter whose numel is
+not is never cut.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ import torch
 ALIGN_NUMEL: Final = 64
 """Cuts and starts of parameters are multiples of this."""
 SLOT_ALIGN_BYTES: Final = 256
-VECTOR_BYTES: Final = 16
-"""Alignment that CUDA's vector bodies ask for (torch/csrc, MultiTensorApply.cuh)."""
+CUDA_TILE_NUMEL: Final = 2048
+"""Elements that a block of a CUDA multi-tensor kernel handles per turn."""
 
 
 def align(value: int, unit: int) -> int:
@@ -56,7 +57,7 @@ class Entry:
     numel: int  # elements of its shard; may be 0
     kinds: tuple[tuple[Kind, int], ...]  # (kind, elements): numel, or less for factored state
     cuttable: bool = True
-    cut_shift: int = 0  # cuts lie this far behind a multiple of 64
+    cut_numel: int = ALIGN_NUMEL  # cuts lie at multiples of this
 
     @property
     def state_bytes(self) -> int:
@@ -171,18 +172,15 @@ def _cut(entries: Sequence[Entry], bucket_bytes: int) -> list[list[Slice]]:
         per_numel = max(8, -(-entry.state_bytes // max(entry.numel, 1)))
         start = 0
         while True:
-            room = free // per_numel // ALIGN_NUMEL * ALIGN_NUMEL
+            room = free // per_numel // entry.cut_numel * entry.cut_numel
             rest = entry.numel - start
-            if rest > room and buckets[-1] and (room == 0 or not entry.cuttable):
+            if rest > room and buckets[-1] and (room <= 0 or not entry.cuttable):
                 buckets.append([])
                 free, scratch = bucket_bytes, 0
                 continue
-            # Later slices of a shifted parameter start behind the multiple already.
-            most = max(room, ALIGN_NUMEL) + (entry.cut_shift if start == 0 else 0)
-            take = min(rest, most) if entry.cuttable else rest
-            scratch += start % ALIGN_NUMEL
+            take = min(rest, max(room, entry.cut_numel)) if entry.cuttable else rest
             buckets[-1].append(Slice(entry, start, start + take, scratch))
-            scratch = align(scratch + take, ALIGN_NUMEL)
+            scratch += align(take, ALIGN_NUMEL)
             free -= align(take, ALIGN_NUMEL) * per_numel
             start += take
             if start >= entry.numel:
@@ -200,7 +198,6 @@ def _finish(slices: list[Slice], offsets: dict[tuple[int, str], int]) -> Bucket:
             bounds[kind] = (first, stop)
     spans, slot = [], 0
     for kind, (start, stop) in bounds.items():
-        slot += start % VECTOR_BYTES
         spans.append(Span(kind, start, slot, stop - start))
         slot = align(slot + stop - start, SLOT_ALIGN_BYTES)
     last = slices[-1]

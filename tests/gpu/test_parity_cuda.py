@@ -122,7 +122,8 @@ def test_bf16_master_trajectory_equals_fp32_training(lanes: str) -> None:
         remainder = mine.state[b]["master_remainder"].cuda().view(-1)
         master = torch.empty(b.numel(), device="cuda")
         codec.decode(b.detach().view(-1), remainder, master)
-        assert torch.equal(master.view(a.shape), a)
+        off = (master.view(a.shape) != a).view(-1).nonzero().view(-1).tolist()
+        assert not off, (len(off), off[:3], off[-3:], (master.view(a.shape) - a).abs().max(), [x['step'].item() for x in mine.state.values()], [x['step'].item() for x in plain.state.values()])
         assert_same_state(mine.state[b], plain.state[a])
     mine.close()
 
