@@ -41,6 +41,14 @@ def encode(master: Tensor, value: Tensor, remainder: Tensor) -> None:
         encode_plain(master, value, remainder)
 
 
+def round_to_value(master: Tensor, value: Tensor) -> None:
+    """:func:`encode` without the remainder."""
+    if master.is_cuda and (kernels := triton_kernels()) is not None:
+        kernels.round_to_value(master, value)
+    else:
+        value.view(torch.int16).copy_(_rounded(master))
+
+
 def decode_plain(value: Tensor, remainder: Tensor, master: Tensor) -> None:
     """:func:`decode` in torch operations."""
     halves = master.view(torch.int16).view(-1, 2)  # (numel, 2): low, high (little endian)
@@ -50,11 +58,15 @@ def decode_plain(value: Tensor, remainder: Tensor, master: Tensor) -> None:
 
 def encode_plain(master: Tensor, value: Tensor, remainder: Tensor) -> None:
     """:func:`encode` in torch operations."""
-    halves = master.view(torch.int16).view(-1, 2)
+    value.view(torch.int16).copy_(_rounded(master))
+    remainder.copy_(master.view(torch.int16).view(-1, 2)[:, 0])
+
+
+def _rounded(master: Tensor) -> Tensor:
+    """Bits of the bf16 values: int16."""
+    halves = master.view(torch.int16).view(-1, 2)  # (numel, 2): low, high
     low, high = halves[:, 0], halves[:, 1]
-    rounded = torch.where(master.isnan(), high | QUIET_BIT, high - (low >> 15))
-    value.view(torch.int16).copy_(rounded)
-    remainder.copy_(low)
+    return torch.where(master.isnan(), high | QUIET_BIT, high - (low >> 15))
 
 
 def reseed_where_changed(shard: Tensor, master: Tensor) -> None:

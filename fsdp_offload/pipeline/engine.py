@@ -28,8 +28,10 @@ from .worker import InlineWorker, ThreadWorker, Worker
 
 _log = logging.getLogger("fsdp_offload")
 
-HOST_DEPTH = 3
-"""Gradient buffers of the host lane in host memory: one arriving, one in use, one to come."""
+HOST_DEPTH = 2
+"""Gradient buffers of the host lane in host memory: one in use, one arriving."""
+HOST_BUCKET_FACTOR = 6
+"""Host buckets are that much larger: each costs a start of all CPU threads and a hand-over."""
 DEFAULT_DEVICE_BYTES = 256 << 20
 """Staging memory on the device above which the reason is logged."""
 
@@ -55,8 +57,7 @@ def make_sections(records: Sequence[Record], *, bucket_bytes: int) -> list[Secti
         return (*map(str, parts), str(record.schema.elementwise))
 
     lanes = {record.lane for record in records}
-    # With both lanes in use each gets half of the staging memory. The host lane's buckets are
-    # twice as large, because each costs a hand-over between threads.
+    # With both lanes in use each gets half of the staging memory.
     share = bucket_bytes // (2 if {"streamed", "host"} <= lanes else 1)
     order = {k: i for i, k in reversed(list(enumerate(map(key, records))))}
     ordered = sorted(records, key=lambda record: order[key(record)])  # stable
@@ -66,7 +67,7 @@ def make_sections(records: Sequence[Record], *, bucket_bytes: int) -> list[Secti
         start = 0 if members[0].lane == "resident" else stop
         layout = make_layout(
             [r.entry for r in members],
-            bucket_bytes=share * (2 if members[0].lane == "host" else 1),
+            bucket_bytes=share * (HOST_BUCKET_FACTOR if members[0].lane == "host" else 1),
             arena_start=start,
         )
         if members[0].lane != "resident":
@@ -286,7 +287,7 @@ class Segment:
             tensors += self.streamed.slots
         if self.host is not None:
             ring = self.host.staging
-            tensors += [*ring.device_gradients, *ring.parameters, ring.gathered, ring.dropped]
+            tensors += [ring.gradients, ring.parameters, ring.gathered]
         return sum(t.numel() * t.itemsize for t in tensors)
 
     @property

@@ -7,9 +7,9 @@ Its own three streams, so that it never queues behind the streamed lane's copies
     host thread: waits for the copy, steps the arena in place (torch's CPU kernel)
     h2d: [master -> staging] --> cast: [round and scatter into the shards; new checksum]
 
-The caller's thread enqueues, the host thread only computes. Staging buffers are rings: a device
-gradient buffer is free when its copy has left, a host gradient buffer when its update has ended,
-a parameter buffer when its scatter has run.
+The caller's thread enqueues, the host thread only computes. The device gradient buffer is free
+when its copy has left, a host gradient buffer (a ring) when its update has ended, the parameter
+buffer when its scatter has run.
 
 [Note: outside writes]
 The arena's master is authoritative here, so a weight that somebody else wrote into a shard must
@@ -42,22 +42,22 @@ from .worker import Ticket, Worker
 
 
 class HostStaging:
-    """Rings of buffers between device and host, shared by all host buckets."""
+    """Buffers between device and host, shared by all host buckets."""
 
     def __init__(
         self, gateway: Gateway, host: HostArena, *, numel_bytes: int, depth: int, shard_bytes: int
     ) -> None:
         self.depth = depth
-        self.device_gradients = [gateway.allocate(numel_bytes) for _ in range(2)]
-        self.parameters = [gateway.allocate(numel_bytes) for _ in range(2)]
+        # One of each is enough: a copy takes a fraction of the CPU's update.
+        self.gradients = gateway.allocate(numel_bytes)
+        self.parameters = gateway.allocate(numel_bytes)
         self.gathered = gateway.allocate(shard_bytes)
-        self.dropped = gateway.allocate(shard_bytes)  # low halves that encode() produces
         self.flag_memory = host.tensor(depth * numel_bytes, depth, torch.bool)
         self.host_gradients = [
             host.tensor(i * numel_bytes, numel_bytes, torch.uint8) for i in range(depth)
         ]
-        self.gradient_sent: list[Event | None] = [None] * 2
-        self.parameter_read: list[Event | None] = [None] * 2
+        self.gradient_sent: Event | None = None
+        self.parameter_read: Event | None = None
         self.host_user: list[Ticket | None] = [None] * depth  # last update of a host buffer
 
     @staticmethod
@@ -106,15 +106,13 @@ class HostBucket:
             for r, s in zip(members, bucket.slices, strict=True)
         ]
         self.master = arena.tensor(span.arena_start, self.numel, compute)
-        side = index % 2
-        self.sent = flat(staging.device_gradients[side], compute)
+        self.sent = flat(staging.gradients, compute)
         self.sent_pieces = cut(self.sent)
         self.received = flat(staging.host_gradients[index % staging.depth], compute)
         self.received_pieces = cut(self.received)
-        self.returned = flat(staging.parameters[side], compute)
+        self.returned = flat(staging.parameters, compute)
         self.gathered = flat(staging.gathered, shard)
         self.gathered_pieces = cut(self.gathered)
-        self.dropped = flat(staging.dropped, torch.int16) if self._rounds_by_codec else None
         self.expected: Tensor | None = None  # device checksum of our last write
         self.flag = torch.zeros(1, dtype=torch.bool, device=self.shards[0].device)
         self.host_flag = staging.flag_memory[index % staging.depth :][:1]
@@ -140,8 +138,8 @@ class HostBucket:
 
     def write_shards(self, gradients: list[Tensor | None]) -> None:
         """Round the returned masters into the shards of parameters that had a gradient."""
-        if self.dropped is not None:
-            codec.encode(self.returned, self.gathered, self.dropped)
+        if self._rounds_by_codec:
+            codec.round_to_value(self.returned, self.gathered)
         else:
             self.gathered.copy_(self.returned)
         copy_present(self.shards, self.gathered_pieces, gradients)
@@ -176,7 +174,7 @@ def reseed_master(shard: Tensor, master: Tensor) -> None:
         return
     rounded = torch.empty_like(shard)
     if shard.dtype == torch.bfloat16:
-        codec.encode(master, rounded, torch.empty_like(shard, dtype=torch.int16))
+        codec.round_to_value(master, rounded)
     else:
         rounded.copy_(master)
     changed = rounded.view(torch.int16) != shard.view(torch.int16)
@@ -253,15 +251,15 @@ class HostLane:
     def _fetch(
         self, bucket: HostBucket, gradients: list[Tensor | None], snapshot: Snapshot
     ) -> Ticket:
-        side, slot = bucket.index % 2, bucket.index % self.staging.depth
+        slot = bucket.index % self.staging.depth
         if (user := self.staging.host_user[slot]) is not None:
             user.wait(self.worker.alive)
-        if (sent := self.staging.gradient_sent[side]) is not None:
+        if (sent := self.staging.gradient_sent) is not None:
             self._cast.wait(sent)
         self._cast.launch(bucket.stage_gradients, gradients)
         self._d2h.wait(self._cast.record())
         self._d2h.launch(_send, bucket.sent, bucket.received, bucket.flag, bucket.host_flag)
-        arrived = self.staging.gradient_sent[side] = self._d2h.record()
+        arrived = self.staging.gradient_sent = self._d2h.record()
         self.moved_bytes += bucket.numel * bucket.sent.itemsize
         has = [gradient is not None for gradient in gradients]
         ticket = self.worker.submit(bucket.update, arrived, has, snapshot)
@@ -269,13 +267,12 @@ class HostLane:
         return ticket
 
     def _return(self, bucket: HostBucket, gradients: list[Tensor | None]) -> None:
-        side = bucket.index % 2
-        if (read := self.staging.parameter_read[side]) is not None:
+        if (read := self.staging.parameter_read) is not None:
             self._h2d.wait(read)
         self._h2d.launch(_return_master, bucket.master, bucket.returned)
         self._cast.wait(self._h2d.record())
         self._cast.launch(bucket.write_shards, gradients)
-        self.staging.parameter_read[side] = self._cast.record()
+        self.staging.parameter_read = self._cast.record()
 
     def synchronize(self) -> None:
         """Block until all shards are written and no update is under way, even after a failure."""

@@ -22,7 +22,7 @@ def _decode(value, remainder, master, numel, BLOCK: tl.constexpr):  # type: igno
 
 
 @triton.jit
-def _encode(master, value, remainder, numel, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _encode(master, value, remainder, numel, KEEP: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < numel
     bits = tl.load(master + at, mask=inside, other=0)
@@ -31,7 +31,8 @@ def _encode(master, value, remainder, numel, BLOCK: tl.constexpr):  # type: igno
     is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
     rounded = tl.where(is_nan, high | 0x40, high - (low >> 31))
     tl.store(value + at, rounded.to(tl.int16), mask=inside)
-    tl.store(remainder + at, low.to(tl.int16), mask=inside)
+    if KEEP:
+        tl.store(remainder + at, low.to(tl.int16), mask=inside)
 
 
 @triton.jit
@@ -41,9 +42,9 @@ def _checksum(bits, total, numel, BLOCK: tl.constexpr):  # type: ignore[no-untyp
     tl.atomic_add(total, tl.sum(values * (2 * at + 1)))
 
 
-def _launch(kernel: Any, numel: int, *operands: Tensor, block: int = BLOCK) -> None:
+def _launch(kernel: Any, numel: int, *operands: Tensor, block: int = BLOCK, **flags: bool) -> None:
     if numel:
-        kernel[(triton.cdiv(numel, block),)](*operands, numel, BLOCK=block)
+        kernel[(triton.cdiv(numel, block),)](*operands, numel, BLOCK=block, **flags)
 
 
 def decode(value: Tensor, remainder: Tensor, master: Tensor) -> None:
@@ -53,7 +54,14 @@ def decode(value: Tensor, remainder: Tensor, master: Tensor) -> None:
 
 def encode(master: Tensor, value: Tensor, remainder: Tensor) -> None:
     """See :func:`.codec.encode`."""
-    _launch(_encode, master.numel(), master.view(torch.int32), value.view(torch.int16), remainder)
+    bits = value.view(torch.int16)
+    _launch(_encode, master.numel(), master.view(torch.int32), bits, remainder, KEEP=True)
+
+
+def round_to_value(master: Tensor, value: Tensor) -> None:
+    """See :func:`.codec.round_to_value`."""
+    bits = value.view(torch.int16)
+    _launch(_encode, master.numel(), master.view(torch.int32), bits, bits, KEEP=False)
 
 
 def checksum(bits: Tensor, total: Tensor) -> None:

@@ -74,8 +74,7 @@ class StreamedLane:
         self._h2d = gateway.stream("h2d")
         self._update = update
         self._d2h = gateway.stream("d2h")
-        # A new slot may be memory that work enqueued earlier by the caller still uses.
-        self._free: list[Event] = [gateway.current_stream().record()] * len(slots)
+        self._free: list[Event | None] = [None] * len(slots)
         self.moved_bytes = 0  # per direction, in the last step
 
     def run(self, work: Work) -> None:
@@ -86,7 +85,8 @@ class StreamedLane:
             if all(gradient is None for gradient in gradients):
                 continue
             slot = index % len(self.slots)
-            self._h2d.wait(self._free[slot])
+            if (free := self._free[slot]) is not None:
+                self._h2d.wait(free)
             self._h2d.launch(_copy_in, bucket.spans)
             self._update.wait(self._h2d.record())
             self._update.launch(bucket.update.run, gradients, work.snapshot)

@@ -123,7 +123,14 @@ def test_bf16_master_trajectory_equals_fp32_training(lanes: str) -> None:
         master = torch.empty(b.numel(), device="cuda")
         codec.decode(b.detach().view(-1), remainder, master)
         off = (master.view(a.shape) != a).view(-1).nonzero().view(-1).tolist()
-        assert not off, (len(off), off[:3], off[-3:], (master.view(a.shape) - a).abs().max(), [x['step'].item() for x in mine.state.values()], [x['step'].item() for x in plain.state.values()])
+        assert not off, (
+            len(off),
+            off[:3],
+            off[-3:],
+            (master.view(a.shape) - a).abs().max(),
+            [x["step"].item() for x in mine.state.values()],
+            [x["step"].item() for x in plain.state.values()],
+        )
         assert_same_state(mine.state[b], plain.state[a])
     mine.close()
 
@@ -188,6 +195,9 @@ def test_codec_kernels_equal_their_plain_twin() -> None:
             back = torch.empty(numel, device="cuda")
             encode(master, value, remainder)
             decode(value, remainder, back)
+            alone = torch.empty_like(value)
+            codec.round_to_value(master, alone)
+            assert torch.equal(alone.view(torch.int16), value.view(torch.int16))
             assert torch.equal(back.isnan(), master.isnan())
             assert torch.equal(value.isnan(), master.isnan())
             outcomes.append((value.view(torch.int16), remainder, back.view(torch.int32)))
