@@ -36,6 +36,7 @@ from .pipeline import state as state_io
 from .pipeline.engine import Segment
 from .pipeline.inventory import Inventory, Member
 from .pipeline.records import Record, Snapshot, Work
+from .pipeline.shadow import step_idle_groups
 from .wrapping import check_wrappable, gateway_of, make_inert, modules_of, share_hooks
 
 
@@ -164,6 +165,7 @@ class HybridDeviceOptimizer(Optimizer):
         with self._failing("step()"):
             for segment in self._segments:
                 segment.run(work)
+            step_idle_groups(self._inner, work.snapshot)
             self._write_back(work.snapshot)
         self._steps += 1
         self._loaded_since_step = False
@@ -337,7 +339,7 @@ class HybridDeviceOptimizer(Optimizer):
         if self._closed or os.getpid() != self._pid:
             return
         self._drain_quietly()
-        self._closed = True
+        self._closed, self._failure = True, None  # its traceback holds views of the memory
         self._shown.clear()
         self._give_back()
 

@@ -18,6 +18,14 @@ GPU_TESTS = Path(__file__).parent / "gpu"
 # Each rank holds a torch of its own: two pools cover the usual 2 and 4 ranks.
 MAX_POOLS = 2
 
+try:
+    from hypothesis import settings
+except ImportError:  # tests on a GPU machine do without
+    pass
+else:  # a deadline per example would fail on a busy machine
+    settings.register_profile("no-deadline", deadline=None)
+    settings.load_profile("no-deadline")
+
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Callable[..., RankPool]]:

@@ -1,41 +1,584 @@
+"""Every dense optimizer of ``torch.optim`` gives the bits that it gives unwrapped.
+
+One process, CPU tensors. Each run takes ten steps with two changes of lr, two groups with
+different hyper-parameters, gradients that are missing in some steps or come late, one parameter
+that never gets any, one empty and one 0-dim parameter, and buckets so small that parameters are
+cut; parameters and state are compared after 1, 2 and 10 steps. What is rotated in the normal run
+is multiplied out in the tests marked ``long``.
+"""
+
 from __future__ import annotations
+
+import copy
+import itertools
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
+
 import pytest
 import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
-from tests.optimizer_table import *
-from tests.twins import *
 
-def build(setting, **changed):
+from fsdp_offload import HybridDeviceOptimizer, PrecisionConfig, TransferConfig
+from fsdp_offload.errors import ConfigError, StateSchemaError
+from tests.optimizer_table import ELEMENTWISE, FUSED, SETTINGS, TENSOR_LR, Setting, settings
+from tests.twins import MATRICES, SHAPES, SMALL, Apart, Build, Twins, bits
+
+LANES = ("resident", "streamed", "host")
+FRACTIONS = (0.0, 0.25, 0.5, 1.0)
+LARGER = ((130, 70), *SHAPES[1:])
+"""For the host lane, whose buckets hold six times as much."""
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """The tensors are small: more threads would only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def build(setting: Setting, **changed: Any) -> Build:
+    """Builds the setting; the second group has another lr and weight decay."""
+
     def make(groups: list[dict[str, Any]]) -> Optimizer:
         optimizer = setting.build(groups, **changed)
         for group in optimizer.param_groups[1:]:
             group["lr"] = group["lr"] * 3
-            if "weight_decay" in group: group["weight_decay"] = 0.03
+            if "weight_decay" in group:
+                group["weight_decay"] = 0.03
         return optimizer
+
     return make
 
-def shapes_for(setting):
-    if setting.name == "Muon": return MATRICES
-    return SHAPES if setting.takes_empty else [s for s in SHAPES if 0 not in s]
 
-@pytest.mark.parametrize("fraction", [0, .25, .5, 1])
-@pytest.mark.parametrize("setting", settings("open", "foreach", "fused"), ids=str)
-def test_device(setting, fraction):
-    t = Twins(build(setting), shapes=shapes_for(setting), offload_fraction=fraction)
-    t.run()
-@pytest.mark.parametrize("setting", settings("open", "foreach", "fused"), ids=str)
-def test_host(setting):
-    if setting.name == "Muon": return
-    pb = build(setting, fused=True) if setting.implementation=="open" and setting.name in FUSED else build(setting)
-    t = Twins(build(setting), shapes=shapes_for(setting), update_on="host", plain_build=pb)
-    t.run()
-@pytest.mark.parametrize("lane", ["resident", "streamed", "host"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("setting", settings("open", "foreach", "fused"), ids=str)
-def test_half(setting, dtype, lane):
-    if setting.name == "Muon" and lane == "host": return
-    pb = build(setting, fused=True) if setting.implementation=="open" and setting.name in FUSED and lane == "host" else build(setting)
-    sh = shapes_for(setting)
-    t = Twins(build(setting), shapes=sh, update_on=[lane]*len(sh), plain_build=pb, dtypes=[dtype], plain_dtype=torch.float32)
-    t.run()
+def reference(setting: Setting, *, on_host: bool = False) -> Build:
+    """The plain optimizer that the wrapped one must equal: on the host lane torch's fused CPU
+    kernel where the class has one and the user left the choice open."""
+    fused = on_host and setting.implementation == "open" and setting.name in FUSED
+    made = build(setting, fused=True) if fused else build(setting)
+    if setting.name == "SGD" and (fused or setting.implementation == "fused"):
+        return partial(Apart, made)
+    return made
+
+
+def shapes_for(setting: Setting, shapes: Any = SHAPES) -> Any:
+    if setting.name == "Muon":
+        return MATRICES
+    return shapes if setting.takes_empty else [shape for shape in shapes if 0 not in shape]
+
+
+def rotated(cases: list[Setting], values: Any) -> list[Any]:
+    """Each setting with one of the values, in turn."""
+    turns = zip(cases, itertools.cycle(values))
+    return [pytest.param(case, value, id=f"{case}-{value}") for case, value in turns]
+
+
+def crossed(cases: list[Setting], *values: Any) -> list[Any]:
+    """Each setting with each combination of the values."""
+    return [
+        pytest.param(case, *chosen, id="-".join(map(str, (case, *chosen))))
+        for case, *chosen in itertools.product(cases, *values)
+    ]
+
+
+# --------------------------------------------------------------------------- fp32, device lanes
+
+
+def check_device_lanes(setting: Setting, fraction: float, transfer: TransferConfig) -> None:
+    twins = Twins(
+        build(setting),
+        plain_build=reference(setting),
+        shapes=shapes_for(setting),
+        offload_fraction=fraction,
+        transfer=transfer,
+    )
+    if setting.name == "Adafactor":
+        assert twins.lanes() == {"native"}
+    elif fraction in (0.0, 1.0):
+        assert twins.lanes() == {"streamed" if fraction else "resident"}
+    elif any(twins.wrapped.state[p] for p in twins.mine):
+        assert twins.lanes() == {"resident", "streamed"}
+    twins.run()
+
+
+@pytest.mark.parametrize(
+    ("setting", "fraction"), rotated(settings("open", "foreach", "fused"), FRACTIONS)
+)
+def test_device_lanes_equal_the_plain_optimizer(setting: Setting, fraction: float) -> None:
+    check_device_lanes(setting, fraction, SMALL)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("setting", "fraction", "bucket_bytes"),
+    crossed(settings("open", "for-loop", "foreach", "fused"), FRACTIONS, (4096, 1 << 20)),
+)
+def test_device_lanes_equal_the_plain_optimizer_in_full(
+    setting: Setting, fraction: float, bucket_bytes: int
+) -> None:
+    slots = 1 if bucket_bytes == 4096 else 3
+    transfer = TransferConfig(bucket_bytes=bucket_bytes, slots=slots, host_threads=1)
+    check_device_lanes(setting, fraction, transfer)
+
+
+@pytest.mark.parametrize("lanes", ["resident", "streamed", "host", "mixed"])
+@pytest.mark.parametrize("name", sorted(ELEMENTWISE))
+def test_one_optimizer_with_all_settings_of_its_class_as_groups(name: str, lanes: str) -> None:
+    """Neighbours in a bucket differ in hyper-parameters and in which state they have."""
+
+    def make(groups: list[dict[str, Any]]) -> Optimizer:
+        parameters = [p for group in groups for p in group["params"]]
+        own = [
+            Setting(name, "for-loop", kwargs)
+            for kwargs in SETTINGS[name]
+            if "initial_accumulator_value" not in kwargs  # one value per optimizer
+        ]
+        built = [s.build([p]) for s, p in zip(itertools.cycle(own), parameters, strict=False)]
+        together = built[0]
+        for each in built[1:]:
+            together.add_param_group(each.param_groups[0])
+            together.state.update(each.state)
+        return together
+
+    shapes = [(3 + 7 * i, 40) for i in range(len(SETTINGS[name]) + 3)]
+    given = (
+        [LANES[i % 3] for i in range(len(shapes))] if lanes == "mixed" else [lanes] * len(shapes)
+    )
+    twins = Twins(make, shapes=shapes, update_on=given)
+    assert twins.lanes() == set(given)
+    twins.run()
+
+
+# --------------------------------------------------------------------------- fp32, host lane
+
+
+def check_host_lane(setting: Setting, transfer: TransferConfig) -> None:
+    twins = Twins(
+        build(setting),
+        plain_build=reference(setting, on_host=True),
+        shapes=shapes_for(setting, LARGER),
+        update_on="host",
+        transfer=transfer,
+    )
+    assert twins.lanes() == {"native" if setting.name == "Adafactor" else "host"}
+    twins.run()
+
+
+@pytest.mark.parametrize(
+    "setting", settings("open", "fused", names=set(SETTINGS) - {"Muon"}), ids=str
+)
+def test_host_lane_equals_torchs_cpu_kernel(setting: Setting) -> None:
+    check_host_lane(setting, SMALL)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("setting", "bucket_bytes"),
+    crossed(
+        settings("open", "for-loop", "foreach", "fused", names=set(SETTINGS) - {"Muon"}),
+        (4096, 1 << 20),
+    ),
+)
+def test_host_lane_equals_torchs_cpu_kernel_in_full(setting: Setting, bucket_bytes: int) -> None:
+    check_host_lane(setting, TransferConfig(bucket_bytes=bucket_bytes, host_threads=2))
+
+
+def test_whole_matrix_optimizers_have_no_host_lane() -> None:
+    setting = settings("open", names=["Muon"])[0]
+    with pytest.raises(ConfigError, match="works on whole matrices"):
+        Twins(build(setting), shapes=MATRICES, update_on="host")
+
+
+# --------------------------------------------------------------------------- half precision
+
+
+def check_masters(setting: Setting, lane: str, dtype: torch.dtype) -> None:
+    shapes = shapes_for(setting, LARGER if lane == "host" else SHAPES)
+    twins = Twins(
+        build(setting),
+        plain_build=reference(setting, on_host=lane == "host"),
+        shapes=shapes,
+        dtypes=[dtype],
+        plain_dtypes=[FP32],
+        update_on=[lane] * len(shapes),
+    )
+    twins.run()
+    names = {name for p in twins.mine for name in twins.wrapped.state[p]}
+    remainder = dtype == BF16 and lane != "host"
+    assert ("master_remainder" in names, "master" in names) == (remainder, not remainder)
+
+
+def with_masters(*implementations: str) -> list[Setting]:
+    """Adafactor keeps its own state and gets no master."""
+    return settings(*implementations, names=set(SETTINGS) - {"Adafactor"})
+
+
+def has_lane(setting: Setting, lane: str) -> bool:
+    return lane != "host" or setting.name in ELEMENTWISE
+
+
+@pytest.mark.parametrize(("setting", "lane"), rotated(with_masters("open", "fused"), LANES))
+def test_bf16_masters_follow_the_optimizer_on_fp32_parameters(setting: Setting, lane: str) -> None:
+    check_masters(setting, lane if has_lane(setting, lane) else "streamed", BF16)
+
+
+@pytest.mark.parametrize("lane", LANES)
+@pytest.mark.parametrize("name", sorted(ELEMENTWISE))
+def test_fp16_masters_follow_the_optimizer_on_fp32_parameters(name: str, lane: str) -> None:
+    check_masters(Setting(name, "open", SETTINGS[name][-1]), lane, FP16)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("setting", "lane", "dtype"),
+    crossed(with_masters("open", "for-loop", "foreach", "fused"), LANES, (BF16, FP16)),
+)
+def test_masters_follow_the_optimizer_on_fp32_parameters_in_full(
+    setting: Setting, lane: str, dtype: torch.dtype
+) -> None:
+    if has_lane(setting, lane):
+        check_masters(setting, lane, dtype)
+
+
+@pytest.mark.parametrize("lane", LANES)
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("name", sorted(set(SETTINGS) - {"Muon", "Adafactor"}))
+def test_without_masters_half_precision_equals_plain_torch(
+    name: str, dtype: torch.dtype, lane: str
+) -> None:
+    """The host lane keeps to the for-loop here: fused SGD skips elements of half precision."""
+    setting = Setting(name, "open", SETTINGS[name][-1])
+    twins = Twins(
+        build(setting),
+        shapes=LARGER if lane == "host" else SHAPES,
+        dtypes=[dtype],
+        update_on=[lane] * len(SHAPES),
+        precision=PrecisionConfig(master="none"),
+    )
+    twins.run()
+    assert all(not {"master", "master_remainder"} & s.keys() for s in twins.wrapped.state.values())
+
+
+@pytest.mark.parametrize("master", ["auto", "none"])
+def test_adafactor_keeps_its_own_state_and_equals_plain_torch_in_bf16(master: str) -> None:
+    setting = Setting("Adafactor", "open", {})
+    precision = PrecisionConfig(master=master)  # type: ignore[arg-type]
+    Twins(build(setting), shapes=shapes_for(setting), dtypes=[BF16], precision=precision).run()
+
+
+@pytest.mark.parametrize("lane", LANES)
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_masters_beyond_the_range_of_the_shard_are_kept(dtype: torch.dtype, lane: str) -> None:
+    """The shard rounds to infinity, its master does not, and comes back with the next step."""
+    limit = torch.finfo(dtype).max
+    start = torch.full((100,), limit, dtype=dtype)
+    parameter, plain = nn.Parameter(start.clone()), nn.Parameter(start.float())
+    wrapped = HybridDeviceOptimizer(torch.optim.SGD([parameter], lr=1.0), update_on=[lane])
+    optimizer = torch.optim.SGD([plain], lr=1.0)
+    # Half an ulp is 2^-9 (bf16) or 2^-12 (fp16) of the largest number.
+    step = torch.tensor(limit) * (2.0**-8.5 if dtype == BF16 else 2.0**-11.5)
+    seen = []
+    for sign in (-1, 1):
+        parameter.grad = torch.full_like(parameter, sign * step.item())
+        plain.grad = parameter.grad.float()
+        wrapped.step()
+        optimizer.step()
+        seen.append(bool(parameter.isinf().all()))
+    assert seen == [True, False]
+    assert torch.equal(parameter.float(), plain)
+
+
+# --------------------------------------------------------------------------- mixed in one optimizer
+
+
+@pytest.mark.parametrize("turn", range(3))
+@pytest.mark.parametrize("name", sorted(ELEMENTWISE))
+def test_lanes_and_dtypes_mixed_in_one_optimizer(name: str, turn: int) -> None:
+    """Every dtype in every lane, one step for all of them."""
+    dtypes = (FP32, BF16, FP16, FP64)
+    lanes = [LANES[(i + i // 12 + turn) % 3] for i in range(12)]
+    twins = Twins(
+        build(Setting(name, "for-loop", SETTINGS[name][-1])),
+        shapes=[(5 + 3 * i, 30) for i in range(12)],
+        dtypes=dtypes,
+        plain_dtypes=(FP32, FP32, FP32, FP64),
+        update_on=lanes,
+    )
+    assert twins.wrapped.statistics().parameters == dict.fromkeys(LANES, 4)
+    twins.run()
+
+
+@pytest.mark.parametrize("turn", range(2))
+def test_lanes_mixed_for_whole_matrices(turn: int) -> None:
+    lanes = [("resident", "streamed")[(i + turn) % 2] for i in range(len(MATRICES))]
+    for dtype in (FP32, BF16):
+        Twins(
+            build(Setting("Muon", "open", {})),
+            shapes=MATRICES,
+            dtypes=[dtype],
+            plain_dtypes=[FP32],
+            update_on=lanes,
+        ).run()
+
+
+@pytest.mark.parametrize("lane", LANES)
+@pytest.mark.parametrize("name", sorted(ELEMENTWISE))
+def test_complex_parameters(name: str, lane: str) -> None:
+    setting = Setting(name, "for-loop", SETTINGS[name][-1])
+    Twins(
+        build(setting), shapes=[(40, 30), (9,), (3, 65)], dtypes=[torch.complex64],
+        update_on=[lane] * 3,
+    ).run()  # fmt: skip
+
+
+# --------------------------------------------------------------------------- changes on the way
+
+
+@pytest.mark.parametrize("lane", LANES)
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("AdamW", {"betas": (0.5, 0.7), "eps": 1e-3, "weight_decay": 0.0, "maximize": True}),
+        ("SGD", {"momentum": 0.3, "dampening": 0.2, "weight_decay": 0.4, "maximize": True}),
+        ("RMSprop", {"alpha": 0.5, "eps": 1e-3, "weight_decay": 0.2}),
+        ("ASGD", {"lambd": 0.5, "alpha": 0.9, "t0": 3}),
+        ("Rprop", {"etas": (0.4, 1.3), "step_sizes": (1e-3, 1.0)}),
+    ],
+)
+def test_hyper_parameters_changed_midway(name: str, changes: dict[str, Any], lane: str) -> None:
+    kwargs = {"momentum": 0.9} if name == "SGD" else {}
+    twins = Twins(
+        build(Setting(name, "for-loop", kwargs)), shapes=LARGER, update_on=[lane] * len(LARGER)
+    )
+    for step in range(5):
+        if step == 2:
+            twins.change(**changes)
+        twins.step([True] * len(LARGER))
+        twins.compare()
+
+
+@pytest.mark.parametrize("lane", LANES)
+def test_lr_may_turn_from_a_number_into_a_tensor_and_back(lane: str) -> None:
+    twins = Twins(
+        build(Setting("AdamW", "for-loop", {})), shapes=LARGER, update_on=[lane] * len(LARGER)
+    )
+    for lr in (0.1, TENSOR_LR, 1, torch.tensor(0.3), 0.01):
+        twins.change(lr=lr)
+        twins.step([True] * len(LARGER))
+        twins.compare()
+
+
+def test_the_users_tensor_lr_is_read_at_every_step_and_never_written() -> None:
+    lr = torch.tensor(0.5)
+    parameter = nn.Parameter(torch.zeros(3))
+    wrapped = HybridDeviceOptimizer(torch.optim.SGD([parameter], lr=lr))
+    for factor in (1.0, 2.0):
+        lr.mul_(factor)
+        parameter.grad = torch.ones(3)
+        wrapped.step()
+    assert wrapped.param_groups[0]["lr"] is lr
+    assert lr.item() == 1.0
+    assert torch.equal(parameter, torch.full((3,), -1.5))
+
+
+@pytest.mark.parametrize("lane", ["device", "host"])
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "Adagrad"])
+def test_groups_added_and_parameters_unfrozen_on_the_way(name: str, lane: str) -> None:
+    def start() -> tuple[list[nn.Parameter], Optimizer]:
+        torch.manual_seed(1)
+        made = [nn.Parameter(torch.randn(50, 40)) for _ in range(4)]
+        made[1].requires_grad_(False)
+        kwargs = {"momentum": 0.9} if name == "SGD" else {}
+        return made, Setting(name, "for-loop", kwargs).build(made[:2])
+
+    (mine, inner), (theirs, plain) = start(), start()
+    wrapped = HybridDeviceOptimizer(inner, update_on=lane, transfer=SMALL)
+    for step in range(6):
+        if step == 2:
+            mine[1].requires_grad_(True)
+        if step == 4:
+            for optimizer, parameters in ((wrapped, mine), (plain, theirs)):
+                optimizer.add_param_group({"params": parameters[2:], "lr": 0.5})
+        live = 1 + (step >= 2) + 2 * (step >= 4)
+        for a, b in zip(mine[:live], theirs[:live], strict=True):
+            a.grad = torch.randn(50, 40)
+            b.grad = a.grad.clone()
+        wrapped.step()
+        plain.step()
+    for a, b in zip(mine, theirs, strict=True):
+        assert torch.equal(a, b)
+        for key, value in plain.state[b].items():
+            assert torch.equal(wrapped.state[a][key], value)
+
+
+# --------------------------------------------------------------------------- odd gradients
+
+
+@pytest.mark.parametrize("lane", LANES)
+def test_gradients_of_another_memory_layout(lane: str) -> None:
+    mine, theirs = (nn.Parameter(torch.ones(40, 70)) for _ in range(2))
+    wrapped = HybridDeviceOptimizer(
+        torch.optim.AdamW([mine], foreach=False), update_on=[lane], transfer=SMALL
+    )
+    plain = torch.optim.AdamW([theirs], foreach=False)
+    for layout in ("transposed", "strided", "expanded"):
+        if layout == "transposed":
+            gradient = torch.randn(70, 40).t()
+        elif layout == "strided":
+            gradient = torch.randn(40, 140)[:, ::2]
+        else:
+            gradient = torch.randn(40, 1).expand(40, 70)
+        mine.grad, theirs.grad = gradient, gradient.contiguous()
+        wrapped.step()
+        plain.step()
+        assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("lane", LANES)
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "RMSprop", "Adamax"])
+def test_nan_and_infinite_gradients_spoil_what_they_spoil_without_wrapping(
+    name: str, dtype: torch.dtype, lane: str
+) -> None:
+    """Once NaN, a master stays NaN; its neighbours are exact."""
+    setting = Setting(name, "for-loop", SETTINGS[name][-1])
+    start = torch.randn(40, 70).to(dtype)
+    mine, theirs = nn.Parameter(start.clone()), nn.Parameter(start.float())
+    wrapped = HybridDeviceOptimizer(setting.build([mine]), update_on=[lane], transfer=SMALL)
+    plain = setting.build([theirs])
+    for step in range(4):
+        gradient = torch.randn(40, 70).to(dtype)
+        if step == 1:
+            gradient[3, 5], gradient[20, 0], gradient[39, 69] = torch.nan, torch.inf, -torch.inf
+        mine.grad, theirs.grad = gradient, gradient.float()
+        wrapped.step()
+        plain.step()
+        assert torch.equal(mine.isnan(), theirs.to(dtype).isnan())
+    assert 1 <= int(mine.isnan().sum()) <= 3
+    good = ~theirs.isnan()
+    state = wrapped.state[mine]
+    for key, value in plain.state[theirs].items():
+        same = bits(state[key][good] if value.dim() else state[key])
+        assert torch.equal(same, bits(value[good] if value.dim() else value))
+
+
+@pytest.mark.parametrize("lane", LANES)
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize(
+    ("name", "implementation"), [("AdamW", "fused"), ("AdamW", "foreach"), ("SGD", "fused")]
+)
+def test_large_parameters_on_several_threads(
+    name: str, implementation: str, threads: int, lane: str
+) -> None:
+    """torch splits tensors of more than 32768 elements over threads."""
+    torch.set_num_threads(threads)
+    transfer = TransferConfig(bucket_bytes="256KiB", host_threads=2)
+    setting = Setting(name, implementation, SETTINGS[name][-1])
+    twins = Twins(
+        build(setting),
+        shapes=[(100_003,), (333, 301)],
+        update_on=[lane] * 2,
+        transfer=transfer,
+    )
+    for _ in range(2):
+        twins.step([True, True])
+    twins.compare()
+
+
+# --------------------------------------------------------------------------- other promises
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
+def test_a_device_budget_counts_masters(dtype: torch.dtype) -> None:
+    parameters = [nn.Parameter(torch.randn(10, 100).to(dtype)) for _ in range(10)]
+    for budget in (0, 30_000, 60_000, 1 << 20):
+        inner = torch.optim.AdamW(parameters)
+        statistics = HybridDeviceOptimizer(inner, device_budget=budget).statistics()
+        per_parameter = 1000 * {FP32: 8, BF16: 10, FP16: 12}[dtype]
+        kept = min(10, budget // per_parameter)
+        assert statistics.device_state_bytes == kept * per_parameter
+        assert statistics.parameters.get("resident", 0) == kept
+
+
+@pytest.mark.parametrize("name", sorted(ELEMENTWISE))
+def test_wrapping_and_reading_state_change_nothing(name: str) -> None:
+    parameters = [nn.Parameter(torch.randn(30, 40)) for _ in range(3)]
+    before = copy.deepcopy(parameters)
+    optimizer = Setting(name, "open", {}).build(parameters)
+    groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+    wrapped = HybridDeviceOptimizer(optimizer, transfer=SMALL)
+    assert all(torch.equal(p, q) for p, q in zip(parameters, before, strict=True))
+    again = [{k: v for k, v in g.items() if k != "params"} for g in wrapped.param_groups]
+    assert again == groups
+    wrapped.step()  # no gradient at all
+    assert all(torch.equal(p, q) for p, q in zip(parameters, before, strict=True))
+
+
+@pytest.mark.parametrize("name", ["Adam", "ASGD", "RMSprop"])
+def test_capturable_on_cpu_tensors_is_refused_when_wrapping_as_torch_does_when_stepping(
+    name: str,
+) -> None:
+    parameter = nn.Parameter(torch.randn(3))
+    parameter.grad = torch.randn(3)
+    optimizer = getattr(torch.optim, name)([parameter], capturable=True)
+    with pytest.raises(AssertionError, match="capturable"):
+        optimizer.step()
+    with pytest.raises(StateSchemaError, match="capturable"):
+        HybridDeviceOptimizer(getattr(torch.optim, name)([parameter], capturable=True))
+
+
+TABLE = """
+import sys, types, unittest
+sys.modules["expecttest"] = types.ModuleType("expecttest")
+sys.modules["expecttest"].TestCase = unittest.TestCase
+from torch.testing._internal.common_optimizers import optim_db
+for info in optim_db:
+    for case in info.optim_inputs_func("cpu"):
+        print(info.optim_cls.__name__, sorted((k, repr(v)) for k, v in case.kwargs.items()))
+"""
+
+
+@pytest.mark.long
+def test_the_table_of_settings_is_torchs_own() -> None:
+    """In a process of its own: torch's module changes global flags when it is imported."""
+    run = subprocess.run([sys.executable, "-c", TABLE], capture_output=True, text=True, check=True)
+    torchs = {
+        line
+        for line in run.stdout.splitlines()
+        if line.split()[0] not in ("LBFGS", "SparseAdam")  # refused
+    }
+    own = {
+        f"{name} {sorted((k, repr(v)) for k, v in kwargs.items())}"
+        for name, cases in SETTINGS.items()
+        for kwargs in cases
+    }
+    assert own == torchs
+    dense = {c for c in vars(torch.optim).values() if isinstance(c, type) and c is not Optimizer}
+    names = {c.__name__ for c in dense if issubclass(c, Optimizer)}
+    assert names == set(SETTINGS) | {"LBFGS", "SparseAdam"}
+
+
+def test_two_equal_tensors_with_other_bits_are_told_apart() -> None:
+    """What all comparisons here rest on."""
+    zero = torch.zeros(3)
+    assert torch.equal(zero, -zero)
+    assert not torch.equal(bits(zero), bits(-zero))
+    nan = torch.tensor([torch.nan])
+    assert torch.equal(bits(nan), bits(nan.clone()))
+
+
+def test_the_runs_cut_parameters_and_share_buckets() -> None:
+    """What the runs above rely on."""
+    twins = Twins(build(Setting("AdamW", "open", {})))
+    pieces: dict[Tensor, int] = {}
+    for record in twins.wrapped._records:
+        pieces[record.parameter] = len(record.pieces)
+    assert pieces[twins.mine[0]] > 4
+    assert pieces[twins.mine[-1]] > 1
+    assert twins.wrapped.statistics().buckets < sum(pieces.values())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
@@ -30,7 +31,8 @@ MATRICES: Final = ((70, 50), (9, 65), (33, 31), (1, 40))
 COMPARED_AFTER: Final = (1, 2, 10)
 MASTERS: Final = ("master_remainder", "master")
 
-Build = Callable[[list[dict[str, Any]]], Optimizer]
+Build = Callable[[list[dict[str, Any]]], Any]
+"""Makes an optimizer (or :class:`Apart`) from groups of parameters."""
 
 
 def bits(tensor: Tensor) -> Tensor:
@@ -67,8 +69,39 @@ def rounded(master: Tensor, dtype: torch.dtype) -> Tensor:
     if master.dtype == dtype or dtype != torch.bfloat16:
         return master.detach().to(dtype)
     value = torch.empty(master.numel(), dtype=dtype)
-    codec.encode_plain(master.detach().reshape(-1), value, torch.empty_like(value).view(torch.int16))
+    codec.encode_plain(
+        master.detach().reshape(-1), value, torch.empty_like(value).view(torch.int16)
+    )
     return value.view(master.shape)
+
+
+class Apart:
+    """One plain optimizer per parameter, under one roof.
+
+    For references that torch cannot give in one call: fused SGD refuses parameters with and
+    without momentum together.
+    """
+
+    def __init__(self, build: Callable[[list[dict[str, Any]]], Optimizer], groups: Any) -> None:
+        together = build(groups)
+        self.parts: list[Optimizer] = []
+        for group in together.param_groups:
+            settings = {name: value for name, value in group.items() if name != "params"}
+            for parameter in group["params"]:
+                alone = build([{"params": [parameter]}])
+                alone.param_groups[0].update(copy.deepcopy(settings))
+                self.parts.append(alone)
+        self.param_groups = [part.param_groups[0] for part in self.parts]
+
+    @property
+    def state(self) -> dict[Tensor, dict[str, Any]]:
+        """Of all parts."""
+        return {p: state for part in self.parts for p, state in part.state.items()}
+
+    def step(self) -> None:
+        """Of every part."""
+        for part in self.parts:
+            part.step()
 
 
 class Twins:
@@ -78,7 +111,7 @@ class Twins:
         build: makes an optimizer from two groups of parameters; called once per twin.
         shapes: of the parameters; every second one goes into the second group.
         dtypes: of the parameters, repeated as needed.
-        plain_dtype: of the plain twin's parameters; None for those of the wrapped twin.
+        plain_dtypes: of the plain twin's parameters, likewise; empty for those of the wrapped.
         plain_build: for the plain twin, where it differs (``fused=True`` for the host lane).
         second: what differs in the second group, as factors on the first group's numbers.
         **wrap: arguments of ``HybridDeviceOptimizer``.
@@ -90,7 +123,7 @@ class Twins:
         *,
         shapes: Sequence[tuple[int, ...]] = SHAPES,
         dtypes: Sequence[torch.dtype] = (torch.float32,),
-        plain_dtype: torch.dtype | None = None,
+        plain_dtypes: Sequence[torch.dtype] = (),
         plain_build: Build | None = None,
         **wrap: Any,
     ) -> None:
@@ -102,7 +135,10 @@ class Twins:
             for i, s in enumerate(shapes)
         ]
         self.mine = [nn.Parameter(v.clone()) for v in values]
-        self.theirs = [nn.Parameter(v.to(plain_dtype or v.dtype, copy=True)) for v in values]
+        plain = plain_dtypes or dtypes
+        self.theirs = [
+            nn.Parameter(v.to(plain[i % len(plain)], copy=True)) for i, v in enumerate(values)
+        ]
         self.plain = (plain_build or build)(two_groups(self.theirs))
         wrap.setdefault("transfer", SMALL)
         self.wrapped = HybridDeviceOptimizer(build(two_groups(self.mine)), **wrap)
@@ -155,6 +191,13 @@ class Twins:
                 assert state.keys() == plain.keys(), what
                 for name, value in plain.items():
                     assert_same(state[name], value, f"{what}, {name}")
+
+    def change(self, **values: Any) -> None:
+        """Set hyper-parameters of every group of both."""
+        for optimizer in (self.wrapped, self.plain):
+            for group in optimizer.param_groups:
+                for name, value in values.items():
+                    group[name] = value.clone() if isinstance(value, Tensor) else value
 
     def lanes(self) -> set[str]:
         """Lanes in use."""

@@ -22,16 +22,17 @@ from .bucket import BucketUpdate, Scratch
 from .host import HostBucket, HostLane, HostStaging
 from .native import NativeUpdate
 from .records import MasterForm, Record, Work
+from .schema import is_torch_class
 from .state import write_master
 from .streamed import StreamedBucket, StreamedLane
-from .worker import InlineWorker, ThreadWorker, Worker
+from .worker import InlineWorker, ThreadPool, Worker
 
 _log = logging.getLogger("fsdp_offload")
 
-HOST_DEPTH = 2
-"""Gradient buffers of the host lane in host memory: one in use, one arriving."""
-HOST_BUCKET_FACTOR = 6
-"""Host buckets are that much larger: each costs a start of all CPU threads and a hand-over."""
+HOST_DEPTH = 4
+"""Gradient buffers of the host lane in host memory: one arrives, the others keep threads busy."""
+HOST_BUCKET_FACTOR = 3
+"""Host buckets are that much larger: each costs a hand-over between threads."""
 DEFAULT_DEVICE_BYTES = 256 << 20
 """Staging memory on the device above which the reason is logged."""
 
@@ -232,7 +233,9 @@ class Segment:
         shard_bytes: int,
     ) -> HostLane:
         threads = host_threads(self.config)
-        self.worker = ThreadWorker(threads) if self.gateway.has_threads else InlineWorker()
+        # A class of the user's own may keep what its instances share: one thread at a time.
+        pool = (threads, 1) if is_torch_class(optimizer) else (1, threads)
+        self.worker = ThreadPool(*pool) if self.gateway.has_threads else InlineWorker()
         staging = HostStaging(
             self.gateway, ring, numel_bytes=numel_bytes, depth=HOST_DEPTH, shard_bytes=shard_bytes
         )
@@ -323,6 +326,9 @@ class Segment:
             self.worker.stop()
         for arena in self.arenas:
             arena.close()
+        # It is unmapped when the last view of it is gone; slots and scratch are freed likewise.
+        self.resident, self.streamed, self.host, self.native = [], None, None, None
+        self.scratch = Scratch(torch.empty(0, dtype=torch.uint8))
 
 
 def _host_staging_bytes(sections: list[Section]) -> tuple[int, int]:

@@ -14,7 +14,7 @@ from .. import shards
 from ..config import OffloadConfig
 from ..errors import StateSchemaError
 from ..plan import Candidate, choose_lanes
-from .records import Record, master_form, state_kinds
+from .records import MasterForm, Record, master_form, state_kinds
 from .schema import Schema, probe, signature
 
 Member = tuple[Tensor, int]
@@ -123,11 +123,13 @@ class Inventory:
         compute = self._config.precision.compute_dtype(info.dtype)
         if info.is_plain:
             schema = self.schema(group, compute, on_host=False)
-            native = bool(schema.role("other"))  # shapes unknown: kept as the class makes them
+            # Shapes unknown, or all parameters in one call: kept as the class makes them.
+            native = bool(schema.role("other")) or schema.coupled
         else:  # not even probed: the class may treat the subclass in its own way
             schema, native = Schema((), elementwise=False, eager=False), True
         per_numel = sum((kind.dtype or compute).itemsize for kind in schema.role("like"))
-        per_numel += compute.itemsize - info.dtype.itemsize
+        form = master_form("resident", info.dtype, compute)
+        per_numel += {MasterForm.REMAINDER: 2, MasterForm.WHOLE: compute.itemsize}.get(form, 0)
         candidate = Candidate(
             fqn=fqn,
             global_bytes=info.global_numel * per_numel,

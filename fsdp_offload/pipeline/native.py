@@ -1,4 +1,5 @@
-"""Parameters that keep the class's own state: tensor-subclass shards and state of unknown shape.
+"""Parameters that keep the class's own state: tensor-subclass shards, state of unknown shape, and
+classes whose parameters depend on each other.
 
 They are always resident. The shadow steps the parameters themselves, whole, and the state stays
 as the class made it.
@@ -14,7 +15,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .records import Snapshot
-from .schema import make_shadow, raw_step
+from .schema import is_torch_class, make_shadow, raw_step
+from .shadow import apply_own, collect_changes
 
 
 class NativeUpdate:
@@ -33,15 +35,21 @@ class NativeUpdate:
         ]
         self._shadow = make_shadow(optimizer, groups)
         self._step = raw_step(type(optimizer))
+        self._trusted = is_torch_class(optimizer)
         self.state: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
         self._shadow.state = self.state
 
     def run(self, snapshot: Snapshot) -> None:
         """Step every member that has a gradient."""
+        groups = snapshot.groups
+        if not self._trusted:
+            groups = apply_own(self._shadow, groups, snapshot)
         for group, index in zip(self._shadow.param_groups, self._indices, strict=True):
-            group.update(snapshot.groups[index])
+            group.update(groups[index])
         with torch.no_grad():
             self._step(self._shadow)
+        if not self._trusted:
+            collect_changes(self._shadow, self._indices, snapshot.groups, snapshot, {})
 
     def state_bytes(self) -> int:
         """Bytes of state tensors on this rank."""

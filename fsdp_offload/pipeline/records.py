@@ -10,6 +10,7 @@ together. A :class:`Work` is one call of ``step()``: gradients and a snapshot of
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -68,12 +69,18 @@ class Record:
 
 
 @dataclass(eq=False)
-class Piece:
-    """One slice of one parameter, as the shadow optimizer sees it."""
+class Part:
+    """Elements ``[start, stop)`` of one parameter's shard."""
 
     record: Record
     start: int
     stop: int
+
+
+@dataclass(eq=False)
+class Piece(Part):
+    """One slice of one parameter, as the shadow optimizer sees it."""
+
     tensor: Tensor  # the shadow's parameter: a view of shard, slot, scratch or arena
     state: dict[str, Any]  # the shadow's state: views for like kinds, own scalars and numbers
     stepped: bool = False  # False: the class initialises the state itself at the next update
@@ -162,7 +169,7 @@ class Work:
     gradients: list[Tensor | None]  # per record: 1-D, contiguous, or None
     snapshot: Snapshot
 
-    def of(self, pieces: list[Piece]) -> list[Tensor | None]:
+    def of(self, pieces: Sequence[Part]) -> list[Tensor | None]:
         """The gradient of each piece."""
         found: list[Tensor | None] = []
         for piece in pieces:

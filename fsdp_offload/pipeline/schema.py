@@ -6,6 +6,9 @@ recording dict notes each state value as it was when first set. Values are class
 *like* the parameter, a *scalar* (0-dim tensor), a python *number*, or *other*. For classes that
 are not torch's own the probe also decides whether the update is element-wise: a 1-D run must
 equal a 2-D run and runs cut at 64 and at 128 elements, bit for bit, in parameters and state.
+State that vectors and matrices do not share is *other*. Such a class also runs on two parameters,
+together and each alone: if that differs, they are *coupled* (a norm over all gradients, noise
+from one generator) and need one call for all.
 Lazily created state is not always zero (SGD's first momentum, Rprop, ASGD, NAdam), so initial
 values are recorded for display only and the class initialises its state itself.
 """
@@ -15,7 +18,7 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
 import torch
@@ -34,6 +37,8 @@ FUSED_ON_CPU: Final = (
 )
 """Classes with a fused CPU kernel (torch/optim, torch 2.11 to 2.13)."""
 
+_VECTOR: Final = (PROBE_NUMEL,)
+_MATRIX: Final = (16, 12)
 _WHOLE: Final = ("Muon", "Adafactor")
 _REFUSED: Final = {
     "LBFGS": "it evaluates its closure several times per step over the full parameter vector",
@@ -56,7 +61,7 @@ class StateKind:
     role: Role
     dtype: torch.dtype | None = None  # None for a number
     on_device: bool = True  # where a scalar lives
-    initial: float = 0.0  # shown before the first step, where it is the same everywhere
+    initial: complex = 0.0  # shown before the first step, where it is the same everywhere
 
 
 @dataclass(frozen=True)
@@ -66,6 +71,7 @@ class Schema:
     kinds: tuple[StateKind, ...]
     elementwise: bool  # may be cut into slices
     eager: bool  # the class makes its state at construction, not at the first step
+    coupled: bool = False  # parameters depend on each other, or on what is drawn for others
 
     def role(self, role: Role) -> tuple[StateKind, ...]:
         """The entries of one role, in the class's order."""
@@ -129,14 +135,18 @@ def make_shadow(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer
     """An instance of the same class with the same settings, its own groups and empty state."""
     shadow = object.__new__(type(optimizer))
     for name, value in public_attributes(optimizer).items():
-        # Containers are copied: what a shadow changes in them must not reach the optimizer.
-        contained = isinstance(value, list | dict | set)
-        shadow.__dict__[name] = copy.copy(value) if contained else value
-        if name.endswith("_hooks"):
-            shadow.__dict__[name] = OrderedDict()
+        shadow.__dict__[name] = OrderedDict() if name.endswith("_hooks") else own_copy(value)
     shadow.__dict__["state"] = defaultdict(dict)
     shadow.__dict__["param_groups"] = groups
     return shadow
+
+
+def own_copy(value: Any) -> Any:
+    """A copy of what a step may change in place, containers and single numbers in tensors: such
+    changes of a shadow must not reach the optimizer."""
+    if isinstance(value, Tensor):
+        return value.clone() if value.numel() == 1 else value
+    return copy.copy(value) if isinstance(value, list | dict | set) else value
 
 
 def public_attributes(optimizer: Optimizer) -> dict[str, Any]:
@@ -171,43 +181,82 @@ def probe(
         StateSchemaError: the class fails on a dense scratch parameter, or keeps a kind of state
             that is neither tensor nor number.
     """
-    shape = (16, 12) if _is_whole(optimizer) else (PROBE_NUMEL,)
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), torch.no_grad():
-        try:
-            runs = [_run(optimizer, group, [shape], dtype, device, seed, None) for seed in (1, 2)]
-            eager = False
-        except KeyError:
-            seed_state = _existing_state(optimizer, group)
-            if seed_state is None:
-                raise
-            runs = [
-                _run(optimizer, group, [shape], dtype, device, seed, seed_state) for seed in (1, 2)
-            ]
-            eager = True
-        except Exception as error:
-            raise StateSchemaError(
-                f"optimizer {type(optimizer).__name__}",
-                reason=f"its step failed on a {shape} scratch parameter: {error!r}",
-                remedy="offload only optimizers whose step works on any dense parameter",
-            ) from error
-        kinds = _classify(optimizer, runs, shape, device)
         if is_torch_class(optimizer):
-            elementwise = not _is_whole(optimizer)
-        else:
-            elementwise = _is_elementwise(optimizer, group, dtype, device, kinds, eager)
-    return Schema(kinds=kinds, elementwise=elementwise, eager=eager)
+            whole = type(optimizer).__name__ in _WHOLE
+            shape = _MATRIX if whole else _VECTOR
+            kinds, eager = _kinds(optimizer, group, shape, dtype, device)
+            return Schema(kinds, elementwise=not whole, eager=eager)
+        try:
+            kinds, eager = _kinds(optimizer, group, _VECTOR, dtype, device)
+        except StateSchemaError:  # some classes take matrices only
+            kinds, eager = _kinds(optimizer, group, _MATRIX, dtype, device)
+            coupled = _is_coupled(optimizer, group, dtype, device, eager)
+            return Schema(kinds, elementwise=False, eager=eager, coupled=coupled)
+        of_matrix, _ = _kinds(optimizer, group, _MATRIX, dtype, device)
+        kinds = _for_all_shapes(kinds, of_matrix)
+        # A norm over all gradients may have the same bits however one parameter is cut.
+        coupled = _is_coupled(optimizer, group, dtype, device, eager)
+        elementwise = not coupled and _is_elementwise(optimizer, group, dtype, device, kinds, eager)
+    return Schema(kinds, elementwise=elementwise, eager=eager, coupled=coupled)
 
 
-def _is_whole(optimizer: Optimizer) -> bool:
-    return is_torch_class(optimizer) and type(optimizer).__name__ in _WHOLE
+def _kinds(
+    optimizer: Optimizer,
+    group: dict[str, Any],
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> tuple[tuple[StateKind, ...], bool]:
+    """The state of a scratch parameter of ``shape``, and whether it is made at construction."""
+
+    def run(seed: int, seed_state: dict[str, Any] | None) -> _Run:
+        return _run(optimizer, group, [shape], dtype, device, seed, seed_state)
+
+    try:
+        try:
+            runs, eager = [run(seed, None) for seed in (1, 2)], False
+        except KeyError:
+            if not (existing := _existing_state(optimizer, group, dtype)):
+                raise
+            runs, eager = [run(seed, existing) for seed in (1, 2)], True
+    except Exception as error:
+        raise StateSchemaError(
+            f"optimizer {type(optimizer).__name__}",
+            reason=f"its step failed on a {shape} scratch parameter: {error!r}",
+            remedy="offload only optimizers whose step works on any dense parameter",
+        ) from error
+    return _classify(optimizer, runs, shape, device), eager
 
 
-def _existing_state(optimizer: Optimizer, group: dict[str, Any]) -> dict[str, Any] | None:
-    """State that the class made for one parameter of the group at construction."""
+def _for_all_shapes(
+    of_vector: tuple[StateKind, ...], of_matrix: tuple[StateKind, ...]
+) -> tuple[StateKind, ...]:
+    """Kinds that vectors and matrices do not share (factored moments) are of unknown shape."""
+    shared = {(k.name, k.role) for k in of_vector} & {(k.name, k.role) for k in of_matrix}
+    every = {kind.name: kind for kind in (*of_vector, *of_matrix)}
+    return tuple(
+        kind if (kind.name, kind.role) in shared else replace(kind, role="other")
+        for kind in every.values()
+    )
+
+
+def _existing_state(
+    optimizer: Optimizer, group: dict[str, Any], dtype: torch.dtype
+) -> dict[str, Any] | None:
+    """State that the class made for one parameter of the group at construction; what has the
+    parameter's dtype, in ``dtype``."""
     for parameter in group["params"]:
         if state := optimizer.state.get(parameter):
-            return {n: shards.local(v) if isinstance(v, Tensor) else v for n, v in state.items()}
+            return {
+                name: shards.local(v).to(
+                    dtype if v.dtype == parameter.dtype and v.dim() else v.dtype
+                )
+                if isinstance(v, Tensor)
+                else v
+                for name, v in state.items()
+            }
     return None
 
 
@@ -227,23 +276,29 @@ def _run(
     seed: int,
     seed_state: dict[str, Any] | None,
     steps: int = 1,
+    present: tuple[bool, ...] | None = None,
 ) -> _Run:
-    """Steps of the class on scratch parameters that together hold the same 192 numbers."""
+    """Steps of the class on scratch parameters that together hold the same 192 numbers;
+    ``present``: which of them have a gradient (default: all)."""
     generator = torch.Generator().manual_seed(seed)
     numbers = [torch.randn(PROBE_NUMEL, generator=generator, dtype=torch.float64)]
     numbers += [torch.randn(PROBE_NUMEL, generator=generator, dtype=torch.float64) for _ in "ab"]
     flat, *gradients = (n.to(dtype).to(device) for n in numbers)
     cuts = [torch.Size(shape).numel() for shape in shapes]
     scratch = [p.clone().view(s) for p, s in zip(flat.split(cuts), shapes, strict=True)]
-    copied = {**group, "params": scratch}
+    copied = {name: own_copy(v) for name, v in group.items() if name != "params"}
+    copied["params"] = scratch
     shadow = make_shadow(optimizer, [copied])
     shadow.state = defaultdict(_Recorder)
     for parameter in scratch:
         for name, value in (seed_state or {}).items():
             shadow.state[parameter][name] = _scratch_value(value, parameter)
     for gradient in gradients[:steps]:
-        for parameter, g, shape in zip(scratch, gradient.split(cuts), shapes, strict=True):
-            parameter.grad = g.clone().view(shape)
+        pieces = zip(
+            scratch, gradient.split(cuts), shapes, present or [True] * len(cuts), strict=True
+        )
+        for parameter, g, shape, has_gradient in pieces:
+            parameter.grad = g.clone().view(shape) if has_gradient else None
         raw_step(type(optimizer))(shadow)
     return _Run(scratch, [shadow.state[p] for p in scratch], copied)
 
@@ -254,9 +309,7 @@ def _scratch_value(value: Any, parameter: Tensor) -> Any:
     if value.dim() == 0:
         return value.clone()
     first = value.flatten()[:1]
-    return torch.full_like(
-        parameter, float(first.item()) if first.numel() else 0.0, dtype=value.dtype
-    )
+    return torch.full_like(parameter, first.item() if first.numel() else 0.0, dtype=value.dtype)
 
 
 def _classify(
@@ -285,13 +338,13 @@ def _classify(
     return tuple(kinds)
 
 
-def _constant(a: Any, b: Any) -> float:
+def _constant(a: Any, b: Any) -> complex:
     """The one number that both recorded tensors are filled with, else 0."""
     if not isinstance(a, Tensor) or not isinstance(b, Tensor) or a.numel() == 0:
         return 0.0
     number = a.flatten()[0]
     if bool((a == number).all()) and bool((b == number).all()):
-        return float(number.item())
+        return number.item()
     return 0.0
 
 
@@ -306,7 +359,7 @@ def _is_elementwise(
     """Whether the update of each element depends on that element alone, bit for bit."""
     if any(kind.role == "other" for kind in kinds):
         return False
-    seed_state = _existing_state(optimizer, group) if eager else None
+    seed_state = _existing_state(optimizer, group, dtype) if eager else None
     outcomes = []
     for shapes in ([(192,)], [(12, 16)], [(64,), (128,)], [(128,), (64,)]):
         try:
@@ -318,6 +371,28 @@ def _is_elementwise(
         set(outcome) == set(outcomes[0])
         and all(_same(outcome[name], outcomes[0][name]) for name in outcome)
         for outcome in outcomes[1:]
+    )
+
+
+def _is_coupled(
+    optimizer: Optimizer,
+    group: dict[str, Any],
+    dtype: torch.dtype,
+    device: torch.device,
+    eager: bool,
+) -> bool:
+    """Whether a parameter is updated otherwise when another one is updated with it."""
+    seed_state = _existing_state(optimizer, group, dtype) if eager else None
+    shapes: list[tuple[int, ...]] = [(8, 12), (8, 12)]
+    both, *alone = (
+        _run(optimizer, group, shapes, dtype, device, 4, seed_state, steps=2, present=present)
+        for present in ((True, True), (True, False), (False, True))
+    )
+    return not all(
+        _same(run.parameters[index], both.parameters[index])
+        and run.states[index].keys() == both.states[index].keys()
+        and all(_same(v, both.states[index][name]) for name, v in run.states[index].items())
+        for index, run in enumerate(alone)
     )
 
 

@@ -14,7 +14,6 @@ is called as torch would call it, so the arithmetic is torch's own. Rules that k
 
 from __future__ import annotations
 
-import copy
 from collections import defaultdict
 from typing import Any
 
@@ -24,7 +23,7 @@ from torch.optim import Optimizer
 
 from ..errors import StateSchemaError
 from .records import Piece, Snapshot
-from .schema import is_torch_class, make_shadow, raw_step
+from .schema import is_torch_class, make_shadow, own_copy, raw_step
 
 
 class Shadow:
@@ -76,14 +75,17 @@ class Shadow:
             self._apply(snapshot)
             self._call(some)
             if not self._trusted:
-                self._collect_changes(snapshot)
+                groups = snapshot.host_groups if self._on_host else snapshot.groups
+                indices = self._group_indices
+                collect_changes(self._shadow, indices, groups, snapshot, self._overrides)
 
     def _call(self, present: list[tuple[Piece, Tensor]]) -> None:
         state = self._shadow.state
         for piece, gradient in present:
             piece.tensor.grad = gradient
             if piece.stepped:
-                state[piece.tensor] = piece.state
+                # A class of the user's own may put new values there, which are adopted below.
+                state[piece.tensor] = piece.state if self._trusted else dict(piece.state)
             else:
                 state.pop(piece.tensor, None)
         try:
@@ -98,16 +100,11 @@ class Shadow:
 
     def _apply(self, snapshot: Snapshot) -> None:
         groups = snapshot.host_groups if self._on_host else snapshot.groups
+        if not self._trusted:
+            groups = apply_own(self._shadow, groups, snapshot)
         for group, index in zip(self._shadow.param_groups, self._group_indices, strict=True):
             group.update(groups[index])
             group.update(self._overrides)
-        if not self._trusted:
-            # Containers are copied so that what one bucket changes in them is not seen, and
-            # changed again, by the next.
-            for name, value in snapshot.attributes.items():
-                if not name.endswith("_hooks"):
-                    contained = isinstance(value, list | dict | set)
-                    self._shadow.__dict__[name] = copy.copy(value) if contained else value
 
     def _adopt(self, piece: Piece) -> None:
         """Copy state that the class created or replaced into the piece's own tensors."""
@@ -136,31 +133,66 @@ class Shadow:
         piece.stepped = True
         self._shadow.state[piece.tensor] = piece.state
 
-    def _collect_changes(self, snapshot: Snapshot) -> None:
-        """Note what the class wrote into its groups and attributes: once per step."""
-        groups = snapshot.host_groups if self._on_host else snapshot.groups
-        for group, index in zip(self._shadow.param_groups, self._group_indices, strict=True):
-            if index not in snapshot.changed_groups:
-                before = {**groups[index], **self._overrides}
-                snapshot.changed_groups[index] = {
-                    name: value
-                    for name, value in group.items()
-                    if name != "params" and _differs(value, before.get(name))
-                }
-        if snapshot.changed_attributes is None:
-            before = snapshot.attributes
-            snapshot.changed_attributes = {
+
+def apply_own(
+    shadow: Optimizer, groups: list[dict[str, Any]], snapshot: Snapshot
+) -> list[dict[str, Any]]:
+    """Attributes, and copies of the groups, for a class of the user's own: what one bucket
+    changes in them is not seen, and changed again, by the next."""
+    for name, value in snapshot.attributes.items():
+        if not name.endswith("_hooks"):
+            shadow.__dict__[name] = own_copy(value)
+    return [{name: own_copy(value) for name, value in group.items()} for group in groups]
+
+
+def collect_changes(
+    shadow: Optimizer,
+    indices: list[int],
+    groups: list[dict[str, Any]],
+    snapshot: Snapshot,
+    overrides: dict[str, Any],
+) -> None:
+    """Note what a class of the user's own wrote into its groups and attributes: once per step."""
+    for group, index in zip(shadow.param_groups, indices, strict=True):
+        if index not in snapshot.changed_groups:
+            before = {**groups[index], **overrides}
+            snapshot.changed_groups[index] = {
                 name: value
-                for name, value in self._shadow.__dict__.items()
-                if name not in ("state", "param_groups")
-                and not name.endswith("_hooks")
-                and _differs(value, before.get(name))
+                for name, value in group.items()
+                if name != "params" and _differs(value, before.get(name))
             }
+    if snapshot.changed_attributes is None:
+        before = snapshot.attributes
+        snapshot.changed_attributes = {
+            name: value
+            for name, value in shadow.__dict__.items()
+            if name not in ("state", "param_groups")
+            and not name.endswith("_hooks")
+            and _differs(value, before.get(name))
+        }
+
+
+def step_idle_groups(optimizer: Optimizer, snapshot: Snapshot) -> None:
+    """Step the groups in which nothing has a gradient: a class of the user's own may count."""
+    if is_torch_class(optimizer):
+        return
+    groups = optimizer.param_groups
+    idle = [i for i, group in enumerate(groups) if all(p.grad is None for p in group["params"])]
+    shadow = make_shadow(optimizer, [{"params": groups[index]["params"]} for index in idle])
+    copies = apply_own(shadow, snapshot.groups, snapshot)
+    for group, index in zip(shadow.param_groups, idle, strict=True):
+        group.update(copies[index])
+    if idle:
+        with torch.no_grad():
+            raw_step(type(optimizer))(shadow)
+        collect_changes(shadow, idle, snapshot.groups, snapshot, {})
 
 
 def _differs(value: Any, before: Any) -> bool:
     if value is before:
         return False
+    if isinstance(value, Tensor) and isinstance(before, Tensor):
+        return not torch.equal(value, before)
     if isinstance(value, Tensor) or isinstance(before, Tensor):
         return True
     return bool(value != before)

@@ -1,10 +1,16 @@
-"""The host lane's own thread, with its own number of intra-op threads."""
+"""The host lane's own threads.
+
+Many threads that each run single-threaded kernels on small pieces, instead of one thread that
+runs kernels on all cores: no kernel waits at its end for the slowest core. Measured on 16 cores:
+4.8 against 3.9 G parameters/s for fused AdamW (``docs/how-it-works.md``).
+"""
 
 from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -14,20 +20,40 @@ from ..errors import LaneError
 JOIN_SECONDS = 10.0
 
 
+Calls = Sequence[Callable[[], None]]
+"""What a submitted call may return: calls to run after it."""
+
+
 class Ticket:
-    """The outcome of one submitted call."""
+    """The outcome of one submitted call and of the calls that it returned."""
 
     def __init__(self) -> None:
         self._done = threading.Event()
+        self._lock = threading.Lock()
+        self._open = 1
         self._error: BaseException | None = None
 
+    def expect(self, calls: int) -> None:
+        """Add that many calls, before the current one ends."""
+        with self._lock:
+            self._open += calls
+
     def finish(self, error: BaseException | None) -> None:
-        """Called once, by the worker."""
-        self._error = error
-        self._done.set()
+        """End one call; the first error is kept."""
+        with self._lock:
+            self._open -= 1
+            self._error = self._error or error
+            if self._open == 0:
+                self._done.set()
 
     def wait(self, alive: Callable[[], bool] = lambda: True) -> None:
-        """Block until the call has ended; raises what it raised.
+        """Block until the call has ended; raises what it raised, or what :meth:`join` does."""
+        self.join(alive)
+        if self._error is not None:
+            raise self._error
+
+    def join(self, alive: Callable[[], bool] = lambda: True) -> None:
+        """Block until the call has ended, even if it failed.
 
         Raises:
             LaneError: the worker thread is gone and will never end the call.
@@ -39,15 +65,16 @@ class Ticket:
                     reason="it ended before its work did (interpreter shutdown or a fork)",
                     remedy="build the optimizer in the process that steps it",
                 )
-        if self._error is not None:
-            raise self._error
+
+
+_Item = tuple[Ticket, Callable[..., Calls | None], tuple[Any, ...]]
 
 
 class Worker(Protocol):
-    """Runs calls one after another."""
+    """Runs calls, on one or several threads."""
 
-    def submit(self, fn: Callable[..., None], *args: Any) -> Ticket:
-        """Run ``fn(*args)`` after everything submitted before."""
+    def submit(self, fn: Callable[..., Calls | None], *args: Any) -> Ticket:
+        """Run ``fn(*args)``, then, in any order and beside each other, the calls it returns."""
         ...
 
     def alive(self) -> bool:
@@ -55,18 +82,19 @@ class Worker(Protocol):
         ...
 
     def stop(self) -> None:
-        """Let pending calls end, then end the thread; waits at most ``JOIN_SECONDS``."""
+        """Let pending calls end, then end the threads; waits at most ``JOIN_SECONDS``."""
         ...
 
 
 class InlineWorker:
     """Runs each call at once, on the caller's thread (the stream simulator needs that)."""
 
-    def submit(self, fn: Callable[..., None], *args: Any) -> Ticket:
+    def submit(self, fn: Callable[..., Calls | None], *args: Any) -> Ticket:
         """See :class:`Worker`."""
         ticket = Ticket()
         try:
-            fn(*args)
+            for call in fn(*args) or ():
+                call()
         except Exception as error:  # surfaces from ticket.wait(), as from a thread
             ticket.finish(error)
         else:
@@ -81,27 +109,33 @@ class InlineWorker:
         """See :class:`Worker`."""
 
 
-class ThreadWorker:
-    """A daemon thread that keeps no reference to the optimizer between calls.
+class ThreadPool:
+    """Daemon threads that keep no reference to the optimizer between calls.
 
     Args:
-        threads: intra-op threads of torch kernels that run on it. torchrun exports
-            ``OMP_NUM_THREADS=1``, which would make the host lane about ten times slower, so the
-            thread sets its own number; other threads keep theirs.
+        threads: how many.
+        kernel_threads: intra-op threads of torch kernels that run on each. Other threads of the
+            process keep their number, and so do threads that are created later.
     """
 
-    def __init__(self, threads: int) -> None:
-        self._queue: queue.SimpleQueue[tuple[Ticket, Callable[..., None], tuple[Any, ...]] | None]
-        self._queue = queue.SimpleQueue()
-        inherited = torch.get_num_threads()
-        self._thread = threading.Thread(
-            target=_serve, args=(self._queue, threads, inherited), name="fsdp_offload-host",
-            daemon=True,
-        )  # fmt: skip
-        self._thread.start()
-        self.submit(lambda: None).wait(self.alive)  # it has set up its own number of threads
+    def __init__(self, threads: int, kernel_threads: int) -> None:
+        self._queue: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()
+        inherited, ready = torch.get_num_threads(), threading.Semaphore(0)
+        self._threads = [
+            threading.Thread(
+                target=_serve,
+                args=(self._queue, kernel_threads, inherited, ready),
+                name=f"fsdp_offload-host-{i}",
+                daemon=True,
+            )
+            for i in range(threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+        for _ in self._threads:
+            ready.acquire()  # all have set up their number of kernel threads
 
-    def submit(self, fn: Callable[..., None], *args: Any) -> Ticket:
+    def submit(self, fn: Callable[..., Calls | None], *args: Any) -> Ticket:
         """See :class:`Worker`."""
         ticket = Ticket()
         self._queue.put((ticket, fn, args))
@@ -109,28 +143,42 @@ class ThreadWorker:
 
     def alive(self) -> bool:
         """See :class:`Worker`."""
-        return self._thread.is_alive()
+        return all(thread.is_alive() for thread in self._threads)
 
     def stop(self) -> None:
         """See :class:`Worker`."""
-        self._queue.put(None)
-        if self._thread.is_alive() and self._thread is not threading.current_thread():
-            self._thread.join(JOIN_SECONDS)
+        for _ in self._threads:
+            self._queue.put(None)
+        deadline = time.monotonic() + JOIN_SECONDS
+        for thread in self._threads:
+            if thread.is_alive() and thread is not threading.current_thread():
+                thread.join(max(0.0, deadline - time.monotonic()))
 
 
-def _serve(work: queue.SimpleQueue[Any], threads: int, inherited: int) -> None:
-    torch.set_num_threads(threads)
+def _serve(
+    work: queue.SimpleQueue[_Item | None],
+    kernel_threads: int,
+    inherited: int,
+    ready: threading.Semaphore,
+) -> None:
+    torch.get_num_threads()  # else this thread's first kernel would take the default once more
+    torch.set_num_threads(kernel_threads)
     # set_num_threads also becomes the default of threads that are created later. A thread that
     # lives only for this line puts that default back and leaves this thread's own number alone.
     restore = threading.Thread(target=torch.set_num_threads, args=(inherited,))
     restore.start()
     restore.join()
+    ready.release()
     while (item := work.get()) is not None:
         ticket, fn, args = item
+        more: Calls | None = None
         try:
-            fn(*args)
+            more = fn(*args)
+            ticket.expect(len(more or ()))
+            for call in more or ():
+                work.put((ticket, call, ()))
         except BaseException as error:
             ticket.finish(error)
         else:
             ticket.finish(None)
-        del item, ticket, fn, args
+        del item, ticket, fn, args, more

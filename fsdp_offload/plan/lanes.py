@@ -20,7 +20,7 @@ class Candidate:
     fqn: str
     global_bytes: int  # state bytes of the whole parameter
     max_local_bytes: int  # state bytes of its largest shard
-    must_stay: bool = False  # shards of tensor subclasses, state of unknown shape
+    must_stay: bool = False  # tensor subclasses, state of unknown shape, coupled parameters
     whole: bool = False  # updated as a whole matrix: no host lane
 
 
@@ -73,7 +73,8 @@ def _checked(candidate: Candidate, lane: str) -> Lane:
     if candidate.must_stay and lane != "resident":
         raise ConfigError(
             f"lane {lane!r} for {candidate.fqn}",
-            reason="its shard is a tensor subclass or its state has no known shape",
+            reason="its shard is a tensor subclass, its state has no known shape, or its "
+            "optimizer couples all parameters",
             remedy='give it the lane "resident"',
         )
     if candidate.whole and lane == "host":

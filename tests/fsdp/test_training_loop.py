@@ -1,0 +1,276 @@
+"""What surrounds ``step()`` in a training loop, on FSDP2 models: as with the plain optimizer."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import distributed_c10d
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.nn.utils import clip_grad_norm_
+from torch.optim import Optimizer, lr_scheduler
+
+from fsdp_offload.testing import RankPool
+from tests.fsdp import models
+from tests.fsdp.models import check
+
+Ranks = Callable[..., RankPool]
+LANES = ("streamed", "host", "resident")
+
+
+def twins(**options: Any) -> list[tuple[models.Toy, Optimizer]]:
+    """Equal models on two ranks: one with fused AdamW, one with the same optimizer wrapped."""
+    made: list[tuple[models.Toy, Optimizer]] = []
+    for wrapped in (False, True):
+        model = models.toy(models.flat_mesh(2))
+        optimizer: Optimizer = torch.optim.AdamW(models.groups(model), **{"fused": True, **options})
+        if wrapped:
+            optimizer = models.wrap(optimizer, model, update_on=LANES)
+        made.append((model, optimizer))
+    return made
+
+
+def check_pair(pair: list[tuple[models.Toy, Optimizer]], what: str) -> None:
+    (_, plain), (_, wrapped) = pair
+    models.check_twins(wrapped, plain, what)
+
+
+# --------------------------------------------------------------------------- gradients
+
+
+def accumulate(reduce_each: bool) -> None:
+    pair = twins()
+    for step in range(1, 4):
+        for model, optimizer in pair:
+            for micro in range(2):
+                model.set_requires_gradient_sync(reduce_each or micro == 1)
+                models.backward(model, 10 * step + micro, scale=lambda loss: loss / 2)
+            optimizer.step()
+            optimizer.zero_grad()
+        check_pair(pair, f"step {step}")
+
+
+@pytest.mark.parametrize("reduce_each", [False, True])
+def test_gradient_accumulation(ranks: Ranks, reduce_each: bool) -> None:
+    ranks(2).run(accumulate, reduce_each)
+
+
+def clip() -> None:
+    pair = twins()
+    for step in range(1, 4):
+        norms = []
+        for model, optimizer in pair:
+            models.backward(model, step)
+            norms.append(clip_grad_norm_(model.parameters(), 0.1).full_tensor())
+            optimizer.step()
+            optimizer.zero_grad()
+        check(norms[0] > 0.1, f"nothing to clip: {norms[0]}")
+        check(torch.equal(*norms), f"norms {norms}")
+        check_pair(pair, f"step {step}")
+
+
+def test_clip_grad_norm(ranks: Ranks) -> None:
+    ranks(2).run(clip)
+
+
+def zero_gradients_in_place() -> None:
+    pair = twins()
+    for step in range(1, 4):
+        for model, optimizer in pair:
+            optimizer.zero_grad(set_to_none=False)
+            models.backward(model, step)
+            optimizer.step()
+        check_pair(pair, f"step {step}")
+
+
+def test_zero_grad_without_set_to_none(ranks: Ranks) -> None:
+    ranks(2).run(zero_gradients_in_place)
+
+
+# --------------------------------------------------------------------------- GradScaler
+
+
+def scale_losses(fused: bool, through_inner: bool) -> list[float]:
+    """Six scaled steps; at step 3 one element on rank 1 overflows. Returns the scales."""
+    pair = twins(fused=fused, foreach=None if fused else False)
+    steppers = [optimizer for _, optimizer in pair]
+    if through_inner:
+        steppers[1] = steppers[1]._inner
+    scalers = [torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2) for _ in pair]
+    scales = []
+    for step in range(1, 7):
+        for (model, _), stepper, scaler in zip(pair, steppers, scalers, strict=True):
+            models.backward(model, step, scale=scaler.scale)
+            if step == 3 and dist.get_rank() == 1:
+                models.local(model.blocks[2].down.weight.grad)[0, 0] = torch.inf
+            if step % 2:  # with and without clipping, which unscales first
+                scaler.unscale_(stepper)
+                clip_grad_norm_(model.parameters(), 0.1)
+            scaler.step(stepper)
+            scaler.update()
+            stepper.zero_grad()
+        check_pair(pair, f"step {step}")
+        check(len({s.get_scale() for s in scalers}) == 1, f"scales at step {step}")
+        scales.append(scalers[1].get_scale())
+    model, wrapped = pair[1]
+    updates = wrapped.state[model.embed.weight]["step"].item()
+    check(updates == 5, f"{updates} updates instead of 5")
+    return scales
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_grad_scaler_skips_the_step_on_all_ranks_after_an_overflow_on_one(
+    ranks: Ranks, fused: bool
+) -> None:
+    results = ranks(2).run(scale_losses, fused, False)
+
+    assert results[0] == results[1] == [64, 128, 64, 64, 128, 128]
+
+
+def test_grad_scaler_may_be_given_the_wrapped_optimizer(ranks: Ranks) -> None:
+    results = ranks(2).run(scale_losses, True, True)
+
+    assert results[0] == results[1]
+
+
+# --------------------------------------------------------------------------- schedulers
+
+SCHEDULERS: dict[str, Callable[[Optimizer], Any]] = {
+    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda epoch: 0.5**epoch),
+    "StepLR": lambda o: lr_scheduler.StepLR(o, 2, 0.1),
+    "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, 4),
+    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, 0.02, total_steps=6),
+}
+
+
+def schedule(name: str, when: str, on: str, tensor_lr: bool) -> None:
+    """``when``: the scheduler is built before or after wrapping; ``on``: which optimizer."""
+    mesh, rates, pair = models.flat_mesh(2), [], []
+    options = {"foreach": False, "fused": False}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for wrapped in (False, True):
+            model = models.toy(mesh)
+            groups = models.groups(model)
+            for group in groups if tensor_lr else ():
+                group["lr"] = torch.tensor(group["lr"])
+            inner = optimizer = torch.optim.AdamW(groups, **options)
+            scheduler = SCHEDULERS[name](inner) if when == "before" else None
+            if wrapped:
+                optimizer = models.wrap(inner, model, update_on=LANES[::2])
+            if scheduler is None:
+                scheduler = SCHEDULERS[name](inner if on == "inner" else optimizer)
+            rates.append([])
+            for step in range(1, 5):
+                models.backward(model, step)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+                rates[-1].append([float(group["lr"]) for group in optimizer.param_groups])
+            pair.append((model, optimizer))
+    check(rates[0] == rates[1], f"rates {rates}")
+    check(len({tuple(r) for r in rates[0]}) > 1, "the scheduler changed nothing")
+    check_pair(pair, f"{name} built {when} wrapping on the {on} optimizer")
+
+
+@pytest.mark.parametrize(
+    ("name", "when", "on", "tensor_lr"),
+    [
+        ("LambdaLR", "before", "inner", False),
+        ("StepLR", "after", "inner", False),
+        ("CosineAnnealingLR", "after", "wrapper", False),
+        ("OneCycleLR", "before", "inner", False),
+        ("CosineAnnealingLR", "before", "inner", True),
+    ],
+)
+def test_schedulers_work_without_a_warning(
+    ranks: Ranks, name: str, when: str, on: str, tensor_lr: bool
+) -> None:
+    ranks(2).run(schedule, name, when, on, tensor_lr)
+
+
+# --------------------------------------------------------------------------- no collective
+
+COLLECTIVES = [
+    name
+    for name in dir(distributed_c10d)
+    if name.startswith(("all_", "reduce", "broadcast", "gather", "scatter", "send", "recv"))
+    or name in ("barrier", "monitored_barrier", "isend", "irecv", "batch_isend_irecv", "new_group")
+]
+
+
+class CollectiveIssued(AssertionError):
+    """Something communicated that must not."""
+
+
+@contextlib.contextmanager
+def no_collectives() -> Iterator[None]:
+    """Any way to communicate raises: by name on every thread, by operator on this one."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise CollectiveIssued("a torch.distributed function was called")
+
+    with contextlib.ExitStack() as stack:
+        for module in (dist, distributed_c10d):
+            for name in COLLECTIVES:
+                if callable(getattr(module, name, None)):
+                    stack.enter_context(mock.patch.object(module, name, refuse))
+        operators = stack.enter_context(CommDebugMode())
+        yield
+        if counts := operators.get_comm_counts():
+            raise CollectiveIssued(f"operators: {dict(counts)}")
+
+
+def use_silently(lanes: tuple[str, ...], dtype: torch.dtype) -> None:
+    model = models.toy(models.flat_mesh(2), dtype=dtype)
+    inner = torch.optim.AdamW(models.groups(model), fused=True)
+    with no_collectives():
+        wrapped = models.wrap(inner, model, update_on=lanes)
+        wrapped.state_dict()
+    for step in (1, 2):
+        models.backward(model, step)
+        with no_collectives():
+            wrapped.step()
+            saved = wrapped.state_dict()
+            wrapped.load_state_dict(saved)
+            get_optimizer_state_dict(model, wrapped)
+            wrapped.synchronize()
+            wrapped.zero_grad()
+    with no_collectives():
+        wrapped.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("lanes", [("resident",), ("streamed",), ("host",), LANES])
+def test_elementwise_optimizers_issue_no_collective(
+    ranks: Ranks, lanes: tuple[str, ...], dtype: torch.dtype
+) -> None:
+    ranks(2).run(use_silently, lanes, dtype)
+
+
+def provoke() -> None:
+    """The trap itself: both of its halves must catch a collective."""
+    model = nn.Linear(8, 8, bias=False)
+    torch.manual_seed(0)
+    toy = models.toy(models.flat_mesh(2))
+    muon = models.wrap(torch.optim.Muon(models.groups(toy, matrices_only=True)), toy)
+    models.backward(toy, 2)
+    for call in (lambda: dist.all_reduce(model.weight.data), muon.step):
+        try:
+            with no_collectives():
+                call()
+        except CollectiveIssued:
+            continue
+        raise AssertionError("a collective went unnoticed")
+
+
+def test_the_trap_for_collectives_catches_functions_and_operators(ranks: Ranks) -> None:
+    ranks(2).run(provoke)

@@ -1,0 +1,246 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from fsdp_offload.pipeline import codec
+
+REMAINDERS = (-32768, -32767, -1, 0, 1, 32766, 32767)
+NANS = (0x7FFFFFFF, 0xFFFFFFFF, 0x7F800001, 0xFF800001, 0x7FC00000, 0x7FBF8000, 0xFFFF8000)
+LARGEST = 0x7F7FFFFF
+BLOCK = 1 << 18
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Blocks fit into a cache: more threads would only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def from_bits(bits: Tensor) -> Tensor:
+    """fp32 numbers of int64 (or int32) bit patterns."""
+    return bits.to(torch.int32).view(torch.float32)
+
+
+def to_bits(master: Tensor) -> Tensor:
+    return master.view(torch.int32)
+
+
+def encoded(master: Tensor) -> tuple[Tensor, Tensor]:
+    value = torch.empty(master.numel(), dtype=torch.bfloat16)
+    remainder = torch.empty(master.numel(), dtype=torch.int16)
+    codec.encode(master, value, remainder)
+    return value, remainder
+
+
+def decoded(value: Tensor, remainder: Tensor) -> Tensor:
+    master = torch.empty(value.numel())
+    codec.decode(value, remainder, master)
+    return master
+
+
+def all_values() -> Tensor:
+    """The 65536 bf16 patterns."""
+    return torch.arange(-32768, 32768, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+
+
+def with_low_half(low: int) -> Tensor:
+    """65536 masters: every high half, with one low half."""
+    return from_bits((torch.arange(1 << 16) << 16) + low)
+
+
+def check_round_trip(master: Tensor) -> None:
+    """Exact for every number; every NaN stays one, in the value and in the decoded master."""
+    value, remainder = encoded(master)
+    again = decoded(value, remainder)
+    is_nan = master.isnan()
+    assert torch.equal(value.isnan(), is_nan)
+    assert torch.equal(again.isnan(), is_nan)
+    unchanged = to_bits(again) == to_bits(master)
+    assert bool((unchanged | is_nan).all())
+
+
+def check_half_ulp(master: Tensor) -> None:
+    """A finite value is at most half a bf16 ulp away, and is what rounding to nearest gives."""
+    value, _ = encoded(master)
+    exact, near = master.double(), value.double()
+    exponent = torch.frexp(master).exponent.clamp(min=-125).double()  # of [0.5, 1)
+    half_ulp = torch.exp2(exponent - 9)
+    finite = near.isfinite() & exact.isfinite()
+    assert bool(((near - exact).abs() <= half_ulp)[finite].all())
+    tie = (to_bits(master) & 0xFFFF) == 0x8000
+    to_nearest = (value.view(torch.int16) == master.bfloat16().view(torch.int16)) | tie
+    assert bool(to_nearest[~exact.isnan()].all())
+
+
+@pytest.mark.parametrize("remainder", REMAINDERS)
+def test_every_value_with_a_remainder_is_one_master_and_comes_back(remainder: int) -> None:
+    """Not for NaN, and not where the remainder leads across the sign: no master encodes so."""
+    values = all_values()
+    master = decoded(values, torch.full((1 << 16,), remainder, dtype=torch.int16))
+    again, kept = encoded(master)
+    magnitude = values.view(torch.int16).int() & 0x7FFF
+    possible = ~values.isnan() & ~master.isnan() & ((magnitude > 0) | (remainder >= 0))
+    assert int(possible.sum()) >= 65536 - 2 * 129
+    same = (again.view(torch.int16) == values.view(torch.int16)) & (kept == remainder)
+    assert bool(same[possible].all())
+
+
+def test_decoding_adds_the_remainder_to_the_bits_of_the_value() -> None:
+    values = all_values()
+    for remainder in REMAINDERS:
+        expected = (values.view(torch.int16).to(torch.int64) << 16) + remainder
+        found = decoded(values, torch.full((1 << 16,), remainder, dtype=torch.int16))
+        assert torch.equal(to_bits(found), expected.to(torch.int32))
+
+
+def test_ties_round_away_from_zero_and_are_exact() -> None:
+    master = with_low_half(0x8000)
+    check_round_trip(master)
+    value, remainder = encoded(master)
+    number = ~master.isnan()
+    assert bool((remainder == -32768).all())
+    assert bool((value.double().abs() > master.double().abs())[number].all())
+    assert bool((value.double().sign() == master.double().sign())[number].all())
+
+
+@pytest.mark.parametrize("low", [0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFE, 0xFFFF])
+def test_every_high_half_is_exact_and_within_half_an_ulp(low: int) -> None:
+    master = with_low_half(low)
+    check_round_trip(master)
+    check_half_ulp(master)
+
+
+@pytest.mark.parametrize("sign", [0, 0x80000000])
+def test_denormals_zeros_infinity_and_the_largest_numbers(sign: int) -> None:
+    special = [0, 1, 2, 0x7FFF, 0x8000, 0x8001, 0x7F8000, 0x7FFFFF, 0x800000, 0x7F800000]
+    overflow = [LARGEST, 0x7F7F8000]  # from the tie on, the nearest value is infinity
+    master = from_bits(torch.tensor([bits + sign for bits in (*special, *overflow, 0x7F7F7FFF)]))
+    check_round_trip(master)
+    value, _ = encoded(master)
+    assert value[-3:].isinf().tolist() == [True, True, False]
+    assert bool(value[len(special) - 1].isinf())
+    assert bool((value.signbit() == bool(sign)).all())
+    assert value.view(torch.int16)[:4].bitwise_and(0x7FFF).tolist() == [0, 0, 0, 0]
+    assert value.view(torch.int16)[4:6].bitwise_and(0x7FFF).tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("pattern", NANS, ids=hex)
+def test_nan_patterns_stay_nan(pattern: int) -> None:
+    master = from_bits(torch.tensor([pattern]))
+    assert bool(master.isnan())
+    value, remainder = encoded(master)
+    assert bool(value.isnan())
+    for _ in range(5):  # its payload may change from step to step, nothing else
+        master = decoded(value, remainder)
+        assert bool(master.isnan())
+        value, remainder = encoded(master)
+        assert bool(value.isnan())
+
+
+def test_nans_of_arithmetic_stay_nan() -> None:
+    zero, inf = torch.zeros(1), torch.full((1,), torch.inf)
+    for made in (zero / zero, inf - inf, zero * inf, (-zero - 1).sqrt(), zero.log().cos()):
+        assert bool(made.isnan())
+        check_round_trip(made)
+
+
+def test_a_sample_of_every_exponent_is_exact_and_within_half_an_ulp() -> None:
+    """16.7 million patterns: every high half with 256 low halves, the boundaries among them."""
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randint(0, 1 << 16, (65536, 250), generator=generator, dtype=torch.int32)
+    fixed = torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], dtype=torch.int32)
+    low = torch.cat([drawn, fixed.expand(65536, 6)], dim=1)
+    bits = (torch.arange(1 << 16, dtype=torch.int32)[:, None] << 16) + low
+    master = bits.flatten().view(torch.float32)
+    assert master.numel() >= 1 << 24
+    check_round_trip(master)
+    check_half_ulp(master.view(-1, 16)[:, 15].contiguous())
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("sixteenth", range(16))
+def test_every_fp32_pattern_is_exact(sixteenth: int) -> None:
+    """And so within half an ulp: the remainder is the distance in fp32 patterns."""
+    for block in range(sixteenth << 28, (sixteenth + 1) << 28, BLOCK):
+        check_round_trip(from_bits(torch.arange(block, block + BLOCK)))
+
+
+def test_nothing_outside_the_given_range_is_written() -> None:
+    master, values = torch.randn(100), torch.randn(100).bfloat16()
+    remainder = torch.full((100,), 7, dtype=torch.int16)
+    before = values.clone()
+    codec.encode(master[10:20], values[10:20], remainder[10:20])
+    outside = torch.ones(100, dtype=torch.bool)
+    outside[10:20] = False
+    assert torch.equal(values[outside], before[outside])
+    assert bool((remainder[outside] == 7).all())
+    target = torch.full((100,), 3.0)
+    codec.decode(values[10:20], remainder[10:20], target[10:20])
+    assert torch.equal(target[10:20], master[10:20])
+    assert bool((target[outside] == 3.0).all())
+
+
+def test_empty_tensors_are_fine() -> None:
+    value, remainder = encoded(torch.empty(0))
+    assert decoded(value, remainder).numel() == 0
+    codec.reseed_where_changed(torch.empty(0, dtype=torch.float16), torch.empty(0))
+
+
+# --------------------------------------------------------------------------- fp16 masters
+
+
+def half(bits: Tensor) -> Tensor:
+    """fp16 numbers of integer bit patterns."""
+    return bits.to(torch.int16).view(torch.float16)
+
+
+def test_masters_that_round_to_their_shard_are_kept() -> None:
+    """Every finite fp16 value, with masters up to half an ulp away on both sides."""
+    values = half(torch.arange(1 << 16))
+    values = values[values.isfinite()]
+    for offset in (-0.49, -1e-4, 0.0, 1e-4, 0.49):
+        up = torch.nextafter(values, torch.full_like(values, torch.inf)).double()
+        down = torch.nextafter(values, torch.full_like(values, -torch.inf)).double()
+        exact = values.double()
+        gap = torch.minimum(up - exact, exact - down)
+        master = (exact + offset * gap).float()
+        kept = master.half().view(torch.int16) == values.view(torch.int16)
+        expected = torch.where(kept, master, values.float())
+        assert float(kept.double().mean()) > 0.99
+        codec.reseed_where_changed(values, master)
+        assert torch.equal(to_bits(master), to_bits(expected))
+
+
+def test_masters_of_weights_written_from_outside_are_replaced_one_by_one() -> None:
+    master = torch.tensor([1.0001, 2.0002, 3.0003, 1e-9, -1e-9])
+    shard = master.half()
+    shard[1] = 5.0
+    shard[3] = -0.0  # the master rounds to +0
+    expected = [master[0].item(), 5.0, master[2].item(), 0.0, master[4].item()]
+    codec.reseed_where_changed(shard, master)
+    assert master.tolist() == expected
+    assert bool(master[3].signbit())
+
+
+def test_a_master_beyond_the_range_of_fp16_is_kept_while_its_shard_is_infinite() -> None:
+    master = torch.tensor([70000.0, -70000.0, 70000.0])
+    shard = master.half()
+    assert bool(shard.isinf().all())
+    shard[2] = 1.0
+    codec.reseed_where_changed(shard, master)
+    assert master.tolist() == [70000.0, -70000.0, 1.0]
+
+
+def test_nan_shards_make_nan_masters_and_numbers_replace_nan_masters() -> None:
+    shard = torch.tensor([torch.nan, 1.0, torch.nan], dtype=torch.float16)
+    master = torch.tensor([0.5, torch.nan, torch.nan])
+    codec.reseed_where_changed(shard, master)
+    assert master.isnan().tolist() == [True, False, True]
+    assert master[1].item() == 1.0
