@@ -6,7 +6,7 @@ import copy
 import gc
 import io
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -31,6 +31,15 @@ SMALL = TransferConfig(bucket_bytes=4096, slots=2, host_threads=2)
 
 each_lane = pytest.mark.parametrize("lane", LANES)
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """On busy cores, threads of a small kernel wait much longer for each other than they work."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(autouse=True)

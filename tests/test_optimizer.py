@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -80,6 +80,15 @@ def pair(
     model, twin_model = Model(), Model()
     optimizer = wrap(cls(model.parameters(), **settings), lane)
     return model, optimizer, twin_model, cls(twin_model.parameters(), **settings)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """On busy cores, threads of a small kernel wait much longer for each other than they work."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ from ..config import OffloadConfig
 from ..errors import StateSchemaError
 from ..plan import Candidate, choose_lanes
 from .records import MasterForm, Record, master_form, state_kinds
-from .schema import Schema, probe, signature
+from .schema import Schema, host_flags, probe, signature
 
 Member = tuple[Tensor, int]
 """A parameter and the index of its param_group."""
@@ -78,9 +78,14 @@ class Inventory:
         values = self._optimizer.param_groups[group]
         key = (signature(values), dtype, on_host)
         if key not in self._schemas:
-            device = torch.device("cpu") if on_host else self._device
-            self._schemas[key] = probe(self._optimizer, values, dtype, device)
+            self._schemas[key] = self._probe(values, dtype, on_host=on_host)
         return self._schemas[key]
+
+    def _probe(self, group: dict[str, Any], dtype: torch.dtype, *, on_host: bool) -> Schema:
+        if not on_host:
+            return probe(self._optimizer, group, dtype, self._device)
+        values = {**group, **host_flags(group)}
+        return probe(self._optimizer, values, dtype, torch.device("cpu"))
 
     def plan(self, added: list[Member], *, first: bool) -> tuple[list[Record], list[Member]]:
         """Records with their lanes, in update order, and the members that stay native.
@@ -179,8 +184,7 @@ class Inventory:
 
     def probe_group(self, record: Record, group: dict[str, Any]) -> Schema:
         """The schema that ``record`` would have under other group values."""
-        device = torch.device("cpu") if record.lane == "host" else self._device
-        return probe(self._optimizer, group, record.compute_dtype, device)
+        return self._probe(group, record.compute_dtype, on_host=record.lane == "host")
 
 
 def state_names(schema: Schema) -> list[str]:

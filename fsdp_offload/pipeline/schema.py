@@ -78,6 +78,11 @@ class Schema:
         return tuple(kind for kind in self.kinds if kind.role == role)
 
 
+def host_flags(group: dict[str, Any]) -> dict[str, Any]:
+    """Values of a group that must differ on the CPU: ``capturable`` is for accelerators only."""
+    return {"capturable": False} if group.get("capturable") else {}
+
+
 def is_torch_class(optimizer: Optimizer) -> bool:
     """Whether the class is one of ``torch.optim``'s own: its behaviour is known."""
     cls = type(optimizer)

@@ -32,7 +32,8 @@ class Shadow:
     Args:
         optimizer: the wrapped optimizer; only its class and settings are used.
         pieces: the bucket's pieces, in order.
-        overrides: group values that differ from the user's (``fused=True`` in the host lane).
+        overrides: per group, values that differ from the user's (``fused=True`` in the host
+            lane).
         on_host: read the snapshot's CPU copies of tensor hyper-parameters.
     """
 
@@ -40,7 +41,7 @@ class Shadow:
         self,
         optimizer: Optimizer,
         pieces: list[Piece],
-        overrides: dict[str, Any],
+        overrides: dict[int, dict[str, Any]],
         *,
         on_host: bool = False,
     ) -> None:
@@ -104,7 +105,7 @@ class Shadow:
             groups = apply_own(self._shadow, groups, snapshot)
         for group, index in zip(self._shadow.param_groups, self._group_indices, strict=True):
             group.update(groups[index])
-            group.update(self._overrides)
+            group.update(self._overrides.get(index, {}))
 
     def _adopt(self, piece: Piece) -> None:
         """Copy state that the class created or replaced into the piece's own tensors."""
@@ -150,12 +151,12 @@ def collect_changes(
     indices: list[int],
     groups: list[dict[str, Any]],
     snapshot: Snapshot,
-    overrides: dict[str, Any],
+    overrides: dict[int, dict[str, Any]],
 ) -> None:
     """Note what a class of the user's own wrote into its groups and attributes: once per step."""
     for group, index in zip(shadow.param_groups, indices, strict=True):
         if index not in snapshot.changed_groups:
-            before = {**groups[index], **overrides}
+            before = {**groups[index], **overrides.get(index, {})}
             snapshot.changed_groups[index] = {
                 name: value
                 for name, value in group.items()

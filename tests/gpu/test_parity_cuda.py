@@ -162,6 +162,22 @@ def test_host_lane_equals_the_cpu_kernel(
     mine.close()
 
 
+def test_capturable_settings_work_in_the_host_lane() -> None:
+    mine_p = parameters(torch.float32)
+    inner = torch.optim.AdamW(mine_p, lr=0.01, capturable=True)
+    mine = HybridDeviceOptimizer(inner, update_on="host", transfer=SMALL)
+    plain_p = [nn.Parameter(p.detach().cpu()) for p in mine_p]
+    plain = torch.optim.AdamW(plain_p, lr=0.01, fused=True)
+    for step in range(3):
+        fill(step, mine_p, plain_p)
+        plain.step()
+        mine.step()
+    for a, b in zip(plain_p, mine_p, strict=True):
+        assert torch.equal(a, b.cpu())
+    assert mine.param_groups[0]["capturable"] is True
+    mine.close()
+
+
 def test_host_lane_takes_over_weights_written_from_outside() -> None:
     mine_p = parameters(torch.bfloat16)
     mine = HybridDeviceOptimizer(torch.optim.SGD(mine_p, lr=1.0), update_on="host", transfer=SMALL)
