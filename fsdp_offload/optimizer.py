@@ -163,8 +163,9 @@ class HybridDeviceOptimizer(Optimizer):
         began = time.perf_counter()
         work = self._collect()
         with self._failing("step()"):
+            start = self._gateway.current_stream().record()
             for segment in self._segments:
-                segment.run(work)
+                segment.run(work, start)
             step_idle_groups(self._inner, work.snapshot)
             self._write_back(work.snapshot)
         self._steps += 1

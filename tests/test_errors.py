@@ -752,22 +752,23 @@ def test_failures_on_several_host_threads_end_in_one_error_and_leave_no_call_beh
     train(model, optimizer, range(1))
     weights, saved = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
     train(model, optimizer, range(1, 3))
-    clean, running, update = values(model), [0], host.HostUnit.update
+    clean, update = values(model), host.HostUnit.update
+    running: list[host.HostUnit] = []
 
     def fail_often(unit: host.HostUnit, work: Any) -> None:
-        running[0] += 1
+        running.append(unit)
         try:
             if unit.shadow.pieces[0].start % 512 == 0:
                 raise ZeroDivisionError("in a unit")
             update(unit, work)
         finally:
-            running[0] -= 1
+            running.pop()
 
     with monkeypatch.context() as patch:
         patch.setattr(host.HostUnit, "update", fail_often)
         with pytest.raises(LaneError, match="in a unit") as caught:
             train(model, optimizer, range(3, 4))
-        assert running == [0]
+        assert running == []
         assert isinstance(caught.value.__cause__, ZeroDivisionError)
     model.load_state_dict(weights)
     optimizer.load_state_dict(saved)

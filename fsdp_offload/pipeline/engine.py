@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..config import OffloadConfig
-from ..device import Gateway
+from ..device import Event, Gateway
 from ..memory import ArenaStatistics, HostArena, check_host_budget, local_ranks
 from ..plan import Kind, Layout, Slice, make_layout
 from ..plan.layout import align
@@ -160,7 +160,7 @@ class Segment:
                         tensor = arena.tensor(offset, numel, kind.dtype)
                     record.tensors[kind.name] = tensor
                 for state_kind in record.schema.kinds:
-                    if state_kind.role == "like" and state_kind.initial:
+                    if state_kind.role == "like" and record.schema.shows_initial(state_kind):
                         record.tensors[state_kind.name].fill_(state_kind.initial)
                 if record.form is MasterForm.WHOLE:
                     write_master(record, {})
@@ -251,11 +251,12 @@ class Segment:
 
     # ------------------------------------------------------------------ running
 
-    def run(self, work: Work) -> None:
-        """Enqueue the step; the caller's stream waits for all updates, the host does not wait
-        except for the host lane's thread."""
+    def run(self, work: Work, start: Event) -> None:
+        """Enqueue the step after ``start``, where gradients are ready.
+
+        The caller's stream waits for all updates; the host waits for the host lane's threads only.
+        """
         current = self.gateway.current_stream()
-        start = current.record()
         self.update.wait(start)
 
         def on_device() -> None:

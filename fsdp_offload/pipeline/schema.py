@@ -73,6 +73,10 @@ class Schema:
     eager: bool  # the class makes its state at construction, not at the first step
     coupled: bool = False  # parameters depend on each other, or on what is drawn for others
 
+    def shows_initial(self, kind: StateKind) -> bool:
+        """Whether fresh (zeroed) memory is not yet what ``kind`` shows before the first step."""
+        return kind.initial != 0 or not any(k.name == "step" for k in self.kinds)
+
     def role(self, role: Role) -> tuple[StateKind, ...]:
         """The entries of one role, in the class's order."""
         return tuple(kind for kind in self.kinds if kind.role == role)
@@ -340,6 +344,8 @@ def _classify(
                 reason="only tensors and numbers can be kept in flat memory",
                 remedy="keep this optimizer unwrapped",
             )
+    if not any(kind.name == "step" for kind in kinds):  # see state.write
+        kinds = [replace(k, initial=-0.0) if k.initial == 0 else k for k in kinds]
     return tuple(kinds)
 
 

@@ -179,8 +179,10 @@ def _set_exactly(record: Record, shard: Tensor, master: Tensor) -> None:
 def _has_stepped(record: Record, values: Mapping[str, Any]) -> bool:
     """Whether saved state is of a parameter that was updated.
 
-    A fresh optimizer already has its keys, so zeros may mean *never stepped*, and then the class
-    must initialise the state itself (SGD's first momentum ignores dampening).
+    A fresh optimizer already has its keys, and before the first step the class must initialise the
+    state itself (SGD's first momentum ignores dampening). Without a step count, state that was
+    never set is recognised by its value: negative zeros, which arithmetic all but never leaves in
+    every element and which any other reader takes for zeros.
     """
     if record.schema.eager:
         return True
@@ -189,4 +191,8 @@ def _has_stepped(record: Record, values: Mapping[str, Any]) -> bool:
     tensors = [record.tensors[k.name] for k in record.schema.kinds if k.role in ("like", "other")]
     if not tensors:
         return True
-    return any(bool(t.any()) for t in tensors)
+    return not all(_is_negative_zero(t.real if t.is_complex() else t) for t in tensors)
+
+
+def _is_negative_zero(tensor: Tensor) -> bool:
+    return bool(((tensor == 0) & tensor.signbit()).all())

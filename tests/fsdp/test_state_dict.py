@@ -439,11 +439,6 @@ def resume_zero_momentum(source: str) -> None:
     models.check_twins(resumed[1], uninterrupted[1], "step 3")
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="SGD keeps no step count, so a momentum of zeros is loaded as one that never was",
-)
 @pytest.mark.parametrize("source", ["plain", "wrapper"])
 def test_a_momentum_of_zeros_is_loaded_as_a_momentum(ranks: Ranks, source: str) -> None:
     attempt(ranks, resume_zero_momentum, source)
