@@ -19,7 +19,8 @@ if TYPE_CHECKING:
         UnsupportedOptimizerError,
         UnsupportedParameterError,
     )
-    from .optimizer import HybridDeviceOptimizer, Statistics
+    from .optimizer import HybridDeviceOptimizer
+    from .report import Statistics
 
 __version__ = "0.1.0"
 
@@ -48,9 +49,8 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
-    module = "errors" if name.endswith("Error") else "config"
-    if name in ("HybridDeviceOptimizer", "Statistics"):
-        module = "optimizer"
+    modules = {"HybridDeviceOptimizer": "optimizer", "Statistics": "report"}
+    module = "errors" if name.endswith("Error") else modules.get(name, "config")
     return getattr(import_module(f".{module}", __name__), name)
 
 

@@ -133,13 +133,19 @@ class AcceleratorGateway:
 
     def current_stream(self) -> Stream:
         raw = self._module.current_stream(self.device)
-        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if self._is_capturing():
             raise DeviceError(
                 "step() inside a CUDA graph capture",
                 reason="host transfers and lane decisions cannot be replayed",
                 remedy="capture forward and backward, and call step() outside of the graph",
             )
         return _AcceleratorStream(raw, self._module, "current")
+
+    def _is_capturing(self) -> bool:
+        if self.device.type != "cuda":
+            return False
+        with torch.cuda.device(self.device):
+            return torch.cuda.is_current_stream_capturing()
 
     def allocate(self, n_bytes: int) -> torch.Tensor:
         return torch.empty(n_bytes, dtype=torch.uint8, device=self.device)

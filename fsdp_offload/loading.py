@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -16,7 +16,6 @@ from .pipeline.checksum import checksum
 from .pipeline.inventory import Inventory, state_names
 from .pipeline.records import Record
 from .pipeline.schema import signature
-from .pipeline.state import write_master
 
 IMPLEMENTATION_FLAGS: Final = frozenset(("foreach", "fused", "capturable", "differentiable"))
 """Group values that say how a kernel runs, not what it computes: a load keeps the current ones."""
@@ -30,7 +29,9 @@ def match_ids(groups: Groups, loaded: Mapping[str, Any]) -> dict[Tensor, Any]:
     Raises:
         StateDictError: not an optimizer state dict, or other groups.
     """
-    if "state" not in loaded or not isinstance(loaded.get("param_groups"), list):
+    if not isinstance(loaded.get("state"), Mapping) or not isinstance(
+        loaded.get("param_groups"), list
+    ):
         raise StateDictError(
             f"a dict with keys {sorted(map(str, loaded))}",
             reason="an optimizer state dict has 'state' and 'param_groups'",
@@ -89,52 +90,41 @@ def native_value(parameter: Tensor, name: str, value: Any) -> Any:
     return value
 
 
-def watch_module_loads(
-    models: Sequence[nn.Module],
-    records: Callable[[], Sequence[Record] | None],
-) -> list[Any]:
-    """Notice weights that a module's ``load_state_dict`` changes: their masters become equal.
+class ModuleLoadHook:
+    """Hook of a module's ``load_state_dict``: calls ``owner``'s method ``name``, if it lives.
 
-    Args:
-        models: modules to watch.
-        records: records to look at, after all transfers; None while an optimizer load that
-            already brought the remainders of these weights waits for the next step.
-
-    Returns:
-        Handles of the hooks.
+    A copied or pickled module takes a hook along that does nothing.
     """
-    before: dict[Record, Tensor] = {}
 
-    def remember(*_: Any) -> None:
-        before.clear()
-        for record in records() or ():
-            if record.emits_master and record.info.local_numel:
-                before[record] = _bits(record)
+    def __init__(self, owner: object = None, name: str = "") -> None:
+        self._owner = (lambda: None) if owner is None else weakref.ref(owner)
+        self._name = name
 
-    def compare(*_: Any) -> None:
-        if before:
-            changed = torch.stack([_bits(r) != sum_ for r, sum_ in before.items()]).tolist()
-            for record, differs in zip(before, changed, strict=True):
-                if differs:
-                    write_master(record, {})
-        before.clear()
+    def __call__(self, *_: object) -> None:
+        owner = self._owner()
+        if owner is not None:
+            getattr(owner, self._name)()
 
+    def __reduce__(self) -> tuple[type[ModuleLoadHook], tuple[()]]:
+        return ModuleLoadHook, ()
+
+
+def watch_module_loads(
+    models: Sequence[nn.Module], owner: object, *, before: str, after: str
+) -> None:
+    """Call ``owner``'s methods of these names around each load into one of ``models``."""
     handles: list[Any] = []
     for model in models:
-        handles.append(model.register_load_state_dict_pre_hook(remember))
-        handles.append(model.register_load_state_dict_post_hook(compare))
-    return handles
-
-
-def _bits(record: Record) -> Tensor:
-    return checksum(shards.local(record.parameter).reshape(-1))
-
-
-def unwatch(owner: object, handles: list[Any]) -> None:
-    """Remove the hooks when ``owner`` goes."""
+        handles.append(model.register_load_state_dict_pre_hook(ModuleLoadHook(owner, before)))
+        handles.append(model.register_load_state_dict_post_hook(ModuleLoadHook(owner, after)))
     weakref.finalize(owner, _remove, handles)
 
 
 def _remove(handles: list[Any]) -> None:
     for handle in handles:
         handle.remove()
+
+
+def weight_checksums(records: Sequence[Record]) -> Tensor:
+    """A checksum of each record's shard: 1-D int64, on the shards' device."""
+    return torch.stack([checksum(shards.local(r.parameter).reshape(-1)) for r in records])

@@ -22,7 +22,6 @@ import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -31,41 +30,22 @@ from torch.optim import Optimizer
 
 from . import loading, shards
 from .config import OffloadConfig, PrecisionConfig, TransferConfig
-from .errors import ClosedError, ConfigError, LaneError, OffloadError, StateSchemaError
+from .errors import (
+    ClosedError,
+    ConfigError,
+    DeviceError,
+    LaneError,
+    OffloadError,
+    StateSchemaError,
+)
 from .pipeline import state as state_io
 from .pipeline.engine import Segment
 from .pipeline.inventory import Inventory, Member
-from .pipeline.records import Record, Snapshot, Work
+from .pipeline.records import MasterForm, Record, Snapshot, Work
+from .pipeline.schema import check_supported
 from .pipeline.shadow import step_idle_groups
+from .report import Statistics, gather
 from .wrapping import check_wrappable, gateway_of, make_inert, modules_of, share_hooks
-
-
-@dataclass(frozen=True)
-class Statistics:
-    """What the optimizer holds, and what its last step did, on this rank."""
-
-    steps: int
-    """Calls of ``step()`` since construction."""
-    parameters: dict[str, int]
-    """Trainable parameters per lane; ``native`` ones keep the state their class makes."""
-    device_state_bytes: int
-    """State that stays on the device."""
-    host_state_bytes: int
-    """State in host memory: payload."""
-    host_arena_bytes: int
-    """Host memory taken for it, alignment and staging included."""
-    pinned: bool
-    """Whether all of that memory is page-locked."""
-    pin_seconds: float
-    """Seconds that touching and page-locking it took."""
-    staging_bytes: int
-    """Device memory of slots, scratch and staging rings."""
-    buckets: int
-    """Units of update per step."""
-    moved_bytes: int
-    """Bytes that the last step moved in each direction."""
-    step_ms: float
-    """Host milliseconds of the last ``step()``; the device may still have been at work."""
 
 
 class HybridDeviceOptimizer(Optimizer):
@@ -92,6 +72,8 @@ class HybridDeviceOptimizer(Optimizer):
         DeviceError: no accelerator, or parameters on several devices.
         HostMemoryError: the state does not fit into host memory.
         PinningError: the driver refused to page-lock it.
+        StateSchemaError: the class's step fails on a dense scratch parameter.
+        StateDictError: state that the optimizer already has does not fit its parameters.
     """
 
     is_offloaded = True
@@ -122,11 +104,11 @@ class HybridDeviceOptimizer(Optimizer):
         self._inner, self._pid = optimizer, os.getpid()
         self._segments: list[Segment] = []
         self._records: list[Record] = []
-        self._addresses: list[int] = []
         self._reserved: set[Tensor] = set()
         self._shown: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
         self._failure: BaseException | None = None
-        self._built = self._closed = self._loaded_since_step = False
+        self._built = self._closed = self._loaded_since_step = self._state_was_read = False
+        self._weights_before: Tensor | None = None
         self._steps, self._step_ms = 0, 0.0
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self._inventory = Inventory(optimizer, models, self._config, self._gateway.device)
@@ -139,7 +121,10 @@ class HybridDeviceOptimizer(Optimizer):
         share_hooks(optimizer, self)
         make_inert(optimizer, self)
         optimizer.state = self._shown
-        self._watch(models)
+        loading.watch_module_loads(
+            models, self, before="_before_module_load", after="_after_module_load"
+        )
+        weakref.finalize(self, self._shown.clear)
         self._built = True
 
     # ------------------------------------------------------------------ the step
@@ -179,12 +164,13 @@ class HybridDeviceOptimizer(Optimizer):
         """Gradients and a snapshot; whatever can be refused is refused here."""
         if late := [m for m in self._inventory.trainable() if m[0] not in self._reserved]:
             self._extend(late)  # unfrozen after wrapping
+        self._adopt_writes()
         self._inventory.check_schemas(self._records)
         gradients: list[Tensor | None] = []
-        for record, address in zip(self._records, self._addresses, strict=True):
-            gradient = shards.gradient_shard(record.parameter, record.fqn)
+        for record in self._records:
+            gradient = shards.gradient_shard(record.parameter, record.fqn, record.info.local_shape)
             gradients.append(None if gradient is None else gradient.view(-1))
-            if gradient is not None and shards.address(record.parameter) != address:
+            if gradient is not None and shards.address(record.parameter) != record.address:
                 raise StateSchemaError(
                     f"shard of {record.fqn}",
                     reason="its memory was replaced after wrapping, and updates are in place",
@@ -206,6 +192,8 @@ class HybridDeviceOptimizer(Optimizer):
         """Live state per parameter, after all transfers: tensors over host or device memory."""
         if self._built:
             self.synchronize()
+            self._adopt_writes()
+            self._state_was_read = True
             for record in self._records:
                 for kind in record.schema.role("number"):
                     self._shown[record.parameter][kind.name] = record.pieces[0].state[kind.name]
@@ -220,6 +208,19 @@ class HybridDeviceOptimizer(Optimizer):
                 remedy="use load_state_dict(), or write into the tensors in place",
             )
 
+    def _adopt_writes(self) -> None:
+        """Follow what the caller did to the state that it was shown: written, or dropped."""
+        if not self._state_was_read:
+            return
+        self._state_was_read = False
+        with torch.no_grad():
+            for record in self._records:
+                if shown := self._shown.get(record.parameter):
+                    state_io.adopt_writes(record, shown)
+                else:
+                    state_io.reset(record)
+                    self._shown[record.parameter] = state_io.expose(record)
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group as torch does; its state is reserved at once."""
         if self._built:
@@ -229,6 +230,7 @@ class HybridDeviceOptimizer(Optimizer):
             return
         group = len(self.param_groups) - 1
         try:
+            check_supported(self._inner)
             self._extend([m for m in self._inventory.trainable() if m[1] == group])
         except BaseException:
             self.param_groups.pop()
@@ -304,36 +306,11 @@ class HybridDeviceOptimizer(Optimizer):
         noticed by value; without it bf16 masters are at most half a bf16 ulp off.
         """
         self.synchronize()
-        with torch.no_grad():
-            for record in self._records:
-                state_io.write_master(record, {})
-            self._trust_shards()
+        self._set_masters_from_weights(self._records)
 
     def statistics(self) -> Statistics:
         """What is held where, and what the last step did."""
-        lanes: dict[str, int] = {}
-        device_bytes = 0
-        for record in self._records:
-            lanes[record.lane] = lanes.get(record.lane, 0) + 1
-            device_bytes += record.entry.state_bytes if record.lane == "resident" else 0
-        for segment in self._segments:
-            if segment.native is not None:
-                lanes["native"] = lanes.get("native", 0) + len(segment.native.parameters)
-                device_bytes += segment.native.state_bytes()
-        arenas = [a for segment in self._segments for a in segment.arena_statistics() if a.n_bytes]
-        return Statistics(
-            steps=self._steps,
-            parameters=lanes,
-            device_state_bytes=device_bytes,
-            host_state_bytes=sum(s.payload_bytes for s in self._segments),
-            host_arena_bytes=sum(a.n_bytes for a in arenas),
-            pinned=bool(arenas) and all(a.pinned for a in arenas),
-            pin_seconds=sum(a.touch_seconds + a.pin_seconds for a in arenas),
-            staging_bytes=sum(s.staging_bytes for s in self._segments),
-            buckets=sum(s.bucket_count for s in self._segments),
-            moved_bytes=sum(s.moved_bytes for s in self._segments),
-            step_ms=self._step_ms,
-        )
+        return gather(self._segments, self._records, steps=self._steps, step_ms=self._step_ms)
 
     def close(self) -> None:
         """Finish all work and give host memory, slots and the thread back. Idempotent."""
@@ -361,6 +338,9 @@ class HybridDeviceOptimizer(Optimizer):
 
     def _extend(self, added: list[Member]) -> None:
         """Reserve state for members; on error everything is as before."""
+        if not added:
+            return
+        self._check_device(added)
         records, natives = self._inventory.plan(added, first=not self._segments)
         frozen = {m[0]: self._shown[m[0]] for m in added if self._shown.get(m[0])}
         for record in records:
@@ -379,53 +359,99 @@ class HybridDeviceOptimizer(Optimizer):
                 self._gateway,
                 show_progress=rank0,
             )
+            try:
+                shown = self._first_state(segment, records, natives, frozen)
+            except BaseException:
+                segment.close()
+                raise
         weakref.finalize(self, segment.close)
         self._segments.append(segment)
         self._records = everything
-        self._addresses += [shards.address(record.parameter) for record in records]
+        self._shown.update(shown)
         self._reserved.update(parameter for parameter, _ in added)
+        self._inventory.commit(records, natives)
+
+    @staticmethod
+    def _first_state(
+        segment: Segment,
+        records: list[Record],
+        natives: list[Member],
+        frozen: Mapping[Tensor, dict[str, Any]],
+    ) -> dict[Tensor, dict[str, Any]]:
+        """What is shown of new members; ``frozen``: trained before, frozen, now trained again."""
+        shown = {record.parameter: state_io.expose(record) for record in records}
         for record in records:
-            self._shown[record.parameter] = state_io.expose(record)
-            if found := frozen.get(record.parameter):  # trained, then frozen, now trained again
-                with torch.no_grad():
-                    state_io.write(record, found)
+            if found := frozen.get(record.parameter):
+                state_io.write(record, found)
         for parameter, _ in natives:
-            self._shown[parameter] = segment.native.state[parameter]  # type: ignore[union-attr]
-            self._shown[parameter].update(frozen.get(parameter, {}))
+            shown[parameter] = segment.native.state[parameter]  # type: ignore[union-attr]
+            shown[parameter].update(frozen.get(parameter, {}))
+        return shown
+
+    def _check_device(self, added: list[Member]) -> None:
+        gateway = gateway_of(parameter for parameter, _ in added)
+        if gateway.device != self._gateway.device:
+            raise DeviceError(
+                f"parameters on {gateway.device}",
+                reason=f"this optimizer streams over the link of {self._gateway.device}",
+                remedy="move them there, or wrap another optimizer for them",
+            )
 
     def _take_over(self) -> None:
-        """Move state that the wrapped optimizer already has; it keeps none of it."""
-        inner = self._inner
+        """Copy state that the wrapped optimizer already has; it drops its own afterwards."""
+        known = {record.parameter for record in self._records}
         for record in self._records:
-            state_io.check(record, inner.state.get(record.parameter, {}))
+            state_io.check(record, self._inner.state.get(record.parameter, {}))
         with torch.no_grad():
             for record in self._records:
-                if found := inner.state.pop(record.parameter, None):
+                if found := self._inner.state.get(record.parameter):
                     state_io.write(record, found)
-            for parameter, found in list(inner.state.items()):
-                self._shown[parameter].update(found)
+            for parameter, found in self._inner.state.items():
+                if parameter not in known:
+                    self._shown[parameter].update(found)
             self._trust_shards()
 
-    def _watch(self, models: Sequence[nn.Module]) -> None:
-        """Notice loads into the modules, without keeping the wrapper alive."""
-        reference = weakref.ref(self)
+    def _before_module_load(self) -> None:
+        """See :meth:`_after_module_load`."""
+        self._weights_before = None
+        # torch's helpers show the state, load weights and state into it in place, and only then
+        # call the load methods, the module's first. So where state was shown, masters may have
+        # come with these weights, and only a change that this very load makes is a new weight.
+        if self._state_was_read and not self._ignores_module_loads() and self._mastered():
+            self._weights_before = loading.weight_checksums(self._mastered())
 
-        def records() -> Sequence[Record] | None:
-            wrapper = reference()
-            if wrapper is None or wrapper._closed or wrapper._loaded_since_step:
-                return None
-            wrapper._drain_quietly()
-            return wrapper._records
+    def _after_module_load(self) -> None:
+        """A module was loaded: masters become its weights."""
+        if self._ignores_module_loads():
+            return
+        self._drain_quietly()
+        before, self._weights_before = self._weights_before, None
+        records = self._mastered()
+        if before is not None:
+            changed = (loading.weight_checksums(records) != before).tolist()
+            records = [r for r, differs in zip(records, changed, strict=True) if differs]
+        self._set_masters_from_weights(records)
 
-        loading.unwatch(self, loading.watch_module_loads(models, records))
+    def _ignores_module_loads(self) -> bool:
+        """After a load of ours, until the next step, masters belong to the weights to come."""
+        return self._closed or self._loaded_since_step or os.getpid() != self._pid
+
+    def _mastered(self) -> list[Record]:
+        return [r for r in self._records if r.form is not MasterForm.SHARD]
+
+    def _set_masters_from_weights(self, records: list[Record]) -> None:
+        with torch.no_grad():
+            for record in records:
+                state_io.write_master(record, {})
 
     def _trust_shards(self) -> None:
         for segment in self._segments:
             segment.trust_shards()
 
     def _drain(self) -> None:
-        for segment in self._segments:
-            segment.synchronize()
+        with contextlib.ExitStack() as waits:  # runs all of them, even if one raises
+            for segment in self._segments:
+                waits.callback(segment.synchronize)
 
     def _drain_quietly(self) -> None:
         """Wait for what can still be waited for: a failure was, or will be, reported elsewhere."""
@@ -435,12 +461,8 @@ class HybridDeviceOptimizer(Optimizer):
     def _give_back(self) -> None:
         for segment in self._segments:
             segment.close()
-        for record in self._records:
-            record.tensors.clear()
-            record.pieces.clear()
         self._segments.clear()
         self._records.clear()
-        self._addresses.clear()
         self._reserved.clear()
 
     def _check_usable(self, *, failed_ok: bool = False) -> None:

@@ -116,8 +116,8 @@ def mesh_device_type(parameter: Tensor) -> str:
     return parameter.device.type
 
 
-def gradient_shard(parameter: Tensor, fqn: str) -> Tensor | None:
-    """This rank's piece of ``parameter.grad``: contiguous, shaped like the shard, or ``None``.
+def gradient_shard(parameter: Tensor, fqn: str, expected: tuple[int, ...]) -> Tensor | None:
+    """This rank's piece of ``parameter.grad``: contiguous, of shape ``expected``, or ``None``.
 
     A gradient placed otherwise than its parameter is redistributed first, as DTensor does when
     the plain optimizer adds the two.
@@ -141,11 +141,10 @@ def gradient_shard(parameter: Tensor, fqn: str) -> Tensor | None:
     ):
         gradient = gradient.redistribute(placements=parameter.placements)
     shard = local(gradient)
-    expected = local(parameter).shape
     if shard.shape != expected:
         raise UnsupportedParameterError(
             f"gradient shard of {fqn} with shape {tuple(shard.shape)}",
-            reason=f"the parameter's shard has shape {tuple(expected)}",
+            reason=f"the parameter's shard has shape {expected}",
             remedy="let backward fill .grad, or assign a gradient with the parameter's placements",
         )
     return shard if shard.is_contiguous() else shard.contiguous()

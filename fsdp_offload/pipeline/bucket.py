@@ -17,7 +17,6 @@ from .. import shards
 from ..plan import Bucket, Kind, Slice
 from . import codec
 from .records import REMAINDER_KIND, MasterForm, Piece, Record, Snapshot
-from .schema import StateKind
 from .shadow import Shadow
 
 StateView = Callable[[Slice, Kind, int], Tensor]
@@ -60,22 +59,18 @@ def make_piece(record: Record, piece: Slice, tensor: Tensor, view: StateView) ->
             state[entry.name] = torch.full((), entry.initial, dtype=entry.dtype, device=device)
         else:
             kind, numel = numels[entry.name]
-            state[entry.name] = shaped(record, view(piece, kind, numel), entry)
-    if not record.schema.elementwise:
-        tensor = shards.like(record.parameter, tensor.view(record.info.local_shape))
+            state[entry.name] = shaped(record, view(piece, kind, numel))
+    tensor = shaped(record, tensor)
     made = Piece(record, piece.start, piece.stop, tensor, state, stepped=record.schema.eager)
     record.pieces.append(made)
     return made
 
 
-def shaped(record: Record, flat: Tensor, entry: StateKind) -> Tensor:
-    """A state view in the form that the class keeps it in."""
-    from .records import kind_shape
-
+def shaped(record: Record, flat: Tensor) -> Tensor:
+    """A flat view in the form that the class sees: whole parameters in shape and placement."""
     if record.schema.elementwise:
         return flat
-    view = flat.view(kind_shape(entry, record.info.local_shape))
-    return shards.like(record.parameter, view) if entry.role == "like" else view
+    return shards.like(record.parameter, flat.view(record.info.local_shape))
 
 
 def copy_present(
@@ -185,9 +180,7 @@ class BucketUpdate:
     def _shape(self, gradients: list[Tensor | None]) -> list[Tensor | None]:
         """Gradients of whole parameters in the parameter's shape and placement."""
         return [
-            g
-            if g is None or piece.record.schema.elementwise
-            else shards.like(piece.record.parameter, g.view(piece.record.info.local_shape))
+            None if g is None else shaped(piece.record, g)
             for g, piece in zip(gradients, self.pieces, strict=True)
         ]
 

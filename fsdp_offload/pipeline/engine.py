@@ -97,6 +97,7 @@ class Segment:
         show_progress: bool,
     ) -> None:
         self.gateway, self.config = gateway, config
+        self._added = list(added)
         transfer = config.transfer
         sections = make_sections(added, bucket_bytes=transfer.resolved_bucket_bytes)
         away = [s for s in sections if s.first.lane != "resident"]
@@ -245,8 +246,6 @@ class Segment:
             HostBucket(optimizer, layout, bucket, records, arena, staging, i)
             for i, (layout, bucket) in enumerate(pairs)
         ]
-        for bucket in lane.buckets:
-            bucket.trust_shards()
         return lane
 
     # ------------------------------------------------------------------ running
@@ -277,11 +276,10 @@ class Segment:
 
     def synchronize(self) -> None:
         """Block until every update has run and all state is where it belongs."""
-        self.update.synchronize()
-        if self.streamed is not None:
-            self.streamed.synchronize()
-        if self.host is not None:
-            self.host.synchronize()
+        with contextlib.ExitStack() as waits:  # runs all of them, even if one raises
+            for lane in (self.host, self.streamed, self.update):
+                if lane is not None:
+                    waits.callback(lane.synchronize)
 
     @property
     def staging_bytes(self) -> int:
@@ -328,6 +326,9 @@ class Segment:
         for arena in self.arenas:
             arena.close()
         # It is unmapped when the last view of it is gone; slots and scratch are freed likewise.
+        for record in self._added:  # records and pieces refer to each other
+            record.tensors.clear()
+            record.pieces.clear()
         self.resident, self.streamed, self.host, self.native = [], None, None, None
         self.scratch = Scratch(torch.empty(0, dtype=torch.uint8))
 

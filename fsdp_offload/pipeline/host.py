@@ -132,7 +132,7 @@ class HostBucket:
         self.returned = flat(staging.parameters, compute)
         self.gathered = flat(staging.gathered, shard)
         self.gathered_pieces = cut(self.gathered)
-        self.expected: Tensor | None = None  # device checksum of our last write
+        self.expected = self._observe()  # checksum of the shards as we last wrote them
         self.flag = torch.zeros(1, dtype=torch.bool, device=self.shards[0].device)
         self.host_flag = staging.flag_memory[index % staging.depth :][:1]
         overrides = {
@@ -155,11 +155,7 @@ class HostBucket:
     def stage_gradients(self, gradients: list[Tensor | None]) -> None:
         """Cast gradients into staging and compare the shards with what was last written."""
         copy_present(self.sent_pieces, gradients, gradients)
-        observed = self._observe()
-        if self.expected is None:
-            self.flag.fill_(True)
-        else:
-            torch.ne(observed, self.expected, out=self.flag[0])
+        torch.ne(self._observe(), self.expected, out=self.flag[0])
 
     def _observe(self) -> Tensor:
         self.gathered.zero_()  # gaps between parameters are zero, as in the arena
@@ -292,11 +288,13 @@ class HostLane:
 
     def synchronize(self) -> None:
         """Block until all shards are written and no update is under way, even after a failure."""
-        for slot, user in enumerate(self.staging.host_user):
-            if user is not None:
-                user.join(self.worker.alive)  # run() has raised its error
-                self.staging.host_user[slot] = None
-        self._cast.synchronize()
+        try:
+            for slot, user in enumerate(self.staging.host_user):
+                if user is not None:
+                    user.join(self.worker.alive)  # run() has raised its error
+                    self.staging.host_user[slot] = None
+        finally:
+            self._cast.synchronize()
 
 
 def _send(sent: Tensor, received: Tensor, flag: Tensor, host_flag: Tensor) -> None:

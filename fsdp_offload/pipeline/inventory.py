@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,6 +17,8 @@ from ..errors import StateSchemaError
 from ..plan import Candidate, choose_lanes
 from .records import MasterForm, Record, master_form, state_kinds
 from .schema import Schema, host_flags, probe, signature
+
+_log = logging.getLogger("fsdp_offload")
 
 Member = tuple[Tensor, int]
 """A parameter and the index of its param_group."""
@@ -53,6 +56,8 @@ class Inventory:
         self._optimizer, self._models = optimizer, models
         self._config, self._device = config, device
         self._schemas: dict[Any, Schema] = {}
+        self._max_local_bytes: dict[Tensor, int] = {}
+        self._resident_bytes = 0  # of the largest shards, over all ranks
         self.names = shards.parameter_names(models)
         self._name_missing()
 
@@ -96,31 +101,37 @@ class Inventory:
                 speaks of those only.
         """
         self._name_missing()
+        drafts = [self._draft(*member) for member in added]
         config = self._config
-        if not isinstance(config.update_on, str):
-            if first:
-                # The list is in group order; check it before sorting.
-                choose_lanes([self._draft(*m).candidate for m in added], config)
-            else:
-                config = replace(config, update_on="auto")
-        position = {parameter: i for i, (parameter, _) in enumerate(added)}
-        drafts = [self._draft(*member) for member in self._in_update_order(added)]
-        if not isinstance(config.update_on, str):
-            lanes = tuple(config.update_on[position[d.parameter]] for d in drafts)
-            config = replace(config, update_on=lanes)
-        chosen = choose_lanes([d.candidate for d in drafts], config)
-        records = [
-            self._record(draft, lane)
-            for draft, lane in zip(drafts, chosen, strict=True)
-            if not draft.native
-        ]
-        return records, [(d.parameter, d.group) for d in drafts if d.native]
+        if not first and not isinstance(config.update_on, str):
+            config = replace(config, update_on="auto")
+        if isinstance(config.update_on, str):  # a list of lanes is in the order of the groups
+            drafts = self._in_update_order(drafts)
+        candidates = [draft.candidate for draft in drafts]
+        chosen = choose_lanes(candidates, config, used_bytes=self._resident_bytes)
+        lanes = {id(draft): lane for draft, lane in zip(drafts, chosen, strict=True)}
+        drafts = self._in_update_order(drafts)
+        natives = [draft for draft in drafts if draft.native]
+        if natives and config.offload_fraction > 0:
+            _log.info(
+                "%d parameters keep their state on the device, as %s makes it (%s, ...)",
+                len(natives),
+                type(self._optimizer).__name__,
+                natives[0].candidate.fqn,
+            )
+        records = [self._record(d, lanes[id(d)]) for d in drafts if not d.native]
+        return records, [(d.parameter, d.group) for d in natives]
 
-    def _in_update_order(self, added: list[Member]) -> list[Member]:
+    def commit(self, records: Sequence[Record], natives: Sequence[Member]) -> None:
+        """Count what stays on the device against a budget, once its memory is reserved."""
+        stay = [r.parameter for r in records if r.lane == "resident"] + [p for p, _ in natives]
+        self._resident_bytes += sum(self._max_local_bytes[parameter] for parameter in stay)
+
+    def _in_update_order(self, drafts: list[Draft]) -> list[Draft]:
         """Outside FSDP first, then the models' order, then the rest as given."""
         order = {parameter: i for i, parameter in enumerate(self.names)}
         managed = shards.fsdp_parameters(self._models)
-        return sorted(added, key=lambda member: (member[0] in managed, order[member[0]]))
+        return sorted(drafts, key=lambda d: (d.parameter in managed, order[d.parameter]))
 
     def _draft(self, parameter: Tensor, group: int) -> Draft:
         fqn = self.names[parameter]
@@ -142,6 +153,7 @@ class Inventory:
             must_stay=native,
             whole=not schema.elementwise,
         )
+        self._max_local_bytes[parameter] = candidate.max_local_bytes
         return Draft(parameter, group, info, compute, native, candidate)
 
     def _record(self, draft: Draft, lane: Any) -> Record:
@@ -159,6 +171,7 @@ class Inventory:
             lane=lane,
             form=form,
             kinds=state_kinds(info, schema, form, compute),
+            address=shards.address(draft.parameter),
         )
 
     def check_schemas(self, records: Sequence[Record]) -> None:

@@ -3,14 +3,30 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from types import ModuleType
+
+import torch
 
 
 @functools.cache
 def triton_kernels() -> ModuleType | None:
-    """The module of CUDA kernels, or None where Triton is not installed (CPU builds)."""
+    """The module of CUDA kernels, or None where Triton is missing (CPU builds) or cannot compile.
+
+    Asked for when there is a CUDA tensor to work on.
+    """
     try:
         from . import kernels_triton
+
+        total = torch.zeros((), dtype=torch.int64, device="cuda")
+        kernels_triton.checksum(torch.ones(64, dtype=torch.int32, device="cuda"), total)
     except ImportError:
+        return None
+    except Exception as error:  # Triton compiles when it first launches, and needs a C compiler
+        warnings.warn(
+            f"Triton kernels cannot be used, torch operations take their place: {error!r}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
         return None
     return kernels_triton

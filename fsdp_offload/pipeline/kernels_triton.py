@@ -43,7 +43,9 @@ def _checksum(bits, total, numel, BLOCK: tl.constexpr):  # type: ignore[no-untyp
 
 
 def _launch(kernel: Any, numel: int, *operands: Tensor, block: int = BLOCK, **flags: bool) -> None:
-    if numel:
+    if not numel:
+        return
+    with torch.cuda.device(operands[0].device):  # Triton launches on the current device
         kernel[(triton.cdiv(numel, block),)](*operands, numel, BLOCK=block, **flags)
 
 

@@ -23,7 +23,7 @@ from ..config import Lane
 from ..plan import Entry, Kind
 from ..plan.layout import CUDA_TILE_NUMEL
 from ..shards import ShardInfo
-from .schema import Schema, StateKind, public_attributes
+from .schema import Schema, public_attributes
 
 
 class MasterForm(Enum):
@@ -51,6 +51,7 @@ class Record:
     lane: Lane
     form: MasterForm
     kinds: tuple[tuple[Kind, int], ...]
+    address: int  # of the shard; updates are in place, so it must stay
     tensors: dict[str, Tensor] = field(default_factory=dict)  # 1-D, numel of the kind
     pieces: list[Piece] = field(default_factory=list)
 
@@ -100,31 +101,14 @@ def state_kinds(
 ) -> tuple[tuple[Kind, int], ...]:
     """Tensors kept per parameter, each with its elements on this rank."""
     kinds = [
-        (Kind(kind.name, kind.dtype or compute), kind_numel(kind, info)) for kind in schema.kinds
-        if kind.role in ("like", "other")
+        (Kind(kind.name, kind.dtype or compute), info.local_numel) for kind in schema.kinds
+        if kind.role == "like"
     ]  # fmt: skip
     if form is MasterForm.REMAINDER:
         kinds.append((REMAINDER_KIND, info.local_numel))
     elif form is MasterForm.WHOLE:
         kinds.append((Kind(form.value, compute), info.local_numel))
     return tuple(kinds)
-
-
-def kind_shape(kind: StateKind, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Shape of a state tensor of a parameter of ``shape``.
-
-    The only factored state known is Adafactor's (arXiv 1804.04235; torch/optim/_adafactor.py).
-    """
-    if kind.role == "like":
-        return shape
-    if kind.name == "row_var":
-        return (*shape[:-1], 1)
-    return (*shape[:-2], 1, shape[-1])
-
-
-def kind_numel(kind: StateKind, info: ShardInfo) -> int:
-    """Elements of a state tensor on this rank."""
-    return torch.Size(kind_shape(kind, info.local_shape)).numel()
 
 
 @dataclass

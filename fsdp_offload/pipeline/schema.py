@@ -47,7 +47,8 @@ _REFUSED: Final = {
 # Attributes of an instance that a shadow must not share: its state, what a GradScaler leaves
 # behind for one call, and the methods that schedulers and this package put on the instance.
 _PRIVATE: Final = frozenset(
-    "state param_groups step grad_scale found_inf zero_grad state_dict load_state_dict".split()
+    "state param_groups step grad_scale found_inf zero_grad state_dict load_state_dict "
+    "add_param_group".split()
 )
 
 Role = Literal["like", "scalar", "number", "other"]
@@ -255,8 +256,9 @@ def _existing_state(
     optimizer: Optimizer, group: dict[str, Any], dtype: torch.dtype
 ) -> dict[str, Any] | None:
     """State that the class made for one parameter of the group at construction; what has the
-    parameter's dtype, in ``dtype``."""
-    for parameter in group["params"]:
+    parameter's dtype, in ``dtype``. Taken from a shard that is not empty, where there is one, so
+    that ranks with empty shards come to the same verdict."""
+    for parameter in sorted(group["params"], key=lambda p: shards.local(p).numel() == 0):
         if state := optimizer.state.get(parameter):
             return {
                 name: shards.local(v).to(
@@ -318,7 +320,7 @@ def _scratch_value(value: Any, parameter: Tensor) -> Any:
     if value.dim() == 0:
         return value.clone()
     first = value.flatten()[:1]
-    return torch.full_like(parameter, first.item() if first.numel() else 0.0, dtype=value.dtype)
+    return torch.full_like(parameter, first.item() if first.numel() else 1.0, dtype=value.dtype)
 
 
 def _classify(

@@ -11,7 +11,7 @@ from torch import Tensor
 from .. import shards
 from ..errors import StateDictError
 from . import codec
-from .records import MasterForm, Record, kind_shape
+from .records import MasterForm, Record
 
 REMAINDER = MasterForm.REMAINDER.value
 WHOLE = MasterForm.WHOLE.value
@@ -29,8 +29,8 @@ def expose(record: Record) -> dict[str, Any]:
         if kind.role in ("scalar", "number"):
             shown[kind.name] = first.state[kind.name]
         else:
-            view = record.tensors[kind.name].view(kind_shape(kind, record.info.local_shape))
-            shown[kind.name] = shards.like(record.parameter, view) if kind.role == "like" else view
+            view = record.tensors[kind.name].view(record.info.local_shape)
+            shown[kind.name] = shards.like(record.parameter, view)
     if record.emits_master:
         name = record.form.value
         view = record.tensors[name].view(record.info.local_shape)
@@ -54,22 +54,27 @@ def check(record: Record, values: Mapping[str, Any]) -> None:
             remedy="load a checkpoint of the same optimizer class and flags",
         )
     for kind in record.schema.kinds:
-        if kind.role in ("like", "other"):
-            _check_shape(
-                record, kind.name, values[kind.name], kind_shape(kind, record.info.local_shape)
-            )
-        elif isinstance(values[kind.name], Tensor) and values[kind.name].numel() != 1:
+        if kind.role == "like":
+            _check_shape(record, kind.name, values[kind.name])
+        elif not _is_number(values[kind.name]):
             raise StateDictError(
-                f"state {kind.name!r} of {record.fqn} with shape {tuple(values[kind.name].shape)}",
+                f"state {kind.name!r} of {record.fqn}: {values[kind.name]!r}",
                 reason="a single number is expected",
                 remedy="load a checkpoint of the same optimizer class",
             )
     for name in (REMAINDER, WHOLE):
         if name in values and record.emits_master:
-            _check_shape(record, name, values[name], record.info.local_shape)
+            _check_shape(record, name, values[name])
 
 
-def _check_shape(record: Record, name: str, value: Any, shape: tuple[int, ...]) -> None:
+def _is_number(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.numel() == 1
+    return isinstance(value, bool | int | float | complex)
+
+
+def _check_shape(record: Record, name: str, value: Any) -> None:
+    shape = record.info.local_shape
     if not isinstance(value, Tensor):
         raise StateDictError(
             f"state {name!r} of {record.fqn} of type {type(value).__name__}",
@@ -96,7 +101,7 @@ def write(record: Record, values: Mapping[str, Any]) -> None:
         return
     for kind in record.schema.kinds:
         value = values[kind.name]
-        if kind.role in ("like", "other"):
+        if kind.role == "like":
             record.tensors[kind.name].copy_(shards.local(value).reshape(-1))
             continue
         for piece in record.pieces:
@@ -114,6 +119,26 @@ def write(record: Record, values: Mapping[str, Any]) -> None:
     write_master(record, values)
 
 
+def adopt_writes(record: Record, shown: Mapping[str, Any]) -> None:
+    """Follow what was written into ``shown`` (an earlier :func:`expose`) from outside.
+
+    Tensors of the arena are the state itself, but each piece has scalars of its own, and state
+    that was set by hand must not be initialised again.
+    """
+    for kind in record.schema.kinds:
+        value = shown.get(kind.name)
+        if kind.role == "like" or value is None:
+            continue
+        for piece in record.pieces:
+            if kind.role == "number":
+                piece.state[kind.name] = value
+            elif piece.state[kind.name] is not value:
+                piece.state[kind.name].copy_(value)
+    if not record.pieces[0].stepped and _has_stepped(record, shown):
+        for piece in record.pieces:
+            piece.stepped = True
+
+
 def reset(record: Record) -> None:
     """State as at construction: the class initialises it again at the next gradient."""
     _initialise(record)
@@ -122,7 +147,7 @@ def reset(record: Record) -> None:
 
 def _initialise(record: Record) -> None:
     for kind in record.schema.kinds:
-        if kind.role in ("like", "other"):
+        if kind.role == "like":
             record.tensors[kind.name].fill_(kind.initial)
             continue
         for piece in record.pieces:
@@ -188,7 +213,7 @@ def _has_stepped(record: Record, values: Mapping[str, Any]) -> bool:
         return True
     if "step" in values:
         return float(values["step"]) > 0
-    tensors = [record.tensors[k.name] for k in record.schema.kinds if k.role in ("like", "other")]
+    tensors = [record.tensors[k.name] for k in record.schema.kinds if k.role == "like"]
     if not tensors:
         return True
     return not all(_is_negative_zero(t.real if t.is_complex() else t) for t in tensors)

@@ -130,8 +130,12 @@ class ThreadPool:
             )
             for i in range(threads)
         ]
-        for thread in self._threads:
-            thread.start()
+        try:
+            for thread in self._threads:
+                thread.start()
+        except BaseException:
+            self.stop()
+            raise
         for _ in self._threads:
             ready.acquire()  # all have set up their number of kernel threads
 
@@ -161,17 +165,20 @@ def _serve(
     inherited: int,
     ready: threading.Semaphore,
 ) -> None:
-    torch.get_num_threads()  # else this thread's first kernel would take the default once more
-    torch.set_num_threads(kernel_threads)
-    # set_num_threads also becomes the default of threads that are created later. A thread that
-    # lives only for this line puts that default back and leaves this thread's own number alone.
-    restore = threading.Thread(target=torch.set_num_threads, args=(inherited,))
-    restore.start()
-    restore.join()
-    ready.release()
+    try:
+        torch.get_num_threads()  # else this thread's first kernel would take the default once more
+        torch.set_num_threads(kernel_threads)
+        # set_num_threads also becomes the default of threads that are created later. A thread
+        # that lives only for this line puts that default back and leaves this thread's own alone.
+        restore = threading.Thread(target=torch.set_num_threads, args=(inherited,))
+        restore.start()
+        restore.join()
+    finally:
+        ready.release()
     while (item := work.get()) is not None:
         ticket, fn, args = item
         more: Calls | None = None
+        call: Callable[[], None] | None = None
         try:
             more = fn(*args)
             ticket.expect(len(more or ()))
@@ -181,4 +188,5 @@ def _serve(
             ticket.finish(error)
         else:
             ticket.finish(None)
-        del item, ticket, fn, args, more
+        # Nothing of a step may outlive it here: its gradients would.
+        del item, ticket, fn, args, more, call

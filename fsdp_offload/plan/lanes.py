@@ -24,8 +24,10 @@ class Candidate:
     whole: bool = False  # updated as a whole matrix: no host lane
 
 
-def choose_lanes(candidates: Sequence[Candidate], config: OffloadConfig) -> tuple[Lane, ...]:
-    """One lane per candidate.
+def choose_lanes(
+    candidates: Sequence[Candidate], config: OffloadConfig, *, used_bytes: int = 0
+) -> tuple[Lane, ...]:
+    """One lane per candidate; ``used_bytes`` of a device budget are taken already.
 
     Parameters stay on the device in the given order as long as they fit into what may stay; a
     parameter that does not fit is offloaded and later, smaller ones are still tried. So the
@@ -39,7 +41,7 @@ def choose_lanes(candidates: Sequence[Candidate], config: OffloadConfig) -> tupl
         return _given_lanes(candidates, config.update_on)
     if config.device_budget_bytes is not None:
         sizes = [c.max_local_bytes for c in candidates]
-        allowance = float(config.device_budget_bytes)
+        allowance = float(config.device_budget_bytes - used_bytes)
     else:
         sizes = [c.global_bytes for c in candidates]
         allowance = (1.0 - config.offload_fraction) * sum(sizes)

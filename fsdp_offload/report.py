@@ -1,0 +1,66 @@
+"""``statistics()``: what the optimizer holds and what its last step did."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .pipeline.engine import Segment
+from .pipeline.records import Record
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """What the optimizer holds, and what its last step did, on this rank."""
+
+    steps: int
+    """Calls of ``step()`` since construction."""
+    parameters: dict[str, int]
+    """Trainable parameters per lane; ``native`` ones keep the state their class makes."""
+    device_state_bytes: int
+    """State that stays on the device."""
+    host_state_bytes: int
+    """State in host memory: payload."""
+    host_arena_bytes: int
+    """Host memory taken for it, alignment and staging included."""
+    pinned: bool
+    """Whether all of that memory is page-locked."""
+    pin_seconds: float
+    """Seconds that touching and page-locking it took."""
+    staging_bytes: int
+    """Device memory of slots, scratch and staging rings."""
+    buckets: int
+    """Units of update per step."""
+    moved_bytes: int
+    """Bytes that the last step moved in each direction."""
+    step_ms: float
+    """Host milliseconds of the last ``step()``; the device may still have been at work."""
+
+
+def gather(
+    segments: Sequence[Segment], records: Sequence[Record], *, steps: int, step_ms: float
+) -> Statistics:
+    """Add up what all segments hold."""
+    lanes: dict[str, int] = {}
+    device_bytes = 0
+    for record in records:
+        lanes[record.lane] = lanes.get(record.lane, 0) + 1
+        device_bytes += record.entry.state_bytes if record.lane == "resident" else 0
+    for segment in segments:
+        if segment.native is not None:
+            lanes["native"] = lanes.get("native", 0) + len(segment.native.parameters)
+            device_bytes += segment.native.state_bytes()
+    arenas = [a for segment in segments for a in segment.arena_statistics() if a.n_bytes]
+    return Statistics(
+        steps=steps,
+        parameters=lanes,
+        device_state_bytes=device_bytes,
+        host_state_bytes=sum(s.payload_bytes for s in segments),
+        host_arena_bytes=sum(a.n_bytes for a in arenas),
+        pinned=bool(arenas) and all(a.pinned for a in arenas),
+        pin_seconds=sum(a.touch_seconds + a.pin_seconds for a in arenas),
+        staging_bytes=sum(s.staging_bytes for s in segments),
+        buckets=sum(s.bucket_count for s in segments),
+        moved_bytes=sum(s.moved_bytes for s in segments),
+        step_ms=step_ms,
+    )
