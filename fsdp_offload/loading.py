@@ -46,11 +46,19 @@ def match_ids(groups: Groups, loaded: Mapping[str, Any]) -> dict[Tensor, Any]:
             "other groups",
             remedy="build the model and its parameter groups as when it was saved",
         )
-    return {
+    ids = {
         parameter: saved
         for group, saved_group in zip(groups, loaded["param_groups"], strict=True)
         for parameter, saved in zip(group["params"], saved_group["params"], strict=True)
     }
+    for saved in ids.values():
+        if not isinstance(loaded["state"].get(saved, {}), Mapping):
+            raise StateDictError(
+                f"state of parameter {saved!r} of type {type(loaded['state'][saved]).__name__}",
+                reason="a parameter's state is a dict of names and values",
+                remedy="pass what state_dict() of this or of the plain optimizer returned",
+            )
+    return ids
 
 
 def checked_groups(
