@@ -29,9 +29,9 @@ from .worker import InlineWorker, ThreadPool, Worker
 
 _log = logging.getLogger("fsdp_offload")
 
-HOST_DEPTH = 4
+HOST_DEPTH = 6
 """Gradient buffers of the host lane in host memory: one arrives, the others keep threads busy."""
-HOST_BUCKET_FACTOR = 3
+HOST_BUCKET_FACTOR = 2
 """Host buckets are that much larger: each costs a hand-over between threads."""
 DEFAULT_DEVICE_BYTES = 256 << 20
 """Staging memory on the device above which the reason is logged."""
