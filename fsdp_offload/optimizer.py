@@ -17,6 +17,7 @@ capture of ``step()``, copying or pickling the wrapper, use in a forked process.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import time
 import weakref
@@ -46,6 +47,8 @@ from .pipeline.schema import check_supported
 from .pipeline.shadow import step_idle_groups
 from .report import Statistics, gather
 from .wrapping import check_wrappable, gateway_of, make_inert, modules_of, share_hooks
+
+_log = logging.getLogger("fsdp_offload")
 
 
 class HybridDeviceOptimizer(Optimizer):
@@ -277,6 +280,12 @@ class HybridDeviceOptimizer(Optimizer):
             self._load_natives(loaded["state"], ids)
             self._trust_shards()
         self._loaded_since_step = True
+        seeded = [state_io.seeds_master(*pair) for pair in zip(self._records, values, strict=True)]
+        if any(seeded):
+            _log.warning(
+                "%d parameters came without a saved fp32 master: masters were set from the weights",
+                sum(seeded),
+            )
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 

@@ -174,3 +174,18 @@ def test_malformed_state_is_refused_before_anything_is_written(state: Any) -> No
         for name, value in values.items():
             assert torch.equal(value, saved["state"][index][name])
     train(model, mine, range(2, 3))
+
+
+def test_a_load_without_saved_masters_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    models = [make_model(torch.bfloat16), make_model(torch.bfloat16)]
+    plain = torch.optim.AdamW(models[0].parameters())
+    train(models[0], plain, range(2))
+    models[1].load_state_dict(models[0].state_dict())
+    mine = wrap(torch.optim.AdamW(models[1].parameters()), "streamed")
+    with caplog.at_level("WARNING", logger="fsdp_offload"):
+        mine.load_state_dict(plain.state_dict())
+        assert "4 parameters came without a saved fp32 master" in caplog.text
+        caplog.clear()
+        mine.load_state_dict(copy.deepcopy(mine.state_dict()))
+        assert not caplog.text
+    assert all(not state["master_remainder"].any() for state in mine.state.values())

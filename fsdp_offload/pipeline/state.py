@@ -188,6 +188,11 @@ def write_master(record: Record, values: Mapping[str, Any]) -> None:
         record.tensors[WHOLE].copy_(shard)
 
 
+def seeds_master(record: Record, values: Mapping[str, Any]) -> bool:
+    """Whether loading ``values`` has to take the master from the weight: none was saved."""
+    return bool(values) and record.emits_master and not {REMAINDER, WHOLE} & values.keys()
+
+
 def _set_exactly(record: Record, shard: Tensor, master: Tensor) -> None:
     """Make the record's master equal ``master``: the shard becomes its rounding."""
     if shard.dtype == torch.bfloat16:
