@@ -18,11 +18,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -32,13 +31,11 @@ from torch.optim import Optimizer
 from . import loading, shards
 from .config import OffloadConfig, PrecisionConfig, TransferConfig
 from .errors import (
-    ClosedError,
     ConfigError,
     DeviceError,
-    LaneError,
-    OffloadError,
     StateSchemaError,
 )
+from .health import Health
 from .pipeline import state as state_io
 from .pipeline.engine import Segment
 from .pipeline.inventory import Inventory, Member
@@ -104,13 +101,12 @@ class HybridDeviceOptimizer(Optimizer):
         check_wrappable(optimizer)
         models = modules_of(model)
         self._gateway = gateway_of(p for group in optimizer.param_groups for p in group["params"])
-        self._inner, self._pid = optimizer, os.getpid()
+        self._inner, self._health = optimizer, Health()
         self._segments: list[Segment] = []
         self._records: list[Record] = []
         self._reserved: set[Tensor] = set()
         self._shown: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
-        self._failure: BaseException | None = None
-        self._built = self._closed = self._loaded_since_step = self._state_was_read = False
+        self._built = self._loaded_since_step = self._state_was_read = False
         self._weights_before: Tensor | None = None
         self._steps, self._step_ms = 0, 0.0
         super().__init__(optimizer.param_groups, optimizer.defaults)
@@ -142,7 +138,7 @@ class HybridDeviceOptimizer(Optimizer):
             LaneError: this or an earlier update failed; only a load makes the optimizer usable.
             StateSchemaError, UnsupportedParameterError: refused, nothing was updated.
         """
-        self._check_usable()
+        self._health.check()
         self._gateway.current_stream()  # refuses a graph capture before anything is touched
         loss = None
         if closure is not None:
@@ -150,7 +146,7 @@ class HybridDeviceOptimizer(Optimizer):
                 loss = closure()
         began = time.perf_counter()
         work = self._collect()
-        with self._failing("step()"):
+        with self._health.failing("step()", self._drain_quietly):
             start = self._gateway.current_stream().record()
             for segment in self._segments:
                 segment.run(work, start)
@@ -227,7 +223,7 @@ class HybridDeviceOptimizer(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group as torch does; its state is reserved at once."""
         if self._built:
-            self._check_usable()
+            self._health.check()
         super().add_param_group(param_group)
         if not self._built:
             return
@@ -245,7 +241,7 @@ class HybridDeviceOptimizer(Optimizer):
         Parameters with bf16 or fp16 shards and an fp32 master have one more entry,
         ``master_remainder`` (int16) or ``master`` (fp32), which plain optimizers ignore.
         """
-        self._check_usable()
+        self._health.check()
         return super().state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -257,7 +253,7 @@ class HybridDeviceOptimizer(Optimizer):
         Raises:
             StateDictError: groups, keys, shapes or placements do not fit; nothing was written.
         """
-        self._check_usable(failed_ok=True)
+        self._health.check(failed_ok=True)
         loaded: Any = dict(state_dict)
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             replaced = pre_hook(self, loaded)
@@ -271,8 +267,8 @@ class HybridDeviceOptimizer(Optimizer):
         for record, found in zip(self._records, values, strict=True):
             state_io.check(record, found)
         self._drain_quietly()
-        self._failure = None
-        with self._failing("load_state_dict()"), torch.no_grad():
+        self._health.recover()
+        with self._health.failing("load_state_dict()", self._drain_quietly), torch.no_grad():
             for group, loaded_group in zip(self.param_groups, groups, strict=True):
                 group.update(loaded_group)
             for record, found in zip(self._records, values, strict=True):
@@ -304,8 +300,8 @@ class HybridDeviceOptimizer(Optimizer):
 
     def synchronize(self) -> None:
         """Block until parameters and state are final and host memory may be read."""
-        self._check_usable()
-        with self._failing("synchronize()"):
+        self._health.check()
+        with self._health.failing("synchronize()", self._drain_quietly):
             self._drain()
 
     def resync(self) -> None:
@@ -323,10 +319,10 @@ class HybridDeviceOptimizer(Optimizer):
 
     def close(self) -> None:
         """Finish all work and give host memory, slots and the thread back. Idempotent."""
-        if self._closed or os.getpid() != self._pid:
+        if self._health.closed or not self._health.is_ours:
             return
         self._drain_quietly()
-        self._closed, self._failure = True, None  # its traceback holds views of the memory
+        self._health.close()
         self._shown.clear()
         self._give_back()
 
@@ -443,7 +439,8 @@ class HybridDeviceOptimizer(Optimizer):
 
     def _ignores_module_loads(self) -> bool:
         """After a load of ours, until the next step, masters belong to the weights to come."""
-        return self._closed or self._loaded_since_step or os.getpid() != self._pid
+        health = self._health
+        return health.closed or self._loaded_since_step or not health.is_ours
 
     def _mastered(self) -> list[Record]:
         return [r for r in self._records if r.form is not MasterForm.SHARD]
@@ -473,35 +470,3 @@ class HybridDeviceOptimizer(Optimizer):
         self._segments.clear()
         self._records.clear()
         self._reserved.clear()
-
-    def _check_usable(self, *, failed_ok: bool = False) -> None:
-        if self._closed:
-            raise ClosedError(
-                "a closed optimizer", reason="its memory was given back", remedy="wrap again"
-            )
-        if os.getpid() != self._pid:
-            raise ClosedError(
-                f"an optimizer of process {self._pid} used in process {os.getpid()}",
-                reason="its memory is not inherited by forked processes",
-                remedy="step, save and load in the process that built it",
-            )
-        if self._failure is not None and not failed_ok:
-            raise LaneError(
-                "an earlier update failed",
-                reason=f"some parameters may be one step ahead of others ({self._failure!r})",
-                remedy="load a checkpoint (model, then optimizer) or build both anew",
-            ) from self._failure
-
-    @contextlib.contextmanager
-    def _failing(self, what: str) -> Iterator[None]:
-        """From an exception inside on, the optimizer is failed until a load succeeds."""
-        try:
-            yield
-        except BaseException as error:
-            self._failure = error
-            self._drain_quietly()
-            if not isinstance(error, Exception):
-                raise  # KeyboardInterrupt and the like stay what they are
-            remedy = "load a checkpoint (model, then optimizer) or build both anew"
-            reason = str(error) if isinstance(error, OffloadError) else repr(error)
-            raise LaneError(f"{what} failed", reason=reason, remedy=remedy) from error
