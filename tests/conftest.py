@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import random
 import sys
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 if TYPE_CHECKING:
+    from fsdp_offload.memory import HostArena
     from fsdp_offload.testing import RankPool
 
 GPU_TESTS = Path(__file__).parent / "gpu"
@@ -51,6 +53,45 @@ def ranks() -> Iterator[Callable[..., RankPool]]:
     yield pool_of
     for pool in pools.values():
         pool.close()
+
+
+# The fixtures below import the package when they are used: tests of tier T0 do without torch.
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """On busy cores, threads of a small kernel wait much longer for each other than they work."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def small_host_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a few thousand elements are many buckets in every lane."""
+    from fsdp_offload.pipeline import engine
+
+    monkeypatch.setattr(engine, "HOST_BUCKET_FACTOR", 1)
+
+
+@pytest.fixture
+def arenas(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[HostArena]]:
+    """Every arena that is made in the test."""
+    from fsdp_offload.memory import HostArena
+    from fsdp_offload.pipeline import engine
+
+    made: list[weakref.ref[HostArena]] = []
+
+    class Noted(HostArena):
+        def __init__(self, n_bytes: int, **settings: Any) -> None:
+            made.append(weakref.ref(self))
+            super().__init__(n_bytes, **settings)
+
+    monkeypatch.setattr(engine, "HostArena", Noted)
+    return made
 
 
 @pytest.hookimpl(tryfirst=True)

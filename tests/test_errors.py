@@ -39,9 +39,10 @@ from fsdp_offload import (
 )
 from fsdp_offload.device import CpuGateway, use_gateway
 from fsdp_offload.memory import HostArena
-from fsdp_offload.pipeline import engine, host
+from fsdp_offload.pipeline import host
 from fsdp_offload.testing import StreamSimulator
 
+pytestmark = pytest.mark.usefixtures("one_thread", "small_host_buckets")
 CPU = torch.device("cpu")
 LANES = ("resident", "streamed", "host")
 SMALL = TransferConfig(bucket_bytes=4096, slots=2, host_threads=2)
@@ -85,35 +86,6 @@ def assert_explains(error: OffloadError, what: str) -> None:
     assert error.remedy
     for part in (error.what, error.reason, error.remedy):
         assert part in str(error)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """On busy cores, threads of a small kernel wait much longer for each other than they work."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(autouse=True)
-def _small_host_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that a few thousand elements are many buckets in every lane."""
-    monkeypatch.setattr(engine, "HOST_BUCKET_FACTOR", 1)
-
-
-@pytest.fixture
-def arenas(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[HostArena]]:
-    """Every arena that is made in the test."""
-    made: list[weakref.ref[HostArena]] = []
-
-    class Noted(HostArena):
-        def __init__(self, n_bytes: int, **settings: Any) -> None:
-            made.append(weakref.ref(self))
-            super().__init__(n_bytes, **settings)
-
-    monkeypatch.setattr(engine, "HostArena", Noted)
-    return made
 
 
 class Refusal:

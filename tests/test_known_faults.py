@@ -6,7 +6,7 @@ import copy
 import gc
 import io
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -24,6 +24,7 @@ from fsdp_offload.pipeline import engine
 from fsdp_offload.pipeline.codec import decode_plain
 from fsdp_offload.testing import ADVERSARIES, StreamSimulator
 
+pytestmark = pytest.mark.usefixtures("one_thread", "small_host_buckets")
 CPU = torch.device("cpu")
 LANES = ("resident", "streamed", "host")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -31,21 +32,6 @@ SMALL = TransferConfig(bucket_bytes=4096, slots=2, host_threads=2)
 
 each_lane = pytest.mark.parametrize("lane", LANES)
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """On busy cores, threads of a small kernel wait much longer for each other than they work."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(autouse=True)
-def _small_host_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that a few thousand elements are many buckets in every lane."""
-    monkeypatch.setattr(engine, "HOST_BUCKET_FACTOR", 1)
 
 
 class Model(nn.Module):

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -26,10 +26,10 @@ import fsdp_offload
 from fsdp_offload import HybridDeviceOptimizer, TransferConfig
 from fsdp_offload.memory import HostArena
 from fsdp_offload.memory.arena import _mappings
-from fsdp_offload.pipeline import engine
 from fsdp_offload.pipeline.shadow import Shadow
 from fsdp_offload.testing import StreamSimulator
 
+pytestmark = pytest.mark.usefixtures("one_thread", "small_host_buckets")
 LANES = ("resident", "streamed", "host")
 SMALL = TransferConfig(bucket_bytes=4096, slots=2, host_threads=2)
 each_lane = pytest.mark.parametrize("lane", LANES)
@@ -80,35 +80,6 @@ def pair(
     model, twin_model = Model(), Model()
     optimizer = wrap(cls(model.parameters(), **settings), lane)
     return model, optimizer, twin_model, cls(twin_model.parameters(), **settings)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """On busy cores, threads of a small kernel wait much longer for each other than they work."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(autouse=True)
-def _small_host_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that a few thousand elements are many buckets in every lane."""
-    monkeypatch.setattr(engine, "HOST_BUCKET_FACTOR", 1)
-
-
-@pytest.fixture
-def arenas(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[HostArena]]:
-    """Every arena that is made in the test."""
-    made: list[weakref.ref[HostArena]] = []
-
-    class Noted(HostArena):
-        def __init__(self, n_bytes: int, **settings: Any) -> None:
-            made.append(weakref.ref(self))
-            super().__init__(n_bytes, **settings)
-
-    monkeypatch.setattr(engine, "HostArena", Noted)
-    return made
 
 
 # --------------------------------------------------------------------------- an Optimizer

@@ -38,6 +38,7 @@ from fsdp_offload.pipeline.worker import Calls, Ticket
 from fsdp_offload.testing import ADVERSARIES, StreamSimulator
 from fsdp_offload.testing.simulator import SimulatedEvent, SimulatedStream
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 CPU = torch.device("cpu")
 FP32, BF16 = torch.float32, torch.bfloat16
 NUMELS = (700, 64, 500, 130, 1000)
@@ -380,15 +381,6 @@ def _lazy_host_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "HOST_BUCKET_FACTOR", 1)
     monkeypatch.setattr(engine, "HOST_DEPTH", 2)
     monkeypatch.setattr(host, "UNIT_NUMEL", 128)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """On busy cores, threads of a small kernel wait much longer for each other than they work."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def simulate(

@@ -34,7 +34,7 @@ HOST_DEPTH = 6
 HOST_BUCKET_FACTOR = 2
 """Host buckets are that much larger: each costs a hand-over between threads."""
 DEFAULT_DEVICE_BYTES = 256 << 20
-"""Staging memory on the device above which the reason is logged."""
+"""Memory of the slots above which the parameter that needs it is logged."""
 
 
 @dataclass(frozen=True)
