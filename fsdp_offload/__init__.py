@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .config import PrecisionConfig, TransferConfig
     from .errors import (
+        CheckpointCorruptError,
+        CheckpointError,
         ClosedError,
         ConfigError,
         DeviceError,
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "CheckpointCorruptError",
+    "CheckpointError",
     "ClosedError",
     "ConfigError",
     "DeviceError",

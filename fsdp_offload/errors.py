@@ -10,6 +10,8 @@
     ├── StateDictError               a state dict does not fit       (also a ValueError)
     ├── StateSchemaError             the optimizer changed its state (also a RuntimeError)
     ├── LaneError                    an update failed half-way       (also a RuntimeError)
+    ├── CheckpointError              saving or loading failed        (also a RuntimeError)
+    │   └── CheckpointCorruptError       a file is not as it was written
     └── ClosedError                  used after ``close()``          (also a RuntimeError)
 
 Each message has three parts: the value, the reason and the remedy.
@@ -78,6 +80,14 @@ class StateSchemaError(OffloadError, RuntimeError):
 
 class LaneError(OffloadError, RuntimeError):
     """An update failed; the optimizer is *failed* until a load succeeds."""
+
+
+class CheckpointError(OffloadError, RuntimeError):
+    """A checkpoint could not be written, found or read."""
+
+
+class CheckpointCorruptError(CheckpointError):
+    """A file of a checkpoint is missing, truncated, or not as it was written."""
 
 
 class ClosedError(OffloadError, RuntimeError):

@@ -21,7 +21,7 @@ import logging
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -175,8 +175,23 @@ class HybridDeviceOptimizer(Optimizer):
                     reason="its memory was replaced after wrapping, and updates are in place",
                     remedy="wrap the optimizer after the model has been moved or re-sharded",
                 )
+        self._count_empty_shards(gradients)
         host = any(segment.host is not None for segment in self._segments)
         return Work(gradients, Snapshot.take(self._inner, self.param_groups, host=host))
+
+    def _count_empty_shards(self, gradients: list[Tensor | None]) -> None:
+        """Let ``step`` of a parameter advance on the ranks that hold nothing of it too.
+
+        FSDP2 gives empty shards an empty gradient, Megatron-FSDP gives them none. Their ``step``
+        would stay behind that of the other ranks, and a checkpoint takes it from any rank.
+        """
+        pairs = list(zip(self._records, gradients, strict=True))
+        held = [g for record, g in pairs if record.info.local_numel]
+        if held and all(gradient is None for gradient in held):
+            return  # a step without any gradient
+        for record, gradient in pairs:
+            if gradient is None and shards.never_has_gradient(record.parameter):
+                gradients[record.index] = shards.local(record.parameter).reshape(-1)
 
     def _write_back(self, snapshot: Snapshot) -> None:
         """What a class of the user's own changed in its groups and attributes, once."""
@@ -234,6 +249,13 @@ class HybridDeviceOptimizer(Optimizer):
         except BaseException:
             self.param_groups.pop()
             raise
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's; Megatron-FSDP's ``decoupled_grad`` goes as well."""
+        super().zero_grad(set_to_none)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                shards.clear_decoupled_gradient(parameter)
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's: integer ids and live tensors, which the plain optimizer accepts.
@@ -298,6 +320,25 @@ class HybridDeviceOptimizer(Optimizer):
 
     # ------------------------------------------------------------------ the wrapper's own
 
+    @property
+    def inner_class(self) -> type[Optimizer]:
+        """Class of the wrapped optimizer."""
+        return type(self._inner)
+
+    @property
+    def records(self) -> Sequence[Record]:
+        """What is offloaded, per parameter, in update order; for checkpoints."""
+        return self._records
+
+    def check_options(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Refuse options of a checkpoint, one mapping per group, that need other state.
+
+        Raises:
+            StateDictError: such as ``amsgrad`` where it was off when the optimizer was built.
+        """
+        saved = [dict(group) for group in groups]
+        loading.checked_groups(self.param_groups, saved, self._inventory, self._records)
+
     def synchronize(self) -> None:
         """Block until parameters and state are final and host memory may be read."""
         self._health.check()
@@ -338,6 +379,28 @@ class HybridDeviceOptimizer(Optimizer):
             reason="its state is memory of this process",
             remedy="save state_dict() and load it into a new wrapper",
         )
+
+    # ------------------------------------------------------------------ for local snapshots
+
+    def _settle(self) -> None:
+        """Finish all transfers and follow outside writes: memory then says what the state is."""
+        self.synchronize()
+        was_read = self._state_was_read
+        self._adopt_writes()
+        self._state_was_read = was_read
+
+    @contextlib.contextmanager
+    def _replacing_all(self, what: str) -> Iterator[None]:
+        """Inside, all state and weights are overwritten; masters belong to the weights then."""
+        self._health.check(failed_ok=True)
+        self._drain_quietly()
+        self._health.recover()
+        with self._health.failing(what, self._drain_quietly), torch.no_grad():
+            yield
+            for record in self._records:
+                self._shown[record.parameter] = state_io.expose(record)
+            self._trust_shards()
+        self._loaded_since_step, self._weights_before = True, None
 
     # ------------------------------------------------------------------ building and failing
 

@@ -10,19 +10,33 @@ Four tensors stand for one parameter, and the rest of the package speaks only of
 * the *gradient shard*: the same for ``parameter.grad``;
 * state tensors shaped like the shard, which are shown to the outside as DTensors with the
   parameter's own mesh and placements (:func:`like`).
+
+[Note: ragged shards]
+Megatron-FSDP packs parameters into flat buffers and cuts those, so a rank holds any contiguous
+range of a parameter (:func:`ragged_of`). Its DTensors still say ``Shard(0)``, from which torch
+computes its own even cuts. So nothing here computes a local shape from placements, and state of
+such a parameter carries its boxes with it.
 """
 
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from .chunks import Box, flat_boxes
 from .errors import UnsupportedParameterError
+from .ragged import attach_boxes, boxes_of, is_ours
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+    from torch.distributed.checkpoint.planner import WriteItem
 
 
 @dataclass(frozen=True)
@@ -98,15 +112,126 @@ def shard_info(parameter: Tensor, fqn: str) -> ShardInfo:
 
 
 def _max_local_numel(parameter: Tensor) -> int:
-    """Elements of the largest shard on any rank: the same number on all of them."""
+    """A bound on the shard of any rank, the same on all of them; reached, unless ragged."""
     if not isinstance(parameter, DTensor):
         return parameter.numel()
+    # A ragged cut may leave a whole block with one rank, and no rank knows the others' cuts.
+    cut_freely = _data_axes(parameter) if ragged_of(parameter) is not None else ()
     shape = list(parameter.shape)
     for axis, placement in enumerate(parameter.placements):
         dim = getattr(placement, "dim", None)  # Shard and _StridedShard; Replicate has none
-        if dim is not None:
+        if dim is not None and axis not in cut_freely:
             shape[dim] = -(-shape[dim] // parameter.device_mesh.size(axis))
     return math.prod(shape)
+
+
+# --------------------------------------------------------------------------- ragged shards
+
+
+@dataclass(frozen=True)
+class Ragged:
+    """Which elements a shard holds that is not cut where its placements say."""
+
+    boxes: tuple[Box, ...]
+    """Of the global tensor; the shard is their concatenation. None if it is empty."""
+
+    writes: bool
+    """Whether this rank saves them: replicas hold the same, and the first one does."""
+
+
+def ragged_of(parameter: Tensor) -> Ragged | None:
+    """The boxes of a ragged parameter, or ``None`` where the placements are right.
+
+    Known from, in this order: chunk metadata that the parameter or its local tensor brings;
+    Megatron-FSDP's attributes ``megatron_fsdp_slice`` (a range of the block that the other mesh
+    axes leave) and ``megatron_fsdp_dist_index``; the buffers of its newer form. No collective.
+
+    Raises:
+        UnsupportedParameterError: the range does not have as many elements as the shard.
+    """
+    if not isinstance(parameter, DTensor):
+        return None
+    boxes = _brought_boxes(parameter)
+    if boxes is None and (span := _flat_range(parameter)) is not None:
+        block = _block(parameter)
+        boxes = tuple(box.shifted(block.offsets) for box in flat_boxes(block.sizes, *span))
+    if boxes is None:
+        return None
+    held = parameter._local_tensor.numel()
+    if sum(box.numel for box in boxes) != held:
+        raise UnsupportedParameterError(
+            f"a parameter of shape {tuple(parameter.shape)} with {held} elements on this rank",
+            reason=f"by its Megatron-FSDP attributes or chunk metadata it should hold {boxes}",
+            remedy="shard optimizer state over the inner data axis only "
+            '(outer_dp_sharding_strategy="no_shard")',
+        )
+    coordinate = parameter.device_mesh.get_coordinate() or ()
+    replica = any(
+        c for c, p in zip(coordinate, parameter.placements, strict=False) if p.is_replicate()
+    )
+    return Ragged(boxes, writes=not replica)
+
+
+def _brought_boxes(parameter: DTensor) -> tuple[Box, ...] | None:
+    """What chunk metadata say that hang on the parameter or on its local tensor."""
+    for holder in (parameter, parameter._local_tensor):
+        boxes = boxes_of(holder)
+        if boxes is None:
+            continue
+        if len(boxes) > 1 and not is_ours(holder):
+            raise UnsupportedParameterError(
+                f"a parameter of shape {tuple(parameter.shape)} with chunks {boxes}",
+                reason="chunk metadata of others do not say how several chunks lie in the shard",
+                remedy="describe it with fsdp_offload.ragged.attach_ragged",
+            )
+        return boxes
+    return None
+
+
+def _flat_range(parameter: DTensor) -> tuple[int, int] | None:
+    """This rank's elements of its block, as Megatron-FSDP tells them in its two forms."""
+    span = getattr(parameter, "megatron_fsdp_slice", None)
+    if span is not None:
+        return span.start, span.stop
+    group: Any = getattr(parameter, "_mfsdp_parameter_group", None)
+    if isinstance(group, weakref.ref):
+        group = group()
+    if group is None:
+        return None
+    index = next(i for i, p in enumerate(group.sharded_parameters) if p is parameter)
+    owned = group.main_weight._get_owned_range(index)
+    if owned is None:
+        return 0, 0
+    return owned.tensor_relative_offset, owned.tensor_relative_offset + owned.numel
+
+
+def _data_axes(parameter: DTensor) -> tuple[int, ...]:
+    """Mesh axes whose cuts are ragged; on the others (tensor parallel) placements are right."""
+    index = getattr(parameter, "megatron_fsdp_dist_index", None)
+    names = parameter.device_mesh.mesh_dim_names
+    if index is None or names is None:
+        return tuple(range(parameter.device_mesh.ndim))
+    data = (index.dp_shard_dim, index.dp_outer_dim)
+    return tuple(axis for axis, name in enumerate(names) if name in data)
+
+
+def _block(parameter: DTensor) -> Box:
+    """What all ranks of the data axes hold together: the tensor, cut along the other axes."""
+    offsets, sizes = [0] * parameter.dim(), list(parameter.shape)
+    coordinate = parameter.device_mesh.get_coordinate()
+    data = _data_axes(parameter)
+    for axis, placement in enumerate(parameter.placements):
+        dim = getattr(placement, "dim", None)
+        if dim is None or axis in data or coordinate is None:
+            continue
+        step = -(-sizes[dim] // parameter.device_mesh.size(axis))
+        start = min(coordinate[axis] * step, sizes[dim])
+        offsets[dim] += start
+        sizes[dim] = min(step, sizes[dim] - start)
+    return Box(tuple(offsets), tuple(sizes))
+
+
+# --------------------------------------------------------------------------- gradients and state
 
 
 def mesh_device_type(parameter: Tensor) -> str:
@@ -120,12 +245,15 @@ def gradient_shard(parameter: Tensor, fqn: str, expected: tuple[int, ...]) -> Te
     """This rank's piece of ``parameter.grad``: contiguous, of shape ``expected``, or ``None``.
 
     A gradient placed otherwise than its parameter is redistributed first, as DTensor does when
-    the plain optimizer adds the two.
+    the plain optimizer adds the two. Where ``.grad`` is absent, Megatron-FSDP's ``decoupled_grad``
+    counts; it may be of fewer bits than the parameter, and is then widened.
 
     Raises:
         UnsupportedParameterError: the gradient is sparse, or its shape is not the shard's.
     """
     gradient = parameter.grad
+    if gradient is None:
+        gradient = getattr(parameter, "decoupled_grad", None)
     if gradient is None:
         return None
     if gradient.layout is not torch.strided:
@@ -147,14 +275,32 @@ def gradient_shard(parameter: Tensor, fqn: str, expected: tuple[int, ...]) -> Te
             reason=f"the parameter's shard has shape {expected}",
             remedy="let backward fill .grad, or assign a gradient with the parameter's placements",
         )
+    if shard.dtype != parameter.dtype and (
+        torch.promote_types(shard.dtype, parameter.dtype) == parameter.dtype
+    ):
+        shard = shard.to(parameter.dtype)
     return shard if shard.is_contiguous() else shard.contiguous()
+
+
+def clear_decoupled_gradient(parameter: Tensor) -> None:
+    """What ``zero_grad`` does for ``decoupled_grad``."""
+    if getattr(parameter, "decoupled_grad", None) is not None:
+        parameter.decoupled_grad = None  # type: ignore[attr-defined]
+
+
+def never_has_gradient(parameter: Tensor) -> bool:
+    """Whether the shard is empty here and is left without a gradient for that reason alone."""
+    if not isinstance(parameter, DTensor) or parameter._local_tensor.numel():
+        return False
+    return ragged_of(parameter) is not None
 
 
 def like(parameter: Tensor, shard: Tensor) -> Tensor:
     """``shard`` (local shape, any dtype and device) as a tensor placed like ``parameter``.
 
     No copy, no collective, no move: ``DTensor.from_local`` would move a CPU shard to the mesh's
-    device, so the DTensor is built from the parameter's own spec.
+    device, so the DTensor is built from the parameter's own spec. A ragged parameter's boxes are
+    attached to it.
     """
     if not isinstance(parameter, DTensor):
         return shard
@@ -162,20 +308,55 @@ def like(parameter: Tensor, shard: Tensor) -> Tensor:
 
     spec = parameter._spec
     meta = TensorMeta(parameter.shape, parameter.stride(), shard.dtype)
-    return DTensor(
+    made = DTensor(
         shard, DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta), requires_grad=False
     )
+    ragged = ragged_of(parameter)
+    if ragged is not None:
+        attach_boxes(made, shard, parameter.shape, ragged.boxes, writes=ragged.writes)
+    return made
+
+
+def write_items(fqn: str, tensor: Tensor) -> list[WriteItem]:
+    """What DCP's planner would write of ``tensor`` on this rank."""
+    from torch.distributed.checkpoint.planner_helpers import _create_write_items
+
+    return _create_write_items(fqn, tensor)
+
+
+def chunk_list(tensor: Tensor) -> list[ChunkStorageMetadata]:
+    """What DCP says this rank holds of ``tensor``."""
+    from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
+
+    return _create_chunk_list(tensor)
+
+
+def chunk(tensor: Tensor, index: MetadataIndex) -> Tensor:
+    """The local data of ``tensor`` that DCP calls ``index``: shares its memory."""
+    from torch.distributed.checkpoint.utils import find_tensor_shard
+
+    return local(find_tensor_shard(tensor, index))
 
 
 def same_placement(parameter: Tensor, value: Tensor) -> bool:
-    """Whether ``value`` is cut over ranks as ``parameter`` is (a plain local tensor counts)."""
-    if isinstance(parameter, DTensor) and isinstance(value, DTensor):
-        return (
-            value.shape == parameter.shape
-            and value.placements == parameter.placements
-            and value.device_mesh.size() == parameter.device_mesh.size()
-        )
-    return True
+    """Whether ``value`` is cut over ranks as ``parameter`` is (a plain local tensor counts).
+
+    Of ragged ones the boxes are compared; a value that does not tell its boxes (state that the
+    plain optimizer made) is taken for one of this rank.
+    """
+    if not isinstance(parameter, DTensor) or not isinstance(value, DTensor):
+        return True
+    if (
+        value.shape != parameter.shape
+        or value.placements != parameter.placements
+        or value.device_mesh.size() != parameter.device_mesh.size()
+    ):
+        return False
+    told = boxes_of(value)
+    if told is None:
+        return True
+    ragged = ragged_of(parameter)
+    return ragged is not None and told == ragged.boxes
 
 
 def parameter_names(models: Sequence[nn.Module]) -> dict[Tensor, str]:
@@ -185,6 +366,21 @@ def parameter_names(models: Sequence[nn.Module]) -> dict[Tensor, str]:
         prefix = f"{index}." if len(models) > 1 else ""
         for name, parameter in model.named_parameters():
             names.setdefault(parameter, prefix + name)
+    return names
+
+
+def saved_names(models: Sequence[nn.Module]) -> dict[Tensor, str]:
+    """FQN of every parameter as state dicts spell it, tied ones once.
+
+    Unlike :func:`parameter_names`, without what wrappers (``torch.compile``, activation
+    checkpointing, DDP) put between the names of modules.
+    """
+    from torch.distributed.checkpoint.state_dict import _get_fqns
+
+    names: dict[Tensor, str] = {}
+    for model in models:
+        for name, parameter in model.named_parameters():
+            names.setdefault(parameter, *_get_fqns(model, name))
     return names
 
 

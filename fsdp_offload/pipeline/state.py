@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -46,13 +46,7 @@ def check(record: Record, values: Mapping[str, Any]) -> None:
     """
     if not values:
         return  # a parameter that never had a gradient
-    names = {kind.name for kind in record.schema.kinds}
-    if missing := sorted(names - values.keys()):
-        raise StateDictError(
-            f"state of {record.fqn} with keys {sorted(values)}",
-            reason=f"{missing} are missing: saved by another optimizer class or other settings",
-            remedy="load a checkpoint of the same optimizer class and flags",
-        )
+    check_names(record, values)
     for kind in record.schema.kinds:
         if kind.role == "like":
             _check_shape(record, kind.name, values[kind.name])
@@ -65,6 +59,20 @@ def check(record: Record, values: Mapping[str, Any]) -> None:
     for name in (REMAINDER, WHOLE):
         if name in values and record.emits_master:
             _check_shape(record, name, values[name])
+
+
+def check_names(record: Record, names: Collection[str]) -> None:
+    """Refuse a state that lacks an entry; ``names``: those that it has.
+
+    Raises:
+        StateDictError: a kind is missing.
+    """
+    if missing := sorted({kind.name for kind in record.schema.kinds} - set(names)):
+        raise StateDictError(
+            f"state of {record.fqn} with keys {sorted(names)}",
+            reason=f"{missing} are missing: saved by another optimizer class or other settings",
+            remedy="load a checkpoint of the same optimizer class and flags",
+        )
 
 
 def _is_number(value: Any) -> bool:
@@ -102,7 +110,7 @@ def write(record: Record, values: Mapping[str, Any]) -> None:
     for kind in record.schema.kinds:
         value = values[kind.name]
         if kind.role == "like":
-            record.tensors[kind.name].copy_(shards.local(value).reshape(-1))
+            _copy(record.tensors[kind.name], value)
             continue
         for piece in record.pieces:
             if kind.role == "number":
@@ -117,6 +125,14 @@ def write(record: Record, values: Mapping[str, Any]) -> None:
     else:
         _initialise(record)  # what the class made for the shard may be of a lower precision
     write_master(record, values)
+
+
+def _copy(kept: Tensor, value: Tensor) -> None:
+    """``kept[:] = value``, unless it is the same memory: loads in place end here too."""
+    source = shards.local(value).reshape(-1)
+    same = source.data_ptr() == kept.data_ptr() and source.dtype == kept.dtype
+    if not (same and source.device == kept.device):
+        kept.copy_(source)
 
 
 def adopt_writes(record: Record, shown: Mapping[str, Any]) -> None:

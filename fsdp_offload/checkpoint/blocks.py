@@ -1,0 +1,172 @@
+"""Bytes of tensors to and from files: in blocks, each with a CRC-32, by several threads.
+
+A block is what one thread moves at once: large enough that Python costs nothing, small enough to
+be still in the cache when its checksum is taken, and the most that a thread holds of a tensor that
+is not in host memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+import zlib
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from ..errors import CheckpointCorruptError, CheckpointError
+from ..memory import local_ranks
+
+BLOCK_BYTES: Final = 8 << 20
+MAX_THREADS: Final = 8
+
+_scratch = threading.local()
+_Result = TypeVar("_Result")
+
+
+class Source(Protocol):
+    """Bytes that are to be written."""
+
+    @property
+    def nbytes(self) -> int:
+        """How many."""
+
+    def block(self, start: int, stop: int) -> Tensor:
+        """Bytes ``[start, stop)``: 1-D uint8, contiguous, on any device."""
+
+
+class TensorSource:
+    """The elements of a dense tensor, row-major."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        flat = tensor.detach()
+        if not flat.is_contiguous():
+            flat = flat.contiguous()
+        self._bytes = as_bytes(flat)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements."""
+        return self._bytes.numel()
+
+    def block(self, start: int, stop: int) -> Tensor:
+        """See :class:`Source`."""
+        return self._bytes[start:stop]
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The memory of a contiguous tensor: 1-D uint8, shared."""
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+def memory_of(block: Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, writable; valid while the tensor lives."""
+    nbytes = block.numel() * block.element_size()
+    if not nbytes:
+        return memoryview(b"")
+    return memoryview((ctypes.c_char * nbytes).from_address(block.data_ptr())).cast("B")
+
+
+def scratch(nbytes: int) -> Tensor:
+    """This thread's own buffer, 1-D uint8 of ``nbytes``; the next call reuses it."""
+    buffer = getattr(_scratch, "buffer", None)
+    if buffer is None or buffer.numel() < nbytes:
+        buffer = _scratch.buffer = torch.empty(nbytes, dtype=torch.uint8)
+    return buffer[:nbytes]
+
+
+def write_block(descriptor: int, offset: int, block: Tensor, path: object) -> int:
+    """Write a block (1-D uint8) at ``offset``; returns its CRC-32.
+
+    Raises:
+        CheckpointError: the file system refused.
+    """
+    if block.device.type != "cpu":
+        block = scratch(block.numel()).copy_(block)
+    memory = memory_of(block)
+    write_bytes(descriptor, offset, memory, path)
+    return zlib.crc32(memory)
+
+
+def write_bytes(descriptor: int, offset: int, data: bytes | memoryview, path: object) -> None:
+    """Write all of ``data`` at ``offset``.
+
+    Raises:
+        CheckpointError: the file system refused.
+    """
+    rest = memoryview(data)
+    try:
+        while rest:
+            written = os.pwrite(descriptor, rest, offset)
+            rest, offset = rest[written:], offset + written
+    except OSError as error:
+        raise CheckpointError(
+            f"{path}",
+            reason=f"writing at byte {offset} failed: {error.strerror}",
+            remedy="free space or choose another folder, and save again",
+        ) from error
+
+
+def read_block(descriptor: int, offset: int, block: Tensor, crc: int | None, path: object) -> None:
+    """Fill a block (1-D uint8, CPU) from ``offset`` and compare its CRC-32 with ``crc``.
+
+    Raises:
+        CheckpointCorruptError: the file ends before, or the checksum differs.
+        CheckpointError: the file system refused.
+    """
+    memory = memory_of(block)
+    read_bytes(descriptor, offset, memory, path)
+    if crc is not None and (found := zlib.crc32(memory)) != crc:
+        raise corrupt(
+            path,
+            f"bytes {offset} to {offset + len(memory)} have checksum {found:08x}, "
+            f"but {crc:08x} was written",
+        )
+
+
+def read_bytes(descriptor: int, offset: int, into: memoryview, path: object) -> None:
+    """Fill ``into`` from ``offset``; errors as of :func:`read_block`."""
+    rest, position = into, offset
+    try:
+        while rest:
+            count = os.preadv(descriptor, [rest], position)
+            if count == 0:
+                raise corrupt(path, f"it ends at byte {position}, before {offset + len(into)}")
+            rest, position = rest[count:], position + count
+    except OSError as error:
+        raise CheckpointError(
+            f"{path}",
+            reason=f"reading at byte {position} failed: {error.strerror}",
+            remedy="check the file system, and load again",
+        ) from error
+
+
+def corrupt(path: object, reason: str) -> CheckpointCorruptError:
+    """The error for a file that is not as it was written."""
+    return CheckpointCorruptError(
+        f"{path}", reason=reason, remedy="load another checkpoint; this one cannot be repaired"
+    )
+
+
+def thread_count() -> int:
+    """Threads that this rank may use for files: its share of the host's cores, at most 8."""
+    cores = len(os.sched_getaffinity(0))
+    return max(1, min(MAX_THREADS, cores // local_ranks()))
+
+
+def run_all(jobs: Iterable[Callable[[], _Result]], *, threads: int | None = None) -> list[_Result]:
+    """Run ``jobs`` on ``threads`` threads; their results in order.
+
+    The first error is raised when no job runs any more; jobs not yet begun are dropped.
+    """
+    with ThreadPoolExecutor(threads or thread_count(), "fsdp-offload-files") as pool:
+        futures = [pool.submit(job) for job in jobs]
+        try:
+            return [future.result() for future in futures]
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise

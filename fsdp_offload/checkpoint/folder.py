@@ -1,0 +1,280 @@
+"""Folders of checkpoints: written aside, published by one rename, recognised by their content.
+
+[Note: a complete checkpoint]
+A checkpoint is a folder with ``manifest.json``, which is written last and names every other file
+with its size, and ``.metadata`` with its CRC-32. A folder is complete if its manifest is intact
+and all files have the sizes that it says; names and times of folders mean nothing. Until then the
+files stand in ``.{name}.writing`` beside the final place, and a killed process leaves only that.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import zlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Final
+
+from ..errors import CheckpointError
+from .blocks import corrupt
+from .items import read_table
+
+MANIFEST: Final = "manifest.json"
+METADATA: Final = ".metadata"
+FORMAT: Final = "fsdp_offload.checkpoint"
+VERSION: Final = 1
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a complete checkpoint consists of.
+
+    Args:
+        sequence: greater than that of every complete checkpoint that was beside it.
+        world_size: ranks that wrote it.
+        optimizer: class of the (wrapped) optimizer.
+        files: bytes of every file but the manifest, and the CRC-32 of what is read as a whole.
+    """
+
+    sequence: int
+    world_size: int
+    optimizer: str
+    files: Mapping[str, tuple[int, int | None]]
+    format: str = field(default=FORMAT)
+    version: int = field(default=VERSION)
+
+    def encode(self) -> bytes:
+        """As the file's bytes: JSON with its own CRC-32."""
+        text = json.dumps(asdict(self), sort_keys=True)
+        return json.dumps({"crc32": zlib.crc32(text.encode()), "manifest": text}).encode()
+
+    @classmethod
+    def decode(cls, data: bytes, path: Path) -> Manifest:
+        """From a file's bytes.
+
+        Raises:
+            CheckpointCorruptError: they are not as they were written.
+            CheckpointError: of a later version of this package.
+        """
+        try:
+            outer = json.loads(data)
+            text = outer["manifest"]
+            intact = zlib.crc32(text.encode()) == outer["crc32"]
+            values = json.loads(text) if intact else {}
+        except (ValueError, KeyError, TypeError, AttributeError):
+            intact = False
+        if not intact:
+            raise corrupt(path, "it is not as it was written")
+        if values["version"] > VERSION:
+            raise CheckpointError(
+                f"{path} of version {values['version']}",
+                reason=f"this package reads versions up to {VERSION}",
+                remedy="use the version of fsdp_offload that wrote it, or a later one",
+            )
+        values["files"] = {name: tuple(entry) for name, entry in values["files"].items()}
+        return cls(**values)
+
+
+def aside(path: Path) -> Path:
+    """Where the files of ``path`` stand until they are complete."""
+    return path.with_name(f".{path.name}.writing")
+
+
+def _replaced(path: Path) -> Path:
+    """Where the earlier checkpoint of the same name stands while it is replaced."""
+    return path.with_name(f".{path.name}.replaced")
+
+
+def resolve(path: Path) -> Path:
+    """``path``, or the checkpoint that it was about to replace when the process was killed."""
+    if not path.exists() and is_complete(_replaced(path)):
+        return _replaced(path)
+    return path
+
+
+def prepare(path: Path, *, overwrite: bool) -> Path:
+    """An empty folder to write into, once per job.
+
+    Raises:
+        CheckpointError: ``path`` exists and must not be replaced, or cannot be written to.
+    """
+    if path.exists() and not overwrite and (not path.is_dir() or any(path.iterdir())):
+        raise CheckpointError(
+            f"{path}",
+            reason="it exists",
+            remedy="choose another folder, or pass overwrite=True",
+        )
+    folder = aside(path)
+    if is_complete(folder):
+        _install(path)  # a process was killed just before: nothing complete is ever dropped
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        if folder.exists():
+            shutil.rmtree(folder)
+        folder.mkdir()
+    except OSError as error:
+        raise CheckpointError(
+            f"{folder}",
+            reason=f"it cannot be created: {error.strerror}",
+            remedy="choose a folder that this process may write to",
+        ) from error
+    return folder
+
+
+def publish(path: Path, *, world_size: int, optimizer: str) -> None:
+    """Write the manifest of what stands aside, and make it the checkpoint at ``path``."""
+    folder = aside(path)
+    files = {p.name: (p.stat().st_size, _whole_crc(p)) for p in sorted(folder.iterdir())}
+    known = [m.sequence for m in _complete_in(path.parent).values()]
+    manifest = Manifest(1 + max(known, default=0), world_size, optimizer, files)
+    with (folder / MANIFEST).open("wb") as file:
+        file.write(manifest.encode())
+        file.flush()
+        os.fsync(file.fileno())
+    fsync_folder(folder)
+    _install(path)
+
+
+def _install(path: Path) -> None:
+    """Put the complete checkpoint that stands aside in the place of ``path``."""
+    old = _replaced(path)
+    if path.exists():
+        if old.exists():
+            shutil.rmtree(old)
+        path.rename(old)
+    aside(path).rename(path)
+    fsync_folder(path.parent)
+    if old.exists():
+        shutil.rmtree(old)
+
+
+def _whole_crc(path: Path) -> int | None:
+    return zlib.crc32(path.read_bytes()) if path.name == METADATA else None
+
+
+def fsync_folder(folder: Path) -> None:
+    """Make the names in ``folder`` permanent."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def read_manifest(path: Path) -> Manifest | None:
+    """The manifest of a checkpoint; ``None`` if it has none: another program wrote it.
+
+    Raises:
+        CheckpointCorruptError: it is not as it was written.
+    """
+    try:
+        data = (path / MANIFEST).read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return Manifest.decode(data, path / MANIFEST)
+
+
+def check_files(path: Path) -> Manifest | None:
+    """Compare every file with the manifest, sizes and tables, before anything is read.
+
+    Returns:
+        The manifest, or ``None`` if another program wrote the checkpoint.
+
+    Raises:
+        CheckpointCorruptError: a file is missing, or not as it was written.
+        CheckpointError: there is no checkpoint.
+    """
+    manifest = read_manifest(path)
+    if manifest is None:
+        _check_foreign(path)
+        return None
+    for name, (nbytes, crc) in manifest.files.items():
+        file = path / name
+        try:
+            found = file.stat().st_size
+        except OSError:
+            raise corrupt(file, "it is missing") from None
+        if found != nbytes:
+            raise corrupt(file, f"it has {found} bytes, but {nbytes} were written")
+        if crc is not None and zlib.crc32(file.read_bytes()) != crc:
+            raise corrupt(file, "it is not as it was written")
+        if name.endswith(".distcp") and read_table(file) is None:
+            raise corrupt(file, "its table of checksums is missing")
+    return manifest
+
+
+def _check_foreign(path: Path) -> None:
+    if (path / METADATA).is_file():
+        if list(path.glob("__*.distcp")) and _of_this_package(path):
+            raise corrupt(path / MANIFEST, "it is missing")
+        return
+    if list(path.glob(f"__*{METADATA}")):
+        raise CheckpointError(
+            f"{path}",
+            reason="every rank wrote metadata of its own (use_collectives=False), which cannot "
+            "be read by another number of ranks",
+            remedy="load it with torch.distributed.checkpoint.load on as many ranks as wrote it, "
+            "and save it again with this package",
+        )
+    raise CheckpointError(
+        f"{path}",
+        reason=f"it has no {METADATA}: this is no checkpoint, or its saving was interrupted",
+        remedy="name the folder of a checkpoint; fsdp_offload.checkpoint.latest() finds one",
+    )
+
+
+def _of_this_package(path: Path) -> bool:
+    """Whether a data file ends with a table of ours: then the manifest has been lost."""
+    return any(read_table(file) is not None for file in sorted(path.glob("__*.distcp"))[:1])
+
+
+def is_complete(path: Path) -> bool:
+    """Whether ``path`` is a complete checkpoint of this package."""
+    try:
+        manifest = read_manifest(path)
+        return manifest is not None and all(
+            (path / name).stat().st_size == nbytes for name, (nbytes, _) in manifest.files.items()
+        )
+    except (CheckpointError, OSError):
+        return False
+
+
+def _complete_in(folder: Path) -> dict[Path, Manifest]:
+    found: dict[Path, Manifest] = {}
+    if folder.is_dir():
+        for path in folder.iterdir():
+            if path.is_dir() and is_complete(path):
+                manifest = read_manifest(path)
+                assert manifest is not None  # is_complete has read it
+                found[path] = manifest
+    return found
+
+
+def latest(folder: str | os.PathLike[str]) -> Path | None:
+    """The newest complete checkpoint of this package in ``folder``, or ``None``.
+
+    Found by content: names and times mean nothing. Ask on one rank and tell the others, or ask on
+    all before any of them saves.
+    """
+    found = complete_checkpoints(folder)
+    return found[-1] if found else None
+
+
+def complete_checkpoints(folder: str | os.PathLike[str]) -> list[Path]:
+    """Complete checkpoints of this package in ``folder``, oldest first."""
+    found = _complete_in(Path(folder))
+    return sorted(found, key=lambda path: (found[path].sequence, path.name))
+
+
+def prune(path: Path, keep_last: int) -> None:
+    """Remove the oldest complete checkpoints beside ``path``, so that ``keep_last`` stay.
+
+    What is not complete, or not of this package, is left alone.
+    """
+    for old in complete_checkpoints(path.parent)[:-keep_last]:
+        # The manifest first: a half-removed folder must not look complete.
+        (old / MANIFEST).unlink()
+        shutil.rmtree(old)

@@ -1,0 +1,247 @@
+"""Optimizer state as a flat dict of FQNs: what checkpoints hold.
+
+[Note: keys]
+They are those of torch's flattened optimizer state dict: ``state.{fqn}.{name}`` and
+``param_groups.{fqn}.{option}``, sorted. They follow from the groups and from the schema of the
+optimizer's class, never from what a rank holds, so they are the same on all ranks without asking.
+
+[Note: masters]
+An fp32 master is never saved twice. fp32 shards are masters themselves. Of a bf16 shard the model
+section holds the upper half, so ``master_remainder`` (int16) is all that is left to say. Where a
+lane keeps a whole master (host lane, fp16 shards), that is emitted as ``master`` (fp32).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from .. import shards
+from ..errors import ConfigError, StateDictError
+from ..optimizer import HybridDeviceOptimizer
+from ..pipeline import codec
+from ..pipeline.records import MasterForm
+from .blocks import as_bytes
+
+REMAINDER = MasterForm.REMAINDER.value
+WHOLE = MasterForm.WHOLE.value
+STATE = "state."
+GROUPS = "param_groups."
+
+Master = Literal["auto", "fp32"]
+Models = nn.Module | Sequence[nn.Module]
+
+
+def pack_optimizer_state(
+    model: Models, optimizer: Optimizer, *, master: Master = "auto"
+) -> dict[str, Any]:
+    """The state of ``optimizer``, sorted by key, for ``torch.distributed.checkpoint``.
+
+    No copy, no collective, nothing is moved: tensors are parameter-shaped DTensors (plain tensors
+    for plain parameters) around the live state, so a load into them is a load into the optimizer;
+    :func:`unpack_optimizer_state` completes it. Packing twice gives the same.
+
+    Args:
+        model: holds the parameters; a sequence for parts of a pipeline.
+        optimizer: a :class:`HybridDeviceOptimizer`, or any other (packed by torch's function).
+        master: ``"auto"``: see [Note: masters]. ``"fp32"``: a whole fp32 master, also of bf16
+            shards, as :class:`DecodedMaster` values, which only
+            :func:`fsdp_offload.checkpoint.save` can write.
+
+    Raises:
+        ConfigError: a parameter is not in ``model``, or ``master`` is unknown.
+        StateDictError: state that other ranks could not take over.
+        LaneError: the optimizer has failed.
+    """
+    if master not in ("auto", "fp32"):
+        raise ConfigError(
+            f"master={master!r}", reason="unknown choice", remedy='use "auto" or "fp32"'
+        )
+    if not isinstance(optimizer, HybridDeviceOptimizer):
+        return _pack_plain(models_of(model), optimizer)
+    names = names_of(models_of(model), optimizer)
+    packed: dict[str, Any] = {}
+    state = optimizer.state
+    for parameter, group in parameters_of(optimizer):
+        fqn = names[parameter]
+        for name, value in state.get(parameter, {}).items():
+            _check_value(parameter, fqn, name, value)
+            if name == REMAINDER and master == "fp32":
+                name, value = WHOLE, DecodedMaster(parameter, value)
+            packed[f"{STATE}{fqn}.{name}"] = value
+        for option, value in group.items():
+            if option != "params":
+                packed[f"{GROUPS}{fqn}.{option}"] = value
+    return dict(sorted(packed.items()))
+
+
+def unpack_optimizer_state(model: Models, optimizer: Optimizer, packed: Mapping[str, Any]) -> None:
+    """Load what :func:`pack_optimizer_state` returned; values may be the live state itself.
+
+    Options that are missing keep their value; parameters without any state get none.
+
+    Raises:
+        ConfigError: a parameter is not in ``model``.
+        StateDictError: keys, shapes or placements do not fit; nothing was written.
+    """
+    models = models_of(model)
+    if not isinstance(optimizer, HybridDeviceOptimizer):
+        options = StateDictOptions(flatten_optimizer_state_dict=True)
+        set_optimizer_state_dict(_single(models), optimizer, dict(packed), options=options)
+        return
+    names = names_of(models, optimizer)
+    state: dict[str, dict[str, Any]] = {}
+    options_of: dict[str, dict[str, Any]] = {}
+    for key, value in packed.items():
+        for prefix, found in ((STATE, state), (GROUPS, options_of)):
+            if key.startswith(prefix):
+                fqn, _, name = key.removeprefix(prefix).rpartition(".")
+                found.setdefault(fqn, {})[name] = value
+    groups = []
+    for group in optimizer.param_groups:
+        fqns = [names[parameter] for parameter in group["params"]]
+        groups.append({**options_of.get(fqns[0] if fqns else "", {}), "params": fqns})
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+class OptimizerState:
+    """Optimizer state as a ``Stateful``, for ``dcp.save({"optim": OptimizerState(...)})``.
+
+    The same keys and bytes as torch's ``get_optimizer_state_dict`` with
+    ``flatten_optimizer_state_dict=True``, without its first step on a fresh optimizer.
+
+    Args:
+        model: as of :func:`pack_optimizer_state`.
+        optimizer: as there.
+    """
+
+    def __init__(self, model: Models, optimizer: Optimizer) -> None:
+        self._model, self._optimizer = model, optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        """See :func:`pack_optimizer_state`."""
+        return pack_optimizer_state(self._model, self._optimizer)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """See :func:`unpack_optimizer_state`."""
+        unpack_optimizer_state(self._model, self._optimizer, state_dict)
+
+
+def models_of(model: Models) -> tuple[nn.Module, ...]:
+    """One or several modules as a tuple."""
+    return (model,) if isinstance(model, nn.Module) else tuple(model)
+
+
+def _single(models: tuple[nn.Module, ...]) -> nn.Module:
+    return models[0] if len(models) == 1 else nn.ModuleList(models)
+
+
+def parameters_of(optimizer: Optimizer) -> Iterator[tuple[Tensor, dict[str, Any]]]:
+    """Every parameter with its group."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            yield parameter, group
+
+
+def names_of(models: Sequence[nn.Module], optimizer: Optimizer) -> dict[Tensor, str]:
+    """The FQN of each parameter of ``optimizer``.
+
+    Raises:
+        ConfigError: a parameter is in none of ``models``.
+    """
+    names = shards.saved_names(models)
+    for parameter, _ in parameters_of(optimizer):
+        if parameter not in names:
+            raise ConfigError(
+                f"a parameter of shape {tuple(parameter.shape)}",
+                reason="the optimizer holds it, but the model does not, so it has no name",
+                remedy="pass the model whose parameters the optimizer was built with; after a "
+                "forward under no_grad, call model.reshard() first",
+            )
+    return names
+
+
+def _check_value(parameter: Tensor, fqn: str, name: str, value: Any) -> None:
+    """Refuse state of a sharded parameter that would be saved as if all ranks had the same."""
+    if not isinstance(value, Tensor):
+        return
+    if isinstance(parameter, DTensor) and not isinstance(value, DTensor) and value.dim() > 0:
+        raise StateDictError(
+            f"state {name!r} of {fqn} with shape {tuple(value.shape)}",
+            reason="it belongs to this rank's shard and is not cut as the parameter is, so other "
+            "ranks could not take it over",
+            remedy="use checkpoint.save_local() for this optimizer class",
+        )
+
+
+def _pack_plain(models: tuple[nn.Module, ...], optimizer: Optimizer) -> dict[str, Any]:
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    packed = get_optimizer_state_dict(_single(models), optimizer, options=options)
+    return dict(sorted(packed.items()))
+
+
+@dataclass(frozen=True)
+class DecodedMaster:
+    """The fp32 master of a bf16 parameter, decoded block by block while it is written.
+
+    Args:
+        parameter: with a bf16 shard.
+        remainder: int16, placed like it.
+    """
+
+    parameter: Tensor
+    remainder: Tensor
+
+    def size(self) -> torch.Size:
+        """Global shape."""
+        return self.parameter.shape
+
+    def __create_write_items__(self, fqn: str, value: Any) -> list[WriteItem]:
+        """The items of the remainder, but of fp32 (protocol of DCP's planner)."""
+        return [_as_fp32(item) for item in shards.write_items(fqn, self.remainder)]
+
+    def source(self, index: MetadataIndex) -> DecodedSource:
+        """What is written for one item."""
+        value = shards.like(self.parameter, shards.local(self.parameter))
+        parts = shards.chunk(value, index), shards.chunk(self.remainder, index)
+        return DecodedSource(*(part.reshape(-1) for part in parts))
+
+
+@dataclass(frozen=True)
+class DecodedSource:
+    """A ``blocks.Source`` of fp32 masters: 1-D bf16 and int16 of the same numel, any device."""
+
+    value: Tensor
+    remainder: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the masters."""
+        return 4 * self.value.numel()
+
+    def block(self, start: int, stop: int) -> Tensor:
+        """See ``blocks.Source``; ``start`` and ``stop`` are multiples of 4."""
+        value = self.value[start // 4 : stop // 4].cpu()
+        master = torch.empty(value.numel(), dtype=torch.float32)
+        codec.decode(value, self.remainder[start // 4 : stop // 4].cpu(), master)
+        return as_bytes(master)
+
+
+def _as_fp32(item: WriteItem) -> WriteItem:
+    data = item.tensor_data
+    assert data is not None  # items of a tensor
+    properties = TensorProperties(dtype=torch.float32)
+    return replace(item, tensor_data=replace(data, properties=properties))

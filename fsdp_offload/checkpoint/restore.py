@@ -1,0 +1,326 @@
+"""``load``: check everything that can be checked, then read in place.
+
+[Note: order of a load]
+1. The lead compares files with the manifest and chunks with tensors; the others wait.
+2. Every rank finds its keys, compares names and shapes, and reads options and ``extra``. Until
+   here nothing was written, and an error leaves everything as it was, on all ranks.
+3. Every rank reads its tensors in place: first what is stored as it is kept, then masters that
+   are kept in another form. An error now leaves the optimizer *failed*, on all ranks.
+4. Module and optimizer take over what was read.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.optim import Optimizer
+
+from ..chunks import Box, covers
+from ..errors import CheckpointError, LaneError
+from ..optimizer import HybridDeviceOptimizer
+from . import naming
+from .blocks import corrupt
+from .conversion import Conversion
+from .folder import Manifest, check_files, resolve
+from .packer import GROUPS, STATE, Models, models_of, names_of, unpack_optimizer_state
+from .reader import CheckpointReader, read_metadata
+from .saving import EXTRA, Folder, optimizer_name, wait_for_saves, weights_of
+from .targets import Targets, check_shape, plain_targets, state_targets
+from .team import Team
+
+
+def load(
+    path: Folder,
+    model: Models,
+    optimizer: Optimizer | None = None,
+    *,
+    strict: bool = True,
+    model_prefix: str | None = None,
+    optimizer_prefix: str | None = None,
+    threads: int | None = None,
+) -> dict[str, Any]:
+    """Load a checkpoint in place: any world size, mesh, lane and fraction. All ranks call it.
+
+    Reads what :func:`save` wrote, and what ``torch.distributed.checkpoint`` wrote of plain
+    optimizers (flat or nested), with the prefixes that :mod:`.naming` knows.
+
+    Args:
+        path: folder of the checkpoint.
+        model: the model, or the parts of a pipeline.
+        optimizer: a :class:`HybridDeviceOptimizer` or a plain optimizer; ``None``: weights only,
+            after which the masters of a :class:`HybridDeviceOptimizer` of ``model`` are its new
+            weights.
+        strict: refuse weights that only one side has, and another class of optimizer.
+        model_prefix: what stands before the FQNs of weights (``"model."``), if not to be guessed.
+        optimizer_prefix: what stands before ``state.{fqn}`` (``"optim."``), likewise.
+        threads: that read; ``None``: this rank's share of the cores, at most 8.
+
+    Returns:
+        The ``extra`` that was saved; empty if there was none.
+
+    Raises:
+        CheckpointError: there is no checkpoint, or it is of another model or optimizer; nothing
+            was written.
+        CheckpointCorruptError: a file is not as it was written. If that was found while tensors
+            were read, the optimizer has failed until a load succeeds, and weights are undefined.
+        StateDictError: state does not fit; nothing was written.
+    """
+    wait_for_saves()
+    team = Team.of_world()
+    folder, manifest = team.lead(lambda: _inspect(resolve(Path(path).absolute())))
+
+    def prepare() -> _Load:
+        metadata = read_metadata(folder)
+        reader = CheckpointReader(folder, threads=threads)
+        job = _Load(models_of(model), optimizer, metadata, reader)
+        job.prepare(manifest, model_prefix, optimizer_prefix, strict=strict)
+        return job
+
+    job = team.together(prepare)
+    if isinstance(optimizer, HybridDeviceOptimizer):
+        try:
+            with optimizer._replacing_all("checkpoint.load()"):
+                team.together(job.read)
+        except LaneError as error:
+            raise error.__cause__ or error from None
+    else:
+        team.together(job.read)
+    job.take_over()
+    return job.extra
+
+
+def _inspect(folder: Path) -> tuple[Path, Manifest | None]:
+    """Find what is wrong with files and chunks, before anything is read."""
+    manifest = check_files(folder)
+    metadata = read_metadata(folder)
+    sizes: dict[str, int] = {}
+    for index, info in metadata.storage_data.items():
+        name = info.relative_path
+        if name not in sizes:
+            path = folder / name
+            if not path.is_file():
+                raise corrupt(path, "it is missing")
+            sizes[name] = path.stat().st_size
+        if info.offset + info.length > sizes[name]:
+            raise corrupt(folder / name, f"it ends within {index.fqn}")
+    for key, value in metadata.state_dict_metadata.items():
+        if isinstance(value, TensorStorageMetadata):
+            boxes = [Box(tuple(c.offsets), tuple(c.sizes)) for c in value.chunks]
+            if not covers(value.size, boxes):
+                raise CheckpointError(
+                    f"{folder}: {key} of shape {tuple(value.size)}",
+                    reason=f"its {len(boxes)} chunks leave elements out",
+                    remedy="save it again with all ranks taking part",
+                )
+    return folder, manifest
+
+
+@dataclass
+class _Load:
+    """One load, on one rank."""
+
+    models: tuple[nn.Module, ...]
+    optimizer: Optimizer | None
+    metadata: Metadata
+    reader: CheckpointReader
+    extra: dict[str, Any] = field(default_factory=dict)
+    weights: dict[str, Any] = field(default_factory=dict)  # by FQN
+    targets: Targets = field(default_factory=Targets)  # of weights and state, by key
+    packed: dict[str, Any] | None = None  # what the optimizer takes over, by packed key
+
+    def prepare(
+        self,
+        manifest: Manifest | None,
+        model_prefix: str | None,
+        optimizer_prefix: str | None,
+        *,
+        strict: bool,
+    ) -> None:
+        """Find keys, compare them, and read what is not kept in place."""
+        stored = self.metadata.state_dict_metadata
+        self.weights = weights_of(self.models)
+        places = self._places(model_prefix, optimizer_prefix)
+        self._prepare_weights(places, strict=strict)
+        if self.optimizer is not None:
+            self._prepare_state(self.optimizer, manifest, places, strict=strict)
+        if isinstance(stored.get(EXTRA), BytesStorageMetadata):
+            data = self._read_values([EXTRA])[EXTRA]
+            self.extra = torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
+
+    def _places(self, model_prefix: str | None, optimizer_prefix: str | None) -> naming.Places:
+        keys = set(self.metadata.state_dict_metadata)
+        names = {"step", "exp_avg", "momentum_buffer", "square_avg", "sum"}
+        fqns = set(self.weights)
+        if isinstance(self.optimizer, HybridDeviceOptimizer):
+            names |= {k.name for r in self.optimizer.records for k in r.schema.kinds}
+        if model_prefix is not None or optimizer_prefix is not None:
+            start = (model_prefix, f"{optimizer_prefix}{STATE}", f"{optimizer_prefix}{GROUPS}")
+            keys = {k for k in keys if any(s is not None and k.startswith(s) for s in start)}
+        return naming.find_places(keys, fqns, names)
+
+    def _prepare_weights(self, places: naming.Places, *, strict: bool) -> None:
+        stored = self.metadata.state_dict_metadata
+        if places.model is None:
+            raise CheckpointError(
+                f"{self.reader.path}",
+                reason="no key of it ends with the name of a weight of this model",
+                remedy="build the model that was saved, or give model_prefix=",
+            )
+        missing = sorted(f for f in self.weights if places.weight(f) not in stored)
+        known = {places.weight(fqn) for fqn in self.weights}
+        other = (f"{places.base}{STATE}", f"{places.base}{GROUPS}") if places.base else ()
+        extra = sorted(
+            key for key in stored
+            if key not in known and places.model and key.startswith(places.model)
+            and not key.startswith(other)
+        )  # fmt: skip
+        if strict and (missing or extra):
+            raise CheckpointError(
+                f"weights of {self.reader.path}",
+                reason=f"missing there: {_some(missing)}; unknown to this model: {_some(extra)}",
+                remedy="build the model that was saved, or pass strict=False",
+            )
+        for fqn, value in self.weights.items():
+            key = places.weight(fqn)
+            if key in stored:
+                check_shape(key, stored[key], value)
+                self.targets.direct[key] = value
+
+    def _prepare_state(
+        self,
+        optimizer: Optimizer,
+        manifest: Manifest | None,
+        places: naming.Places,
+        *,
+        strict: bool,
+    ) -> None:
+        if places.base is None:
+            raise CheckpointError(
+                f"{self.reader.path}",
+                reason="it has no optimizer state for the parameters of this model",
+                remedy="pass optimizer=None to load weights alone, or give optimizer_prefix=",
+            )
+        if strict and manifest is not None and manifest.optimizer != optimizer_name(optimizer):
+            raise CheckpointError(
+                f"{self.reader.path} of {manifest.optimizer or 'no optimizer'}",
+                reason=f"this optimizer is {optimizer_name(optimizer)}",
+                remedy="build the optimizer that was saved, or pass strict=False",
+            )
+        keys = naming.option_keys(self.metadata.state_dict_metadata, places)
+        options = naming.options_by_fqn(self._read_values(keys), places)
+        names = names_of(self.models, optimizer)
+        if isinstance(optimizer, HybridDeviceOptimizer):
+            found = state_targets(optimizer, names, self.metadata, places)
+        else:
+            found = plain_targets(optimizer, self.models, self.metadata, places)
+        self.targets.add(found)
+        self.packed = dict(found.packed)
+        for fqn in names.values():
+            for option, value in options.get(fqn, {}).items():
+                self.packed[f"{GROUPS}{fqn}.{option}"] = value
+        if isinstance(optimizer, HybridDeviceOptimizer):
+            fqns = [[names[p] for p in group["params"]] for group in optimizer.param_groups]
+            optimizer.check_options([options.get(f[0], {}) if f else {} for f in fqns])
+
+    def _read_values(self, keys: Sequence[str]) -> dict[str, Any]:
+        """Values that are no tensors, and small tensors, from the checkpoint."""
+        values: dict[str, Any] = {}
+        for key in keys:
+            entry = self.metadata.state_dict_metadata[key]
+            values[key] = None
+            if isinstance(entry, TensorStorageMetadata):
+                values[key] = torch.zeros(entry.size, dtype=entry.properties.dtype)
+        read_into(values, self.metadata, self.reader)
+        return values
+
+    def read(self) -> None:
+        """Read all tensors in place."""
+        read_into(self.targets.direct, self.metadata, self.reader)
+        if self.targets.conversions:
+            read_into(self.targets.conversions, self.metadata, self.reader)
+
+    def take_over(self) -> None:
+        """Let module and optimizer know."""
+        options = StateDictOptions(strict=False)
+        for model in self.models:
+            mine = weights_of([model])
+            set_model_state_dict(model, {f: self.weights[f] for f in mine}, options=options)
+        if self.optimizer is not None and self.packed is not None:
+            self.packed.update(
+                {key: self.targets.direct[stored] for key, stored in self.targets.values.items()}
+            )
+            unpack_optimizer_state(self.models, self.optimizer, self.packed)
+
+
+def _some(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:5]) or "none"
+    return f"{shown}, ... ({len(names)} in all)" if len(names) > 5 else shown
+
+
+def read_into(targets: Mapping[str, Any], metadata: Metadata, reader: CheckpointReader) -> None:
+    """Fill ``targets``, a flat dict whose keys are those of the checkpoint; no collective."""
+    planner = _Planner()
+    planner.set_up_planner(dict(targets), metadata, is_coordinator=False)
+    reader.set_up_storage_reader(metadata, is_coordinator=False)
+    reader.read_data(planner.finish_plan(planner.create_local_plan()), planner).wait()
+    for key, value in planner.state_dict.items():
+        if not isinstance(value, Tensor | Conversion):
+            targets[key] = value  # type: ignore[index]
+
+
+class _Planner(DefaultLoadPlanner):
+    """torch's planner for a flat dict; no code is run for values, and some are converted."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False)
+
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        metadata: Metadata | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        """Take ``state_dict`` as it is."""
+        self.original_state_dict = self.state_dict = state_dict
+        self.metadata, self.is_coordinator = metadata, is_coordinator
+        self.piecewise = {k for k, v in state_dict.items() if isinstance(v, Conversion)}
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Unpickle a value; classes other than torch's own are refused."""
+        key = read_item.dest_index.fqn
+        try:
+            self.state_dict[key] = torch.load(value, weights_only=True, map_location="cpu")
+        except Exception as error:
+            raise CheckpointError(
+                f"{key}",
+                reason=f"it cannot be loaded without running code of its own: {error}",
+                remedy="save it with plain values only",
+            ) from error
+
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        """Where the elements go: the live tensor, or memory for a piece to be converted."""
+        target = self.state_dict[read_item.dest_index.fqn]
+        if isinstance(target, Conversion):
+            return target.scratch(read_item)
+        found: Tensor = super().resolve_tensor(read_item)
+        return found
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        """Convert what has been read."""
+        target = self.state_dict[read_item.dest_index.fqn]
+        if isinstance(target, Conversion):
+            target.apply(read_item, tensor)

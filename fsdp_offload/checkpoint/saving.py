@@ -1,0 +1,355 @@
+"""``save`` and ``async_save``: plan, write, publish.
+
+[Note: collectives of a save]
+Packing and chunk metadata need none. A save issues four, of small objects, over a gloo group of
+its own: the plans are gathered and the deduplicated ones scattered; where items were written is
+gathered and the outcome broadcast. Errors of any rank travel with them and are raised on all.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import shutil
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.optim import Optimizer
+
+from ..config import parse_bytes
+from ..device import Gateway
+from ..errors import ConfigError
+from ..optimizer import HybridDeviceOptimizer
+from ..wrapping import gateway_of
+from .folder import aside, prepare, prune, publish
+from .packer import DecodedMaster, Master, Models, models_of, pack_optimizer_state
+from .staging import Staging
+from .team import Team
+from .writer import Large, RankFile, write_metadata
+
+_log = logging.getLogger("fsdp_offload")
+
+Folder = str | os.PathLike[str]
+
+EXTRA = "extra"
+
+
+def save(
+    path: Folder,
+    model: Models,
+    optimizer: Optimizer | None = None,
+    *,
+    extra: Mapping[str, Any] | None = None,
+    master: Master = "auto",
+    overwrite: bool = False,
+    keep_last: int | None = None,
+    threads: int | None = None,
+) -> None:
+    """Save weights, optimizer state and ``extra`` as one checkpoint. All ranks call it.
+
+    Written aside and renamed when complete, so that whatever happens ``path`` is a complete
+    checkpoint or does not exist. ``torch.distributed.checkpoint.load`` reads it too.
+
+    Args:
+        path: the folder to make, on a file system that all ranks share.
+        model: the model, or the parts of a pipeline.
+        optimizer: a :class:`HybridDeviceOptimizer` or a plain optimizer; ``None``: weights only.
+        extra: anything else (step count, scheduler and data loader states): plain Python values
+            and CPU tensors. That of rank 0 is kept.
+        master: as of :func:`pack_optimizer_state`.
+        overwrite: replace a checkpoint at ``path``.
+        keep_last: remove older complete checkpoints of this package beside ``path``, so that so
+            many stay.
+        threads: that write; ``None``: this rank's share of the cores, at most 8.
+
+    Raises:
+        CheckpointError: ``path`` exists, or the file system refused. Raised on all ranks.
+        ConfigError: an argument is wrong, or ``extra`` holds what cannot be loaded safely.
+        LaneError: the optimizer has failed.
+    """
+    job = _Job(path, overwrite=overwrite, keep_last=keep_last, threads=threads)
+    plan = job.plan(model, optimizer, extra, master)
+
+    def write() -> list[WriteResult]:
+        file = job.begin(plan)
+        file.write(file.large)
+        return file.finish()
+
+    job.complete(write)
+
+
+def async_save(
+    path: Folder,
+    model: Models,
+    optimizer: Optimizer | None = None,
+    *,
+    extra: Mapping[str, Any] | None = None,
+    master: Master = "auto",
+    overwrite: bool = False,
+    keep_last: int | None = None,
+    threads: int | None = None,
+    staging_bytes: int | str | None = None,
+) -> Future[None]:
+    """As :func:`save`, but training goes on while a thread writes.
+
+    State and weights are copied into a host arena (pinned where a device is used) that is reserved
+    at the first call and kept until the optimizer, or the model without one, goes. What does
+    not fit into it is written before the call returns. Another save or a load waits for this one.
+
+    Args:
+        path: this argument and those up to ``threads`` as of :func:`save`.
+        model: see there.
+        optimizer: see there.
+        extra: see there.
+        master: see there.
+        overwrite: see there.
+        keep_last: see there.
+        threads: see there.
+        staging_bytes: size of the arena; ``None``: as much as the first call needs. Later calls
+            use what the first one reserved.
+
+    Returns:
+        A future that is done when the checkpoint is complete on all ranks. Call ``result()``
+        before the process group is destroyed: it raises what :func:`save` would.
+
+    Raises:
+        HostMemoryError: the arena does not fit.
+        ConfigError, LaneError: as of :func:`save`.
+    """
+    size = None if staging_bytes is None else parse_bytes(staging_bytes, "staging_bytes")
+    job = _Job(path, overwrite=overwrite, keep_last=keep_last, threads=threads)
+    plan = job.plan(model, optimizer, extra, master)
+
+    def stage() -> tuple[RankFile, tuple[Large, ...]]:
+        file = job.begin(plan)
+        return file, _stage(file, _staging_of(model, optimizer, file, size))
+
+    try:
+        file, staged = job.team.together(stage)
+    except BaseException:
+        job.abandon()
+        raise
+
+    def write() -> list[WriteResult]:
+        file.write(staged)
+        return file.finish()
+
+    return _in_background(lambda: job.complete(write))
+
+
+def _staging_of(
+    model: Models, optimizer: Optimizer | None, file: RankFile, size: int | None
+) -> Staging:
+    """The arena of this optimizer (or model), reserved at the first call."""
+    owner = models_of(model)[0] if optimizer is None else optimizer
+    if owner not in _stagings:
+        wanted = sum(entry.source.nbytes for entry in file.large) if size is None else size
+        _stagings[owner] = Staging(
+            wanted, gateway_of(p for m in models_of(model) for p in m.parameters())
+        )
+        weakref.finalize(owner, _stagings[owner].close)
+        _log.info("async_save reserved %d bytes of host memory", wanted)
+    return _stagings[owner]
+
+
+def _stage(file: RankFile, staging: Staging) -> tuple[Large, ...]:
+    """Copy what fits, write the rest now; returns what is to be written from the arena."""
+    fits = staging.choose([entry.source.nbytes for entry in file.large])
+    file.write(entry for entry, fit in zip(file.large, fits, strict=True) if not fit)
+    chosen = [entry for entry, fit in zip(file.large, fits, strict=True) if fit]
+    copies = staging.copy([entry.source for entry in chosen])
+    return tuple(replace(e, source=copy) for e, copy in zip(chosen, copies, strict=True))
+
+
+_stagings: weakref.WeakKeyDictionary[Any, Staging] = weakref.WeakKeyDictionary()
+_writing: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+
+
+def _in_background(work: Callable[[], None]) -> Future[None]:
+    """Run ``work`` on a thread that the interpreter waits for at exit."""
+    future: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            future.set_result(None)
+
+    thread = threading.Thread(target=run, name="fsdp-offload-save")
+    _writing.add(thread)
+    thread.start()
+    return future
+
+
+def wait_for_saves() -> None:
+    """Block until no ``async_save`` of this process is writing; its error stays in its future."""
+    for thread in list(_writing):
+        thread.join()
+
+
+class _Job:
+    """One save, on one rank."""
+
+    def __init__(
+        self, path: Folder, *, overwrite: bool, keep_last: int | None, threads: int | None
+    ) -> None:
+        if keep_last is not None and keep_last < 1:
+            raise ConfigError(
+                f"keep_last={keep_last}",
+                reason="the checkpoint just saved is one of them",
+                remedy="use 1 or more, or None to keep all",
+            )
+        wait_for_saves()
+        self._path = Path(path).absolute()
+        self._overwrite, self._keep_last, self._threads = overwrite, keep_last, threads
+        self._planner = _Planner()
+        self._metadata = Metadata({})
+        self._optimizer_name = ""
+        self.team = Team.of_world()
+
+    def plan(
+        self,
+        model: Models,
+        optimizer: Optimizer | None,
+        extra: Mapping[str, Any] | None,
+        master: Master,
+    ) -> SavePlan:
+        """Agree on who writes what."""
+        self._optimizer_name = optimizer_name(optimizer)
+
+        def local() -> SavePlan:
+            state = _collect(models_of(model), optimizer, extra, master)
+            self._planner.set_up_planner(state, is_coordinator=self.team.is_lead)
+            return self._planner.create_local_plan()
+
+        def whole(plans: list[SavePlan]) -> list[SavePlan]:
+            prepare(self._path, overwrite=self._overwrite)
+            plans, self._metadata = self._planner.create_global_plan(plans)
+            return plans
+
+        return self._planner.finish_plan(self.team.reduce_scatter(local, whole))
+
+    def begin(self, plan: SavePlan) -> RankFile:
+        """This rank's file, with all small items."""
+        path = aside(self._path) / f"__{self.team.rank}_0.distcp"
+        return RankFile(path, plan, self._planner, threads=self._threads)
+
+    def complete(self, write: Callable[[], list[WriteResult]]) -> None:
+        """Write this rank's file, and publish when all ranks have."""
+
+        def finish(results: list[list[WriteResult]]) -> None:
+            write_metadata(aside(self._path), self._metadata, results)
+            publish(self._path, world_size=self.team.size, optimizer=self._optimizer_name)
+            if self._keep_last is not None:
+                prune(self._path, self._keep_last)
+
+        try:
+            self.team.all_reduce(write, finish)
+        except BaseException:
+            self.abandon()
+            raise
+
+    def abandon(self) -> None:
+        """Give the space back: nothing of this save will be used."""
+        if self.team.is_lead:
+            shutil.rmtree(aside(self._path), ignore_errors=True)
+
+
+class _Planner(DefaultSavePlanner):
+    """torch's planner, for values that are decoded while they are written.
+
+    Options of a group are the same objects for all of its parameters: they are pickled once.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._pickled: dict[int, tuple[Any, bytes]] = {}  # by id; holds the object, so it stays
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        """The live tensor or value, or the source of a decoded one."""
+        value = self.state_dict[index.fqn]
+        return (
+            value.source(index)
+            if isinstance(value, DecodedMaster)
+            else super().lookup_object(index)
+        )
+
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
+        """Pickle what is no tensor."""
+        if write_item.type is not WriteItemType.BYTE_IO:
+            return object
+        if id(object) not in self._pickled:
+            buffer = io.BytesIO()
+            torch.save(object, buffer)
+            self._pickled[id(object)] = (object, buffer.getvalue())
+        return io.BytesIO(self._pickled[id(object)][1])
+
+
+def optimizer_name(optimizer: Optimizer | None) -> str:
+    """What a checkpoint calls the (wrapped) class; empty without an optimizer."""
+    if isinstance(optimizer, HybridDeviceOptimizer):
+        return optimizer.inner_class.__qualname__
+    return "" if optimizer is None else type(optimizer).__qualname__
+
+
+def _collect(
+    models: Sequence[nn.Module],
+    optimizer: Optimizer | None,
+    extra: Mapping[str, Any] | None,
+    master: Master,
+) -> dict[str, Any]:
+    """Everything that is saved, final and readable by any thread."""
+    state: dict[str, Any] = {"model": weights_of(models)}
+    if optimizer is not None:
+        state["optim"] = pack_optimizer_state(models, optimizer, master=master)
+    if extra is not None:
+        state[EXTRA] = _encode_extra(extra)
+    _gateway(models).current_stream().synchronize()
+    return state
+
+
+def _gateway(models: Sequence[nn.Module]) -> Gateway:
+    return gateway_of(parameter for model in models for parameter in model.parameters())
+
+
+def weights_of(models: Sequence[nn.Module]) -> dict[str, Any]:
+    """Parameters and buffers of all models by FQN: the live ones."""
+    weights: dict[str, Any] = {}
+    for model in models:
+        weights.update(get_model_state_dict(model))
+    return weights
+
+
+def _encode_extra(extra: Mapping[str, Any]) -> bytes:
+    """``extra`` as ``torch.save`` writes it.
+
+    Raises:
+        ConfigError: ``torch.load(weights_only=True)``, which is all that a load uses, refuses it.
+    """
+    buffer = io.BytesIO()
+    try:
+        torch.save(dict(extra), buffer)
+        buffer.seek(0)
+        torch.load(buffer, weights_only=True, map_location="cpu")
+    except Exception as error:
+        raise ConfigError(
+            f"extra with keys {sorted(map(str, extra))}",
+            reason=f"it cannot be loaded without running code of its own: {error}",
+            remedy="keep numbers, strings, lists, dicts and tensors in it, such as state_dict()s",
+        ) from error
+    return buffer.getvalue()

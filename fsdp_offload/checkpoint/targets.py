@@ -1,0 +1,190 @@
+"""Where optimizer state is read to: the live state, by the keys of the checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.optim import Optimizer
+
+from .. import shards
+from ..errors import StateDictError
+from ..optimizer import HybridDeviceOptimizer
+from ..pipeline import state as state_io
+from ..pipeline.records import Record
+from .conversion import Conversion
+from .naming import Places
+from .packer import REMAINDER, STATE, WHOLE, pack_optimizer_state, parameters_of
+
+
+@dataclass
+class Targets:
+    """What is to be read.
+
+    Args:
+        direct: tensors (or ``None`` for other values) by the checkpoint's key.
+        conversions: masters in another form, read when the weights are there.
+        values: packed key of everything that the optimizer takes over, with the checkpoint's.
+        packed: what it takes over of live state that is not read under its own key.
+    """
+
+    direct: dict[str, Any] = field(default_factory=dict)
+    conversions: dict[str, Any] = field(default_factory=dict)
+    values: dict[str, str] = field(default_factory=dict)
+    packed: dict[str, Any] = field(default_factory=dict)
+
+    def add(self, other: Targets) -> None:
+        """Take over all of ``other`` but ``packed``."""
+        self.direct.update(other.direct)
+        self.conversions.update(other.conversions)
+        self.values.update(other.values)
+
+
+def plain_targets(
+    optimizer: Optimizer,
+    models: Sequence[nn.Module],
+    metadata: Metadata,
+    places: Places,
+) -> Targets:
+    """For an optimizer of another package: the state that torch's helper shows."""
+    targets = Targets()
+    stored = metadata.state_dict_metadata
+    for key, value in pack_optimizer_state(list(models), optimizer).items():
+        if not key.startswith(STATE):
+            targets.packed[key] = value
+            continue
+        fqn, _, name = key.removeprefix(STATE).rpartition(".")
+        source = places.state(fqn) + name
+        if source in stored:
+            _add(targets, key, source, value, stored[source])
+        else:
+            targets.packed[key] = value
+    return targets
+
+
+def state_targets(
+    optimizer: HybridDeviceOptimizer,
+    names: Mapping[Tensor, str],
+    metadata: Metadata,
+    places: Places,
+) -> Targets:
+    """For the offloaded state, which is read in place, and what stayed native.
+
+    Raises:
+        StateDictError: entries are missing, or have other shapes.
+    """
+    targets = Targets()
+    saved: dict[str, set[str]] = {}
+    start = f"{places.base}{STATE}{places.inner}"
+    for key in metadata.state_dict_metadata:
+        if key.startswith(start):
+            fqn, _, name = key.removeprefix(start).rpartition(".")
+            saved.setdefault(fqn, set()).add(name)
+    for record in optimizer.records:
+        fqn = names[record.parameter]
+        _add_record(targets, record, fqn, saved.get(fqn, set()), metadata, places)
+    recorded = {record.parameter for record in optimizer.records}
+    for parameter, _ in parameters_of(optimizer):
+        if parameter not in recorded:
+            fqn = names[parameter]
+            _add_native(targets, parameter, fqn, saved.get(fqn, set()), metadata, places)
+    return targets
+
+
+def _add_record(
+    targets: Targets,
+    record: Record,
+    fqn: str,
+    saved: set[str],
+    metadata: Metadata,
+    places: Places,
+) -> None:
+    if not saved:
+        return  # the parameter never had a gradient: its state is reset
+    live = state_io.expose(record)
+    stored = metadata.state_dict_metadata
+    state_io.check_names(record, saved)
+    for kind in record.schema.kinds:
+        source = places.state(fqn) + kind.name
+        _add(targets, f"{STATE}{fqn}.{kind.name}", source, live[kind.name], stored[source])
+    form = record.form.value
+    if record.emits_master and form in saved:
+        source = places.state(fqn) + form
+        _add(targets, f"{STATE}{fqn}.{form}", source, live[form], stored[source])
+        return
+    weight = shards.like(record.parameter, shards.local(record.parameter))
+    for name, dtype in ((WHOLE, torch.float32), (REMAINDER, torch.int16)):
+        source = places.state(fqn) + name
+        if name not in saved or not _can_convert(record, dtype):
+            continue
+        kept = live[form] if record.emits_master else weight
+        check_shape(source, stored[source], kept)
+        if kept.dtype == dtype:
+            targets.conversions[source] = kept
+        else:
+            targets.conversions[source] = Conversion(weight, kept, dtype)
+        if record.emits_master:
+            targets.packed[f"{STATE}{fqn}.{form}"] = kept
+        return
+
+
+def _can_convert(record: Record, stored: torch.dtype) -> bool:
+    """Whether a master stored as ``stored`` says something of this parameter."""
+    if record.emits_master:
+        return record.info.dtype == torch.bfloat16 and record.compute_dtype == torch.float32
+    return record.info.dtype == torch.float32 or stored != torch.int16
+
+
+def _add_native(
+    targets: Targets,
+    parameter: Tensor,
+    fqn: str,
+    saved: set[str],
+    metadata: Metadata,
+    places: Places,
+) -> None:
+    """State that the class makes at its first step: room for what was saved."""
+    for name in sorted(saved - {WHOLE, REMAINDER}):
+        source = places.state(fqn) + name
+        entry = metadata.state_dict_metadata[source]
+        value: Any = None
+        if isinstance(entry, TensorStorageMetadata):
+            dtype = entry.properties.dtype
+            if entry.size == parameter.shape:
+                value = shards.like(
+                    parameter, torch.zeros_like(shards.local(parameter), dtype=dtype)
+                )
+            else:
+                value = torch.zeros(entry.size, dtype=dtype)
+        _add(targets, f"{STATE}{fqn}.{name}", source, value, entry)
+
+
+def _add(targets: Targets, key: str, source: str, value: Any, stored: Any) -> None:
+    check_shape(source, stored, value)
+    targets.direct[source] = value if isinstance(stored, TensorStorageMetadata) else None
+    targets.values[key] = source
+
+
+def check_shape(key: str, stored: Any, value: Any) -> None:
+    """Refuse a tensor of another shape.
+
+    Raises:
+        StateDictError: the shapes differ, or only one of the two is a tensor.
+    """
+    if not isinstance(stored, TensorStorageMetadata):
+        if isinstance(value, Tensor) and value.dim() > 0:
+            raise StateDictError(
+                f"{key}", reason="it is no tensor in the checkpoint", remedy="build what was saved"
+            )
+        return
+    expected = tuple(value.size()) if hasattr(value, "size") else ()
+    if expected != tuple(stored.size):
+        raise StateDictError(
+            f"{key} of shape {tuple(stored.size)}",
+            reason=f"here it has shape {expected}",
+            remedy="build the model and the optimizer that were saved",
+        )

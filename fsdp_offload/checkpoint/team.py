@@ -1,0 +1,177 @@
+"""The ranks of a job agree: on values, and on errors, which all of them raise together."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+
+from ..errors import CheckpointError, OffloadError
+
+_Local = TypeVar("_Local")
+_Result = TypeVar("_Result")
+_Outcome = tuple[_Result | None, BaseException | None]
+
+_groups: weakref.WeakKeyDictionary[object, dist.ProcessGroup] = weakref.WeakKeyDictionary()
+
+
+class Team:
+    """All ranks of the default process group, over gloo; or this process alone.
+
+    The group is made at the first use and kept: it carries objects only, never leaves host
+    memory, and does not meet the training's own collectives, so that a thread may use it. Every
+    method is a collective: all ranks call it in the same order.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self._group = group
+        self.rank = 0 if group is None else dist.get_rank(group)
+        self.size = 1 if group is None else dist.get_world_size(group)
+
+    @classmethod
+    def of_world(cls) -> Team:
+        """The team of all ranks. Collective at its first use in a process group."""
+        if not (dist.is_available() and dist.is_initialized()):
+            return cls(None)
+        world = dist.distributed_c10d._get_default_group()
+        if world not in _groups:
+            _groups[world] = dist.new_group(backend="gloo")
+        return cls(_groups[world])
+
+    @property
+    def is_lead(self) -> bool:
+        """Whether this rank does what is done once."""
+        return self.rank == 0
+
+    def reduce_scatter(
+        self,
+        work: Callable[[], _Local],
+        reduce: Callable[[list[_Local]], Sequence[_Result]],
+    ) -> _Result:
+        """This rank's of what the lead makes from every rank's result of ``work``.
+
+        One gather and one scatter.
+
+        Raises:
+            OffloadError: on all ranks, if a rank's work or the lead's ``reduce`` raised.
+        """
+        mine = _attempt(work)
+        outcome: _Outcome[Sequence[_Result]] = self._reduced(mine, reduce)
+        if self._group is None:
+            return _result(outcome)[0]
+        results, error = _portable(outcome)
+        shares = [(None if results is None else results[r], error) for r in range(self.size)]
+        received: list[Any] = [None]
+        dist.scatter_object_list(
+            received, shares if self.is_lead else None, group=self._group, group_src=0
+        )
+        answer: _Outcome[_Result] = received[0]
+        return _result(answer, own=mine[1])
+
+    def all_reduce(
+        self, work: Callable[[], _Local], reduce: Callable[[list[_Local]], _Result]
+    ) -> _Result:
+        """What the lead makes from every rank's result of ``work``, on all ranks.
+
+        One gather and one broadcast.
+
+        Raises:
+            OffloadError: on all ranks, if a rank's work or the lead's ``reduce`` raised.
+        """
+        mine = _attempt(work)
+        outcome = self._reduced(mine, reduce)
+        if self._group is None:
+            return _result(outcome)
+        shared: list[Any] = [_portable(outcome)]
+        dist.broadcast_object_list(shared, group=self._group, group_src=0)
+        answer: _Outcome[_Result] = shared[0]
+        return _result(answer, own=mine[1])
+
+    def _reduced(
+        self, mine: _Outcome[_Local], reduce: Callable[[list[_Local]], _Result]
+    ) -> _Outcome[_Result]:
+        """The lead's result of ``reduce``; elsewhere nothing."""
+        gathered: list[Any] = [mine]
+        if self._group is not None:
+            gathered = [None] * self.size if self.is_lead else []
+            dist.gather_object(
+                _portable(mine), gathered if self.is_lead else None, group=self._group, group_dst=0
+            )
+        if not self.is_lead:
+            return None, None
+        for rank, (_, error) in enumerate(gathered):
+            if error is not None:
+                return None, mine[1] if rank == self.rank else _noted(error, rank)
+        return _attempt(lambda: reduce([result for result, _ in gathered]))
+
+    def lead(self, work: Callable[[], _Result]) -> _Result:
+        """The result of ``work``, done by the lead, on all ranks.
+
+        Raises:
+            OffloadError: on all ranks, if it raised.
+        """
+        mine = _attempt(work) if self.is_lead else (None, None)
+        if self._group is None:
+            return _result(mine)
+        shared: list[Any] = [_portable(mine)]
+        dist.broadcast_object_list(shared, group=self._group, group_src=0)
+        answer: _Outcome[_Result] = shared[0]
+        return _result(answer, own=mine[1])
+
+    def together(self, work: Callable[[], _Result]) -> _Result:
+        """This rank's result of ``work``, once every rank's has succeeded.
+
+        Raises:
+            OffloadError: on all ranks, if a rank's work raised.
+        """
+        mine = _attempt(work)
+        if self._group is None:
+            return _result(mine)
+        errors: list[Any] = [None] * self.size
+        dist.all_gather_object(errors, _portable(mine)[1], group=self._group)
+        for rank, error in enumerate(errors):
+            if error is not None:
+                return _result((None, _noted(error, rank)), own=mine[1])
+        return _result(mine)
+
+
+def _attempt(work: Callable[[], _Result]) -> _Outcome[_Result]:
+    # CheckpointException, torch's own, is not an Exception.
+    try:
+        return work(), None
+    except (Exception, CheckpointException) as error:
+        return None, error
+
+
+def _portable(outcome: _Outcome[_Result]) -> _Outcome[_Result]:
+    """With an error that can be sent to other ranks."""
+    result, error = outcome
+    return result, None if error is None else _typed(error)
+
+
+def _typed(error: BaseException) -> OffloadError:
+    if isinstance(error, OffloadError):
+        return error
+    return CheckpointError(
+        type(error).__name__, reason=str(error), remedy="see its cause, in that rank's log"
+    )
+
+
+def _noted(error: OffloadError, rank: int) -> OffloadError:
+    """``error`` as other ranks raise it."""
+    return type(error)(f"{error.what} (rank {rank})", reason=error.reason, remedy=error.remedy)
+
+
+def _result(outcome: _Outcome[_Result], *, own: BaseException | None = None) -> _Result:
+    """The result, or the error raised: where this rank has one of its own, that one."""
+    result, error = outcome
+    if error is None:
+        return result  # type: ignore[return-value]
+    error = own or error
+    typed = _typed(error)
+    if typed is error:
+        raise typed
+    raise typed from error

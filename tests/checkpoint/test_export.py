@@ -1,0 +1,1147 @@
+"""Exported files against the gathered model, the masters of a twin, and other readers."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import math
+import os
+import pickle
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import safetensors.torch
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+)
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
+
+from fsdp_offload import (
+    CheckpointCorruptError,
+    CheckpointError,
+    ConfigError,
+    HybridDeviceOptimizer,
+    OffloadError,
+    UnsupportedParameterError,
+)
+from fsdp_offload.checkpoint import export
+from fsdp_offload.checkpoint.export import (
+    Box,
+    ChunkReader,
+    Entry,
+    export_safetensors,
+    find_keys,
+    fingerprint,
+    plan_files,
+    read_metadata,
+    runs,
+    split,
+)
+from fsdp_offload.pipeline import codec
+from fsdp_offload.testing import RankPool
+from tests.fsdp import models
+from tests.fsdp.models import check
+from tests.fsdp.test_meshes import parallel, parallel_loss
+
+Ranks = Callable[..., RankPool]
+Tensors = dict[str, Tensor]
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+NESTED = StateDictOptions()
+MIXED = ("host", "streamed", "resident")
+
+
+def load(folder: Path) -> Tensors:
+    """Every tensor of an export, by way of its index where there is one."""
+    if (folder / export.INDEX).exists():
+        index = json.loads((folder / export.INDEX).read_text())
+        files = sorted(set(index["weight_map"].values()))
+    else:
+        files = ["model.safetensors"]
+    loaded: Tensors = {}
+    for name in files:
+        loaded |= safetensors.torch.load_file(folder / name)
+    return loaded
+
+
+def differences(found: Tensors, expected: Tensors) -> list[str]:
+    """What differs in names, dtypes, shapes or bits."""
+    wrong = [f"only one has {name}" for name in sorted(found.keys() ^ expected.keys())]
+    for name in sorted(found.keys() & expected.keys()):
+        a, b = found[name], expected[name].detach()
+        if (a.dtype, a.shape) != (b.dtype, b.shape):
+            wrong.append(f"{name}: {a.dtype} {a.shape}, expected {b.dtype} {b.shape}")
+        elif not torch.equal(raw(a), raw(b)):
+            wrong.append(f"{name}: {int((raw(a) != raw(b)).sum())} of {a.nbytes} bytes differ")
+    return wrong
+
+
+def raw(tensor: Tensor) -> Tensor:
+    """Its bytes."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def left_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+
+
+class Net(nn.Module):
+    """A tied head, buffers of three kinds, 0-dim and empty parameters, an expanded buffer."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 6, dtype=dtype)
+        self.norm = nn.BatchNorm1d(6)
+        self.scale = nn.Parameter(torch.tensor(0.3, dtype=dtype))
+        self.nothing = nn.Parameter(torch.empty(0, 5, dtype=dtype))
+        self.register_buffer("mask", torch.arange(7) % 2 == 0)
+        self.register_buffer("table", torch.randn(4, 3).t())
+        self.register_buffer("wide", torch.randn(1, 3).expand(5, 3))
+        self.register_buffer("scratch", torch.randn(3), persistent=False)
+        self.head = nn.Linear(6, 11, bias=False, dtype=dtype)
+        self.head.weight = self.embed.weight
+
+
+def once(model: nn.Module) -> Tensors:
+    """The state dict without the second names of tied weights."""
+    seen: set[int] = set()
+    found = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            found[name] = tensor.detach().clone()
+    return found
+
+
+# --------------------------------------------------------------------------- layout
+
+shapes = st.lists(st.integers(1, 6), max_size=4).map(tuple)
+
+
+@st.composite
+def boxes(draw: Any) -> tuple[tuple[int, ...], Box]:
+    shape = draw(shapes)
+    offsets = [draw(st.integers(0, n - 1)) for n in shape]
+    sizes = [draw(st.integers(1, n - o)) for n, o in zip(shape, offsets, strict=True)]
+    return shape, Box(tuple(offsets), tuple(sizes))
+
+
+@given(boxes(), st.integers(1, 40))
+def test_parts_of_a_box_are_written_to_its_byte_ranges(
+    given_box: tuple[tuple[int, ...], Box], max_numel: int
+) -> None:
+    shape, box = given_box
+    whole = torch.arange(math.prod(shape)).view(shape)
+    index = tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))
+    expected = torch.full(shape, -1)
+    expected[index] = whole[index]
+
+    written = torch.full((math.prod(shape),), -1)
+    for part in split(box, max_numel):
+        assert part.numel <= max_numel
+        inside = tuple(slice(o, o + n) for o, n in zip(part.offsets, part.sizes, strict=True))
+        data = whole[inside].reshape(-1)
+        numel, starts = runs(shape, part)
+        for i, start in enumerate(starts):
+            assert (written[start : start + numel] == -1).all(), "written twice"
+            written[start : start + numel] = data[i * numel : (i + 1) * numel]
+    assert torch.equal(written.view(shape), expected)
+
+
+@given(boxes())
+def test_a_fingerprint_is_the_count_and_the_sum_of_positions(
+    given_box: tuple[tuple[int, ...], Box],
+) -> None:
+    shape, box = given_box
+    index = tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))
+    positions = torch.arange(math.prod(shape)).view(shape)[index]
+    assert fingerprint(shape, [box]) == (positions.numel(), int(positions.sum()))
+
+
+def entry(name: str, numel: int, dtype: torch.dtype = torch.float32) -> Entry:
+    return Entry(name, name, (numel,), dtype)
+
+
+@pytest.mark.parametrize(
+    ("max_bytes", "expected"),
+    [
+        (1000, [["a", "b", "c", "d"]]),
+        (44, [["a", "b"], ["c"], ["d"]]),
+        (43, [["a"], ["b"], ["c"], ["d"]]),
+        (0, [["a"], ["b"], ["c"], ["d"]]),
+    ],
+)
+def test_files_are_filled_in_order_up_to_the_limit(
+    max_bytes: int, expected: list[list[str]]
+) -> None:
+    files = plan_files([entry("a", 10), entry("b", 1), entry("c", 100), entry("d", 3)], max_bytes)
+
+    assert [[e.name for e in file.entries] for file in files] == expected
+    count = len(expected)
+    names = [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+    assert [file.name for file in files] == (names if count > 1 else ["model.safetensors"])
+
+
+def test_elements_lie_at_multiples_of_their_size() -> None:
+    entries = [entry("bool", 3, torch.bool), entry("bf16", 5, torch.bfloat16), entry("fp64", 1)]
+    entries[2] = entry("fp64", 1, torch.float64)
+    (file,) = plan_files(entries, 1000)
+
+    for each in file.entries:
+        assert file.offsets[each.name] % each.dtype.itemsize == 0, each.name
+    assert file.nbytes == len(file.header) + 3 + 10 + 8
+    assert len(file.header) % 8 == 0
+
+
+@pytest.mark.parametrize("dtype", export._CODES)
+def test_every_dtype_is_read_back_by_safetensors(dtype: torch.dtype, tmp_path: Path) -> None:
+    tensor = torch.arange(24, dtype=torch.uint8).view(dtype) if dtype != torch.bool else None
+    model = nn.Module()
+    model.register_buffer("x", torch.tensor([True, False]) if tensor is None else tensor)
+
+    export_safetensors(model, tmp_path, dtype="bf16")
+
+    assert not differences(load(tmp_path), {"x": model.x})
+
+
+# --------------------------------------------------------------------------- a plain model
+
+
+def test_a_model_is_written_as_stored(tmp_path: Path) -> None:
+    model = Net()
+
+    written = export_safetensors(model, tmp_path / "new" / "folder")
+
+    assert written == (tmp_path / "new" / "folder" / "model.safetensors",)
+    assert left_in(tmp_path / "new" / "folder") == ["model.safetensors"]
+    found = load(tmp_path / "new" / "folder")
+    assert not differences(found, once(model))
+    assert "scratch" not in found
+
+
+def test_dtypes_of_weights_change_and_those_of_buffers_do_not(tmp_path: Path) -> None:
+    model = Net()
+    expected = once(model)
+    for name, parameter in model.named_parameters():
+        expected[name] = parameter.detach().bfloat16()
+
+    export_safetensors(model, tmp_path, dtype="bf16")
+
+    assert not differences(load(tmp_path), expected)
+
+
+def test_tied_weights_are_written_once_and_load_into_their_model(tmp_path: Path) -> None:
+    model, other = Net(), Net()
+    del model.wide, other.wide  # safetensors does not load into expanded tensors
+    (path,) = export_safetensors(model, tmp_path)
+
+    assert safetensors.torch.load_model(other, path) == (set(), [])
+    assert torch.equal(other.head.weight, model.embed.weight)
+    with safetensors.safe_open(path, "pt") as file:
+        assert file.metadata() == {"format": "pt", "head.weight": "embed.weight"}
+
+
+def test_several_files_have_an_index(tmp_path: Path) -> None:
+    model = Net()
+    written = export_safetensors(model, tmp_path, max_shard_bytes=100)
+
+    count = len(written) - 1
+    assert count > 3
+    assert written[-1].name == "model.safetensors.index.json"
+    assert left_in(tmp_path) == sorted(path.name for path in written)
+    index = json.loads(written[-1].read_text())
+    expected = once(model)
+    assert index["weight_map"].keys() == expected.keys()
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in expected.values())
+    for name, file in index["weight_map"].items():
+        assert name in safetensors.torch.load_file(tmp_path / file)
+    assert not differences(load(tmp_path), expected)
+
+
+@pytest.mark.parametrize(("before", "after"), [(100, "5GB"), ("5GB", 100), (100, 200)])
+def test_nothing_of_an_earlier_export_stays(
+    tmp_path: Path, before: int | str, after: int | str
+) -> None:
+    other = tmp_path / "config.json"
+    other.write_text("{}")
+    export_safetensors(Net(), tmp_path, max_shard_bytes=before)
+    model = Net()
+
+    written = export_safetensors(model, tmp_path, max_shard_bytes=after)
+
+    assert left_in(tmp_path) == sorted(["config.json", *(path.name for path in written)])
+    assert not differences(load(tmp_path), once(model))
+
+
+def test_names_rename_and_leave_out(tmp_path: Path) -> None:
+    model = Net()
+    expected = once(model)
+
+    export_safetensors(model, tmp_path, names={"embed.weight": "wte"})
+    found = load(tmp_path)
+    assert not differences({"wte": found["wte"]}, {"wte": expected["embed.weight"]})
+    assert found.keys() == expected.keys() - {"embed.weight"} | {"wte"}
+
+    export_safetensors(model, tmp_path, names=lambda n: f"x.{n}" if "norm" in n else None)
+    kept = {f"x.{name}": tensor for name, tensor in expected.items() if "norm" in name}
+    assert not differences(load(tmp_path), kept)
+
+    export_safetensors(model, tmp_path, names={"head.weight": "lm_head.weight"})
+    both = {**expected, "lm_head.weight": expected["embed.weight"]}
+    assert not differences(load(tmp_path), both)
+
+
+def test_wrappers_leave_no_trace_in_names(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
+    expected = once(model)
+    for name in ("_orig_mod", "_checkpoint_wrapped_module"):  # torch.compile, checkpoint_wrapper
+        model[1] = nn.ModuleDict({name: model[1]})
+
+    export_safetensors(model, tmp_path)
+
+    assert not differences(load(tmp_path), expected)
+
+
+@pytest.mark.parametrize("lane", ["streamed", "host", "resident"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_masters_are_exported_exactly(tmp_path: Path, lane: str, dtype: torch.dtype) -> None:
+    model, wrapped, plain = trained(dtype, lane)
+    masters = {n: p.detach() for n, p in plain.named_parameters()}
+
+    export_safetensors(model, tmp_path / "fp32", optimizer=wrapped, dtype="fp32")
+    assert not differences(load(tmp_path / "fp32"), masters)
+
+    export_safetensors(model, tmp_path / "none", optimizer=wrapped)
+    assert not differences(load(tmp_path / "none"), once(model))
+
+    export_safetensors(model, tmp_path / "bf16", optimizer=wrapped, dtype="bf16")
+    stored = {n: p.detach() for n, p in model.named_parameters()}
+    if dtype == torch.float16:  # not rounded twice
+        stored = {n: master.bfloat16() for n, master in masters.items()}
+    assert not differences(load(tmp_path / "bf16"), stored)
+
+
+def trained(dtype: torch.dtype, lane: str) -> tuple[nn.Module, HybridDeviceOptimizer, nn.Module]:
+    """A model after three steps, its optimizer, and a plain twin on fp32 masters."""
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(37, 41), nn.Linear(41, 5)).to(dtype)
+    plain = nn.Sequential(nn.Linear(37, 41), nn.Linear(41, 5))
+    plain.load_state_dict(model.state_dict())
+    settings = {"lr": 0.01, "fused": True}
+    inner = torch.optim.AdamW(model.parameters(), **settings)
+    wrapped = HybridDeviceOptimizer(
+        inner, model=model, update_on=[lane] * 4, transfer=models.TRANSFER
+    )
+    twin = torch.optim.AdamW(plain.parameters(), **settings)
+    for _ in range(3):
+        for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            mine.grad = torch.randn(mine.shape).to(dtype)
+            theirs.grad = mine.grad.float()
+        wrapped.step()
+        twin.step()
+    return model, wrapped, plain
+
+
+def test_the_inert_inner_optimizer_knows_the_masters_too(tmp_path: Path) -> None:
+    model, wrapped, plain = trained(torch.bfloat16, "streamed")
+    inner = wrapped._inner
+
+    export_safetensors(model, tmp_path, optimizer=inner, dtype="fp32")
+
+    assert not differences(load(tmp_path), dict(plain.named_parameters()))
+
+
+def test_weights_without_a_master_are_widened(tmp_path: Path) -> None:
+    model = Net(torch.bfloat16)
+    expected = once(model)
+    for name, parameter in model.named_parameters():
+        expected[name] = parameter.detach().float()
+    plain = torch.optim.AdamW(model.parameters())
+
+    for optimizer in (None, plain, [plain]):
+        export_safetensors(model, tmp_path, optimizer=optimizer, dtype="fp32")
+        assert not differences(load(tmp_path), expected)
+    assert not plain.state
+
+
+def test_a_whole_master_gives_way_to_weights_written_from_outside(tmp_path: Path) -> None:
+    model, wrapped, plain = trained(torch.bfloat16, "host")
+    expected = {n: p.detach().clone() for n, p in plain.named_parameters()}
+    with torch.no_grad():
+        model[0].weight[3, 4] = 7.25
+    expected["0.weight"][3, 4] = 7.25
+
+    export_safetensors(model, tmp_path, optimizer=wrapped, dtype="fp32")
+
+    assert not differences(load(tmp_path), expected)
+
+
+def test_a_master_may_round_to_its_weight_as_torch_does_on_ties() -> None:
+    bits = torch.arange(2**16, dtype=torch.int32) << 16 | 0x8000
+    master = bits.view(torch.float32)
+    master = master[master.isfinite()]
+    for weight in (master.bfloat16(), torch.empty(master.shape, dtype=torch.bfloat16)):
+        if weight.data_ptr() and not torch.equal(weight, master.bfloat16()):
+            codec.round_to_value(master, weight)
+        assert torch.equal(export.value(weight, master, torch.float32), master)
+
+
+# --------------------------------------------------------------------------- what is refused
+
+
+def refused(
+    error: type[OffloadError], match: str, folder: Path, *args: Any, **settings: Any
+) -> None:
+    with pytest.raises(error, match=match) as caught:
+        export_safetensors(*args, **settings)
+    assert caught.value.reason
+    assert caught.value.remedy
+    assert left_in(folder) == []
+
+
+def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
+    out, model = tmp_path / "out", Net()
+    adam: Any = torch.optim.AdamW(model.parameters())
+
+    refused(ConfigError, "dtype='fp8'", out, model, out, dtype="fp8")
+    refused(ConfigError, "max_shard_bytes", out, model, out, max_shard_bytes="much")
+    refused(ConfigError, "source of type int", out, 3, out)
+    refused(ConfigError, "optimizer of type str", out, model, out, optimizer="Adam")
+    refused(ConfigError, "optimizer= with a checkpoint", out, tmp_path, out, optimizer=adam)
+    refused(ConfigError, "prefix='model'", out, model, out, prefix="model")
+    refused(ConfigError, "names for 'x'", out, model, out, names={"x": "y"})
+    refused(ConfigError, "'mask' for table", out, model, out, names={"table": "mask"})
+    refused(ConfigError, "__metadata__", out, model, out, names=lambda n: "__metadata__")
+    refused(ConfigError, "without tensors", out, model, out, names=lambda n: None)
+    refused(ConfigError, "without tensors", out, nn.Module(), out)
+    refused(CheckpointError, "no .metadata", out, tmp_path, out)
+
+
+def test_tensors_that_cannot_be_written_are_refused(tmp_path: Path) -> None:
+    out, model = tmp_path / "out", nn.Module()
+
+    model.register_buffer("x", torch.zeros(3, dtype=torch.complex128))
+    refused(UnsupportedParameterError, "complex128", out, model, out)
+    model.register_buffer("x", torch.zeros(3, device="meta"))
+    refused(CheckpointError, "weights are missing", out, model, out)
+    model.register_buffer("x", torch.eye(3).to_sparse())
+    refused(UnsupportedParameterError, "sparse", out, model, out)
+
+
+def test_a_file_in_the_folders_place_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "out").write_text("mine")
+
+    refused(CheckpointError, "it is a file", tmp_path / "x", Net(), tmp_path / "out")
+
+    assert (tmp_path / "out").read_text() == "mine"
+
+
+@contextlib.contextmanager
+def full_disk(after_bytes: int) -> Iterator[None]:
+    """Writing fails once that many bytes were written."""
+    real, written = os.pwrite, 0
+
+    def pwrite(descriptor: int, data: Any, offset: int) -> int:
+        nonlocal written
+        written += len(data)
+        if written > after_bytes:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(descriptor, data, offset)
+
+    with mock.patch.object(os, "pwrite", pwrite):
+        yield
+
+
+@pytest.mark.parametrize("after_bytes", [0, 1200, 1800])
+def test_a_full_disk_leaves_an_earlier_export_as_it_was(tmp_path: Path, after_bytes: int) -> None:
+    earlier = Net()
+    export_safetensors(earlier, tmp_path, max_shard_bytes=100)
+    before = left_in(tmp_path)
+
+    with full_disk(after_bytes), pytest.raises(CheckpointError, match="No space left"):
+        export_safetensors(Net(), tmp_path, max_shard_bytes=100)
+
+    assert left_in(tmp_path) == before
+    assert not differences(load(tmp_path), once(earlier))
+
+
+@pytest.mark.parametrize("renames", [0, 1, 3])
+def test_a_failure_while_naming_leaves_no_half_export(tmp_path: Path, renames: int) -> None:
+    real, done = Path.rename, 0
+
+    def rename(path: Path, target: Path) -> Path:
+        nonlocal done
+        if done == renames:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        done += 1
+        return real(path, target)
+
+    with (
+        mock.patch.object(Path, "rename", rename),
+        pytest.raises(CheckpointError, match="Input/output error"),
+    ):
+        export_safetensors(Net(), tmp_path, max_shard_bytes=100)
+
+    assert left_in(tmp_path) == []
+
+
+def test_what_a_killed_export_left_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors.tmp").write_bytes(b"x" * 10_000)
+    model = Net()
+
+    export_safetensors(model, tmp_path)
+
+    assert left_in(tmp_path) == ["model.safetensors"]
+    assert not differences(load(tmp_path), once(model))
+
+
+def test_two_exports_into_one_folder_do_not_mix(tmp_path: Path) -> None:
+    """The later one takes the place of the earlier, which must not name files of the other."""
+    first, second = Net(), Net()
+    real = export._Output.write
+
+    def write(output: Any, *args: Any) -> None:
+        real(output, *args)
+        with mock.patch.object(export._Output, "write", real):
+            export_safetensors(second, tmp_path)
+        (tmp_path / "model.safetensors.tmp").write_bytes(b"a third one")
+
+    with (
+        mock.patch.object(export._Output, "write", write),
+        pytest.raises(CheckpointError, match="another export"),
+    ):
+        export_safetensors(first, tmp_path)
+
+    assert left_in(tmp_path) == ["model.safetensors", "model.safetensors.tmp"]
+    assert not differences(load(tmp_path), once(second))
+
+
+# --------------------------------------------------------------------------- memory
+
+
+def test_blocks_are_small_whatever_the_tensor(tmp_path: Path) -> None:
+    """Of 96 MiB of fp32 masters no more than 4 MiB are made, or written, at once."""
+    model = nn.Linear(3000, 8192, bias=False, dtype=torch.bfloat16)
+    remainder = torch.randint(-(2**15), 2**15, model.weight.shape, dtype=torch.int16)
+    optimizer = torch.optim.SGD(model.parameters())
+    optimizer.state[model.weight]["master_remainder"] = remainder
+    blocks: list[int] = []
+    real_value, real_write = export.value, os.pwrite
+
+    def value(*args: Any) -> Tensor:
+        block = real_value(*args)
+        blocks.append(block.nbytes)
+        return block
+
+    def pwrite(descriptor: int, data: Any, offset: int) -> int:
+        blocks.append(len(data))
+        return real_write(descriptor, data, offset)
+
+    with mock.patch.object(export, "value", value), mock.patch.object(os, "pwrite", pwrite):
+        export_safetensors(model, tmp_path, optimizer=optimizer, dtype="fp32")
+
+    assert max(blocks) <= 4 << 20
+    assert sum(blocks) > 2 * 96_000_000
+    master = torch.empty(model.weight.numel())
+    codec.decode_plain(model.weight.detach().view(-1), remainder.view(-1), master)
+    assert not differences(load(tmp_path), {"weight": master.view(model.weight.shape)})
+
+
+# --------------------------------------------------------------------------- keys of a checkpoint
+
+
+def keys_of(saved: dict[str, Any], **known: Any) -> Any:
+    """:func:`find_keys` for a nested dict; leaves that are ``...`` are tensors."""
+    paths: dict[str, tuple[Any, ...]] = {}
+    tensors: dict[str, None] = {}
+
+    def walk(value: Any, path: tuple[Any, ...]) -> None:
+        if isinstance(value, dict):
+            for key, each in value.items():
+                walk(each, (*path, key))
+            return
+        paths[".".join(map(str, path))] = path
+        if value is ...:
+            tensors[".".join(map(str, path))] = None
+
+    walk(saved, ())
+    others = paths.keys() - tensors.keys()
+    given = {} if known.pop("no_paths", False) else paths
+    return find_keys(tensors, others, given, known.get("prefix"), "here")
+
+
+WEIGHTS = {"a.weight": ..., "a.bias": ..., "lm_head.weight": ...}
+NESTED_STATE = {
+    "state": {
+        "a.weight": {"exp_avg": ..., "master_remainder": ...},
+        "a.bias": {"exp_avg": ..., "master": ...},
+    },
+    "param_groups": [0],
+}
+FLAT_STATE = {
+    "state.a.weight.exp_avg": ...,
+    "state.a.weight.master_remainder": ...,
+    "state.a.bias.exp_avg": ...,
+    "state.a.bias.master": ...,
+    "param_groups.a.weight.lr": 0.1,
+    "param_groups.lm_head.weight.lr": 0.1,
+}
+
+
+@pytest.mark.parametrize("no_paths", [False, True])
+@pytest.mark.parametrize("state", [NESTED_STATE, FLAT_STATE])
+@pytest.mark.parametrize(
+    ("model", "optimizer"), [("model.", "optim."), ("app.model.", "app.opt."), ("", "optimizer.")]
+)
+def test_keys_are_found_next_to_optimizer_state(
+    model: str, optimizer: str, state: dict[str, Any], no_paths: bool
+) -> None:
+    saved: dict[str, Any] = {"step": 7, "rng": {"cpu": ...}} if model else {}
+    for prefix, values in ((model, WEIGHTS), (optimizer, state)):
+        place = saved
+        for part in filter(None, prefix.split(".")):
+            place = place.setdefault(part, {})
+        place.update(values)
+
+    keys = keys_of(saved, no_paths=no_paths)
+
+    assert keys.weights == {fqn: model + fqn for fqn in WEIGHTS}
+    assert keys.masters == {
+        "a.weight": f"{optimizer}state.a.weight.master_remainder",
+        "a.bias": f"{optimizer}state.a.bias.master",
+    }
+    frozen = {"lm_head.weight"} if state is FLAT_STATE else set()
+    assert keys.trained == {"a.weight", "a.bias"} | frozen
+
+
+def test_keys_are_found_without_an_optimizer() -> None:
+    hf = {f"model.{fqn}": ... for fqn in WEIGHTS} | {"lm_head.bias": ...}
+
+    assert keys_of(hf).weights == {fqn: fqn for fqn in hf}
+    assert keys_of({"model": hf, "step": ...}).weights == {fqn: f"model.{fqn}" for fqn in hf}
+    assert keys_of({"ema": WEIGHTS}).weights == {fqn: f"ema.{fqn}" for fqn in WEIGHTS}
+    assert keys_of(WEIGHTS, no_paths=True).weights == {fqn: fqn for fqn in WEIGHTS}
+    assert not keys_of(WEIGHTS).trained
+
+
+def test_a_module_called_state_is_no_optimizer() -> None:
+    fqns = ("state.in.weight", "in.weight", "weight", "ssm.state.weight.scale")
+    weights = {fqn: ... for fqn in fqns}
+    state = {"state": {fqn: {"exp_avg": ..., "master": ...} for fqn in fqns[:2]}}
+
+    for saved in ({"model": weights}, {"model": weights, "optim": state}):
+        keys = keys_of(saved)
+        assert keys.weights == {fqn: f"model.{fqn}" for fqn in fqns}
+    assert keys.masters == {fqn: f"optim.state.{fqn}.master" for fqn in fqns[:2]}
+    assert keys_of({"model": weights, "optim": state}, no_paths=True) == keys
+
+
+def test_several_optimizers_of_one_model() -> None:
+    first = {"state": {"a.weight": {"momentum_buffer": ..., "master": ...}}}
+    second = {"state": {"a.bias": {"exp_avg": ..., "master_remainder": ...}}}
+
+    keys = keys_of({"model": WEIGHTS, "muon": first, "adam": second})
+
+    assert keys.masters == {
+        "a.weight": "muon.state.a.weight.master",
+        "a.bias": "adam.state.a.bias.master_remainder",
+    }
+
+
+def test_an_ambiguous_model_is_refused_until_the_caller_says() -> None:
+    saved = {"model": WEIGHTS, "ema": WEIGHTS, "optim": NESTED_STATE}
+
+    with pytest.raises(ConfigError, match=r"'ema.', 'model.'.*prefix="):
+        keys_of(saved)
+    for prefix in ("ema", "ema."):
+        keys = keys_of(saved, prefix=prefix)
+        assert keys.weights == {fqn: f"ema.{fqn}" for fqn in WEIGHTS}
+    with pytest.raises(ConfigError, match=r"'ema.', 'net.'"):
+        keys_of({"net": WEIGHTS, "ema": WEIGHTS})
+    with pytest.raises(ConfigError, match=r"each may be that of a\.weight"):
+        keys_of({"model": WEIGHTS, "one": NESTED_STATE, "two": NESTED_STATE})
+
+
+def test_missing_weights_are_named() -> None:
+    lacking = {"a.weight": ..., "lm_head.weight": ...}
+
+    with pytest.raises(CheckpointError, match=r"of 'a.bias', but their weights are missing"):
+        keys_of({"model": lacking, "optim": NESTED_STATE})
+    with pytest.raises(CheckpointError, match="no tensor has such a key"):
+        keys_of({"model": WEIGHTS}, prefix="net")
+
+
+# --------------------------------------------------------------------------- a checkpoint
+
+
+def save_alone(state: dict[str, Any], path: Path) -> Path:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp.save(state, checkpoint_id=path)
+    return path
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    return save_alone({"model": Net().state_dict()}, tmp_path / "saved")
+
+
+def test_a_checkpoint_is_exported_without_a_model(tmp_path: Path) -> None:
+    model, wrapped, plain = trained(torch.bfloat16, "streamed")
+    optimizer = get_optimizer_state_dict(model, wrapped, options=FLAT)
+    saved = save_alone(
+        {"model": model.state_dict(), "optim": optimizer, "step": 3}, tmp_path / "saved"
+    )
+
+    export_safetensors(saved, tmp_path / "fp32", dtype="fp32")
+    assert not differences(load(tmp_path / "fp32"), dict(plain.named_parameters()))
+    export_safetensors(str(saved), tmp_path / "none")
+    assert not differences(load(tmp_path / "none"), once(model))
+
+
+def test_a_checkpoint_of_weights_alone(tmp_path: Path) -> None:
+    model = Net(torch.bfloat16)
+    saved = save_alone(model.state_dict(), tmp_path / "saved")
+
+    export_safetensors(saved, tmp_path / "out", dtype="fp32", max_shard_bytes=500)
+
+    expected = {
+        name: tensor.float() if tensor.is_floating_point() else tensor
+        for name, tensor in model.state_dict().items()
+    }
+    assert not differences(load(tmp_path / "out"), expected)
+
+
+def test_a_tied_weight_in_a_checkpoint_is_written_once_with_its_master(tmp_path: Path) -> None:
+    model = Net(torch.bfloat16)
+    state = dict(model.state_dict())
+    state["copy.weight"] = state["embed.weight"] + 1
+    state["frozen"] = torch.randn(2, 2, dtype=torch.bfloat16)
+    master = state["embed.weight"].float() * (1 + 2**-10)
+    optimizer = {"state": {"embed.weight": {"master": master}}, "param_groups": [1]}
+    saved = save_alone({"model": state, "optimizer": optimizer}, tmp_path / "saved")
+
+    export_safetensors(saved, tmp_path / "out", dtype="fp32")
+
+    expected = {name: tensor for name, tensor in state.items() if name != "head.weight"}
+    expected["embed.weight"] = master
+    assert not differences(load(tmp_path / "out"), expected)
+
+    export_safetensors(saved, tmp_path / "out", dtype="fp32", names={"head.weight": "head.weight"})
+    assert not differences(load(tmp_path / "out"), {**expected, "head.weight": master})
+
+
+def test_boxes_are_read_across_chunks(tmp_path: Path) -> None:
+    whole = torch.arange(30.0).view(5, 6)
+    metadata = read_metadata(save_alone({"x": whole}, tmp_path / "saved"))
+    (chunk,) = metadata.state_dict_metadata["x"].chunks
+    parts = [Box((0, 0), (2, 6)), Box((2, 0), (3, 4)), Box((2, 4), (3, 2))]
+    metadata.state_dict_metadata["x"].chunks = [
+        type(chunk)(torch.Size(box.offsets), torch.Size(box.sizes)) for box in parts
+    ]
+    reader = ChunkReader(tmp_path / "saved", metadata, {})
+    loaded: list[Box] = []
+
+    def load_part(key: str, box: Box) -> Tensor:
+        loaded.append(box)
+        return whole.narrow(0, box.offsets[0], box.sizes[0]).narrow(1, box.offsets[1], box.sizes[1])
+
+    with mock.patch.object(reader, "_load", load_part):
+        assert torch.equal(reader.read_box("x", (1, 3), (3, 2)), whole[1:4, 3:5])
+        assert loaded == parts
+        assert torch.equal(reader.read_box("x", (3, 5), (1, 1)), whole[3:4, 5:6])
+    assert loaded == parts, "the last chunk is held"
+    assert len(reader._held) == 1
+
+
+def test_chunks_that_do_not_cover_a_weight_are_refused(tmp_path: Path, saved: Path) -> None:
+    metadata = read_metadata(saved)
+    metadata.state_dict_metadata["model.table"].chunks[0].sizes = torch.Size((3, 3))
+    (saved / ".metadata").write_bytes(pickle.dumps(metadata))
+
+    refused(CheckpointError, r"table .*do not cover it", tmp_path / "out", saved, tmp_path / "out")
+
+
+def test_broken_files_are_refused(tmp_path: Path, saved: Path) -> None:
+    out, (data,) = tmp_path / "out", saved.glob("*.distcp")
+    content, metadata = data.read_bytes(), (saved / ".metadata").read_bytes()
+
+    data.write_bytes(content[: len(content) // 2])
+    refused(CheckpointCorruptError, "cannot be read", out, saved, out)
+    data.unlink()
+    refused(CheckpointCorruptError, "it is missing", out, saved, out)
+    (saved / ".metadata").write_bytes(metadata[:100])
+    refused(CheckpointCorruptError, r"\.metadata", out, saved, out)
+    (saved / ".metadata").write_bytes(b"")
+    refused(CheckpointCorruptError, r"\.metadata", out, saved, out)
+
+
+def test_a_chunk_of_another_shape_than_its_metadata_say_is_refused(
+    tmp_path: Path, saved: Path
+) -> None:
+    metadata = read_metadata(saved)
+    infos = {index.fqn: info for index, info in metadata.storage_data.items()}
+    for index in metadata.storage_data:
+        if index.fqn == "model.table":
+            metadata.storage_data[index] = infos["model.wide"]
+    (saved / ".metadata").write_bytes(pickle.dumps(metadata))
+
+    refused(CheckpointCorruptError, "metadata say", tmp_path / "out", saved, tmp_path / "out")
+
+
+# --------------------------------------------------------------------------- sharded models
+
+
+def gathered(model: nn.Module) -> Tensors:
+    """Every tensor whole, on every rank; tied ones once."""
+    with torch.no_grad():
+        return {
+            name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            for name, tensor in once(model).items()
+        }
+
+
+def check_export(folder: Path, expected: Tensors) -> None:
+    dist.barrier()
+    wrong = differences(load(folder), expected)
+    check(not wrong, f"{wrong}")
+    check(not list(folder.glob("*.tmp")), "temporary files stayed")
+
+
+def export_sharded(folder: Path, kind: str, max_shard_bytes: int) -> None:
+    world = dist.get_world_size()
+    on = {
+        "fsdp": lambda: models.flat_mesh(world),
+        "hsdp": lambda: models.mesh((2, world // 2), ("replicate", "shard")),
+        "one": lambda: models.flat_mesh(1),
+    }[kind]()
+    model = models.toy(on)
+    model.register_buffer("count", torch.arange(3))
+    written = export_safetensors(model, folder, max_shard_bytes=max_shard_bytes)
+    check((len(written) > 1) == (max_shard_bytes < 10_000), f"{len(written)} files")
+    check_export(folder, gathered(model))
+
+
+@pytest.mark.parametrize(
+    ("size", "kind"),
+    [
+        pytest.param(1, "fsdp", marks=pytest.mark.long),  # starts a pool of its own
+        (2, "fsdp"),
+        (2, "one"),
+        (4, "fsdp"),
+        (4, "hsdp"),
+    ],
+)
+def test_sharded_models(ranks: Ranks, tmp_path: Path, size: int, kind: str) -> None:
+    for max_shard_bytes in (10**9, 5000):
+        ranks(size).run(export_sharded, tmp_path, kind, max_shard_bytes)
+
+
+def export_parallel(folder: Path, hidden: int, counted: bool) -> int:
+    """FSDP and tensor parallel: strided shards, a layer outside, a plain scale."""
+    model = parallel(hidden)
+    parallel_loss(model, 1).backward()  # an unsharded root must not disturb
+    written = 0
+    real = os.pwrite
+
+    def pwrite(descriptor: int, data: Any, offset: int) -> int:
+        nonlocal written
+        written += len(data)
+        return real(descriptor, data, offset)
+
+    with mock.patch.object(os, "pwrite", pwrite):
+        export_safetensors(model, folder)
+    check_export(folder, gathered(model))
+    return written
+
+
+@pytest.mark.parametrize("hidden", [8, 14])
+def test_strided_shards_and_replicas_are_written_once(
+    ranks: Ranks, tmp_path: Path, hidden: int
+) -> None:
+    written = ranks(4).run(export_parallel, tmp_path, hidden, True)
+
+    assert sum(written) == (tmp_path / "model.safetensors").stat().st_size
+    assert all(written)
+
+
+def train_and_export(folder: Path, kind: str) -> None:
+    """bf16 FSDP2 training: the fp32 export has the bits of plain AdamW on fp32 shards."""
+    world = dist.get_world_size()
+    on = models.flat_mesh(world)
+    if kind == "hsdp":
+        on = models.mesh((2, world // 2), ("replicate", "shard"))
+    model = models.toy(on, dtype=torch.bfloat16)
+    inner = torch.optim.AdamW(models.groups(model), fused=True)
+    plain = models.on_shards(inner, torch.float32)
+    wrapped = models.wrap(inner, model, update_on=MIXED)
+    for step in range(1, 4):
+        models.backward(model, step)
+        models.copy_gradients(wrapped, plain)
+        wrapped.step()
+        plain.step()
+        wrapped.zero_grad()
+    masters = {}
+    pairs = zip(models.parameters_of(wrapped), models.parameters_of(plain), strict=True)
+    by_parameter = dict(pairs)
+    for name, parameter in model.named_parameters():
+        whole = DTensor.from_local(
+            by_parameter[parameter].detach(),
+            parameter.device_mesh,
+            parameter.placements,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
+        masters[name] = whole.full_tensor()
+    export_safetensors(model, folder / "fp32", optimizer=wrapped, dtype="fp32")
+    check_export(folder / "fp32", masters)
+    for dtype in ("bf16", None):
+        export_safetensors(model, folder / "bf16", optimizer=wrapped, dtype=dtype)
+        check_export(folder / "bf16", gathered(model))
+    for options in (FLAT, NESTED):
+        state = {
+            "model": get_model_state_dict(model),
+            "optim": get_optimizer_state_dict(model, wrapped, options=options),
+        }
+        name = "flat" if options is FLAT else "nested"
+        dcp.save(state, checkpoint_id=folder / name)
+    wrapped.close()
+
+
+@pytest.mark.parametrize(("size", "kind"), [(2, "fsdp"), (4, "fsdp"), (4, "hsdp")])
+def test_masters_of_sharded_training_live_and_from_a_checkpoint(
+    ranks: Ranks, tmp_path: Path, size: int, kind: str
+) -> None:
+    ranks(size).run(train_and_export, tmp_path, kind)
+
+    for dtype in ("fp32", "bf16", None):
+        live = load(tmp_path / ("fp32" if dtype == "fp32" else "bf16"))
+        for layout in ("flat", "nested"):
+            export_safetensors(tmp_path / layout, tmp_path / "out", dtype=dtype)
+            found = load(tmp_path / "out")
+            if layout == "nested" and dtype == "fp32":
+                # Which parameters are in groups is not told there; this one has no state.
+                found["frozen"] = found["frozen"].float()
+            assert not differences(found, live), (layout, dtype)
+
+
+def export_stages(folder: Path) -> None:
+    """Pipeline stages: each half of the ranks has layers of its own."""
+    world = dist.get_world_size()
+    on = models.mesh((2, world // 2), ("stage", "shard"))
+    stage = on.get_local_rank("stage")
+    torch.manual_seed(stage)
+    model = nn.ModuleDict({f"layer{stage}": nn.Linear(5, 7)})
+    fully_shard(model[f"layer{stage}"], mesh=on["shard"])
+    export_safetensors(model, folder, names={"layer1.bias": "renamed"})
+    mine = gathered(model)
+    everything: list[Any] = [None] * world
+    dist.all_gather_object(everything, mine)
+    expected = {name: tensor for each in everything for name, tensor in each.items()}
+    expected["renamed"] = expected.pop("layer1.bias")
+    check_export(folder, expected)
+
+
+def test_pipeline_stages_are_joined(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(4).run(export_stages, tmp_path)
+
+
+def export_without_gloo(folder: Path) -> list[str]:
+    """As if the default group had a backend for device tensors only."""
+    made = []
+    real = dist.new_group
+
+    def new_group(*args: Any, **settings: Any) -> Any:
+        made.append(settings["backend"])
+        return real(*args, **settings)
+
+    model = models.toy(models.flat_mesh(2))
+    part = dist.new_group([0, 1], backend="gloo")
+    with (
+        mock.patch.object(dist, "get_backend_config", return_value="cuda:nccl"),
+        mock.patch.object(dist, "new_group", new_group),
+    ):
+        for _ in range(2):
+            export_safetensors(model, folder)
+        try:
+            export_safetensors(model, folder, group=part)
+        except ConfigError as error:
+            made.append(error.remedy[:8])
+    check_export(folder, gathered(model))
+    return made
+
+
+def test_a_group_without_host_tensors_gets_one_of_its_own(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks(2).run(export_without_gloo, tmp_path) == [["gloo", "make one"]] * 2
+
+
+def export_in_part(folder: Path) -> None:
+    """Each half of the ranks exports a model of its own."""
+    on = models.mesh((2, 2), ("job", "shard"))
+    job = on.get_local_rank("job")
+    model = fully_shard(nn.Linear(5, 7 + job), mesh=on["shard"])
+    if job:  # the other half does not come
+        export_safetensors(model, folder, group=on["shard"].get_group())
+        wrong = differences(load(folder), gathered(model))
+        check(not wrong, f"{wrong}")
+
+
+def test_a_part_of_the_ranks_exports(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(4).run(export_in_part, tmp_path)
+
+    assert load(tmp_path)["weight"].shape == (8, 5)
+
+
+# --------------------------------------------------------------------------- failing together
+
+
+def fail(folder: Path, how: str) -> tuple[str, str]:
+    """(type, message) of what this rank raised; only rank 1 has a reason of its own."""
+    rank = dist.get_rank()
+    model: Any = models.toy(models.flat_mesh(dist.get_world_size()))
+    settings: dict[str, Any] = {}
+    harm: Any = contextlib.nullcontext()
+    if rank == 1:
+        if how == "argument":
+            settings["dtype"] = "fp8"
+        elif how == "disk":
+            harm = full_disk(500)
+        elif how == "folder":
+            folder = folder / "elsewhere"
+        elif how == "bug":
+            harm = mock.patch.object(export, "value", side_effect=ZeroDivisionError("oops"))
+        elif how == "shape":
+            model = models.toy(models.flat_mesh(dist.get_world_size()))
+            model.register_buffer("count", torch.zeros(3))
+    elif how == "shape":
+        model.register_buffer("count", torch.zeros(4))
+    if how == "first" and rank == 0:
+        folder.write_text("a file")
+    try:
+        with harm:
+            export_safetensors(model, folder, **settings)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+@pytest.mark.parametrize(
+    ("how", "kind", "text"),
+    [
+        ("argument", "ConfigError", "fp8"),
+        ("disk", "CheckpointError", "No space left"),
+        ("folder", "CheckpointError", "does not see it"),
+        ("bug", "CheckpointError", "oops"),
+        ("shape", "CheckpointError", "count"),
+        ("first", "CheckpointError", "it is a file"),
+    ],
+)
+def test_all_ranks_raise_if_one_fails(
+    ranks: Ranks, tmp_path: Path, how: str, kind: str, text: str
+) -> None:
+    out = tmp_path / "out"
+    raised = ranks(2).run(fail, out, how)
+
+    for rank, (name, message) in enumerate(raised):
+        own_bug = how == "bug" and rank == 1
+        assert name == ("ZeroDivisionError" if own_bug else kind), raised
+        assert text in message
+    if how not in ("shape", "first"):
+        assert "rank 1" in raised[0][1]
+        assert "rank 1" not in raised[1][1]
+    assert left_in(out) == []
+
+
+def export_partly(folder: Path) -> str:
+    """Rank 1 has lost its shard; a partial tensor has no value on any rank."""
+    on = models.flat_mesh(2)
+    model = nn.Module()
+    model.weight = nn.Parameter(distribute_tensor(torch.randn(5, 3), on, [Shard(0)]))
+    told = ""
+    real = export._Model.pieces
+
+    def pieces(self: Any, fqn: str) -> Any:
+        return [] if dist.get_rank() == 1 else real(self, fqn)
+
+    try:
+        with mock.patch.object(export._Model, "pieces", pieces):
+            export_safetensors(model, folder)
+    except CheckpointError as error:
+        told = str(error)
+    model.weight = nn.Parameter(DTensor.from_local(torch.ones(3), on, [Partial()]))
+    try:
+        export_safetensors(model, folder)
+    except UnsupportedParameterError as error:
+        told += str(error)
+    return told
+
+
+def test_a_tensor_that_the_ranks_do_not_cover_is_refused(ranks: Ranks, tmp_path: Path) -> None:
+    for told in ranks(2).run(export_partly, tmp_path):
+        assert "'weight'" in told
+        assert "do not cover" in told
+        assert "redistribute" in told
+    assert left_in(tmp_path) == []
+
+
+# --------------------------------------------------------------------------- progress
+
+
+@pytest.mark.parametrize(("progress", "tty", "shown"), [
+    (None, False, False), (None, True, True), (True, False, True), (False, True, False),
+])  # fmt: skip
+def test_progress_is_shown_on_a_terminal_or_if_asked(
+    tmp_path: Path, capsys: Any, monkeypatch: Any, progress: bool | None, tty: bool, shown: bool
+) -> None:
+    import sys
+
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: tty)
+
+    export_safetensors(Net(), tmp_path, progress=progress)
+
+    told = capsys.readouterr().err
+    assert ("exporting" in told) == shown
+    assert ("100%" in told) == shown
+
+
+# --------------------------------------------------------------------------- transformers
+
+
+@pytest.mark.parametrize(("tied", "max_shard_bytes"), [(False, "5GB"), (True, 20_000)])
+def test_transformers_loads_what_was_exported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tied: bool, max_shard_bytes: int | str
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    transformers = pytest.importorskip(
+        "transformers", reason="transformers is not installed: pip install transformers"
+    )
+    config = transformers.LlamaConfig(
+        vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=tied,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config).bfloat16()
+    written = export_safetensors(model, tmp_path, max_shard_bytes=max_shard_bytes)
+    config.save_pretrained(tmp_path)
+
+    loaded, told = transformers.LlamaForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.bfloat16, output_loading_info=True
+    )
+
+    assert (len(written) > 1) == (max_shard_bytes == 20_000)
+    assert not told["missing_keys"]
+    assert not told["unexpected_keys"]
+    assert not differences(dict(loaded.state_dict()), dict(model.state_dict()))
+    assert ("lm_head.weight" in load(tmp_path)) == (not tied)
