@@ -326,6 +326,11 @@ class HybridDeviceOptimizer(Optimizer):
         return type(self._inner)
 
     @property
+    def device(self) -> torch.device:
+        """Where the shards live."""
+        return self._gateway.device
+
+    @property
     def records(self) -> Sequence[Record]:
         """What is offloaded, per parameter, in update order; for checkpoints."""
         return self._records

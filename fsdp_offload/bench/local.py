@@ -3,6 +3,7 @@
 Usage::
 
     python -m fsdp_offload.bench.local FOLDER [--mib 1024] [--repeats 5] [--drop-cache]
+        [--device cuda]
 
 One rank, AdamW, all state streamed. Per row the best of ``--repeats`` (rows take turns) in GB/s of
 what the snapshot holds: weights and two moments. *plain* is the same bytes in blocks of 8 MiB by
@@ -112,9 +113,11 @@ def main() -> None:
     parser.add_argument("--mib", type=int, default=1024)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--drop-cache", action="store_true")
+    parser.add_argument("--device", default="cpu")
     arguments = parser.parse_args()
     layers = max(1, arguments.mib // 48)  # 2048 x 2048 fp32, thrice
     model = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(layers)))
+    model.to(arguments.device)
     optimizer = HybridDeviceOptimizer(torch.optim.AdamW(model.parameters()), model=model)
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter)

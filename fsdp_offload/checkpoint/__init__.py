@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from .folder import complete_checkpoints, latest
+from .full import distribute_optimizer_state, gather_optimizer_state
+from .local import load_local, save_local
 from .packer import OptimizerState, pack_optimizer_state, unpack_optimizer_state
 from .restore import load
 from .saving import async_save, save, wait_for_saves
@@ -11,10 +13,14 @@ __all__ = [
     "OptimizerState",
     "async_save",
     "complete_checkpoints",
+    "distribute_optimizer_state",
+    "gather_optimizer_state",
     "latest",
     "load",
+    "load_local",
     "pack_optimizer_state",
     "save",
+    "save_local",
     "unpack_optimizer_state",
     "wait_for_saves",
 ]

@@ -49,13 +49,12 @@ from ..device import gateway_for
 from ..errors import CheckpointError, ConfigError, OffloadError, UnsupportedParameterError
 from ..pipeline import codec
 from ..pipeline.state import REMAINDER, WHOLE
-from .blocks import corrupt, memory_of, run_all, thread_count, write_bytes
+from .blocks import MAX_THREADS, corrupt, memory_of, run_all, thread_count, write_bytes
 from .folder import fsync_folder
 
-BLOCK_BYTES: Final = 4 << 20
-"""Of a file, written at once. With its weight, its remainder and the decoder's scratch a thread
-holds about three times as much, and two threads stay below one bucket of 32 MiB."""
-MAX_THREADS: Final = 2
+BLOCK_BYTES: Final = 1 << 20
+"""Of a file, read, converted and written at once. With weight, remainder and the decoder's scratch
+a thread holds about three times as much, so that eight of them stay below one bucket (32 MiB)."""
 INDEX: Final = "model.safetensors.index.json"
 
 _TEMPORARY: Final = ".tmp"
@@ -662,7 +661,7 @@ class _StoredPiece:
         """See :class:`_Piece`."""
         weight = self.reader.read_box(self.key, box.offsets, box.sizes)
         master = None
-        if self.master is not None:
+        if self.master is not None and weight.dtype != dtype:
             master = self.reader.read_box(self.master, box.offsets, box.sizes)
         return value(weight, master, dtype)
 

@@ -2,9 +2,10 @@
 
 [Note: a complete checkpoint]
 A checkpoint is a folder with ``manifest.json``, which is written last and names every other file
-with its size, and ``.metadata`` with its CRC-32. A folder is complete if its manifest is intact
-and all files have the sizes that it says; names and times of folders mean nothing. Until then the
-files stand in ``.{name}.writing`` beside the final place, and a killed process leaves only that.
+with its size and a CRC-32: of ``.metadata`` that of its bytes, of others that of their table. A
+folder is complete if its manifest is intact and all files have the sizes that it says; names and
+times of folders mean nothing. Until then the files stand in ``.{name}.writing`` beside the final
+place, and a killed process leaves only that.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Final
 
 from ..errors import CheckpointError
 from .blocks import corrupt
-from .items import read_table
+from .items import read_table, table_crc
 
 MANIFEST: Final = "manifest.json"
 METADATA: Final = ".metadata"
@@ -36,7 +37,7 @@ class Manifest:
         sequence: greater than that of every complete checkpoint that was beside it.
         world_size: ranks that wrote it.
         optimizer: class of the (wrapped) optimizer.
-        files: bytes of every file but the manifest, and the CRC-32 of what is read as a whole.
+        files: bytes of every file but the manifest, and what :func:`_crc_of` says of it.
     """
 
     sequence: int
@@ -127,7 +128,7 @@ def prepare(path: Path, *, overwrite: bool) -> Path:
 def publish(path: Path, *, world_size: int, optimizer: str) -> None:
     """Write the manifest of what stands aside, and make it the checkpoint at ``path``."""
     folder = aside(path)
-    files = {p.name: (p.stat().st_size, _whole_crc(p)) for p in sorted(folder.iterdir())}
+    files = {p.name: (p.stat().st_size, _crc_of(p)) for p in sorted(folder.iterdir())}
     known = [m.sequence for m in _complete_in(path.parent).values()]
     manifest = Manifest(1 + max(known, default=0), world_size, optimizer, files)
     with (folder / MANIFEST).open("wb") as file:
@@ -151,8 +152,9 @@ def _install(path: Path) -> None:
         shutil.rmtree(old)
 
 
-def _whole_crc(path: Path) -> int | None:
-    return zlib.crc32(path.read_bytes()) if path.name == METADATA else None
+def _crc_of(path: Path) -> int | None:
+    """What tells a file from another of its size: of ``.metadata`` all bytes, else the table."""
+    return zlib.crc32(path.read_bytes()) if path.name == METADATA else table_crc(path)
 
 
 def fsync_folder(folder: Path) -> None:
@@ -199,10 +201,8 @@ def check_files(path: Path) -> Manifest | None:
             raise corrupt(file, "it is missing") from None
         if found != nbytes:
             raise corrupt(file, f"it has {found} bytes, but {nbytes} were written")
-        if crc is not None and zlib.crc32(file.read_bytes()) != crc:
-            raise corrupt(file, "it is not as it was written")
-        if name.endswith(".distcp") and read_table(file) is None:
-            raise corrupt(file, "its table of checksums is missing")
+        if crc is not None and _crc_of(file) != crc:
+            raise corrupt(file, "it is not as it was written, or of another save")
     return manifest
 
 

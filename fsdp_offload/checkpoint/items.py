@@ -83,7 +83,7 @@ class Table:
         """
         crc, nbytes, _ = _TAIL.unpack(end[-_TAIL.size :])
         text = end[-_TAIL.size - nbytes : -_TAIL.size]
-        if zlib.crc32(text) != crc:
+        if not text or zlib.crc32(text) != crc:
             raise corrupt(path, "its table of checksums is not as it was written")
         content = json.loads(text)
         return cls(content["block_bytes"], tuple(_item(row) for row in content["items"]))
@@ -126,6 +126,22 @@ def read_table(path: Path) -> Table | None:
         CheckpointCorruptError: it is not as it was written.
         OSError: the file cannot be read.
     """
+    end = _read_end(path)
+    return None if end is None else Table.decode(end, path)
+
+
+def table_crc(path: Path) -> int | None:
+    """CRC-32 of a file's table, in which those of all blocks stand; else as :func:`read_table`."""
+    end = _read_end(path)
+    if end is None:
+        return None
+    if (crc := zlib.crc32(end[: -_TAIL.size])) != _TAIL.unpack(end[-_TAIL.size :])[0]:
+        raise corrupt(path, "its table of checksums is not as it was written")
+    return crc
+
+
+def _read_end(path: Path) -> bytes | None:
+    """The table and the tail of a file, if it has them."""
     size = path.stat().st_size
     with path.open("rb") as file:
         file.seek(max(0, size - TAIL_BYTES))
@@ -133,4 +149,4 @@ def read_table(path: Path) -> Table | None:
         if nbytes is None:
             return None
         file.seek(size - nbytes)
-        return Table.decode(file.read(), path)
+        return file.read()
