@@ -8,12 +8,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
 
-from fsdp_offload import HybridDeviceOptimizer
+from fsdp_offload import HybridDeviceOptimizer, checkpoint
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--steps", type=int, default=20)
@@ -33,14 +31,9 @@ model.to(device)
 optimizer = HybridDeviceOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-2), model=model)
 
 first = 0
-# `.metadata` is written last: a folder without it is what a kill in the middle of a save leaves.
-complete = sorted(args.folder.glob("step-*/.metadata"))
-if args.resume and complete:
-    weights, state = get_state_dict(model, optimizer)
-    job = {"model": weights, "optimizer": state, "step": 0}
-    dcp.load(job, checkpoint_id=complete[-1].parent)
-    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
-    first = job["step"]
+newest = checkpoint.latest(args.folder)  # complete ones only, whatever a kill has left
+if args.resume and newest:
+    first = checkpoint.load(newest, model, optimizer)["step"]
     print(f"resumed at step {first}", flush=True)
 
 for step in range(first, args.steps):
@@ -51,9 +44,9 @@ for step in range(first, args.steps):
     optimizer.zero_grad()
     print(f"step {step} loss {loss.item():.9f}", flush=True)
     if (step + 1) % 5 == 0:
-        weights, state = get_state_dict(model, optimizer)
-        job = {"model": weights, "optimizer": state, "step": step + 1}
-        dcp.save(job, checkpoint_id=args.folder / f"step-{step + 1:06d}")
+        path = args.folder / f"step-{step + 1:06d}"
+        extra = {"step": step + 1}
+        checkpoint.save(path, model, optimizer, extra=extra, overwrite=True, keep_last=3)
 optimizer.close()
 if dist.is_initialized():
     dist.destroy_process_group()

@@ -18,23 +18,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
-from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR
 from tqdm import tqdm
 
-from fsdp_offload import HybridDeviceOptimizer
+from fsdp_offload import HybridDeviceOptimizer, checkpoint
 
 VOCABULARY = 256  # one token per byte: no tokenizer to fetch, any text will do
 MAX_DATA_BYTES = 16 << 20
 NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests"}
-# One key per parameter and kind of state, whatever the world size.
-FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -137,8 +132,8 @@ def evaluate(model: Any, rows: tuple[Tensor, Tensor]) -> float:
     return loss
 
 
-class Job(Stateful):
-    """What is trained and saved; torch.distributed.checkpoint calls its two methods."""
+class Job:
+    """What is trained and saved."""
 
     def __init__(self, args: argparse.Namespace, device: torch.device) -> None:
         torch.manual_seed(0)  # every rank builds the same weights and keeps its shard of them
@@ -159,17 +154,15 @@ class Job(Stateful):
         self.step = 0
         self.validation_loss = math.nan
 
-    def state_dict(self) -> dict[str, Any]:
-        weights, state = get_state_dict(self.model, self.optimizer, options=FLAT)
+    def save(self, path: Path) -> None:
         schedule, loss = self.scheduler.state_dict(), self.validation_loss
-        job = {"scheduler": schedule, "step": self.step, "validation_loss": loss}
-        return {"model": weights, "optimizer": state, **job}
+        extra = {"scheduler": schedule, "step": self.step, "validation_loss": loss}
+        checkpoint.save(path, self.model, self.optimizer, extra=extra, overwrite=True)
 
-    def load_state_dict(self, job: dict[str, Any]) -> None:
-        values = {"model_state_dict": job["model"], "optim_state_dict": job["optimizer"]}
-        set_state_dict(self.model, self.optimizer, **values, options=FLAT)
-        self.scheduler.load_state_dict(job["scheduler"])
-        self.step, self.validation_loss = job["step"], job["validation_loss"]
+    def load(self, path: Path) -> None:
+        extra = checkpoint.load(path, self.model, self.optimizer)
+        self.scheduler.load_state_dict(extra["scheduler"])
+        self.step, self.validation_loss = extra["step"], extra["validation_loss"]
 
 
 def report_memory(optimizer: HybridDeviceOptimizer) -> None:
@@ -213,10 +206,7 @@ def start_process_group() -> torch.device:
     if accelerator and torch.accelerator.device_count() >= local_ranks:
         device = torch.device(accelerator.type, local_rank)
         torch.accelerator.set_device_index(local_rank)
-    backend = dist.get_default_backend_for_device(device)
-    if device.type != "cpu":  # metadata of checkpoints then travels without the accelerator
-        backend = f"cpu:gloo,{device.type}:{backend}"
-    dist.init_process_group(backend)
+    dist.init_process_group(dist.get_default_backend_for_device(device))
     return device
 
 
@@ -247,7 +237,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     numel = sum(parameter.numel() for parameter in job.model.parameters())
     say(f"{world} x {device.type}, {numel:,} parameters, {len(data):,} bytes of text")
     if args.resume:
-        dcp.load({"job": job}, checkpoint_id=args.resume)
+        job.load(args.resume)
         found, saved = evaluate(job.model, validation), job.validation_loss
         say(f"resumed at step {job.step}: validation loss {found:.4f}, when saved {saved:.4f}")
     # `disable=None`: a bar on a terminal, nothing but the lines below in a file or a pipe.
@@ -261,7 +251,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     report_memory(job.optimizer)
     if args.save:
         job.validation_loss = evaluate(job.model, validation)
-        dcp.save({"job": job}, checkpoint_id=args.save)
+        job.save(args.save)
         say(f"saved {args.save} at step {job.step}: validation loss {job.validation_loss:.4f}")
     job.optimizer.close()
     dist.destroy_process_group()

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from . import checkpoint
+    from .checkpoint import OptimizerState, pack_optimizer_state
     from .config import PrecisionConfig, TransferConfig
     from .errors import (
         CheckpointCorruptError,
@@ -36,6 +38,7 @@ __all__ = [
     "HybridDeviceOptimizer",
     "LaneError",
     "OffloadError",
+    "OptimizerState",
     "PinningError",
     "PrecisionConfig",
     "StateDictError",
@@ -44,7 +47,16 @@ __all__ = [
     "TransferConfig",
     "UnsupportedOptimizerError",
     "UnsupportedParameterError",
+    "checkpoint",
+    "pack_optimizer_state",
 ]
+
+_MODULES = {
+    "HybridDeviceOptimizer": "optimizer",
+    "OptimizerState": "checkpoint",
+    "Statistics": "report",
+    "pack_optimizer_state": "checkpoint",
+}
 
 
 def __getattr__(name: str) -> object:
@@ -53,8 +65,9 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
-    modules = {"HybridDeviceOptimizer": "optimizer", "Statistics": "report"}
-    module = "errors" if name.endswith("Error") else modules.get(name, "config")
+    if name == "checkpoint":
+        return import_module(".checkpoint", __name__)
+    module = "errors" if name.endswith("Error") else _MODULES.get(name, "config")
     return getattr(import_module(f".{module}", __name__), name)
 
 

@@ -94,7 +94,7 @@ def test_minimal_goes_on_after_a_kill(tmp_path: Path) -> None:
         watchdog.cancel()
     assert process.returncode == -signal.SIGKILL, "".join(lines)
     # As if the kill had come in the middle of the newest save, so some steps are run twice.
-    max(tmp_path.glob("step-*/.metadata")).unlink()
+    max(tmp_path.glob("step-*/manifest.json")).unlink()
 
     before = losses("".join(lines))
     assert 12 in before, "".join(lines)

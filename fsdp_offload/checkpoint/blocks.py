@@ -60,7 +60,8 @@ class TensorSource:
 
 def as_bytes(tensor: Tensor) -> Tensor:
     """The memory of a contiguous tensor: 1-D uint8, shared."""
-    return tensor.detach().reshape(-1).view(torch.uint8)
+    # One element may have any stride, which view() to another dtype refuses.
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def memory_of(block: Tensor) -> memoryview:

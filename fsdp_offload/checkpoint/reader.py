@@ -49,7 +49,7 @@ def read_metadata(path: Path) -> Metadata:
     try:
         with (path / METADATA).open("rb") as file:
             metadata = pickle.load(file)
-    except (OSError, pickle.UnpicklingError, EOFError, AttributeError, ValueError) as error:
+    except Exception as error:  # changed bytes of a pickle may raise anything
         raise corrupt(path / METADATA, f"it cannot be read: {error}") from error
     if not isinstance(metadata, Metadata):
         raise corrupt(path / METADATA, f"it holds a {type(metadata).__name__}")

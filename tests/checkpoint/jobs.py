@@ -6,11 +6,14 @@ that runs on 4 ranks and on 3 differ by the order of sums alone.
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -28,6 +31,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_offload import HybridDeviceOptimizer, checkpoint
 from fsdp_offload.pipeline import codec
@@ -66,7 +70,7 @@ class Parallel(nn.Module):
         x = self.embed(tokens)
         if skip is None:
             x = x + self.down(torch.tanh(self.up(x)))
-        return self.head(x)
+        return self.head(x) * 1.0  # a view would make FSDP2 warn
 
 
 @dataclass(frozen=True)
@@ -190,12 +194,11 @@ def whole(job: Job) -> dict[str, Any]:
     """Weights, state, masters and options of the whole job by name, gathered; a collective.
 
     State of a parameter that never had a gradient is zeros, as plain optimizers leave it out.
+    fp32 shards are masters themselves; a copy that the host lane has is compared with them.
     """
     names = {p: name for name, p in job.model.named_parameters()}
     records = {r.parameter: r for r in getattr(job.optimizer, "records", ())}
-    found: dict[str, Any] = {}
-    for buffer_or_weight, name in names.items():
-        found[f"weight {name}"] = gather(buffer_or_weight)
+    found: dict[str, Any] = {f"weight {name}": gather(p) for p, name in names.items()}
     state = job.optimizer.state
     for group in job.optimizer.param_groups:
         for p in group["params"]:
@@ -205,8 +208,8 @@ def whole(job: Job) -> dict[str, Any]:
                 found[f"{kind} {names[p]}"] = gather(torch.zeros_like(p) if value is None else value)
             found[f"step {names[p]}"] = float(entry.get("step", 0.0))
             found[f"options {names[p]}"] = options(group)
-            if p in records:
-                found[f"master {names[p]}"] = gather(master(records[p], entry))
+            if p in records and (kept := master(records[p], entry)) is not None:
+                found[f"master {names[p]}"] = gather(kept)
     return found
 
 
@@ -216,16 +219,18 @@ def options(group: Mapping[str, Any]) -> dict[str, Any]:
     return {k: copy.deepcopy(v) for k, v in sorted(group.items()) if k not in left_out}
 
 
-def master(record: Record, entry: Mapping[str, Any]) -> Tensor:
-    """The fp32 master of a parameter, placed like it."""
-    if record.form is MasterForm.SHARD or not record.emits_master:
-        return record.parameter.detach()
-    if record.form is MasterForm.WHOLE:
+def master(record: Record, entry: Mapping[str, Any]) -> Tensor | None:
+    """The fp32 master of a bf16 parameter, placed like it."""
+    if record.form is MasterForm.WHOLE and record.emits_master:
         return entry["master"]
-    shard, remainder = local(record.parameter), local(entry["master_remainder"])
-    decoded = torch.empty(shard.numel(), dtype=torch.float32)
-    codec.decode(shard.reshape(-1), remainder.reshape(-1), decoded)
-    return placed_like(record.parameter, decoded.view(shard.shape))
+    shard = local(record.parameter)
+    if record.form is MasterForm.REMAINDER:
+        decoded = torch.empty(shard.numel(), dtype=torch.float32)
+        codec.decode(shard.reshape(-1), local(entry["master_remainder"]).reshape(-1), decoded)
+        return placed_like(record.parameter, decoded.view(shard.shape))
+    if record.form is MasterForm.WHOLE:
+        models.check_same(record.tensors["master"], shard.reshape(-1), f"master of {record.fqn}")
+    return None
 
 
 def placed_like(parameter: Tensor, shard: Tensor) -> Tensor:
@@ -326,19 +331,17 @@ class Source:
 
 @dataclass
 class Course:
-    """A job as it was when it was saved or loaded, and at the steps after that."""
+    """A job as it was when it was saved or loaded, and three steps later."""
 
     at_save: dict[str, Any]
-    after: list[dict[str, Any]] = field(default_factory=list)
+    at_end: dict[str, Any]
 
 
-def follow(job: Job, *, steps: range = AFTER) -> Course:
-    """Look, and train on."""
-    course = Course(whole(job))
-    for step in steps:
-        train(job, range(step, step + 1))
-        course.after.append(whole(job))
-    return course
+def follow(job: Job) -> Course:
+    """Look, train on, look again."""
+    at_save = whole(job)
+    train(job, AFTER)
+    return Course(at_save, whole(job))
 
 
 def save_all(root: Path, sources: tuple[Source, ...]) -> dict[Variant, Course] | None:
@@ -364,3 +367,67 @@ def load_one(root: Path, source: Source, target: Variant) -> Course | None:
     models.check(not moved, "loading moved the state")
     course = follow(job)
     return course if dist.get_rank() == 0 else None
+
+
+# --------------------------------------------------------------------------- collectives
+
+_PYTHON = (
+    "all_gather all_gather_into_tensor all_gather_object all_gather_coalesced all_reduce "
+    "all_reduce_coalesced all_to_all all_to_all_single barrier batch_isend_irecv broadcast "
+    "broadcast_object_list gather gather_object irecv isend monitored_barrier new_group recv "
+    "recv_object_list reduce reduce_scatter reduce_scatter_tensor scatter scatter_object_list "
+    "send send_object_list"
+).split()
+_METHODS = (
+    "allgather _allgather_base allgather_coalesced allgather_into_tensor_coalesced allreduce "
+    "allreduce_coalesced alltoall alltoall_base barrier broadcast gather monitored_barrier recv "
+    "recv_anysource reduce reduce_scatter _reduce_scatter_base reduce_scatter_tensor_coalesced "
+    "scatter send"
+).split()
+
+
+@contextlib.contextmanager
+def watching(note: Callable[[str, tuple[Any, ...], dict[str, Any]], None]) -> Iterator[None]:
+    """Call ``note`` with the name and arguments of every collective, before it is issued.
+
+    At all three entries: functions of ``torch.distributed`` (as they are named in its module and in
+    ``distributed_c10d``), methods of process groups, and functional collectives (operators).
+    """
+
+    def noted(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(real)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            note(name, args, kwargs)
+            return real(*args, **kwargs)
+
+        return call
+
+    class Operators(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if func.namespace in ("_c10d_functional", "c10d", "c10d_functional"):
+                note(str(func), args, kwargs or {})
+            return func(*args, **(kwargs or {}))
+
+    patches = [
+        mock.patch.object(owner, name, noted(name, getattr(owner, name)))
+        for owner in (dist, dist.distributed_c10d)
+        for name in _PYTHON
+        if hasattr(owner, name)
+    ]
+    patches += [
+        mock.patch.object(dist.ProcessGroup, name, noted(f"ProcessGroup.{name}", real))
+        for name in _METHODS
+        if (real := getattr(dist.ProcessGroup, name, None)) is not None
+    ]
+    with contextlib.ExitStack() as stack:
+        for patch in patches:
+            stack.enter_context(patch)
+        stack.enter_context(Operators())
+        yield
+
+
+def refuse(name: str, _: tuple[Any, ...], __: dict[str, Any]) -> None:
+    """A note that fails."""
+    raise AssertionError(f"rank {dist.get_rank()}: {name} was called")

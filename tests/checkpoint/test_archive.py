@@ -36,7 +36,7 @@ DTYPES = (
     torch.float8_e5m2,
 )
 SHAPES = ((), (0,), (1,), (3,), (0, 5), (4, 0, 2), (4, 5, 6), (1, 1, 1, 7))
-OFFSETS = (0, 13, 63, 64, 1_000_003, 5 << 30)
+OFFSETS = (0, 13, 5 << 30)
 
 
 def some(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[Tensor, bytes]:
@@ -75,7 +75,7 @@ def test_torch_and_zipfile_read_a_framed_tensor(dtype: torch.dtype, offset: int)
 
 @given(
     offset=st.integers(0, 1 << 45),
-    shape=st.lists(st.integers(0, 1 << 20), max_size=5).map(tuple),
+    shape=st.lists(st.integers(0, 1 << 19), max_size=3).map(tuple),
     dtype=st.sampled_from(DTYPES),
 )
 def test_elements_are_aligned_wherever_the_archive_begins(
