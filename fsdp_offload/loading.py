@@ -128,6 +128,13 @@ def watch_module_loads(
     weakref.finalize(owner, _remove, handles)
 
 
+def tell_loaded(model: nn.Module) -> None:
+    """Call what runs after a load into ``model``: its weights were written by other means."""
+    for hook in list(model._load_state_dict_post_hooks.values()):
+        if isinstance(hook, ModuleLoadHook):
+            hook()
+
+
 def _remove(handles: list[Any]) -> None:
     for handle in handles:
         handle.remove()

@@ -338,6 +338,13 @@ def chunk(tensor: Tensor, index: MetadataIndex) -> Tensor:
     return local(find_tensor_shard(tensor, index))
 
 
+def is_first(parameter: Tensor) -> bool:
+    """Whether no rank of its mesh comes before this one; a plain tensor has no mesh."""
+    if not isinstance(parameter, DTensor):
+        return True
+    return not any(parameter.device_mesh.get_coordinate() or (1,))
+
+
 def gather(tensor: DTensor) -> Tensor:
     """The whole tensor, on the mesh's device. Collective over its mesh.
 

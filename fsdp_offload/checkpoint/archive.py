@@ -69,7 +69,9 @@ class Frame:
 
     def before(self, crc: int) -> bytes:
         """All records up to the elements, whose CRC-32 is ``crc``."""
-        small = b"".join(header + data for header, _, data in self._small_records())
+        small = b"".join(
+            header + data for header, _, data in _small_records(self.dtype, self.shape)
+        )
         header = self._data_header(crc, padding=0)
         unaligned = self.offset + len(small) + len(header)
         padding = -(unaligned + 4) % ALIGNMENT_BYTES + 4  # an extra field has 4 bytes of its own
@@ -78,7 +80,7 @@ class Frame:
     def after(self, crc: int) -> bytes:
         """The central directory and the end record."""
         entries, position = b"", 0
-        for header, entry, data in self._small_records():
+        for header, entry, data in _small_records(self.dtype, self.shape):
             entries += _central(*entry, position)
             position += len(header) + len(data)
         sizes = _ZIP64_SIZES.pack(1, 16, self.data_nbytes, self.data_nbytes)
@@ -98,19 +100,19 @@ class Frame:
             extra += struct.pack("<2s H", b"FB", padding - 4) + b"Z" * (padding - 4)
         return _local(_NAME, crc, _MAX32, extra)
 
-    def _small_records(self) -> list[tuple[bytes, tuple[str, int, int], bytes]]:
-        """(local header, (name, CRC-32, size), data) of the records before the elements."""
-        records = []
-        for name, data in zip(_small_names(), (self._pickle(), b"little", b"3\n"), strict=True):
-            entry = (name, zlib.crc32(data), len(data))
-            records.append((_local(*entry, b""), entry, data))
-        return records
 
-    def _pickle(self) -> bytes:
-        buffer = io.BytesIO()
-        pickler = _Pickler(buffer, protocol=2)
-        pickler.dump(_Tensor(self.dtype, self.shape))
-        return buffer.getvalue()
+@functools.lru_cache(maxsize=4096)  # thousands of step counts have the same
+def _small_records(
+    dtype: torch.dtype, shape: tuple[int, ...]
+) -> tuple[tuple[bytes, tuple[str, int, int], bytes], ...]:
+    """(local header, (name, CRC-32, size), data) of the records before the elements."""
+    buffer = io.BytesIO()
+    _Pickler(buffer, protocol=2).dump(_Tensor(dtype, shape))
+    records = []
+    for name, data in zip(_small_names(), (buffer.getvalue(), b"little", b"3\n"), strict=True):
+        entry = (name, zlib.crc32(data), len(data))
+        records.append((_local(*entry, b""), entry, data))
+    return tuple(records)
 
 
 def _small_names() -> tuple[str, ...]:

@@ -22,7 +22,7 @@ from ..errors import CheckpointCorruptError, CheckpointError
 from ..memory import local_ranks
 
 BLOCK_BYTES: Final = 8 << 20
-MAX_THREADS: Final = 8
+MAX_THREADS: Final = 16
 
 _scratch = threading.local()
 _Result = TypeVar("_Result")
@@ -154,7 +154,7 @@ def corrupt(path: object, reason: str) -> CheckpointCorruptError:
 
 
 def thread_count() -> int:
-    """Threads that this rank may use for files: its share of the host's cores, at most 8."""
+    """Threads that this rank may use for files: its share of the host's cores, at most 16."""
     cores = len(os.sched_getaffinity(0))
     return max(1, min(MAX_THREADS, cores // local_ranks()))
 

@@ -682,6 +682,13 @@ class _Checkpoint:
         self._keys = find_keys(
             tensors, metadata.state_dict_metadata.keys() - tensors.keys(), paths, prefix, path
         )
+        if wanted == torch.float32 and self._keys.orphans and not self._keys.masters:
+            raise CheckpointError(
+                f"masters {_some(sorted(self._keys.orphans))} in {path}",
+                reason="it is not told whose they are, so fp32 weights would not be exact",
+                remedy="save optimizer state by FQN (get_optimizer_state_dict) beside one model, "
+                'or export with dtype="bf16" or None',
+            )
         self._tensors = {fqn: tensors[key] for fqn, key in self._keys.weights.items()}
         for fqn, each in self._tensors.items():
             _check_covered(path, fqn, each)
@@ -936,6 +943,9 @@ class Keys:
     trained: frozenset[str]
     """FQNs that the optimizer knows; empty if the checkpoint has no optimizer state."""
 
+    orphans: frozenset[str] = frozenset()
+    """Keys of masters that cannot be told to belong to any model."""
+
 
 @dataclass(frozen=True)
 class _State:
@@ -952,9 +962,7 @@ class _State:
         """Prefixes under which all its FQNs stand."""
         longest = max(self.fqns, key=len)
         found = (
-            key[: -len(longest)]
-            for key in tensors
-            if (key == longest or key.endswith("." + longest)) and not key.startswith(self.prefix)
+            key[: -len(longest)] for key in tensors if key == longest or key.endswith("." + longest)
         )
         return frozenset(p for p in found if all(p + fqn in tensors for fqn in self.fqns))
 
@@ -1002,13 +1010,36 @@ def find_keys(
         and (prefix or len(paths.get(key, ("",))) == 1)
     }
     _check_complete(weights, states, _states_in(tensors, paths), prefix, where)
-    trained = {fqn for state in states for fqn in state.fqns} | {
+    masters = [s for s in states if _owner(models[s.prefix]) == prefix]
+    known = {key for s in states if _owner(models[s.prefix]) is not None for key in s.keys}
+    orphans = {
+        key for key in tensors if key.endswith((f".{REMAINDER}", f".{WHOLE}")) and key not in known
+    } - set(weights.values())
+    return Keys(
+        weights,
+        _master_keys(masters, where),
+        _trained(states, others) & weights.keys(),
+        frozenset(orphans),
+    )
+
+
+def _owner(candidates: Collection[str]) -> str | None:
+    """Which of the models an optimizer updates that has the FQNs of all of them (of EMA copies)."""
+    named = [each for each in candidates if each.split(".")[-2:-1] == ["model"]]
+    found = named if len(named) == 1 else candidates
+    return next(iter(found)) if len(found) == 1 else None
+
+
+def _trained(states: Sequence[_State], others: Collection[str]) -> frozenset[str]:
+    """FQNs that optimizers have state or, in a flat state dict, group values of."""
+    groups = tuple(state.prefix.removesuffix("state.") + "param_groups." for state in states)
+    listed = {
         key.removeprefix(group).rpartition(".")[0]
-        for group in (s.prefix.removesuffix("state.") + "param_groups." for s in states)
+        for group in groups
         for key in others
         if key.startswith(group)
     }
-    return Keys(weights, _master_keys(states, where), frozenset(trained & weights.keys()))
+    return frozenset(listed.union(*(state.fqns for state in states)))
 
 
 def _states_in(tensors: Collection[str], paths: Mapping[str, Sequence[Any]]) -> list[_State]:

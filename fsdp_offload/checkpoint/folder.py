@@ -21,7 +21,7 @@ from typing import Final
 
 from ..errors import CheckpointError
 from .blocks import corrupt
-from .items import read_table, table_crc
+from .items import table_crc
 
 MANIFEST: Final = "manifest.json"
 METADATA: Final = ".metadata"
@@ -102,7 +102,9 @@ def prepare(path: Path, *, overwrite: bool) -> Path:
     Raises:
         CheckpointError: ``path`` exists and must not be replaced, or cannot be written to.
     """
-    if path.exists() and not overwrite and (not path.is_dir() or any(path.iterdir())):
+    if path.is_symlink() or (path.exists() and not path.is_dir()):
+        raise CheckpointError(f"{path}", reason="it is no folder", remedy="choose another path")
+    if path.exists() and not overwrite and any(path.iterdir()):
         raise CheckpointError(
             f"{path}",
             reason="it exists",
@@ -228,7 +230,7 @@ def _check_foreign(path: Path) -> None:
 
 def _of_this_package(path: Path) -> bool:
     """Whether a data file ends with a table of ours: then the manifest has been lost."""
-    return any(read_table(file) is not None for file in sorted(path.glob("__*.distcp"))[:1])
+    return any(table_crc(file) is not None for file in sorted(path.glob("__*.distcp"))[:1])
 
 
 def is_complete(path: Path) -> bool:

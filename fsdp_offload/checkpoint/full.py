@@ -7,7 +7,7 @@ time.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,9 +28,8 @@ from .. import shards
 from ..errors import LaneError, StateDictError
 from ..optimizer import HybridDeviceOptimizer
 from .conversion import Conversion
-from .naming import Places, option_keys, options_by_fqn
+from .naming import Places, option_keys
 from .packer import (
-    GROUPS,
     STATE,
     Models,
     models_of,
@@ -38,7 +37,7 @@ from .packer import (
     pack_optimizer_state,
     unpack_optimizer_state,
 )
-from .targets import Targets, state_targets
+from .targets import Targets, packed_options, state_targets
 from .team import Team
 
 _PLACES = Places(None, "")
@@ -78,16 +77,12 @@ def distribute_optimizer_state(
     """
     team = Team.of_world()
     names = names_of(models_of(model), optimizer)
-    content = team.lead(lambda: _describe(_flat(whole)))
+    groups = [[names[p] for p in group["params"]] for group in optimizer.param_groups]
+    content = team.lead(lambda: _describe(_flat(whole), [g[0] for g in groups if g]))
 
     def prepare() -> Targets:
         found = state_targets(optimizer, names, Metadata(content[0]), _PLACES)
-        options = options_by_fqn(content[1], _PLACES)
-        for fqn in names.values():
-            for option, value in options.get(fqn, {}).items():
-                found.packed[f"{GROUPS}{fqn}.{option}"] = value
-        groups = [[names[p] for p in group["params"]] for group in optimizer.param_groups]
-        optimizer.check_options([options.get(fqns[0], {}) if fqns else {} for fqns in groups])
+        found.packed.update(packed_options(optimizer, groups, content[1], _PLACES))
         return found
 
     targets = team.together(prepare)
@@ -115,10 +110,12 @@ def _flat(whole: Mapping[str, Any]) -> dict[str, Any]:
     return {**flat, "param_groups": whole["param_groups"]}
 
 
-def _describe(flat: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def _describe(
+    flat: Mapping[str, Any], fqns: Sequence[str]
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """What all ranks need to know: state entries as DCP describes them, and options."""
     entries: dict[str, Any] = {}
-    options = {key: flat[key] for key in option_keys(flat, _PLACES)}
+    options = {key: flat[key] for key in option_keys(flat, _PLACES, fqns)}
     for key, value in flat.items():
         if isinstance(value, DTensor):
             raise StateDictError(
@@ -130,7 +127,7 @@ def _describe(flat: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
             chunk = ChunkStorageMetadata(torch.Size([0] * value.dim()), value.shape)
             properties = TensorProperties(dtype=value.dtype)
             entries[key] = TensorStorageMetadata(properties, value.shape, [chunk])
-        elif key not in options:
+        elif key not in options and key.startswith(STATE):
             entries[key] = BytesStorageMetadata()
             options[key] = value
     return entries, options

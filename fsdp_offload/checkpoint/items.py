@@ -119,6 +119,15 @@ def table_nbytes(tail: bytes, path: Path, file_nbytes: int) -> int | None:
 TAIL_BYTES: Final = _TAIL.size
 
 
+def _verified(end: bytes, path: Path) -> bytes:
+    """The text of a table, from the last bytes of a file."""
+    crc, nbytes, _ = _TAIL.unpack(end[-_TAIL.size :])
+    text = end[-_TAIL.size - nbytes : -_TAIL.size]
+    if zlib.crc32(text) != crc:
+        raise corrupt(path, "its table of checksums is not as it was written")
+    return text
+
+
 def read_table(path: Path) -> Table | None:
     """The table of a file, or ``None`` if another program wrote it.
 
@@ -133,11 +142,7 @@ def read_table(path: Path) -> Table | None:
 def table_crc(path: Path) -> int | None:
     """CRC-32 of a file's table, in which those of all blocks stand; else as :func:`read_table`."""
     end = _read_end(path)
-    if end is None:
-        return None
-    if (crc := zlib.crc32(end[: -_TAIL.size])) != _TAIL.unpack(end[-_TAIL.size :])[0]:
-        raise corrupt(path, "its table of checksums is not as it was written")
-    return crc
+    return None if end is None else zlib.crc32(_verified(end, path))
 
 
 def _read_end(path: Path) -> bytes | None:

@@ -127,10 +127,10 @@ def block_ranges(n_bytes: int, block_bytes: int) -> list[tuple[int, int]]:
 
 
 def write_file(path: Path, contents: Contents, save_id: str) -> None:
-    """Write aside, flush, rename.
+    """Write aside, flush, rename. The caller removes the folder if that fails.
 
     Raises:
-        CheckpointError: the file system refused; what was written is removed.
+        CheckpointError: the file system refused.
     """
     aside = path.with_name(f"{path.name}.tmp")
     try:
@@ -144,15 +144,12 @@ def write_file(path: Path, contents: Contents, save_id: str) -> None:
         aside.rename(path)
         for folder in (path.parent, path.parent.parent):
             _flush_folder(folder)
-    except BaseException as error:
-        aside.unlink(missing_ok=True)
-        if isinstance(error, OSError):
-            raise CheckpointError(
-                f"{path}",
-                reason=f"it could not be written: {error.strerror}",
-                remedy="free space or choose another folder, and save again",
-            ) from error
-        raise
+    except OSError as error:
+        raise CheckpointError(
+            f"{path}",
+            reason=f"it could not be written: {error.strerror}",
+            remedy="free space or choose another folder, and save again",
+        ) from error
 
 
 def _write(descriptor: int, path: Path, contents: Contents, save_id: str) -> None:

@@ -105,10 +105,16 @@ def _choose(found: Mapping[str, set[str]], what: str, preferred: Sequence[str]) 
     )
 
 
-def option_keys(keys: Collection[str], places: Places) -> list[str]:
-    """Keys that hold options of groups, in any of the three forms."""
+def option_keys(keys: Collection[str], places: Places, fqns: Collection[str]) -> list[str]:
+    """Keys that hold options of the groups of ``fqns``, in any of the three forms."""
     start = f"{places.base}{_GROUPS}"
-    return [key for key in keys if key == start or key.startswith(f"{start}.")]
+    owners = {f"{places.inner}{fqn}" for fqn in fqns}
+    found = []
+    for key in keys:
+        owner, _, _ = key.removeprefix(f"{start}.").rpartition(".")
+        if key == start or (key.startswith(f"{start}.") and (owner.isdecimal() or owner in owners)):
+            found.append(key)
+    return found
 
 
 def options_by_fqn(values: Mapping[str, Any], places: Places) -> dict[str, dict[str, Any]]:

@@ -13,6 +13,7 @@ lane keeps a whole master (host lane, fp16 shards), that is emitted as ``master`
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -24,7 +25,6 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
-    set_optimizer_state_dict,
 )
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -97,12 +97,7 @@ def unpack_optimizer_state(model: Models, optimizer: Optimizer, packed: Mapping[
         ConfigError: a parameter is not in ``model``.
         StateDictError: keys, shapes or placements do not fit; nothing was written.
     """
-    models = models_of(model)
-    if not isinstance(optimizer, HybridDeviceOptimizer):
-        options = StateDictOptions(flatten_optimizer_state_dict=True)
-        set_optimizer_state_dict(_single(models), optimizer, dict(packed), options=options)
-        return
-    names = names_of(models, optimizer)
+    names = names_of(models_of(model), optimizer)
     state: dict[str, dict[str, Any]] = {}
     options_of: dict[str, dict[str, Any]] = {}
     for key, value in packed.items():
@@ -113,7 +108,8 @@ def unpack_optimizer_state(model: Models, optimizer: Optimizer, packed: Mapping[
     groups = []
     for group in optimizer.param_groups:
         fqns = [names[parameter] for parameter in group["params"]]
-        groups.append({**options_of.get(fqns[0] if fqns else "", {}), "params": fqns})
+        options = options_of.get(fqns[0] if fqns else "", {})
+        groups.append({**group, **options, "params": fqns})
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
@@ -190,6 +186,8 @@ def _check_value(parameter: Tensor, fqn: str, name: str, value: Any) -> None:
 def _pack_plain(models: tuple[nn.Module, ...], optimizer: Optimizer) -> dict[str, Any]:
     options = StateDictOptions(flatten_optimizer_state_dict=True)
     packed = get_optimizer_state_dict(_single(models), optimizer, options=options)
+    if len(models) > 1:  # the position in the list is no part of a name
+        packed = {re.sub(r"^(state|param_groups)\.\d+\.", r"\1.", k): v for k, v in packed.items()}
     return dict(sorted(packed.items()))
 
 

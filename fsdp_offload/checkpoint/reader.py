@@ -64,7 +64,7 @@ class CheckpointReader(FileSystemReader):
 
     Args:
         path: folder of the checkpoint.
-        threads: that read; ``None``: this rank's share of the cores, at most 8.
+        threads: that read; ``None``: this rank's share of the cores, at most 16.
     """
 
     def __init__(self, path: Path, *, threads: int | None = None) -> None:

@@ -31,6 +31,7 @@ from torch.optim import Optimizer
 
 from ..chunks import Box, covers
 from ..errors import CheckpointError, LaneError
+from ..loading import tell_loaded
 from ..optimizer import HybridDeviceOptimizer
 from . import naming
 from .blocks import corrupt
@@ -39,7 +40,7 @@ from .folder import Manifest, check_files, resolve
 from .packer import GROUPS, STATE, Models, models_of, names_of, unpack_optimizer_state
 from .reader import CheckpointReader, read_metadata
 from .saving import EXTRA, Folder, optimizer_name, wait_for_saves, weights_of
-from .targets import Targets, check_shape, plain_targets, state_targets
+from .targets import Targets, check_shape, packed_options, plain_targets, state_targets
 from .team import Team
 
 
@@ -67,7 +68,7 @@ def load(
         strict: refuse weights that only one side has, and another class of optimizer.
         model_prefix: what stands before the FQNs of weights (``"model."``), if not to be guessed.
         optimizer_prefix: what stands before ``state.{fqn}`` (``"optim."``), likewise.
-        threads: that read; ``None``: this rank's share of the cores, at most 8.
+        threads: that read; ``None``: this rank's share of the cores, at most 16.
 
     Returns:
         The ``extra`` that was saved; empty if there was none.
@@ -81,10 +82,19 @@ def load(
     """
     wait_for_saves()
     team = Team.of_world()
-    folder, manifest = team.lead(lambda: _inspect(resolve(Path(path).absolute())))
+    known: list[Metadata] = []  # the lead has read it
+
+    def inspect() -> tuple[Path, Manifest | None]:
+        folder = resolve(Path(path).absolute())
+        manifest = check_files(folder)
+        known.append(read_metadata(folder))
+        _check_chunks(folder, known[0])
+        return folder, manifest
+
+    folder, manifest = team.lead(inspect)
 
     def prepare() -> _Load:
-        metadata = read_metadata(folder)
+        metadata = known[0] if known else read_metadata(folder)
         reader = CheckpointReader(folder, threads=threads)
         job = _Load(models_of(model), optimizer, metadata, reader)
         job.prepare(manifest, model_prefix, optimizer_prefix, strict=strict)
@@ -103,10 +113,13 @@ def load(
     return job.extra
 
 
-def _inspect(folder: Path) -> tuple[Path, Manifest | None]:
-    """Find what is wrong with files and chunks, before anything is read."""
-    manifest = check_files(folder)
-    metadata = read_metadata(folder)
+def _check_chunks(folder: Path, metadata: Metadata) -> None:
+    """Whether files hold all items, and chunks all elements, before anything is read.
+
+    Raises:
+        CheckpointCorruptError: a file is missing, or too short.
+        CheckpointError: elements are in no chunk.
+    """
     sizes: dict[str, int] = {}
     for index, info in metadata.storage_data.items():
         name = info.relative_path
@@ -126,7 +139,6 @@ def _inspect(folder: Path) -> tuple[Path, Manifest | None]:
                     reason=f"its {len(boxes)} chunks leave elements out",
                     remedy="save it again with all ranks taking part",
                 )
-    return folder, manifest
 
 
 @dataclass
@@ -220,21 +232,17 @@ class _Load:
                 reason=f"this optimizer is {optimizer_name(optimizer)}",
                 remedy="build the optimizer that was saved, or pass strict=False",
             )
-        keys = naming.option_keys(self.metadata.state_dict_metadata, places)
-        options = naming.options_by_fqn(self._read_values(keys), places)
         names = names_of(self.models, optimizer)
         if isinstance(optimizer, HybridDeviceOptimizer):
             found = state_targets(optimizer, names, self.metadata, places)
         else:
-            found = plain_targets(optimizer, self.models, self.metadata, places)
+            found = plain_targets(optimizer, names, self.metadata, places)
         self.targets.add(found)
-        self.packed = dict(found.packed)
-        for fqn in names.values():
-            for option, value in options.get(fqn, {}).items():
-                self.packed[f"{GROUPS}{fqn}.{option}"] = value
-        if isinstance(optimizer, HybridDeviceOptimizer):
-            fqns = [[names[p] for p in group["params"]] for group in optimizer.param_groups]
-            optimizer.check_options([options.get(f[0], {}) if f else {} for f in fqns])
+        groups = [[names[p] for p in group["params"]] for group in optimizer.param_groups]
+        firsts = [fqns[0] for fqns in groups if fqns]
+        keys = naming.option_keys(self.metadata.state_dict_metadata, places, firsts)
+        options = packed_options(optimizer, groups, self._read_values(keys), places)
+        self.packed = {**found.packed, **options}
 
     def _read_values(self, keys: Sequence[str]) -> dict[str, Any]:
         """Values that are no tensors, and small tensors, from the checkpoint."""
@@ -259,6 +267,9 @@ class _Load:
         for model in self.models:
             mine = weights_of([model])
             set_model_state_dict(model, {f: self.weights[f] for f in mine}, options=options)
+            if self.optimizer is None:
+                # The weights were read in place before, so the optimizer saw no change just now.
+                tell_loaded(model)
         if self.optimizer is not None and self.packed is not None:
             self.packed.update(
                 {key: self.targets.direct[stored] for key, stored in self.targets.values.items()}

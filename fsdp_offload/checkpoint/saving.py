@@ -27,16 +27,27 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from .. import shards
 from ..config import parse_bytes
 from ..device import Gateway
 from ..errors import ConfigError
 from ..optimizer import HybridDeviceOptimizer
 from ..wrapping import gateway_of
 from .folder import aside, prepare, prune, publish
-from .packer import DecodedMaster, Master, Models, models_of, pack_optimizer_state
-from .staging import Staging
+from .packer import (
+    GROUPS,
+    STATE,
+    DecodedMaster,
+    Master,
+    Models,
+    models_of,
+    names_of,
+    pack_optimizer_state,
+)
+from .staging import Staging, aligned
 from .team import Team
 from .writer import Large, RankFile, write_metadata
 
@@ -73,7 +84,7 @@ def save(
         overwrite: replace a checkpoint at ``path``.
         keep_last: remove older complete checkpoints of this package beside ``path``, so that so
             many stay.
-        threads: that write; ``None``: this rank's share of the cores, at most 8.
+        threads: that write; ``None``: this rank's share of the cores, at most 16.
 
     Raises:
         CheckpointError: ``path`` exists, or the file system refused. Raised on all ranks.
@@ -156,7 +167,7 @@ def _staging_of(
     """The arena of this optimizer (or model), reserved at the first call."""
     owner = models_of(model)[0] if optimizer is None else optimizer
     if owner not in _stagings:
-        wanted = sum(entry.source.nbytes for entry in file.large) if size is None else size
+        wanted = sum(aligned(entry.source.nbytes) for entry in file.large) if size is None else size
         _stagings[owner] = Staging(
             wanted, gateway_of(p for m in models_of(model) for p in m.parameters())
         )
@@ -233,7 +244,9 @@ class _Job:
         self._optimizer_name = optimizer_name(optimizer)
 
         def local() -> SavePlan:
-            state = _collect(models_of(model), optimizer, extra, master)
+            models = models_of(model)
+            state = _collect(models, optimizer, extra, master)
+            self._planner.left_to_others = _written_elsewhere(models, optimizer, state)
             self._planner.set_up_planner(state, is_coordinator=self.team.is_lead)
             return self._planner.create_local_plan()
 
@@ -279,6 +292,14 @@ class _Planner(DefaultSavePlanner):
     def __init__(self) -> None:
         super().__init__()
         self._pickled: dict[int, tuple[Any, bytes]] = {}  # by id; holds the object, so it stays
+        self.left_to_others: frozenset[str] = frozenset()
+
+    def create_local_plan(self) -> SavePlan:
+        """torch's, without what another rank surely writes: plans travel to the lead."""
+        plan = super().create_local_plan()
+        left = self.left_to_others
+        self.plan = replace(plan, items=[i for i in plan.items if i.index.fqn not in left])
+        return self.plan
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         """The live tensor or value, or the source of a decoded one."""
@@ -325,6 +346,22 @@ def _collect(
 
 def _gateway(models: Sequence[nn.Module]) -> Gateway:
     return gateway_of(parameter for model in models for parameter in model.parameters())
+
+
+def _written_elsewhere(
+    models: Sequence[nn.Module], optimizer: Optimizer | None, state: Mapping[str, Any]
+) -> frozenset[str]:
+    """Keys of options and step counts that the first rank of the parameter's mesh writes."""
+    if optimizer is None:
+        return frozenset()
+    names = names_of(models, optimizer)
+    others = {name for parameter, name in names.items() if not shards.is_first(parameter)}
+    found = set()
+    for key, value in state["optim"].items():
+        owner = key.removeprefix(GROUPS).removeprefix(STATE).rpartition(".")[0]
+        if owner in others and not isinstance(value, DTensor | DecodedMaster):
+            found.add(f"optim.{key}")
+    return frozenset(found)
 
 
 def weights_of(models: Sequence[nn.Module]) -> dict[str, Any]:

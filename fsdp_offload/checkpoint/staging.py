@@ -40,7 +40,7 @@ class Staging:
         """Which of values with these ``sizes`` in bytes fit, the largest first."""
         chosen, free = [False] * len(sizes), self.nbytes
         for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
-            if sizes[index] <= free:
+            if aligned(sizes[index]) <= free:
                 chosen[index] = True
                 free -= aligned(sizes[index])
         return chosen

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.optim import Optimizer
 
@@ -17,8 +18,8 @@ from ..optimizer import HybridDeviceOptimizer
 from ..pipeline import state as state_io
 from ..pipeline.records import Record
 from .conversion import Conversion
-from .naming import Places
-from .packer import REMAINDER, STATE, WHOLE, pack_optimizer_state, parameters_of
+from .naming import Places, options_by_fqn
+from .packer import GROUPS, REMAINDER, STATE, WHOLE, parameters_of
 
 
 @dataclass
@@ -46,23 +47,20 @@ class Targets:
 
 def plain_targets(
     optimizer: Optimizer,
-    models: Sequence[nn.Module],
+    names: Mapping[Tensor, str],
     metadata: Metadata,
     places: Places,
 ) -> Targets:
-    """For an optimizer of another package: the state that torch's helper shows."""
+    """For an optimizer of another package: live state is read in place, other state is made.
+
+    Raises:
+        StateDictError: entries have other shapes.
+    """
     targets = Targets()
-    stored = metadata.state_dict_metadata
-    for key, value in pack_optimizer_state(list(models), optimizer).items():
-        if not key.startswith(STATE):
-            targets.packed[key] = value
-            continue
-        fqn, _, name = key.removeprefix(STATE).rpartition(".")
-        source = places.state(fqn) + name
-        if source in stored:
-            _add(targets, key, source, value, stored[source])
-        else:
-            targets.packed[key] = value
+    saved = _saved_names(metadata, places)
+    for parameter, _ in parameters_of(optimizer):
+        fqn, live = names[parameter], optimizer.state.get(parameter, {})
+        _add_native(targets, parameter, fqn, saved.get(fqn, set()), metadata, places, live)
     return targets
 
 
@@ -78,12 +76,7 @@ def state_targets(
         StateDictError: entries are missing, or have other shapes.
     """
     targets = Targets()
-    saved: dict[str, set[str]] = {}
-    start = f"{places.base}{STATE}{places.inner}"
-    for key in metadata.state_dict_metadata:
-        if key.startswith(start):
-            fqn, _, name = key.removeprefix(start).rpartition(".")
-            saved.setdefault(fqn, set()).add(name)
+    saved = _saved_names(metadata, places)
     for record in optimizer.records:
         fqn = names[record.parameter]
         _add_record(targets, record, fqn, saved.get(fqn, set()), metadata, places)
@@ -93,6 +86,17 @@ def state_targets(
             fqn = names[parameter]
             _add_native(targets, parameter, fqn, saved.get(fqn, set()), metadata, places)
     return targets
+
+
+def _saved_names(metadata: Metadata, places: Places) -> dict[str, set[str]]:
+    """Which entries a checkpoint has, by FQN."""
+    saved: dict[str, set[str]] = {}
+    start = f"{places.base}{STATE}{places.inner}"
+    for key in metadata.state_dict_metadata:
+        if key.startswith(start):
+            fqn, _, name = key.removeprefix(start).rpartition(".")
+            saved.setdefault(fqn, set()).add(name)
+    return saved
 
 
 def _add_record(
@@ -139,6 +143,35 @@ def _can_convert(record: Record, stored: torch.dtype) -> bool:
     return record.info.dtype == torch.float32 or stored != torch.int16
 
 
+def packed_options(
+    optimizer: Optimizer,
+    groups: Sequence[Sequence[str]],
+    values: Mapping[str, Any],
+    places: Places,
+) -> dict[str, Any]:
+    """Options of a checkpoint by packed key: of a group, those of its first parameter.
+
+    Args:
+        optimizer: that is to take them over.
+        groups: FQNs of its groups.
+        values: those of ``naming.option_keys``.
+        places: of the checkpoint.
+
+    Raises:
+        StateDictError: they need other state than is reserved.
+    """
+    found = options_by_fqn(values, places)
+    options = [found.get(fqns[0], {}) if fqns else {} for fqns in groups]
+    if isinstance(optimizer, HybridDeviceOptimizer):
+        optimizer.check_options(options)
+    return {
+        f"{GROUPS}{fqn}.{option}": value
+        for fqns, values in zip(groups, options, strict=True)
+        for fqn in fqns
+        for option, value in values.items()
+    }
+
+
 def _add_native(
     targets: Targets,
     parameter: Tensor,
@@ -146,15 +179,16 @@ def _add_native(
     saved: set[str],
     metadata: Metadata,
     places: Places,
+    live: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
-    """State that the class makes at its first step: room for what was saved."""
+    """State that the class makes at its first step: ``live``, or room for what was saved."""
     for name in sorted(saved - {WHOLE, REMAINDER}):
         source = places.state(fqn) + name
         entry = metadata.state_dict_metadata[source]
-        value: Any = None
-        if isinstance(entry, TensorStorageMetadata):
+        value: Any = live.get(name)
+        if isinstance(entry, TensorStorageMetadata) and not isinstance(value, Tensor):
             dtype = entry.properties.dtype
-            if entry.size == parameter.shape:
+            if entry.size == parameter.shape and name != "step":
                 value = shards.like(
                     parameter, torch.zeros_like(shards.local(parameter), dtype=dtype)
                 )

@@ -57,7 +57,7 @@ class RankFile:
         path: of the file, which must not exist. Without items, none is made.
         plan: what to write.
         planner: gives the values; small ones and those that are no tensors are taken at once.
-        threads: that write; ``None``: this rank's share of the cores, at most 8.
+        threads: that write; ``None``: this rank's share of the cores, at most 16.
 
     Raises:
         CheckpointError: the file system refused.
@@ -91,7 +91,8 @@ class RankFile:
         assert len(self._entries) >= len(self.large), "write() everything first"
         with self._closing_on_error():
             end = max(entry.offset + entry.nbytes for _, entry in self._entries)
-            table = Table(BLOCK_BYTES, tuple(entry for _, entry in self._entries))
+            entries = sorted((entry for _, entry in self._entries), key=lambda e: e.offset)
+            table = Table(BLOCK_BYTES, tuple(entries))
             write_bytes(self._descriptor, end, table.encode(), self._path)
             _fsync(self._descriptor, self._path)
         self.close()

@@ -205,7 +205,9 @@ def whole(job: Job) -> dict[str, Any]:
             entry = state.get(p) or {}
             for kind in ("exp_avg", "exp_avg_sq"):
                 value = entry.get(kind)
-                found[f"{kind} {names[p]}"] = gather(torch.zeros_like(p) if value is None else value)
+                found[f"{kind} {names[p]}"] = gather(
+                    torch.zeros_like(p) if value is None else value
+                )
             found[f"step {names[p]}"] = float(entry.get("step", 0.0))
             found[f"options {names[p]}"] = options(group)
             if p in records and (kept := master(records[p], entry)) is not None:

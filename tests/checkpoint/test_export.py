@@ -211,6 +211,9 @@ def test_every_dtype_is_read_back_by_safetensors(dtype: torch.dtype, tmp_path: P
     tensor = torch.arange(24, dtype=torch.uint8).view(dtype) if dtype != torch.bool else None
     model = nn.Module()
     model.register_buffer("x", torch.tensor([True, False]) if tensor is None else tensor)
+    if dtype.is_floating_point and dtype.itemsize == 1:  # quantised weights keep theirs
+        del model.x
+        model.x = nn.Parameter(tensor, requires_grad=False)
 
     export_safetensors(model, tmp_path, dtype="bf16")
 
@@ -359,8 +362,10 @@ def test_the_inert_inner_optimizer_knows_the_masters_too(tmp_path: Path) -> None
     model, wrapped, plain = trained(torch.bfloat16, "streamed")
     inner = wrapped._inner
 
-    export_safetensors(model, tmp_path, optimizer=inner, dtype="fp32")
+    with mock.patch.object(wrapped, "synchronize", wraps=wrapped.synchronize) as waited:
+        export_safetensors(model, tmp_path, optimizer=inner, dtype="fp32")
 
+    assert waited.called
     assert not differences(load(tmp_path), dict(plain.named_parameters()))
 
 
@@ -489,13 +494,19 @@ def test_a_failure_while_naming_leaves_no_half_export(tmp_path: Path, renames: i
         done += 1
         return real(path, target)
 
-    with (
-        mock.patch.object(Path, "rename", rename),
-        pytest.raises(CheckpointError, match="Input/output error"),
-    ):
-        export_safetensors(Net(), tmp_path, max_shard_bytes=100)
+    def failing(folder: Path) -> list[str]:
+        nonlocal done
+        done = 0
+        with (
+            mock.patch.object(Path, "rename", rename),
+            pytest.raises(CheckpointError, match="Input/output error"),
+        ):
+            export_safetensors(Net(), folder, max_shard_bytes=100)
+        return left_in(folder)
 
-    assert left_in(tmp_path) == []
+    assert failing(tmp_path / "new") == []
+    export_safetensors(Net(), tmp_path / "old", max_shard_bytes=100)
+    assert export.INDEX not in failing(tmp_path / "old"), "it would name files of two exports"
 
 
 def test_what_a_killed_export_left_is_replaced(tmp_path: Path) -> None:
@@ -662,6 +673,8 @@ def test_keys_are_found_without_an_optimizer() -> None:
     assert keys_of({"ema": WEIGHTS}).weights == {fqn: f"ema.{fqn}" for fqn in WEIGHTS}
     assert keys_of(WEIGHTS, no_paths=True).weights == {fqn: fqn for fqn in WEIGHTS}
     assert not keys_of(WEIGHTS).trained
+    beside = {**WEIGHTS, "optim": NESTED_STATE, "rng": {"cpu": ...}}
+    assert keys_of(beside).weights == {fqn: fqn for fqn in WEIGHTS}
 
 
 def test_a_module_called_state_is_no_optimizer() -> None:
@@ -680,7 +693,7 @@ def test_several_optimizers_of_one_model() -> None:
     first = {"state": {"a.weight": {"momentum_buffer": ..., "master": ...}}}
     second = {"state": {"a.bias": {"exp_avg": ..., "master_remainder": ...}}}
 
-    keys = keys_of({"model": WEIGHTS, "muon": first, "adam": second})
+    keys = keys_of({"model": WEIGHTS, "ema": {"a.bias": ...}, "muon": first, "adam": second})
 
     assert keys.masters == {
         "a.weight": "muon.state.a.weight.master",
@@ -696,6 +709,12 @@ def test_an_ambiguous_model_is_refused_until_the_caller_says() -> None:
     for prefix in ("ema", "ema."):
         keys = keys_of(saved, prefix=prefix)
         assert keys.weights == {fqn: f"ema.{fqn}" for fqn in WEIGHTS}
+        assert not keys.masters, "these are the model's"
+        assert not keys.orphans
+    assert keys_of(saved, prefix="model").masters.keys() == {"a.weight", "a.bias"}
+    two = keys_of({"net": WEIGHTS, "ema": WEIGHTS, "optim": NESTED_STATE}, prefix="net")
+    assert not two.masters
+    assert two.orphans == {"optim.state.a.weight.master_remainder", "optim.state.a.bias.master"}
     with pytest.raises(ConfigError, match=r"'ema.', 'net.'"):
         keys_of({"net": WEIGHTS, "ema": WEIGHTS})
     with pytest.raises(ConfigError, match=r"each may be that of a\.weight"):
@@ -771,6 +790,17 @@ def test_a_tied_weight_in_a_checkpoint_is_written_once_with_its_master(tmp_path:
     assert not differences(load(tmp_path / "out"), {**expected, "head.weight": master})
 
 
+def test_masters_under_integer_ids_are_refused_where_they_count(tmp_path: Path) -> None:
+    model, wrapped, _ = trained(torch.bfloat16, "streamed")
+    state = wrapped.state_dict()["state"]
+    saved = save_alone({"model": model.state_dict(), "optim": {"state": state}}, tmp_path / "saved")
+    out = tmp_path / "out"
+
+    refused(CheckpointError, "whose they are", out, saved, out, dtype="fp32")
+    export_safetensors(saved, out, dtype="bf16")
+    assert not differences(load(out), once(model))
+
+
 def test_boxes_are_read_across_chunks(tmp_path: Path) -> None:
     whole = torch.arange(30.0).view(5, 6)
     metadata = read_metadata(save_alone({"x": whole}, tmp_path / "saved"))
@@ -783,6 +813,7 @@ def test_boxes_are_read_across_chunks(tmp_path: Path) -> None:
     loaded: list[Box] = []
 
     def load_part(key: str, box: Box) -> Tensor:
+        assert not reader._held, "the last chunk is dropped before the next is read"
         loaded.append(box)
         return whole.narrow(0, box.offsets[0], box.sizes[0]).narrow(1, box.offsets[1], box.sizes[1])
 

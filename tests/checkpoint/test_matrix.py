@@ -1,4 +1,4 @@
-"""What four ranks save, any number of ranks resumes: by whom and how it was saved, lanes, dtypes."""
+"""What four ranks save, any number resumes: who saved it and how, lanes, dtypes, meshes."""
 
 from __future__ import annotations
 
@@ -122,8 +122,9 @@ def check_goes_on(found: Course, expected: Course) -> None:
 
 
 # Gradients of another world size are sums in another order. Greatest distances seen in the product
-# are MEASURED, in ulps (of the shards' dtype) of the largest element of a tensor.
-LIMITS = {"weight": 2.0, "master": 2.0, "exp_avg": 8.0, "exp_avg_sq": 16.0}
+# are 0.9 (weights), 4.3 (masters), 3.8 and 5.9 (moments), in ulps of the largest element of a
+# tensor, counted in the shards' dtype: gradients have no more bits.
+LIMITS = {"weight": 2.0, "master": 8.0, "exp_avg": 8.0, "exp_avg_sq": 16.0}
 
 
 def check_goes_on_nearly(found: Course, expected: Course, dtype: torch.dtype) -> None:
@@ -136,7 +137,6 @@ def check_goes_on_nearly(found: Course, expected: Course, dtype: torch.dtype) ->
             continue
         ulp = torch.finfo(dtype).eps * theirs.float().abs().max().item()
         distance = (mine.float() - theirs.float()).abs().max().item()
-        print("ULPS", kind, distance / ulp if ulp else distance)
         assert distance <= LIMITS[kind] * ulp, f"{name} is {distance / ulp} ulps away"
 
 

@@ -1,0 +1,332 @@
+"""Saves beside which training goes on: the bytes of the moment at which they were called."""
+
+from __future__ import annotations
+
+import os
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+from fsdp_offload import checkpoint
+from fsdp_offload.checkpoint import saving, writer
+from fsdp_offload.errors import CheckpointError, OffloadError
+from fsdp_offload.testing import RankPool
+from tests.checkpoint import jobs
+from tests.checkpoint.jobs import Job, Variant
+from tests.fsdp import models
+from tests.fsdp.models import check, check_same
+
+Ranks = Callable[..., RankPool]
+BF16 = torch.bfloat16
+OURS_BF16 = Variant(dtype=BF16)
+
+
+def trained(variant: Variant) -> Job:
+    job = jobs.make(variant)
+    jobs.train(job, range(1, jobs.LAST_BEFORE + 1))
+    return job
+
+
+def files_of(path: Path) -> dict[str, bytes]:
+    """The content of a checkpoint; manifests count saves and are left out."""
+    return {f.name: f.read_bytes() for f in path.iterdir() if f.name != "manifest.json"}
+
+
+class Gate:
+    """Holds the writing threads until it is opened; what was asked for is counted."""
+
+    def __init__(self) -> None:
+        self.opened, self.waiting, self.large_bytes = threading.Event(), 0, 0
+        self._real = writer.RankFile.write
+
+    def write(self, file: writer.RankFile, entries: Any) -> None:
+        """Stands for ``RankFile.write``."""
+        entries = list(entries)
+        if threading.current_thread().name == "fsdp-offload-save":
+            self.waiting += 1
+            self.large_bytes += sum(entry.source.nbytes for entry in entries)
+            assert self.opened.wait(60), "nobody opened the gate"
+        self._real(file, entries)
+
+    def __enter__(self) -> Gate:
+        gate = self
+        self._patch = mock.patch.object(
+            writer.RankFile, "write", lambda file, entries: gate.write(file, entries)
+        )
+        self._patch.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.opened.set()
+        self._patch.stop()
+
+
+# --------------------------------------------------------------------------- the same bytes
+
+
+def save_both_ways(variant: Variant, root: Path, staging: int | None, large: int) -> None:
+    """Twice, as the arena is used again; elements of every size class are moved by the arena."""
+    job = trained(variant)
+    with mock.patch.object(writer, "SMALL_BYTES", large):
+        for turn, first in enumerate((4, 7)):
+            checkpoint.save(root / f"sync {turn}", *job.pair, extra={"turn": turn})
+            with Gate() as gate:
+                future = checkpoint.async_save(
+                    root / f"async {turn}",
+                    *job.pair,
+                    extra={"turn": turn},
+                    staging_bytes=staging,
+                )
+                jobs.train(job, range(first, first + 3))
+                check(not future.done(), "it did not wait for the gate")
+                check(not (root / f"async {turn}").exists(), "it was published too early")
+            check(future.result(60) is None, "a result")
+            check_staged(gate.large_bytes, staging)
+    dist.barrier()
+    for turn in range(2):
+        found, expected = (files_of(root / f"{how} {turn}") for how in ("async", "sync"))
+        check(found.keys() == expected.keys(), f"files {sorted(found)}")
+        for name, data in expected.items():
+            if name != ".metadata":  # pickles memo by identity: compared through a load
+                check(found[name] == data, f"{name} of save {turn} differs")
+        check(not list(root.glob(".*")), f"left behind: {list(root.glob('.*'))}")
+
+
+def check_staged(nbytes: int, staging: int | None) -> None:
+    """What the thread wrote from the arena."""
+    if staging is None:
+        check(nbytes > 8000, f"only {nbytes} bytes went through the arena")
+    else:
+        check(nbytes <= staging, f"{nbytes} bytes came from an arena of {staging}")
+        check(bool(nbytes) == bool(staging), f"{nbytes} bytes came from an arena of {staging}")
+
+
+@pytest.mark.parametrize(
+    ("variant", "staging"),
+    [
+        (OURS_BF16, None),
+        pytest.param(Variant(), None, marks=pytest.mark.long),
+        pytest.param(Variant(wrapped=False), None, marks=pytest.mark.long),
+        (OURS_BF16, 4000),
+        (OURS_BF16, 0),
+    ],
+    ids=str,
+)
+def test_bytes_are_those_of_a_save_at_that_step(
+    ranks: Ranks, tmp_path: Path, variant: Variant, staging: int | None
+) -> None:
+    """Also where the arena is too small, and what does not fit is written before the return."""
+    ranks(2).run(save_both_ways, variant, tmp_path, staging, 100)
+
+
+def load_async(root: Path) -> None:
+    job = trained(OURS_BF16)
+    expected = jobs.whole(job)
+    future = checkpoint.async_save(root / "one", *job.pair, extra={"step": 3})
+    jobs.train(job, jobs.AFTER)
+    other = jobs.elsewhere(OURS_BF16)
+    check(checkpoint.load(root / "one", *other.pair) == {"step": 3}, "extra")  # waits for it
+    check(future.done(), "the load did not wait")
+    for name, value in jobs.whole(other).items():
+        check_same(value, expected[name], name)
+    jobs.train(other, jobs.AFTER)
+    found, expected = jobs.whole(other), jobs.whole(job)
+    for name, value in expected.items():
+        check_same(found[name], value, f"{name}, three steps later")
+
+
+def test_what_was_saved_beside_training_resumes(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(2).run(load_async, tmp_path)
+
+
+# --------------------------------------------------------------------------- several saves
+
+
+def save_twice(root: Path) -> None:
+    job = trained(Variant())
+    with Gate() as gate:
+        first = checkpoint.async_save(root / "first", *job.pair)
+        threading.Timer(0.3, gate.opened.set).start()
+        second = checkpoint.async_save(root / "second", *job.pair)
+        check(first.done(), "the second save did not wait for the first")
+        checkpoint.save(root / "third", *job.pair)
+        check(second.done(), "a save did not wait for the one before")
+    checkpoint.wait_for_saves()
+    dist.barrier()
+    names = [path.name for path in checkpoint.complete_checkpoints(root)]
+    check(names == ["first", "second", "third"], f"{names}")
+
+
+def test_saves_wait_for_each_other(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(2).run(save_twice, tmp_path)
+
+
+# --------------------------------------------------------------------------- errors
+
+
+def fail_in_the_thread(root: Path) -> tuple[str, list[str], bool]:
+    """One rank's file system fails after the call has returned."""
+    job = trained(Variant())
+    checkpoint.save(root / "before", *job.pair)
+    before = jobs.whole(job)
+    with mock.patch.object(writer, "SMALL_BYTES", 100), Gate():
+        future = checkpoint.async_save(root / "broken", *job.pair)
+        if dist.get_rank() == 1:
+            real, failing = os.fsync, OSError(28, "No space left on device")
+            patch = mock.patch.object(writer.os, "fsync", side_effect=failing)
+            patch.start()
+    try:
+        future.result(60)
+        told = ""
+    except OffloadError as error:
+        told = f"{type(error).__name__}: {error}"
+    if dist.get_rank() == 1:
+        patch.stop()
+        assert os.fsync is real
+    dist.barrier()
+    left = sorted(path.name for path in root.iterdir())
+    for name, value in jobs.whole(job).items():
+        check_same(value, before[name], name)
+    checkpoint.async_save(root / "after", *job.pair).result(60)  # nothing is stuck
+    return told, left, (root / "after").is_dir()
+
+
+def test_an_error_of_one_rank_reaches_the_future_of_all(ranks: Ranks, tmp_path: Path) -> None:
+    for told, left, went_on in ranks(2).run(fail_in_the_thread, tmp_path):
+        assert told.startswith(CheckpointError.__name__)
+        assert "No space left" in told
+        assert left == ["before"]
+        assert went_on
+
+
+def fail_before_the_thread(root: Path) -> str:
+    """Staging fails on one rank; none may start to write."""
+    job = trained(Variant())
+    stage = saving._stage
+
+    def failing(*args: Any) -> Any:
+        if dist.get_rank() == 1:
+            raise CheckpointError("staging", reason="it broke", remedy="none")
+        return stage(*args)
+
+    with mock.patch.object(saving, "_stage", failing):
+        try:
+            checkpoint.async_save(root / "broken", *job.pair)
+        except CheckpointError as error:
+            dist.barrier()
+            check(not list(root.iterdir()), f"left behind: {list(root.iterdir())}")
+            return f"{error}"
+    return ""
+
+
+def test_an_error_before_the_thread_is_raised_on_all_ranks(ranks: Ranks, tmp_path: Path) -> None:
+    told = ranks(2).run(fail_before_the_thread, tmp_path)
+
+    assert all("it broke" in each for each in told)
+    assert "rank 1" in told[0]
+
+
+def test_a_size_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(OffloadError, match="staging_bytes"):
+        checkpoint.async_save(tmp_path / "one", nn.Linear(2, 2), staging_bytes="much")
+
+
+# --------------------------------------------------------------------------- groups
+
+
+def default_group_is_left_alone(root: Path) -> None:
+    """As with NCCL alone: the default group takes no tensor of the host."""
+    job = trained(Variant())
+    checkpoint.save(root / "first", *job.pair)  # makes the group
+
+    def note(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        group = kwargs.get("group", args[0] if name.startswith("ProcessGroup") else None)
+        check(name != "new_group", "another group was made")
+        if not name.startswith("c10d") and "_c10d" not in name:
+            check(group is not None and group is not dist.group.WORLD, f"{name} over {group}")
+
+    with jobs.watching(note):
+        checkpoint.save(root / "second", *job.pair)
+        checkpoint.async_save(root / "third", *job.pair).result(60)
+        checkpoint.load(root / "third", *job.pair)
+
+
+def test_nothing_is_sent_over_the_default_group(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(2).run(default_group_is_left_alone, tmp_path)
+
+
+# --------------------------------------------------------------------------- torch's async_save
+
+
+def by_torch(root: Path, process: bool) -> None:
+    job = trained(OURS_BF16)
+    expected = jobs.whole(job)
+    model, optimizer = get_model_state_dict(job.model), checkpoint.OptimizerState(*job.pair)
+    kind = dcp.state_dict_saver.AsyncCheckpointerType
+    future = dcp.async_save(
+        {"model": model, "optim": optimizer},
+        checkpoint_id=root,
+        process_group=dist.new_group(backend="gloo"),  # training uses the default one meanwhile
+        async_checkpointer_type=kind.PROCESS if process else kind.THREAD,
+    )
+    jobs.train(job, jobs.AFTER)
+    future.result()
+    other = jobs.elsewhere(OURS_BF16)
+    checkpoint.load(root, *other.pair)
+    for name, value in jobs.whole(other).items():
+        check_same(value, expected[name], name)
+
+
+@pytest.mark.parametrize("process", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_async_save_of_torch_takes_the_state_of_that_step(
+    ranks: Ranks, tmp_path: Path, process: bool
+) -> None:
+    ranks(2).run(by_torch, tmp_path / "one", process)
+
+
+# --------------------------------------------------------------------------- one process
+
+
+@pytest.fixture
+def alone(one_thread: None) -> Iterator[tuple[nn.Module, Any]]:
+    model = nn.Sequential(nn.Linear(40, 30), nn.Tanh(), nn.Linear(30, 20))
+    optimizer = models.wrap(torch.optim.AdamW(model.parameters(), lr=0.1), model)
+    model(torch.randn(3, 40)).sum().backward()
+    optimizer.step()
+    yield model, optimizer
+    optimizer.close()
+
+
+def test_one_process_saves_without_a_group(alone: tuple[nn.Module, Any], tmp_path: Path) -> None:
+    model, optimizer = alone
+    checkpoint.save(tmp_path / "sync", model, optimizer)
+    future = checkpoint.async_save(tmp_path / "async", model, optimizer)
+    optimizer.step()
+    future.result(60)
+
+    data = "__0_0.distcp"
+    assert (tmp_path / "async" / data).read_bytes() == (tmp_path / "sync" / data).read_bytes()
+
+
+def test_weights_alone_are_saved_beside_training(tmp_path: Path) -> None:
+    model = nn.Linear(300, 100)
+    weight = model.weight.detach().clone()
+    with Gate():
+        future = checkpoint.async_save(tmp_path / "one", model)
+        model.weight.data.zero_()
+    future.result(60)
+
+    state = {"model": {"weight": torch.zeros(100, 300), "bias": torch.zeros(100)}}
+    with warnings.catch_warnings(action="ignore"):  # that there is no process group
+        dcp.load(state, checkpoint_id=tmp_path / "one", no_dist=True)
+    assert torch.equal(state["model"]["weight"], weight)

@@ -1,0 +1,751 @@
+"""Broken checkpoints and broken disks: a right load, or a typed error that names the file.
+
+Every corruption is generated from a seed. What is checked after each of them: nothing wrong was
+loaded; where sizes, tables or ``.metadata`` tell, nothing was written; else the optimizer has
+failed; and the next load makes everything exact.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import pickle
+import random
+import resource
+import shutil
+import traceback
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+)
+
+from fsdp_offload import (
+    CheckpointCorruptError,
+    CheckpointError,
+    LaneError,
+    OffloadError,
+    checkpoint,
+)
+from fsdp_offload.checkpoint import folder, writer
+from fsdp_offload.checkpoint.items import Item, read_table
+from fsdp_offload.testing import RankPool
+from tests.checkpoint.known import Job, Model, check_is, check_weights, job, set_to
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    # of torch, which saves in one process here
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning"),
+]
+
+Ranks = Callable[..., RankPool]
+SAVED, OTHER, BEFORE = 3, 4, 9
+"""Steps: of the checkpoint, of another one beside it, of the job that loads."""
+
+
+# --------------------------------------------------------------------------- corruptions
+
+
+@dataclass(frozen=True)
+class Corruption:
+    """One way to break a copy of a checkpoint.
+
+    Args:
+        kind: a key of ``KINDS``.
+        seed: of the place.
+    """
+
+    kind: str
+    seed: int
+
+    def apply(self, path: Path, other: Path) -> set[str]:
+        """Break ``path``; ``other`` is another save. Returns the names an error may tell."""
+        return KINDS[self.kind](path, other, random.Random(self.seed))
+
+    @property
+    def told_before(self) -> bool:
+        """Whether it must be found before anything is written."""
+        return not self.kind.startswith("bits of elements")
+
+
+def data_file(path: Path, rng: random.Random) -> Path:
+    return rng.choice(sorted(path.glob("*.distcp")))
+
+
+def any_file(path: Path, rng: random.Random) -> Path:
+    return rng.choice(sorted(path.iterdir()))
+
+
+def change(path: Path, at: int, rng: random.Random) -> set[str]:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1 << rng.randrange(8)
+    path.write_bytes(data)
+    return {path.name}
+
+
+def truncate(path: Path, other: Path, rng: random.Random) -> set[str]:
+    file = any_file(path, rng)
+    os.truncate(file, rng.choice([0, file.stat().st_size - 1, rng.randrange(file.stat().st_size)]))
+    return {file.name}
+
+
+def extend(path: Path, other: Path, rng: random.Random) -> set[str]:
+    file = any_file(path, rng)
+    with file.open("ab") as end:
+        end.write(rng.randbytes(rng.choice([1, 64, 5000])))
+    return {file.name}
+
+
+def remove(path: Path, other: Path, rng: random.Random) -> set[str]:
+    file = any_file(path, rng)
+    file.unlink()
+    return {file.name}
+
+
+def swap(path: Path, other: Path, rng: random.Random) -> set[str]:
+    one, two = path / "__0_0.distcp", path / "__1_0.distcp"
+    one.rename(path / "x")
+    two.rename(one)
+    (path / "x").rename(two)
+    return {one.name, two.name}
+
+
+def replace_file(path: Path, other: Path, rng: random.Random) -> set[str]:
+    file = data_file(path, rng)
+    shutil.copy(other / file.name, file)
+    return {file.name}
+
+
+def zeros(path: Path, other: Path, rng: random.Random) -> set[str]:
+    """A page that never reached the disk, at the end of a file: sizes stay."""
+    file = data_file(path, rng)
+    data = bytearray(file.read_bytes())
+    data[-rng.randrange(21, 4096) :] = b""
+    file.write_bytes(data.ljust(file.stat().st_size, b"\0"))
+    return {file.name}
+
+
+def bits_of_metadata(path: Path, other: Path, rng: random.Random) -> set[str]:
+    file = path / rng.choice([".metadata", "manifest.json"])
+    return change(file, rng.randrange(file.stat().st_size), rng)
+
+
+def bits_of_table(path: Path, other: Path, rng: random.Random) -> set[str]:
+    file = data_file(path, rng)
+    end = max(item.offset + item.nbytes for item in items_of(file))
+    return change(file, rng.randrange(end, file.stat().st_size), rng)
+
+
+def bits_of_elements(path: Path, other: Path, rng: random.Random) -> set[str]:
+    """Anywhere in the items: elements, frames, values."""
+    file = data_file(path, rng)
+    item = rng.choice(items_of(file))
+    return change(file, item.offset + rng.randrange(item.nbytes), rng)
+
+
+def bits_of_elements_of_weights(path: Path, other: Path, rng: random.Random) -> set[str]:
+    file = data_file(path, rng)
+    item = rng.choice([item for item in items_of(file) if item.key[0].startswith("model.")])
+    return change(file, item.offset + rng.randrange(item.nbytes), rng)
+
+
+def items_of(path: Path) -> tuple[Item, ...]:
+    table = read_table(path)
+    assert table is not None
+    return table.items
+
+
+KINDS: dict[str, Callable[[Path, Path, random.Random], set[str]]] = {
+    "truncated": truncate,
+    "extended": extend,
+    "removed": remove,
+    "swapped": swap,
+    "of another save": replace_file,
+    "zeros": zeros,
+    "bits of metadata": bits_of_metadata,
+    "bits of tables": bits_of_table,
+    "bits of elements": bits_of_elements,
+    "bits of elements of weights": bits_of_elements_of_weights,
+}
+FEW = [Corruption(kind, seed) for kind in KINDS for seed in range(2)]
+MANY = [Corruption(kind, seed) for kind in KINDS for seed in range(100, 124)]
+
+
+# --------------------------------------------------------------------------- the checkpoint
+
+
+def save_known(path: Path, step: int, *, rows: int = 301) -> None:
+    made = job(rows)
+    set_to(made, step)
+    checkpoint.save(path, *made, extra={"step": step})
+
+
+def save_both(root: Path) -> None:
+    # So that large items are several blocks.
+    with mock.patch.multiple(writer, BLOCK_BYTES=16 << 10, SMALL_BYTES=1 << 10):
+        save_known(root / "good", SAVED)
+        save_known(root / "other", OTHER)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory, ranks: Ranks) -> Path:
+    """``good`` and ``other``, each of two ranks."""
+    root = tmp_path_factory.mktemp("saved")
+    ranks(2).run(save_both, root)
+    return root
+
+
+@pytest.fixture(scope="module")
+def loading() -> Job:
+    """A job of one process, for all loads."""
+    return job()
+
+
+def broken(saved: Path, where: Path, corruption: Corruption) -> set[str]:
+    shutil.copytree(saved / "good", where)
+    return corruption.apply(where, saved / "other")
+
+
+# --------------------------------------------------------------------------- what must hold
+
+
+def check_error(error: BaseException, names: set[str]) -> None:
+    assert isinstance(error, CheckpointError), f"{type(error).__name__}: {error}"
+    assert any(name in str(error) for name in names), f"{error} does not name {names}"
+    assert error.reason
+    assert error.remedy
+
+
+def raised_by(call: Callable[[], object]) -> Exception | None:
+    try:
+        call()
+    except Exception as error:
+        return error
+    return None
+
+
+def is_failed(made: Job) -> bool:
+    try:
+        made[1].step()
+    except LaneError:
+        return True
+    return False
+
+
+def load_broken(made: Job, path: Path, names: set[str], *, told_before: bool) -> str:
+    """Load ``path`` and judge what came of it: "loaded", "refused" or "failed"."""
+    set_to(made, BEFORE)
+    error = raised_by(lambda: checkpoint.load(path, *made))
+    if error is None:
+        check_is(made, SAVED)
+        return "loaded"
+    check_error(error, names)
+    if not is_failed(made):
+        check_is(made, BEFORE)
+        return "refused"
+    assert not told_before, f"written before it was noticed: {error}"
+    for call in (made[1].step, made[1].state_dict):
+        with pytest.raises(LaneError):
+            call()
+    return "failed"
+
+
+def load_good(made: Job, path: Path) -> None:
+    assert checkpoint.load(path, *made) == {"step": SAVED}
+    check_is(made, SAVED)
+    assert not is_failed(made)
+
+
+def try_one(saved: Path, where: Path, made: Job, corruption: Corruption) -> str:
+    names = broken(saved, where, corruption)
+    found = load_broken(made, where, names, told_before=corruption.told_before)
+    assert found != "loaded", f"{corruption}: not noticed, although all bytes are read"
+    load_good(made, saved / "good")
+    return found
+
+
+@pytest.mark.parametrize("corruption", FEW, ids=str)
+def test_a_broken_checkpoint_is_never_loaded(
+    saved: Path, tmp_path: Path, loading: Job, corruption: Corruption
+) -> None:
+    try_one(saved, tmp_path / "broken", loading, corruption)
+
+
+@pytest.mark.long
+def test_hundreds_of_broken_checkpoints_are_never_loaded(
+    saved: Path, tmp_path: Path, loading: Job
+) -> None:
+    outcomes = []
+    for index, corruption in enumerate(MANY):
+        print(corruption)  # shown where the test fails
+        outcomes.append(try_one(saved, tmp_path / str(index), loading, corruption))
+        shutil.rmtree(tmp_path / str(index))
+    assert outcomes.count("failed") > 10
+    assert outcomes.count("refused") > 100
+
+
+def load_weights(saved: Path, where: Path, corruption: Corruption) -> str:
+    made = job()
+    set_to(made, BEFORE)
+    names = broken(saved, where, corruption)
+    error = raised_by(lambda: checkpoint.load(where, made[0]))
+    if error is None:
+        check_weights(made, SAVED)
+    else:
+        check_error(error, names)
+        if corruption.told_before:
+            check_is(made, BEFORE)
+    load_good(made, saved / "good")
+    return "refused" if error else "loaded"
+
+
+WEIGHTS = [c for c in FEW if c.seed == 0 or c.kind.startswith("bits of elements")]
+
+
+@pytest.mark.parametrize("corruption", WEIGHTS, ids=str)
+def test_weights_alone(saved: Path, tmp_path: Path, corruption: Corruption) -> None:
+    found = load_weights(saved, tmp_path / "broken", corruption)
+    if corruption.kind != "bits of elements":  # of state: bytes that nobody reads
+        assert found == "refused"
+
+
+@pytest.mark.long
+def test_weights_alone_of_many_broken_checkpoints(saved: Path, tmp_path: Path) -> None:
+    for index, corruption in enumerate(MANY[::3]):
+        print(corruption)
+        load_weights(saved, tmp_path / str(index), corruption)
+        shutil.rmtree(tmp_path / str(index))
+
+
+def test_bytes_that_nobody_reads_do_not_matter(saved: Path, tmp_path: Path, loading: Job) -> None:
+    """A change in the state of a large tensor, and weights alone are loaded; and the whole not."""
+    shutil.copytree(saved / "good", tmp_path / "broken")
+    file = tmp_path / "broken" / "__1_0.distcp"
+    (item,) = (item for item in items_of(file) if item.key[0] == "optim.state.large.exp_avg")
+    change(file, item.data_offset + item.data_nbytes // 2, random.Random(0))
+    model = Model()
+    checkpoint.load(tmp_path / "broken", model)
+    check_weights((model, loading[1]), SAVED)
+    found = load_broken(loading, tmp_path / "broken", {file.name}, told_before=False)
+    assert found == "failed"
+    load_good(loading, saved / "good")
+
+
+def test_a_failed_optimizer_stays_failed_until_a_load_succeeds(saved: Path, tmp_path: Path) -> None:
+    made = job()
+    shutil.copytree(saved / "good", tmp_path / "bad")
+    file = tmp_path / "bad" / "__0_0.distcp"
+    (item,) = (i for i in items_of(file) if i.key[0] == "optim.state.large.exp_avg_sq")
+    change(file, item.data_offset + 5, random.Random(0))
+    for _ in range(2):
+        assert load_broken_again(made, tmp_path / "bad") == "failed"
+    with pytest.raises(CheckpointError, match="absent"):
+        checkpoint.load(tmp_path / "absent", *made)
+    assert is_failed(made)
+    with pytest.raises(LaneError):
+        checkpoint.save(tmp_path / "new", *made)
+    assert not (tmp_path / "new").exists()
+    load_good(made, saved / "good")
+    checkpoint.save(tmp_path / "new", *made, extra={"step": SAVED})
+    load_good(made, tmp_path / "new")
+
+
+def load_broken_again(made: Job, path: Path) -> str:
+    with pytest.raises(CheckpointCorruptError, match=r"__0_0\.distcp"):
+        checkpoint.load(path, *made)
+    return "failed" if is_failed(made) else "refused"
+
+
+# --------------------------------------------------------------------------- several ranks
+
+
+def load_all(saved: Path, cases: list[tuple[Path, set[str], bool]]) -> list[str]:
+    """On every rank; a failed check must not leave other ranks in a collective."""
+    made, outcomes = job(), []
+    for path, names, told_before in cases:
+        try:
+            outcome = load_broken(made, path, names, told_before=told_before)
+        except AssertionError:
+            outcome = f"{path.name}: {traceback.format_exc()}"
+        outcomes.append(outcome)
+        load_good(made, saved / "good")
+    return outcomes
+
+
+def try_on_ranks(
+    ranks: Ranks, saved: Path, where: Path, corruptions: list[Corruption]
+) -> list[str]:
+    cases = []
+    for index, corruption in enumerate(corruptions):
+        path = where / f"{index} {corruption.kind}"
+        cases.append((path, broken(saved, path, corruption), corruption.told_before))
+    first, second = ranks(2).run(load_all, saved, cases)
+    assert first == second, "ranks disagree"
+    assert set(first) <= {"refused", "failed"}, first
+    return first
+
+
+def test_all_ranks_refuse_together(ranks: Ranks, saved: Path, tmp_path: Path) -> None:
+    outcomes = try_on_ranks(ranks, saved, tmp_path, FEW)
+    assert "failed" in outcomes
+
+
+@pytest.mark.long
+def test_all_ranks_refuse_together_many_times(ranks: Ranks, saved: Path, tmp_path: Path) -> None:
+    try_on_ranks(ranks, saved, tmp_path, MANY[::2])
+
+
+# --------------------------------------------------------------------------- of other programs
+
+
+def save_foreign(path: Path, made: Job) -> None:
+    """As a job with a plain optimizer saves it with torch's own function."""
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    state = {
+        "model": get_model_state_dict(made[0]),
+        "optim": get_optimizer_state_dict(*made, options=options),
+    }
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(path), no_dist=not dist.is_initialized())
+
+
+@pytest.fixture
+def foreign(tmp_path: Path, loading: Job) -> Path:
+    set_to(loading, SAVED)
+    save_foreign(tmp_path / "foreign", loading)
+    return tmp_path / "foreign"
+
+
+def edit_metadata(path: Path, edit: Callable[[Any], None]) -> None:
+    metadata = pickle.loads((path / ".metadata").read_bytes())
+    edit(metadata)
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def test_a_foreign_checkpoint_is_loaded(foreign: Path, loading: Job) -> None:
+    set_to(loading, BEFORE)
+    assert checkpoint.load(foreign, *loading) == {}
+    check_is(loading, SAVED)
+
+
+@pytest.mark.parametrize("left", [0, 1, 1000, -1])
+def test_a_truncated_foreign_file_is_refused_before_anything(
+    foreign: Path, loading: Job, left: int
+) -> None:
+    file = foreign / "__0_0.distcp"
+    os.truncate(file, left % file.stat().st_size)
+    assert load_broken(loading, foreign, {file.name}, told_before=True) == "refused"
+
+
+def test_a_missing_foreign_file_is_refused(foreign: Path, loading: Job) -> None:
+    (foreign / "__0_0.distcp").unlink()
+    found = load_broken(loading, foreign, {"__0_0.distcp"}, told_before=True)
+    assert found == "refused"
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_changed_foreign_archive_is_typed(
+    foreign: Path, loading: Job, saved: Path, seed: int
+) -> None:
+    """torch writes no checksums of blocks: what it cannot parse is told, elements are not."""
+    rng = random.Random(seed)
+    file = foreign / "__0_0.distcp"
+    infos = pickle.loads((foreign / ".metadata").read_bytes()).storage_data
+    info = rng.choice(sorted(infos.values(), key=lambda info: info.offset))
+    data = bytearray(file.read_bytes())
+    data[info.offset : info.offset + 200] = rng.randbytes(200)
+    file.write_bytes(data)
+    set_to(loading, BEFORE)
+    with pytest.raises(CheckpointError) as caught:
+        checkpoint.load(foreign, *loading)
+    assert "foreign" in str(caught.value) or info_key(infos, info) in str(caught.value)
+    load_good(loading, saved / "good")
+
+
+def info_key(infos: dict[Any, Any], info: Any) -> str:
+    return next(str(index.fqn) for index, found in infos.items() if found == info)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_changed_foreign_metadata_is_typed(
+    foreign: Path, loading: Job, saved: Path, seed: int
+) -> None:
+    rng = random.Random(seed)
+    file = foreign / ".metadata"
+    data = bytearray(file.read_bytes())
+    at = rng.randrange(len(data) - 40)
+    data[at : at + 40] = rng.randbytes(40)
+    file.write_bytes(data)
+    set_to(loading, BEFORE)
+    error = raised_by(lambda: checkpoint.load(foreign, *loading))
+    assert error is None or isinstance(error, OffloadError), repr(error)
+    load_good(loading, saved / "good")
+
+
+def drop_chunk(metadata: Any) -> None:
+    entry = metadata.state_dict_metadata["model.large"]
+    assert isinstance(entry, TensorStorageMetadata)
+    entry.chunks.pop()
+
+
+def shrink_chunk(metadata: Any) -> None:
+    entry = metadata.state_dict_metadata["optim.state.large.exp_avg"]
+    entry.chunks[0] = replace(entry.chunks[0], sizes=torch.Size((100, 100)))
+
+
+def move_chunk(metadata: Any) -> None:
+    entry = metadata.state_dict_metadata["model.large"]
+    entry.chunks[0] = replace(entry.chunks[0], offsets=torch.Size((1, 0)))
+
+
+@pytest.mark.parametrize("edit", [drop_chunk, shrink_chunk, move_chunk])
+def test_chunks_that_leave_elements_out_are_refused(
+    foreign: Path, loading: Job, edit: Callable[[Any], None]
+) -> None:
+    edit_metadata(foreign, edit)
+    found = load_broken(loading, foreign, {"chunks leave elements out"}, told_before=True)
+    assert found == "refused"
+
+
+@pytest.mark.parametrize("edit", [drop_chunk, shrink_chunk])
+def test_chunks_of_ours_that_leave_elements_out_are_refused(
+    saved: Path, tmp_path: Path, loading: Job, edit: Callable[[Any], None]
+) -> None:
+    """Whoever edits ``.metadata`` may write a manifest that agrees."""
+    path = tmp_path / "edited"
+    shutil.copytree(saved / "good", path)
+    manifest = folder.read_manifest(path)
+    assert manifest is not None
+    edit_metadata(path, edit)
+    entry = ((path / ".metadata").stat().st_size, folder._crc_of(path / ".metadata"))
+    edited = replace(manifest, files={**manifest.files, ".metadata": entry})
+    (path / "manifest.json").write_bytes(edited.encode())
+    found = load_broken(loading, path, {"chunks leave elements out"}, told_before=True)
+    assert found == "refused"
+
+
+def save_without_collectives(path: Path) -> None:
+    made = job(20)
+    state = {"model": get_model_state_dict(made[0])}
+    dcp.save(state, checkpoint_id=path, use_collectives=False)
+
+
+def test_a_checkpoint_of_ranks_that_did_not_talk_is_refused(
+    ranks: Ranks, tmp_path: Path, loading: Job
+) -> None:
+    ranks(2).run(save_without_collectives, tmp_path / "own")
+    found = load_broken(loading, tmp_path / "own", {"use_collectives=False"}, told_before=True)
+    assert found == "refused"
+
+
+# --------------------------------------------------------------------------- disks
+
+
+class Refusing:
+    """A call of ``os`` that fails from its ``after``-th time on."""
+
+    def __init__(self, name: str, after: int, code: int) -> None:
+        self.name, self.left, self.code = name, after, code
+        self.real = getattr(os, name)
+
+    def __enter__(self) -> Refusing:
+        setattr(os, self.name, self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        setattr(os, self.name, self.real)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.left -= 1
+        if self.left < 0:
+            raise OSError(self.code, os.strerror(self.code))
+        return self.real(*args, **kwargs)
+
+
+def save_any(path: Path, made: Job, *, asynchronous: bool, **options: Any) -> None:
+    options = {"extra": {"step": SAVED}, **options}
+    if asynchronous:
+        future: Future[None] = checkpoint.async_save(path, *made, **options)
+        future.result(60)
+    else:
+        checkpoint.save(path, *made, **options)
+
+
+def check_nothing_left(root: Path, made: Job, *, asynchronous: bool = False) -> None:
+    """The earlier checkpoint alone is there, and the next save and load are as ever."""
+    lead = not dist.is_initialized() or dist.get_rank() == 0
+    if lead:
+        found = sorted(path.name for path in root.iterdir())
+        assert found == ["earlier"], found
+    assert not is_failed(made)
+    barrier()
+    save_any(root / "next", made, asynchronous=asynchronous)
+    load_good(made, root / "next")
+    load_good(made, root / "earlier")
+    barrier()
+    if lead:
+        shutil.rmtree(root / "next")
+    barrier()
+
+
+def barrier() -> None:
+    if dist.is_initialized():
+        dist.barrier()
+
+
+@pytest.fixture
+def earlier(tmp_path: Path, loading: Job) -> Path:
+    """A folder with one complete checkpoint."""
+    set_to(loading, SAVED)
+    checkpoint.save(tmp_path / "run" / "earlier", *loading, extra={"step": SAVED})
+    return tmp_path / "run"
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize(
+    ("call", "after", "code"),
+    [
+        *(("pwrite", n, errno.ENOSPC) for n in (0, 1, 3, 8)),  # items, table, .metadata
+        *(("fsync", n, errno.EIO) for n in range(5)),  # file, .metadata, folder, manifest, folder
+        ("mkdir", 0, errno.EROFS),
+        ("rename", 0, errno.EIO),
+    ],
+)
+def test_a_disk_that_refuses_leaves_the_earlier_checkpoint(
+    earlier: Path, loading: Job, asynchronous: bool, call: str, after: int, code: int
+) -> None:
+    before = set(os.listdir("/proc/self/fd"))
+    with Refusing(call, after, code), pytest.raises(CheckpointError) as caught:
+        save_any(earlier / "new", loading, asynchronous=asynchronous)
+    assert os.strerror(code) in str(caught.value)
+    assert set(os.listdir("/proc/self/fd")) == before, "a file is still open"
+    check_nothing_left(earlier, loading, asynchronous=asynchronous)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_limit_on_file_sizes_is_told(earlier: Path, loading: Job, asynchronous: bool) -> None:
+    """The kernel itself refuses, in the middle of a block."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    try:
+        with pytest.raises(CheckpointError, match=r"__0_0\.distcp.*File too large"):
+            save_any(earlier / "new", loading, asynchronous=asynchronous)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    check_nothing_left(earlier, loading)
+
+
+@pytest.mark.parametrize("call", ["pwrite", "fsync"])
+def test_an_overwrite_that_fails_leaves_what_was_there(
+    earlier: Path, loading: Job, call: str
+) -> None:
+    with Refusing(call, 1, errno.ENOSPC), pytest.raises(CheckpointError):
+        save_any(earlier / "earlier", loading, asynchronous=False, overwrite=True)
+    check_nothing_left(earlier, loading)
+
+
+def test_a_manifest_that_cannot_be_written_is_told(
+    earlier: Path, loading: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: object) -> bytes:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(folder.Manifest, "encode", refuse)
+        with pytest.raises(CheckpointError, match="No space left"):
+            save_any(earlier / "new", loading, asynchronous=False)
+    check_nothing_left(earlier, loading)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_path_that_is_taken_is_told(
+    earlier: Path, loading: Job, asynchronous: bool, overwrite: bool
+) -> None:
+    (earlier.parent / "file").write_text("mine")
+    taken = [earlier.parent / "file", earlier.parent / "file" / "below"]
+    for path in [*taken, *([] if overwrite else [earlier / "earlier"])]:
+        with pytest.raises(CheckpointError, match=path.parts[-1]):
+            save_any(path, loading, asynchronous=asynchronous, overwrite=overwrite)
+    assert (earlier.parent / "file").read_text() == "mine"
+    check_nothing_left(earlier, loading)
+
+
+def refuse_on_one_rank(root: Path, asynchronous: bool) -> list[str]:
+    """Rank 1 alone cannot write, flush or create; then the lead alone."""
+    made, messages = job(), []
+    set_to(made, SAVED)
+    checkpoint.save(root / "earlier", *made, extra={"step": SAVED})
+    for rank, call, after in [(1, "pwrite", 0), (1, "pwrite", 1), (1, "fsync", 0), (0, "fsync", 1)]:
+        with contextual(Refusing(call, after, errno.ENOSPC), active=dist.get_rank() == rank):
+            try:
+                save_any(root / "new", made, asynchronous=asynchronous)
+            except CheckpointError as error:
+                messages.append(f"{rank} {error}")
+            barrier()
+        check_nothing_left(root, made)
+    for path, overwrite in ((root / "earlier", False), (Path(__file__), True)):
+        try:
+            save_any(path, made, asynchronous=asynchronous, overwrite=overwrite)
+        except CheckpointError as error:
+            messages.append(f"0 {error}")
+        check_nothing_left(root, made)
+    return messages
+
+
+def contextual(refusing: Refusing, *, active: bool) -> Any:
+    from contextlib import nullcontext
+
+    return refusing if active else nullcontext()
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_an_error_of_one_rank_is_raised_on_all(
+    ranks: Ranks, tmp_path: Path, asynchronous: bool
+) -> None:
+    found = ranks(2).run(refuse_on_one_rank, tmp_path / "run", asynchronous, timeout_s=60)
+    for rank, messages in enumerate(found):
+        assert len(messages) == 6, messages
+        for message in messages[:4]:
+            at_fault = int(message[0])
+            assert "No space left" in message
+            if at_fault == 1:  # what the lead does, it does for all
+                assert ("(rank 1)" in message) == (rank == 0), message
+
+
+def load_with_a_bad_disk(root: Path) -> Iterator[str] | list[str]:
+    """Rank 1 alone gets read errors: before anything, and in the middle."""
+    made, found = job(), []
+    for after in (0, 3, 60):
+        set_to(made, BEFORE)
+        refusing = Refusing("preadv", after, errno.EIO)
+        with contextual(refusing, active=dist.get_rank() == 1):
+            try:
+                checkpoint.load(root / "good", *made)
+            except CheckpointError as error:
+                found.append(str(error))
+            barrier()
+        found.append("failed" if is_failed(made) else "refused")
+        load_good(made, root / "good")
+    return found
+
+
+def test_a_read_error_of_one_rank_is_raised_on_all(ranks: Ranks, saved: Path) -> None:
+    first, second = ranks(2).run(load_with_a_bad_disk, saved, timeout_s=60)
+    assert len(first) == len(second) == 6
+    assert first[1::2] == second[1::2]
+    assert first[1::2][0] == "refused"
+    assert first[1::2][2] == "failed"
+    assert all("Input/output error" in message for message in (first + second)[::2])
+    assert all("(rank 1)" in message for message in first[::2])

@@ -1,0 +1,429 @@
+"""Folders: complete or not there, whatever file operation is the last one."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsdp_offload import CheckpointCorruptError, CheckpointError
+from fsdp_offload.checkpoint import folder
+from fsdp_offload.checkpoint.folder import Manifest
+from fsdp_offload.checkpoint.items import Item, Table
+
+
+def fill(where: Path, content: str) -> None:
+    """Two data files and ``.metadata``, as ranks leave them."""
+    for rank in range(2):
+        data = f"{content} of rank {rank}".encode()
+        item = Item(("key", (rank,)), 0, len(data), 0, len(data), 0, (1,))
+        (where / f"__{rank}_0.distcp").write_bytes(data + Table(64, (item,)).encode())
+    (where / ".metadata").write_bytes(content.encode())
+
+
+def save(
+    path: Path, content: str, *, overwrite: bool = False, keep_last: int | None = None
+) -> None:
+    """The file operations of a save, in their order."""
+    fill(folder.prepare(path, overwrite=overwrite), content)
+    folder.publish(path, world_size=2, optimizer="AdamW")
+    if keep_last is not None:
+        folder.prune(path, keep_last)
+
+
+def content_of(path: Path | None) -> str | None:
+    """What a complete checkpoint says; fails if it is not complete."""
+    if path is None:
+        return None
+    assert folder.check_files(path) is not None
+    content = (path / ".metadata").read_text()
+    for rank in range(2):
+        assert (path / f"__{rank}_0.distcp").read_bytes().startswith(f"{content} of".encode())
+    return content
+
+
+def names(where: Path) -> list[str]:
+    return sorted(path.name for path in where.iterdir())
+
+
+# --------------------------------------------------------------------------- what is complete
+
+
+def test_a_published_folder_is_complete_and_alone(tmp_path: Path) -> None:
+    save(tmp_path / "a", "one")
+    assert names(tmp_path) == ["a"]
+    assert names(tmp_path / "a") == [".metadata", "__0_0.distcp", "__1_0.distcp", "manifest.json"]
+    manifest = folder.read_manifest(tmp_path / "a")
+    assert manifest is not None
+    assert (manifest.sequence, manifest.world_size, manifest.optimizer) == (1, 2, "AdamW")
+    assert set(manifest.files) == {".metadata", "__0_0.distcp", "__1_0.distcp"}
+
+
+def test_the_latest_is_found_by_content_not_by_name_or_time(tmp_path: Path) -> None:
+    for name in ("b", "c", "a"):
+        save(tmp_path / name, name)
+        os.utime(tmp_path / name, (0, 0))
+    os.utime(tmp_path / "b")
+    (tmp_path / "z").mkdir()
+    (tmp_path / "file").write_text("")
+    found = [path.name for path in folder.complete_checkpoints(tmp_path)]
+    assert found == ["b", "c", "a"]
+    assert folder.latest(tmp_path) == tmp_path / "a"
+    (tmp_path / "a").rename(tmp_path / "moved")
+    assert folder.latest(tmp_path) == tmp_path / "moved"
+
+
+@pytest.mark.parametrize("nothing", ["", "absent", "z/absent"])
+def test_no_checkpoint_is_none(tmp_path: Path, nothing: str) -> None:
+    assert folder.latest(tmp_path / nothing) is None
+
+
+def test_a_manifest_cut_anywhere_is_not_complete(tmp_path: Path) -> None:
+    save(tmp_path / "a", "one")
+    path = tmp_path / "a" / "manifest.json"
+    data = path.read_bytes()
+    for length in range(len(data)):
+        path.write_bytes(data[:length])
+        assert not folder.is_complete(tmp_path / "a")
+        with pytest.raises(CheckpointCorruptError, match=r"manifest\.json"):
+            folder.check_files(tmp_path / "a")
+
+
+def test_a_manifest_with_any_bit_changed_is_refused(tmp_path: Path) -> None:
+    data = Manifest(3, 2, "AdamW", {"__0_0.distcp": (5, 7)}).encode()
+    expected = Manifest.decode(data, tmp_path)
+    for at in range(8 * len(data)):
+        changed = bytearray(data)
+        changed[at // 8] ^= 1 << at % 8
+        try:
+            found = Manifest.decode(bytes(changed), tmp_path)
+        except CheckpointCorruptError:
+            continue
+        assert found == expected, "changed, and not noticed"
+
+
+@pytest.mark.parametrize(
+    "data", [b"[]", b"3", b'"x"', b"{}", b'{"manifest": 3, "crc32": 0}', b"\xff"]
+)
+def test_other_json_is_no_manifest(tmp_path: Path, data: bytes) -> None:
+    with pytest.raises(CheckpointCorruptError):
+        Manifest.decode(data, tmp_path)
+
+
+def test_a_later_version_is_refused_with_words(tmp_path: Path) -> None:
+    save(tmp_path / "a", "one")
+    later = Manifest(1, 2, "AdamW", {}, version=folder.VERSION + 1)
+    (tmp_path / "a" / "manifest.json").write_bytes(later.encode())
+    with pytest.raises(CheckpointError, match="version 2") as caught:
+        folder.check_files(tmp_path / "a")
+    assert not isinstance(caught.value, CheckpointCorruptError)
+    assert folder.latest(tmp_path) is None
+
+
+def swap(path: Path) -> None:
+    one, two = path / "__0_0.distcp", path / "__1_0.distcp"
+    first = one.read_bytes()
+    one.write_bytes(two.read_bytes())
+    two.write_bytes(first)
+
+
+def cut(path: Path) -> None:
+    data = (path / "__1_0.distcp").read_bytes()
+    (path / "__1_0.distcp").write_bytes(data[:-1])
+
+
+def extend(path: Path) -> None:
+    with (path / "__1_0.distcp").open("ab") as file:
+        file.write(b"\0")
+
+
+def other_save(path: Path) -> None:
+    """The same size, a table that is in itself right."""
+    other = path.with_name("other")
+    other.mkdir()
+    fill(other, "eno")
+    data = bytearray((other / "__1_0.distcp").read_bytes())
+    text = data.replace(b"[1]", b"[2]")
+    assert len(text) == len(data)
+    item = Item(("key", (1,)), 0, 13, 0, 13, 0, (2,))
+    (path / "__1_0.distcp").write_bytes(data[:13] + Table(64, (item,)).encode())
+    shutil.rmtree(other)
+
+
+def no_table(path: Path) -> None:
+    data = bytearray((path / "__1_0.distcp").read_bytes())
+    data[-1] ^= 1
+    (path / "__1_0.distcp").write_bytes(data)
+
+
+BREAKS: dict[str, tuple[Callable[[Path], None], str]] = {
+    "missing file": (lambda p: (p / "__1_0.distcp").unlink(), r"__1_0\.distcp"),
+    "missing metadata": (lambda p: (p / ".metadata").unlink(), r"\.metadata"),
+    "missing manifest": (lambda p: (p / "manifest.json").unlink(), r"manifest\.json.*missing"),
+    "truncated": (cut, r"__1_0\.distcp.*bytes"),
+    "extended": (extend, r"__1_0\.distcp.*bytes"),
+    "swapped": (swap, r"__0_0\.distcp"),
+    "of another save": (other_save, r"__1_0\.distcp.*another save"),
+    "without table": (no_table, r"__1_0\.distcp"),
+    "other metadata": (lambda p: (p / ".metadata").write_bytes(b"eno"), r"\.metadata"),
+}
+
+
+@pytest.mark.parametrize("what", BREAKS)
+def test_whatever_is_wrong_with_files_is_named(tmp_path: Path, what: str) -> None:
+    save(tmp_path / "a", "one")
+    break_it, message = BREAKS[what]
+    break_it(tmp_path / "a")
+    with pytest.raises(CheckpointCorruptError, match=message):
+        folder.check_files(tmp_path / "a")
+
+
+def test_other_folders_are_told_apart(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "__0.metadata").write_bytes(b"x")
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / ".metadata").write_bytes(b"x")
+    (tmp_path / "file").write_bytes(b"x")
+    for name, message in (
+        ("empty", r"no \.metadata"),
+        ("absent", r"no \.metadata"),
+        ("file", r"no \.metadata"),
+        ("own", "use_collectives=False"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            folder.check_files(tmp_path / name)
+    assert folder.check_files(tmp_path / "torch") is None
+
+
+# --------------------------------------------------------------------------- before anything
+
+
+def test_a_folder_that_exists_is_refused(tmp_path: Path) -> None:
+    save(tmp_path / "a", "one")
+    with pytest.raises(CheckpointError, match=r"it exists.*overwrite=True"):
+        folder.prepare(tmp_path / "a", overwrite=False)
+    assert content_of(tmp_path / "a") == "one"
+    (tmp_path / "empty").mkdir()
+    save(tmp_path / "empty", "two")
+    assert content_of(tmp_path / "empty") == "two"
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_file_in_its_place_is_refused(tmp_path: Path, overwrite: bool) -> None:
+    (tmp_path / "a").write_text("mine")
+    with pytest.raises(CheckpointError, match="a: "):
+        folder.prepare(tmp_path / "a", overwrite=overwrite)
+    assert (tmp_path / "a").read_text() == "mine"
+    assert names(tmp_path) == ["a"]
+
+
+def test_a_parent_that_is_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("mine")
+    with pytest.raises(CheckpointError, match="a"):
+        folder.prepare(tmp_path / "a" / "b", overwrite=False)
+
+
+def test_parents_are_made(tmp_path: Path) -> None:
+    save(tmp_path / "x" / "y" / "a", "one")
+    assert content_of(folder.latest(tmp_path / "x" / "y")) == "one"
+
+
+# --------------------------------------------------------------------------- keeping the last
+
+
+def test_pruning_removes_the_oldest_complete_ones(tmp_path: Path) -> None:
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "x").write_text("mine")
+    for index in range(5):
+        save(tmp_path / f"s{index}", str(index), keep_last=2)
+    assert names(tmp_path) == ["notes", "s3", "s4"]
+    shutil.copytree(tmp_path / "s3", tmp_path / "broken")
+    (tmp_path / "broken" / "__0_0.distcp").unlink()
+    save(tmp_path / "s5", "5", keep_last=1)
+    assert names(tmp_path) == ["broken", "notes", "s5"]
+
+
+def test_a_rewritten_one_is_the_newest(tmp_path: Path) -> None:
+    save(tmp_path / "a", "one")
+    save(tmp_path / "b", "two")
+    save(tmp_path / "a", "three", overwrite=True, keep_last=1)
+    assert names(tmp_path) == ["a"]
+    assert content_of(tmp_path / "a") == "three"
+
+
+# --------------------------------------------------------------------------- killed anywhere
+
+
+class Killed(BaseException):
+    """The process is gone: nothing is done any more."""
+
+
+OPERATIONS = ("rename", "unlink", "rmdir", "mkdir", "fsync")
+
+
+class Life:
+    """File operations succeed ``left`` times; then the process is dead."""
+
+    def __init__(self, left: int) -> None:
+        self.left = left
+
+    def __enter__(self) -> Life:
+        self._real = {name: getattr(os, name) for name in OPERATIONS}
+        for name, call in self._real.items():
+            setattr(os, name, self._counted(call))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for name, call in self._real.items():
+            setattr(os, name, call)
+
+    def _counted(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            if self.left == 0:
+                raise Killed
+            self.left -= 1
+            return call(*args, **kwargs)
+
+        return counted
+
+
+def lives(run: Callable[[], None], restore: Callable[[], None]) -> Iterator[None]:
+    """After each prefix of the file operations of ``run``; the last time, all of them are done."""
+    for left in range(1000):
+        restore()
+        try:
+            with Life(left):
+                run()
+        except Killed:
+            yield
+        else:
+            yield
+            return
+    raise AssertionError("it never ended")
+
+
+def start(where: Path, contents: list[str]) -> None:
+    shutil.rmtree(where, ignore_errors=True)
+    where.mkdir()
+    for content in contents:
+        save(where / content, content)
+
+
+def test_killed_anywhere_in_a_first_save(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "a"
+    seen = set()
+    for _ in lives(lambda: save(path, "new"), lambda: start(path.parent, [])):
+        found = content_of(folder.latest(path.parent))
+        assert found in (None, "new")
+        assert not path.exists() or content_of(path) == "new"
+        seen.add(found)
+        save(path, "next", overwrite=True)
+        assert names(path.parent) == ["a"]
+        assert content_of(path) == "next"
+    assert seen == {None, "new"}
+
+
+def test_killed_anywhere_in_an_overwrite(tmp_path: Path) -> None:
+    """What ``load(path)`` finds is complete at any time, and so is the latest."""
+    path = tmp_path / "run" / "old"
+    seen, between = set(), 0
+    for _ in lives(lambda: save(path, "new", overwrite=True), lambda: start(path.parent, ["old"])):
+        found = content_of(folder.resolve(path))
+        assert found in ("old", "new")
+        latest = content_of(folder.latest(path.parent))
+        assert latest in ("old", "new")
+        assert (found, latest) != ("new", "old"), "the latest is older than the one in its place"
+        between += not path.exists()
+        seen |= {found, latest}
+        save(path, "next", overwrite=True)
+        assert names(path.parent) == ["old"]
+        assert content_of(path) == "next"
+    assert seen == {"old", "new"}
+    assert between >= 1, "never killed between the two renames"
+
+
+def test_killed_twice_in_an_overwrite(tmp_path: Path) -> None:
+    """The second process finds any leftover of the first, and is killed anywhere as well."""
+    path = tmp_path / "run" / "old"
+    leftovers = tmp_path / "leftovers"
+    first = lives(lambda: save(path, "new", overwrite=True), lambda: start(path.parent, ["old"]))
+    for _ in itertools.islice(first, 0, None, 3):
+        shutil.rmtree(leftovers, ignore_errors=True)
+        shutil.copytree(path.parent, leftovers)
+        before = content_of(folder.latest(path.parent))
+
+        def restore() -> None:
+            shutil.rmtree(path.parent)
+            shutil.copytree(leftovers, path.parent)
+
+        for _ in lives(lambda: save(path, "third", overwrite=True), restore):
+            assert content_of(folder.latest(path.parent)) in (before, "third")
+            assert content_of(folder.resolve(path)) in ("old", "new", "third")
+        restore()
+
+
+def test_killed_anywhere_while_old_ones_are_removed(tmp_path: Path) -> None:
+    where = tmp_path / "run"
+    for _ in lives(
+        lambda: save(where / "new", "new", keep_last=2),
+        lambda: start(where, ["one", "two", "three"]),
+    ):
+        kept = [content_of(path) for path in folder.complete_checkpoints(where)]
+        assert kept[-1] in ("three", "new")
+        assert len(kept) >= 2
+        save(where / "next", "next", keep_last=1)
+        assert content_of(folder.latest(where)) == "next"
+        assert len(folder.complete_checkpoints(where)) == 1
+
+
+def test_killed_between_renames_and_saved_elsewhere(tmp_path: Path) -> None:
+    """A complete checkpoint that stands aside is listed, counted and pruned like any other."""
+    where = tmp_path / "run"
+    path = where / "old"
+    for _ in lives(lambda: save(path, "new", overwrite=True), lambda: start(where, ["old"])):
+        before = content_of(folder.latest(where))
+        save(where / "b", "b")
+        assert content_of(folder.latest(where)) == "b"
+        assert before in [content_of(found) for found in folder.complete_checkpoints(where)]
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_rename_that_fails_leaves_the_old_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: int
+) -> None:
+    """The process lives on and clears what stands aside: what was there is still found."""
+    path = tmp_path / "run" / "old"
+    start(path.parent, ["old"])
+    calls: list[object] = []
+    rename = os.rename
+
+    def refuse(*args: Any) -> None:
+        calls.append(args)
+        if len(calls) == failing + 1:
+            raise OSError(5, "Input/output error")
+        rename(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", refuse)
+        with pytest.raises((OSError, CheckpointError)):
+            save(path, "new", overwrite=True)
+    shutil.rmtree(folder.aside(path), ignore_errors=True)  # as _Job.abandon() does
+    assert content_of(folder.resolve(path)) == "old"
+    assert content_of(folder.latest(path.parent)) == "old"
+    save(path, "next", overwrite=True)
+    assert content_of(path) == "next"
+    assert names(path.parent) == ["old"]
+
+
+def test_a_link_in_its_place_is_refused(tmp_path: Path) -> None:
+    save(tmp_path / "a", "one")
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    with pytest.raises(CheckpointError, match="link"):
+        folder.prepare(tmp_path / "link", overwrite=True)
+    assert content_of(tmp_path / "link") == "one"

@@ -1,0 +1,255 @@
+"""Checkpoints of earlier versions are read, by this package and by torch, to the last bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import struct
+import traceback
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+from torch import Tensor
+
+from fsdp_offload import checkpoint
+from fsdp_offload.checkpoint import folder
+from fsdp_offload.testing import RankPool
+from tests.checkpoint.make_golden import EXTRA, GOLDEN, LR, MAKERS, Job, dump, job, make
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    # of torch, which reads in one process here
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning"),
+]
+
+Ranks = Callable[..., RankPool]
+NAMES = sorted(path.name for path in GOLDEN.iterdir())
+OURS = [name for name in NAMES if name.startswith("v1_")]
+LANES = ("streamed", "host", "resident")
+
+
+def golden(name: str) -> Path:
+    return GOLDEN / name / "checkpoint"
+
+
+def expected_of(name: str) -> dict[str, Tensor]:
+    return load_file(GOLDEN / name / "expected.safetensors")
+
+
+def dtype_of(name: str) -> torch.dtype:
+    return expected_of(name)["weight"].dtype
+
+
+def bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> str:
+    """Names whose shape, dtype or bits differ; empty if none."""
+    if found.keys() != expected.keys():
+        return f"keys {sorted(found.keys() ^ expected.keys())}"
+    wrong = [
+        name
+        for name, value in expected.items()
+        if (found[name].dtype, found[name].shape) != (value.dtype, value.shape)
+        or not torch.equal(bits(found[name]), bits(value))
+    ]
+    return ", ".join(wrong)
+
+
+def spoil(made: Job) -> None:
+    """So that nothing is right by chance."""
+    with torch.no_grad():
+        for parameter in made[0].parameters():
+            parameter.fill_(7.0)
+            for value in made[1].state.get(parameter, {}).values():
+                value.fill_(7)
+    made[1].param_groups[0]["lr"] = 7.0
+
+
+def load(name: str, dtype: torch.dtype, lane: str | None) -> tuple[Job, dict[str, Any]]:
+    made = job(dtype, lane)
+    if lane is not None:
+        spoil(made)
+    return made, checkpoint.load(golden(name), *made)
+
+
+def adjusted(
+    expected: dict[str, Tensor], dtype: torch.dtype, lane: str | None
+) -> dict[str, Tensor]:
+    """What a job of ``dtype`` keeps of it."""
+    found = dict(expected)
+    for fqn in ("weight", "bias"):
+        if dtype == torch.float32:
+            found[fqn] = found[f"{fqn}.master"]
+        elif lane is None:  # plain AdamW keeps what it shows: bf16, and no master
+            for part in ("exp_avg", "exp_avg_sq"):
+                found[f"{fqn}.{part}"] = found[f"{fqn}.{part}"].to(dtype)
+            found[f"{fqn}.master"] = found[fqn].float()
+    return found
+
+
+def compare(name: str, dtype: torch.dtype, lane: str | None) -> str:
+    """What is wrong after a load; empty if nothing."""
+    made, extra = load(name, dtype, lane)
+    options = made[1].param_groups[0]
+    if (options["lr"], tuple(options["betas"])) != (LR, (0.8, 0.95)):
+        return f"options {options}"
+    if extra != (EXTRA if name in OURS else {}):
+        return f"extra {extra}"
+    return difference(dump(made), adjusted(expected_of(name), dtype, lane))
+
+
+def cases() -> list[tuple[str, torch.dtype, str | None]]:
+    """Every golden checkpoint into every lane and a plain optimizer, of its dtype and of fp32."""
+    found: list[tuple[str, torch.dtype, str | None]] = []
+    for name in NAMES:
+        dtypes = {dtype_of(name), torch.float32}
+        for dtype in sorted(dtypes, key=str):
+            found += [(name, dtype, lane) for lane in LANES]
+        found.append((name, dtype_of(name), None))
+    return found
+
+
+@pytest.mark.parametrize(("name", "dtype", "lane"), cases())
+def test_a_golden_checkpoint_is_loaded(name: str, dtype: torch.dtype, lane: str | None) -> None:
+    assert compare(name, dtype, lane) == ""
+
+
+def compare_all() -> list[str]:
+    found = []
+    for case in cases():
+        try:
+            outcome = compare(*case)
+        except Exception:
+            outcome = traceback.format_exc()
+        found.append(f"{case}: {outcome}" if outcome else "")
+    return found
+
+
+def test_golden_checkpoints_are_loaded_on_two_ranks(ranks: Ranks) -> None:
+    for found in ranks(2).run(compare_all):
+        assert [message for message in found if message] == []
+
+
+def test_all_forms_are_there() -> None:
+    assert set(NAMES) >= set(MAKERS)
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_torch_alone_reads_it(name: str) -> None:
+    """As the last section of checkpoints/README.md says."""
+    reader = dcp.FileSystemReader(golden(name))
+    expected = expected_of(name)
+    state: dict[str, Any] = {}
+    for key, entry in reader.read_metadata().state_dict_metadata.items():
+        is_tensor = isinstance(entry, dcp.metadata.TensorStorageMetadata)
+        state[key] = torch.empty(entry.size, dtype=entry.properties.dtype) if is_tensor else None
+    dcp.load(state, storage_reader=reader, no_dist=True)
+    for fqn in ("weight", "bias"):
+        assert torch.equal(bits(state[f"model.{fqn}"]), bits(expected[fqn]))
+        for part in ("exp_avg", "exp_avg_sq", "step"):
+            value = state[f"optim.state.{fqn}.{part}"]
+            assert torch.equal(bits(value), bits(expected[f"{fqn}.{part}"]))
+        master = master_of(state[f"model.{fqn}"], state, f"optim.state.{fqn}")
+        assert torch.equal(bits(master), bits(expected[f"{fqn}.master"]))
+
+
+def master_of(weight: Tensor, state: dict[str, Any], start: str) -> Tensor:
+    """The rule of checkpoints/README.md."""
+    if (master := state.get(f"{start}.master")) is not None:
+        assert master.dtype == torch.float32
+        return master  # type: ignore[no-any-return]
+    remainder = state.get(f"{start}.master_remainder")
+    if remainder is None:
+        return weight.float()
+    assert remainder.dtype == torch.int16
+    high = weight.view(torch.int16).to(torch.int32) << 16
+    return (high + remainder.to(torch.int32)).view(torch.float32)
+
+
+def read_file(path: Path) -> dict[tuple[str, tuple[int, ...] | None], Any]:
+    """All items of a file, as checkpoints/README.md describes it; nothing of this package."""
+    data = path.read_bytes()
+    crc, length, magic = struct.unpack("<IQ8s", data[-20:])
+    text = data[-20 - length : -20]
+    assert magic == b"FSDPOFF1"
+    assert zlib.crc32(text) == crc
+    table, found = json.loads(text), {}
+    for (key, offsets), offset, nbytes, start, size, frame_crc, _, crcs in table["items"]:
+        elements = data[start : start + size]
+        cuts = range(0, max(size, 1), table["block_bytes"])
+        blocks = [zlib.crc32(elements[at : at + table["block_bytes"]]) for at in cuts]
+        assert list(struct.unpack(f"<{len(blocks)}I", decoded(crcs))) == blocks
+        frame = data[offset:start] + data[start + size : offset + nbytes]
+        assert zlib.crc32(frame) == frame_crc
+        item = path.with_name("item")
+        item.write_bytes(data[offset : offset + nbytes])
+        value = torch.load(item, weights_only=True)
+        assert start % 64 == 0 or not isinstance(value, Tensor)
+        found[key, None if offsets is None else tuple(offsets)] = value
+    assert sum(row[2] for row in table["items"]) + len(text) + 20 == len(data)
+    return found
+
+
+def decoded(text: str) -> bytes:
+    import base64
+
+    return base64.b64decode(text)
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_the_files_are_as_the_specification_says(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "copy"
+    shutil.copytree(golden(name), path)
+    outer = json.loads((path / "manifest.json").read_text())
+    assert zlib.crc32(outer["manifest"].encode()) == outer["crc32"]
+    manifest = json.loads(outer["manifest"])
+    assert manifest["format"] == "fsdp_offload.checkpoint"
+    assert manifest["version"] == 1
+    assert manifest["optimizer"] == "AdamW"
+    assert manifest["sequence"] == 1
+    assert {*manifest["files"], "manifest.json"} == set(os.listdir(path))
+    expected, found = expected_of(name), {fqn: [] for fqn in ("weight", "bias")}
+    for file, (nbytes, crc) in manifest["files"].items():
+        data = (path / file).read_bytes()
+        assert len(data) == nbytes
+        if file == ".metadata":
+            assert zlib.crc32(data) == crc
+            continue
+        assert struct.unpack("<I", data[-20:-16]) == (crc,)
+        for (key, offsets), value in read_file(path / file).items():
+            if key.startswith("model."):
+                found[key.removeprefix("model.")].append((offsets, value))
+    assert len(manifest["files"]) == 1 + manifest["world_size"]
+    for fqn, pieces in found.items():
+        ordered = [value for _, value in sorted(pieces, key=lambda piece: piece[0])]
+        assert torch.equal(bits(torch.cat(ordered)), bits(expected[fqn]))
+
+
+@pytest.mark.parametrize("name", ["v1_fp32_streamed", "v1_bf16_master_fp32"])
+def test_what_is_written_today_has_the_same_form(name: str, tmp_path: Path) -> None:
+    """Keys, offsets of chunks, dtypes and the manifest; the bits depend on torch's kernels."""
+    make(name, tmp_path)
+    today, then = tmp_path / name / "checkpoint", golden(name)
+    assert forms(today) == forms(then)
+    manifests = [folder.check_files(path) for path in (today, then)]
+    shown = [(m.version, m.format, m.optimizer, m.world_size) for m in manifests if m is not None]
+    assert shown[0] == shown[1]
+
+
+def forms(path: Path) -> dict[str, Any]:
+    entries = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    return {
+        key: (entry.properties.dtype, entry.size, entry.chunks)
+        if isinstance(entry, dcp.metadata.TensorStorageMetadata)
+        else None
+        for key, entry in entries.items()
+    }

@@ -1,0 +1,422 @@
+"""Checkpoints that other programs wrote or read: torch's own functions, torchtitan, Megatron."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+from torch.optim.lr_scheduler import OneCycleLR
+
+from fsdp_offload import checkpoint
+from fsdp_offload.errors import CheckpointError, OffloadError
+from fsdp_offload.testing import RankPool
+from tests.checkpoint import jobs
+from tests.checkpoint.jobs import FLAT, NESTED, Job, Variant
+from tests.fsdp import models
+from tests.fsdp.models import check, check_same
+from tests.fsdp.test_state_dict import attempt
+
+Ranks = Callable[..., RankPool]
+BF16 = torch.bfloat16
+OURS, PLAIN = Variant(), Variant(wrapped=False)
+OURS_BF16, PLAIN_BF16 = Variant(dtype=BF16), Variant(wrapped=False, dtype=BF16)
+
+
+def trained(variant: Variant, steps: int = jobs.LAST_BEFORE) -> Job:
+    job = jobs.make(variant)
+    jobs.train(job, range(1, steps + 1))
+    return job
+
+
+def check_arrived(found: Job, expected: Job, *, options: bool = True) -> None:
+    """All of the state of the two jobs, but for masters that one of them lacks."""
+    mine, theirs = jobs.whole(found), jobs.whole(expected)
+    for name in mine.keys() & theirs.keys():
+        if options or not name.startswith("options"):
+            wanted = theirs[name]
+            if name.startswith("exp_avg"):
+                wanted = wanted.to(mine[name].dtype)
+            check_same(mine[name], wanted, name)
+
+
+def check_goes_on(found: Job, expected: Job) -> None:
+    for job in (found, expected):
+        jobs.train(job, jobs.AFTER)
+    check_arrived(found, expected)
+
+
+def refusal(fn: Callable[[], Any]) -> OffloadError | None:
+    """What a call raised on all ranks, to be looked at outside."""
+    try:
+        fn()
+    except OffloadError as error:
+        return error
+    return None
+
+
+# --------------------------------------------------------------------------- torch's functions
+
+
+def stateful(variant: Variant, path: Path) -> None:
+    """The shape of torch's tutorial: one Stateful per object."""
+    saving, loading = trained(variant), jobs.elsewhere(variant)
+    before = jobs.addresses(loading.optimizer)
+    for act, job in ((dcp.save, saving), (dcp.load, loading)):
+        model = get_model_state_dict(job.model)
+        act({"model": model, "optim": checkpoint.OptimizerState(*job.pair)}, checkpoint_id=path)
+    check(jobs.addresses(loading.optimizer) == before, "loading moved the state")
+    check_arrived(loading, saving)
+    check_goes_on(loading, saving)
+
+
+@pytest.mark.parametrize(
+    "variant", [OURS_BF16, pytest.param(OURS, marks=pytest.mark.long)], ids=str
+)
+def test_optimizer_state_is_a_stateful(ranks: Ranks, tmp_path: Path, variant: Variant) -> None:
+    ranks(2).run(stateful, variant, tmp_path)
+
+
+def by_torch_alone(how: str, path: Path) -> None:
+    options = {"flat": FLAT, "nested": NESTED}[how]
+    saving, loading = trained(OURS), jobs.elsewhere(OURS)
+    dcp.save(jobs.job_state(saving, options), checkpoint_id=path)
+    jobs.load_by_torch(loading, path, options)
+    check_arrived(loading, saving)
+    check_goes_on(loading, saving)
+
+
+@pytest.mark.long  # tests/fsdp/test_state_dict.py has them in parts
+@pytest.mark.parametrize("how", ["flat", "nested"])
+def test_functions_of_torch_save_and_load_ours(ranks: Ranks, tmp_path: Path, how: str) -> None:
+    ranks(2).run(by_torch_alone, how, tmp_path)
+
+
+def torch_reads_ours(variant: Variant, path: Path) -> None:
+    saving = trained(variant)
+    checkpoint.save(path, *saving.pair)
+    loading = jobs.elsewhere(Variant(wrapped=False, dtype=variant.dtype))
+    jobs.load_by_torch(loading, path, FLAT)
+    check_arrived(loading, saving)
+    if variant.dtype == torch.float32:
+        check_goes_on(loading, saving)
+
+
+@pytest.mark.parametrize("variant", [OURS, OURS_BF16], ids=str)
+def test_plain_dcp_load_reads_our_files(ranks: Ranks, tmp_path: Path, variant: Variant) -> None:
+    """A plain job resumes from them without this package."""
+    ranks(2).run(torch_reads_ours, variant, tmp_path / "one")
+
+
+def save_and_gather(path: Path) -> dict[str, Any]:
+    job = trained(OURS_BF16)
+    checkpoint.save(path, *job.pair, extra={"step": 3})
+    return jobs.whole(job)
+
+
+def test_our_files_become_one_file_of_torch(ranks: Ranks, tmp_path: Path) -> None:
+    expected = ranks(2).run(save_and_gather, tmp_path / "one")[0]
+
+    with warnings.catch_warnings(action="ignore"):  # that there is no process group
+        dcp_to_torch_save(tmp_path / "one", tmp_path / "one.pt")
+    found = torch.load(tmp_path / "one.pt", weights_only=True)
+
+    for name, value in expected.items():
+        kind, _, fqn = name.partition(" ")
+        if kind == "weight":
+            assert torch.equal(found["model"][fqn], value), name
+        if kind in ("exp_avg", "exp_avg_sq"):
+            assert torch.equal(found["optim"][f"state.{fqn}.{kind}"], value), name
+        if kind == "options":
+            assert found["optim"][f"param_groups.{fqn}.lr"] == value["lr"], name
+
+
+# --------------------------------------------------------------------------- bf16 without masters
+
+
+def save_plain_bf16(path: Path) -> Job:
+    plain = trained(PLAIN_BF16, steps=4)  # by then all parameters have state
+    dcp.save(jobs.job_state(plain, FLAT), checkpoint_id=path)
+    return plain
+
+
+def load_plain_bf16_strictly(path: Path) -> str:
+    save_plain_bf16(path)
+    try:
+        jobs.load_by_torch(jobs.elsewhere(OURS_BF16), path, FLAT)
+    except (Exception, dcp.api.CheckpointException) as error:
+        return f"{error}"
+    return ""
+
+
+def test_torch_refuses_a_checkpoint_without_masters(ranks: Ranks, tmp_path: Path) -> None:
+    for refused in ranks(2).run(load_plain_bf16_strictly, tmp_path):
+        assert "Missing key" in refused
+        assert "master" in refused
+
+
+def load_plain_bf16_partially(drop: bool, path: Path) -> None:
+    plain, loading = save_plain_bf16(path), jobs.elsewhere(OURS_BF16)
+    into = jobs.job_state(loading, FLAT)
+    dcp.load(into, checkpoint_id=path, planner=DefaultLoadPlanner(allow_partial_load=True))
+    if drop:
+        for key in [k for k in into["optim"] if k.endswith((".master_remainder", ".master"))]:
+            del into["optim"][key]
+    jobs.set_model_state_dict(loading.model, into["model"])
+    jobs.set_optimizer_state_dict(*loading.pair, into["optim"], options=FLAT)
+    loading.optimizer.resync()
+    check_arrived(loading, plain)
+    found = jobs.whole(loading)
+    for name in [name for name in found if name.startswith("master ")]:
+        weight = found[name.replace("master ", "weight ")]
+        check_same(found[name], weight.float(), f"{name} and its weight")
+
+
+STALE = pytest.mark.xfail(
+    strict=True,
+    raises=AssertionError,
+    reason="what was not loaded is passed on as if it had been: the host lane's stale masters "
+    "overwrite the weights",
+)
+
+
+@pytest.mark.parametrize("drop", [True, pytest.param(False, marks=STALE)])
+def test_torch_loads_a_checkpoint_without_masters_partially(
+    ranks: Ranks, tmp_path: Path, drop: bool
+) -> None:
+    """``drop``: what the checkpoint lacks is left out of what is set."""
+    attempt(ranks, load_plain_bf16_partially, drop, tmp_path)
+
+
+# --------------------------------------------------------------------------- layouts of others
+
+
+def titan(job: Job) -> dict[str, Any]:
+    """torchtitan: weights at the top, a flat optimizer, a train state, a scheduler."""
+    return {
+        **get_model_state_dict(job.model),
+        "optimizer": get_optimizer_state_dict(*job.pair, options=FLAT),
+        "train_state": {"step": torch.tensor(3), "ntokens_seen": 12},
+        "lr_scheduler": {"last_epoch": 3},
+    }
+
+
+def megatron(job: Job) -> dict[str, Any]:
+    """Megatron-FSDP's ``fsdp_dtensor``; its groups are not said to be of which parameters."""
+    nested = get_optimizer_state_dict(*job.pair, options=NESTED)
+    groups = [{**group, "params": []} for group in nested["param_groups"]]
+    return {
+        "model": {f"module.{n}": v for n, v in get_model_state_dict(job.model).items()},
+        "optimizer": {
+            "state": {f"module.{fqn}": entry for fqn, entry in nested["state"].items()},
+            "param_groups": groups,
+        },
+        "iteration": 3,
+    }
+
+
+def ema_beside(job: Job) -> dict[str, Any]:
+    """A second set of weights, which must not be taken for the first."""
+    ema = {name: torch.zeros_like(value) for name, value in get_model_state_dict(job.model).items()}
+    return {**jobs.job_state(job, FLAT), "ema": {"model": ema}}
+
+
+def tensor_lr(job: Job) -> dict[str, Any]:
+    """A nested optimizer one of whose options is a tensor: each option has its own key."""
+    for group in job.optimizer.param_groups:
+        group["lr"] = torch.tensor(group["lr"])
+    return jobs.job_state(job, NESTED)
+
+
+LAYOUTS = {f.__name__: f for f in (titan, megatron, ema_beside, tensor_lr)}
+
+
+def load_layout(layout: str, target: Variant, path: Path) -> None:
+    saving, loading = trained(PLAIN), jobs.elsewhere(target)
+    own = [group["lr"] for group in loading.optimizer.param_groups]
+    dcp.save(LAYOUTS[layout](saving), checkpoint_id=path)
+    models.check(checkpoint.load(path, *loading.pair) == {}, "extra was found")
+    check_arrived(loading, saving, options=layout != "megatron")
+    if layout == "megatron":
+        kept = [group["lr"] for group in loading.optimizer.param_groups]
+        check(kept == own, f"options {kept} came from a checkpoint that has none")
+    else:
+        check_goes_on(loading, saving)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_of_other_programs_are_loaded(ranks: Ranks, tmp_path: Path, layout: str) -> None:
+    ranks(2).run(load_layout, layout, OURS, tmp_path)
+
+
+def load_with_prefixes(path: Path) -> list[OffloadError | None]:
+    """Actor and critic in one checkpoint."""
+    actor, critic, loading = trained(PLAIN), trained(PLAIN, steps=2), jobs.elsewhere(OURS)
+    both = {"actor": jobs.job_state(actor, FLAT), "critic": jobs.job_state(critic, FLAT)}
+    dcp.save(both, checkpoint_id=path)
+    refused = refusal(lambda: checkpoint.load(path, *loading.pair))
+    prefixes = {"model_prefix": "critic.model.", "optimizer_prefix": "critic.optim."}
+    checkpoint.load(path, *loading.pair, **prefixes)
+    check_arrived(loading, critic)
+    return refused
+
+
+def test_one_of_several_jobs_is_named_by_its_prefixes(ranks: Ranks, tmp_path: Path) -> None:
+    for error in ranks(2).run(load_with_prefixes, tmp_path):
+        assert isinstance(error, CheckpointError)
+        assert "model_prefix" in error.remedy
+
+
+# --------------------------------------------------------------------------- weights alone
+
+
+def load_weights(path: Path) -> OffloadError | None:
+    saving = trained(OURS_BF16)
+    checkpoint.save(path, saving.model)
+    fresh, used = jobs.make(OURS_BF16), jobs.elsewhere(OURS_BF16)
+    expected = jobs.whole(saving)
+    for job in (fresh, used):
+        before = jobs.whole(job)
+        check(checkpoint.load(path, job.model) == {}, "extra was found")
+        found = jobs.whole(job)
+        for name in found:
+            kind, _, fqn = name.partition(" ")
+            if kind in ("weight", "master"):
+                weight = expected[f"weight {fqn}"].to(found[name].dtype)
+                check_same(found[name], weight, name)
+            else:
+                check_same(found[name], before[name], name)
+            if job is fresh and kind == "exp_avg":
+                check(not found[name].any(), f"{name} is not zero")
+    unchanged = jobs.whole(used)
+    refused = refusal(lambda: checkpoint.load(path, *used.pair))
+    for name, value in jobs.whole(used).items():
+        check_same(value, unchanged[name], f"{name} after a refusal")
+    return refused
+
+
+def test_weights_alone_set_masters_and_leave_moments(ranks: Ranks, tmp_path: Path) -> None:
+    for error in ranks(2).run(load_weights, tmp_path / "weights"):
+        assert isinstance(error, CheckpointError)
+        assert "optimizer" in str(error)
+
+
+# --------------------------------------------------------------------------- other precisions
+
+
+def widen(path: Path) -> None:
+    saving = trained(OURS_BF16)
+    checkpoint.save(path, *saving.pair)
+    ours, plain = jobs.elsewhere(OURS), jobs.elsewhere(PLAIN)
+    for loading in (ours, plain):
+        checkpoint.load(path, *loading.pair)
+    check_widened(jobs.whole(ours), jobs.whole(saving), exactly=True)
+    check_widened(jobs.whole(plain), jobs.whole(saving), exactly=False)
+
+
+def check_widened(found: dict[str, Any], saved: dict[str, Any], *, exactly: bool) -> None:
+    """fp32 weights are the masters that were saved; or the bf16 weights, where nobody looks."""
+    for name, value in found.items():
+        kind, _, fqn = name.partition(" ")
+        if kind == "weight":
+            known = saved.get(f"master {fqn}") if exactly else None
+            value_of = saved[name].float() if known is None else known
+            check_same(value, value_of, name)
+        else:
+            check_same(value, saved[name], name)
+
+
+def test_an_fp32_job_takes_exact_masters_from_a_bf16_checkpoint(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    """From remainders and from whole masters: the lanes are mixed."""
+    ranks(2).run(widen, tmp_path / "one")
+
+
+def narrow(path: Path) -> None:
+    saving, loading = trained(OURS), jobs.elsewhere(OURS_BF16)
+    checkpoint.save(path, *saving.pair)
+    checkpoint.load(path, *loading.pair)
+    found, saved = jobs.whole(loading), jobs.whole(saving)
+    for name, value in found.items():
+        if name.startswith("weight "):
+            check_same(value, saved[name].to(value.dtype), name)
+        elif not name.startswith("master "):
+            check_same(value, saved[name], name)
+
+
+def test_a_bf16_job_takes_rounded_weights_from_an_fp32_checkpoint(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    ranks(2).run(narrow, tmp_path / "one")
+
+
+# --------------------------------------------------------------------------- plain optimizers
+
+
+def plain_has_less(path: Path) -> None:
+    every, less = trained(OURS, steps=4), trained(PLAIN, steps=2)
+    checkpoint.save(path, *every.pair)
+    checkpoint.load(path, *less.pair)
+    check_arrived(less, every)
+
+
+def plain_has_more(path: Path) -> None:
+    some, more = trained(PLAIN), jobs.elsewhere(PLAIN)
+    checkpoint.save(path, *some.pair)
+    checkpoint.load(path, *more.pair)
+    check_arrived(more, some)
+
+
+@pytest.mark.parametrize("load", [plain_has_less, plain_has_more])
+def test_a_plain_job_has_state_of_the_parameters_that_were_saved(
+    ranks: Ranks, tmp_path: Path, load: Callable[[Path], None]
+) -> None:
+    """Parameters that never had a gradient, here or there."""
+    attempt(ranks, load, tmp_path / "one")
+
+
+# --------------------------------------------------------------------------- schedulers
+
+
+def with_scheduler(variant: Variant) -> tuple[Job, OneCycleLR]:
+    job = jobs.make(variant)
+    return job, OneCycleLR(job.optimizer, max_lr=0.03, total_steps=12)
+
+
+def go(job: Job, scheduler: OneCycleLR, steps: range) -> None:
+    for step in steps:
+        jobs.train(job, range(step, step + 1))
+        scheduler.step()
+
+
+def resume_scheduler(source: Variant, target: Variant, path: Path) -> None:
+    """One cycle changes ``lr`` and ``betas``, and adds options of its own."""
+    saving, schedule = with_scheduler(source)
+    go(saving, schedule, range(1, 4))
+    checkpoint.save(path, *saving.pair, extra={"scheduler": schedule.state_dict()})
+    loading, resumed = with_scheduler(target)
+    extra = checkpoint.load(path, *loading.pair)
+    resumed.load_state_dict(extra["scheduler"])
+    check_arrived(loading, saving)
+    for each in ((saving, schedule), (loading, resumed)):
+        go(*each, jobs.AFTER)
+    check_arrived(loading, saving)
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [(OURS, PLAIN), pytest.param(PLAIN, OURS, marks=pytest.mark.long)],
+    ids=str,
+)
+def test_options_that_a_scheduler_changes_are_resumed(
+    ranks: Ranks, tmp_path: Path, source: Variant, target: Variant
+) -> None:
+    ranks(2).run(resume_scheduler, source, target, tmp_path / "one")
