@@ -18,6 +18,7 @@ import functools
 import json
 import os
 import shutil
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -124,10 +125,10 @@ def main() -> None:
     optimizer.step()
     optimizer.zero_grad()
     n_bytes = 3 * sum(p.numel() * p.itemsize for p in model.parameters())
-    base: Path = arguments.folder / "bench_local"
+    base = Path(tempfile.mkdtemp(prefix="bench_local_", dir=arguments.folder))
     memory = torch.zeros(n_bytes, dtype=torch.uint8)
     file = base / "plain" / "file"
-    (own := base / "own").mkdir(parents=True)
+    (own := base / "own").mkdir()
     pairs: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
         "plain": (lambda: plain_write(file, memory), lambda: plain_read(file, memory)),
         "dcp, 1 thread": with_dcp(model, optimizer, base / "dcp1", 1),

@@ -20,7 +20,7 @@ import struct
 import zlib
 from array import array
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -69,7 +69,10 @@ class Table:
 
     def encode(self) -> bytes:
         """The table and its tail, as they stand in the file."""
-        rows = [(*astuple(replace(item, crcs=())), _pack(item.crcs)) for item in self.items]
+        rows = [
+            (i.key, i.offset, i.nbytes, i.data_offset, i.data_nbytes, i.frame_crc, _pack(i.crcs))
+            for i in self.items
+        ]
         content: dict[str, Any] = {"block_bytes": self.block_bytes, "items": rows}
         text = json.dumps(content, separators=(",", ":")).encode()
         return text + _TAIL.pack(zlib.crc32(text), len(text), MAGIC)
@@ -94,7 +97,7 @@ def _pack(crcs: Sequence[int]) -> str:
 
 
 def _item(row: list[Any]) -> Item:
-    (fqn, offsets), offset, nbytes, data_offset, data_nbytes, frame_crc, _, packed = row
+    (fqn, offsets), offset, nbytes, data_offset, data_nbytes, frame_crc, packed = row
     key = (fqn, None if offsets is None else tuple(offsets))
     crcs = tuple(array("I", base64.b64decode(packed)))
     return Item(key, offset, nbytes, data_offset, data_nbytes, frame_crc, crcs)

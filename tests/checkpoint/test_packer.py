@@ -155,15 +155,13 @@ class Storages(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         for value in tree_leaves(result):
             if _storage(value) is not None and _storage(value) not in known:
-                self.new_bytes += value.untyped_storage().nbytes()
+                self.new_bytes += local(value).untyped_storage().nbytes()
         return result
 
 
 def _storage(value: Any) -> int | None:
-    """Which storage, by its identity."""
-    if not isinstance(value, Tensor) or isinstance(value, DTensor):
-        return None
-    return value.untyped_storage()._cdata
+    """Which storage, by its identity. Of a DTensor, operators on its shard are not seen."""
+    return local(value).untyped_storage()._cdata if isinstance(value, Tensor) else None
 
 
 WIDE = 512  # 2 MB per kind of state
