@@ -15,7 +15,7 @@ import os
 import shutil
 import zlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Final
 
@@ -76,7 +76,8 @@ class Manifest:
                 remedy="use the version of fsdp_offload that wrote it, or a later one",
             )
         values["files"] = {name: tuple(entry) for name, entry in values["files"].items()}
-        return cls(**values)
+        names = {each.name for each in fields(cls)}  # a later release may add some
+        return cls(**{name: value for name, value in values.items() if name in names})
 
 
 def aside(path: Path) -> Path:

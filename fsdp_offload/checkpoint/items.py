@@ -97,7 +97,8 @@ def _pack(crcs: Sequence[int]) -> str:
 
 
 def _item(row: list[Any]) -> Item:
-    (fqn, offsets), offset, nbytes, data_offset, data_nbytes, frame_crc, packed = row
+    # A later release may add columns.
+    (fqn, offsets), offset, nbytes, data_offset, data_nbytes, frame_crc, packed = row[:7]
     key = (fqn, None if offsets is None else tuple(offsets))
     crcs = tuple(array("I", base64.b64decode(packed)))
     return Item(key, offset, nbytes, data_offset, data_nbytes, frame_crc, crcs)

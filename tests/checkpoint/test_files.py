@@ -359,7 +359,10 @@ def test_the_first_error_ends_the_other_jobs() -> None:
     assert len(ran) < 1000
 
 
-@pytest.mark.parametrize(("cores", "ranks", "threads"), [(1, 8, 1), (16, 1, 8), (64, 16, 4)])
+@pytest.mark.parametrize(
+    ("cores", "ranks", "threads"),
+    [(1, 8, 1), (16, 4, 4), (64, 16, 4), (640, 1, blocks.MAX_THREADS)],
+)
 def test_threads_are_this_ranks_share_of_the_cores(
     monkeypatch: pytest.MonkeyPatch, cores: int, ranks: int, threads: int
 ) -> None:
@@ -540,6 +543,16 @@ def test_a_changed_table_is_refused_or_not_ours(
     else:
         with pytest.raises(CheckpointCorruptError, match="file"):
             read_table(path)
+
+
+def test_columns_of_a_later_release_are_left_alone(tmp_path: Path) -> None:
+    path, table = tmp_path / "file", Table(64, (Item(("key", (0,)), 0, 9, 1, 2, 3, (4, 5)),))
+    content = json.loads(table.encode()[:-TAIL_BYTES])
+    content["items"][0].append("later")
+    text = json.dumps({**content, "later": 1}).encode()
+    tail = zlib.crc32(text).to_bytes(4, "little") + len(text).to_bytes(8, "little") + MAGIC
+    path.write_bytes(text + tail)
+    assert read_table(path) == table
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, TAIL_BYTES - 1, TAIL_BYTES])

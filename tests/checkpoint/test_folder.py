@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import shutil
+import zlib
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +126,13 @@ def test_a_later_version_is_refused_with_words(tmp_path: Path) -> None:
         folder.check_files(tmp_path / "a")
     assert not isinstance(caught.value, CheckpointCorruptError)
     assert folder.latest(tmp_path) is None
+
+
+def test_fields_of_a_later_release_are_left_alone(tmp_path: Path) -> None:
+    expected = Manifest(3, 2, "AdamW", {"__0_0.distcp": (5, 7)})
+    text = json.dumps({**asdict(expected), "later": 1})
+    data = json.dumps({"crc32": zlib.crc32(text.encode()), "manifest": text, "later": 2})
+    assert Manifest.decode(data.encode(), tmp_path) == expected
 
 
 def swap(path: Path) -> None:

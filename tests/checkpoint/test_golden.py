@@ -183,7 +183,7 @@ def read_file(path: Path) -> dict[tuple[str, tuple[int, ...] | None], Any]:
     assert magic == b"FSDPOFF1"
     assert zlib.crc32(text) == crc
     table, found = json.loads(text), {}
-    for (key, offsets), offset, nbytes, start, size, frame_crc, _, crcs in table["items"]:
+    for (key, offsets), offset, nbytes, start, size, frame_crc, crcs in table["items"]:
         elements = data[start : start + size]
         cuts = range(0, max(size, 1), table["block_bytes"])
         blocks = [zlib.crc32(elements[at : at + table["block_bytes"]]) for at in cuts]
