@@ -226,7 +226,6 @@ class HybridDeviceOptimizer(Optimizer):
         """Follow what the caller did to the state that it was shown: written, or dropped."""
         if not self._state_was_read:
             return
-        self._state_was_read = False
         with torch.no_grad():
             for record in self._records:
                 if shown := self._shown.get(record.parameter):
@@ -234,6 +233,7 @@ class HybridDeviceOptimizer(Optimizer):
                 else:
                     state_io.reset(record)
                     self._shown[record.parameter] = state_io.expose(record)
+        self._state_was_read = False
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group as torch does; its state is reserved at once."""
@@ -295,6 +295,7 @@ class HybridDeviceOptimizer(Optimizer):
                 group.update(loaded_group)
             for record, found in zip(self._records, values, strict=True):
                 state_io.write(record, found)
+                self._shown[record.parameter].update(state_io.expose(record))
             self._load_natives(loaded["state"], ids)
             self._trust_shards()
         self._loaded_since_step = True

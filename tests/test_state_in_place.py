@@ -62,6 +62,62 @@ def test_a_step_count_written_in_place_reaches_every_piece(lane: str) -> None:
 
 
 @pytest.mark.parametrize("lane", LANES)
+def test_state_replaced_by_other_objects_gives_its_values_once(lane: str) -> None:
+    models = [make_model(), make_model()]
+    plain = torch.optim.AdamW(models[0].parameters(), **options_of(lane))
+    mine = wrap(torch.optim.AdamW(models[1].parameters(), **options_of(lane)), lane)
+    for model, optimizer in zip(models, (plain, mine), strict=True):
+        train(model, optimizer, range(3))
+        for state in optimizer.state.values():
+            state["step"] = torch.tensor(7.0)
+            state["exp_avg"] = state["exp_avg"].clone() * 2
+        for step in range(3, 6):
+            train(model, optimizer, range(step, step + 1))
+            assert {float(state["step"]) for state in optimizer.state.values()} == {step + 5.0}
+    for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_state_replaced_by_another_shape_is_refused() -> None:
+    model = make_model()
+    optimizer = wrap(torch.optim.AdamW(model.parameters(), lr=0.01), "streamed")
+    train(model, optimizer, range(1))
+    weights = [p.detach().clone() for p in model.parameters()]
+    optimizer.state[next(model.parameters())]["exp_avg"] = torch.zeros(3)
+    with pytest.raises(StateDictError, match="exp_avg"):
+        train(model, optimizer, range(1, 2))
+    for a, b in zip(weights, model.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+class CountingSGD(torch.optim.Optimizer):
+    """Keeps a Python number as state and steps by its inverse."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    count = self.state[p]["count"] = self.state[p].get("count", 0) + 1
+                    p.add_(p.grad, alpha=-group["lr"] / count)
+
+
+def test_a_load_restores_python_numbers_that_were_shown() -> None:
+    model = make_model()
+    optimizer = wrap(CountingSGD(model.parameters()), "streamed")
+    train(model, optimizer, range(1))
+    saved = copy.deepcopy(optimizer.state_dict())
+    train(model, optimizer, range(1, 5))
+    assert {state["count"] for state in optimizer.state.values()} == {5}
+    optimizer.load_state_dict(saved)
+    train(model, optimizer, range(5, 6))
+    assert {state["count"] for state in optimizer.state.values()} == {2}
+
+
+@pytest.mark.parametrize("lane", LANES)
 def test_state_written_in_place_before_the_first_step_is_kept(lane: str) -> None:
     models = [make_model(), make_model()]
     plain = torch.optim.AdamW(models[0].parameters(), **options_of(lane))

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
+from ..errors import OffloadError
 from .blocks import (
     BLOCK_BYTES,
     as_bytes,
@@ -118,8 +119,10 @@ class CheckpointReader(FileSystemReader):
     def _read_foreign(self, plan: LoadPlan, planner: LoadPlanner) -> None:
         try:
             super().read_data(plan, planner)
-        except (RuntimeError, OSError, EOFError, pickle.UnpicklingError) as error:
-            raise corrupt(self.path, f"torch cannot read an item: {error}") from error
+        except OffloadError:
+            raise
+        except Exception as error:  # changed bytes of an archive may raise anything
+            raise corrupt(self.path, f"torch cannot read an item: {error!r}") from error
 
     def _read_file(self, name: str, requests: list[ReadItem], planner: LoadPlanner) -> None:
         path = Path(self.path) / name

@@ -135,24 +135,37 @@ def _copy(kept: Tensor, value: Tensor) -> None:
         kept.copy_(source)
 
 
-def adopt_writes(record: Record, shown: Mapping[str, Any]) -> None:
+def adopt_writes(record: Record, shown: dict[str, Any]) -> None:
     """Follow what was written into ``shown`` (an earlier :func:`expose`) from outside.
 
-    Tensors of the arena are the state itself, but each piece has scalars of its own, and state
-    that was set by hand must not be initialised again.
+    Tensors of the arena are the state itself, but each piece has scalars of its own, state that
+    was set by hand must not be initialised again, and another object put in the place of a
+    tensor gives its values. Afterwards ``shown`` has the live ones again.
+
+    Raises:
+        StateDictError: such an object has another shape; nothing was taken over.
     """
     for kind in record.schema.kinds:
+        if kind.role == "like" and shown.get(kind.name) is not None:
+            _check_shape(record, kind.name, shown[kind.name])
+    for kind in record.schema.kinds:
         value = shown.get(kind.name)
-        if kind.role == "like" or value is None:
+        if value is None:
+            continue
+        if kind.role == "like":
+            _copy(record.tensors[kind.name], value)
             continue
         for piece in record.pieces:
             if kind.role == "number":
                 piece.state[kind.name] = value
+            elif not isinstance(value, Tensor):
+                piece.state[kind.name].fill_(value)
             elif piece.state[kind.name] is not value:
                 piece.state[kind.name].copy_(value)
     if not record.pieces[0].stepped and _has_stepped(record, shown):
         for piece in record.pieces:
             piece.stepped = True
+    shown.update(expose(record))
 
 
 def reset(record: Record) -> None:

@@ -8,6 +8,7 @@ failed; and the next load makes everything exact.
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import pickle
 import random
@@ -212,9 +213,16 @@ def saved(tmp_path_factory: pytest.TempPathFactory, ranks: Ranks) -> Path:
     return root
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def loading() -> Job:
-    """A job of one process, for all loads."""
+    """A job of one process, the same for all loads, as long as no test leaves it failed."""
+    if is_failed(kept_job()):
+        kept_job.cache_clear()
+    return kept_job()
+
+
+@functools.cache
+def kept_job() -> Job:
     return job()
 
 

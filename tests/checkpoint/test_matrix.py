@@ -122,9 +122,10 @@ def check_goes_on(found: Course, expected: Course) -> None:
 
 
 # Gradients of another world size are sums in another order. Greatest distances seen in the product
-# are 0.9 (weights), 4.3 (masters), 3.8 and 5.9 (moments), in ulps of the largest element of a
-# tensor, counted in the shards' dtype: gradients have no more bits.
-LIMITS = {"weight": 2.0, "master": 8.0, "exp_avg": 8.0, "exp_avg_sq": 16.0}
+# are 0.9 (weights), 0.2 (masters), 3.8 and 5.9 (moments) on FSDP alone, and 4.3 (weights and
+# masters) where the tensor-parallel degree changes too; in ulps of the largest element of a tensor,
+# counted in the shards' dtype: gradients have no more bits.
+LIMITS = {"weight": 8.0, "master": 8.0, "exp_avg": 16.0, "exp_avg_sq": 32.0}
 
 
 def check_goes_on_nearly(found: Course, expected: Course, dtype: torch.dtype) -> None:
