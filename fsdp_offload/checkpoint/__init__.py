@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .export import export_safetensors
 from .folder import complete_checkpoints, latest
 from .full import distribute_optimizer_state, gather_optimizer_state
 from .local import load_local, save_local
@@ -14,6 +15,7 @@ __all__ = [
     "async_save",
     "complete_checkpoints",
     "distribute_optimizer_state",
+    "export_safetensors",
     "gather_optimizer_state",
     "latest",
     "load",

@@ -13,6 +13,7 @@ import threading
 import zlib
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Final, Protocol, TypeVar
 
 import torch
@@ -108,6 +109,44 @@ def write_bytes(descriptor: int, offset: int, data: bytes | memoryview, path: ob
         raise CheckpointError(
             f"{path}",
             reason=f"writing at byte {offset} failed: {error.strerror}",
+            remedy="free space or choose another folder, and save again",
+        ) from error
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Make a file that does not exist yet, permanently.
+
+    Raises:
+        CheckpointError: the file system refused.
+    """
+    descriptor = create(path)
+    try:
+        write_bytes(descriptor, 0, data, path)
+        fsync(descriptor, path)
+    finally:
+        os.close(descriptor)
+
+
+def create(path: Path) -> int:
+    """A descriptor of a new file; errors as of :func:`write_whole`."""
+    try:
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    except OSError as error:
+        raise CheckpointError(
+            f"{path}",
+            reason=f"it cannot be created: {error.strerror}",
+            remedy="choose a folder that this process may write to",
+        ) from error
+
+
+def fsync(descriptor: int, path: Path) -> None:
+    """Make what was written permanent; errors as of :func:`write_whole`."""
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        raise CheckpointError(
+            f"{path}",
+            reason=f"it could not be made permanent: {error.strerror}",
             remedy="free space or choose another folder, and save again",
         ) from error
 

@@ -24,8 +24,9 @@ class Conversion:
             (fp32), or the weight itself (fp32 shards).
         dtype: of what the checkpoint holds: int16, a remainder, or fp32, a whole master.
 
-    Three pairs are possible: a whole master becomes weight and remainder; a remainder and the
-    weight become a whole master; a remainder and the weight, rounded to bf16, become the weight.
+    A whole master (or a weight that was saved in fp32) becomes weight and remainder, or weight and
+    whole master; a remainder and the weight become a whole master, or, rounded to bf16 first, the
+    fp32 weight.
     """
 
     weight: Tensor
@@ -54,11 +55,15 @@ class Conversion:
             codec.decode(rounded, flat, master)
             kept.copy_(master.view(read.shape))
             return
+        if weight.dtype != torch.bfloat16:  # fp16 shards have a whole master
+            weight.copy_(read)
+            kept.copy_(read)
+            return
         value = torch.empty(flat.numel(), dtype=torch.bfloat16)
         remainder = torch.empty(flat.numel(), dtype=torch.int16)
         codec.encode(flat, value, remainder)
         weight.copy_(value.view(read.shape))
-        kept.copy_(remainder.view(read.shape))
+        kept.copy_(remainder.view(read.shape) if kept.dtype == torch.int16 else read)
 
     @staticmethod
     def _piece(tensor: Tensor, item: ReadItem) -> Tensor:

@@ -10,6 +10,7 @@ place, and a killed process leaves only that.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Final
 
 from ..errors import CheckpointError
-from .blocks import corrupt
+from .blocks import corrupt, write_whole
 from .items import table_crc
 
 MANIFEST: Final = "manifest.json"
@@ -91,9 +92,11 @@ def _replaced(path: Path) -> Path:
 
 
 def resolve(path: Path) -> Path:
-    """``path``, or the checkpoint that it was about to replace when the process was killed."""
-    if not path.exists() and is_complete(_replaced(path)):
-        return _replaced(path)
+    """``path``, or what stands beside it if a process was killed just before the last rename."""
+    if not path.exists():
+        for other in (aside(path), _replaced(path)):  # the newer one first
+            if is_complete(other):
+                return other
     return path
 
 
@@ -110,6 +113,12 @@ def prepare(path: Path, *, overwrite: bool) -> Path:
             f"{path}",
             reason="it exists",
             remedy="choose another folder, or pass overwrite=True",
+        )
+    if path.exists() and any(path.iterdir()) and not _is_checkpoint(path):
+        raise CheckpointError(
+            f"{path}",
+            reason="it holds other files than a checkpoint, which overwrite=True would remove",
+            remedy="choose another folder",
         )
     folder = aside(path)
     if is_complete(folder):
@@ -128,16 +137,21 @@ def prepare(path: Path, *, overwrite: bool) -> Path:
     return folder
 
 
+def _is_checkpoint(path: Path) -> bool:
+    """Whether a folder is a checkpoint, whoever wrote it, complete or not."""
+    return any(
+        entry.name in (MANIFEST, METADATA) or entry.name.startswith("__")
+        for entry in path.iterdir()
+    )
+
+
 def publish(path: Path, *, world_size: int, optimizer: str) -> None:
     """Write the manifest of what stands aside, and make it the checkpoint at ``path``."""
     folder = aside(path)
     files = {p.name: (p.stat().st_size, _crc_of(p)) for p in sorted(folder.iterdir())}
     known = [m.sequence for m in _complete_in(path.parent).values()]
     manifest = Manifest(1 + max(known, default=0), world_size, optimizer, files)
-    with (folder / MANIFEST).open("wb") as file:
-        file.write(manifest.encode())
-        file.flush()
-        os.fsync(file.fileno())
+    write_whole(folder / MANIFEST, manifest.encode())
     fsync_folder(folder)
     _install(path)
 
@@ -247,12 +261,11 @@ def is_complete(path: Path) -> bool:
 
 def _complete_in(folder: Path) -> dict[Path, Manifest]:
     found: dict[Path, Manifest] = {}
-    if folder.is_dir():
-        for path in folder.iterdir():
-            if path.is_dir() and is_complete(path):
-                manifest = read_manifest(path)
-                assert manifest is not None  # is_complete has read it
-                found[path] = manifest
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if path.is_dir() and is_complete(path):
+            with contextlib.suppress(CheckpointError, OSError):  # another process removes it
+                if (manifest := read_manifest(path)) is not None:
+                    found[path] = manifest
     return found
 
 

@@ -28,13 +28,12 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -49,7 +48,7 @@ from ..errors import (
 from ..optimizer import HybridDeviceOptimizer
 from .local_file import Contents, Entry, RankFile, missing, read_entries, read_header, write_file
 from .local_job import Job, Table, first_difference, placement
-from .together import Ranks, of_rank
+from .team import Team, of_rank
 
 _log = logging.getLogger("fsdp_offload")
 
@@ -63,7 +62,6 @@ def save_local(
     optimizer: HybridDeviceOptimizer,
     *,
     extra: Any = None,
-    process_group: dist.ProcessGroup | None = None,
 ) -> None:
     """Write this rank's state, weights and buffers into folder ``path``; all ranks call it.
 
@@ -76,7 +74,6 @@ def save_local(
         optimizer: nothing of it is changed.
         extra: what else to keep for this rank (step number, random states, data loader): small,
             and of types that ``torch.load(weights_only=True)`` accepts.
-        process_group: the ranks that save together; the default group, or this process alone.
 
     Raises:
         ConfigError: not a :class:`HybridDeviceOptimizer`, or values that could not be loaded.
@@ -84,35 +81,37 @@ def save_local(
         CheckpointError: a rank could not write. As the others: raised on every rank.
         LaneError: an earlier update failed.
     """
-    held, ranks, folder = _offloaded(optimizer), Ranks(process_group), Path(path)
+    held, team, folder = _offloaded(optimizer), Team.of_world(), Path(path)
 
     def prepare() -> tuple[Contents, str]:
         held._settle()
         held._gateway.current_stream().synchronize()
-        return _contents(Job(model, held, ranks), extra), next_save_id(folder)
+        return _contents(Job(model, held, team), extra), next_save_id(folder)
 
-    contents, proposals = ranks.tell_each_other(prepare).checked()
+    contents, proposals = team.share(prepare)
     save_id = max(proposals)
     target = folder / save_id
 
-    def write() -> tuple[None, None]:
-        write_file(target / ranks.file_name, contents, save_id)
-        return None, None
+    # Any other exception, such as of a peer that was killed, leaves open who knows of a success:
+    # then nothing may be removed.
+    try:
+        file = target / file_name(team.rank, team.size)
+        team.together(lambda: write_file(file, contents, save_id))
+    except OffloadError:
+        _remove(folder, {save_id})
+        raise
+    _remove(folder, {*save_ids(folder)} - {save_id})
 
-    # If this raises, some ranks may know of a success and others not: nothing may be removed.
-    outcome = ranks.tell_each_other(write)
-    useless = {save_id} if outcome.failed else {*save_ids(folder)} - {save_id}
-    for each in useless:
+
+def _remove(folder: Path, ids: Iterable[str]) -> None:
+    for each in ids:
         shutil.rmtree(folder / each, ignore_errors=True)  # other ranks may remove it as well
-    outcome.checked()
 
 
 def load_local(
     path: str | os.PathLike[str],
     model: nn.Module | Sequence[nn.Module],
     optimizer: HybridDeviceOptimizer,
-    *,
-    process_group: dist.ProcessGroup | None = None,
 ) -> Any:
     """Read the newest complete snapshot of :func:`save_local` into place; all ranks call it.
 
@@ -122,7 +121,6 @@ def load_local(
         path: as given to :func:`save_local`.
         model: built and sharded as when it was saved.
         optimizer: wrapped with the same settings as when it was saved.
-        process_group: as given to :func:`save_local`.
 
     Returns:
         ``extra`` of this rank; its tensors are on the CPU.
@@ -135,23 +133,19 @@ def load_local(
             while reading: then the optimizer is *failed* until a load succeeds.
         StateDictError: group values that need other state. Nothing was written.
     """
-    held, ranks, folder = _offloaded(optimizer), Ranks(process_group), Path(path)
+    held, team, folder = _offloaded(optimizer), Team.of_world(), Path(path)
 
     def survey() -> tuple[tuple[Job, dict[str, _Fitting]], dict[str, OffloadError | None]]:
         held._health.check(failed_ok=True)
-        job, found = Job(model, held, ranks), dict[str, _Fitting]()
+        job, found = Job(model, held, team), dict[str, _Fitting]()
         return (job, found), _survey(folder, job, found)
 
-    (job, found), told = ranks.tell_each_other(survey).checked()
-    chosen = found[choose(folder, told, ranks.rank)]
-
-    def fill() -> tuple[None, None]:
-        _fill(job, chosen)
-        return None, None
+    (job, found), told = team.share(survey)
+    chosen = found[choose(folder, told, team.rank)]
 
     try:
         with held._replacing_all("load_local()"):
-            ranks.tell_each_other(fill).checked()
+            team.together(lambda: _fill(job, chosen))
     except LaneError as error:
         if isinstance(error.__cause__, CheckpointError):
             raise error.__cause__ from None
@@ -167,6 +161,11 @@ def _offloaded(optimizer: object) -> HybridDeviceOptimizer:
             remedy="pass the wrapper; save a plain optimizer with torch.distributed.checkpoint",
         )
     return optimizer
+
+
+def file_name(rank: int, size: int) -> str:
+    """Of one rank's file."""
+    return f"rank_{rank}_of_{size}.safetensors"
 
 
 def save_ids(folder: Path) -> list[str]:
@@ -263,7 +262,8 @@ def _survey(folder: Path, job: Job, found: dict[str, _Fitting]) -> dict[str, Off
     told: dict[str, OffloadError | None] = {}
     for save_id in save_ids(folder):
         try:
-            found[save_id] = _fitting(folder / save_id / job.ranks.file_name, job)
+            path = folder / save_id / file_name(job.team.rank, job.team.size)
+            found[save_id] = _fitting(path, job)
             told[save_id] = None
         except FileNotFoundError:  # another rank, still in its save, removes what came before
             told[save_id] = missing(folder / save_id)
@@ -280,8 +280,8 @@ def _fitting(path: Path, job: Job) -> _Fitting:
         CheckpointError, StateDictError: it is of another topology, or of other settings.
     """
     sizes = {int(m[1]) for f in path.parent.iterdir() if (m := _FILE.fullmatch(f.name))}
-    if sizes - {job.ranks.size} and not path.exists():
-        raise _other_topology(path, "world_size", min(sizes), job.ranks.size)
+    if sizes - {job.team.size} and not path.exists():
+        raise _other_topology(path, "world_size", min(sizes), job.team.size)
     file = read_header(path)
     # As JSON gives it back: keys are strings, tuples are lists.
     here = json.loads(json.dumps(job.topology))

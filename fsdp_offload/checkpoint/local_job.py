@@ -19,7 +19,7 @@ from ..pipeline.records import Record
 from ..plan.layout import align
 from ..wrapping import modules_of
 from .local_file import PAGE_BYTES, Entry
-from .together import Ranks
+from .team import Team
 
 Table = dict[str, Any]
 
@@ -31,9 +31,9 @@ class Job:
         self,
         model: nn.Module | Sequence[nn.Module],
         optimizer: HybridDeviceOptimizer,
-        ranks: Ranks,
+        team: Team,
     ) -> None:
-        self.optimizer, self.ranks = optimizer, ranks
+        self.optimizer, self.team = optimizer, team
         self.models = modules_of(model)
         self.names = optimizer._inventory.names
         for module in (m for each in self.models for m in each.modules()):
@@ -47,8 +47,8 @@ class Job:
         for name, tensor in tensors.items():
             self.entries += _dense(f"model.{name}", tensor)
         self.topology: Table = {
-            "world_size": ranks.size,
-            "rank": ranks.rank,
+            "world_size": team.size,
+            "rank": team.rank,
             "optimizer": _class_name(optimizer._inner),
             "groups": [[self.names[p] for p in g["params"]] for g in optimizer.param_groups],
             "model": {name: _tensor_table(tensor) for name, tensor in tensors.items()},

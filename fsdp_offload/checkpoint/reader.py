@@ -8,19 +8,27 @@ import math
 import os
 import pickle
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.futures import Future
 
-from ..errors import OffloadError
+from ..chunks import Box, covers
+from ..errors import CheckpointError, OffloadError
 from .blocks import (
     BLOCK_BYTES,
     as_bytes,
@@ -55,6 +63,36 @@ def read_metadata(path: Path) -> Metadata:
     if not isinstance(metadata, Metadata):
         raise corrupt(path / METADATA, f"it holds a {type(metadata).__name__}")
     return metadata
+
+
+def check_chunks(path: Path, metadata: Metadata) -> None:
+    """Whether files hold all items, and chunks all elements, before anything is read.
+
+    Raises:
+        CheckpointCorruptError: a file is missing, or too short, or a chunk is in none.
+        CheckpointError: elements are in no chunk.
+    """
+    sizes: dict[str, int] = {}
+    for index, info in metadata.storage_data.items():
+        name = info.relative_path
+        if name not in sizes:
+            if not (path / name).is_file():
+                raise corrupt(path / name, "it is missing")
+            sizes[name] = (path / name).stat().st_size
+        if info.offset + info.length > sizes[name]:
+            raise corrupt(path / name, f"it ends within {index.fqn}")
+    for key, value in metadata.state_dict_metadata.items():
+        if isinstance(value, TensorStorageMetadata):
+            boxes = [Box(tuple(c.offsets), tuple(c.sizes)) for c in value.chunks]
+            for box in boxes:
+                if box.numel and MetadataIndex(key, box.offsets) not in metadata.storage_data:
+                    raise corrupt(path / METADATA, f"it names no file that has {key} at {box}")
+            if not covers(value.size, boxes):
+                raise CheckpointError(
+                    f"{path}: {key} of shape {tuple(value.size)}",
+                    reason=f"its {len(boxes)} chunks leave elements out",
+                    remedy="save it again with all ranks taking part",
+                )
 
 
 class CheckpointReader(FileSystemReader):
@@ -107,6 +145,23 @@ class CheckpointReader(FileSystemReader):
         future.set_result(None)
         return future
 
+    def read_box(self, key: str, box: Box) -> Tensor:
+        """Elements of tensor ``key``, as stored: of the box's sizes, on the CPU.
+
+        Several threads may call it, after :meth:`set_up_storage_reader`.
+
+        Raises:
+            CheckpointCorruptError: a file is not as it was written.
+            CheckpointError: the file system refused.
+        """
+        stored = self._metadata.state_dict_metadata[key]
+        assert isinstance(stored, TensorStorageMetadata), key
+        target = torch.empty(box.sizes, dtype=stored.properties.dtype)
+        wanted = ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
+        plan = LoadPlan(create_read_items_for_chunk_list(key, stored, [wanted]))
+        self.read_data(plan, _BoxPlanner(target))
+        return target
+
     def _table(self, name: str) -> Table | None:
         if name not in self._tables:
             path = Path(self.path) / name
@@ -152,6 +207,21 @@ class CheckpointReader(FileSystemReader):
         offsets = request.storage_index.offset
         sizes = next(c.sizes for c in stored.chunks if c.offsets == offsets)
         return _Chunk(tuple(sizes), stored.properties.dtype)
+
+
+class _BoxPlanner(DefaultLoadPlanner):
+    """A planner for one box of one tensor."""
+
+    def __init__(self, target: Tensor) -> None:
+        super().__init__()
+        self._target = target
+
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        """The part of the box that one chunk has."""
+        found = self._target
+        for dim, size in enumerate(read_item.lengths):
+            found = found.narrow(dim, read_item.dest_offsets[dim], size)
+        return found
 
 
 @dataclass(frozen=True)
@@ -216,13 +286,19 @@ def _tensor_jobs(
     yield functools.partial(file.check_frame, item)
     if request.dest_index.fqn not in getattr(planner, "piecewise", ()):
         target = planner.resolve_tensor(request).detach()
-        whole_rows = tuple(request.lengths[1:]) == chunk.shape[1:]
-        if whole_rows and target.dtype == chunk.dtype and target.is_contiguous():
+        in_order = _is_one_run(request.lengths, chunk.shape)
+        if in_order and target.dtype == chunk.dtype and target.is_contiguous():
             yield from _block_jobs(file, item, _first_byte(chunk, request), target)
             planner.commit_tensor(request, target)  # nothing to do but for planners of others
             return
     for piece in _pieces(chunk, request):
         yield functools.partial(_read_piece, file, item, chunk, piece, planner)
+
+
+def _is_one_run(lengths: Sequence[int], shape: Sequence[int]) -> bool:
+    """Whether a box of ``lengths`` lies without gaps in a row-major chunk of ``shape``."""
+    first = next((dim for dim, length in enumerate(lengths) if length != 1), len(lengths))
+    return tuple(lengths[first + 1 :]) == tuple(shape[first + 1 :])
 
 
 def _block_jobs(file: _File, item: Item, first: int, target: Tensor) -> Iterator[Job]:

@@ -29,16 +29,14 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.optim import Optimizer
 
-from ..chunks import Box, covers
 from ..errors import CheckpointError, LaneError
 from ..loading import tell_loaded
 from ..optimizer import HybridDeviceOptimizer
 from . import naming
-from .blocks import corrupt
 from .conversion import Conversion
 from .folder import Manifest, check_files, resolve
 from .packer import GROUPS, STATE, Models, models_of, names_of, unpack_optimizer_state
-from .reader import CheckpointReader, read_metadata
+from .reader import CheckpointReader, check_chunks, read_metadata
 from .saving import EXTRA, Folder, optimizer_name, wait_for_saves, weights_of
 from .targets import Targets, check_shape, packed_options, plain_targets, state_targets
 from .team import Team
@@ -88,7 +86,7 @@ def load(
         folder = resolve(Path(path).absolute())
         manifest = check_files(folder)
         known.append(read_metadata(folder))
-        _check_chunks(folder, known[0])
+        check_chunks(folder, known[0])
         return folder, manifest
 
     folder, manifest = team.lead(inspect)
@@ -111,34 +109,6 @@ def load(
         team.together(job.read)
     job.take_over()
     return job.extra
-
-
-def _check_chunks(folder: Path, metadata: Metadata) -> None:
-    """Whether files hold all items, and chunks all elements, before anything is read.
-
-    Raises:
-        CheckpointCorruptError: a file is missing, or too short.
-        CheckpointError: elements are in no chunk.
-    """
-    sizes: dict[str, int] = {}
-    for index, info in metadata.storage_data.items():
-        name = info.relative_path
-        if name not in sizes:
-            path = folder / name
-            if not path.is_file():
-                raise corrupt(path, "it is missing")
-            sizes[name] = path.stat().st_size
-        if info.offset + info.length > sizes[name]:
-            raise corrupt(folder / name, f"it ends within {index.fqn}")
-    for key, value in metadata.state_dict_metadata.items():
-        if isinstance(value, TensorStorageMetadata):
-            boxes = [Box(tuple(c.offsets), tuple(c.sizes)) for c in value.chunks]
-            if not covers(value.size, boxes):
-                raise CheckpointError(
-                    f"{folder}: {key} of shape {tuple(value.size)}",
-                    reason=f"its {len(boxes)} chunks leave elements out",
-                    remedy="save it again with all ranks taking part",
-                )
 
 
 @dataclass
@@ -175,7 +145,7 @@ class _Load:
 
     def _places(self, model_prefix: str | None, optimizer_prefix: str | None) -> naming.Places:
         keys = set(self.metadata.state_dict_metadata)
-        names = {"step", "exp_avg", "momentum_buffer", "square_avg", "sum"}
+        names = set(naming.STATE_NAMES)
         fqns = set(self.weights)
         if isinstance(self.optimizer, HybridDeviceOptimizer):
             names |= {k.name for r in self.optimizer.records for k in r.schema.kinds}

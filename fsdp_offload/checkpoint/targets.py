@@ -121,19 +121,26 @@ def _add_record(
         _add(targets, f"{STATE}{fqn}.{form}", source, live[form], stored[source])
         return
     weight = shards.like(record.parameter, shards.local(record.parameter))
+    kept = live[form] if record.emits_master else weight
     for name, dtype in ((WHOLE, torch.float32), (REMAINDER, torch.int16)):
         source = places.state(fqn) + name
-        if name not in saved or not _can_convert(record, dtype):
-            continue
-        kept = live[form] if record.emits_master else weight
-        check_shape(source, stored[source], kept)
-        if kept.dtype == dtype:
-            targets.conversions[source] = kept
-        else:
-            targets.conversions[source] = Conversion(weight, kept, dtype)
-        if record.emits_master:
-            targets.packed[f"{STATE}{fqn}.{form}"] = kept
-        return
+        if name in saved and _can_convert(record, dtype):
+            check_shape(source, stored[source], kept)
+            same = kept.dtype == dtype
+            targets.conversions[source] = kept if same else Conversion(weight, kept, dtype)
+            break
+    else:
+        source = places.weight(fqn)
+        if not (record.emits_master and _is_fp32(stored.get(source))):
+            return  # the master becomes the weight
+        targets.conversions[source] = Conversion(weight, kept, torch.float32)
+    if record.emits_master:
+        targets.packed[f"{STATE}{fqn}.{form}"] = kept
+
+
+def _is_fp32(stored: object) -> bool:
+    """Whether a weight was saved with all that an fp32 master would say."""
+    return isinstance(stored, TensorStorageMetadata) and stored.properties.dtype == torch.float32
 
 
 def _can_convert(record: Record, stored: torch.dtype) -> bool:

@@ -104,7 +104,7 @@ class Team:
             return None, None
         for rank, (_, error) in enumerate(gathered):
             if error is not None:
-                return None, mine[1] if rank == self.rank else _noted(error, rank)
+                return None, mine[1] if rank == self.rank else of_rank(rank, error)
         return _attempt(lambda: reduce([result for result, _ in gathered]))
 
     def lead(self, work: Callable[[], _Result]) -> _Result:
@@ -122,20 +122,33 @@ class Team:
         return _result(answer, own=mine[1])
 
     def together(self, work: Callable[[], _Result]) -> _Result:
-        """This rank's result of ``work``, once every rank's has succeeded.
+        """This rank's result of ``work``, once every rank's has succeeded. One all-gather.
+
+        Raises:
+            OffloadError: on all ranks, if a rank's work raised.
+        """
+        result, _ = self.share(lambda: (work(), None))
+        return result
+
+    def share(self, work: Callable[[], tuple[_Result, _Local]]) -> tuple[_Result, list[_Local]]:
+        """What ``work`` gave this rank, and the second (small) part of every rank's result.
+
+        One all-gather.
 
         Raises:
             OffloadError: on all ranks, if a rank's work raised.
         """
         mine = _attempt(work)
         if self._group is None:
-            return _result(mine)
-        errors: list[Any] = [None] * self.size
-        dist.all_gather_object(errors, _portable(mine)[1], group=self._group)
-        for rank, error in enumerate(errors):
+            result, told = _result(mine)
+            return result, [told]
+        answers: list[Any] = [None] * self.size
+        told_and_error = (None if mine[0] is None else mine[0][1], _portable(mine)[1])
+        dist.all_gather_object(answers, told_and_error, group=self._group)
+        for rank, (_, error) in enumerate(answers):
             if error is not None:
-                return _result((None, _noted(error, rank)), own=mine[1])
-        return _result(mine)
+                _result((None, of_rank(rank, error)), own=mine[1])
+        return _result(mine)[0], [told for told, _ in answers]
 
 
 def _attempt(work: Callable[[], _Result]) -> _Outcome[_Result]:
@@ -160,9 +173,9 @@ def _typed(error: BaseException) -> OffloadError:
     )
 
 
-def _noted(error: OffloadError, rank: int) -> OffloadError:
+def of_rank(rank: int, error: OffloadError) -> OffloadError:
     """``error`` as other ranks raise it."""
-    return type(error)(f"{error.what} (rank {rank})", reason=error.reason, remedy=error.remedy)
+    return type(error)(f"rank {rank}: {error.what}", reason=error.reason, remedy=error.remedy)
 
 
 def _result(outcome: _Outcome[_Result], *, own: BaseException | None = None) -> _Result:

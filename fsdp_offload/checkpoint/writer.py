@@ -20,16 +20,18 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
-from ..errors import CheckpointError
 from .archive import Frame, combine_crc
 from .blocks import (
     BLOCK_BYTES,
     Source,
     TensorSource,
+    create,
+    fsync,
     memory_of,
     run_all,
     write_block,
     write_bytes,
+    write_whole,
 )
 from .folder import METADATA, fsync_folder
 from .items import Item, Table, item_key
@@ -72,7 +74,7 @@ class RankFile:
         items = sorted(plan.items, key=lambda item: (item.index.fqn, item.index.offset or ()))
         self._descriptor = -1
         if items:
-            self._descriptor = _create(path)
+            self._descriptor = create(path)
             with self._closing_on_error():
                 head, self._entries, self.large = _layout(items, planner)
                 write_bytes(self._descriptor, 0, head, path)
@@ -94,7 +96,7 @@ class RankFile:
             entries = sorted((entry for _, entry in self._entries), key=lambda e: e.offset)
             table = Table(BLOCK_BYTES, tuple(entries))
             write_bytes(self._descriptor, end, table.encode(), self._path)
-            _fsync(self._descriptor, self._path)
+            fsync(self._descriptor, self._path)
         self.close()
         return [
             WriteResult(
@@ -128,35 +130,8 @@ def write_metadata(
     metadata.storage_data = {r.index: r.storage_data for rank in results for r in rank}
     metadata.storage_meta = StorageMeta()
     path = folder / METADATA
-    descriptor = _create(path)
-    try:
-        write_bytes(descriptor, 0, pickle.dumps(metadata), path)
-        _fsync(descriptor, path)
-    finally:
-        os.close(descriptor)
+    write_whole(path, pickle.dumps(metadata))
     fsync_folder(folder)
-
-
-def _create(path: Path) -> int:
-    try:
-        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-    except OSError as error:
-        raise CheckpointError(
-            f"{path}",
-            reason=f"it cannot be created: {error.strerror}",
-            remedy="choose a folder that this process may write to",
-        ) from error
-
-
-def _fsync(descriptor: int, path: Path) -> None:
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        raise CheckpointError(
-            f"{path}",
-            reason=f"it could not be made permanent: {error.strerror}",
-            remedy="free space or choose another folder, and save again",
-        ) from error
 
 
 def _layout(

@@ -19,9 +19,9 @@ import os
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -31,6 +31,7 @@ import torch
 from .. import device as gateway
 from ..config import MIB, TransferConfig
 from ..errors import HostMemoryError, PinningError
+from ..progress import progress
 from .budget import local_ranks, size_text
 
 HUGE_PAGE_BYTES: Final = 2 * MIB
@@ -118,9 +119,11 @@ class HostArena:
         if n_bytes == 0:
             return
         self._mapping, self._huge_pages = _map(n_bytes, huge_pages=transfer.huge_pages)
-        with _progress(n_bytes if show_progress else 0) as bar:
+        shown_bytes = n_bytes if show_progress else 0
+        with progress(shown_bytes, "touching host memory", delay_s=2) as bar:
             self._touch(device, transfer.numa, bar.advance)
             if can_pin and transfer.pin != "never":
+                # This takes about as long as touching and cannot report how far it is.
                 bar.describe("page-locking host memory")
                 self._pin(device, required=transfer.pin == "require")
 
@@ -274,45 +277,3 @@ def _thread_count(near: int) -> int:
 
 def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
-
-
-class _Progress:
-    """A bar that may not be there."""
-
-    def __init__(self, n_bytes: int) -> None:
-        self._bar = None
-        if n_bytes:
-            from tqdm import tqdm
-
-            self._bar = tqdm(
-                total=n_bytes,
-                unit="B",
-                unit_scale=True,
-                unit_divisor=1024,
-                desc="touching host memory",
-                delay=2,
-            )
-        self._start = time.perf_counter()
-
-    def advance(self, n_bytes: int) -> None:
-        if self._bar is not None:
-            self._bar.update(n_bytes)
-
-    def describe(self, text: str) -> None:
-        # Registering takes about as long as touching and cannot report how far it is.
-        if self._bar is not None:
-            late = time.perf_counter() - self._start > 1
-            self._bar.set_description(text, refresh=late)
-
-    def close(self) -> None:
-        if self._bar is not None:
-            self._bar.close()
-
-
-@contextmanager
-def _progress(n_bytes: int) -> Iterator[_Progress]:
-    bar = _Progress(n_bytes)
-    try:
-        yield bar
-    finally:
-        bar.close()

@@ -130,9 +130,14 @@ def write(record: Record, values: Mapping[str, Any]) -> None:
 def _copy(kept: Tensor, value: Tensor) -> None:
     """``kept[:] = value``, unless it is the same memory: loads in place end here too."""
     source = shards.local(value).reshape(-1)
-    same = source.data_ptr() == kept.data_ptr() and source.dtype == kept.dtype
-    if not (same and source.device == kept.device):
+    if not _is_same(kept, source):
         kept.copy_(source)
+
+
+def _is_same(kept: Tensor | None, value: Tensor) -> bool:
+    return kept is not None and (
+        (kept.data_ptr(), kept.dtype, kept.device) == (value.data_ptr(), value.dtype, value.device)
+    )
 
 
 def adopt_writes(record: Record, shown: dict[str, Any]) -> None:
@@ -201,7 +206,9 @@ def write_master(record: Record, values: Mapping[str, Any]) -> None:
     if not record.emits_master:  # host lane of fp32 shards: the shard says it all
         record.tensors[WHOLE].copy_(shard)
         return
-    if WHOLE in saved:
+    if WHOLE in saved and _is_same(record.tensors.get(WHOLE), saved[WHOLE]):
+        _reseed_where_changed(record, shard)
+    elif WHOLE in saved:
         _set_exactly(record, shard, saved[WHOLE].to(shard.device, record.compute_dtype))
     elif REMAINDER in saved and shard.dtype == torch.bfloat16:
         remainder = saved[REMAINDER].to(shard.device).contiguous()
@@ -220,6 +227,21 @@ def write_master(record: Record, values: Mapping[str, Any]) -> None:
 def seeds_master(record: Record, values: Mapping[str, Any]) -> bool:
     """Whether loading ``values`` has to take the master from the weight: none was saved."""
     return bool(values) and record.emits_master and not {REMAINDER, WHOLE} & values.keys()
+
+
+def _reseed_where_changed(record: Record, shard: Tensor) -> None:
+    """Where the live master does not round to the weight, the weight is the newer of the two.
+
+    torch's partial loads pass on the live master as if it had been loaded with the weights.
+    """
+    master = record.tensors[WHOLE]
+    if shard.dtype == torch.bfloat16:
+        weight, value = shard.to(master.device), torch.empty_like(master, dtype=torch.bfloat16)
+        codec.round_to_value(master, value)
+        same = value.view(torch.int16) == weight.view(torch.int16)
+        torch.where(same, master, weight.to(master.dtype), out=master)
+    else:
+        codec.reseed_where_changed(shard.to(master.device), master)
 
 
 def _set_exactly(record: Record, shard: Tensor, master: Tensor) -> None:

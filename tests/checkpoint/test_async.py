@@ -132,10 +132,12 @@ def test_bytes_are_those_of_a_save_at_that_step(
 def load_async(root: Path) -> None:
     job = trained(OURS_BF16)
     expected = jobs.whole(job)
-    future = checkpoint.async_save(root / "one", *job.pair, extra={"step": 3})
-    jobs.train(job, jobs.AFTER)
-    other = jobs.elsewhere(OURS_BF16)
-    check(checkpoint.load(root / "one", *other.pair) == {"step": 3}, "extra")  # waits for it
+    with Gate() as gate:
+        future = checkpoint.async_save(root / "one", *job.pair, extra={"step": 3})
+        jobs.train(job, jobs.AFTER)
+        other = jobs.elsewhere(OURS_BF16)
+        threading.Timer(0.3, gate.opened.set).start()
+        check(checkpoint.load(root / "one", *other.pair) == {"step": 3}, "extra")  # waits for it
     check(future.done(), "the load did not wait")
     for name, value in jobs.whole(other).items():
         check_same(value, expected[name], name)

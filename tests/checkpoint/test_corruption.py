@@ -158,13 +158,15 @@ def bits_of_elements(path: Path, other: Path, rng: random.Random) -> set[str]:
 
 def bits_of_elements_of_weights(path: Path, other: Path, rng: random.Random) -> set[str]:
     file = data_file(path, rng)
-    item = rng.choice([item for item in items_of(file) if item.key[0].startswith("model.")])
+    weights = [item for item in items_of(file) if item.key[0].startswith("model.")]
+    item = rng.choice([item for item in weights if not is_spare(item)])
     return change(file, item.offset + rng.randrange(item.nbytes), rng)
 
 
 def is_spare(item: Item) -> bool:
-    """Options of a group stand there for every parameter of it, and are read once."""
-    return item.key[0].startswith("optim.param_groups.")
+    """Options of a group stand there for each of its parameters and are read once; empty chunks
+    are not read at all."""
+    return item.key[0].startswith("optim.param_groups.") or not item.data_nbytes
 
 
 def items_of(path: Path) -> tuple[Item, ...]:
@@ -546,7 +548,9 @@ def test_chunks_that_leave_elements_out_are_refused(
     foreign: Path, loading: Job, edit: Callable[[Any], None]
 ) -> None:
     edit_metadata(foreign, edit)
-    found = load_broken(loading, foreign, {"chunks leave elements out"}, told_before=True)
+    found = load_broken(
+        loading, foreign, {"chunks leave elements out", ".metadata"}, told_before=True
+    )
     assert found == "refused"
 
 
@@ -563,7 +567,7 @@ def test_chunks_of_ours_that_leave_elements_out_are_refused(
     entry = ((path / ".metadata").stat().st_size, folder._crc_of(path / ".metadata"))
     edited = replace(manifest, files={**manifest.files, ".metadata": entry})
     (path / "manifest.json").write_bytes(edited.encode())
-    found = load_broken(loading, path, {"chunks leave elements out"}, told_before=True)
+    found = load_broken(loading, path, {"chunks leave elements out", ".metadata"}, told_before=True)
     assert found == "refused"
 
 
@@ -753,7 +757,7 @@ def test_an_error_of_one_rank_is_raised_on_all(
             at_fault = int(message[0])
             assert "No space left" in message
             if at_fault == 1:  # what the lead does, it does for all
-                assert ("(rank 1)" in message) == (rank == 0), message
+                assert ("rank 1" in message) == (rank == 0), message
 
 
 def load_with_a_bad_disk(root: Path) -> list[tuple[str, str]]:
@@ -782,4 +786,4 @@ def test_a_read_error_of_one_rank_is_raised_on_all(ranks: Ranks, saved: Path) ->
     assert [outcome for _, outcome in second] == ["refused", "failed"]
     assert all("CheckpointError" in error for error, _ in first + second)
     assert all("Input/output error" in error for error, _ in first + second)
-    assert all("(rank 1)" in error for error, _ in first)
+    assert all("rank 1" in error for error, _ in first)

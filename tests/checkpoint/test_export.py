@@ -38,19 +38,12 @@ from fsdp_offload import (
     OffloadError,
     UnsupportedParameterError,
 )
-from fsdp_offload.checkpoint import export
-from fsdp_offload.checkpoint.export import (
-    Box,
-    ChunkReader,
-    Entry,
-    export_safetensors,
-    find_keys,
-    fingerprint,
-    plan_files,
-    read_metadata,
-    runs,
-    split,
-)
+from fsdp_offload.checkpoint import export, export_files, export_safetensors
+from fsdp_offload.checkpoint.export_files import runs, split
+from fsdp_offload.checkpoint.export_plan import CODES, INDEX, Entry, plan_files
+from fsdp_offload.checkpoint.naming import find_stored
+from fsdp_offload.checkpoint.reader import read_metadata
+from fsdp_offload.chunks import Box
 from fsdp_offload.pipeline import codec
 from fsdp_offload.testing import RankPool
 from tests.fsdp import models
@@ -66,8 +59,8 @@ MIXED = ("host", "streamed", "resident")
 
 def load(folder: Path) -> Tensors:
     """Every tensor of an export, by way of its index where there is one."""
-    if (folder / export.INDEX).exists():
-        index = json.loads((folder / export.INDEX).read_text())
+    if (folder / INDEX).exists():
+        index = json.loads((folder / INDEX).read_text())
         files = sorted(set(index["weight_map"].values()))
     else:
         files = ["model.safetensors"]
@@ -161,16 +154,6 @@ def test_parts_of_a_box_are_written_to_its_byte_ranges(
     assert torch.equal(written.view(shape), expected)
 
 
-@given(boxes())
-def test_a_fingerprint_is_the_count_and_the_sum_of_positions(
-    given_box: tuple[tuple[int, ...], Box],
-) -> None:
-    shape, box = given_box
-    index = tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))
-    positions = torch.arange(math.prod(shape)).view(shape)[index]
-    assert fingerprint(shape, [box]) == (positions.numel(), int(positions.sum()))
-
-
 def entry(name: str, numel: int, dtype: torch.dtype = torch.float32) -> Entry:
     return Entry(name, name, (numel,), dtype)
 
@@ -206,7 +189,7 @@ def test_elements_lie_at_multiples_of_their_size() -> None:
     assert len(file.header) % 8 == 0
 
 
-@pytest.mark.parametrize("dtype", export._CODES)
+@pytest.mark.parametrize("dtype", CODES)
 def test_every_dtype_is_read_back_by_safetensors(dtype: torch.dtype, tmp_path: Path) -> None:
     tensor = torch.arange(24, dtype=torch.uint8).view(dtype) if dtype != torch.bool else None
     model = nn.Module()
@@ -401,7 +384,7 @@ def test_a_master_may_round_to_its_weight_as_torch_does_on_ties() -> None:
     for weight in (master.bfloat16(), torch.empty(master.shape, dtype=torch.bfloat16)):
         if weight.data_ptr() and not torch.equal(weight, master.bfloat16()):
             codec.round_to_value(master, weight)
-        assert torch.equal(export.value(weight, master, torch.float32), master)
+        assert torch.equal(export_files.value(weight, master, torch.float32), master)
 
 
 # --------------------------------------------------------------------------- what is refused
@@ -426,7 +409,8 @@ def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
     refused(ConfigError, "source of type int", out, 3, out)
     refused(ConfigError, "optimizer of type str", out, model, out, optimizer="Adam")
     refused(ConfigError, "optimizer= with a checkpoint", out, tmp_path, out, optimizer=adam)
-    refused(ConfigError, "prefix='model'", out, model, out, prefix="model")
+    for side in ("model_prefix", "optimizer_prefix"):
+        refused(ConfigError, "'x.'.* with a model", out, model, out, **{side: "x."})
     refused(ConfigError, "names for 'x'", out, model, out, names={"x": "y"})
     refused(ConfigError, "'mask' for table", out, model, out, names={"table": "mask"})
     refused(ConfigError, "__metadata__", out, model, out, names=lambda n: "__metadata__")
@@ -506,7 +490,7 @@ def test_a_failure_while_naming_leaves_no_half_export(tmp_path: Path, renames: i
 
     assert failing(tmp_path / "new") == []
     export_safetensors(Net(), tmp_path / "old", max_shard_bytes=100)
-    assert export.INDEX not in failing(tmp_path / "old"), "it would name files of two exports"
+    assert INDEX not in failing(tmp_path / "old"), "it would name files of two exports"
 
 
 def test_what_a_killed_export_left_is_replaced(tmp_path: Path) -> None:
@@ -522,16 +506,16 @@ def test_what_a_killed_export_left_is_replaced(tmp_path: Path) -> None:
 def test_two_exports_into_one_folder_do_not_mix(tmp_path: Path) -> None:
     """The later one takes the place of the earlier, which must not name files of the other."""
     first, second = Net(), Net()
-    real = export._Output.write
+    real = export_files.Output.write
 
     def write(output: Any, *args: Any) -> None:
         real(output, *args)
-        with mock.patch.object(export._Output, "write", real):
+        with mock.patch.object(export_files.Output, "write", real):
             export_safetensors(second, tmp_path)
         (tmp_path / "model.safetensors.tmp").write_bytes(b"a third one")
 
     with (
-        mock.patch.object(export._Output, "write", write),
+        mock.patch.object(export_files.Output, "write", write),
         pytest.raises(CheckpointError, match="another export"),
     ):
         export_safetensors(first, tmp_path)
@@ -550,7 +534,7 @@ def test_blocks_are_small_whatever_the_tensor(tmp_path: Path) -> None:
     optimizer = torch.optim.SGD(model.parameters())
     optimizer.state[model.weight]["master_remainder"] = remainder
     blocks: list[int] = []
-    real_value, real_write = export.value, os.pwrite
+    real_value, real_write = export_files.value, os.pwrite
 
     def value(*args: Any) -> Tensor:
         block = real_value(*args)
@@ -561,7 +545,7 @@ def test_blocks_are_small_whatever_the_tensor(tmp_path: Path) -> None:
         blocks.append(len(data))
         return real_write(descriptor, data, offset)
 
-    with mock.patch.object(export, "value", value), mock.patch.object(os, "pwrite", pwrite):
+    with mock.patch.object(export_files, "value", value), mock.patch.object(os, "pwrite", pwrite):
         export_safetensors(model, tmp_path, optimizer=optimizer, dtype="fp32")
 
     assert max(blocks) <= 1 << 20
@@ -602,7 +586,7 @@ def test_a_process_grows_by_less_than_two_buckets(tmp_path: Path) -> None:
 
 
 def keys_of(saved: dict[str, Any], **known: Any) -> Any:
-    """:func:`find_keys` for a nested dict; leaves that are ``...`` are tensors."""
+    """:func:`find_stored` for a nested dict; leaves that are ``...`` are tensors."""
     paths: dict[str, tuple[Any, ...]] = {}
     tensors: dict[str, None] = {}
 
@@ -618,7 +602,7 @@ def keys_of(saved: dict[str, Any], **known: Any) -> Any:
     walk(saved, ())
     others = paths.keys() - tensors.keys()
     given = {} if known.pop("no_paths", False) else paths
-    return find_keys(tensors, others, given, known.get("prefix"), "here")
+    return find_stored(tensors, others, given, **known)
 
 
 WEIGHTS = {"a.weight": ..., "a.bias": ..., "lm_head.weight": ...}
@@ -1080,7 +1064,7 @@ def fail(folder: Path, how: str) -> tuple[str, str]:
         elif how == "folder":
             folder = folder / "elsewhere"
         elif how == "bug":
-            harm = mock.patch.object(export, "value", side_effect=ZeroDivisionError("oops"))
+            harm = mock.patch.object(export_files, "value", side_effect=ZeroDivisionError("oops"))
         elif how == "shape":
             model = models.toy(models.flat_mesh(dist.get_world_size()))
             model.register_buffer("count", torch.zeros(3))

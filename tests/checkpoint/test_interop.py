@@ -179,15 +179,7 @@ def load_plain_bf16_partially(drop: bool, path: Path) -> None:
         check_same(found[name], weight.float(), f"{name} and its weight")
 
 
-STALE = pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="what was not loaded is passed on as if it had been: the host lane's stale masters "
-    "overwrite the weights",
-)
-
-
-@pytest.mark.parametrize("drop", [True, pytest.param(False, marks=STALE)])
+@pytest.mark.parametrize("drop", [True, False])
 def test_torch_loads_a_checkpoint_without_masters_partially(
     ranks: Ranks, tmp_path: Path, drop: bool
 ) -> None:

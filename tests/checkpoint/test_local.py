@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor, nn
 
@@ -33,7 +34,6 @@ from fsdp_offload import (
 from fsdp_offload.checkpoint import blocks, local, local_file
 from fsdp_offload.checkpoint.local import load_local, save_local
 from fsdp_offload.checkpoint.local_job import decode_number, encode_number, first_difference
-from fsdp_offload.checkpoint.together import Outcome, Ranks
 from fsdp_offload.testing import RankError, RankPool
 from tests import own_optimizers
 from tests.fsdp import models
@@ -660,10 +660,10 @@ def fsdp_resume(size: int, shape: tuple[int, ...], dtype: torch.dtype, path: Pat
     fsdp_train(saving, range(1, 3))
     with torch.no_grad():
         saving[0](models.tokens(9))  # leaves the root unsharded
-    save_local(path, *saving, extra={"rank": Ranks(None).rank})
+    save_local(path, *saving, extra={"rank": dist.get_rank()})
     resumed = fsdp_job(size, shape=shape, dtype=dtype, lr=0.5)
     fsdp_train(resumed, range(20, 21))
-    check(load_local(path, *resumed) == {"rank": Ranks(None).rank}, "extra of another rank")
+    check(load_local(path, *resumed) == {"rank": dist.get_rank()}, "extra of another rank")
     check_equal(resumed, saving, "loaded")
     for step in range(3, 6):
         for each in (saving, resumed):
@@ -768,7 +768,7 @@ def save_where_one_rank_cannot(path: Path) -> tuple[str, Any]:
     fsdp_train(made, range(1, 2))
     save_local(path, *made, extra=1)
     with pytest.MonkeyPatch.context() as patch:
-        if Ranks(None).rank == 1:
+        if dist.get_rank() == 1:
             patch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(28, "full")))
         with pytest.raises(CheckpointError) as caught:
             save_local(path, *made, extra=2)
@@ -789,7 +789,7 @@ def save_and_die(path: Path, point: str, delay_s: float = 0.0) -> None:
     made = fsdp_job(2)
     fsdp_train(made, range(1, 3))
     with pytest.MonkeyPatch.context() as patch:
-        if Ranks(None).rank == 1:
+        if dist.get_rank() == 1:
             die_at(point, patch, delay_s)
         save_local(path, *made, extra=2)
     die()
@@ -809,7 +809,7 @@ def die_at(point: str, patch: pytest.MonkeyPatch, delay_s: float) -> None:
         "header": (blocks, "write_bytes"),
         "flush": (os, "fsync"),
         "rename": (Path, "rename"),
-        "verdict": (Outcome, "failed"),
+        "verdict": (local, "_remove"),
         "cleanup": (shutil, "rmtree"),
     }
     home, name = homes[point]
@@ -823,7 +823,7 @@ def die_at(point: str, patch: pytest.MonkeyPatch, delay_s: float) -> None:
 
         patch.setattr(home, name, last)
     else:
-        patch.setattr(home, name, property(die) if point == "verdict" else die)
+        patch.setattr(home, name, die)
 
 
 KILLED_AT = {
