@@ -233,6 +233,24 @@ def test_a_file_in_its_place_is_refused(tmp_path: Path, overwrite: bool) -> None
     assert names(tmp_path) == ["a"]
 
 
+def test_a_folder_of_other_things_is_never_replaced(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "thesis.txt").write_text("mine")
+    with pytest.raises(CheckpointError, match="other files than a checkpoint"):
+        folder.prepare(tmp_path / "a", overwrite=True)
+    assert (tmp_path / "a" / "thesis.txt").read_text() == "mine"
+
+
+def test_the_newer_of_two_that_stand_beside_is_loaded(tmp_path: Path) -> None:
+    """As a kill between the two renames of an overwrite leaves them."""
+    save(tmp_path / "other", "new")
+    save(tmp_path / "a", "old")
+    (tmp_path / "a").rename(tmp_path / ".a.replaced")
+    assert content_of(folder.resolve(tmp_path / "a")) == "old"
+    (tmp_path / "other").rename(tmp_path / ".a.writing")
+    assert content_of(folder.resolve(tmp_path / "a")) == "new"
+
+
 def test_a_parent_that_is_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a").write_text("mine")
     with pytest.raises(CheckpointError, match="a"):

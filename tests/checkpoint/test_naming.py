@@ -147,6 +147,12 @@ def test_options_are_read_in_every_form(places: Places, values: dict[str, object
     assert options_by_fqn({key: values[key] for key in keys}, places) == {"a.b": OPTIONS}
 
 
+def test_options_of_a_parameter_called_by_a_number() -> None:
+    values = {f"optim.param_groups.0.{name}": value for name, value in OPTIONS.items()}
+
+    assert options_by_fqn(values, OPTIM) == {"0": OPTIONS}
+
+
 def test_groups_without_names_give_no_options() -> None:
     """Megatron's groups name their parameters by position."""
     values = {"optimizer.param_groups": [{"params": [0, 1], "lr": 0.1}]}
