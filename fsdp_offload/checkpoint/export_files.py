@@ -10,7 +10,7 @@ import itertools
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -139,7 +139,12 @@ class Output:
         Raises:
             CheckpointError: the file system refused, or another export wrote to the folder.
         """
-        self._check_ours(self._made)
+        if others := [path for path in self._made if not self._is_ours(path)]:
+            raise CheckpointError(
+                f"{others[0]}",
+                reason="it is not the file that was made: another export writes to this folder",
+                remedy="export a checkpoint from one process only, into a folder of its own",
+            )
         index = self._folder / INDEX
         named = [self._folder / file.name for file in self._files]
         done: list[Path] = []
@@ -165,23 +170,17 @@ class Output:
     def discard(self) -> None:
         """Remove temporary files. Never raises: an error is on its way."""
         for path in self._made:
-            with suppress(OSError, CheckpointError):
-                self._check_ours([path])
-                path.unlink()
+            if self._is_ours(path):
+                with suppress(OSError):
+                    path.unlink()
 
-    def _check_ours(self, paths: Iterable[Path]) -> None:
-        for path in paths:
-            try:
-                found = path.stat()
-                ours = (found.st_dev, found.st_ino) == self._made[path]
-            except OSError:
-                ours = False
-            if not ours:
-                raise CheckpointError(
-                    f"{path}",
-                    reason="it is not the file that was made: another export writes to this folder",
-                    remedy="export a checkpoint from one process only, into a folder of its own",
-                )
+    def _is_ours(self, path: Path) -> bool:
+        """Whether it is the file that was made, and no other export's."""
+        try:
+            found = path.stat()
+        except OSError:
+            return False
+        return (found.st_dev, found.st_ino) == self._made[path]
 
     def _temporary(self, name: str) -> Path:
         return self._folder / (name + _TEMPORARY)

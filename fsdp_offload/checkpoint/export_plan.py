@@ -147,13 +147,20 @@ def plan_export(
         ConfigError: ``names`` are wrong.
         CheckpointError: ranks have different tensors of one FQN, or do not cover one.
     """
+    union: dict[str, Found] = {}
     writers: dict[str, dict[Box, int]] = {}
-    union = _union(found)
     for rank, each in enumerate(found):
         for tensor in each:
+            known = union.setdefault(tensor.fqn, tensor)
+            if replace(known, boxes=tensor.boxes) != tensor:
+                raise CheckpointError(
+                    f"{tensor.fqn} of shape {tensor.shape}, {tensor.dtype} on rank {rank}",
+                    reason=f"other ranks have shape {known.shape}, {known.dtype}",
+                    remedy="give tensors of different pipeline stages different names",
+                )
             for box in tensor.boxes:
                 writers.setdefault(tensor.fqn, {}).setdefault(box, rank)
-    files = plan_files(name_tensors(union, names), max_bytes)
+    files = plan_files(name_tensors(list(union.values()), names), max_bytes)
     shares: list[list[Share]] = [[] for _ in found]
     for file in files:
         for entry in file.entries:
@@ -168,21 +175,6 @@ def plan_export(
                 mine = tuple(box for box, writer in by_box.items() if writer == rank)
                 shares[rank].append(Share(file.name, file.offsets[entry.name], entry, mine))
     return files, shares
-
-
-def _union(found: Sequence[Sequence[Found]]) -> list[Found]:
-    """The tensors of all ranks, without boxes."""
-    union: dict[str, Found] = {}
-    for rank, each in enumerate(found):
-        for tensor in each:
-            whole = replace(tensor, boxes=())
-            if union.setdefault(tensor.fqn, whole) != whole:
-                raise CheckpointError(
-                    f"{tensor.fqn}: {whole} on rank {rank}",
-                    reason=f"other ranks have {union[tensor.fqn]}",
-                    remedy="give tensors of different pipeline stages different names",
-                )
-    return list(union.values())
 
 
 def name_tensors(found: Sequence[Found], names: Names | None) -> list[Entry]:

@@ -45,7 +45,7 @@ from fsdp_offload.checkpoint import (
     export_files,
     export_model,
     export_safetensors,
-    writer,
+    reader,
 )
 from fsdp_offload.checkpoint.export_files import runs, split
 from fsdp_offload.checkpoint.export_plan import CODES, INDEX, Entry, Found, plan_export, plan_files
@@ -211,7 +211,7 @@ def test_of_ranks_with_the_same_box_the_first_writes() -> None:
     written = [[(s.entry.fqn, s.boxes, s.nbytes) for s in each] for each in shares]
     assert written == [[("a", (top,), 24)], [("b", (whole,), 48)], [("a", (bottom,), 24)]]
     assert {s.offset for each in shares for s in each} == set(file.offsets.values())
-    with pytest.raises(CheckpointError, match="'a'.*do not cover it"):
+    with pytest.raises(CheckpointError, match=r"'a'.*do not cover it"):
         plan_export(ranks[:2], None, 1000)
 
 
@@ -554,8 +554,8 @@ def test_two_exports_into_one_folder_do_not_mix(tmp_path: Path) -> None:
 
 
 def test_blocks_are_small_whatever_the_tensor(tmp_path: Path) -> None:
-    """Of 96 MB of fp32 masters no more than 1 MiB are made, or written, at once."""
-    model = nn.Linear(3000, 8192, bias=False, dtype=torch.bfloat16)
+    """Of 24 MB of fp32 masters no more than 1 MiB are made, or written, at once."""
+    model = nn.Linear(3000, 2048, bias=False, dtype=torch.bfloat16)
     remainder = torch.randint(-(2**15), 2**15, model.weight.shape, dtype=torch.int16)
     optimizer = torch.optim.SGD(model.parameters())
     optimizer.state[model.weight]["master_remainder"] = remainder
@@ -575,7 +575,7 @@ def test_blocks_are_small_whatever_the_tensor(tmp_path: Path) -> None:
         export_safetensors(model, tmp_path, optimizer=optimizer, dtype="fp32")
 
     assert max(blocks) <= 1 << 20
-    assert sum(blocks) > 2 * 96_000_000
+    assert sum(blocks) > 2 * 24_000_000
     master = torch.empty(model.weight.numel())
     codec.decode_plain(model.weight.detach().view(-1), remainder.view(-1), master)
     assert not differences(load(tmp_path), {"weight": master.view(model.weight.shape)})
@@ -881,36 +881,43 @@ def save_by(writer: str, model: nn.Module, path: Path) -> Path:
     return save_alone({"model": model.state_dict()}, path)
 
 
-def test_boxes_are_read_across_chunks(tmp_path: Path, written_by: str) -> None:
+def test_boxes_are_read_as_they_were_saved(tmp_path: Path, written_by: str) -> None:
     """Pieces of a few rows, and of a part of a row, of every tensor."""
     model = Net()
     saved = save_by(written_by, model, tmp_path / "saved")
-    metadata = read_metadata(saved)
-    reader = CheckpointReader(saved, threads=1)
-    reader.set_up_storage_reader(metadata, is_coordinator=False)
+    opened = CheckpointReader(saved, threads=1)
+    opened.set_up_storage_reader(read_metadata(saved), is_coordinator=False)
 
     for fqn, tensor in model.state_dict().items():
         for max_numel in (1, 5, 1000):
-            read = torch.empty_like(tensor.detach()).contiguous()
+            read = torch.empty_like(tensor).contiguous()
             for part in split(Box((0,) * tensor.dim(), tuple(tensor.shape)), max_numel):
-                index = tuple(
-                    slice(o, o + n) for o, n in zip(part.offsets, part.sizes, strict=True)
-                )
-                read[index] = reader.read_box(f"model.{fqn}", part)
+                box = zip(part.offsets, part.sizes, strict=True)
+                index = tuple(slice(start, start + n) for start, n in box)
+                read[index] = opened.read_box(f"model.{fqn}", part)
             assert torch.equal(read, tensor), fqn
 
 
-def test_a_part_of_a_row_is_all_that_is_read_for_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Stacked experts have rows that are larger than a piece."""
-    monkeypatch.setattr(writer, "BLOCK_BYTES", 64)
+@given(boxes())
+def test_a_box_is_one_run_if_it_has_no_gaps(given_box: tuple[tuple[int, ...], Box]) -> None:
+    shape, box = given_box
+    index = tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))
+    positions = torch.arange(math.prod(shape)).view(shape)[index].reshape(-1)
+    has_gaps = bool((positions.diff() != 1).any())
+    if reader._is_one_run(box.sizes, shape):
+        assert not has_gaps
+    elif not has_gaps:  # dims of size 1 behind others may hide it, which costs a copy only
+        assert 1 in box.sizes
+
+
+def test_a_part_of_a_row_is_all_that_is_read_for_it(tmp_path: Path) -> None:
+    """Stacked experts have rows that are larger than what is read at once."""
     model = nn.Module()
-    model.experts = nn.Parameter(torch.randn(2, 40, 8))
+    model.experts = nn.Parameter(torch.ones(2, 3 << 22, dtype=torch.uint8), requires_grad=False)
+    model.experts[1, 7] = 3
     checkpoint.save(tmp_path, model)
-    reader = CheckpointReader(tmp_path, threads=1)
-    reader.set_up_storage_reader(read_metadata(tmp_path), is_coordinator=False)
-    reader.read_box("model.experts", Box((1, 4, 0), (1, 4, 8)))  # its table is read too
+    opened = CheckpointReader(tmp_path, threads=1)
+    opened.set_up_storage_reader(read_metadata(tmp_path), is_coordinator=False)
     read = 0
     real = os.preadv
 
@@ -920,10 +927,10 @@ def test_a_part_of_a_row_is_all_that_is_read_for_it(
         return real(descriptor, buffers, offset)
 
     with mock.patch.object(os, "preadv", preadv):
-        found = reader.read_box("model.experts", Box((1, 4, 0), (1, 4, 8)))
+        found = opened.read_box("model.experts", Box((1, 6), (1, 3)))
 
-    assert torch.equal(found, model.experts[1:2, 4:8])
-    assert read < 1000
+    assert found.tolist() == [[1, 3, 1]]
+    assert read < 9 << 20, "a block of 8 MiB and the frame"
 
 
 def test_a_checkpoint_of_this_package_is_read_in_pieces(
@@ -1049,9 +1056,10 @@ def export_sharded(folder: Path, kind: str, max_shard_bytes: int) -> None:
     [
         pytest.param(1, "fsdp", marks=pytest.mark.long),  # starts a pool of its own
         (2, "fsdp"),
+        (2, "hsdp"),
         (2, "one"),
-        (4, "fsdp"),
-        (4, "hsdp"),
+        pytest.param(4, "fsdp", marks=pytest.mark.long),
+        pytest.param(4, "hsdp", marks=pytest.mark.long),
     ],
 )
 def test_sharded_models(ranks: Ranks, tmp_path: Path, size: int, kind: str) -> None:
@@ -1077,6 +1085,30 @@ def export_parallel(folder: Path, hidden: int, counted: bool) -> int:
     return written
 
 
+def read_across_chunks(folder: Path) -> None:
+    """Boxes that lie in the shards of both ranks, of files of both kinds."""
+    model = models.toy(models.flat_mesh(2))
+    whole = gathered(model)
+    checkpoint.save(folder / "ours", model)
+    dcp.save({"model": get_model_state_dict(model)}, checkpoint_id=folder / "torch")
+    for name in ("ours", "torch"):
+        metadata = read_metadata(folder / name)
+        opened = CheckpointReader(folder / name, threads=1)
+        opened.set_up_storage_reader(metadata, is_coordinator=False)
+        for fqn, tensor in whole.items():
+            offsets = tuple(min(1, n - 1) for n in tensor.shape)
+            box = Box(offsets, tuple(n - o for n, o in zip(tensor.shape, offsets, strict=True)))
+            expected = tensor[tuple(slice(o, None) for o in offsets)]
+            check(torch.equal(opened.read_box(f"model.{fqn}", box), expected), f"{name}: {fqn}")
+        chunks = [len(getattr(v, "chunks", ())) for v in metadata.state_dict_metadata.values()]
+        check(max(chunks) == 2, "one chunk is all there is")
+
+
+def test_boxes_are_read_across_chunks(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(2).run(read_across_chunks, tmp_path)
+
+
+@pytest.mark.long  # four ranks
 @pytest.mark.parametrize("hidden", [8, 14])
 def test_strided_shards_and_replicas_are_written_once(
     ranks: Ranks, tmp_path: Path, hidden: int
@@ -1130,7 +1162,14 @@ def train_and_export(folder: Path, kind: str) -> None:
     wrapped.close()
 
 
-@pytest.mark.parametrize(("size", "kind"), [(2, "fsdp"), (4, "fsdp"), (4, "hsdp")])
+@pytest.mark.parametrize(
+    ("size", "kind"),
+    [
+        (2, "fsdp"),
+        pytest.param(4, "fsdp", marks=pytest.mark.long),
+        pytest.param(4, "hsdp", marks=pytest.mark.long),
+    ],
+)
 def test_masters_of_sharded_training_live_and_from_a_checkpoint(
     ranks: Ranks, tmp_path: Path, size: int, kind: str
 ) -> None:
@@ -1165,7 +1204,7 @@ def export_stages(folder: Path) -> None:
 
 
 def test_pipeline_stages_are_joined(ranks: Ranks, tmp_path: Path) -> None:
-    ranks(4).run(export_stages, tmp_path)
+    ranks(2).run(export_stages, tmp_path)
 
 
 # --------------------------------------------------------------------------- failing together
