@@ -33,6 +33,7 @@ from .config import OffloadConfig, PrecisionConfig, TransferConfig
 from .errors import (
     ConfigError,
     DeviceError,
+    LaneError,
     StateSchemaError,
 )
 from .health import Health
@@ -395,18 +396,39 @@ class HybridDeviceOptimizer(Optimizer):
         self._adopt_writes()
         self._state_was_read = was_read
 
+    def check_usable(self, *, failed_ok: bool = False) -> None:
+        """Refuse use of an optimizer that is closed, inherited by a fork, or failed.
+
+        Raises:
+            ClosedError, LaneError: see :class:`.health.Health`.
+        """
+        self._health.check(failed_ok=failed_ok)
+
     @contextlib.contextmanager
-    def _replacing_all(self, what: str) -> Iterator[None]:
-        """Inside, all state and weights are overwritten; masters belong to the weights then."""
+    def _replacing_all(self, what: str, *, keep: type[Exception]) -> Iterator[None]:
+        """Inside, all state and weights are overwritten; masters belong to the weights then.
+
+        Errors make the optimizer failed; those of class ``keep`` stay what they are.
+        """
         self._health.check(failed_ok=True)
         self._drain_quietly()
         self._health.recover()
-        with self._health.failing(what, self._drain_quietly), torch.no_grad():
+        with self._failing(what, keep=keep), torch.no_grad():
             yield
             for record in self._records:
                 self._shown[record.parameter] = state_io.expose(record)
             self._trust_shards()
         self._loaded_since_step, self._weights_before = True, None
+
+    @contextlib.contextmanager
+    def _failing(self, what: str, *, keep: type[Exception]) -> Iterator[None]:
+        try:
+            with self._health.failing(what, self._drain_quietly):
+                yield
+        except LaneError as error:
+            if isinstance(cause := error.__cause__, keep):
+                raise cause from cause.__cause__
+            raise
 
     # ------------------------------------------------------------------ building and failing
 

@@ -345,6 +345,11 @@ def is_first(parameter: Tensor) -> bool:
     return not any(parameter.device_mesh.get_coordinate() or (1,))
 
 
+def is_ragged(tensor: DTensor) -> bool:
+    """Whether ``tensor`` is not cut where its placements say."""
+    return boxes_of(tensor) is not None
+
+
 def gather(tensor: DTensor) -> Tensor:
     """The whole tensor, on the mesh's device. Collective over its mesh.
 

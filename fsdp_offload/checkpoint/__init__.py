@@ -8,7 +8,8 @@ from .full import distribute_optimizer_state, gather_optimizer_state
 from .local import load_local, save_local
 from .packer import OptimizerState, pack_optimizer_state, unpack_optimizer_state
 from .restore import load
-from .saving import async_save, save, wait_for_saves
+from .saving import async_save, save
+from .team import wait_for_background as wait_for_saves
 
 __all__ = [
     "OptimizerState",

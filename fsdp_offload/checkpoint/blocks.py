@@ -12,7 +12,6 @@ import os
 import threading
 import zlib
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final, Protocol, TypeVar
 
@@ -44,7 +43,7 @@ class TensorSource:
     """The elements of a dense tensor, row-major."""
 
     def __init__(self, tensor: Tensor) -> None:
-        flat = tensor.detach()
+        flat = tensor.detach().resolve_conj().resolve_neg()
         if not flat.is_contiguous():
             flat = flat.contiguous()
         self._bytes = as_bytes(flat)
@@ -201,12 +200,30 @@ def thread_count() -> int:
 def run_all(jobs: Iterable[Callable[[], _Result]], *, threads: int | None = None) -> list[_Result]:
     """Run ``jobs`` on ``threads`` threads; their results in order.
 
-    The first error is raised when no job runs any more; jobs not yet begun are dropped.
+    The first error is raised when no job runs any more; jobs not yet begun are dropped. Works
+    while the interpreter ends, when an executor would take no more jobs.
     """
-    with ThreadPoolExecutor(threads or thread_count(), "fsdp-offload-files") as pool:
-        futures = [pool.submit(job) for job in jobs]
-        try:
-            return [future.result() for future in futures]
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
+    waiting = list(enumerate(jobs))[::-1]
+    results: dict[int, _Result] = {}
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        while waiting and not errors:
+            try:
+                index, job = waiting.pop()
+            except IndexError:  # another thread was faster
+                return
+            try:
+                results[index] = job()
+            except BaseException as error:
+                errors.append(error)
+
+    count = min(threads or thread_count(), len(waiting))
+    workers = [threading.Thread(target=work, name="fsdp-offload-files") for _ in range(count)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    if errors:
+        raise errors[0]
+    return [results[index] for index in range(len(results))]

@@ -108,12 +108,7 @@ def prepare(path: Path, *, overwrite: bool) -> Path:
     """
     if path.is_symlink() or (path.exists() and not path.is_dir()):
         raise CheckpointError(f"{path}", reason="it is no folder", remedy="choose another path")
-    if path.exists() and not overwrite and any(path.iterdir()):
-        raise CheckpointError(
-            f"{path}",
-            reason="it exists",
-            remedy="choose another folder, or pass overwrite=True",
-        )
+    _check_free(path, overwrite=overwrite)
     if path.exists() and any(path.iterdir()) and not _is_checkpoint(path):
         raise CheckpointError(
             f"{path}",
@@ -123,6 +118,7 @@ def prepare(path: Path, *, overwrite: bool) -> Path:
     folder = aside(path)
     if is_complete(folder):
         _install(path)  # a process was killed just before: nothing complete is ever dropped
+        _check_free(path, overwrite=overwrite)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         if folder.exists():
@@ -135,6 +131,15 @@ def prepare(path: Path, *, overwrite: bool) -> Path:
             remedy="choose a folder that this process may write to",
         ) from error
     return folder
+
+
+def _check_free(path: Path, *, overwrite: bool) -> None:
+    if path.exists() and not overwrite and any(path.iterdir()):
+        raise CheckpointError(
+            f"{path}",
+            reason="it exists",
+            remedy="choose another folder, or pass overwrite=True",
+        )
 
 
 def _is_checkpoint(path: Path) -> bool:
@@ -262,7 +267,7 @@ def is_complete(path: Path) -> bool:
 def _complete_in(folder: Path) -> dict[Path, Manifest]:
     found: dict[Path, Manifest] = {}
     for path in folder.iterdir() if folder.is_dir() else ():
-        if path.is_dir() and is_complete(path):
+        if path.is_dir() and not path.is_symlink() and is_complete(path):
             with contextlib.suppress(CheckpointError, OSError):  # another process removes it
                 if (manifest := read_manifest(path)) is not None:
                     found[path] = manifest

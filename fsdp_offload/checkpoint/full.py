@@ -7,7 +7,8 @@ time.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from torch.distributed.tensor import DTensor
 
 from .. import shards
-from ..errors import LaneError, StateDictError
+from ..errors import OffloadError, StateDictError
 from ..optimizer import HybridDeviceOptimizer
 from .conversion import Conversion
 from .naming import Places, option_keys
@@ -53,7 +54,18 @@ def gather_optimizer_state(model: Models, optimizer: HybridDeviceOptimizer) -> d
         ConfigError, StateDictError, LaneError: as of :func:`pack_optimizer_state`, on all ranks.
     """
     team = Team.of_world()
-    packed = team.together(lambda: pack_optimizer_state(model, optimizer))
+
+    def prepare() -> tuple[dict[str, Any], int]:
+        packed = pack_optimizer_state(model, optimizer)
+        for key, value in packed.items():
+            if isinstance(value, DTensor) and shards.is_ragged(value):
+                raise StateDictError(
+                    f"{key}", reason="its shards are cut freely", remedy="use save() and load()"
+                )
+        return packed, _digest(packed)
+
+    packed, digests = team.share(prepare)
+    _check_same(digests)
     whole: dict[str, Any] = {}
     with torch.no_grad():
         for key, value in packed.items():
@@ -76,26 +88,49 @@ def distribute_optimizer_state(
         StateDictError: keys or shapes do not fit; nothing was written. On all ranks.
     """
     team = Team.of_world()
-    names = names_of(models_of(model), optimizer)
-    groups = [[names[p] for p in group["params"]] for group in optimizer.param_groups]
+
+    def name() -> list[list[str]]:
+        optimizer.check_usable(failed_ok=True)
+        names = names_of(models_of(model), optimizer)
+        return [[names[p] for p in group["params"]] for group in optimizer.param_groups]
+
+    groups = team.together(name)
     content = team.lead(lambda: _describe(_flat(whole), [g[0] for g in groups if g]))
 
-    def prepare() -> Targets:
+    def prepare() -> tuple[Targets, int]:
+        names = names_of(models_of(model), optimizer)
         found = state_targets(optimizer, names, Metadata(content[0]), _PLACES)
         found.packed.update(packed_options(optimizer, groups, content[1], _PLACES))
-        return found
+        return found, _digest([*found.direct, *found.conversions])
 
-    targets = team.together(prepare)
+    targets, digests = team.share(prepare)
+    _check_same(digests)
     flat = _flat(whole) if team.is_lead else {}
-    try:
-        with optimizer._replacing_all("distribute_optimizer_state()"):
-            for wanted in (targets.direct, targets.conversions):
-                for key in sorted(wanted):
-                    _distribute(key, wanted, content, flat.get(key), optimizer)
-    except LaneError as error:
-        raise error.__cause__ or error from None
+    with optimizer._replacing_all("distribute_optimizer_state()", keep=OffloadError):
+        for wanted in (targets.direct, targets.conversions):
+            for key in sorted(wanted):
+                _distribute(key, wanted, content, flat.get(key), optimizer)
     targets.packed.update({key: targets.direct[key] for key in targets.values})
-    unpack_optimizer_state(model, optimizer, targets.packed)
+    with optimizer._failing("distribute_optimizer_state()", keep=OffloadError):
+        team.together(lambda: unpack_optimizer_state(model, optimizer, targets.packed))
+
+
+def _digest(keys: Iterable[str]) -> int:
+    return zlib.crc32("\n".join(sorted(keys)).encode())
+
+
+def _check_same(digests: Sequence[int]) -> None:
+    """Refuse ranks with different parameters, whose collectives would not match.
+
+    Raises:
+        StateDictError: on all ranks.
+    """
+    if len(set(digests)) > 1:
+        raise StateDictError(
+            "optimizer states with different keys on different ranks",
+            reason="rank 0 cannot hold all of them, as in a pipeline of stages",
+            remedy="use checkpoint.save() and checkpoint.load()",
+        )
 
 
 def _flat(whole: Mapping[str, Any]) -> dict[str, Any]:

@@ -42,7 +42,6 @@ from ..errors import (
     CheckpointCorruptError,
     CheckpointError,
     ConfigError,
-    LaneError,
     OffloadError,
 )
 from ..optimizer import HybridDeviceOptimizer
@@ -143,13 +142,8 @@ def load_local(
     (job, found), told = team.share(survey)
     chosen = found[choose(folder, told, team.rank)]
 
-    try:
-        with held._replacing_all("load_local()"):
-            team.together(lambda: _fill(job, chosen))
-    except LaneError as error:
-        if isinstance(error.__cause__, CheckpointError):
-            raise error.__cause__ from None
-        raise
+    with held._replacing_all("load_local()", keep=CheckpointError):
+        team.together(lambda: _fill(job, chosen))
     return chosen.objects["extra"]
 
 

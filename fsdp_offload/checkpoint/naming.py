@@ -54,13 +54,22 @@ class Places:
         return f"{self.base}{_STATE}{self.inner}{fqn}."
 
 
-def find_places(keys: Collection[str], fqns: Collection[str], names: Collection[str]) -> Places:
+def find_places(
+    keys: Collection[str],
+    fqns: Collection[str],
+    names: Collection[str],
+    *,
+    model_prefix: str | None = None,
+    optimizer_prefix: str | None = None,
+) -> Places:
     """Recognise the prefixes.
 
     Args:
         keys: of the checkpoint.
         fqns: of the parameters.
         names: of state entries that show what is optimizer state (``exp_avg``, ``step``, ...).
+        model_prefix: the only one to look for weights under.
+        optimizer_prefix: the only one to look for optimizer state under.
 
     Raises:
         CheckpointError: several sets of weights or states fit.
@@ -69,12 +78,21 @@ def find_places(keys: Collection[str], fqns: Collection[str], names: Collection[
     states = {p: found for p, found in _by_prefix(owners, fqns).items() if _STATE_PART.search(p)}
     weights = _by_prefix(keys, fqns)
     weights = {p: found for p, found in weights.items() if not _is_group_prefix(p)}
+    if model_prefix is not None:
+        weights = {p: found for p, found in weights.items() if p == model_prefix}
+    if optimizer_prefix is not None:
+        start = f"{optimizer_prefix}{_STATE}"
+        states = {p: found for p, found in states.items() if p.startswith(start)}
     state = _choose(states, "optimizer states", ("optim.", "optimizer.", ""))
     model = _choose(weights, "weights", _MODELS)
     if state is None:
         return Places(model, None)
-    base, _, inner = state.partition(_STATE)
-    return Places(model, base, inner)
+    part = list(_STATE_PART.finditer(state))[-1]  # a section may be called so as well
+    return Places(model, state[: part.start()], state[part.end() :])
+
+
+OWN: Final = Places("model.", "optim.")
+"""Those of this package."""
 
 
 def _by_prefix(keys: Iterable[str], fqns: Collection[str]) -> dict[str, set[str]]:

@@ -84,7 +84,7 @@ def pack_optimizer_state(
             packed[f"{STATE}{fqn}.{name}"] = value
         for option, value in group.items():
             if option != "params":
-                packed[f"{GROUPS}{fqn}.{option}"] = value
+                packed[f"{GROUPS}{fqn}.{option}"] = _plain(value)
     return dict(sorted(packed.items()))
 
 
@@ -168,6 +168,12 @@ def names_of(models: Sequence[nn.Module], optimizer: Optimizer) -> dict[Tensor, 
                 "forward under no_grad, call model.reshard() first",
             )
     return names
+
+
+def _plain(value: Any) -> Any:
+    """NumPy's scalars, which schedules leave in groups, as Python's."""
+    is_numpy = type(value).__module__ == "numpy" and getattr(value, "shape", None) == ()
+    return value.item() if is_numpy else value
 
 
 def _check_value(parameter: Tensor, fqn: str, name: str, value: Any) -> None:

@@ -12,8 +12,8 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.optim import Optimizer
 
-from ..errors import CheckpointError, LaneError
+from ..errors import CheckpointError, OffloadError
 from ..loading import tell_loaded
 from ..optimizer import HybridDeviceOptimizer
 from . import naming
@@ -37,7 +37,7 @@ from .conversion import Conversion
 from .folder import Manifest, check_files, resolve
 from .packer import GROUPS, STATE, Models, models_of, names_of, unpack_optimizer_state
 from .reader import CheckpointReader, check_chunks, read_metadata
-from .saving import EXTRA, Folder, optimizer_name, wait_for_saves, weights_of
+from .saving import EXTRA, Folder, decode, optimizer_name, weights_of
 from .targets import Targets, check_shape, packed_options, plain_targets, state_targets
 from .team import Team
 
@@ -78,7 +78,6 @@ def load(
             were read, the optimizer has failed until a load succeeds, and weights are undefined.
         StateDictError: state does not fit; nothing was written.
     """
-    wait_for_saves()
     team = Team.of_world()
     known: list[Metadata] = []  # the lead has read it
 
@@ -91,24 +90,39 @@ def load(
 
     folder, manifest = team.lead(inspect)
 
-    def prepare() -> _Load:
+    def prepare() -> tuple[_Load, list[str]]:
         metadata = known[0] if known else read_metadata(folder)
         reader = CheckpointReader(folder, threads=threads)
         job = _Load(models_of(model), optimizer, metadata, reader)
         job.prepare(manifest, model_prefix, optimizer_prefix, strict=strict)
-        return job
+        return job, job.unknown
 
-    job = team.together(prepare)
+    job, unknown = team.share(prepare)
+    if strict:
+        _check_all_known(folder, unknown)
     if isinstance(optimizer, HybridDeviceOptimizer):
-        try:
-            with optimizer._replacing_all("checkpoint.load()"):
-                team.together(job.read)
-        except LaneError as error:
-            raise error.__cause__ or error from None
+        with optimizer._replacing_all("checkpoint.load()", keep=CheckpointError):
+            team.together(job.read)
+        with optimizer._failing("checkpoint.load()", keep=OffloadError):
+            team.together(job.take_over)
     else:
         team.together(job.read)
-    job.take_over()
+        team.together(job.take_over)
     return job.extra
+
+
+def _check_all_known(folder: Path, unknown: Sequence[Collection[str]]) -> None:
+    """Refuse weights that no rank has; in a pipeline each rank has some of them.
+
+    Raises:
+        CheckpointError: there are any.
+    """
+    if nobodys := sorted(set(unknown[0]).intersection(*unknown[1:])):
+        raise CheckpointError(
+            f"weights of {folder}",
+            reason=f"unknown to this model: {_some(nobodys)}",
+            remedy="build the model that was saved, or pass strict=False",
+        )
 
 
 @dataclass
@@ -123,6 +137,7 @@ class _Load:
     weights: dict[str, Any] = field(default_factory=dict)  # by FQN
     targets: Targets = field(default_factory=Targets)  # of weights and state, by key
     packed: dict[str, Any] | None = None  # what the optimizer takes over, by packed key
+    unknown: list[str] = field(default_factory=list)  # keys of weights that this rank lacks
 
     def prepare(
         self,
@@ -135,24 +150,33 @@ class _Load:
         """Find keys, compare them, and read what is not kept in place."""
         stored = self.metadata.state_dict_metadata
         self.weights = weights_of(self.models)
-        places = self._places(model_prefix, optimizer_prefix)
+        if isinstance(self.optimizer, HybridDeviceOptimizer):
+            self.optimizer.check_usable(failed_ok=True)
+        places = self._places(manifest, model_prefix, optimizer_prefix)
         self._prepare_weights(places, strict=strict)
         if self.optimizer is not None:
             self._prepare_state(self.optimizer, manifest, places, strict=strict)
         if isinstance(stored.get(EXTRA), BytesStorageMetadata):
             data = self._read_values([EXTRA])[EXTRA]
-            self.extra = torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
+            if isinstance(data, bytes):  # of another program, it is none of ours
+                self.extra = decode(io.BytesIO(data))
 
-    def _places(self, model_prefix: str | None, optimizer_prefix: str | None) -> naming.Places:
-        keys = set(self.metadata.state_dict_metadata)
+    def _places(
+        self, manifest: Manifest | None, model_prefix: str | None, optimizer_prefix: str | None
+    ) -> naming.Places:
+        keys = self.metadata.state_dict_metadata
+        if manifest is not None and model_prefix is None and optimizer_prefix is None:
+            return replace(naming.OWN, base=naming.OWN.base if manifest.optimizer else None)
         names = set(naming.STATE_NAMES)
-        fqns = set(self.weights)
         if isinstance(self.optimizer, HybridDeviceOptimizer):
             names |= {k.name for r in self.optimizer.records for k in r.schema.kinds}
-        if model_prefix is not None or optimizer_prefix is not None:
-            start = (model_prefix, f"{optimizer_prefix}{STATE}", f"{optimizer_prefix}{GROUPS}")
-            keys = {k for k in keys if any(s is not None and k.startswith(s) for s in start)}
-        return naming.find_places(keys, fqns, names)
+        return naming.find_places(
+            keys,
+            self.weights,
+            names,
+            model_prefix=model_prefix,
+            optimizer_prefix=optimizer_prefix,
+        )
 
     def _prepare_weights(self, places: naming.Places, *, strict: bool) -> None:
         stored = self.metadata.state_dict_metadata
@@ -163,22 +187,29 @@ class _Load:
                 remedy="build the model that was saved, or give model_prefix=",
             )
         missing = sorted(f for f in self.weights if places.weight(f) not in stored)
+        if missing and (strict or len(missing) == len(self.weights)):
+            raise CheckpointError(
+                f"weights of {self.reader.path}",
+                reason=f"missing there: {_some(missing)}",
+                remedy="build the model that was saved, or pass strict=False",
+            )
         known = {places.weight(fqn) for fqn in self.weights}
         other = (f"{places.base}{STATE}", f"{places.base}{GROUPS}") if places.base else ()
-        extra = sorted(
+        self.unknown = sorted(
             key for key in stored
             if key not in known and places.model and key.startswith(places.model)
             and not key.startswith(other)
         )  # fmt: skip
-        if strict and (missing or extra):
-            raise CheckpointError(
-                f"weights of {self.reader.path}",
-                reason=f"missing there: {_some(missing)}; unknown to this model: {_some(extra)}",
-                remedy="build the model that was saved, or pass strict=False",
-            )
+        values = [
+            key for key, entry in stored.items()
+            if key in known and isinstance(entry, BytesStorageMetadata)
+        ]  # fmt: skip
+        read = self._read_values(values)
         for fqn, value in self.weights.items():
             key = places.weight(fqn)
-            if key in stored:
+            if key in read:  # what get_extra_state() gave
+                self.weights[fqn] = read[key]
+            elif key in stored:
                 check_shape(key, stored[key], value)
                 self.targets.direct[key] = value
 
@@ -284,7 +315,7 @@ class _Planner(DefaultLoadPlanner):
         """Unpickle a value; classes other than torch's own are refused."""
         key = read_item.dest_index.fqn
         try:
-            self.state_dict[key] = torch.load(value, weights_only=True, map_location="cpu")
+            self.state_dict[key] = decode(value)
         except Exception as error:
             raise CheckpointError(
                 f"{key}",

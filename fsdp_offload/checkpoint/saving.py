@@ -12,7 +12,6 @@ import io
 import logging
 import os
 import shutil
-import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -23,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.checkpoint.storage import WriteResult
@@ -48,7 +47,7 @@ from .packer import (
     pack_optimizer_state,
 )
 from .staging import Staging, aligned
-from .team import Team
+from .team import Team, in_background
 from .writer import Large, RankFile, write_metadata
 
 _log = logging.getLogger("fsdp_offload")
@@ -140,25 +139,28 @@ def async_save(
         HostMemoryError: the arena does not fit.
         ConfigError, LaneError: as of :func:`save`.
     """
-    size = None if staging_bytes is None else parse_bytes(staging_bytes, "staging_bytes")
     job = _Job(path, overwrite=overwrite, keep_last=keep_last, threads=threads)
     plan = job.plan(model, optimizer, extra, master)
+    files: list[RankFile] = []
 
-    def stage() -> tuple[RankFile, tuple[Large, ...]]:
-        file = job.begin(plan)
-        return file, _stage(file, _staging_of(model, optimizer, file, size))
+    def stage() -> tuple[Large, ...]:
+        size = None if staging_bytes is None else parse_bytes(staging_bytes, "staging_bytes")
+        files.append(job.begin(plan))
+        return _stage(files[0], _staging_of(model, optimizer, files[0], size))
 
     try:
-        file, staged = job.team.together(stage)
+        staged = job.team.together(stage)
     except BaseException:
+        for file in files:
+            file.close()
         job.abandon()
         raise
 
     def write() -> list[WriteResult]:
-        file.write(staged)
-        return file.finish()
+        files[0].write(staged)
+        return files[0].finish()
 
-    return _in_background(lambda: job.complete(write))
+    return in_background(lambda: job.complete(write))
 
 
 def _staging_of(
@@ -186,31 +188,6 @@ def _stage(file: RankFile, staging: Staging) -> tuple[Large, ...]:
 
 
 _stagings: weakref.WeakKeyDictionary[Any, Staging] = weakref.WeakKeyDictionary()
-_writing: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
-
-
-def _in_background(work: Callable[[], None]) -> Future[None]:
-    """Run ``work`` on a thread that the interpreter waits for at exit."""
-    future: Future[None] = Future()
-
-    def run() -> None:
-        try:
-            work()
-        except BaseException as error:
-            future.set_exception(error)
-        else:
-            future.set_result(None)
-
-    thread = threading.Thread(target=run, name="fsdp-offload-save")
-    _writing.add(thread)
-    thread.start()
-    return future
-
-
-def wait_for_saves() -> None:
-    """Block until no ``async_save`` of this process is writing; its error stays in its future."""
-    for thread in list(_writing):
-        thread.join()
 
 
 class _Job:
@@ -219,18 +196,12 @@ class _Job:
     def __init__(
         self, path: Folder, *, overwrite: bool, keep_last: int | None, threads: int | None
     ) -> None:
-        if keep_last is not None and keep_last < 1:
-            raise ConfigError(
-                f"keep_last={keep_last}",
-                reason="the checkpoint just saved is one of them",
-                remedy="use 1 or more, or None to keep all",
-            )
-        wait_for_saves()
         self._path = Path(path).absolute()
         self._overwrite, self._keep_last, self._threads = overwrite, keep_last, threads
         self._planner = _Planner()
         self._metadata = Metadata({})
         self._optimizer_name = ""
+        self._has_folder = False
         self.team = Team.of_world()
 
     def plan(
@@ -244,18 +215,32 @@ class _Job:
         self._optimizer_name = optimizer_name(optimizer)
 
         def local() -> SavePlan:
+            if self._keep_last is not None and self._keep_last < 1:
+                raise ConfigError(
+                    f"keep_last={self._keep_last}",
+                    reason="the checkpoint just saved is one of them",
+                    remedy="use 1 or more, or None to keep all",
+                )
             models = models_of(model)
             state = _collect(models, optimizer, extra, master)
+            if not self.team.is_lead:
+                state.pop(EXTRA, None)
             self._planner.left_to_others = _written_elsewhere(models, optimizer, state)
             self._planner.set_up_planner(state, is_coordinator=self.team.is_lead)
             return self._planner.create_local_plan()
 
         def whole(plans: list[SavePlan]) -> list[SavePlan]:
+            _check_same(plans)
             prepare(self._path, overwrite=self._overwrite)
+            self._has_folder = True
             plans, self._metadata = self._planner.create_global_plan(plans)
             return plans
 
-        return self._planner.finish_plan(self.team.reduce_scatter(local, whole))
+        try:
+            return self._planner.finish_plan(self.team.reduce_scatter(local, whole))
+        except BaseException:
+            self.abandon()
+            raise
 
     def begin(self, plan: SavePlan) -> RankFile:
         """This rank's file, with all small items."""
@@ -279,7 +264,7 @@ class _Job:
 
     def abandon(self) -> None:
         """Give the space back: nothing of this save will be used."""
-        if self.team.is_lead:
+        if self._has_folder:  # the lead's
             shutil.rmtree(aside(self._path), ignore_errors=True)
 
 
@@ -291,8 +276,24 @@ class _Planner(DefaultSavePlanner):
 
     def __init__(self) -> None:
         super().__init__()
+        self.mappings: dict[str, tuple[str | int, ...]] = {}
         self._pickled: dict[int, tuple[Any, bytes]] = {}  # by id; holds the object, so it stays
         self.left_to_others: frozenset[str] = frozenset()
+
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        storage_meta: StorageMeta | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        """Flatten the sections, but nothing in them: an option may be a dict."""
+        flat: dict[str, Any] = {}
+        for section, values in state_dict.items():
+            for key, value in values.items() if section != EXTRA else (("", values),):
+                name = f"{section}.{key}" if key else section
+                flat[name] = value
+                self.mappings[name] = (section, key) if key else (section,)
+        self.state_dict, self.is_coordinator = flat, is_coordinator
 
     def create_local_plan(self) -> SavePlan:
         """torch's, without what another rank surely writes: plans travel to the lead."""
@@ -315,9 +316,8 @@ class _Planner(DefaultSavePlanner):
         if write_item.type is not WriteItemType.BYTE_IO:
             return object
         if id(object) not in self._pickled:
-            buffer = io.BytesIO()
-            torch.save(object, buffer)
-            self._pickled[id(object)] = (object, buffer.getvalue())
+            data = encode(object, write_item.index.fqn)
+            self._pickled[id(object)] = (object, data)
         return io.BytesIO(self._pickled[id(object)][1])
 
 
@@ -339,7 +339,7 @@ def _collect(
     if optimizer is not None:
         state["optim"] = pack_optimizer_state(models, optimizer, master=master)
     if extra is not None:
-        state[EXTRA] = _encode_extra(extra)
+        state[EXTRA] = encode(dict(extra), EXTRA)
     _gateway(models).current_stream().synchronize()
     return state
 
@@ -365,28 +365,67 @@ def _written_elsewhere(
 
 
 def weights_of(models: Sequence[nn.Module]) -> dict[str, Any]:
-    """Parameters and buffers of all models by FQN: the live ones."""
+    """Parameters and buffers of all models by FQN: the live ones.
+
+    Raises:
+        ConfigError: two models have the same name.
+    """
     weights: dict[str, Any] = {}
     for model in models:
-        weights.update(get_model_state_dict(model))
+        part = get_model_state_dict(model)
+        if twice := sorted(weights.keys() & part.keys()):
+            raise ConfigError(
+                f"weights {twice[:5]} of two of the models",
+                reason="they have the same names, and one set would be lost",
+                remedy="give the models different names, as parts of one module have",
+            )
+        weights.update(part)
     return weights
 
 
-def _encode_extra(extra: Mapping[str, Any]) -> bytes:
-    """``extra`` as ``torch.save`` writes it.
+def encode(value: Any, what: str) -> bytes:
+    """``value`` as ``torch.save`` writes it.
 
     Raises:
         ConfigError: ``torch.load(weights_only=True)``, which is all that a load uses, refuses it.
     """
     buffer = io.BytesIO()
     try:
-        torch.save(dict(extra), buffer)
+        torch.save(value, buffer)
         buffer.seek(0)
-        torch.load(buffer, weights_only=True, map_location="cpu")
+        decode(buffer)
     except Exception as error:
         raise ConfigError(
-            f"extra with keys {sorted(map(str, extra))}",
+            f"{what} of type {type(value).__name__}",
             reason=f"it cannot be loaded without running code of its own: {error}",
             remedy="keep numbers, strings, lists, dicts and tensors in it, such as state_dict()s",
         ) from error
     return buffer.getvalue()
+
+
+def decode(data: io.BytesIO) -> Any:
+    """What :func:`encode` was given; no code of its own is run.
+
+    Raises:
+        Exception: whatever torch raises of other data.
+    """
+    with torch.serialization.safe_globals([io.BytesIO]):  # some modules' extra state is one
+        return torch.load(data, weights_only=True, map_location="cpu")
+
+
+def _check_same(plans: Sequence[SavePlan]) -> None:
+    """Refuse tensors that ranks call by the same name but that cannot be the same.
+
+    Raises:
+        ConfigError: their shapes differ.
+    """
+    sizes: dict[str, torch.Size] = {}
+    for item in (item for plan in plans for item in plan.items):
+        if item.tensor_data is not None:
+            size = sizes.setdefault(item.index.fqn, item.tensor_data.size)
+            if size != item.tensor_data.size:
+                raise ConfigError(
+                    f"{item.index.fqn} of shapes {tuple(size)} and {tuple(item.tensor_data.size)}",
+                    reason="two ranks have different tensors of that name, and one would be lost",
+                    remedy="give modules of different ranks different names",
+                )

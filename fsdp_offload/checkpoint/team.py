@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+import threading
 import weakref
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -15,6 +18,8 @@ _Local = TypeVar("_Local")
 _Result = TypeVar("_Result")
 _Outcome = tuple[_Result | None, BaseException | None]
 
+_log = logging.getLogger("fsdp_offload")
+_background: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 _groups: weakref.WeakKeyDictionary[object, dist.ProcessGroup] = weakref.WeakKeyDictionary()
 
 
@@ -33,7 +38,11 @@ class Team:
 
     @classmethod
     def of_world(cls) -> Team:
-        """The team of all ranks. Collective at its first use in a process group."""
+        """The team of all ranks. Collective at its first use in a process group.
+
+        Waits for what :func:`in_background` does: two collectives at once would be mixed up.
+        """
+        wait_for_background()
         if not (dist.is_available() and dist.is_initialized()):
             return cls(None)
         world = dist.distributed_c10d._get_default_group()
@@ -149,6 +158,32 @@ class Team:
             if error is not None:
                 _result((None, of_rank(rank, error)), own=mine[1])
         return _result(mine)[0], [told for told, _ in answers]
+
+
+def in_background(work: Callable[[], None]) -> Future[None]:
+    """Run ``work``, which may use a team, on a thread that the interpreter waits for at exit."""
+    future: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:
+            _log.error("saving in the background failed: %s", error)
+            future.set_exception(error)
+        else:
+            future.set_result(None)
+
+    thread = threading.Thread(target=run, name="fsdp-offload-save")
+    _background.add(thread)
+    thread.start()
+    return future
+
+
+def wait_for_background() -> None:
+    """Block until no work of :func:`in_background` runs; its error stays in its future."""
+    for thread in list(_background):
+        if thread is not threading.current_thread():
+            thread.join()
 
 
 def _attempt(work: Callable[[], _Result]) -> _Outcome[_Result]:
