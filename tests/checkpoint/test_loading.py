@@ -1,0 +1,261 @@
+"""Loads in one process: where things are found, and that they come back as they were."""
+
+from __future__ import annotations
+
+import copy
+import io
+import warnings
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fsdp_offload import checkpoint
+from fsdp_offload.checkpoint import restore
+from fsdp_offload.errors import CheckpointError
+from tests.checkpoint.test_saving import layers, pair_of, step, values_of
+from tests.fsdp import models
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def dcp_save(state: dict[str, Any], path: Path) -> None:
+    """As another program would."""
+    with warnings.catch_warnings(action="ignore"):  # that there is no process group
+        dcp.save(state, checkpoint_id=path, no_dist=True)
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        models.check_same(found[name], value, name)
+
+
+# --------------------------------------------------------------------------- values
+
+
+class Extra(nn.Linear):
+    """A layer with state of its own that is no buffer."""
+
+    def __init__(self, value: Any) -> None:
+        super().__init__(2, 2)
+        self.value = value
+
+    def get_extra_state(self) -> Any:
+        return copy.deepcopy(self.value)
+
+    def set_extra_state(self, state: Any) -> None:
+        self.value = state
+
+
+def plain(value: Any) -> Any:
+    """Something that ``==`` compares."""
+    if isinstance(value, io.BytesIO):
+        return "bytes", value.getvalue()
+    return ("tensor", value.dtype, value.tolist()) if isinstance(value, Tensor) else value
+
+
+@pytest.mark.parametrize(
+    ("saved", "other"),
+    [
+        (5, 7),
+        ({"scale": 0.5, "history": [1, 2]}, {"scale": 1.0, "more": None}),
+        (torch.arange(3), torch.zeros(3, dtype=torch.int64)),
+        (io.BytesIO(b"abc"), io.BytesIO(b"")),
+    ],
+    ids=["int", "dict", "tensor", "bytes"],
+)
+@pytest.mark.parametrize("with_optimizer", [False, True])
+def test_extra_state_of_a_module_comes_back(
+    tmp_path: Path, saved: Any, other: Any, with_optimizer: bool
+) -> None:
+    job = (*pair_of(Extra(saved)),) if with_optimizer else (Extra(saved),)
+    checkpoint.save(tmp_path / "one", *job)
+    job[0].value = other
+
+    checkpoint.load(tmp_path / "one", *job)
+
+    assert plain(job[0].value) == plain(saved)
+    if with_optimizer:
+        step(job)
+
+
+def optimizer_of(model: nn.Module, wrapped: bool, **options: Any) -> Optimizer:
+    inner = torch.optim.AdamW(model.parameters(), **{"lr": 0.1, **options})
+    return models.wrap(inner, model) if wrapped else inner
+
+
+@pytest.mark.parametrize("kind", ["float64", "float32"])
+def test_a_numpy_scalar_comes_back_as_a_number(tmp_path: Path, kind: str) -> None:
+    numpy = pytest.importorskip("numpy")
+    model, optimizer = pair_of(layers(2))
+    optimizer.param_groups[0]["lr"] = getattr(numpy, kind)(0.25)
+    checkpoint.save(tmp_path / "one", model, optimizer)
+    optimizer.param_groups[0]["lr"] = 0.5
+
+    checkpoint.load(tmp_path / "one", model, optimizer)
+
+    assert optimizer.param_groups[0]["lr"] == 0.25
+    assert type(optimizer.param_groups[0]["lr"]) is float
+
+
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_options_that_are_dicts_come_back(tmp_path: Path, wrapped: bool) -> None:
+    model = layers(2)
+    optimizer = optimizer_of(model, wrapped)
+    (group,) = optimizer.param_groups
+    group["notes"], group["nothing"] = {"a": {"b": 1}}, {}
+    checkpoint.save(tmp_path / "one", model, optimizer)
+    group["notes"], group["nothing"] = {"a": {"b": 2}, "c": 3}, {"d": 4}
+
+    checkpoint.load(tmp_path / "one", model, optimizer)
+
+    assert optimizer.param_groups[0]["notes"] == {"a": {"b": 1}}
+    assert optimizer.param_groups[0]["nothing"] == {}
+
+
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_options_that_are_tensors_come_back(tmp_path: Path, wrapped: bool) -> None:
+    def options(*values: float) -> dict[str, Any]:
+        lr, *betas = (torch.tensor(value) for value in values)
+        return {"lr": lr, "betas": tuple(betas)}
+
+    model = layers(2)
+    optimizer = optimizer_of(model, wrapped, **options(0.1, 0.5, 0.6), foreach=False)
+    checkpoint.save(tmp_path / "one", model, optimizer)
+    optimizer.param_groups[0].update(options(0.3, 0.1, 0.2))
+
+    checkpoint.load(tmp_path / "one", model, optimizer)
+
+    (group,), expected = optimizer.param_groups, options(0.1, 0.5, 0.6)
+    models.check_same(group["lr"], expected["lr"], "lr")
+    assert len(group["betas"]) == 2
+    for index in range(2):
+        models.check_same(group["betas"][index], expected["betas"][index], f"betas {index}")
+
+
+def test_a_buffer_that_is_a_conjugate_view_is_saved_resolved(tmp_path: Path) -> None:
+    values = torch.randn(100, 100, dtype=torch.complex64)
+    views = {"large": values.conj(), "small": values[:2].conj(), "negative": values.conj().imag}
+    saved, loaded = layers(1), layers(1)
+    for name, view in views.items():
+        saved.register_buffer(name, view)
+        loaded.register_buffer(name, torch.zeros(view.shape, dtype=view.dtype))
+
+    checkpoint.save(tmp_path / "one", saved)
+    checkpoint.load(tmp_path / "one", loaded)
+
+    for name, view in views.items():
+        expected = view.resolve_conj().resolve_neg()
+        assert torch.equal(getattr(loaded, name), expected), name
+
+
+# --------------------------------------------------------------------------- places
+
+
+def test_options_are_found_where_a_section_has_the_name_of_state(tmp_path: Path) -> None:
+    """``state.`` is part of ``train_state.`` too."""
+    saved = pair_of(layers(2, 2))
+    saved[1].param_groups[0]["lr"] = 0.75
+    packed = checkpoint.pack_optimizer_state(*saved)
+    sections = {"train_state": {"model": dict(saved[0].state_dict()), "optim": packed}}
+    dcp_save(sections, tmp_path)
+    loading = pair_of(layers(2, 2))
+    step(loading)
+
+    checkpoint.load(tmp_path, *loading)
+
+    assert loading[1].param_groups[0]["lr"] == 0.75
+    assert_same(values_of(loading), values_of(saved))
+
+
+@pytest.mark.parametrize("alone", ["model_prefix", "optimizer_prefix"])
+def test_one_prefix_is_enough_where_the_other_is_clear(tmp_path: Path, alone: str) -> None:
+    saved, other = pair_of(layers(2)), pair_of(layers(2))
+    step(other)
+    weights = [{"net": dict(pair[0].state_dict())} for pair in (saved, other)]
+    states = [{"opt": checkpoint.pack_optimizer_state(*pair)} for pair in (saved, other)]
+    if alone == "model_prefix":
+        sections = {"a": weights[0], "b": states[0], "c": weights[1]}
+    else:
+        sections = {"a": weights[0], "b": states[0], "c": states[1]}
+    dcp_save(sections, tmp_path)
+    loading = pair_of(layers(2))
+    prefix = {"model_prefix": "a.net.", "optimizer_prefix": "b.opt."}[alone]
+
+    with pytest.raises(CheckpointError, match="they fit equally well"):
+        checkpoint.load(tmp_path, *loading)
+    checkpoint.load(tmp_path, *loading, **{alone: prefix})
+
+    assert_same(values_of(loading), values_of(saved))
+
+
+@pytest.mark.parametrize("given", [{"model_prefix": "model."}, {"optimizer_prefix": "optim."}])
+def test_one_prefix_of_our_own_checkpoints_is_enough(tmp_path: Path, given: dict[str, str]) -> None:
+    saved, loading = pair_of(layers(2)), pair_of(layers(2))
+    checkpoint.save(tmp_path / "one", *saved)
+
+    checkpoint.load(tmp_path / "one", *loading, **given)
+
+    assert_same(values_of(loading), values_of(saved))
+
+
+@pytest.mark.parametrize("extra", [5, {"step": 1}, torch.ones(2)], ids=["int", "dict", "tensor"])
+def test_extra_of_another_program_is_not_ours(tmp_path: Path, extra: Any) -> None:
+    saved, loading = layers(2), layers(2)
+    dcp_save({"model": saved.state_dict(), "extra": extra}, tmp_path)
+
+    assert checkpoint.load(tmp_path, loading) == {}
+    assert_same(loading.state_dict(), saved.state_dict())
+
+
+# --------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        (lambda: layers(2), "unknown to this model: model.1.bias, model.1.weight"),
+        (lambda: nn.Linear(2, 2), "missing there: bias, weight"),
+    ],
+    ids=["fewer layers", "one layer"],
+)
+def test_another_model_is_refused(tmp_path: Path, other: Any, words: str) -> None:
+    checkpoint.save(tmp_path / "one", *pair_of(layers(2, 2)))
+    loading = pair_of(other())
+    before = values_of(loading)
+
+    with pytest.raises(CheckpointError, match=words):
+        checkpoint.load(tmp_path / "one", *loading)
+    assert_same(values_of(loading), before)
+    step(loading)
+
+
+def test_fewer_layers_are_loaded_where_that_is_allowed(tmp_path: Path) -> None:
+    saved, loading = pair_of(layers(2, 2)), pair_of(layers(2))
+    checkpoint.save(tmp_path / "one", *saved)
+
+    checkpoint.load(tmp_path / "one", *loading, strict=False)
+
+    expected = values_of(saved)
+    assert_same(values_of(loading), {n: v for n, v in expected.items() if n.startswith("0.")})
+
+
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_an_error_of_another_kind_is_kept_as_the_cause(tmp_path: Path, wrapped: bool) -> None:
+    model = layers(2)
+    optimizer = optimizer_of(model, wrapped)
+    checkpoint.save(tmp_path / "one", model, optimizer)
+    cause = RuntimeError("the disk is gone")
+
+    with (
+        mock.patch.object(restore._Load, "read", side_effect=cause),
+        pytest.raises(CheckpointError, match="the disk is gone") as caught,
+    ):
+        checkpoint.load(tmp_path / "one", model, optimizer)
+    assert caught.value.__cause__ is cause

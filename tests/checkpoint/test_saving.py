@@ -1,0 +1,445 @@
+"""Saves: what becomes part of a checkpoint, and what is left where something goes wrong."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+
+from fsdp_offload import HybridDeviceOptimizer, checkpoint
+from fsdp_offload.checkpoint import saving
+from fsdp_offload.errors import (
+    CheckpointError,
+    ClosedError,
+    ConfigError,
+    LaneError,
+    OffloadError,
+    StateDictError,
+)
+from fsdp_offload.testing import RankPool
+from tests.checkpoint import stand_in
+from tests.checkpoint.test_async import Gate
+from tests.checkpoint.test_interop import refusal
+from tests.fsdp import models
+from tests.fsdp.models import check, check_same
+
+Ranks = Callable[..., RankPool]
+Pair = tuple[nn.Module, HybridDeviceOptimizer]
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def pair_of(model: nn.Module, **options: Any) -> Pair:
+    """``model`` and a wrapper that has stepped once."""
+    inner = torch.optim.AdamW(model.parameters(), lr=0.1)
+    pair = model, models.wrap(inner, model, **options)
+    step(pair)
+    return pair
+
+
+def step(pair: Pair, gradient: float = 1.0) -> None:
+    for parameter in pair[0].parameters():
+        parameter.grad = torch.full_like(parameter, gradient)
+    pair[1].step()
+    pair[1].zero_grad()
+
+
+def layers(*sizes: int) -> nn.Sequential:
+    """Square linear layers."""
+    return nn.Sequential(*(nn.Linear(size, size) for size in sizes))
+
+
+def sharded() -> Pair:
+    """A small FSDP2 job, the same on all ranks."""
+    torch.manual_seed(0)
+    model = fully_shard(layers(5, 5), mesh=models.flat_mesh(dist.get_world_size()))
+    return pair_of(model)
+
+
+def values_of(pair: Pair) -> dict[str, Tensor]:
+    """Copies of this rank's weights and state."""
+    found = {}
+    for name, parameter in pair[0].named_parameters():
+        found[name] = models.local(parameter).clone()
+        for kind, value in pair[1].state[parameter].items():
+            found[f"{name}.{kind}"] = models.local(value).clone()
+    return found
+
+
+def check_values(pair: Pair, expected: dict[str, Tensor]) -> None:
+    found = values_of(pair)
+    check(found.keys() == expected.keys(), f"values {sorted(found)}")
+    for name, value in expected.items():
+        check_same(found[name], value, name)
+
+
+# --------------------------------------------------------------------------- async_save
+
+SCRIPT = """
+import sys, torch
+from fsdp_offload import checkpoint
+torch.manual_seed(0)
+model = torch.nn.Sequential(*(torch.nn.Linear(400, 400) for _ in range(100)))
+checkpoint.async_save(sys.argv[1], model)
+"""
+
+
+def test_a_save_beside_a_script_that_ends_is_completed(tmp_path: Path) -> None:
+    """Nobody waits for it: the script has no other line."""
+    path = tmp_path / "one"
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(path)],
+        cwd=root, env={**os.environ, "PYTHONPATH": str(root)},
+        capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+
+    assert done.returncode == 0, done.stderr
+    assert checkpoint.complete_checkpoints(tmp_path) == [path], done.stderr
+    torch.manual_seed(0)
+    expected = layers(*[400] * 100).state_dict()
+    with torch.device("meta"):
+        loaded = layers(*[400] * 100)
+    loaded.to_empty(device="cpu")
+    checkpoint.load(path, loaded)
+    assert all(torch.equal(value, expected[name]) for name, value in loaded.state_dict().items())
+
+
+def gather_beside_a_save(path: Path) -> None:
+    """One rank is late with its file: collectives of both must not meet."""
+    pair = sharded()
+    before = checkpoint.gather_optimizer_state(*pair)
+    with mock.patch("fsdp_offload.checkpoint.writer.SMALL_BYTES", 0), Gate() as gate:
+        future = checkpoint.async_save(path, *pair)
+        threading.Timer(0.2 * dist.get_rank(), gate.opened.set).start()
+        gathered = checkpoint.gather_optimizer_state(*pair)
+        future.result(60)
+    check(gathered.keys() == before.keys(), f"keys {sorted(gathered)}")
+    for key, value in before.items():
+        check_same(gathered[key], value, key)
+    check(bool(gathered) == (dist.get_rank() == 0), "rank 0 alone has it")
+
+
+def test_state_is_gathered_right_after_an_async_save(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(2).run(gather_beside_a_save, tmp_path / "one", timeout_s=30)
+
+
+def failing_saves(root: Path) -> int:
+    """How many files are open after saves that one rank could not copy."""
+    pair = sharded()
+    checkpoint.async_save(root / "good", *pair).result(60)
+    stage = saving._stage
+
+    def failing(*args: Any) -> Any:
+        if dist.get_rank() == 1:
+            raise CheckpointError("staging", reason="it broke", remedy="none")
+        return stage(*args)
+
+    gc.collect()
+    before = set(os.listdir("/proc/self/fd"))
+    with mock.patch.object(saving, "_stage", failing):
+        for turn in range(3):
+            error = refusal(lambda: checkpoint.async_save(root / f"bad {turn}", *pair))  # noqa: B023
+            check("it broke" in str(error), f"{error}")
+            del error
+    gc.collect()
+    dist.barrier()
+    check([p.name for p in root.iterdir()] == ["good"], f"left behind: {list(root.iterdir())}")
+    return len(set(os.listdir("/proc/self/fd")) - before)
+
+
+def test_a_save_that_could_not_begin_leaves_no_file_open(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks(2).run(failing_saves, tmp_path) == [0, 0]
+
+
+# --------------------------------------------------------------------------- folders
+
+
+def test_links_are_no_checkpoints_of_their_own(tmp_path: Path) -> None:
+    """Neither counted nor followed, wherever they lead."""
+    model, run = nn.Linear(2, 2), tmp_path / "run"
+    checkpoint.save(tmp_path / "elsewhere" / "old", model)
+    checkpoint.save(run / "1", model)
+    (run / "best").symlink_to("1")
+    (run / "far").symlink_to(tmp_path / "elsewhere" / "old")
+
+    checkpoint.save(run / "2", model, keep_last=2)
+    assert checkpoint.complete_checkpoints(run) == [run / "1", run / "2"]
+    checkpoint.save(run / "3", model, keep_last=1)
+
+    assert checkpoint.complete_checkpoints(run) == [run / "3"]
+    assert (run / "best").is_symlink()
+    assert checkpoint.load(tmp_path / "elsewhere" / "old", model) == {}
+
+
+@pytest.mark.parametrize("call", [checkpoint.save, checkpoint.async_save])
+def test_nothing_is_left_of_a_plan_that_fails(
+    tmp_path: Path, call: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failing = mock.Mock(side_effect=ValueError("plans do not fit"))
+    monkeypatch.setattr(saving._Planner, "create_global_plan", failing)
+
+    with pytest.raises(CheckpointError, match="plans do not fit") as caught:
+        call(tmp_path / "one", nn.Linear(2, 2))
+
+    assert isinstance(caught.value.__cause__, ValueError)
+    assert failing.called
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_was_killed_before_the_last_rename_is_not_replaced_unasked(tmp_path: Path) -> None:
+    model, path = nn.Linear(2, 2), tmp_path / "one"
+    checkpoint.save(path, model, extra={"save": 1})
+    path.rename(tmp_path / ".one.writing")
+
+    with pytest.raises(CheckpointError, match="it exists"):
+        checkpoint.save(path, model, extra={"save": 2})
+    assert checkpoint.load(path, model) == {"save": 1}
+
+    path.rename(tmp_path / ".one.writing")
+    checkpoint.save(path, model, extra={"save": 2}, overwrite=True)
+    assert checkpoint.load(path, model) == {"save": 2}
+
+
+# --------------------------------------------------------------------------- what is saved
+
+
+def save_extra(root: Path) -> list[dict[str, Any]]:
+    rank, model = dist.get_rank(), layers(300)  # rank 1 has tensors to write too
+    checkpoint.save(root / "all", model, extra={"rank": rank})
+    checkpoint.save(root / "first", model, extra=None if rank else {"rank": rank})
+    checkpoint.save(root / "second", model, extra={"rank": rank} if rank else None)
+    return [checkpoint.load(root / name, model) for name in ("all", "first", "second")]
+
+
+def test_extra_is_that_of_rank_0_alone(ranks: Ranks, tmp_path: Path) -> None:
+    for found in ranks(2).run(save_extra, tmp_path):
+        assert found == [{"rank": 0}, {"rank": 0}, {}]
+
+
+def test_models_with_the_same_names_are_refused(tmp_path: Path) -> None:
+    parts = [layers(2), layers(2)]
+    parameters = [p for part in parts for p in part.parameters()]
+    optimizer = models.wrap(torch.optim.AdamW(parameters), parts)
+    checkpoint.save(tmp_path / "one", parts[0])
+
+    with pytest.raises(ConfigError, match=r"0\.weight.* of two of the models"):
+        checkpoint.save(tmp_path / "two", parts, optimizer)
+    with pytest.raises(ConfigError, match=r"0\.weight.* of two of the models"):
+        checkpoint.load(tmp_path / "one", parts)
+    assert [p.name for p in tmp_path.iterdir()] == ["one"]
+
+
+def save_other_shapes(root: Path) -> OffloadError | None:
+    model = layers(4 + dist.get_rank())
+    return refusal(lambda: checkpoint.save(root / "one", model))
+
+
+def test_ranks_with_other_shapes_under_one_name_are_refused(ranks: Ranks, tmp_path: Path) -> None:
+    for error in ranks(2).run(save_other_shapes, tmp_path):
+        assert isinstance(error, ConfigError)
+        assert "model.0.weight of shapes (4, 4) and (5, 5)" in str(error)
+    assert not list(tmp_path.iterdir())
+
+
+# --------------------------------------------------------------------------- errors of one rank
+
+
+def unknown_parameters(pair: Pair, root: Path) -> list[Callable[[], Any]]:
+    """Rank 1 passes a model that is not the optimizer's."""
+    model, optimizer = (nn.Linear(2, 2) if dist.get_rank() else pair[0]), pair[1]
+    return [
+        lambda: checkpoint.save(root / "new", model, optimizer),
+        lambda: checkpoint.async_save(root / "new", model, optimizer),
+        lambda: checkpoint.gather_optimizer_state(model, optimizer),
+        lambda: checkpoint.distribute_optimizer_state(model, optimizer, {}),
+    ]
+
+
+def wrong_count(pair: Pair, root: Path) -> list[Callable[[], Any]]:
+    return [lambda: checkpoint.save(root / "new", *pair, keep_last=0 if dist.get_rank() else 3)]
+
+
+def wrong_size(pair: Pair, root: Path) -> list[Callable[[], Any]]:
+    size = "much" if dist.get_rank() else 0
+    return [lambda: checkpoint.async_save(root / "new", *pair, staging_bytes=size)]
+
+
+def closed(pair: Pair, root: Path) -> list[Callable[[], Any]]:
+    whole = checkpoint.gather_optimizer_state(*pair)
+    if dist.get_rank() == 1:
+        pair[1].close()
+    return [
+        lambda: checkpoint.save(root / "new", *pair),
+        lambda: checkpoint.async_save(root / "new", *pair),
+        lambda: checkpoint.load(root / "good", *pair),
+        lambda: checkpoint.gather_optimizer_state(*pair),
+        lambda: checkpoint.distribute_optimizer_state(*pair, whole),
+    ]
+
+
+def refused_on_rank_1(
+    root: Path, calls: Callable[[Pair, Path], list[Callable[[], Any]]]
+) -> list[OffloadError | None]:
+    pair = sharded()
+    checkpoint.save(root / "good", *pair, extra={"turn": 1})
+    found = [refusal(call) for call in calls(pair, root)]
+    dist.barrier()
+    check([p.name for p in root.iterdir()] == ["good"], f"left behind: {list(root.iterdir())}")
+    again = sharded()  # nobody waits for anybody
+    check(checkpoint.load(root / "good", *again) == {"turn": 1}, "extra")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("calls", "kind", "words"),
+    [
+        (unknown_parameters, ConfigError, "the model does not"),
+        (wrong_count, ConfigError, "keep_last=0"),
+        (wrong_size, ConfigError, "staging_bytes='much'"),
+        (closed, ClosedError, "a closed optimizer"),
+    ],
+)
+def test_an_error_of_one_rank_is_raised_on_all(
+    ranks: Ranks, tmp_path: Path, calls: Any, kind: type[OffloadError], words: str
+) -> None:
+    first, second = ranks(2).run(refused_on_rank_1, tmp_path, calls, timeout_s=30)
+
+    assert len(first) == len(second) >= 1
+    for there, here in zip(first, second, strict=True):
+        assert type(there) is type(here) is kind
+        assert str(there) == f"rank 1: {here}"
+        assert words in str(here)
+
+
+def fail_at_the_end(path: Path) -> tuple[OffloadError | None, ...]:
+    """A hook raises when all has been read; then the optimizer fails until a good load."""
+    pair = sharded()
+    checkpoint.save(path, *pair)
+    saved = values_of(pair)
+    step(pair, 0.5)
+
+    def hook(*_: Any) -> None:
+        if dist.get_rank() == 1:
+            raise ValueError("the hook broke")
+
+    handle = pair[1].register_load_state_dict_pre_hook(hook)
+    told = refusal(lambda: checkpoint.load(path, *pair))
+    unusable = (pair[1].step, lambda: checkpoint.save(path.with_name("new"), *pair))
+    failed = [refusal(call) for call in unusable]
+    handle.remove()
+    checkpoint.load(path, *pair)
+    check_values(pair, saved)
+    step(pair)
+    return told, *failed
+
+
+def test_a_load_that_one_rank_cannot_take_over_fails_on_all(ranks: Ranks, tmp_path: Path) -> None:
+    results = ranks(2).run(fail_at_the_end, tmp_path / "one", timeout_s=30)
+
+    for told, *failed in results:
+        assert isinstance(told, OffloadError)
+        assert "the hook broke" in str(told)
+        assert [type(error) for error in failed] == [LaneError, LaneError]
+    assert "rank 1" in str(results[0][0])
+
+
+# --------------------------------------------------------------------------- pipelines
+
+
+def stage(*others: str) -> Pair:
+    """Rank r has module ``stage{r}``; and ``others``."""
+    rank = dist.get_rank()
+    torch.manual_seed(rank)
+    pair = pair_of(nn.ModuleDict({n: nn.Linear(4, 4) for n in (f"stage{rank}", *others)}))
+    step(pair, float(rank))
+    return pair
+
+
+def resume_stages(path: Path) -> None:
+    saving_pair = stage()
+    checkpoint.save(path, *saving_pair, extra={"step": 2})
+    loading = stage()
+    step(loading, -3.0)
+    check(checkpoint.load(path, *loading) == {"step": 2}, "extra")
+    check_values(loading, values_of(saving_pair))
+
+
+def test_stages_of_a_pipeline_are_resumed(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(2).run(resume_stages, tmp_path / "one")
+
+
+def lack_a_module(path: Path) -> OffloadError | None:
+    """Only the last rank had it when it was saved."""
+    saving_pair = stage(*["head"] * dist.get_rank())
+    checkpoint.save(path, *saving_pair)
+    loading = stage()
+    step(loading, -3.0)
+    before = values_of(loading)
+    refused = refusal(lambda: checkpoint.load(path, *loading))
+    check_values(loading, before)
+    checkpoint.load(path, *loading, strict=False)
+    expected = values_of(saving_pair)
+    check_values(loading, {n: v for n, v in expected.items() if not n.startswith("head")})
+    return refused
+
+
+def test_weights_that_no_stage_has_are_refused(ranks: Ranks, tmp_path: Path) -> None:
+    for error in ranks(2).run(lack_a_module, tmp_path / "one"):
+        assert isinstance(error, CheckpointError)
+        assert "unknown to this model: model.head.bias, model.head.weight." in str(error)
+
+
+def whole_of_stages() -> list[OffloadError | None]:
+    pair = stage()
+    before = values_of(pair)
+    mine = checkpoint.pack_optimizer_state(*pair)
+    whole = {k: v.zero_() if isinstance(v, Tensor) else v for k, v in mine.items()}
+    whole = {k: v.clone() if isinstance(v, Tensor) else v for k, v in whole.items()}
+    for name, parameter in pair[0].named_parameters():
+        for kind, value in pair[1].state[parameter].items():
+            value.copy_(before[f"{name}.{kind}"])
+    found = [
+        refusal(lambda: checkpoint.gather_optimizer_state(*pair)),
+        refusal(lambda: checkpoint.distribute_optimizer_state(*pair, whole)),
+    ]
+    check_values(pair, before)
+    return found
+
+
+def test_stages_have_no_whole_state(ranks: Ranks) -> None:
+    """Collectives of ranks with different tensors would be mixed up."""
+    for refused in ranks(2).run(whole_of_stages, timeout_s=30):
+        assert [type(error) for error in refused] == [StateDictError] * 2
+        assert all("different keys" in str(error) for error in refused)
+
+
+# --------------------------------------------------------------------------- ragged shards
+
+
+def gather_ragged() -> OffloadError | None:
+    generator = torch.Generator().manual_seed(0)
+    full = {n: torch.randn(s, generator=generator) for n, s in (("up", (7, 3)), ("bias", (5,)))}
+    model = nn.Module()
+    for name, parameter in stand_in.Layout(models.mesh((2,), ("dp",))).make(full).items():
+        model.register_parameter(name, parameter)
+    optimizer = models.wrap(torch.optim.AdamW(model.parameters()), model)
+    return refusal(lambda: checkpoint.gather_optimizer_state(model, optimizer))
+
+
+def test_state_that_is_cut_freely_is_not_gathered(ranks: Ranks) -> None:
+    for error in ranks(2).run(gather_ragged, timeout_s=30):
+        assert isinstance(error, StateDictError)
+        assert "cut freely" in str(error)
