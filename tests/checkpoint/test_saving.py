@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from fsdp_offload import HybridDeviceOptimizer, checkpoint
-from fsdp_offload.checkpoint import saving
+from fsdp_offload.checkpoint import saving, writer
 from fsdp_offload.errors import (
     CheckpointError,
     ClosedError,
@@ -118,12 +119,16 @@ def test_a_save_beside_a_script_that_ends_is_completed(tmp_path: Path) -> None:
 
 
 def gather_beside_a_save(path: Path) -> None:
-    """One rank is late with its file: collectives of both must not meet."""
+    """Rank 0 is late with its file, rank 1 waits for it: collectives of both must not meet."""
     pair = sharded()
     before = checkpoint.gather_optimizer_state(*pair)
-    with mock.patch("fsdp_offload.checkpoint.writer.SMALL_BYTES", 0), Gate() as gate:
+    with mock.patch.object(writer, "SMALL_BYTES", 0), Gate() as gate:
         future = checkpoint.async_save(path, *pair)
-        threading.Timer(0.2 * dist.get_rank(), gate.opened.set).start()
+        if dist.get_rank() == 0:
+            threading.Timer(0.4, gate.opened.set).start()
+        else:
+            gate.opened.set()
+            time.sleep(0.2)
         gathered = checkpoint.gather_optimizer_state(*pair)
         future.result(60)
     check(gathered.keys() == before.keys(), f"keys {sorted(gathered)}")
@@ -258,11 +263,12 @@ def test_ranks_with_other_shapes_under_one_name_are_refused(ranks: Ranks, tmp_pa
 
 
 def unknown_parameters(pair: Pair, root: Path) -> list[Callable[[], Any]]:
-    """Rank 1 passes a model that is not the optimizer's."""
-    model, optimizer = (nn.Linear(2, 2) if dist.get_rank() else pair[0]), pair[1]
+    """Rank 1 passes a model that looks like the optimizer's."""
+    model, optimizer = (layers(5, 5) if dist.get_rank() else pair[0]), pair[1]
     return [
         lambda: checkpoint.save(root / "new", model, optimizer),
         lambda: checkpoint.async_save(root / "new", model, optimizer),
+        lambda: checkpoint.load(root / "good", model, optimizer),
         lambda: checkpoint.gather_optimizer_state(model, optimizer),
         lambda: checkpoint.distribute_optimizer_state(model, optimizer, {}),
     ]
@@ -405,12 +411,8 @@ def test_weights_that_no_stage_has_are_refused(ranks: Ranks, tmp_path: Path) -> 
 def whole_of_stages() -> list[OffloadError | None]:
     pair = stage()
     before = values_of(pair)
-    mine = checkpoint.pack_optimizer_state(*pair)
-    whole = {k: v.zero_() if isinstance(v, Tensor) else v for k, v in mine.items()}
-    whole = {k: v.clone() if isinstance(v, Tensor) else v for k, v in whole.items()}
-    for name, parameter in pair[0].named_parameters():
-        for kind, value in pair[1].state[parameter].items():
-            value.copy_(before[f"{name}.{kind}"])
+    packed = checkpoint.pack_optimizer_state(*pair)
+    whole = {k: torch.zeros_like(v) if isinstance(v, Tensor) else v for k, v in packed.items()}
     found = [
         refusal(lambda: checkpoint.gather_optimizer_state(*pair)),
         refusal(lambda: checkpoint.distribute_optimizer_state(*pair, whole)),
