@@ -77,8 +77,9 @@ def find_places(
     owners = [key.rpartition(".")[0] for key in keys if key.rpartition(".")[2] in names]
     states = {p: found for p, found in _by_prefix(owners, fqns).items() if _STATE_PART.search(p)}
     weights = _by_prefix(keys, fqns)
-    weights = {p: found for p, found in weights.items() if not _is_group_prefix(p)}
-    if model_prefix is not None:
+    if model_prefix is None:
+        weights = {p: found for p, found in weights.items() if not _is_group_prefix(p)}
+    else:
         weights = {p: found for p, found in weights.items() if p == model_prefix}
     if optimizer_prefix is not None:
         start = f"{optimizer_prefix}{_STATE}"

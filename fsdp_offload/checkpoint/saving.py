@@ -31,7 +31,7 @@ from torch.optim import Optimizer
 
 from .. import shards
 from ..config import parse_bytes
-from ..device import Gateway
+from ..device import Gateway, gateway_for
 from ..errors import ConfigError
 from ..optimizer import HybridDeviceOptimizer
 from ..wrapping import gateway_of
@@ -170,9 +170,7 @@ def _staging_of(
     owner = models_of(model)[0] if optimizer is None else optimizer
     if owner not in _stagings:
         wanted = sum(aligned(entry.source.nbytes) for entry in file.large) if size is None else size
-        _stagings[owner] = Staging(
-            wanted, gateway_of(p for m in models_of(model) for p in m.parameters())
-        )
+        _stagings[owner] = Staging(wanted, _gateway(models_of(model)))
         weakref.finalize(owner, _stagings[owner].close)
         _log.info("async_save reserved %d bytes of host memory", wanted)
     return _stagings[owner]
@@ -345,7 +343,10 @@ def _collect(
 
 
 def _gateway(models: Sequence[nn.Module]) -> Gateway:
-    return gateway_of(parameter for model in models for parameter in model.parameters())
+    """Of the device that holds what is saved; a rank of a pipeline may hold nothing."""
+    parameters = [parameter for model in models for parameter in model.parameters()]
+    tensors = parameters or [buffer for model in models for buffer in model.buffers()]
+    return gateway_of(tensors) if tensors else gateway_for(torch.device("cpu"))
 
 
 def _written_elsewhere(

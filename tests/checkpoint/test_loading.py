@@ -170,7 +170,9 @@ def test_options_are_found_where_a_section_has_the_name_of_state(
     saved = pair_of(layers(2, 2))
     saved[1].param_groups[0]["lr"] = 0.75
     packed = checkpoint.pack_optimizer_state(*saved)
-    dcp_save({section: {"model": dict(saved[0].state_dict()), "optim": packed}}, tmp_path)
+    sections = {section: {"optim": packed}}
+    sections.setdefault("train_state", {})["model"] = dict(saved[0].state_dict())
+    dcp_save(sections, tmp_path)
     loading = pair_of(layers(2, 2))
     step(loading)
 
@@ -266,3 +268,29 @@ def test_an_error_of_another_kind_is_kept_as_the_cause(tmp_path: Path, wrapped: 
     ):
         checkpoint.load(tmp_path / "one", model, optimizer)
     assert caught.value.__cause__ is cause
+
+
+def test_weights_under_a_section_called_state_are_found_by_their_prefix(tmp_path: Path) -> None:
+    model, loading = layers(2), layers(2)
+    dcp_save({"state": {"model": dict(model.state_dict())}}, tmp_path)
+
+    checkpoint.load(tmp_path, loading, model_prefix="state.model.")
+
+    for a, b in zip(model.parameters(), loading.parameters(), strict=True):
+        assert is_same(b, a)
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_a_module_without_parameters_is_saved(tmp_path: Path, later: bool) -> None:
+    """As the ranks of a pipeline may hold it."""
+    saved, loading = nn.Module(), nn.Module()
+    saved.register_buffer("scale", torch.tensor([1.0, 2.0]))
+    loading.register_buffer("scale", torch.zeros(2))
+    if later:
+        checkpoint.async_save(tmp_path / "one", saved).result()
+    else:
+        checkpoint.save(tmp_path / "one", saved)
+
+    checkpoint.load(tmp_path / "one", loading)
+
+    assert loading.get_buffer("scale").tolist() == [1.0, 2.0]
