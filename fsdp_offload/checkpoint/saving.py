@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
@@ -344,8 +344,8 @@ def _collect(
 
 def _gateway(models: Sequence[nn.Module]) -> Gateway:
     """Of the device that holds what is saved; a rank of a pipeline may hold nothing."""
-    parameters = [parameter for model in models for parameter in model.parameters()]
-    tensors = parameters or [buffer for model in models for buffer in model.buffers()]
+    tensors: list[Tensor] = [parameter for model in models for parameter in model.parameters()]
+    tensors = tensors or [buffer for model in models for buffer in model.buffers()]
     return gateway_of(tensors) if tensors else gateway_for(torch.device("cpu"))
 
 

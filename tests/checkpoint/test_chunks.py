@@ -34,8 +34,9 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_offload import shards
-from fsdp_offload.checkpoint.chunks import Box, attach_ragged, covers, flat_boxes
+from fsdp_offload.chunks import Box, covers, flat_boxes
 from fsdp_offload.errors import UnsupportedParameterError
+from fsdp_offload.ragged import attach_ragged
 from tests.checkpoint import stand_in
 
 MOST_DIMS = 4
