@@ -677,7 +677,7 @@ def fsdp_resume(size: int, shape: tuple[int, ...], dtype: torch.dtype, path: Pat
         (2, (), torch.float32),
         (2, (), torch.bfloat16),
         pytest.param(4, (), torch.float32, marks=pytest.mark.long),
-        (4, (2, 2), torch.bfloat16),
+        pytest.param(4, (2, 2), torch.bfloat16, marks=pytest.mark.long),
     ],
 )
 def test_a_resumed_fsdp_job_equals_an_uninterrupted_one(

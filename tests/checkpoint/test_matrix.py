@@ -36,7 +36,6 @@ DEFAULT: list[tuple[int, Source, Variant]] = [
     (2, Source(PLAIN_BF16, "flat"), OURS_BF16),
     (2, Source(OURS_HSDP, "flat"), OURS_HSDP),
     (3, Source(PLAIN, "nested"), Variant(lanes=0.5)),
-    (3, Source(OURS_TP, "nested"), OURS_TP),
 ]
 
 
