@@ -35,6 +35,7 @@ from .errors import UnsupportedParameterError
 from .ragged import attach_boxes, boxes_of, is_ours
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
     from torch.distributed.checkpoint.planner import WriteItem
 
@@ -384,6 +385,20 @@ def same_placement(parameter: Tensor, value: Tensor) -> bool:
         return True
     ragged = ragged_of(parameter)
     return ragged is not None and told == ragged.boxes
+
+
+def mesh_groups(parameters: Iterable[Tensor]) -> list[ProcessGroup]:
+    """Process groups of every mesh that ``parameters`` live on, each once, without groups of one.
+
+    In the order in which the parameters show their meshes, so the same on all ranks of a mesh.
+    """
+    groups: dict[ProcessGroup, None] = {}
+    for parameter in parameters:
+        if isinstance(parameter, DTensor):
+            mesh = parameter.device_mesh
+            axes = [axis for axis in range(mesh.ndim) if mesh.size(axis) > 1]
+            groups |= dict.fromkeys(mesh.get_group(axis) for axis in axes)
+    return list(groups)
 
 
 def parameter_names(models: Sequence[nn.Module]) -> dict[Tensor, str]:
