@@ -292,14 +292,17 @@ class HostProbe:
         counts, stop = [0] * self._threads, threading.Event()
 
         def loop(index: int) -> None:
-            while not stop.is_set():
-                self._steps[index]()
-                counts[index] += 1
+            try:
+                while not stop.is_set():
+                    self._steps[index]()
+                    counts[index] += 1
+            finally:
+                stop.set()  # after an error nobody waits for this thread
 
         tickets: list[Ticket] = [self._pool.submit(loop, i) for i in range(self._threads)]
         try:
             started = time.perf_counter()
-            while min(counts) == 0 and self._pool.alive():  # all are warm
+            while min(counts) == 0 and not stop.is_set():  # all are warm then
                 if time.perf_counter() - started > _START_SECONDS:
                     raise DeviceError("host lane threads", reason="one of them does not get a core")
                 time.sleep(0.001)

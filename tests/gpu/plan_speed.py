@@ -1,8 +1,7 @@
 """Predictions beside measured steps: rates of this machine, then each lane and ``auto``.
 
-    python tests/gpu/plan_speed.py
-    --layers N       of the GPT-shaped list of parameters (default 24: 1.33 G)
-    --iterations N   steps per median (default 10)
+Usage: ``python tests/gpu/plan_speed.py [--layers 24] [--iterations 10]``. The default is the
+GPT-shaped list of 1.33 G parameters of ``fsdp_offload.bench.step``; medians over the iterations.
 """
 
 from __future__ import annotations

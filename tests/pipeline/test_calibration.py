@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import astuple
@@ -81,7 +82,10 @@ def test_a_failure_is_typed_and_keeps_its_cause(part: str, monkeypatch: pytest.M
     measure_rates(CpuGateway(CPU), TRANSFER, effort=TINY)
 
 
-def test_an_error_in_a_host_thread_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("after", [0, 4])
+def test_an_error_in_a_host_thread_is_raised_at_once(
+    after: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real = calibration._adamw_step
     calls: list[int] = []
 
@@ -90,15 +94,17 @@ def test_an_error_in_a_host_thread_is_raised(monkeypatch: pytest.MonkeyPatch) ->
 
         def once() -> None:
             calls.append(1)
-            if len(calls) > 4:
+            if len(calls) > after:
                 raise ZeroDivisionError("in a thread")
             step()
 
         return once
 
     monkeypatch.setattr(calibration, "_adamw_step", failing)
+    began = time.monotonic()
     with pytest.raises(DeviceError, match="in a thread"):
         measure_rates(CpuGateway(CPU), TRANSFER, effort=TINY)
+    assert time.monotonic() - began < calibration._START_SECONDS / 2
 
 
 # --------------------------------------------------------------------------- ranks
