@@ -164,9 +164,9 @@ class OffloadConfig:
     offload_fraction: float = 1.0
     device_budget_bytes: int | None = None
     update_on: str | tuple[str, ...] = "auto"
-    """Where offloaded state is updated. ``"device"``: streamed; ``"host"``: on CPU cores; ``"auto"``:
-    as the planner finds fastest by measured rates, streamed on CPU tensors; or a lane for each
-    trainable parameter, in the order of ``param_groups``."""
+    """Where offloaded state is updated. ``"device"``: streamed. ``"host"``: on CPU cores.
+    ``"auto"``: as the planner finds fastest by measured rates; on CPU tensors streamed. Or a lane
+    for each trainable parameter, in the order of ``param_groups``."""
     overlap: str = "step"
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     transfer: TransferConfig = field(default_factory=TransferConfig)

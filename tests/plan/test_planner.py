@@ -113,6 +113,20 @@ def test_four_gpus_at_the_wall_of_host_memory_stream(state_bytes: int) -> None:
     assert set(make_plan(gpt(state_bytes), config(), FOUR_GPUS).lanes) == {"streamed"}
 
 
+@pytest.mark.parametrize("share", [0.3, 1.0])
+@pytest.mark.parametrize("state_bytes", [4, 8, 10])
+def test_from_slow_to_fast_cores_auto_follows_the_best(state_bytes: int, share: float) -> None:
+    """Where both lanes take about as long, too, with enough host memory for both or not."""
+    made = gpt(state_bytes, layers=4)
+    for exponent in range(-20, 21):
+        rates = replace(ONE_GPU, host_numel_per_s=4e9 * 1.05**exponent, host_dram_gbps=700 * share)
+        single = [step_ms(made, [lane] * len(made), rates) for lane in ("streamed", "host")]
+        auto = make_plan(made, config(), rates)
+        assert step_ms(made, auto.lanes, rates) <= 1.03 * min(single)
+        if "host" in auto.lanes and "streamed" in auto.lanes:
+            assert step_ms(made, auto.lanes, rates) <= 0.9 * min(single) * 1.03
+
+
 def test_fast_cores_behind_a_slow_link_take_everything() -> None:
     rates = replace(FAST_CORES, both_ways_gbps=5.0)
     # Gradients and parameters travel too: a lane needs less of the link than the other.
