@@ -118,8 +118,8 @@ def test_four_gpus_at_the_wall_of_host_memory_stream(state_bytes: int) -> None:
 def test_from_slow_to_fast_cores_auto_follows_the_best(state_bytes: int, share: float) -> None:
     """Where both lanes take about as long, too, with enough host memory for both or not."""
     made = gpt(state_bytes, layers=4)
-    for exponent in range(-20, 21):
-        rates = replace(ONE_GPU, host_numel_per_s=4e9 * 1.05**exponent, host_dram_gbps=700 * share)
+    for exponent in range(-25, 26):
+        rates = replace(ONE_GPU, host_numel_per_s=4e9 * 1.06**exponent, host_dram_gbps=700 * share)
         single = [step_ms(made, [lane] * len(made), rates) for lane in ("streamed", "host")]
         auto = make_plan(made, config(), rates)
         assert step_ms(made, auto.lanes, rates) <= 1.03 * min(single)
