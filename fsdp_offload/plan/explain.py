@@ -61,7 +61,8 @@ def explain(
             rows.append(_row(total, rates, measured_ms.get(lane, _measured_of(total, measured_ms))))
     total_load = sum((run.load for run in runs), Load())
     prediction = None if rates is None else predict(total_load, rates)
-    return "\n".join([*_align([_HEADER, *rows]), _summary(prediction, measured_ms.get("step"))])
+    lines = [*_align([_HEADER, *rows]), _summary(prediction, measured_ms.get("step"))]
+    return "\n".join(lines if rates is None else [*lines, _rates_line(rates)])
 
 
 def _measured_of(run: _Run, measured_ms: Mapping[str, float]) -> float | None:
@@ -106,6 +107,14 @@ def _summary(prediction: Prediction | None, step_ms: float | None) -> str:
     if step_ms:
         text += f"; predicted / measured {prediction.step_ms / step_ms:.2f}"
     return text
+
+
+def _rates_line(rates: Rates) -> str:
+    return (
+        f"rates: link {rates.h2d_gbps:.1f} up, {rates.d2h_gbps:.1f} down, "
+        f"{rates.both_ways_gbps:.1f} GB/s both; host {rates.host_numel_per_s / 1e9:.2f} G "
+        f"parameters/s; dram {rates.host_dram_gbps:.0f}, device {rates.device_gbps:.0f} GB/s"
+    )
 
 
 def _align(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -105,12 +105,14 @@ def test_the_table_of_a_small_plan() -> None:
         "host      all             1      24.0      8.0          0.45      0.50",
         "step: predicted 7.5 ms, measured 1.0 ms, limited by the host; busy ms: "
         "link 0.6, host 7.5, dram 0.5, device 0.1; predicted / measured 7.45",
+        "rates: link 55.3 up, 55.3 down, 101.5 GB/s both; host 4.40 G parameters/s; "
+        "dram 208, device 3500 GB/s",
     ]
 
 
 def test_rows_of_a_lane_add_up_to_its_total() -> None:
     plan = make_plan(gpt(), config(), ONE_GPU)
-    rows = [line.split() for line in plan.explain(200.0).splitlines()[1:-1]]
+    rows = [line.split() for line in plan.explain(200.0).splitlines()[1:-2]]
     for lane in ("streamed", "host"):
         of_runs = [float(row[5]) for row in rows if row[0] == lane and row[1] != "all"]
         (total,) = (float(row[5]) for row in rows if row[:2] == [lane, "all"])
