@@ -414,7 +414,7 @@ def saved_names(models: Sequence[nn.Module]) -> dict[Tensor, str]:
 def fsdp_parameters(models: Iterable[nn.Module]) -> set[Tensor]:
     """Parameters that an FSDP2 module of ``models`` all-gathers."""
     managed: set[Tensor] = set()
-    for group in _fsdp_groups(models):
+    for group, _ in fsdp_groups(models):
         managed.update(fsdp_param.sharded_param for fsdp_param in group.fsdp_params)
     return managed
 
@@ -423,21 +423,25 @@ def offloads_parameters(models: Iterable[nn.Module]) -> bool:
     """Whether a module was sharded with ``CPUOffloadPolicy``."""
     from torch.distributed.fsdp import CPUOffloadPolicy
 
-    return any(isinstance(group.offload_policy, CPUOffloadPolicy) for group in _fsdp_groups(models))
+    groups = fsdp_groups(models)
+    return any(isinstance(group.offload_policy, CPUOffloadPolicy) for group, _ in groups)
 
 
-def _fsdp_groups(models: Iterable[nn.Module]) -> list:  # type: ignore[type-arg]
-    """FSDP2 parameter groups. torch 2.11 keeps one per module, later versions a list."""
+def fsdp_groups(models: Iterable[nn.Module]) -> list[tuple[Any, Any]]:
+    """FSDP2's own parameter groups, each with the state of its module.
+
+    torch 2.11 keeps one per module, later versions a list.
+    """
     from torch.distributed.fsdp import FSDPModule
 
-    groups = []
+    groups: list[tuple[Any, Any]] = []
     for model in models:
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 state = module._get_fsdp_state()
                 single = getattr(state, "_fsdp_param_group", None)
                 found = getattr(state, "_fsdp_param_groups", None) or [single]
-                groups += [group for group in found if group is not None]
+                groups += [(group, state) for group in found if group is not None]
     return groups
 
 

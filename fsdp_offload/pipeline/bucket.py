@@ -151,6 +151,19 @@ class BucketUpdate:
             remainders = [view(s, REMAINDER_KIND, s.entry.numel) for s in bucket.slices]
             self._codes = list(zip(self._shards, remainders, self._masters, strict=True))
 
+    def bind(self, view: StateView, flat_remainder: Tensor | None = None) -> None:
+        """Temporary."""
+        for piece, s in zip(self.pieces, self.bucket.slices, strict=True):
+            for kind, numel in piece.record.kinds:
+                if kind.name in piece.state:
+                    piece.state[kind.name] = shaped(piece.record, view(s, kind, numel))
+        if self._form is MasterForm.REMAINDER:
+            if flat_remainder is not None and len(self.bucket.slices) > 1:
+                self._codes = [(self._codes[0][0], flat_remainder, self._codes[0][2])]
+            else:
+                rem = [view(s, REMAINDER_KIND, s.entry.numel) for s in self.bucket.slices]
+                self._codes = list(zip(self._shards, rem, self._masters, strict=True))
+
     def run(self, gradients: list[Tensor | None], snapshot: Snapshot) -> None:
         """Update the bucket's parameters and state. ``gradients``: per piece, 1-D or None."""
         self._unpack()
