@@ -335,12 +335,18 @@ def like(parameter: Tensor, shard: Tensor) -> Tensor:
 # --------------------------------------------------------------------------- norms
 
 
+_NO_MESH_YET = object()
+
+
 def by_mesh(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
     """``tensors`` in groups that share a mesh (plain ones: none), in order of first appearance."""
     groups: dict[object, list[Tensor]] = {}
+    last: object = _NO_MESH_YET  # neighbours mostly share one, and hashing a mesh takes longer
     for tensor in tensors:
         mesh = tensor.device_mesh if isinstance(tensor, DTensor) else None
-        groups.setdefault(mesh, []).append(tensor)
+        if mesh is not last:
+            last, group = mesh, groups.setdefault(mesh, [])
+        group.append(tensor)
     return list(groups.values())
 
 
@@ -359,12 +365,16 @@ def norm_over_mesh(gradients: Sequence[Tensor], p: float) -> Tensor:
         return plain
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-    wholes = [_without_partial(g) for g in gradients if isinstance(g, DTensor)]
-    norms, order = _local_norms([local(g) for g in wholes], p)
+    wholes = _without_partial([g for g in gradients if isinstance(g, DTensor)])
+    # No call per tensor where the shard is an ordinary one.
+    pieces = [t if type(t := g._local_tensor) is Tensor else local(g) for g in wholes]
+    norms, order = _local_norms(pieces, p)
     mark = _pending_norm(first.device_mesh, norms[0], p)
-    pending = [
-        tuple(mark if not x.is_replicate() else x for x in wholes[i].placements) for i in order
-    ]
+    pending_of = {
+        placements: tuple(x if x.is_replicate() else mark for x in placements)
+        for placements in {g.placements for g in wholes}
+    }
+    pending = [pending_of[wholes[i].placements] for i in order]
     merged = _merged(pending)
     vector = torch.stack(_aligned(norms, pending, merged, first.device_mesh))
     meta = TensorMeta(vector.shape, vector.stride(), vector.dtype)
@@ -385,11 +395,18 @@ def replicated_like(value: Tensor, norms: Sequence[Tensor]) -> Tensor:
     return value
 
 
-def _without_partial(gradient: DTensor) -> DTensor:
+def _without_partial(gradients: list[DTensor]) -> list[DTensor]:
     """Torch norms what is pending a reduction only when it is whole."""
-    if not any(placement.is_partial() for placement in gradient.placements):
-        return gradient
-    return gradient.redistribute(placements=[Replicate()] * gradient.device_mesh.ndim)
+    distinct = {gradient.placements for gradient in gradients}
+    partial = {each for each in distinct if any(placement.is_partial() for placement in each)}
+    if not partial:
+        return gradients
+    return [
+        g.redistribute(placements=[Replicate()] * g.device_mesh.ndim)
+        if g.placements in partial
+        else g
+        for g in gradients
+    ]
 
 
 def _local_norms(tensors: Sequence[Tensor], p: float) -> tuple[list[Tensor], list[int]]:
