@@ -118,6 +118,9 @@ class Snapshot:
     ``host_groups`` is the same with tensors on the CPU, for the host lane. What a class that is
     not torch's own changes in its groups or attributes is collected from the first bucket of
     each group and written back once, after the step.
+
+    ``clip``: what gradients are multiplied by before the update, rounded as
+    ``torch.nn.utils.clip_grads_with_norm_`` rounds; a 0-dim tensor on the device, or None.
     """
 
     groups: list[dict[str, Any]]
@@ -125,6 +128,7 @@ class Snapshot:
     attributes: dict[str, Any]
     changed_groups: dict[int, dict[str, Any]] = field(default_factory=dict)
     changed_attributes: dict[str, Any] | None = None
+    clip: Tensor | None = None
 
     @classmethod
     def take(cls, optimizer: Optimizer, groups: list[dict[str, Any]], *, host: bool) -> Snapshot:
@@ -158,5 +162,7 @@ class Work:
         found: list[Tensor | None] = []
         for piece in pieces:
             gradient = self.gradients[piece.record.index]
-            found.append(None if gradient is None else gradient[piece.start : piece.stop])
+            if gradient is not None and piece.stop - piece.start != piece.record.info.local_numel:
+                gradient = gradient[piece.start : piece.stop]
+            found.append(gradient)
         return found
