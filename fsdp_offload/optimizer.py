@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
-from . import loading, shards
+from . import clipping, loading, shards
 from .config import OffloadConfig, PrecisionConfig, TransferConfig
 from .device import Event
 from .errors import (
@@ -119,6 +119,7 @@ class HybridDeviceOptimizer(Optimizer):
         self._built = self._loaded_since_step = self._state_was_read = False
         self._weights_before: Tensor | None = None
         self._overlap: Overlap | None = None
+        self._clip: Tensor | None = None  # coefficient for the next step
         self._steps, self._step_ms = 0, 0.0
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self._inventory = Inventory(optimizer, models, self._config, self._gateway.device)
@@ -191,6 +192,7 @@ class HybridDeviceOptimizer(Optimizer):
             if work.ready[record.index] is None:
                 work.gradients[record.index] = self._gradient(record)
         self._count_empty_shards(work.gradients)
+        work.snapshot.clip, self._clip = self._clip, None
         return work
 
     def _begin(self) -> Work:
@@ -330,6 +332,7 @@ class HybridDeviceOptimizer(Optimizer):
                     remedy='call step() first; overlap="forward" can skip an update',
                 )
             self._overlap.clear_spent()
+        self._clip = None
         super().zero_grad(set_to_none)
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -397,6 +400,31 @@ class HybridDeviceOptimizer(Optimizer):
             self._shown[parameter].update(fresh)
 
     # ------------------------------------------------------------------ the wrapper's own
+
+    @torch.no_grad()
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        """As ``torch.nn.utils.clip_grad_norm_`` over all parameters, with its bits.
+
+        The norm is taken here, with one all-reduce per mesh; gradients are multiplied where the
+        next ``step()`` reads them, so ``.grad`` itself stays as it is until then. Parameters that
+        lie on several meshes, which torch refuses, count together.
+
+        Returns:
+            The norm before clipping: 0-dim, a replicated DTensor where gradients are DTensors.
+
+        Raises:
+            SpentGradientError: with ``overlap="backward"``: they have been used by then.
+            NonFiniteGradientError: if asked for, where the norm is not finite.
+        """
+        self._health.check()
+        gradients = clipping.gradients_of(
+            [p for group in self.param_groups for p in group["params"]]
+        )
+        norm = clipping.total_norm(gradients, norm_type, error_if_nonfinite=error_if_nonfinite)
+        self._clip = clipping.coefficient(norm, max_norm)
+        return norm
 
     @property
     def inner_class(self) -> type[Optimizer]:

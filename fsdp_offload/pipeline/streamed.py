@@ -71,8 +71,7 @@ class StreamedBucket:
         ]
         self._has_remainder = records[bucket.slices[0].entry.index].form is MasterForm.REMAINDER
         self._by_kind = {span.kind: span for span in bucket.spans}
-        self._slot = slot
-        self.spans = self._spans()
+        self._use_slot(slot)
         self.update = BucketUpdate(
             optimizer, bucket, records, self._view, scratch, flat_remainder=self._remainder()
         )
@@ -83,15 +82,16 @@ class StreamedBucket:
         """Use another slot from now on; nothing of this bucket may be in flight."""
         if slot.data_ptr() == self._slot.data_ptr():
             return
-        self._slot = slot
-        self.spans = self._spans()
+        self._use_slot(slot)
         self.update.bind(self._view, self._remainder())
 
-    def _spans(self) -> list[tuple[Tensor, Tensor]]:
-        return [
-            (memory, self._slot[span.slot_start : span.slot_start + span.n_bytes])
+    def _use_slot(self, slot: Tensor) -> None:
+        self._slot = slot
+        self.inwards = [
+            (memory, slot[span.slot_start : span.slot_start + span.n_bytes])
             for span, memory in self._arena_spans
         ]
+        self.outwards = [(in_slot, memory) for memory, in_slot in self.inwards]
 
     def _view(self, piece: Slice, kind: Kind, numel: int) -> Tensor:
         span = self._by_kind[kind]
@@ -124,9 +124,9 @@ class StreamedLane:
         self.order: list[int] = []
         self._positions: list[int] = []  # of each bucket in the order
         self.prefetches = prefetches
-        self._h2d = gateway.stream("h2d")
+        self._h2d = gateway.copy_stream("h2d")
         self._update = update
-        self._d2h = gateway.stream("d2h")
+        self._d2h = gateway.copy_stream("d2h")
         self._free: list[Event | None] = [None] * len(slots)
         self._arrived: list[Event | None] = [None] * len(slots)
         self._head = 0  # next position to be updated
@@ -198,7 +198,7 @@ class StreamedLane:
             slot = position % len(self.slots)
             if (free := self._free[slot]) is not None:
                 self._h2d.wait(free)
-            self._h2d.launch(_copy_in, bucket.spans)
+            self._h2d.copy(bucket.inwards)
             self._arrived[slot] = self._h2d.record()
             self._fetched = position + 1
 
@@ -210,7 +210,7 @@ class StreamedLane:
         self._update.launch(bucket.update.run, gradients, work.snapshot)
         self._last = bucket.updated = self._update.record()
         self._d2h.wait(self._last)
-        self._d2h.launch(_copy_out, bucket.spans)
+        self._d2h.copy(bucket.outwards)
         self._free[slot] = self._d2h.record()
         self._moved_bytes += bucket.bucket.state_bytes
         if self._head % MARK_EVERY == 0:
@@ -247,13 +247,3 @@ class StreamedLane:
         """Block until nothing reads or writes the arena and the slots any more."""
         self._h2d.synchronize()
         self._d2h.synchronize()
-
-
-def _copy_in(spans: list[tuple[Tensor, Tensor]]) -> None:
-    for arena, slot in spans:
-        slot.copy_(arena, non_blocking=True)
-
-
-def _copy_out(spans: list[tuple[Tensor, Tensor]]) -> None:
-    for arena, slot in spans:
-        arena.copy_(slot, non_blocking=True)
