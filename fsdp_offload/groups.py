@@ -125,7 +125,8 @@ class Group:
         if has_new:
             watcher.before_reduce(index)
         original(*unused)
-        if has_new and self._reduces() and (event := self._raw._post_reduce_event) is not None:
+        if has_new and self._reduces():
+            event = self._raw._post_reduce_event  # None on the CPU, where nothing is late
             stream = gateway.adopt_stream(self._reduce_stream())
             watcher.after_reduce(index, gateway.adopt_event(event), stream)
 

@@ -6,6 +6,7 @@ on the streams of the pipeline, on the stream of FSDP2's reduction. A missing wa
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -37,9 +38,7 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         widths = (512, 1024, 768, 1024, 512, 640, 512)
-        self.layers = nn.ModuleList(
-            nn.Linear(a, b) for a, b in zip(widths, widths[1:], strict=False)
-        )
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in itertools.pairwise(widths))
         self.scale = nn.Parameter(torch.ones(512))
 
     def forward(self, x: Tensor) -> Tensor:
