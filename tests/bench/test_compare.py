@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from fsdp_offload.bench import compare
 from fsdp_offload.bench.model import Job
 from fsdp_offload.errors import ConfigError
+from fsdp_offload.testing import RankPool
 
 TINY = ["--device", "cpu", "--layers", "1", "--dim", "64", "--vocabulary", "128", "--tokens", "32"]
 SHORT = ["--seq", "16", "--iterations", "3", "--warm-up", "1"]
@@ -77,6 +80,20 @@ def test_a_row_that_fails_ends_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
     assert report["rows"][1]["reason"] == "RuntimeError: out of luck"
 
 
+def rows_of_this_rank() -> list[dict[str, Any]]:
+    options = compare.parse([*TINY, *SHORT, "--rows", "plain,step", "--shards", "fp32"])
+    rows: list[dict[str, Any]] = compare.Run(options, torch.device("cpu")).all()["rows"]
+    return rows
+
+
+def test_two_ranks_agree(ranks: Callable[..., RankPool]) -> None:
+    first, second = ranks(2).run(rows_of_this_rank)
+    for mine, other in zip(first, second, strict=True):
+        assert mine["status"] == "ok"
+        assert mine["iteration_ms"] == other["iteration_ms"]
+    assert first[1]["same_losses"] is True
+
+
 def test_a_name_twice_is_refused() -> None:
     with pytest.raises(ConfigError, match="step comes twice"):
         compare.main([*TINY, "--rows", "step,step"])
@@ -88,6 +105,7 @@ def test_a_name_twice_is_refused() -> None:
         ({"tokens": 100}, "not a multiple"),
         ({"layers": 0}, "not positive"),
         ({"dim": 1100}, "heads"),
+        ({"shards": "fp8"}, "unknown choice"),
     ],
 )
 def test_job_is_checked(wrong: dict[str, int], reason: str) -> None:
