@@ -6,6 +6,7 @@ import contextlib
 import gc
 import os
 import platform
+import re
 import statistics
 import subprocess
 import sys
@@ -74,10 +75,17 @@ def environment(device: str = "cuda") -> Row:
         row["cuda"] = torch.version.cuda
     if commit := _commit():
         row["commit"] = commit
-    command = " ".join(["python -m fsdp_offload.bench", *sys.argv[1:]])
     return row | {
-        "torch": torch.__version__, "python": platform.python_version(), "command": command
+        "torch": torch.__version__, "python": platform.python_version(), "command": _command()
     }  # fmt: skip
+
+
+def _command() -> str:
+    """How this process was started; of files only the names, because folders differ."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    module = "" if spec is None else spec.name.removesuffix(".__main__")
+    words = (re.sub(r"[^=\s]*/", "", word) for word in sys.argv[1:])
+    return " ".join([f"python -m {module}", *words])
 
 
 def _commit() -> str:

@@ -45,6 +45,8 @@ class Job:
     seed: int = 0
     rotary: bool = False
     """Rotary positions in the attention; without them nothing but the mask tells the order."""
+    fp32_loss: bool = False
+    """Logits and their gradient in fp32, for small vocabularies."""
 
     def __post_init__(self) -> None:
         if self.shards not in ("bf16", "fp32"):
@@ -139,13 +141,15 @@ class GPT(nn.Module):
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Mean next-token loss, fp32, of ``(batch, seq)`` tokens.
 
-        Logits and what is kept of them for the backward stay in bf16 (60000 x 8192 of them are
-        1 GB); the kernels accumulate in fp32, and so does the mean.
+        Unless the job says otherwise, logits and what is kept of them for the backward stay in
+        bf16 (60000 x 8192 of them are 1 GB); the kernels accumulate in fp32, and so does the mean.
         """
         x = self.tokens(inputs)
         for block in self.blocks:
             x = block(x, self.turn)
         logits = F.linear(self.norm(x), self.tokens.weight)
+        if self.job.fp32_loss:
+            logits = logits.float()
         losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
         return losses.float().mean()
 
