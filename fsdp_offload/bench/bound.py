@@ -36,8 +36,11 @@ def clipped_bound_ms(
 
 
 def predicted_peak_bytes(baseline: Mapping[str, Any], row: Mapping[str, Any]) -> int:
-    """Device peak to be expected: on-device peak, minus state, plus slots and budgets."""
-    kept = row["device_state_bytes"] + row["staging_bytes"] + row["prefetch_bytes"]
+    """Device peak to be expected: on-device peak, minus state, plus slots and stated budgets.
+
+    ``staging_bytes`` of ``statistics()`` holds both: prefetched state lies in slots, too.
+    """
+    kept = row["device_state_bytes"] + row["staging_bytes"]
     return int(baseline["device_peak_bytes"] - baseline["device_state_bytes"] + kept)
 
 

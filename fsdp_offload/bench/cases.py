@@ -13,6 +13,7 @@
 ``f0.5``                  ``offload_fraction``
 ``p4GiB``                 ``TransferConfig(prefetch_bytes=...)``
 ``b64MiB``, ``s6``        ``TransferConfig(bucket_bytes=..., slots=...)``
+``again``                 nothing: the row once more, to see how much the machine drifts
 ========================  ====================================================================
 """
 
@@ -54,6 +55,7 @@ _WORDS: Final = {
     "stochastic": ("rounding", "stochastic"),
     "host": ("update_on", "host"),
     "auto": ("update_on", "auto"),
+    "again": ("again", True),
 }
 
 
@@ -74,6 +76,7 @@ class Case:
     bucket_bytes: int | None = None
     slots: int | None = None
     prefetch_bytes: int | None = None
+    again: bool = False
 
     @classmethod
     def parse(cls, name: str, **defaults: Any) -> Case:

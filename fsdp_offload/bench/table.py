@@ -16,7 +16,9 @@ from ..errors import ConfigError
 
 GIB = 1 << 30
 MIB = 1 << 20
-_PLACE = re.compile(r"(<!-- bench: (\S+) -->\n).*?(<!-- bench end -->)", re.DOTALL)
+_PLACE = re.compile(
+    r"^(<!-- bench: (\S+) -->\n).*?^(<!-- bench end -->)$", re.DOTALL | re.MULTILINE
+)
 
 
 def _number(key: str, digits: int, unit: float = 1) -> Callable[[Mapping[str, Any]], str]:

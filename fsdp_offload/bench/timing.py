@@ -152,7 +152,6 @@ def held(trainer: Trainer) -> Row:
         # and weights instead, so there it is what was moved.
         "link_bytes": figures.host_state_bytes if on_link else figures.moved_bytes,
         "staging_bytes": figures.staging_bytes,
-        "prefetch_bytes": getattr(figures, "prefetch_bytes", 0),
         "buckets": figures.buckets,
         "lanes": figures.parameters,
     }

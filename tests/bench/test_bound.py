@@ -26,8 +26,7 @@ OURS = {
     "iteration_ms": 280.0,
     "moved_bytes": 13_300_000_000,
     "link_bytes": 13_300_000_000,
-    "staging_bytes": 100,
-    "prefetch_bytes": 1_000,
+    "staging_bytes": 1_100,
     "device_state_bytes": 10,
     "device_peak_bytes": 13_000,
 }
@@ -56,7 +55,7 @@ def test_row_without_clipping() -> None:
     assert found["bound_ms"] == pytest.approx(266.0)
     assert found["of_bound"] == pytest.approx(280.0 / 266.0)
     assert found["gbps"] == pytest.approx(95.0)
-    assert found["predicted_peak_bytes"] == 20_000 - 8_000 + 10 + 100 + 1_000
+    assert found["predicted_peak_bytes"] == 20_000 - 8_000 + 10 + 1_100
 
 
 def test_row_with_clipping() -> None:
