@@ -18,6 +18,8 @@ from .errors import ConfigError
 MIB: Final = 1 << 20
 LANES: Final = ("resident", "streamed", "host")
 Lane = Literal["resident", "streamed", "host"]
+OVERLAPS: Final = ("step", "forward", "backward")
+DEFAULT_PREFETCH_BYTES: Final = 1 << 30
 
 _UNITS: Final = {
     "": 1,
@@ -99,6 +101,12 @@ class TransferConfig:
     """Device staging buffers of one bucket each. Three keep both directions of the link busy; the
     fourth absorbs jitter."""
 
+    prefetch_bytes: int | str | None = None
+    """Device memory for state that is on its way beyond the slots: fetched before its gradients
+    are there, or updated and still to be written back. It keeps the link busy where the forward
+    ends and the backward begins. ``None``: 1 GiB with ``overlap="forward"`` or ``"backward"``,
+    none with ``"step"``. More than all of the state is never taken."""
+
     host_threads: int | None = None
     """Threads of the host lane. ``None``: cores of this process / ranks on this host, whatever
     ``OMP_NUM_THREADS`` says."""
@@ -119,8 +127,9 @@ class TransferConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "bucket_bytes", parse_bytes(self.bucket_bytes, "bucket_bytes"))
-        if self.host_budget is not None:
-            object.__setattr__(self, "host_budget", parse_bytes(self.host_budget, "host_budget"))
+        for name in ("host_budget", "prefetch_bytes"):
+            if (size := getattr(self, name)) is not None:
+                object.__setattr__(self, name, parse_bytes(size, name))
         if self.resolved_bucket_bytes < 4096:
             raise ConfigError(
                 f"transfer.bucket_bytes={self.bucket_bytes}",
@@ -244,9 +253,17 @@ class OffloadConfig:
                 reason="unknown lane",
                 remedy=f"use one of {', '.join(LANES)} per parameter",
             )
-        if self.overlap != "step":
+        if self.overlap not in OVERLAPS:
             raise ConfigError(
                 f"overlap={self.overlap!r}",
-                reason='only "step" is implemented',
-                remedy='use overlap="step": all transfers run inside step()',
+                reason="unknown choice",
+                remedy=f"use one of {', '.join(OVERLAPS)}",
             )
+
+    @property
+    def prefetch_bytes(self) -> int:
+        """Device memory beyond the slots."""
+        given = self.transfer.prefetch_bytes
+        if given is None:
+            return 0 if self.overlap == "step" else DEFAULT_PREFETCH_BYTES
+        return int(given)

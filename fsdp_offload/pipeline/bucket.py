@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -21,6 +21,9 @@ from .shadow import Shadow
 
 StateView = Callable[[Slice, Kind, int], Tensor]
 """(slice, kind, elements of the kind in the whole parameter) -> 1-D view of the slice's state."""
+
+FEW: Final = 3
+"""Up to as many tensors it is cheaper to launch a kernel for each than one more for all."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,7 @@ def make_piece(record: Record, piece: Slice, tensor: Tensor, view: StateView) ->
 
     Whole parameters (not cuttable) keep their own shape and placement.
     """
-    numels = {kind.name: (kind, numel) for kind, numel in record.kinds}
+    views = state_views(record, piece, view)
     state: dict[str, Any] = {}
     for entry in record.schema.kinds:
         if entry.role == "number":
@@ -58,12 +61,21 @@ def make_piece(record: Record, piece: Slice, tensor: Tensor, view: StateView) ->
             device = tensor.device if entry.on_device else torch.device("cpu")
             state[entry.name] = torch.full((), entry.initial, dtype=entry.dtype, device=device)
         else:
-            kind, numel = numels[entry.name]
-            state[entry.name] = shaped(record, view(piece, kind, numel))
+            state[entry.name] = views[entry.name]
     tensor = shaped(record, tensor)
     made = Piece(record, piece.start, piece.stop, tensor, state, stepped=record.schema.eager)
     record.pieces.append(made)
     return made
+
+
+def state_views(record: Record, piece: Slice, view: StateView) -> dict[str, Tensor]:
+    """The like kinds of one slice, as the class sees them."""
+    like = {entry.name for entry in record.schema.role("like")}
+    return {
+        kind.name: shaped(record, view(piece, kind, numel))
+        for kind, numel in record.kinds
+        if kind.name in like
+    }
 
 
 def shaped(record: Record, flat: Tensor) -> Tensor:
@@ -74,21 +86,52 @@ def shaped(record: Record, flat: Tensor) -> Tensor:
 
 
 def copy_present(
-    targets: Sequence[Tensor], sources: Sequence[Tensor | None], gradients: Sequence[Tensor | None]
+    targets: Sequence[Tensor],
+    sources: Sequence[Tensor | None],
+    gradients: Sequence[Tensor | None],
+    scale: Tensor | None = None,
+    flat: Tensor | None = None,
 ) -> None:
-    """Copy (and cast) each source into its target where the piece has a gradient."""
-    pairs = [
-        (target, source)
-        for target, source, gradient in zip(targets, sources, gradients, strict=True)
-        if gradient is not None and source is not None
-    ]
-    torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
+    """Copy (and cast) each source into its target where the piece has a gradient.
+
+    Args:
+        targets: 1-D, contiguous, of one dtype.
+        sources: 1-D, contiguous, floating where there is a ``scale``.
+        gradients: only where these are not None.
+        scale: 0-dim, on the same device; multiplies the sources on the way, which stay as they
+            are. Each product is rounded to the source's dtype, as when torch clips gradients.
+        flat: memory that holds all targets: where there are many, one kernel multiplies them.
+    """
+    if any(gradient is None for gradient in gradients):
+        present = [i for i, gradient in enumerate(gradients) if gradient is not None]
+        targets, sources = [targets[i] for i in present], [sources[i] for i in present]
+    if not targets:
+        return
+    some: Any = sources
+    dtype = some[0].dtype
+    if scale is not None and (
+        flat is None or len(some) <= FEW or any(source.dtype != dtype for source in some)
+    ):
+        for target, source in zip(targets, some, strict=True):
+            codec.copy_scaled(source, scale, target, source.dtype)
+        return
+    torch._foreach_copy_(list(targets), some)
+    if scale is not None and flat is not None:
+        codec.copy_scaled(flat, scale, flat, dtype)
 
 
 class BucketUpdate:
     """The update of one bucket on the device.
 
     All records of the bucket share shard dtype, compute dtype and :class:`MasterForm`.
+
+    Args:
+        optimizer: the wrapped optimizer.
+        bucket: which slices of which parameters.
+        records: all records; slices name them by index.
+        view: where the state of a slice lies; see :meth:`bind`.
+        scratch: shared by all buckets that are updated on one stream.
+        flat_remainder: see :meth:`bind`.
     """
 
     def __init__(
@@ -104,95 +147,123 @@ class BucketUpdate:
         first = records[bucket.slices[0].entry.index]
         self.bucket = bucket
         self._form = first.form
+        self._whole_master = Kind(MasterForm.WHOLE.value, first.compute_dtype)
+        self._is_shaped = not first.schema.elementwise
         self._shards = [
             shards.local(records[s.entry.index].parameter).view(-1)[s.start : s.stop]
             for s in bucket.slices
         ]
         self._masters: list[Tensor] = self._shards
-        self._gradients: list[Tensor] | None = None
-        self._gathered: list[Tensor] | None = None
+        self._gradients: list[Tensor] | None = None  # in the compute dtype
+        self._gathered: list[Tensor] = []  # copies of the shards, side by side
+        self._flat_master = self._flat_value = self._flat_gradient = scratch.memory
         self._codes: list[tuple[Tensor, Tensor, Tensor]] = []  # (bf16, int16, fp32) each 1-D
         if self._form is not MasterForm.SHARD:
-            self._use_masters(bucket, records, view, scratch, flat_remainder)
+            self._cut_scratch(scratch, first)
+        if self._form is MasterForm.WHOLE:
+            self._masters = self._whole_masters(view)
         self.pieces = [
             make_piece(records[s.entry.index], s, master, view)
             for s, master in zip(bucket.slices, self._masters, strict=True)
         ]
         self._shadow = Shadow(optimizer, self.pieces, {})
+        self.bind(view, flat_remainder)
 
-    def _use_masters(
-        self,
-        bucket: Bucket,
-        records: list[Record],
-        view: StateView,
-        scratch: Scratch,
-        flat_remainder: Tensor | None,
-    ) -> None:
-        """Point masters and gradients at scratch memory (or masters at whole fp32 state)."""
-        first = records[bucket.slices[0].entry.index]
-        compute, shard = first.compute_dtype, first.info.dtype
-        masters, gradients, gathered = scratch.cut(bucket.scratch_numel, compute, shard)
+    def bind(self, view: StateView, flat_remainder: Tensor | None = None) -> None:
+        """Point the update at state in other memory: another slot. Nothing may be in flight.
 
-        def cut(flat: Tensor) -> list[Tensor]:
-            return [flat[s.scratch_start : s.scratch_start + s.numel] for s in bucket.slices]
+        State of like kinds, remainders and whole masters are looked up again; scalars such as
+        ``step`` stay with the pieces, and so does whether they have stepped.
 
-        self._gradients = cut(gradients)
+        Args:
+            view: (slice, kind, elements of the kind in the parameter) -> 1-D view of the state.
+            flat_remainder: all remainders of the bucket as one view, laid out like scratch
+                memory: many small shards are then unpacked by one kernel.
+        """
         if self._form is MasterForm.WHOLE:
-            kind = Kind(MasterForm.WHOLE.value, compute)
-            self._masters = [view(s, kind, s.entry.numel) for s in bucket.slices]
-            return
-        self._masters = cut(masters)
-        if flat_remainder is not None and len(bucket.slices) > 1:
+            self._masters = self._whole_masters(view)
+            for piece, master in zip(self.pieces, self._masters, strict=True):
+                piece.tensor = shaped(piece.record, master)
+        for piece, part in zip(self.pieces, self.bucket.slices, strict=True):
+            piece.state.update(state_views(piece.record, part, view))
+        if self._form is MasterForm.REMAINDER:
+            self._bind_remainders(view, flat_remainder)
+        self._shadow.rebind()
+
+    def _whole_masters(self, view: StateView) -> list[Tensor]:
+        return [view(s, self._whole_master, s.entry.numel) for s in self.bucket.slices]
+
+    def _bind_remainders(self, view: StateView, flat_remainder: Tensor | None) -> None:
+        if flat_remainder is not None and len(self.bucket.slices) > 1:
             # Many small shards: one gather, one kernel, one scatter.
-            self._gathered = cut(gathered)
             numel = flat_remainder.numel()
-            self._codes = [(gathered[:numel], flat_remainder, masters[:numel])]
+            value, master = self._flat_value[:numel], self._flat_master[:numel]
+            self._gathered = self._cut(self._flat_value)
+            self._codes = [(value, flat_remainder, master)]
         else:
-            remainders = [view(s, REMAINDER_KIND, s.entry.numel) for s in bucket.slices]
+            remainders = [view(s, REMAINDER_KIND, s.entry.numel) for s in self.bucket.slices]
+            self._gathered = []
             self._codes = list(zip(self._shards, remainders, self._masters, strict=True))
 
+    def _cut_scratch(self, scratch: Scratch, first: Record) -> None:
+        """Point gradients, and masters kept by remainder, at scratch memory."""
+        masters, gradients, gathered = scratch.cut(
+            self.bucket.scratch_numel, first.compute_dtype, first.info.dtype
+        )
+        self._flat_master, self._flat_gradient, self._flat_value = masters, gradients, gathered
+        self._gradients = self._cut(gradients)
+        if self._form is MasterForm.REMAINDER:
+            self._masters = self._cut(masters)
+
+    def _cut(self, flat: Tensor) -> list[Tensor]:
+        """Each slice's part of scratch memory."""
+        return [flat[s.scratch_start : s.scratch_start + s.numel] for s in self.bucket.slices]
+
     def run(self, gradients: list[Tensor | None], snapshot: Snapshot) -> None:
-        """Update the bucket's parameters and state. ``gradients``: per piece, 1-D or None."""
+        """Update the bucket's parameters and state. ``gradients``: per piece, 1-D or None.
+
+        With ``snapshot.clip`` gradients count multiplied by it; those that need no cast are
+        multiplied in place, as torch does.
+        """
+        is_complete = all(gradient is not None for gradient in gradients)
         self._unpack()
-        self._shadow.step(self._shape(self._cast(gradients)), snapshot)
-        self._pack(gradients)
+        self._shadow.step(self._prepare(gradients, snapshot.clip, is_complete), snapshot)
+        self._pack(gradients, is_complete)
 
     def _unpack(self) -> None:
         if self._form is MasterForm.WHOLE:
             for shard, master in zip(self._shards, self._masters, strict=True):
                 codec.reseed_where_changed(shard, master)
-            return
-        if self._gathered is not None:
+        if self._gathered:
             torch._foreach_copy_(self._gathered, self._shards)
         for value, remainder, master in self._codes:
             codec.decode(value, remainder, master)
 
-    def _cast(self, gradients: list[Tensor | None]) -> list[Tensor | None]:
-        """Gradients in the compute dtype."""
-        if self._gradients is None:
-            return gradients
-        copy_present(self._gradients, gradients, gradients)
-        return [
-            None if gradient is None else cast
-            for gradient, cast in zip(gradients, self._gradients, strict=True)
-        ]
+    def _prepare(
+        self, gradients: list[Tensor | None], clip: Tensor | None, is_complete: bool
+    ) -> list[Tensor | None]:
+        """Gradients in the compute dtype, clipped, in the form that the class sees."""
+        given = gradients
+        if self._gradients is not None:
+            copy_present(self._gradients, gradients, gradients, clip, self._flat_gradient)
+            gradients = list(self._gradients)
+        elif clip is not None:
+            torch._foreach_mul_([g for g in gradients if g is not None], clip)
+        if not is_complete or self._is_shaped:
+            gradients = [
+                None if had is None or gradient is None else shaped(piece.record, gradient)
+                for had, gradient, piece in zip(given, gradients, self.pieces, strict=True)
+            ]
+        return gradients
 
-    def _shape(self, gradients: list[Tensor | None]) -> list[Tensor | None]:
-        """Gradients of whole parameters in the parameter's shape and placement."""
-        return [
-            None if g is None else shaped(piece.record, g)
-            for g, piece in zip(gradients, self.pieces, strict=True)
-        ]
-
-    def _pack(self, gradients: list[Tensor | None]) -> None:
+    def _pack(self, gradients: list[Tensor | None], is_complete: bool) -> None:
         """Write the shards back: only of parameters that had a gradient."""
-        if self._form is MasterForm.SHARD:
+        if self._form is MasterForm.WHOLE:
+            copy_present(self._shards, self._masters, gradients)
+        if self._form is not MasterForm.REMAINDER:
             return
-        for (value, remainder, master), gradient in zip(
-            self._codes, gradients if self._gathered is None else [True], strict=False
-        ):
-            if gradient is not None:
+        for index, (value, remainder, master) in enumerate(self._codes):
+            if self._gathered or is_complete or gradients[index] is not None:
                 codec.encode(master, value, remainder)
-        source = self._masters if self._form is MasterForm.WHOLE else self._gathered
-        if source is not None:
-            copy_present(self._shards, source, gradients)
+        if self._gathered:
+            copy_present(self._shards, self._gathered, gradients)

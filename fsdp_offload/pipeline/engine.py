@@ -18,6 +18,7 @@ from ..device import Event, Gateway
 from ..memory import ArenaStatistics, HostArena, check_host_budget, local_ranks
 from ..plan import Kind, Layout, Slice, make_layout
 from ..plan.layout import align
+from ..plan.order import Job, deadline_order, ring_size
 from .bucket import BucketUpdate, Scratch
 from .host import HostBucket, HostLane, HostStaging
 from .native import NativeUpdate
@@ -35,6 +36,15 @@ HOST_BUCKET_FACTOR = 2
 """Host buckets are that much larger: each costs a hand-over between threads."""
 DEFAULT_DEVICE_BYTES = 256 << 20
 """Memory of the slots above which the parameter that needs it is logged."""
+
+
+@dataclass(frozen=True)
+class _GatePart:
+    """What of a gate is in which lane."""
+
+    streamed: list[int]  # buckets
+    resident: bool
+    host: bool
 
 
 @dataclass(frozen=True)
@@ -116,6 +126,9 @@ class Segment:
         self.streamed: StreamedLane | None = None
         self.host: HostLane | None = None
         self.update = gateway.stream("update")
+        self._resident_updated: Event | None = None
+        self._host_written: Event | None = None
+        self._gates: list[_GatePart] = []
         try:
             arena = self._arena(self.host_bytes, show_progress)
             self._make_tensors(sections, arena)
@@ -204,7 +217,11 @@ class Segment:
         if not pairs:
             return None
         slot_bytes = max(align(bucket.slot_bytes, 256) for _, bucket in pairs)
-        count = min(self.config.transfer.slots, len(pairs))
+        prefetches = self.config.overlap != "step" or self.config.prefetch_bytes > 0
+        extra = self.config.prefetch_bytes // max(slot_bytes, 1)
+        count = min(self.config.transfer.slots + extra, len(pairs))
+        if prefetches:
+            count = ring_size(len(pairs), count)
         if count * slot_bytes > DEFAULT_DEVICE_BYTES:
             largest = max(pairs, key=lambda pair: pair[1].slot_bytes)[1]
             _log.info(
@@ -214,13 +231,14 @@ class Segment:
                 records[largest.slices[0].entry.index].fqn,
             )
         slots = [self.gateway.allocate(slot_bytes) for _ in range(count)]
-        lane = StreamedLane(self.gateway, self.update, slots)
+        lane = StreamedLane(self.gateway, self.update, slots, prefetches=prefetches)
         lane.buckets = [
             StreamedBucket(
                 optimizer, layout, bucket, records, arena, slots[i % count], self.scratch
             )
             for i, (layout, bucket) in enumerate(pairs)
         ]
+        lane.set_order(range(len(pairs)))
         return lane
 
     def _host(
@@ -250,12 +268,16 @@ class Segment:
 
     # ------------------------------------------------------------------ running
 
-    def run(self, work: Work, start: Event) -> None:
-        """Enqueue the step after ``start``, where gradients are ready.
+    def offer(self, work: Work) -> None:
+        """More gradients are there: enqueue the buckets that have all of theirs, in order."""
+        if self.streamed is not None:
+            self.streamed.run(work, complete=False)
 
-        The caller's stream waits for all updates; the host waits for the host lane's threads only.
+    def run(self, work: Work, start: Event) -> None:
+        """Enqueue the rest of the iteration after ``start``, where all gradients are ready.
+
+        The host waits for the host lane's threads only.
         """
-        current = self.gateway.current_stream()
         self.update.wait(start)
 
         def on_device() -> None:
@@ -265,14 +287,51 @@ class Segment:
                 gradients = work.of(bucket.pieces)
                 if any(gradient is not None for gradient in gradients):
                     self.update.launch(bucket.run, gradients, work.snapshot)
+            if self.native is not None or self.resident:
+                self._resident_updated = self.update.record()
             if self.streamed is not None:
-                self.streamed.run(work)
+                self.streamed.run(work, complete=True)
 
+        self._host_written = None
         if self.host is None:
             on_device()
-        elif (written := self.host.run(work, start, on_device)) is not None:
-            current.wait(written)
+        else:
+            self._host_written = self.host.run(work, start, on_device)
+
+    def finish(self) -> None:
+        """Make the caller's stream wait for every update of :meth:`run`."""
+        current = self.gateway.current_stream()
+        if self._host_written is not None:
+            current.wait(self._host_written)
         current.wait(self.update.record())
+
+    def watch_gates(self, gates: Sequence[frozenset[int]]) -> None:
+        """``gates``: sets of records whose updates are asked for by :meth:`updated`; the last
+        one has the native parameters besides."""
+        resident = {p.record.index for bucket in self.resident for p in bucket.pieces}
+        native = gates[-1] if self.native is not None else None
+        host = {p.record.index for b in self.host.buckets for p in b.parts} if self.host else set()
+        streamed = self.streamed.buckets if self.streamed else []
+        self._gates = [
+            _GatePart(
+                [i for i, bucket in enumerate(streamed) if not gate.isdisjoint(bucket.indices)],
+                resident=gate is native or not gate.isdisjoint(resident),
+                host=not gate.isdisjoint(host),
+            )
+            for gate in gates
+        ]
+
+    def updated(self, gate: int) -> list[Event]:
+        """Events after which the shards of a gate are as the last :meth:`run` leaves them."""
+        part = self._gates[gate]
+        events: list[Event | None] = []
+        if part.resident:
+            events.append(self._resident_updated)
+        if part.host:
+            events.append(self._host_written)
+        if part.streamed and self.streamed is not None:
+            events.append(self.streamed.updated(part.streamed))
+        return [event for event in events if event is not None]
 
     def synchronize(self) -> None:
         """Block until every update has run and all state is where it belongs."""
@@ -280,6 +339,41 @@ class Segment:
             for lane in (self.host, self.streamed, self.update):
                 if lane is not None:
                     waits.callback(lane.synchronize)
+
+    def prefetch(self) -> None:
+        """Fetch state for the next iteration, as far as there are slots for it."""
+        if self.streamed is not None and self.streamed.prefetches:
+            self.streamed.prefetch()
+
+    def reorder(self, ready_ms: Sequence[float], ranks: Sequence[int], ms_per_byte: float) -> None:
+        """Choose the order of the streamed buckets, between two iterations.
+
+        Args:
+            ready_ms: per record, when its gradient is there, since the backward's first.
+            ranks: per record, when the forward needs it compared with others.
+            ms_per_byte: of the link, in each direction while both are busy.
+        """
+        if self.streamed is None:
+            return
+        jobs = [
+            Job(
+                ready_ms=max(ready_ms[index] for index in bucket.indices),
+                rank=min(ranks[index] for index in bucket.indices),
+                cost_ms=bucket.bucket.state_bytes * ms_per_byte,
+            )
+            for bucket in self.streamed.buckets
+        ]
+        self.streamed.set_order(deadline_order(jobs))
+
+    def discard(self) -> None:
+        """Forget state that was fetched ahead: somebody may write into the arena."""
+        if self.streamed is not None:
+            self.streamed.discard()
+
+    def abort(self) -> None:
+        """Forget an iteration that has begun in backward: everything is written anew."""
+        if self.streamed is not None:
+            self.streamed.abort()
 
     @property
     def staging_bytes(self) -> int:
@@ -321,6 +415,8 @@ class Segment:
         """Give host memory back and end the thread. Idempotent."""
         with contextlib.suppress(Exception):  # half built, failed, or in a forked child
             self.synchronize()  # copies in flight still use the memory
+            if self.streamed is not None:
+                self.streamed.finish_transfers()
         if self.worker is not None:
             self.worker.stop()
         for arena in self.arenas:

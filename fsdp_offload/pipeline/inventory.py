@@ -196,7 +196,8 @@ class Inventory:
         values = self._optimizer.param_groups[group]
         fused, foreach = values.get("fused"), values.get("foreach")
         chosen = bool(fused) or (fused is None and foreach is None)
-        return chosen and type(self._optimizer) in FUSED_ON_CPU and compute == torch.float32
+        single = {compute, self._config.precision.moments or compute} == {torch.float32}
+        return chosen and single and type(self._optimizer) in FUSED_ON_CPU
 
     def _record(self, draft: Draft, lane: Any) -> Record:
         info, compute = draft.info, draft.compute_dtype

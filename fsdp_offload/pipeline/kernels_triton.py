@@ -36,6 +36,16 @@ def _encode(master, value, remainder, numel, KEEP: tl.constexpr, BLOCK: tl.const
 
 
 @triton.jit
+def _copy_scaled(source, scale, target, numel, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < numel
+    factor = tl.load(scale)
+    product = tl.load(source + at, mask=inside, other=0).to(tl.float32) * factor.to(tl.float32)
+    rounded = product.to(factor.dtype)
+    tl.store(target + at, rounded.to(target.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def _checksum(bits, total, numel, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     values = tl.load(bits + at, mask=at < numel, other=0).to(tl.int64)
@@ -45,8 +55,13 @@ def _checksum(bits, total, numel, BLOCK: tl.constexpr):  # type: ignore[no-untyp
 def _launch(kernel: Any, numel: int, *operands: Tensor, block: int = BLOCK, **flags: bool) -> None:
     if not numel:
         return
-    with torch.cuda.device(operands[0].device):  # Triton launches on the current device
-        kernel[(triton.cdiv(numel, block),)](*operands, numel, BLOCK=block, **flags)
+    grid = (triton.cdiv(numel, block),)
+    device = operands[0].device  # Triton launches on the current device
+    if device.index == torch.cuda.current_device():
+        kernel[grid](*operands, numel, BLOCK=block, **flags)
+        return
+    with torch.cuda.device(device):
+        kernel[grid](*operands, numel, BLOCK=block, **flags)
 
 
 def decode(value: Tensor, remainder: Tensor, master: Tensor) -> None:
@@ -64,6 +79,11 @@ def round_to_value(master: Tensor, value: Tensor) -> None:
     """See :func:`.codec.round_to_value`."""
     bits = value.view(torch.int16)
     _launch(_encode, master.numel(), master.view(torch.int32), bits, bits, KEEP=False)
+
+
+def copy_scaled(source: Tensor, scale: Tensor, target: Tensor) -> None:
+    """See :func:`.codec.copy_scaled`; rounds to the dtype of ``scale``."""
+    _launch(_copy_scaled, source.numel(), source, scale, target)
 
 
 def checksum(bits: Tensor, total: Tensor) -> None:

@@ -20,6 +20,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..config import Lane
+from ..device import Event
+from ..errors import ConfigError
 from ..plan import Entry, Kind
 from ..plan.layout import CUDA_TILE_NUMEL
 from ..shards import ShardInfo
@@ -118,6 +120,9 @@ class Snapshot:
     ``host_groups`` is the same with tensors on the CPU, for the host lane. What a class that is
     not torch's own changes in its groups or attributes is collected from the first bucket of
     each group and written back once, after the step.
+
+    ``clip``: what gradients are multiplied by before the update, rounded as
+    ``torch.nn.utils.clip_grads_with_norm_`` rounds; a 0-dim tensor on the device, or None.
     """
 
     groups: list[dict[str, Any]]
@@ -125,6 +130,8 @@ class Snapshot:
     attributes: dict[str, Any]
     changed_groups: dict[int, dict[str, Any]] = field(default_factory=dict)
     changed_attributes: dict[str, Any] | None = None
+    versions: list[dict[str, tuple[int, int]]] = field(default_factory=list)
+    clip: Tensor | None = None
 
     @classmethod
     def take(cls, optimizer: Optimizer, groups: list[dict[str, Any]], *, host: bool) -> Snapshot:
@@ -143,7 +150,33 @@ class Snapshot:
                 {n: v.cpu() if isinstance(v, Tensor) else v for n, v in group.items()}
                 for group in copies
             ]
-        return cls(copies, on_host, public_attributes(optimizer))
+        versions = [
+            {n: (id(v), v._version) for n, v in group.items() if isinstance(v, Tensor)}
+            for group in groups
+        ]
+        return cls(copies, on_host, public_attributes(optimizer), versions=versions)
+
+    def check_unchanged(self, groups: list[dict[str, Any]]) -> None:
+        """Refuse hyper-parameters that differ from those that updates have already used.
+
+        Raises:
+            ConfigError: one was changed between backward and ``step()``.
+        """
+        for index, (group, before) in enumerate(zip(groups, self.groups, strict=True)):
+            versions = self.versions[index]
+            for name, value in group.items():
+                if name == "params":
+                    continue
+                if isinstance(value, Tensor):
+                    same = versions.get(name) == (id(value), value._version)
+                else:
+                    same = name in before and bool(before[name] == value)
+                if not same:
+                    raise ConfigError(
+                        f"param_groups[{index}][{name!r}] changed to {value!r} before step()",
+                        reason="parameters were updated in backward with what it was then",
+                        remedy="change hyper-parameters after step(), before the next backward",
+                    )
 
 
 @dataclass
@@ -152,11 +185,21 @@ class Work:
 
     gradients: list[Tensor | None]  # per record: 1-D, contiguous, or None
     snapshot: Snapshot
+    ready: list[Event | None] = field(default_factory=list)
+    """Per record, after which its gradient may be read; None: not known to be complete yet."""
+
+    def grow(self, count: int) -> None:
+        """Make room for ``count`` records: some were added."""
+        missing = count - len(self.gradients)
+        self.gradients += [None] * missing
+        self.ready += [None] * missing
 
     def of(self, pieces: Sequence[Part]) -> list[Tensor | None]:
         """The gradient of each piece."""
         found: list[Tensor | None] = []
         for piece in pieces:
             gradient = self.gradients[piece.record.index]
-            found.append(None if gradient is None else gradient[piece.start : piece.stop])
+            if gradient is not None and piece.stop - piece.start != piece.record.info.local_numel:
+                gradient = gradient[piece.start : piece.stop]
+            found.append(gradient)
         return found

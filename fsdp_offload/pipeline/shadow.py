@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..errors import StateSchemaError
+from .fused_adam import DirectAdam
 from .records import Piece, Snapshot
 from .schema import is_torch_class, make_shadow, own_copy, raw_step
 
@@ -56,9 +57,21 @@ class Shadow:
         ]
         self._shadow = make_shadow(optimizer, groups)
         self._shadow.state = defaultdict(dict)
+        self._direct = DirectAdam.make(optimizer, pieces)
+
+    def rebind(self) -> None:
+        """Take over tensors and state that the pieces got anew."""
+        self._shadow.state.clear()
+        for group, index in zip(self._shadow.param_groups, self._group_indices, strict=True):
+            group["params"] = [p.tensor for p in self.pieces if p.record.group == index]
+        if self._direct is not None:
+            self._direct.refresh()
 
     def step(self, gradients: list[Tensor | None], snapshot: Snapshot) -> None:
         """Update all pieces that have a gradient (shaped like the piece's tensor)."""
+        groups = snapshot.host_groups if self._on_host else snapshot.groups
+        if self._direct is not None and self._direct.run(gradients, groups, self._overrides):
+            return
         present = [
             (piece, gradient)
             for piece, gradient in zip(self.pieces, gradients, strict=True)
@@ -76,7 +89,6 @@ class Shadow:
             self._apply(snapshot)
             self._call(some)
             if not self._trusted:
-                groups = snapshot.host_groups if self._on_host else snapshot.groups
                 indices = self._group_indices
                 collect_changes(self._shadow, indices, groups, snapshot, self._overrides)
 

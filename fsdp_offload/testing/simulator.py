@@ -223,6 +223,10 @@ class SimulatedEvent:
         """Run what the policy chooses until the position is reached."""
         self.stream.simulator._synchronize(self)
 
+    def elapsed_time(self, end_event: SimulatedEvent) -> float:
+        """Nothing here takes time."""
+        return 0.0
+
 
 class SimulatedStream:
     """A queue of launches, waits and poisons that run in order."""
@@ -247,6 +251,10 @@ class SimulatedStream:
         """The event of everything enqueued here so far."""
         self.simulator._poll()
         return SimulatedEvent(self, self.n_enqueued)
+
+    def record_timed(self) -> SimulatedEvent:
+        """:meth:`record`: events carry no time here."""
+        return self.record()
 
     def synchronize(self) -> None:
         """Run until everything enqueued here so far has run; not counted by ``sync_log``."""
@@ -429,6 +437,14 @@ class StreamSimulator:
         """The one stream that stands for the caller's own torch operations."""
         self._poll()
         return self._current
+
+    def adopt_stream(self, raw: object) -> SimulatedStream:
+        """The current stream: what others do is not launched here, it runs at once."""
+        return self.current_stream()
+
+    def adopt_event(self, raw: object) -> SimulatedEvent:
+        """Everything that the current stream has been given so far."""
+        return self.current_stream().record()
 
     def allocate(self, n_bytes: int) -> torch.Tensor:
         """uint8 memory filled with 0xFF, which reads as NaN in every float format."""

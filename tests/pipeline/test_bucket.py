@@ -1,0 +1,325 @@
+"""One bucket's update, without lanes: bound to other memory, clipped, called directly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fsdp_offload import shards
+from fsdp_offload.config import PrecisionConfig
+from fsdp_offload.pipeline import fused_adam
+from fsdp_offload.pipeline.bucket import BucketUpdate, Scratch, copy_present
+from fsdp_offload.pipeline.records import (
+    REMAINDER_KIND,
+    MasterForm,
+    Record,
+    Snapshot,
+    master_form,
+    state_kinds,
+)
+from fsdp_offload.pipeline.schema import probe
+from fsdp_offload.pipeline.state import write_master
+from fsdp_offload.plan import Kind, Slice, make_layout
+from fsdp_offload.plan.layout import kind_range
+
+CPU = torch.device("cpu")
+NUMELS = (70, 5, 192, 0, 33)
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+DTYPES = (FP32, BF16, FP16)
+
+Build = Callable[[list[Any]], Optimizer]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """The tensors are small."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def adamw(**options: Any) -> Build:
+    options = {"lr": 0.01, "fused": True, **options}
+    return lambda params: torch.optim.AdamW(params, **options)
+
+
+class One:
+    """All parameters in one bucket whose state lies in ``memory``, laid out as in a slot."""
+
+    def __init__(self, build: Build, dtype: torch.dtype, numels: tuple[int, ...] = NUMELS) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self.parameters = [
+            nn.Parameter(torch.randn(n, generator=generator).to(dtype)) for n in numels
+        ]
+        self.optimizer = build(self.parameters)
+        self.records = [self._record(i, p) for i, p in enumerate(self.parameters)]
+        self.layout = make_layout([r.entry for r in self.records], bucket_bytes=1 << 20)
+        (self.bucket,) = self.layout.buckets
+        first = self.records[0]
+        scratch_bytes = Scratch.bytes_for(self.bucket.scratch_numel, first.compute_dtype, dtype)
+        self.memory = torch.zeros(self.layout.arena_stop, dtype=torch.uint8)
+        self._use(self.memory)
+        for record in self.records:
+            if record.form is MasterForm.WHOLE:
+                write_master(record, {})
+        scratch = Scratch(torch.full((scratch_bytes,), 0xFF, dtype=torch.uint8))
+        self.update = BucketUpdate(
+            self.optimizer,
+            self.bucket,
+            self.records,
+            self._view,
+            scratch,
+            flat_remainder=self._remainder(),
+        )
+
+    def _record(self, index: int, parameter: nn.Parameter) -> Record:
+        info = shards.shard_info(parameter, f"p{index}")
+        compute = PrecisionConfig().compute_dtype(info.dtype)
+        group = next(
+            i
+            for i, g in enumerate(self.optimizer.param_groups)
+            if any(p is parameter for p in g["params"])
+        )
+        schema = probe(self.optimizer, self.optimizer.param_groups[group], compute, CPU)
+        form = master_form("streamed", info.dtype, compute)
+        kinds = state_kinds(info, schema, form, compute)
+        address = shards.address(parameter)
+        return Record(
+            index, parameter, f"p{index}", group, info, schema, compute, "streamed", form, kinds,
+            address,
+        )  # fmt: skip
+
+    def _use(self, memory: Tensor) -> None:
+        self.memory = memory
+        for record in self.records:
+            for kind, numel in record.kinds:
+                start = self.layout.offsets[record.index, kind.name]
+                stop = start + numel * kind.itemsize
+                record.tensors[kind.name] = memory[start:stop].view(kind.dtype)
+
+    def _view(self, piece: Slice, kind: Kind, numel: int) -> Tensor:
+        start, stop = kind_range(piece, kind, numel, self.layout.offsets)
+        return self.memory[start:stop].view(kind.dtype)
+
+    def _remainder(self) -> Tensor | None:
+        spans = [span for span in self.bucket.spans if span.kind == REMAINDER_KIND]
+        if not spans:
+            return None
+        stop = spans[0].arena_start + spans[0].n_bytes
+        return self.memory[spans[0].arena_start : stop].view(torch.int16)
+
+    def move(self) -> None:
+        """State into other memory; the old one is spoiled."""
+        before, self.memory = self.memory, self.memory.clone()
+        self._use(self.memory)
+        self.update.bind(self._view, self._remainder())
+        before.fill_(0xFF)
+
+    def step(self, gradients: list[Tensor | None], clip: Tensor | None = None) -> None:
+        snapshot = Snapshot.take(self.optimizer, self.optimizer.param_groups, host=False)
+        snapshot.clip = clip
+        with torch.no_grad():
+            self.update.run(gradients, snapshot)
+
+    def bits(self) -> list[Tensor]:
+        """Shards, state and step counts, as bytes."""
+        found = [p.detach().view(torch.uint8) for p in self.parameters]
+        found += [r.tensors[k.name].view(torch.uint8) for r in self.records for k, _ in r.kinds]
+        return found + [p.state["step"].view(1) for p in self.update.pieces if "step" in p.state]
+
+
+def gradients_of(one: One, step: int, *, missing: bool = False) -> list[Tensor | None]:
+    generator = torch.Generator().manual_seed(10 + step)
+    made = [torch.randn(p.shape, generator=generator).to(p.dtype) for p in one.parameters]
+    return [None if missing and step and (step + i) % 3 == 0 else g for i, g in enumerate(made)]
+
+
+def assert_same(a: One, b: One) -> None:
+    for mine, other in zip(a.bits(), b.bits(), strict=True):
+        assert torch.equal(mine, other)
+
+
+# --------------------------------------------------------------------------- bind
+
+
+@pytest.mark.parametrize("numels", [NUMELS, (200,)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_bucket_that_moves_between_updates_gives_the_same_bits(
+    dtype: torch.dtype, numels: tuple[int, ...]
+) -> None:
+    stays, moves = (One(adamw(amsgrad=True), dtype, numels) for _ in "ab")
+    for step in range(5):
+        for one in (stays, moves):
+            one.step(gradients_of(one, step))
+        moves.move()
+        assert_same(stays, moves)
+
+
+def test_moving_before_the_first_update_leaves_the_state_to_the_class() -> None:
+    """SGD's first momentum is the gradient: a piece that has not stepped must stay so."""
+
+    def sgd(params: list[Any]) -> Optimizer:
+        return torch.optim.SGD(params, lr=0.1, momentum=0.9, dampening=0.5)
+
+    stays, moves = One(sgd, FP32), One(sgd, FP32)
+    moves.move()
+    for step in range(3):
+        for one in (stays, moves):
+            one.step(gradients_of(one, step))
+    assert_same(stays, moves)
+
+
+# --------------------------------------------------------------------------- clipping
+
+
+@pytest.mark.parametrize("missing", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_clipping_inside_the_update_rounds_as_torch_clips(
+    dtype: torch.dtype, missing: bool
+) -> None:
+    plain, clipped = One(adamw(), dtype), One(adamw(), dtype)
+    for step in range(4):
+        given = gradients_of(plain, step, missing=missing)
+        again = [None if g is None else g.clone() for g in given]
+        norm = torch.linalg.vector_norm(torch.cat([g for g in given if g is not None]))
+        clip = torch.clamp(1.5 / (norm + 1e-6), max=1.0)
+        assert clip < 1
+        assert clip.dtype == dtype
+        torch._foreach_mul_([g for g in given if g is not None], clip)
+        plain.step(given)
+        before = [None if g is None else g.clone() for g in again]
+        clipped.step(again, clip)
+        if dtype != FP32:  # nothing is written into gradients that are cast anyway
+            for a, b in zip(before, again, strict=True):
+                assert (a is None and b is None) or torch.equal(a, b)
+    assert_same(plain, clipped)
+
+
+@pytest.mark.parametrize("count", [2, 9])
+@pytest.mark.parametrize("scale_dtype", [BF16, FP32])
+def test_scaled_copies_round_the_product_and_skip_what_is_missing(
+    count: int, scale_dtype: torch.dtype
+) -> None:
+    generator = torch.Generator().manual_seed(3)
+    sources = [torch.randn(50, generator=generator).to(BF16) for _ in range(count)]
+    gradients = [None if i == 1 else g for i, g in enumerate(sources)]
+    flat = torch.full((64 * count,), 7.0)
+    targets = [flat[64 * i : 64 * i + 50] for i in range(count)]
+    scale = torch.tensor(0.3337, dtype=scale_dtype)
+    expected = [g.clone() for g in sources]
+    torch._foreach_mul_(expected, scale)
+    copy_present(targets, gradients, gradients, scale, flat)
+    for i, (target, value) in enumerate(zip(targets, expected, strict=True)):
+        if i != 1:
+            assert torch.equal(target, value.float())
+    unrounded = sources[0].float() * scale.float()
+    assert not torch.equal(targets[0], unrounded)
+
+
+# --------------------------------------------------------------------------- the direct call
+
+
+class Spy:
+    """Counts direct calls, and may forbid them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls, self.forbidden = 0, False
+        call, values = fused_adam._call, fused_adam.settings
+        monkeypatch.setattr(fused_adam, "_call", lambda *a: self._counted(call, *a))
+        monkeypatch.setattr(
+            fused_adam, "settings", lambda *a: None if self.forbidden else values(*a)
+        )
+
+    def _counted(self, call: Callable[..., None], *args: Any) -> None:
+        self.calls += 1
+        call(*args)
+
+
+@pytest.fixture
+def spy(monkeypatch: pytest.MonkeyPatch) -> Spy:
+    return Spy(monkeypatch)
+
+
+def two_groups(**options: Any) -> Build:
+    def build(params: list[Any]) -> Optimizer:
+        groups = [{"params": params[::2]}, {"params": params[1::2], "weight_decay": 0.0}]
+        return torch.optim.AdamW(groups, fused=True, **{"lr": 0.01, **options})
+
+    return build
+
+
+DIRECT = {
+    "plain": adamw(),
+    "adam": lambda params: torch.optim.Adam(params, lr=0.01, weight_decay=0.1, fused=True),
+    "amsgrad": adamw(amsgrad=True),
+    "maximize": adamw(maximize=True, betas=(0.8, 0.95), eps=1e-5),
+    "lr in a tensor": adamw(lr=torch.tensor(0.01)),
+    "two groups": two_groups(),
+}
+
+
+@pytest.mark.parametrize("missing", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("build", DIRECT.values(), ids=DIRECT)
+def test_direct_calls_give_the_bits_of_the_class(
+    spy: Spy, build: Build, dtype: torch.dtype, missing: bool
+) -> None:
+    direct, by_class = One(build, dtype), One(build, dtype)
+    for step in range(4):
+        spy.calls, spy.forbidden = 0, False
+        direct.step(gradients_of(direct, step, missing=missing))
+        groups = len(direct.optimizer.param_groups)
+        assert spy.calls == (groups if step else 0), "the first step is the class's"
+        spy.forbidden = True
+        by_class.step(gradients_of(by_class, step, missing=missing))
+        for one in (direct, by_class):
+            for group in one.optimizer.param_groups:
+                group["lr"] = group["lr"] * 0.9
+    assert_same(direct, by_class)
+
+
+class Changed(torch.optim.AdamW):
+    """A class of the user's own."""
+
+
+UNUSUAL = {
+    "foreach": adamw(fused=False, foreach=True),
+    "open": adamw(fused=None),
+    "betas in tensors": adamw(betas=(torch.tensor(0.9), torch.tensor(0.999))),
+    "capturable": adamw(capturable=True),
+    "another class": lambda params: torch.optim.SGD(params, lr=0.1, fused=True),
+    "subclass": lambda params: Changed(params, fused=True),
+}
+
+
+@pytest.mark.parametrize("build", UNUSUAL.values(), ids=UNUSUAL)
+def test_whatever_is_unusual_is_left_to_the_class(spy: Spy, build: Build) -> None:
+    one = One(build, FP32)
+    for step in range(2):
+        one.step(gradients_of(one, step))
+    assert not spy.calls
+
+
+def test_a_step_of_the_class_that_was_replaced_is_called(
+    spy: Spy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called = []
+    step = torch.optim.Adam.step
+
+    def replaced(self: Optimizer, closure: Any = None) -> None:
+        called.append(self)
+        step.__wrapped__(self)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", replaced)
+    one = One(adamw(), FP32)
+    called.clear()  # the probe's
+    for number in range(2):
+        one.step(gradients_of(one, number))
+    assert len(called) == 2
+    assert not spy.calls
