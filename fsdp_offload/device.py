@@ -18,17 +18,14 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, Protocol
 
 import torch
 
 from .errors import DeviceError, PinningError
-
-CHUNK_BYTES: Final = 8 << 20
-"""Of one bulk copy; a small copy of somebody else waits for up to two of them."""
 
 POLL_SECONDS: Final = 1.0
 """How often a thread that waits for another one looks whether that is still alive."""
@@ -143,20 +140,6 @@ class Stream(Protocol):
         ...
 
 
-class CopyStream(Stream, Protocol):
-    """A stream for bulk copies between host and device."""
-
-    def copy(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Copy each (source, target), both 1-D uint8 of one length, in order."""
-        ...
-
-
-def copy_all(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Enqueue the copies on the current stream."""
-    for source, target in pairs:
-        target.copy_(source, non_blocking=True)
-
-
 class Gateway(Protocol):
     """One device as the pipeline sees it."""
 
@@ -168,10 +151,6 @@ class Gateway(Protocol):
 
     def stream(self, name: str) -> Stream:
         """A new stream; ``name`` is for traces and the simulator."""
-        ...
-
-    def copy_stream(self, name: str) -> CopyStream:
-        """A new stream for bulk copies in one direction."""
         ...
 
     def current_stream(self) -> Stream:
@@ -203,13 +182,19 @@ class _AcceleratorStream:
     def __init__(self, raw: Any, module: Any, name: str) -> None:
         self.raw, self._module, self.name = raw, module, name
 
-    def current(self) -> AbstractContextManager[Any]:
-        """torch's operations inside go to this stream."""
-        return self._module.stream(self.raw)  # type: ignore[no-any-return]
-
     def launch(self, fn: Callable[..., None], *operands: Any) -> None:
-        with self.current():
+        module, raw = self._module, self.raw
+        if module.current_device() != raw.device_index:
+            with module.stream(raw):
+                fn(*operands)
+            return
+        # What torch's context manager does, in a third of its time: this is a hot path.
+        before = module.current_stream()
+        module.set_stream(raw)
+        try:
             fn(*operands)
+        finally:
+            module.set_stream(before)
 
     def wait(self, event: Event) -> None:
         self.raw.wait_event(event.recorded() if isinstance(event, PendingEvent) else event)
@@ -226,69 +211,6 @@ class _AcceleratorStream:
 
     def synchronize(self) -> None:
         self.raw.synchronize()
-
-
-class _TakingTurns:
-    """Bulk copies on three streams that take turns, so that small copies of others get through.
-
-    [Note: taking turns]
-    All copies in one direction share one copy engine, and it works on one stream for as long as
-    that has something ready. A small copy of somebody else, such as the pointers that FSDP2's
-    reduction sends to the device for each group, then waits until the bulk has passed: up to 32 ms
-    were seen, in the middle of backward. So the bulk is cut into chunks, chunk ``k`` goes to stream
-    ``k % 3`` and waits for chunk ``k - 2``: there is always one that runs and one that is ready,
-    and between any two the engine turns to other streams.
-    """
-
-    def __init__(self, streams: Sequence[_AcceleratorStream], name: str) -> None:
-        self.name = name
-        self._streams = streams
-        self._turn = 0
-        self._ends: list[Event | None] = [None] * len(streams)  # of the last chunk on each
-
-    def copy(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        for source, target in pairs:
-            for start in range(0, source.numel(), CHUNK_BYTES):
-                stop = start + CHUNK_BYTES
-                self._copy_chunk(source[start:stop], target[start:stop])
-
-    def _copy_chunk(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        count = len(self._streams)
-        stream = self._streams[self._turn]
-        if (before_last := self._ends[(self._turn - 2) % count]) is not None:
-            stream.wait(before_last)
-        with stream.current():
-            target.copy_(source, non_blocking=True)
-        self._ends[self._turn] = stream.record()
-        self._turn = (self._turn + 1) % count
-
-    def launch(self, fn: Callable[..., None], *operands: Any) -> None:
-        self._join().launch(fn, *operands)
-        self._ends[self._turn] = self._streams[self._turn].record()
-        self._turn = (self._turn + 1) % len(self._streams)
-
-    def wait(self, event: Event) -> None:
-        recorded = event.recorded() if isinstance(event, PendingEvent) else event
-        for stream in self._streams:
-            stream.wait(recorded)
-
-    def record(self) -> Event:
-        return self._join().record()
-
-    def record_timed(self) -> TimedEvent:
-        return self._join().record_timed()
-
-    def synchronize(self) -> None:
-        for stream in self._streams:
-            stream.synchronize()
-
-    def _join(self) -> _AcceleratorStream:
-        """The stream whose turn it is, after all that was copied so far."""
-        stream = self._streams[self._turn]
-        for end in self._ends:
-            if end is not None:
-                stream.wait(end)
-        return stream
 
 
 class AcceleratorGateway:
@@ -316,10 +238,6 @@ class AcceleratorGateway:
 
     def stream(self, name: str) -> Stream:
         return _AcceleratorStream(self._module.Stream(device=self.device), self._module, name)
-
-    def copy_stream(self, name: str) -> CopyStream:
-        raws = [self._module.Stream(device=self.device) for _ in range(3)]
-        return _TakingTurns([_AcceleratorStream(raw, self._module, name) for raw in raws], name)
 
     def current_stream(self) -> Stream:
         raw = self._module.current_stream(self.device)
@@ -376,9 +294,6 @@ class _CpuStream:
     def launch(self, fn: Callable[..., None], *operands: Any) -> None:
         fn(*operands)
 
-    def copy(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        copy_all(pairs)
-
     def wait(self, event: Event) -> None:
         event.synchronize()
 
@@ -402,9 +317,6 @@ class CpuGateway:
         self.device = torch.device("cpu")
 
     def stream(self, name: str) -> Stream:
-        return _CpuStream(name)
-
-    def copy_stream(self, name: str) -> CopyStream:
         return _CpuStream(name)
 
     def current_stream(self) -> Stream:

@@ -45,8 +45,8 @@ class Watcher(Protocol):
         """The group has new gradients, which are about to be reduced into ``.grad``."""
         ...
 
-    def after_reduce(self, index: int, reduced: Event) -> None:
-        """After ``reduced`` every gradient of the group is final for this backward."""
+    def after_reduce(self, index: int, reduced: Event, stream: Stream) -> None:
+        """After ``reduced``, on ``stream``, the group's gradients are final for this backward."""
         ...
 
 
@@ -125,8 +125,10 @@ class Group:
         if has_new:
             watcher.before_reduce(index)
         original(*unused)
-        if has_new and self._reduces() and (event := self._raw._post_reduce_event) is not None:
-            watcher.after_reduce(index, gateway.adopt_event(event))
+        if has_new and self._reduces():
+            event = self._raw._post_reduce_event  # None on the CPU, where nothing is late
+            stream = gateway.adopt_stream(self._reduce_stream())
+            watcher.after_reduce(index, gateway.adopt_event(event), stream)
 
     # ------------------------------------------------------------------ what FSDP2 is about to do
 
@@ -135,6 +137,12 @@ class Group:
         """Ranks that the group is sharded over."""
         mesh_info = self._raw.mesh_info
         return int(getattr(mesh_info, "shard_mesh_size", 1))
+
+    def _reduce_stream(self) -> Any:
+        """Where the last step of the reduction runs: over replicas, if there are any."""
+        context = self._raw.comm_ctx
+        replicates = hasattr(self._raw.mesh_info, "replicate_mesh_size")
+        return context.all_reduce_stream if replicates else context.reduce_scatter_stream
 
     def _has_new_gradients(self) -> bool:
         for fsdp_param in self._raw.fsdp_params:

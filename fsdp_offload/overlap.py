@@ -106,7 +106,6 @@ class Overlap:
         self._spent: dict[Tensor, SpentGradient] = {}
         self._accumulating = 0
         self._passed = 0  # gates that the forward has come to since the last step
-        self._clock = gateway.stream("clock") if in_backward and gateway.can_pin else None
         self._steps = 0
         self._watched: Times | None = None
         self.work: Work | None = None
@@ -260,13 +259,12 @@ class Overlap:
             if is_spent(record.parameter.grad):
                 raise spent_error("another backward()", record.fqn)
 
-    def after_reduce(self, index: int, reduced: Event) -> None:
+    def after_reduce(self, index: int, reduced: Event, stream: Stream) -> None:
         """See :class:`.groups.Watcher`."""
         if not self._in_backward or self._accumulating:
             return
-        if self._clock is not None:
-            self._clock.wait(reduced)
-            self.gates[index].reduced = self._clock.record_timed()
+        if self._steps + 1 in REORDER_AFTER:
+            self.gates[index].reduced = stream.record_timed()
         owner = self._find_owner()
         if owner is not None:
             owner.take_gradients(self.gates[index].records, reduced)

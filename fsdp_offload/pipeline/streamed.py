@@ -64,10 +64,9 @@ class StreamedBucket:
     ) -> None:
         self.indices = sorted({s.entry.index for s in bucket.slices})
         self._layout, self.bucket = layout, bucket
-        self._arena_spans = [
-            (span, arena.tensor(span.arena_start, span.n_bytes, torch.uint8))
-            for span in bucket.spans
-            if span.n_bytes
+        self._spans = [span for span in bucket.spans if span.n_bytes]
+        self.in_arena = [
+            arena.tensor(span.arena_start, span.n_bytes, torch.uint8) for span in self._spans
         ]
         self._has_remainder = records[bucket.slices[0].entry.index].form is MasterForm.REMAINDER
         self._by_kind = {span.kind: span for span in bucket.spans}
@@ -87,11 +86,9 @@ class StreamedBucket:
 
     def _use_slot(self, slot: Tensor) -> None:
         self._slot = slot
-        self.inwards = [
-            (memory, slot[span.slot_start : span.slot_start + span.n_bytes])
-            for span, memory in self._arena_spans
+        self.in_slot = [
+            slot[span.slot_start : span.slot_start + span.n_bytes] for span in self._spans
         ]
-        self.outwards = [(in_slot, memory) for memory, in_slot in self.inwards]
 
     def _view(self, piece: Slice, kind: Kind, numel: int) -> Tensor:
         span = self._by_kind[kind]
@@ -124,9 +121,9 @@ class StreamedLane:
         self.order: list[int] = []
         self._positions: list[int] = []  # of each bucket in the order
         self.prefetches = prefetches
-        self._h2d = gateway.copy_stream("h2d")
+        self._h2d = gateway.stream("h2d")
         self._update = update
-        self._d2h = gateway.copy_stream("d2h")
+        self._d2h = gateway.stream("d2h")
         self._free: list[Event | None] = [None] * len(slots)
         self._arrived: list[Event | None] = [None] * len(slots)
         self._head = 0  # next position to be updated
@@ -198,7 +195,7 @@ class StreamedLane:
             slot = position % len(self.slots)
             if (free := self._free[slot]) is not None:
                 self._h2d.wait(free)
-            self._h2d.copy(bucket.inwards)
+            self._h2d.launch(_copy, bucket.in_slot, bucket.in_arena)
             self._arrived[slot] = self._h2d.record()
             self._fetched = position + 1
 
@@ -210,7 +207,7 @@ class StreamedLane:
         self._update.launch(bucket.update.run, gradients, work.snapshot)
         self._last = bucket.updated = self._update.record()
         self._d2h.wait(self._last)
-        self._d2h.copy(bucket.outwards)
+        self._d2h.launch(_copy, bucket.in_arena, bucket.in_slot)
         self._free[slot] = self._d2h.record()
         self._moved_bytes += bucket.bucket.state_bytes
         if self._head % MARK_EVERY == 0:
@@ -247,3 +244,7 @@ class StreamedLane:
         """Block until nothing reads or writes the arena and the slots any more."""
         self._h2d.synchronize()
         self._d2h.synchronize()
+
+
+def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
+    torch._foreach_copy_(targets, sources, non_blocking=True)
