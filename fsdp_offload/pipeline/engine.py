@@ -20,6 +20,7 @@ from ..plan import Kind, Layout, Slice, make_layout
 from ..plan.layout import align
 from ..plan.order import Job, deadline_order, ring_size
 from .bucket import BucketUpdate, Scratch
+from .cores import thread_setup
 from .host import HostBucket, HostStaging
 from .host_lane import HostLane
 from .native import NativeUpdate
@@ -255,12 +256,12 @@ class Segment:
         threads = host_threads(self.config)
         # A class of the user's own may keep what its instances share: one thread at a time.
         pool = (threads, 1) if is_torch_class(optimizer) else (1, threads)
-        prepare = self.gateway.enter_thread
-        self.worker = ThreadPool(*pool, prepare) if self.gateway.has_threads else InlineWorker()
+        setup = thread_setup(self.gateway, bind=self.config.transfer.bind_threads)
+        self.worker = ThreadPool(*pool, setup) if self.gateway.has_threads else InlineWorker()
         staging = HostStaging(
             self.gateway, ring, numel_bytes=numel_bytes, depth=HOST_DEPTH, shard_bytes=shard_bytes
         )
-        lane = HostLane(self.gateway, staging, self.worker)
+        lane = HostLane(self.gateway, staging, self.worker, setup)
         pairs = [(s.layout, bucket) for s in sections for bucket in s.layout.buckets]
         lane.buckets = [
             HostBucket(optimizer, layout, bucket, records, arena, staging, i)

@@ -56,12 +56,25 @@ class _Passage:
 
 
 class HostLane:
-    """All host buckets, in order."""
+    """All host buckets, in order.
 
-    def __init__(self, gateway: Gateway, staging: HostStaging, worker: Worker) -> None:
+    Args:
+        gateway: where streams come from.
+        staging: shared by all buckets.
+        worker: the host threads.
+        setup: what a thread of the lane does first.
+    """
+
+    def __init__(
+        self,
+        gateway: Gateway,
+        staging: HostStaging,
+        worker: Worker,
+        setup: Callable[[], None] = lambda: None,
+    ) -> None:
         self.staging, self.worker = staging, worker
         self.buckets: list[HostBucket] = []
-        self._gateway = gateway
+        self._gateway, self._setup = gateway, setup
         self._driver: Worker | None = None  # from the first offer on
         self._cast = gateway.stream("host_cast")
         self._d2h = gateway.stream("host_d2h")
@@ -156,7 +169,7 @@ class HostLane:
     def _make_driver(self) -> Worker:
         if not self._gateway.has_threads:
             return InlineWorker()
-        return ThreadPool(1, 1, self._gateway.enter_thread, name="host-driver")
+        return ThreadPool(1, 1, self._setup, name="host-driver")
 
     def _begin(self, work: Work) -> None:
         if self._work is None or self._work() is not work:
