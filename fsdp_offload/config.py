@@ -111,6 +111,10 @@ class TransferConfig:
     """Threads of the host lane. ``None``: cores of this process / ranks on this host, whatever
     ``OMP_NUM_THREADS`` says."""
 
+    bind_threads: bool = True
+    """Keep the host lane's threads on cores next to the device (Linux). Where the process may use
+    all cores of the machine, ranks of one host divide them. Other threads are left alone."""
+
     pin: Literal["require", "prefer", "never"] = "require"
     """``"require"``: page-locked host memory or an error. ``"prefer"``: fall back to pageable
     memory with a warning. ``"never"``: pageable. Without an accelerator nothing is pinned."""
@@ -152,6 +156,12 @@ class TransferConfig:
                 f"transfer.host_threads={self.host_threads}",
                 reason="the host lane needs a thread",
                 remedy="use 1 or more, or None for cores / local ranks",
+            )
+        if not isinstance(self.bind_threads, bool):
+            raise ConfigError(
+                f"transfer.bind_threads={self.bind_threads!r}",
+                reason="neither True nor False",
+                remedy="use True to keep threads near the device, False to leave them alone",
             )
         if self.pin not in ("require", "prefer", "never"):
             raise ConfigError(

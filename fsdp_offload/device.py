@@ -16,15 +16,19 @@ the reader (see ``docs/how-it-works.md``).
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 
 from .errors import DeviceError, PinningError
+
+POLL_SECONDS: Final = 1.0
+"""How often a thread that waits for another one looks whether that is still alive."""
 
 
 class Event(Protocol):
@@ -37,6 +41,66 @@ class Event(Protocol):
     def synchronize(self) -> None:
         """Block the calling thread until it has."""
         ...
+
+
+class PendingEvent:
+    """An event that another thread is going to record; streams and the host may wait for it.
+
+    Args:
+        advance: called before each blocking wait, and once in a while during it. It may do what
+            is left to do on this thread, and raises if nobody is there any more who records.
+    """
+
+    def __init__(self, advance: Callable[[PendingEvent], None]) -> None:
+        self._advance = advance
+        self._settled = threading.Event()
+        self._event: Event | None = None
+        self._error: BaseException | None = None
+
+    def settle(self, event: Event) -> None:
+        """It has been recorded."""
+        self._event = event
+        self._settle()
+
+    def fail(self, error: BaseException) -> None:
+        """It never will be: whoever waits gets ``error``."""
+        if not self._settled.is_set():
+            self._error = error
+            self._settle()
+
+    def _settle(self) -> None:
+        self._advance = _nothing  # it may refer to whoever keeps this event
+        self._settled.set()
+
+    def is_recorded(self) -> bool:
+        """Whether :meth:`recorded` returns, or raises, at once."""
+        return self._settled.is_set()
+
+    def recorded(self) -> Event:
+        """The event itself: blocks the calling thread until it has been recorded.
+
+        Raises:
+            BaseException: what kept the other thread from recording it.
+        """
+        while not self._settled.is_set():
+            self._advance(self)
+            self._settled.wait(timeout=POLL_SECONDS)
+        if self._event is None:
+            assert self._error is not None
+            raise self._error
+        return self._event
+
+    def query(self) -> bool:
+        """See :class:`Event`. True after a failure, too: there is nothing to wait for."""
+        return self._settled.is_set() and (self._event is None or self._event.query())
+
+    def synchronize(self) -> None:
+        """See :class:`Event`; raises as :meth:`recorded` does."""
+        self.recorded().synchronize()
+
+
+def _nothing(event: PendingEvent) -> None:
+    """There is nothing left to do."""
 
 
 class TimedEvent(Event, Protocol):
@@ -57,7 +121,10 @@ class Stream(Protocol):
         ...
 
     def wait(self, event: Event) -> None:
-        """Let later work here start only after ``event``; the host does not wait."""
+        """Let later work here start only after ``event``; the host does not wait.
+
+        Of a :class:`PendingEvent` the host waits until it has been recorded.
+        """
         ...
 
     def record(self) -> Event:
@@ -98,6 +165,11 @@ class Gateway(Protocol):
         """An event that somebody else recorded, such as ``torch.cuda.Event``."""
         ...
 
+    def enter_thread(self) -> None:
+        """Make this device the calling thread's own: a new thread starts with device 0, and work
+        there would cost that device's memory for a context."""
+        ...
+
     def allocate(self, n_bytes: int) -> torch.Tensor:
         """uint8 device memory, 1D, uninitialised, aligned to at least 256 bytes."""
         ...
@@ -125,7 +197,7 @@ class _AcceleratorStream:
             module.set_stream(before)
 
     def wait(self, event: Event) -> None:
-        self.raw.wait_event(event)
+        self.raw.wait_event(event.recorded() if isinstance(event, PendingEvent) else event)
 
     def record(self) -> Event:
         event = self._module.Event()
@@ -188,6 +260,9 @@ class AcceleratorGateway:
             return False
         with torch.cuda.device(self.device):
             return torch.cuda.is_current_stream_capturing()
+
+    def enter_thread(self) -> None:
+        self._module.set_device(self.device)
 
     def allocate(self, n_bytes: int) -> torch.Tensor:
         return torch.empty(n_bytes, dtype=torch.uint8, device=self.device)
@@ -252,6 +327,9 @@ class CpuGateway:
 
     def adopt_event(self, raw: Any) -> Event:
         return _CpuStream._done
+
+    def enter_thread(self) -> None:
+        return None
 
     def allocate(self, n_bytes: int) -> torch.Tensor:
         return torch.empty(n_bytes, dtype=torch.uint8)

@@ -520,6 +520,7 @@ class HybridDeviceOptimizer(Optimizer):
             segment.abort()
         if self._overlap is not None:
             self._overlap.work = None
+            self._overlap.open_all()  # an update that failed is waited for no more
             self._overlap.clear_spent()
         self._health.recover()
 

@@ -20,7 +20,9 @@ from ..plan import Kind, Layout, Slice, make_layout
 from ..plan.layout import align
 from ..plan.order import Job, deadline_order, ring_size
 from .bucket import BucketUpdate, Scratch
-from .host import HostBucket, HostLane, HostStaging
+from .cores import thread_setup
+from .host import HostBucket, HostStaging
+from .host_lane import HostLane
 from .native import NativeUpdate
 from .records import MasterForm, Record, Work
 from .schema import is_torch_class
@@ -44,7 +46,7 @@ class _GatePart:
 
     streamed: list[int]  # buckets
     resident: bool
-    host: bool
+    host: list[int]  # buckets
 
 
 @dataclass(frozen=True)
@@ -254,11 +256,12 @@ class Segment:
         threads = host_threads(self.config)
         # A class of the user's own may keep what its instances share: one thread at a time.
         pool = (threads, 1) if is_torch_class(optimizer) else (1, threads)
-        self.worker = ThreadPool(*pool) if self.gateway.has_threads else InlineWorker()
+        setup = thread_setup(self.gateway, bind=self.config.transfer.bind_threads)
+        self.worker = ThreadPool(*pool, setup) if self.gateway.has_threads else InlineWorker()
         staging = HostStaging(
             self.gateway, ring, numel_bytes=numel_bytes, depth=HOST_DEPTH, shard_bytes=shard_bytes
         )
-        lane = HostLane(self.gateway, staging, self.worker)
+        lane = HostLane(self.gateway, staging, self.worker, setup)
         pairs = [(s.layout, bucket) for s in sections for bucket in s.layout.buckets]
         lane.buckets = [
             HostBucket(optimizer, layout, bucket, records, arena, staging, i)
@@ -270,13 +273,15 @@ class Segment:
 
     def offer(self, work: Work) -> None:
         """More gradients are there: enqueue the buckets that have all of theirs, in order."""
+        if self.host is not None:
+            self.host.offer(work, complete=False)
         if self.streamed is not None:
             self.streamed.run(work, complete=False)
 
     def run(self, work: Work, start: Event) -> None:
         """Enqueue the rest of the iteration after ``start``, where all gradients are ready.
 
-        The host waits for the host lane's threads only.
+        With ``overlap="step"`` the host waits for the host lane's threads, else for nothing.
         """
         self.update.wait(start)
 
@@ -295,6 +300,9 @@ class Segment:
         self._host_written = None
         if self.host is None:
             on_device()
+        elif self.config.overlap != "step":
+            self.host.offer(work, complete=True)
+            on_device()
         else:
             self._host_written = self.host.run(work, start, on_device)
 
@@ -310,13 +318,13 @@ class Segment:
         one has the native parameters besides."""
         resident = {p.record.index for bucket in self.resident for p in bucket.pieces}
         native = gates[-1] if self.native is not None else None
-        host = {p.record.index for b in self.host.buckets for p in b.parts} if self.host else set()
+        host = self.host.buckets if self.host else []
         streamed = self.streamed.buckets if self.streamed else []
         self._gates = [
             _GatePart(
                 [i for i, bucket in enumerate(streamed) if not gate.isdisjoint(bucket.indices)],
                 resident=gate is native or not gate.isdisjoint(resident),
-                host=not gate.isdisjoint(host),
+                host=[i for i, b in enumerate(host) if not gate.isdisjoint(b.indices)],
             )
             for gate in gates
         ]
@@ -327,8 +335,8 @@ class Segment:
         events: list[Event | None] = []
         if part.resident:
             events.append(self._resident_updated)
-        if part.host:
-            events.append(self._host_written)
+        if self.host is not None:
+            events += [self.host.buckets[index].written for index in part.host]
         if part.streamed and self.streamed is not None:
             events.append(self.streamed.updated(part.streamed))
         return [event for event in events if event is not None]
@@ -372,6 +380,8 @@ class Segment:
 
     def abort(self) -> None:
         """Forget an iteration that has begun in backward: everything is written anew."""
+        if self.host is not None:
+            self.host.abort()
         if self.streamed is not None:
             self.streamed.abort()
 
@@ -417,6 +427,8 @@ class Segment:
             self.synchronize()  # copies in flight still use the memory
             if self.streamed is not None:
                 self.streamed.finish_transfers()
+        if self.host is not None:
+            self.host.stop()
         if self.worker is not None:
             self.worker.stop()
         for arena in self.arenas:

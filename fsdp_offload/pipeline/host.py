@@ -1,15 +1,5 @@
-"""The host lane: gradients come to the host, CPU cores update arena memory, parameters go back.
-
-[Note: streams of the host lane]
-Its own three streams, so that it never queues behind the streamed lane's copies::
-
-    cast: [gradients -> staging (compute dtype); checksum of shards] --> d2h: [staging -> host]
-    host threads: wait for the copy, step the arena in place (torch's CPU kernel)
-    h2d: [master -> staging] --> cast: [round and scatter into the shards; new checksum]
-
-The caller's thread enqueues, the host threads only compute. The device gradient buffer is free
-when its copy has left, a host gradient buffer (a ring) when its update has ended, the parameter
-buffer when its scatter has run.
+"""Buckets of the host lane: gradients come to the host, CPU cores update arena memory, parameters
+go back. How they pass through the lane: ``host_lane.py``.
 
 [Note: outside writes]
 The arena's master is authoritative here, so a weight that somebody else wrote into a shard must
@@ -21,7 +11,6 @@ next update; where it differs, masters are re-seeded from the shards, element by
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -30,7 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .. import shards
-from ..device import Event, Gateway
+from ..device import Event, Gateway, PendingEvent
 from ..memory import HostArena
 from ..plan import Bucket, Kind, Layout, Slice
 from ..plan.layout import kind_range, split
@@ -40,7 +29,7 @@ from .checksum import checksum
 from .records import MasterForm, Part, Record, Work
 from .schema import FUSED_ON_CPU, host_flags
 from .shadow import Shadow
-from .worker import Calls, Ticket, Worker
+from .worker import Calls, Ticket
 
 UNIT_NUMEL: Final = 15 << 17
 """Elements that one host thread updates in one call, about 2 M: 6 to 8 ms of fused AdamW on one
@@ -103,6 +92,7 @@ class HostBucket:
         index: int,
     ) -> None:
         self.index, self.bucket = index, bucket
+        self.indices = sorted({s.entry.index for s in bucket.slices})
         members = [records[s.entry.index] for s in bucket.slices]
         compute, shard = members[0].compute_dtype, members[0].info.dtype
         self._rounds_by_codec = shard == torch.bfloat16 and compute == torch.float32
@@ -134,8 +124,18 @@ class HostBucket:
         self.gathered = flat(staging.gathered, shard)
         self.gathered_pieces = cut(self.gathered)
         self.expected = self._observe()  # checksum of the shards as we last wrote them
+        self.written: PendingEvent | None = None
+        """After it, the shards are as the last iteration leaves them; None: it left them alone."""
         self.flag = torch.zeros(1, dtype=torch.bool, device=self.shards[0].device)
         self.host_flag = staging.flag_memory[index % staging.depth :][:1]
+        n_bytes = self.sent_bytes = span.n_bytes
+        arriving = staging.host_gradients[index % staging.depth][:n_bytes]
+        self.outwards = [
+            (staging.gradients[:n_bytes], arriving),
+            (self.flag.view(torch.uint8), self.host_flag.view(torch.uint8)),
+        ]
+        master = arena.tensor(span.arena_start, n_bytes, torch.uint8)
+        self.inwards = [(master, staging.parameters[:n_bytes])]
         overrides = {
             index: host_overrides(optimizer, optimizer.param_groups[index], compute)
             for index in {record.group for record in members}
@@ -153,9 +153,12 @@ class HostBucket:
 
     # -- on the cast stream
 
-    def stage_gradients(self, gradients: list[Tensor | None]) -> None:
-        """Cast gradients into staging and compare the shards with what was last written."""
-        copy_present(self.sent_pieces, gradients, gradients)
+    def stage_gradients(self, gradients: list[Tensor | None], clip: Tensor | None) -> None:
+        """Cast gradients into staging and compare the shards with what was last written.
+
+        ``clip`` (0-dim) multiplies them on the way, with torch's rounding; they stay as they are.
+        """
+        copy_present(self.sent_pieces, gradients, gradients, clip, self.sent)
         torch.ne(self._observe(), self.expected, out=self.flag[0])
 
     def _observe(self) -> Tensor:
@@ -218,90 +221,3 @@ def host_overrides(
     if left_open and has_kernel:
         overrides["fused"] = True
     return overrides
-
-
-class HostLane:
-    """All host buckets, in order."""
-
-    def __init__(self, gateway: Gateway, staging: HostStaging, worker: Worker) -> None:
-        self.staging, self.worker = staging, worker
-        self.buckets: list[HostBucket] = []
-        self._cast = gateway.stream("host_cast")
-        self._d2h = gateway.stream("host_d2h")
-        self._h2d = gateway.stream("host_h2d")
-        self.moved_bytes = 0  # per direction, in the last step
-
-    def run(self, work: Work, start: Event, between: Callable[[], None]) -> Event | None:
-        """Update every bucket that has a gradient.
-
-        Args:
-            work: this step.
-            start: the caller's stream when ``step()`` was called; gradients are ready there.
-            between: called once the first buckets are under way: others enqueue their work
-                there instead of waiting behind the host thread.
-
-        Returns:
-            The event after which all shards are written, or None if there was nothing to do.
-        """
-        self.moved_bytes = 0
-        active = [(b, work.of(b.parts)) for b in self.buckets]
-        active = [(b, g) for b, g in active if any(x is not None for x in g)]
-        if active:
-            self._cast.wait(start)
-        tickets: list[Ticket] = []
-        depth = self.staging.depth - 1
-        for step in range(len(active) + depth):
-            if step < len(active):
-                tickets.append(self._fetch(*active[step], work))
-            if step == min(depth, len(active)) - 1:
-                between()
-            if step >= depth:
-                bucket, gradients = active[step - depth]
-                tickets[step - depth].wait(self.worker.alive)
-                self._return(bucket, gradients)
-        if not active:
-            between()
-            return None
-        return self._cast.record()
-
-    def _fetch(self, bucket: HostBucket, gradients: list[Tensor | None], work: Work) -> Ticket:
-        slot = bucket.index % self.staging.depth
-        if (user := self.staging.host_user[slot]) is not None:
-            user.wait(self.worker.alive)
-        if (sent := self.staging.gradient_sent) is not None:
-            self._cast.wait(sent)
-        self._cast.launch(bucket.stage_gradients, gradients)
-        self._d2h.wait(self._cast.record())
-        self._d2h.launch(_send, bucket.sent, bucket.received, bucket.flag, bucket.host_flag)
-        arrived = self.staging.gradient_sent = self._d2h.record()
-        self.moved_bytes += bucket.numel * bucket.sent.itemsize
-        ticket = self.worker.submit(bucket.update, arrived, work)
-        self.staging.host_user[slot] = ticket
-        return ticket
-
-    def _return(self, bucket: HostBucket, gradients: list[Tensor | None]) -> None:
-        if (read := self.staging.parameter_read) is not None:
-            self._h2d.wait(read)
-        self._h2d.launch(_return_master, bucket.master, bucket.returned)
-        self._cast.wait(self._h2d.record())
-        self._cast.launch(bucket.write_shards, gradients)
-        self.staging.parameter_read = self._cast.record()
-
-    def synchronize(self) -> None:
-        """Block until all shards are written and no update is under way, even after a failure."""
-        try:
-            for slot, user in enumerate(self.staging.host_user):
-                if user is not None:
-                    user.join(self.worker.alive)  # run() has raised its error
-                    self.staging.host_user[slot] = None
-        finally:
-            self._cast.synchronize()
-
-
-def _send(sent: Tensor, received: Tensor, flag: Tensor, host_flag: Tensor) -> None:
-    received.copy_(sent, non_blocking=True)
-    host_flag.copy_(flag, non_blocking=True)
-
-
-def _return_master(master: Tensor, returned: Tensor) -> None:
-    returned.copy_(master, non_blocking=True)

@@ -69,7 +69,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from fsdp_offload.device import Event, use_gateway
+from fsdp_offload.device import Event, PendingEvent, use_gateway
 from fsdp_offload.errors import ConfigError, DeviceError
 
 ADVERSARIES: tuple[str, ...] = (
@@ -245,7 +245,7 @@ class SimulatedStream:
 
     def wait(self, event: Event) -> None:
         """Block later entries of this stream until ``event`` is reached."""
-        self.simulator._wait(self, event)
+        self.simulator._wait(self, event.recorded() if isinstance(event, PendingEvent) else event)
 
     def record(self) -> SimulatedEvent:
         """The event of everything enqueued here so far."""
@@ -445,6 +445,9 @@ class StreamSimulator:
     def adopt_event(self, raw: object) -> SimulatedEvent:
         """Everything that the current stream has been given so far."""
         return self.current_stream().record()
+
+    def enter_thread(self) -> None:
+        """There is only one thread."""
 
     def allocate(self, n_bytes: int) -> torch.Tensor:
         """uint8 memory filled with 0xFF, which reads as NaN in every float format."""
