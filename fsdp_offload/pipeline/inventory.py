@@ -15,7 +15,8 @@ from .. import shards
 from ..config import OffloadConfig
 from ..errors import StateSchemaError
 from ..plan import Candidate, choose_lanes
-from .records import MasterForm, Record, master_form, state_kinds
+from .moments import moments_of
+from .records import Record, bytes_per_element, master_form, state_kinds
 from .schema import Schema, host_flags, probe, signature
 
 _log = logging.getLogger("fsdp_offload")
@@ -143,13 +144,12 @@ class Inventory:
             native = bool(schema.role("other")) or schema.coupled
         else:  # not even probed: the class may treat the subclass in its own way
             schema, native = Schema((), elementwise=False, eager=False), True
-        per_numel = sum((kind.dtype or compute).itemsize for kind in schema.role("like"))
         form = master_form("resident", info.dtype, compute)
-        per_numel += {MasterForm.REMAINDER: 2, MasterForm.WHOLE: compute.itemsize}.get(form, 0)
+        per_numel = bytes_per_element(schema, form, compute, self._config.precision)
         candidate = Candidate(
             fqn=fqn,
-            global_bytes=info.global_numel * per_numel,
-            max_local_bytes=info.max_local_numel * per_numel,
+            global_bytes=int(info.global_numel * per_numel),
+            max_local_bytes=int(info.max_local_numel * per_numel),
             must_stay=native,
             whole=not schema.elementwise,
         )
@@ -160,6 +160,7 @@ class Inventory:
         info, compute = draft.info, draft.compute_dtype
         schema = self.schema(draft.group, compute, on_host=lane == "host")
         form = master_form(lane, info.dtype, compute)
+        moments = moments_of(schema, compute, self._config.precision)
         return Record(
             index=-1,  # set when the record is added
             parameter=draft.parameter,
@@ -170,8 +171,9 @@ class Inventory:
             compute_dtype=compute,
             lane=lane,
             form=form,
-            kinds=state_kinds(info, schema, form, compute),
+            kinds=state_kinds(info, schema, form, compute, moments),
             address=shards.address(draft.parameter),
+            moments=moments,
         )
 
     def check_schemas(self, records: Sequence[Record]) -> None:
