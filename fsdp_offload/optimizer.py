@@ -277,8 +277,7 @@ class HybridDeviceOptimizer(Optimizer):
             self._settle()
             self._state_was_read = True
             for record in self._records:
-                for kind in record.schema.role("number"):
-                    self._shown[record.parameter][kind.name] = record.pieces[0].state[kind.name]
+                state_io.show(record, self._shown[record.parameter])
         return self._shown
 
     @state.setter

@@ -114,6 +114,22 @@ def shard_info(parameter: Tensor, fqn: str) -> ShardInfo:
     )
 
 
+def first_index(parameter: Tensor) -> int:
+    """Where the shard begins: the row-major index in the global tensor of its first element.
+
+    0 for an empty shard. No collective.
+    """
+    if not isinstance(parameter, DTensor):
+        return 0
+    chunks = chunk_list(like(parameter, local(parameter)))  # a ragged one's own boxes
+    if not chunks:
+        return 0
+    index = 0
+    for size, offset in zip(parameter.shape, chunks[0].offsets, strict=True):
+        index = index * size + offset
+    return index
+
+
 def _max_local_numel(parameter: Tensor) -> int:
     """A bound on the shard of any rank, the same on all of them; reached, unless ragged."""
     if not isinstance(parameter, DTensor):

@@ -17,7 +17,8 @@ from ..device import gateway_for
 from ..errors import DeviceError, StateSchemaError
 from ..plan import Candidate, Plan, Rates, make_plan, replay, wants_rates
 from .calibration import measure_rates
-from .records import MasterForm, Record, master_form, state_kinds
+from .moments import moments_of
+from .records import Record, bytes_per_element, master_form, state_kinds
 from .schema import FUSED_ON_CPU, Schema, host_flags, probe, signature
 
 _log = logging.getLogger("fsdp_offload")
@@ -173,14 +174,13 @@ class Inventory:
             native = bool(schema.role("other")) or schema.coupled
         else:  # not even probed: the class may treat the subclass in its own way
             schema, native = Schema((), elementwise=False, eager=False), True
-        like_bytes = sum((kind.dtype or compute).itemsize for kind in schema.role("like"))
         form = master_form("resident", info.dtype, compute)
-        master_bytes = {MasterForm.REMAINDER: 2, MasterForm.WHOLE: compute.itemsize}.get(form, 0)
-        per_numel = like_bytes + master_bytes
+        per_numel = bytes_per_element(schema, form, compute, self._config.precision)
+        like_bytes = sum((kind.dtype or compute).itemsize for kind in schema.role("like"))
         candidate = Candidate(
             fqn=fqn,
-            global_bytes=info.global_numel * per_numel,
-            max_local_bytes=info.max_local_numel * per_numel,
+            global_bytes=int(info.global_numel * per_numel),
+            max_local_bytes=int(info.max_local_numel * per_numel),
             must_stay=native,
             whole=not schema.elementwise,
             max_local_numel=info.max_local_numel,
@@ -203,6 +203,7 @@ class Inventory:
         info, compute = draft.info, draft.compute_dtype
         schema = self.schema(draft.group, compute, on_host=lane == "host")
         form = master_form(lane, info.dtype, compute)
+        moments = moments_of(schema, compute, self._config.precision)
         return Record(
             index=-1,  # set when the record is added
             parameter=draft.parameter,
@@ -213,8 +214,9 @@ class Inventory:
             compute_dtype=compute,
             lane=lane,
             form=form,
-            kinds=state_kinds(info, schema, form, compute),
+            kinds=state_kinds(info, schema, form, compute, moments),
             address=shards.address(draft.parameter),
+            moments=moments,
         )
 
     def check_schemas(self, records: Sequence[Record]) -> None:
