@@ -65,9 +65,15 @@ class PrecisionConfig:
     """``"auto"``: parameters with bf16 or fp16 shards get an fp32 master, others none.
     ``"none"``: update in the shard's own dtype, as torch would."""
 
-    moments: torch.dtype | None = None
-    """dtype of the state tensors. ``None``: fp32 where there is a master, else the shard's dtype,
-    which is what torch would use on such a parameter. No other value is accepted yet."""
+    moments: torch.dtype | Literal["int8"] | None = None
+    """How state tensors are kept between updates. ``None``: fp32 where there is a master, else the
+    shard's dtype, which is what torch would use on such a parameter. ``torch.bfloat16``, or
+    ``"int8"`` (``exp_avg`` and ``exp_avg_sq``, with a scale per 64 elements): where the update
+    runs in fp32, element by element, and on the device. See ``docs/precision.md``."""
+
+    rounding: Literal["stochastic", "nearest"] = "stochastic"
+    """How moments are rounded to fewer bits. To nearest, a squared average with ``beta2=0.999``
+    stops following its gradients, because an update moves it by less than half a step."""
 
     def __post_init__(self) -> None:
         if self.master not in ("auto", "none"):
@@ -76,11 +82,17 @@ class PrecisionConfig:
                 reason="unknown choice",
                 remedy='use "auto" or "none"',
             )
-        if self.moments is not None:
+        if self.moments not in (None, torch.bfloat16, "int8"):
             raise ConfigError(
-                f"precision.moments={self.moments}",
-                reason="state is kept in the dtype of the update only",
-                remedy="leave it None: fp32 where there is a master, else the shard's dtype",
+                f"precision.moments={self.moments!r}",
+                reason="state is kept in the dtype of the update, in bf16, or in int8 codes",
+                remedy='use None, torch.bfloat16 or "int8"',
+            )
+        if self.rounding not in ("stochastic", "nearest"):
+            raise ConfigError(
+                f"precision.rounding={self.rounding!r}",
+                reason="unknown choice",
+                remedy='use "stochastic" or "nearest"',
             )
 
     def compute_dtype(self, shard_dtype: torch.dtype) -> torch.dtype:
@@ -183,6 +195,9 @@ class OffloadConfig:
     offload_fraction: float = 1.0
     device_budget_bytes: int | None = None
     update_on: str | tuple[str, ...] = "auto"
+    """Where offloaded state is updated. ``"device"``: streamed. ``"host"``: on CPU cores.
+    ``"auto"``: as the planner finds fastest by measured rates; on CPU tensors streamed. Or a lane
+    for each trainable parameter, in the order of ``param_groups``."""
     overlap: str = "step"
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     transfer: TransferConfig = field(default_factory=TransferConfig)
@@ -259,6 +274,13 @@ class OffloadConfig:
                 f"update_on contains {unknown[0]!r}",
                 reason="unknown lane",
                 remedy=f"use one of {', '.join(LANES)} per parameter",
+            )
+        lanes = (self.update_on,) if isinstance(self.update_on, str) else self.update_on
+        if self.precision.moments is not None and "host" in lanes:
+            raise ConfigError(
+                f"update_on={self.update_on!r} with precision.moments={self.precision.moments!r}",
+                reason="the host lane updates state where it lies, in the dtype of the update",
+                remedy='use update_on="device", or leave moments None',
             )
         if self.overlap not in OVERLAPS:
             raise ConfigError(

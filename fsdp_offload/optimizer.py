@@ -48,6 +48,7 @@ from .pipeline.inventory import Inventory, Member
 from .pipeline.records import MasterForm, Record, Snapshot, Work
 from .pipeline.schema import check_supported, is_torch_class, works_on_matrices
 from .pipeline.shadow import step_idle_groups
+from .plan import Plan
 from .report import Statistics, gather
 from .wrapping import check_wrappable, gateway_of, make_inert, modules_of, share_hooks
 
@@ -66,14 +67,16 @@ class HybridDeviceOptimizer(Optimizer):
         offload_fraction: share of state bytes, 0 to 1 (default), that leaves the device; met
             within the largest parameter.
         device_budget: instead of it, bytes (or "8GiB") of state that may stay on each device.
-        update_on: where offloaded state is updated: ``"device"``, ``"host"``, ``"auto"``
-            (= device), or one lane name per trainable parameter in ``param_groups`` order.
+        update_on: where offloaded state is updated: ``"device"``, ``"host"``, ``"auto"`` (both,
+            or the one that the measured rates of this machine favour), or one lane name per
+            trainable parameter in ``param_groups`` order.
         overlap: ``"step"`` (default): all transfers run inside ``step()``. ``"forward"``: it
             returns at once, and each FSDP2 module of ``model`` waits for its own parameters.
             ``"backward"``: besides, parameters are updated as their gradients arrive. With both,
             ``.grad`` is spent from then on: using it raises :class:`SpentGradientError`.
         precision: see :class:`PrecisionConfig`.
         transfer: see :class:`TransferConfig`.
+        plan: the plan of an earlier run, whose lanes are taken over: the same bits again.
 
     Raises:
         ConfigError: an argument is wrong; ``UnsupportedOptimizerError`` and
@@ -98,6 +101,7 @@ class HybridDeviceOptimizer(Optimizer):
         overlap: str = "step",
         precision: PrecisionConfig | None = None,
         transfer: TransferConfig | None = None,
+        plan: Plan | None = None,
     ) -> None:
         self._config = OffloadConfig.make(
             offload_fraction=offload_fraction,
@@ -122,7 +126,9 @@ class HybridDeviceOptimizer(Optimizer):
         self._clip: Tensor | None = None  # coefficient for the next step
         self._steps, self._step_ms = 0, 0.0
         super().__init__(optimizer.param_groups, optimizer.defaults)
-        self._inventory = Inventory(optimizer, models, self._config, self._gateway.device)
+        self._inventory = Inventory(
+            optimizer, models, self._config, self._gateway.device, saved=plan
+        )
         try:
             self._overlap = self._make_overlap(models)
             self._extend(self._inventory.trainable())
@@ -220,6 +226,10 @@ class HybridDeviceOptimizer(Optimizer):
             )
         return gradient.view(-1)
 
+    def failing(self, what: str) -> contextlib.AbstractContextManager[None]:
+        """An exception inside makes the optimizer failed and is raised as :class:`LaneError`."""
+        return self._health.failing(what, self._drain_quietly)
+
     def take_gradients(self, records: Sequence[Record], reduced: Event) -> None:
         """In backward: gradients of ``records`` are final after ``reduced``; update with them."""
         self._health.check()
@@ -227,7 +237,7 @@ class HybridDeviceOptimizer(Optimizer):
         work = self._overlap.work
         if work is None:
             work = self._overlap.work = self._begin()
-        with self._health.failing("backward()", self._drain_quietly):
+        with self.failing("backward()"):
             for record in records:
                 gradient = self._gradient(record)
                 if gradient is not None:  # else it is decided at step() that there is none
@@ -277,8 +287,7 @@ class HybridDeviceOptimizer(Optimizer):
             self._settle()
             self._state_was_read = True
             for record in self._records:
-                for kind in record.schema.role("number"):
-                    self._shown[record.parameter][kind.name] = record.pieces[0].state[kind.name]
+                state_io.show(record, self._shown[record.parameter])
         return self._shown
 
     @state.setter
@@ -430,6 +439,11 @@ class HybridDeviceOptimizer(Optimizer):
     def inner_class(self) -> type[Optimizer]:
         """Class of the wrapped optimizer."""
         return type(self._inner)
+
+    @property
+    def plan(self) -> Plan:
+        """Which parameter is in which lane, and what that should cost; see ``plan.explain()``."""
+        return self._inventory.made
 
     @property
     def device(self) -> torch.device:

@@ -40,6 +40,10 @@ REORDER_AFTER: Final = frozenset((3, 6, 12, 48))
 class Owner(Protocol):
     """The optimizer, as the hooks see it."""
 
+    def failing(self, what: str) -> contextlib.AbstractContextManager[None]:
+        """An exception inside makes the optimizer failed."""
+        ...
+
     def take_gradients(self, records: Sequence[Record], reduced: Event) -> None:
         """Their gradients are final after ``reduced``: update what is complete."""
         ...
@@ -242,8 +246,12 @@ class Overlap:
 
     def before_gather(self, index: int, stream: Stream) -> None:
         """See :class:`.groups.Watcher`."""
-        for event in self.gates[index].events:
-            stream.wait(event)
+        owner = self._find_owner()
+        if owner is None or not self.gates[index].events:
+            return
+        with owner.failing("forward()"):  # of the host lane's thread
+            for event in self.gates[index].events:
+                stream.wait(event)
 
     def after_gather(self, index: int) -> None:
         """See :class:`.groups.Watcher`."""

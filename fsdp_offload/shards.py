@@ -35,6 +35,7 @@ from .errors import UnsupportedParameterError
 from .ragged import attach_boxes, boxes_of, is_ours
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
     from torch.distributed.checkpoint.planner import WriteItem
     from torch.distributed.device_mesh import DeviceMesh
@@ -111,6 +112,22 @@ def shard_info(parameter: Tensor, fqn: str) -> ShardInfo:
         device=shard.device,
         is_plain=plain,
     )
+
+
+def first_index(parameter: Tensor) -> int:
+    """Where the shard begins: the row-major index in the global tensor of its first element.
+
+    0 for an empty shard. No collective.
+    """
+    if not isinstance(parameter, DTensor):
+        return 0
+    chunks = chunk_list(like(parameter, local(parameter)))  # a ragged one's own boxes
+    if not chunks:
+        return 0
+    index = 0
+    for size, offset in zip(parameter.shape, chunks[0].offsets, strict=True):
+        index = index * size + offset
+    return index
 
 
 def _max_local_numel(parameter: Tensor) -> int:
@@ -563,6 +580,20 @@ def same_placement(parameter: Tensor, value: Tensor) -> bool:
         return True
     ragged = ragged_of(parameter)
     return ragged is not None and told == ragged.boxes
+
+
+def mesh_groups(parameters: Iterable[Tensor]) -> list[ProcessGroup]:
+    """Process groups of every mesh that ``parameters`` live on, each once, without groups of one.
+
+    In the order in which the parameters show their meshes, so the same on all ranks of a mesh.
+    """
+    groups: dict[ProcessGroup, None] = {}
+    for parameter in parameters:
+        if isinstance(parameter, DTensor):
+            mesh = parameter.device_mesh
+            axes = [axis for axis in range(mesh.ndim) if mesh.size(axis) > 1]
+            groups |= dict.fromkeys(mesh.get_group(axis) for axis in axes)
+    return list(groups)
 
 
 def parameter_names(models: Sequence[nn.Module]) -> dict[Tensor, str]:

@@ -82,7 +82,9 @@ class Job:
         for record in self.optimizer._records:
             if record.lane == "resident":
                 for name, tensor in record.tensors.items():
-                    shaped = tensor.view(record.info.local_shape)
+                    # Scales of blocks have no shape of their own.
+                    is_like = tensor.numel() == record.info.local_numel
+                    shaped = tensor.view(record.info.local_shape) if is_like else tensor
                     yield Entry(f"state.{record.fqn}.{name}", shaped)
 
     def _model_tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -114,6 +116,7 @@ class Job:
         return {
             record.fqn: {
                 "stepped": record.pieces[0].stepped,
+                "updates": record.pieces[0].updates,
                 "written_outside": record.fqn in outside,
                 "scalars": {
                     kind.name: encode_number(record.pieces[0].state[kind.name])
@@ -145,7 +148,7 @@ class Job:
         for record in self.optimizer._records:
             saved = values[record.fqn]
             for piece in record.pieces:
-                piece.stepped = saved["stepped"]
+                piece.stepped, piece.updates = saved["stepped"], saved.get("updates", 0)
                 for name, number in saved["scalars"].items():
                     if isinstance(target := piece.state[name], Tensor):
                         target.fill_(decode_number(number))
@@ -229,6 +232,7 @@ def _record_table(record: Record) -> Table:
         "dtype": str(record.info.dtype),
         "compute_dtype": str(record.compute_dtype),
         "kinds": {kind.name: f"{kind.role}, {kind.dtype}" for kind in record.schema.kinds},
+        **({"moments": {m.name: str(m.dtype) for m in record.moments}} if record.moments else {}),
     }
 
 

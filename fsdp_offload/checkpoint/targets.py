@@ -110,6 +110,7 @@ def _add_record(
     if not saved:
         return  # the parameter never had a gradient: its state is reset
     live = state_io.expose(record)
+    state_io.show(record, live)
     stored = metadata.state_dict_metadata
     state_io.check_names(record, saved)
     for kind in record.schema.kinds:

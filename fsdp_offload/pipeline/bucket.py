@@ -5,7 +5,7 @@ Serves the resident lane (state views on the device) and the streamed lane (view
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -16,7 +16,9 @@ from torch.optim import Optimizer
 from .. import shards
 from ..plan import Bucket, Kind, Slice
 from . import codec
+from .moments import Moment
 from .records import REMAINDER_KIND, MasterForm, Piece, Record, Snapshot
+from .reduced_adam import PackedMoment, ReducedAdam, adam, draw_of
 from .shadow import Shadow
 
 StateView = Callable[[Slice, Kind, int], Tensor]
@@ -33,26 +35,41 @@ class Scratch:
     memory: Tensor  # uint8, 1-D
 
     @staticmethod
-    def bytes_for(numel: int, compute: torch.dtype, shard: torch.dtype) -> int:
-        """Bytes for a bucket of ``numel`` elements that keeps masters by remainder."""
-        return numel * (2 * compute.itemsize + shard.itemsize)
+    def bytes_for(numel: int, compute: torch.dtype, shard: torch.dtype, moments: int = 0) -> int:
+        """Bytes for a bucket of ``numel`` elements that keeps masters by remainder, and that many
+        of its moments in fewer bits."""
+        return numel * ((2 + moments) * compute.itemsize + shard.itemsize)
 
-    def cut(self, numel: int, compute: torch.dtype, shard: torch.dtype) -> list[Tensor]:
-        """Masters, gradients (compute dtype) and gathered shards (shard dtype), 1-D each."""
-        sizes = [numel * compute.itemsize, numel * compute.itemsize, numel * shard.itemsize]
+    @classmethod
+    def bytes_of(cls, record: Record, numel: int) -> int:
+        """Bytes for a bucket of ``numel`` elements of parameters like ``record``."""
+        if record.form is MasterForm.SHARD:
+            return numel * len(record.moments) * record.compute_dtype.itemsize
+        return cls.bytes_for(numel, record.compute_dtype, record.info.dtype, len(record.moments))
+
+    def cut(self, numel: int, dtypes: Sequence[torch.dtype]) -> list[Tensor]:
+        """One 1-D view of ``numel`` elements per dtype, one behind the other."""
         views, at = [], 0
-        for size, dtype in zip(sizes, (compute, compute, shard), strict=True):
+        for dtype in dtypes:
+            size = numel * dtype.itemsize
             views.append(self.memory[at : at + size].view(dtype))
             at += size
         return views
 
 
-def make_piece(record: Record, piece: Slice, tensor: Tensor, view: StateView) -> Piece:
+def make_piece(
+    record: Record,
+    piece: Slice,
+    tensor: Tensor,
+    view: StateView,
+    unpacked: Mapping[str, Tensor] | None = None,
+) -> Piece:
     """A piece whose like kinds are views and whose scalars are its own.
 
-    Whole parameters (not cuttable) keep their own shape and placement.
+    Whole parameters (not cuttable) keep their own shape and placement. ``unpacked``: memory for
+    the moments that are kept in fewer bits.
     """
-    views = state_views(record, piece, view)
+    views = {**state_views(record, piece, view), **(unpacked or {})}
     state: dict[str, Any] = {}
     for entry in record.schema.kinds:
         if entry.role == "number":
@@ -69,8 +86,9 @@ def make_piece(record: Record, piece: Slice, tensor: Tensor, view: StateView) ->
 
 
 def state_views(record: Record, piece: Slice, view: StateView) -> dict[str, Tensor]:
-    """The like kinds of one slice, as the class sees them."""
-    like = {entry.name for entry in record.schema.role("like")}
+    """The like kinds of one slice, as the class sees them, but for those in fewer bits."""
+    reduced = {moment.name for moment in record.moments}
+    like = {entry.name for entry in record.schema.role("like")} - reduced
     return {
         kind.name: shaped(record, view(piece, kind, numel))
         for kind, numel in record.kinds
@@ -156,15 +174,15 @@ class BucketUpdate:
         self._masters: list[Tensor] = self._shards
         self._gradients: list[Tensor] | None = None  # in the compute dtype
         self._gathered: list[Tensor] = []  # copies of the shards, side by side
-        self._flat_master = self._flat_value = self._flat_gradient = scratch.memory
         self._codes: list[tuple[Tensor, Tensor, Tensor]] = []  # (bf16, int16, fp32) each 1-D
-        if self._form is not MasterForm.SHARD:
-            self._cut_scratch(scratch, first)
+        self._packed: list[list[PackedMoment]] = []  # per piece
+        self._reduced: ReducedAdam | None = None
+        unpacked = self._cut_scratch(scratch, first)
         if self._form is MasterForm.WHOLE:
             self._masters = self._whole_masters(view)
         self.pieces = [
-            make_piece(records[s.entry.index], s, master, view)
-            for s, master in zip(bucket.slices, self._masters, strict=True)
+            make_piece(records[s.entry.index], s, master, view, values)
+            for s, master, values in zip(bucket.slices, self._masters, unpacked, strict=True)
         ]
         self._shadow = Shadow(optimizer, self.pieces, {})
         self.bind(view, flat_remainder)
@@ -188,7 +206,22 @@ class BucketUpdate:
             piece.state.update(state_views(piece.record, part, view))
         if self._form is MasterForm.REMAINDER:
             self._bind_remainders(view, flat_remainder)
+        self._packed = [
+            [self._packed_moment(piece, part, moment, view) for moment in piece.record.moments]
+            for piece, part in zip(self.pieces, self.bucket.slices, strict=True)
+        ]
         self._shadow.rebind()
+        if self._shadow.is_direct and ReducedAdam.fits(self.pieces):
+            self._reduced = self._one_kernel(view)
+
+    def _one_kernel(self, view: StateView) -> ReducedAdam | None:
+        """The update without scratch memory, for masters that need none."""
+        remainders: list[Tensor | None] = [None] * len(self.pieces)
+        if self._form is MasterForm.WHOLE:
+            return None
+        if self._form is MasterForm.REMAINDER:
+            remainders = [view(s, REMAINDER_KIND, s.entry.numel) for s in self.bucket.slices]
+        return ReducedAdam(self.pieces, self._shards, remainders, self._packed, adam)
 
     def _whole_masters(self, view: StateView) -> list[Tensor]:
         return [view(s, self._whole_master, s.entry.numel) for s in self.bucket.slices]
@@ -205,15 +238,33 @@ class BucketUpdate:
             self._gathered = []
             self._codes = list(zip(self._shards, remainders, self._masters, strict=True))
 
-    def _cut_scratch(self, scratch: Scratch, first: Record) -> None:
-        """Point gradients, and masters kept by remainder, at scratch memory."""
-        masters, gradients, gathered = scratch.cut(
-            self.bucket.scratch_numel, first.compute_dtype, first.info.dtype
-        )
-        self._flat_master, self._flat_gradient, self._flat_value = masters, gradients, gathered
-        self._gradients = self._cut(gradients)
+    @staticmethod
+    def _packed_moment(piece: Piece, part: Slice, moment: Moment, view: StateView) -> PackedMoment:
+        tensors: list[Tensor | None] = [
+            view(part, kind, numel) for kind, numel in moment.kinds(part.entry.numel)
+        ]
+        codes, scales = (*tensors, None)[:2]
+        assert codes is not None
+        return PackedMoment(moment, codes, scales, piece.state[moment.name])
+
+    def _cut_scratch(self, scratch: Scratch, first: Record) -> list[dict[str, Tensor]]:
+        """Point gradients, and masters kept by remainder, at scratch memory; returns that of the
+        moments by name, for each slice."""
+        compute, names = first.compute_dtype, [moment.name for moment in first.moments]
+        dtypes = [compute] * len(names)
+        if self._form is not MasterForm.SHARD:
+            dtypes += [compute, compute, first.info.dtype]
+        views = scratch.cut(self.bucket.scratch_numel, dtypes)
+        if self._form is not MasterForm.SHARD:
+            self._flat_master, self._flat_gradient, self._flat_value = views[len(names) :]
+            self._gradients = self._cut(self._flat_gradient)
         if self._form is MasterForm.REMAINDER:
-            self._masters = self._cut(masters)
+            self._masters = self._cut(self._flat_master)
+        cuts = [self._cut(flat) for flat in views[: len(names)]]
+        return [
+            {name: cut[index] for name, cut in zip(names, cuts, strict=True)}
+            for index in range(len(self.bucket.slices))
+        ]
 
     def _cut(self, flat: Tensor) -> list[Tensor]:
         """Each slice's part of scratch memory."""
@@ -225,10 +276,30 @@ class BucketUpdate:
         With ``snapshot.clip`` gradients count multiplied by it; those that need no cast are
         multiplied in place, as torch does.
         """
+        if self._reduced is not None and self._reduced.run(gradients, snapshot):
+            return
         is_complete = all(gradient is not None for gradient in gradients)
         self._unpack()
+        self._unpack_moments(gradients)
         self._shadow.step(self._prepare(gradients, snapshot.clip, is_complete), snapshot)
         self._pack(gradients, is_complete)
+        self._pack_moments(gradients)
+
+    def _unpack_moments(self, gradients: list[Tensor | None]) -> None:
+        for piece, gradient, packed in zip(self.pieces, gradients, self._packed, strict=True):
+            if gradient is not None and piece.stepped:
+                for each in packed:
+                    each.unpack()
+
+    def _pack_moments(self, gradients: list[Tensor | None]) -> None:
+        """Round the moments of parameters that had a gradient."""
+        for piece, gradient, packed in zip(self.pieces, gradients, self._packed, strict=True):
+            if gradient is None or not packed:
+                continue
+            piece.updates += 1
+            for each in packed:
+                is_random = each.moment.stochastic
+                each.pack(draw_of(piece, each.moment.draw // 2) if is_random else None)
 
     def _unpack(self) -> None:
         if self._form is MasterForm.WHOLE:

@@ -26,7 +26,7 @@ from .host_lane import HostLane
 from .native import NativeUpdate
 from .records import MasterForm, Record, Work
 from .schema import is_torch_class
-from .state import write_master
+from .state import fill_initial, write_master
 from .streamed import StreamedBucket, StreamedLane
 from .worker import InlineWorker, ThreadPool, Worker
 
@@ -66,7 +66,8 @@ def make_sections(records: Sequence[Record], *, bucket_bytes: int) -> list[Secti
     """Group records by lane and dtypes (order kept) and lay each group out in one arena."""
 
     def key(record: Record) -> tuple[str, ...]:
-        parts = (record.lane, record.info.dtype, record.compute_dtype, record.form)
+        kinds = tuple(kind.name for kind, _ in record.kinds) if record.moments else ()
+        parts = (record.lane, record.info.dtype, record.compute_dtype, record.form, kinds)
         return (*map(str, parts), str(record.schema.elementwise))
 
     lanes = {record.lane for record in records}
@@ -175,17 +176,15 @@ class Segment:
                         offset = section.layout.offsets[record.index, kind.name]
                         tensor = arena.tensor(offset, numel, kind.dtype)
                     record.tensors[kind.name] = tensor
-                for state_kind in record.schema.kinds:
-                    if state_kind.role == "like" and record.schema.shows_initial(state_kind):
-                        record.tensors[state_kind.name].fill_(state_kind.initial)
+                fill_initial(record, only_shown=True)
                 if record.form is MasterForm.WHOLE:
                     write_master(record, {})
 
     def _scratch(self, sections: list[Section]) -> Scratch:
         sizes = [
-            Scratch.bytes_for(s.layout.scratch_numel, s.first.compute_dtype, s.first.info.dtype)
+            Scratch.bytes_of(s.first, s.layout.scratch_numel)
             for s in sections
-            if s.first.lane != "host" and s.first.form is not MasterForm.SHARD
+            if s.first.lane != "host"
         ]
         return Scratch(self.gateway.allocate(max(sizes, default=0)))
 
@@ -194,7 +193,10 @@ class Segment:
     ) -> list[BucketUpdate]:
         def view(piece: Slice, kind: Kind, numel: int) -> Tensor:
             tensor = records[piece.entry.index].tensors[kind.name]
-            return tensor[piece.start : piece.stop] if piece.entry.cuttable else tensor
+            if not piece.entry.cuttable:
+                return tensor
+            step = kind.block_numel
+            return tensor[piece.start // step : -(-piece.stop // step)]
 
         return [
             BucketUpdate(optimizer, bucket, records, view, self.scratch)

@@ -30,3 +30,13 @@ def triton_kernels() -> ModuleType | None:
         )
         return None
     return kernels_triton
+
+
+@functools.cache
+def moment_kernels() -> ModuleType | None:
+    """The kernels of moments in fewer bits, or None as of :func:`triton_kernels`."""
+    if triton_kernels() is None:
+        return None
+    from . import kernels_moments
+
+    return kernels_moments

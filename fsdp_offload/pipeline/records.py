@@ -10,6 +10,7 @@ together. A :class:`Work` is one call of ``step()``: gradients and a snapshot of
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -19,12 +20,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..config import Lane
+from ..config import Lane, PrecisionConfig
 from ..device import Event
 from ..errors import ConfigError
 from ..plan import Entry, Kind
 from ..plan.layout import CUDA_TILE_NUMEL
-from ..shards import ShardInfo
+from ..shards import ShardInfo, first_index
+from .moments import Moment, moments_of, seed_of
 from .schema import Schema, public_attributes
 
 
@@ -54,6 +56,7 @@ class Record:
     form: MasterForm
     kinds: tuple[tuple[Kind, int], ...]
     address: int  # of the shard; updates are in place, so it must stay
+    moments: tuple[Moment, ...] = ()  # like kinds that are kept in fewer bits
     tensors: dict[str, Tensor] = field(default_factory=dict)  # 1-D, numel of the kind
     pieces: list[Piece] = field(default_factory=list)
 
@@ -64,6 +67,20 @@ class Record:
         if self.lane == "host" or self.info.device.type == "cpu":
             return Entry(self.index, numel, self.kinds, cuttable)
         return Entry(self.index, numel, self.kinds, cuttable and numel % 4 == 0, CUDA_TILE_NUMEL)
+
+    @functools.cached_property
+    def seed(self) -> int:
+        """Of the random bits that round its moments."""
+        return seed_of(self.fqn)
+
+    @functools.cached_property
+    def origin(self) -> int:
+        """Index of the shard's first element in the global tensor, row-major.
+
+        Where the shard is a range of whole rows, so are all others: there random bits do not
+        depend on how many ranks share the tensor.
+        """
+        return first_index(self.parameter)
 
     @property
     def emits_master(self) -> bool:
@@ -87,6 +104,7 @@ class Piece(Part):
     tensor: Tensor  # the shadow's parameter: a view of shard, slot, scratch or arena
     state: dict[str, Any]  # the shadow's state: views for like kinds, own scalars and numbers
     stepped: bool = False  # False: the class initialises the state itself at the next update
+    updates: int = 0  # of this parameter so far, where moments are kept in fewer bits
 
 
 def master_form(lane: Lane, shard: torch.dtype, compute: torch.dtype) -> MasterForm:
@@ -99,18 +117,38 @@ def master_form(lane: Lane, shard: torch.dtype, compute: torch.dtype) -> MasterF
 
 
 def state_kinds(
-    info: ShardInfo, schema: Schema, form: MasterForm, compute: torch.dtype
+    info: ShardInfo,
+    schema: Schema,
+    form: MasterForm,
+    compute: torch.dtype,
+    moments: Sequence[Moment] = (),
 ) -> tuple[tuple[Kind, int], ...]:
     """Tensors kept per parameter, each with its elements on this rank."""
-    kinds = [
-        (Kind(kind.name, kind.dtype or compute), info.local_numel) for kind in schema.kinds
-        if kind.role == "like"
-    ]  # fmt: skip
+    kinds = []
+    reduced = {moment.name: moment for moment in moments}
+    for kind in schema.role("like"):
+        if moment := reduced.get(kind.name):
+            kinds += moment.kinds(info.local_numel)
+        else:
+            kinds.append((Kind(kind.name, kind.dtype or compute), info.local_numel))
     if form is MasterForm.REMAINDER:
         kinds.append((REMAINDER_KIND, info.local_numel))
     elif form is MasterForm.WHOLE:
         kinds.append((Kind(form.value, compute), info.local_numel))
     return tuple(kinds)
+
+
+def bytes_per_element(
+    schema: Schema, form: MasterForm, compute: torch.dtype, precision: PrecisionConfig
+) -> float:
+    """Bytes of state per element of a parameter, scales of blocks counted in."""
+    kept = {kind.name: (kind.dtype or compute).itemsize for kind in schema.role("like")}
+    total = float(sum(kept.values()))
+    for moment in moments_of(schema, compute, precision):
+        kinds = [moment.kind, *([moment.scale_kind] if moment.has_scales else [])]
+        total += sum(k.itemsize / k.block_numel for k in kinds) - kept[moment.name]
+    masters = {MasterForm.REMAINDER: REMAINDER_KIND.itemsize, MasterForm.WHOLE: compute.itemsize}
+    return total + masters.get(form, 0)
 
 
 @dataclass

@@ -59,6 +59,11 @@ class Shadow:
         self._shadow.state = defaultdict(dict)
         self._direct = DirectAdam.make(optimizer, pieces)
 
+    @property
+    def is_direct(self) -> bool:
+        """Whether these are pieces that :class:`DirectAdam` knows how to update."""
+        return self._direct is not None
+
     def rebind(self) -> None:
         """Take over tensors and state that the pieces got anew."""
         self._shadow.state.clear()

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from .. import shards
 from ..errors import StateDictError
-from . import codec
+from . import codec, moments
+from .moments import Moment
 from .records import MasterForm, Record
 
 REMAINDER = MasterForm.REMAINDER.value
@@ -21,7 +22,8 @@ def expose(record: Record) -> dict[str, Any]:
     """The live state of a parameter under torch's names: no copy, nothing moved.
 
     Like kinds are shaped and placed like the parameter; scalars are 0-dim tensors. A bf16 or fp16
-    parameter with an fp32 master adds ``master_remainder`` (int16) or ``master`` (fp32).
+    parameter with an fp32 master adds ``master_remainder`` (int16) or ``master`` (fp32). What is
+    kept as codes with scales is a meta tensor here: see :func:`show`.
     """
     first = record.pieces[0]
     shown: dict[str, Any] = {}
@@ -29,13 +31,41 @@ def expose(record: Record) -> dict[str, Any]:
         if kind.role in ("scalar", "number"):
             shown[kind.name] = first.state[kind.name]
         else:
-            view = record.tensors[kind.name].view(record.info.local_shape)
-            shown[kind.name] = shards.like(record.parameter, view)
+            shown[kind.name] = shards.like(record.parameter, _shown_values(record, kind.name))
     if record.emits_master:
         name = record.form.value
         view = record.tensors[name].view(record.info.local_shape)
         shown[name] = shards.like(record.parameter, view)
     return shown
+
+
+def _coded(record: Record) -> list[Moment]:
+    """Moments whose elements are no numbers by themselves."""
+    return [moment for moment in record.moments if moment.has_scales]
+
+
+def _shown_values(record: Record, name: str) -> Tensor:
+    """A like kind in the shard's shape."""
+    shape = record.info.local_shape
+    if any(moment.name == name for moment in _coded(record)):
+        return torch.empty(shape, dtype=torch.float32, device="meta")
+    return record.tensors[name].view(shape)
+
+
+def show(record: Record, shown: dict[str, Any]) -> None:
+    """Complete an :func:`expose` for a reader: numbers, and in the place of codes their values.
+
+    Those are copies (fp32), which :func:`adopt_writes` encodes again; that is exact.
+    """
+    for kind in record.schema.role("number"):
+        shown[kind.name] = record.pieces[0].state[kind.name]
+    for moment in _coded(record):
+        codes = record.tensors[moment.name]
+        values = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
+        scales = record.tensors[moment.scale_kind.name]
+        moments.unpack(moment, codes, scales, values)
+        view = values.view(record.info.local_shape)
+        shown[moment.name] = shards.like(record.parameter, view)
 
 
 def check(record: Record, values: Mapping[str, Any]) -> None:
@@ -110,7 +140,7 @@ def write(record: Record, values: Mapping[str, Any]) -> None:
     for kind in record.schema.kinds:
         value = values[kind.name]
         if kind.role == "like":
-            _copy(record.tensors[kind.name], value)
+            _set(record, kind.name, value)
             continue
         for piece in record.pieces:
             if kind.role == "number":
@@ -124,7 +154,32 @@ def write(record: Record, values: Mapping[str, Any]) -> None:
             piece.stepped = True
     else:
         _initialise(record)  # what the class made for the shard may be of a lower precision
+    count_updates(record)
     write_master(record, values)
+
+
+def _set(record: Record, name: str, value: Tensor) -> None:
+    """Write a like kind; what is kept in fewer bits is rounded to nearest."""
+    for moment in _coded(record):
+        if moment.name == name:
+            codes = record.tensors[name]
+            source = shards.local(value).reshape(-1)
+            if source.device.type == "meta":  # never shown: nobody wrote it
+                return
+            source = source.to(codes.device, torch.float32).contiguous()
+            moments.pack(moment, source, codes, record.tensors[moment.scale_kind.name], None)
+            return
+    _copy(record.tensors[name], value)
+
+
+def count_updates(record: Record) -> None:
+    """Let random bits go on where the written ``step`` says; without one they begin anew."""
+    if not record.moments:
+        return
+    first = record.pieces[0].state
+    count = int(float(first["step"])) if "step" in first else 0
+    for piece in record.pieces:
+        piece.updates = count
 
 
 def _copy(kept: Tensor, value: Tensor) -> None:
@@ -158,7 +213,7 @@ def adopt_writes(record: Record, shown: dict[str, Any]) -> None:
         if value is None:
             continue
         if kind.role == "like":
-            _copy(record.tensors[kind.name], value)
+            _set(record, kind.name, value)
             continue
         for piece in record.pieces:
             if kind.role == "number":
@@ -170,6 +225,8 @@ def adopt_writes(record: Record, shown: dict[str, Any]) -> None:
     if not record.pieces[0].stepped and _has_stepped(record, shown):
         for piece in record.pieces:
             piece.stepped = True
+    if "step" in shown:
+        count_updates(record)
     shown.update(expose(record))
 
 
@@ -181,16 +238,29 @@ def reset(record: Record) -> None:
 
 def _initialise(record: Record) -> None:
     for kind in record.schema.kinds:
-        if kind.role == "like":
-            record.tensors[kind.name].fill_(kind.initial)
-            continue
         for piece in record.pieces:
             if kind.role == "number":
                 piece.state[kind.name] = 0
-            else:
+            elif kind.role == "scalar":
                 piece.state[kind.name].fill_(kind.initial)
+    fill_initial(record)
     for piece in record.pieces:
-        piece.stepped = record.schema.eager
+        piece.stepped, piece.updates = record.schema.eager, 0
+
+
+def fill_initial(record: Record, *, only_shown: bool = False) -> None:
+    """Like kinds as they are shown before the first step; ``only_shown``: of zeroed memory, what
+    zeros do not show yet."""
+    coded = {moment.name: moment for moment in _coded(record)}
+    for kind in record.schema.role("like"):
+        if only_shown and not record.schema.shows_initial(kind):
+            continue
+        tensor = record.tensors[kind.name]
+        if moment := coded.get(kind.name):
+            values = torch.full(tensor.shape, kind.initial, device=tensor.device)
+            moments.pack(moment, values, tensor, record.tensors[moment.scale_kind.name], None)
+        else:
+            tensor.fill_(kind.initial)
 
 
 def write_master(record: Record, values: Mapping[str, Any]) -> None:

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..device import Event, Gateway, Stream, TimedEvent
+from ..device import Event, Gateway, Stream, TimedEvent, copy_all
 from ..memory import HostArena
 from ..plan import Bucket, Kind, Layout, Slice
 from ..plan.layout import kind_range
@@ -121,7 +121,7 @@ class StreamedLane:
         self.order: list[int] = []
         self._positions: list[int] = []  # of each bucket in the order
         self.prefetches = prefetches
-        self._h2d = gateway.stream("h2d")
+        self._h2d = gateway.upload_stream("h2d")
         self._update = update
         self._d2h = gateway.stream("d2h")
         self._free: list[Event | None] = [None] * len(slots)
@@ -195,7 +195,7 @@ class StreamedLane:
             slot = position % len(self.slots)
             if (free := self._free[slot]) is not None:
                 self._h2d.wait(free)
-            self._h2d.launch(_copy, bucket.in_slot, bucket.in_arena)
+            self._h2d.upload(bucket.in_slot, bucket.in_arena)
             self._arrived[slot] = self._h2d.record()
             self._fetched = position + 1
 
@@ -207,7 +207,7 @@ class StreamedLane:
         self._update.launch(bucket.update.run, gradients, work.snapshot)
         self._last = bucket.updated = self._update.record()
         self._d2h.wait(self._last)
-        self._d2h.launch(_copy, bucket.in_arena, bucket.in_slot)
+        self._d2h.launch(copy_all, bucket.in_arena, bucket.in_slot)
         self._free[slot] = self._d2h.record()
         self._moved_bytes += bucket.bucket.state_bytes
         if self._head % MARK_EVERY == 0:
@@ -244,7 +244,3 @@ class StreamedLane:
         """Block until nothing reads or writes the arena and the slots any more."""
         self._h2d.synchronize()
         self._d2h.synchronize()
-
-
-def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
-    torch._foreach_copy_(targets, sources, non_blocking=True)

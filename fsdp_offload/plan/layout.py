@@ -42,6 +42,7 @@ class Kind:
 
     name: str
     dtype: torch.dtype
+    block_numel: int = 1  # elements of the parameter per element of the kind; divides ALIGN_NUMEL
 
     @property
     def itemsize(self) -> int:
@@ -158,7 +159,7 @@ def _place(entries: Sequence[Entry], start: int) -> tuple[dict[tuple[int, str], 
         for index, numel in members:
             offsets[index, kind.name] = cursor
             stop = cursor + numel * kind.itemsize
-            cursor += align(numel, ALIGN_NUMEL) * kind.itemsize
+            cursor += align(numel, ALIGN_NUMEL // kind.block_numel) * kind.itemsize
     return offsets, start, stop
 
 
@@ -234,4 +235,5 @@ def kind_range(
     base = offsets[piece.entry.index, kind.name]
     if not piece.entry.cuttable:
         return base, base + numel * kind.itemsize
-    return base + piece.start * kind.itemsize, base + piece.stop * kind.itemsize
+    start, stop = piece.start // kind.block_numel, -(-piece.stop // kind.block_numel)
+    return base + start * kind.itemsize, base + stop * kind.itemsize

@@ -69,7 +69,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from fsdp_offload.device import Event, PendingEvent, use_gateway
+from fsdp_offload.device import Event, PendingEvent, copy_all, use_gateway
 from fsdp_offload.errors import ConfigError, DeviceError
 
 ADVERSARIES: tuple[str, ...] = (
@@ -242,6 +242,10 @@ class SimulatedStream:
     def launch(self, fn: Callable[..., None], *operands: Any) -> None:
         """Queue ``fn`` with views equal to ``operands``."""
         self.simulator._launch(self, fn, operands)
+
+    def upload(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+        """Queue the copies as one launch."""
+        self.launch(copy_all, targets, sources)
 
     def wait(self, event: Event) -> None:
         """Block later entries of this stream until ``event`` is reached."""
@@ -432,6 +436,10 @@ class StreamSimulator:
         self._poll()
         self._streams.append(SimulatedStream(self, name, len(self._streams)))
         return self._streams[-1]
+
+    def upload_stream(self, name: str) -> SimulatedStream:
+        """As :meth:`stream`: one queue, which is all that its users may rely on."""
+        return self.stream(name)
 
     def current_stream(self) -> SimulatedStream:
         """The one stream that stands for the caller's own torch operations."""

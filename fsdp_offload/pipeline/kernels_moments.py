@@ -1,0 +1,265 @@
+"""Triton kernels (CUDA) of moments in fewer bits. Their twins: ``moments.*_plain``, ``adam_plain``.
+
+[Note: same bits as the twins]
+Divisions and roots are the correctly rounded ones, and multiplications and additions are not
+contracted (``enable_fp_fusion=False``), so each operation rounds as the torch operation does.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+ROWS: Final = 16
+"""Blocks of 64 elements per program."""
+COLUMNS: Final = 64
+_INFINITY: Final = tl.constexpr(0x7F800000)
+_GOLDEN: Final = tl.constexpr(0x9E3779B9 - (1 << 32))
+_FIRST: Final = tl.constexpr(0x7FEB352D)
+_SECOND: Final = tl.constexpr(0x846CA68B - (1 << 32))
+
+
+@triton.jit
+def _draw(at, key):  # type: ignore[no-untyped-def]
+    """32 random bits per global index (int64): int32."""
+    mixed = at.to(tl.int32) ^ key
+    mixed += (at >> 32).to(tl.int32) * _GOLDEN
+    mixed ^= (mixed >> 16) & 0xFFFF
+    mixed *= _FIRST
+    mixed ^= (mixed >> 15) & 0x1FFFF
+    mixed *= _SECOND
+    mixed ^= (mixed >> 16) & 0xFFFF
+    return mixed
+
+
+@triton.jit
+def _half(drawn, HIGH: tl.constexpr):  # type: ignore[no-untyped-def]
+    """16 of the 32 bits."""
+    if HIGH:
+        drawn = drawn >> 16
+    return drawn & 0xFFFF
+
+
+@triton.jit
+def _store_bf16(values, random, codes, at, inside, STOCHASTIC: tl.constexpr):  # type: ignore[no-untyped-def]
+    """``codes`` (int16): the bits of the rounded values."""
+    word = values.to(tl.int32, bitcast=True)
+    high = word >> 16
+    if STOCHASTIC:
+        added = random
+    else:
+        added = 0x7FFF + (high & 1)
+    is_nan = (word & 0x7FFFFFFF) > _INFINITY
+    rounded = tl.where(is_nan, high | 0x40, (word + added) >> 16)
+    tl.store(codes + at, rounded.to(tl.int16), mask=inside)
+
+
+@triton.jit
+def _load_bf16(codes, at, inside):  # type: ignore[no-untyped-def]
+    word = tl.load(codes + at, mask=inside, other=0).to(tl.int32)
+    return (word << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _store_codes(  # type: ignore[no-untyped-def]
+    values, random, codes, scales, at, rows, inside, blocks, STEPS: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+):  # fmt: skip
+    """See ``moments._to_codes``; ``values`` (rows, 64) are zero outside."""
+    word = values.to(tl.int32, bitcast=True)
+    size = word & 0x7FFFFFFF
+    top = tl.max(size, axis=1)
+    is_bad = top >= _INFINITY
+    scale = tl.where(is_bad, float("nan"), top.to(tl.float32, bitcast=True))
+    tl.store(scales + rows, scale, mask=rows < blocks)
+    divisor = tl.where(scale > 0, scale, 1.0)[:, None] + tl.zeros_like(values)
+    squares = tl.div_rn(size.to(tl.float32, bitcast=True), divisor) * (STEPS * STEPS * 1.0)
+    squares = tl.where(is_bad[:, None], 0.0, squares)
+    below = tl.minimum(tl.sqrt_rn(squares).to(tl.int32), STEPS - 1)
+    odd = (2 * below + 1).to(tl.float32)
+    if STOCHASTIC:
+        share = random.to(tl.float32) * (1.0 / 65536)
+    else:
+        share = 0.5
+    up = share * odd < squares - (below * below).to(tl.float32)
+    code = below + up.to(tl.int32)
+    if STEPS == 255:
+        code = tl.where((size > 0) & (is_bad[:, None] == 0) & (code == 0), 1, code)
+        tl.store(codes + at, code.to(tl.uint8), mask=inside)
+    else:
+        code = tl.where(word < 0, -code, code)
+        tl.store(codes + at, code.to(tl.int8), mask=inside)
+
+
+@triton.jit
+def _load_codes(codes, scales, at, rows, inside, blocks, STEPS: tl.constexpr):  # type: ignore[no-untyped-def]
+    code = tl.load(codes + at, mask=inside, other=0).to(tl.int32)
+    scale = tl.load(scales + rows, mask=rows < blocks, other=0.0)
+    square = (code * tl.abs(code)).to(tl.float32)
+    steps = tl.full(square.shape, STEPS * STEPS * 1.0, tl.float32)
+    return tl.div_rn(square, steps) * scale[:, None]
+
+
+@triton.jit
+def _unpack_codes(codes, scales, values, numel, STEPS: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    at = rows[:, None] * 64 + tl.arange(0, 64)[None, :]
+    inside = at < numel
+    blocks = (numel + 63) // 64
+    value = _load_codes(codes, scales, at, rows, inside, blocks, STEPS)
+    tl.store(values + at, value, mask=inside)
+
+
+@triton.jit(do_not_specialize=["key", "first"])
+def _pack(  # type: ignore[no-untyped-def]
+    values, codes, scales, numel, key, first, STEPS: tl.constexpr, HIGH: tl.constexpr,
+    STOCHASTIC: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    at = rows[:, None] * 64 + tl.arange(0, 64)[None, :]
+    inside = at < numel
+    value = tl.load(values + at, mask=inside, other=0.0)
+    random = _half(_draw(at + first, key), HIGH)
+    if STEPS == 0:
+        _store_bf16(value, random, codes, at, inside, STOCHASTIC)
+    else:
+        blocks = (numel + 63) // 64
+        _store_codes(
+            value, random, codes, scales, at, rows, inside, blocks, STEPS, STOCHASTIC
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["key", "first"])
+def _adam(  # type: ignore[no-untyped-def]
+    weight, remainder, gradient, clip, average, average_scales, square, square_scales, step,
+    numel, key, first, beta1, rest1, beta2, rest2, eps, decay, step_size, root,
+    BF16_WEIGHT: tl.constexpr, CLIP: tl.constexpr, MAXIMIZE: tl.constexpr,
+    DECOUPLED: tl.constexpr, DECAY: tl.constexpr, INT8: tl.constexpr, STOCHASTIC: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    """See ``reduced_adam.adam_plain``."""
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    at = rows[:, None] * 64 + tl.arange(0, 64)[None, :]
+    inside = at < numel
+    blocks = (numel + 63) // 64
+    if BF16_WEIGHT:
+        upper = tl.load(weight + at, mask=inside, other=0).to(tl.int32)
+        rest = tl.load(remainder + at, mask=inside, other=0).to(tl.int32)
+        value = ((upper << 16) + rest).to(tl.float32, bitcast=True)
+    else:
+        value = tl.load(weight + at, mask=inside, other=0.0)
+    g = tl.load(gradient + at, mask=inside, other=0.0)
+    if CLIP:
+        factor = tl.load(clip)
+        g = (g.to(tl.float32) * factor.to(tl.float32)).to(factor.dtype)
+    g = g.to(tl.float32)
+    if MAXIMIZE:
+        g = -g
+    if INT8:
+        m = _load_codes(average, average_scales, at, rows, inside, blocks, 127)
+        v = _load_codes(square, square_scales, at, rows, inside, blocks, 255)
+    else:
+        m = _load_bf16(average, at, inside)
+        v = _load_bf16(square, at, inside)
+    if DECAY:
+        if DECOUPLED:
+            value = value - decay * value
+        else:
+            g = g + decay * value
+    m = beta1 * m + rest1 * g
+    v = beta2 * v + rest2 * g * g
+    bias = tl.zeros_like(v) + root
+    value = value - tl.div_rn(step_size * m, tl.div_rn(tl.sqrt_rn(v), bias) + eps)
+    if BF16_WEIGHT:
+        word = value.to(tl.int32, bitcast=True)
+        rest = (word << 16) >> 16  # sign-extended low half
+        upper = word >> 16
+        is_nan = (word & 0x7FFFFFFF) > _INFINITY
+        rounded = tl.where(is_nan, upper | 0x40, upper - (rest >> 31))
+        tl.store(weight + at, rounded.to(tl.int16), mask=inside)
+        tl.store(remainder + at, rest.to(tl.int16), mask=inside)
+    else:
+        tl.store(weight + at, value, mask=inside)
+    drawn = _draw(at + first, key)
+    if INT8:
+        m = tl.where(inside, m, 0.0)
+        v = tl.where(inside, v, 0.0)
+        low, high = _half(drawn, False), _half(drawn, True)
+        _store_codes(
+            m, low, average, average_scales, at, rows, inside, blocks, 127, STOCHASTIC
+        )  # fmt: skip
+        _store_codes(
+            v, high, square, square_scales, at, rows, inside, blocks, 255, STOCHASTIC
+        )  # fmt: skip
+    else:
+        _store_bf16(m, _half(drawn, False), average, at, inside, STOCHASTIC)
+        _store_bf16(v, _half(drawn, True), square, at, inside, STOCHASTIC)
+    if tl.program_id(0) == 0:
+        tl.store(step, tl.load(step) + 1.0)
+
+
+def _launch(kernel: Any, numel: int, *operands: Any, **flags: Any) -> None:
+    if not numel:
+        return
+    grid = (triton.cdiv(numel, ROWS * COLUMNS),)
+    device = operands[0].device  # Triton launches on the current device
+    if not device.type == "cuda" or device.index == torch.cuda.current_device():
+        kernel[grid](*operands, ROWS=ROWS, enable_fp_fusion=False, **flags)
+        return
+    with torch.cuda.device(device):
+        kernel[grid](*operands, ROWS=ROWS, enable_fp_fusion=False, **flags)
+
+
+def unpack_codes(codes: Tensor, scales: Tensor, values: Tensor, steps: int) -> None:
+    """See :func:`.moments.unpack`; ``steps``: the largest code."""
+    _launch(_unpack_codes, values.numel(), codes, scales, values, values.numel(), STEPS=steps)
+
+
+def pack_moment(
+    values: Tensor,
+    codes: Tensor,
+    scales: Tensor | None,
+    steps: int,
+    key: int,
+    first: int,
+    half: int,
+    *,
+    stochastic: bool,
+) -> None:
+    """See :func:`.moments.pack`; ``steps``: the largest code, or 0 for bf16."""
+    target = codes if steps else codes.view(torch.int16)
+    some = values if scales is None else scales
+    _launch(
+        _pack, values.numel(), values, target, some, values.numel(), key, first,
+        STEPS=steps, HIGH=bool(half), STOCHASTIC=stochastic,
+    )  # fmt: skip
+
+
+def adam(
+    weight: Tensor,
+    remainder: Tensor | None,
+    gradient: Tensor,
+    clip: Tensor | None,
+    average: tuple[Tensor, Tensor | None],
+    square: tuple[Tensor, Tensor | None],
+    step: Tensor,
+    key: int,
+    first: int,
+    numbers: tuple[float, ...],
+    **flags: bool,
+) -> None:
+    """See :func:`.reduced_adam.adam_plain`; codes and scales per moment."""
+    is_int8 = average[1] is not None
+    codes = [kept[0] if is_int8 else kept[0].view(torch.int16) for kept in (average, square)]
+    scales = [codes[0] if kept[1] is None else kept[1] for kept in (average, square)]
+    bits = weight.view(torch.int16) if remainder is not None else weight
+    _launch(
+        _adam, weight.numel(), bits, bits if remainder is None else remainder, gradient,
+        gradient if clip is None else clip, codes[0], scales[0], codes[1], scales[1], step,
+        weight.numel(), key, first, *numbers,
+        BF16_WEIGHT=remainder is not None, CLIP=clip is not None, INT8=is_int8, **flags,
+    )  # fmt: skip

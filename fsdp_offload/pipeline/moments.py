@@ -1,0 +1,237 @@
+"""Moments in fewer bits: fp32 values are unpacked for an update and packed after it.
+
+[Note: bf16 moments]
+A value is rounded to bf16. *Nearest* stalls: with ``beta2 = 0.999`` a squared average moves by a
+thousandth of its distance, which is less than half a bf16 step (1/512 to 1/256 of the value), so
+it stops following. *Stochastic* rounding goes up with the probability of the part that is cut
+off, so the average is right in expectation.
+
+[Note: int8 moments]
+Blocks of 64 elements share one fp32 scale, the largest magnitude of the block. Codes are spaced by
+squares: code k stands for ``scale * (k / 127)^2`` with the sign of k (first moment, int8), or for
+``scale * (k / 255)^2`` (second moment, uint8), so that small values next to a large one keep their
+relative precision. The stochastic choice between two neighbouring codes is unbiased in the value,
+not in the code. A second moment that is not zero never becomes zero, because one over its root
+scales the step. A block with a NaN or an infinity becomes NaN as a whole. Rounding to nearest
+what was decoded gives the same codes and scales again, so decoded values can be saved for them.
+
+[Note: randomness]
+It is a hash of (parameter's name, number of its updates, index of the element in the global
+tensor), not a generator: replicas, any cut into buckets, and a resumed run draw the same. One draw
+of 32 bits serves two kinds, the lower half the first of them.
+
+Two implementations with the same bits: torch operations (the plain twin) and Triton (CUDA).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from ..config import PrecisionConfig
+from ..plan import Kind
+from .codec import QUIET_BIT
+from .kernels import moment_kernels
+from .schema import Schema
+
+BLOCK_NUMEL: Final = 64
+"""Elements that share a scale. Divides every cut between buckets, so a block is in one of them."""
+STEPS: Final = {torch.int8: 127, torch.uint8: 255}
+"""The largest code."""
+CODED: Final = {"exp_avg": torch.int8, "exp_avg_sq": torch.uint8}
+"""What ``moments="int8"`` applies to; other state keeps its dtype."""
+SCALE: Final = "_scale"
+
+_INFINITY: Final = 0x7F800000
+_MASK: Final = 0xFFFFFFFF
+
+
+@dataclass(frozen=True)
+class Moment:
+    """How one kind of state is kept in fewer bits."""
+
+    name: str
+    dtype: torch.dtype  # bf16, int8 (signed) or uint8 (never negative)
+    stochastic: bool
+    draw: int  # which 16 random bits it takes: position among the moments of its parameter
+
+    @property
+    def has_scales(self) -> bool:
+        """Whether blocks have a scale, kept as one more kind."""
+        return self.dtype in STEPS
+
+    @property
+    def kind(self) -> Kind:
+        """Of the codes."""
+        return Kind(self.name, self.dtype)
+
+    @property
+    def scale_kind(self) -> Kind:
+        """Of the scales."""
+        return Kind(self.name + SCALE, torch.float32, BLOCK_NUMEL)
+
+    def kinds(self, numel: int) -> list[tuple[Kind, int]]:
+        """What is kept for ``numel`` elements."""
+        kept = [(self.kind, numel)]
+        if self.has_scales:
+            kept.append((self.scale_kind, -(-numel // BLOCK_NUMEL)))
+        return kept
+
+
+def moments_of(
+    schema: Schema, compute: torch.dtype, precision: PrecisionConfig
+) -> tuple[Moment, ...]:
+    """The kinds of ``schema`` that ``precision`` keeps in fewer bits than the update uses."""
+    if precision.moments is None or compute != torch.float32 or not schema.elementwise:
+        return ()
+    kinds = [kind for kind in schema.role("like") if (kind.dtype or compute) == torch.float32]
+    dtypes: dict[str, torch.dtype] = {kind.name: torch.bfloat16 for kind in kinds}
+    if precision.moments == "int8":
+        # Without a step count, state that was never set is told by negative zeros.
+        has_step = any(kind.name == "step" for kind in schema.kinds)
+        dtypes = {k.name: CODED[k.name] for k in kinds if k.name in CODED and has_step}
+    stochastic = precision.rounding == "stochastic"
+    return tuple(
+        Moment(name, dtype, stochastic, draw) for draw, (name, dtype) in enumerate(dtypes.items())
+    )
+
+
+# --------------------------------------------------------------------------- random bits
+
+
+def seed_of(fqn: str) -> int:
+    """32 bits that stand for a parameter's name."""
+    return int.from_bytes(hashlib.blake2b(fqn.encode(), digest_size=4).digest(), "little")
+
+
+def key_of(seed: int, updates: int, pair: int) -> int:
+    """Key of the draws of one update: int32. ``pair``: of kinds, 0 for the first two."""
+    mixed = (seed + updates * 0x9E3779B9 + pair * 0x85EBCA6B) & _MASK
+    for shift, factor in ((16, 0x21F0AAAD), (15, 0x735A2D97)):
+        mixed = ((mixed ^ (mixed >> shift)) * factor) & _MASK
+    mixed ^= mixed >> 15
+    return mixed - (1 << 32) if mixed >> 31 else mixed
+
+
+@dataclass(frozen=True)
+class Draw:
+    """Which random bits an update takes."""
+
+    key: int  # int32, from :func:`key_of`
+    first: int  # index in the global tensor of the first element
+
+    def bits(self, numel: int, half: int, device: torch.device) -> Tensor:
+        """16 bits per element, as int32 in [0, 65535]; the plain twin of the Triton hash."""
+        at = torch.arange(self.first, self.first + numel, dtype=torch.int64, device=device)
+        mixed = _low_word(at) ^ self.key
+        mixed += _low_word(at >> 32) * (0x9E3779B9 - (1 << 32))
+        mixed ^= (mixed >> 16) & 0xFFFF
+        mixed *= 0x7FEB352D
+        mixed ^= (mixed >> 15) & 0x1FFFF
+        mixed *= 0x846CA68B - (1 << 32)
+        mixed ^= (mixed >> 16) & 0xFFFF
+        return (mixed >> 16 if half else mixed) & 0xFFFF
+
+
+def _low_word(at: Tensor) -> Tensor:
+    """The lower 32 bits of int64, as int32."""
+    return at.view(torch.int32)[::2].clone()
+
+
+# --------------------------------------------------------------------------- pack and unpack
+
+
+def unpack(moment: Moment, codes: Tensor, scales: Tensor | None, values: Tensor) -> None:
+    """``values[:] = `` what the codes stand for. 1-D; fp32; ``scales``: one per 64 elements."""
+    if values.is_cuda and moment.has_scales and (kernels := moment_kernels()) is not None:
+        kernels.unpack_codes(codes, scales, values, STEPS[moment.dtype])
+    else:
+        unpack_plain(moment, codes, scales, values)
+
+
+def pack(
+    moment: Moment, values: Tensor, codes: Tensor, scales: Tensor | None, draw: Draw | None
+) -> None:
+    """Codes (and scales) of ``values``, fp32 1-D; ``draw``: random bits, or None for nearest."""
+    if values.is_cuda and (kernels := moment_kernels()) is not None:
+        key, first = (0, 0) if draw is None else (draw.key, draw.first)
+        kernels.pack_moment(
+            values, codes, scales, STEPS.get(moment.dtype, 0), key, first, moment.draw % 2,
+            stochastic=draw is not None,
+        )  # fmt: skip
+    else:
+        pack_plain(moment, values, codes, scales, draw)
+
+
+def unpack_plain(moment: Moment, codes: Tensor, scales: Tensor | None, values: Tensor) -> None:
+    """:func:`unpack` in torch operations."""
+    if not moment.has_scales:
+        values.copy_(codes)
+        return
+    assert scales is not None
+    steps = STEPS[moment.dtype]
+    wide = codes.to(torch.int32)
+    squares = (wide * wide.abs()).to(torch.float32)
+    # By a tensor: a division by a number may be a multiplication by its inverse.
+    squares /= torch.tensor(float(steps * steps), device=codes.device)
+    values.copy_(squares * _per_element(scales, codes.numel()))
+
+
+def pack_plain(
+    moment: Moment, values: Tensor, codes: Tensor, scales: Tensor | None, draw: Draw | None
+) -> None:
+    """:func:`pack` in torch operations."""
+    random = None
+    if draw is not None:
+        random = draw.bits(values.numel(), moment.draw % 2, values.device)
+    if not moment.has_scales:
+        codes.view(torch.int16).copy_(_to_bf16(values, random))
+        return
+    assert scales is not None
+    scales.copy_(_scales(values))
+    codes.copy_(_to_codes(values, _per_element(scales, values.numel()), random, moment.dtype))
+
+
+def rounded_root(values: Tensor) -> Tensor:
+    """The correctly rounded square root of fp32; torch's vectors on the CPU may be one ulp off."""
+    return values.double().sqrt().float()
+
+
+def _to_bf16(values: Tensor, random: Tensor | None) -> Tensor:
+    """Bits of the rounded values: int16. Without ``random``: to nearest, ties to even."""
+    word = values.view(torch.int32)
+    high = word >> 16
+    added = random if random is not None else 0x7FFF + (high & 1)
+    return torch.where(values.isnan(), high | QUIET_BIT, (word + added) >> 16).to(torch.int16)
+
+
+def _per_element(scales: Tensor, numel: int) -> Tensor:
+    return scales.repeat_interleave(BLOCK_NUMEL)[:numel]
+
+
+def _scales(values: Tensor) -> Tensor:
+    """The largest magnitude of each block; NaN where it is not finite."""
+    blocks = torch.nn.functional.pad(values.abs(), (0, -values.numel() % BLOCK_NUMEL))
+    words = blocks.view(torch.int32).view(-1, BLOCK_NUMEL)
+    top = words.amax(dim=1) if words.numel() else words[:, 0]
+    return torch.where(top >= _INFINITY, torch.nan, top.view(torch.float32))
+
+
+def _to_codes(values: Tensor, scales: Tensor, random: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Codes of ``values`` in blocks of scale ``scales`` (per element)."""
+    steps = STEPS[dtype]
+    magnitudes = values.abs()
+    squares = magnitudes / torch.where(scales > 0, scales, 1.0) * float(steps * steps)
+    squares = torch.where(scales.isnan(), 0.0, squares)
+    below = rounded_root(squares).to(torch.int32).clamp(max=steps - 1)  # truncated
+    odd = (2 * below + 1).to(torch.float32)  # between the squares of two neighbours
+    share = 0.5 if random is None else random.to(torch.float32) * (1.0 / 65536)
+    up = share * odd < squares - (below * below).to(torch.float32)
+    codes = below + up.to(torch.int32)
+    if dtype == torch.uint8:
+        return torch.where((magnitudes > 0) & ~scales.isnan(), codes.clamp(min=1), codes)
+    return torch.where(values.view(torch.int32) < 0, -codes, codes)

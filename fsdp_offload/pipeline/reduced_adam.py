@@ -1,0 +1,216 @@
+"""Adam and AdamW with moments in fewer bits: one kernel per piece does everything (CUDA).
+
+[Note: one kernel]
+Unpacked, an element costs about 70 bytes of device memory traffic: master, gradient and moments
+go to scratch memory and back. The kernel keeps all of it in registers: 18 bytes with bf16 moments.
+It computes in fp32 what ``torch._fused_adamw_`` computes partly in fp64, so masters differ from
+those of the unpacked path by an fp32 rounding of the step, and a moment now and then by one step of
+its own format. :func:`adam_plain` is its twin with the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import codec, moments
+from .fused_adam import settings
+from .kernels import moment_kernels
+from .moments import Draw, Moment
+from .records import Piece, Snapshot
+
+Kept = tuple[Tensor, Tensor | None]
+"""Codes and scales."""
+
+
+@dataclass(frozen=True)
+class PackedMoment:
+    """Where one moment of one piece is kept, and where it is unpacked to."""
+
+    moment: Moment
+    codes: Tensor
+    scales: Tensor | None
+    values: Tensor  # fp32, in scratch memory
+
+    def unpack(self) -> None:
+        """See :func:`.moments.unpack`."""
+        moments.unpack(self.moment, self.codes, self.scales, self.values)
+
+    def pack(self, draw: Draw | None) -> None:
+        """See :func:`.moments.pack`."""
+        moments.pack(self.moment, self.values, self.codes, self.scales, draw)
+
+
+def draw_of(piece: Piece, pair: int) -> Draw:
+    """Random bits of the update that a piece is in; ``pair``: of moments."""
+    key = moments.key_of(piece.record.seed, piece.updates, pair)
+    return Draw(key, piece.record.origin + piece.start)
+
+
+class ReducedAdam:
+    """Updates the pieces of a bucket without scratch memory.
+
+    Args:
+        pieces: of one bucket, for which ``DirectAdam.make`` found torch's own Adam or AdamW.
+        weights: their shards, bf16 with ``remainders``, fp32 without.
+        remainders: int16, or None for each.
+        packed: both moments of each.
+        update: :func:`adam`, or :func:`adam_plain`.
+    """
+
+    def __init__(
+        self,
+        pieces: Sequence[Piece],
+        weights: Sequence[Tensor],
+        remainders: Sequence[Tensor | None],
+        packed: Sequence[Sequence[PackedMoment]],
+        update: Callable[..., None],
+    ) -> None:
+        self._pieces, self._update = pieces, update
+        self._operands = list(zip(pieces, weights, remainders, packed, strict=True))
+
+    @staticmethod
+    def fits(pieces: Sequence[Piece]) -> bool:
+        """Whether there is a kernel: both moments in fewer bits, on CUDA, no ``amsgrad``."""
+        names = {"exp_avg", "exp_avg_sq"}
+        fits = all(
+            {m.name for m in p.record.moments} == names and p.state.keys() == names | {"step"}
+            for p in pieces
+        )
+        on_cuda = pieces[0].tensor.device.type == "cuda"
+        return fits and on_cuda and moment_kernels() is not None
+
+    def run(self, gradients: Sequence[Tensor | None], snapshot: Snapshot) -> bool:
+        """Update all pieces that have a gradient; False, and nothing done, if it has to be done
+        by the class: hyper-parameters in tensors, or another implementation."""
+        groups = snapshot.groups
+        for index in {piece.record.group for piece in self._pieces}:
+            values = settings(groups[index], self._pieces[0].tensor.device)
+            if values is None or values["amsgrad"] or isinstance(values["lr"], Tensor):
+                return False
+        for (piece, weight, remainder, packed), gradient in zip(
+            self._operands, gradients, strict=True
+        ):
+            if gradient is None:
+                continue
+            piece.updates += 1
+            self._update(
+                [each.moment for each in packed],
+                weight,
+                remainder,
+                gradient,
+                snapshot.clip,
+                *((each.codes, each.scales) for each in packed),
+                piece.state["step"],
+                draw_of(piece, 0),
+                groups[piece.record.group],
+                piece.updates,
+            )
+            piece.stepped = True
+        return True
+
+
+def numbers_of(group: Mapping[str, Any], updates: int) -> tuple[float, ...]:
+    """What the kernel takes of the hyper-parameters: beta1, 1 - beta1, beta2, 1 - beta2, eps,
+    weight decay (times lr where it is decoupled), lr over bias correction 1, root of bias
+    correction 2. ``updates``: with this one."""
+    lr, (beta1, beta2) = float(group["lr"]), group["betas"]
+    decay = float(group["weight_decay"])
+    return (
+        beta1,
+        1 - beta1,
+        beta2,
+        1 - beta2,
+        group["eps"],
+        lr * decay if group["decoupled_weight_decay"] else decay,
+        lr / (1 - beta1**updates),
+        (1 - beta2**updates) ** 0.5,
+    )
+
+
+def adam(
+    both: Sequence[Moment],
+    weight: Tensor,
+    remainder: Tensor | None,
+    gradient: Tensor,
+    clip: Tensor | None,
+    average: Kept,
+    square: Kept,
+    step: Tensor,
+    draw: Draw,
+    group: Mapping[str, Any],
+    updates: int,
+) -> None:
+    """One update of one piece, in place; 1-D, contiguous, of one numel.
+
+    Args:
+        both: how the first and the second moment are kept.
+        weight: bf16 with ``remainder`` (int16), or fp32 without.
+        gradient: floating; stays as it is.
+        clip: 0-dim, multiplies the gradient, rounded to the gradient's dtype.
+        average: the first moment.
+        square: the second.
+        step: 0-dim fp32; becomes one more.
+        draw: random bits.
+        group: hyper-parameters: numbers only.
+        updates: of this parameter, with this one.
+    """
+    numbers = numbers_of(group, updates)
+    flags = {
+        "MAXIMIZE": bool(group["maximize"]),
+        "DECOUPLED": bool(group["decoupled_weight_decay"]),
+        "DECAY": group["weight_decay"] != 0,
+        "STOCHASTIC": both[0].stochastic,
+    }
+    kernels = moment_kernels()
+    assert kernels is not None
+    factor = None if clip is None else clip.to(gradient.dtype)
+    kernels.adam(
+        weight, remainder, gradient, factor, average, square, step, draw.key, draw.first, numbers,
+        **flags,
+    )  # fmt: skip
+
+
+def adam_plain(
+    both: Sequence[Moment],
+    weight: Tensor,
+    remainder: Tensor | None,
+    gradient: Tensor,
+    clip: Tensor | None,
+    average: Kept,
+    square: Kept,
+    step: Tensor,
+    draw: Draw,
+    group: Mapping[str, Any],
+    updates: int,
+) -> None:
+    """:func:`adam` in torch operations; the slow twin, for tests."""
+    beta1, rest1, beta2, rest2, eps, decay, step_size, root = numbers_of(group, updates)
+    master = weight
+    if remainder is not None:
+        master = torch.empty_like(weight, dtype=torch.float32)
+        codec.decode_plain(weight, remainder, master)
+    g = (gradient if clip is None else gradient * clip.to(gradient.dtype)).float()
+    g = -g if group["maximize"] else g
+    m, v = torch.empty_like(g), torch.empty_like(g)
+    for moment, kept, values in zip(both, (average, square), (m, v), strict=True):
+        moments.unpack_plain(moment, *kept, values)
+    if decay and group["decoupled_weight_decay"]:
+        master = master - decay * master
+    elif decay:
+        g = g + decay * master
+    m = beta1 * m + rest1 * g
+    v = beta2 * v + rest2 * g * g
+    # By a tensor: a division by a number may be a multiplication by its inverse.
+    master = master - step_size * m / (moments.rounded_root(v) / torch.full_like(v, root) + eps)
+    if remainder is None:
+        weight.copy_(master)
+    else:
+        codec.encode_plain(master, weight, remainder)
+    for moment, kept, values in zip(both, (average, square), (m, v), strict=True):
+        moments.pack_plain(moment, values, *kept, draw if moment.stochastic else None)
+    step += 1

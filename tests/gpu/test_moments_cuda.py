@@ -1,0 +1,188 @@
+"""On CUDA: Triton kernels of moments in fewer bits give the bits of their twins on the CPU."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fsdp_offload import HybridDeviceOptimizer, PrecisionConfig, TransferConfig
+from fsdp_offload.pipeline import fused_adam, moments, reduced_adam
+from fsdp_offload.pipeline.kernels import moment_kernels
+from fsdp_offload.pipeline.moments import Draw, Moment
+
+BF16, INT8, UINT8, FP16, FP32 = (
+    torch.bfloat16, torch.int8, torch.uint8, torch.float16, torch.float32,
+)  # fmt: skip
+NUMELS = (1, 63, 64, 1024, 5000, 3 * 1024 + 65)
+FAR = (1 << 33) - 700
+"""A first index whose upper word changes on the way."""
+GROUP: dict[str, Any] = {
+    "lr": 0.01, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1,
+    "decoupled_weight_decay": True, "maximize": False,
+}  # fmt: skip
+
+
+def same(a: Tensor | None, b: Tensor | None) -> bool:
+    """Equal bits, on any device; NaNs are one."""
+    if a is None or b is None:
+        return a is b
+    a, b = a.cpu(), b.cpu()
+    if a.is_floating_point():
+        is_nan = a.isnan()
+        if not torch.equal(is_nan, b.isnan()):
+            return False
+        a, b = a[~is_nan] + 0, b[~is_nan] + 0
+    return torch.equal(a, b)
+
+
+def values_for(dtype: torch.dtype, numel: int) -> Tensor:
+    generator = torch.Generator().manual_seed(numel)
+    values = torch.randn(numel, generator=generator) * torch.rand(numel, generator=generator) ** 4
+    for at, value in ((70, 0.0), (300, torch.nan), (700, torch.inf), (900, -torch.inf)):
+        if at < numel:
+            values[at] = value
+    values[128:192] = 0
+    return values.abs() if dtype == UINT8 else values
+
+
+def room(moment: Moment, numel: int, device: str) -> tuple[Tensor, Tensor | None]:
+    scales = torch.zeros(-(-numel // 64), device=device) if moment.has_scales else None
+    return torch.zeros(numel, dtype=moment.dtype, device=device), scales
+
+
+@pytest.mark.parametrize("numel", NUMELS)
+@pytest.mark.parametrize("dtype", [BF16, INT8, UINT8])
+def test_packing_has_the_bits_of_the_twin(dtype: torch.dtype, numel: int) -> None:
+    assert moment_kernels() is not None
+    for half, draw in itertools.product((0, 1), (None, Draw(-77, FAR), Draw(1, 0))):
+        moment = Moment("x", dtype, draw is not None, half)
+        values = values_for(dtype, numel)
+        here, there = room(moment, numel, "cpu"), room(moment, numel, "cuda")
+        moments.pack(moment, values, *here, draw)
+        moments.pack(moment, values.cuda(), *there, draw)
+        assert same(here[0], there[0])
+        assert same(here[1], there[1])
+        again, on_device = torch.empty(numel), torch.empty(numel, device="cuda")
+        moments.unpack(moment, *here, again)
+        moments.unpack(moment, *there, on_device)
+        assert same(again, on_device)
+        plain = room(moment, numel, "cuda")  # torch operations on CUDA, where Triton is missing
+        moments.pack_plain(moment, values.cuda(), *plain, draw)
+        assert same(plain[0], here[0])
+
+
+@pytest.mark.parametrize("numel", NUMELS)
+@pytest.mark.parametrize("stochastic", [False, True])
+@pytest.mark.parametrize("clipped", [False, True])
+@pytest.mark.parametrize(("weight", "gradient"), [(BF16, BF16), (FP32, FP32), (BF16, FP32)])
+@pytest.mark.parametrize("dtypes", [(BF16, BF16), (INT8, UINT8)])
+def test_the_kernel_of_all_in_one_has_the_bits_of_its_twin(
+    dtypes: tuple[torch.dtype, torch.dtype],
+    weight: torch.dtype,
+    gradient: torch.dtype,
+    clipped: bool,
+    stochastic: bool,
+    numel: int,
+) -> None:
+    both = [
+        Moment(name, dtype, stochastic, draw)
+        for draw, (name, dtype) in enumerate(zip(("exp_avg", "exp_avg_sq"), dtypes, strict=True))
+    ]
+
+    def operands(device: str) -> list[Any]:
+        torch.manual_seed(numel)
+        w = torch.randn(numel).to(weight)
+        low = torch.randint(-30000, 30000, (numel,), dtype=torch.int16)
+        g = torch.randn(numel).to(gradient)
+        kept = []
+        for moment in both:
+            codes, scales = room(moment, numel, "cpu")
+            values = torch.randn(numel).square() if moment.draw else torch.randn(numel)
+            moments.pack_plain(moment, values, codes, scales, None)
+            kept.append((codes.to(device), None if scales is None else scales.to(device)))
+        clip = torch.tensor(0.3337, dtype=gradient, device=device) if clipped else None
+        rest = low.to(device) if weight == BF16 else None
+        return [w.to(device), rest, g.to(device), clip, *kept, torch.tensor(4.0, device=device)]
+
+    for group in (GROUP, GROUP | {"decoupled_weight_decay": False, "maximize": True}):
+        here, there = operands("cpu"), operands("cuda")
+        reduced_adam.adam_plain(both, *here, Draw(99, FAR), group, 5)
+        reduced_adam.adam(both, *there, Draw(99, FAR), group, 5)
+        flat = [[*made[:3], *made[4], *made[5], made[6]] for made in (here, there)]
+        for index, (a, b) in enumerate(zip(*flat, strict=True)):
+            assert same(a, b), (index, group)
+
+
+SHAPES = [(300, 70), (7,), (0,), (129, 65), (1000,), (64, 64), (3, 5, 7)]
+SMALL = TransferConfig(bucket_bytes=64 << 10, slots=3)
+
+
+class Run:
+    """A wrapped AdamW and its steps."""
+
+    def __init__(self, dtype: torch.dtype, kept: Any, lanes: float) -> None:
+        generator = torch.Generator().manual_seed(0)
+        values = [torch.randn(shape, generator=generator) for shape in SHAPES]
+        self.parameters = [nn.Parameter(value.to("cuda", dtype)) for value in values]
+        self.optimizer = HybridDeviceOptimizer(
+            torch.optim.AdamW(self.parameters, lr=0.01, fused=True),
+            offload_fraction=lanes,
+            transfer=SMALL,
+            precision=PrecisionConfig(moments=kept),
+        )
+
+    def step(self, step: int) -> None:
+        generator = torch.Generator().manual_seed(50 + step)
+        for index, parameter in enumerate(self.parameters):
+            value = torch.randn(parameter.shape, generator=generator).to(parameter)
+            parameter.grad = None if step and (step + index) % 4 == 3 else value
+        self.optimizer.step()
+
+    def kept(self) -> list[Tensor]:
+        self.optimizer.synchronize()
+        found = [p.detach().cpu() for p in self.parameters]
+        return found + [t.cpu() for r in self.optimizer.records for t in r.tensors.values()]
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
+@pytest.mark.parametrize("kept", [BF16, "int8"])
+def test_lanes_and_buckets_have_the_same_bits(kept: Any, dtype: torch.dtype) -> None:
+    runs = [Run(dtype, kept, lanes) for lanes in (0.0, 0.5, 1.0)]
+    for step in range(6):
+        for run in runs:
+            run.step(step)
+    first, *others = (run.kept() for run in runs)
+    for other in others:
+        assert all(same(a, b) for a, b in zip(first, other, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("kept", [BF16, "int8"])
+def test_the_kernel_follows_the_class(
+    monkeypatch: pytest.MonkeyPatch, kept: Any, dtype: torch.dtype
+) -> None:
+    """One step from equal states: masters within a rounding, codes at most one step apart."""
+    at_once, by_class = Run(dtype, kept, 1.0), Run(dtype, kept, 1.0)
+    settings, calls = fused_adam.settings, []
+    for step in range(4):
+        for run in (at_once, by_class):
+            run.step(step)
+    monkeypatch.setattr(reduced_adam, "settings", lambda *a: (calls.append(a), settings(*a))[1])
+    at_once.step(4)
+    assert calls, "the kernel was asked for"
+    monkeypatch.setattr(reduced_adam, "settings", lambda *a: None)
+    by_class.step(4)
+    for a, b in zip(at_once.kept(), by_class.kept(), strict=True):
+        if a.dtype in (INT8, UINT8):
+            assert int((a.int() - b.int()).abs().sum()) <= 0.01 * a.numel()
+        elif a.dtype == BF16:
+            words = a.view(torch.int16).int() - b.view(torch.int16).int()
+            assert int(words.abs().sum()) <= 0.01 * a.numel()
+        elif a.dtype == FP32:
+            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+        else:  # remainders: masters differ by roundings
+            assert int((a.int() - b.int()).abs().clamp(max=9).sum()) <= 9 * 0.7 * a.numel()

@@ -1,0 +1,467 @@
+"""Moments in fewer bits: as a plain optimizer whose moments are rounded after every step."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import distribute_tensor
+from torch.optim import Optimizer
+
+from fsdp_offload import (
+    ConfigError,
+    HybridDeviceOptimizer,
+    PrecisionConfig,
+    StateDictError,
+    TransferConfig,
+)
+from fsdp_offload.checkpoint import load, load_local, save, save_local
+from fsdp_offload.pipeline import moments, reduced_adam
+from fsdp_offload.pipeline.moments import Draw
+from fsdp_offload.testing import RankPool
+from tests.fsdp import models
+from tests.twins import master_of, rounded
+
+SHAPES = ((70, 50), (129,), (), (0, 5), (7, 3, 4), (64,))
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+SMALL = TransferConfig(bucket_bytes=4096, slots=2)
+LOSSY = (BF16, "int8")
+Ranks = Callable[..., RankPool]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """The tensors are small."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+class Model(nn.Module):
+    """Parameters alone: their gradients are set by hand."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.weights = nn.ParameterList(
+            nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in SHAPES
+        )
+
+
+Settings = tuple[type[Optimizer], dict[str, Any]]
+ADAMW: Settings = (torch.optim.AdamW, {"lr": 0.01, "fused": True})
+CLASSES: list[Settings] = [
+    ADAMW,
+    (torch.optim.AdamW, {"lr": 0.01, "amsgrad": True, "foreach": True}),
+    (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.5}),
+    (torch.optim.RMSprop, {"lr": 0.01, "momentum": 0.5, "centered": True}),
+    (torch.optim.Adagrad, {"lr": 0.01, "initial_accumulator_value": 0.1}),
+]
+
+
+def wrapped(
+    dtype: torch.dtype, kept: Any, settings: Settings = ADAMW, **wrap: Any
+) -> tuple[Model, HybridDeviceOptimizer]:
+    model = Model(dtype)
+    rounding = wrap.pop("rounding", "stochastic")
+    wrap = {"transfer": SMALL, **wrap}
+    cls, options = settings
+    return model, HybridDeviceOptimizer(
+        cls(model.parameters(), **options),  # type: ignore[call-arg]
+        model=model,
+        precision=PrecisionConfig(moments=kept, rounding=rounding),
+        **wrap,
+    )
+
+
+def fill(model: nn.Module, step: int, other: nn.Module | None = None) -> None:
+    """Gradients of different sizes; some are missing in some steps."""
+    generator = torch.Generator().manual_seed(100 + step)
+    for index, p in enumerate(model.parameters()):
+        value = torch.randn(p.shape, generator=generator) * 3.0**-index
+        value = value * torch.rand(p.shape, generator=generator) ** 2
+        missing = index != 0 and (step + index) % 4 == 3
+        p.grad = None if missing else value.to(p.dtype)
+    if other is not None:
+        for p, q in zip(model.parameters(), other.parameters(), strict=True):
+            q.grad = None if p.grad is None else p.grad.to(q.dtype, copy=True)
+
+
+def round_moments(
+    plain: Optimizer, mine: HybridDeviceOptimizer, counts: list[int], half_only: bool
+) -> None:
+    """What the wrapped optimizer does to the state of the plain one after a step."""
+    for record in mine.records:
+        parameter = plain.param_groups[0]["params"][int(record.fqn.split(".")[-1])]
+        if parameter.grad is None:
+            continue
+        counts[record.index] += 1
+        for position, moment in enumerate(record.moments):
+            kept = plain.state[parameter][moment.name]
+            values = kept.flatten().clone()
+            seed = moments.seed_of(record.fqn)
+            draw = Draw(moments.key_of(seed, counts[record.index], position // 2), 0)
+            codes = torch.empty(values.numel(), dtype=moment.dtype)
+            scales = torch.empty(-(-values.numel() // 64)) if moment.has_scales else None
+            moments.pack_plain(moment, values, codes, scales, None if half_only else draw)
+            moments.unpack_plain(moment, codes, scales, values)
+            kept.copy_(values.view(kept.shape))
+
+
+def check_twin(
+    dtype: torch.dtype, kept: Any, settings: Settings, rounding: str, **wrap: Any
+) -> None:
+    model, mine = wrapped(dtype, kept, settings, rounding=rounding, **wrap)
+    theirs = Model(dtype).float()
+    cls, options = settings
+    plain = cls(theirs.parameters(), **options)  # type: ignore[call-arg]
+    counts = [0] * len(SHAPES)
+    for step in range(8):
+        fill(model, step, theirs)
+        mine.step()
+        plain.step()
+        round_moments(plain, mine, counts, rounding == "nearest")
+        if step not in (0, 1, 7):
+            continue
+        shown = mine.state
+        for p, q in zip(model.parameters(), theirs.parameters(), strict=True):
+            master = master_of(p, shown[p])
+            assert torch.equal(master, q.detach())
+            assert torch.equal(p.detach(), rounded(master, dtype))
+            for name, value in plain.state[q].items():
+                assert torch.equal(shown[p][name].to(value.dtype), value), (step, name)
+    mine.close()
+
+
+@pytest.mark.parametrize("settings", CLASSES, ids=lambda s: s[0].__name__)
+@pytest.mark.parametrize("kept", LOSSY)
+def test_the_numbers_are_those_of_a_plain_optimizer_with_rounded_moments(
+    kept: Any, settings: Settings
+) -> None:
+    check_twin(FP32, kept, settings, "stochastic")
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("rounding", ["stochastic", "nearest"])
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("kept", LOSSY)
+def test_masters_lanes_and_roundings(
+    kept: Any, dtype: torch.dtype, rounding: str, fraction: float
+) -> None:
+    check_twin(dtype, kept, ADAMW, rounding, offload_fraction=fraction)
+
+
+@pytest.mark.parametrize("kept", LOSSY)
+def test_random_bits_do_not_depend_on_buckets(kept: Any) -> None:
+    outcomes = []
+    for transfer in (SMALL, TransferConfig(bucket_bytes=1 << 20, slots=1)):
+        model, optimizer = wrapped(BF16, kept, transfer=transfer)
+        for step in range(6):
+            fill(model, step)
+            optimizer.step()
+        outcomes.append(all_bits(model, optimizer))
+        assert (len(optimizer.records[0].pieces) > 1) == (transfer is SMALL)
+    assert_same(*outcomes)
+
+
+def all_bits(model: nn.Module, optimizer: HybridDeviceOptimizer) -> dict[str, Tensor]:
+    """Weights, and everything that is kept, codes and scales included."""
+    found = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer.synchronize()
+    for record in optimizer.records:
+        for name, tensor in record.tensors.items():
+            found[f"{record.fqn} {name}"] = tensor.clone()
+        found[f"{record.fqn} step"] = record.pieces[0].state["step"].clone()
+    return found
+
+
+def assert_same(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
+    assert a.keys() == b.keys()
+    for name, value in a.items():
+        other = b[name]
+        assert value.dtype == other.dtype, name
+        assert torch.equal(value.view(-1).view(torch.uint8), other.view(-1).view(torch.uint8)), name
+
+
+def test_memory_is_what_it_says() -> None:
+    sizes = {}
+    for kept in (None, BF16, "int8"):
+        _, optimizer = wrapped(BF16, kept)
+        sizes[kept] = sum(
+            t.numel() * t.itemsize for r in optimizer.records for t in r.tensors.values()
+        )
+    numel = sum(p.numel() for p in Model(BF16).parameters())
+    assert sizes[None] == numel * 10
+    assert sizes[BF16] == numel * 6
+    blocks = sum(-(-p.numel() // 64) for p in Model(BF16).parameters())
+    assert sizes["int8"] == numel * 4 + blocks * 8
+
+
+# --------------------------------------------------------------------------- what is kept
+
+
+def test_int8_is_for_the_moments_of_adam_and_others_keep_their_dtype() -> None:
+    model, optimizer = wrapped(FP32, "int8", (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}))
+    fill(model, 0)
+    optimizer.step()
+    assert all(not record.moments for record in optimizer.records)
+    _, optimizer = wrapped(FP32, "int8", (torch.optim.AdamW, {"amsgrad": True}))
+    dtypes = {k.name: k.dtype for k, _ in optimizer.records[0].kinds}
+    assert dtypes["exp_avg"] == torch.int8
+    assert dtypes["max_exp_avg_sq"] == FP32
+
+
+@pytest.mark.parametrize("kept", LOSSY)
+def test_where_the_update_is_not_in_fp32_nothing_changes(kept: Any) -> None:
+    model = Model(BF16)
+    precision = PrecisionConfig(master="none", moments=kept)
+    inner = torch.optim.AdamW(model.parameters(), fused=True)
+    optimizer = HybridDeviceOptimizer(inner, model=model, precision=precision)
+    assert all(not record.moments for record in optimizer.records)
+
+
+@pytest.mark.parametrize("moments_", [torch.float16, torch.float32, torch.int8, "bf16", 8])
+def test_other_moments_are_refused(moments_: Any) -> None:
+    with pytest.raises(ConfigError, match=r"precision\.moments"):
+        PrecisionConfig(moments=moments_)
+
+
+def test_other_roundings_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"precision\.rounding"):
+        PrecisionConfig(rounding="up")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("lanes", ["host", ("streamed", "host", *["resident"] * 4)])
+@pytest.mark.parametrize("kept", LOSSY)
+def test_the_host_lane_is_refused(kept: Any, lanes: Any) -> None:
+    with pytest.raises(ConfigError, match="host lane"):
+        wrapped(BF16, kept, update_on=lanes)
+
+
+# --------------------------------------------------------------------------- saved and loaded
+
+
+def trained(kept: Any, dtype: torch.dtype = BF16, steps: int = 5, **wrap: Any) -> Any:
+    model, optimizer = wrapped(dtype, kept, **wrap)
+    for step in range(steps):
+        fill(model, step)
+        optimizer.step()
+    return model, optimizer
+
+
+def go_on(model: nn.Module, optimizer: Optimizer) -> None:
+    for step in range(5, 9):
+        fill(model, step)
+        optimizer.step()
+
+
+def through_state_dict(source: Any, target: Any, _: Path) -> None:
+    buffer = io.BytesIO()
+    torch.save({"m": source[0].state_dict(), "o": source[1].state_dict()}, buffer)
+    buffer.seek(0)
+    loaded = torch.load(buffer, weights_only=True)
+    target[0].load_state_dict(loaded["m"])
+    target[1].load_state_dict(loaded["o"])
+
+
+def through_checkpoint(source: Any, target: Any, path: Path) -> None:
+    save(path / "a", *source)
+    load(path / "a", *target)
+
+
+def through_snapshot(source: Any, target: Any, path: Path) -> None:
+    save_local(path / "b", *source)
+    load_local(path / "b", *target)
+
+
+WAYS = [through_state_dict, through_checkpoint, through_snapshot]
+
+
+@pytest.mark.parametrize("fraction", [0.0, 1.0])
+@pytest.mark.parametrize("way", WAYS, ids=lambda w: w.__name__)
+@pytest.mark.parametrize("kept", LOSSY)
+def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(
+    kept: Any, way: Callable[..., None], fraction: float, tmp_path: Path
+) -> None:
+    source = trained(kept, offload_fraction=fraction)
+    resumed = trained(kept, steps=2, offload_fraction=fraction)
+    way(source, resumed, tmp_path)
+    assert_same(all_bits(*source), all_bits(*resumed))
+    for made in (source, resumed):
+        go_on(*made)
+    assert_same(all_bits(*source), all_bits(*resumed))
+
+
+@pytest.mark.parametrize("way", WAYS[:2], ids=lambda w: w.__name__)
+@pytest.mark.parametrize("kept", LOSSY)
+def test_plain_adamw_reads_them(kept: Any, way: Callable[..., None], tmp_path: Path) -> None:
+    source = trained(kept, FP32)
+    model = Model(FP32)
+    plain = torch.optim.AdamW(model.parameters(), lr=0.5)
+    way(source, (model, plain), tmp_path)
+    state = source[1].state
+    for p, q in zip(source[0].parameters(), model.parameters(), strict=True):
+        assert torch.equal(p.detach(), q.detach())
+        for name, value in plain.state[q].items():
+            assert torch.equal(state[p][name].float(), value.float()), name
+    go_on(model, plain)
+
+
+@pytest.mark.parametrize("way", WAYS[:2], ids=lambda w: w.__name__)
+@pytest.mark.parametrize("kept", LOSSY)
+def test_state_of_plain_adamw_is_rounded_to_nearest(
+    kept: Any, way: Callable[..., None], tmp_path: Path
+) -> None:
+    model = Model(FP32)
+    plain = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for step in range(5):
+        fill(model, step)
+        plain.step()
+    target = wrapped(FP32, kept)
+    way((model, plain), target, tmp_path)
+    mine, optimizer = target
+    expected = copy.deepcopy({i: plain.state[p] for i, p in enumerate(model.parameters())})
+    for record in optimizer.records:
+        index = int(record.fqn.split(".")[-1])
+        assert record.pieces[0].updates == int(expected[index]["step"])
+        for moment in record.moments:
+            values = expected[index][moment.name].flatten()
+            codes = torch.empty(values.numel(), dtype=moment.dtype)
+            scales = torch.empty(-(-values.numel() // 64)) if moment.has_scales else None
+            moments.pack_plain(moment, values, codes, scales, None)
+            assert torch.equal(record.tensors[moment.name], codes)
+    go_on(mine, optimizer)
+
+
+def test_a_snapshot_of_another_precision_is_refused(tmp_path: Path) -> None:
+    save_local(tmp_path / "a", *trained(BF16))
+    with pytest.raises(Exception, match=r"moments|kinds|precision") as refused:
+        load_local(tmp_path / "a", *trained("int8", steps=1))
+    assert isinstance(refused.value, (StateDictError, ValueError, RuntimeError))
+
+
+def test_values_written_into_shown_int8_state_are_taken_over() -> None:
+    model, optimizer = trained("int8", FP32)
+    weight = model.weights[0]
+    shown = optimizer.state[weight]["exp_avg"]
+    assert shown.shape == weight.shape
+    assert shown.dtype == FP32
+    shown.zero_()
+    assert float(optimizer.state[weight]["exp_avg"].abs().sum()) == 0
+    before = all_bits(model, optimizer)
+    _ = optimizer.state  # reading alone changes nothing
+    weight.grad = None
+    optimizer.step()
+    assert_same(
+        {n: v for n, v in before.items() if "weights.0" in n},
+        {n: v for n, v in all_bits(model, optimizer).items() if "weights.0" in n},
+    )
+    assert optimizer._shown[weight]["exp_avg"].is_meta, "copies are dropped with the next step"
+
+
+# --------------------------------------------------------------------------- the one kernel
+
+
+class OnCpu:
+    """Lets the twin of the CUDA kernel take the place of the class, on the CPU."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls = 0
+        monkeypatch.setattr(reduced_adam.ReducedAdam, "fits", staticmethod(self._fits))
+        from fsdp_offload.pipeline import bucket
+
+        monkeypatch.setattr(bucket, "adam", self._update)
+
+    @staticmethod
+    def _fits(pieces: Any) -> bool:
+        names = {moment.name for moment in pieces[0].record.moments}
+        return names == {"exp_avg", "exp_avg_sq"} and len(pieces[0].state) == 3
+
+    def _update(self, *args: Any) -> None:
+        self.calls += 1
+        reduced_adam.adam_plain(*args)
+
+
+@pytest.mark.parametrize("decoupled", [False, True])
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("kept", LOSSY)
+def test_the_kernel_of_all_in_one_follows_the_class(
+    monkeypatch: pytest.MonkeyPatch, kept: Any, dtype: torch.dtype, decoupled: bool
+) -> None:
+    """To a rounding of fp32: then a moment may be one step of its format off."""
+    options = {"lr": 0.01, "fused": True, "weight_decay": 0.1, "maximize": not decoupled}
+    settings = (torch.optim.AdamW if decoupled else torch.optim.Adam, options)
+    twin_model, by_class = trained(kept, dtype, settings=settings)
+    with monkeypatch.context() as patch:
+        twin = OnCpu(patch)
+        model, at_once = wrapped(dtype, kept, settings)
+        model.load_state_dict(twin_model.state_dict())
+        at_once.load_state_dict(by_class.state_dict())
+        fill(model, 6, twin_model)
+        at_once.step()
+        assert twin.calls > 5
+    by_class.step()
+    for a, b in zip(by_class.records, at_once.records, strict=True):
+        assert (a.pieces[0].updates, a.pieces[0].stepped) == (
+            b.pieces[0].updates,
+            b.pieces[0].stepped,
+        )
+        assert torch.equal(a.pieces[0].state["step"], b.pieces[0].state["step"])
+        x, y = (
+            master_of(r.parameter, made.state[r.parameter])
+            for r, made in ((a, by_class), (b, at_once))
+        )
+        torch.testing.assert_close(x, y, rtol=1e-6, atol=1e-8)
+        for moment in a.moments:
+            codes = [r.tensors[moment.name] for r in (a, b)]
+            words = [c.view(torch.int16) if kept == BF16 else c for c in codes]
+            apart = (words[0].int() - words[1].int()).abs()
+            assert int(apart.sum()) <= 0.005 * apart.numel()
+
+
+def test_hyper_parameters_in_tensors_are_left_to_the_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    twin = OnCpu(monkeypatch)
+    settings = (torch.optim.AdamW, {"lr": torch.tensor(0.01), "fused": True})
+    trained(BF16, settings=settings)
+    assert not twin.calls
+
+
+# --------------------------------------------------------------------------- ranks
+
+
+def check_origins(size: int, shape: tuple[int, ...], names: tuple[str, ...]) -> None:
+    """Weights that hold their own index in the whole tensor tell where a shard begins."""
+    model = models.toy(models.mesh(shape, names)) if len(shape) > 1 else None
+    model = models.toy(models.flat_mesh(size)) if model is None else model
+    with torch.no_grad():
+        for parameter in model.parameters():
+            whole = torch.arange(parameter.numel(), dtype=torch.float32).view(parameter.shape)
+            cut = distribute_tensor(whole, parameter.device_mesh, parameter.placements)
+            models.local(parameter).copy_(models.local(cut))
+    optimizer = HybridDeviceOptimizer(
+        torch.optim.AdamW(model.parameters()), model=model, precision=PrecisionConfig(moments=BF16)
+    )
+    for record in optimizer.records:
+        shard = models.local(record.parameter).flatten()
+        if shard.numel():
+            models.check(record.origin == int(shard[0]), f"{record.fqn}: {record.origin}")
+            models.check(record.seed == moments.seed_of(record.fqn), record.fqn)
+    optimizer.close()
+
+
+@pytest.mark.parametrize(
+    ("shape", "names"), [((2,), ("shard",)), ((4,), ("shard",)), ((2, 2), ("replica", "shard"))]
+)
+def test_shards_know_where_they_begin(
+    ranks: Ranks, shape: tuple[int, ...], names: tuple[str, ...]
+) -> None:
+    """So random bits depend neither on the number of ranks nor on the replica."""
+    size = shape[0] * (shape[1] if len(shape) > 1 else 1)
+    ranks(size).run(check_origins, size, shape, names)
