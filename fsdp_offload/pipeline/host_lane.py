@@ -36,7 +36,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..device import Event, Gateway, PendingEvent
+from ..device import Event, Gateway, PendingEvent, copy_all
 from ..errors import LaneError
 from .host import HostBucket, HostStaging
 from .records import Work
@@ -78,7 +78,7 @@ class HostLane:
         self._driver: Worker | None = None  # from the first offer on
         self._cast = gateway.stream("host_cast")
         self._d2h = gateway.stream("host_d2h")
-        self._h2d = gateway.stream("host_h2d")
+        self._h2d = gateway.upload_stream("host_h2d")
         self._under_way: deque[_Passage] = deque()
         self._waited: set[Event] = set()  # of one iteration: the cast stream is behind them
         self._waited_in: weakref.ref[Work] | None = None
@@ -312,7 +312,7 @@ class HostLane:
         clip = passage.work.snapshot.clip
         self._cast.launch(bucket.stage_gradients, passage.gradients, clip)
         self._d2h.wait(self._cast.record())
-        self._d2h.launch(_copy, bucket.outwards)
+        self._d2h.launch(copy_all, bucket.arriving, bucket.leaving)
         arrived = self.staging.gradient_sent = self._d2h.record()
         passage.ticket = self.worker.submit(bucket.update, arrived, passage.work)
         self.staging.host_user[slot] = passage.ticket
@@ -330,16 +330,11 @@ class HostLane:
     def _return(self, passage: _Passage) -> Event:
         if (read := self.staging.parameter_read) is not None:
             self._h2d.wait(read)
-        self._h2d.launch(_copy, passage.bucket.inwards)
+        self._h2d.upload(passage.bucket.landing, passage.bucket.returning)
         self._cast.wait(self._h2d.record())
         self._cast.launch(passage.bucket.write_shards, passage.gradients)
         written = self.staging.parameter_read = self._cast.record()
         return written
-
-
-def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    for source, target in pairs:
-        target.copy_(source, non_blocking=True)
 
 
 def _submit(driver: Worker, call: Callable[..., None], argument: Callable[[], None]) -> None:
