@@ -154,7 +154,8 @@ class UploadStream(Stream, Protocol):
 
 def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     """Enqueue all copies on torch's current stream."""
-    torch._foreach_copy_(targets, sources, non_blocking=True)
+    if targets:  # a bucket of a class without state has nothing to move
+        torch._foreach_copy_(targets, sources, non_blocking=True)
 
 
 class Gateway(Protocol):
