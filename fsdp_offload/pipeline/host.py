@@ -96,60 +96,69 @@ class HostBucket:
         members = [records[s.entry.index] for s in bucket.slices]
         compute, shard = members[0].compute_dtype, members[0].info.dtype
         self._rounds_by_codec = shard == torch.bfloat16 and compute == torch.float32
-        master_kind = Kind(MasterForm.WHOLE.value, compute)
-        span = next(s for s in bucket.spans if s.kind == master_kind)
-        self.numel = span.n_bytes // compute.itemsize
-
-        def view(piece: Slice, kind: Kind, numel: int) -> Tensor:
-            start, stop = kind_range(piece, kind, numel, layout.offsets)
-            return arena.tensor(start, (stop - start) // kind.itemsize, kind.dtype)
-
-        def cut(flat: Tensor) -> list[Tensor]:
-            return [flat[s.scratch_start : s.scratch_start + s.numel] for s in bucket.slices]
-
-        def flat(memory: Tensor, dtype: torch.dtype) -> Tensor:
-            return memory[: self.numel * dtype.itemsize].view(dtype)
-
+        self._master_kind = Kind(MasterForm.WHOLE.value, compute)
+        span = next(s for s in bucket.spans if s.kind == self._master_kind)
+        self.sent_bytes = span.n_bytes
         self.shards = [
             shards.local(r.parameter).view(-1)[s.start : s.stop]
             for r, s in zip(members, bucket.slices, strict=True)
         ]
         self.parts = [Part(r, s.start, s.stop) for r, s in zip(members, bucket.slices, strict=True)]
-        self.master = arena.tensor(span.arena_start, self.numel, compute)
-        self.master_parts = cut(self.master)
-        self.sent = flat(staging.gradients, compute)
-        self.sent_pieces = cut(self.sent)
-        self.received = flat(staging.host_gradients[index % staging.depth], compute)
-        self.returned = flat(staging.parameters, compute)
-        self.gathered = flat(staging.gathered, shard)
-        self.gathered_pieces = cut(self.gathered)
+        self.master = arena.tensor(span.arena_start, span.n_bytes // compute.itemsize, compute)
+        self.master_parts = self._cut(self.master)
+        self._use_staging(staging, compute, shard)
         self.expected = self._observe()  # checksum of the shards as we last wrote them
         self.written: PendingEvent | None = None
         """After it, the shards are as the last iteration leaves them; None: it left them alone."""
-        self.flag = torch.zeros(1, dtype=torch.bool, device=self.shards[0].device)
-        self.host_flag = staging.flag_memory[index % staging.depth :][:1]
-        n_bytes = self.sent_bytes = span.n_bytes
-        arriving = staging.host_gradients[index % staging.depth][:n_bytes]
-        self.outwards = [
-            (staging.gradients[:n_bytes], arriving),
-            (self.flag.view(torch.uint8), self.host_flag.view(torch.uint8)),
-        ]
-        master = arena.tensor(span.arena_start, n_bytes, torch.uint8)
-        self.inwards = [(master, staging.parameters[:n_bytes])]
+        self.units = self._make_units(optimizer, layout, records, arena)
+
+    def _cut(self, flat: Tensor) -> list[Tensor]:
+        """Each slice's part of memory that is laid out like the masters."""
+        return [flat[s.scratch_start : s.scratch_start + s.numel] for s in self.bucket.slices]
+
+    def _use_staging(self, staging: HostStaging, compute: torch.dtype, shard: torch.dtype) -> None:
+        """Views of the buffers that the bucket passes through."""
+        numel, slot = self.master.numel(), self.index % staging.depth
+
+        def flat(memory: Tensor, dtype: torch.dtype) -> Tensor:
+            return memory[: numel * dtype.itemsize].view(dtype)
+
+        self.sent = flat(staging.gradients, compute)
+        self.sent_pieces = self._cut(self.sent)
+        self.received = flat(staging.host_gradients[slot], compute)
+        self.returned = flat(staging.parameters, compute)
+        self.gathered = flat(staging.gathered, shard)
+        self.gathered_pieces = self._cut(self.gathered)
+        self.flag = torch.zeros(1, dtype=torch.bool, device=self.sent.device)
+        self.host_flag = staging.flag_memory[slot:][:1]
+        # As bytes: gradients and the flag on the device and on the host, masters on both.
+        self.leaving = _bytes(self.sent, self.flag)
+        self.arriving = _bytes(self.received, self.host_flag)
+        self.returning, self.landing = _bytes(self.master), _bytes(self.returned)
+
+    def _make_units(
+        self, optimizer: Optimizer, layout: Layout, records: list[Record], arena: HostArena
+    ) -> list[HostUnit]:
+        def view(piece: Slice, kind: Kind, numel: int) -> Tensor:
+            start, stop = kind_range(piece, kind, numel, layout.offsets)
+            return arena.tensor(start, (stop - start) // kind.itemsize, kind.dtype)
+
         overrides = {
-            index: host_overrides(optimizer, optimizer.param_groups[index], compute)
-            for index in {record.group for record in members}
+            index: host_overrides(optimizer, optimizer.param_groups[index], self.master.dtype)
+            for index in {part.record.group for part in self.parts}
         }
-        self.units: list[HostUnit] = []
-        for slices in split(bucket, UNIT_NUMEL):
+        units = []
+        for slices in split(self.bucket, UNIT_NUMEL):
             pieces = [
-                make_piece(records[s.entry.index], s, view(s, master_kind, s.entry.numel), view)
+                make_piece(
+                    records[s.entry.index], s, view(s, self._master_kind, s.entry.numel), view
+                )
                 for s in slices
             ]
             received = [self.received[s.scratch_start : s.scratch_start + s.numel] for s in slices]
-            self.units.append(
-                HostUnit(Shadow(optimizer, pieces, overrides, on_host=True), received)
-            )
+            shadow = Shadow(optimizer, pieces, overrides, on_host=True)
+            units.append(HostUnit(shadow, received))
+        return units
 
     # -- on the cast stream
 
@@ -192,6 +201,10 @@ class HostBucket:
         """Take the shards' values over where a master does not round to its shard."""
         for master, shard in zip(self.master_parts, self.shards, strict=True):
             reseed_master(shard.cpu(), master)
+
+
+def _bytes(*tensors: Tensor) -> list[Tensor]:
+    return [tensor.view(torch.uint8) for tensor in tensors]
 
 
 def reseed_master(shard: Tensor, master: Tensor) -> None:

@@ -36,7 +36,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..device import Event, Gateway, PendingEvent
+from ..device import Event, Gateway, PendingEvent, copy_all
 from ..errors import LaneError
 from .host import HostBucket, HostStaging
 from .records import Work
@@ -78,7 +78,7 @@ class HostLane:
         self._driver: Worker | None = None  # from the first offer on
         self._cast = gateway.stream("host_cast")
         self._d2h = gateway.stream("host_d2h")
-        self._h2d = gateway.stream("host_h2d")
+        self._h2d = gateway.upload_stream("host_h2d")
         self._under_way: deque[_Passage] = deque()
         self._waited: set[Event] = set()  # of one iteration: the cast stream is behind them
         self._waited_in: weakref.ref[Work] | None = None
@@ -86,7 +86,7 @@ class HostLane:
         self._lock = threading.Lock()  # of what both the caller and the driver look at: _promised
         self._promised: set[PendingEvent] = set()
         self._work: weakref.ref[Work] | None = None  # the iteration that has begun
-        self._offered: set[int] = set()  # buckets of it
+        self._left: list[HostBucket] = []  # buckets of it that were not offered yet
         self.moved_bytes = 0  # per direction, in the last iteration
 
     # ------------------------------------------------------------------ on the caller's thread
@@ -126,17 +126,18 @@ class HostLane:
                 buckets that have none.
         """
         self._begin(work)
-        for bucket in self.buckets:
+        left, self._left = self._left, []
+        for bucket in left:
+            if not complete and any(work.ready[index] is None for index in bucket.indices):
+                self._left.append(bucket)
+                continue
+            gradients = work.of(bucket.parts)
+            if all(gradient is None for gradient in gradients):
+                bucket.written = None
+                continue
             events = [work.ready[index] for index in bucket.indices]
             ready = [event for event in events if event is not None]
-            if bucket.index in self._offered or (not complete and len(ready) < len(events)):
-                continue
-            self._offered.add(bucket.index)
-            gradients = work.of(bucket.parts)
-            if any(gradient is not None for gradient in gradients):
-                bucket.written = self.submit(bucket, gradients, work, ready)
-            else:
-                bucket.written = None
+            bucket.written = self.submit(bucket, gradients, work, ready)
 
     def submit(
         self,
@@ -173,8 +174,7 @@ class HostLane:
 
     def _begin(self, work: Work) -> None:
         if self._work is None or self._work() is not work:
-            self._work = weakref.ref(work)
-            self._offered.clear()
+            self._work, self._left = weakref.ref(work), list(self.buckets)
             self.moved_bytes = 0
 
     def _advance(self, written: PendingEvent) -> None:
@@ -213,7 +213,6 @@ class HostLane:
         The lane has been synchronized, or is lost.
         """
         self._failure = self._work = self._waited_in = None
-        self._offered.clear()
         self._under_way.clear()
 
     def stop(self) -> None:
@@ -229,12 +228,12 @@ class HostLane:
         if self._failure is not None:
             self._settle(passage, None)
             return
-        self._guarded(lambda: self._push(passage), passage)
+        self._guarded(lambda: self._push(passage))
         driver, ticket = self._driver, passage.ticket
         if self._gateway.has_threads and driver is not None and ticket is not None:
             ticket.when_done(lambda: _submit(driver, self._guarded, self._return_updated))
 
-    def _guarded(self, do: Callable[[], None], passage: _Passage | None = None) -> None:
+    def _guarded(self, do: Callable[[], None]) -> None:
         """An exception inside fails the lane and every bucket that has not returned."""
         try:
             with torch.no_grad():
@@ -312,7 +311,7 @@ class HostLane:
         clip = passage.work.snapshot.clip
         self._cast.launch(bucket.stage_gradients, passage.gradients, clip)
         self._d2h.wait(self._cast.record())
-        self._d2h.launch(_copy, bucket.outwards)
+        self._d2h.launch(copy_all, bucket.arriving, bucket.leaving)
         arrived = self.staging.gradient_sent = self._d2h.record()
         passage.ticket = self.worker.submit(bucket.update, arrived, passage.work)
         self.staging.host_user[slot] = passage.ticket
@@ -330,16 +329,11 @@ class HostLane:
     def _return(self, passage: _Passage) -> Event:
         if (read := self.staging.parameter_read) is not None:
             self._h2d.wait(read)
-        self._h2d.launch(_copy, passage.bucket.inwards)
+        self._h2d.upload(passage.bucket.landing, passage.bucket.returning)
         self._cast.wait(self._h2d.record())
         self._cast.launch(passage.bucket.write_shards, passage.gradients)
         written = self.staging.parameter_read = self._cast.record()
         return written
-
-
-def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    for source, target in pairs:
-        target.copy_(source, non_blocking=True)
 
 
 def _submit(driver: Worker, call: Callable[..., None], argument: Callable[[], None]) -> None:

@@ -116,7 +116,7 @@ def test_buckets_are_offered_once_as_their_gradients_arrive(job: Job) -> None:
         for index in reversed(range(len(NUMELS))):  # as in backward
             work.ready[index] = now
             job.lane.offer(work, complete=False)
-            seen.append(len(job.lane._offered))
+            seen.append(len(job.lane.buckets) - len(job.lane._left))
         job.lane.offer(work, complete=True)
         assert seen == sorted(seen)
         assert seen[-1] == len(job.lane.buckets)
