@@ -18,6 +18,10 @@ from .errors import ConfigError
 MIB: Final = 1 << 20
 LANES: Final = ("resident", "streamed", "host")
 Lane = Literal["resident", "streamed", "host"]
+OVERLAPS: Final = ("step", "forward", "backward")
+DEFAULT_PREFETCH_BYTES: Final = 1 << 30
+STEP_BUCKET_BYTES: Final = 32 * MIB
+OVERLAP_BUCKET_BYTES: Final = 64 * MIB
 
 _UNITS: Final = {
     "": 1,
@@ -104,16 +108,28 @@ class PrecisionConfig:
 class TransferConfig:
     """How state travels between host and device, and how host memory is obtained."""
 
-    bucket_bytes: int | str = 32 * MIB
-    """Bytes of state, all kinds together, in one bucket: the unit of transfer and update."""
+    bucket_bytes: int | str | None = None
+    """Bytes of state, all kinds together, in one bucket: the unit of transfer and update.
+    ``None``: 32 MiB with ``overlap="step"``; 64 MiB with the others, where the host's own time per
+    bucket competes with the launches of forward and backward."""
 
     slots: int = 4
     """Device staging buffers of one bucket each. Three keep both directions of the link busy; the
     fourth absorbs jitter."""
 
+    prefetch_bytes: int | str | None = None
+    """Device memory for state that is on its way beyond the slots: fetched before its gradients
+    are there, or updated and still to be written back. It keeps the link busy where the forward
+    ends and the backward begins. ``None``: 1 GiB with ``overlap="forward"`` or ``"backward"``,
+    none with ``"step"``. More than all of the state is never taken."""
+
     host_threads: int | None = None
     """Threads of the host lane. ``None``: cores of this process / ranks on this host, whatever
     ``OMP_NUM_THREADS`` says."""
+
+    bind_threads: bool = True
+    """Keep the host lane's threads on cores next to the device (Linux). Where the process may use
+    all cores of the machine, ranks of one host divide them. Other threads are left alone."""
 
     pin: Literal["require", "prefer", "never"] = "require"
     """``"require"``: page-locked host memory or an error. ``"prefer"``: fall back to pageable
@@ -130,10 +146,10 @@ class TransferConfig:
     memory and what the cgroup leaves."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "bucket_bytes", parse_bytes(self.bucket_bytes, "bucket_bytes"))
-        if self.host_budget is not None:
-            object.__setattr__(self, "host_budget", parse_bytes(self.host_budget, "host_budget"))
-        if self.resolved_bucket_bytes < 4096:
+        for name in ("bucket_bytes", "host_budget", "prefetch_bytes"):
+            if (size := getattr(self, name)) is not None:
+                object.__setattr__(self, name, parse_bytes(size, name))
+        if self.bucket_bytes is not None and int(self.bucket_bytes) < 4096:
             raise ConfigError(
                 f"transfer.bucket_bytes={self.bucket_bytes}",
                 reason="a bucket under 4 KiB cannot hold 64 elements of every kind of state",
@@ -156,17 +172,18 @@ class TransferConfig:
                 reason="the host lane needs a thread",
                 remedy="use 1 or more, or None for cores / local ranks",
             )
+        if not isinstance(self.bind_threads, bool):
+            raise ConfigError(
+                f"transfer.bind_threads={self.bind_threads!r}",
+                reason="neither True nor False",
+                remedy="use True to keep threads near the device, False to leave them alone",
+            )
         if self.pin not in ("require", "prefer", "never"):
             raise ConfigError(
                 f"transfer.pin={self.pin!r}",
                 reason="unknown choice",
                 remedy='use "require", "prefer" or "never"',
             )
-
-    @property
-    def resolved_bucket_bytes(self) -> int:
-        """``bucket_bytes`` as an int."""
-        return int(self.bucket_bytes)
 
 
 @dataclass(frozen=True)
@@ -176,6 +193,9 @@ class OffloadConfig:
     offload_fraction: float = 1.0
     device_budget_bytes: int | None = None
     update_on: str | tuple[str, ...] = "auto"
+    """Where offloaded state is updated. ``"device"``: streamed. ``"host"``: on CPU cores.
+    ``"auto"``: as the planner finds fastest by measured rates; on CPU tensors streamed. Or a lane
+    for each trainable parameter, in the order of ``param_groups``."""
     overlap: str = "step"
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     transfer: TransferConfig = field(default_factory=TransferConfig)
@@ -260,9 +280,25 @@ class OffloadConfig:
                 reason="the host lane updates state where it lies, in the dtype of the update",
                 remedy='use update_on="device", or leave moments None',
             )
-        if self.overlap != "step":
+        if self.overlap not in OVERLAPS:
             raise ConfigError(
                 f"overlap={self.overlap!r}",
-                reason='only "step" is implemented',
-                remedy='use overlap="step": all transfers run inside step()',
+                reason="unknown choice",
+                remedy=f"use one of {', '.join(OVERLAPS)}",
             )
+
+    @property
+    def bucket_bytes(self) -> int:
+        """Bytes of state in a bucket."""
+        given = self.transfer.bucket_bytes
+        if given is None:
+            return STEP_BUCKET_BYTES if self.overlap == "step" else OVERLAP_BUCKET_BYTES
+        return int(given)
+
+    @property
+    def prefetch_bytes(self) -> int:
+        """Device memory beyond the slots."""
+        given = self.transfer.prefetch_bytes
+        if given is None:
+            return 0 if self.overlap == "step" else DEFAULT_PREFETCH_BYTES
+        return int(given)

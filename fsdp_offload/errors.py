@@ -9,6 +9,8 @@
     ├── PinningError                 the driver refused to pin       (also a RuntimeError)
     ├── StateDictError               a state dict does not fit       (also a ValueError)
     ├── StateSchemaError             the optimizer changed its state (also a RuntimeError)
+    ├── SpentGradientError           a gradient was consumed already (also a RuntimeError)
+    ├── NonFiniteGradientError       the gradients' norm is no number (also a RuntimeError)
     ├── LaneError                    an update failed half-way       (also a RuntimeError)
     ├── CheckpointError              saving or loading failed        (also a RuntimeError)
     │   └── CheckpointCorruptError       a file is not as it was written
@@ -76,6 +78,14 @@ class StateDictError(OffloadError, ValueError):
 
 class StateSchemaError(OffloadError, RuntimeError):
     """The wrapped optimizer wants state that was not reserved; nothing was updated."""
+
+
+class SpentGradientError(OffloadError, RuntimeError):
+    """A gradient was used that the optimizer has consumed already."""
+
+
+class NonFiniteGradientError(OffloadError, RuntimeError):
+    """The norm of the gradients is NaN or infinite; nothing was scaled or updated."""
 
 
 class LaneError(OffloadError, RuntimeError):

@@ -128,6 +128,16 @@ def watch_module_loads(
     weakref.finalize(owner, _remove, handles)
 
 
+def watch_module_reads(models: Sequence[nn.Module], owner: object, *, before: str) -> None:
+    """Call ``owner``'s method before weights of ``models`` or of a part are read or loaded."""
+    handles: list[Any] = []
+    for module in (module for model in models for module in model.modules()):
+        hook = ModuleLoadHook(owner, before)
+        handles.append(module.register_state_dict_pre_hook(hook))
+        handles.append(module.register_load_state_dict_pre_hook(hook))
+    weakref.finalize(owner, _remove, handles)
+
+
 def tell_loaded(model: nn.Module) -> None:
     """Call what runs after a load into ``model``: its weights were written by other means."""
     for hook in list(model._load_state_dict_post_hooks.values()):

@@ -27,22 +27,28 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks
 
-from . import loading, shards
+from . import clipping, loading, shards
 from .config import OffloadConfig, PrecisionConfig, TransferConfig
+from .device import Event
 from .errors import (
     ConfigError,
     DeviceError,
     LaneError,
+    SpentGradientError,
     StateSchemaError,
 )
+from .groups import find_groups
 from .health import Health
+from .overlap import Overlap
 from .pipeline import state as state_io
 from .pipeline.engine import Segment
 from .pipeline.inventory import Inventory, Member
 from .pipeline.records import MasterForm, Record, Snapshot, Work
-from .pipeline.schema import check_supported
+from .pipeline.schema import check_supported, is_torch_class, works_on_matrices
 from .pipeline.shadow import step_idle_groups
+from .plan import Plan
 from .report import Statistics, gather
 from .wrapping import check_wrappable, gateway_of, make_inert, modules_of, share_hooks
 
@@ -61,11 +67,16 @@ class HybridDeviceOptimizer(Optimizer):
         offload_fraction: share of state bytes, 0 to 1 (default), that leaves the device; met
             within the largest parameter.
         device_budget: instead of it, bytes (or "8GiB") of state that may stay on each device.
-        update_on: where offloaded state is updated: ``"device"``, ``"host"``, ``"auto"``
-            (= device), or one lane name per trainable parameter in ``param_groups`` order.
-        overlap: ``"step"``: all transfers run inside ``step()``.
+        update_on: where offloaded state is updated: ``"device"``, ``"host"``, ``"auto"`` (both,
+            or the one that the measured rates of this machine favour), or one lane name per
+            trainable parameter in ``param_groups`` order.
+        overlap: ``"step"`` (default): all transfers run inside ``step()``. ``"forward"``: it
+            returns at once, and each FSDP2 module of ``model`` waits for its own parameters.
+            ``"backward"``: besides, parameters are updated as their gradients arrive. With both,
+            ``.grad`` is spent from then on: using it raises :class:`SpentGradientError`.
         precision: see :class:`PrecisionConfig`.
         transfer: see :class:`TransferConfig`.
+        plan: the plan of an earlier run, whose lanes are taken over: the same bits again.
 
     Raises:
         ConfigError: an argument is wrong; ``UnsupportedOptimizerError`` and
@@ -90,6 +101,7 @@ class HybridDeviceOptimizer(Optimizer):
         overlap: str = "step",
         precision: PrecisionConfig | None = None,
         transfer: TransferConfig | None = None,
+        plan: Plan | None = None,
     ) -> None:
         self._config = OffloadConfig.make(
             offload_fraction=offload_fraction,
@@ -105,14 +117,20 @@ class HybridDeviceOptimizer(Optimizer):
         self._inner, self._health = optimizer, Health()
         self._segments: list[Segment] = []
         self._records: list[Record] = []
+        self._never_have_gradients: list[Record] = []
         self._reserved: set[Tensor] = set()
         self._shown: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
         self._built = self._loaded_since_step = self._state_was_read = False
         self._weights_before: Tensor | None = None
+        self._overlap: Overlap | None = None
+        self._clip: Tensor | None = None  # coefficient for the next step
         self._steps, self._step_ms = 0, 0.0
         super().__init__(optimizer.param_groups, optimizer.defaults)
-        self._inventory = Inventory(optimizer, models, self._config, self._gateway.device)
+        self._inventory = Inventory(
+            optimizer, models, self._config, self._gateway.device, saved=plan
+        )
         try:
+            self._overlap = self._make_overlap(models)
             self._extend(self._inventory.trainable())
             self._take_over()
         except BaseException:
@@ -124,6 +142,8 @@ class HybridDeviceOptimizer(Optimizer):
         loading.watch_module_loads(
             models, self, before="_before_module_load", after="_after_module_load"
         )
+        if self._overlap is not None:
+            loading.watch_module_reads(models, self, before="_before_module_read")
         weakref.finalize(self, self._shown.clear)
         self._built = True
 
@@ -149,8 +169,12 @@ class HybridDeviceOptimizer(Optimizer):
         work = self._collect()
         with self._health.failing("step()", self._drain_quietly):
             start = self._gateway.current_stream().record()
+            work.ready = [start if event is None else event for event in work.ready]
             for segment in self._segments:
                 segment.run(work, start)
+            self._end_updates(work)
+            for segment in self._segments:
+                segment.prefetch()
             step_idle_groups(self._inner, work.snapshot)
             self._write_back(work.snapshot)
         self._steps += 1
@@ -164,21 +188,74 @@ class HybridDeviceOptimizer(Optimizer):
         """Gradients and a snapshot; whatever can be refused is refused here."""
         if late := [m for m in self._inventory.trainable() if m[0] not in self._reserved]:
             self._extend(late)  # unfrozen after wrapping
+        work = self._overlap.work if self._overlap is not None else None
+        if work is None:
+            work = self._begin()
+        else:
+            work.snapshot.check_unchanged(self.param_groups)
+        work.grow(len(self._records))
+        for record in self._records:
+            if work.ready[record.index] is None:
+                work.gradients[record.index] = self._gradient(record)
+        self._count_empty_shards(work.gradients)
+        work.snapshot.clip, self._clip = self._clip, None
+        return work
+
+    def _begin(self) -> Work:
+        """An iteration, before its first gradient is read."""
         self._adopt_writes()
         self._inventory.check_schemas(self._records)
-        gradients: list[Tensor | None] = []
-        for record in self._records:
-            gradient = shards.gradient_shard(record.parameter, record.fqn, record.info.local_shape)
-            gradients.append(None if gradient is None else gradient.view(-1))
-            if gradient is not None and shards.address(record.parameter) != record.address:
-                raise StateSchemaError(
-                    f"shard of {record.fqn}",
-                    reason="its memory was replaced after wrapping, and updates are in place",
-                    remedy="wrap the optimizer after the model has been moved or re-sharded",
-                )
-        self._count_empty_shards(gradients)
+        if self._overlap is not None:
+            self._overlap.begin()
         host = any(segment.host is not None for segment in self._segments)
-        return Work(gradients, Snapshot.take(self._inner, self.param_groups, host=host))
+        snapshot = Snapshot.take(self._inner, self.param_groups, host=host)
+        work = Work([], snapshot)
+        work.grow(len(self._records))
+        return work
+
+    def _gradient(self, record: Record) -> Tensor | None:
+        """1-D, contiguous; refused where the shard is not where it was."""
+        gradient = shards.gradient_shard(record.parameter, record.fqn, record.info.local_shape)
+        if gradient is None:
+            return None
+        if shards.address(record.parameter) != record.address:
+            raise StateSchemaError(
+                f"shard of {record.fqn}",
+                reason="its memory was replaced after wrapping, and updates are in place",
+                remedy="wrap the optimizer after the model has been moved or re-sharded",
+            )
+        return gradient.view(-1)
+
+    def failing(self, what: str) -> contextlib.AbstractContextManager[None]:
+        """An exception inside makes the optimizer failed and is raised as :class:`LaneError`."""
+        return self._health.failing(what, self._drain_quietly)
+
+    def take_gradients(self, records: Sequence[Record], reduced: Event) -> None:
+        """In backward: gradients of ``records`` are final after ``reduced``; update with them."""
+        self._health.check()
+        assert self._overlap is not None
+        work = self._overlap.work
+        if work is None:
+            work = self._overlap.work = self._begin()
+        with self.failing("backward()"):
+            for record in records:
+                gradient = self._gradient(record)
+                if gradient is not None:  # else it is decided at step() that there is none
+                    work.gradients[record.index] = gradient
+                    work.ready[record.index] = reduced
+            self._overlap.spend(records)
+            for segment in self._segments:
+                segment.offer(work)
+
+    def _end_updates(self, work: Work) -> None:
+        """Whom the updates that are under way concern, and what becomes of the gradients."""
+        if self._overlap is None:
+            for segment in self._segments:
+                segment.finish()
+            return
+        self._overlap.close(work, self._segments)
+        if self._optimizer_step_post_hooks or _global_optimizer_post_hooks:
+            self._drain()  # they may read parameters
 
     def _count_empty_shards(self, gradients: list[Tensor | None]) -> None:
         """Let ``step`` of a parameter advance on the ranks that hold nothing of it too.
@@ -186,12 +263,13 @@ class HybridDeviceOptimizer(Optimizer):
         FSDP2 gives empty shards an empty gradient, Megatron-FSDP gives them none. Their ``step``
         would stay behind that of the other ranks, and a checkpoint takes it from any rank.
         """
-        pairs = list(zip(self._records, gradients, strict=True))
-        held = [g for record, g in pairs if record.info.local_numel]
-        if held and all(gradient is None for gradient in held):
+        if not self._never_have_gradients:
+            return
+        held = [r.index for r in self._records if r.info.local_numel]
+        if held and all(gradients[index] is None for index in held):
             return  # a step without any gradient
-        for record, gradient in pairs:
-            if gradient is None and shards.never_has_gradient(record.parameter):
+        for record in self._never_have_gradients:
+            if gradients[record.index] is None:
                 gradients[record.index] = shards.local(record.parameter).reshape(-1)
 
     def _write_back(self, snapshot: Snapshot) -> None:
@@ -206,8 +284,7 @@ class HybridDeviceOptimizer(Optimizer):
     def state(self) -> defaultdict[Tensor, dict[str, Any]]:
         """Live state per parameter, after all transfers: tensors over host or device memory."""
         if self._built:
-            self.synchronize()
-            self._adopt_writes()
+            self._settle()
             self._state_was_read = True
             for record in self._records:
                 state_io.show(record, self._shown[record.parameter])
@@ -251,7 +328,20 @@ class HybridDeviceOptimizer(Optimizer):
             raise
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's; Megatron-FSDP's ``decoupled_grad`` goes as well."""
+        """As torch's; Megatron-FSDP's ``decoupled_grad`` goes as well.
+
+        Raises:
+            SpentGradientError: between a backward that updated parameters and ``step()``.
+        """
+        if self._overlap is not None:
+            if self._overlap.has_taken:
+                raise SpentGradientError(
+                    "zero_grad() before step()",
+                    reason="parameters were updated with these gradients in backward",
+                    remedy='call step() first; overlap="forward" can skip an update',
+                )
+            self._overlap.clear_spent()
+        self._clip = None
         super().zero_grad(set_to_none)
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -264,7 +354,7 @@ class HybridDeviceOptimizer(Optimizer):
         ``master_remainder`` (int16) or ``master`` (fp32), which plain optimizers ignore.
         """
         self._health.check()
-        return super().state_dict()
+        return super().state_dict()  # reads self.state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Copy a state dict into the reserved memory, in place; dtypes and devices stay.
@@ -288,8 +378,7 @@ class HybridDeviceOptimizer(Optimizer):
         groups = loading.checked_groups(self.param_groups, saved, self._inventory, self._records)
         for record, found in zip(self._records, values, strict=True):
             state_io.check(record, found)
-        self._drain_quietly()
-        self._health.recover()
+        self._start_over()
         with self._health.failing("load_state_dict()", self._drain_quietly), torch.no_grad():
             for group, loaded_group in zip(self.param_groups, groups, strict=True):
                 group.update(loaded_group)
@@ -321,10 +410,40 @@ class HybridDeviceOptimizer(Optimizer):
 
     # ------------------------------------------------------------------ the wrapper's own
 
+    @torch.no_grad()
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        """As ``torch.nn.utils.clip_grad_norm_`` over all parameters, with its bits.
+
+        The norm is taken here, with one all-reduce per mesh; gradients are multiplied where the
+        next ``step()`` reads them, so ``.grad`` itself stays as it is until then. Parameters that
+        lie on several meshes, which torch refuses, count together.
+
+        Returns:
+            The norm before clipping: 0-dim, a replicated DTensor where gradients are DTensors.
+
+        Raises:
+            SpentGradientError: with ``overlap="backward"``: they have been used by then.
+            NonFiniteGradientError: if asked for, where the norm is not finite.
+        """
+        self._health.check()
+        gradients = clipping.gradients_of(
+            [p for group in self.param_groups for p in group["params"]]
+        )
+        norm = clipping.total_norm(gradients, norm_type, error_if_nonfinite=error_if_nonfinite)
+        self._clip = clipping.coefficient(norm, max_norm)
+        return norm
+
     @property
     def inner_class(self) -> type[Optimizer]:
         """Class of the wrapped optimizer."""
         return type(self._inner)
+
+    @property
+    def plan(self) -> Plan:
+        """Which parameter is in which lane, and what that should cost; see ``plan.explain()``."""
+        return self._inventory.made
 
     @property
     def device(self) -> torch.device:
@@ -357,7 +476,7 @@ class HybridDeviceOptimizer(Optimizer):
         Not needed for loads into the module given as ``model=``, and host-lane writes are
         noticed by value; without it bf16 masters are at most half a bf16 ulp off.
         """
-        self.synchronize()
+        self._settle()
         self._set_masters_from_weights(self._records)
 
     def statistics(self) -> Statistics:
@@ -389,11 +508,35 @@ class HybridDeviceOptimizer(Optimizer):
     # ------------------------------------------------------------------ for local snapshots
 
     def _settle(self) -> None:
-        """Finish all transfers and follow outside writes: memory then says what the state is."""
+        """Finish all transfers and follow outside writes: memory then says what the state is,
+        and may be written into.
+
+        Raises:
+            SpentGradientError: between a backward that updated parameters and ``step()``.
+        """
         self.synchronize()
+        if self._overlap is not None and self._overlap.has_taken:
+            raise SpentGradientError(
+                "the optimizer's state, asked for before step()",
+                reason="backward has updated some parameters, and step() is to update the others",
+                remedy="call step() first",
+            )
+        for segment in self._segments:
+            segment.discard()
         was_read = self._state_was_read
         self._adopt_writes()
         self._state_was_read = was_read
+
+    def _start_over(self) -> None:
+        """All state is about to be replaced: an iteration that has begun is given up."""
+        self._drain_quietly()
+        for segment in self._segments:
+            segment.abort()
+        if self._overlap is not None:
+            self._overlap.work = None
+            self._overlap.open_all()  # an update that failed is waited for no more
+            self._overlap.clear_spent()
+        self._health.recover()
 
     def check_usable(self, *, failed_ok: bool = False) -> None:
         """Refuse use of an optimizer that is closed, inherited by a fork, or failed.
@@ -410,8 +553,7 @@ class HybridDeviceOptimizer(Optimizer):
         Errors make the optimizer failed; those of class ``keep`` stay what they are.
         """
         self._health.check(failed_ok=True)
-        self._drain_quietly()
-        self._health.recover()
+        self._start_over()
         with self._failing(what, keep=keep), torch.no_grad():
             yield
             for record in self._records:
@@ -462,6 +604,11 @@ class HybridDeviceOptimizer(Optimizer):
         weakref.finalize(self, segment.close)
         self._segments.append(segment)
         self._records = everything
+        self._never_have_gradients = [
+            r for r in everything if shards.never_has_gradient(r.parameter)
+        ]
+        if self._overlap is not None:
+            self._overlap.attach(everything, self._segments)
         self._shown.update(shown)
         self._reserved.update(parameter for parameter, _ in added)
         self._inventory.commit(records, natives)
@@ -482,6 +629,39 @@ class HybridDeviceOptimizer(Optimizer):
             shown[parameter] = segment.native.state[parameter]  # type: ignore[union-attr]
             shown[parameter].update(frozen.get(parameter, {}))
         return shown
+
+    def _make_overlap(self, models: Sequence[nn.Module]) -> Overlap | None:
+        """None where ``step()`` waits for everything.
+
+        Raises:
+            ConfigError: there is nothing that the updates could be hidden under.
+        """
+        mode = self._config.overlap
+        if mode == "step":
+            return None
+        groups = find_groups(models)
+        if not groups:
+            raise ConfigError(
+                f"overlap={mode!r} without an FSDP2 module in model=",
+                reason="each FSDP2 module waits for its own parameters, and there is none",
+                remedy='call fully_shard and pass model=, or use overlap="step"',
+            )
+        if not is_torch_class(self._inner) or works_on_matrices(self._inner):
+            raise ConfigError(
+                f"overlap={mode!r} with {type(self._inner).__name__}",
+                reason="only element-wise classes of torch.optim can be updated piece by piece, "
+                "beside other work",
+                remedy='use overlap="step"',
+            )
+        return Overlap(self, groups, self._gateway, in_backward=mode == "backward")
+
+    def accumulate(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, backward passes only add to ``.grad``: for all micro-batches but the last.
+
+        Needed with ``overlap="backward"`` alone, and not if FSDP2 is told
+        (``set_requires_gradient_sync(False)`` or ``set_is_last_backward(False)``).
+        """
+        return contextlib.nullcontext() if self._overlap is None else self._overlap.accumulate()
 
     def _check_device(self, added: list[Member]) -> None:
         gateway = gateway_of(parameter for parameter, _ in added)
@@ -506,6 +686,11 @@ class HybridDeviceOptimizer(Optimizer):
                     self._shown[parameter].update(found)
             self._trust_shards()
 
+    def _before_module_read(self) -> None:
+        """A module's weights are about to be read or written."""
+        if self._overlap is not None and self._health.is_ours and not self._health.closed:
+            self._drain_quietly()
+
     def _before_module_load(self) -> None:
         """See :meth:`_after_module_load`."""
         self._weights_before = None
@@ -520,6 +705,8 @@ class HybridDeviceOptimizer(Optimizer):
         if self._ignores_module_loads():
             return
         self._drain_quietly()
+        for segment in self._segments:
+            segment.discard()
         before, self._weights_before = self._weights_before, None
         records = self._mastered()
         if before is not None:
@@ -548,6 +735,8 @@ class HybridDeviceOptimizer(Optimizer):
         with contextlib.ExitStack() as waits:  # runs all of them, even if one raises
             for segment in self._segments:
                 waits.callback(segment.synchronize)
+        if self._overlap is not None:
+            self._overlap.open_all()
 
     def _drain_quietly(self) -> None:
         """Wait for what can still be waited for: a failure was, or will be, reported elsewhere."""
@@ -555,6 +744,9 @@ class HybridDeviceOptimizer(Optimizer):
             self._drain()
 
     def _give_back(self) -> None:
+        if self._overlap is not None:
+            self._overlap.unwatch()
+            self._overlap.clear_spent()
         for segment in self._segments:
             segment.close()
         self._segments.clear()

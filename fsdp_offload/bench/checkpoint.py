@@ -16,9 +16,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import shutil
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -28,7 +26,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import FileStore  # type: ignore[attr-defined]
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -47,9 +44,9 @@ from .. import checkpoint
 from ..checkpoint.blocks import thread_count
 from ..optimizer import HybridDeviceOptimizer
 from .local import plain_read, plain_write
-from .step import environment, gpt_shapes, resident_set_bytes, show
+from .machine import Row, environment, process_group, resident_set_bytes, show
+from .model import gpt_shapes
 
-Row = dict[str, Any]
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
@@ -244,24 +241,6 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         ours.close()
         shutil.rmtree(folder, ignore_errors=True)
     return report
-
-
-@contextlib.contextmanager
-def process_group(device: str) -> Iterator[None]:
-    """That of torchrun, or of this process alone."""
-    backend = "nccl" if device == "cuda" else "gloo"
-    with tempfile.TemporaryDirectory() as folder:
-        if "RANK" in os.environ:
-            dist.init_process_group(backend)
-        else:
-            store = FileStore(f"{folder}/store", 1)
-            dist.init_process_group(backend, store=store, rank=0, world_size=1)
-        if device == "cuda":
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-        try:
-            yield
-        finally:
-            dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -16,11 +16,9 @@ import argparse
 import gc
 import json
 import os
-import platform
 import statistics
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,59 +29,10 @@ from ..config import TransferConfig
 from ..device import gateway_for
 from ..memory import HostArena
 from ..optimizer import HybridDeviceOptimizer
+from .machine import Row, environment, measure_link, median_ms, resident_set_bytes, show
+from .model import gpt_shapes
 
-Row = dict[str, Any]
 WARM_UP = 3
-COPY_BYTES = 256 << 20
-
-
-def gpt_shapes(layers: int, dim: int = 2048, vocabulary: int = 60000) -> list[tuple[int, ...]]:
-    """Parameter shapes of a GPT: 12 dim^2 per layer, one embedding."""
-    layer = [(3 * dim, dim), (dim, dim), (4 * dim, dim), (dim, 4 * dim), (dim,), (dim,)]
-    return [(vocabulary, dim), *(shape for _ in range(layers) for shape in layer), (dim,)]
-
-
-def median_ms(fn: Callable[[], object], iterations: int) -> float:
-    """Median wall milliseconds of ``fn`` with the device idle before and after."""
-    times = []
-    for _ in range(iterations):
-        torch.cuda.synchronize()
-        began = time.perf_counter()
-        fn()
-        torch.cuda.synchronize()
-        times.append((time.perf_counter() - began) * 1e3)
-    return statistics.median(times)
-
-
-def measure_link(device: torch.device, iterations: int) -> Row:
-    """GB/s of pinned copies: to the device, from it, and both at once (sum of both ways)."""
-    transfer = TransferConfig()
-    arenas = [
-        HostArena(COPY_BYTES, device=device, can_pin=True, transfer=transfer) for _ in range(2)
-    ]
-    up, down = (arena.tensor(0, COPY_BYTES, torch.uint8) for arena in arenas)
-    up_device, down_device = (torch.empty_like(up, device=device) for _ in range(2))
-    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
-    repeats = 8
-
-    def run(directions: str) -> None:
-        for _ in range(repeats):
-            if "h2d" in directions:
-                with torch.cuda.stream(streams[0]):
-                    up_device.copy_(up, non_blocking=True)
-            if "d2h" in directions:
-                with torch.cuda.stream(streams[1]):
-                    down.copy_(down_device, non_blocking=True)
-
-    row: Row = {}
-    for directions in ("h2d", "d2h", "h2d+d2h"):
-        run(directions)
-        ms = median_ms(lambda d=directions: run(d), iterations)  # type: ignore[misc]
-        n_bytes = repeats * COPY_BYTES * directions.count("2")
-        row[f"{directions}_gbps"] = n_bytes / ms / 1e6
-    for arena in arenas:
-        arena.close()
-    return row
 
 
 def measure_cpu_adamw(numel: int, threads: int, iterations: int) -> Row:
@@ -130,12 +79,6 @@ def make_parameters(shapes: list[tuple[int, ...]], dtype: torch.dtype) -> list[n
         parameter.grad = torch.randn(shape, device="cuda", dtype=dtype) * 1e-3
         parameters.append(parameter)
     return parameters
-
-
-def resident_set_bytes() -> int:
-    """Resident memory of this process."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def measure_step(
@@ -218,17 +161,6 @@ def measure_on_device(shapes: list[tuple[int, ...]], options: argparse.Namespace
     return {"lane": "plain on device", "dtype": "bfloat16", "step_ms": ms}
 
 
-def environment() -> Row:
-    """Hardware and versions."""
-    properties = torch.cuda.get_device_properties(0)
-    return {
-        "gpu": properties.name,
-        "cores": len(os.sched_getaffinity(0)),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-    }
-
-
 def add_ratios(rows: list[Row], link: Row, cpu: Row) -> None:
     """Each step over the bound that the same run's link (or CPU kernel) sets."""
     for row in rows:
@@ -264,16 +196,6 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         options.json.write_text(json.dumps(report, indent=1) + "\n")
     show(report)
     return report
-
-
-def show(report: dict[str, Any]) -> None:
-    """The report as text, one number per line."""
-    lines = []
-    for name, part in report.items():
-        for row in part if isinstance(part, list) else [part]:
-            cells = (f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in row.items())
-            lines.append(f"{name}: " + "  ".join(cells))
-    print("\n".join(lines))
 
 
 if __name__ == "__main__":

@@ -18,8 +18,11 @@ from ..device import Event, Gateway
 from ..memory import ArenaStatistics, HostArena, check_host_budget, local_ranks
 from ..plan import Kind, Layout, Slice, make_layout
 from ..plan.layout import align
+from ..plan.order import Job, deadline_order, ring_size
 from .bucket import BucketUpdate, Scratch
-from .host import HostBucket, HostLane, HostStaging
+from .cores import thread_setup
+from .host import HostBucket, HostStaging
+from .host_lane import HostLane
 from .native import NativeUpdate
 from .records import MasterForm, Record, Work
 from .schema import is_torch_class
@@ -35,6 +38,15 @@ HOST_BUCKET_FACTOR = 2
 """Host buckets are that much larger: each costs a hand-over between threads."""
 DEFAULT_DEVICE_BYTES = 256 << 20
 """Memory of the slots above which the parameter that needs it is logged."""
+
+
+@dataclass(frozen=True)
+class _GatePart:
+    """What of a gate is in which lane."""
+
+    streamed: list[int]  # buckets
+    resident: bool
+    host: list[int]  # buckets
 
 
 @dataclass(frozen=True)
@@ -100,7 +112,7 @@ class Segment:
         self.gateway, self.config = gateway, config
         self._added = list(added)
         transfer = config.transfer
-        sections = make_sections(added, bucket_bytes=transfer.resolved_bucket_bytes)
+        sections = make_sections(added, bucket_bytes=config.bucket_bytes)
         away = [s for s in sections if s.first.lane != "resident"]
         self.host_bytes = max((s.layout.arena_stop for s in away), default=0)
         self.payload_bytes = sum(s.layout.payload_bytes for s in away)
@@ -117,6 +129,9 @@ class Segment:
         self.streamed: StreamedLane | None = None
         self.host: HostLane | None = None
         self.update = gateway.stream("update")
+        self._resident_updated: Event | None = None
+        self._host_written: Event | None = None
+        self._gates: list[_GatePart] = []
         try:
             arena = self._arena(self.host_bytes, show_progress)
             self._make_tensors(sections, arena)
@@ -206,7 +221,11 @@ class Segment:
         if not pairs:
             return None
         slot_bytes = max(align(bucket.slot_bytes, 256) for _, bucket in pairs)
-        count = min(self.config.transfer.slots, len(pairs))
+        prefetches = self.config.overlap != "step" or self.config.prefetch_bytes > 0
+        extra = self.config.prefetch_bytes // max(slot_bytes, 1)
+        count = min(self.config.transfer.slots + extra, len(pairs))
+        if prefetches:
+            count = ring_size(len(pairs), count)
         if count * slot_bytes > DEFAULT_DEVICE_BYTES:
             largest = max(pairs, key=lambda pair: pair[1].slot_bytes)[1]
             _log.info(
@@ -216,13 +235,14 @@ class Segment:
                 records[largest.slices[0].entry.index].fqn,
             )
         slots = [self.gateway.allocate(slot_bytes) for _ in range(count)]
-        lane = StreamedLane(self.gateway, self.update, slots)
+        lane = StreamedLane(self.gateway, self.update, slots, prefetches=prefetches)
         lane.buckets = [
             StreamedBucket(
                 optimizer, layout, bucket, records, arena, slots[i % count], self.scratch
             )
             for i, (layout, bucket) in enumerate(pairs)
         ]
+        lane.set_order(range(len(pairs)))
         return lane
 
     def _host(
@@ -238,11 +258,12 @@ class Segment:
         threads = host_threads(self.config)
         # A class of the user's own may keep what its instances share: one thread at a time.
         pool = (threads, 1) if is_torch_class(optimizer) else (1, threads)
-        self.worker = ThreadPool(*pool) if self.gateway.has_threads else InlineWorker()
+        setup = thread_setup(self.gateway, bind=self.config.transfer.bind_threads)
+        self.worker = ThreadPool(*pool, setup) if self.gateway.has_threads else InlineWorker()
         staging = HostStaging(
             self.gateway, ring, numel_bytes=numel_bytes, depth=HOST_DEPTH, shard_bytes=shard_bytes
         )
-        lane = HostLane(self.gateway, staging, self.worker)
+        lane = HostLane(self.gateway, staging, self.worker, setup)
         pairs = [(s.layout, bucket) for s in sections for bucket in s.layout.buckets]
         lane.buckets = [
             HostBucket(optimizer, layout, bucket, records, arena, staging, i)
@@ -252,12 +273,18 @@ class Segment:
 
     # ------------------------------------------------------------------ running
 
-    def run(self, work: Work, start: Event) -> None:
-        """Enqueue the step after ``start``, where gradients are ready.
+    def offer(self, work: Work) -> None:
+        """More gradients are there: enqueue the buckets that have all of theirs, in order."""
+        if self.host is not None:
+            self.host.offer(work, complete=False)
+        if self.streamed is not None:
+            self.streamed.run(work, complete=False)
 
-        The caller's stream waits for all updates; the host waits for the host lane's threads only.
+    def run(self, work: Work, start: Event) -> None:
+        """Enqueue the rest of the iteration after ``start``, where all gradients are ready.
+
+        With ``overlap="step"`` the host waits for the host lane's threads, else for nothing.
         """
-        current = self.gateway.current_stream()
         self.update.wait(start)
 
         def on_device() -> None:
@@ -267,14 +294,54 @@ class Segment:
                 gradients = work.of(bucket.pieces)
                 if any(gradient is not None for gradient in gradients):
                     self.update.launch(bucket.run, gradients, work.snapshot)
+            if self.native is not None or self.resident:
+                self._resident_updated = self.update.record()
             if self.streamed is not None:
-                self.streamed.run(work)
+                self.streamed.run(work, complete=True)
 
+        self._host_written = None
         if self.host is None:
             on_device()
-        elif (written := self.host.run(work, start, on_device)) is not None:
-            current.wait(written)
+        elif self.config.overlap != "step":
+            self.host.offer(work, complete=True)
+            on_device()
+        else:
+            self._host_written = self.host.run(work, start, on_device)
+
+    def finish(self) -> None:
+        """Make the caller's stream wait for every update of :meth:`run`."""
+        current = self.gateway.current_stream()
+        if self._host_written is not None:
+            current.wait(self._host_written)
         current.wait(self.update.record())
+
+    def watch_gates(self, gates: Sequence[frozenset[int]]) -> None:
+        """``gates``: sets of records whose updates are asked for by :meth:`updated`; the last
+        one has the native parameters besides."""
+        resident = {p.record.index for bucket in self.resident for p in bucket.pieces}
+        native = gates[-1] if self.native is not None else None
+        host = self.host.buckets if self.host else []
+        streamed = self.streamed.buckets if self.streamed else []
+        self._gates = [
+            _GatePart(
+                [i for i, bucket in enumerate(streamed) if not gate.isdisjoint(bucket.indices)],
+                resident=gate is native or not gate.isdisjoint(resident),
+                host=[i for i, b in enumerate(host) if not gate.isdisjoint(b.indices)],
+            )
+            for gate in gates
+        ]
+
+    def updated(self, gate: int) -> list[Event]:
+        """Events after which the shards of a gate are as the last :meth:`run` leaves them."""
+        part = self._gates[gate]
+        events: list[Event | None] = []
+        if part.resident:
+            events.append(self._resident_updated)
+        if self.host is not None:
+            events += [self.host.buckets[index].written for index in part.host]
+        if part.streamed and self.streamed is not None:
+            events.append(self.streamed.updated(part.streamed))
+        return [event for event in events if event is not None]
 
     def synchronize(self) -> None:
         """Block until every update has run and all state is where it belongs."""
@@ -282,6 +349,43 @@ class Segment:
             for lane in (self.host, self.streamed, self.update):
                 if lane is not None:
                     waits.callback(lane.synchronize)
+
+    def prefetch(self) -> None:
+        """Fetch state for the next iteration, as far as there are slots for it."""
+        if self.streamed is not None and self.streamed.prefetches:
+            self.streamed.prefetch()
+
+    def reorder(self, ready_ms: Sequence[float], ranks: Sequence[int], ms_per_byte: float) -> None:
+        """Choose the order of the streamed buckets, between two iterations.
+
+        Args:
+            ready_ms: per record, when its gradient is there, since the backward's first.
+            ranks: per record, when the forward needs it compared with others.
+            ms_per_byte: of the link, in each direction while both are busy.
+        """
+        if self.streamed is None:
+            return
+        jobs = [
+            Job(
+                ready_ms=max(ready_ms[index] for index in bucket.indices),
+                rank=min(ranks[index] for index in bucket.indices),
+                cost_ms=bucket.bucket.state_bytes * ms_per_byte,
+            )
+            for bucket in self.streamed.buckets
+        ]
+        self.streamed.set_order(deadline_order(jobs))
+
+    def discard(self) -> None:
+        """Forget state that was fetched ahead: somebody may write into the arena."""
+        if self.streamed is not None:
+            self.streamed.discard()
+
+    def abort(self) -> None:
+        """Forget an iteration that has begun in backward: everything is written anew."""
+        if self.host is not None:
+            self.host.abort()
+        if self.streamed is not None:
+            self.streamed.abort()
 
     @property
     def staging_bytes(self) -> int:
@@ -323,6 +427,10 @@ class Segment:
         """Give host memory back and end the thread. Idempotent."""
         with contextlib.suppress(Exception):  # half built, failed, or in a forked child
             self.synchronize()  # copies in flight still use the memory
+            if self.streamed is not None:
+                self.streamed.finish_transfers()
+        if self.host is not None:
+            self.host.stop()
         if self.worker is not None:
             self.worker.stop()
         for arena in self.arenas:

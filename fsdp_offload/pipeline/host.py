@@ -1,15 +1,5 @@
-"""The host lane: gradients come to the host, CPU cores update arena memory, parameters go back.
-
-[Note: streams of the host lane]
-Its own three streams, so that it never queues behind the streamed lane's copies::
-
-    cast: [gradients -> staging (compute dtype); checksum of shards] --> d2h: [staging -> host]
-    host threads: wait for the copy, step the arena in place (torch's CPU kernel)
-    h2d: [master -> staging] --> cast: [round and scatter into the shards; new checksum]
-
-The caller's thread enqueues, the host threads only compute. The device gradient buffer is free
-when its copy has left, a host gradient buffer (a ring) when its update has ended, the parameter
-buffer when its scatter has run.
+"""Buckets of the host lane: gradients come to the host, CPU cores update arena memory, parameters
+go back. How they pass through the lane: ``host_lane.py``.
 
 [Note: outside writes]
 The arena's master is authoritative here, so a weight that somebody else wrote into a shard must
@@ -21,7 +11,6 @@ next update; where it differs, masters are re-seeded from the shards, element by
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -30,7 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .. import shards
-from ..device import Event, Gateway
+from ..device import Event, Gateway, PendingEvent
 from ..memory import HostArena
 from ..plan import Bucket, Kind, Layout, Slice
 from ..plan.layout import kind_range, split
@@ -40,7 +29,7 @@ from .checksum import checksum
 from .records import MasterForm, Part, Record, Work
 from .schema import FUSED_ON_CPU, host_flags
 from .shadow import Shadow
-from .worker import Calls, Ticket, Worker
+from .worker import Calls, Ticket
 
 UNIT_NUMEL: Final = 15 << 17
 """Elements that one host thread updates in one call, about 2 M: 6 to 8 ms of fused AdamW on one
@@ -103,59 +92,82 @@ class HostBucket:
         index: int,
     ) -> None:
         self.index, self.bucket = index, bucket
+        self.indices = sorted({s.entry.index for s in bucket.slices})
         members = [records[s.entry.index] for s in bucket.slices]
         compute, shard = members[0].compute_dtype, members[0].info.dtype
         self._rounds_by_codec = shard == torch.bfloat16 and compute == torch.float32
-        master_kind = Kind(MasterForm.WHOLE.value, compute)
-        span = next(s for s in bucket.spans if s.kind == master_kind)
-        self.numel = span.n_bytes // compute.itemsize
-
-        def view(piece: Slice, kind: Kind, numel: int) -> Tensor:
-            start, stop = kind_range(piece, kind, numel, layout.offsets)
-            return arena.tensor(start, (stop - start) // kind.itemsize, kind.dtype)
-
-        def cut(flat: Tensor) -> list[Tensor]:
-            return [flat[s.scratch_start : s.scratch_start + s.numel] for s in bucket.slices]
-
-        def flat(memory: Tensor, dtype: torch.dtype) -> Tensor:
-            return memory[: self.numel * dtype.itemsize].view(dtype)
-
+        self._master_kind = Kind(MasterForm.WHOLE.value, compute)
+        span = next(s for s in bucket.spans if s.kind == self._master_kind)
+        self.sent_bytes = span.n_bytes
         self.shards = [
             shards.local(r.parameter).view(-1)[s.start : s.stop]
             for r, s in zip(members, bucket.slices, strict=True)
         ]
         self.parts = [Part(r, s.start, s.stop) for r, s in zip(members, bucket.slices, strict=True)]
-        self.master = arena.tensor(span.arena_start, self.numel, compute)
-        self.master_parts = cut(self.master)
+        self.master = arena.tensor(span.arena_start, span.n_bytes // compute.itemsize, compute)
+        self.master_parts = self._cut(self.master)
+        self._use_staging(staging, compute, shard)
+        self.expected = self._observe()  # checksum of the shards as we last wrote them
+        self.written: PendingEvent | None = None
+        """After it, the shards are as the last iteration leaves them; None: it left them alone."""
+        self.units = self._make_units(optimizer, layout, records, arena)
+
+    def _cut(self, flat: Tensor) -> list[Tensor]:
+        """Each slice's part of memory that is laid out like the masters."""
+        return [flat[s.scratch_start : s.scratch_start + s.numel] for s in self.bucket.slices]
+
+    def _use_staging(self, staging: HostStaging, compute: torch.dtype, shard: torch.dtype) -> None:
+        """Views of the buffers that the bucket passes through."""
+        numel, slot = self.master.numel(), self.index % staging.depth
+
+        def flat(memory: Tensor, dtype: torch.dtype) -> Tensor:
+            return memory[: numel * dtype.itemsize].view(dtype)
+
         self.sent = flat(staging.gradients, compute)
-        self.sent_pieces = cut(self.sent)
-        self.received = flat(staging.host_gradients[index % staging.depth], compute)
+        self.sent_pieces = self._cut(self.sent)
+        self.received = flat(staging.host_gradients[slot], compute)
         self.returned = flat(staging.parameters, compute)
         self.gathered = flat(staging.gathered, shard)
-        self.gathered_pieces = cut(self.gathered)
-        self.expected = self._observe()  # checksum of the shards as we last wrote them
-        self.flag = torch.zeros(1, dtype=torch.bool, device=self.shards[0].device)
-        self.host_flag = staging.flag_memory[index % staging.depth :][:1]
+        self.gathered_pieces = self._cut(self.gathered)
+        self.flag = torch.zeros(1, dtype=torch.bool, device=self.sent.device)
+        self.host_flag = staging.flag_memory[slot:][:1]
+        # As bytes: gradients and the flag on the device and on the host, masters on both.
+        self.leaving = _bytes(self.sent, self.flag)
+        self.arriving = _bytes(self.received, self.host_flag)
+        self.returning, self.landing = _bytes(self.master), _bytes(self.returned)
+
+    def _make_units(
+        self, optimizer: Optimizer, layout: Layout, records: list[Record], arena: HostArena
+    ) -> list[HostUnit]:
+        def view(piece: Slice, kind: Kind, numel: int) -> Tensor:
+            start, stop = kind_range(piece, kind, numel, layout.offsets)
+            return arena.tensor(start, (stop - start) // kind.itemsize, kind.dtype)
+
         overrides = {
-            index: host_overrides(optimizer, optimizer.param_groups[index], compute)
-            for index in {record.group for record in members}
+            index: host_overrides(optimizer, optimizer.param_groups[index], self.master.dtype)
+            for index in {part.record.group for part in self.parts}
         }
-        self.units: list[HostUnit] = []
-        for slices in split(bucket, UNIT_NUMEL):
+        units = []
+        for slices in split(self.bucket, UNIT_NUMEL):
             pieces = [
-                make_piece(records[s.entry.index], s, view(s, master_kind, s.entry.numel), view)
+                make_piece(
+                    records[s.entry.index], s, view(s, self._master_kind, s.entry.numel), view
+                )
                 for s in slices
             ]
             received = [self.received[s.scratch_start : s.scratch_start + s.numel] for s in slices]
-            self.units.append(
-                HostUnit(Shadow(optimizer, pieces, overrides, on_host=True), received)
-            )
+            shadow = Shadow(optimizer, pieces, overrides, on_host=True)
+            units.append(HostUnit(shadow, received))
+        return units
 
     # -- on the cast stream
 
-    def stage_gradients(self, gradients: list[Tensor | None]) -> None:
-        """Cast gradients into staging and compare the shards with what was last written."""
-        copy_present(self.sent_pieces, gradients, gradients)
+    def stage_gradients(self, gradients: list[Tensor | None], clip: Tensor | None) -> None:
+        """Cast gradients into staging and compare the shards with what was last written.
+
+        ``clip`` (0-dim) multiplies them on the way, with torch's rounding; they stay as they are.
+        """
+        copy_present(self.sent_pieces, gradients, gradients, clip, self.sent)
         torch.ne(self._observe(), self.expected, out=self.flag[0])
 
     def _observe(self) -> Tensor:
@@ -191,6 +203,10 @@ class HostBucket:
             reseed_master(shard.cpu(), master)
 
 
+def _bytes(*tensors: Tensor) -> list[Tensor]:
+    return [tensor.view(torch.uint8) for tensor in tensors]
+
+
 def reseed_master(shard: Tensor, master: Tensor) -> None:
     """``master = shard`` where rounding the master does not give the shard. 1-D, on the CPU."""
     if shard.dtype == master.dtype:
@@ -218,90 +234,3 @@ def host_overrides(
     if left_open and has_kernel:
         overrides["fused"] = True
     return overrides
-
-
-class HostLane:
-    """All host buckets, in order."""
-
-    def __init__(self, gateway: Gateway, staging: HostStaging, worker: Worker) -> None:
-        self.staging, self.worker = staging, worker
-        self.buckets: list[HostBucket] = []
-        self._cast = gateway.stream("host_cast")
-        self._d2h = gateway.stream("host_d2h")
-        self._h2d = gateway.stream("host_h2d")
-        self.moved_bytes = 0  # per direction, in the last step
-
-    def run(self, work: Work, start: Event, between: Callable[[], None]) -> Event | None:
-        """Update every bucket that has a gradient.
-
-        Args:
-            work: this step.
-            start: the caller's stream when ``step()`` was called; gradients are ready there.
-            between: called once the first buckets are under way: others enqueue their work
-                there instead of waiting behind the host thread.
-
-        Returns:
-            The event after which all shards are written, or None if there was nothing to do.
-        """
-        self.moved_bytes = 0
-        active = [(b, work.of(b.parts)) for b in self.buckets]
-        active = [(b, g) for b, g in active if any(x is not None for x in g)]
-        if active:
-            self._cast.wait(start)
-        tickets: list[Ticket] = []
-        depth = self.staging.depth - 1
-        for step in range(len(active) + depth):
-            if step < len(active):
-                tickets.append(self._fetch(*active[step], work))
-            if step == min(depth, len(active)) - 1:
-                between()
-            if step >= depth:
-                bucket, gradients = active[step - depth]
-                tickets[step - depth].wait(self.worker.alive)
-                self._return(bucket, gradients)
-        if not active:
-            between()
-            return None
-        return self._cast.record()
-
-    def _fetch(self, bucket: HostBucket, gradients: list[Tensor | None], work: Work) -> Ticket:
-        slot = bucket.index % self.staging.depth
-        if (user := self.staging.host_user[slot]) is not None:
-            user.wait(self.worker.alive)
-        if (sent := self.staging.gradient_sent) is not None:
-            self._cast.wait(sent)
-        self._cast.launch(bucket.stage_gradients, gradients)
-        self._d2h.wait(self._cast.record())
-        self._d2h.launch(_send, bucket.sent, bucket.received, bucket.flag, bucket.host_flag)
-        arrived = self.staging.gradient_sent = self._d2h.record()
-        self.moved_bytes += bucket.numel * bucket.sent.itemsize
-        ticket = self.worker.submit(bucket.update, arrived, work)
-        self.staging.host_user[slot] = ticket
-        return ticket
-
-    def _return(self, bucket: HostBucket, gradients: list[Tensor | None]) -> None:
-        if (read := self.staging.parameter_read) is not None:
-            self._h2d.wait(read)
-        self._h2d.launch(_return_master, bucket.master, bucket.returned)
-        self._cast.wait(self._h2d.record())
-        self._cast.launch(bucket.write_shards, gradients)
-        self.staging.parameter_read = self._cast.record()
-
-    def synchronize(self) -> None:
-        """Block until all shards are written and no update is under way, even after a failure."""
-        try:
-            for slot, user in enumerate(self.staging.host_user):
-                if user is not None:
-                    user.join(self.worker.alive)  # run() has raised its error
-                    self.staging.host_user[slot] = None
-        finally:
-            self._cast.synchronize()
-
-
-def _send(sent: Tensor, received: Tensor, flag: Tensor, host_flag: Tensor) -> None:
-    received.copy_(sent, non_blocking=True)
-    host_flag.copy_(flag, non_blocking=True)
-
-
-def _return_master(master: Tensor, returned: Tensor) -> None:
-    returned.copy_(master, non_blocking=True)

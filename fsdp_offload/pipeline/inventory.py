@@ -13,11 +13,13 @@ from torch.optim import Optimizer
 
 from .. import shards
 from ..config import OffloadConfig
-from ..errors import StateSchemaError
-from ..plan import Candidate, choose_lanes
+from ..device import gateway_for
+from ..errors import DeviceError, StateSchemaError
+from ..plan import Candidate, Plan, Rates, make_plan, replay, wants_rates
+from .calibration import measure_rates
 from .moments import moments_of
 from .records import Record, bytes_per_element, master_form, state_kinds
-from .schema import Schema, host_flags, probe, signature
+from .schema import FUSED_ON_CPU, Schema, host_flags, probe, signature
 
 _log = logging.getLogger("fsdp_offload")
 
@@ -45,6 +47,7 @@ class Inventory:
         models: gives names and the update order; may be empty.
         config: the user's choices.
         device: where shards live.
+        saved: a plan to follow for the parameters given at construction; added ones are planned.
     """
 
     def __init__(
@@ -53,12 +56,15 @@ class Inventory:
         models: Sequence[nn.Module],
         config: OffloadConfig,
         device: torch.device,
+        saved: Plan | None = None,
     ) -> None:
         self._optimizer, self._models = optimizer, models
         self._config, self._device = config, device
         self._schemas: dict[Any, Schema] = {}
         self._max_local_bytes: dict[Tensor, int] = {}
         self._resident_bytes = 0  # of the largest shards, over all ranks
+        self._saved, self._pending = saved, Plan((), ())
+        self.made = Plan((), ())  # of all parameters so far, in update order per addition
         self.names = shards.parameter_names(models)
         self._name_missing()
 
@@ -103,30 +109,54 @@ class Inventory:
         """
         self._name_missing()
         drafts = [self._draft(*member) for member in added]
-        config = self._config
-        if not first and not isinstance(config.update_on, str):
-            config = replace(config, update_on="auto")
-        if isinstance(config.update_on, str):  # a list of lanes is in the order of the groups
-            drafts = self._in_update_order(drafts)
-        candidates = [draft.candidate for draft in drafts]
-        chosen = choose_lanes(candidates, config, used_bytes=self._resident_bytes)
-        lanes = {id(draft): lane for draft, lane in zip(drafts, chosen, strict=True)}
-        drafts = self._in_update_order(drafts)
-        natives = [draft for draft in drafts if draft.native]
-        if natives and config.offload_fraction > 0:
+        ordered = self._in_update_order(drafts)
+        self._pending = plan = self._choose(drafts, ordered, first=first)
+        lanes = {id(draft): lane for draft, lane in zip(ordered, plan.lanes, strict=True)}
+        natives = [draft for draft in ordered if draft.native]
+        if natives and self._config.offload_fraction > 0:
             _log.info(
                 "%d parameters keep their state on the device, as %s makes it (%s, ...)",
                 len(natives),
                 type(self._optimizer).__name__,
                 natives[0].candidate.fqn,
             )
-        records = [self._record(d, lanes[id(d)]) for d in drafts if not d.native]
+        records = [self._record(d, lanes[id(d)]) for d in ordered if not d.native]
         return records, [(d.parameter, d.group) for d in natives]
 
     def commit(self, records: Sequence[Record], natives: Sequence[Member]) -> None:
-        """Count what stays on the device against a budget, once its memory is reserved."""
+        """Once memory is reserved: add the last plan, count what stays against a budget."""
+        self.made, self._pending = self.made.joined(self._pending), Plan((), ())
         stay = [r.parameter for r in records if r.lane == "resident"] + [p for p, _ in natives]
         self._resident_bytes += sum(self._max_local_bytes[parameter] for parameter in stay)
+
+    def _choose(self, drafts: list[Draft], ordered: list[Draft], *, first: bool) -> Plan:
+        """The plan in update order. A saved plan or a list of lanes speaks of the first members."""
+        config, candidates = self._config, [draft.candidate for draft in ordered]
+        if first and self._saved is not None:
+            return replay(self._saved, candidates)
+        if first and not isinstance(config.update_on, str):  # in the order of the groups
+            given = make_plan([draft.candidate for draft in drafts], config)
+            lanes = {id(draft): lane for draft, lane in zip(drafts, given.lanes, strict=True)}
+            return Plan(tuple(candidates), tuple(lanes[id(draft)] for draft in ordered))
+        if not isinstance(config.update_on, str):
+            config = replace(config, update_on="device")
+        used = self._resident_bytes
+        rates = None
+        # The same decision on all ranks: it depends on global sizes only.
+        if wants_rates(candidates, config, used_bytes=used):
+            rates = self._rates(ordered)
+        return make_plan(candidates, config, rates, used_bytes=used)
+
+    def _rates(self, ordered: list[Draft]) -> Rates | None:
+        """Measured; or ``None`` on CPU tensors and where it failed: all is streamed then."""
+        if self._device.type == "cpu":
+            return None
+        groups = shards.mesh_groups(draft.parameter for draft in ordered)
+        try:
+            return measure_rates(gateway_for(self._device), self._config.transfer, groups)
+        except DeviceError as error:
+            _log.warning('update_on="auto" streams all offloaded state: %s', error)
+            return None
 
     def _in_update_order(self, drafts: list[Draft]) -> list[Draft]:
         """Outside FSDP first, then the models' order, then the rest as given."""
@@ -146,15 +176,28 @@ class Inventory:
             schema, native = Schema((), elementwise=False, eager=False), True
         form = master_form("resident", info.dtype, compute)
         per_numel = bytes_per_element(schema, form, compute, self._config.precision)
+        like_bytes = sum((kind.dtype or compute).itemsize for kind in schema.role("like"))
         candidate = Candidate(
             fqn=fqn,
             global_bytes=int(info.global_numel * per_numel),
             max_local_bytes=int(info.max_local_numel * per_numel),
             must_stay=native,
             whole=not schema.elementwise,
+            max_local_numel=info.max_local_numel,
+            host_state_bytes=info.max_local_numel * (like_bytes + compute.itemsize),
+            gradient_bytes=info.max_local_numel * compute.itemsize,
+            fast_on_host=self._fast_on_host(group, compute),
         )
         self._max_local_bytes[parameter] = candidate.max_local_bytes
         return Draft(parameter, group, info, compute, native, candidate)
+
+    def _fast_on_host(self, group: int, compute: torch.dtype) -> bool:
+        """Whether the host lane would run a fused fp32 kernel, which rates are measured with."""
+        values = self._optimizer.param_groups[group]
+        fused, foreach = values.get("fused"), values.get("foreach")
+        chosen = bool(fused) or (fused is None and foreach is None)
+        single = {compute, self._config.precision.moments or compute} == {torch.float32}
+        return chosen and single and type(self._optimizer) in FUSED_ON_CPU
 
     def _record(self, draft: Draft, lane: Any) -> Record:
         info, compute = draft.info, draft.compute_dtype

@@ -46,6 +46,10 @@ class NativeUpdate:
             groups = apply_own(self._shadow, groups, snapshot)
         for group, index in zip(self._shadow.param_groups, self._indices, strict=True):
             group.update(groups[index])
+        if snapshot.clip is not None:
+            for parameter in self.parameters:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(snapshot.clip)
         with torch.no_grad():
             self._step(self._shadow)
         if not self._trusted:

@@ -21,6 +21,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..config import Lane, PrecisionConfig
+from ..device import Event
+from ..errors import ConfigError
 from ..plan import Entry, Kind
 from ..plan.layout import CUDA_TILE_NUMEL
 from ..shards import ShardInfo, first_index
@@ -166,6 +168,7 @@ class Snapshot:
     attributes: dict[str, Any]
     changed_groups: dict[int, dict[str, Any]] = field(default_factory=dict)
     changed_attributes: dict[str, Any] | None = None
+    versions: list[dict[str, tuple[int, int]]] = field(default_factory=list)
     clip: Tensor | None = None
 
     @classmethod
@@ -185,7 +188,33 @@ class Snapshot:
                 {n: v.cpu() if isinstance(v, Tensor) else v for n, v in group.items()}
                 for group in copies
             ]
-        return cls(copies, on_host, public_attributes(optimizer))
+        versions = [
+            {n: (id(v), v._version) for n, v in group.items() if isinstance(v, Tensor)}
+            for group in groups
+        ]
+        return cls(copies, on_host, public_attributes(optimizer), versions=versions)
+
+    def check_unchanged(self, groups: list[dict[str, Any]]) -> None:
+        """Refuse hyper-parameters that differ from those that updates have already used.
+
+        Raises:
+            ConfigError: one was changed between backward and ``step()``.
+        """
+        for index, (group, before) in enumerate(zip(groups, self.groups, strict=True)):
+            versions = self.versions[index]
+            for name, value in group.items():
+                if name == "params":
+                    continue
+                if isinstance(value, Tensor):
+                    same = versions.get(name) == (id(value), value._version)
+                else:
+                    same = name in before and bool(before[name] == value)
+                if not same:
+                    raise ConfigError(
+                        f"param_groups[{index}][{name!r}] changed to {value!r} before step()",
+                        reason="parameters were updated in backward with what it was then",
+                        remedy="change hyper-parameters after step(), before the next backward",
+                    )
 
 
 @dataclass
@@ -194,6 +223,14 @@ class Work:
 
     gradients: list[Tensor | None]  # per record: 1-D, contiguous, or None
     snapshot: Snapshot
+    ready: list[Event | None] = field(default_factory=list)
+    """Per record, after which its gradient may be read; None: not known to be complete yet."""
+
+    def grow(self, count: int) -> None:
+        """Make room for ``count`` records: some were added."""
+        missing = count - len(self.gradients)
+        self.gradients += [None] * missing
+        self.ready += [None] * missing
 
     def of(self, pieces: Sequence[Part]) -> list[Tensor | None]:
         """The gradient of each piece."""

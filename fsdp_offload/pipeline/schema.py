@@ -94,6 +94,11 @@ def is_torch_class(optimizer: Optimizer) -> bool:
     return getattr(torch.optim, cls.__name__, None) is cls
 
 
+def works_on_matrices(optimizer: Optimizer) -> bool:
+    """Whether a class of ``torch.optim`` updates whole matrices, not single elements."""
+    return type(optimizer).__name__ in _WHOLE
+
+
 def check_supported(optimizer: Optimizer) -> None:
     """Refuse what cannot be offloaded exactly.
 
@@ -194,7 +199,7 @@ def probe(
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), torch.no_grad():
         if is_torch_class(optimizer):
-            whole = type(optimizer).__name__ in _WHOLE
+            whole = works_on_matrices(optimizer)
             shape = _MATRIX if whole else _VECTOR
             kinds, eager = _kinds(optimizer, group, shape, dtype, device)
             return Schema(kinds, elementwise=not whole, eager=eager)

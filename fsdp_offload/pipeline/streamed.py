@@ -3,28 +3,50 @@
 [Note: streams of the streamed lane]
 Three streams, each in order; an arrow is an event that the right side waits for::
 
-    h2d:     [state of b -> slot] --copied--> update
-    update:  [unpack, step, pack] --done----> d2h
-    d2h:     [slot -> arena]      --free----> h2d, for the next bucket of the same slot
+    h2d:     [state of b -> slot] --arrived--> update
+    update:  [unpack, step, pack] --updated--> d2h
+    d2h:     [slot -> arena]      --written--> h2d, for the next bucket of the same slot
 
 ``h2d`` and ``d2h`` overlap each other (the link is full duplex) and everything else. ``update``
-first waits for the caller's stream (gradients), and the caller's stream waits for ``update`` at
-the end of the step. A bucket always uses the same slot, so the ``free`` event also orders this
-step's read of a bucket's arena range after the last step's write of it.
+waits for the gradients, and whoever reads parameters waits for ``updated``.
+
+[Note: the ring]
+Buckets pass in a fixed *order*, the one at position ``p`` through slot ``p % n``. The *head* is
+the next position to be updated; state is fetched up to ``n`` positions before it, also when the
+gradients are still to come, and written back after it. With many slots the two directions come
+loose from each other: where the forward ends and the backward begins, nothing can be updated, but
+``h2d`` fetches what the backward needs first and ``d2h`` still writes back, so the link is never
+idle. Fetching goes on past the end of an iteration, into the first positions of the next one
+(*prefetch*), if nobody can write into the arena until then: see :meth:`StreamedLane.discard`.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Final
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..device import Event, Gateway, Stream
+from ..device import Event, Gateway, Stream, TimedEvent, copy_all, in_chunks
 from ..memory import HostArena
 from ..plan import Bucket, Kind, Layout, Slice
 from ..plan.layout import kind_range
 from .bucket import BucketUpdate, Scratch
 from .records import REMAINDER_KIND, MasterForm, Record, Work
+
+MARK_EVERY: Final = 8
+"""Buckets between two readings of the clock."""
+Mark = tuple[int, TimedEvent]
+"""Bytes of an iteration that were written back, and when."""
+
+
+def best_ms_per_byte(marks: Sequence[Mark]) -> float | None:
+    """Of the link, each way, in the best stretch between two marks that have been reached."""
+    spans = [(a[1].elapsed_time(b[1]), b[0] - a[0]) for a, b in pairwise(marks)]
+    return min((ms / n_bytes for ms, n_bytes in spans if n_bytes), default=None) or None
 
 
 class StreamedBucket:
@@ -40,71 +62,187 @@ class StreamedBucket:
         slot: Tensor,  # uint8, 1-D
         scratch: Scratch,
     ) -> None:
-        self.spans = [
-            (
-                arena.tensor(span.arena_start, span.n_bytes, torch.uint8),
-                slot[span.slot_start : span.slot_start + span.n_bytes],
-            )
-            for span in bucket.spans
-            if span.n_bytes
+        self.indices = sorted({s.entry.index for s in bucket.slices})
+        self._layout, self.bucket = layout, bucket
+        self._spans = [span for span in bucket.spans if span.n_bytes]
+        self.in_arena = [
+            arena.tensor(span.arena_start, span.n_bytes, torch.uint8) for span in self._spans
         ]
-        by_kind = {span.kind: span for span in bucket.spans}
-
-        def view(piece: Slice, kind: Kind, numel: int) -> Tensor:
-            span = by_kind[kind]
-            start, stop = kind_range(piece, kind, numel, layout.offsets)
-            shift = span.slot_start - span.arena_start
-            return slot[start + shift : stop + shift].view(kind.dtype)
-
-        remainder = None
-        if records[bucket.slices[0].entry.index].form is MasterForm.REMAINDER:
-            span = by_kind[REMAINDER_KIND]
-            remainder = slot[span.slot_start : span.slot_start + span.n_bytes].view(span.kind.dtype)
+        self.from_arena = in_chunks(self.in_arena)
+        self._has_remainder = records[bucket.slices[0].entry.index].form is MasterForm.REMAINDER
+        self._by_kind = {span.kind: span for span in bucket.spans}
+        self._use_slot(slot)
         self.update = BucketUpdate(
-            optimizer, bucket, records, view, scratch, flat_remainder=remainder
+            optimizer, bucket, records, self._view, scratch, flat_remainder=self._remainder()
         )
+        self.updated: Event | None = None
+        """After it, the shards are as the last iteration leaves them."""
+
+    def move_to(self, slot: Tensor) -> None:
+        """Use another slot from now on; nothing of this bucket may be in flight."""
+        if slot.data_ptr() == self._slot.data_ptr():
+            return
+        self._use_slot(slot)
+        self.update.bind(self._view, self._remainder())
+
+    def _use_slot(self, slot: Tensor) -> None:
+        self._slot = slot
+        self.in_slot = [
+            slot[span.slot_start : span.slot_start + span.n_bytes] for span in self._spans
+        ]
+        self.into_slot = in_chunks(self.in_slot)
+
+    def _view(self, piece: Slice, kind: Kind, numel: int) -> Tensor:
+        span = self._by_kind[kind]
+        start, stop = kind_range(piece, kind, numel, self._layout.offsets)
+        shift = span.slot_start - span.arena_start
+        return self._slot[start + shift : stop + shift].view(kind.dtype)
+
+    def _remainder(self) -> Tensor | None:
+        if not self._has_remainder:
+            return None
+        span = self._by_kind[REMAINDER_KIND]
+        flat = self._slot[span.slot_start : span.slot_start + span.n_bytes]
+        return flat.view(span.kind.dtype)
 
 
 class StreamedLane:
-    """All streamed buckets, in order, over a fixed ring of slots."""
+    """All streamed buckets, in order, over a ring of slots.
 
-    def __init__(self, gateway: Gateway, update: Stream, slots: list[Tensor]) -> None:
+    Args:
+        update: the stream on which updates run, shared with the resident lane.
+        slots: uint8 memory, each as large as the largest bucket.
+        prefetches: whether to fetch for the next iteration at the end of one.
+    """
+
+    def __init__(
+        self, gateway: Gateway, update: Stream, slots: list[Tensor], *, prefetches: bool
+    ) -> None:
         self.slots = slots
         self.buckets: list[StreamedBucket] = []
-        self._h2d = gateway.stream("h2d")
+        self.order: list[int] = []
+        self._positions: list[int] = []  # of each bucket in the order
+        self.prefetches = prefetches
+        self._h2d = gateway.upload_stream("h2d")
         self._update = update
         self._d2h = gateway.stream("d2h")
         self._free: list[Event | None] = [None] * len(slots)
-        self.moved_bytes = 0  # per direction, in the last step
+        self._arrived: list[Event | None] = [None] * len(slots)
+        self._head = 0  # next position to be updated
+        self._fetched = 0  # positions from here on are not in a slot yet; may exceed the order
+        self._last: Event | None = None  # after the last update
+        self.moved_bytes = 0  # per direction, in the last iteration
+        self._moved_bytes = 0  # in this one
+        self.marks: list[Mark] = []  # of the last iteration
+        self._marks: list[Mark] = []  # of this one
 
-    def run(self, work: Work) -> None:
-        """Enqueue every bucket that has a gradient; returns without waiting for any."""
-        self.moved_bytes = 0
-        for index, bucket in enumerate(self.buckets):
+    def set_order(self, order: Sequence[int]) -> None:
+        """Buckets pass in this order from the next iteration on. Waits for all transfers."""
+        assert self._head == 0, "the order of an iteration that has begun is fixed"
+        if list(order) == self.order:
+            return
+        if self.order:
+            self.finish_transfers()
+            self.discard()
+        self.order = list(order)
+        self._positions = [0] * len(self.order)
+        for position, index in enumerate(self.order):
+            self._positions[index] = position
+            self.buckets[index].move_to(self.slots[position % len(self.slots)])
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a bucket of this iteration has been updated."""
+        return self._head > 0
+
+    def run(self, work: Work, *, complete: bool) -> None:
+        """Enqueue every bucket, in order, whose gradients are there; waits for none of it.
+
+        Args:
+            work: this iteration.
+            complete: all gradients that will come are there: the rest is enqueued, without the
+                buckets that have none, and the iteration ends.
+        """
+        waited: set[Event] = set()
+        while self._head < len(self.order):
+            bucket = self.buckets[self.order[self._head]]
+            self._fetch_to(self._head + len(self.slots))
+            if not complete and any(work.ready[index] is None for index in bucket.indices):
+                return
             gradients = work.of(bucket.update.pieces)
             if all(gradient is None for gradient in gradients):
+                self._skip(bucket)
                 continue
-            slot = index % len(self.slots)
+            for index in bucket.indices:
+                event = work.ready[index]
+                if event is not None and event not in waited:
+                    waited.add(event)
+                    self._update.wait(event)
+            self._step(bucket, gradients, work)
+        if complete:
+            self._end()
+
+    def updated(self, buckets: Sequence[int]) -> Event | None:
+        """The event after which all of ``buckets`` are updated: one stream, so the last one's."""
+        return self.buckets[max(buckets, key=self._positions.__getitem__)].updated
+
+    def prefetch(self) -> None:
+        """Fetch what the next gradients will need, as far as there are slots."""
+        self._fetch_to(self._head + len(self.slots))
+
+    def _fetch_to(self, stop: int) -> None:
+        """Enqueue the transfers of all positions before ``stop`` of this iteration."""
+        for position in range(self._fetched, min(stop, len(self.order))):
+            bucket = self.buckets[self.order[position]]
+            slot = position % len(self.slots)
             if (free := self._free[slot]) is not None:
                 self._h2d.wait(free)
-            self._h2d.launch(_copy_in, bucket.spans)
-            self._update.wait(self._h2d.record())
-            self._update.launch(bucket.update.run, gradients, work.snapshot)
-            self._d2h.wait(self._update.record())
-            self._d2h.launch(_copy_out, bucket.spans)
-            self._free[slot] = self._d2h.record()
-            self.moved_bytes += bucket.update.bucket.state_bytes
+            self._h2d.upload(bucket.into_slot, bucket.from_arena)
+            self._arrived[slot] = self._h2d.record()
+            self._fetched = position + 1
+
+    def _step(self, bucket: StreamedBucket, gradients: list[Tensor | None], work: Work) -> None:
+        slot = self._head % len(self.slots)
+        arrived = self._arrived[slot]
+        assert arrived is not None
+        self._update.wait(arrived)
+        self._update.launch(bucket.update.run, gradients, work.snapshot)
+        self._last = bucket.updated = self._update.record()
+        self._d2h.wait(self._last)
+        self._d2h.launch(copy_all, bucket.in_arena, bucket.in_slot)
+        self._free[slot] = self._d2h.record()
+        self._moved_bytes += bucket.bucket.state_bytes
+        if self._head % MARK_EVERY == 0:
+            self._marks.append((self._moved_bytes, self._d2h.record_timed()))
+        self._head += 1
+
+    def _skip(self, bucket: StreamedBucket) -> None:
+        """No gradient: the arena and the shards are left as they are."""
+        bucket.updated = self._last
+        self._head += 1
+
+    def _end(self) -> None:
+        self.marks, self._marks = self._marks, []
+        self.moved_bytes, self._moved_bytes = self._moved_bytes, 0
+        self._head = self._fetched = 0
+
+    def discard(self) -> None:
+        """Forget what was fetched ahead: somebody is about to write into the arena.
+
+        A transfer that is still under way may read what is written; it is made again.
+        """
+        self._fetched = self._head
+
+    def abort(self) -> None:
+        """Forget an iteration that has begun: all state and all weights are written anew."""
+        self._head = self._fetched = self._moved_bytes = 0
+        self._marks = []
 
     def synchronize(self) -> None:
         """Block until all state is back in the arena."""
         self._d2h.synchronize()
 
-
-def _copy_in(spans: list[tuple[Tensor, Tensor]]) -> None:
-    for arena, slot in spans:
-        slot.copy_(arena, non_blocking=True)
-
-
-def _copy_out(spans: list[tuple[Tensor, Tensor]]) -> None:
-    for arena, slot in spans:
-        arena.copy_(slot, non_blocking=True)
+    def finish_transfers(self) -> None:
+        """Block until nothing reads or writes the arena and the slots any more."""
+        self._h2d.synchronize()
+        self._d2h.synchronize()

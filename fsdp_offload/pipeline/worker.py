@@ -32,6 +32,7 @@ class Ticket:
         self._lock = threading.Lock()
         self._open = 1
         self._error: BaseException | None = None
+        self._then: Callable[[], None] | None = None
 
     def expect(self, calls: int) -> None:
         """Add that many calls, before the current one ends."""
@@ -43,8 +44,24 @@ class Ticket:
         with self._lock:
             self._open -= 1
             self._error = self._error or error
+            then = None
             if self._open == 0:
                 self._done.set()
+                then, self._then = self._then, None
+        if then is not None:
+            then()
+
+    def is_done(self) -> bool:
+        """Whether the call has ended."""
+        return self._done.is_set()
+
+    def when_done(self, then: Callable[[], None]) -> None:
+        """Call ``then``, which must neither wait nor raise, on the thread where the call ends."""
+        with self._lock:
+            if not self._done.is_set():
+                self._then = then
+                return
+        then()
 
     def wait(self, alive: Callable[[], bool] = lambda: True) -> None:
         """Block until the call has ended; raises what it raised, or what :meth:`join` does."""
@@ -116,16 +133,24 @@ class ThreadPool:
         threads: how many.
         kernel_threads: intra-op threads of torch kernels that run on each. Other threads of the
             process keep their number, and so do threads that are created later.
+        prepare: called on each thread before its first call; must not raise.
+        name: of the threads, with a number behind it.
     """
 
-    def __init__(self, threads: int, kernel_threads: int) -> None:
+    def __init__(
+        self,
+        threads: int,
+        kernel_threads: int,
+        prepare: Callable[[], None] = lambda: None,
+        name: str = "host",
+    ) -> None:
         self._queue: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()
         inherited, ready = torch.get_num_threads(), threading.Semaphore(0)
         self._threads = [
             threading.Thread(
                 target=_serve,
-                args=(self._queue, kernel_threads, inherited, ready),
-                name=f"fsdp_offload-host-{i}",
+                args=(self._queue, kernel_threads, inherited, ready, prepare),
+                name=f"fsdp_offload-{name}-{i}",
                 daemon=True,
             )
             for i in range(threads)
@@ -164,8 +189,10 @@ def _serve(
     kernel_threads: int,
     inherited: int,
     ready: threading.Semaphore,
+    prepare: Callable[[], None],
 ) -> None:
     try:
+        prepare()
         torch.get_num_threads()  # else this thread's first kernel would take the default once more
         torch.set_num_threads(kernel_threads)
         # set_num_threads also becomes the default of threads that are created later. A thread

@@ -22,12 +22,23 @@ class Candidate:
     max_local_bytes: int  # state bytes of its largest shard
     must_stay: bool = False  # tensor subclasses, state of unknown shape, coupled parameters
     whole: bool = False  # updated as a whole matrix: no host lane
+    max_local_numel: int = 0  # elements of its largest shard
+    host_state_bytes: int = 0  # of its largest shard in the host lane, the master included
+    gradient_bytes: int = 0  # of its largest shard, as it travels in the host lane
+    fast_on_host: bool = False  # its class has a fused CPU kernel, which the rates speak of
+
+    @property
+    def movable(self) -> bool:
+        """Whether the planner may give it the host lane."""
+        return self.fast_on_host and not (self.must_stay or self.whole) and self.max_local_numel > 0
 
 
 def choose_lanes(
     candidates: Sequence[Candidate], config: OffloadConfig, *, used_bytes: int = 0
 ) -> tuple[Lane, ...]:
     """One lane per candidate; ``used_bytes`` of a device budget are taken already.
+
+    ``update_on="auto"`` is ``"device"`` here; :func:`.planner.make_plan` goes on from it.
 
     Parameters stay on the device in the given order as long as they fit into what may stay; a
     parameter that does not fit is offloaded and later, smaller ones are still tried. So the
@@ -57,7 +68,7 @@ def choose_lanes(
         else:
             # Nothing to move: with a fraction of 0 everything is resident, also empty parameters.
             keep = size == 0 and config.device_budget_bytes is None and config.offload_fraction == 0
-            lanes.append("resident" if keep else _checked(candidate, away))
+            lanes.append("resident" if keep else checked_lane(candidate, away))
     return tuple(lanes)
 
 
@@ -68,10 +79,15 @@ def _given_lanes(candidates: Sequence[Candidate], given: tuple[str, ...]) -> tup
             reason=f"the optimizer has {len(candidates)} trainable parameters",
             remedy="give one lane per parameter, in the order of param_groups",
         )
-    return tuple(_checked(c, lane) for c, lane in zip(candidates, given, strict=True))
+    return tuple(checked_lane(c, lane) for c, lane in zip(candidates, given, strict=True))
 
 
-def _checked(candidate: Candidate, lane: str) -> Lane:
+def checked_lane(candidate: Candidate, lane: str) -> Lane:
+    """``lane``, if ``candidate`` can live in it.
+
+    Raises:
+        ConfigError: it cannot.
+    """
     if candidate.must_stay and lane != "resident":
         raise ConfigError(
             f"lane {lane!r} for {candidate.fqn}",

@@ -69,7 +69,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from fsdp_offload.device import Event, use_gateway
+from fsdp_offload.device import Event, PendingEvent, copy_all, use_gateway
 from fsdp_offload.errors import ConfigError, DeviceError
 
 ADVERSARIES: tuple[str, ...] = (
@@ -223,6 +223,10 @@ class SimulatedEvent:
         """Run what the policy chooses until the position is reached."""
         self.stream.simulator._synchronize(self)
 
+    def elapsed_time(self, end_event: SimulatedEvent) -> float:
+        """Nothing here takes time."""
+        return 0.0
+
 
 class SimulatedStream:
     """A queue of launches, waits and poisons that run in order."""
@@ -239,14 +243,22 @@ class SimulatedStream:
         """Queue ``fn`` with views equal to ``operands``."""
         self.simulator._launch(self, fn, operands)
 
+    def upload(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+        """Queue the copies as one launch."""
+        self.launch(copy_all, targets, sources)
+
     def wait(self, event: Event) -> None:
         """Block later entries of this stream until ``event`` is reached."""
-        self.simulator._wait(self, event)
+        self.simulator._wait(self, event.recorded() if isinstance(event, PendingEvent) else event)
 
     def record(self) -> SimulatedEvent:
         """The event of everything enqueued here so far."""
         self.simulator._poll()
         return SimulatedEvent(self, self.n_enqueued)
+
+    def record_timed(self) -> SimulatedEvent:
+        """:meth:`record`: events carry no time here."""
+        return self.record()
 
     def synchronize(self) -> None:
         """Run until everything enqueued here so far has run; not counted by ``sync_log``."""
@@ -425,10 +437,25 @@ class StreamSimulator:
         self._streams.append(SimulatedStream(self, name, len(self._streams)))
         return self._streams[-1]
 
+    def upload_stream(self, name: str) -> SimulatedStream:
+        """As :meth:`stream`: one queue, which is all that its users may rely on."""
+        return self.stream(name)
+
     def current_stream(self) -> SimulatedStream:
         """The one stream that stands for the caller's own torch operations."""
         self._poll()
         return self._current
+
+    def adopt_stream(self, raw: object) -> SimulatedStream:
+        """The current stream: what others do is not launched here, it runs at once."""
+        return self.current_stream()
+
+    def adopt_event(self, raw: object) -> SimulatedEvent:
+        """Everything that the current stream has been given so far."""
+        return self.current_stream().record()
+
+    def enter_thread(self) -> None:
+        """There is only one thread."""
 
     def allocate(self, n_bytes: int) -> torch.Tensor:
         """uint8 memory filled with 0xFF, which reads as NaN in every float format."""

@@ -1,0 +1,149 @@
+"""Markdown from a report: the table of a benchmark page, and the README's.
+
+A page holds ``<!-- bench: FILE -->`` and ``<!-- bench end -->`` on lines of their own, with FILE
+relative to the page; what stands between them is made from that file.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ..errors import ConfigError
+
+GIB = 1 << 30
+MIB = 1 << 20
+_PLACE = re.compile(
+    r"^(<!-- bench: (\S+) -->\n).*?^(<!-- bench end -->)$", re.DOTALL | re.MULTILINE
+)
+
+
+def _number(key: str, digits: int, unit: float = 1) -> Callable[[Mapping[str, Any]], str]:
+    def read(row: Mapping[str, Any]) -> str:
+        value = row.get(key)
+        return "" if value is None else f"{value / unit:.{digits}f}"
+
+    return read
+
+
+def _peak(row: Mapping[str, Any]) -> str:
+    peak, predicted = row.get("device_peak_bytes"), row.get("predicted_peak_bytes")
+    if peak is None:
+        return ""
+    if predicted is None:
+        return f"{peak / GIB:.2f}"
+    return f"{peak / GIB:.2f} ({100 * (peak / predicted - 1):+.1f} %)"
+
+
+def _steady(row: Mapping[str, Any]) -> str:
+    parts = [str(row["device_allocations"])] if "device_allocations" in row else []
+    if "rss_growth_bytes" in row:
+        parts.append(f"{row['rss_growth_bytes'] / MIB:.0f}")
+    return " / ".join(parts)
+
+
+def _loss(row: Mapping[str, Any]) -> str:
+    if "loss" not in row:
+        return ""
+    same = {True: " =", False: " differs", None: ""}[row.get("same_losses")]
+    return f"{row['loss']:.4f}{same}"
+
+
+COLUMNS: tuple[tuple[str, Callable[[Mapping[str, Any]], str]], ...] = (
+    ("iteration, ms", _number("iteration_ms", 1)),
+    ("exposed, ms", _number("exposed_ms", 1)),
+    ("bound, ms", _number("bound_ms", 1)),
+    ("of bound", _number("of_bound", 3)),
+    ("of on-device", _number("of_on_device", 3)),
+    ("GB/s", _number("gbps", 1)),
+    ("device peak, GiB (against prediction)", _peak),
+    ("host, GiB", _number("host_bytes", 2, GIB)),
+    ("allocations / RSS, MiB", _steady),
+    ("loss", _loss),
+)
+
+
+def markdown_table(report: Mapping[str, Any]) -> str:
+    """Two lines about the run, one row per optimizer, then what was not run and why."""
+    ran = [row for row in report["rows"] if row["status"] == "ok"]
+    columns = [(head, read) for head, read in COLUMNS if any(read(row) for row in ran)]
+    heads = ["row", *(head for head, _ in columns)]
+    lines = [describe(report), "", _line(heads), _line(["---"] * len(heads))]
+    lines += [_line([row["name"], *(read(row) for _, read in columns)]) for row in ran]
+    if rest := [row for row in report["rows"] if row["status"] != "ok"]:
+        lines += ["", *(f"- {row['name']}: {row['status']}: {row['reason']}" for row in rest)]
+    return "\n".join(lines)
+
+
+def describe(report: Mapping[str, Any]) -> str:
+    """The job, the machine and its link in words."""
+    job, machine, link = report["job"], report["environment"], report["link"]
+    words = [
+        f"{job['ranks']} rank{'s' if job['ranks'] > 1 else ''}",
+        f"{parameters_of(job) / 1e9:.2f} G parameters",
+        f"{job['shards']} shards",
+        f"{job['tokens']} tokens per rank",
+        machine.get("gpu", "CPU"),
+        f"torch {machine['torch']}",
+    ]
+    if commit := machine.get("commit"):
+        words.append(f"commit {commit}")
+    text = ", ".join(words) + f"; medians of {job['iterations']} iterations."
+    if link:
+        ways = (f"{link[key]:.1f}" for key in ("h2d_gbps", "d2h_gbps", "h2d+d2h_gbps"))
+        text += f" Link, GB/s: {' / '.join(ways)} (in / out / both)."
+    return text
+
+
+def parameters_of(job: Mapping[str, Any]) -> int:
+    """Parameters of the benchmark's GPT."""
+    dim = int(job["dim"])
+    return int(job["layers"]) * (12 * dim * dim + 2 * dim) + int(job["vocabulary"]) * dim + dim
+
+
+def _line(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def line_of(row: Mapping[str, Any]) -> str:
+    """One row as one line of text, told as soon as it is done."""
+    if row["status"] != "ok":
+        return f"{row['name']}: {row['status']}: {row['reason']}"
+    parts = [f"{name}_ms" for name in ("forward", "backward", "update", "host", "wall")]
+    cells = [f"{head} {text}" for head, read in COLUMNS if (text := read(row))]
+    cells += [f"{name} {row[name]:.1f}" for name in parts if name in row]
+    return f"{row['name']}: " + "; ".join(cells)
+
+
+def filled(page: Path) -> str:
+    """The text of ``page`` with every marked table made anew.
+
+    Raises:
+        ConfigError: the page has no place for a table.
+    """
+    text = page.read_text()
+
+    def fresh(match: re.Match[str]) -> str:
+        report = json.loads((page.parent / match[2]).read_text())
+        return f"{match[1]}{markdown_table(report)}\n{match[3]}"
+
+    if not _PLACE.search(text):
+        raise ConfigError(
+            f"page {page}",
+            reason="no place for a table",
+            remedy="add the lines <!-- bench: FILE.json --> and <!-- bench end -->",
+        )
+    return _PLACE.sub(fresh, text)
+
+
+def main(argv: list[str]) -> None:
+    """``table FILE.json``: print it. ``table PAGE.md``: fill the page's places."""
+    for name in argv:
+        path = Path(name)
+        if path.suffix == ".md":
+            path.write_text(filled(path))
+        else:
+            print(markdown_table(json.loads(path.read_text())))

@@ -1,0 +1,181 @@
+"""Where FSDP2's parameter groups are watched: beside :mod:`.shards`, the only private API of FSDP2.
+
+[Note: what is watched]
+An FSDP2 *group* holds the parameters of one ``fully_shard`` call: gathered together before they
+are used, reduced together after their backward. Three of its methods are on every path that
+torch takes, and are replaced on the instance (torch/distributed/fsdp/_fully_shard/
+_fsdp_param_group.py, the same in 2.11 and 2.13):
+
+* ``unshard`` starts the all-gather, from forward, both kinds of prefetch, backward and by hand. The
+  stream that copies the shards must wait for their updates first;
+* ``wait_for_unshard`` makes the compute stream wait for the all-gather. What the updates read, the
+  gradients, may then be dropped: memory of FSDP2's reduce stream is reused only after that stream
+  has waited for the compute stream, at the start of the next reduction. With one rank nothing is
+  gathered, and it is here that the shards are copied, on the compute stream;
+* ``post_backward`` reduces the gradients. When it has returned, every gradient of the group is
+  there, which per-parameter hooks cannot tell: they fire before later parameters of the group have
+  theirs, and never for unused ones.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from .device import Event, Gateway, Stream
+from .shards import fsdp_groups
+
+
+class Watcher(Protocol):
+    """Who is told; ``index`` is the group's position in :func:`find_groups`."""
+
+    def before_gather(self, index: int, stream: Stream) -> None:
+        """``stream`` is about to read the group's shards."""
+        ...
+
+    def after_gather(self, index: int) -> None:
+        """The compute stream has waited for what the gather waited for."""
+        ...
+
+    def before_reduce(self, index: int) -> None:
+        """The group has new gradients, which are about to be reduced into ``.grad``."""
+        ...
+
+    def after_reduce(self, index: int, reduced: Event, stream: Stream) -> None:
+        """After ``reduced``, on ``stream``, the group's gradients are final for this backward."""
+        ...
+
+
+class Group:
+    """One FSDP2 parameter group of a model."""
+
+    def __init__(self, raw: Any, state: Any) -> None:
+        self._raw, self._state = raw, state
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """Its sharded parameters, in FSDP2's order."""
+        return [fsdp_param.sharded_param for fsdp_param in self._raw.fsdp_params]
+
+    def watch(self, index: int, watcher: Watcher, gateway: Gateway) -> Callable[[], None]:
+        """Tell ``watcher``, which is not kept alive; returns what ends it."""
+        find = weakref.ref(watcher)
+        methods: dict[str, Callable[..., None]] = {
+            "unshard": self._unshard,
+            "wait_for_unshard": self._wait_for_unshard,
+            "post_backward": self._post_backward,
+        }
+        before = {name: self._raw.__dict__.get(name) for name in methods}
+        installed = {
+            name: functools.partial(method, find, index, gateway, getattr(self._raw, name))
+            for name, method in methods.items()
+        }
+        self._raw.__dict__.update(installed)
+        return functools.partial(_unwatch, weakref.ref(self._raw), installed, before)
+
+    # ------------------------------------------------------------------ the replaced methods
+
+    def _unshard(
+        self,
+        find: Callable[[], Watcher | None],
+        index: int,
+        gateway: Gateway,
+        original: Callable[[bool], None],
+        async_op: bool = False,
+    ) -> None:
+        watcher, raw = find(), self._raw
+        starts = raw._all_gather_result is None and not raw.is_unsharded
+        if watcher is not None and starts and self._world_size > 1:
+            streams = raw.comm_ctx.get_all_gather_streams(async_op, raw._training_state)
+            watcher.before_gather(index, gateway.adopt_stream(streams[0]))
+        original(async_op)
+
+    def _wait_for_unshard(
+        self,
+        find: Callable[[], Watcher | None],
+        index: int,
+        gateway: Gateway,
+        original: Callable[[], None],
+    ) -> None:
+        watcher = find()
+        gathers = watcher is not None and self._raw._all_gather_result is not None
+        if gathers and self._world_size == 1:
+            watcher.before_gather(index, gateway.current_stream())  # type: ignore[union-attr]
+        original()
+        if gathers:
+            watcher.after_gather(index)  # type: ignore[union-attr]
+
+    def _post_backward(
+        self,
+        find: Callable[[], Watcher | None],
+        index: int,
+        gateway: Gateway,
+        original: Callable[..., None],
+        *unused: Any,
+    ) -> None:
+        watcher = find()
+        if watcher is None:
+            original(*unused)
+            return
+        has_new = self._has_new_gradients()
+        if has_new:
+            watcher.before_reduce(index)
+        original(*unused)
+        if has_new and self._reduces():
+            event = self._raw._post_reduce_event  # None on the CPU, where nothing is late
+            stream = gateway.adopt_stream(self._reduce_stream())
+            watcher.after_reduce(index, gateway.adopt_event(event), stream)
+
+    # ------------------------------------------------------------------ what FSDP2 is about to do
+
+    @property
+    def _world_size(self) -> int:
+        """Ranks that the group is sharded over."""
+        mesh_info = self._raw.mesh_info
+        return int(getattr(mesh_info, "shard_mesh_size", 1))
+
+    def _reduce_stream(self) -> Any:
+        """Where the last step of the reduction runs: over replicas, if there are any."""
+        context = self._raw.comm_ctx
+        replicates = hasattr(self._raw.mesh_info, "replicate_mesh_size")
+        return context.all_reduce_stream if replicates else context.reduce_scatter_stream
+
+    def _has_new_gradients(self) -> bool:
+        for fsdp_param in self._raw.fsdp_params:
+            unsharded = getattr(fsdp_param, "_unsharded_param", None)
+            if fsdp_param.unsharded_accumulated_grad is not None:
+                return True
+            if unsharded is not None and unsharded.grad is not None:
+                return True
+        return False
+
+    def _reduces(self) -> bool:
+        """Whether this backward is the one after which nothing is added any more."""
+        raw = self._raw
+        reduces = raw.reduce_grads and raw.all_reduce_grads
+        return bool(reduces and self._state._state_ctx.is_last_backward)
+
+
+def _unwatch(
+    find: Callable[[], Any], installed: Mapping[str, Callable[..., None]], before: Mapping[str, Any]
+) -> None:
+    """Put the methods back, unless somebody has replaced ours since: then it just passes on."""
+    raw = find()
+    if raw is None:
+        return
+    for name, method in installed.items():
+        if raw.__dict__.get(name) is not method:
+            continue
+        if before[name] is None:
+            del raw.__dict__[name]
+        else:
+            raw.__dict__[name] = before[name]
+
+
+def find_groups(models: Iterable[nn.Module]) -> list[Group]:
+    """The FSDP2 groups of ``models``, in order of their modules."""
+    return [Group(raw, state) for raw, state in fsdp_groups(models)]

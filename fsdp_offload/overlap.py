@@ -1,0 +1,283 @@
+"""Updates that run beside forward and backward: who may read what, and when.
+
+[Note: overlap]
+``overlap="forward"``: ``step()`` returns when the updates are enqueued. Each FSDP2 group is a
+*gate*: before its shards are read for an all-gather, the reading stream waits for the updates of
+this group alone. Gradients are kept until then, and are *spent* for everybody else.
+
+``overlap="backward"``: besides, when a group's gradients have been reduced, they are taken, and
+the buckets that are complete, in the lanes' order, are enqueued at once. ``step()`` does the rest.
+
+Parameters that no FSDP2 group holds have no gate: the stream that called ``step()`` waits for them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Final, Protocol
+
+from torch import Tensor
+
+from .device import Event, Gateway, Stream, TimedEvent
+from .groups import Group
+from .pipeline.engine import Segment
+from .pipeline.records import Record, Work
+from .pipeline.streamed import Mark, best_ms_per_byte
+from .plan.order import assumed_ready_ms
+from .spent import SpentGradient, is_spent, spent_error
+
+ASSUMED_MS_PER_BYTE: Final = 1 / 50e6
+"""Of the link, each way, until it has been measured: PCIe 5 x16."""
+ASSUMED_BACKWARD_SHARE: Final = 1 / 3
+"""How long a backward takes, compared with the transfers, until it has been measured."""
+REORDER_AFTER: Final = frozenset((3, 6, 12, 48))
+"""Steps after which the order follows what was measured. Each time the transfers run empty."""
+
+
+class Owner(Protocol):
+    """The optimizer, as the hooks see it."""
+
+    def failing(self, what: str) -> contextlib.AbstractContextManager[None]:
+        """An exception inside makes the optimizer failed."""
+        ...
+
+    def take_gradients(self, records: Sequence[Record], reduced: Event) -> None:
+        """Their gradients are final after ``reduced``: update what is complete."""
+        ...
+
+
+@dataclass(eq=False)
+class Gate:
+    """One FSDP2 group: what must have happened before its shards are read."""
+
+    group: Group | None  # None: the parameters that no group holds
+    records: list[Record] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+    held: list[Tensor] = field(default_factory=list)  # gradients that the updates read
+    rank: int = 0  # when the forward came here, compared with other gates
+    reduced: TimedEvent | None = None  # when this backward's gradients were there
+
+
+@dataclass(frozen=True)
+class Times:
+    """What was measured in one iteration; the device may not have come to the end of it yet."""
+
+    reduced: list[TimedEvent | None]  # per gate
+    marks: list[list[Mark]]  # per streamed lane
+
+    def are_known(self) -> bool:
+        """Whether everything has been reached."""
+        events = [event for event in self.reduced if event is not None]
+        events += [marks[-1][1] for marks in self.marks if marks]
+        return all(event.query() for event in events)
+
+    def ready_ms(self) -> list[float]:
+        """Per gate, since the backward's first gradients; none, if nothing was measured."""
+        known = [event for event in self.reduced if event is not None]
+        times = [None if e is None else known[0].elapsed_time(e) for e in self.reduced]
+        reached = [time for time in times if time is not None]
+        if not reached:
+            return []
+        # What has no gradient is decided at step(), after all others.
+        return [(max(reached) if time is None else time) - min(reached) for time in times]
+
+    def ms_per_byte(self) -> float | None:
+        """Of the link, each way."""
+        found = [best_ms_per_byte(marks) for marks in self.marks]
+        return max((ms for ms in found if ms is not None), default=None)
+
+
+class Overlap:
+    """Gates, spent gradients, and the iteration that has begun in backward.
+
+    Args:
+        owner: the optimizer; not kept alive.
+        groups: of its models.
+        gateway: where streams come from.
+        in_backward: whether gradients are taken in backward.
+    """
+
+    def __init__(
+        self, owner: Owner, groups: Sequence[Group], gateway: Gateway, *, in_backward: bool
+    ) -> None:
+        self._find_owner = weakref.ref(owner)
+        self._gateway, self._in_backward = gateway, in_backward
+        self.gates = [Gate(group) for group in groups]
+        self._ungated = Gate(None)
+        self._spent: dict[Tensor, SpentGradient] = {}
+        self._accumulating = 0
+        self._passed = 0  # gates that the forward has come to since the last step
+        self._steps = 0
+        self._watched: Times | None = None
+        self.work: Work | None = None
+        """The iteration that has begun in backward; ``step()`` ends it."""
+        ends = [group.watch(i, self, gateway) for i, group in enumerate(groups)]
+        self.unwatch: Callable[[], None] = weakref.finalize(self, _call_all, ends)
+
+    def attach(self, records: Sequence[Record], segments: Sequence[Segment]) -> None:
+        """Tell gates and segments of each other, whenever records are added."""
+        by_parameter = {record.parameter: record for record in records}
+        for rank, gate in enumerate(self.gates):
+            assert gate.group is not None
+            found = (by_parameter.pop(p, None) for p in gate.group.parameters)
+            gate.records = [record for record in found if record is not None]
+            gate.rank = rank
+        self._ungated.records = list(by_parameter.values())
+        for record in records:
+            if record.parameter not in self._spent and record.parameter not in by_parameter:
+                self._spent[record.parameter] = SpentGradient(record.parameter, record.fqn)
+        members = [frozenset(r.index for r in gate.records) for gate in self._all_gates()]
+        for segment in segments:
+            segment.watch_gates(members)
+        self._reorder(segments, self._assumed_ready_ms(), ASSUMED_MS_PER_BYTE)
+
+    def _all_gates(self) -> list[Gate]:
+        return [*self.gates, self._ungated]
+
+    # ------------------------------------------------------------------ taking gradients
+
+    @property
+    def has_taken(self) -> bool:
+        """Whether gradients were consumed that ``step()`` has not been called for."""
+        return self.work is not None
+
+    @contextlib.contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Inside, backward leaves gradients in ``.grad``: more will be added."""
+        self._accumulating += 1
+        try:
+            yield
+        finally:
+            self._accumulating -= 1
+
+    def spend(self, records: Sequence[Record]) -> None:
+        """From here on their gradients belong to the optimizer."""
+        for record in records:
+            if record.parameter.grad is not None:
+                record.parameter.grad = self._spent.get(record.parameter)
+
+    def clear_spent(self) -> None:
+        """What ``zero_grad()`` does for stand-ins."""
+        for parameter in self._spent:
+            if is_spent(parameter.grad):
+                parameter.grad = None
+
+    # ------------------------------------------------------------------ step()
+
+    def begin(self) -> None:
+        """Before an iteration's first update: what the last one left behind is waited for."""
+        current = self._gateway.current_stream()
+        for gate in self.gates:
+            if gate.events:  # the forward has not come here since
+                for event in gate.events:
+                    current.wait(event)
+                self._open(gate)
+
+    def close(self, work: Work, segments: Sequence[Segment]) -> None:
+        """After ``step()`` has enqueued all updates: close the gates, spend the gradients."""
+        current = self._gateway.current_stream()
+        for index, gate in enumerate(self._all_gates()):
+            events = [event for segment in segments for event in segment.updated(index)]
+            if gate.group is None:
+                for event in events:
+                    current.wait(event)
+                continue
+            gate.events = events
+            gate.held = [g for r in gate.records if (g := work.gradients[r.index]) is not None]
+            self.spend(gate.records)
+        self.work, self._passed = None, 0
+        self._steps += 1
+        self._reorder_when_measured(segments)
+
+    def open_all(self) -> None:
+        """Everything has been waited for, or is written anew."""
+        for gate in self.gates:
+            self._open(gate)
+
+    @staticmethod
+    def _open(gate: Gate) -> None:
+        gate.events, gate.held = [], []
+
+    # ------------------------------------------------------------------ the lanes' order
+
+    def _assumed_ready_ms(self) -> list[float]:
+        """Per gate, before anything was measured."""
+        if not self._in_backward:
+            return [0.0] * len(self.gates)
+        sizes = [float(sum(r.entry.state_bytes for r in gate.records)) for gate in self.gates]
+        return assumed_ready_ms(
+            sizes, sum(sizes) * ASSUMED_MS_PER_BYTE, backward_share=ASSUMED_BACKWARD_SHARE
+        )
+
+    def _reorder_when_measured(self, segments: Sequence[Segment]) -> None:
+        """Follow the times of an earlier iteration, as soon as the device has gone through it."""
+        if self._steps in REORDER_AFTER:
+            lanes = [s.streamed for s in segments if s.streamed is not None]
+            self._watched = Times(
+                [gate.reduced for gate in self.gates], [lane.marks for lane in lanes]
+            )
+        for gate in self.gates:
+            gate.reduced = None
+        if self._watched is None or not self._watched.are_known():
+            return
+        ready_ms, ms_per_byte = self._watched.ready_ms(), self._watched.ms_per_byte()
+        self._watched = None
+        if not self._in_backward:
+            self._reorder(segments, [0.0] * len(self.gates), ASSUMED_MS_PER_BYTE)
+        elif ready_ms and ms_per_byte:
+            self._reorder(segments, ready_ms, ms_per_byte)
+
+    def _reorder(
+        self, segments: Sequence[Segment], ready_ms: Sequence[float], ms_per_byte: float
+    ) -> None:
+        count = sum(len(gate.records) for gate in self._all_gates())
+        # Ungated parameters: the stream of step() waits for them, so they come first.
+        by_record, ranks = [max(ready_ms, default=0.0)] * count, [-1] * count
+        for gate, ready in zip(self.gates, ready_ms, strict=True):
+            for record in gate.records:
+                by_record[record.index], ranks[record.index] = ready, gate.rank
+        for segment in segments:
+            segment.reorder(by_record, ranks, ms_per_byte)
+
+    # ------------------------------------------------------------------ Watcher
+
+    def before_gather(self, index: int, stream: Stream) -> None:
+        """See :class:`.groups.Watcher`."""
+        owner = self._find_owner()
+        if owner is None or not self.gates[index].events:
+            return
+        with owner.failing("forward()"):  # of the host lane's thread
+            for event in self.gates[index].events:
+                stream.wait(event)
+
+    def after_gather(self, index: int) -> None:
+        """See :class:`.groups.Watcher`."""
+        gate = self.gates[index]
+        if gate.events:
+            gate.rank = self._passed
+            self._passed += 1
+            self._open(gate)
+
+    def before_reduce(self, index: int) -> None:
+        """See :class:`.groups.Watcher`."""
+        for record in self.gates[index].records:
+            if is_spent(record.parameter.grad):
+                raise spent_error("another backward()", record.fqn)
+
+    def after_reduce(self, index: int, reduced: Event, stream: Stream) -> None:
+        """See :class:`.groups.Watcher`."""
+        if not self._in_backward or self._accumulating:
+            return
+        if self._steps + 1 in REORDER_AFTER:
+            self.gates[index].reduced = stream.record_timed()
+        owner = self._find_owner()
+        if owner is not None:
+            owner.take_gradients(self.gates[index].records, reduced)
+
+
+def _call_all(calls: Sequence[Callable[[], None]]) -> None:
+    for call in calls:
+        call()

@@ -1,0 +1,340 @@
+"""The host lane: how its buckets pass between device, host threads and device.
+
+[Note: streams of the host lane]
+Its own three streams, so that it never queues behind the streamed lane's copies::
+
+    cast: [gradients -> staging (compute dtype); checksum of shards] --> d2h: [staging -> host]
+    host threads: wait for the copy, step the arena in place (torch's CPU kernel)
+    h2d: [master -> staging] --> cast: [round and scatter into the shards; new checksum]
+
+The device gradient buffer is free when its copy has left, a host gradient buffer (a ring) when its
+update has ended, the parameter buffer when its scatter has run.
+
+[Note: who enqueues]
+A bucket's way back can be enqueued only when host threads have updated it, so somebody has to wait
+for them. :meth:`HostLane.run` does on the caller's thread: ``step()`` ends when all is enqueued.
+:meth:`HostLane.offer` leaves it to one thread of the lane's own, the *driver*, and never blocks:
+a host thread that ends an update tells the driver, which enqueues the way back. Who needs the
+shards waits for a bucket's :class:`~fsdp_offload.device.PendingEvent`. Buckets are enqueued and
+return in the order in which they were offered. Everything below :meth:`HostLane.offer` belongs to
+one thread at a time: the driver's, or the caller's if there is none.
+
+[Note: failures]
+An exception on the driver or on a host thread fails every bucket that has not returned, and those
+offered later: whoever waits for one of them, or drains the lane, gets it with its traceback. It
+stays until :meth:`HostLane.abort`, because weights and masters may be one step apart by then.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..device import Event, Gateway, PendingEvent, copy_all
+from ..errors import LaneError
+from .host import HostBucket, HostStaging
+from .records import Work
+from .worker import InlineWorker, ThreadPool, Ticket, Worker
+
+
+@dataclass(eq=False)
+class _Passage:
+    """A bucket on its way through the lane."""
+
+    bucket: HostBucket
+    gradients: list[Tensor | None]
+    work: Work
+    ready: Sequence[Event]
+    written: PendingEvent | None = None
+    ticket: Ticket | None = None
+
+
+class HostLane:
+    """All host buckets, in order.
+
+    Args:
+        gateway: where streams come from.
+        staging: shared by all buckets.
+        worker: the host threads.
+        setup: what a thread of the lane does first.
+    """
+
+    def __init__(
+        self,
+        gateway: Gateway,
+        staging: HostStaging,
+        worker: Worker,
+        setup: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.staging, self.worker = staging, worker
+        self.buckets: list[HostBucket] = []
+        self._gateway, self._setup = gateway, setup
+        self._driver: Worker | None = None  # from the first offer on
+        self._cast = gateway.stream("host_cast")
+        self._d2h = gateway.stream("host_d2h")
+        self._h2d = gateway.upload_stream("host_h2d")
+        self._under_way: deque[_Passage] = deque()
+        self._waited: set[Event] = set()  # of one iteration: the cast stream is behind them
+        self._waited_in: weakref.ref[Work] | None = None
+        self._failure: BaseException | None = None
+        self._lock = threading.Lock()  # of what both the caller and the driver look at: _promised
+        self._promised: set[PendingEvent] = set()
+        self._work: weakref.ref[Work] | None = None  # the iteration that has begun
+        self._left: list[HostBucket] = []  # buckets of it that were not offered yet
+        self.moved_bytes = 0  # per direction, in the last iteration
+
+    # ------------------------------------------------------------------ on the caller's thread
+
+    def run(self, work: Work, start: Event, between: Callable[[], None]) -> Event | None:
+        """Update every bucket that has a gradient; returns when all of it is enqueued.
+
+        Args:
+            work: this step.
+            start: the caller's stream when ``step()`` was called; gradients are ready there.
+            between: called once the first buckets are under way: others enqueue their work
+                there instead of waiting behind the host thread.
+
+        Returns:
+            The event after which all shards are written, or None if there was nothing to do.
+        """
+        self._begin(work)
+        active = [(b, work.of(b.parts)) for b in self.buckets]
+        active = [(b, g) for b, g in active if any(x is not None for x in g)]
+        first = max(1, min(self.staging.depth - 1, len(active)))
+        for count, (bucket, gradients) in enumerate(active, start=1):
+            self.push(bucket, gradients, work, [start])
+            if count == first:
+                between()
+        if not active:
+            between()
+            return None
+        self.flush()
+        return self._cast.record()
+
+    def offer(self, work: Work, *, complete: bool) -> None:
+        """Begin to update the buckets whose gradients are there; waits for none of it.
+
+        Args:
+            work: this iteration.
+            complete: all gradients that will come are there, so the rest is updated, without
+                buckets that have none.
+        """
+        self._begin(work)
+        left, self._left = self._left, []
+        for bucket in left:
+            if not complete and any(work.ready[index] is None for index in bucket.indices):
+                self._left.append(bucket)
+                continue
+            gradients = work.of(bucket.parts)
+            if all(gradient is None for gradient in gradients):
+                bucket.written = None
+                continue
+            events = [work.ready[index] for index in bucket.indices]
+            ready = [event for event in events if event is not None]
+            bucket.written = self.submit(bucket, gradients, work, ready)
+
+    def submit(
+        self,
+        bucket: HostBucket,
+        gradients: list[Tensor | None],
+        work: Work,
+        ready: Sequence[Event],
+    ) -> PendingEvent:
+        """Leave one bucket to the driver.
+
+        Args:
+            bucket: of this lane; not on its way already.
+            gradients: per part of the bucket, 1-D or None; not written until the event returned
+                has been waited for, and kept alive that long by the caller.
+            work: what they belong to.
+            ready: events after which the gradients may be read.
+
+        Returns:
+            The event after which the bucket's shards are written.
+        """
+        if self._driver is None:
+            self._driver = self._make_driver()
+        self.moved_bytes += bucket.sent_bytes
+        written = PendingEvent(self._advance)
+        with self._lock:
+            self._promised.add(written)
+        self._driver.submit(self._drive, _Passage(bucket, gradients, work, ready, written))
+        return written
+
+    def _make_driver(self) -> Worker:
+        if not self._gateway.has_threads:
+            return InlineWorker()
+        return ThreadPool(1, 1, self._setup, name="host-driver")
+
+    def _begin(self, work: Work) -> None:
+        if self._work is None or self._work() is not work:
+            self._work, self._left = weakref.ref(work), list(self.buckets)
+            self.moved_bytes = 0
+
+    def _advance(self, written: PendingEvent) -> None:
+        """Somebody waits for it: see :class:`PendingEvent`."""
+        if not self._gateway.has_threads:  # nobody else will
+            self._guarded(lambda: self._return_until(written))
+        elif self._driver is None or not (self._driver.alive() and self.worker.alive()):
+            raise LaneError(
+                "host lane threads",
+                reason="they ended before their work did (interpreter shutdown or a fork)",
+                remedy="build the optimizer in the process that steps it",
+            )
+
+    def synchronize(self) -> None:
+        """Block until all shards are written and no update is under way, even after a failure.
+
+        Raises:
+            BaseException: what failed on the driver or on a host thread behind it.
+        """
+        if self._driver is not None:
+            self._driver.submit(self._guarded, self.flush).join(self._driver.alive)
+        try:
+            for slot, user in enumerate(self.staging.host_user):
+                if user is not None:
+                    user.join(self.worker.alive)  # run() has raised its error
+                    self.staging.host_user[slot] = None
+        finally:
+            self._under_way.clear()  # what failed in run()
+            self._cast.synchronize()
+        if self._failure is not None:
+            raise self._failure
+
+    def abort(self) -> None:
+        """Forget a failure and an iteration that has begun: everything is written anew.
+
+        The lane has been synchronized, or is lost.
+        """
+        self._failure = self._work = self._waited_in = None
+        self._under_way.clear()
+
+    def stop(self) -> None:
+        """End the driver; the lane has been synchronized, or is lost."""
+        driver, self._driver = self._driver, None
+        if driver is not None:
+            driver.stop()
+
+    # ------------------------------------------------------------------ on the driver
+
+    def _drive(self, passage: _Passage) -> None:
+        """Enqueue one bucket's way out."""
+        if self._failure is not None:
+            self._settle(passage, None)
+            return
+        self._guarded(lambda: self._push(passage))
+        driver, ticket = self._driver, passage.ticket
+        if self._gateway.has_threads and driver is not None and ticket is not None:
+            ticket.when_done(lambda: _submit(driver, self._guarded, self._return_updated))
+
+    def _guarded(self, do: Callable[[], None]) -> None:
+        """An exception inside fails the lane and every bucket that has not returned."""
+        try:
+            with torch.no_grad():
+                if self._failure is None:
+                    do()
+        except BaseException as error:
+            self._failure = error
+            self._under_way.clear()
+            with self._lock:
+                promised, self._promised = self._promised, set()
+            for written in promised:
+                written.fail(error)
+
+    def _return_updated(self) -> None:
+        """Enqueue the way back of the buckets, in order, that have been updated."""
+        while self._under_way and (ticket := self._under_way[0].ticket) and ticket.is_done():
+            self._return_oldest()
+
+    def _return_until(self, written: PendingEvent) -> None:
+        while self._under_way and not written.is_recorded():
+            self._return_oldest()
+
+    def _settle(self, passage: _Passage, event: Event | None) -> None:
+        if passage.written is None:
+            return
+        with self._lock:
+            self._promised.discard(passage.written)
+        if event is not None:
+            passage.written.settle(event)
+        elif self._failure is not None:
+            passage.written.fail(self._failure)
+
+    # ------------------------------------------------------------------ on either
+
+    def push(
+        self,
+        bucket: HostBucket,
+        gradients: list[Tensor | None],
+        work: Work,
+        ready: Iterable[Event],
+    ) -> None:
+        """Enqueue a bucket's way out, and the oldest one's way back where the ring is full.
+
+        Blocks until the latter has been updated. Arguments are those of :meth:`submit`.
+        """
+        self.moved_bytes += bucket.sent_bytes
+        self._push(_Passage(bucket, gradients, work, list(ready)))
+
+    def flush(self) -> None:
+        """Wait for all updates under way and enqueue the way back."""
+        while self._under_way:
+            self._return_oldest()
+
+    def _push(self, passage: _Passage) -> None:
+        self._fetch(passage)
+        self._under_way.append(passage)
+        if len(self._under_way) >= self.staging.depth:
+            self._return_oldest()
+
+    def _return_oldest(self) -> None:
+        passage = self._under_way[0]
+        assert passage.ticket is not None
+        passage.ticket.wait(self.worker.alive)
+        self._under_way.popleft()
+        self._settle(passage, self._return(passage))
+
+    def _fetch(self, passage: _Passage) -> None:
+        bucket = passage.bucket
+        slot = bucket.index % self.staging.depth
+        if (user := self.staging.host_user[slot]) is not None:
+            user.wait(self.worker.alive)
+        self._wait_for_gradients(passage)
+        if (sent := self.staging.gradient_sent) is not None:
+            self._cast.wait(sent)
+        clip = passage.work.snapshot.clip
+        self._cast.launch(bucket.stage_gradients, passage.gradients, clip)
+        self._d2h.wait(self._cast.record())
+        self._d2h.launch(copy_all, bucket.arriving, bucket.leaving)
+        arrived = self.staging.gradient_sent = self._d2h.record()
+        passage.ticket = self.worker.submit(bucket.update, arrived, passage.work)
+        self.staging.host_user[slot] = passage.ticket
+
+    def _wait_for_gradients(self, passage: _Passage) -> None:
+        """Let the cast stream wait, once for each event of an iteration."""
+        if self._waited_in is None or self._waited_in() is not passage.work:
+            self._waited_in = weakref.ref(passage.work)
+            self._waited.clear()
+        for event in passage.ready:
+            if event not in self._waited:
+                self._waited.add(event)
+                self._cast.wait(event)
+
+    def _return(self, passage: _Passage) -> Event:
+        if (read := self.staging.parameter_read) is not None:
+            self._h2d.wait(read)
+        self._h2d.upload(passage.bucket.landing, passage.bucket.returning)
+        self._cast.wait(self._h2d.record())
+        self._cast.launch(passage.bucket.write_shards, passage.gradients)
+        written = self.staging.parameter_read = self._cast.record()
+        return written
+
+
+def _submit(driver: Worker, call: Callable[..., None], argument: Callable[[], None]) -> None:
+    driver.submit(call, argument)

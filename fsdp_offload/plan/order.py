@@ -1,0 +1,76 @@
+"""In which order buckets travel: a pure function of times.
+
+The link is one server. Each time it falls free it takes the most urgent bucket, by the order in
+which the forward needs parameters, among those whose gradients are there; if there is none, it
+waits for the next. So what the head of the model needs first overtakes as soon as its gradients,
+which come last, are there, and what remains for the end of the forward is needed late: the time
+in which nothing is left to do, between the last update and the next gradients, is shortest.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Job:
+    """One bucket as the order sees it."""
+
+    ready_ms: float
+    """When its last gradient is there, since the backward's first."""
+    rank: int
+    """When the forward needs it, compared with others; the first is needed soonest."""
+    cost_ms: float
+    """How long the link is busy with it, in each direction."""
+
+
+def deadline_order(jobs: Sequence[Job]) -> tuple[int, ...]:
+    """Indices of ``jobs`` in the order of service; ties are broken by the index."""
+    arrivals = sorted(range(len(jobs)), key=lambda index: (jobs[index].ready_ms, index))
+    waiting: list[tuple[int, int]] = []
+    order: list[int] = []
+    now_ms, arrived = 0.0, 0
+    while len(order) < len(jobs):
+        while arrived < len(jobs) and jobs[arrivals[arrived]].ready_ms <= now_ms:
+            index = arrivals[arrived]
+            heapq.heappush(waiting, (jobs[index].rank, index))
+            arrived += 1
+        if not waiting:
+            now_ms = jobs[arrivals[arrived]].ready_ms
+            continue
+        _, index = heapq.heappop(waiting)
+        order.append(index)
+        now_ms += jobs[index].cost_ms
+    return tuple(order)
+
+
+def ring_size(buckets: int, most: int) -> int:
+    """How many of at most ``most`` slots a ring uses that is gone round for ``buckets`` buckets.
+
+    The next iteration starts at slot 0 again, so a last round that leaves slots out would let
+    its first buckets wait for a slot that falls free late.
+    """
+    if buckets <= most:
+        return max(buckets, 1)
+    rounds = -(-buckets // most)
+    return -(-buckets // rounds)
+
+
+def assumed_ready_ms(
+    sizes: Sequence[float], total_ms: float, *, backward_share: float
+) -> list[float]:
+    """When gradients come before anything was measured.
+
+    Args:
+        sizes: of the parts, in the order of the forward; the backward takes time in proportion.
+        total_ms: how long the link needs for all of them.
+        backward_share: the backward's duration over ``total_ms``.
+    """
+    whole = sum(sizes) or 1.0
+    ready, left = [], whole
+    for size in sizes:
+        ready.append(left / whole * total_ms * backward_share)
+        left -= size
+    return ready

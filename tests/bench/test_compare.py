@@ -1,0 +1,113 @@
+"""The comparison end to end, with a tiny model on the CPU."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fsdp_offload.bench import compare
+from fsdp_offload.bench.model import Job
+from fsdp_offload.errors import ConfigError
+from fsdp_offload.testing import RankPool
+
+TINY = ["--device", "cpu", "--layers", "1", "--dim", "64", "--vocabulary", "128", "--tokens", "32"]
+SHORT = ["--seq", "16", "--iterations", "3", "--warm-up", "1"]
+
+
+@pytest.fixture
+def report(tmp_path: Path) -> dict[str, Any]:
+    """In a process of its own, because it makes a process group."""
+    rows = "plain,torchao,step,step-torchclip,step-host,cpuoffload"
+    run = [sys.executable, "-W", "ignore", "-m", "fsdp_offload.bench", *TINY, *SHORT]
+    files = ["--json", str(tmp_path / "out.json"), "--trace", str(tmp_path / "trace.json")]
+    more = ["--rows", rows, "--shards", "fp32", "--slots", "3", "--bucket-bytes", "8KiB"]
+    done = subprocess.run([*run, *files, *more], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("plain: iteration")
+    assert lines[-1].startswith("- torchao: not available: ModuleNotFoundError")
+    trace = json.loads((tmp_path / "trace.json").read_text())
+    assert trace["traceEvents"]
+    found: dict[str, Any] = json.loads((tmp_path / "out.json").read_text())
+    return found
+
+
+def test_one_run_on_the_cpu(report: dict[str, Any]) -> None:
+    rows = {row["name"]: row for row in report["rows"]}
+    assert rows.pop("torchao")["status"] == "not available"
+    assert {row["status"] for row in rows.values()} == {"ok"}
+    for row in rows.values():
+        parts = row["forward_ms"] + row["backward_ms"] + row["update_ms"]
+        assert 0 < row["iteration_ms_min"] <= row["iteration_ms"] <= row["iteration_ms_max"]
+        assert parts == pytest.approx(row["iteration_ms"], rel=0.9)
+        assert len(row["losses"]) == 4
+        assert row["losses"][0] > row["losses"][-1] - 1
+    plain, step, host = rows["plain"], rows["step"], rows["step-host"]
+    assert step["same_losses"] is True  # fp32 shards: the numbers of the plain optimizer
+    assert "same_losses" not in rows["cpuoffload"]
+    assert step["exposed_ms"] == pytest.approx(step["iteration_ms"] - plain["iteration_ms"])
+    numel = 128 * 64 + 12 * 64 * 64 + 3 * 64
+    assert plain["device_state_bytes"] == pytest.approx(8 * numel, rel=0.01)
+    assert step["device_state_bytes"] == 0
+    assert step["moved_bytes"] == pytest.approx(8 * numel, rel=0.01)
+    assert step["buckets"] > 2
+    assert "host" in host["lanes"]
+
+
+def test_no_row_begins_after_the_time_limit(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(compare.Run, "_row", lambda self, case: pytest.fail("began"))
+    report = compare.main([*TINY, *SHORT, "--rows", "plain", "--time-limit-s", "-1"])
+    assert report["rows"][0]["status"] == "not run"
+    assert "plain: not run: the time limit was reached" in capsys.readouterr().out
+
+
+def test_a_row_that_fails_ends_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args: object, **kwargs: object) -> None:
+        raise RuntimeError("out of luck")
+
+    monkeypatch.setattr(compare, "measure", broken)
+    report = compare.main([*TINY, *SHORT, "--rows", "plain,step"])
+    assert [row["status"] for row in report["rows"]] == ["failed", "failed"]
+    assert report["rows"][1]["reason"] == "RuntimeError: out of luck"
+
+
+def rows_of_this_rank() -> list[dict[str, Any]]:
+    options = compare.parse([*TINY, *SHORT, "--rows", "plain,step", "--shards", "fp32"])
+    rows: list[dict[str, Any]] = compare.Run(options, torch.device("cpu")).all()["rows"]
+    return rows
+
+
+def test_two_ranks_agree(ranks: Callable[..., RankPool]) -> None:
+    first, second = ranks(2).run(rows_of_this_rank)
+    for mine, other in zip(first, second, strict=True):
+        assert mine["status"] == "ok"
+        assert mine["iteration_ms"] == other["iteration_ms"]
+    assert first[1]["same_losses"] is True
+
+
+def test_a_name_twice_is_refused() -> None:
+    with pytest.raises(ConfigError, match="step comes twice"):
+        compare.main([*TINY, "--rows", "step,step"])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "reason"),
+    [
+        ({"tokens": 100}, "not a multiple"),
+        ({"layers": 0}, "not positive"),
+        ({"dim": 1100}, "heads"),
+        ({"shards": "fp8"}, "unknown choice"),
+    ],
+)
+def test_job_is_checked(wrong: dict[str, int], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        Job(**wrong)  # type: ignore[arg-type]

@@ -1,0 +1,199 @@
+"""The host lane on a GPU, in every mode, whatever is late: the bits of torch's CPU kernel.
+
+Streams are held up by a kernel that only waits, host threads by sleeping. The twin copies
+gradients to the host, steps torch's fused AdamW there and copies weights back, one after the other.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fsdp_offload import HybridDeviceOptimizer, TransferConfig
+from fsdp_offload.device import AcceleratorGateway
+from fsdp_offload.pipeline import host
+from tests.gpu import test_overlap
+
+mesh = test_overlap.mesh
+STEPS, SLEEP = 6, test_overlap.SLEEP
+LATE = ("nothing", "compute", "host_cast", "host_d2h", "host_h2d", "threads")
+SMALL = TransferConfig(bucket_bytes="1MiB", slots=3, host_threads=4)
+
+
+class CpuTwin:
+    """Fused AdamW on fp32 copies in host memory."""
+
+    def __init__(self, parameters: list[Any], **settings: Any) -> None:
+        self.parameters = parameters
+        self.masters = [nn.Parameter(p._local_tensor.detach().float().cpu()) for p in parameters]
+        self.inner = torch.optim.AdamW(self.masters, fused=True, **settings)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for parameter, master in zip(self.parameters, self.masters, strict=True):
+            master.grad = parameter.grad._local_tensor.float().cpu()
+        self.inner.step()
+        for parameter, master in zip(self.parameters, self.masters, strict=True):
+            parameter._local_tensor.copy_(master)
+
+    def zero_grad(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
+
+
+def hold_up(optimizer: Any, late: str) -> None:
+    if late == "compute":
+        torch.cuda._sleep(SLEEP)
+    elif late.startswith("host_") and isinstance(optimizer, HybridDeviceOptimizer):
+        getattr(optimizer._segments[0].host, late.removeprefix("host")).launch(
+            torch.cuda._sleep, SLEEP
+        )
+
+
+def train(model: Any, optimizer: Any, late: str, *, clip: bool) -> Tensor:
+    losses = []
+    generator = torch.Generator("cuda").manual_seed(1)
+    dtype = next(model.parameters()).dtype
+    for _ in range(STEPS):
+        x = torch.randn(64, 512, device="cuda", generator=generator).to(dtype)
+        hold_up(optimizer, late)
+        loss = model(x)
+        hold_up(optimizer, late)
+        loss.backward()
+        if clip and isinstance(optimizer, HybridDeviceOptimizer):
+            optimizer.clip_grad_norm_(0.05)
+        elif clip:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        hold_up(optimizer, late)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return torch.stack(losses)
+
+
+@pytest.fixture
+def lateness(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    late = str(request.param)
+    if late == "threads":
+        update = host.HostUnit.update
+
+        def slowly(unit: host.HostUnit, work: Any) -> None:
+            time.sleep(0.005)
+            update(unit, work)
+
+        monkeypatch.setattr(host.HostUnit, "update", slowly)
+    return late
+
+
+def wrap(model: Any, overlap: str, transfer: TransferConfig = SMALL) -> HybridDeviceOptimizer:
+    return HybridDeviceOptimizer(
+        torch.optim.AdamW(model.parameters(), lr=1e-2),
+        model=model,
+        overlap=overlap,
+        transfer=transfer,
+        update_on="host",
+    )
+
+
+@pytest.mark.parametrize("lateness", LATE, indirect=True)
+@pytest.mark.parametrize("overlap", ["step", "forward", "backward"])
+def test_fp32_shards(mesh: Any, overlap: str, lateness: str) -> None:
+    plain, mine = (test_overlap.build(mesh, torch.float32) for _ in range(2))
+    twin = CpuTwin(list(plain.parameters()), lr=1e-2)
+    optimizer = wrap(mine, overlap)
+    clip = overlap != "backward"
+    expected = train(plain, twin, "nothing", clip=clip)
+    found = train(mine, optimizer, lateness, clip=clip)
+
+    assert torch.equal(found, expected)
+    optimizer.synchronize()
+    for parameter, master in zip(mine.parameters(), twin.masters, strict=True):
+        assert torch.equal(parameter._local_tensor.cpu(), master)
+        for name, value in optimizer.state[parameter].items():
+            if name != "step":
+                assert torch.equal(value._local_tensor, twin.inner.state[master][name]), name
+    optimizer.close()
+
+
+@pytest.mark.parametrize("lateness", LATE, indirect=True)
+def test_bf16_shards(mesh: Any, lateness: str) -> None:
+    """The same weights and masters as with ``overlap="step"``."""
+    outcomes = []
+    for overlap in ("step", "forward", "backward"):
+        model = test_overlap.build(mesh, torch.bfloat16)
+        optimizer = wrap(model, overlap)
+        losses = train(model, optimizer, lateness if overlap != "step" else "nothing", clip=False)
+        state = [
+            value._local_tensor.clone()
+            for p in model.parameters()
+            for name, value in optimizer.state[p].items()
+            if name != "step"
+        ]
+        outcomes.append([losses.cpu(), *state])
+        optimizer.close()
+    for other in outcomes[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(outcomes[0], other, strict=True))
+
+
+def test_step_does_not_wait_for_the_host_threads(
+    mesh: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = test_overlap.build(mesh, torch.float32)
+    optimizer = wrap(model, "forward")
+    train(model, optimizer, "nothing", clip=False)
+    optimizer.synchronize()
+    update = host.HostUnit.update
+
+    def slowly(unit: host.HostUnit, work: Any) -> None:
+        time.sleep(0.1)
+        update(unit, work)
+
+    monkeypatch.setattr(host.HostUnit, "update", slowly)
+    model(torch.randn(64, 512, device="cuda")).backward()
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    optimizer.step()
+    enqueued_s = time.perf_counter() - began
+    optimizer.synchronize()
+    done_s = time.perf_counter() - began
+    optimizer.close()
+
+    assert done_s > 0.1
+    assert enqueued_s < 0.05
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_clipping_has_the_bits_of_torch(mesh: Any, dtype: torch.dtype) -> None:
+    model = test_overlap.build(mesh, dtype)
+    optimizer = torch.optim.AdamW(model.parameters())
+    wrapped = HybridDeviceOptimizer(optimizer, model=model, transfer=SMALL)
+    model(torch.randn(64, 512, device="cuda", dtype=dtype)).backward()
+    for p in (2.0, 1.0, float("inf"), 3.0):
+        found = wrapped.clip_grad_norm_(0.05, p)
+        expected = torch.nn.utils.get_total_norm([x.grad for x in model.parameters()], p)
+        assert torch.equal(found.full_tensor(), expected.full_tensor()), p
+    wrapped.close()
+
+
+def test_threads_select_the_device(mesh: Any) -> None:
+    gateway = AcceleratorGateway(torch.device("cuda", 0))
+    gateway.enter_thread()
+    assert torch.cuda.current_device() == 0
+
+
+def test_no_allocation_after_the_first_steps(mesh: Any) -> None:
+    model = test_overlap.build(mesh, torch.float32)
+    optimizer = wrap(model, "forward")
+    train(model, optimizer, "nothing", clip=True)
+    optimizer.synchronize()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_stats()["num_device_alloc"]
+    train(model, optimizer, "nothing", clip=True)
+    optimizer.synchronize()
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_stats()["num_device_alloc"] == before
+    optimizer.close()

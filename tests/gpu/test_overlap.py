@@ -1,0 +1,166 @@
+"""Updates beside forward and backward on a GPU: the plain optimizer's bits, whatever is late.
+
+Each part of an iteration is held up in turn by a kernel that only waits: on the compute stream,
+on the streams of the pipeline, on the stream of FSDP2's reduction. A missing wait then shows.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from fsdp_offload import HybridDeviceOptimizer, TransferConfig
+
+STEPS = 8
+SLEEP = 20_000_000  # cycles: about 10 ms
+LATE = ("nothing", "compute", "h2d", "update", "d2h", "reduce")
+
+
+@pytest.fixture(scope="module")
+def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    store: Path = tmp_path_factory.mktemp("store") / "file"
+    torch.cuda.set_device(0)
+    dist.init_process_group("nccl", init_method=f"file://{store}", rank=0, world_size=1)
+    yield init_device_mesh("cuda", (1,))
+    dist.destroy_process_group()
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        widths = (512, 1024, 768, 1024, 512, 640, 512)
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in itertools.pairwise(widths))
+        self.scale = nn.Parameter(torch.ones(512))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * self.scale
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return (x * self.scale).float().square().mean()
+
+
+def build(mesh: Any, dtype: torch.dtype) -> Any:
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model = Model().to(dtype)
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def hold_up(optimizer: Any, late: str) -> None:
+    segment = optimizer._segments[0] if hasattr(optimizer, "_segments") else None
+    if late == "compute":
+        torch.cuda._sleep(SLEEP)
+    elif segment is not None and late in ("h2d", "update", "d2h"):
+        getattr(segment.streamed, f"_{late}").launch(torch.cuda._sleep, SLEEP)
+
+
+def train(model: Any, optimizer: Any, late: str, *, clip: bool) -> list[Tensor]:
+    losses = []
+    generator = torch.Generator("cuda").manual_seed(1)
+    dtype = next(model.parameters()).dtype
+    for _ in range(STEPS):
+        x = torch.randn(64, 512, device="cuda", generator=generator).to(dtype)
+        hold_up(optimizer, late)
+        loss = model(x)
+        hold_up(optimizer, late)
+        loss.backward()
+        if late == "reduce":
+            raw = model._get_fsdp_state()._comm_ctx.reduce_scatter_stream
+            with torch.cuda.stream(raw):
+                torch.cuda._sleep(SLEEP)
+        if clip:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        hold_up(optimizer, late)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses
+
+
+@pytest.mark.parametrize("late", LATE)
+@pytest.mark.parametrize("overlap", ["forward", "backward"])
+@pytest.mark.parametrize("lanes", ["streamed", "half"])
+def test_fp32_shards(mesh: Any, overlap: str, late: str, lanes: str) -> None:
+    plain, mine = build(mesh, torch.float32), build(mesh, torch.float32)
+    clip = overlap == "forward"
+    reference = torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True)
+    optimizer = HybridDeviceOptimizer(
+        torch.optim.AdamW(mine.parameters(), lr=1e-2, fused=True),
+        model=mine,
+        overlap=overlap,
+        offload_fraction=1.0 if lanes == "streamed" else 0.5,
+        transfer=TransferConfig(bucket_bytes="1MiB", slots=3, prefetch_bytes="4MiB"),
+        update_on="device",
+    )
+    expected = train(plain, reference, "nothing", clip=clip)
+    found = train(mine, optimizer, late, clip=clip)
+    assert torch.equal(torch.stack(found), torch.stack(expected))
+    optimizer.synchronize()
+    for a, b in zip(mine.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(a._local_tensor, b._local_tensor)
+        for name, value in optimizer.state[a].items():
+            other = reference.state[b][name]
+            if name != "step":
+                assert torch.equal(value._local_tensor.cuda(), other._local_tensor), name
+    optimizer.close()
+
+
+@pytest.mark.parametrize("late", LATE)
+def test_bf16_shards_in_all_modes(mesh: Any, late: str) -> None:
+    """The same weights and remainders as with ``overlap="step"``."""
+    outcomes = []
+    for overlap in ("step", "forward", "backward"):
+        model = build(mesh, torch.bfloat16)
+        optimizer = HybridDeviceOptimizer(
+            torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True),
+            model=model,
+            overlap=overlap,
+            transfer=TransferConfig(bucket_bytes="1MiB", slots=3),
+            update_on="device",
+        )
+        losses = train(model, optimizer, late if overlap != "step" else "nothing", clip=False)
+        state = [
+            value._local_tensor.cpu().clone()
+            for p in model.parameters()
+            for name, value in optimizer.state[p].items()
+            if name != "step"
+        ]
+        outcomes.append([torch.stack(losses).cpu(), *state])
+        optimizer.close()
+    for other in outcomes[1:]:
+        for a, b in zip(outcomes[0], other, strict=True):
+            assert torch.equal(a, b)
+
+
+def test_no_allocation_and_no_gradients_held_after_the_first_steps(mesh: Any) -> None:
+    model = build(mesh, torch.float32)
+    optimizer = HybridDeviceOptimizer(
+        torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True),
+        model=model,
+        overlap="backward",
+        transfer=TransferConfig(bucket_bytes="1MiB"),
+        update_on="device",
+    )
+    train(model, optimizer, "nothing", clip=False)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_stats()["num_device_alloc"]
+    peaks = []
+    for _ in range(3):
+        torch.cuda.reset_peak_memory_stats()
+        train(model, optimizer, "nothing", clip=False)
+        torch.cuda.synchronize()
+        peaks.append(torch.cuda.max_memory_allocated())
+    assert torch.cuda.memory_stats()["num_device_alloc"] == before
+    assert len(set(peaks)) == 1
+    optimizer.close()

@@ -1,0 +1,461 @@
+"""The host lane beside the caller: its driver, what is waited for, failures, lifetimes."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import threading
+import traceback
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fsdp_offload import HybridDeviceOptimizer, LaneError, TransferConfig, device
+from fsdp_offload.device import CpuGateway, Event, PendingEvent, gateway_for
+from fsdp_offload.pipeline import engine, host
+from fsdp_offload.pipeline.host_lane import HostLane
+from fsdp_offload.pipeline.records import Snapshot, Work
+from fsdp_offload.pipeline.worker import InlineWorker, ThreadPool, Ticket
+from fsdp_offload.testing import ADVERSARIES
+from tests import test_pipeline_waits as waits
+
+pytestmark = pytest.mark.usefixtures("one_thread", "small_host_buckets")
+CPU = torch.device("cpu")
+NUMELS = (700, 64, 500, 130, 1000, 1300)
+
+
+class Job:
+    """An optimizer whose host lane is driven by hand, and the plain one over copies."""
+
+    def __init__(self, threads: int = 3, dtype: torch.dtype = torch.float32) -> None:
+        torch.manual_seed(0)
+        self.parameters = [nn.Parameter(torch.randn(n).to(dtype)) for n in NUMELS]
+        self.masters = [nn.Parameter(p.detach().float().clone()) for p in self.parameters]
+        self.plain = torch.optim.AdamW(self.masters, lr=0.05, fused=True)
+        self.optimizer = HybridDeviceOptimizer(
+            torch.optim.AdamW(self.parameters, lr=0.05),
+            update_on="host",
+            transfer=TransferConfig(bucket_bytes=4096, host_threads=threads),
+        )
+        lane = self.optimizer._segments[0].host
+        assert lane is not None
+        self.lane: HostLane = lane
+
+    def work(self, step: int, absent: frozenset[int] = frozenset()) -> Work:
+        """An iteration of which no gradient is known to be complete yet."""
+        gradients: list[Tensor | None] = []
+        for index, (parameter, master) in enumerate(
+            zip(self.parameters, self.masters, strict=True)
+        ):
+            gradient = parameter.detach() * 0.5 + (step + 1) / 8
+            gradients.append(None if index in absent else gradient)
+            master.grad = None if index in absent else gradient.float().clone()
+        groups = self.optimizer.param_groups
+        snapshot = Snapshot.take(self.optimizer._inner, groups, host=True)
+        return Work(gradients, snapshot, [None] * len(NUMELS))
+
+    def offer_all(self, work: Work) -> list[PendingEvent]:
+        work.ready = [CpuGateway(CPU).current_stream().record()] * len(NUMELS)
+        self.lane.offer(work, complete=True)
+        return [b.written for b in self.lane.buckets if b.written is not None]
+
+    def check(self) -> None:
+        for mine, master in zip(self.parameters, self.masters, strict=True):
+            assert torch.equal(mine.detach(), master.detach().to(mine.dtype))
+
+
+@pytest.fixture
+def job() -> Iterator[Job]:
+    made = Job()
+    yield made
+    made.optimizer.close()
+
+
+@pytest.fixture
+def hold(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Host threads wait for it before each update; set at the end of the test."""
+    held, update = threading.Event(), host.HostUnit.update
+
+    def late(unit: host.HostUnit, work: Work) -> None:
+        assert held.wait(30)
+        update(unit, work)
+
+    monkeypatch.setattr(host.HostUnit, "update", late)
+    yield held
+    held.set()
+
+
+def drivers() -> list[threading.Thread]:
+    return [t for t in threading.enumerate() if t.name.startswith("fsdp_offload-host-driver")]
+
+
+# --------------------------------------------------------------------------- numbers
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_offered_buckets_have_the_bits_of_the_plain_optimizer(dtype: torch.dtype) -> None:
+    job = Job(dtype=dtype)
+    for step in range(5):
+        for written in job.offer_all(job.work(step)):
+            written.synchronize()
+        job.plain.step()
+        job.check()
+    job.optimizer.close()
+
+
+def test_buckets_are_offered_once_as_their_gradients_arrive(job: Job) -> None:
+    now = CpuGateway(CPU).current_stream().record()
+    for step in range(3):
+        work, seen = job.work(step), []
+        for index in reversed(range(len(NUMELS))):  # as in backward
+            work.ready[index] = now
+            job.lane.offer(work, complete=False)
+            seen.append(len(job.lane.buckets) - len(job.lane._left))
+        job.lane.offer(work, complete=True)
+        assert seen == sorted(seen)
+        assert seen[-1] == len(job.lane.buckets)
+        assert seen[0] < seen[-1]
+        job.lane.synchronize()
+        job.plain.step()
+        job.check()
+
+
+def test_buckets_without_gradients_are_left_alone_and_waited_for_by_nobody(job: Job) -> None:
+    work = job.work(0, absent=frozenset(range(1, len(NUMELS))))
+    written = job.offer_all(work)
+
+    touched = [bucket for bucket in job.lane.buckets if 0 in bucket.indices]
+    assert len(written) == len(touched) < len(job.lane.buckets)
+    job.lane.synchronize()
+    job.plain.step()
+    job.check()
+
+
+def test_clipping_scales_what_is_sent_and_not_the_gradients(job: Job) -> None:
+    clip = torch.tensor(0.3)
+    for step in range(2):
+        work = job.work(step)
+        work.snapshot.clip = clip
+        before = [None if g is None else g.clone() for g in work.gradients]
+        for master in job.masters:
+            assert master.grad is not None
+            master.grad.mul_(clip)
+        job.offer_all(work)
+        job.lane.synchronize()
+        job.plain.step()
+        job.check()
+        for gradient, copy in zip(work.gradients, before, strict=True):
+            assert gradient is not None
+            assert copy is not None
+            assert torch.equal(gradient, copy)
+
+
+def test_moved_bytes_are_those_of_one_iteration(job: Job) -> None:
+    for step in range(2):
+        job.offer_all(job.work(step))
+        job.lane.synchronize()
+        assert job.lane.moved_bytes >= sum(NUMELS) * 4
+        assert job.lane.moved_bytes == sum(b.sent_bytes for b in job.lane.buckets)
+
+
+# --------------------------------------------------------------------------- who waits
+
+
+def test_offering_never_blocks_and_waiting_does(job: Job, hold: threading.Event) -> None:
+    assert len(job.lane.buckets) > job.lane.staging.depth  # the driver itself has to wait
+    written = job.offer_all(job.work(0))
+
+    assert not any(event.is_recorded() or event.query() for event in written)
+    hold.set()
+    written[0].synchronize()
+    assert written[0].query()
+    for event in reversed(written):
+        event.synchronize()
+    job.plain.step()
+    job.check()
+
+
+def test_buckets_return_in_the_order_in_which_they_were_offered(job: Job) -> None:
+    written = job.offer_all(job.work(0))
+    written[-1].recorded()
+
+    assert all(event.is_recorded() for event in written)
+
+
+def test_the_driver_is_one_thread_made_at_the_first_offer() -> None:
+    before = len(drivers())
+    job = Job()
+    for p in job.parameters:
+        p.grad = torch.ones_like(p)
+    job.optimizer.step()
+    assert len(drivers()) == before  # overlap="step" does without
+    for step in range(2):
+        job.offer_all(job.work(step))
+    assert len(drivers()) == before + 1
+    job.optimizer.close()
+    assert len(drivers()) == before
+
+
+def test_each_thread_enters_the_device_before_it_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    entered: list[str] = []
+    monkeypatch.setattr(
+        CpuGateway, "enter_thread", lambda self: entered.append(threading.current_thread().name)
+    )
+    job = Job(threads=2)
+    job.offer_all(job.work(0))
+    job.lane.synchronize()
+    job.optimizer.close()
+
+    assert sorted(name.rstrip("0123456789") for name in entered) == [
+        "fsdp_offload-host-",
+        "fsdp_offload-host-",
+        "fsdp_offload-host-driver-",
+    ]
+
+
+# --------------------------------------------------------------------------- failures
+
+
+def explode(*_: Any) -> None:
+    raise ZeroDivisionError("on purpose")
+
+
+@pytest.mark.parametrize("where", ["update", "stage_gradients", "write_shards"])
+def test_a_failure_surfaces_in_every_wait_until_the_lane_is_aborted(
+    job: Job, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work = job.work(0)
+    with monkeypatch.context() as patch:
+        patch.setattr(host.HostBucket, where, explode)
+        written = job.offer_all(work)
+        for event in written:
+            with pytest.raises(ZeroDivisionError, match="on purpose") as caught:
+                event.synchronize()
+            assert "explode" in "".join(traceback.format_tb(caught.value.__traceback__))
+            assert event.query()
+    with pytest.raises(ZeroDivisionError):
+        job.lane.synchronize()
+    late = job.offer_all(job.work(1))  # also though nothing would fail any more
+    with pytest.raises(ZeroDivisionError):
+        late[0].recorded()
+    with pytest.raises(ZeroDivisionError):
+        job.lane.synchronize()
+    job.lane.abort()
+    job.lane.synchronize()
+
+
+def test_work_goes_on_after_an_abort_once_everything_was_written_anew(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = {k: v for k, v in job.optimizer.state_dict().items()}
+    with monkeypatch.context() as patch:
+        patch.setattr(host.HostUnit, "update", explode)
+        job.offer_all(job.work(0))
+        with pytest.raises(LaneError, match="on purpose"):
+            job.optimizer.synchronize()
+    job.optimizer.load_state_dict(saved)
+    for step in range(2):
+        job.offer_all(job.work(step))
+        job.lane.synchronize()
+        job.plain.step()
+        job.check()
+
+
+def test_a_failure_of_one_bucket_does_not_write_later_ones(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    update = host.HostUnit.update
+
+    def fail_in_the_second(unit: host.HostUnit, work: Work) -> None:
+        if unit in job.lane.buckets[1].units:
+            explode()
+        update(unit, work)
+
+    monkeypatch.setattr(host.HostUnit, "update", fail_in_the_second)
+    written = job.offer_all(job.work(0))
+    written[0].synchronize()
+    for event in written[1:]:
+        with pytest.raises(ZeroDivisionError):
+            event.recorded()
+
+
+def test_a_driver_that_is_gone_is_an_error_and_no_hang(
+    job: Job, hold: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device, "POLL_SECONDS", 0.01)
+    written = job.offer_all(job.work(0))
+    monkeypatch.setattr(ThreadPool, "alive", lambda self: False)
+
+    with pytest.raises(LaneError, match="ended before"):
+        written[0].recorded()
+
+
+FORK = """
+import os, torch
+from tests.pipeline.test_host_lane import Job
+from fsdp_offload import LaneError
+from fsdp_offload.pipeline import host
+import threading
+held = threading.Event()
+update = host.HostUnit.update
+def late(unit, work):
+    held.wait()
+    update(unit, work)
+host.HostUnit.update = late
+job = Job()
+written = job.offer_all(job.work(0))
+child = os.fork()
+if child == 0:
+    try:
+        written[0].recorded()
+    except LaneError as error:
+        os._exit(0 if "process that steps it" in error.remedy else 4)
+    os._exit(3)
+assert os.waitpid(child, 0)[1] == 0
+held.set()
+for event in written:
+    event.synchronize()
+job.plain.step()
+job.check()
+job.optimizer.close()
+"""
+
+
+def test_a_forked_process_that_waits_gets_an_error() -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", FORK],
+        timeout=120, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+# --------------------------------------------------------------------------- lifetimes
+
+
+def test_nothing_of_an_iteration_outlives_it(job: Job) -> None:
+    seen = []
+    for step in range(4):
+        work = job.work(step)
+        seen.append(weakref.ref(work))
+        job.offer_all(work)
+        job.lane.synchronize()
+        del work
+
+    assert [ref() for ref in seen] == [None] * 4
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["usual", "failed"])
+def test_a_dropped_optimizer_frees_its_lane_without_the_cyclic_collector(
+    fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Job()
+    if fails:
+        monkeypatch.setattr(host.HostUnit, "update", explode)
+    job.offer_all(job.work(0))
+    lane = weakref.ref(job.lane)
+    tensors = [weakref.ref(t) for r in job.optimizer._records for t in r.tensors.values()]
+    gc.collect()
+    gc.disable()
+    try:
+        job.optimizer.close()
+        del job
+        assert [t() for t in tensors if t() is not None] == []
+        assert fails or lane() is None  # a traceback holds whatever it passed through
+    finally:
+        gc.enable()
+
+
+# --------------------------------------------------------------------------- pending events
+
+
+def test_a_pending_event_runs_what_is_left_on_the_waiting_thread() -> None:
+    done: Event = CpuGateway(CPU).current_stream().record()
+    pending = PendingEvent(lambda event: event.settle(done))
+
+    assert not pending.is_recorded()
+    assert not pending.query()
+    assert pending.recorded() is done
+    assert pending.query()
+
+
+def test_a_pending_event_that_was_settled_does_not_fail_any_more() -> None:
+    done: Event = CpuGateway(CPU).current_stream().record()
+    pending = PendingEvent(lambda event: None)
+    pending.settle(done)
+    pending.fail(ValueError("late"))
+
+    assert pending.recorded() is done
+
+
+def test_tickets_call_back_whether_asked_before_or_after_their_end() -> None:
+    called: list[str] = []
+    ticket = Ticket()
+    ticket.expect(1)
+    ticket.when_done(lambda: called.append("before"))
+    ticket.finish(None)
+    assert called == []
+    assert not ticket.is_done()
+    ticket.finish(None)
+    assert ticket.is_done()
+    ticket.when_done(lambda: called.append("after"))
+
+    assert called == ["before", "after"]
+
+
+# --------------------------------------------------------------------------- simulator
+
+
+@pytest.fixture
+def beside_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Segments offer to the host lane, as with ``overlap="forward"``, and wait for each bucket."""
+    run: Callable[..., None] = engine.Segment.run
+
+    def offer(segment: engine.Segment, work: Work, start: Event) -> None:
+        lane, segment.host = segment.host, None
+        run(segment, work, start)
+        segment.host = lane
+        if lane is None:
+            return
+        lane.offer(work, complete=True)
+        current = segment.gateway.current_stream()
+        for bucket in lane.buckets:
+            if bucket.written is not None:
+                current.wait(bucket.written)
+
+    monkeypatch.setattr(engine.Segment, "run", offer)
+    monkeypatch.setattr(
+        engine,
+        "InlineWorker",
+        lambda: getattr(gateway_for(CPU), "worker", None) or InlineWorker(),
+    )
+    monkeypatch.setattr(engine, "HOST_DEPTH", 2)
+    monkeypatch.setattr(host, "UNIT_NUMEL", 128)
+
+
+OFFERED = [
+    waits.Scenario(waits.ON_HOST, steps=2, gradients="zeroed"),
+    waits.Scenario(waits.MIXED, torch.bfloat16, steps=2, gradients="overwritten"),
+]
+
+
+@pytest.mark.usefixtures("beside_the_caller")
+@pytest.mark.parametrize("scene", OFFERED, ids=str)
+def test_offered_buckets_under_all_adversaries(scene: waits.Scenario) -> None:
+    for policy in ADVERSARIES:
+        found, simulator = waits.simulate(scene, policy)
+
+        assert waits.same(found, waits.expected_of(scene)), policy
+        assert simulator.late_uses == [], policy
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("beside_the_caller")
+@pytest.mark.parametrize("scene", OFFERED, ids=str)
+def test_removing_any_single_wait_of_offered_buckets_is_noticed(scene: waits.Scenario) -> None:
+    assert waits.unnoticed(scene) == []

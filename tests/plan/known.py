@@ -1,0 +1,45 @@
+"""Rates of machines that were measured, and candidates of a GPT, without a tensor."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from fsdp_offload.config import OffloadConfig
+from fsdp_offload.plan import Candidate, Rates
+
+LINK_GBPS = 101.46
+"""Both ways, of run 1 in docs/benchmarks/step_h200_2026-11-20.md; so are the times in tests."""
+
+ONE_GPU = Rates(55.3, 55.3, LINK_GBPS, 4.4e9, 7.0, 208.0, 3500.0)
+FOUR_GPUS = Rates(28.0, 28.0, 50.3, 1.77e9, 18.0, 52.0, 3500.0)
+"""One of four ranks that share one host's memory."""
+FAST_CORES = Rates(25.0, 25.0, 40.0, 40e9, 1.0, 2000.0, 3500.0)
+"""A slow link beside a host with fast memory."""
+
+
+def config(update_on: Any = "auto", **given: Any) -> OffloadConfig:
+    arguments = dict.fromkeys(("offload_fraction", "device_budget", "precision", "transfer"))
+    return OffloadConfig.make(**{**arguments, "update_on": update_on, "overlap": "step", **given})
+
+
+def candidate(fqn: str, numel: int, *, state_bytes: int = 10, **given: Any) -> Candidate:
+    """AdamW: ``state_bytes`` per element on the device lanes, all in fp32 on the host."""
+    values: dict[str, Any] = {
+        "global_bytes": numel * state_bytes,
+        "max_local_bytes": numel * state_bytes,
+        "max_local_numel": numel,
+        "host_state_bytes": 12 * numel,
+        "gradient_bytes": 4 * numel,
+        "fast_on_host": True,
+    }
+    return Candidate(fqn, **{**values, **given})
+
+
+def gpt(state_bytes: int = 10, layers: int = 24, dim: int = 2048) -> list[Candidate]:
+    """The model of the step benchmark: 1.33 G parameters in 146 tensors."""
+    block = [(3 * dim, dim), (dim, dim), (4 * dim, dim), (dim, 4 * dim), (dim,), (dim,)]
+    shapes = {"embed.weight": (60000, dim)}
+    shapes |= {f"layers.{i}.p{j}.weight": s for i in range(layers) for j, s in enumerate(block)}
+    shapes["norm.weight"] = (dim,)
+    return [candidate(fqn, math.prod(s), state_bytes=state_bytes) for fqn, s in shapes.items()]
