@@ -153,10 +153,19 @@ class UploadStream(Stream, Protocol):
         ...
 
 
-def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
     """Enqueue all copies on torch's current stream."""
-    if targets:  # a bucket of a class without state has nothing to move
-        torch._foreach_copy_(targets, sources, non_blocking=True)
+    if targets:  # no state at all: SGD without momentum
+        torch._foreach_copy_(list(targets), list(sources), non_blocking=True)
+
+
+def in_chunks(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """1-D tensors cut into parts of at most ``CHUNK_BYTES``, a tensor's parts of like size."""
+    parts: list[torch.Tensor] = []
+    for tensor in tensors:
+        count = max(-(-tensor.numel() * tensor.itemsize // CHUNK_BYTES), 1)
+        parts += tensor.split(max(-(-tensor.numel() // count), 1))
+    return parts
 
 
 class Gateway(Protocol):
