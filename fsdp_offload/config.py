@@ -20,6 +20,8 @@ LANES: Final = ("resident", "streamed", "host")
 Lane = Literal["resident", "streamed", "host"]
 OVERLAPS: Final = ("step", "forward", "backward")
 DEFAULT_PREFETCH_BYTES: Final = 1 << 30
+STEP_BUCKET_BYTES: Final = 32 * MIB
+OVERLAP_BUCKET_BYTES: Final = 64 * MIB
 
 _UNITS: Final = {
     "": 1,
@@ -106,8 +108,10 @@ class PrecisionConfig:
 class TransferConfig:
     """How state travels between host and device, and how host memory is obtained."""
 
-    bucket_bytes: int | str = 32 * MIB
-    """Bytes of state, all kinds together, in one bucket: the unit of transfer and update."""
+    bucket_bytes: int | str | None = None
+    """Bytes of state, all kinds together, in one bucket: the unit of transfer and update.
+    ``None``: 32 MiB with ``overlap="step"``; 64 MiB with the others, where the host's own time per
+    bucket competes with the launches of forward and backward."""
 
     slots: int = 4
     """Device staging buffers of one bucket each. Three keep both directions of the link busy; the
@@ -142,11 +146,10 @@ class TransferConfig:
     memory and what the cgroup leaves."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "bucket_bytes", parse_bytes(self.bucket_bytes, "bucket_bytes"))
-        for name in ("host_budget", "prefetch_bytes"):
+        for name in ("bucket_bytes", "host_budget", "prefetch_bytes"):
             if (size := getattr(self, name)) is not None:
                 object.__setattr__(self, name, parse_bytes(size, name))
-        if self.resolved_bucket_bytes < 4096:
+        if self.bucket_bytes is not None and int(self.bucket_bytes) < 4096:
             raise ConfigError(
                 f"transfer.bucket_bytes={self.bucket_bytes}",
                 reason="a bucket under 4 KiB cannot hold 64 elements of every kind of state",
@@ -181,11 +184,6 @@ class TransferConfig:
                 reason="unknown choice",
                 remedy='use "require", "prefer" or "never"',
             )
-
-    @property
-    def resolved_bucket_bytes(self) -> int:
-        """``bucket_bytes`` as an int."""
-        return int(self.bucket_bytes)
 
 
 @dataclass(frozen=True)
@@ -288,6 +286,14 @@ class OffloadConfig:
                 reason="unknown choice",
                 remedy=f"use one of {', '.join(OVERLAPS)}",
             )
+
+    @property
+    def bucket_bytes(self) -> int:
+        """Bytes of state in a bucket."""
+        given = self.transfer.bucket_bytes
+        if given is None:
+            return STEP_BUCKET_BYTES if self.overlap == "step" else OVERLAP_BUCKET_BYTES
+        return int(given)
 
     @property
     def prefetch_bytes(self) -> int:

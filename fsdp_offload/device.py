@@ -18,7 +18,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -31,7 +31,7 @@ POLL_SECONDS: Final = 1.0
 """How often a thread that waits for another one looks whether that is still alive."""
 
 
-CHUNK_BYTES: Final = 6 << 20
+CHUNK_BYTES: Final = 8 << 20
 """Of a bulk copy to the device; see [Note: taking turns]."""
 
 
@@ -147,15 +147,25 @@ class Stream(Protocol):
 class UploadStream(Stream, Protocol):
     """A stream for bulk copies from host to device."""
 
-    def upload(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-        """Copy each source into its target: 1-D, uint8, of equal length, in order."""
+    def upload(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+        """Copy each source into its target: 1-D, uint8, of equal length, at most about
+        ``CHUNK_BYTES`` each, in order."""
         ...
 
 
-def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
     """Enqueue all copies on torch's current stream."""
-    if targets:  # a bucket of a class without state has nothing to move
-        torch._foreach_copy_(targets, sources, non_blocking=True)
+    if targets:  # no state at all: SGD without momentum
+        torch._foreach_copy_(list(targets), list(sources), non_blocking=True)
+
+
+def in_chunks(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """1-D tensors cut into parts of at most ``CHUNK_BYTES``, a tensor's parts of like size."""
+    parts: list[torch.Tensor] = []
+    for tensor in tensors:
+        count = max(-(-tensor.numel() * tensor.itemsize // CHUNK_BYTES), 1)
+        parts += tensor.split(max(-(-tensor.numel() // count), 1))
+    return parts
 
 
 class Gateway(Protocol):
@@ -205,18 +215,8 @@ class _AcceleratorStream:
         self.raw, self._module, self.name = raw, module, name
 
     def launch(self, fn: Callable[..., None], *operands: Any) -> None:
-        module, raw = self._module, self.raw
-        if module.current_device() != raw.device_index:
-            with module.stream(raw):
-                fn(*operands)
-            return
-        # What torch's context manager does, in a third of its time: this is a hot path.
-        before = module.current_stream()
-        module.set_stream(raw)
-        try:
+        with self.raw:
             fn(*operands)
-        finally:
-            module.set_stream(before)
 
     def wait(self, event: Event) -> None:
         self.raw.wait_event(event.recorded() if isinstance(event, PendingEvent) else event)
@@ -254,21 +254,17 @@ class _TakingTurns(_AcceleratorStream):
         self._raws, self._turn = raws, 0
         self._ends = [module.Event() for _ in raws]  # of the last chunk on each, recorded anew
 
-    def upload(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-        module, count = self._module, len(self._raws)
-        before = module.current_stream()
-        try:
-            for target, source in zip(targets, sources, strict=True):
-                for start in range(0, source.numel(), CHUNK_BYTES):
-                    raw = self._raws[self._turn]
-                    raw.wait_event(self._ends[(self._turn - 2) % count])
-                    module.set_stream(raw)
-                    stop = start + CHUNK_BYTES
-                    target[start:stop].copy_(source[start:stop], non_blocking=True)
-                    self._ends[self._turn].record(raw)
-                    self._turn = (self._turn + 1) % count
-        finally:
-            module.set_stream(before)
+    def upload(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+        raws, ends, turn = self._raws, self._ends, self._turn
+        count = len(raws)
+        for target, source in zip(targets, sources, strict=True):
+            raw = raws[turn]
+            raw.wait_event(ends[turn - 2])
+            with raw:
+                target.copy_(source, non_blocking=True)
+            ends[turn].record(raw)
+            turn = (turn + 1) % count
+        self._turn = turn
 
     def wait(self, event: Event) -> None:
         for raw in self._raws:
@@ -384,7 +380,7 @@ class _CpuStream:
     def launch(self, fn: Callable[..., None], *operands: Any) -> None:
         fn(*operands)
 
-    def upload(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    def upload(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
         copy_all(targets, sources)
 
     def wait(self, event: Event) -> None:

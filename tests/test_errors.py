@@ -173,7 +173,7 @@ def test_a_bad_transfer_setting_is_refused(arguments: dict[str, Any], what: str)
 
 @pytest.mark.parametrize(
     ("arguments", "what"),
-    [({"master": "fp8"}, "'fp8'"), ({"moments": torch.bfloat16}, "bfloat16")],
+    [({"master": "fp8"}, "'fp8'"), ({"moments": torch.float16}, "float16")],
     ids=str,
 )
 def test_a_bad_precision_setting_is_refused(arguments: dict[str, Any], what: str) -> None:

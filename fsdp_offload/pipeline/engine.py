@@ -112,7 +112,7 @@ class Segment:
         self.gateway, self.config = gateway, config
         self._added = list(added)
         transfer = config.transfer
-        sections = make_sections(added, bucket_bytes=transfer.resolved_bucket_bytes)
+        sections = make_sections(added, bucket_bytes=config.bucket_bytes)
         away = [s for s in sections if s.first.lane != "resident"]
         self.host_bytes = max((s.layout.arena_stop for s in away), default=0)
         self.payload_bytes = sum(s.layout.payload_bytes for s in away)

@@ -46,7 +46,7 @@ def _half(drawn, HIGH: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _store_bf16(values, random, codes, at, inside, STOCHASTIC: tl.constexpr):  # type: ignore[no-untyped-def]
-    """``codes`` (int16): the bits of the rounded values."""
+    """``codes`` (bf16): the rounded values, by their bits."""
     word = values.to(tl.int32, bitcast=True)
     high = word >> 16
     if STOCHASTIC:
@@ -55,12 +55,18 @@ def _store_bf16(values, random, codes, at, inside, STOCHASTIC: tl.constexpr):  #
         added = 0x7FFF + (high & 1)
     is_nan = (word & 0x7FFFFFFF) > _INFINITY
     rounded = tl.where(is_nan, high | 0x40, (word + added) >> 16)
-    tl.store(codes + at, rounded.to(tl.int16), mask=inside)
+    tl.store(codes + at, rounded.to(tl.int16).to(tl.bfloat16, bitcast=True), mask=inside)
+
+
+@triton.jit
+def _bits(values):  # type: ignore[no-untyped-def]
+    """Of bf16, as int32."""
+    return values.to(tl.int16, bitcast=True).to(tl.int32)
 
 
 @triton.jit
 def _load_bf16(codes, at, inside):  # type: ignore[no-untyped-def]
-    word = tl.load(codes + at, mask=inside, other=0).to(tl.int32)
+    word = _bits(tl.load(codes + at, mask=inside, other=0.0))
     return (word << 16).to(tl.float32, bitcast=True)
 
 
@@ -147,7 +153,7 @@ def _adam(  # type: ignore[no-untyped-def]
     inside = at < numel
     blocks = (numel + 63) // 64
     if BF16_WEIGHT:
-        upper = tl.load(weight + at, mask=inside, other=0).to(tl.int32)
+        upper = _bits(tl.load(weight + at, mask=inside, other=0.0))
         rest = tl.load(remainder + at, mask=inside, other=0).to(tl.int32)
         value = ((upper << 16) + rest).to(tl.float32, bitcast=True)
     else:
@@ -180,7 +186,7 @@ def _adam(  # type: ignore[no-untyped-def]
         upper = word >> 16
         is_nan = (word & 0x7FFFFFFF) > _INFINITY
         rounded = tl.where(is_nan, upper | 0x40, upper - (rest >> 31))
-        tl.store(weight + at, rounded.to(tl.int16), mask=inside)
+        tl.store(weight + at, rounded.to(tl.int16).to(tl.bfloat16, bitcast=True), mask=inside)
         tl.store(remainder + at, rest.to(tl.int16), mask=inside)
     else:
         tl.store(weight + at, value, mask=inside)
@@ -231,10 +237,9 @@ def pack_moment(
     stochastic: bool,
 ) -> None:
     """See :func:`.moments.pack`; ``steps``: the largest code, or 0 for bf16."""
-    target = codes if steps else codes.view(torch.int16)
     some = values if scales is None else scales
     _launch(
-        _pack, values.numel(), values, target, some, values.numel(), key, first,
+        _pack, values.numel(), values, codes, some, values.numel(), key, first,
         STEPS=steps, HIGH=bool(half), STOCHASTIC=stochastic,
     )  # fmt: skip
 
@@ -254,12 +259,11 @@ def adam(
 ) -> None:
     """See :func:`.reduced_adam.adam_plain`; codes and scales per moment."""
     is_int8 = average[1] is not None
-    codes = [kept[0] if is_int8 else kept[0].view(torch.int16) for kept in (average, square)]
-    scales = [codes[0] if kept[1] is None else kept[1] for kept in (average, square)]
-    bits = weight.view(torch.int16) if remainder is not None else weight
+    scales = (average[1], square[1]) if is_int8 else (average[0], square[0])  # not looked at
+    numel = weight.numel()
     _launch(
-        _adam, weight.numel(), bits, bits if remainder is None else remainder, gradient,
-        gradient if clip is None else clip, codes[0], scales[0], codes[1], scales[1], step,
-        weight.numel(), key, first, *numbers,
+        _adam, numel, weight, weight if remainder is None else remainder, gradient,
+        gradient if clip is None else clip, average[0], scales[0], square[0], scales[1], step,
+        numel, key, first, *numbers,
         BF16_WEIGHT=remainder is not None, CLIP=clip is not None, INT8=is_int8, **flags,
     )  # fmt: skip

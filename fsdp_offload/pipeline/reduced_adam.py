@@ -71,7 +71,19 @@ class ReducedAdam:
         update: Callable[..., None],
     ) -> None:
         self._pieces, self._update = pieces, update
-        self._operands = list(zip(pieces, weights, remainders, packed, strict=True))
+        self._groups = {piece.record.group for piece in pieces}
+        self._operands = [
+            (
+                piece,
+                [each.moment for each in both],
+                weight,
+                remainder,
+                [(each.codes, each.scales) for each in both],
+            )
+            for piece, weight, remainder, both in zip(
+                pieces, weights, remainders, packed, strict=True
+            )
+        ]
 
     @staticmethod
     def fits(pieces: Sequence[Piece]) -> bool:
@@ -88,28 +100,20 @@ class ReducedAdam:
         """Update all pieces that have a gradient; False, and nothing done, if it has to be done
         by the class: hyper-parameters in tensors, or another implementation."""
         groups = snapshot.groups
-        for index in {piece.record.group for piece in self._pieces}:
+        for index in self._groups:
             values = settings(groups[index], self._pieces[0].tensor.device)
             if values is None or values["amsgrad"] or isinstance(values["lr"], Tensor):
                 return False
-        for (piece, weight, remainder, packed), gradient in zip(
-            self._operands, gradients, strict=True
-        ):
+        for operands, gradient in zip(self._operands, gradients, strict=True):
             if gradient is None:
                 continue
+            piece, both, weight, remainder, kept = operands
             piece.updates += 1
+            draw, group = draw_of(piece, 0), groups[piece.record.group]
             self._update(
-                [each.moment for each in packed],
-                weight,
-                remainder,
-                gradient,
-                snapshot.clip,
-                *((each.codes, each.scales) for each in packed),
-                piece.state["step"],
-                draw_of(piece, 0),
-                groups[piece.record.group],
-                piece.updates,
-            )
+                both, weight, remainder, gradient, snapshot.clip, *kept, piece.state["step"],
+                draw, group, piece.updates,
+            )  # fmt: skip
             piece.stepped = True
         return True
 

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..device import Event, Gateway, Stream, TimedEvent, copy_all
+from ..device import Event, Gateway, Stream, TimedEvent, copy_all, in_chunks
 from ..memory import HostArena
 from ..plan import Bucket, Kind, Layout, Slice
 from ..plan.layout import kind_range
@@ -68,6 +68,7 @@ class StreamedBucket:
         self.in_arena = [
             arena.tensor(span.arena_start, span.n_bytes, torch.uint8) for span in self._spans
         ]
+        self.from_arena = in_chunks(self.in_arena)
         self._has_remainder = records[bucket.slices[0].entry.index].form is MasterForm.REMAINDER
         self._by_kind = {span.kind: span for span in bucket.spans}
         self._use_slot(slot)
@@ -89,6 +90,7 @@ class StreamedBucket:
         self.in_slot = [
             slot[span.slot_start : span.slot_start + span.n_bytes] for span in self._spans
         ]
+        self.into_slot = in_chunks(self.in_slot)
 
     def _view(self, piece: Slice, kind: Kind, numel: int) -> Tensor:
         span = self._by_kind[kind]
@@ -195,7 +197,7 @@ class StreamedLane:
             slot = position % len(self.slots)
             if (free := self._free[slot]) is not None:
                 self._h2d.wait(free)
-            self._h2d.upload(bucket.in_slot, bucket.in_arena)
+            self._h2d.upload(bucket.into_slot, bucket.from_arena)
             self._arrived[slot] = self._h2d.record()
             self._fetched = position + 1
 

@@ -243,7 +243,7 @@ class SimulatedStream:
         """Queue ``fn`` with views equal to ``operands``."""
         self.simulator._launch(self, fn, operands)
 
-    def upload(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    def upload(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
         """Queue the copies as one launch."""
         self.launch(copy_all, targets, sources)
 
