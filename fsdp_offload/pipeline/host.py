@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .. import shards
-from ..device import Event, Gateway, PendingEvent
+from ..device import Event, Gateway, PendingEvent, in_chunks
 from ..memory import HostArena
 from ..plan import Bucket, Kind, Layout, Slice
 from ..plan.layout import kind_range, split
@@ -134,7 +134,8 @@ class HostBucket:
         # As bytes: gradients and the flag on the device and on the host, masters on both.
         self.leaving = _bytes(self.sent, self.flag)
         self.arriving = _bytes(self.received, self.host_flag)
-        self.returning, self.landing = _bytes(self.master), _bytes(self.returned)
+        self.returning = in_chunks(_bytes(self.master))
+        self.landing = in_chunks(_bytes(self.returned))
 
     def _make_units(
         self, optimizer: Optimizer, layout: Layout, records: list[Record], arena: HostArena
