@@ -11,6 +11,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.tensor import distribute_tensor
 from torch.optim import Optimizer
 
@@ -21,7 +27,7 @@ from fsdp_offload import (
     StateDictError,
     TransferConfig,
 )
-from fsdp_offload.checkpoint import load, load_local, save, save_local
+from fsdp_offload.checkpoint import OptimizerState, load, load_local, save, save_local
 from fsdp_offload.pipeline import moments, reduced_adam
 from fsdp_offload.pipeline.moments import Draw
 from fsdp_offload.testing import RankPool
@@ -33,6 +39,8 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 SMALL = TransferConfig(bucket_bytes=4096, slots=2)
 LOSSY = (BF16, "int8")
 Ranks = Callable[..., RankPool]
+# dcp without a process group says so.
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
 @pytest.fixture(autouse=True)
@@ -245,6 +253,14 @@ def test_the_host_lane_is_refused(kept: Any, lanes: Any) -> None:
         wrapped(BF16, kept, update_on=lanes)
 
 
+def test_a_saved_plan_with_the_host_lane_is_refused() -> None:
+    settings = (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9})  # int8 leaves it as it is
+    _, first = wrapped(BF16, None, settings, update_on="host")
+    plan = first.plan
+    with pytest.raises(ConfigError):
+        wrapped(BF16, BF16, settings, plan=plan)
+
+
 # --------------------------------------------------------------------------- saved and loaded
 
 
@@ -281,7 +297,22 @@ def through_snapshot(source: Any, target: Any, path: Path) -> None:
     load_local(path / "b", *target)
 
 
-WAYS = [through_state_dict, through_checkpoint, through_snapshot]
+def through_dcp(source: Any, target: Any, path: Path) -> None:
+    """torch's writer and reader, which loads in place."""
+    saved, read = ({"m": m.state_dict(), "o": OptimizerState(m, o)} for m, o in (source, target))
+    dcp.save(saved, checkpoint_id=path / "c", no_dist=True)
+    dcp.load(read, checkpoint_id=path / "c", no_dist=True)
+
+
+def through_helpers(source: Any, target: Any, _: Path) -> None:
+    """torch's flattened optimizer state dict."""
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    target[0].load_state_dict(source[0].state_dict())
+    found = get_optimizer_state_dict(*source, options=options)
+    set_optimizer_state_dict(*target, copy.deepcopy(found), options=options)
+
+
+WAYS = [through_state_dict, through_checkpoint, through_dcp, through_helpers, through_snapshot]
 
 
 @pytest.mark.parametrize("fraction", [0.0, 1.0])
@@ -299,7 +330,7 @@ def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(
     assert_same(all_bits(*source), all_bits(*resumed))
 
 
-@pytest.mark.parametrize("way", WAYS[:2], ids=lambda w: w.__name__)
+@pytest.mark.parametrize("way", WAYS[:4], ids=lambda w: w.__name__)
 @pytest.mark.parametrize("kept", LOSSY)
 def test_plain_adamw_reads_them(kept: Any, way: Callable[..., None], tmp_path: Path) -> None:
     source = trained(kept, FP32)

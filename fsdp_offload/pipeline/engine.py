@@ -268,6 +268,16 @@ class Segment:
 
     # ------------------------------------------------------------------ running
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether a bucket of an iteration that has not ended was updated, or is about to be."""
+        return self.streamed is not None and self.streamed.has_begun
+
+    def begin(self, start: Event) -> None:
+        """No update of the iteration runs before ``start``: what it reads besides gradients, such
+        as a learning rate on the device, is there."""
+        self.update.wait(start)
+
     def offer(self, work: Work) -> None:
         """More gradients are there: enqueue the buckets that have all of theirs, in order."""
         if self.host is not None:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from .. import shards
 from ..config import OffloadConfig
 from ..device import gateway_for
-from ..errors import DeviceError, StateSchemaError
+from ..errors import ConfigError, DeviceError, StateSchemaError
 from ..plan import Candidate, Plan, Rates, make_plan, replay, wants_rates
 from .calibration import measure_rates
 from .moments import moments_of
@@ -204,6 +204,13 @@ class Inventory:
         schema = self.schema(draft.group, compute, on_host=lane == "host")
         form = master_form(lane, info.dtype, compute)
         moments = moments_of(schema, compute, self._config.precision)
+        if moments and lane == "host":  # of a saved plan; else lanes and precision were compared
+            raise ConfigError(
+                f"a plan with {self.names[draft.parameter]} in the host lane",
+                reason=f"precision.moments={self._config.precision.moments!r}, and the host lane "
+                "updates state where it lies, in the dtype of the update",
+                remedy="replay the plan with moments=None, or make another one",
+            )
         return Record(
             index=-1,  # set when the record is added
             parameter=draft.parameter,
