@@ -219,6 +219,23 @@ def test_each_thread_enters_the_device_before_it_works(monkeypatch: pytest.Monke
     ]
 
 
+# --------------------------------------------------------------------------- buffers
+
+
+def test_buffers_hold_enough_units_for_all_threads() -> None:
+    for threads in (1, 2, 4, 16, 64):
+        for units in (1, 3, 6):
+            numel = units * host.UNIT_NUMEL
+            depth = host.ring_depth(threads, bucket_numel=numel, buckets=500, least=6)
+            assert (depth - 1) * units >= 1.5 * threads
+            assert depth == 6 or (depth - 2) * units < 1.5 * threads
+
+
+@pytest.mark.parametrize(("buckets", "expected"), [(1, 2), (4, 4), (100, 6)])
+def test_there_are_no_more_buffers_than_buckets(buckets: int, expected: int) -> None:
+    assert host.ring_depth(1, bucket_numel=100, buckets=buckets, least=6) == expected
+
+
 # --------------------------------------------------------------------------- failures
 
 
@@ -267,6 +284,18 @@ def test_work_goes_on_after_an_abort_once_everything_was_written_anew(
         job.lane.synchronize()
         job.plain.step()
         job.check()
+
+
+def test_an_aborted_iteration_leaves_nothing_to_the_next(job: Job) -> None:
+    work = job.work(0)
+    now = CpuGateway(CPU).current_stream().record()
+    work.ready[-1] = now
+    job.lane.offer(work, complete=False)
+    job.optimizer.synchronize()
+    assert 0 < len(job.lane._left) < len(job.lane.buckets)
+    job.lane.abort()
+
+    assert len(job.offer_all(job.work(1))) == len(job.lane.buckets)
 
 
 def test_a_failure_of_one_bucket_does_not_write_later_ones(
