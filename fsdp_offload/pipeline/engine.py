@@ -237,7 +237,13 @@ class Segment:
                 records[largest.slices[0].entry.index].fqn,
             )
         slots = [self.gateway.allocate(slot_bytes) for _ in range(count)]
-        lane = StreamedLane(self.gateway, self.update, slots, prefetches=prefetches)
+        lane = StreamedLane(
+            self.gateway,
+            self.update,
+            slots,
+            prefetches=prefetches,
+            shares_link=any(section.first.lane == "host" for section in sections),
+        )
         lane.buckets = [
             StreamedBucket(
                 optimizer, layout, bucket, records, arena, slots[i % count], self.scratch

@@ -79,7 +79,7 @@ class HostLane:
         self._driver: Worker | None = None  # from the first offer on
         self._cast = gateway.stream("host_cast")
         self._d2h = gateway.stream("host_d2h")
-        self._h2d = gateway.upload_stream("host_h2d")
+        self._h2d = gateway.bulk_stream("host_h2d")
         self._under_way: deque[_Passage] = deque()
         self._waited: set[Event] = set()  # of one iteration: the cast stream is behind them
         self._waited_in: weakref.ref[Work] | None = None
@@ -331,7 +331,7 @@ class HostLane:
     def _return(self, passage: _Passage) -> Event:
         if (read := self.staging.parameter_read) is not None:
             self._h2d.wait(read)
-        self._h2d.upload(passage.bucket.landing, passage.bucket.returning)
+        self._h2d.copy(passage.bucket.landing, passage.bucket.returning)
         self._cast.wait(self._h2d.record())
         self._cast.launch(passage.bucket.write_shards, passage.gradients)
         written = self.staging.parameter_read = self._cast.record()
