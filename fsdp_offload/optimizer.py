@@ -37,16 +37,15 @@ from .errors import (
     DeviceError,
     LaneError,
     SpentGradientError,
-    StateSchemaError,
 )
-from .groups import find_groups
 from .health import Health
-from .overlap import Overlap
+from .overlap import Overlap, make_overlap
 from .pipeline import state as state_io
 from .pipeline.engine import Segment
+from .pipeline.gradients import count_empty_shards, gradient_of
 from .pipeline.inventory import Inventory, Member
 from .pipeline.records import MasterForm, Record, Snapshot, Work
-from .pipeline.schema import check_supported, is_torch_class, works_on_matrices
+from .pipeline.schema import check_supported
 from .pipeline.shadow import step_idle_groups
 from .plan import Plan
 from .report import Statistics, gather
@@ -130,7 +129,7 @@ class HybridDeviceOptimizer(Optimizer):
             optimizer, models, self._config, self._gateway.device, saved=plan
         )
         try:
-            self._overlap = self._make_overlap(models)
+            self._overlap = make_overlap(self, optimizer, models, self._config, self._gateway)
             self._extend(self._inventory.trainable())
             self._take_over()
         except BaseException:
@@ -196,8 +195,8 @@ class HybridDeviceOptimizer(Optimizer):
         work.grow(len(self._records))
         for record in self._records:
             if work.ready[record.index] is None:
-                work.gradients[record.index] = self._gradient(record)
-        self._count_empty_shards(work.gradients)
+                work.gradients[record.index] = gradient_of(record)
+        count_empty_shards(self._records, self._never_have_gradients, work.gradients)
         work.snapshot.clip, self._clip = self._clip, None
         return work
 
@@ -214,19 +213,6 @@ class HybridDeviceOptimizer(Optimizer):
         work.grow(len(self._records))
         return work
 
-    def _gradient(self, record: Record) -> Tensor | None:
-        """1-D, contiguous; refused where the shard is not where it was."""
-        gradient = shards.gradient_shard(record.parameter, record.fqn, record.info.local_shape)
-        if gradient is None:
-            return None
-        if shards.address(record.parameter) != record.address:
-            raise StateSchemaError(
-                f"shard of {record.fqn}",
-                reason="its memory was replaced after wrapping, and updates are in place",
-                remedy="wrap the optimizer after the model has been moved or re-sharded",
-            )
-        return gradient.view(-1)
-
     def failing(self, what: str) -> contextlib.AbstractContextManager[None]:
         """An exception inside makes the optimizer failed and is raised as :class:`LaneError`."""
         return self._health.failing(what, self._drain_quietly)
@@ -235,7 +221,7 @@ class HybridDeviceOptimizer(Optimizer):
         """In backward: gradients of ``records`` are final after ``reduced``; update with them."""
         self._health.check()
         assert self._overlap is not None
-        gradients = [(record, self._gradient(record)) for record in records]
+        gradients = [(record, gradient_of(record)) for record in records]
         # Where there is none now, it is decided at step() that there is none.
         taken = [(record, gradient) for record, gradient in gradients if gradient is not None]
         if not taken:
@@ -263,21 +249,6 @@ class HybridDeviceOptimizer(Optimizer):
         self._overlap.close(work, self._segments)
         if self._optimizer_step_post_hooks or _global_optimizer_post_hooks:
             self._drain()  # they may read parameters
-
-    def _count_empty_shards(self, gradients: list[Tensor | None]) -> None:
-        """Let ``step`` of a parameter advance on the ranks that hold nothing of it too.
-
-        FSDP2 gives empty shards an empty gradient, Megatron-FSDP gives them none. Their ``step``
-        would stay behind that of the other ranks, and a checkpoint takes it from any rank.
-        """
-        if not self._never_have_gradients:
-            return
-        held = [r.index for r in self._records if r.info.local_numel]
-        if held and all(gradients[index] is None for index in held):
-            return  # a step without any gradient
-        for record in self._never_have_gradients:
-            if gradients[record.index] is None:
-                gradients[record.index] = shards.local(record.parameter).reshape(-1)
 
     def _write_back(self, snapshot: Snapshot) -> None:
         """What a class of the user's own changed in its groups and attributes, once."""
@@ -643,31 +614,6 @@ class HybridDeviceOptimizer(Optimizer):
             shown[parameter] = segment.native.state[parameter]  # type: ignore[union-attr]
             shown[parameter].update(frozen.get(parameter, {}))
         return shown
-
-    def _make_overlap(self, models: Sequence[nn.Module]) -> Overlap | None:
-        """None where ``step()`` waits for everything.
-
-        Raises:
-            ConfigError: there is nothing that the updates could be hidden under.
-        """
-        mode = self._config.overlap
-        if mode == "step":
-            return None
-        groups = find_groups(models)
-        if not groups:
-            raise ConfigError(
-                f"overlap={mode!r} without an FSDP2 module in model=",
-                reason="each FSDP2 module waits for its own parameters, and there is none",
-                remedy='call fully_shard and pass model=, or use overlap="step"',
-            )
-        if not is_torch_class(self._inner) or works_on_matrices(self._inner):
-            raise ConfigError(
-                f"overlap={mode!r} with {type(self._inner).__name__}",
-                reason="only element-wise classes of torch.optim can be updated piece by piece, "
-                "beside other work",
-                remedy='use overlap="step"',
-            )
-        return Overlap(self, groups, self._gateway, in_backward=mode == "backward")
 
     def accumulate(self) -> contextlib.AbstractContextManager[None]:
         """Inside, backward passes only add to ``.grad``: for all micro-batches but the last.

@@ -19,12 +19,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from .config import OffloadConfig
 from .device import Event, Gateway, Stream, TimedEvent
-from .groups import Group
+from .errors import ConfigError
+from .groups import Group, find_groups
 from .pipeline.engine import Segment
 from .pipeline.records import Record, Work
+from .pipeline.schema import is_torch_class, works_on_matrices
 from .pipeline.streamed import Mark, best_ms_per_byte
 from .plan.order import assumed_ready_ms
 from .spent import SpentGradient, is_spent, spent_error
@@ -292,3 +296,36 @@ class Overlap:
 def _call_all(calls: Sequence[Callable[[], None]]) -> None:
     for call in calls:
         call()
+
+
+def make_overlap(
+    owner: Owner,
+    inner: Optimizer,
+    models: Sequence[nn.Module],
+    config: OffloadConfig,
+    gateway: Gateway,
+) -> Overlap | None:
+    """What ``config.overlap`` asks for; None where ``step()`` waits for everything.
+
+    Raises:
+        ConfigError: there is nothing that the updates could be hidden under, or ``inner`` cannot
+            be updated piece by piece.
+    """
+    mode = config.overlap
+    if mode == "step":
+        return None
+    groups = find_groups(models)
+    if not groups:
+        raise ConfigError(
+            f"overlap={mode!r} without an FSDP2 module in model=",
+            reason="each FSDP2 module waits for its own parameters, and there is none",
+            remedy='call fully_shard and pass model=, or use overlap="step"',
+        )
+    if not is_torch_class(inner) or works_on_matrices(inner):
+        raise ConfigError(
+            f"overlap={mode!r} with {type(inner).__name__}",
+            reason="only element-wise classes of torch.optim can be updated piece by piece, "
+            "beside other work",
+            remedy='use overlap="step"',
+        )
+    return Overlap(owner, groups, gateway, in_backward=mode == "backward")

@@ -18,7 +18,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from fsdp_offload import HybridDeviceOptimizer, optimizer
+from fsdp_offload import HybridDeviceOptimizer, overlap
 from fsdp_offload.device import Event, Gateway, Stream
 from fsdp_offload.groups import Watcher
 
@@ -80,7 +80,7 @@ class Played:
 
     def wrap(self, inner: torch.optim.Optimizer, **settings: Any) -> HybridDeviceOptimizer:
         """A wrapper that sees these groups."""
-        with mock.patch.object(optimizer, "find_groups", return_value=self.groups):
+        with mock.patch.object(overlap, "find_groups", return_value=self.groups):
             return HybridDeviceOptimizer(inner, **settings)
 
     @property
