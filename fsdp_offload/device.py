@@ -144,10 +144,10 @@ class Stream(Protocol):
         ...
 
 
-class UploadStream(Stream, Protocol):
-    """A stream for bulk copies from host to device."""
+class BulkStream(Stream, Protocol):
+    """A stream for bulk copies between host and device, in one direction."""
 
-    def upload(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
         """Copy each source into its target: 1-D, uint8, of equal length, at most about
         ``CHUNK_BYTES`` each, in order."""
         ...
@@ -181,8 +181,8 @@ class Gateway(Protocol):
         """A new stream; ``name`` is for traces and the simulator."""
         ...
 
-    def upload_stream(self, name: str) -> UploadStream:
-        """A new stream for bulk copies from host to device."""
+    def bulk_stream(self, name: str) -> BulkStream:
+        """A new stream for bulk copies, among which small ones of others get through."""
         ...
 
     def current_stream(self) -> Stream:
@@ -254,7 +254,7 @@ class _TakingTurns(_AcceleratorStream):
         self._raws, self._turn = raws, 0
         self._ends = [module.Event() for _ in raws]  # of the last chunk on each, recorded anew
 
-    def upload(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
         raws, ends, turn = self._raws, self._ends, self._turn
         count = len(raws)
         for target, source in zip(targets, sources, strict=True):
@@ -321,7 +321,7 @@ class AcceleratorGateway:
     def stream(self, name: str) -> Stream:
         return _AcceleratorStream(self._module.Stream(device=self.device), self._module, name)
 
-    def upload_stream(self, name: str) -> UploadStream:
+    def bulk_stream(self, name: str) -> BulkStream:
         raws = [self._module.Stream(device=self.device) for _ in range(3)]
         return _TakingTurns(raws, self._module, name)
 
@@ -380,7 +380,7 @@ class _CpuStream:
     def launch(self, fn: Callable[..., None], *operands: Any) -> None:
         fn(*operands)
 
-    def upload(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
         copy_all(targets, sources)
 
     def wait(self, event: Event) -> None:
@@ -408,7 +408,7 @@ class CpuGateway:
     def stream(self, name: str) -> Stream:
         return _CpuStream(name)
 
-    def upload_stream(self, name: str) -> UploadStream:
+    def bulk_stream(self, name: str) -> BulkStream:
         return _CpuStream(name)
 
     def current_stream(self) -> Stream:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -69,13 +69,10 @@ class Group:
             "wait_for_unshard": self._wait_for_unshard,
             "post_backward": self._post_backward,
         }
-        before = {name: self._raw.__dict__.get(name) for name in methods}
-        installed = {
-            name: functools.partial(method, find, index, gateway, getattr(self._raw, name))
-            for name, method in methods.items()
-        }
-        self._raw.__dict__.update(installed)
-        return functools.partial(_unwatch, weakref.ref(self._raw), installed, before)
+        for name, method in methods.items():
+            original = getattr(self._raw, name)
+            self._raw.__dict__[name] = functools.partial(method, find, index, gateway, original)
+        return functools.partial(_unwatch, weakref.ref(self._raw), find, tuple(methods))
 
     # ------------------------------------------------------------------ the replaced methods
 
@@ -123,7 +120,11 @@ class Group:
             return
         has_new = self._has_new_gradients()
         if has_new:
-            watcher.before_reduce(index)
+            try:
+                watcher.before_reduce(index)
+            except BaseException:
+                self._drop_new_gradients()
+                raise
         original(*unused)
         if has_new and self._reduces():
             event = self._raw._post_reduce_event  # None on the CPU, where nothing is late
@@ -153,6 +154,13 @@ class Group:
                 return True
         return False
 
+    def _drop_new_gradients(self) -> None:
+        """This backward is given up: the next one must not add to what it has left."""
+        for fsdp_param in self._raw.fsdp_params:
+            fsdp_param.unsharded_accumulated_grad = None
+            if (unsharded := getattr(fsdp_param, "_unsharded_param", None)) is not None:
+                unsharded.grad = None
+
     def _reduces(self) -> bool:
         """Whether this backward is the one after which nothing is added any more."""
         raw = self._raw
@@ -161,19 +169,24 @@ class Group:
 
 
 def _unwatch(
-    find: Callable[[], Any], installed: Mapping[str, Callable[..., None]], before: Mapping[str, Any]
+    find_raw: Callable[[], Any], find_watcher: Callable[[], Any], names: Iterable[str]
 ) -> None:
-    """Put the methods back, unless somebody has replaced ours since: then it just passes on."""
-    raw = find()
+    """Put the methods back, unless somebody has replaced ours since: then it just passes on.
+
+    Whoever is to call this must not keep the group alive, nor what its modules refer to.
+    """
+    raw = find_raw()
     if raw is None:
         return
-    for name, method in installed.items():
-        if raw.__dict__.get(name) is not method:
+    for name in names:
+        method = raw.__dict__.get(name)
+        if not isinstance(method, functools.partial) or find_watcher not in method.args[:1]:
             continue
-        if before[name] is None:
+        original = method.args[-1]
+        if getattr(original, "__self__", None) is raw:
             del raw.__dict__[name]
-        else:
-            raw.__dict__[name] = before[name]
+        else:  # of another watcher
+            raw.__dict__[name] = original
 
 
 def find_groups(models: Iterable[nn.Module]) -> list[Group]:

@@ -77,4 +77,6 @@ class Health:
             if not isinstance(error, Exception):
                 raise
             reason = str(error) if isinstance(error, OffloadError) else repr(error)
+            if isinstance(error, LaneError):  # of a lane's own threads: the remedy is the same
+                reason = f"{error.what}: {error.reason}"
             raise LaneError(f"{what} failed", reason=reason, remedy=_START_OVER) from error

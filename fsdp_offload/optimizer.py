@@ -206,7 +206,8 @@ class HybridDeviceOptimizer(Optimizer):
         self._adopt_writes()
         self._inventory.check_schemas(self._records)
         if self._overlap is not None:
-            self._overlap.begin()
+            with self.failing("an update of the step before"):
+                self._overlap.begin()
         host = any(segment.host is not None for segment in self._segments)
         snapshot = Snapshot.take(self._inner, self.param_groups, host=host)
         work = Work([], snapshot)
@@ -234,15 +235,21 @@ class HybridDeviceOptimizer(Optimizer):
         """In backward: gradients of ``records`` are final after ``reduced``; update with them."""
         self._health.check()
         assert self._overlap is not None
+        gradients = [(record, self._gradient(record)) for record in records]
+        # Where there is none now, it is decided at step() that there is none.
+        taken = [(record, gradient) for record, gradient in gradients if gradient is not None]
+        if not taken:
+            return
         work = self._overlap.work
         if work is None:
             work = self._overlap.work = self._begin()
+            start = self._gateway.current_stream().record()
+            for segment in self._segments:
+                segment.begin(start)
         with self.failing("backward()"):
-            for record in records:
-                gradient = self._gradient(record)
-                if gradient is not None:  # else it is decided at step() that there is none
-                    work.gradients[record.index] = gradient
-                    work.ready[record.index] = reduced
+            for record, gradient in taken:
+                work.gradients[record.index] = gradient
+                work.ready[record.index] = reduced
             self._overlap.spend(records)
             for segment in self._segments:
                 segment.offer(work)
@@ -316,6 +323,7 @@ class HybridDeviceOptimizer(Optimizer):
         """Add a group as torch does; its state is reserved at once."""
         if self._built:
             self._health.check()
+            self._refuse_if_taken("add_param_group() before step()")
         super().add_param_group(param_group)
         if not self._built:
             return
@@ -335,17 +343,23 @@ class HybridDeviceOptimizer(Optimizer):
         """
         if self._overlap is not None:
             if self._overlap.has_taken:
-                raise SpentGradientError(
-                    "zero_grad() before step()",
-                    reason="parameters were updated with these gradients in backward",
-                    remedy='call step() first; overlap="forward" can skip an update',
-                )
+                self._health.check()
+            self._refuse_if_taken("zero_grad() before step()")
             self._overlap.clear_spent()
         self._clip = None
         super().zero_grad(set_to_none)
         for group in self.param_groups:
             for parameter in group["params"]:
                 shards.clear_decoupled_gradient(parameter)
+
+    def _refuse_if_taken(self, what: str) -> None:
+        """Refuse what would leave an iteration that has begun in backward half done."""
+        if self._overlap is not None and self._overlap.has_taken:
+            raise SpentGradientError(
+                what,
+                reason="parameters were updated with these gradients in backward",
+                remedy='call step() first; overlap="forward" can skip an update',
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's: integer ids and live tensors, which the plain optimizer accepts.
@@ -747,6 +761,7 @@ class HybridDeviceOptimizer(Optimizer):
         if self._overlap is not None:
             self._overlap.unwatch()
             self._overlap.clear_spent()
+            self._overlap = None  # hooks that others have wrapped pass on from here
         for segment in self._segments:
             segment.close()
         self._segments.clear()

@@ -48,6 +48,10 @@ class Owner(Protocol):
         """Their gradients are final after ``reduced``: update what is complete."""
         ...
 
+    def check_usable(self) -> None:
+        """Raise where an update has failed."""
+        ...
+
 
 @dataclass(eq=False)
 class Gate:
@@ -56,7 +60,8 @@ class Gate:
     group: Group | None  # None: the parameters that no group holds
     records: list[Record] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
-    held: list[Tensor] = field(default_factory=list)  # gradients that the updates read
+    held: list[object] = field(default_factory=list)  # what the updates read
+    is_asked: bool = False  # somebody waits, or has waited, for the events
     rank: int = 0  # when the forward came here, compared with other gates
     reduced: TimedEvent | None = None  # when this backward's gradients were there
 
@@ -185,8 +190,10 @@ class Overlap:
                 for event in events:
                     current.wait(event)
                 continue
-            gate.events = events
-            gate.held = [g for r in gate.records if (g := work.gradients[r.index]) is not None]
+            gate.events, gate.is_asked = events, False
+            # The snapshot too: its tensors (learning rate, clipping) are of the caller's stream.
+            gradients = (work.gradients[r.index] for r in gate.records)
+            gate.held = [work.snapshot, *(g for g in gradients if g is not None)]
             self.spend(gate.records)
         self.work, self._passed = None, 0
         self._steps += 1
@@ -240,23 +247,25 @@ class Overlap:
             for record in gate.records:
                 by_record[record.index], ranks[record.index] = ready, gate.rank
         for segment in segments:
-            segment.reorder(by_record, ranks, ms_per_byte)
+            if not segment.has_begun:
+                segment.reorder(by_record, ranks, ms_per_byte)
 
     # ------------------------------------------------------------------ Watcher
 
     def before_gather(self, index: int, stream: Stream) -> None:
         """See :class:`.groups.Watcher`."""
-        owner = self._find_owner()
-        if owner is None or not self.gates[index].events:
+        owner, gate = self._find_owner(), self.gates[index]
+        gate.is_asked = True
+        if owner is None or not gate.events:
             return
         with owner.failing("forward()"):  # of the host lane's thread
-            for event in self.gates[index].events:
+            for event in gate.events:
                 stream.wait(event)
 
     def after_gather(self, index: int) -> None:
         """See :class:`.groups.Watcher`."""
         gate = self.gates[index]
-        if gate.events:
+        if gate.events and gate.is_asked:  # else the gather began before the updates did
             gate.rank = self._passed
             self._passed += 1
             self._open(gate)
@@ -265,11 +274,13 @@ class Overlap:
         """See :class:`.groups.Watcher`."""
         for record in self.gates[index].records:
             if is_spent(record.parameter.grad):
+                if (owner := self._find_owner()) is not None:
+                    owner.check_usable()
                 raise spent_error("another backward()", record.fqn)
 
     def after_reduce(self, index: int, reduced: Event, stream: Stream) -> None:
         """See :class:`.groups.Watcher`."""
-        if not self._in_backward or self._accumulating:
+        if not self._in_backward or self._accumulating or not self.gates[index].records:
             return
         if self._steps + 1 in REORDER_AFTER:
             self.gates[index].reduced = stream.record_timed()

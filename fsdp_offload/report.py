@@ -28,7 +28,7 @@ class Statistics:
     pin_seconds: float
     """Seconds that touching and page-locking it took."""
     staging_bytes: int
-    """Device memory of slots, scratch and staging rings."""
+    """Device memory of slots (those for prefetching too), scratch and staging rings."""
     buckets: int
     """Units of update per step."""
     moved_bytes: int

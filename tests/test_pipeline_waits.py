@@ -19,10 +19,9 @@ and memory of the arena, which the simulator never gives to anybody else.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -31,19 +30,25 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_offload import HybridDeviceOptimizer, TransferConfig
-from fsdp_offload.device import CpuGateway, Event, gateway_for, use_gateway
-from fsdp_offload.pipeline import engine, host
+from fsdp_offload.device import CpuGateway, gateway_for, use_gateway
 from fsdp_offload.pipeline.records import Work
-from fsdp_offload.pipeline.worker import Calls, Ticket
-from fsdp_offload.testing import ADVERSARIES, StreamSimulator
-from fsdp_offload.testing.simulator import SimulatedEvent, SimulatedStream
+from fsdp_offload.testing import ADVERSARIES
+from tests.waits import (
+    CPU,
+    NOTHING,
+    Call,
+    Order,
+    Simulator,
+    Skip,
+    adversaries,
+    be_lazy,
+    same,
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-CPU = torch.device("cpu")
 FP32, BF16 = torch.float32, torch.bfloat16
 NUMELS = (700, 64, 500, 130, 1000)
 ADDED_NUMELS = (1300, 300)
-HOST = -1  # stands where the index of a stream does, for waits of the host
 
 
 # --------------------------------------------------------------------------- what is run
@@ -183,204 +188,9 @@ def expected_of(scene: Scenario) -> list[Tensor]:
         return train(scene)
 
 
-def same(found: list[Tensor], expected: list[Tensor]) -> bool:
-    """Whether all bits agree; NaNs of the same pattern are equal."""
-    as_integers = {2: torch.int16, 4: torch.int32}
-    return all(
-        torch.equal(a.view(as_integers[a.itemsize]), b.view(as_integers[b.itemsize]))
-        for a, b in zip(found, expected, strict=True)
-    )
-
-
-# --------------------------------------------------------------------------- a lazy host thread
-
-
-class LazyTicket(Ticket):
-    """Its calls run when it is waited for."""
-
-    def __init__(self, worker: LazyWorker) -> None:
-        super().__init__()
-        self._worker = worker
-
-    def join(self, alive: Callable[[], bool] = lambda: True) -> None:
-        if self._worker.run(self):
-            assert self._done.is_set(), "a call was announced and never submitted"
-
-
-class LazyWorker:
-    """The host threads of a busy machine: a call runs only when somebody waits for it.
-
-    Args:
-        skip: index among the waits for calls that had not run yet; this one is ignored.
-    """
-
-    def __init__(self, skip: int) -> None:
-        self._pending: list[tuple[Ticket, Callable[..., Calls | None], tuple[Any, ...]]] = []
-        self._skip = skip
-        self.n_waits = 0
-
-    def submit(self, fn: Callable[..., Calls | None], *args: Any) -> Ticket:
-        ticket = LazyTicket(self)
-        self._pending.append((ticket, fn, args))
-        return ticket
-
-    def run(self, ticket: Ticket) -> bool:
-        """Run the ticket's call and those that it returns. False: the wait was ignored."""
-        mine = [item for item in self._pending if item[0] is ticket]
-        if not mine:
-            return True
-        self.n_waits += 1
-        if self._skip == self.n_waits - 1:
-            return False
-        self._pending.remove(mine[0])
-        _, fn, args = mine[0]
-        for call in fn(*args) or ():
-            call()
-        ticket.finish(None)
-        return True
-
-    def alive(self) -> bool:
-        return True
-
-    def stop(self) -> None:
-        self._pending.clear()
-
-
-# --------------------------------------------------------------------------- order of the calls
-
-Clock = dict[int, int]
-"""Per stream, how many of its launches have run."""
-
-
-@dataclass
-class Call:
-    """One call on a stream, or a wait of the host."""
-
-    kind: str  # "launch", "wait", "sync"
-    stream: int
-    position: int = 0  # entries of the stream after it
-    event: tuple[int, int] = (HOST, 0)  # stream and position
-
-
-@dataclass
-class Order:
-    """What must have run before what, from the calls that were made."""
-
-    calls: list[Call] = field(default_factory=list)
-
-    def waits(self) -> list[Call]:
-        return [call for call in self.calls if call.kind == "wait"]
-
-    def implied(self, without: int) -> bool:
-        """Whether the wait with this number (among waits) orders nothing that was not ordered.
-
-        That is so if the next launch on its stream comes after all that the event stands for
-        without it, too, or if no launch follows.
-        """
-        clocks: dict[int, Clock] = defaultdict(dict)
-        history: dict[int, list[tuple[int, Clock]]] = defaultdict(list)
-        removed, stands_for = self.waits()[without], Clock()
-        seen = False
-        for call in self.calls:
-            clock = clocks[call.stream]
-            if call.kind == "launch":
-                if seen and call.stream == removed.stream:
-                    return all(clock.get(s, 0) >= count for s, count in stands_for.items())
-                _join(clock, clocks[HOST])
-                clock[call.stream] = clock.get(call.stream, 0) + 1
-            else:
-                event = _at(history[call.event[0]], call.event[1])
-                if call is removed:
-                    seen, stands_for = True, event
-                else:  # after a wait of the host, all later calls come after
-                    for each in clocks.values() if call.kind == "sync" else (clock,):
-                        _join(each, event)
-            history[call.stream].append((call.position, dict(clock)))
-        return True
-
-
-def _join(clock: Clock, other: Clock) -> None:
-    for stream, count in other.items():
-        clock[stream] = max(clock.get(stream, 0), count)
-
-
-def _at(history: list[tuple[int, Clock]], position: int) -> Clock:
-    """Everything that has run when a stream's entries have run up to the position."""
-    return next((clock for reached, clock in reversed(history) if reached <= position), {})
-
-
-# --------------------------------------------------------------------------- the simulator
-
-Skip = tuple[str, int]
-"""Kind of wait ("wait", "sync", "ticket" or "drain") and its number among those."""
-NOTHING: Skip = ("nothing", -1)
-
-
-class Simulator(StreamSimulator):
-    """Also notes the order of calls, has a lazy host thread, can ignore the host's wait for a
-    whole stream, and gives out memory that the caller's stream still writes to."""
-
-    def __init__(self, policy: str, skip: Skip = NOTHING, *, inline_current: bool = False) -> None:
-        kind, index = self.skip = skip
-        super().__init__(
-            policy,
-            skip_wait=index if kind == "wait" else None,
-            skip_sync=index if kind == "sync" else None,
-            inline_current=inline_current,
-        )
-        self._current.__class__ = CountedStream
-        self.order = Order()
-        self.drain_log: list[str] = []
-        self.worker = LazyWorker(index if kind == "ticket" else -1)
-
-    def allocate(self, n_bytes: int) -> Tensor:
-        memory = super().allocate(n_bytes)
-        self.current_stream().launch(_scribble, memory)  # by its last owner
-        return memory
-
-    def stream(self, name: str) -> SimulatedStream:
-        made = super().stream(name)
-        made.__class__ = CountedStream
-        return made
-
-    def _launch(self, stream: SimulatedStream, fn: Any, operands: tuple[Any, ...]) -> None:
-        super()._launch(stream, fn, operands)
-        self.order.calls.append(Call("launch", stream.index, stream.n_enqueued))
-
-    def _wait(self, stream: SimulatedStream, event: Event) -> None:
-        super()._wait(stream, event)
-        assert isinstance(event, SimulatedEvent)
-        at = (event.stream.index, event.position)
-        self.order.calls.append(Call("wait", stream.index, stream.n_enqueued, at))
-
-    def _synchronize(self, event: SimulatedEvent) -> None:
-        super()._synchronize(event)
-        self.order.calls.append(Call("sync", HOST, 0, (event.stream.index, event.position)))
-
-
-class CountedStream(SimulatedStream):
-    """A stream whose ``synchronize`` is counted."""
-
-    def synchronize(self) -> None:
-        simulator = self.simulator
-        assert isinstance(simulator, Simulator)
-        simulator.drain_log.append(self.name)
-        if simulator.skip != ("drain", len(simulator.drain_log) - 1):
-            super().synchronize()
-            simulator.order.calls.append(Call("sync", HOST, 0, (self.index, self.n_enqueued)))
-
-
-def _scribble(memory: Tensor) -> None:
-    memory.fill_(0xFF)  # NaN
-
-
 @pytest.fixture(autouse=True)
 def _lazy_host_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "InlineWorker", lambda: gateway_for(CPU).worker)  # type: ignore[attr-defined]
-    # Many more buckets than buffers, and several units of work in each.
-    monkeypatch.setattr(engine, "HOST_BUCKET_FACTOR", 1)
-    monkeypatch.setattr(engine, "HOST_DEPTH", 2)
-    monkeypatch.setattr(host, "UNIT_NUMEL", 128)
+    be_lazy(monkeypatch)
 
 
 def simulate(
@@ -394,15 +204,6 @@ def shows(scene: Scenario, policy: str, skip: Skip) -> bool:
     """Whether the missing wait is noticed under this policy."""
     found, simulator = simulate(scene, policy, skip)
     return bool(simulator.late_uses) or not same(found, expected_of(scene))
-
-
-def adversaries(skip: Skip, order: Order) -> list[str]:
-    """All policies, those first that are likely to show this missing wait."""
-    likely = ["lazy", "immediate"]
-    if skip[0] == "wait":
-        call = order.waits()[skip[1]]
-        likely = [f"immediate:{call.stream}", f"lag:{call.event[0]}", *likely]
-    return list(dict.fromkeys((*likely, *ADVERSARIES)))
 
 
 @cache

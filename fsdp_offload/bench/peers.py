@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.optim import AdamW
@@ -82,7 +83,13 @@ def _cpu_offload(case: Case, job: Job, device: torch.device) -> Trainer:
 
 def _torchao(case: Case, job: Job, device: torch.device) -> Trainer:
     optim = importlib.import_module("torchao.optim")
-    model = sharded_model(job, device)
+    model = unsharded_model(job, device)  # it knows no DTensors
+    if dist.get_world_size() > 1:
+        raise ConfigError(
+            f"torchao on {dist.get_world_size()} ranks",
+            reason="its CPUOffloadOptimizer is for one GPU",
+            remedy="leave the row out",
+        )
     optimizer = optim.CPUOffloadOptimizer(model.parameters(), AdamW, fused=True, lr=job.lr)
     return _ThreadedTrainer(model, optimizer)
 

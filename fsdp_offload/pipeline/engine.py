@@ -21,7 +21,7 @@ from ..plan.layout import align
 from ..plan.order import Job, deadline_order, ring_size
 from .bucket import BucketUpdate, Scratch
 from .cores import thread_setup
-from .host import HostBucket, HostStaging
+from .host import HostBucket, HostStaging, HostStagingSizes, ring_depth
 from .host_lane import HostLane
 from .native import NativeUpdate
 from .records import MasterForm, Record, Work
@@ -33,7 +33,7 @@ from .worker import InlineWorker, ThreadPool, Worker
 _log = logging.getLogger("fsdp_offload")
 
 HOST_DEPTH = 6
-"""Gradient buffers of the host lane in host memory: one arrives, the others keep threads busy."""
+"""Least number of gradient buffers of the host lane in host memory."""
 HOST_BUCKET_FACTOR = 2
 """Host buckets are that much larger: each costs a hand-over between threads."""
 DEFAULT_DEVICE_BYTES = 256 << 20
@@ -117,10 +117,12 @@ class Segment:
         self.host_bytes = max((s.layout.arena_stop for s in away), default=0)
         self.payload_bytes = sum(s.layout.payload_bytes for s in away)
         host = [s for s in sections if s.first.lane == "host"]
-        staging_numel_bytes, shard_bytes = _host_staging_bytes(host)
-        staging_bytes = HostStaging.host_bytes(staging_numel_bytes, HOST_DEPTH) if host else 0
+        threads = host_threads(config) if host else 1
+        # A class of the user's own may keep what its instances share: one thread at a time.
+        pool = (threads, 1) if is_torch_class(optimizer) else (1, threads)
+        sizes = _host_staging_sizes(host, pool[0])
         check_host_budget(
-            self.host_bytes + staging_bytes,
+            self.host_bytes + (sizes.host_bytes if host else 0),
             local_ranks=local_ranks(),
             budget_bytes=None if transfer.host_budget is None else int(transfer.host_budget),
         )
@@ -139,10 +141,10 @@ class Segment:
             self.resident = self._resident(optimizer, sections, records)
             self.streamed = self._streamed(optimizer, sections, records, arena)
             if host:
-                ring = self._arena(staging_bytes, show_progress=False)
-                self.host = self._host(
-                    optimizer, host, records, arena, ring, staging_numel_bytes, shard_bytes
+                staging = HostStaging(
+                    gateway, self._arena(sizes.host_bytes, show_progress=False), sizes
                 )
+                self.host = self._host(optimizer, host, records, arena, staging, pool)
             self.native = NativeUpdate(optimizer, natives) if natives else None
             # Slots and scratch may be memory that pending work of the caller's stream still
             # uses: the allocator orders reuse on that stream only.
@@ -235,7 +237,13 @@ class Segment:
                 records[largest.slices[0].entry.index].fqn,
             )
         slots = [self.gateway.allocate(slot_bytes) for _ in range(count)]
-        lane = StreamedLane(self.gateway, self.update, slots, prefetches=prefetches)
+        lane = StreamedLane(
+            self.gateway,
+            self.update,
+            slots,
+            prefetches=prefetches,
+            shares_link=any(section.first.lane == "host" for section in sections),
+        )
         lane.buckets = [
             StreamedBucket(
                 optimizer, layout, bucket, records, arena, slots[i % count], self.scratch
@@ -251,18 +259,11 @@ class Segment:
         sections: list[Section],
         records: list[Record],
         arena: HostArena,
-        ring: HostArena,
-        numel_bytes: int,
-        shard_bytes: int,
+        staging: HostStaging,
+        pool: tuple[int, int],
     ) -> HostLane:
-        threads = host_threads(self.config)
-        # A class of the user's own may keep what its instances share: one thread at a time.
-        pool = (threads, 1) if is_torch_class(optimizer) else (1, threads)
         setup = thread_setup(self.gateway, bind=self.config.transfer.bind_threads)
         self.worker = ThreadPool(*pool, setup) if self.gateway.has_threads else InlineWorker()
-        staging = HostStaging(
-            self.gateway, ring, numel_bytes=numel_bytes, depth=HOST_DEPTH, shard_bytes=shard_bytes
-        )
         lane = HostLane(self.gateway, staging, self.worker, setup)
         pairs = [(s.layout, bucket) for s in sections for bucket in s.layout.buckets]
         lane.buckets = [
@@ -272,6 +273,16 @@ class Segment:
         return lane
 
     # ------------------------------------------------------------------ running
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a bucket of an iteration that has not ended was updated, or is about to be."""
+        return self.streamed is not None and self.streamed.has_begun
+
+    def begin(self, start: Event) -> None:
+        """No update of the iteration runs before ``start``: what it reads besides gradients, such
+        as a learning rate on the device, is there."""
+        self.update.wait(start)
 
     def offer(self, work: Work) -> None:
         """More gradients are there: enqueue the buckets that have all of theirs, in order."""
@@ -443,13 +454,26 @@ class Segment:
         self.scratch = Scratch(torch.empty(0, dtype=torch.uint8))
 
 
-def _host_staging_bytes(sections: list[Section]) -> tuple[int, int]:
-    """Bytes of one gradient buffer and of one buffer of shards, aligned."""
-    compute = max(
-        (s.layout.scratch_numel * s.first.compute_dtype.itemsize for s in sections), default=0
+def _host_staging_sizes(sections: list[Section], threads: int) -> HostStagingSizes:
+    """What the buffers of the host lane have to hold.
+
+    Args:
+        sections: those of the host lane.
+        threads: that update at once.
+    """
+    layouts = [(s.layout, s.first) for s in sections]
+    numel_bytes = [x.scratch_numel * record.compute_dtype.itemsize for x, record in layouts]
+    shard_bytes = [x.scratch_numel * record.info.dtype.itemsize for x, record in layouts]
+    return HostStagingSizes(
+        align(max(numel_bytes, default=0), 256),
+        align(max(shard_bytes, default=0), 256),
+        ring_depth(
+            threads,
+            bucket_numel=min((x.scratch_numel for x, _ in layouts), default=0),
+            buckets=sum(len(x.buckets) for x, _ in layouts),
+            least=HOST_DEPTH,
+        ),
     )
-    shard = max((s.layout.scratch_numel * s.first.info.dtype.itemsize for s in sections), default=0)
-    return align(compute, 256), align(shard, 256)
 
 
 def host_threads(config: OffloadConfig) -> int:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .. import shards
-from ..device import Event, Gateway, PendingEvent
+from ..device import Event, Gateway, PendingEvent, in_chunks
 from ..memory import HostArena
 from ..plan import Bucket, Kind, Layout, Slice
 from ..plan.layout import kind_range, split
@@ -37,17 +37,47 @@ core. Half of it costs a fifth of the speed, because the calls themselves take t
 interpreter lock); twice as much leaves cores without work. A third of a default bucket."""
 
 
+@dataclass(frozen=True)
+class HostStagingSizes:
+    """How large the host lane's buffers are."""
+
+    numel_bytes: int  # the masters, or gradients, of the largest bucket
+    shard_bytes: int  # its shards
+    depth: int  # gradient buffers in host memory
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory that they take."""
+        return self.depth * self.numel_bytes + self.depth
+
+
+def ring_depth(threads: int, *, bucket_numel: int, buckets: int, least: int) -> int:
+    """Gradient buffers such that host threads never run out of work.
+
+    One arrives. The others hold one and a half times as many units as there are threads: units
+    end at different times, and a buffer is free only when all of its units have ended.
+
+    Args:
+        threads: that update at once.
+        bucket_numel: elements of a bucket.
+        buckets: how many there are; more buffers than that would stay empty.
+        least: lower bound, for the transfers.
+    """
+    units = max(1, -(-bucket_numel // UNIT_NUMEL))
+    wanted = 1 + -(-3 * threads // (2 * units))
+    return max(2, min(max(least, wanted), buckets))
+
+
 class HostStaging:
     """Buffers between device and host, shared by all host buckets."""
 
-    def __init__(
-        self, gateway: Gateway, host: HostArena, *, numel_bytes: int, depth: int, shard_bytes: int
-    ) -> None:
+    def __init__(self, gateway: Gateway, host: HostArena, sizes: HostStagingSizes) -> None:
+        numel_bytes, depth = sizes.numel_bytes, sizes.depth
         self.depth = depth
         # One of each is enough: a copy takes a fraction of the CPU's update.
         self.gradients = gateway.allocate(numel_bytes)
         self.parameters = gateway.allocate(numel_bytes)
-        self.gathered = gateway.allocate(shard_bytes)
+        self.gathered = gateway.allocate(sizes.shard_bytes)
         self.flag_memory = host.tensor(depth * numel_bytes, depth, torch.bool)
         self.host_gradients = [
             host.tensor(i * numel_bytes, numel_bytes, torch.uint8) for i in range(depth)
@@ -55,11 +85,6 @@ class HostStaging:
         self.gradient_sent: Event | None = None
         self.parameter_read: Event | None = None
         self.host_user: list[Ticket | None] = [None] * depth  # last update of a host buffer
-
-    @staticmethod
-    def host_bytes(numel_bytes: int, depth: int) -> int:
-        """Host memory that a ring takes."""
-        return depth * numel_bytes + depth
 
 
 @dataclass(frozen=True)
@@ -134,7 +159,8 @@ class HostBucket:
         # As bytes: gradients and the flag on the device and on the host, masters on both.
         self.leaving = _bytes(self.sent, self.flag)
         self.arriving = _bytes(self.received, self.host_flag)
-        self.returning, self.landing = _bytes(self.master), _bytes(self.returned)
+        self.returning = in_chunks(_bytes(self.master))
+        self.landing = in_chunks(_bytes(self.returned))
 
     def _make_units(
         self, optimizer: Optimizer, layout: Layout, records: list[Record], arena: HostArena

@@ -21,8 +21,9 @@ one thread at a time: the driver's, or the caller's if there is none.
 
 [Note: failures]
 An exception on the driver or on a host thread fails every bucket that has not returned, and those
-offered later: whoever waits for one of them, or drains the lane, gets it with its traceback. It
-stays until :meth:`HostLane.abort`, because weights and masters may be one step apart by then.
+offered later: whoever waits for one of them, or drains the lane, gets a LaneError that it is the
+cause of. It stays until :meth:`HostLane.abort`, because weights and masters may be one step apart
+by then.
 """
 
 from __future__ import annotations
@@ -78,11 +79,11 @@ class HostLane:
         self._driver: Worker | None = None  # from the first offer on
         self._cast = gateway.stream("host_cast")
         self._d2h = gateway.stream("host_d2h")
-        self._h2d = gateway.upload_stream("host_h2d")
+        self._h2d = gateway.bulk_stream("host_h2d")
         self._under_way: deque[_Passage] = deque()
         self._waited: set[Event] = set()  # of one iteration: the cast stream is behind them
         self._waited_in: weakref.ref[Work] | None = None
-        self._failure: BaseException | None = None
+        self._failure: LaneError | None = None
         self._lock = threading.Lock()  # of what both the caller and the driver look at: _promised
         self._promised: set[PendingEvent] = set()
         self._work: weakref.ref[Work] | None = None  # the iteration that has begun
@@ -192,7 +193,7 @@ class HostLane:
         """Block until all shards are written and no update is under way, even after a failure.
 
         Raises:
-            BaseException: what failed on the driver or on a host thread behind it.
+            LaneError: something failed on the driver or on a host thread behind it: its cause.
         """
         if self._driver is not None:
             self._driver.submit(self._guarded, self.flush).join(self._driver.alive)
@@ -240,12 +241,13 @@ class HostLane:
                 if self._failure is None:
                     do()
         except BaseException as error:
-            self._failure = error
+            failure = error if isinstance(error, LaneError) else _failed(error)
+            self._failure = failure
             self._under_way.clear()
             with self._lock:
                 promised, self._promised = self._promised, set()
             for written in promised:
-                written.fail(error)
+                written.fail(failure)
 
     def _return_updated(self) -> None:
         """Enqueue the way back of the buckets, in order, that have been updated."""
@@ -329,11 +331,21 @@ class HostLane:
     def _return(self, passage: _Passage) -> Event:
         if (read := self.staging.parameter_read) is not None:
             self._h2d.wait(read)
-        self._h2d.upload(passage.bucket.landing, passage.bucket.returning)
+        self._h2d.copy(passage.bucket.landing, passage.bucket.returning)
         self._cast.wait(self._h2d.record())
         self._cast.launch(passage.bucket.write_shards, passage.gradients)
         written = self.staging.parameter_read = self._cast.record()
         return written
+
+
+def _failed(error: BaseException) -> LaneError:
+    made = LaneError(
+        "an update in the host lane failed",
+        reason=repr(error),
+        remedy="load a checkpoint (model, then optimizer) or build both anew",
+    )
+    made.__cause__ = error
+    return made
 
 
 def _submit(driver: Worker, call: Callable[..., None], argument: Callable[[], None]) -> None:

@@ -206,7 +206,9 @@ class Snapshot:
                 if name == "params":
                     continue
                 if isinstance(value, Tensor):
-                    same = versions.get(name) == (id(value), value._version)
+                    same = versions.get(name) == (id(value), value._version) or (
+                        isinstance(before.get(name), Tensor) and torch.equal(value, before[name])
+                    )
                 else:
                     same = name in before and bool(before[name] == value)
                 if not same:

@@ -113,19 +113,28 @@ class StreamedLane:
         update: the stream on which updates run, shared with the resident lane.
         slots: uint8 memory, each as large as the largest bucket.
         prefetches: whether to fetch for the next iteration at the end of one.
+        shares_link: whether the host lane's copies have to get through, both ways.
     """
 
     def __init__(
-        self, gateway: Gateway, update: Stream, slots: list[Tensor], *, prefetches: bool
+        self,
+        gateway: Gateway,
+        update: Stream,
+        slots: list[Tensor],
+        *,
+        prefetches: bool,
+        shares_link: bool,
     ) -> None:
         self.slots = slots
         self.buckets: list[StreamedBucket] = []
         self.order: list[int] = []
         self._positions: list[int] = []  # of each bucket in the order
         self.prefetches = prefetches
-        self._h2d = gateway.upload_stream("h2d")
+        self._h2d = gateway.bulk_stream("h2d")
         self._update = update
-        self._d2h = gateway.stream("d2h")
+        # Alone, nobody waits for other copies towards the host, and whole spans are faster.
+        self._shared_d2h = gateway.bulk_stream("d2h") if shares_link else None
+        self._d2h: Stream = self._shared_d2h or gateway.stream("d2h")
         self._free: list[Event | None] = [None] * len(slots)
         self._arrived: list[Event | None] = [None] * len(slots)
         self._head = 0  # next position to be updated
@@ -197,7 +206,7 @@ class StreamedLane:
             slot = position % len(self.slots)
             if (free := self._free[slot]) is not None:
                 self._h2d.wait(free)
-            self._h2d.upload(bucket.into_slot, bucket.from_arena)
+            self._h2d.copy(bucket.into_slot, bucket.from_arena)
             self._arrived[slot] = self._h2d.record()
             self._fetched = position + 1
 
@@ -209,7 +218,10 @@ class StreamedLane:
         self._update.launch(bucket.update.run, gradients, work.snapshot)
         self._last = bucket.updated = self._update.record()
         self._d2h.wait(self._last)
-        self._d2h.launch(copy_all, bucket.in_arena, bucket.in_slot)
+        if self._shared_d2h is not None:
+            self._shared_d2h.copy(bucket.from_arena, bucket.into_slot)
+        else:
+            self._d2h.launch(copy_all, bucket.in_arena, bucket.in_slot)
         self._free[slot] = self._d2h.record()
         self._moved_bytes += bucket.bucket.state_bytes
         if self._head % MARK_EVERY == 0:

@@ -160,8 +160,8 @@ def make_plan(
 
 def wants_rates(candidates: Sequence[Candidate], config: OffloadConfig, *, used_bytes: int) -> bool:
     """Whether :func:`make_plan` has a choice that is worth measuring for."""
-    if config.update_on != "auto":
-        return False
+    if config.update_on != "auto" or config.overlap != "step":
+        return False  # beside forward and backward one lane is faster than two: docs/planner.md
     lanes = choose_lanes(candidates, config, used_bytes=used_bytes)
     pairs = zip(candidates, lanes, strict=True)
     return sum(c.max_local_bytes for c, lane in pairs if _can_move(c, lane)) >= MIN_BYTES

@@ -243,7 +243,7 @@ class SimulatedStream:
         """Queue ``fn`` with views equal to ``operands``."""
         self.simulator._launch(self, fn, operands)
 
-    def upload(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
         """Queue the copies as one launch."""
         self.launch(copy_all, targets, sources)
 
@@ -437,7 +437,7 @@ class StreamSimulator:
         self._streams.append(SimulatedStream(self, name, len(self._streams)))
         return self._streams[-1]
 
-    def upload_stream(self, name: str) -> SimulatedStream:
+    def bulk_stream(self, name: str) -> SimulatedStream:
         """As :meth:`stream`: one queue, which is all that its users may rely on."""
         return self.stream(name)
 

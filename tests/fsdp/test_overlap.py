@@ -2,81 +2,708 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import copy
+import functools
+import gc
+import itertools
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+import torch.utils.checkpoint
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.nn import functional as F
+from torch.nn.utils import clip_grad_norm_
 
-from fsdp_offload import HybridDeviceOptimizer, TransferConfig
+from fsdp_offload import (
+    ConfigError,
+    HybridDeviceOptimizer,
+    LaneError,
+    SpentGradientError,
+    TransferConfig,
+    checkpoint,
+)
+from fsdp_offload.pipeline.bucket import BucketUpdate
 from fsdp_offload.testing import RankPool
 from tests.fsdp import models
+from tests.fsdp.models import check, check_same, check_same_dicts, check_twins
 
-STEPS = 5
+Ranks = Callable[..., RankPool]
+STEPS = 6
+BOTH = ("forward", "backward")
+MORE = (pytest.param("forward", marks=pytest.mark.long), "backward")
+"""Where the harder one of the two stands for both."""
+MIXED = ("streamed", "host", "resident")
+FP32, BF16 = torch.float32, torch.bfloat16
 SMALL = TransferConfig(bucket_bytes=4096, slots=2, host_threads=1, prefetch_bytes=4 * 4096)
 
 
-def tokens(step: int) -> Tensor:
-    generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
-    return torch.randint(models.VOCABULARY, (4, 6), generator=generator)
-
-
 def loss_of(model: Any, step: int, skip: int | None = None) -> Tensor:
-    batch = tokens(step)
+    batch = models.tokens(step)
     logits = model(batch, skip=skip)
-    return F.cross_entropy(logits.flatten(0, 1), batch.flatten())
+    return F.cross_entropy(logits.flatten(0, 1).float(), batch.roll(1, 1).flatten())
 
 
-def build(dtype: torch.dtype, size: int) -> Any:
+def mesh_of(size: int, hybrid: bool) -> Any:
+    return models.mesh((size // 2, 2), ("replicate", "shard")) if hybrid else models.flat_mesh(size)
+
+
+def build(
+    size: int, *, dtype: torch.dtype = FP32, hybrid: bool = False, recomputes: bool = False,
+    ahead: bool = False, **options: Any,
+) -> Any:  # fmt: skip
     torch.manual_seed(0)
-    return models.shard(models.Toy().to(dtype), models.flat_mesh(size))
+    model = models.Toy().to(dtype)
+    if recomputes:
+        for index, block in enumerate(model.blocks):
+            model.blocks[index] = checkpoint_wrapper(block)
+    models.shard(model, mesh_of(size, hybrid), **options)
+    if ahead:
+        parts: list[Any] = [model, *model.blocks]
+        for first, second in itertools.pairwise(parts):
+            first.set_modules_to_forward_prefetch([second])
+    return model
 
 
-def train(model: Any, optimizer: Any, *, clip: bool, skips: bool, micro: int = 1) -> list[float]:
-    """Losses of a few steps; with ``skips`` one block has no gradient in every other one."""
-    losses = []
-    for step in range(STEPS):
-        for part in range(micro):
-            model.set_requires_gradient_sync(part == micro - 1)
-            loss = loss_of(model, micro * step + part, 1 if skips and step % 2 else None)
-            loss.backward()
-        if clip:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss))
-    return losses
+def adamw(model: nn.Module) -> torch.optim.AdamW:
+    return torch.optim.AdamW(models.groups(model, lr=0.02), weight_decay=0.1, fused=True)
 
 
-def twins(overlap: str, dtype: torch.dtype, size: int, options: dict[str, Any], **how: Any) -> None:
-    plain, mine = build(dtype, size), build(dtype, size)
-    settings: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1}
-    reference = torch.optim.AdamW(plain.parameters(), **settings)
-    inner = torch.optim.AdamW(mine.parameters(), **settings)
-    optimizer = HybridDeviceOptimizer(
-        inner, model=mine, overlap=overlap, **{"transfer": SMALL, **options}
-    )
-    expected = train(plain, reference, **how)
-    found = train(mine, optimizer, **how)
-    assert found == expected, f"losses {found}, plain {expected}"
+def wrap(model: Any, overlap: str, **options: Any) -> HybridDeviceOptimizer:
+    options.setdefault("transfer", SMALL)
+    return models.wrap(adamw(model), model, overlap=overlap, **options)
+
+
+# --------------------------------------------------------------------------- training loops
+
+
+def micro_batches(model: Any, optimizer: Any, how: str | None) -> Iterator[int]:
+    """Three, or one without accumulation; around each, what the user does in that case."""
+    if how is None:
+        yield 0
+        return
+    for micro in range(3):
+        last = micro == 2
+        if how == "sync":
+            model.set_requires_gradient_sync(last)
+        elif how == "last":
+            model.set_is_last_backward(last)
+        inside = how == "context" and not last and hasattr(optimizer, "accumulate")
+        with optimizer.accumulate() if inside else contextlib.nullcontext():
+            yield micro
+
+
+def train(
+    model: Any, optimizer: Any, *, steps: range = range(STEPS), clips: bool = False,
+    skips: bool = False, accumulate: str | None = None, schedules: bool = False,
+    evaluates: bool = False, closure: bool = False, in_place: bool = False,
+) -> list[float]:  # fmt: skip
+    """Losses (and norms) of a few steps."""
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5) if schedules else None
+    found: list[float] = []
+    for step in steps:
+        skip = 1 if skips and step % 3 != 1 else None
+
+        def compute(step: int = step, skip: int | None = skip) -> Tensor:
+            for micro in micro_batches(model, optimizer, accumulate):
+                loss = loss_of(model, 10 * step + micro, skip if micro != 1 else None)
+                loss.backward()
+            found.append(float(loss))
+            return loss
+
+        if closure:
+            optimizer.zero_grad()
+            found.append(float(optimizer.step(compute)))
+        else:
+            compute()
+            if clips:
+                norm = clip_grad_norm_(model.parameters(), 0.1)
+                found.append(float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm))
+            check_taken(optimizer)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=not in_place)
+        if scheduler is not None:
+            scheduler.step()
+        if evaluates:
+            model.eval()
+            with torch.no_grad():
+                found.append(float(loss_of(model, 500 + step)))
+            model.train()
+    return found
+
+
+def check_taken(optimizer: Any) -> None:
+    """In backward mode updates must have begun, or nothing here tests anything."""
+    overlap = getattr(optimizer, "_overlap", None)
+    if overlap is not None and overlap._in_backward:
+        check(overlap.has_taken, "no gradient was taken in backward")
+
+
+def twins(
+    overlap: str, size: int, *, dtype: torch.dtype = FP32, build_how: dict[str, Any] | None = None,
+    wrap_how: dict[str, Any] | None = None, **how: Any,
+) -> None:  # fmt: skip
+    """Losses, parameters and state of a plain optimizer and of ours. bf16: of overlap="step"."""
+    make = functools.partial(build, size, dtype=dtype, **(build_how or {}))
+    plain, mine = make(), make()
+    reference = adamw(plain) if dtype == FP32 else wrap(plain, "step", **(wrap_how or {}))
+    optimizer = wrap(mine, overlap, **(wrap_how or {}))
+    expected, found = train(plain, reference, **how), train(mine, optimizer, **how)
+    check(found == expected, f"losses {found}, plain {expected}")
+    optimizer.synchronize()
     for (name, a), b in zip(mine.named_parameters(), plain.parameters(), strict=True):
-        assert torch.equal(models.local(a), models.local(b)), name
-    state, other = optimizer.state, reference.state
-    for a, b in zip(mine.parameters(), plain.parameters(), strict=True):
-        assert state[a].keys() == other[b].keys()
-        for name in other[b]:
-            assert torch.equal(models.local(state[a][name]), models.local(other[b][name])), name
+        check_same(a, b, name)
+    check_twins(optimizer, reference, "at the end")
     optimizer.close()
 
 
-Ranks = Callable[..., RankPool]
+CASES: dict[str, dict[str, Any]] = {
+    "as it is": {},
+    "skipped block": {"skips": True},
+    "scheduler": {"schedules": True, "skips": True},
+    "micro-batches without sync": {"accumulate": "sync", "skips": True},
+    "micro-batches, last backward": {"accumulate": "last"},
+    "micro-batches in accumulate()": {"accumulate": "context", "skips": True},
+    "activation checkpointing": {"build_how": {"recomputes": True}},
+    "no reshard after forward": {"build_how": {"reshard_after_forward": False}},
+    "explicit prefetch": {"build_how": {"ahead": True}},
+    "evaluation": {"evaluates": True},
+    "closure": {"closure": True},
+    "zeroed in place": {"in_place": True},
+    "half": {"wrap_how": {"offload_fraction": 0.5}, "skips": True},
+    "mixed": {"wrap_how": {"update_on": MIXED}, "skips": True},
+    "host": {"wrap_how": {"update_on": "host"}, "skips": True},
+    "bf16": {"dtype": BF16, "skips": True},
+    "bf16 mixed": {"dtype": BF16, "wrap_how": {"update_on": MIXED}},
+    "many slots": {"wrap_how": {"transfer": TransferConfig(bucket_bytes=4096, host_threads=1)}},
+}
+FORWARD_ONLY: dict[str, dict[str, Any]] = {
+    "clipping": {"clips": True},
+    "clipping of micro-batches": {"clips": True, "accumulate": "sync"},
+}
+DEFAULT = ("skipped block", "micro-batches in accumulate()", "bf16 mixed")
+ONE_RANK = ("as it is", "skipped block", "micro-batches in accumulate()", "evaluation", "mixed")
+FOUR_RANKS = ("skipped block", "bf16 mixed")
 
 
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("overlap", ["forward", "backward"])
-def test_the_bits_are_those_of_the_plain_optimizer(ranks: Ranks, overlap: str, size: int) -> None:
-    for how in ({"clip": False, "skips": False}, {"clip": False, "skips": True}):
-        ranks(size).run(twins, overlap, torch.float32, size, {}, **how)
+def run_cases(overlap: str, size: int, names: tuple[str, ...]) -> None:
+    for name in names:
+        try:
+            twins(overlap, size, **(CASES | FORWARD_ONLY)[name])
+        except Exception as error:
+            raise AssertionError(f"{name}: {error}") from error
+
+
+@pytest.mark.parametrize("overlap", BOTH)
+def test_the_bits_are_those_of_the_plain_optimizer(ranks: Ranks, overlap: str) -> None:
+    ranks(2).run(run_cases, overlap, 2, (*DEFAULT, "clipping") if overlap == "forward" else DEFAULT)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("overlap", BOTH)
+def test_the_bits_in_every_case(ranks: Ranks, overlap: str) -> None:
+    names = tuple(CASES) + (tuple(FORWARD_ONLY) if overlap == "forward" else ())
+    ranks(2).run(run_cases, overlap, 2, names)
+
+
+@pytest.mark.parametrize("overlap", BOTH)
+def test_the_bits_on_one_rank_alone(ranks: Ranks, overlap: str) -> None:
+    ranks(2).run(run_cases, overlap, 1, ("as it is",))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("overlap", BOTH)
+def test_the_bits_on_one_rank(ranks: Ranks, overlap: str) -> None:
+    names = (*ONE_RANK, "clipping") if overlap == "forward" else ONE_RANK
+    ranks(2).run(run_cases, overlap, 1, names)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("overlap", BOTH)
+def test_the_bits_on_four_ranks(ranks: Ranks, overlap: str) -> None:
+    ranks(4).run(run_cases, overlap, 4, FOUR_RANKS)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("overlap", BOTH)
+def test_the_bits_with_replicas(ranks: Ranks, overlap: str) -> None:
+    how: dict[str, Any] = {"build_how": {"hybrid": True}, "skips": True}
+    ranks(4).run(twins, overlap, 4, **how)
+    ranks(4).run(twins, overlap, 4, **how, accumulate="sync")
+
+
+# --------------------------------------------------------------------------- looking in between
+
+
+def look(overlap: str, dtype: torch.dtype) -> None:
+    """State dicts right after ``step()``, of the model, of a part and of the optimizer."""
+    plain, mine = build(2, dtype=dtype), build(2, dtype=dtype)
+    reference = adamw(plain) if dtype == FP32 else wrap(plain, "step")
+    optimizer = wrap(mine, overlap)
+    for step in range(STEPS):
+        for model, stepper in ((plain, reference), (mine, optimizer)):
+            loss_of(model, step).backward()
+            stepper.step()
+        what = f"step {step}"
+        if step % 3 == 0:
+            check_same_dicts(mine.state_dict(), plain.state_dict(), what)
+        elif step % 3 == 1:
+            check_same_dicts(optimizer.state_dict(), reference.state_dict(), what)
+        else:
+            parts = [m.blocks[2].state_dict() for m in (mine, plain)]
+            check_same_dicts(*parts, what)
+        for stepper in (reference, optimizer):
+            stepper.zero_grad()
+    check_twins(optimizer, reference, "at the end")
+    optimizer.close()
+
+
+@pytest.mark.parametrize("overlap", BOTH)
+def test_state_dicts_right_after_the_step(ranks: Ranks, overlap: str) -> None:
+    ranks(2).run(look, overlap, BF16 if overlap == "forward" else FP32)
+
+
+def write_state(overlap: str) -> None:
+    """What is written into state between two steps reaches the next one, prefetched or not."""
+    plain, mine = build(2), build(2)
+    reference, optimizer = adamw(plain), wrap(mine, overlap)
+    for part in range(3):
+        steps = range(2 * part, 2 * part + 2)
+        train(plain, reference, steps=steps)
+        train(mine, optimizer, steps=steps)
+        for model, stepper in ((plain, reference), (mine, optimizer)):
+            state = stepper.state
+            for parameter in list(model.parameters())[part + 1 :: 3]:
+                models.local(state[parameter]["exp_avg"]).mul_(0.5)
+    check_twins(optimizer, reference, "at the end")
+    optimizer.close()
+
+
+def post_hooks(overlap: str) -> None:
+    """They see parameters as the step leaves them, and what they write is used."""
+    plain, mine = build(2), build(2)
+    seen: list[list[Tensor]] = []
+
+    def hook(model: nn.Module, *_: Any) -> None:
+        seen.append([models.local(p).clone() for p in model.parameters()])
+        for parameter in model.parameters():
+            models.local(parameter).clamp_(-0.2, 0.2)
+
+    reference, optimizer = adamw(plain), wrap(mine, overlap)
+    for model, stepper in ((plain, reference), (mine, optimizer)):
+        stepper.register_step_post_hook(functools.partial(hook, model))
+        train(model, stepper, steps=range(3))
+    for index, (theirs, ours) in enumerate(zip(seen[:3], seen[3:], strict=True)):
+        for a, b in zip(ours, theirs, strict=True):
+            check_same(a, b, f"what the hook saw after step {index}")
+    check_twins(optimizer, reference, "at the end")
+    optimizer.close()
+
+
+@pytest.mark.parametrize("overlap", MORE)
+def test_written_state_and_post_hooks(ranks: Ranks, overlap: str) -> None:
+    ranks(2).run(write_state, overlap)
+    ranks(2).run(post_hooks, overlap)
+
+
+def scale_losses() -> None:
+    """GradScaler with an overflow at step 2, with and without unscaling before."""
+    pair = [build(2), build(2)]
+    steppers: list[Any] = [adamw(pair[0]), wrap(pair[1], "forward")]
+    scalers = [torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2) for _ in pair]
+    for step in range(STEPS):
+        for model, stepper, scaler in zip(pair, steppers, scalers, strict=True):
+            scaler.scale(loss_of(model, step)).backward()
+            if step == 2 and dist.get_rank() == 1:
+                models.local(model.blocks[2].down.weight.grad)[0, 0] = torch.inf
+            if step % 2:
+                scaler.unscale_(stepper)
+                clip_grad_norm_(model.parameters(), 0.1)
+            scaler.step(stepper)
+            scaler.update()
+            stepper.zero_grad()
+    check(scalers[0].get_scale() == scalers[1].get_scale(), "scales differ")
+    check_twins(steppers[1], steppers[0], "at the end")
+    steppers[1].close()
+
+
+def test_grad_scaler_in_forward_mode(ranks: Ranks) -> None:
+    ranks(2).run(scale_losses)
+
+
+# --------------------------------------------------------------------------- saving and loading
+
+
+def save_by_torch(folder: Path, model: Any, optimizer: Any) -> None:
+    state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    torch.distributed.checkpoint.save(state, checkpoint_id=folder)
+
+
+def load_by_torch(folder: Path, model: Any, optimizer: Any) -> None:
+    state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    torch.distributed.checkpoint.load(state, checkpoint_id=folder)
+    set_state_dict(
+        model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+    )
+
+
+WAYS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "ours": (checkpoint.save, checkpoint.load),
+    "torch's": (save_by_torch, load_by_torch),
+}
+
+
+def resume(overlap: str, dtype: torch.dtype, way: str, path: str) -> None:
+    """Saved right after a step; loaded into a new job, and in the middle of the old one."""
+    save, load = WAYS[way]
+    folder = Path(path)
+    mine, expected = build(2, dtype=dtype), build(2, dtype=dtype)
+    optimizer, reference = wrap(mine, overlap), wrap(expected, "step")
+    train(expected, reference)
+    train(mine, optimizer, steps=range(2))
+    loss_of(mine, 20).backward()
+    optimizer.step()
+    save(folder / "one", mine, optimizer)
+    optimizer.zero_grad()
+    other = build(2, dtype=dtype)
+    resumed = wrap(other, overlap)
+    train(other, resumed, steps=range(90, 92))
+    loss_of(other, 7).backward()  # in backward mode an iteration that is given up has begun
+    if overlap == "forward" or way == "ours":
+        load(folder / "one", other, resumed)
+    else:
+        resumed.step()
+        load(folder / "one", other, resumed)
+    for model, stepper in ((mine, optimizer), (other, resumed)):
+        stepper.zero_grad()
+        train(model, stepper, steps=range(3, STEPS))
+        check_twins(stepper, reference, f"{way}, goes on")
+    train(mine, optimizer, steps=range(70, 72))
+    load(folder / "one", mine, optimizer)
+    train(mine, optimizer, steps=range(3, STEPS))
+    check_twins(optimizer, reference, f"{way}, loaded in the middle")
+    optimizer.close(), resumed.close(), reference.close()
+
+
+@pytest.mark.parametrize(
+    ("overlap", "way", "dtype"),
+    [
+        ("backward", "ours", BF16),
+        *(
+            pytest.param(overlap, way, dtype, marks=pytest.mark.long)
+            for overlap in BOTH
+            for way in WAYS
+            for dtype in (FP32, BF16)
+        ),
+    ],
+)
+def test_a_resumed_run_goes_on_with_the_same_bits(
+    ranks: Ranks, tmp_path: Path, overlap: str, way: str, dtype: torch.dtype
+) -> None:
+    ranks(2).run(resume, overlap, dtype, way, str(tmp_path))
+
+
+# --------------------------------------------------------------------------- several optimizers
+
+
+def two_optimizers(overlap: str) -> None:
+    """Over disjoint parameters of one model; the first one rests in every other step."""
+    plain, mine = build(2), build(2)
+    pairs = []
+    for model in (plain, mine):
+        named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+        halves = [p for n, p in named if "up" in n], [p for n, p in named if "up" not in n]
+        pairs.append([torch.optim.AdamW(half, lr=0.02, fused=True) for half in halves])
+    pairs[1] = [models.wrap(o, mine, overlap=overlap, transfer=SMALL) for o in pairs[1]]
+    for step in range(STEPS):
+        for model, steppers in zip((plain, mine), pairs, strict=True):
+            loss_of(model, step).backward()
+            for stepper in steppers:
+                stepper.step()
+                stepper.zero_grad()
+    for reference, optimizer in zip(*pairs, strict=True):
+        check_twins(optimizer, reference, "both")
+    # The first one ends: the hooks of the second are around its own, and must go on.
+    pairs[1][0].close()
+    for step in range(STEPS, STEPS + 3):
+        for model, steppers in zip((plain, mine), pairs, strict=True):
+            loss_of(model, step).backward()
+            steppers[1].step()
+            model.zero_grad()
+    check_twins(pairs[1][1], pairs[0][1], "the second alone")
+    pairs[1][1].close()
+
+
+def alternate() -> None:
+    """An optimizer none of whose parameters had a gradient has nothing to step for."""
+    model = build(2)
+    block = models.wrap(
+        torch.optim.AdamW(model.blocks[1].parameters(), fused=True),
+        model,
+        overlap="backward",
+        transfer=SMALL,
+    )
+    loss_of(model, 0, skip=1).backward()
+    check(not block._overlap.has_taken, "an iteration began without a gradient")
+    block.zero_grad()
+    block.param_groups[0]["lr"] = 0.5
+    model.zero_grad()
+    loss_of(model, 1).backward()
+    block.step()
+    block.close()
+
+
+@pytest.mark.parametrize("overlap", MORE)
+def test_two_optimizers_over_one_model(ranks: Ranks, overlap: str) -> None:
+    ranks(2).run(two_optimizers, overlap)
+
+
+def test_an_optimizer_without_gradients_begins_no_iteration(ranks: Ranks) -> None:
+    ranks(2).run(alternate)
+
+
+def watched_methods(model: Any) -> list[str]:
+    groups = [g for m in model.modules() if hasattr(m, "_get_fsdp_state")
+              for g in m._get_fsdp_state()._fsdp_param_groups]  # fmt: skip
+    names = ("unshard", "wait_for_unshard", "post_backward")
+    return [name for group in groups for name in names if name in group.__dict__]
+
+
+def end_and_go_on(overlap: str, ends: str) -> None:
+    """After the wrapper's end a plain optimizer, or another wrapper, trains the same model."""
+    plain, mine = build(2), build(2)
+    for part, wraps in enumerate((True, False, True)):
+        reference, optimizer = adamw(plain), adamw(mine)
+        stepper: Any = optimizer
+        if wraps:
+            stepper = models.wrap(optimizer, mine, overlap=overlap, transfer=SMALL)
+            check(len(watched_methods(mine)) == 12, "hooks")
+        steps = range(3 * part, 3 * part + 3)
+        found, expected = train(mine, stepper, steps=steps), train(plain, reference, steps=steps)
+        check(found == expected, f"part {part}: losses {found}, plain {expected}")
+        if wraps and ends == "close":
+            stepper.close()
+        del stepper, optimizer
+        check(watched_methods(mine) == [], f"hooks are left: {watched_methods(mine)}")
+    for a, b in zip(mine.parameters(), plain.parameters(), strict=True):
+        check_same(a, b, "at the end")
+
+
+@pytest.mark.parametrize("overlap", MORE)
+def test_training_goes_on_after_the_wrapper_has_ended(ranks: Ranks, overlap: str) -> None:
+    ranks(2).run(end_and_go_on, overlap, "close")
+    ranks(2).run(end_and_go_on, overlap, "drop")
+
+
+def drop(overlap: str) -> None:
+    """Memory goes with the optimizer, and with a model that refers to it."""
+    model = build(2)
+    optimizer = wrap(model, overlap)
+    train(model, optimizer, steps=range(2))
+    tensors = [weakref.ref(t) for r in optimizer._records for t in r.tensors.values()]
+    gc.collect()
+    gc.disable()
+    try:
+        del optimizer
+        check(not any(t() is not None for t in tensors), "only the cyclic collector frees it")
+    finally:
+        gc.enable()
+    model.optimizer = wrap(model, overlap)  # as trainers that are modules do
+    train(model, model.optimizer, steps=range(2))
+    tensors = [weakref.ref(t) for r in model.optimizer._records for t in r.tensors.values()]
+    del model
+    gc.collect()
+    check(not any(t() is not None for t in tensors), "a model keeps its optimizer alive")
+
+
+@pytest.mark.parametrize("overlap", [pytest.param("step", marks=pytest.mark.long), *MORE])
+def test_a_dropped_optimizer_frees_its_state(ranks: Ranks, overlap: str) -> None:
+    ranks(2).run(drop, overlap)
+
+
+def replaced_parameters(overlap: str) -> None:
+    """``load_state_dict(assign=True)`` puts other parameters there before the first forward."""
+    model = build(2)
+    model.load_state_dict({n: v.clone() for n, v in model.state_dict().items()}, assign=True)
+    model.head.weight = model.embed.weight  # which the load has untied
+    optimizer = wrap(model, overlap)
+    ungated = [r.fqn for r in optimizer._overlap._ungated.records]
+    check(not ungated, f"no group holds {ungated}")
+    train(model, optimizer, steps=range(2))
+    optimizer.close()
+
+
+def test_parameters_replaced_before_wrapping_are_found_in_their_groups(ranks: Ranks) -> None:
+    ranks(2).run(replaced_parameters, "backward")
+
+
+def unfreeze(overlap: str) -> None:
+    """A parameter of a group is trained from the third step on, without anything being told."""
+    plain, mine = build(2), build(2)
+    for model in (plain, mine):
+        model.blocks[0].up.weight.requires_grad_(False)
+    reference, optimizer = adamw(plain), wrap(mine, overlap)
+    for step in range(STEPS):
+        for model, stepper in ((plain, reference), (mine, optimizer)):
+            if step == 2:
+                model.blocks[0].up.weight.requires_grad_(True)
+            loss_of(model, step).backward()
+            stepper.step()
+            stepper.zero_grad()
+    check_twins(optimizer, reference, "at the end")
+    optimizer.close()
+
+
+@pytest.mark.parametrize("overlap", MORE)
+def test_a_parameter_unfrozen_while_training(ranks: Ranks, overlap: str) -> None:
+    ranks(2).run(unfreeze, overlap)
+
+
+# --------------------------------------------------------------------------- refused
+
+
+def expect(kind: type[Exception], words: str, call: Callable[[], Any]) -> None:
+    try:
+        call()
+    except kind as error:
+        check(words in str(error), f"{error!r} does not say {words!r}")
+        return
+    raise AssertionError(f"nothing was refused: {words}")
+
+
+def spent_gradients() -> None:
+    """Backward mode: every use of a consumed gradient, and what would split an iteration."""
+    plain, mine = build(2), build(2)
+    reference, optimizer = adamw(plain), wrap(mine, "backward")
+    for step in range(STEPS):
+        loss_of(plain, step).backward()
+        reference.step()
+        reference.zero_grad()
+        loss_of(mine, step).backward()
+        gradient = mine.embed.weight.grad
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+        scaler.scale(torch.ones(1))
+        uses: list[Callable[[], Any]] = [
+            lambda: clip_grad_norm_(mine.parameters(), 1.0),
+            lambda: optimizer.clip_grad_norm_(1.0),
+            functools.partial(scaler.unscale_, optimizer),
+            gradient.norm,
+            functools.partial(getattr, gradient, "_local_tensor"),
+            functools.partial(torch.sum, gradient),
+            lambda: optimizer.zero_grad(),
+            lambda: optimizer.state,
+            lambda: optimizer.state_dict(),
+            lambda: optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]}),
+        ]
+        for use in uses:
+            expect(SpentGradientError, "", use)
+        if step == STEPS - 1 and hasattr(mine, "reset_iter_state"):
+            expect(SpentGradientError, "another backward", lambda: loss_of(mine, 0).backward())
+            mine.reset_iter_state()
+        optimizer.param_groups[1]["lr"] *= 0.5
+        expect(ConfigError, "'lr'", optimizer.step)
+        optimizer.param_groups[1]["lr"] *= 2
+        optimizer.step()
+        optimizer.zero_grad()
+    check_twins(optimizer, reference, "at the end")
+    optimizer.close()
+
+
+def test_consumed_gradients_refuse_every_use_and_the_step_goes_on(ranks: Ranks) -> None:
+    ranks(2).run(spent_gradients)
+
+
+class Twice(models.Toy):
+    """Uses one block two times in a forward."""
+
+    def forward(self, tokens: Tensor, *, skip: int | None = None) -> Tensor:
+        x = self.blocks[2](self.embed(tokens) + self.frozen)
+        return self.head(self.blocks[2](x))
+
+
+class Recomputed(models.Block):
+    """Runs a backward of its own for each use."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.utils.checkpoint.checkpoint(super().forward, x, use_reentrant=True)
+
+
+def use_twice(overlap: str) -> None:
+    """Autograd adds both uses before the one reduction, so nothing is taken too early."""
+    pair = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        pair.append(models.shard(Twice(), models.flat_mesh(2)))
+    reference, optimizer = adamw(pair[0]), wrap(pair[1], overlap)
+    losses = train(pair[1], optimizer), train(pair[0], reference)
+    check(losses[0] == losses[1], f"losses {losses}")
+    check_twins(optimizer, reference, "used twice")
+    optimizer.close()
+
+
+def reduce_twice() -> None:
+    """Two reductions in one backward: the first one was taken, so the second is refused."""
+    model = Twice()
+    model.blocks[2] = Recomputed(70)
+    models.shard(model, models.flat_mesh(2))
+    optimizer = wrap(model, "backward")
+    expect(SpentGradientError, "blocks.2", lambda: loss_of(model, 0).backward())
+    optimizer.close()
+
+
+@pytest.mark.parametrize("overlap", MORE)
+def test_a_module_used_twice(ranks: Ranks, overlap: str) -> None:
+    ranks(2).run(use_twice, overlap)
+
+
+def test_gradients_that_come_in_two_parts_are_refused_in_backward_mode(ranks: Ranks) -> None:
+    ranks(2).run(reduce_twice)
+
+
+def fail_in_backward() -> None:
+    """An update that raises: backward() raises, everything refuses, a load makes it usable."""
+    expected, mine = build(2), build(2)
+    reference, optimizer = adamw(expected), wrap(mine, "backward")
+    train(expected, reference, steps=range(STEPS))
+    train(mine, optimizer, steps=range(3))
+    weights = {name: models.local(p).clone() for name, p in mine.named_parameters()}
+    saved = copy.deepcopy(optimizer.state_dict())
+    original, calls = BucketUpdate.run, itertools.count()
+
+    def run(self: BucketUpdate, *args: Any) -> None:
+        if next(calls) == 2:
+            raise ZeroDivisionError("in the third bucket")
+        original(self, *args)
+
+    BucketUpdate.run = run  # type: ignore[method-assign]
+    try:
+        expect(LaneError, "in the third bucket", lambda: loss_of(mine, 30).backward())
+    finally:
+        BucketUpdate.run = original  # type: ignore[method-assign]
+    mine.reset_iter_state()
+    for use in (optimizer.step, optimizer.zero_grad, optimizer.state_dict, optimizer.synchronize):
+        expect(LaneError, "load a checkpoint", use)
+    expect(LaneError, "load a checkpoint", lambda: loss_of(mine, 30).backward())
+    mine.reset_iter_state()
+    for name, parameter in mine.named_parameters():
+        models.local(parameter).copy_(weights[name])
+    optimizer.load_state_dict(saved)
+    optimizer.zero_grad()
+    train(mine, optimizer, steps=range(3, STEPS))
+    check_twins(optimizer, reference, "after the load")
+    optimizer.close()
+
+
+@pytest.mark.skipif(
+    not hasattr(torch.distributed.fsdp.FSDPModule, "reset_iter_state"),
+    reason="this torch cannot go on after an exception in backward",
+)
+def test_a_failure_in_backward_surfaces_there_and_a_load_makes_up_for_it(ranks: Ranks) -> None:
+    ranks(2).run(fail_in_backward)

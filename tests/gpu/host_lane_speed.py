@@ -121,11 +121,14 @@ def main() -> None:
     print(f"torch's fused kernel, {threads} threads: {kernel:.2f} G parameters/s", flush=True)
     speed = numel / one_after_the_other(parameters, threads, n) / 1e9
     print(f"one after the other ({options.dtype} state): {speed:.2f}", flush=True)
-    base = (engine.HOST_DEPTH, host.UNIT_NUMEL, "32MiB", True)
+    numel_of_bucket = 2 * (32 << 20) // 12
+    usual = host.ring_depth(threads, bucket_numel=numel_of_bucket, buckets=99, least=6)
+    base = (usual, host.UNIT_NUMEL, "32MiB", True)
     settings = [base, (*base[:3], False)]
     settings += [(d, u, b, True) for d, u, b in itertools.product(DEPTHS, UNITS, BUCKETS)]
     for depth, unit, bucket, bind in dict.fromkeys(settings):
-        engine.HOST_DEPTH, host.UNIT_NUMEL = depth, unit  # type: ignore[misc]
+        engine.ring_depth = lambda *_, depth=depth, **__: depth  # type: ignore[assignment]
+        host.UNIT_NUMEL = unit  # type: ignore[misc]
         speed = numel / lane(parameters, threads, bucket, bind, n) / 1e9
         print(
             f"depth {depth:2d}, unit {unit / 2**20:5.2f} M, bucket {bucket}, "

@@ -219,6 +219,23 @@ def test_each_thread_enters_the_device_before_it_works(monkeypatch: pytest.Monke
     ]
 
 
+# --------------------------------------------------------------------------- buffers
+
+
+def test_buffers_hold_enough_units_for_all_threads() -> None:
+    for threads in (1, 2, 4, 16, 64):
+        for units in (1, 3, 6):
+            numel = units * host.UNIT_NUMEL
+            depth = host.ring_depth(threads, bucket_numel=numel, buckets=500, least=6)
+            assert (depth - 1) * units >= 1.5 * threads
+            assert depth == 6 or (depth - 2) * units < 1.5 * threads
+
+
+@pytest.mark.parametrize(("buckets", "expected"), [(1, 2), (4, 4), (100, 6)])
+def test_there_are_no_more_buffers_than_buckets(buckets: int, expected: int) -> None:
+    assert host.ring_depth(1, bucket_numel=100, buckets=buckets, least=6) == expected
+
+
 # --------------------------------------------------------------------------- failures
 
 
@@ -235,16 +252,18 @@ def test_a_failure_surfaces_in_every_wait_until_the_lane_is_aborted(
         patch.setattr(host.HostBucket, where, explode)
         written = job.offer_all(work)
         for event in written:
-            with pytest.raises(ZeroDivisionError, match="on purpose") as caught:
+            with pytest.raises(LaneError, match="on purpose") as caught:
                 event.synchronize()
-            assert "explode" in "".join(traceback.format_tb(caught.value.__traceback__))
+            cause = caught.value.__cause__
+            assert isinstance(cause, ZeroDivisionError)
+            assert "explode" in "".join(traceback.format_tb(cause.__traceback__))
             assert event.query()
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(LaneError):
         job.lane.synchronize()
     late = job.offer_all(job.work(1))  # also though nothing would fail any more
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(LaneError):
         late[0].recorded()
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(LaneError):
         job.lane.synchronize()
     job.lane.abort()
     job.lane.synchronize()
@@ -267,6 +286,18 @@ def test_work_goes_on_after_an_abort_once_everything_was_written_anew(
         job.check()
 
 
+def test_an_aborted_iteration_leaves_nothing_to_the_next(job: Job) -> None:
+    work = job.work(0)
+    now = CpuGateway(CPU).current_stream().record()
+    work.ready[-1] = now
+    job.lane.offer(work, complete=False)
+    job.optimizer.synchronize()
+    assert 0 < len(job.lane._left) < len(job.lane.buckets)
+    job.lane.abort()
+
+    assert len(job.offer_all(job.work(1))) == len(job.lane.buckets)
+
+
 def test_a_failure_of_one_bucket_does_not_write_later_ones(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -281,7 +312,7 @@ def test_a_failure_of_one_bucket_does_not_write_later_ones(
     written = job.offer_all(job.work(0))
     written[0].synchronize()
     for event in written[1:]:
-        with pytest.raises(ZeroDivisionError):
+        with pytest.raises(LaneError):
             event.recorded()
 
 

@@ -1,0 +1,103 @@
+"""The order of buckets: properties of a pure function."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fsdp_offload.plan.order import Job, assumed_ready_ms, deadline_order, ring_size
+
+TIMES = st.integers(0, 20).map(float)
+JOBS = st.lists(
+    st.builds(Job, ready_ms=TIMES, rank=st.integers(-1, 5), cost_ms=st.integers(0, 4).map(float)),
+    max_size=12,
+)
+
+
+def services(jobs: list[Job], order: tuple[int, ...]) -> list[tuple[float, float]]:
+    """When the service of each position begins and ends, if the link never waits needlessly."""
+    now_ms, found = 0.0, []
+    for index in order:
+        start = max(now_ms, jobs[index].ready_ms)
+        now_ms = start + jobs[index].cost_ms
+        found.append((start, now_ms))
+    return found
+
+
+@given(JOBS)
+def test_every_job_is_served_once_and_none_before_its_gradient(jobs: list[Job]) -> None:
+    order = deadline_order(jobs)
+
+    assert sorted(order) == list(range(len(jobs)))
+    starts = [start for start, _ in services(jobs, order)]
+    assert starts == sorted(starts)
+
+
+@given(JOBS)
+def test_each_service_is_of_the_most_urgent_job_that_is_ready(jobs: list[Job]) -> None:
+    order = deadline_order(jobs)
+    for position, (start, _) in enumerate(services(jobs, order)):
+        left = [i for i in order[position:] if jobs[i].ready_ms <= start]
+
+        assert order[position] == min(left, key=lambda i: (jobs[i].rank, i))
+
+
+@given(JOBS)
+def test_the_link_is_never_idle_while_a_job_is_ready(jobs: list[Job]) -> None:
+    order = deadline_order(jobs)
+    free = 0.0
+    for position, (start, end) in enumerate(services(jobs, order)):
+        waiting = [jobs[i].ready_ms for i in order[position:]]
+
+        assert start == max(free, min(waiting))
+        free = end
+
+
+@given(JOBS)
+def test_when_everything_is_there_the_order_is_the_forwards(jobs: list[Job]) -> None:
+    ready = [Job(0.0, job.rank, job.cost_ms) for job in jobs]
+
+    assert deadline_order(ready) == tuple(sorted(range(len(jobs)), key=lambda i: (jobs[i].rank, i)))
+
+
+@given(JOBS, st.permutations(range(12)))
+def test_the_order_does_not_depend_on_how_jobs_are_listed(
+    jobs: list[Job], permutation: list[int]
+) -> None:
+    distinct = [Job(j.ready_ms, 10 * i + j.rank, j.cost_ms) for i, j in enumerate(jobs)]
+    shuffled = [i for i in permutation if i < len(jobs)]
+    again = deadline_order([distinct[i] for i in shuffled])
+
+    # Jobs of one rank never compare, so the places decide nothing.
+    assert [shuffled[i] for i in again] == list(deadline_order(distinct))
+
+
+def test_the_head_of_the_model_overtakes_as_soon_as_its_gradients_are_there() -> None:
+    backward = [Job(ready_ms=10.0 - i, rank=i, cost_ms=2.0) for i in range(10)]
+
+    assert deadline_order(backward) == (9, 7, 5, 3, 1, 0, 2, 4, 6, 8)
+
+
+@given(st.integers(0, 500), st.integers(1, 64))
+def test_a_ring_is_gone_round_in_as_few_rounds_as_with_all_slots(buckets: int, most: int) -> None:
+    size = ring_size(buckets, most)
+
+    assert 1 <= size <= most
+    assert size <= max(buckets, 1)
+    rounds = -(-buckets // most)
+    assert -(-buckets // size) == rounds
+    assert rounds * size - buckets < max(rounds, 1) or buckets == 0, "too many slots are left out"
+    assert size == 1 or (size - 1) * rounds < buckets, "a smaller ring would do"
+
+
+@given(st.lists(st.integers(0, 1000).map(float), max_size=20), st.floats(0.1, 1e4))
+def test_assumed_times_fall_from_the_whole_backward_on(sizes: list[float], total: float) -> None:
+    ready = assumed_ready_ms(sizes, total, backward_share=0.25)
+
+    assert len(ready) == len(sizes)
+    assert ready == sorted(ready, reverse=True)
+    assert all(time >= -1e-9 * total for time in ready)
+    if sum(sizes):
+        assert ready[0] == pytest.approx(total * 0.25)
+        assert ready[-1] == pytest.approx(total * 0.25 * sizes[-1] / sum(sizes), abs=1e-9 * total)

@@ -1,0 +1,460 @@
+"""Gates, the iteration that begins in backward, and their errors, beside a played FSDP2."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fsdp_offload import (
+    ConfigError,
+    HybridDeviceOptimizer,
+    LaneError,
+    SpentGradientError,
+    TransferConfig,
+)
+from fsdp_offload.device import gateway_for
+from fsdp_offload.overlap import Times
+from fsdp_offload.pipeline import streamed
+from fsdp_offload.pipeline.engine import Segment
+from fsdp_offload.pipeline.host import HostUnit
+from fsdp_offload.pipeline.records import Snapshot, Work
+from fsdp_offload.spent import is_spent
+from fsdp_offload.testing import StreamSimulator
+from tests.own_optimizers import Lion
+from tests.played import Played
+
+CPU = torch.device("cpu")
+SMALL = TransferConfig(bucket_bytes=4096, slots=2, host_threads=1, prefetch_bytes=3 * 4096)
+BOTH = pytest.mark.parametrize("overlap", ["forward", "backward"])
+
+
+class Job:
+    """A played model of four groups and its optimizer."""
+
+    def __init__(
+        self, overlap: str | None, gateway: Any = None, lr: Any = 0.05, **how: Any
+    ) -> None:
+        generator = torch.Generator().manual_seed(0)
+        groups = [
+            [nn.Parameter(torch.randn(n, generator=generator)) for n in numels]
+            for numels in ((300, 64), (900,), (130, 500), (260,))
+        ]
+        self.parameters = [p for group in groups for p in group]
+        self.played = Played(gateway or gateway_for(CPU), groups)
+        lr = lr.clone() if isinstance(lr, Tensor) else lr
+        inner = torch.optim.AdamW(self.parameters, lr=lr)
+        self.optimizer: Any = inner
+        if overlap is not None:
+            self.optimizer = self.played.wrap(inner, overlap=overlap, transfer=SMALL, **how)
+
+    def backward(self, step: int, **how: Any) -> None:
+        self.played.forward(how.get("unused", ()))
+        self.played.backward(step, **how)
+
+    def train(self, steps: int, first: int = 0) -> None:
+        for step in range(first, first + steps):
+            self.backward(step)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def assert_like(self, plain: Job) -> None:
+        state = self.optimizer.state
+        for mine, theirs in zip(self.parameters, plain.parameters, strict=True):
+            assert torch.equal(mine, theirs)
+            for name, value in plain.optimizer.state[theirs].items():
+                assert torch.equal(state[mine][name], value), name
+
+
+# --------------------------------------------------------------------------- refused
+
+
+@BOTH
+@pytest.mark.parametrize("model", [None, nn.Linear(3, 3), [nn.Linear(3, 3)]], ids=str)
+def test_without_an_fsdp2_module_there_is_nothing_to_hide_under(overlap: str, model: Any) -> None:
+    parameters = [nn.Parameter(torch.ones(3))] if model is None else None
+    module = model[0] if isinstance(model, list) else model
+    inner = torch.optim.AdamW(parameters or module.parameters())
+    with pytest.raises(ConfigError, match="fully_shard"):
+        HybridDeviceOptimizer(inner, model=model, overlap=overlap)
+    inner.step()  # it is as it was
+
+
+@BOTH
+@pytest.mark.parametrize("cls", [Lion, getattr(torch.optim, "Muon", torch.optim.Adafactor)])
+def test_classes_that_cannot_be_updated_piece_by_piece_are_refused(overlap: str, cls: Any) -> None:
+    matrix = nn.Parameter(torch.ones(8, 8))
+    played = Played(gateway_for(CPU), [[matrix]])
+    with pytest.raises(ConfigError, match=cls.__name__):
+        played.wrap(cls([matrix]), overlap=overlap)
+    assert played.groups[0]._watched == []
+
+
+def test_what_would_split_an_iteration_is_refused_and_the_iteration_can_be_ended() -> None:
+    plain, job = Job(None), Job("backward")
+    for each in (plain, job):
+        each.train(2)
+        each.backward(2)
+    optimizer = job.optimizer
+    extra = nn.Parameter(torch.ones(5))
+    uses: list[Callable[[], Any]] = [
+        optimizer.zero_grad,
+        optimizer.state_dict,
+        optimizer.resync,
+        lambda: optimizer.state,
+        lambda: optimizer.add_param_group({"params": [extra]}),
+        lambda: job.backward(3),
+    ]
+    for use in uses:
+        with pytest.raises(SpentGradientError, match="Remedy"):
+            use()
+    assert len(optimizer.param_groups) == 1
+    plain.optimizer.step()
+    optimizer.step()
+    job.assert_like(plain)
+
+
+@pytest.mark.parametrize("lr", [0.05, torch.tensor(0.05)], ids=["float", "tensor"])
+def test_hyper_parameters_changed_before_the_step_are_refused_until_restored(lr: Any) -> None:
+    plain, job = Job(None, lr=lr), Job("backward", lr=lr)
+    for each in (plain, job):
+        each.train(2)
+        each.backward(2)
+    group = job.optimizer.param_groups[0]
+    for name, value in (("lr", 0.5), ("betas", (0.5, 0.6)), ("weight_decay", 1.0)):
+        before = group[name].clone() if isinstance(group[name], Tensor) else group[name]
+        if isinstance(before, Tensor):
+            group[name].fill_(value)
+        else:
+            group[name] = value
+        with pytest.raises(ConfigError, match=f"'{name}'"):
+            job.optimizer.step()
+        if isinstance(before, Tensor):
+            group[name].copy_(before)
+        else:
+            group[name] = before
+    job.optimizer.step()
+    plain.optimizer.step()
+    job.assert_like(plain)
+
+
+@BOTH
+def test_a_step_without_new_gradients_is_refused(overlap: str) -> None:
+    job = Job(overlap)
+    job.backward(0)
+    job.optimizer.step()
+    with pytest.raises(SpentGradientError):
+        job.optimizer.step()
+
+
+def test_forward_mode_leaves_gradients_alone_until_the_step() -> None:
+    job = Job("forward")
+    job.backward(0)
+    norms = [float(p.grad.norm()) for p in job.parameters if p.grad is not None]
+    assert len(norms) == len(job.parameters)
+    job.optimizer.zero_grad()  # skips the update
+    assert all(p.grad is None for p in job.parameters)
+    job.train(1)
+    assert job.optimizer.statistics().steps == 1
+
+
+def test_a_failure_in_backward_makes_the_optimizer_failed_until_a_load(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plain, job = Job(None), Job("backward")
+    plain.train(3)
+    job.train(3)
+    weights = [p.detach().clone() for p in job.parameters]
+    saved = torch.utils._pytree.tree_map(
+        lambda v: v.clone() if isinstance(v, Tensor) else v, job.optimizer.state_dict()
+    )
+
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError("in a bucket")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(streamed.BucketUpdate, "run", fail)
+        with pytest.raises(LaneError, match=r"backward\(\) failed.*in a bucket"):
+            job.backward(3)
+    uses = [job.optimizer.step, job.optimizer.zero_grad, job.optimizer.state_dict]
+    for use in [*uses, lambda: job.backward(3)]:
+        with pytest.raises(LaneError, match="load a checkpoint"):
+            use()
+    for parameter, value in zip(job.parameters, weights, strict=True):
+        parameter.data.copy_(value)
+    job.optimizer.load_state_dict(saved)
+    job.optimizer.zero_grad()
+    job.train(3, first=3)
+    plain.train(3, first=3)
+    job.assert_like(plain)
+
+
+def test_a_failure_on_a_host_thread_surfaces_in_the_next_forward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert "forward()" in _failure_on_a_host_thread(monkeypatch, lambda job: job.played.forward())
+
+
+def test_a_failure_on_a_host_thread_surfaces_in_the_next_iteration_of_a_group_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert "step before" in _failure_on_a_host_thread(monkeypatch, lambda job: job.optimizer.step())
+
+
+def _failure_on_a_host_thread(
+    monkeypatch: pytest.MonkeyPatch, finds: Callable[[Job], object]
+) -> str:
+    """What the error says that ``finds`` raises after ``step()`` has returned."""
+    job = Job("forward", update_on="host")
+    job.train(2)
+    job.backward(2)
+
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError("on a host thread")
+
+    monkeypatch.setattr(HostUnit, "update", fail)
+    job.optimizer.step()
+    job.optimizer.zero_grad()
+    with pytest.raises(LaneError, match="on a host thread") as caught:
+        finds(job)
+    with pytest.raises(LaneError, match="load a checkpoint"):
+        job.optimizer.step()
+    return caught.value.what
+
+
+def test_an_iteration_that_has_begun_is_given_up_by_a_load() -> None:
+    plain, job = Job(None), Job("backward")
+    plain.train(2)
+    job.train(2)
+    weights = [p.detach().clone() for p in job.parameters]
+    saved = torch.utils._pytree.tree_map(
+        lambda v: v.clone() if isinstance(v, Tensor) else v, job.optimizer.state_dict()
+    )
+    job.backward(5, unused=(0,))
+    job.optimizer.load_state_dict(saved)
+    for parameter, value in zip(job.parameters, weights, strict=True):
+        parameter.data.copy_(value)
+    assert not any(is_spent(p.grad) for p in job.parameters)
+    job.optimizer.zero_grad()
+    plain.train(2, first=2)
+    job.train(2, first=2)
+    job.assert_like(plain)
+
+
+# --------------------------------------------------------------------------- lifetimes
+
+
+def gradients_of(job: Job) -> list[weakref.ref[Tensor]]:
+    return [weakref.ref(p.grad) for p in job.parameters if p.grad is not None]
+
+
+def test_gradients_are_dropped_group_by_group_as_the_forward_comes_by() -> None:
+    job = Job("forward")
+    for step in range(3):
+        job.backward(step, unused=(1,) if step == 1 else ())
+        held = gradients_of(job)
+        job.optimizer.step()
+        job.optimizer.zero_grad()
+        assert all(reference() is not None for reference in _views(job, held))
+        job.played.forward(unused=(2,))
+        assert [len(gate.held) for gate in job.optimizer._overlap.gates] == [0, 0, 3, 0]
+        job.played.forward()
+        assert all(not gate.held for gate in job.optimizer._overlap.gates)
+
+
+def _views(job: Job, held: list[weakref.ref[Tensor]]) -> list[weakref.ref[Tensor]]:
+    """The flat views that gates hold of the same memory."""
+    gates = job.optimizer._overlap.gates
+    found = [weakref.ref(g) for gate in gates for g in gate.held if isinstance(g, Tensor)]
+    assert len(found) == len(held)
+    return found
+
+
+@BOTH
+def test_a_group_that_the_forward_leaves_out_lets_its_gradients_go_at_the_next_iteration(
+    overlap: str,
+) -> None:
+    job = Job(overlap)
+    job.train(1)
+    gate = job.optimizer._overlap.gates[1]
+    assert len(gate.held) == 2, "a gradient and the snapshot"
+    job.backward(1, unused=(1,))
+    job.optimizer.step()
+    assert not any(isinstance(held, Tensor) for held in gate.held)
+
+
+@BOTH
+def test_what_the_snapshot_holds_lives_until_every_gate_is_open(overlap: str) -> None:
+    """A learning rate or a clipping coefficient on the device is read by updates that are still
+    to run, and its memory is the compute stream's."""
+    job = Job(overlap, lr=torch.tensor(0.05))
+    job.backward(0)
+    if overlap == "forward":
+        job.optimizer.clip_grad_norm_(0.1)
+    job.optimizer.step()
+    job.optimizer.zero_grad()
+    gates = job.optimizer._overlap.gates
+    snapshot = next(s for s in gates[0].held if isinstance(s, Snapshot))
+    names = {"clip": snapshot.clip, "lr": snapshot.groups[0]["lr"]}
+    held = {name: weakref.ref(v) for name, v in names.items() if isinstance(v, Tensor)}
+    del snapshot, names
+    assert len(held) == (2 if overlap == "forward" else 1)
+    job.played.forward(unused=(3,))
+    assert all(reference() is not None for reference in held.values())
+    job.played.forward()
+    assert all(not gate.held for gate in gates)
+    if overlap == "forward":
+        assert held["clip"]() is None
+
+
+@BOTH
+def test_no_iteration_is_held_by_the_next(overlap: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    works: list[weakref.ref[Work]] = []
+    made = Work.__init__
+
+    def noted(self: Work, *args: Any, **kwargs: Any) -> None:
+        made(self, *args, **kwargs)
+        works.append(weakref.ref(self))
+
+    monkeypatch.setattr(Work, "__init__", noted)
+    job = Job(overlap)
+    job.train(5)
+
+    assert [work() for work in works] == [None] * 5
+
+
+@BOTH
+@pytest.mark.parametrize("in_the_middle", [False, True])
+def test_a_dropped_optimizer_frees_its_state_without_the_cyclic_collector(
+    overlap: str, in_the_middle: bool
+) -> None:
+    job = Job(overlap)
+    job.train(2)
+    if in_the_middle:
+        job.backward(2)
+    tensors = [weakref.ref(t) for r in job.optimizer._records for t in r.tensors.values()]
+    overlapping = weakref.ref(job.optimizer._overlap)
+    gc.collect()
+    gc.disable()
+    try:
+        job.optimizer = None
+        assert [t() for t in tensors if t() is not None] == []
+        assert overlapping() is None
+    finally:
+        gc.enable()
+    assert all(group._watched == [] for group in job.played.groups)
+
+
+@BOTH
+def test_hooks_of_a_closed_optimizer_do_nothing(overlap: str) -> None:
+    job = Job(overlap)
+    job.train(2)
+    group = job.played.groups[0]
+    watched = list(group._watched)
+    job.optimizer.close()
+    group._watched.extend(watched)  # as hooks that another optimizer has wrapped
+    job.backward(2)
+    assert not any(is_spent(p.grad) for p in job.parameters)
+
+
+# --------------------------------------------------------------------------- order and waits
+
+
+@BOTH
+def test_a_gather_that_began_before_the_updates_does_not_open_the_gate(overlap: str) -> None:
+    """``unshard(async_op=True)``, ``step()``, and only then the wait for the gather."""
+    with StreamSimulator("lazy") as simulator:
+        job = Job(overlap, simulator)
+        job.backward(0)
+        group = job.played.groups[1]
+        group.tell("before_gather", job.played.gather)
+        job.optimizer.step()
+        group.tell("after_gather")
+        simulator.reset_counters()
+        group.tell("before_gather", job.played.gather)
+
+        assert simulator.wait_log == [("gather", "update")]
+        group.tell("after_gather")
+        simulator.reset_counters()
+        group.tell("before_gather", job.played.gather)
+        assert simulator.wait_log == []
+        simulator.synchronize()
+
+
+def test_updates_in_backward_wait_for_what_the_caller_enqueued_before_the_first() -> None:
+    """Clones of learning rates on the device are made there."""
+    with StreamSimulator("lazy") as simulator:
+        job = Job("backward", simulator)
+        simulator.reset_counters()
+        group = job.played.groups[3]
+        job.played.forward()
+        group.used = [torch.ones(260)]
+        job.parameters[-1].grad = torch.ones(260)
+        reduced = job.played.reduce.record()
+        simulator.reset_counters()
+        group.tell("after_reduce", reduced, job.played.reduce)
+
+        assert simulator.wait_log[0] == ("update", "current")
+        simulator.synchronize()
+
+
+@BOTH
+def test_the_order_follows_the_measured_times_with_the_same_bits(
+    overlap: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streamed, "MARK_EVERY", 1)
+    seen: list[list[float]] = []
+    original = Segment.reorder
+
+    def reorder(self: Segment, ready_ms: Any, ranks: Any, ms_per_byte: float) -> None:
+        seen.append(list(ready_ms))
+        original(self, ready_ms, ranks, ms_per_byte)
+
+    monkeypatch.setattr(Segment, "reorder", reorder)
+    plain = Job(None)
+    plain.train(8)
+    job = Job(overlap)
+    job.train(8)
+    lane = job.optimizer._segments[0].streamed
+    assert sorted(lane.order) == list(range(len(lane.buckets)))
+    job.assert_like(plain)
+
+    assert len(seen) == 3, "once when it was built, and after steps 3 and 6"
+    if overlap == "backward":
+        for ready in seen[1:]:
+            assert min(ready) == 0.0
+            assert ready[0] == max(ready), "the gradients of the first group come last"
+
+
+class At:
+    """A timed event."""
+
+    def __init__(self, ms: float, *, reached: bool = True) -> None:
+        self.ms, self.reached = ms, reached
+
+    def query(self) -> bool:
+        return self.reached
+
+    def synchronize(self) -> None:
+        return None
+
+    def elapsed_time(self, end: Any) -> float:
+        return float(end.ms - self.ms)
+
+
+def test_times_count_from_the_first_gradients_and_what_has_none_comes_last() -> None:
+    times = Times([At(9.0), None, At(4.0), At(6.5)], [[(10, At(0.0)), (30, At(4.0))], []])
+
+    assert times.are_known()
+    assert times.ready_ms() == [5.0, 5.0, 0.0, 2.5]
+    assert times.ms_per_byte() == 0.2
+    assert not Times([At(1.0, reached=False)], []).are_known()
+    assert not Times([], [[(1, At(1.0, reached=False))]]).are_known()
+    assert Times([None, None], []).ready_ms() == []
+    assert Times([], [[(1, At(0.0))]]).ms_per_byte() is None
+    assert Times([], [[(1, At(0.0)), (1, At(3.0))]]).ms_per_byte() is None

@@ -1,0 +1,300 @@
+"""The waits of ``overlap="forward"`` and ``"backward"``: as ``test_pipeline_waits``, beside an
+FSDP2 that the test plays.
+
+Its groups gather, compute and reduce on streams of their own (:mod:`tests.played`); under the
+simulator a gather that does not wait for its updates reads old or half-written weights, and a
+gradient that is dropped too early is filled with NaN. Only waits of this package are removed.
+
+Not to be seen here: work that is not launched, such as clones of learning rates on the device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fsdp_offload import TransferConfig
+from fsdp_offload.device import CpuGateway, gateway_for, use_gateway
+from fsdp_offload.pipeline.worker import InlineWorker
+from fsdp_offload.testing import ADVERSARIES
+from tests.played import Played, scale
+from tests.waits import CPU, NOTHING, Simulator, Skip, adversaries, be_lazy, same
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+FP32, BF16 = torch.float32, torch.bfloat16
+GROUPS = ((300, 64), (900,), (130, 500), (260,))
+LOOSE = (70,)
+LATE = (200,)
+OF_FSDP2 = {("gather", "current"), ("current", "gather"), ("reduce", "current"),
+            ("current", "reduce")}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One training run of a few steps."""
+
+    overlap: str
+    lanes: tuple[str, ...] = ("streamed",)  # of the parameters in turn
+    dtype: torch.dtype = FP32
+    slots: int = 2
+    prefetch: int = 0  # slots beyond them
+    steps: int = 3
+    one_rank: bool = False
+    ahead: bool = False
+    unused: tuple[frozenset[int], ...] = ()  # per step, groups that the forward leaves out
+    without: tuple[frozenset[int], ...] = ()  # per step, parameters without a gradient
+    clips: bool = False
+    accumulates: bool = False
+    writes_state: bool = False
+    reorders: bool = False
+    grows: bool = False
+
+    def __str__(self) -> str:
+        parts = [
+            self.overlap,
+            "+".join(sorted(set(self.lanes))),
+            str(self.dtype).removeprefix("torch."),
+        ]
+        parts += [f"{self.slots}+{self.prefetch}slots"]
+        flags = ("one_rank", "ahead", "unused", "without", "clips", "accumulates")
+        flags += ("writes_state", "reorders", "grows")
+        return "-".join(parts + [flag for flag in flags if getattr(self, flag)])
+
+
+MIXED = ("streamed", "host", "resident")
+ONE_ON_HOST = ("streamed", "streamed", "resident", "host", "streamed", "resident", "streamed")
+"""With several host buckets the host waits for all but the last ones anyway."""
+UNUSED = (frozenset({1}), frozenset[int](), frozenset({0, 3}))
+WITHOUT = (frozenset({2}), frozenset({0, 3}), frozenset({6}))
+BOTH = ("forward", "backward")
+FEW = [
+    Scenario("forward", clips=True, prefetch=2),
+    Scenario("backward", ("streamed",), BF16, prefetch=3, reorders=True),
+    Scenario("forward", MIXED, BF16, unused=UNUSED, ahead=True),
+    Scenario("backward", MIXED, unused=UNUSED, without=WITHOUT, one_rank=True),
+    Scenario("backward", without=WITHOUT, writes_state=True, prefetch=9, grows=True),
+]
+MORE = [
+    Scenario(overlap, lanes, dtype, slots, prefetch, **how)
+    for overlap in BOTH
+    for lanes in (("streamed",), ("resident",), ("host",), MIXED)
+    for dtype in (FP32, BF16)
+    for slots, prefetch in (((2, 0), (3, 2), (4, 20)) if "streamed" in lanes else ((2, 0),))
+    for how in (
+        {"one_rank": True, "reorders": True},
+        {"ahead": True, "unused": UNUSED, "writes_state": True},
+        {"without": WITHOUT, "accumulates": True, "grows": True},
+        {"clips": overlap == "forward", "unused": UNUSED, "without": WITHOUT, "steps": 5},
+    )
+]
+
+
+class Job:
+    """Parameters, their optimizer and what is played around them."""
+
+    def __init__(self, scene: Scenario, gateway: Any, *, plain: bool) -> None:
+        generator = torch.Generator().manual_seed(0)
+
+        def make(numel: int) -> nn.Parameter:
+            return nn.Parameter(torch.randn(numel, generator=generator).to(scene.dtype))
+
+        groups = [[make(n) for n in numels] for numels in GROUPS]
+        loose = [make(n) for n in LOOSE]
+        self.late = [make(n) for n in LATE] if scene.grows else []
+        self.trained = [p for group in groups for p in group] + loose
+        groups[1] += self.late
+        self.scene, self.plain = scene, plain
+        self.played = Played(gateway, groups, loose, one_rank=scene.one_rank, ahead=scene.ahead)
+        for parameter in self.late:
+            parameter.requires_grad_(False)
+        inner = torch.optim.AdamW(self.trained, lr=0.05, fused=True)
+        for parameter in self.trained[::2]:  # state that must arrive even in the first step
+            parameter.grad = torch.full_like(parameter, 0.25)
+        inner.step()
+        inner.zero_grad()
+        overlap = "step" if plain else scene.overlap
+        self.optimizer: Any = inner
+        if scene.dtype != FP32 or not plain:
+            lanes = [scene.lanes[i % len(scene.lanes)] for i in range(len(self.trained))]
+            transfer = TransferConfig(
+                bucket_bytes=4096,
+                slots=scene.slots,
+                host_threads=1,
+                prefetch_bytes=scene.prefetch * 5000,
+            )
+            self.optimizer = self.played.wrap(
+                inner, update_on=lanes, overlap=overlap, transfer=transfer
+            )
+
+    def train(self) -> list[Tensor]:
+        """Parameters as a last forward reads them, and as they are, and state."""
+        for step in range(self.scene.steps):
+            self.iterate(step)
+            self.between(step)
+        self.played.forward()
+        found = [used for group in self.played.groups for used in group.used]
+        found += self.played.loose_used
+        self.played.current.synchronize()
+        found = [each.clone() for each in found]
+        state = self.optimizer.state
+        found += [p.detach().clone() for p in self.trained]
+        found += [value.clone() for p in self.trained for value in state[p].values()]
+        if hasattr(self.optimizer, "close"):
+            self.optimizer.close()
+        return found
+
+    def iterate(self, step: int) -> None:
+        scene, played = self.scene, self.played
+        unused = scene.unused[step % len(scene.unused)] if scene.unused else ()
+        numbers = scene.without[step % len(scene.without)] if scene.without else ()
+        without = frozenset(self.trained[i] for i in numbers)
+        if scene.accumulates:
+            played.forward(unused)
+            played.backward(step, unused=unused, without=without, is_last=False)
+        played.forward(unused)
+        played.backward(step, unused=unused, without=without)
+        if scene.clips:
+            for parameter in self.trained:
+                if parameter.grad is not None:
+                    played.current.launch(scale, parameter.grad)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.optimizer.param_groups[0]["lr"] *= 0.75
+
+    def between(self, step: int) -> None:
+        """What a loop does between two iterations."""
+        if self.scene.grows and step == 0:
+            for parameter in self.late:
+                parameter.requires_grad_(True)
+            self.optimizer.add_param_group({"params": self.late, "lr": 0.02})
+            self.trained = self.trained + self.late
+        if self.scene.writes_state:
+            state = self.optimizer.state
+            for parameter in self.trained[:: step + 1]:
+                if "exp_avg" in state[parameter]:
+                    state[parameter]["exp_avg"].mul_(0.5)
+        if self.scene.reorders and not self.plain:
+            times = [float((7 * i + 3 * step) % 5) for i in range(len(GROUPS))]
+            overlap = self.optimizer._overlap
+            overlap._reorder(self.optimizer._segments, times, 1e-3)
+
+
+def run(scene: Scenario, policy: str, skip: Skip = NOTHING) -> tuple[list[Tensor], Simulator]:
+    with Simulator(policy, skip) as simulator:
+        return Job(scene, simulator, plain=False).train(), simulator
+
+
+@cache
+def expected_of(scene: Scenario) -> list[Tensor]:
+    """fp32: the plain optimizer's numbers; bf16: those of ``overlap="step"``."""
+    with use_gateway(CpuGateway(CPU)):
+        return Job(scene, gateway_for(CPU), plain=True).train()
+
+
+@pytest.fixture(autouse=True)
+def _lazy_host_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CpuGateway, "worker", InlineWorker(), raising=False)
+    be_lazy(monkeypatch)
+
+
+def check(scene: Scenario, policies: tuple[str, ...]) -> None:
+    for policy in policies:
+        found, simulator = run(scene, policy)
+        assert same(found, expected_of(scene)), policy
+        assert simulator.late_uses == [], policy
+
+
+@pytest.mark.parametrize("scene", FEW, ids=str)
+def test_the_numbers_are_those_of_the_plain_optimizer(scene: Scenario) -> None:
+    check(scene, ADVERSARIES[::3])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("scene", [*FEW, *MORE], ids=str)
+def test_the_numbers_are_those_of_the_plain_optimizer_in_every_combination(
+    scene: Scenario,
+) -> None:
+    check(scene, ADVERSARIES)
+
+
+# --------------------------------------------------------------------------- waits removed
+
+
+def shows(scene: Scenario, policy: str, skip: Skip) -> bool:
+    """Whether the missing wait is noticed under this policy."""
+    found, simulator = run(scene, policy, skip)
+    return bool(simulator.late_uses) or not same(found, expected_of(scene))
+
+
+def ours(simulator: Simulator) -> list[int]:
+    """Numbers of the stream waits of this package."""
+    return [i for i, pair in enumerate(simulator.wait_log) if pair not in OF_FSDP2]
+
+
+@cache
+def complete(scene: Scenario) -> tuple[Simulator, frozenset[int]]:
+    """The simulator of a complete run, and the numbers of the waits that are implied."""
+    _, simulator = run(scene, "lazy")
+    return simulator, frozenset(i for i in ours(simulator) if simulator.order.implied(i))
+
+
+def unnoticed(scene: Scenario, pairs: set[tuple[str, str]] | None = None) -> list[str]:
+    """Waits, of these pairs of streams or of all, that nobody notices when they are removed."""
+    simulator, implied = complete(scene)
+    skips = [
+        ("wait", i)
+        for i in ours(simulator)
+        if i not in implied and (pairs is None or simulator.wait_log[i] in pairs)
+    ]
+    return [
+        f"{skip}: {simulator.wait_log[skip[1]]}"
+        for skip in skips
+        if not any(shows(scene, policy, skip) for policy in adversaries(skip, simulator.order))
+    ]
+
+
+REMOVED = [
+    Scenario("forward", prefetch=2, steps=2),
+    Scenario("backward", prefetch=2, steps=2),
+    Scenario("forward", ONE_ON_HOST, BF16, steps=2, unused=UNUSED[:2]),
+    Scenario("backward", ONE_ON_HOST, steps=2, one_rank=True, unused=UNUSED[:2]),
+]
+GATES = {("gather", "update"), ("gather", "host_cast"), ("current", "update"),
+         ("current", "host_cast"), ("update", "reduce")}  # fmt: skip
+"""What is not already in :mod:`tests.test_pipeline_waits`."""
+
+
+@pytest.mark.parametrize("scene", REMOVED, ids=str)
+def test_removing_a_wait_at_a_gate_is_noticed(scene: Scenario) -> None:
+    assert unnoticed(scene, GATES) == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("scene", REMOVED[:3], ids=str)
+def test_removing_any_wait_is_noticed(scene: Scenario) -> None:
+    assert unnoticed(scene) == []
+
+
+@pytest.mark.parametrize("scene", REMOVED, ids=str)
+def test_a_wait_that_others_imply_changes_nothing_when_it_is_removed(scene: Scenario) -> None:
+    simulator, implied = complete(scene)
+    # What the compute stream waits for also says when dropped gradients may be written over,
+    # which is no launch.
+    for index in [i for i in sorted(implied) if simulator.wait_log[i][0] != "current"][::2]:
+        skip = ("wait", index)
+        for policy in adversaries(skip, simulator.order)[:3]:
+            assert not shows(scene, policy, skip), (skip, simulator.wait_log[index], policy)
+
+
+def test_every_kind_of_wait_at_a_gate_is_needed_somewhere() -> None:
+    needed: set[tuple[str, str]] = set()
+    for scene in REMOVED:
+        simulator, implied = complete(scene)
+        needed.update(simulator.wait_log[i] for i in ours(simulator) if i not in implied)
+
+    assert needed >= GATES
