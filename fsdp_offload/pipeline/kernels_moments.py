@@ -1,8 +1,9 @@
 """Triton kernels (CUDA) of moments in fewer bits. Their twins: ``moments.*_plain``, ``adam_plain``.
 
 [Note: same bits as the twins]
-Divisions and roots are the correctly rounded ones, and multiplications and additions are not
-contracted (``enable_fp_fusion=False``), so each operation rounds as the torch operation does.
+Divisions and roots are the correctly rounded ones, or corrected to an exact integer, and
+multiplications and additions are not contracted (``enable_fp_fusion=False``), so each operation
+rounds as the torch operation does. Only numbers below the normal ones are flushed to zero.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ ROWS: Final = 16
 """Blocks of 64 elements per program."""
 COLUMNS: Final = 64
 _INFINITY: Final = tl.constexpr(0x7F800000)
+_LARGEST: Final = tl.constexpr(0x7E800000)  # see moments._LARGEST
+_SMALLEST: Final = tl.constexpr(0x00800000)
 _GOLDEN: Final = tl.constexpr(0x9E3779B9 - (1 << 32))
 _FIRST: Final = tl.constexpr(0x7FEB352D)
 _SECOND: Final = tl.constexpr(0x846CA68B - (1 << 32))
@@ -79,22 +82,26 @@ def _store_codes(  # type: ignore[no-untyped-def]
     word = values.to(tl.int32, bitcast=True)
     size = word & 0x7FFFFFFF
     top = tl.max(size, axis=1)
-    is_bad = top >= _INFINITY
-    scale = tl.where(is_bad, float("nan"), top.to(tl.float32, bitcast=True))
-    tl.store(scales + rows, scale, mask=rows < blocks)
-    divisor = tl.where(scale > 0, scale, 1.0)[:, None] + tl.zeros_like(values)
-    squares = tl.div_rn(size.to(tl.float32, bitcast=True), divisor) * (STEPS * STEPS * 1.0)
-    squares = tl.where(is_bad[:, None], 0.0, squares)
-    below = tl.minimum(tl.sqrt_rn(squares).to(tl.int32), STEPS - 1)
-    odd = (2 * below + 1).to(tl.float32)
+    is_good = (top >= _SMALLEST) & (top < _LARGEST)
+    scale = tl.where(top >= _SMALLEST, top.to(tl.float32, bitcast=True), 0.0)
+    tl.store(scales + rows, tl.where(top >= _LARGEST, float("nan"), scale), mask=rows < blocks)
+    divisor = tl.where(is_good, scale, 1.0)
+    inverse = tl.div_rn(tl.full(divisor.shape, 1.0, tl.float32), divisor)
+    squares = size.to(tl.float32, bitcast=True) * inverse[:, None] * (STEPS * STEPS * 1.0)
+    squares = tl.where(size == top[:, None], STEPS * STEPS * 1.0, squares)
+    squares = tl.where(is_good[:, None], squares, 0.0)
+    code = tl.floor(tl.sqrt(squares))  # whole numbers, exact in fp32; one off, perhaps
+    code = tl.where(code * code > squares, code - 1.0, code)
+    code = tl.where((code + 1.0) * (code + 1.0) <= squares, code + 1.0, code)
+    code = tl.minimum(code, STEPS - 1.0)
     if STOCHASTIC:
         share = random.to(tl.float32) * (1.0 / 65536)
     else:
         share = 0.5
-    up = share * odd < squares - (below * below).to(tl.float32)
-    code = below + up.to(tl.int32)
+    up = share * (2.0 * code + 1.0) < squares - code * code
+    code = tl.where(up, code + 1.0, code)
     if STEPS == 255:
-        code = tl.where((size > 0) & (is_bad[:, None] == 0) & (code == 0), 1, code)
+        code = tl.where((size > 0) & is_good[:, None], tl.maximum(code, 1.0), code)
         tl.store(codes + at, code.to(tl.uint8), mask=inside)
     else:
         code = tl.where(word < 0, -code, code)
@@ -105,9 +112,7 @@ def _store_codes(  # type: ignore[no-untyped-def]
 def _load_codes(codes, scales, at, rows, inside, blocks, STEPS: tl.constexpr):  # type: ignore[no-untyped-def]
     code = tl.load(codes + at, mask=inside, other=0).to(tl.int32)
     scale = tl.load(scales + rows, mask=rows < blocks, other=0.0)
-    square = (code * tl.abs(code)).to(tl.float32)
-    steps = tl.full(square.shape, STEPS * STEPS * 1.0, tl.float32)
-    return tl.div_rn(square, steps) * scale[:, None]
+    return (code * tl.abs(code)).to(tl.float32) * (1 / (STEPS * STEPS)) * scale[:, None]
 
 
 @triton.jit
@@ -142,7 +147,7 @@ def _pack(  # type: ignore[no-untyped-def]
 @triton.jit(do_not_specialize=["key", "first"])
 def _adam(  # type: ignore[no-untyped-def]
     weight, remainder, gradient, clip, average, average_scales, square, square_scales, step,
-    numel, key, first, beta1, rest1, beta2, rest2, eps, decay, step_size, root,
+    numel, key, first, beta1, rest1, beta2, rest2, eps, decay, step_size, inverse_root,
     BF16_WEIGHT: tl.constexpr, CLIP: tl.constexpr, MAXIMIZE: tl.constexpr,
     DECOUPLED: tl.constexpr, DECAY: tl.constexpr, INT8: tl.constexpr, STOCHASTIC: tl.constexpr,
     ROWS: tl.constexpr,
@@ -178,8 +183,7 @@ def _adam(  # type: ignore[no-untyped-def]
             g = g + decay * value
     m = beta1 * m + rest1 * g
     v = beta2 * v + rest2 * g * g
-    bias = tl.zeros_like(v) + root
-    value = value - tl.div_rn(step_size * m, tl.div_rn(tl.sqrt_rn(v), bias) + eps)
+    value = value - tl.div_rn(step_size * m, tl.sqrt_rn(v) * inverse_root + eps)
     if BF16_WEIGHT:
         word = value.to(tl.int32, bitcast=True)
         rest = (word << 16) >> 16  # sign-extended low half

@@ -46,7 +46,8 @@ CODED: Final = {"exp_avg": torch.int8, "exp_avg_sq": torch.uint8}
 """What ``moments="int8"`` applies to; other state keeps its dtype."""
 SCALE: Final = "_scale"
 
-_INFINITY: Final = 0x7F800000
+_LARGEST: Final = 0x7E800000  # 2^126: the inverse of what is below is a normal number
+_SMALLEST: Final = 0x00800000  # of the normal numbers; kernels flush what is below to zero
 _MASK: Final = 0xFFFFFFFF
 
 
@@ -175,10 +176,8 @@ def unpack_plain(moment: Moment, codes: Tensor, scales: Tensor | None, values: T
     assert scales is not None
     steps = STEPS[moment.dtype]
     wide = codes.to(torch.int32)
-    squares = (wide * wide.abs()).to(torch.float32)
-    # By a tensor: a division by a number may be a multiplication by its inverse.
-    squares /= torch.tensor(float(steps * steps), device=codes.device)
-    values.copy_(squares * _per_element(scales, codes.numel()))
+    shares = (wide * wide.abs()).to(torch.float32) * (1 / (steps * steps))  # 1 for the largest
+    values.copy_(shares * _per_element(scales, codes.numel()))
 
 
 def pack_plain(
@@ -196,9 +195,11 @@ def pack_plain(
     codes.copy_(_to_codes(values, _per_element(scales, values.numel()), random, moment.dtype))
 
 
-def rounded_root(values: Tensor) -> Tensor:
-    """The correctly rounded square root of fp32; torch's vectors on the CPU may be one ulp off."""
-    return values.double().sqrt().float()
+def _floor_root(squares: Tensor) -> Tensor:
+    """The largest integers whose squares are not larger; int32."""
+    root = squares.sqrt().to(torch.int32)  # one off, perhaps
+    root -= ((root * root).to(torch.float32) > squares).to(torch.int32)
+    return root + (((root + 1) * (root + 1)).to(torch.float32) <= squares).to(torch.int32)
 
 
 def _to_bf16(values: Tensor, random: Tensor | None) -> Tensor:
@@ -214,24 +215,27 @@ def _per_element(scales: Tensor, numel: int) -> Tensor:
 
 
 def _scales(values: Tensor) -> Tensor:
-    """The largest magnitude of each block; NaN where it is not finite."""
+    """The largest magnitude of each block; NaN from 2^126 on, 0 below the normal numbers."""
     blocks = torch.nn.functional.pad(values.abs(), (0, -values.numel() % BLOCK_NUMEL))
     words = blocks.view(torch.int32).view(-1, BLOCK_NUMEL)
     top = words.amax(dim=1) if words.numel() else words[:, 0]
-    return torch.where(top >= _INFINITY, torch.nan, top.view(torch.float32))
+    scales = torch.where(top < _SMALLEST, 0.0, top.view(torch.float32))
+    return torch.where(top >= _LARGEST, torch.nan, scales)
 
 
 def _to_codes(values: Tensor, scales: Tensor, random: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Codes of ``values`` in blocks of scale ``scales`` (per element)."""
     steps = STEPS[dtype]
     magnitudes = values.abs()
-    squares = magnitudes / torch.where(scales > 0, scales, 1.0) * float(steps * steps)
-    squares = torch.where(scales.isnan(), 0.0, squares)
-    below = rounded_root(squares).to(torch.int32).clamp(max=steps - 1)  # truncated
+    inverse = torch.ones_like(scales) / torch.where(scales > 0, scales, 1.0)
+    squares = magnitudes * inverse * float(steps * steps)
+    squares = torch.where(magnitudes == scales, float(steps * steps), squares)
+    squares = torch.where(scales > 0, squares, 0.0)
+    below = _floor_root(squares).clamp(max=steps - 1)
     odd = (2 * below + 1).to(torch.float32)  # between the squares of two neighbours
     share = 0.5 if random is None else random.to(torch.float32) * (1.0 / 65536)
     up = share * odd < squares - (below * below).to(torch.float32)
     codes = below + up.to(torch.int32)
     if dtype == torch.uint8:
-        return torch.where((magnitudes > 0) & ~scales.isnan(), codes.clamp(min=1), codes)
+        return torch.where((magnitudes > 0) & (scales > 0), codes.clamp(min=1), codes)
     return torch.where(values.view(torch.int32) < 0, -codes, codes)

@@ -120,8 +120,8 @@ class ReducedAdam:
 
 def numbers_of(group: Mapping[str, Any], updates: int) -> tuple[float, ...]:
     """What the kernel takes of the hyper-parameters: beta1, 1 - beta1, beta2, 1 - beta2, eps,
-    weight decay (times lr where it is decoupled), lr over bias correction 1, root of bias
-    correction 2. ``updates``: with this one."""
+    weight decay (times lr where it is decoupled), lr over bias correction 1, inverse root of
+    bias correction 2. ``updates``: with this one."""
     lr, (beta1, beta2) = float(group["lr"]), group["betas"]
     decay = float(group["weight_decay"])
     return (
@@ -132,7 +132,7 @@ def numbers_of(group: Mapping[str, Any], updates: int) -> tuple[float, ...]:
         group["eps"],
         lr * decay if group["decoupled_weight_decay"] else decay,
         lr / (1 - beta1**updates),
-        (1 - beta2**updates) ** 0.5,
+        (1 - beta2**updates) ** -0.5,
     )
 
 
@@ -193,7 +193,7 @@ def adam_plain(
     updates: int,
 ) -> None:
     """:func:`adam` in torch operations; the slow twin, for tests."""
-    beta1, rest1, beta2, rest2, eps, decay, step_size, root = numbers_of(group, updates)
+    beta1, rest1, beta2, rest2, eps, decay, step_size, inverse_root = numbers_of(group, updates)
     master = weight
     if remainder is not None:
         master = torch.empty_like(weight, dtype=torch.float32)
@@ -209,8 +209,8 @@ def adam_plain(
         g = g + decay * master
     m = beta1 * m + rest1 * g
     v = beta2 * v + rest2 * g * g
-    # By a tensor: a division by a number may be a multiplication by its inverse.
-    master = master - step_size * m / (moments.rounded_root(v) / torch.full_like(v, root) + eps)
+    root = v.double().sqrt().float()  # correctly rounded; in fp32 torch may be one ulp off
+    master = master - step_size * m / (root * inverse_root + eps)
     if remainder is None:
         weight.copy_(master)
     else:

@@ -112,7 +112,20 @@ def test_a_second_moment_never_becomes_zero_and_zero_stays() -> None:
         assert bool((again[20:] == 0).all())
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("dtype", [INT8, UINT8])
+def test_blocks_at_the_ends_of_the_range(dtype: torch.dtype) -> None:
+    for largest, kept in ((1e-39, 0.0), (1.2e-38, 1.2e-38), (8e37, 8e37)):
+        values = torch.full((64,), largest)
+        values[1] = largest / 3
+        for draw in (None, Draw(5, 0)):
+            codes, scales, again = packed(values, dtype, draw)
+            assert float(scales[0]) == float(torch.tensor(kept))
+            assert bool(again.isfinite().all())
+            assert bool((again <= values * 1.02).all())
+            assert bool((codes[1:] == 0).all()) == (kept == 0)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), 1e38])
 @pytest.mark.parametrize("dtype", [INT8, UINT8])
 def test_what_is_not_finite_spoils_its_block_only(dtype: torch.dtype, bad: float) -> None:
     values = values_for(dtype)
