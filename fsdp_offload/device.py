@@ -252,7 +252,7 @@ class _TakingTurns(_AcceleratorStream):
     def __init__(self, raws: list[Any], module: Any, name: str) -> None:
         super().__init__(raws[0], module, name)
         self._raws, self._turn = raws, 0
-        self._ends = [module.Event() for _ in raws]  # of the last chunk on each, recorded anew
+        self._ends: list[Any] = [module.Event() for _ in raws]  # of the last chunk on each
 
     def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
         raws, ends, turn = self._raws, self._ends, self._turn
@@ -262,6 +262,7 @@ class _TakingTurns(_AcceleratorStream):
             raw.wait_event(ends[turn - 2])
             with raw:
                 target.copy_(source, non_blocking=True)
+            ends[turn] = self._module.Event()
             ends[turn].record(raw)
             turn = (turn + 1) % count
         self._turn = turn

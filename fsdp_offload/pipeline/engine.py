@@ -237,12 +237,14 @@ class Segment:
                 records[largest.slices[0].entry.index].fqn,
             )
         slots = [self.gateway.allocate(slot_bytes) for _ in range(count)]
+        beside_host = any(section.first.lane == "host" for section in sections)
         lane = StreamedLane(
             self.gateway,
             self.update,
             slots,
             prefetches=prefetches,
-            shares_link=any(section.first.lane == "host" for section in sections),
+            shares_h2d=beside_host or self.config.overlap != "step",
+            shares_d2h=beside_host,
         )
         lane.buckets = [
             StreamedBucket(

@@ -113,7 +113,8 @@ class StreamedLane:
         update: the stream on which updates run, shared with the resident lane.
         slots: uint8 memory, each as large as the largest bucket.
         prefetches: whether to fetch for the next iteration at the end of one.
-        shares_link: whether the host lane's copies have to get through, both ways.
+        shares_h2d: whether copies of others to the device have to get through meanwhile.
+        shares_d2h: the same towards the host.
     """
 
     def __init__(
@@ -123,17 +124,19 @@ class StreamedLane:
         slots: list[Tensor],
         *,
         prefetches: bool,
-        shares_link: bool,
+        shares_h2d: bool,
+        shares_d2h: bool,
     ) -> None:
         self.slots = slots
         self.buckets: list[StreamedBucket] = []
         self.order: list[int] = []
         self._positions: list[int] = []  # of each bucket in the order
         self.prefetches = prefetches
-        self._h2d = gateway.bulk_stream("h2d")
+        # Alone on the link, whole spans on one stream are faster.
+        self._shared_h2d = gateway.bulk_stream("h2d") if shares_h2d else None
+        self._h2d: Stream = self._shared_h2d or gateway.stream("h2d")
         self._update = update
-        # Alone, nobody waits for other copies towards the host, and whole spans are faster.
-        self._shared_d2h = gateway.bulk_stream("d2h") if shares_link else None
+        self._shared_d2h = gateway.bulk_stream("d2h") if shares_d2h else None
         self._d2h: Stream = self._shared_d2h or gateway.stream("d2h")
         self._free: list[Event | None] = [None] * len(slots)
         self._arrived: list[Event | None] = [None] * len(slots)
@@ -206,7 +209,10 @@ class StreamedLane:
             slot = position % len(self.slots)
             if (free := self._free[slot]) is not None:
                 self._h2d.wait(free)
-            self._h2d.copy(bucket.into_slot, bucket.from_arena)
+            if self._shared_h2d is not None:
+                self._shared_h2d.copy(bucket.into_slot, bucket.from_arena)
+            else:
+                self._h2d.launch(copy_all, bucket.in_slot, bucket.in_arena)
             self._arrived[slot] = self._h2d.record()
             self._fetched = position + 1
 

@@ -19,6 +19,13 @@ from fsdp_offload.pipeline.inventory import Inventory
 from fsdp_offload.plan import Plan, planner
 from tests.plan.known import ONE_GPU, config
 
+
+@pytest.fixture(autouse=True)
+def mixing_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if two lanes took what is predicted for them; by default that is not trusted."""
+    monkeypatch.setattr(planner, "MIN_GAIN_OF_BOTH", 0.1)
+
+
 CPU = torch.device("cpu")
 # So slow that a few thousand elements take as long as a model.
 RATES = replace(

@@ -10,9 +10,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fsdp_offload.errors import ConfigError
-from fsdp_offload.plan import Candidate, Plan, Rates, lanes_from, make_plan, replay, wants_rates
+from fsdp_offload.plan import (
+    Candidate,
+    Plan,
+    Rates,
+    lanes_from,
+    make_plan,
+    planner,
+    replay,
+    wants_rates,
+)
 
 from .known import FAST_CORES, FOUR_GPUS, ONE_GPU, candidate, config, gpt
+
+
+@pytest.fixture(autouse=True)
+def mixing_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if two lanes took what is predicted for them; by default that is not trusted."""
+    monkeypatch.setattr(planner, "MIN_GAIN_OF_BOTH", 0.1)
+
 
 SPEEDS = st.floats(1.0, 1000.0)
 RATES = st.builds(
@@ -90,6 +106,13 @@ def test_the_plan_is_a_pure_function_and_survives_json(made: list[Candidate], ra
     assert Plan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
     assert lanes_from(plan, made) == plan.lanes
     assert replay(plan, made[::-1]).lanes == plan.lanes[::-1]
+
+
+def test_by_default_the_measured_machine_streams_everything(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.undo()
+    assert set(make_plan(gpt(), config(), ONE_GPU).lanes) == {"streamed"}
 
 
 def test_one_gpu_uses_both_lanes_and_the_last_layers_go_to_the_host() -> None:
@@ -231,3 +254,9 @@ def test_plans_of_added_parameters_are_joined() -> None:
     assert joined.rates == ONE_GPU
     assert joined.lane("late") == "streamed"
     assert joined.lane("norm.weight") == "host"
+
+
+@pytest.mark.parametrize("overlap", ["forward", "backward"])
+def test_beside_forward_and_backward_nothing_is_measured(overlap: str) -> None:
+    assert wants_rates(gpt(), config(), used_bytes=0)
+    assert not wants_rates(gpt(), config(overlap=overlap), used_bytes=0)

@@ -7,10 +7,16 @@ from typing import Any
 import pytest
 
 from fsdp_offload.errors import ConfigError
-from fsdp_offload.plan import make_plan, predict_iteration_ms
+from fsdp_offload.plan import make_plan, planner, predict_iteration_ms
 from fsdp_offload.plan.explain import block_of
 
 from .known import ONE_GPU, candidate, config, gpt
+
+
+@pytest.fixture(autouse=True)
+def mixing_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if two lanes took what is predicted for them; by default that is not trusted."""
+    monkeypatch.setattr(planner, "MIN_GAIN_OF_BOTH", 0.1)
 
 
 @pytest.mark.parametrize(
