@@ -86,6 +86,7 @@ def rows_of_this_rank() -> list[dict[str, Any]]:
     return rows
 
 
+@pytest.mark.long
 def test_two_ranks_agree(ranks: Callable[..., RankPool]) -> None:
     first, second = ranks(2).run(rows_of_this_rank)
     for mine, other in zip(first, second, strict=True):

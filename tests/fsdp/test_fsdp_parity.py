@@ -116,7 +116,7 @@ def replay(size: int, name: str, variants: list[str], steps: int = 10) -> None:
         optimizer.close()
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", [2, *(pytest.param(s, marks=pytest.mark.long) for s in (1, 4))])
 @pytest.mark.parametrize("name", SETTINGS)
 def test_every_optimizer_equals_the_plain_one(ranks: Ranks, size: int, name: str) -> None:
     # Muon gathers every matrix in every step: with more ranks than cores it is slow.

@@ -213,6 +213,7 @@ def test_wrong_arguments_are_named(arguments: dict[str, object], message: str) -
         RankPool(**arguments)
 
 
+@pytest.mark.long
 def test_pool_left_open_ends_with_the_interpreter() -> None:
     script = """
         import os
