@@ -73,6 +73,7 @@ class HybridDeviceOptimizer(Optimizer):
             returns at once, and each FSDP2 module of ``model`` waits for its own parameters.
             ``"backward"``: besides, parameters are updated as their gradients arrive. With both,
             ``.grad`` is spent from then on: using it raises :class:`SpentGradientError`.
+            Experimental (docs/overlap.md).
         precision: see :class:`PrecisionConfig`.
         transfer: see :class:`TransferConfig`.
         plan: the plan of an earlier run, whose lanes are taken over: the same bits again.
@@ -152,9 +153,11 @@ class HybridDeviceOptimizer(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient; returns the closure's loss, if any.
 
-        When it returns, parameters are ready for the current stream.
+        When it returns, parameters are ready for the current stream (``overlap="step"``), or each
+        FSDP2 module waits for its own (else; :meth:`synchronize` waits for all).
 
         Raises:
+            ConfigError: a hyper-parameter changed since backward updated parameters with it.
             LaneError: this or an earlier update failed; only a load makes the optimizer usable.
             StateSchemaError, UnsupportedParameterError: refused, nothing was updated.
         """
