@@ -210,6 +210,11 @@ class Gateway(Protocol):
 # --------------------------------------------------------------------------- accelerator
 
 
+def _recorded(event: Event) -> Event:
+    """The event that a raw stream can wait for."""
+    return event.recorded() if isinstance(event, PendingEvent) else event
+
+
 class _AcceleratorStream:
     def __init__(self, raw: Any, module: Any, name: str) -> None:
         self.raw, self._module, self.name = raw, module, name
@@ -219,7 +224,7 @@ class _AcceleratorStream:
             fn(*operands)
 
     def wait(self, event: Event) -> None:
-        self.raw.wait_event(event.recorded() if isinstance(event, PendingEvent) else event)
+        self.raw.wait_event(_recorded(event))
 
     def record(self) -> Event:
         event = self._module.Event()
@@ -268,8 +273,9 @@ class _TakingTurns(_AcceleratorStream):
         self._turn = turn
 
     def wait(self, event: Event) -> None:
+        recorded = _recorded(event)
         for raw in self._raws:
-            _AcceleratorStream(raw, self._module, self.name).wait(event)
+            raw.wait_event(recorded)
 
     def launch(self, fn: Callable[..., None], *operands: Any) -> None:
         self._join()

@@ -270,9 +270,7 @@ def gradient_shard(parameter: Tensor, fqn: str, expected: tuple[int, ...]) -> Te
     Raises:
         UnsupportedParameterError: the gradient is sparse, or its shape is not the shard's.
     """
-    gradient = parameter.grad
-    if gradient is None:
-        gradient = getattr(parameter, "decoupled_grad", None)
+    gradient = _raw_gradient(parameter)
     if gradient is None:
         return None
     if gradient.layout is not torch.strided:
@@ -306,12 +304,22 @@ def whole_gradient(parameter: Tensor) -> Tensor | None:
 
     A plain shard in a DTensor's place is wrapped like the parameter.
     """
-    gradient: Tensor | None = parameter.grad
-    if gradient is None:
-        gradient = getattr(parameter, "decoupled_grad", None)
-        if gradient is not None and not isinstance(gradient, DTensor):
-            gradient = like(parameter, gradient)
+    gradient = _raw_gradient(parameter)
+    if (
+        gradient is not None
+        and gradient is not parameter.grad
+        and not isinstance(gradient, DTensor)
+    ):
+        gradient = like(parameter, gradient)
     return gradient
+
+
+def _raw_gradient(parameter: Tensor) -> Tensor | None:
+    """``parameter.grad``, else Megatron-FSDP's ``decoupled_grad``."""
+    if parameter.grad is not None:
+        return parameter.grad
+    decoupled: Tensor | None = getattr(parameter, "decoupled_grad", None)
+    return decoupled
 
 
 def clear_decoupled_gradient(parameter: Tensor) -> None:

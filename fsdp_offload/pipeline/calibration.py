@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -35,8 +34,9 @@ from torch import Tensor, nn
 from ..config import MIB, TransferConfig
 from ..device import Gateway
 from ..errors import DeviceError
-from ..memory import HostArena, local_ranks
+from ..memory import HostArena
 from ..plan import Rates
+from .cores import thread_count
 from .host import UNIT_NUMEL
 from .worker import ThreadPool, Ticket
 
@@ -248,9 +248,7 @@ class HostProbe:
     """The host lane's threads, each stepping fused AdamW on a unit of its own."""
 
     def __init__(self, gateway: Gateway, transfer: TransferConfig, effort: Effort) -> None:
-        # As the host lane does it: cores of this process / ranks on this host.
-        cores = len(os.sched_getaffinity(0))
-        self._threads = transfer.host_threads or max(1, cores // local_ranks())
+        self._threads = thread_count(transfer.host_threads)
         share = effort.host_bytes // _STATE_BYTES // self._threads // 64 * 64
         self.unit_numel = max(64, min(UNIT_NUMEL, share))
         self._window_s = 3 * effort.window_s

@@ -23,6 +23,11 @@ from ..device import Gateway, cores_near, parse_cpu_list
 from ..memory import local_ranks
 
 
+def thread_count(wanted: int | None) -> int:
+    """Threads of the host lane: as ``wanted``, else cores of this process / ranks on this host."""
+    return wanted or max(1, len(os.sched_getaffinity(0)) // local_ranks())
+
+
 def thread_setup(gateway: Gateway, *, bind: bool) -> Callable[[], None]:
     """What each new thread of the host lane does first; never raises for want of permission.
 

@@ -20,7 +20,7 @@ from ..plan import Kind, Layout, Slice, make_layout
 from ..plan.layout import align
 from ..plan.order import Job, deadline_order, ring_size
 from .bucket import BucketUpdate, Scratch
-from .cores import thread_setup
+from .cores import thread_count, thread_setup
 from .host import HostBucket, HostStaging, HostStagingSizes, ring_depth
 from .host_lane import HostLane
 from .native import NativeUpdate
@@ -479,15 +479,13 @@ def _host_staging_sizes(sections: list[Section], threads: int) -> HostStagingSiz
 
 
 def host_threads(config: OffloadConfig) -> int:
-    """Threads of the host lane: as asked, else cores of this process / ranks on this host."""
-    threads, cores = config.transfer.host_threads, len(os.sched_getaffinity(0))
-    if threads is None:
-        threads = max(1, cores // local_ranks())
+    """Threads of the host lane; a single one is worth a warning."""
+    threads = thread_count(config.transfer.host_threads)
     if threads == 1:
         _log.warning(
             "the host lane has 1 thread (%d cores, %d local ranks): expect about a tenth of the "
             "speed of 16; set TransferConfig(host_threads=...)",
-            cores,
+            len(os.sched_getaffinity(0)),
             local_ranks(),
         )
     return threads
