@@ -9,11 +9,13 @@ if TYPE_CHECKING:
     from .checkpoint import OptimizerState, pack_optimizer_state
     from .config import PrecisionConfig, TransferConfig
     from .errors import (
+        AwayError,
         CheckpointCorruptError,
         CheckpointError,
         ClosedError,
         ConfigError,
         DeviceError,
+        DeviceMemoryError,
         HostMemoryError,
         LaneError,
         NonFiniteGradientError,
@@ -31,11 +33,13 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "AwayError",
     "CheckpointCorruptError",
     "CheckpointError",
     "ClosedError",
     "ConfigError",
     "DeviceError",
+    "DeviceMemoryError",
     "HostMemoryError",
     "HybridDeviceOptimizer",
     "LaneError",

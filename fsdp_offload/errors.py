@@ -5,6 +5,8 @@
     │   ├── UnsupportedOptimizerError    this optimizer cannot be offloaded
     │   └── UnsupportedParameterError    a parameter or gradient cannot be
     ├── DeviceError                  no accelerator, or several      (also a RuntimeError)
+    ├── DeviceMemoryError            no room on the device to come back (also a RuntimeError)
+    ├── AwayError                    used while it is offloaded      (also a RuntimeError)
     ├── HostMemoryError              the state does not fit          (also a MemoryError)
     ├── PinningError                 the driver refused to pin       (also a RuntimeError)
     ├── StateDictError               a state dict does not fit       (also a ValueError)
@@ -62,6 +64,14 @@ class UnsupportedParameterError(ConfigError):
 
 class DeviceError(OffloadError, RuntimeError):
     """The accelerator is missing, or the parameters are spread over several device types."""
+
+
+class DeviceMemoryError(OffloadError, RuntimeError):
+    """What was offloaded does not fit onto the device; it is still in host memory."""
+
+
+class AwayError(OffloadError, RuntimeError):
+    """Something was used whose device memory is offloaded; nothing was touched."""
 
 
 class HostMemoryError(OffloadError, MemoryError):

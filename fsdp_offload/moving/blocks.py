@@ -1,0 +1,100 @@
+"""What can leave the device: whole blocks of its memory, whoever looks at them.
+
+[Note: storages, not tensors]
+A storage is moved once, with all of its bytes: views, tied weights and the padding of FSDP2's
+shards (the local tensor shows a part of a padded one) stay what they are, because the storage
+object stays and only its memory goes. An emptied storage has size 0 and address 0: reading a
+tensor over it is an error of the caller that torch does not catch (a kernel would read address 0).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from .. import shards
+
+
+class Block(Protocol):
+    """Bytes of device memory that leave and come back together.
+
+    A block has *pieces*, byte ranges that are released and restored one by one, so that memory
+    returns while others are still being copied.
+    """
+
+    key: str
+    """What it is, the same at each departure: a block with a known key gets its old place."""
+    n_bytes: int
+    pieces: Sequence[tuple[int, int]]
+    """``(start, stop)`` in bytes, ascending, without gaps."""
+
+    def is_present(self, index: int) -> bool:
+        """Whether the piece has its memory."""
+        ...
+
+    def view(self, index: int) -> Tensor:
+        """The piece's bytes: 1-D uint8 on the device. It must be present."""
+        ...
+
+    def release(self, index: int) -> None:
+        """Give the piece's memory up. All work on it has completed."""
+        ...
+
+    def restore(self, index: int) -> None:
+        """Get memory for it again, with any content, in order of the current stream.
+
+        Raises:
+            torch.OutOfMemoryError: there is none; the block is as before.
+        """
+        ...
+
+
+class StorageBlock:
+    """A storage of torch's: one piece, resized to 0 and back. Its address changes."""
+
+    def __init__(self, key: str, storage: torch.UntypedStorage) -> None:
+        self.key, self.storage = key, storage
+        self.n_bytes = storage.nbytes()
+        self.pieces = ((0, self.n_bytes),)
+
+    def is_present(self, index: int) -> bool:
+        """See :class:`Block`."""
+        return self.storage.nbytes() == self.n_bytes
+
+    def view(self, index: int) -> Tensor:
+        """See :class:`Block`."""
+        empty = torch.empty(0, dtype=torch.uint8, device=self.storage.device)
+        return empty.set_(self.storage, 0, (self.n_bytes,))  # type: ignore[call-overload,no-any-return]
+
+    def release(self, index: int) -> None:
+        """See :class:`Block`."""
+        self.storage.resize_(0)
+
+    def restore(self, index: int) -> None:
+        """See :class:`Block`."""
+        self.storage.resize_(self.n_bytes)
+
+
+def collect(
+    named: Iterable[tuple[str, Tensor]], device: torch.device, *, known: set[int] | None = None
+) -> list[StorageBlock]:
+    """The storages of tensors, or of DTensors' shards, that lie on ``device``: each once.
+
+    Args:
+        named: a key per tensor, the same at each call; the first tensor of a storage names it.
+        device: others are left alone.
+        known: storages that were found before, by ``_cdata``; extended.
+    """
+    known = set() if known is None else known
+    blocks = []
+    for key, tensor in named:
+        shard = shards.local(tensor.detach())
+        storage = shard.untyped_storage()
+        if shard.device != device or storage.nbytes() == 0 or storage._cdata in known:
+            continue
+        known.add(storage._cdata)
+        blocks.append(StorageBlock(key, storage))
+    return blocks
