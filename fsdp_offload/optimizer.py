@@ -73,7 +73,6 @@ class HybridDeviceOptimizer(Optimizer):
             returns at once, and each FSDP2 module of ``model`` waits for its own parameters.
             ``"backward"``: besides, parameters are updated as their gradients arrive. With both,
             ``.grad`` is spent from then on: using it raises :class:`SpentGradientError`.
-            Experimental (docs/overlap.md).
         precision: see :class:`PrecisionConfig`.
         transfer: see :class:`TransferConfig`.
         plan: the plan of an earlier run, whose lanes are taken over: the same bits again.

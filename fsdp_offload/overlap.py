@@ -14,7 +14,6 @@ Parameters that no FSDP2 group holds have no gate: the stream that called ``step
 from __future__ import annotations
 
 import contextlib
-import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -33,8 +32,6 @@ from .pipeline.schema import is_torch_class, works_on_matrices
 from .pipeline.streamed import Mark, best_ms_per_byte
 from .plan.order import assumed_ready_ms
 from .spent import SpentGradient, is_spent, spent_error
-
-_log = logging.getLogger("fsdp_offload")
 
 ASSUMED_MS_PER_BYTE: Final = 1 / 50e6
 """Of the link, each way, until it has been measured: PCIe 5 x16."""
@@ -331,8 +328,4 @@ def make_overlap(
             "beside other work",
             remedy='use overlap="step"',
         )
-    _log.warning(
-        'overlap=%r is experimental (docs/overlap.md, "Experimental"); overlap="step" is not',
-        mode,
-    )
     return Overlap(owner, groups, gateway, in_backward=mode == "backward")

@@ -233,7 +233,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         default = getattr(Training, name)
         add(f"--{name.replace('_', '-')}", type=type(default), default=default)
     add("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--jobs", type=int, default=6, help="runs at once on the device")
+    add("--jobs", type=int, default=6, help="runs at once on all devices")
     add("--time-limit-s", type=float, default=240, help="runs that are not done by then are ended")
     add("--json", type=Path)
     add("--plot", type=Path, help="needs matplotlib")
@@ -256,7 +256,9 @@ def trainings_of(options: argparse.Namespace) -> list[Training]:
 class _Process:
     """A run in a process of its own."""
 
-    def __init__(self, training: Training, options: argparse.Namespace, folder: Path) -> None:
+    def __init__(
+        self, training: Training, options: argparse.Namespace, folder: Path, number: int
+    ) -> None:
         self.training = training
         name = f"{training.precision}-{training.seed}"
         self._result, self._log = folder / f"{name}.json", folder / f"{name}.log"
@@ -268,7 +270,7 @@ class _Process:
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "fsdp_offload.bench.accuracy", *words],
-                env=outer | {"OMP_NUM_THREADS": str(threads)},
+                env=outer | {"OMP_NUM_THREADS": str(threads)} | _device_of(number),
                 stdout=log,
                 stderr=log,
             )
@@ -293,6 +295,16 @@ class _Process:
         return names | {"reason": reason}
 
 
+def _device_of(number: int) -> dict[str, str]:
+    """The environment in which run ``number`` sees one device; they take turns."""
+    count = torch.cuda.device_count()
+    if count < 2:
+        return {}
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = visible.split(",") if visible else [str(index) for index in range(count)]
+    return {"CUDA_VISIBLE_DEVICES": names[number % count]}
+
+
 def run_all(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Results of all runs, ``--jobs`` at a time, each told as soon as it is there."""
     order = trainings_of(options)
@@ -302,7 +314,8 @@ def run_all(options: argparse.Namespace) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         while waiting or running:
             while waiting and len(running) < options.jobs:
-                running.append(_Process(waiting.pop(), options, Path(folder)))
+                number = len(order) - len(waiting)
+                running.append(_Process(waiting.pop(), options, Path(folder), number))
             if time.perf_counter() > ends:
                 for process in running:
                     process.end()

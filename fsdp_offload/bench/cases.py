@@ -10,6 +10,7 @@
 ``nearest``,
 ``stochastic``            how bf16 moments are rounded
 ``host``, ``auto``        ``update_on``; without them ``"device"``
+``h0.2``                  that share of the state in the host lane, the rest streamed
 ``f0.5``                  ``offload_fraction``
 ``p4GiB``                 ``TransferConfig(prefetch_bytes=...)``
 ``b64MiB``, ``s6``        ``TransferConfig(bucket_bytes=..., slots=...)``
@@ -73,6 +74,7 @@ class Case:
     rounding: str | None = None
     update_on: str = "device"
     offload_fraction: float = 1.0
+    host_share: float = 0.0
     bucket_bytes: int | None = None
     slots: int | None = None
     prefetch_bytes: int | None = None
@@ -98,8 +100,8 @@ class Case:
             return _WORDS[word]
         head, rest = word[:1], word[1:]
         try:
-            if head == "f":
-                return "offload_fraction", float(rest)
+            if head in ("f", "h"):
+                return "offload_fraction" if head == "f" else "host_share", float(rest)
             if head == "s":
                 return "slots", int(rest)
             if head in ("p", "b"):
@@ -110,7 +112,7 @@ class Case:
         raise ConfigError(
             f"row {name!r}",
             reason=f"the word {word!r} is unknown",
-            remedy=f"use {', '.join(_WORDS)}, f0.5, p4GiB, b64MiB or s6",
+            remedy=f"use {', '.join(_WORDS)}, h0.2, f0.5, p4GiB, b64MiB or s6",
         )
 
     def __post_init__(self) -> None:
@@ -122,7 +124,7 @@ class Case:
                 remedy=f"begin with one of {', '.join(kinds)}",
             )
         is_ours = self.kind in OURS
-        special = self.moments or self.rounding or self.update_on != "device"
+        special = self.moments or self.rounding or self.update_on != "device" or self.host_share
         if not is_ours and (special or self.offload_fraction != 1.0):
             raise ConfigError(
                 f"row {self.name!r}",
@@ -145,7 +147,7 @@ class Case:
         clips = self.clip != "none"
         if self.kind == "plain":
             return (clips, None, None, "device") if shards == "fp32" else (clips, "no master")
-        if not self.is_ours or self.update_on == "auto":
+        if not self.is_ours or self.update_on == "auto" or self.host_share:
             return None
         if self.update_on == "host" and self.offload_fraction < 1.0:
             return None  # two kernels, CPU and device, take part

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -114,6 +115,18 @@ def plain_trainer(case: Case, job: Job, device: torch.device) -> Trainer:
     return Trainer(model, optimizer, torch_clip(model) if case.clip != "none" else None)
 
 
+def _lanes(model: nn.Module, host_share: float) -> list[str]:
+    """The last parameters up to ``host_share`` of all elements go to the host lane."""
+    numels = [parameter.numel() for parameter in model.parameters()]
+    before = itertools.accumulate(reversed(numels), initial=0)
+    limit = host_share * sum(numels)
+    lanes = [
+        "host" if b + n <= limit else "streamed"
+        for b, n in zip(before, reversed(numels), strict=False)
+    ]
+    return lanes[::-1]
+
+
 def our_trainer(case: Case, job: Job, device: torch.device) -> Trainer:
     """The same wrapped.
 
@@ -126,7 +139,7 @@ def our_trainer(case: Case, job: Job, device: torch.device) -> Trainer:
         AdamW(model.parameters(), lr=job.lr, fused=True),
         model=model,
         offload_fraction=case.offload_fraction,
-        update_on=case.update_on,
+        update_on=case.update_on if not case.host_share else _lanes(model, case.host_share),
         overlap=case.kind,
         precision=precision,
         transfer=transfer,

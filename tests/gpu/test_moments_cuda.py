@@ -165,7 +165,11 @@ def test_lanes_and_buckets_have_the_same_bits(kept: Any, dtype: torch.dtype) -> 
 def test_the_kernel_follows_the_class(
     monkeypatch: pytest.MonkeyPatch, kept: Any, dtype: torch.dtype
 ) -> None:
-    """One step from equal states: masters within a rounding, codes at most one step apart."""
+    """One step from equal states: values within what torch's own kernel is off, few codes differ.
+
+    torch 2.11 on CUDA takes ``1 - beta2`` in fp32, which is 1.3e-5 off for 0.999. Ours takes it
+    in double precision, so squared averages differ by that much.
+    """
     at_once, by_class = Run(dtype, kept, 1.0), Run(dtype, kept, 1.0)
     settings, calls = fused_adam.settings, []
     for step in range(4):
@@ -178,11 +182,11 @@ def test_the_kernel_follows_the_class(
     by_class.step(4)
     for a, b in zip(at_once.kept(), by_class.kept(), strict=True):
         if a.dtype in (INT8, UINT8):
-            assert int((a.int() - b.int()).abs().sum()) <= 0.01 * a.numel()
+            assert int((a.int() - b.int()).abs().sum()) <= 0.02 * a.numel()
         elif a.dtype == BF16:
             words = a.view(torch.int16).int() - b.view(torch.int16).int()
-            assert int(words.abs().sum()) <= 0.01 * a.numel()
+            assert int(words.abs().sum()) <= 0.02 * a.numel()
         elif a.dtype == FP32:
-            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+            torch.testing.assert_close(a, b, rtol=1.5e-5, atol=1e-7)
         else:  # remainders: masters differ by roundings
             assert int((a.int() - b.int()).abs().clamp(max=9).sum()) <= 9 * 0.7 * a.numel()
