@@ -19,7 +19,14 @@ import torch.distributed as dist
 from ..errors import ConfigError
 from .bound import baseline_of, derived
 from .cases import DEFAULT_ROWS, OURS, Case
-from .machine import Row, environment, free_everything, measure_link, process_group
+from .machine import (
+    Row,
+    environment,
+    free_everything,
+    measure_collectives,
+    measure_link,
+    process_group,
+)
 from .model import Job, layers_for, synthetic_batches
 from .table import line_of, markdown_table
 from .timing import measure, trace
@@ -133,6 +140,7 @@ class Run:
         """Measure the link, then every row until the time is over."""
         if self._device.type == "cuda":
             self._link = measure_link(self._device, 10, self._barrier)
+            self._link |= measure_collectives(self._device, 3, self._barrier)
             self._link = _merged(_gathered(self._link), smallest=True)
             free_everything(self._device)
         for case in self.cases:

@@ -177,6 +177,60 @@ def measure_link(
     return row
 
 
+def measure_collectives(
+    device: torch.device, iterations: int, barrier: Callable[[], object] = lambda: None
+) -> Row:
+    """GB/s that a rank receives in all-gathers of 256 MiB: alone, and while pinned copies run both
+    ways. Where ranks talk over the link to the host, the second is much less; {} for one rank.
+
+    Args:
+        device: an accelerator.
+        iterations: of 2 GiB; the median counts.
+        barrier: called before each measurement.
+    """
+    ranks = dist.get_world_size()
+    if ranks == 1:
+        return {}
+    part = torch.empty(COPY_BYTES // ranks, dtype=torch.uint8, device=device)
+    whole = torch.empty(part.numel() * ranks, dtype=torch.uint8, device=device)
+    arena = HostArena(2 * COPY_BYTES, device=device, can_pin=True, transfer=TransferConfig())
+    host = arena.tensor(0, 2 * COPY_BYTES, torch.uint8).chunk(2)
+    beside = torch.empty_like(host[0], device=device), torch.empty_like(host[1], device=device)
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+
+    def gather() -> None:
+        for _ in range(COPIES):
+            dist.all_gather_into_tensor(whole, part)
+
+    def gather_beside_copies() -> tuple[torch.cuda.Event, torch.cuda.Event]:
+        ends = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        for _ in range(4 * COPIES):  # outlast the collectives
+            with torch.cuda.stream(streams[0]):
+                beside[0].copy_(host[0], non_blocking=True)
+            with torch.cuda.stream(streams[1]):
+                host[1].copy_(beside[1], non_blocking=True)
+        ends[0].record()
+        gather()
+        ends[1].record()
+        return ends
+
+    n_bytes = COPIES * part.numel() * (ranks - 1)
+    barrier()
+    gather()
+    alone_ms = median_ms(gather, iterations)
+    beside_ms = []
+    for _ in range(iterations):
+        barrier()
+        ends = gather_beside_copies()
+        torch.cuda.synchronize()
+        beside_ms.append(ends[0].elapsed_time(ends[1]))
+    arena.close()
+    return {
+        "all_gather_gbps": n_bytes / alone_ms / 1e6,
+        "all_gather_beside_copies_gbps": n_bytes / statistics.median(beside_ms) / 1e6,
+    }
+
+
 def show(report: dict[str, Any]) -> None:
     """The report as text, one number per line."""
     lines = []

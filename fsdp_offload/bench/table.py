@@ -95,6 +95,9 @@ def describe(report: Mapping[str, Any]) -> str:
     if link:
         ways = (f"{link[key]:.1f}" for key in ("h2d_gbps", "d2h_gbps", "h2d+d2h_gbps"))
         text += f" Link, GB/s: {' / '.join(ways)} (in / out / both)."
+    if link and "all_gather_gbps" in link:
+        alone, beside = link["all_gather_gbps"], link["all_gather_beside_copies_gbps"]
+        text += f" All-gather, GB/s received: {alone:.1f} alone, {beside:.1f} beside such copies."
     return text
 
 
