@@ -116,6 +116,7 @@ def measure(
         "iteration_ms": statistics.median(totals),
         "iteration_ms_min": min(totals),
         "iteration_ms_max": max(totals),
+        "iterations_ms": [round(total, 2) for total in totals],
         "wall_ms": 1e3 * (ended - began) / iterations,
         "host_ms": 1e3 * (enqueued - began) / iterations,
         **{f"{name}_ms": statistics.median(span) for name, span in parts.items()},
