@@ -267,8 +267,7 @@ class _TakingTurns(_AcceleratorStream):
             raw.wait_event(ends[turn - 2])
             with raw:
                 target.copy_(source, non_blocking=True)
-            ends[turn] = self._module.Event()
-            ends[turn].record(raw)
+            ends[turn].record(raw)  # who waits has taken the last record already
             turn = (turn + 1) % count
         self._turn = turn
 

@@ -17,6 +17,9 @@ from .trainers import Batch, Trainer
 Row = dict[str, Any]
 PARTS = ("forward", "backward", "update")
 TRACED_ITERATIONS = 3
+LEAD_IN = 4
+"""Iterations between the last synchronisation and the timed ones: state that was fetched while the
+device stood still would make the first of them too short."""
 
 
 class Clock:
@@ -86,21 +89,23 @@ def measure(
     Args:
         trainer: what is measured.
         batches: taken in turn.
-        warm_up: iterations before anything is measured, at least one.
+        warm_up: iterations before anything is measured, at least one; ``LEAD_IN`` more follow.
         iterations: of which medians are taken.
         barrier: called before the timed part.
         base_bytes: device memory that was allocated before the row began, not counted in its peak.
     """
     device = batches[0][0].device
-    loop = Loop(trainer, batches, warm_up + iterations)
+    loop = Loop(trainer, batches, max(1, warm_up) + LEAD_IN + iterations)
     clock = Clock(device, len(PARTS) * iterations + 1)
     for _ in range(max(1, warm_up)):
         loop.iterate()
     trainer.settle()
     synchronize(device)
     barrier()
-    before = _memory(device, reset=True)
     began = time.perf_counter()
+    for _ in range(LEAD_IN):
+        loop.iterate()
+    before = _memory(device, reset=True)
     clock.mark()
     for _ in range(iterations):
         loop.iterate(clock.mark)
@@ -117,8 +122,8 @@ def measure(
         "iteration_ms_min": min(totals),
         "iteration_ms_max": max(totals),
         "iterations_ms": [round(total, 2) for total in totals],
-        "wall_ms": 1e3 * (ended - began) / iterations,
-        "host_ms": 1e3 * (enqueued - began) / iterations,
+        "wall_ms": 1e3 * (ended - began) / (LEAD_IN + iterations),
+        "host_ms": 1e3 * (enqueued - began) / (LEAD_IN + iterations),
         **{f"{name}_ms": statistics.median(span) for name, span in parts.items()},
         "rss_growth_bytes": after["rss"] - before["rss"],
         "losses": loop.losses(),

@@ -315,8 +315,7 @@ class Segment:
         self._host_written = None
         if self.host is None:
             on_device()
-        elif self.config.overlap != "step" or self.streamed is not None:
-            # With two lanes the host lane must not wait for this thread, nor this thread for it.
+        elif self.config.overlap != "step":
             self.host.offer(work, complete=True)
             on_device()
         else:
@@ -327,10 +326,6 @@ class Segment:
         current = self.gateway.current_stream()
         if self._host_written is not None:
             current.wait(self._host_written)
-        elif self.host is not None:
-            for bucket in self.host.buckets:
-                if bucket.written is not None:
-                    current.wait(bucket.written)
         current.wait(self.update.record())
 
     def watch_gates(self, gates: Sequence[frozenset[int]]) -> None:
