@@ -39,6 +39,9 @@ from .places import Places, aligned
 
 PACK_BELOW_BYTES: Final = 16 << 20
 PACK_BYTES: Final = 32 << 20
+AHEAD_BYTES: Final = 128 << 20
+"""Of memory that is restored before the first copy back is enqueued. Mapping a chunk waits for the
+copy that runs; with others behind that one, the link does not."""
 
 _Part = tuple[Block, int]  # a block's piece, by its index
 
@@ -307,6 +310,10 @@ class Mover:
         restored: list[_Part],
     ) -> None:
         staging: _Staging | None = None
+        for block in blocks:
+            for index in parts[block.key]:
+                if trip.n_bytes < AHEAD_BYTES:
+                    self._restore(trip, block, index, restored)
         for group in _groups(blocks):
             joined = self.places.joined(group) if len(group) > 1 else None
             if joined is not None:
@@ -348,6 +355,8 @@ class Mover:
 
     def _restore(self, trip: Trip, block: Block, index: int, restored: list[_Part]) -> None:
         self._advance()
+        if block.is_present(index):
+            return
         while True:
             try:
                 block.restore(index)
