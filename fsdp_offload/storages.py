@@ -33,6 +33,21 @@ def swap_memory(storage: torch.UntypedStorage, other: torch.UntypedStorage) -> N
     storage._swap_data_ptr_(other)  # type: ignore[attr-defined]
 
 
+def tie(storage: torch.UntypedStorage, memory: object) -> None:
+    """Keep ``memory``, which the storage lies in, alive as long as the storage."""
+    storage._fsdp_offload_memory = memory  # type: ignore[attr-defined]
+
+
+def untie(storage: torch.UntypedStorage) -> None:
+    """Undo :func:`tie`."""
+    del storage._fsdp_offload_memory  # type: ignore[attr-defined]
+
+
+def is_torchs(storage: torch.UntypedStorage) -> bool:
+    """Whether its memory is torch's own, so that it can be resized to 0 and back."""
+    return storage.resizable() and not hasattr(storage, "_fsdp_offload_memory")
+
+
 def renew(storage: torch.UntypedStorage) -> None:
     """Give the storage ordinary memory of torch's, with its content, on the current stream."""
     n_bytes = storage.nbytes()

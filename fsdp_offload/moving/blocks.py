@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from .. import shards
+from .. import shards, storages
 
 
 class Block(Protocol):
@@ -85,7 +85,8 @@ def collect(
 
     Args:
         named: a key per tensor, the same at each call; the first tensor of a storage names it.
-        device: others are left alone.
+        device: others are left alone, and so is memory that is not torch's own there: a region's,
+            numpy's, an arena's.
         known: storages that were found before, by ``_cdata``; extended.
     """
     known = set() if known is None else known
@@ -94,6 +95,8 @@ def collect(
         shard = shards.local(tensor.detach())
         storage = shard.untyped_storage()
         if shard.device != device or storage.nbytes() == 0 or storage._cdata in known:
+            continue
+        if not storages.is_torchs(storage):
             continue
         known.add(storage._cdata)
         blocks.append(StorageBlock(key, storage))

@@ -39,7 +39,7 @@ from .places import Places, aligned
 
 PACK_BELOW_BYTES: Final = 16 << 20
 PACK_BYTES: Final = 32 << 20
-AHEAD_BYTES: Final = 128 << 20
+AHEAD_BYTES: Final = 256 << 20
 """Of memory that is restored before the first copy back is enqueued. Mapping a chunk waits for the
 copy that runs; with others behind that one, the link does not."""
 
@@ -49,8 +49,9 @@ _Part = tuple[Block, int]  # a block's piece, by its index
 class _Leg:
     """Pieces that leave with one event; they are released, once, after it."""
 
-    def __init__(self, event: Event, parts: Sequence[_Part]) -> None:
+    def __init__(self, event: Event, parts: Sequence[_Part], used: object = None) -> None:
         self.event, self.parts = event, list(parts)
+        self._used = used  # what the copies use, kept until this has landed
 
     def land(self) -> None:
         """Release the pieces. The event has been reached."""
@@ -265,9 +266,6 @@ class Mover:
             else:
                 for block in group:
                     self._send(trip, block, parts[block.key])
-        if staging is not None:
-            trip._held.append(staging)
-            trip._last = self._out.record()
 
     def _send(self, trip: Trip, block: Block, indices: Sequence[int]) -> None:
         place, pieces = self.places.of(block), block.pieces
@@ -284,11 +282,11 @@ class Mover:
         self._out.launch(copy_all, [joined], [whole])
         left = self._out.record()
         staging.passed(index, left)
-        self._left(trip, left, [(block, 0) for block in group])
+        self._left(trip, left, [(block, 0) for block in group], staging)
 
-    def _left(self, trip: Trip, event: Event, parts: Sequence[_Part]) -> None:
+    def _left(self, trip: Trip, event: Event, parts: Sequence[_Part], used: object = None) -> None:
         trip.n_bytes += sum(_piece_bytes(*part) for part in parts)
-        leg = _Leg(event, parts)
+        leg = _Leg(event, parts, used)
         trip._legs.append(leg)
         self._leaving.append(leg)
         self._advance()

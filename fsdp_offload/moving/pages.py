@@ -24,7 +24,8 @@ from torch import Tensor
 from ..errors import DeviceError, HostMemoryError
 from .driver import Driver
 
-CHUNK_BYTES: Final = 16 << 20
+CHUNK_BYTES: Final = 64 << 20
+"""Mapping a chunk waits for the copy that runs at that moment; the fewer, the better."""
 
 
 class Pages(Protocol):

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..config import TransferConfig
 from ..device import gateway_for
 from ..errors import AwayError, ClosedError, ConfigError, DeviceMemoryError
-from ..storages import AddressPool, renew
+from ..storages import AddressPool, renew, tie, untie
 from . import pages
 from .mover import Mover, Trip
 from .pages import PageBlock, Pages
@@ -199,7 +199,7 @@ class FixedAddressRegion:
         """The storage's memory is the region's from now on, until :meth:`close`."""
         self._settled.append(storage)
         # Without a swap nothing else ties the range's life to the storage's.
-        storage._fsdp_offload_pages = pages  # type: ignore[attr-defined]
+        tie(storage, pages)
 
     def synchronize(self) -> None:
         """Wait for the caller's current stream."""
@@ -351,7 +351,7 @@ class FixedAddressRegion:
         while self._settled:
             storage = self._settled[-1]
             renew(storage)
-            del storage._fsdp_offload_pages  # type: ignore[attr-defined]
+            untie(storage)
             self._settled.pop()
         self._pool = None
         self._is_closed = True

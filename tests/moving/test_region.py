@@ -382,6 +382,7 @@ def test_a_settled_parameter_trains_on() -> None:
         assert torch.equal(a, b)
 
 
+@pytest.mark.long
 def test_at_exit_nothing_is_printed() -> None:
     code = (
         "import torch; from fsdp_offload.moving import FixedAddressRegion as R\n"
