@@ -75,7 +75,8 @@ class AddressPool:
         allocate = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_size_t)(self._spare.get)
         release = ctypes.CDLL(None).getpid  # any function without effect
         allocator = torch._C._cuda_customAllocator(_pointer(allocate), _pointer(release))
-        self._pool = torch.cuda.MemPool(allocator)
+        with torch.cuda.device(device):
+            self._pool = torch.cuda.MemPool(allocator)
         _kept.append((allocate, allocator))
 
     def move(self, storage: torch.UntypedStorage) -> bool:
@@ -98,6 +99,12 @@ class AddressPool:
         if spare <= storage.data_ptr() < spare + size:
             del self._spare[size]  # else it was a part of an earlier segment
         return True
+
+    def forget_spare(self) -> set[int]:
+        """Addresses of memory that was given and is not used; it never will be."""
+        unused = set(self._spare.values())
+        self._spare.clear()
+        return unused
 
 
 def _pointer(function: Any) -> int:

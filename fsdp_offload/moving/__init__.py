@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .blocks import Block, StorageBlock, collect
-from .mover import Mover, Trip
+from .mover import Mover, Trip, give_up
 from .pages import PageBlock
 from .places import Places
 from .region import FixedAddressRegion, RegionStatistics
@@ -20,5 +20,6 @@ __all__ = [
     "StorageBlock",
     "Trip",
     "collect",
+    "give_up",
     "settle_storages",
 ]

@@ -27,13 +27,13 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final
 
 import torch
 from torch import Tensor
 
-from ..device import Event, Gateway, Stream, copy_all
+from ..device import Event, Gateway, Stream, TimedEvent, copy_all
 from .blocks import Block
 from .places import Places, aligned
 
@@ -57,7 +57,8 @@ class _Leg:
         """Release the pieces. The event has been reached."""
         while self.parts:
             block, index = self.parts[-1]
-            block.release(index)
+            if block.is_present(index):
+                block.release(index)
             self.parts.pop()  # only now: a refused release can be tried again
 
     def cancel(self, keys: set[str]) -> bool:
@@ -71,13 +72,16 @@ class _Leg:
 class Trip:
     """Blocks under way: ``n_bytes`` of pieces that were copied, released or restored for it."""
 
-    def __init__(self) -> None:
-        self.n_bytes = 0
+    def __init__(self, n_bytes: int = 0) -> None:
+        self.n_bytes = n_bytes
         self.seconds = 0.0
         """From the call to when the host saw that all was done; 0 before."""
+        self.copy_seconds = 0.0
+        """From the first copy's start to the last one's end, as the device saw it; 0 before."""
         self._began = time.perf_counter()
         self._legs: deque[_Leg] = deque()
-        self._last: Event | None = None
+        self._first: TimedEvent | None = None
+        self._last: TimedEvent | None = None
         self._held: list[object] = []  # what copies use: kept until they have completed
         self._is_done = False
 
@@ -90,26 +94,38 @@ class Trip:
             self._finish()
         return self._is_done
 
+    def release_next(self) -> bool:
+        """Wait for the next pieces that leave and release them; False if none are left."""
+        if not self._legs:
+            return False
+        self._legs[0].event.synchronize()
+        self._legs[0].land()
+        self._legs.popleft()
+        return True
+
     def follow(self, stream: Stream) -> None:
         """Let later work of ``stream`` start after all copies; the host does not wait."""
-        if self._last is not None:
-            stream.wait(self._last)
+        last = self._last  # another thread may be waiting
+        if last is not None:
+            stream.wait(last)
 
     def wait(self) -> None:
         """Block until all has arrived and what left has been released. Idempotent."""
-        while self._legs:
-            self._legs[0].event.synchronize()
-            self._legs[0].land()
-            self._legs.popleft()
-        if self._last is not None and not self._is_done:
+        while self.release_next():
+            pass
+        if self._last is not None:
             self._last.synchronize()
         self._finish()
 
     def _finish(self) -> None:
-        if not self._is_done:
-            self._is_done, self._last = True, None
-            self._held.clear()
-            self.seconds = time.perf_counter() - self._began
+        if self._is_done:
+            return
+        self._is_done = True
+        self.seconds = time.perf_counter() - self._began
+        if self._first is not None and self._last is not None:
+            self.copy_seconds = self._first.elapsed_time(self._last) / 1e3
+        self._first = self._last = None
+        self._held.clear()
 
 
 class _Staging:
@@ -152,6 +168,7 @@ class Mover:
         self._out, self._in = gateway.stream("move_out"), gateway.stream("move_in")
         self._gather = gateway.stream("move_gather")
         self._scatter = gateway.stream("move_scatter")
+        self._drop = gateway.stream("move_drop")
         self._leaving: deque[_Leg] = deque()  # in order of ``_out``
         self._arriving: deque[tuple[Trip, set[str]]] = deque()  # in order of ``_in``
 
@@ -159,83 +176,102 @@ class Mover:
         """Take host memory for blocks, such that those that are packed lie side by side."""
         self.places.reserve(_in_order(blocks))
 
-    def out(self, blocks: Sequence[Block], *, copy: bool = True) -> Trip:
+    def out(self, blocks: Sequence[Block]) -> Trip:
         """Copy blocks to their places and give up their device memory.
 
         Until :meth:`Trip.wait` nobody may write to them. Work on them that other streams than the
         caller's current one have under way has to be waited for before. Pieces that are away are
         left alone. If this raises, each piece is either whole on the device or whole in its place.
 
-        Args:
-            blocks: what leaves.
-            copy: False gives the memory up and leaves the places as they are.
-
         Raises:
             HostMemoryError: there is no room for a place; nothing has moved.
             PinningError: likewise.
         """
-        self._advance()
-        trip = Trip()
-        leaving = {(b.key, i): leg for leg in self._leaving for b, i in leg.parts}
-        blocks = _in_order(blocks)
-        parts = {b.key: [i for i in range(len(b.pieces)) if b.is_present(i)] for b in blocks}
-        for key, indices in parts.items():
-            under_way = [i for i in indices if (key, i) in leaving]
-            trip._legs.extend(dict.fromkeys(leaving[key, i] for i in under_way))
-            parts[key] = [i for i in indices if i not in under_way]
+        trip, blocks = Trip(), _in_order(blocks)
+        parts = self._staying(trip, blocks)
         blocks = [block for block in blocks if parts[block.key]]
-        if copy:
-            self.places.reserve(blocks)
-        self._begin_out(blocks)
+        self.places.reserve(blocks)
+        if blocks:
+            self._after_caller_and_arrivals(blocks, self._out, self._gather)
+            trip._first = self._out.record_timed()
         try:
-            if copy:
-                self._send_all(trip, blocks, parts)
-            else:
-                everything = [(block, i) for block in blocks for i in parts[block.key]]
-                self._left(trip, self._out.record(), everything)
+            self._send_all(trip, blocks, parts)
         except BaseException:
             trip.wait()
             raise
+        if blocks:
+            trip._last = self._out.record_timed()
         return trip
 
-    def back(self, blocks: Sequence[Block], *, copy: bool = True) -> Trip:
+    def drop(self, blocks: Sequence[Block]) -> Trip:
+        """Give up blocks without a copy, behind the caller's current stream.
+
+        Otherwise as :meth:`out`.
+        """
+        trip = Trip()
+        parts = self._staying(trip, blocks)
+        everything = [(block, i) for block in blocks if block.n_bytes for i in parts[block.key]]
+        if everything:
+            self._after_caller_and_arrivals(blocks, self._drop)
+            self._left(trip, self._drop.record(), everything)
+        return trip
+
+    def back(self, blocks: Sequence[Block], *, make_room: Callable[[], bool] | None = None) -> Trip:
         """Bring blocks back from their places; places stay reserved and keep their content.
 
         Until :meth:`Trip.wait`, or :meth:`Trip.follow`, nobody may use them. Where device memory
-        is short, this waits for pieces that are still on their way out. If it raises, each piece
-        is where it was before, and whole.
+        is short, this waits for what this mover has on its way out. If it raises, each piece is
+        where it was before, and whole.
 
         Args:
             blocks: what comes back; what is there already stays.
-            copy: False restores memory alone, with any content.
+            make_room: called where device memory is short after that, until it returns False:
+                whether it gave some back.
 
         Raises:
             torch.OutOfMemoryError: there is no device memory.
         """
-        self._advance()
-        trip, keys = Trip(), {block.key for block in blocks}
-        self._begin_in(trip, keys)
-        blocks = _in_order(blocks)
-        parts = {b.key: [i for i in range(len(b.pieces)) if not b.is_present(i)] for b in blocks}
-        blocks = [block for block in blocks if parts[block.key]]
-        restored: list[_Part] = []
+        trip = Trip()
+        keys = {block.key for block in blocks}
+        self._in.wait(self._gateway.current_stream().record())
+        stayed = self._stay(keys)
+        if stayed is not None:
+            self._in.wait(stayed)
+        trip._first = self._in.record_timed()
+        blocks, parts = _missing(blocks)
+        restored = _Restored(self, make_room)
         try:
-            if copy:
-                self._fetch_all(trip, blocks, parts, restored)
-            else:
-                for block in blocks:
-                    for index in parts[block.key]:
-                        self._restore(trip, block, index, restored)
+            self._fetch_all(blocks, parts, restored)
         except BaseException:
             self._in.wait(self._scatter.record())
             self._in.record().synchronize()
-            for block, index in restored:
-                block.release(index)
+            restored.undo()
             raise
-        trip._held += blocks
-        trip._last = self._in.record()
+        trip.n_bytes = restored.n_bytes
+        trip._held += [*blocks, *restored.used]
+        trip._last = self._in.record_timed()
         self._arriving.append((trip, keys))
         return trip
+
+    def renew(
+        self, blocks: Sequence[Block], *, make_room: Callable[[], bool] | None = None
+    ) -> None:
+        """Memory of any content for blocks, in order of the caller's current stream.
+
+        Otherwise as :meth:`back`.
+        """
+        stayed = self._stay({block.key for block in blocks})
+        if stayed is not None:
+            self._gateway.current_stream().wait(stayed)
+        blocks, parts = _missing(blocks)
+        restored = _Restored(self, make_room)
+        try:
+            for block in blocks:
+                for index in parts[block.key]:
+                    restored.add(block, index)
+        except BaseException:
+            restored.undo()
+            raise
 
     def wait(self) -> None:
         """Block until every trip so far is done."""
@@ -246,14 +282,30 @@ class Mover:
 
     # ---- out
 
-    def _begin_out(self, blocks: Sequence[Block]) -> None:
-        """Let copies start after the caller's work, and after these blocks' way back."""
+    def _staying(self, trip: Trip, blocks: Sequence[Block]) -> dict[str, list[int]]:
+        """Present pieces by key; those that are on their way out become legs of ``trip``."""
+        self._advance()
+        leaving = {(b.key, i): leg for leg in self._leaving for b, i in leg.parts}
+        staying: dict[str, list[int]] = {}
+        shared: dict[_Leg, None] = {}
+        for block in blocks:
+            present = [i for i in range(len(block.pieces)) if block.is_present(i)]
+            shared |= dict.fromkeys(
+                leaving[block.key, i] for i in present if (block.key, i) in leaving
+            )
+            staying[block.key] = [i for i in present if (block.key, i) not in leaving]
+        trip._legs.extend(shared)
+        return staying
+
+    def _after_caller_and_arrivals(self, blocks: Sequence[Block], *streams: Stream) -> None:
+        """Let later work of ``streams`` start after the caller's, and after these blocks' way
+        back."""
         keys = {block.key for block in blocks}
-        starts = [self._gateway.current_stream().record()]
+        starts: list[Event] = [self._gateway.current_stream().record()]
         starts += [t._last for t, k in self._arriving if t._last is not None and k & keys]
-        for start in starts:
-            self._out.wait(start)
-            self._gather.wait(start)
+        for stream in streams:
+            for start in starts:
+                stream.wait(start)
 
     def _send_all(self, trip: Trip, blocks: Sequence[Block], parts: dict[str, list[int]]) -> None:
         staging: _Staging | None = None
@@ -293,77 +345,51 @@ class Mover:
 
     # ---- back
 
-    def _begin_in(self, trip: Trip, keys: set[str]) -> None:
-        """Keep what has not been released; let copies start after the caller's work."""
-        self._in.wait(self._gateway.current_stream().record())
+    def _stay(self, keys: set[str]) -> Event | None:
+        """Keep what has not been released; the event after which nothing reads it any more."""
+        self._advance()
         kept = [leg for leg in self._leaving if leg.cancel(keys)]
-        if kept:
-            self._in.wait(kept[-1].event)
+        return kept[-1].event if kept else None
 
     def _fetch_all(
-        self,
-        trip: Trip,
-        blocks: Sequence[Block],
-        parts: dict[str, list[int]],
-        restored: list[_Part],
+        self, blocks: Sequence[Block], parts: dict[str, list[int]], restored: _Restored
     ) -> None:
-        staging: _Staging | None = None
         for block in blocks:
             for index in parts[block.key]:
-                if trip.n_bytes < AHEAD_BYTES:
-                    self._restore(trip, block, index, restored)
+                if restored.n_bytes < AHEAD_BYTES:
+                    restored.add(block, index)
+        staging: _Staging | None = None
         for group in _groups(blocks):
             joined = self.places.joined(group) if len(group) > 1 else None
             if joined is not None:
                 staging = staging or self._staging(blocks)
             if joined is not None and staging is not None:
-                self._unpack(trip, group, staging, joined, restored)
+                restored.used.append(staging)
+                self._unpack(group, staging, joined, restored)
             else:
                 for block in group:
-                    self._fetch(trip, block, parts[block.key], restored)
+                    self._fetch(block, parts[block.key], restored)
         if staging is not None:
             self._in.wait(self._scatter.record())
-            trip._held.append(staging)
 
-    def _fetch(
-        self, trip: Trip, block: Block, indices: Sequence[int], restored: list[_Part]
-    ) -> None:
+    def _fetch(self, block: Block, indices: Sequence[int], restored: _Restored) -> None:
         place, pieces = self.places.of(block), block.pieces
         for index in indices:
             start, stop = pieces[index]
-            self._restore(trip, block, index, restored)
+            restored.add(block, index)
             self._in.launch(copy_all, [block.view(index)], [place[start:stop]])
 
     def _unpack(
-        self,
-        trip: Trip,
-        group: Sequence[Block],
-        staging: _Staging,
-        joined: Tensor,
-        restored: list[_Part],
+        self, group: Sequence[Block], staging: _Staging, joined: Tensor, restored: _Restored
     ) -> None:
         for block in group:
-            self._restore(trip, block, 0, restored)
+            restored.add(block, 0)
         index, whole, parts = staging.next(self._in, group)
         self._in.launch(copy_all, [whole], [joined])
         self._scatter.wait(self._in.record())
         for targets, sources in _by_width([block.view(0) for block in group], parts):
             self._scatter.launch(copy_all, targets, sources)
         staging.passed(index, self._scatter.record())
-
-    def _restore(self, trip: Trip, block: Block, index: int, restored: list[_Part]) -> None:
-        self._advance()
-        if block.is_present(index):
-            return
-        while True:
-            try:
-                block.restore(index)
-                break
-            except torch.OutOfMemoryError:
-                if not self._land_next():
-                    raise
-        restored.append((block, index))
-        trip.n_bytes += _piece_bytes(block, index)
 
     # ---- both
 
@@ -392,6 +418,52 @@ class Mover:
             return _Staging([self._gateway.allocate(size) for _ in groups[:2]])
         except torch.OutOfMemoryError:
             return None
+
+
+class _Restored:
+    """Pieces that got their memory for one way back."""
+
+    def __init__(self, mover: Mover, make_room: Callable[[], bool] | None) -> None:
+        self.n_bytes = 0
+        self.used: list[object] = []  # what copies use besides
+        self._parts: list[_Part] = []
+        self._mover, self._make_room = mover, make_room
+
+    def add(self, block: Block, index: int) -> None:
+        """Restore a piece that is not present, once there is room for it."""
+        self._mover._advance()
+        if block.is_present(index):
+            return
+        while True:
+            try:
+                block.restore(index)
+                break
+            except torch.OutOfMemoryError:
+                if not self._mover._land_next() and not (self._make_room and self._make_room()):
+                    raise
+        self._parts.append((block, index))
+        self.n_bytes += _piece_bytes(block, index)
+
+    def undo(self) -> None:
+        """Release them: their places still hold them. No copy is under way."""
+        for block, index in self._parts:
+            block.release(index)
+
+
+def give_up(blocks: Iterable[Block]) -> None:
+    """Release what is present, without a copy: its places hold the same bytes, or nobody needs
+    them. All work on it has completed."""
+    for block in blocks:
+        for index in range(len(block.pieces)):
+            if block.n_bytes and block.is_present(index):
+                block.release(index)
+
+
+def _missing(blocks: Sequence[Block]) -> tuple[list[Block], dict[str, list[int]]]:
+    """Blocks that are away, in order, and which of their pieces, by key."""
+    ordered = _in_order(blocks)
+    parts = {b.key: [i for i in range(len(b.pieces)) if not b.is_present(i)] for b in ordered}
+    return [block for block in ordered if parts[block.key]], parts
 
 
 def _piece_bytes(block: Block, index: int) -> int:

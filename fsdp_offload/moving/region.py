@@ -123,6 +123,7 @@ class FixedAddressRegion:
         self._gateway, self._chunk_bytes = gateway, chunk_bytes
         self._mover = Mover(gateway, Places(gateway, transfer or TransferConfig()))
         self._extents: list[_Extent] = []
+        self._n_extents = 0  # so far: keys are not given twice
         self._is_paused = self._is_closed = False
         self._is_saved = True  # whether the places hold what is away
         self._last = self._last_out = self._last_back = Trip()
@@ -201,6 +202,12 @@ class FixedAddressRegion:
         # Without a swap nothing else ties the range's life to the storage's.
         tie(storage, pages)
 
+    def trim(self) -> None:
+        """Give back what was taken for the pool and is not needed."""
+        if self._pool is not None:
+            unused = self._pool.forget_spare()
+            self._extents = [e for e in self._extents if e.block.pages.address not in unused]
+
     def synchronize(self) -> None:
         """Wait for the caller's current stream."""
         self._gateway.current_stream().synchronize()
@@ -218,7 +225,7 @@ class FixedAddressRegion:
         return self._grown(n_bytes)
 
     def _grown(self, n_bytes: int) -> _Extent:
-        key = f"{self.name}/{len(self._extents)}"
+        key = f"{self.name}/{self._n_extents}"
         try:
             extent = _Extent(key, self.device, max(n_bytes, 1), self._chunk_bytes)
         except torch.OutOfMemoryError as error:
@@ -228,6 +235,7 @@ class FixedAddressRegion:
                 remedy="free device memory and try again; the region is as before",
             ) from error
         self._extents.append(extent)
+        self._n_extents += 1
         return extent
 
     # ---- going and coming back
@@ -286,7 +294,8 @@ class FixedAddressRegion:
         if self._is_paused:
             return self._ended(self._last, wait)
         self._is_saved = save or (self._is_saved and self.is_paused)
-        trip = self._mover.out(self.blocks(), copy=self._is_saved)
+        leave = self._mover.out if self._is_saved else self._mover.drop
+        trip = leave(self.blocks())
         self._is_paused = True
         if self._is_saved:
             self._last_out = trip
@@ -309,7 +318,11 @@ class FixedAddressRegion:
             return self._ended(self._last, wait)
         missing_bytes = self.n_bytes - self.device_bytes
         try:
-            trip = self._mover.back(self.blocks(), copy=self._is_saved)
+            if self._is_saved:
+                trip = self._last_back = self._mover.back(self.blocks())
+            else:
+                self._mover.renew(self.blocks())
+                trip = Trip()
         except torch.OutOfMemoryError as error:
             raise DeviceMemoryError(
                 f"resuming region {self.name!r}, {missing_bytes} bytes",
@@ -318,8 +331,6 @@ class FixedAddressRegion:
                 "still in host memory",
             ) from error
         self._is_paused = False
-        if self._is_saved:
-            self._last_back = trip
         return self._ended(trip, wait)
 
     def statistics(self) -> RegionStatistics:

@@ -48,15 +48,18 @@ def settle_storages(blocks: Sequence[StorageBlock], region: FixedAddressRegion) 
     """
     seats: dict[str, Seat] = {}
     region.synchronize()
-    for block in blocks:
-        storage = block.storage
-        seat = find_seat(storage, region)
-        if seat is None:
-            _move(storage, region)
+    try:
+        for block in blocks:
+            storage = block.storage
             seat = find_seat(storage, region)
-            assert seat is not None, block.key
-            region.adopt(storage, seat.block.pages)
-        seats[block.key] = seat
+            if seat is None:
+                _move(storage, region)
+                seat = find_seat(storage, region)
+                assert seat is not None, block.key
+                region.adopt(storage, seat.block.pages)
+            seats[block.key] = seat
+    finally:
+        region.trim()
     return seats
 
 

@@ -289,10 +289,10 @@ def test_memory_that_is_not_torchs_is_not_collected() -> None:
 def test_without_a_copy_places_are_left_alone() -> None:
     named = tensors()
     move, blocks = mover(), collect(named, CPU)
-    trip = move.out(blocks, copy=False)
+    trip = move.drop(blocks)
     trip.wait()
     assert trip.n_bytes == sum(4 * n for n in NUMELS)
     assert not move.places.n_bytes
     assert all(tensor.untyped_storage().nbytes() == 0 for _, tensor in named)
-    move.back(blocks, copy=False).wait()
+    move.renew(blocks)
     assert all(t.untyped_storage().nbytes() == 4 * t.numel() for _, t in named)
