@@ -121,7 +121,7 @@ def total(out: Tensor, tensors: list[Tensor]) -> None:
 
 def small_packs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mover_module, "PACK_BELOW_BYTES", 1 << 16)
-    monkeypatch.setattr(mover_module, "PACK_BYTES", 1 << 14)
+    monkeypatch.setattr(mover_module, "PACK_BYTES", 1 << 13)
     monkeypatch.setattr(mover_module, "AHEAD_BYTES", 1 << 14)
 
 
@@ -130,10 +130,11 @@ def trips_in_a_row(policy: str, **skip: int) -> StreamSimulator:
     numels = (50_000, 900, 1000, 1000, 1001, 1000, 1000, 30_000)
     with StreamSimulator(policy, **skip) as simulator:
         current = simulator.current_stream()
-        made = [torch.zeros(n) for n in numels]
+        move = mover(simulator)  # first, so that policies know its streams by their numbers
+        made = [torch.full((n,), 100.0 * i) for i, n in enumerate(numels)]
         region = FixedAddressRegion("r", CPU, chunk_bytes=1 << 14)
         made.append(region.empty(20_000, dtype=torch.float32).zero_())
-        move, out = mover(simulator), torch.zeros(1, dtype=torch.float64)
+        out = torch.zeros(1, dtype=torch.float64)
         named = [(f"t{i}", tensor) for i, tensor in enumerate(made)]
         blocks: list[Block] = [*collect(named, CPU), *region.blocks()]
         half = blocks[::2]
@@ -155,7 +156,9 @@ def trips_in_a_row(policy: str, **skip: int) -> StreamSimulator:
         move.wait()
         simulator.synchronize()
     assert not simulator.late_uses
-    assert float(out) == 4 * sum(tensor.numel() for tensor in made)
+    values = zip(made, [*range(len(numels)), 0], strict=True)
+    assert all(bool((tensor == 100 * i + 4).all()) for tensor, i in values)
+    assert float(out) == sum(float(tensor.double().sum()) for tensor in made)
     return simulator
 
 
@@ -207,7 +210,7 @@ def test_packs_are_bounded_and_joined(monkeypatch: pytest.MonkeyPatch) -> None:
     move.out(blocks).wait()
     move.back(blocks).wait()
     assert len(taken) == 4  # two buffers each way, however many packs
-    assert max(taken) <= 1 << 14
+    assert max(taken) <= 1 << 13
     for value, (_, tensor) in enumerate(named):
         assert bool((tensor == value).all())
 
