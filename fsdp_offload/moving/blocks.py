@@ -59,6 +59,9 @@ class StorageBlock:
         self.key, self.storage = key, storage
         self.n_bytes = storage.nbytes()
         self.pieces: Sequence[tuple[int, int]] = ((0, self.n_bytes),)
+        with torch.inference_mode(False):  # made once: for small blocks it costs more than the copy
+            empty = torch.empty(0, dtype=torch.uint8, device=storage.device)
+            self._bytes: Tensor = empty.set_(storage)
 
     def is_present(self, index: int) -> bool:
         """See :class:`Block`."""
@@ -66,8 +69,7 @@ class StorageBlock:
 
     def view(self, index: int) -> Tensor:
         """See :class:`Block`."""
-        empty = torch.empty(0, dtype=torch.uint8, device=self.storage.device)
-        return empty.set_(self.storage, 0, (self.n_bytes,))  # type: ignore[call-overload,no-any-return]
+        return self._bytes
 
     def release(self, index: int) -> None:
         """See :class:`Block`."""

@@ -53,9 +53,7 @@ def settle_storages(blocks: Sequence[StorageBlock], region: FixedAddressRegion) 
             storage = block.storage
             seat = find_seat(storage, region)
             if seat is None:
-                _move(storage, region)
-                seat = find_seat(storage, region)
-                assert seat is not None, block.key
+                seat = _move(storage, region)
                 region.adopt(storage, seat.block.pages)
             seats[block.key] = seat
     finally:
@@ -73,15 +71,20 @@ def find_seat(storage: torch.UntypedStorage, region: FixedAddressRegion) -> Seat
     return None
 
 
-def _move(storage: torch.UntypedStorage, region: FixedAddressRegion) -> None:
+def _move(storage: torch.UntypedStorage, region: FixedAddressRegion) -> Seat:
     if storages.can_swap():
         room = region.room(storage.nbytes())
-        target = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(room)
-        target.copy_(torch.empty_like(target).set_(storage))
+        room.copy_(storage, non_blocking=True)
         storages.swap_memory(storage, room)
-    elif storage.device.type != "cuda" or not region.pool().move(storage):
+    elif storage.device.type == "cuda":
+        region.pool().move(storage)
+    seat = find_seat(storage, region)
+    if seat is None:
         raise DeviceError(
             f"a storage of {storage.nbytes()} bytes on {storage.device} at a fixed address",
-            reason=f"torch {torch.__version__} cannot give it the region's memory there",
-            remedy="use torch 2.13 or later, or fixed_address=False",
+            reason=f"torch {torch.__version__}, with its allocator's settings here, does not give "
+            "it the region's memory",
+            remedy="use torch 2.13 or later, or unset PYTORCH_ALLOC_CONF and "
+            "PYTORCH_CUDA_ALLOC_CONF, or do without fixed addresses",
         )
+    return seat

@@ -235,11 +235,10 @@ def test_a_failed_way_back_releases_only_what_it_restored() -> None:
     named = tensors()
     before = [tensor.clone() for _, tensor in named]
     move, blocks = mover(), collect(named, CPU)
+    blocks[-1] = full = Full("last", blocks[-1].storage)
     move.out(blocks).wait()
     move.back(blocks[:1]).wait()
     named[0][1].add_(1)  # newer than its place
-    blocks[-1] = full = Full("last", blocks[-1].storage)
-    full.key, full.n_bytes, full.pieces = "t7", 4 * NUMELS[7], ((0, 4 * NUMELS[7]),)
     with pytest.raises(torch.OutOfMemoryError):
         move.back(blocks)
     assert torch.equal(named[0][1], before[0] + 1)
