@@ -233,12 +233,14 @@ class Mover:
         """
         trip = Trip()
         keys = {block.key for block in blocks}
-        self._in.wait(self._gateway.current_stream().record())
         stayed = self._stay(keys)
+        blocks, parts = _missing(blocks)
+        if not blocks and stayed is None and not any(known & keys for _, known in self._arriving):
+            return trip
+        self._in.wait(self._gateway.current_stream().record())
         if stayed is not None:
             self._in.wait(stayed)
         trip._first = self._in.record_timed()
-        blocks, parts = _missing(blocks)
         restored = _Restored(self, make_room)
         try:
             self._fetch_all(blocks, parts, restored)
