@@ -3,7 +3,23 @@
 from __future__ import annotations
 
 from .blocks import Block, StorageBlock, collect
-from .mover import Mover, Trip
+from .mover import Mover, Trip, give_up
+from .pages import PageBlock
 from .places import Places
+from .region import FixedAddressRegion, RegionStatistics
+from .settling import Seat, settle_storages
 
-__all__ = ["Block", "Mover", "Places", "StorageBlock", "Trip", "collect"]
+__all__ = [
+    "Block",
+    "FixedAddressRegion",
+    "Mover",
+    "PageBlock",
+    "Places",
+    "RegionStatistics",
+    "Seat",
+    "StorageBlock",
+    "Trip",
+    "collect",
+    "give_up",
+    "settle_storages",
+]

@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from .. import shards
+from .. import shards, storages
 
 
 class Block(Protocol):
@@ -58,7 +58,10 @@ class StorageBlock:
     def __init__(self, key: str, storage: torch.UntypedStorage) -> None:
         self.key, self.storage = key, storage
         self.n_bytes = storage.nbytes()
-        self.pieces = ((0, self.n_bytes),)
+        self.pieces: Sequence[tuple[int, int]] = ((0, self.n_bytes),)
+        with torch.inference_mode(False):  # made once: for small blocks it costs more than the copy
+            empty = torch.empty(0, dtype=torch.uint8, device=storage.device)
+            self._bytes: Tensor = empty.set_(storage)
 
     def is_present(self, index: int) -> bool:
         """See :class:`Block`."""
@@ -66,8 +69,7 @@ class StorageBlock:
 
     def view(self, index: int) -> Tensor:
         """See :class:`Block`."""
-        empty = torch.empty(0, dtype=torch.uint8, device=self.storage.device)
-        return empty.set_(self.storage, 0, (self.n_bytes,))  # type: ignore[call-overload,no-any-return]
+        return self._bytes
 
     def release(self, index: int) -> None:
         """See :class:`Block`."""
@@ -85,7 +87,8 @@ def collect(
 
     Args:
         named: a key per tensor, the same at each call; the first tensor of a storage names it.
-        device: others are left alone.
+        device: others are left alone, and so is memory that is not torch's own there: a region's,
+            numpy's, an arena's.
         known: storages that were found before, by ``_cdata``; extended.
     """
     known = set() if known is None else known
@@ -94,6 +97,8 @@ def collect(
         shard = shards.local(tensor.detach())
         storage = shard.untyped_storage()
         if shard.device != device or storage.nbytes() == 0 or storage._cdata in known:
+            continue
+        if not storages.is_torchs(storage):
             continue
         known.add(storage._cdata)
         blocks.append(StorageBlock(key, storage))

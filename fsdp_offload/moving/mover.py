@@ -1,15 +1,25 @@
 """Copies blocks out to their places and back, with the host beside it freeing and allocating.
 
 [Note: order]
-Copies run in order on one stream per direction (``move_out``, ``move_in``), each behind what the
-caller's stream had when they were asked for. A piece's device memory is released when its own copy
-has completed, and restored just before its copy back is enqueued, so both overlap with the copies
-of other pieces.
+Bulk runs in order on one stream per direction (``move_out``, ``move_in``), behind what the caller's
+stream had when it was asked for. A piece's device memory is released when its own copy has
+completed, and restored just before its copy back is enqueued, so both overlap with the copies of
+other pieces. Releases are the host's work: each later call of the mover, and each call of a trip,
+makes those that are due.
+
+Blocks are known by their keys. Two trips of the same block in a row need no wait between them:
+
+* out, then back: what was not released yet stays, and the way back ends after the copy out, so
+  that nobody writes to memory that is still being read;
+* back, then out: the copy out starts after the copy back;
+* out, then out (or back, then back): the second trip ends with the first.
 
 [Note: packing]
-A small copy costs more than its bytes. Blocks below ``PACK_BELOW_BYTES`` travel through a staging
-buffer on the device, gathered or scattered by one foreach kernel, one copy for up to
-``PACK_BYTES`` of them; their places lie side by side.
+A small copy costs more than its bytes. Blocks below ``PACK_BELOW_BYTES`` travel through two staging
+buffers on the device, gathered (``move_gather``) or scattered (``move_scatter``) by foreach kernels
+while the other buffer is under way: one copy for up to ``PACK_BYTES`` of them. Their places lie
+side by side. Where the device has no room for staging, or the places do not lie so, each block
+travels alone.
 """
 
 from __future__ import annotations
@@ -17,68 +27,135 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final
 
+import torch
 from torch import Tensor
 
-from ..device import Event, Gateway, Stream, copy_all
+from ..device import Event, Gateway, Stream, TimedEvent, copy_all
 from .blocks import Block
 from .places import Places, aligned
 
-PACK_BELOW_BYTES: Final = 1 << 20
+PACK_BELOW_BYTES: Final = 16 << 20
 PACK_BYTES: Final = 32 << 20
+AHEAD_BYTES: Final = 256 << 20
+"""Of memory that is restored before the first copy back is enqueued. Mapping a chunk waits for the
+copy that runs; with others behind that one, the link does not."""
+
+_Part = tuple[Block, int]  # a block's piece, by its index
 
 
-@dataclass(frozen=True)
 class _Leg:
-    """What one event stands for: pieces that were copied, and are released after it."""
+    """Pieces that leave with one event; they are released, once, after it."""
 
-    event: Event
-    release: Callable[[], None]
+    def __init__(self, event: Event, parts: Sequence[_Part], used: object = None) -> None:
+        self.event, self.parts = event, list(parts)
+        self._used = used  # what the copies use, kept until this has landed
+
+    def land(self) -> None:
+        """Release the pieces. The event has been reached."""
+        while self.parts:
+            block, index = self.parts[-1]
+            if block.is_present(index):
+                block.release(index)
+            self.parts.pop()  # only now: a refused release can be tried again
+
+    def cancel(self, keys: set[str]) -> bool:
+        """Let the pieces of these blocks stay; whether there were any."""
+        kept = [part for part in self.parts if part[0].key not in keys]
+        found = len(kept) < len(self.parts)
+        self.parts = kept
+        return found
 
 
 class Trip:
-    """Blocks under way. ``n_bytes`` of them, one direction."""
+    """Blocks under way: ``n_bytes`` of pieces that were copied, released or restored for it."""
 
-    def __init__(self, n_bytes: int) -> None:
+    def __init__(self, n_bytes: int = 0) -> None:
         self.n_bytes = n_bytes
         self.seconds = 0.0
-        """From the call to the end of :meth:`wait`, as the host saw it."""
+        """From the call to when the host saw that all was done; 0 before."""
+        self.copy_seconds = 0.0
+        """From the first copy's start to the last one's end, as the device saw it; 0 before."""
         self._began = time.perf_counter()
         self._legs: deque[_Leg] = deque()
-        self._last: Event | None = None
+        self._first: TimedEvent | None = None
+        self._last: TimedEvent | None = None
+        self._held: list[object] = []  # what copies use: kept until they have completed
+        self._is_done = False
 
     def advance(self) -> bool:
         """Release what has left so far; whether everything is done. Does not block."""
         while self._legs and self._legs[0].event.query():
-            self._legs.popleft().release()
-        return not self._legs and (self._last is None or self._last.query())
+            self._legs[0].land()
+            self._legs.popleft()
+        if not self._legs and (self._last is None or self._last.query()):
+            self._finish()
+        return self._is_done
+
+    def release_next(self) -> bool:
+        """Wait for the next pieces that leave and release them; False if none are left."""
+        if not self._legs:
+            return False
+        self._legs[0].event.synchronize()
+        self._legs[0].land()
+        self._legs.popleft()
+        return True
 
     def follow(self, stream: Stream) -> None:
         """Let later work of ``stream`` start after all copies; the host does not wait."""
-        if self._last is not None:
-            stream.wait(self._last)
+        last = self._last  # another thread may be waiting
+        if last is not None:
+            stream.wait(last)
 
     def wait(self) -> None:
         """Block until all has arrived and what left has been released. Idempotent."""
-        while self._legs:
-            self._legs[0].event.synchronize()
-            self._legs.popleft().release()
+        while self.release_next():
+            pass
         if self._last is not None:
             self._last.synchronize()
-            self._last = None
-            self.seconds = time.perf_counter() - self._began
+        self._finish()
 
-    def _passed(self, event: Event, release: Callable[[], None] | None = None) -> None:
-        self._last = event
-        if release is not None:
-            self._legs.append(_Leg(event, release))
+    def _finish(self) -> None:
+        if self._is_done:
+            return
+        self._is_done = True
+        self.seconds = time.perf_counter() - self._began
+        if self._first is not None and self._last is not None:
+            self.copy_seconds = self._first.elapsed_time(self._last) / 1e3
+        self._first = self._last = None
+        self._held.clear()
+
+
+class _Staging:
+    """Two buffers on the device that take turns."""
+
+    def __init__(self, buffers: Sequence[Tensor]) -> None:
+        self._buffers = itertools.cycle(range(len(buffers)))
+        self.buffers = list(buffers)
+        self._free: list[Event | None] = [None for _ in buffers]
+
+    def next(self, stream: Stream, group: Sequence[Block]) -> tuple[int, Tensor, list[Tensor]]:
+        """A buffer's number, its part for ``group``, and each block's part of that.
+
+        ``stream`` is the first to write there, and waits for the last to read.
+        """
+        index = next(self._buffers)
+        free = self._free[index]
+        if free is not None:
+            stream.wait(free)
+        starts = [0, *itertools.accumulate(aligned(block.n_bytes) for block in group)]
+        whole = self.buffers[index][: starts.pop()]
+        return index, whole, [whole[s : s + b.n_bytes] for s, b in zip(starts, group, strict=True)]
+
+    def passed(self, index: int, event: Event) -> None:
+        """After ``event`` the buffer is free again."""
+        self._free[index] = event
 
 
 class Mover:
-    """Moves blocks of one device.
+    """Moves blocks of one device. Calls come from one thread.
 
     Args:
         gateway: where streams and device memory come from.
@@ -89,6 +166,11 @@ class Mover:
         self.places = places
         self._gateway = gateway
         self._out, self._in = gateway.stream("move_out"), gateway.stream("move_in")
+        self._gather = gateway.stream("move_gather")
+        self._scatter = gateway.stream("move_scatter")
+        self._drop = gateway.stream("move_drop")
+        self._leaving: deque[_Leg] = deque()  # in order of ``_out``
+        self._arriving: deque[tuple[Trip, set[str]]] = deque()  # in order of ``_in``
 
     def reserve(self, blocks: Sequence[Block]) -> None:
         """Take host memory for blocks, such that those that are packed lie side by side."""
@@ -97,101 +179,311 @@ class Mover:
     def out(self, blocks: Sequence[Block]) -> Trip:
         """Copy blocks to their places and give up their device memory.
 
-        Pieces that are away already are left alone. Until :meth:`Trip.wait` nobody may write to
-        them. If this raises, each piece is either whole on the device or whole in its place.
+        Until :meth:`Trip.wait` nobody may write to them. Work on them that other streams than the
+        caller's current one have under way has to be waited for before. Pieces that are away are
+        left alone. If this raises, each piece is either whole on the device or whole in its place.
+
+        Raises:
+            HostMemoryError: there is no room for a place; nothing has moved.
+            PinningError: likewise.
         """
-        blocks = [b for b in _in_order(blocks) if any(map(b.is_present, range(len(b.pieces))))]
+        trip, blocks = Trip(), _in_order(blocks)
+        parts = self._staying(trip, blocks)
+        blocks = [block for block in blocks if parts[block.key]]
         self.places.reserve(blocks)
-        trip = Trip(sum(block.n_bytes for block in blocks))
-        self._out.wait(self._gateway.current_stream().record())
+        if blocks:
+            self._after_caller_and_arrivals(blocks, self._out, self._gather)
+            trip._first = self._out.record_timed()
         try:
-            for group in _groups(blocks):
-                if len(group) > 1:
-                    self._pack(trip, group)
-                else:
-                    self._send(trip, group[0])
+            self._send_all(trip, blocks, parts)
         except BaseException:
             trip.wait()
             raise
+        if blocks:
+            trip._last = self._out.record_timed()
         return trip
 
-    def back(self, blocks: Sequence[Block]) -> Trip:
+    def drop(self, blocks: Sequence[Block]) -> Trip:
+        """Give up blocks without a copy, behind the caller's current stream.
+
+        Otherwise as :meth:`out`.
+        """
+        trip = Trip()
+        parts = self._staying(trip, blocks)
+        everything = [(block, i) for block in blocks if block.n_bytes for i in parts[block.key]]
+        if everything:
+            self._after_caller_and_arrivals(blocks, self._drop)
+            self._left(trip, self._drop.record(), everything)
+        return trip
+
+    def back(self, blocks: Sequence[Block], *, make_room: Callable[[], bool] | None = None) -> Trip:
         """Bring blocks back from their places; places stay reserved and keep their content.
 
-        Until :meth:`Trip.wait`, or :meth:`Trip.follow`, nobody may use them. If this raises
-        (no device memory), all of ``blocks`` are away again and whole in their places.
+        Until :meth:`Trip.wait`, or :meth:`Trip.follow`, nobody may use them. Where device memory
+        is short, this waits for what this mover has on its way out. If it raises, each piece is
+        where it was before, and whole.
+
+        Args:
+            blocks: what comes back; what is there already stays.
+            make_room: called where device memory is short after that, until it returns False:
+                whether it gave some back.
+
+        Raises:
+            torch.OutOfMemoryError: there is no device memory.
         """
-        blocks = [b for b in _in_order(blocks) if not all(map(b.is_present, range(len(b.pieces))))]
-        trip = Trip(sum(block.n_bytes for block in blocks))
-        start = self._gateway.current_stream().record()
-        self._in.wait(start)
+        trip = Trip()
+        keys = {block.key for block in blocks}
+        stayed = self._stay(keys)
+        blocks, parts = _missing(blocks)
+        if not blocks and stayed is None and not any(known & keys for _, known in self._arriving):
+            return trip
+        self._in.wait(self._gateway.current_stream().record())
+        if stayed is not None:
+            self._in.wait(stayed)
+        trip._first = self._in.record_timed()
+        restored = _Restored(self, make_room)
         try:
-            for group in _groups(blocks):
-                if len(group) > 1:
-                    self._unpack(trip, group)
-                else:
-                    self._fetch(trip, group[0])
+            self._fetch_all(blocks, parts, restored)
         except BaseException:
-            trip.wait()
-            _release_all(blocks)
+            self._in.wait(self._scatter.record())
+            self._in.record().synchronize()
+            restored.undo()
             raise
+        trip.n_bytes = restored.n_bytes
+        trip._held += [*blocks, *restored.used]
+        trip._last = self._in.record_timed()
+        self._arriving.append((trip, keys))
         return trip
 
-    def _send(self, trip: Trip, block: Block) -> None:
-        place = self.places.of(block)
-        for index, (start, stop) in enumerate(block.pieces):
-            if not block.is_present(index):
-                continue
+    def renew(
+        self, blocks: Sequence[Block], *, make_room: Callable[[], bool] | None = None
+    ) -> None:
+        """Memory of any content for blocks, in order of the caller's current stream.
+
+        Otherwise as :meth:`back`.
+        """
+        stayed = self._stay({block.key for block in blocks})
+        if stayed is not None:
+            self._gateway.current_stream().wait(stayed)
+        blocks, parts = _missing(blocks)
+        restored = _Restored(self, make_room)
+        try:
+            for block in blocks:
+                for index in parts[block.key]:
+                    restored.add(block, index)
+        except BaseException:
+            restored.undo()
+            raise
+
+    def wait(self) -> None:
+        """Block until every trip so far is done."""
+        while self._land_next():
+            pass
+        while self._arriving:
+            self._arriving.popleft()[0].wait()
+
+    # ---- out
+
+    def _staying(self, trip: Trip, blocks: Sequence[Block]) -> dict[str, list[int]]:
+        """Present pieces by key; those that are on their way out become legs of ``trip``."""
+        self._advance()
+        leaving = {(b.key, i): leg for leg in self._leaving for b, i in leg.parts}
+        staying: dict[str, list[int]] = {}
+        shared: dict[_Leg, None] = {}
+        for block in blocks:
+            present = [i for i in range(len(block.pieces)) if block.is_present(i)]
+            shared |= dict.fromkeys(
+                leaving[block.key, i] for i in present if (block.key, i) in leaving
+            )
+            staying[block.key] = [i for i in present if (block.key, i) not in leaving]
+        trip._legs.extend(shared)
+        return staying
+
+    def _after_caller_and_arrivals(self, blocks: Sequence[Block], *streams: Stream) -> None:
+        """Let later work of ``streams`` start after the caller's, and after these blocks' way
+        back."""
+        keys = {block.key for block in blocks}
+        starts: list[Event] = [self._gateway.current_stream().record()]
+        starts += [t._last for t, k in self._arriving if t._last is not None and k & keys]
+        for stream in streams:
+            for start in starts:
+                stream.wait(start)
+
+    def _send_all(self, trip: Trip, blocks: Sequence[Block], parts: dict[str, list[int]]) -> None:
+        staging: _Staging | None = None
+        for group in _groups(blocks):
+            joined = self.places.joined(group) if len(group) > 1 else None
+            if joined is not None:
+                staging = staging or self._staging(blocks)
+            if joined is not None and staging is not None:
+                self._pack(trip, group, staging, joined)
+            else:
+                for block in group:
+                    self._send(trip, block, parts[block.key])
+
+    def _send(self, trip: Trip, block: Block, indices: Sequence[int]) -> None:
+        place, pieces = self.places.of(block), block.pieces
+        for index in indices:
+            start, stop = pieces[index]
             self._out.launch(copy_all, [place[start:stop]], [block.view(index)])
-            trip._passed(self._out.record(), lambda i=index: block.release(i))  # type: ignore[misc]
+            self._left(trip, self._out.record(), [(block, index)])
 
-    def _fetch(self, trip: Trip, block: Block) -> None:
-        place = self.places.of(block)
-        for index, (start, stop) in enumerate(block.pieces):
-            if block.is_present(index):
-                continue
-            block.restore(index)
+    def _pack(self, trip: Trip, group: Sequence[Block], staging: _Staging, joined: Tensor) -> None:
+        index, whole, parts = staging.next(self._gather, group)
+        for targets, sources in _by_width(parts, [block.view(0) for block in group]):
+            self._gather.launch(copy_all, targets, sources)
+        self._out.wait(self._gather.record())
+        self._out.launch(copy_all, [joined], [whole])
+        left = self._out.record()
+        staging.passed(index, left)
+        self._left(trip, left, [(block, 0) for block in group], staging)
+
+    def _left(self, trip: Trip, event: Event, parts: Sequence[_Part], used: object = None) -> None:
+        trip.n_bytes += sum(_piece_bytes(*part) for part in parts)
+        leg = _Leg(event, parts, used)
+        trip._legs.append(leg)
+        self._leaving.append(leg)
+        self._advance()
+
+    # ---- back
+
+    def _stay(self, keys: set[str]) -> Event | None:
+        """Keep what has not been released; the event after which nothing reads it any more."""
+        self._advance()
+        kept = [leg for leg in self._leaving if leg.cancel(keys)]
+        return kept[-1].event if kept else None
+
+    def _fetch_all(
+        self, blocks: Sequence[Block], parts: dict[str, list[int]], restored: _Restored
+    ) -> None:
+        for block in blocks:
+            for index in parts[block.key]:
+                if restored.n_bytes < AHEAD_BYTES:
+                    restored.add(block, index)
+        staging: _Staging | None = None
+        for group in _groups(blocks):
+            joined = self.places.joined(group) if len(group) > 1 else None
+            if joined is not None:
+                staging = staging or self._staging(blocks)
+            if joined is not None and staging is not None:
+                restored.used.append(staging)
+                self._unpack(group, staging, joined, restored)
+            else:
+                for block in group:
+                    self._fetch(block, parts[block.key], restored)
+        if staging is not None:
+            self._in.wait(self._scatter.record())
+
+    def _fetch(self, block: Block, indices: Sequence[int], restored: _Restored) -> None:
+        place, pieces = self.places.of(block), block.pieces
+        for index in indices:
+            start, stop = pieces[index]
+            restored.add(block, index)
             self._in.launch(copy_all, [block.view(index)], [place[start:stop]])
-        trip._passed(self._in.record())
 
-    def _pack(self, trip: Trip, group: Sequence[Block]) -> None:
-        staging, parts = self._staging(group)
-        self._out.launch(copy_all, parts, [block.view(0) for block in group])
-        self._out.launch(copy_all, *self._between(group, staging, parts)[::-1])
-        # The staging buffer, too, is given up when the copy has been made.
-        trip._passed(self._out.record(), lambda: _release_all(group, staging))
-
-    def _unpack(self, trip: Trip, group: Sequence[Block]) -> None:
-        staging, parts = self._staging(group)
+    def _unpack(
+        self, group: Sequence[Block], staging: _Staging, joined: Tensor, restored: _Restored
+    ) -> None:
         for block in group:
-            block.restore(0)
-        self._in.launch(copy_all, *self._between(group, staging, parts))
-        self._in.launch(copy_all, [block.view(0) for block in group], parts)
-        trip._passed(self._in.record(), lambda: _release_all((), staging))
+            restored.add(block, 0)
+        index, whole, parts = staging.next(self._in, group)
+        self._in.launch(copy_all, [whole], [joined])
+        self._scatter.wait(self._in.record())
+        for targets, sources in _by_width([block.view(0) for block in group], parts):
+            self._scatter.launch(copy_all, targets, sources)
+        staging.passed(index, self._scatter.record())
 
-    def _staging(self, group: Sequence[Block]) -> tuple[Tensor, list[Tensor]]:
-        """Device memory like the places of a group, and each block's part of it."""
-        starts = [0, *itertools.accumulate(aligned(block.n_bytes) for block in group)]
-        staging = self._gateway.allocate(starts[-1])
-        starts.pop()
-        return staging, [staging[s : s + b.n_bytes] for s, b in zip(starts, group, strict=True)]
+    # ---- both
 
-    def _between(
-        self, group: Sequence[Block], staging: Tensor, parts: list[Tensor]
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        """What to copy between staging and host: one tensor each, where places are joined."""
-        joined = self.places.joined(group)
-        if joined is not None:
-            return [staging], [joined]
-        return parts, [self.places.of(block) for block in group]
+    def _advance(self) -> None:
+        """Release what has left, and forget trips that are done."""
+        while self._leaving and self._leaving[0].event.query():
+            self._leaving[0].land()
+            self._leaving.popleft()
+        while self._arriving and self._arriving[0][0].advance():
+            self._arriving.popleft()
+
+    def _land_next(self) -> bool:
+        """Wait for pieces that are on their way out, the oldest; False: there are none."""
+        if not self._leaving:
+            return False
+        self._leaving[0].event.synchronize()
+        self._leaving[0].land()
+        self._leaving.popleft()
+        return True
+
+    def _staging(self, blocks: Sequence[Block]) -> _Staging | None:
+        """As large as the largest groups need; None: there is no device memory for it."""
+        groups = [group for group in _groups(blocks) if len(group) > 1]
+        size = max(sum(aligned(block.n_bytes) for block in group) for group in groups)
+        try:
+            return _Staging([self._gateway.allocate(size) for _ in groups[:2]])
+        except torch.OutOfMemoryError:
+            return None
 
 
-def _release_all(blocks: Sequence[Block], *staging: Tensor) -> None:
-    """Give up what is still there; the staging buffers end with this call's closure."""
+class _Restored:
+    """Pieces that got their memory for one way back."""
+
+    def __init__(self, mover: Mover, make_room: Callable[[], bool] | None) -> None:
+        self.n_bytes = 0
+        self.used: list[object] = []  # what copies use besides
+        self._parts: list[_Part] = []
+        self._mover, self._make_room = mover, make_room
+
+    def add(self, block: Block, index: int) -> None:
+        """Restore a piece that is not present, once there is room for it."""
+        self._mover._advance()
+        if block.is_present(index):
+            return
+        while True:
+            try:
+                block.restore(index)
+                break
+            except torch.OutOfMemoryError:
+                if not self._mover._land_next() and not (self._make_room and self._make_room()):
+                    raise
+        self._parts.append((block, index))
+        self.n_bytes += _piece_bytes(block, index)
+
+    def undo(self) -> None:
+        """Release them: their places still hold them. No copy is under way."""
+        for block, index in self._parts:
+            block.release(index)
+
+
+def give_up(blocks: Iterable[Block]) -> None:
+    """Release what is present, without a copy: its places hold the same bytes, or nobody needs
+    them. All work on it has completed."""
     for block in blocks:
         for index in range(len(block.pieces)):
-            if block.is_present(index):
+            if block.n_bytes and block.is_present(index):
                 block.release(index)
+
+
+def _missing(blocks: Sequence[Block]) -> tuple[list[Block], dict[str, list[int]]]:
+    """Blocks that are away, in order, and which of their pieces, by key."""
+    ordered = _in_order(blocks)
+    parts = {b.key: [i for i in range(len(b.pieces)) if not b.is_present(i)] for b in ordered}
+    return [block for block in ordered if parts[block.key]], parts
+
+
+def _piece_bytes(block: Block, index: int) -> int:
+    start, stop = block.pieces[index]
+    return stop - start
+
+
+def _by_width(
+    targets: Sequence[Tensor], sources: Sequence[Tensor]
+) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+    """Pairs as 8-byte words where they have whole ones: a kernel moves elements, not bytes."""
+    pairs = list(zip(targets, sources, strict=True))
+    words = [pair for pair in pairs if pair[0].numel() % 8 == 0]
+    others = [pair for pair in pairs if pair[0].numel() % 8]
+    if words:
+        yield [t.view(torch.int64) for t, _ in words], [s.view(torch.int64) for _, s in words]
+    if others:
+        yield [t for t, _ in others], [s for _, s in others]
 
 
 def _is_small(block: Block) -> bool:

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from fsdp_offload.config import TransferConfig
 from fsdp_offload.device import CpuGateway
-from fsdp_offload.moving import Mover, Places, StorageBlock, collect
+from fsdp_offload.moving import Block, FixedAddressRegion, Mover, Places, StorageBlock, collect
+from fsdp_offload.moving import mover as mover_module
 from fsdp_offload.testing import ADVERSARIES, StreamSimulator
 
 CPU = torch.device("cpu")
@@ -104,3 +105,196 @@ def test_close_gives_memory_back() -> None:
     move.places.close()
     move.places.close()
     assert not move.places.n_bytes
+
+
+# ---- trips in a row, packing, short memory
+
+
+def add(tensors: list[Tensor]) -> None:
+    for tensor in tensors:
+        tensor.add_(1)
+
+
+def total(out: Tensor, tensors: list[Tensor]) -> None:
+    out.copy_(torch.stack([tensor.double().sum() for tensor in tensors]).sum())
+
+
+def small_packs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mover_module, "PACK_BELOW_BYTES", 1 << 16)
+    monkeypatch.setattr(mover_module, "PACK_BYTES", 1 << 13)
+    monkeypatch.setattr(mover_module, "AHEAD_BYTES", 1 << 14)
+
+
+def trips_in_a_row(policy: str, **skip: int) -> StreamSimulator:
+    """Adds 1 to tensors between trips that nobody waits for; some travel while others return."""
+    numels = (50_000, 900, 1000, 1000, 1001, 1000, 1000, 30_000)
+    with StreamSimulator(policy, **skip) as simulator:
+        current = simulator.current_stream()
+        move = mover(simulator)  # first, so that policies know its streams by their numbers
+        made = [torch.full((n,), 100.0 * i) for i, n in enumerate(numels)]
+        region = FixedAddressRegion("r", CPU, chunk_bytes=1 << 14)
+        made.append(region.empty(20_000, dtype=torch.float32).zero_())
+        out = torch.zeros(1, dtype=torch.float64)
+        named = [(f"t{i}", tensor) for i, tensor in enumerate(made)]
+        blocks: list[Block] = [*collect(named, CPU), *region.blocks()]
+        half = blocks[::2]
+        for _ in range(2):
+            current.launch(add, made)
+            move.out(blocks)
+            move.out(half)
+            move.back(half)
+            back = move.back(blocks)
+            back.follow(current)
+            current.launch(add, made)
+            current.launch(total, out, made)
+            move.out(blocks).wait()
+            move.back(blocks)
+            move.out(blocks).wait()
+            move.back(blocks).follow(current)
+        current.launch(total, out, made)
+        current.synchronize()
+        move.wait()
+        simulator.synchronize()
+    assert not simulator.late_uses
+    values = zip(made, [*range(len(numels)), 0], strict=True)
+    assert all(bool((tensor == 100 * i + 4).all()) for tensor, i in values)
+    assert float(out) == sum(float(tensor.double().sum()) for tensor in made)
+    return simulator
+
+
+@pytest.mark.parametrize("policy", ADVERSARIES)
+def test_trips_in_a_row_need_no_waits(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    small_packs(monkeypatch)
+    trips_in_a_row(policy)
+
+
+@pytest.mark.long
+def test_every_kind_of_wait_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    small_packs(monkeypatch)
+    log = trips_in_a_row("lazy").wait_log
+    noticed = set()
+    for index, kind in enumerate(log):
+        for policy in ADVERSARIES if kind not in noticed else ():
+            try:
+                trips_in_a_row(policy, skip_wait=index)
+            except AssertionError:
+                noticed.add(kind)
+                break
+    assert noticed == set(log)
+
+
+def test_the_copy_out_is_complete_before_what_stayed_is_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with StreamSimulator("lag:move_out") as simulator:
+        tensor, move = torch.ones(1000), mover(simulator)
+        blocks = collect([("t", tensor)], CPU)
+        move.out(blocks)
+        move.back(blocks).follow(simulator.current_stream())
+        simulator.current_stream().launch(add, [tensor])
+        simulator.synchronize()
+        assert int(move.places.of(blocks[0]).view(torch.float32).sum()) == 1000
+        assert int(tensor.sum()) == 2000
+
+
+def test_packs_are_bounded_and_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    small_packs(monkeypatch)
+    named = [(f"t{i}", torch.full((1000 + i % 2,), float(i))) for i in range(40)]
+    gateway = CpuGateway(CPU)
+    taken: list[int] = []
+    monkeypatch.setattr(
+        gateway, "allocate", lambda n: taken.append(n) or torch.empty(n, dtype=torch.uint8)
+    )
+    move = mover(gateway)
+    blocks = collect(named, CPU)
+    move.out(blocks).wait()
+    move.back(blocks).wait()
+    assert len(taken) == 4  # two buffers each way, however many packs
+    assert max(taken) <= 1 << 13
+    for value, (_, tensor) in enumerate(named):
+        assert bool((tensor == value).all())
+
+
+def test_without_room_for_staging_blocks_travel_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    named = tensors()
+    before = [tensor.clone() for _, tensor in named]
+    gateway = CpuGateway(CPU)
+
+    def refuse(n_bytes: int) -> Tensor:
+        raise torch.OutOfMemoryError("full")
+
+    monkeypatch.setattr(gateway, "allocate", refuse)
+    move, blocks = mover(gateway), collect(named, CPU)
+    move.out(blocks).wait()
+    move.back(blocks).wait()
+    for (_, tensor), old in zip(named, before, strict=True):
+        assert torch.equal(tensor, old)
+
+
+def test_a_failed_way_back_releases_only_what_it_restored() -> None:
+    named = tensors()
+    before = [tensor.clone() for _, tensor in named]
+    move, blocks = mover(), collect(named, CPU)
+    blocks[-1] = full = Full("last", blocks[-1].storage)
+    move.out(blocks).wait()
+    move.back(blocks[:1]).wait()
+    named[0][1].add_(1)  # newer than its place
+    with pytest.raises(torch.OutOfMemoryError):
+        move.back(blocks)
+    assert torch.equal(named[0][1], before[0] + 1)
+    full.full = False
+    move.back(blocks).wait()
+    assert torch.equal(named[0][1], before[0] + 1)
+    assert torch.equal(named[7][1], before[7])
+
+
+def test_what_leaves_makes_room_for_what_comes() -> None:
+    """Device memory for one of two sets: the way back waits for pieces under way out."""
+    with StreamSimulator("lazy") as simulator:
+        move, room = mover(simulator), [0]
+
+        class Counted(StorageBlock):
+            def release(self, index: int) -> None:
+                super().release(index)
+                room[0] += 1
+
+            def restore(self, index: int) -> None:
+                if not room[0]:
+                    raise torch.OutOfMemoryError("full")
+                room[0] -= 1
+                super().restore(index)
+
+        made = [torch.full((1000,), float(i)) for i in range(8)]
+        blocks = [Counted(f"t{i}", t.untyped_storage()) for i, t in enumerate(made)]
+        inside, outside = blocks[:4], blocks[4:]
+        for block in outside:
+            move.out([block]).wait()
+        room[0] = 0
+        for _ in range(3):
+            out, back = move.out(inside), move.back(outside)
+            back.wait()
+            out.wait()
+            assert out.n_bytes == back.n_bytes == 4 * 4000
+            inside, outside = outside, inside
+        room[0] = 4
+        move.back(blocks).wait()
+        for value, tensor in enumerate(made):
+            assert bool((tensor == value).all())
+
+
+def test_memory_that_is_not_torchs_is_not_collected() -> None:
+    made = FixedAddressRegion("r", CPU).empty(10)
+    borrowed = torch.frombuffer(bytearray(40), dtype=torch.float32)
+    assert not collect([("a", made), ("b", borrowed)], CPU)
+
+
+def test_without_a_copy_places_are_left_alone() -> None:
+    named = tensors()
+    move, blocks = mover(), collect(named, CPU)
+    trip = move.drop(blocks)
+    trip.wait()
+    assert trip.n_bytes == sum(4 * n for n in NUMELS)
+    assert not move.places.n_bytes
+    assert all(tensor.untyped_storage().nbytes() == 0 for _, tensor in named)
+    move.renew(blocks)
+    assert all(t.untyped_storage().nbytes() == 4 * t.numel() for _, t in named)

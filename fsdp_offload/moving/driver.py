@@ -1,0 +1,173 @@
+"""Nine functions of the CUDA driver: address ranges, and memory that is mapped into them.
+
+Bound by ``ctypes`` to ``libcuda.so.1``, which is there wherever torch finds a CUDA device: no
+dependency, and one call costs less than through generated bindings. The structures are part of the
+driver's binary interface and have not changed since CUDA 10.2.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import Any, Final
+
+import torch
+
+from ..errors import DeviceError
+
+OUT_OF_MEMORY: Final = 2
+_PINNED, _ON_DEVICE, _READ_WRITE = 1, 1, 3
+_RDMA_WITH_VMM: Final = 110  # CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED
+
+_word, _size, _int = ctypes.c_ulonglong, ctypes.c_size_t, ctypes.c_int
+
+
+class _Location(ctypes.Structure):
+    _fields_ = [("type", _int), ("id", _int)]
+
+
+class _Flags(ctypes.Structure):
+    _fields_ = [
+        ("compression", ctypes.c_ubyte),
+        ("rdma", ctypes.c_ubyte),
+        ("usage", ctypes.c_ushort),
+        ("reserved", ctypes.c_ubyte * 4),
+    ]
+
+
+class _Properties(ctypes.Structure):
+    _fields_ = [
+        ("type", _int),
+        ("handle_types", _int),
+        ("location", _Location),
+        ("win32", ctypes.c_void_p),
+        ("flags", _Flags),
+    ]
+
+
+class _Access(ctypes.Structure):
+    _fields_ = [("location", _Location), ("flags", _int)]
+
+
+_SIGNATURES: Final[dict[str, list[Any]]] = {
+    "cuInit": [ctypes.c_uint],
+    "cuDeviceGetAttribute": [ctypes.POINTER(_int), _int, _int],
+    "cuMemGetAllocationGranularity": [ctypes.POINTER(_size), ctypes.POINTER(_Properties), _int],
+    "cuMemAddressReserve": [ctypes.POINTER(_word), _size, _size, _word, _word],
+    "cuMemAddressFree": [_word, _size],
+    "cuMemCreate": [ctypes.POINTER(_word), _size, ctypes.POINTER(_Properties), _word],
+    "cuMemRelease": [_word],
+    "cuMemMap": [_word, _size, _size, _word, _word],
+    "cuMemUnmap": [_word, _size],
+    "cuMemSetAccess": [_word, _size, ctypes.POINTER(_Access), _size],
+}
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+        for name, arguments in _SIGNATURES.items():
+            function = getattr(library, name)
+            function.argtypes, function.restype = arguments, _int
+    except (OSError, AttributeError) as error:
+        raise DeviceError(
+            "memory at a fixed address",
+            reason=f"the CUDA driver (libcuda.so.1) has no virtual memory management: {error}",
+            remedy="use an NVIDIA driver of CUDA 10.2 or later, or do without fixed addresses",
+        ) from None
+    return library
+
+
+class Driver:
+    """Memory of one CUDA device. None of the calls needs a current context.
+
+    Args:
+        device: ``cuda`` with an index.
+
+    Raises:
+        DeviceError: there is no such driver, or the device cannot do it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        assert device.type == "cuda", device
+        assert device.index is not None, device
+        self._lib = _library()
+        self.device = device
+        location = _Location(_ON_DEVICE, device.index)
+        self._access = _Access(location, _READ_WRITE)
+        self._properties = _Properties(_PINNED, 0, location, None, _Flags())
+        _check(self._lib.cuInit(0), "cuInit", device)
+        rdma = _int()
+        code = self._lib.cuDeviceGetAttribute(ctypes.byref(rdma), _RDMA_WITH_VMM, device.index)
+        if code == 0 and rdma.value:  # so that network cards reach it, as they do torch's memory
+            self._properties.flags.rdma = 1
+        granularity = _size()
+        code = self._lib.cuMemGetAllocationGranularity(
+            ctypes.byref(granularity), ctypes.byref(self._properties), 1
+        )
+        _check(code, "cuMemGetAllocationGranularity", device)
+        self.granularity_bytes = int(granularity.value)
+
+    def reserve(self, n_bytes: int) -> int:
+        """The address of a new range, without memory.
+
+        Raises:
+            DeviceError: the driver refused.
+        """
+        address = _word()
+        code = self._lib.cuMemAddressReserve(ctypes.byref(address), n_bytes, 0, 0, 0)
+        _check(code, f"cuMemAddressReserve of {n_bytes} bytes", self.device)
+        return int(address.value)
+
+    def free(self, address: int, n_bytes: int) -> None:
+        """Give a range back. Nothing is mapped there."""
+        self._lib.cuMemAddressFree(address, n_bytes)
+
+    def map(self, address: int, n_bytes: int) -> None:
+        """Put memory there.
+
+        Raises:
+            torch.OutOfMemoryError: there is none, also after torch has emptied its cache.
+            DeviceError: the driver refused for another reason. Nothing is mapped either way.
+        """
+        code = self._map(address, n_bytes)
+        if code == OUT_OF_MEMORY:
+            torch.cuda.empty_cache()
+            code = self._map(address, n_bytes)
+        if code == OUT_OF_MEMORY:
+            raise torch.OutOfMemoryError(f"no {n_bytes} bytes of memory on {self.device}")
+        _check(code, f"mapping {n_bytes} bytes", self.device)
+
+    def _map(self, address: int, n_bytes: int) -> int:
+        lib, handle = self._lib, _word()
+        code = lib.cuMemCreate(ctypes.byref(handle), n_bytes, ctypes.byref(self._properties), 0)
+        if code:
+            return int(code)
+        code = lib.cuMemMap(address, n_bytes, 0, handle, 0)
+        # From here on the mapping owns the memory; where mapping failed, it goes at once.
+        lib.cuMemRelease(handle)
+        if code:
+            return int(code)
+        code = lib.cuMemSetAccess(address, n_bytes, ctypes.byref(self._access), 1)
+        if code:
+            lib.cuMemUnmap(address, n_bytes)
+        return int(code)
+
+    def unmap(self, address: int, n_bytes: int) -> None:
+        """Take away what one :meth:`map` put there. All work on it has completed.
+
+        Raises:
+            DeviceError: the driver refused; it is still there.
+        """
+        code = self._lib.cuMemUnmap(address, n_bytes)
+        _check(code, f"unmapping {n_bytes} bytes", self.device)
+
+
+def _check(code: int, what: str, device: torch.device) -> None:
+    if code:
+        raise DeviceError(
+            f"{what} on {device}",
+            reason=f"the CUDA driver answered {code}",
+            remedy="look the number up under CUresult in the driver API's reference",
+        )

@@ -1,0 +1,165 @@
+"""Memory of the CUDA driver, with a stand-in for the driver: nothing leaks when a call fails."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import pytest
+import torch
+
+from fsdp_offload.errors import DeviceError
+from fsdp_offload.moving import driver as driver_module
+from fsdp_offload.moving.driver import Driver
+from fsdp_offload.moving.pages import DevicePages
+
+CUDA = torch.device("cuda", 1)
+UNIT = 2 << 20
+
+
+class Library:
+    """Counts handles, mappings and ranges; ``fail`` names calls and their codes."""
+
+    def __init__(self) -> None:
+        self.fail: dict[str, int] = {}
+        self.left = 1 << 40  # bytes
+        self.handles: dict[int, int] = {}
+        self.mapped: dict[int, int] = {}
+        self.ranges: dict[int, int] = {}
+        self.owners: set[int] = set()  # handles that were mapped
+        self.calls = 0
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(type(self), "_" + name)
+
+        def call(*arguments: Any) -> int:
+            return self.fail.get(name, 0) or method(self, *arguments) or 0
+
+        return call
+
+    def _cuInit(self, flags: int) -> None: ...
+
+    def _cuDeviceGetAttribute(self, out: Any, attribute: int, index: int) -> None:
+        assert index == 1
+        out._obj.value = 1
+
+    def _cuMemGetAllocationGranularity(self, out: Any, properties: Any, flag: int) -> None:
+        assert properties._obj.location.id == 1
+        out._obj.value = UNIT
+
+    def _cuMemAddressReserve(self, out: Any, n: int, *rest: int) -> None:
+        self.calls += 1
+        out._obj.value = self.calls << 40
+        self.ranges[self.calls << 40] = n
+
+    def _cuMemAddressFree(self, address: int, n: int) -> None:
+        assert self.ranges.pop(address) == n
+
+    def _cuMemCreate(self, out: Any, n: int, properties: Any, flags: int) -> int:
+        assert n % UNIT == 0
+        assert properties._obj.flags.rdma == 1
+        if n > self.left:
+            return driver_module.OUT_OF_MEMORY
+        self.left -= n
+        self.calls += 1
+        out._obj.value = self.calls
+        self.handles[self.calls] = n
+        return 0
+
+    def _cuMemRelease(self, handle: ctypes.c_ulonglong) -> None:
+        n = self.handles.pop(handle.value)
+        if handle.value not in self.owners:
+            self.left += n
+
+    def _cuMemMap(self, address: int, n: int, offset: int, handle: Any, flags: int) -> None:
+        self.mapped[address] = n
+        self.owners.add(handle.value)
+
+    def _cuMemUnmap(self, address: int, n: int) -> None:
+        assert self.mapped.pop(address) == n
+        self.left += n
+
+    def _cuMemSetAccess(self, address: int, n: int, access: Any, count: int) -> None:
+        assert access._obj.location.id == 1
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> Library:
+    made = Library()
+    monkeypatch.setattr(driver_module, "_library", lambda: made)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    return made
+
+
+def test_structures_have_the_drivers_sizes() -> None:
+    assert ctypes.sizeof(driver_module._Properties) == 32
+    assert ctypes.sizeof(driver_module._Access) == 12
+
+
+def test_chunks_come_and_go(library: Library) -> None:
+    pages = DevicePages(Driver(CUDA), 3 * UNIT + 1, 2 * UNIT)
+    assert pages.chunks == [(0, 2 * UNIT), (2 * UNIT, 4 * UNIT)]
+    assert library.mapped == {pages.address: 2 * UNIT, pages.address + 2 * UNIT: 2 * UNIT}
+    assert not library.handles
+    pages.unmap(1)
+    assert [pages.is_mapped(i) for i in range(2)] == [True, False]
+    assert library.mapped == {pages.address: 2 * UNIT}
+    pages.map(1)
+    pages.unmap(0)
+    del pages
+    assert not library.mapped
+    assert not library.ranges
+
+
+@pytest.mark.parametrize("call", ["cuMemCreate", "cuMemMap", "cuMemSetAccess"])
+def test_a_failed_call_leaks_nothing(library: Library, call: str) -> None:
+    pages = DevicePages(Driver(CUDA), 2 * UNIT, UNIT)
+    pages.unmap(0)
+    library.fail[call] = 999
+    before = (library.left, dict(library.mapped))
+    with pytest.raises(DeviceError, match="answered 999"):
+        pages.map(0)
+    assert not pages.is_mapped(0)
+    assert not library.handles
+    assert (library.left, library.mapped) == before
+    library.fail.clear()
+    pages.map(0)
+
+
+def test_no_memory_gives_everything_back(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    library.left = 5 * UNIT
+    emptied: list[int] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(1))
+    with pytest.raises(torch.OutOfMemoryError):
+        DevicePages(Driver(CUDA), 6 * UNIT, UNIT)
+    assert emptied
+    assert not library.mapped
+    assert not library.ranges
+    assert library.left == 5 * UNIT
+
+
+def test_memory_from_torchs_cache(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    library.left = 0
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: setattr(library, "left", UNIT))
+    assert DevicePages(Driver(CUDA), UNIT, UNIT).is_mapped(0)
+
+
+def test_a_refused_unmapping_leaves_the_chunk(library: Library) -> None:
+    pages = DevicePages(Driver(CUDA), UNIT, UNIT)
+    library.fail["cuMemUnmap"] = 1
+    with pytest.raises(DeviceError, match="unmapping"):
+        pages.unmap(0)
+    assert pages.is_mapped(0)
+    library.fail.clear()
+
+
+def test_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> None:
+        raise OSError("no such file")
+
+    driver_module._library.cache_clear()
+    monkeypatch.setattr(ctypes, "CDLL", missing)
+    with pytest.raises(DeviceError, match=r"libcuda\.so\.1.*without fixed addresses"):
+        Driver(CUDA)

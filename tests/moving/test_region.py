@@ -1,0 +1,392 @@
+"""Regions and pages on the CPU: addresses, memory, contents, failures."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import weakref
+
+import pytest
+import torch
+
+from fsdp_offload.config import TransferConfig
+from fsdp_offload.device import CpuGateway
+from fsdp_offload.errors import (
+    AwayError,
+    ClosedError,
+    ConfigError,
+    DeviceError,
+    DeviceMemoryError,
+    HostMemoryError,
+)
+from fsdp_offload.moving import FixedAddressRegion, Mover, Places, collect, settle_storages
+from fsdp_offload.moving.pages import HostPages, make
+from fsdp_offload.storages import can_swap
+from fsdp_offload.testing import ADVERSARIES, StreamSimulator
+
+CPU = torch.device("cpu")
+CHUNK = 1 << 16
+DTYPES = (
+    torch.float32,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.bool,
+    torch.complex64,
+    torch.int64,
+    torch.uint8,
+)
+
+
+def region(**options: object) -> FixedAddressRegion:
+    return FixedAddressRegion("kv", CPU, chunk_bytes=CHUNK, **options)  # type: ignore[arg-type]
+
+
+def resident_kib() -> int:
+    with open("/proc/self/status") as lines:
+        return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS"))
+
+
+# ---- pages
+
+
+def test_pages_are_cut_into_chunks_and_the_last_is_shorter() -> None:
+    pages = HostPages(3 * CHUNK + 1, CHUNK)
+    assert pages.n_bytes == 3 * CHUNK + 4096
+    assert [stop - start for start, stop in pages.chunks] == [CHUNK] * 3 + [4096]
+
+
+def test_unmapping_a_chunk_frees_its_memory_and_no_other() -> None:
+    pages = HostPages(64 << 20, 32 << 20)
+    tensor = pages.tensor(0, pages.n_bytes)
+    tensor.fill_(7)
+    before = resident_kib()
+    pages.unmap(0)
+    assert before - resident_kib() > 31 << 10
+    assert not pages.is_mapped(0)
+    assert pages.is_mapped(1)
+    assert int(tensor[0]) == 0
+    assert int(tensor[32 << 20]) == 7
+    pages.map(0)
+    tensor[:100] = 3
+    assert tensor.data_ptr() == pages.address
+
+
+def test_other_devices_are_refused() -> None:
+    with pytest.raises(DeviceError, match="only the CUDA driver"):
+        make(torch.device("meta"), 1)
+
+
+# ---- tensors
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_tensors_are_ordinary_ones(dtype: torch.dtype) -> None:
+    made = region()
+    tensor = made.empty((5, 7), dtype=dtype)
+    assert tensor.shape == (5, 7)
+    assert tensor.dtype == dtype
+    assert tensor.is_contiguous()
+    assert tensor.data_ptr() % 256 == 0
+    assert tensor._base is None
+    assert tensor.untyped_storage().nbytes() == tensor.nbytes
+    tensor.copy_(torch.ones(5, 7))
+    assert tensor.view(-1)[3:].float().sum() == 32 if dtype != torch.complex64 else True
+
+
+def test_tensors_do_not_overlap_and_share_chunks() -> None:
+    made = region()
+    tensors = [made.empty(n, dtype=torch.uint8) for n in (1, 600, 3 * CHUNK, 100, 0, 40_000)]
+    for value, tensor in enumerate(tensors):
+        tensor.fill_(value)
+    assert all(bool((t == v).all()) for v, t in enumerate(tensors))
+    assert made.n_bytes <= 4096 + 3 * CHUNK + 40_960
+    assert made.empty((), dtype=torch.float32).shape == ()
+    assert made.empty((0, 3), dtype=torch.float32).shape == (0, 3)
+
+
+def test_a_tensor_keeps_its_memory_when_the_region_is_gone() -> None:
+    made = region()
+    tensor = made.empty(1000, dtype=torch.int64).fill_(5)
+    pages = weakref.ref(made.blocks()[0].pages)
+    made.close()
+    del made
+    gc.collect()
+    assert int(tensor.sum()) == 5000
+    del tensor
+    assert pages() is None
+
+
+# ---- pause and resume
+
+
+def test_pause_frees_memory_and_resume_brings_it_back() -> None:
+    made = FixedAddressRegion("kv", CPU, chunk_bytes=1 << 20)
+    tensor = made.empty(64 << 20, dtype=torch.uint8)
+    tensor.fill_(9)
+    view, address = tensor[5:50], tensor.data_ptr()
+    made.reserve()
+    assert made.statistics().pinned_bytes >= 64 << 20
+    before = resident_kib()
+    for _ in range(3):
+        trip = made.pause()
+        assert made.is_paused
+        assert trip.n_bytes == made.n_bytes == 64 << 20
+        assert made.device_bytes == 0
+        assert before - resident_kib() > 60 << 10
+        assert made.pause(save=False) is trip
+        assert made.resume().n_bytes == 64 << 20
+        assert not made.is_paused
+        made.resume()
+        assert tensor.data_ptr() == address
+        assert bool((tensor == 9).all())
+        assert int(view.sum()) == 45 * 9
+    statistics = made.statistics()
+    assert statistics.out_bytes == statistics.back_bytes == 64 << 20
+    assert statistics.out_gbps > 0
+    assert statistics.back_gbps > 0
+
+
+def test_without_saving_no_host_memory_is_taken() -> None:
+    made = region()
+    tensor = made.empty(1000, dtype=torch.int64).fill_(5)
+    made.pause(save=False)
+    made.pause()  # too late to save
+    made.resume()
+    assert made.statistics().pinned_bytes == 0
+    tensor.fill_(6)
+    made.pause()
+    made.resume()
+    assert int(tensor.sum()) == 6000
+    made.pause(save=False)
+    made.resume()
+    assert made.statistics().out_bytes == made.n_bytes
+
+
+def test_growth_after_a_pause() -> None:
+    made = region()
+    a = made.empty(CHUNK, dtype=torch.uint8).fill_(1)
+    made.pause()
+    with pytest.raises(AwayError, match="resume"):
+        made.empty(1, dtype=torch.uint8)
+    made.resume()
+    b = made.empty(9 * CHUNK, dtype=torch.uint8).fill_(2)
+    made.pause()
+    made.resume()
+    assert bool((a == 1).all())
+    assert bool((b == 2).all())
+
+
+def test_no_memory_at_resume_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = region()
+    tensor = made.empty(10 * CHUNK, dtype=torch.uint8).fill_(3)
+    made.pause()
+    map_chunk, left = HostPages.map, [6]
+
+    def map_some(self: HostPages, index: int) -> None:
+        if not left[0]:
+            raise torch.OutOfMemoryError("full")
+        left[0] -= 1
+        map_chunk(self, index)
+
+    monkeypatch.setattr(HostPages, "map", map_some)
+    for _ in range(2):
+        left[0] = 6
+        with pytest.raises(DeviceMemoryError, match=r"full.*resume\(\) again"):
+            made.resume()
+        assert made.is_paused
+        assert made.device_bytes == 0
+    monkeypatch.undo()
+    made.resume()
+    assert bool((tensor == 3).all())
+
+
+def test_no_memory_to_grow_takes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = region()
+    made.empty(10, dtype=torch.uint8)
+
+    def refuse(*arguments: object) -> None:
+        raise torch.OutOfMemoryError("full")
+
+    monkeypatch.setattr(HostPages, "__init__", refuse)
+    before = made.n_bytes
+    with pytest.raises(DeviceMemoryError, match="as before"):
+        made.empty(CHUNK, dtype=torch.uint8)
+    assert made.n_bytes == before
+    made.pause()
+    made.resume()
+
+
+def test_no_host_memory_leaves_all_on_the_device() -> None:
+    made = region(transfer=TransferConfig(host_budget=1000))
+    tensor = made.empty(CHUNK, dtype=torch.uint8).fill_(3)
+    with pytest.raises(HostMemoryError):
+        made.pause()
+    assert not made.is_paused
+    assert bool((tensor == 3).all())
+
+
+def test_an_error_mid_way_leaves_each_piece_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = region()
+    tensor = made.empty(10 * CHUNK, dtype=torch.uint8).fill_(3)
+    unmap, left = HostPages.unmap, [4]
+
+    def unmap_some(self: HostPages, index: int) -> None:
+        if not left[0]:
+            raise RuntimeError("broken")
+        left[0] -= 1
+        unmap(self, index)
+
+    monkeypatch.setattr(HostPages, "unmap", unmap_some)
+    with pytest.raises(RuntimeError, match="broken"):
+        made.pause()
+    monkeypatch.undo()
+    assert made.is_paused
+    assert made.device_bytes == 6 * CHUNK
+    made.resume()
+    assert bool((tensor == 3).all())
+
+
+def test_close() -> None:
+    made = region()
+    made.empty(10, dtype=torch.uint8)
+    made.pause()
+    made.close()
+    made.close()
+    for call in (made.pause, made.resume, lambda: made.empty(1), made.reserve):
+        with pytest.raises(ClosedError):
+            call()
+
+
+def test_bad_arguments() -> None:
+    with pytest.raises(ConfigError, match="no name"):
+        FixedAddressRegion("", CPU)
+    with pytest.raises(ConfigError, match="no size"):
+        FixedAddressRegion("kv", CPU, chunk_bytes=0)
+    with pytest.raises(ConfigError, match="negative"):
+        region().empty((2, -1))
+
+
+@pytest.mark.parametrize("policy", ADVERSARIES)
+def test_copies_wait_for_the_caller_and_the_caller_for_them(policy: str) -> None:
+    with StreamSimulator(policy) as simulator:
+        made, out = region(), torch.zeros(1)
+        tensor = made.empty(3 * CHUNK // 4, dtype=torch.float32)
+        current = simulator.current_stream()
+        for value in (3, 4):
+            current.launch(lambda t, v=value: (t.fill_(v), None)[-1], tensor)
+            made.pause()
+            trip = made.resume(wait=False)
+            trip.follow(current)
+            current.launch(lambda o, t: (o.copy_(t.sum()), None)[-1], out, tensor)
+            current.synchronize()
+            assert float(out) == value * tensor.numel()
+            trip.wait()
+
+
+@pytest.mark.parametrize("policy", ADVERSARIES)
+def test_without_saving_memory_goes_after_the_callers_work(policy: str) -> None:
+    with StreamSimulator(policy) as simulator:
+        made, out = region(), torch.zeros(1)
+        tensor = made.empty(1000, dtype=torch.float32)
+        current = simulator.current_stream()
+        current.launch(lambda t: (t.fill_(2), None)[-1], tensor)
+        current.launch(lambda o, t: (o.copy_(t.sum()), None)[-1], out, tensor)
+        made.pause(save=False)
+        assert float(out) == 2000
+
+
+# ---- storages of existing tensors
+
+swaps = pytest.mark.skipif(not can_swap(), reason="this torch cannot swap CPU storages")
+
+
+@swaps
+def test_settled_storages_keep_objects_views_bits_and_address() -> None:
+    made = region()
+    generator = torch.Generator().manual_seed(0)
+    numels = (1, 77, 5000, 100_000)
+    named = [(f"t{i}", torch.randn(n, generator=generator)) for i, n in enumerate(numels)]
+    before = [tensor.clone() for _, tensor in named]
+    view = named[3][1][10:20]
+    blocks = collect(named, CPU)
+    seats = settle_storages(blocks, made)
+    addresses = [tensor.data_ptr() for _, tensor in named]
+    assert view.data_ptr() == addresses[3] + 40
+    assert settle_storages(blocks, made) == seats  # nothing moves again
+    assert [tensor.data_ptr() for _, tensor in named] == addresses
+    gateway = CpuGateway(CPU)
+    move = Mover(gateway, Places(gateway, TransferConfig()))
+    for _ in range(3):
+        move.out(made.blocks()).wait()
+        assert made.is_paused
+        for (key, tensor), old in zip(named, before, strict=True):
+            seat = seats[key]
+            assert seat.n_bytes == 4 * old.numel()
+            held = move.places.of(seat.block)[seat.start : seat.start + seat.n_bytes]
+            assert torch.equal(held.view(torch.float32), old)
+            assert int(tensor.count_nonzero()) == 0
+        move.back(made.blocks()).wait()
+        assert [tensor.data_ptr() for _, tensor in named] == addresses
+        for (_, tensor), old in zip(named, before, strict=True):
+            assert torch.equal(tensor, old)
+
+
+@swaps
+def test_close_gives_settled_storages_ordinary_memory() -> None:
+    made = region()
+    tensor = torch.arange(50_000.0)
+    view = tensor[1:]
+    settle_storages(collect([("t", tensor)], CPU), made)
+    pages = weakref.ref(made.blocks()[0].pages)
+    inside = tensor.data_ptr()
+    made.pause()
+    with pytest.raises(AwayError):
+        made.close()
+    made.resume()
+    made.close()
+    gc.collect()
+    assert pages() is None
+    assert tensor.data_ptr() != inside
+    assert torch.equal(view, torch.arange(1.0, 50_000))
+    tensor.untyped_storage().resize_(0)
+    tensor.untyped_storage().resize_(200_000)
+
+
+@swaps
+def test_settled_storages_outlive_the_region() -> None:
+    made, tensor = region(), torch.arange(50_000.0)
+    settle_storages(collect([("t", tensor)], CPU), made)
+    del made
+    gc.collect()
+    assert torch.equal(tensor, torch.arange(50_000.0))
+
+
+@swaps
+def test_a_settled_parameter_trains_on() -> None:
+    model, made = torch.nn.Linear(50, 50), region()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    twin = torch.nn.Linear(50, 50)
+    twin.load_state_dict(model.state_dict())
+    twin_optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
+    settle_storages(collect(model.named_parameters(), CPU), made)
+    for seed in range(3):
+        x = torch.randn(4, 50, generator=torch.Generator().manual_seed(seed))
+        for m, o in ((model, optimizer), (twin, twin_optimizer)):
+            o.zero_grad()
+            m(x).square().sum().backward()
+            o.step()
+        made.pause()
+        made.resume()
+    for a, b in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.long
+def test_at_exit_nothing_is_printed() -> None:
+    code = (
+        "import torch; from fsdp_offload.moving import FixedAddressRegion as R\n"
+        "r = R('kv', 'cpu'); t = r.empty(1000); r.pause()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr == ""
