@@ -30,6 +30,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from . import clipping, loading, shards
+from .absence import Absence, StateRegion
 from .config import OffloadConfig, PrecisionConfig, TransferConfig
 from .device import Event
 from .errors import (
@@ -39,6 +40,7 @@ from .errors import (
     SpentGradientError,
 )
 from .health import Health
+from .moving import Trip
 from .overlap import Overlap, make_overlap
 from .pipeline import state as state_io
 from .pipeline.engine import Segment
@@ -77,6 +79,8 @@ class HybridDeviceOptimizer(Optimizer):
         precision: see :class:`PrecisionConfig`.
         transfer: see :class:`TransferConfig`.
         plan: the plan of an earlier run, whose lanes are taken over: the same bits again.
+        state_region: where the resident lane's state is allocated, such as a region of fixed
+            addresses; it holds nothing else. Default: torch's allocator.
 
     Raises:
         ConfigError: an argument is wrong; ``UnsupportedOptimizerError`` and
@@ -102,6 +106,7 @@ class HybridDeviceOptimizer(Optimizer):
         precision: PrecisionConfig | None = None,
         transfer: TransferConfig | None = None,
         plan: Plan | None = None,
+        state_region: StateRegion | None = None,
     ) -> None:
         self._config = OffloadConfig.make(
             offload_fraction=offload_fraction,
@@ -123,6 +128,8 @@ class HybridDeviceOptimizer(Optimizer):
         self._built = self._loaded_since_step = self._state_was_read = False
         self._weights_before: Tensor | None = None
         self._overlap: Overlap | None = None
+        self._region = state_region
+        self._absence = Absence(self._gateway, self._config.transfer, state_region)
         self._clip: Tensor | None = None  # coefficient for the next step
         self._steps, self._step_ms = 0, 0.0
         super().__init__(optimizer.param_groups, optimizer.defaults)
@@ -158,10 +165,11 @@ class HybridDeviceOptimizer(Optimizer):
 
         Raises:
             ConfigError: a hyper-parameter changed since backward updated parameters with it.
+            AwayError: this optimizer, a shard or a gradient is offloaded; nothing was touched.
             LaneError: this or an earlier update failed; only a load makes the optimizer usable.
             StateSchemaError, UnsupportedParameterError: refused, nothing was updated.
         """
-        self._health.check()
+        self._check_present("step()")
         self._gateway.current_stream()  # refuses a graph capture before anything is touched
         loss = None
         if closure is not None:
@@ -222,7 +230,7 @@ class HybridDeviceOptimizer(Optimizer):
 
     def take_gradients(self, records: Sequence[Record], reduced: Event) -> None:
         """In backward: gradients of ``records`` are final after ``reduced``; update with them."""
-        self._health.check()
+        self._check_present("an update in backward()")
         assert self._overlap is not None
         gradients = [(record, gradient_of(record)) for record in records]
         # Where there is none now, it is decided at step() that there is none.
@@ -296,7 +304,7 @@ class HybridDeviceOptimizer(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group as torch does; its state is reserved at once."""
         if self._built:
-            self._health.check()
+            self._check_present("add_param_group()")
             self._refuse_if_taken("add_param_group() before step()")
         super().add_param_group(param_group)
         if not self._built:
@@ -392,7 +400,7 @@ class HybridDeviceOptimizer(Optimizer):
             found = saved.get(saved_id, {})
             if parameter in recorded or not (found or parameter in self._shown):
                 continue
-            fresh = {n: loading.native_value(parameter, n, v) for n, v in found.items()}
+            fresh = {n: loading.native_value(self.state_device, n, v) for n, v in found.items()}
             self._shown[parameter].clear()
             self._shown[parameter].update(fresh)
 
@@ -469,7 +477,96 @@ class HybridDeviceOptimizer(Optimizer):
 
     def statistics(self) -> Statistics:
         """What is held where, and what the last step did."""
-        return gather(self._segments, self._records, steps=self._steps, step_ms=self._step_ms)
+        return gather(
+            self._segments, self._records, self._absence, steps=self._steps, step_ms=self._step_ms
+        )
+
+    # ------------------------------------------------------------------ away and back
+
+    @property
+    def is_away(self) -> bool:
+        """Whether device memory was given up by :meth:`offload`."""
+        return self._absence.is_away
+
+    @property
+    def state_device(self) -> torch.device:
+        """Where state of native parameters belongs now: the device, or while away the CPU."""
+        return torch.device("cpu") if self.is_away else self.device
+
+    def is_on_host(self, state: dict[str, Any], name: str) -> bool:
+        """Whether a native parameter's state tensor is kept in host memory by its class."""
+        return state[name].device.type == "cpu" and not self._absence.holds(state, name)
+
+    def reserve_offload(self) -> None:
+        """Take the host memory of :meth:`offload` now, for the state that exists now.
+
+        Raises:
+            HostMemoryError, PinningError: as of the constructor; nothing was taken.
+        """
+        self._health.check()
+        self._absence.reserve(self._records, self._shown, self._segments)
+
+    def offload(self, *, wait: bool = True) -> Trip:
+        """Give up all device memory of the optimizer; its state stays readable, in host memory.
+
+        State on the device is copied to page-locked host memory, which is taken at the first
+        call and kept until :meth:`close`; staging buffers are just released. Until
+        :meth:`reload`, ``step()`` raises, and ``state``, state dicts, loads and checkpoints work
+        in host memory: what is loaded comes back with the reload. State tensors that were read
+        before must not be used meanwhile. Released memory is torch's; ``torch.cuda.empty_cache()``
+        gives it to other processes. While it is away already nothing happens.
+
+        Args:
+            wait: until the copies have ended. If not, memory is released as they end: call the
+                trip's ``advance()`` or ``wait()``.
+
+        Raises:
+            SpentGradientError: between a backward that updated parameters and ``step()``.
+            HostMemoryError, PinningError: no room in host memory; nothing was touched.
+            DeviceMemoryError: no room on the device to pack small tensors in.
+            LaneError: an earlier update failed.
+        """
+        self._settle()
+        if not self._absence.is_away:
+            for segment in self._segments:
+                segment.idle()
+            try:
+                self._absence.leave(self._records, self._shown, self._segments)
+            finally:
+                self._show_all()
+        return self._absence.trip(wait=wait)
+
+    def reload(self, *, wait: bool = True) -> Trip:
+        """Take device memory again and bring the state back. When it is back already, nothing
+        happens.
+
+        Args:
+            wait: until the copies have ended. If not, ``step()`` follows them on the device, and
+                whatever reads state waits for them.
+
+        Raises:
+            DeviceMemoryError: not enough device memory: all stays away, and a later call works.
+            ClosedError: after :meth:`close`.
+        """
+        self._health.check(failed_ok=True)
+        if self._absence.is_away:
+            self._absence.arrive()
+            was_read = self._state_was_read
+            self._adopt_writes()
+            self._state_was_read = was_read
+            self._absence.come_back(self._records, self._shown, self._segments)
+            self._show_all()
+        return self._absence.trip(wait=wait)
+
+    def _show_all(self) -> None:
+        """State tensors are others than before."""
+        for record in self._records:
+            self._shown[record.parameter].update(state_io.expose(record))
+
+    def _check_present(self, what: str) -> None:
+        self._health.check()
+        self._absence.check(what)
+        self._absence.tidy()
 
     def close(self) -> None:
         """Finish all work and give host memory, slots and the thread back. Idempotent."""
@@ -477,6 +574,7 @@ class HybridDeviceOptimizer(Optimizer):
             return
         self._drain_quietly()
         self._health.close()
+        self._absence.close()
         self._shown.clear()
         self._give_back()
 
@@ -583,6 +681,7 @@ class HybridDeviceOptimizer(Optimizer):
                 self._config,
                 self._gateway,
                 show_progress=rank0,
+                allocate_state=None if self._region is None else self._in_region,
             )
             try:
                 shown = self._first_state(segment, records, natives, frozen)
@@ -600,6 +699,10 @@ class HybridDeviceOptimizer(Optimizer):
         self._shown.update(shown)
         self._reserved.update(parameter for parameter, _ in added)
         self._inventory.commit(records, natives)
+
+    def _in_region(self, numel: int, dtype: torch.dtype) -> Tensor:
+        assert self._region is not None
+        return self._region.empty((numel,), dtype=dtype)
 
     @staticmethod
     def _first_state(
@@ -698,6 +801,7 @@ class HybridDeviceOptimizer(Optimizer):
         with contextlib.ExitStack() as waits:  # runs all of them, even if one raises
             for segment in self._segments:
                 waits.callback(segment.synchronize)
+            waits.callback(self._absence.arrive)
         if self._overlap is not None:
             self._overlap.open_all()
 

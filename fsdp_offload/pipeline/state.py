@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .. import shards
 from ..errors import StateDictError
+from ..moving.whereabouts import here
 from . import codec, moments
 from .moments import Moment
 from .records import MasterForm, Record
@@ -264,10 +265,13 @@ def fill_initial(record: Record, *, only_shown: bool = False) -> None:
 
 
 def write_master(record: Record, values: Mapping[str, Any]) -> None:
-    """Set the master from a saved master, a saved remainder, or (neither) from the shard."""
+    """Set the master from a saved master, a saved remainder, or (neither) from the shard.
+
+    A shard that is away is read, and written, in host memory.
+    """
     if record.form is MasterForm.SHARD:
         return
-    shard = shards.local(record.parameter).reshape(-1)
+    shard = here(shards.local(record.parameter)).reshape(-1)
     saved = {
         name: shards.local(values[name]).reshape(-1)
         for name in (REMAINDER, WHOLE)
