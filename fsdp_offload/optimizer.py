@@ -21,7 +21,7 @@ import logging
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -42,6 +42,7 @@ from .errors import (
 from .health import Health
 from .moving import Trip
 from .overlap import Overlap, make_overlap
+from .pipeline import rebuild
 from .pipeline import state as state_io
 from .pipeline.engine import Segment
 from .pipeline.gradients import count_empty_shards, gradient_of
@@ -557,6 +558,40 @@ class HybridDeviceOptimizer(Optimizer):
             self._absence.come_back(self._records, self._shown, self._segments)
             self._show_all()
         return self._absence.trip(wait=wait)
+
+    @torch.no_grad()
+    def rebuildable(self) -> dict[Tensor, Callable[[], Tensor]]:
+        """Parameters whose shards :meth:`rebuild` gives again, bit for bit, so that nobody has to
+        keep them: those with a whole master (host lane, fp16). Outside writes are followed first.
+
+        Returns:
+            By parameter, what makes the bytes of the shard's storage in host memory (uint8, 1-D;
+            zeros beside the shard): for :func:`.moving.whereabouts.left`.
+
+        Raises:
+            SpentGradientError, LaneError: as of :meth:`offload`.
+        """
+        trusted = not self._state_was_read
+        self._settle()
+        lanes = [segment.host for segment in self._segments if segment.host is not None]
+        buckets = [bucket for lane in lanes for bucket in lane.buckets]
+        found = rebuild.rebuildable(self._records, buckets, trusted=trusted)
+        return {record.parameter: rebuild.place_of(record) for record in found}
+
+    @torch.no_grad()
+    def rebuild(self, parameters: Iterable[Tensor]) -> None:
+        """Write the shards of ``parameters``, whose memory is back, from their masters. Works while
+        this optimizer is away, too. Memory beside a shard in its storage is left as it is.
+
+        Args:
+            parameters: of :meth:`rebuildable`.
+        """
+        self.synchronize()
+        wanted = set(parameters)
+        for record in self._records:
+            if record.parameter in wanted:
+                rebuild.write_shard(record)
+        self._gateway.current_stream().synchronize()  # masters may be written from here on
 
     def _show_all(self) -> None:
         """State tensors are others than before."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,11 @@ from fsdp_offload import (
     TransferConfig,
     checkpoint,
 )
-from fsdp_offload.moving import StorageBlock, whereabouts
+from fsdp_offload.device import CpuGateway, copy_all
+from fsdp_offload.moving import Block, Mover, Places, StorageBlock, Trip, collect, whereabouts
+from fsdp_offload.pipeline.records import MasterForm
 from fsdp_offload.testing import ADVERSARIES, StreamSimulator
-from tests.twins import MATRICES, SHAPES, SMALL, Twins, assert_same, bits, two_groups
+from tests.twins import MATRICES, SHAPES, SMALL, assert_same, bits, two_groups
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
@@ -303,10 +306,8 @@ def test_host_memory_counts_against_the_budget_and_is_given_back() -> None:
     step(mine, away, 0)
     state = copy.deepcopy(away.state_dict())
     with pytest.raises(HostMemoryError, match="host_budget"):
-        for _ in range(2):
-            away.offload()
+        away.offload()
     assert not away.is_away
-    check_same_state(away, away)
     assert torch.equal(away.state_dict()["state"][0]["exp_avg"], state["state"][0]["exp_avg"])
 
     mine, away = build(offload_fraction=0.5)
@@ -342,3 +343,304 @@ def test_a_failed_optimizer_is_not_offloaded_and_can_be_reloaded(
     away.load_state_dict(saved)
     away.reload()
     step(mine, away, 1)
+
+
+# --------------------------------------------------------------------------- beside the model
+
+
+@contextmanager
+def model_away(
+    parameters: Sequence[nn.Parameter],
+    optimizer: HybridDeviceOptimizer | None = None,
+) -> Iterator[None]:
+    """What moves a model does: weights out and back; with an optimizer, what it can make again is
+    dropped."""
+    gateway = CpuGateway(torch.device("cpu"))
+    mover = Mover(gateway, Places(gateway, TransferConfig()))
+    dropped = {} if optimizer is None else optimizer.rebuildable()
+    named = [(str(i), p.detach()) for i, p in enumerate(parameters) if p not in dropped]
+    blocks = collect(named, gateway.device)
+    gone = [
+        (p.untyped_storage(), p.untyped_storage().nbytes(), make) for p, make in dropped.items()
+    ]
+    trip = mover.out(blocks)
+    for block in blocks:
+        whereabouts.left(block.storage, mover.places.of(block), trip)
+    for storage, _, make in gone:
+        whereabouts.left(storage, make)
+        storage.resize_(0)
+    yield
+    trip = mover.back(blocks)
+    for block in blocks:
+        whereabouts.returned(block.storage, trip)
+    for storage, n_bytes, _ in gone:
+        storage.resize_(n_bytes)
+        torch.empty(0, dtype=torch.uint8).set_(storage).fill_(0x7F)
+        whereabouts.returned(storage)
+    if optimizer is not None:
+        optimizer.rebuild(dropped)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_model_that_is_away_too(case: str) -> None:
+    """Loads write masters and weights in host memory; checksums follow without the device."""
+    dtype, wrap = CASES[case]
+    source, other = build(dtype, **wrap)
+    mine, away = build(dtype, **wrap)
+    for index in range(2):
+        step(source, other, index)
+    step(mine, away, 9)
+    away.offload()
+    with model_away(mine):
+        assert whereabouts.is_away(mine[0])
+        with torch.no_grad():
+            for target, value in zip(mine, source, strict=True):
+                whereabouts.here(target.detach()).copy_(value)
+        away.load_state_dict(copy.deepcopy(other.state_dict()))
+        check_same_state(away, other)
+        away.resync()
+        other.resync()
+        check_same_state(away, other)
+    away.reload()
+    check_same(mine, source)
+    for index in range(2, 5):
+        step(mine, away, index)
+        step(source, other, index)
+    check_same(mine, source)
+    check_same_state(away, other)
+
+
+def test_step_while_the_model_is_away_is_refused() -> None:
+    mine, optimizer = build(offload_fraction=0.5)
+    step(mine, optimizer, 0)
+    state = copy.deepcopy(optimizer.state_dict())
+    for parameter in mine:
+        parameter.grad = torch.ones_like(parameter)
+    with model_away(mine), pytest.raises(AwayError, match="the shard of"):
+        optimizer.step()
+    after = optimizer.state_dict()
+    assert torch.equal(bits(after["state"][0]["exp_avg"]), bits(state["state"][0]["exp_avg"]))
+    optimizer.step()
+
+
+@pytest.mark.parametrize("order", ["inside", "outside"])
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
+@pytest.mark.parametrize("lanes", ["host", "mixed"])
+def test_shards_are_made_again_from_whole_masters(
+    lanes: str, dtype: torch.dtype, order: str
+) -> None:
+    wrap: dict[str, Any] = {"update_on": "host" if lanes == "host" else MIXED}
+    mine, away = build(dtype, **wrap)
+    theirs, stays = build(dtype, **wrap)
+    for index in range(5):
+        step(mine, away, index)
+        step(theirs, stays, index)
+        if index == 2:  # written from outside: masters have to follow
+            with torch.no_grad():
+                for parameters in (mine, theirs):
+                    parameters[0][:3] = 0.3
+                    parameters[2].fill_(-1.7)
+        whole = {r.parameter for r in away.records if r.form is MasterForm.WHOLE}
+        assert away.rebuildable().keys() == whole
+        assert whole
+        if order == "inside":
+            with model_away(mine, away):
+                away.offload()
+                for parameter, value in zip(mine, theirs, strict=True):
+                    assert_same(whereabouts.here(parameter.detach()), value.detach(), "in host")
+                away.reload()
+        else:
+            away.offload()
+            with model_away(mine, away):
+                pass
+            away.reload()
+        check_same(mine, theirs)
+    check_same_state(away, stays)
+
+
+def test_a_master_written_by_hand_is_compared_by_value() -> None:
+    """Its shard is not its rounding, and no checksum shows it: the shard has to be kept."""
+    mine, away = build(BF16, update_on="host")
+    step(mine, away, 1)
+    away.state[mine[0]]["master"].fill_(5.0)
+    assert mine[0] not in away.rebuildable()
+    assert mine[1] in away.rebuildable()
+
+
+# --------------------------------------------------------------------------- checkpoints
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([nn.Linear(30, 30) for _ in range(6)])
+
+
+def net(make: Callable[..., Optimizer] = adamw, **wrap: Any) -> tuple[Net, Any]:
+    model = Net()
+    wrap.setdefault("transfer", SMALL)
+    groups = two_groups(list(model.parameters()))
+    return model, HybridDeviceOptimizer(make(groups), model=model, **wrap)
+
+
+def files_of(path: Path) -> dict[str, bytes]:
+    return {f.name: f.read_bytes() for f in path.rglob("*.distcp")}
+
+
+@pytest.mark.parametrize("make", [adamw, adafactor])
+def test_checkpoints_while_away(make: Any, tmp_path: Path) -> None:
+    """The bytes of a save on the device; loads while away arrive; an async save is not torn."""
+    model, away = net(make, offload_fraction=0.5)
+    parameters = list(model.parameters())
+    step(parameters, away, 1)
+    checkpoint.save(tmp_path / "here", model, away)
+    expected = copy.deepcopy(away.state_dict())
+    away.offload()
+    checkpoint.save(tmp_path / "away", model, away)
+    assert files_of(tmp_path / "away") == files_of(tmp_path / "here")
+    checkpoint.save_local(tmp_path / "local", model, away)
+    away.reload()
+    future = checkpoint.async_save(tmp_path / "async", model, away)
+    away.offload()
+    away.reload()
+    step(parameters, away, 2)
+    future.result()
+    assert files_of(tmp_path / "async") == files_of(tmp_path / "here")
+    for load in (
+        lambda other: checkpoint.load(tmp_path / "away", *other),
+        lambda other: checkpoint.load_local(tmp_path / "local", *other),
+        lambda other: other[1].load_state_dict(copy.deepcopy(expected)),
+    ):
+        other = net(make, offload_fraction=0.5)
+        step(list(other[0].parameters()), other[1], 3)
+        other[1].offload()
+        load(other)
+        other[1].reload()
+        found = other[1].state_dict()["state"]
+        for index, state in expected["state"].items():
+            for name, value in state.items():
+                assert_same(found[index][name], value, f"{name} of {index}")
+
+
+# --------------------------------------------------------------------------- streams
+
+
+def simulated(
+    policy: str, wait: bool, dtype: torch.dtype, wrap: dict[str, Any]
+) -> tuple[list[Tensor], StreamSimulator]:
+    with StreamSimulator(policy) as simulator:
+        parameters, optimizer = build(dtype, **wrap)
+        current = simulator.current_stream()
+        for index in range(4):
+            generator = torch.Generator().manual_seed(index)
+            for parameter in parameters:
+                value = torch.randn(parameter.shape, generator=generator).to(dtype)
+                parameter.grad = torch.zeros_like(value)
+                current.launch(copy_all, [parameter.grad], [value])
+            optimizer.step()
+            if index != 2:
+                optimizer.offload(wait=wait)
+                optimizer.reload(wait=wait)
+        current.synchronize()
+        state = optimizer.state_dict()["state"]
+        found = [p.detach().clone() for p in parameters]
+        found += [v.clone() for s in state.values() for v in s.values()]
+        optimizer.close()
+    return found, simulator
+
+
+PREFETCHING = TransferConfig(bucket_bytes=4096, slots=2, host_threads=1, prefetch_bytes=8192)
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("policy", ADVERSARIES)
+def test_every_order_that_streams_allow_gives_the_same_bits(
+    policy: str, dtype: torch.dtype
+) -> None:
+    wrap = {"update_on": MIXED, "transfer": PREFETCHING}
+    expected, _ = simulated("immediate", True, dtype, wrap)
+    found, simulator = simulated(policy, False, dtype, wrap)
+    assert not simulator.late_uses
+    for index, (a, b) in enumerate(zip(found, expected, strict=True)):
+        assert torch.equal(bits(a), bits(b)), index
+
+
+def test_a_step_that_does_not_follow_the_reload_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrap = {"offload_fraction": 0.0}
+    expected, _ = simulated("immediate", True, FP32, wrap)
+    monkeypatch.setattr(Trip, "follow", lambda self, stream: None)
+    differs = []
+    for policy in ADVERSARIES:
+        found, _ = simulated(policy, False, FP32, wrap)
+        same = (torch.equal(bits(a), bits(b)) for a, b in zip(found, expected, strict=True))
+        differs.append(not all(same))
+    assert any(differs)
+
+
+# --------------------------------------------------------------------------- a region
+
+
+class FakeBlock:
+    """Two pieces of one buffer whose address stays; without memory it reads 0x7F."""
+
+    def __init__(self, memory: Tensor) -> None:
+        self.key, self.n_bytes, self.memory = "region", memory.numel(), memory
+        self.pieces = ((0, 4096), (4096, memory.numel()))
+        self.present = [True, True]
+
+    def is_present(self, index: int) -> bool:
+        return self.present[index]
+
+    def view(self, index: int) -> Tensor:
+        assert self.present[index]
+        start, stop = self.pieces[index]
+        return self.memory[start:stop]
+
+    def release(self, index: int) -> None:
+        self.view(index).fill_(0x7F)
+        self.present[index] = False
+
+    def restore(self, index: int) -> None:
+        self.present[index] = True
+
+
+class FakeRegion:
+    def __init__(self) -> None:
+        self.block = FakeBlock(torch.zeros(1 << 20, dtype=torch.uint8))
+        self.used = 0
+
+    def empty(self, shape: Sequence[int], *, dtype: torch.dtype) -> Tensor:
+        numel = int(torch.Size(shape).numel())
+        start, self.used = self.used, self.used + -(-numel * dtype.itemsize // 256) * 256
+        return self.block.memory[start : start + numel * dtype.itemsize].view(dtype).view(shape)
+
+    def blocks(self) -> list[Block]:
+        return [self.block]
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_resident_state_in_a_region_of_fixed_addresses(dtype: torch.dtype) -> None:
+    region = FakeRegion()
+    mine, away = build(dtype, offload_fraction=0.5, state_region=region)
+    theirs, stays = build(dtype, offload_fraction=0.5)
+    held = [r.tensors for r in away.records if r.lane == "resident"]
+    before = [t.data_ptr() for tensors in held for t in tensors.values()]
+    assert held
+    assert region.used >= sum(t.numel() for tensors in held for t in tensors.values())
+    for index in range(4):
+        step(mine, away, index)
+        step(theirs, stays, index)
+        away.offload()
+        assert region.block.present == [False, False]
+        check_same_state(away, stays)
+        away.state[mine[-1]]["exp_avg"].mul_(2)
+        stays.state[theirs[-1]]["exp_avg"].mul_(2)
+        for tensors in held:
+            for tensor in tensors.values():  # exact and alone: nothing else is saved with it
+                assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.itemsize
+                assert tensor.storage_offset() == 0
+        away.reload()
+        assert [t.data_ptr() for tensors in held for t in tensors.values()] == before
+        check_same(mine, theirs)
+    check_same_state(away, stays)

@@ -303,6 +303,11 @@ def seeds_master(record: Record, values: Mapping[str, Any]) -> bool:
     return bool(values) and record.emits_master and not {REMAINDER, WHOLE} & values.keys()
 
 
+def follow_shard(record: Record) -> None:
+    """Where a whole master does not round to its shard, somebody wrote the shard: take that."""
+    _reseed_where_changed(record, here(shards.local(record.parameter)).reshape(-1))
+
+
 def _reseed_where_changed(record: Record, shard: Tensor) -> None:
     """Where the live master does not round to the weight, the weight is the newer of the two.
 
