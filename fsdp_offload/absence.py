@@ -16,6 +16,7 @@ looks at them between steps.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -368,7 +369,8 @@ class Absence:
 
     def close(self) -> None:
         """Give host memory back; what is away is lost. Idempotent."""
-        self.arrive()
+        with contextlib.suppress(Exception):  # in a forked child, or at exit
+            self.arrive()
         self._forget()
         if self._mover is not None:
             self._mover.places.close()

@@ -21,7 +21,7 @@ import logging
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -40,9 +40,8 @@ from .errors import (
     SpentGradientError,
 )
 from .health import Health
-from .moving import Trip
+from .leaving import Leaving
 from .overlap import Overlap, make_overlap
-from .pipeline import rebuild
 from .pipeline import state as state_io
 from .pipeline.engine import Segment
 from .pipeline.gradients import count_empty_shards, gradient_of
@@ -57,7 +56,7 @@ from .wrapping import check_wrappable, gateway_of, make_inert, modules_of, share
 _log = logging.getLogger("fsdp_offload")
 
 
-class HybridDeviceOptimizer(Optimizer):
+class HybridDeviceOptimizer(Leaving, Optimizer):
     """Wraps ``optimizer`` and keeps its state in host memory.
 
     Args:
@@ -153,6 +152,7 @@ class HybridDeviceOptimizer(Optimizer):
         if self._overlap is not None:
             loading.watch_module_reads(models, self, before="_before_module_read")
         weakref.finalize(self, self._shown.clear)
+        weakref.finalize(self, self._absence.close)
         self._built = True
 
     # ------------------------------------------------------------------ the step
@@ -170,7 +170,7 @@ class HybridDeviceOptimizer(Optimizer):
             LaneError: this or an earlier update failed; only a load makes the optimizer usable.
             StateSchemaError, UnsupportedParameterError: refused, nothing was updated.
         """
-        self._check_present("step()")
+        self.check_present("step()")
         self._gateway.current_stream()  # refuses a graph capture before anything is touched
         loss = None
         if closure is not None:
@@ -231,7 +231,7 @@ class HybridDeviceOptimizer(Optimizer):
 
     def take_gradients(self, records: Sequence[Record], reduced: Event) -> None:
         """In backward: gradients of ``records`` are final after ``reduced``; update with them."""
-        self._check_present("an update in backward()")
+        self.check_present("an update in backward()")
         assert self._overlap is not None
         gradients = [(record, gradient_of(record)) for record in records]
         # Where there is none now, it is decided at step() that there is none.
@@ -305,7 +305,7 @@ class HybridDeviceOptimizer(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group as torch does; its state is reserved at once."""
         if self._built:
-            self._check_present("add_param_group()")
+            self.check_present("add_param_group()")
             self._refuse_if_taken("add_param_group() before step()")
         super().add_param_group(param_group)
         if not self._built:
@@ -481,127 +481,6 @@ class HybridDeviceOptimizer(Optimizer):
         return gather(
             self._segments, self._records, self._absence, steps=self._steps, step_ms=self._step_ms
         )
-
-    # ------------------------------------------------------------------ away and back
-
-    @property
-    def is_away(self) -> bool:
-        """Whether device memory was given up by :meth:`offload`."""
-        return self._absence.is_away
-
-    @property
-    def state_device(self) -> torch.device:
-        """Where state of native parameters belongs now: the device, or while away the CPU."""
-        return torch.device("cpu") if self.is_away else self.device
-
-    def is_on_host(self, state: dict[str, Any], name: str) -> bool:
-        """Whether a native parameter's state tensor is kept in host memory by its class."""
-        return state[name].device.type == "cpu" and not self._absence.holds(state, name)
-
-    def reserve_offload(self) -> None:
-        """Take the host memory of :meth:`offload` now, for the state that exists now.
-
-        Raises:
-            HostMemoryError, PinningError: as of the constructor; nothing was taken.
-        """
-        self._health.check()
-        self._absence.reserve(self._records, self._shown, self._segments)
-
-    def offload(self, *, wait: bool = True) -> Trip:
-        """Give up all device memory of the optimizer; its state stays readable, in host memory.
-
-        State on the device is copied to page-locked host memory, which is taken at the first
-        call and kept until :meth:`close`; staging buffers are just released. Until
-        :meth:`reload`, ``step()`` raises, and ``state``, state dicts, loads and checkpoints work
-        in host memory: what is loaded comes back with the reload. State tensors that were read
-        before must not be used meanwhile. Released memory is torch's; ``torch.cuda.empty_cache()``
-        gives it to other processes. While it is away already nothing happens.
-
-        Args:
-            wait: until the copies have ended. If not, memory is released as they end: call the
-                trip's ``advance()`` or ``wait()``.
-
-        Raises:
-            SpentGradientError: between a backward that updated parameters and ``step()``.
-            HostMemoryError, PinningError: no room in host memory; nothing was touched.
-            DeviceMemoryError: no room on the device to pack small tensors in.
-            LaneError: an earlier update failed.
-        """
-        self._settle()
-        if not self._absence.is_away:
-            for segment in self._segments:
-                segment.idle()
-            try:
-                self._absence.leave(self._records, self._shown, self._segments)
-            finally:
-                self._show_all()
-        return self._absence.trip(wait=wait)
-
-    def reload(self, *, wait: bool = True) -> Trip:
-        """Take device memory again and bring the state back. When it is back already, nothing
-        happens.
-
-        Args:
-            wait: until the copies have ended. If not, ``step()`` follows them on the device, and
-                whatever reads state waits for them.
-
-        Raises:
-            DeviceMemoryError: not enough device memory: all stays away, and a later call works.
-            ClosedError: after :meth:`close`.
-        """
-        self._health.check(failed_ok=True)
-        if self._absence.is_away:
-            self._absence.arrive()
-            was_read = self._state_was_read
-            self._adopt_writes()
-            self._state_was_read = was_read
-            self._absence.come_back(self._records, self._shown, self._segments)
-            self._show_all()
-        return self._absence.trip(wait=wait)
-
-    @torch.no_grad()
-    def rebuildable(self) -> dict[Tensor, Callable[[], Tensor]]:
-        """Parameters whose shards :meth:`rebuild` gives again, bit for bit, so that nobody has to
-        keep them: those with a whole master (host lane, fp16). Outside writes are followed first.
-
-        Returns:
-            By parameter, what makes the bytes of the shard's storage in host memory (uint8, 1-D;
-            zeros beside the shard): for :func:`.moving.whereabouts.left`.
-
-        Raises:
-            SpentGradientError, LaneError: as of :meth:`offload`.
-        """
-        trusted = not self._state_was_read
-        self._settle()
-        lanes = [segment.host for segment in self._segments if segment.host is not None]
-        buckets = [bucket for lane in lanes for bucket in lane.buckets]
-        found = rebuild.rebuildable(self._records, buckets, trusted=trusted)
-        return {record.parameter: rebuild.place_of(record) for record in found}
-
-    @torch.no_grad()
-    def rebuild(self, parameters: Iterable[Tensor]) -> None:
-        """Write the shards of ``parameters``, whose memory is back, from their masters. Works while
-        this optimizer is away, too. Memory beside a shard in its storage is left as it is.
-
-        Args:
-            parameters: of :meth:`rebuildable`.
-        """
-        self.synchronize()
-        wanted = set(parameters)
-        for record in self._records:
-            if record.parameter in wanted:
-                rebuild.write_shard(record)
-        self._gateway.current_stream().synchronize()  # masters may be written from here on
-
-    def _show_all(self) -> None:
-        """State tensors are others than before."""
-        for record in self._records:
-            self._shown[record.parameter].update(state_io.expose(record))
-
-    def _check_present(self, what: str) -> None:
-        self._health.check()
-        self._absence.check(what)
-        self._absence.tidy()
 
     def close(self) -> None:
         """Finish all work and give host memory, slots and the thread back. Idempotent."""

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from .. import shards
+from ..absence import unrecorded
 from ..errors import ConfigError, UnsupportedParameterError
 from ..moving.whereabouts import here
 from ..optimizer import HybridDeviceOptimizer
@@ -178,9 +179,8 @@ class Job:
 
     def unrecorded(self) -> list[tuple[Tensor, dict[str, Any]]]:
         """Native parameters, and frozen ones, that have state."""
-        recorded = {record.parameter for record in self.optimizer._records}
-        shown = self.optimizer._shown.items()
-        return [(p, state) for p, state in shown if p not in recorded and state]
+        found = unrecorded(self.optimizer._records, self.optimizer._shown)
+        return [(p, state) for p, state in found if state]
 
     def native_entries(self) -> tuple[list[Entry], list[Table]]:
         """Tensors of :meth:`unrecorded`, and how to make them again."""

@@ -90,10 +90,11 @@ def refuse_in_the_middle() -> None:
     optimizer.step()
     optimizer.zero_grad()
     optimizer.offload()
-    before = [p.detach().to_local().clone() for p in model.parameters()]
+    held = list(model.parameters())
+    before = [p.detach().to_local().clone() for p in held]
     with pytest.raises(AwayError, match="backward"):
         loss_of(model, 2).backward()
-    for parameter, value in zip(model.parameters(), before, strict=True):
+    for parameter, value in zip(held, before, strict=True):
         check_same(parameter.detach().to_local(), value, "a shard")
     optimizer.reload()
 
