@@ -119,9 +119,10 @@ class Mover:
         """Bring blocks back from their places; places stay reserved and keep their content.
 
         Until :meth:`Trip.wait`, or :meth:`Trip.follow`, nobody may use them. If this raises
-        (no device memory), all of ``blocks`` are away again and whole in their places.
+        (no device memory), all that was away is away again and whole in its place.
         """
         blocks = [b for b in _in_order(blocks) if not all(map(b.is_present, range(len(b.pieces))))]
+        missing = [(b, i) for b in blocks for i in range(len(b.pieces)) if not b.is_present(i)]
         trip = Trip(sum(block.n_bytes for block in blocks))
         start = self._gateway.current_stream().record()
         self._in.wait(start)
@@ -133,7 +134,9 @@ class Mover:
                     self._fetch(trip, group[0])
         except BaseException:
             trip.wait()
-            _release_all(blocks)
+            for block, index in missing:  # others never left: their places are not their bytes
+                if block.is_present(index):
+                    block.release(index)
             raise
         return trip
 
