@@ -101,9 +101,14 @@ class _Departure:
         return part.untyped_storage()._cdata in self.origins
 
     def gone(self) -> _Departure:
-        """The blocks without memory alone."""
-        origins = {k: v for k, v in self.origins.items() if not v[0].is_present(0)}
+        """What lies in blocks without memory."""
+        origins = {k: v for k, v in self.origins.items() if not _is_whole(v[0])}
         return _Departure(self.blocks, origins)
+
+    @property
+    def n_bytes(self) -> int:
+        """Of all blocks."""
+        return sum(block.n_bytes for block in self.blocks)
 
 
 def _departure(
@@ -235,18 +240,23 @@ class Absence:
         try:
             self._trip = mover.out(departure.blocks)
         except BaseException as error:
-            try:
-                self._bring_back(departure.blocks).wait()
-                self._gateway.current_stream().synchronize()  # the memory may have been in use
-            except DeviceMemoryError:
-                self._swap_out(held, departure.gone())
-            else:
-                self._forget()
+            self._undo(mover, held, departure)
             if not _is_oom(error):
                 raise
-            raise _out_of_memory(self.away_bytes, error) from error
+            raise _out_of_memory(departure.n_bytes, error) from error
         self._swap_out(held, departure)
         return self._trip
+
+    def _undo(self, mover: Mover, held: Sequence[Held], departure: _Departure) -> None:
+        """Some blocks have left: bring them back, or, without room for that, be away with them."""
+        try:
+            self._bring_back(departure.blocks).wait()
+        except DeviceMemoryError:
+            mover.out([block for block in departure.blocks if not _is_whole(block)]).wait()
+            self._swap_out(held, departure.gone())
+        else:
+            self._gateway.current_stream().synchronize()  # the memory may have been in use
+            self._forget()
 
     def _departure(
         self, held: Sequence[Held], records: Sequence[Record], shown: Shown
@@ -384,6 +394,11 @@ def _all_held(records: Sequence[Record], shown: Shown) -> list[Held]:
         tensors = (name for name, value in state.items() if isinstance(value, Tensor))
         found += [Held(f"native.{index}.{name}", state, name) for name in tensors]
     return found
+
+
+def _is_whole(block: Block) -> bool:
+    """Whether all pieces are present."""
+    return all(map(block.is_present, range(len(block.pieces))))
 
 
 def _is_oom(error: BaseException) -> bool:
