@@ -234,10 +234,10 @@ def test_state_written_while_away_comes_back() -> None:
     mine, away = build(offload_fraction=0.5)
     step(mine, away, 1)
     away.offload()
-    first = away.state[mine[0]]
-    first["exp_avg"].fill_(3.0)
-    away.state[mine[1]]["exp_avg"] = torch.full(SHAPES[1], 4.0)  # another object
-    away.state[mine[0]]["step"].fill_(7.0)
+    state = away.state
+    state[mine[0]]["exp_avg"].fill_(3.0)
+    state[mine[1]]["exp_avg"] = torch.full(SHAPES[1], 4.0)  # another object
+    state[mine[0]]["step"].fill_(7.0)
     away.reload()
     assert bool((away.state[mine[0]]["exp_avg"] == 3).all())
     assert bool((away.state[mine[1]]["exp_avg"] == 4).all())

@@ -424,13 +424,10 @@ class Segment:
         return sum(tensor.untyped_storage().nbytes() for tensor in self.staging())
 
     def idle(self) -> None:
-        """Block until nothing reads or writes :meth:`staging` any more, and forget what is there.
-
-        Updates have been waited for; what was fetched ahead may be under way.
-        """
+        """Block until nothing reads or writes :meth:`staging` any more: what was fetched ahead, and
+        discarded, may be under way. Updates have been waited for."""
         if self.streamed is not None:
             self.streamed.finish_transfers()
-            self.streamed.discard()
 
     def follow(self, ready: Event, trip: Trip) -> None:
         """Use device memory only after ``ready``, and state on the device after ``trip``."""
