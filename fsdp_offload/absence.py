@@ -129,8 +129,7 @@ def _departure(
     origins: dict[int, tuple[Block, int]] = {}
     blocks: list[Block] = [] if region is None else list(region.blocks())
     ranges = [(block.view(0).data_ptr(), block) for block in blocks if block.is_present(0)]
-    for _, part in parts:
-        storage = part.untyped_storage()
+    for storage in (part.untyped_storage() for _, part in parts if ranges):
         for start, block in ranges:
             if start <= storage.data_ptr() < start + block.n_bytes:
                 origins[storage._cdata] = (block, storage.data_ptr() - start)
@@ -278,9 +277,10 @@ class Absence:
         places = self._mover.places
 
         def twin_of(part: Tensor) -> Tensor:
-            if not departure.has(part):
+            origin = departure.origins.get(part.untyped_storage()._cdata)
+            if origin is None:
                 return part
-            block, start = departure.origins[part.untyped_storage()._cdata]
+            block, start = origin
             if isinstance(block, StorageBlock):
                 return twin(part, places.of(block))
             first = start + int(part.storage_offset()) * part.itemsize

@@ -663,13 +663,18 @@ def fsdp_groups(models: Iterable[nn.Module]) -> list[tuple[Any, Any]]:
     return groups
 
 
+def with_history(tensor: Tensor) -> Tensor:
+    """:func:`local` without its costs, to look at the shard's memory alone."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
 def memory_of(parameter: Tensor) -> tuple[int, int]:
     """Which memory the shard is a view of: the storage's identity, and the offset in it.
 
     It stays the same while the storage is away and when it comes back elsewhere, as long as
     somebody holds it. (0, 0) for an empty shard.
     """
-    shard = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+    shard = with_history(parameter)
     if not shard.numel():
         return 0, 0
     return shard.untyped_storage()._cdata, int(shard.storage_offset())
@@ -680,6 +685,8 @@ def plain_parts(tensor: Tensor) -> list[tuple[str, Tensor]]:
 
     What is made of none, or of memory that is not strided, has no parts.
     """
+    if type(tensor) is Tensor and tensor.layout is torch.strided:  # nearly always
+        return [("", tensor)]
     if isinstance(tensor, DTensor):
         return plain_parts(local(tensor))
     if type(tensor) in (Tensor, nn.Parameter):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import itertools
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +19,7 @@ from torch.optim import SGD, Adafactor, AdamW, Muon, Optimizer
 
 from fsdp_offload import (
     AwayError,
+    ClosedError,
     DeviceMemoryError,
     HostMemoryError,
     HybridDeviceOptimizer,
@@ -26,6 +29,7 @@ from fsdp_offload import (
     checkpoint,
 )
 from fsdp_offload.device import CpuGateway, copy_all
+from fsdp_offload.memory import HostArena
 from fsdp_offload.moving import Block, Mover, Places, StorageBlock, Trip, collect, whereabouts
 from fsdp_offload.pipeline.records import MasterForm
 from fsdp_offload.testing import ADVERSARIES, StreamSimulator
@@ -547,10 +551,16 @@ def test_checkpoints_while_away(make: Any, tmp_path: Path) -> None:
 # --------------------------------------------------------------------------- streams
 
 
+def state_of(optimizer: HybridDeviceOptimizer) -> list[Tensor]:
+    """Read at once, whatever is under way."""
+    return [v.clone() for s in optimizer.state_dict()["state"].values() for v in s.values()]
+
+
 def simulated(
     policy: str, wait: bool, dtype: torch.dtype, wrap: dict[str, Any]
 ) -> tuple[list[Tensor], StreamSimulator]:
     with StreamSimulator(policy) as simulator:
+        found: list[Tensor] = []
         parameters, optimizer = build(dtype, **wrap)
         current = simulator.current_stream()
         for index in range(4):
@@ -562,11 +572,11 @@ def simulated(
             optimizer.step()
             if index != 2:
                 optimizer.offload(wait=wait)
+                found += state_of(optimizer) if index == 1 else []
                 optimizer.reload(wait=wait)
+                found += state_of(optimizer) if index == 3 else []
         current.synchronize()
-        state = optimizer.state_dict()["state"]
-        found = [p.detach().clone() for p in parameters]
-        found += [v.clone() for s in state.values() for v in s.values()]
+        found += [p.detach().clone() for p in parameters]
         optimizer.close()
     return found, simulator
 
@@ -667,3 +677,34 @@ def test_resident_state_in_a_region_of_fixed_addresses(dtype: torch.dtype) -> No
         assert [t.data_ptr() for tensors in held for t in tensors.values()] == before
         check_same(mine, theirs)
     check_same_state(away, stays)
+
+
+# --------------------------------------------------------------------------- given back
+
+
+@pytest.mark.parametrize("closes", [True, False])
+def test_host_memory_goes_with_the_optimizer_even_while_it_is_away(
+    closes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[weakref.ref[HostArena]] = []
+
+    class Noted(HostArena):
+        def __init__(self, *args: Any, **settings: Any) -> None:
+            made.append(weakref.ref(self))
+            super().__init__(*args, **settings)
+
+    monkeypatch.setattr("fsdp_offload.moving.places.HostArena", Noted)
+    mine, away = build(offload_fraction=0.5)
+    step(mine, away, 1)
+    away.offload(wait=False)
+    held = [weakref.ref(t) for record in away.records for t in record.tensors.values()]
+    assert made
+    if closes:
+        away.close()
+        with pytest.raises(ClosedError):
+            away.reload()
+        with pytest.raises(ClosedError):
+            away.offload()
+    del away, mine
+    gc.collect()
+    assert all(ref() is None for ref in [*made, *held])

@@ -20,7 +20,7 @@ def gradient_of(record: Record) -> Tensor | None:
         StateSchemaError: the shard is not where it was when the optimizer was wrapped.
         UnsupportedParameterError: see :func:`.shards.gradient_shard`.
     """
-    if is_away(shards.local(record.parameter)):
+    if is_away(shards.with_history(record.parameter)):
         raise AwayError(
             f"the shard of {record.fqn}",
             reason="its device memory is offloaded, and an update writes into it",
