@@ -7,8 +7,7 @@ import functools
 import gc
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +27,12 @@ from fsdp_offload import (
     TransferConfig,
     checkpoint,
 )
-from fsdp_offload.device import CpuGateway, copy_all
+from fsdp_offload.device import copy_all
 from fsdp_offload.memory import HostArena
-from fsdp_offload.moving import Block, Mover, Places, StorageBlock, Trip, collect, whereabouts
+from fsdp_offload.moving import Block, StorageBlock, Trip, whereabouts
 from fsdp_offload.pipeline.records import MasterForm
 from fsdp_offload.testing import ADVERSARIES, StreamSimulator
+from tests.away import model_away
 from tests.twins import MATRICES, SHAPES, SMALL, assert_same, bits, two_groups
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -170,6 +170,27 @@ def test_other_optimizers(make: Any, fraction: float) -> None:
         away.reload()
         check_same(mine, theirs)
     check_same_state(away, stays)
+
+
+def test_state_of_a_tensor_subclass() -> None:
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    def made() -> tuple[nn.Parameter, HybridDeviceOptimizer]:
+        parameter = nn.Parameter(TwoTensor(torch.arange(6.0), torch.ones(6)))
+        return parameter, HybridDeviceOptimizer(momentum([{"params": [parameter]}]))
+
+    (mine, away), (theirs, stays) = made(), made()
+    for index in range(3):
+        for parameter, optimizer in ((mine, away), (theirs, stays)):
+            parameter.grad = TwoTensor(torch.full((6,), 0.1 * index), torch.ones(6))
+            optimizer.step()
+        away.offload()
+        assert away.statistics().away_bytes == 48
+        for name in ("a", "b"):
+            buffers = [o.state[p]["momentum_buffer"] for p, o in ((mine, away), (theirs, stays))]
+            assert_same(getattr(buffers[0], name), getattr(buffers[1], name), name)
+        away.reload()
+        assert_same(mine.a, theirs.a, "parameter")
 
 
 def test_use_while_away_is_refused_before_anything_is_touched() -> None:
@@ -371,39 +392,6 @@ def test_a_failed_optimizer_is_not_offloaded_and_can_be_reloaded(
 
 
 # --------------------------------------------------------------------------- beside the model
-
-
-@contextmanager
-def model_away(
-    parameters: Sequence[nn.Parameter],
-    optimizer: HybridDeviceOptimizer | None = None,
-) -> Iterator[None]:
-    """What moves a model does: weights out and back; with an optimizer, what it can make again is
-    dropped."""
-    gateway = CpuGateway(torch.device("cpu"))
-    mover = Mover(gateway, Places(gateway, TransferConfig()))
-    dropped = {} if optimizer is None else optimizer.rebuildable()
-    named = [(str(i), p.detach()) for i, p in enumerate(parameters) if p not in dropped]
-    blocks = collect(named, gateway.device)
-    gone = [
-        (p.untyped_storage(), p.untyped_storage().nbytes(), make) for p, make in dropped.items()
-    ]
-    trip = mover.out(blocks)
-    for block in blocks:
-        whereabouts.left(block.storage, mover.places.of(block), trip)
-    for storage, _, make in gone:
-        whereabouts.left(storage, make)
-        storage.resize_(0)
-    yield
-    trip = mover.back(blocks)
-    for block in blocks:
-        whereabouts.returned(block.storage, trip)
-    for storage, n_bytes, _ in gone:
-        storage.resize_(n_bytes)
-        torch.empty(0, dtype=torch.uint8).set_(storage).fill_(0x7F)
-        whereabouts.returned(storage)
-    if optimizer is not None:
-        optimizer.rebuild(dropped)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -18,9 +18,11 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.nn import functional as F
 
 from fsdp_offload import AwayError, SpentGradientError, TransferConfig, checkpoint
+from fsdp_offload.moving.whereabouts import here
 from fsdp_offload.testing import RankPool
+from tests.away import model_away
 from tests.fsdp import models
-from tests.fsdp.models import check, check_same, check_same_dicts, check_twins
+from tests.fsdp.models import check, check_same, check_same_dicts, check_twins, local
 
 Ranks = Callable[..., RankPool]
 MIXED = ("streamed", "host", "resident")
@@ -78,6 +80,33 @@ def on_one_rank() -> None:
 
 def test_one_rank(ranks: Ranks) -> None:
     ranks(2).run(on_one_rank)
+
+
+def both_away(dtype: torch.dtype, rebuilds: bool) -> None:
+    """Uneven shards are parts of padded storages; those with whole masters are made again."""
+    one, away = make(2, "forward", dtype)
+    two, stays = make(2, "forward", dtype)
+    for step in range(4):
+        train(one, away, step)
+        train(two, stays, step)
+        held, others = list(one.parameters()), list(two.parameters())
+        away.offload(wait=False)
+        with model_away(held, away if rebuilds else None):
+            for p, q in zip(held, others, strict=True):
+                check_same(here(local(p.detach())), local(q.detach()), "a shard in host memory")
+            if step == 1:
+                away.load_state_dict(away.state_dict())
+                stays.load_state_dict(stays.state_dict())
+        away.reload(wait=False)
+    check_twins(away, stays, f"{dtype}")
+    for p, q in zip(one.parameters(), two.parameters(), strict=True):
+        check_same(p.detach(), q.detach(), "a parameter")
+
+
+@pytest.mark.parametrize("rebuilds", [True, False])
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_model_and_optimizer_away(ranks: Ranks, dtype: torch.dtype, rebuilds: bool) -> None:
+    ranks(2).run(both_away, dtype, rebuilds)
 
 
 def refuse_in_the_middle() -> None:
