@@ -265,10 +265,9 @@ class Absence:
 
     def _mover_of(self, segments: Sequence[Segment]) -> Mover:
         if self._mover is None:
-            arenas = [a for segment in segments for a in segment.arena_statistics()]
-            taken_bytes = sum(arena.n_bytes for arena in arenas)
-            places = Places(self._gateway, self._transfer, taken_bytes=taken_bytes)
-            self._mover = Mover(self._gateway, places)
+            self._mover = Mover(self._gateway, Places(self._gateway, self._transfer))
+        arenas = [a for segment in segments for a in segment.arena_statistics()]
+        self._mover.places.taken_bytes = sum(arena.n_bytes for arena in arenas)
         return self._mover
 
     def _swap_out(self, held: Sequence[Held], departure: _Departure) -> None:

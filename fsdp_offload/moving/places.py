@@ -41,21 +41,15 @@ class Places:
     Args:
         gateway: of the device that blocks leave.
         transfer: how to obtain memory (``pin``, ``huge_pages``, ``numa``, ``host_budget``).
-        taken_bytes: host memory that this rank has taken elsewhere and that ``host_budget``
-            counts too.
         show_progress: show a bar when it takes longer than two seconds.
     """
 
     def __init__(
-        self,
-        gateway: Gateway,
-        transfer: TransferConfig,
-        *,
-        taken_bytes: int = 0,
-        show_progress: bool = False,
+        self, gateway: Gateway, transfer: TransferConfig, *, show_progress: bool = False
     ) -> None:
         self._gateway, self._transfer, self._show = gateway, transfer, show_progress
-        self._taken_bytes = taken_bytes
+        self.taken_bytes = 0
+        """What this rank has taken elsewhere that ``host_budget`` counts too."""
         self._arenas: list[HostArena] = []
         self._by_key: dict[str, _Place] = {}
 
@@ -76,7 +70,7 @@ class Places:
         if not stop:
             return
         budget, ranks = self._transfer.host_budget, local_ranks()
-        taken = (self._taken_bytes + self.n_bytes) * ranks  # the budget is that of all ranks
+        taken = (self.taken_bytes + self.n_bytes) * ranks  # the budget is that of all ranks
         check_host_budget(
             stop,
             local_ranks=ranks,
