@@ -28,7 +28,9 @@ class _Trip(Protocol):
 
 @dataclass(frozen=True)
 class _Entry:
-    storage: torch.UntypedStorage  # held: nobody else may get its identity
+    # Held while it is away: nobody else may get its identity. Not on its way back, where a
+    # stranger with its identity would but wait for a trip that ends.
+    storage: torch.UntypedStorage | None
     place: Place | None  # None: on its way back
     trip: _Trip | None
 
@@ -52,7 +54,7 @@ def returned(storage: torch.UntypedStorage, trip: _Trip | None = None) -> None:
     if trip is None:
         _entries.pop(storage._cdata, None)
     elif storage._cdata in _entries:
-        _entries[storage._cdata] = _Entry(storage, None, trip)
+        _entries[storage._cdata] = _Entry(None, None, trip)
 
 
 def is_away(tensor: Tensor) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 
 import pytest
 import torch
@@ -44,7 +45,7 @@ def test_a_view_is_read_and_written_in_its_place() -> None:
     assert back.waits == 1
     assert here(view) is view
     assert back.waits == 1  # once is enough
-    assert not whereabouts._entries
+    assert storage._cdata not in whereabouts._entries
 
 
 def test_a_copy_can_be_made_on_demand() -> None:
@@ -77,7 +78,18 @@ def test_a_storage_that_is_away_keeps_its_identity() -> None:
     made = [torch.zeros(5) for _ in range(200)]
     assert identity not in {t.untyped_storage()._cdata for t in made}
     entry = whereabouts._entries.pop(identity)
+    assert entry.storage is not None
     assert entry.storage._cdata == identity
+
+
+def test_a_storage_that_is_back_is_not_kept() -> None:
+    tensor = torch.zeros(5)
+    left(tensor.untyped_storage(), torch.zeros(20, dtype=torch.uint8))
+    returned(tensor.untyped_storage(), Trip())
+    gone = weakref.ref(tensor.untyped_storage())
+    del tensor
+    gc.collect()
+    assert gone() is None
 
 
 def test_a_twin_inside_of_a_larger_place_takes_nothing_else_along() -> None:
