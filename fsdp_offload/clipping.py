@@ -27,12 +27,24 @@ import torch
 from torch import Tensor
 
 from . import shards
-from .errors import ConfigError, NonFiniteGradientError
+from .errors import AwayError, ConfigError, NonFiniteGradientError
+from .moving.whereabouts import is_away
 
 
 def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """The gradients that are there, as DTensors where the parameters are; order kept."""
-    return [g for p in parameters if (g := shards.whole_gradient(p)) is not None]
+    """The gradients that are there, as DTensors where the parameters are; order kept.
+
+    Raises:
+        AwayError: one is offloaded.
+    """
+    found = [g for p in parameters if (g := shards.whole_gradient(p)) is not None]
+    if any(is_away(shards.local(gradient)) for gradient in found):
+        raise AwayError(
+            "the norm of gradients that are offloaded",
+            reason="their device memory was given up",
+            remedy="reload the model first",
+        )
+    return found
 
 
 @torch.no_grad()

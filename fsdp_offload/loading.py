@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from . import shards
 from .errors import StateDictError
+from .moving.whereabouts import here
 from .pipeline.checksum import checksum
 from .pipeline.inventory import Inventory, state_names
 from .pipeline.records import Record
@@ -91,10 +92,10 @@ def checked_groups(
     return result
 
 
-def native_value(parameter: Tensor, name: str, value: Any) -> Any:
+def native_value(device: torch.device, name: str, value: Any) -> Any:
     """A loaded state value as the plain optimizer would keep it (dtype kept, device moved)."""
     if isinstance(value, Tensor) and name != "step":
-        return value.to(device=shards.local(parameter).device)
+        return value.to(device=device)
     return value
 
 
@@ -151,5 +152,6 @@ def _remove(handles: list[Any]) -> None:
 
 
 def weight_checksums(records: Sequence[Record]) -> Tensor:
-    """A checksum of each record's shard: 1-D int64, on the shards' device."""
-    return torch.stack([checksum(shards.local(r.parameter).reshape(-1)) for r in records])
+    """A checksum of each record's shard: 1-D int64, on the CPU."""
+    found = [checksum(here(shards.local(r.parameter)).reshape(-1)) for r in records]
+    return torch.stack([value.cpu() for value in found])

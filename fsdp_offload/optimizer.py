@@ -30,6 +30,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from . import clipping, loading, shards
+from .absence import Absence, StateRegion
 from .config import OffloadConfig, PrecisionConfig, TransferConfig
 from .device import Event
 from .errors import (
@@ -39,6 +40,7 @@ from .errors import (
     SpentGradientError,
 )
 from .health import Health
+from .leaving import Leaving
 from .overlap import Overlap, make_overlap
 from .pipeline import state as state_io
 from .pipeline.engine import Segment
@@ -54,7 +56,7 @@ from .wrapping import check_wrappable, gateway_of, make_inert, modules_of, share
 _log = logging.getLogger("fsdp_offload")
 
 
-class HybridDeviceOptimizer(Optimizer):
+class HybridDeviceOptimizer(Leaving, Optimizer):
     """Wraps ``optimizer`` and keeps its state in host memory.
 
     Args:
@@ -76,6 +78,8 @@ class HybridDeviceOptimizer(Optimizer):
         precision: see :class:`PrecisionConfig`.
         transfer: see :class:`TransferConfig`.
         plan: the plan of an earlier run, whose lanes are taken over: the same bits again.
+        state_region: where the resident lane's state is allocated, such as a region of fixed
+            addresses; it holds nothing else. Default: torch's allocator.
 
     Raises:
         ConfigError: an argument is wrong; ``UnsupportedOptimizerError`` and
@@ -101,6 +105,7 @@ class HybridDeviceOptimizer(Optimizer):
         precision: PrecisionConfig | None = None,
         transfer: TransferConfig | None = None,
         plan: Plan | None = None,
+        state_region: StateRegion | None = None,
     ) -> None:
         self._config = OffloadConfig.make(
             offload_fraction=offload_fraction,
@@ -122,6 +127,8 @@ class HybridDeviceOptimizer(Optimizer):
         self._built = self._loaded_since_step = self._state_was_read = False
         self._weights_before: Tensor | None = None
         self._overlap: Overlap | None = None
+        self._region = state_region
+        self._absence = Absence(self._gateway, self._config.transfer, state_region)
         self._clip: Tensor | None = None  # coefficient for the next step
         self._steps, self._step_ms = 0, 0.0
         super().__init__(optimizer.param_groups, optimizer.defaults)
@@ -144,6 +151,7 @@ class HybridDeviceOptimizer(Optimizer):
         if self._overlap is not None:
             loading.watch_module_reads(models, self, before="_before_module_read")
         weakref.finalize(self, self._shown.clear)
+        weakref.finalize(self, self._absence.close)
         self._built = True
 
     # ------------------------------------------------------------------ the step
@@ -157,10 +165,11 @@ class HybridDeviceOptimizer(Optimizer):
 
         Raises:
             ConfigError: a hyper-parameter changed since backward updated parameters with it.
+            AwayError: this optimizer, a shard or a gradient is offloaded; nothing was touched.
             LaneError: this or an earlier update failed; only a load makes the optimizer usable.
             StateSchemaError, UnsupportedParameterError: refused, nothing was updated.
         """
-        self._health.check()
+        self.check_present("step()")
         self._gateway.current_stream()  # refuses a graph capture before anything is touched
         loss = None
         if closure is not None:
@@ -221,7 +230,7 @@ class HybridDeviceOptimizer(Optimizer):
 
     def take_gradients(self, records: Sequence[Record], reduced: Event) -> None:
         """In backward: gradients of ``records`` are final after ``reduced``; update with them."""
-        self._health.check()
+        self.check_present("an update in backward()")
         assert self._overlap is not None
         gradients = [(record, gradient_of(record)) for record in records]
         # Where there is none now, it is decided at step() that there is none.
@@ -295,7 +304,7 @@ class HybridDeviceOptimizer(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group as torch does; its state is reserved at once."""
         if self._built:
-            self._health.check()
+            self.check_present("add_param_group()")
             self._refuse_if_taken("add_param_group() before step()")
         super().add_param_group(param_group)
         if not self._built:
@@ -391,7 +400,7 @@ class HybridDeviceOptimizer(Optimizer):
             found = saved.get(saved_id, {})
             if parameter in recorded or not (found or parameter in self._shown):
                 continue
-            fresh = {n: loading.native_value(parameter, n, v) for n, v in found.items()}
+            fresh = {n: loading.native_value(self.state_device, n, v) for n, v in found.items()}
             self._shown[parameter].clear()
             self._shown[parameter].update(fresh)
 
@@ -468,7 +477,9 @@ class HybridDeviceOptimizer(Optimizer):
 
     def statistics(self) -> Statistics:
         """What is held where, and what the last step did."""
-        return gather(self._segments, self._records, steps=self._steps, step_ms=self._step_ms)
+        return gather(
+            self._segments, self._records, self._absence, steps=self._steps, step_ms=self._step_ms
+        )
 
     def close(self) -> None:
         """Finish all work and give host memory, slots and the thread back. Idempotent."""
@@ -476,6 +487,7 @@ class HybridDeviceOptimizer(Optimizer):
             return
         self._drain_quietly()
         self._health.close()
+        self._absence.close()
         self._shown.clear()
         self._give_back()
 
@@ -582,6 +594,7 @@ class HybridDeviceOptimizer(Optimizer):
                 self._config,
                 self._gateway,
                 show_progress=rank0,
+                allocate_state=None if self._region is None else self._in_region,
             )
             try:
                 shown = self._first_state(segment, records, natives, frozen)
@@ -599,6 +612,10 @@ class HybridDeviceOptimizer(Optimizer):
         self._shown.update(shown)
         self._reserved.update(parameter for parameter, _ in added)
         self._inventory.commit(records, natives)
+
+    def _in_region(self, numel: int, dtype: torch.dtype) -> Tensor:
+        assert self._region is not None
+        return self._region.empty((numel,), dtype=dtype)
 
     @staticmethod
     def _first_state(
@@ -697,6 +714,7 @@ class HybridDeviceOptimizer(Optimizer):
         with contextlib.ExitStack() as waits:  # runs all of them, even if one raises
             for segment in self._segments:
                 waits.callback(segment.synchronize)
+            waits.callback(self._absence.arrive)
         if self._overlap is not None:
             self._overlap.open_all()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from .absence import Absence
 from .pipeline.engine import Segment
 from .pipeline.records import Record
 
@@ -18,7 +19,7 @@ class Statistics:
     parameters: dict[str, int]
     """Trainable parameters per lane; ``native`` ones keep the state their class makes."""
     device_state_bytes: int
-    """State that stays on the device."""
+    """State that is on the device now: nothing while the optimizer is away."""
     host_state_bytes: int
     """State in host memory: payload."""
     host_arena_bytes: int
@@ -27,8 +28,15 @@ class Statistics:
     """Whether all of that memory is page-locked."""
     pin_seconds: float
     """Seconds that touching and page-locking it took."""
+    is_away: bool
+    """Whether the optimizer's device memory is offloaded."""
+    away_bytes: int
+    """State that is in host memory because the optimizer is away."""
+    offload_reserved_bytes: int
+    """Host memory kept for :meth:`.HybridDeviceOptimizer.offload`, beside the arena."""
     staging_bytes: int
-    """Device memory of slots (those for prefetching too), scratch and staging rings."""
+    """Device memory of slots (those for prefetching too), scratch and staging rings; nothing while
+    the optimizer is away."""
     buckets: int
     """Units of update per step."""
     moved_bytes: int
@@ -38,7 +46,12 @@ class Statistics:
 
 
 def gather(
-    segments: Sequence[Segment], records: Sequence[Record], *, steps: int, step_ms: float
+    segments: Sequence[Segment],
+    records: Sequence[Record],
+    absence: Absence,
+    *,
+    steps: int,
+    step_ms: float,
 ) -> Statistics:
     """Add up what all segments hold."""
     lanes: dict[str, int] = {}
@@ -54,11 +67,14 @@ def gather(
     return Statistics(
         steps=steps,
         parameters=lanes,
-        device_state_bytes=device_bytes,
+        device_state_bytes=0 if absence.is_away else device_bytes,
         host_state_bytes=sum(s.payload_bytes for s in segments),
         host_arena_bytes=sum(a.n_bytes for a in arenas),
         pinned=bool(arenas) and all(a.pinned for a in arenas),
         pin_seconds=sum(a.touch_seconds + a.pin_seconds for a in arenas),
+        is_away=absence.is_away,
+        away_bytes=absence.away_bytes,
+        offload_reserved_bytes=absence.reserved_bytes,
         staging_bytes=sum(s.staging_bytes for s in segments),
         buckets=sum(s.bucket_count for s in segments),
         moved_bytes=sum(s.moved_bytes for s in segments),

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -663,7 +663,53 @@ def fsdp_groups(models: Iterable[nn.Module]) -> list[tuple[Any, Any]]:
     return groups
 
 
-def address(parameter: Tensor) -> int:
-    """Where the shard lies in memory; 0 for an empty one."""
-    shard = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
-    return shard.data_ptr() if shard.numel() else 0
+def with_history(tensor: Tensor) -> Tensor:
+    """:func:`local` without its costs, to look at the shard's memory alone."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def memory_of(parameter: Tensor) -> tuple[int, int]:
+    """Which memory the shard is a view of: the storage's identity, and the offset in it.
+
+    It stays the same while the storage is away and when it comes back elsewhere, as long as
+    somebody holds it. (0, 0) for an empty shard.
+    """
+    shard = with_history(parameter)
+    if not shard.numel():
+        return 0, 0
+    return shard.untyped_storage()._cdata, int(shard.storage_offset())
+
+
+def plain_parts(tensor: Tensor) -> list[tuple[str, Tensor]]:
+    """The plain tensors that a tensor, a DTensor or a subclass is made of, with a name each.
+
+    What is made of none, or of memory that is not strided, has no parts.
+    """
+    if type(tensor) is Tensor and tensor.layout is torch.strided:  # nearly always
+        return [("", tensor)]
+    if isinstance(tensor, DTensor):
+        return plain_parts(local(tensor))
+    if type(tensor) in (Tensor, nn.Parameter):
+        return [("", tensor.detach())] if tensor.layout is torch.strided else []
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return []
+    names, _ = tensor.__tensor_flatten__()
+    return [
+        (f".{name}{below}", part)
+        for name in names
+        for below, part in plain_parts(getattr(tensor, name))
+    ]
+
+
+def rebuilt(tensor: Tensor, replace: Callable[[Tensor], Tensor]) -> Tensor:
+    """``tensor`` with each of its :func:`plain_parts` replaced by one of the same shape."""
+    if isinstance(tensor, DTensor):
+        return DTensor(rebuilt(local(tensor), replace), tensor._spec, requires_grad=False)
+    if type(tensor) in (Tensor, nn.Parameter):
+        return replace(tensor.detach()) if tensor.layout is torch.strided else tensor
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return tensor
+    names, context = tensor.__tensor_flatten__()
+    parts = {name: rebuilt(getattr(tensor, name), replace) for name in names}
+    make: Any = type(tensor)
+    return make.__tensor_unflatten__(parts, context, tensor.size(), tensor.stride())  # type: ignore[no-any-return]

@@ -13,6 +13,7 @@ from .. import shards
 from ..chunks import Box
 from ..device import gateway_for
 from ..errors import CheckpointError, UnsupportedParameterError
+from ..moving.whereabouts import here
 from ..pipeline.state import REMAINDER, WHOLE
 from .blocks import BLOCK_BYTES
 from .export_files import Source, narrow
@@ -55,7 +56,7 @@ def open_model(
 
 def _held(tensor: Tensor, master: Tensor | None) -> dict[Box, tuple[Tensor, Tensor | None]]:
     """Views of this rank's shard and of its master, by box; empty boxes are left out."""
-    shard = shards.local(tensor)
+    shard = here(shards.local(tensor))
     if master is not None:
         master = shards.local(master).reshape(shard.shape)
     ragged = shards.ragged_of(tensor)

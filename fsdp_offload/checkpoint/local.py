@@ -37,7 +37,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from .. import loading, shards
+from .. import loading
 from ..errors import (
     CheckpointCorruptError,
     CheckpointError,
@@ -327,7 +327,7 @@ def _fill(job: Job, saved: _Fitting) -> None:
 def _native_entry(job: Job, made: Table) -> tuple[Entry, Tensor, Table]:
     """Memory for one state tensor of a native or frozen parameter, and the tensor over it."""
     parameter = next(p for p, name in job.names.items() if name == made["fqn"])
-    device = torch.device("cpu") if made["on_host"] else shards.local(parameter).device
+    device = torch.device("cpu") if made["on_host"] else job.optimizer.state_device
     dtype = getattr(torch, made["dtype"].removeprefix("torch."))
     memory = torch.empty(made["local_shape"], dtype=dtype, device=device)
     tensor = memory

@@ -13,7 +13,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from .. import shards
+from ..absence import unrecorded
 from ..errors import ConfigError, UnsupportedParameterError
+from ..moving.whereabouts import here
 from ..optimizer import HybridDeviceOptimizer
 from ..pipeline.records import Record
 from ..plan.layout import align
@@ -132,11 +134,8 @@ class Job:
         their masters follow at the next update, and that must outlive the snapshot."""
         found: set[str] = set()
         for bucket in self._host_buckets():
-            left = bucket.expected
-            bucket.trust_shards()
-            if not torch.equal(bucket.expected, left):
+            if not torch.equal(bucket.observe().cpu(), bucket.expected.cpu()):
                 found |= {part.record.fqn for part in bucket.parts}
-            bucket.expected = left
         return found
 
     def _host_buckets(self) -> Iterator[Any]:
@@ -180,9 +179,8 @@ class Job:
 
     def unrecorded(self) -> list[tuple[Tensor, dict[str, Any]]]:
         """Native parameters, and frozen ones, that have state."""
-        recorded = {record.parameter for record in self.optimizer._records}
-        shown = self.optimizer._shown.items()
-        return [(p, state) for p, state in shown if p not in recorded and state]
+        found = unrecorded(self.optimizer._records, self.optimizer._shown)
+        return [(p, state) for p, state in found if state]
 
     def native_entries(self) -> tuple[list[Entry], list[Table]]:
         """Tensors of :meth:`unrecorded`, and how to make them again."""
@@ -199,7 +197,7 @@ class Job:
                             "entry": entry,
                             "fqn": fqn,
                             "name": name,
-                            "on_host": value.device.type == "cpu",
+                            "on_host": self.optimizer.is_on_host(state, name),
                             **_tensor_table(value),
                         }
                     )
@@ -278,6 +276,7 @@ def _dense(name: str, tensor: Tensor) -> Iterator[Entry]:
     """
     shard = shards.local(tensor)
     if type(shard) in (Tensor, nn.Parameter) and shard.layout is torch.strided:
+        shard = here(shard)
         if shard.device.type == "meta":
             raise _unreadable(name, shard, "it is on the meta device")
         contiguous = shard.is_contiguous()

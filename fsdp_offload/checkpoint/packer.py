@@ -31,6 +31,7 @@ from torch.optim import Optimizer
 
 from .. import shards
 from ..errors import ConfigError, StateDictError
+from ..moving.whereabouts import here
 from ..optimizer import HybridDeviceOptimizer
 from ..pipeline import codec
 from ..pipeline.records import MasterForm
@@ -219,7 +220,7 @@ class DecodedMaster:
 
     def source(self, index: MetadataIndex) -> DecodedSource:
         """What is written for one item."""
-        value = shards.like(self.parameter, shards.local(self.parameter))
+        value = shards.like(self.parameter, here(shards.local(self.parameter)))
         parts = shards.chunk(value, index), shards.chunk(self.remainder, index)
         return DecodedSource(*(part.reshape(-1) for part in parts))
 

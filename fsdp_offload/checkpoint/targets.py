@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from .. import shards
 from ..errors import StateDictError
+from ..moving.whereabouts import here
 from ..optimizer import HybridDeviceOptimizer
 from ..pipeline import state as state_io
 from ..pipeline.records import Record
@@ -60,7 +61,8 @@ def plain_targets(
     saved = _saved_names(metadata, places)
     for parameter, _ in parameters_of(optimizer):
         fqn, live = names[parameter], optimizer.state.get(parameter, {})
-        _add_native(targets, parameter, fqn, saved.get(fqn, set()), metadata, places, live)
+        device = shards.local(parameter).device
+        _add_native(targets, parameter, fqn, saved.get(fqn, set()), metadata, places, device, live)
     return targets
 
 
@@ -84,7 +86,8 @@ def state_targets(
     for parameter, _ in parameters_of(optimizer):
         if parameter not in recorded:
             fqn = names[parameter]
-            _add_native(targets, parameter, fqn, saved.get(fqn, set()), metadata, places)
+            device = optimizer.state_device
+            _add_native(targets, parameter, fqn, saved.get(fqn, set()), metadata, places, device)
     return targets
 
 
@@ -121,7 +124,7 @@ def _add_record(
         source = places.state(fqn) + form
         _add(targets, f"{STATE}{fqn}.{form}", source, live[form], stored[source])
         return
-    weight = shards.like(record.parameter, shards.local(record.parameter))
+    weight = shards.like(record.parameter, here(shards.local(record.parameter)))
     kept = live[form] if record.emits_master else weight
     for name, dtype in ((WHOLE, torch.float32), (REMAINDER, torch.int16)):
         source = places.state(fqn) + name
@@ -187,6 +190,7 @@ def _add_native(
     saved: set[str],
     metadata: Metadata,
     places: Places,
+    device: torch.device,
     live: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
     """State that the class makes at its first step: ``live``, or room for what was saved."""
@@ -198,7 +202,8 @@ def _add_native(
             dtype = entry.properties.dtype
             if entry.size == parameter.shape and name != "step":
                 value = shards.like(
-                    parameter, torch.zeros_like(shards.local(parameter), dtype=dtype)
+                    parameter,
+                    torch.zeros_like(shards.local(parameter), dtype=dtype, device=device),
                 )
             else:
                 value = torch.zeros(entry.size, dtype=dtype)

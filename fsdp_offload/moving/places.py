@@ -55,7 +55,7 @@ class Places:
         show_progress: bool = False,
     ) -> None:
         self._gateway, self._transfer, self._show = gateway, transfer, show_progress
-        self._taken_bytes = taken_bytes
+        self.taken_bytes = taken_bytes
         self._arenas: list[HostArena] = []
         self._by_key: dict[str, _Place] = {}
 
@@ -76,7 +76,7 @@ class Places:
         if not stop:
             return
         budget, ranks = self._transfer.host_budget, local_ranks()
-        taken = (self._taken_bytes + self.n_bytes) * ranks  # the budget is that of all ranks
+        taken = (self.taken_bytes + self.n_bytes) * ranks  # the budget is that of all ranks
         check_host_budget(
             stop,
             local_ranks=ranks,

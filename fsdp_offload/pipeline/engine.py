@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from ..config import OffloadConfig
 from ..device import Event, Gateway
 from ..memory import ArenaStatistics, HostArena, check_host_budget, local_ranks
+from ..moving import Trip
 from ..plan import Kind, Layout, Slice, make_layout
 from ..plan.layout import align
 from ..plan.order import Job, deadline_order, ring_size
@@ -108,8 +109,10 @@ class Segment:
         gateway: Gateway,
         *,
         show_progress: bool,
+        allocate_state: Callable[[int, torch.dtype], Tensor] | None = None,
     ) -> None:
         self.gateway, self.config = gateway, config
+        self._allocate_state = allocate_state
         self._added = list(added)
         transfer = config.transfer
         sections = make_sections(added, bucket_bytes=config.bucket_bytes)
@@ -166,14 +169,19 @@ class Segment:
         self.arenas.append(arena)
         return arena
 
+    def _on_device(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Zeros for state of the resident lane."""
+        if numel and self._allocate_state is not None:
+            return self._allocate_state(numel, dtype).zero_()
+        return torch.zeros(numel, dtype=dtype, device=self.gateway.device)
+
     def _make_tensors(self, sections: list[Section], arena: HostArena) -> None:
         """The authoritative state tensors: flat, own storage, offset 0."""
         for section in sections:
             for record in section.members:
                 for kind, numel in record.kinds:
                     if record.lane == "resident":
-                        device = self.gateway.device
-                        tensor = torch.zeros(numel, dtype=kind.dtype, device=device)
+                        tensor = self._on_device(numel, kind.dtype)
                     else:
                         offset = section.layout.offsets[record.index, kind.name]
                         tensor = arena.tensor(offset, numel, kind.dtype)
@@ -400,16 +408,33 @@ class Segment:
         if self.streamed is not None:
             self.streamed.abort()
 
-    @property
-    def staging_bytes(self) -> int:
-        """Device memory of slots, scratch and staging rings."""
+    def staging(self) -> list[Tensor]:
+        """Slots, scratch and staging rings: device memory that holds nothing between steps."""
         tensors = [self.scratch.memory]
         if self.streamed is not None:
             tensors += self.streamed.slots
         if self.host is not None:
             ring = self.host.staging
             tensors += [ring.gradients, ring.parameters, ring.gathered]
-        return sum(t.numel() * t.itemsize for t in tensors)
+        return tensors
+
+    @property
+    def staging_bytes(self) -> int:
+        """Device memory of :meth:`staging`, as much as there is."""
+        return sum(tensor.untyped_storage().nbytes() for tensor in self.staging())
+
+    def idle(self) -> None:
+        """Block until nothing reads or writes :meth:`staging` any more: what was fetched ahead, and
+        discarded, may be under way. Updates have been waited for."""
+        if self.streamed is not None:
+            self.streamed.finish_transfers()
+
+    def follow(self, ready: Event, trip: Trip) -> None:
+        """Use device memory only after ``ready``, and state on the device after ``trip``."""
+        lanes = [lane for lane in (self.streamed, self.host) if lane is not None]
+        for stream in (self.update, *(s for lane in lanes for s in lane.streams)):
+            stream.wait(ready)
+        trip.follow(self.update)
 
     @property
     def bucket_count(self) -> int:

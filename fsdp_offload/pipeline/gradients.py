@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from .. import shards
-from ..errors import StateSchemaError
+from ..errors import AwayError, StateSchemaError
+from ..moving.whereabouts import is_away
 from .records import Record
 
 
@@ -15,13 +16,26 @@ def gradient_of(record: Record) -> Tensor | None:
     """This rank's gradient of a parameter: 1-D, contiguous, or None.
 
     Raises:
+        AwayError: the shard or its gradient is offloaded.
         StateSchemaError: the shard is not where it was when the optimizer was wrapped.
         UnsupportedParameterError: see :func:`.shards.gradient_shard`.
     """
+    if is_away(shards.with_history(record.parameter)):
+        raise AwayError(
+            f"the shard of {record.fqn}",
+            reason="its device memory is offloaded, and an update writes into it",
+            remedy="reload the model first",
+        )
     gradient = shards.gradient_shard(record.parameter, record.fqn, record.info.local_shape)
     if gradient is None:
         return None
-    if shards.address(record.parameter) != record.address:
+    if is_away(gradient):
+        raise AwayError(
+            f"the gradient of {record.fqn}",
+            reason="its device memory is offloaded",
+            remedy="reload the model first",
+        )
+    if shards.memory_of(record.parameter) != record.memory:
         raise StateSchemaError(
             f"shard of {record.fqn}",
             reason="its memory was replaced after wrapping, and updates are in place",

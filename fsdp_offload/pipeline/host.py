@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from .. import shards
 from ..device import Event, Gateway, PendingEvent, in_chunks
 from ..memory import HostArena
+from ..moving.whereabouts import here, is_away
 from ..plan import Bucket, Kind, Layout, Slice
 from ..plan.layout import kind_range, split
 from . import codec
@@ -132,7 +133,7 @@ class HostBucket:
         self.master = arena.tensor(span.arena_start, span.n_bytes // compute.itemsize, compute)
         self.master_parts = self._cut(self.master)
         self._use_staging(staging, compute, shard)
-        self.expected = self._observe()  # checksum of the shards as we last wrote them
+        self.expected = self._observe()  # checksum of the shards as we last wrote them: 0-dim
         self.written: PendingEvent | None = None
         """After it, the shards are as the last iteration leaves them; None: it left them alone."""
         self.units = self._make_units(optimizer, layout, records, arena)
@@ -221,12 +222,22 @@ class HostBucket:
 
     def trust_shards(self) -> None:
         """Take the shards as they are for what was last written; the device must be idle."""
-        self.expected = self._observe()
+        self.expected = self.observe()
+
+    def observe(self) -> Tensor:
+        """The shards' checksum; the device must be idle. On the CPU where shards, or the memory
+        to gather them in, are away."""
+        if not any(map(is_away, (*self.shards, self.gathered))):
+            return self._observe()
+        gathered = torch.zeros(self.master.numel(), dtype=self.gathered.dtype, device="cpu")
+        for part, shard in zip(self._cut(gathered), self.shards, strict=True):
+            part.copy_(here(shard))
+        return checksum(gathered)
 
     def reseed(self) -> None:
         """Take the shards' values over where a master does not round to its shard."""
         for master, shard in zip(self.master_parts, self.shards, strict=True):
-            reseed_master(shard.cpu(), master)
+            reseed_master(here(shard).cpu(), master)
 
 
 def _bytes(*tensors: Tensor) -> list[Tensor]:

@@ -37,7 +37,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..device import Event, Gateway, PendingEvent, copy_all
+from ..device import Event, Gateway, PendingEvent, Stream, copy_all
 from ..errors import LaneError
 from .host import HostBucket, HostStaging
 from .records import Work
@@ -207,6 +207,11 @@ class HostLane:
             self._cast.synchronize()
         if self._failure is not None:
             raise self._failure
+
+    @property
+    def streams(self) -> Sequence[Stream]:
+        """Those that use the staging buffers and the shards."""
+        return (self._cast, self._d2h, self._h2d)
 
     def abort(self) -> None:
         """Forget a failure and an iteration that has begun: everything is written anew.

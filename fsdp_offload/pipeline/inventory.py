@@ -222,7 +222,7 @@ class Inventory:
             lane=lane,
             form=form,
             kinds=state_kinds(info, schema, form, compute, moments),
-            address=shards.address(draft.parameter),
+            memory=shards.memory_of(draft.parameter),
             moments=moments,
         )
 

@@ -55,7 +55,7 @@ class Record:
     lane: Lane
     form: MasterForm
     kinds: tuple[tuple[Kind, int], ...]
-    address: int  # of the shard; updates are in place, so it must stay
+    memory: tuple[int, int]  # of the shard, see shards.memory_of; updates are in place
     moments: tuple[Moment, ...] = ()  # like kinds that are kept in fewer bits
     tensors: dict[str, Tensor] = field(default_factory=dict)  # 1-D, numel of the kind
     pieces: list[Piece] = field(default_factory=list)

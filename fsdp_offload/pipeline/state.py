@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .. import shards
 from ..errors import StateDictError
+from ..moving.whereabouts import here
 from . import codec, moments
 from .moments import Moment
 from .records import MasterForm, Record
@@ -264,10 +265,13 @@ def fill_initial(record: Record, *, only_shown: bool = False) -> None:
 
 
 def write_master(record: Record, values: Mapping[str, Any]) -> None:
-    """Set the master from a saved master, a saved remainder, or (neither) from the shard."""
+    """Set the master from a saved master, a saved remainder, or (neither) from the shard.
+
+    A shard that is away is read, and written, in host memory.
+    """
     if record.form is MasterForm.SHARD:
         return
-    shard = shards.local(record.parameter).reshape(-1)
+    shard = here(shards.local(record.parameter)).reshape(-1)
     saved = {
         name: shards.local(values[name]).reshape(-1)
         for name in (REMAINDER, WHOLE)
@@ -297,6 +301,11 @@ def write_master(record: Record, values: Mapping[str, Any]) -> None:
 def seeds_master(record: Record, values: Mapping[str, Any]) -> bool:
     """Whether loading ``values`` has to take the master from the weight: none was saved."""
     return bool(values) and record.emits_master and not {REMAINDER, WHOLE} & values.keys()
+
+
+def follow_shard(record: Record) -> None:
+    """Where a whole master does not round to its shard, somebody wrote the shard: take that."""
+    _reseed_where_changed(record, here(shards.local(record.parameter)).reshape(-1))
 
 
 def _reseed_where_changed(record: Record, shard: Tensor) -> None:

@@ -260,6 +260,11 @@ class StreamedLane:
         """Block until all state is back in the arena."""
         self._d2h.synchronize()
 
+    @property
+    def streams(self) -> Sequence[Stream]:
+        """Those that use the slots, beside the one of updates."""
+        return (self._h2d, self._d2h)
+
     def finish_transfers(self) -> None:
         """Block until nothing reads or writes the arena and the slots any more."""
         self._h2d.synchronize()

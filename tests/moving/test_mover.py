@@ -48,6 +48,38 @@ def test_out_and_back_keep_objects_views_and_bits() -> None:
     assert move.places.n_bytes == reserved < 1.01 * sum(4 * n for n in NUMELS)
 
 
+class Halves:
+    """A block of two pieces that keep their memory."""
+
+    def __init__(self, memory: Tensor) -> None:
+        self.key, self.n_bytes, self.memory = "halves", memory.numel(), memory
+        self.pieces = ((0, 8), (8, memory.numel()))
+        self.present = [True, True]
+
+    def is_present(self, index: int) -> bool:
+        return self.present[index]
+
+    def view(self, index: int) -> Tensor:
+        return self.memory[slice(*self.pieces[index])]
+
+    def release(self, index: int) -> None:
+        self.view(index).zero_()
+        self.present[index] = False
+
+    def restore(self, index: int) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+
+def test_a_piece_that_never_left_stays_when_others_cannot_come_back() -> None:
+    block, move = Halves(torch.full((64,), 7, dtype=torch.uint8)), mover()
+    move.reserve([block])
+    block.release(1)
+    with pytest.raises(torch.OutOfMemoryError):
+        move.back([block])
+    assert block.present == [True, False]
+    assert bool((block.view(0) == 7).all())
+
+
 def test_a_storage_is_collected_once() -> None:
     weight = torch.randn(10)
     found = collect([("a", weight), ("b", weight[2:5]), ("c", weight.view(2, 5))], CPU)

@@ -89,10 +89,10 @@ class One:
         schema = probe(self.optimizer, self.optimizer.param_groups[group], compute, CPU)
         form = master_form("streamed", info.dtype, compute)
         kinds = state_kinds(info, schema, form, compute)
-        address = shards.address(parameter)
+        memory = shards.memory_of(parameter)
         return Record(
             index, parameter, f"p{index}", group, info, schema, compute, "streamed", form, kinds,
-            address,
+            memory,
         )  # fmt: skip
 
     def _use(self, memory: Tensor) -> None:
