@@ -2,8 +2,21 @@
 
 from __future__ import annotations
 
+from .absent import Absence, host_view, is_absent, present, register
 from .blocks import Block, StorageBlock, collect
 from .mover import Mover, Trip
 from .places import Places
 
-__all__ = ["Block", "Mover", "Places", "StorageBlock", "Trip", "collect"]
+__all__ = [
+    "Absence",
+    "Block",
+    "Mover",
+    "Places",
+    "StorageBlock",
+    "Trip",
+    "collect",
+    "host_view",
+    "is_absent",
+    "present",
+    "register",
+]
