@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .absent import Absence, host_view, is_absent, present, register
 from .blocks import Block, StorageBlock, collect
-from .mover import Mover, Trip
+from .mover import Mover, Trip, give_up
 from .places import Places
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "StorageBlock",
     "Trip",
     "collect",
+    "give_up",
     "host_view",
     "is_absent",
     "present",

@@ -14,16 +14,18 @@ buffer on the device, gathered or scattered by one foreach kernel, one copy for 
 
 from __future__ import annotations
 
+import functools
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeVar
 
+import torch
 from torch import Tensor
 
-from ..device import Event, Gateway, Stream, copy_all
+from ..device import Event, Gateway, Stream, TimedEvent, copy_all
 from .blocks import Block
 from .places import Places, aligned
 
@@ -46,15 +48,26 @@ class Trip:
         self.n_bytes = n_bytes
         self.seconds = 0.0
         """From the call to the end of :meth:`wait`, as the host saw it."""
+        self.copy_seconds = 0.0
+        """From the first copy's start to the last one's end, as the device saw it."""
         self._began = time.perf_counter()
         self._legs: deque[_Leg] = deque()
-        self._last: Event | None = None
+        self._first: TimedEvent | None = None
+        self._last: TimedEvent | None = None
 
     def advance(self) -> bool:
         """Release what has left so far; whether everything is done. Does not block."""
         while self._legs and self._legs[0].event.query():
             self._legs.popleft().release()
         return not self._legs and (self._last is None or self._last.query())
+
+    def release_next(self) -> bool:
+        """Wait for the next pieces that leave and release them; False if none are left."""
+        if not self._legs:
+            return False
+        self._legs[0].event.synchronize()
+        self._legs.popleft().release()
+        return True
 
     def follow(self, stream: Stream) -> None:
         """Let later work of ``stream`` start after all copies; the host does not wait."""
@@ -63,15 +76,19 @@ class Trip:
 
     def wait(self) -> None:
         """Block until all has arrived and what left has been released. Idempotent."""
-        while self._legs:
-            self._legs[0].event.synchronize()
-            self._legs.popleft().release()
+        while self.release_next():
+            pass
         if self._last is not None:
             self._last.synchronize()
-            self._last = None
             self.seconds = time.perf_counter() - self._began
+            if self._first is not None:
+                self.copy_seconds = self._first.elapsed_time(self._last) / 1e3
+            self._first = self._last = None
 
-    def _passed(self, event: Event, release: Callable[[], None] | None = None) -> None:
+    def _starts(self, stream: Stream) -> None:
+        self._first = stream.record_timed()
+
+    def _passed(self, event: TimedEvent, release: Callable[[], None] | None = None) -> None:
         self._last = event
         if release is not None:
             self._legs.append(_Leg(event, release))
@@ -104,6 +121,7 @@ class Mover:
         self.places.reserve(blocks)
         trip = Trip(sum(block.n_bytes for block in blocks))
         self._out.wait(self._gateway.current_stream().record())
+        trip._starts(self._out)
         try:
             for group in _groups(blocks):
                 if len(group) > 1:
@@ -115,22 +133,29 @@ class Mover:
             raise
         return trip
 
-    def back(self, blocks: Sequence[Block]) -> Trip:
+    def back(self, blocks: Sequence[Block], *, make_room: Callable[[], bool] | None = None) -> Trip:
         """Bring blocks back from their places; places stay reserved and keep their content.
 
         Until :meth:`Trip.wait`, or :meth:`Trip.follow`, nobody may use them. If this raises
-        (no device memory), all of ``blocks`` are away again and whole in their places.
+        (no device memory), those of ``blocks`` that were away are away again and whole in their
+        places.
+
+        Args:
+            blocks: those that are present are left alone.
+            make_room: called where device memory is short, until it returns False: whether it
+                gave some back.
         """
         blocks = [b for b in _in_order(blocks) if not all(map(b.is_present, range(len(b.pieces))))]
         trip = Trip(sum(block.n_bytes for block in blocks))
         start = self._gateway.current_stream().record()
         self._in.wait(start)
+        trip._starts(self._in)
         try:
             for group in _groups(blocks):
                 if len(group) > 1:
-                    self._unpack(trip, group)
+                    self._unpack(trip, group, make_room)
                 else:
-                    self._fetch(trip, group[0])
+                    self._fetch(trip, group[0], make_room)
         except BaseException:
             trip.wait()
             _release_all(blocks)
@@ -143,31 +168,33 @@ class Mover:
             if not block.is_present(index):
                 continue
             self._out.launch(copy_all, [place[start:stop]], [block.view(index)])
-            trip._passed(self._out.record(), lambda i=index: block.release(i))  # type: ignore[misc]
+            trip._passed(self._out.record_timed(), lambda i=index: block.release(i))  # type: ignore[misc]
 
-    def _fetch(self, trip: Trip, block: Block) -> None:
+    def _fetch(self, trip: Trip, block: Block, make_room: Callable[[], bool] | None) -> None:
         place = self.places.of(block)
         for index, (start, stop) in enumerate(block.pieces):
             if block.is_present(index):
                 continue
-            block.restore(index)
+            _with_room(functools.partial(block.restore, index), make_room)
             self._in.launch(copy_all, [block.view(index)], [place[start:stop]])
-        trip._passed(self._in.record())
+        trip._passed(self._in.record_timed())
 
     def _pack(self, trip: Trip, group: Sequence[Block]) -> None:
         staging, parts = self._staging(group)
         self._out.launch(copy_all, parts, [block.view(0) for block in group])
         self._out.launch(copy_all, *self._between(group, staging, parts)[::-1])
         # The staging buffer, too, is given up when the copy has been made.
-        trip._passed(self._out.record(), lambda: _release_all(group, staging))
+        trip._passed(self._out.record_timed(), lambda: _release_all(group, staging))
 
-    def _unpack(self, trip: Trip, group: Sequence[Block]) -> None:
-        staging, parts = self._staging(group)
+    def _unpack(
+        self, trip: Trip, group: Sequence[Block], make_room: Callable[[], bool] | None
+    ) -> None:
+        staging, parts = _with_room(functools.partial(self._staging, group), make_room)
         for block in group:
-            block.restore(0)
+            _with_room(functools.partial(block.restore, 0), make_room)
         self._in.launch(copy_all, *self._between(group, staging, parts))
         self._in.launch(copy_all, [block.view(0) for block in group], parts)
-        trip._passed(self._in.record(), lambda: _release_all((), staging))
+        trip._passed(self._in.record_timed(), lambda: _release_all((), staging))
 
     def _staging(self, group: Sequence[Block]) -> tuple[Tensor, list[Tensor]]:
         """Device memory like the places of a group, and each block's part of it."""
@@ -184,6 +211,24 @@ class Mover:
         if joined is not None:
             return [staging], [joined]
         return parts, [self.places.of(block) for block in group]
+
+
+def give_up(blocks: Iterable[Block]) -> None:
+    """Release what is present, without a copy: its places hold the same bytes, or nobody needs
+    them. All work on it has completed."""
+    _release_all(list(blocks))
+
+
+_T = TypeVar("_T")
+
+
+def _with_room(allocate: Callable[[], _T], make_room: Callable[[], bool] | None) -> _T:
+    while True:
+        try:
+            return allocate()
+        except torch.OutOfMemoryError:
+            if make_room is None or not make_room():
+                raise
 
 
 def _release_all(blocks: Sequence[Block], *staging: Tensor) -> None:

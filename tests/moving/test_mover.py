@@ -104,3 +104,26 @@ def test_close_gives_memory_back() -> None:
     move.places.close()
     move.places.close()
     assert not move.places.n_bytes
+
+
+def test_room_is_made_where_device_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = ([(f"{n}{i}", torch.randn(300_000)) for i in range(3)] for n in "ab")
+    before = [tensor.clone() for _, tensor in second]
+    move = mover()
+    coming = collect(second, CPU)
+    move.out(coming).wait()
+    leaving = move.out(collect(first, CPU))
+    restore = StorageBlock.restore
+
+    def short(block: StorageBlock, index: int) -> None:
+        held = sum(t.untyped_storage().nbytes() for _, t in (*first, *second))
+        if held + block.n_bytes > 3 * 1_200_000:
+            raise torch.OutOfMemoryError("short")
+        restore(block, index)
+
+    monkeypatch.setattr(StorageBlock, "restore", short)
+    with pytest.raises(torch.OutOfMemoryError):
+        move.back(coming)
+    assert not any(tensor.untyped_storage().nbytes() for _, tensor in second)
+    move.back(coming, make_room=leaving.release_next).wait()
+    assert all(torch.equal(t, old) for (_, t), old in zip(second, before, strict=True))
