@@ -16,18 +16,21 @@ from torch import Tensor
 
 from .. import shards
 
+Place = Tensor | Callable[[], Tensor]
+
 
 class Absence:
     """One storage that is away, for as long as this object lives or until :meth:`end`.
 
     Args:
         storage: whose memory is, or is about to be, given up. Kept alive.
-        place: 1-D uint8 host tensor, a storage of its own, as long as the storage was.
+        place: 1-D uint8 host tensor, a storage of its own, as long as the storage was; or what
+            makes one when the bytes are first asked for.
         settle: called before each use of ``place``: it returns when the bytes are there.
     """
 
     def __init__(
-        self, storage: torch.UntypedStorage, place: Tensor, settle: Callable[[], None] | None = None
+        self, storage: torch.UntypedStorage, place: Place, settle: Callable[[], None] | None = None
     ) -> None:
         # The table does not keep this object alive, and this object keeps the storage alive: so
         # an address in the table is never that of another storage.
@@ -39,10 +42,22 @@ class Absence:
         if _absent.get(self._storage._cdata) is self:
             del _absent[self._storage._cdata]
 
+    def end_if_present(self) -> bool:
+        """End if the storage still has its memory; whether this goes on."""
+        if self._storage.nbytes():
+            self.end()
+        return not self._storage.nbytes()
+
+    def provide(self, place: Tensor) -> None:
+        """The place, ahead of who makes it: that one may look up the storage itself."""
+        self._place = place
+
     def bytes(self) -> torch.UntypedStorage:
         """The host memory, when it holds the bytes."""
         if self._settle is not None:
             self._settle()
+        if not isinstance(self._place, Tensor):
+            self._place = self._place()
         return self._place.untyped_storage()
 
 
@@ -50,7 +65,7 @@ _absent: weakref.WeakValueDictionary[int, Absence] = weakref.WeakValueDictionary
 
 
 def register(
-    storage: torch.UntypedStorage, place: Tensor, settle: Callable[[], None] | None = None
+    storage: torch.UntypedStorage, place: Place, settle: Callable[[], None] | None = None
 ) -> Absence:
     """Enter a storage; the caller keeps what is returned. See :class:`Absence`."""
     return Absence(storage, place, settle)

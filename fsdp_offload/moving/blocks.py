@@ -58,7 +58,7 @@ class StorageBlock:
     def __init__(self, key: str, storage: torch.UntypedStorage) -> None:
         self.key, self.storage = key, storage
         self.n_bytes = storage.nbytes()
-        self.pieces = ((0, self.n_bytes),)
+        self.pieces: Sequence[tuple[int, int]] = ((0, self.n_bytes),)
 
     def is_present(self, index: int) -> bool:
         """See :class:`Block`."""

@@ -71,8 +71,9 @@ class Trip:
 
     def follow(self, stream: Stream) -> None:
         """Let later work of ``stream`` start after all copies; the host does not wait."""
-        if self._last is not None:
-            stream.wait(self._last)
+        last = self._last  # another thread may be waiting
+        if last is not None:
+            stream.wait(last)
 
     def wait(self) -> None:
         """Block until all has arrived and what left has been released. Idempotent."""
@@ -161,6 +162,30 @@ class Mover:
             _release_all(blocks)
             raise
         return trip
+
+    def drop(self, blocks: Sequence[Block]) -> Trip:
+        """Give up blocks without a copy, when what the current stream has by now is done."""
+        blocks = [block for block in blocks if block.n_bytes]
+        trip = Trip(0)
+        if blocks:
+            event = self._gateway.current_stream().record_timed()
+            trip._passed(event, functools.partial(give_up, blocks))
+        return trip
+
+    def renew(
+        self, blocks: Sequence[Block], *, make_room: Callable[[], bool] | None = None
+    ) -> None:
+        """Memory of any content for blocks, on the current stream. If this raises (no device
+        memory), those that were away are away again."""
+        missing = [(b, i) for b in blocks for i in range(len(b.pieces)) if not b.is_present(i)]
+        try:
+            for block, index in missing:
+                _with_room(functools.partial(block.restore, index), make_room)
+        except BaseException:
+            for block, index in missing:
+                if block.is_present(index):
+                    block.release(index)
+            raise
 
     def _send(self, trip: Trip, block: Block) -> None:
         place = self.places.of(block)
