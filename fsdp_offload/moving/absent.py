@@ -1,9 +1,7 @@
-"""Which storages are away, and where their bytes are meanwhile.
+"""Tensors and DTensors of storages that are away; :mod:`.whereabouts` for whoever moves many.
 
-Whoever reads or writes a tensor that may be away asks here: :func:`present` gives the tensor
-itself, or one like it over the host memory that holds its bytes. What is written there arrives on
-the device when the storage comes back. The table knows storages, not who moved them, so code that
-only reads parameters does not have to know that either.
+:func:`present` gives a tensor itself, or one like it over the host memory that holds its bytes.
+What is written there arrives on the device when the storage comes back.
 """
 
 from __future__ import annotations
@@ -15,53 +13,42 @@ import torch
 from torch import Tensor
 
 from .. import shards
-
-Place = Tensor | Callable[[], Tensor]
+from . import whereabouts
+from .whereabouts import Place
 
 
 class Absence:
     """One storage that is away, for as long as this object lives or until :meth:`end`.
 
     Args:
-        storage: whose memory is, or is about to be, given up. Kept alive.
-        place: 1-D uint8 host tensor, a storage of its own, as long as the storage was; or what
-            makes one when the bytes are first asked for.
-        settle: called before each use of ``place``: it returns when the bytes are there.
+        storage: whose memory is, or is about to be, given up.
+        place: see :data:`.whereabouts.Place`. It must not keep this object alive.
+        settle: called before each use of ``place``: it returns when the bytes are there. It must
+            not keep this object alive, either.
     """
 
     def __init__(
         self, storage: torch.UntypedStorage, place: Place, settle: Callable[[], None] | None = None
     ) -> None:
-        # The table does not keep this object alive, and this object keeps the storage alive: so
-        # an address in the table is never that of another storage.
-        self._storage, self._place, self._settle = storage, place, settle
-        _absent[storage._cdata] = self
+        self._storage, self._wait = storage, None if settle is None else _Wait(settle)
+        whereabouts.left(storage, place, self._wait)
+        self.end = weakref.finalize(self, whereabouts.returned, storage)
+        self.end.atexit = False
 
-    def end(self) -> None:
-        """The storage is back, or about to be. Idempotent."""
-        if _absent.get(self._storage._cdata) is self:
-            del _absent[self._storage._cdata]
-
-    def end_if_present(self) -> bool:
-        """End if the storage still has its memory; whether this goes on."""
+    def is_over(self) -> bool:
+        """End if the storage still has its memory; whether it has."""
         if self._storage.nbytes():
             self.end()
-        return not self._storage.nbytes()
+        return not self.end.alive
 
     def provide(self, place: Tensor) -> None:
-        """The place, ahead of who makes it: that one may look up the storage itself."""
-        self._place = place
-
-    def bytes(self) -> torch.UntypedStorage:
-        """The host memory, when it holds the bytes."""
-        if self._settle is not None:
-            self._settle()
-        if not isinstance(self._place, Tensor):
-            self._place = self._place()
-        return self._place.untyped_storage()
+        """The bytes are in ``place`` from now on."""
+        whereabouts.left(self._storage, place, self._wait)
 
 
-_absent: weakref.WeakValueDictionary[int, Absence] = weakref.WeakValueDictionary()
+class _Wait:
+    def __init__(self, wait: Callable[[], None]) -> None:
+        self.wait = wait
 
 
 def register(
@@ -72,8 +59,8 @@ def register(
 
 
 def is_absent(tensor: Tensor) -> bool:
-    """Whether the storage of a tensor, or of a DTensor's shard, is away."""
-    return bool(_absent) and shards.local(tensor).untyped_storage()._cdata in _absent
+    """Whether the memory of a tensor, or of a DTensor's shard, is away."""
+    return whereabouts.is_away(shards.local(tensor))
 
 
 def host_view(tensor: Tensor) -> Tensor | None:
@@ -81,16 +68,14 @@ def host_view(tensor: Tensor) -> Tensor | None:
 
     The same shape, strides, dtype and offset; for a DTensor a DTensor of the same placements. It
     carries no gradient. The device is not touched.
+
+    Raises:
+        AwayError: its memory is gone, and nobody said where the bytes are.
     """
-    if not _absent:
-        return None
     shard = shards.local(tensor)
-    absence = _absent.get(shard.untyped_storage()._cdata)
-    if absence is None:
+    if not whereabouts.is_away(shard):
         return None
-    empty = torch.empty(0, dtype=shard.dtype, device="cpu")
-    view: Tensor = empty.set_(absence.bytes(), shard.storage_offset(), shard.shape, shard.stride())
-    return shards.like(tensor, view)
+    return shards.like(tensor, whereabouts.here(shard))
 
 
 def present(tensor: Tensor) -> Tensor:

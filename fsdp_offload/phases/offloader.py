@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NoReturn
@@ -247,7 +248,7 @@ class PhaseOffloader:
             self._optimizer.reload(self._mover, self._blocks["state"], None).wait()
         except (torch.OutOfMemoryError, DeviceMemoryError):
             # Nothing is lost: some of it is away, and reload() tries again.
-            self._absences = [a for a in self._absences if a.end_if_present()]
+            self._absences = [a for a in self._absences if not a.is_over()]
             if self._policies.grads == "save":
                 self._gradients.leave(self._parameters())
             self._become_away(Handle({}))
@@ -311,10 +312,12 @@ class PhaseOffloader:
 
     def _enter_absent(self) -> None:
         moved = [block for kind in ("params", "state") for block in self._blocks[kind]]
+        settle = weakref.WeakMethod(self._settle)
         self._absences = [
-            absent.register(block.storage, self._places.of(block), self._settle) for block in moved
+            absent.register(block.storage, self._places.of(block), lambda: _call(settle))
+            for block in moved
         ]
-        self._absences += self._rebuilding.enter_absent(self._settle)
+        self._absences += self._rebuilding.enter_absent(lambda: _call(settle))
 
     def _leave_absent(self) -> None:
         for absence in self._absences:
@@ -444,6 +447,13 @@ def swap(*, out: PhaseOffloader, in_: PhaseOffloader, wait: bool = True) -> tupl
         leaving.wait()
         coming.wait()
     return leaving, coming
+
+
+def _call(find: Callable[[], Callable[[], None] | None]) -> None:
+    """Call a method whose object may be gone."""
+    method = find()
+    if method is not None:
+        method()
 
 
 class _Last:

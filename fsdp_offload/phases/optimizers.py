@@ -166,7 +166,7 @@ def find_state(optimizer: Any, policies: Policies) -> OptimizerState:
             reason="only a HybridDeviceOptimizer keeps masters to write parameters from",
             remedy='use params="save"',
         )
-    if callable(getattr(optimizer, "reserve_offload", None)):
+    if getattr(optimizer, "is_offloaded", False):  # a HybridDeviceOptimizer
         return _OwnState(optimizer) if policies.state == "save" else _Kept(optimizer)
     if optimizer is not None and policies.state == "save":
         return _MovedState(optimizer)

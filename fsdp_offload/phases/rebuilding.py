@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 
 import torch
@@ -64,7 +65,9 @@ class Rebuilding:
     def enter_absent(self, settle: Callable[[], None]) -> list[Absence]:
         """Let readers know; host memory is taken when there is one."""
         self._absences = {
-            block: absent.register(block.storage, functools.partial(self._fill, block), settle)
+            block: absent.register(
+                block.storage, functools.partial(_fill, weakref.ref(self), block), settle
+            )
             for block in self._parameters
         }
         return list(self._absences.values())
@@ -90,8 +93,8 @@ class Rebuilding:
             place = self._mover.places.of(block)
             block.view(0).copy_(place, non_blocking=True)
 
-    def _fill(self, block: StorageBlock) -> Tensor:
-        """Host memory with the block's bytes."""
+    def fill(self, block: StorageBlock) -> Tensor:
+        """Host memory with the block's bytes, which may be written."""
         with self._lock:
             if block not in self._filled:
                 self._mover.reserve([block])
@@ -102,6 +105,12 @@ class Rebuilding:
                 with torch.no_grad():
                     self._state.optimizer.rebuild([self._parameters[block]])
             return self._mover.places.of(block)
+
+
+def _fill(find: Callable[[], Rebuilding | None], block: StorageBlock) -> Tensor:
+    rebuilding = find()
+    assert rebuilding is not None, "it keeps the entry that calls this"
+    return rebuilding.fill(block)
 
 
 def _storage_id(tensor: Tensor) -> int:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 
+import pytest
 import torch
 
+from fsdp_offload.errors import AwayError
 from fsdp_offload.moving import absent
 
 
@@ -50,6 +52,9 @@ def test_entry_goes_with_whoever_made_it() -> None:
     assert absent.is_absent(tensor)
     del entry
     gc.collect()
+    with pytest.raises(AwayError, match="not in host memory"):
+        absent.host_view(tensor)
+    tensor.untyped_storage().resize_(12)
     assert not absent.is_absent(tensor)
 
 
@@ -61,5 +66,6 @@ def test_bytes_are_waited_for_before_each_use() -> None:
     assert waits == [1]
     entry.end()
     entry.end()
+    assert entry.is_over()
     absent.host_view(tensor)
     assert waits == [1]

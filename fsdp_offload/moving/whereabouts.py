@@ -1,0 +1,110 @@
+"""Where the bytes of a storage are: on the device, or in host memory while it is away.
+
+[Note: one question]
+Whoever reads or writes a weight outside of a step asks :func:`here` for it: the tensor itself, or
+a tensor of the same dtype, shape and strides over its place in host memory. Whoever moves storages
+says so with :func:`left` and :func:`returned`, so that nobody has to know who moved what.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ..errors import AwayError
+
+Place = Tensor | Callable[[], Tensor]
+"""The storage's bytes in host memory: uint8, 1-D; or what makes a copy of them, for a storage
+whose values are kept in another form. Writes into such a copy are lost."""
+
+
+class _Trip(Protocol):
+    def wait(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class _Entry:
+    storage: torch.UntypedStorage  # held: nobody else may get its identity
+    place: Place | None  # None: on its way back
+    trip: _Trip | None
+
+
+_entries: dict[int, _Entry] = {}  # by the storage's identity
+
+
+def left(storage: torch.UntypedStorage, place: Place, trip: _Trip | None = None) -> None:
+    """``storage`` is away: its bytes are in ``place`` once ``trip`` has ended.
+
+    Args:
+        storage: whose memory is given up, or about to be.
+        place: see :data:`Place`; as many bytes as the storage has when it is present.
+        trip: waited for, on the host, before the place is read.
+    """
+    _entries[storage._cdata] = _Entry(storage, place, trip)
+
+
+def returned(storage: torch.UntypedStorage, trip: _Trip | None = None) -> None:
+    """``storage`` has its memory again, and its bytes once ``trip`` has ended. Idempotent."""
+    if trip is None:
+        _entries.pop(storage._cdata, None)
+    elif storage._cdata in _entries:
+        _entries[storage._cdata] = _Entry(storage, None, trip)
+
+
+def is_away(tensor: Tensor) -> bool:
+    """Whether the memory of a plain tensor is not on its device. Cheap."""
+    storage = tensor.untyped_storage()
+    entry = _entries.get(storage._cdata) if _entries else None
+    if entry is not None:
+        return entry.place is not None
+    return storage.nbytes() == 0 and tensor.numel() > 0
+
+
+def here(tensor: Tensor) -> Tensor:
+    """``tensor``, or its twin in host memory while it is away; what is under way is waited for.
+
+    Args:
+        tensor: plain; a DTensor's shard, not the DTensor.
+
+    Raises:
+        AwayError: its memory is gone, and nobody said where the bytes are.
+    """
+    storage = tensor.untyped_storage()
+    entry = _entries.get(storage._cdata)
+    if entry is None:
+        if is_away(tensor):
+            raise AwayError(
+                f"a tensor of shape {tuple(tensor.shape)}, {tensor.dtype}",
+                reason="its device memory was given up, and its bytes are not in host memory",
+                remedy="reload it first",
+            )
+        return tensor
+    if entry.trip is not None:
+        entry.trip.wait()
+    if entry.place is None:
+        _entries.pop(storage._cdata, None)
+        return tensor
+    return twin(tensor, entry.place if isinstance(entry.place, Tensor) else entry.place())
+
+
+def twin(tensor: Tensor, place: Tensor) -> Tensor:
+    """A tensor like ``tensor`` over ``place``, the bytes of its storage (uint8, 1-D, host)."""
+    start, size = place.storage_offset(), tensor.itemsize
+    assert start % size == 0, (start, tensor.dtype)
+    made = torch.empty(0, dtype=tensor.dtype, device=place.device)
+    offset = start // size + tensor.storage_offset()
+    return made.set_(place.untyped_storage(), offset, tensor.size(), tensor.stride())
+
+
+def twin_at(tensor: Tensor, place: Tensor, start: int) -> Tensor:
+    """As :func:`twin` for a contiguous tensor whose bytes begin at ``start`` of the place; its
+    storage is exactly these bytes, so that ``torch.save`` takes nothing else with them."""
+    first = place.storage_offset() + start
+    n_bytes = tensor.numel() * tensor.itemsize
+    part = place.untyped_storage()[first : first + n_bytes]
+    made = torch.empty(0, dtype=tensor.dtype, device=place.device)
+    return made.set_(part, 0, tensor.size(), tensor.stride())
