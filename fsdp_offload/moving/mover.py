@@ -121,6 +121,8 @@ class Mover:
         blocks = [b for b in _in_order(blocks) if any(map(b.is_present, range(len(b.pieces))))]
         self.places.reserve(blocks)
         trip = Trip(sum(block.n_bytes for block in blocks))
+        if not blocks:
+            return trip
         self._out.wait(self._gateway.current_stream().record())
         trip._starts(self._out)
         try:
@@ -148,6 +150,8 @@ class Mover:
         """
         blocks = [b for b in _in_order(blocks) if not all(map(b.is_present, range(len(b.pieces))))]
         trip = Trip(sum(block.n_bytes for block in blocks))
+        if not blocks:
+            return trip
         start = self._gateway.current_stream().record()
         self._in.wait(start)
         trip._starts(self._in)
