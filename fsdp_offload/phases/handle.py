@@ -63,13 +63,18 @@ class Handle:
     """A move under way; made by ``offload`` and ``reload``. Any thread may use it."""
 
     def __init__(
-        self, trips: Mapping[str, Trip], finish: Callable[[Handle], None] | None = None
+        self,
+        trips: Mapping[str, Trip],
+        finish: Callable[[Handle], None] | None = None,
+        *,
+        dropped: Trip | None = None,
     ) -> None:
         self.n_bytes = sum(trip.n_bytes for trip in trips.values())
         """Bytes that are copied."""
         self.seconds = 0.0
         """From the call to its end, as the host saw it; 0 before :meth:`wait` returns."""
-        self._trips, self._finish = dict(trips), finish
+        self._by_kind, self._finish = dict(trips), finish
+        self._trips = [*trips.values()] + ([] if dropped is None else [dropped])
         self._began, self._lock = time.perf_counter(), threading.RLock()
 
     def is_done(self) -> bool:
@@ -77,7 +82,7 @@ class Handle:
         if not self._lock.acquire(blocking=False):
             return False  # another thread waits for it
         try:
-            done = all([trip.advance() for trip in self._trips.values()])
+            done = all([trip.advance() for trip in self._trips])
             if done:
                 self.wait()
             return done
@@ -87,7 +92,7 @@ class Handle:
     def wait(self) -> None:
         """Block until everything has arrived and what left has been given up. Idempotent."""
         with self._lock:
-            for trip in self._trips.values():
+            for trip in self._trips:
                 trip.wait()
             if self._finish is not None:
                 finish, self._finish = self._finish, None
@@ -96,9 +101,9 @@ class Handle:
 
     def transfers(self) -> dict[str, Transfer]:
         """Figures by kind; wait first."""
-        return {k: Transfer(t.n_bytes, t.copy_seconds) for k, t in self._trips.items()}
+        return {k: Transfer(t.n_bytes, t.copy_seconds) for k, t in self._by_kind.items()}
 
     def _release_next(self) -> bool:
         """Wait for the next memory that leaves; False if none is left to leave."""
         with self._lock:
-            return any(trip.release_next() for trip in self._trips.values())
+            return any(trip.release_next() for trip in self._trips)

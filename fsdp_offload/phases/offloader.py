@@ -237,7 +237,7 @@ class PhaseOffloader:
             self._stay(trips)
             raise
         self._gradients.leave(self._parameters())
-        self._become_away(Handle({**trips, "rebuilt": dropped}, self._has_left))
+        self._become_away(Handle(trips, self._has_left, dropped=dropped))
 
     def _stay(self, trips: Mapping[str, Trip]) -> None:
         """Leaving has failed half-way: bring back what had left already."""
@@ -332,7 +332,7 @@ class PhaseOffloader:
 
     def _has_left(self, handle: Handle) -> None:
         release_cached(self._device)
-        self._last.offloaded = _by_kind(handle)
+        self._last.offloaded = handle.transfers()
         self._last.offload_seconds = handle.seconds
         free = free_bytes(self._device)
         if free is not None and self._free_before is not None:
@@ -390,7 +390,7 @@ class PhaseOffloader:
 
     def _has_returned(self, handle: Handle) -> None:
         remove_all(self._patches)
-        self._last.reloaded = _by_kind(handle)
+        self._last.reloaded = handle.transfers()
         self._last.reload_seconds = handle.seconds
         self._last.cycles += 1
 
@@ -464,10 +464,6 @@ class _Last:
         self.reloaded: Mapping[str, Transfer] = {}
         self.offload_seconds = self.reload_seconds = 0.0
         self.freed_bytes = self.cycles = 0
-
-
-def _by_kind(handle: Handle) -> dict[str, Transfer]:
-    return {k: each for k, each in handle.transfers().items() if k != "rebuilt"}
 
 
 def movable(blocks: Sequence[StorageBlock]) -> list[StorageBlock]:
