@@ -28,7 +28,7 @@ from fsdp_offload.errors import (
 )
 from fsdp_offload.memory import HostArena
 from fsdp_offload.moving import StorageBlock, absent, places
-from fsdp_offload.phases import offloader
+from fsdp_offload.phases import seats
 
 
 class Net(nn.Module):
@@ -579,7 +579,7 @@ def test_memory_that_torch_does_not_own_stays_or_is_refused() -> None:
             self.key, self.n_bytes = "params.weight", 16
 
     with pytest.raises(UnsupportedParameterError, match="weight"):
-        offloader.movable([OnDevice()])
+        seats.movable([OnDevice()])
 
 
 @pytest.mark.parametrize(

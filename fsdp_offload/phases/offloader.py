@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import NoReturn
 
 import torch
@@ -21,13 +22,20 @@ from ..errors import (
     ClosedError,
     ConfigError,
     DeviceMemoryError,
-    UnsupportedParameterError,
 )
 from ..groups import find_groups
 from ..memory.budget import size_text
-from ..moving import Absence, StorageBlock, Trip, absent, collect, give_up
-from ..moving.mover import Mover
-from ..moving.places import Places
+from ..moving import (
+    Absence,
+    Block,
+    Mover,
+    Places,
+    StorageBlock,
+    Trip,
+    absent,
+    collect,
+    give_up,
+)
 from ..patching import Patch, remove_all
 from ..wrapping import gateway_of, modules_of
 from .gradients import Gradients
@@ -36,6 +44,7 @@ from .handle import Handle, PhaseStatistics, Transfer
 from .optimizers import find_state
 from .policies import Policies
 from .rebuilding import Rebuilding
+from .seats import make_seats
 
 
 class PhaseOffloader:
@@ -79,12 +88,6 @@ class PhaseOffloader:
         transfer: TransferConfig | None = None,
     ) -> None:
         self._policies = Policies(params, grads, state, on_use)
-        if fixed_address:
-            raise ConfigError(
-                "fixed_address=True",
-                reason="storages of existing tensors have no fixed-address form yet",
-                remedy="leave it out; addresses then change with each reload",
-            )
         self._models = modules_of(model)
         self._optimizer = find_state(optimizer, self._policies)
         tensors = [t for m in self._models for t in (*m.parameters(), *m.buffers())]
@@ -98,12 +101,14 @@ class PhaseOffloader:
         self._gateway = gateway_of(parameters or tensors)
         self._device = self._gateway.device
         self._places = Places(self._gateway, transfer or TransferConfig())
+        self._seats = make_seats(self._policies, self._places, fixed_address=fixed_address)
         self._mover = Mover(self._gateway, self._places)
         groups = find_groups(self._models)
         self._groups, self._guard = groups, ModuleGuard(self._models, groups)
         self._gradients = Gradients(grads, groups)
         self._rebuilding = Rebuilding(self._optimizer, self._mover, enabled=params == "rebuild")
-        self._blocks: dict[str, list[StorageBlock]] = {}
+        self._storages: dict[str, list[StorageBlock]] = {}
+        self._blocks: dict[str, list[Block]] = {}  # what moves for them
         self._absences: list[Absence] = []
         self._patches: list[Patch] = []
         self._handle = Handle({})
@@ -171,7 +176,7 @@ class PhaseOffloader:
                 self._handle.wait()
             return self._handle
 
-    @contextmanager
+    @contextlib.contextmanager
     def away(self) -> Iterator[Handle]:
         """:meth:`offload` at the beginning and :meth:`reload` at the end, also of exceptions."""
         handle = self.offload()
@@ -247,8 +252,11 @@ class PhaseOffloader:
             self._mover.back([*self._blocks["params"], *self._blocks["grads"]]).wait()
             self._optimizer.reload(self._mover, self._blocks["state"], None).wait()
         except (torch.OutOfMemoryError, DeviceMemoryError):
-            # Nothing is lost: some of it is away, and reload() tries again.
-            self._absences = [a for a in self._absences if not a.is_over()]
+            # Nothing is lost, and reload() tries again. What can leave after all does.
+            with contextlib.suppress(Exception):
+                self._optimizer.offload(self._mover, self._blocks["state"]).wait()
+                self._mover.out([*self._blocks["grads"], *self._blocks["params"]]).wait()
+            self._absences = [each for each in self._absences if not each.is_over()]
             if self._policies.grads == "save":
                 self._gradients.leave(self._parameters())
             self._become_away(Handle({}))
@@ -276,12 +284,11 @@ class PhaseOffloader:
             tensor for kind, pairs in named.items() for _, tensor in pairs if not self._moves(kind)
         ]
         collect([("", tensor) for tensor in kept], self._device, known=known)
-        blocks = {
-            kind: movable(collect(pairs, self._device, known=known)) if self._moves(kind) else []
-            for kind, pairs in named.items()
-        }
-        blocks["params"] = self._rebuilding.take(blocks["params"], named["params"])
-        self._blocks = blocks
+        for kind, pairs in named.items():
+            found = collect(pairs, self._device, known=known) if self._moves(kind) else []
+            if kind == "params":
+                found = self._rebuilding.take(found, pairs)
+            self._storages[kind], self._blocks[kind] = self._seats[kind].take(found)
 
     def _named(self) -> dict[str, list[tuple[str, Tensor]]]:
         params = [(f"params.{name}", tensor) for name, tensor in self._parameters().items()]
@@ -311,13 +318,15 @@ class PhaseOffloader:
         self._optimizer.reserve()
 
     def _enter_absent(self) -> None:
-        moved = [block for kind in ("params", "state") for block in self._blocks[kind]]
         settle = weakref.WeakMethod(self._settle)
         self._absences = [
-            absent.register(block.storage, self._places.of(block), lambda: _call(settle))
-            for block in moved
+            absent.register(
+                block.storage, self._seats[kind].place(block), functools.partial(_call, settle)
+            )
+            for kind in ("params", "state")
+            for block in self._storages[kind]
         ]
-        self._absences += self._rebuilding.enter_absent(lambda: _call(settle))
+        self._absences += self._rebuilding.enter_absent(functools.partial(_call, settle))
 
     def _leave_absent(self) -> None:
         for absence in self._absences:
@@ -342,7 +351,7 @@ class PhaseOffloader:
 
     def _come_back(self, make_room: Callable[[], bool] | None) -> None:
         trips: dict[str, Trip] = {}
-        away = [block for block in self._all_blocks() if not block.is_present(0)]
+        away = [block for block in self._all_blocks() if not _is_present(block)]
         try:
             trips["params"] = self._mover.back(self._blocks["params"], make_room=make_room)
             self._rebuilding.renew(make_room)
@@ -366,16 +375,16 @@ class PhaseOffloader:
         self._handle = Handle(trips, self._has_returned)
         self._patches = self._optimizer.follow(self._handle, trips["state"], self._gateway)
 
-    def _go_again(self, trips: Mapping[str, Trip], away: Sequence[StorageBlock]) -> None:
+    def _go_again(self, trips: Mapping[str, Trip], away: Sequence[Block]) -> None:
         """Coming back has failed half-way: nobody has used what came, and places hold its bytes."""
         for trip in trips.values():
             trip.wait()
         give_up(away)
         release_cached(self._device)
 
-    def _all_blocks(self) -> list[StorageBlock]:
+    def _all_blocks(self) -> list[Block]:
         found = [block for kind in ("params", "grads", "state") for block in self._blocks[kind]]
-        return found + self._rebuilding.blocks
+        return [*found, *self._rebuilding.blocks]
 
     def _no_room(self) -> DeviceMemoryError:
         needed = sum(block.n_bytes for block in self._all_blocks())
@@ -456,6 +465,10 @@ def _call(find: Callable[[], Callable[[], None] | None]) -> None:
         method()
 
 
+def _is_present(block: Block) -> bool:
+    return all(block.is_present(index) for index in range(len(block.pieces)))
+
+
 class _Last:
     """Figures of the moves that have ended."""
 
@@ -464,22 +477,3 @@ class _Last:
         self.reloaded: Mapping[str, Transfer] = {}
         self.offload_seconds = self.reload_seconds = 0.0
         self.freed_bytes = self.cycles = 0
-
-
-def movable(blocks: Sequence[StorageBlock]) -> list[StorageBlock]:
-    """Blocks whose memory can be given up.
-
-    In host memory, where there is nothing to win, others are left alone: ``torch.load`` makes them.
-
-    Raises:
-        UnsupportedParameterError: there is one in device memory.
-    """
-    for block in blocks:
-        if not block.storage.resizable() and block.storage.device.type != "cpu":
-            raise UnsupportedParameterError(
-                f"{block.key} of {block.n_bytes} bytes",
-                reason="torch does not own its memory (it came through DLPack or from another "
-                "process), so it cannot be given up",
-                remedy="clone() it once",
-            )
-    return [block for block in blocks if block.storage.resizable()]
