@@ -101,7 +101,9 @@ class PhaseOffloader:
         self._gateway = gateway_of(parameters or tensors)
         self._device = self._gateway.device
         self._places = Places(self._gateway, transfer or TransferConfig())
-        self._seats = make_seats(self._policies, self._places, fixed_address=fixed_address)
+        self._seats = make_seats(
+            self._policies, self._gateway, self._places, fixed_address=fixed_address
+        )
         self._mover = Mover(self._gateway, self._places)
         groups = find_groups(self._models)
         self._groups, self._guard = groups, ModuleGuard(self._models, groups)
@@ -196,7 +198,10 @@ class PhaseOffloader:
                 return
             self.reload()
             self._is_closed = True
+            self._storages.clear()
             self._blocks.clear()
+            for seats in self._seats.values():
+                seats.close()
             self._places.close()
 
     def statistics(self) -> PhaseStatistics:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from ..device import Gateway
 from ..errors import ConfigError, UnsupportedParameterError
 from ..moving import Block, Places, StorageBlock
 from .policies import Policies
@@ -30,8 +31,13 @@ class Seats:
         """The bytes of a storage in host memory: 1-D uint8. Its blocks have places."""
         return self._places.of(storage)
 
+    def close(self) -> None:
+        """Nothing is going to leave any more; all of it is present. Idempotent."""
 
-def make_seats(policies: Policies, places: Places, *, fixed_address: bool) -> dict[str, Seats]:
+
+def make_seats(
+    policies: Policies, gateway: Gateway, places: Places, *, fixed_address: bool
+) -> dict[str, Seats]:
     """Seats by kind.
 
     Raises:
