@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import os
 import pickle
+import threading
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -348,6 +350,89 @@ def test_a_scheduler_built_while_away_steps_on(away: Away) -> None:
     phases.reload()
     train(model, optimizer, range(2), lambda _: scheduler.step())
     assert optimizer.param_groups[0]["lr"] == 0.0025
+
+
+def test_a_backward_from_before_raises_while_away_and_works_after() -> None:
+    model, twin = net(), net()
+    phases = PhaseOffloader(model)
+    tokens = torch.arange(5)
+    losses = [nn.functional.cross_entropy(m(tokens), tokens) for m in (model, twin)]
+    versions = [p._version for p in model.parameters()]
+    phases.offload()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        losses[0].backward(retain_graph=True)
+    phases.reload()
+    assert [p._version for p in model.parameters()] == versions
+    model.zero_grad()
+    for loss in losses:
+        loss.backward(retain_graph=True)
+    assert_same([p.grad for p in model.parameters()][:-1], [p.grad for p in twin.parameters()][:-1])
+    with phases.away():
+        model.load_state_dict(net(5).state_dict())
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        losses[0].backward()
+
+
+def test_a_forked_process_is_told() -> None:
+    phases = PhaseOffloader(net())
+    phases.offload()
+    child = os.fork()
+    if child == 0:
+        try:
+            phases.reload()
+        except ClosedError:
+            os._exit(7)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    phases.reload()
+
+
+def test_other_threads_read_while_phases_switch() -> None:
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
+    expected = copy.deepcopy(model.state_dict())
+    phases, failures, stop = PhaseOffloader(model), [], threading.Event()
+
+    def read() -> None:
+        while not stop.is_set():
+            try:
+                assert_same(
+                    {n: v.clone() for n, v in model.state_dict().items()}, expected
+                ) if phases.is_away else None
+            except AssertionError as error:
+                failures.append(error)
+
+    phases.offload()
+    thread = threading.Thread(target=read)
+    thread.start()
+    for _ in range(20):
+        model.state_dict()
+        phases.offload(wait=False).wait()
+    stop.set()
+    thread.join()
+    phases.reload()
+    assert not failures
+    assert_same(model.state_dict(), expected)
+    assert all(isinstance(p, nn.Parameter) for p in model.parameters())
+
+
+def rss_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_host_memory_is_flat_over_cycles_and_goes_with_close() -> None:
+    model = nn.Linear(3072, 3072)  # more than malloc ever keeps for itself
+    payload = model.weight.nbytes
+    phases = PhaseOffloader(model)
+    with phases.away():
+        pass
+    before = rss_bytes()
+    for _ in range(5):
+        phases.offload()
+        phases.reload()
+    held = rss_bytes()
+    assert held - before < payload // 4
+    phases.close()
+    assert held - rss_bytes() > 0.9 * payload
 
 
 # ---------------------------------------------------------------------- state dicts

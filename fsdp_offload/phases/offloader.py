@@ -269,7 +269,7 @@ class PhaseOffloader:
         self._leave_absent()
 
     def _become_away(self, handle: Handle) -> None:
-        self._guard.close(self._before_use)
+        self._guard.close(self._before_use, self._lock)
         self._patches = self._optimizer.close(self._before_use)
         self._is_away, self._handle = True, handle
 

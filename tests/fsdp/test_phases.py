@@ -220,6 +220,8 @@ def checkpoints_while_away(size: int, path: Path) -> None:
         future = checkpoint.async_save(path / "async", *mine)
         check(away(mine[0]), "a save took device memory")
     train(mine, range(4, 6))  # what is being saved is from before
+    with phases.away():  # and the same host memory holds other bytes now
+        pass
     future.result()
     for name in ("own", "async"):
         other = job(size)
