@@ -68,6 +68,7 @@ class Handle:
         finish: Callable[[Handle], None] | None = None,
         *,
         dropped: Trip | None = None,
+        finish_blocks: bool = False,
     ) -> None:
         self.n_bytes = sum(trip.n_bytes for trip in trips.values())
         """Bytes that are copied."""
@@ -75,22 +76,25 @@ class Handle:
         """From the call to its end, as the host saw it; 0 before :meth:`wait` returns."""
         self._by_kind, self._finish = dict(trips), finish
         self._trips = [*trips.values()] + ([] if dropped is None else [dropped])
+        self._finish_blocks = finish_blocks
         self._began, self._lock = time.perf_counter(), threading.RLock()
 
     def is_done(self) -> bool:
-        """Whether everything has arrived. Does not block; gives up what has left so far."""
+        """Whether everything has arrived. Does not block; what has left so far is given up, to
+        torch's allocator (:meth:`wait` gives it to the driver, for which CUDA waits for all work).
+        """
         if not self._lock.acquire(blocking=False):
             return False  # another thread waits for it
         try:
             done = all([trip.advance() for trip in self._trips])
-            if done:
+            if done and not self._finish_blocks:
                 self.wait()
             return done
         finally:
             self._lock.release()
 
     def wait(self) -> None:
-        """Block until everything has arrived and what left has been given up. Idempotent."""
+        """Block until everything has arrived, and what left is the driver's again. Idempotent."""
         with self._lock:
             for trip in self._trips:
                 trip.wait()

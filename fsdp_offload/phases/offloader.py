@@ -54,6 +54,10 @@ class PhaseOffloader:
     and ``optimizer.step()`` raise :class:`AwayError`, or bring everything back first. Objects stay
     the same: parameters, gradients, views and DTensors; only their memory goes.
 
+    Seen are calls of modules, of FSDP2 and of the optimizer. A tensor that is used by other ways
+    while it is away (``print(model.weight)``, a kernel over it, a ``torch.compile`` of a module
+    whose wrapper is not given as ``model``) has no memory, and the process may die of it.
+
     Args:
         model: the module or modules; FSDP2 modules are resharded by each offload.
         optimizer: a :class:`HybridDeviceOptimizer`, any ``torch.optim.Optimizer``, or None.
@@ -137,8 +141,8 @@ class PhaseOffloader:
 
         Args:
             wait: return when the memory is the driver's again. Else copies run beside what
-                follows, and memory is given up as :meth:`Handle.is_done` or, at the latest,
-                :meth:`Handle.wait` finds them complete.
+                follows; memory becomes torch's as :meth:`Handle.is_done` finds them complete, and
+                the driver's with :meth:`Handle.wait`.
 
         Raises:
             HostMemoryError, PinningError: there is something new to hold; nothing was moved.
@@ -247,7 +251,7 @@ class PhaseOffloader:
             self._stay(trips)
             raise
         self._gradients.leave(self._parameters())
-        self._become_away(Handle(trips, self._has_left, dropped=dropped))
+        self._become_away(Handle(trips, self._has_left, dropped=dropped, finish_blocks=True))
 
     def _stay(self, trips: Mapping[str, Trip]) -> None:
         """Leaving has failed half-way: bring back what had left already."""

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from fsdp_offload import PhaseOffloader, checkpoint
 from fsdp_offload.errors import AwayError
+from fsdp_offload.groups import find_groups
 from fsdp_offload.moving import absent
 from fsdp_offload.testing import RankPool
 from tests.fsdp import models
@@ -135,6 +136,8 @@ def use_by_hand(size: int) -> None:
     with early.away():
         check(away(mine[0]), "unsharded parameters are left")
         check(all(isinstance(p, DTensor) for p in mine[0].parameters()), "still unsharded")
+        pending = [group._raw._all_gather_result for group in find_groups([mine[0]])]
+        check(pending == [None] * len(pending), "a gather is pending, and its buffer is left")
         refused(mine[0].unshard, "unshard()")
     for made in (mine, twin):
         train(made, range(3, 5))
