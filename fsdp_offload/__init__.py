@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         UnsupportedParameterError,
     )
     from .optimizer import HybridDeviceOptimizer
+    from .phases import PhaseOffloader, PhaseStatistics, swap
     from .report import Statistics
 
 __version__ = "0.1.0"
@@ -46,6 +47,8 @@ __all__ = [
     "NonFiniteGradientError",
     "OffloadError",
     "OptimizerState",
+    "PhaseOffloader",
+    "PhaseStatistics",
     "PinningError",
     "PrecisionConfig",
     "SpentGradientError",
@@ -57,13 +60,17 @@ __all__ = [
     "UnsupportedParameterError",
     "checkpoint",
     "pack_optimizer_state",
+    "swap",
 ]
 
 _MODULES = {
     "HybridDeviceOptimizer": "optimizer",
     "OptimizerState": "checkpoint",
+    "PhaseOffloader": "phases",
+    "PhaseStatistics": "phases",
     "Statistics": "report",
     "pack_optimizer_state": "checkpoint",
+    "swap": "phases",
 }
 
 

@@ -462,6 +462,26 @@ def gateway_for(device: torch.device) -> Gateway:
     return AcceleratorGateway(device)
 
 
+# --------------------------------------------------------------------------- device memory
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """What the driver could still give out on ``device``; ``None`` where there is no such figure.
+
+    A small constant of CUDA's context is the driver's own; other processes' use counts as used.
+    """
+    module = None if device.type == "cpu" else torch.get_device_module(device)
+    if not hasattr(module, "mem_get_info"):
+        return None
+    return int(module.mem_get_info(device)[0])  # type: ignore[union-attr]
+
+
+def release_cached(device: torch.device) -> None:
+    """Let torch's allocator give unused memory back to the driver, so that others can have it."""
+    if device.type != "cpu":
+        torch.get_device_module(device).empty_cache()
+
+
 # --------------------------------------------------------------------------- pinning and NUMA
 
 

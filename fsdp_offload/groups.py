@@ -27,7 +27,23 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from .device import Event, Gateway, Stream
+from .patching import Patch, remove_all
 from .shards import fsdp_groups
+
+
+def _after_check(
+    before_use: Callable[[str], None],
+    what: str,
+    original: Callable[..., Any],
+    *args: Any,
+    **kw: Any,
+) -> Any:
+    before_use(what)
+    return original(*args, **kw)
+
+
+def _do_nothing(original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    """Instead of the method."""
 
 
 class Watcher(Protocol):
@@ -73,6 +89,43 @@ class Group:
             original = getattr(self._raw, name)
             self._raw.__dict__[name] = functools.partial(method, find, index, gateway, original)
         return functools.partial(_unwatch, weakref.ref(self._raw), find, tuple(methods))
+
+    # ------------------------------------------------------------------ while shards are away
+
+    def settle(self) -> None:
+        """Finish an all-gather that was started by hand: afterwards ``reshard()`` frees it."""
+        if self._raw._all_gather_result is not None:
+            self._raw.wait_for_unshard()
+
+    @property
+    def waiting_gradients(self) -> list[Tensor]:
+        """Whole gradients that wait for a reduction (accumulation without synchronisation)."""
+        found = []
+        for fsdp_param in self._raw.fsdp_params:
+            unsharded = getattr(fsdp_param, "_unsharded_param", None)
+            held = None if unsharded is None else unsharded.grad
+            found += [g for g in (fsdp_param.unsharded_accumulated_grad, held) if g is not None]
+        return found
+
+    def drop_waiting_gradients(self) -> None:
+        """Forget :attr:`waiting_gradients`."""
+        self._drop_new_gradients()
+
+    def close(self, before_use: Callable[[str], None]) -> Callable[[], None]:
+        """Call ``before_use`` before shards are read by anybody; returns what ends it.
+
+        Besides, FSDP2 must not look whether a load has replaced its shards: it compares addresses,
+        and a storage without memory has none.
+        """
+        patches = [
+            Patch(self._raw, name, functools.partial(_after_check, before_use, "unshard()"))
+            for name in ("lazy_init", "unshard")
+        ]
+        patches += [
+            Patch(fsdp_param, "reset_sharded_param", _do_nothing)
+            for fsdp_param in self._raw.fsdp_params
+        ]
+        return functools.partial(remove_all, patches)
 
     # ------------------------------------------------------------------ the replaced methods
 

@@ -7,22 +7,22 @@ no-ops, and a second backward would silently start anew where torch accumulates.
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import Tensor
 
-from .errors import SpentGradientError
+from .errors import OffloadError, SpentGradientError
 
 
-class SpentGradient(Tensor):
-    """Stands for the consumed gradient of one parameter; holds no memory."""
+class StandIn(Tensor):
+    """Stands for the gradient of one parameter that is not there; holds no memory."""
 
     fqn: str
 
     @staticmethod
-    def __new__(cls, parameter: Tensor, fqn: str) -> SpentGradient:
-        made: SpentGradient = torch.Tensor._make_wrapper_subclass(
+    def __new__(cls, parameter: Tensor, fqn: str) -> Self:
+        made: Self = torch.Tensor._make_wrapper_subclass(
             cls,
             parameter.shape,
             dtype=parameter.dtype,
@@ -49,20 +49,38 @@ class SpentGradient(Tensor):
         owner = getattr(func, "__self__", None)  # of a property, such as Tensor.shape
         name = getattr(owner if func.__name__ == "__get__" else func, "__name__", str(func))
         found = _find([args, list((kwargs or {}).values())])
-        raise spent_error(name, "a parameter" if found is None else found.fqn)
+        raise found.refusal(name) if found is not None else cls.refusal_of(name, "a parameter")
+
+    @classmethod
+    def refusal_of(cls, use: str, fqn: str) -> OffloadError:
+        """The error of somebody who used the gradient of ``fqn``."""
+        raise NotImplementedError
+
+    def refusal(self, use: str) -> OffloadError:
+        """The error of somebody who used this one."""
+        return self.refusal_of(use, self.fqn)
 
     def __getattr__(self, name: str) -> Any:
         """What tensors do not have, but DTensors do."""
         if name.startswith("__") or name == "fqn":
             raise AttributeError(name)
-        raise spent_error(name, self.fqn)
+        raise self.refusal(name)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"SpentGradient({self.fqn})"
+        return f"{type(self).__name__}({self.fqn})"
 
 
-def _find(values: Any) -> SpentGradient | None:
-    if isinstance(values, SpentGradient):
+class SpentGradient(StandIn):
+    """Stands for a gradient that the optimizer has consumed."""
+
+    @classmethod
+    def refusal_of(cls, use: str, fqn: str) -> OffloadError:
+        """See :class:`StandIn`."""
+        return spent_error(use, fqn)
+
+
+def _find(values: Any) -> StandIn | None:
+    if isinstance(values, StandIn):
         return values
     if isinstance(values, list | tuple):
         return next((found for value in values if (found := _find(value)) is not None), None)

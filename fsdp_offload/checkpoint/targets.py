@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from .. import shards
 from ..errors import StateDictError
+from ..moving import present
 from ..moving.whereabouts import here
 from ..optimizer import HybridDeviceOptimizer
 from ..pipeline import state as state_io
@@ -198,6 +199,8 @@ def _add_native(
         source = places.state(fqn) + name
         entry = metadata.state_dict_metadata[source]
         value: Any = live.get(name)
+        if isinstance(value, Tensor):
+            value = present(value)
         if isinstance(entry, TensorStorageMetadata) and not isinstance(value, Tensor):
             dtype = entry.properties.dtype
             if entry.size == parameter.shape and name != "step":

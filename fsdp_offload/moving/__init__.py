@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .absent import Absence, host_view, is_absent, present, register
 from .blocks import Block, StorageBlock, collect
 from .mover import Mover, Trip, give_up
 from .pages import PageBlock
@@ -10,6 +11,7 @@ from .region import FixedAddressRegion, RegionStatistics
 from .settling import Seat, settle_storages
 
 __all__ = [
+    "Absence",
     "Block",
     "FixedAddressRegion",
     "Mover",
@@ -21,5 +23,9 @@ __all__ = [
     "Trip",
     "collect",
     "give_up",
+    "host_view",
+    "is_absent",
+    "present",
+    "register",
     "settle_storages",
 ]

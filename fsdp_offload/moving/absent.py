@@ -1,0 +1,84 @@
+"""Tensors and DTensors of storages that are away; :mod:`.whereabouts` for whoever moves many.
+
+:func:`present` gives a tensor itself, or one like it over the host memory that holds its bytes.
+What is written there arrives on the device when the storage comes back.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from .. import shards
+from . import whereabouts
+from .whereabouts import Place
+
+
+class Absence:
+    """One storage that is away, for as long as this object lives or until :meth:`end`.
+
+    Args:
+        storage: whose memory is, or is about to be, given up.
+        place: see :data:`.whereabouts.Place`. It must not keep this object alive.
+        settle: called before each use of ``place``: it returns when the bytes are there. It must
+            not keep this object alive, either.
+    """
+
+    def __init__(
+        self, storage: torch.UntypedStorage, place: Place, settle: Callable[[], None] | None = None
+    ) -> None:
+        self._storage, self._wait = storage, None if settle is None else _Wait(settle)
+        whereabouts.left(storage, place, self._wait)
+        self.end = weakref.finalize(self, whereabouts.returned, storage)
+        self.end.atexit = False
+
+    def is_over(self) -> bool:
+        """End if the storage still has its memory; whether it has."""
+        if self._storage.nbytes():
+            self.end()
+        return not self.end.alive
+
+    def provide(self, place: Tensor) -> None:
+        """The bytes are in ``place`` from now on."""
+        whereabouts.left(self._storage, place, self._wait)
+
+
+class _Wait:
+    def __init__(self, wait: Callable[[], None]) -> None:
+        self.wait = wait
+
+
+def register(
+    storage: torch.UntypedStorage, place: Place, settle: Callable[[], None] | None = None
+) -> Absence:
+    """Enter a storage; the caller keeps what is returned. See :class:`Absence`."""
+    return Absence(storage, place, settle)
+
+
+def is_absent(tensor: Tensor) -> bool:
+    """Whether the memory of a tensor, or of a DTensor's shard, is away."""
+    return whereabouts.is_away(shards.local(tensor))
+
+
+def host_view(tensor: Tensor) -> Tensor | None:
+    """``tensor`` over the host memory of its storage, or ``None`` if that is not away.
+
+    The same shape, strides, dtype and offset; for a DTensor a DTensor of the same placements. It
+    carries no gradient. The device is not touched.
+
+    Raises:
+        AwayError: its memory is gone, and nobody said where the bytes are.
+    """
+    shard = shards.local(tensor)
+    if not whereabouts.is_away(shard):
+        return None
+    return shards.like(tensor, whereabouts.here(shard))
+
+
+def present(tensor: Tensor) -> Tensor:
+    """The tensor to read or write now: ``tensor`` itself, or its :func:`host_view`."""
+    view = host_view(tensor)
+    return tensor if view is None else view

@@ -1,0 +1,52 @@
+"""Methods of single objects, replaced for a while."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Iterable
+from typing import Any
+
+_ABSENT = object()
+
+
+class Patch:
+    """One method of one object, replaced until :meth:`remove`.
+
+    Args:
+        owner: has the method by its class, or by somebody else's replacement.
+        name: of the method.
+        replacement: called with the bound method as it was, then with the call's arguments.
+    """
+
+    def __init__(self, owner: Any, name: str, replacement: Callable[..., Any]) -> None:
+        self._owner, self._name, self._is_active = owner, name, True
+        self._before = owner.__dict__.get(name, _ABSENT)
+        original = getattr(owner, name)
+
+        @functools.wraps(original)
+        def patched(_: Any, *args: Any, **kwargs: Any) -> Any:
+            if not self._is_active:  # somebody has wrapped it meanwhile, and still calls it
+                return original(*args, **kwargs)
+            return replacement(original, *args, **kwargs)
+
+        # Bound, as methods are: a scheduler that is built meanwhile takes it apart.
+        self._patched = types.MethodType(patched, owner)
+        owner.__dict__[name] = self._patched
+
+    def remove(self) -> None:
+        """Put the method back; it is not called any more, by whatever way. Idempotent."""
+        self._is_active = False
+        table = self._owner.__dict__
+        if table.get(self._name) is not self._patched:
+            return
+        if self._before is _ABSENT:
+            del table[self._name]
+        else:
+            table[self._name] = self._before
+
+
+def remove_all(patches: Iterable[Patch]) -> None:
+    """The last one first, as they may lie on top of each other."""
+    for patch in reversed(list(patches)):
+        patch.remove()

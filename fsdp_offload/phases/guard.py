@@ -1,0 +1,155 @@
+"""What modules do while their memory is away.
+
+[Note: two places per module]
+``state_dict`` and ``load_state_dict`` end in one method per module that reads or writes the
+module's own tensors, whatever stands around it (wrappers, torch.distributed.checkpoint). While
+that method runs, the module's tables hold host tensors, so overrides of it work as well. Nothing
+of it outlives the call, whether it returns or raises.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from .. import shards
+from ..errors import AwayError
+from ..groups import Group
+from ..moving import absent
+from ..patching import Patch, remove_all
+
+BeforeUse = Callable[[str], None]
+"""Called with what is about to happen: it raises, or brings everything back."""
+
+
+class ModuleGuard:
+    """Stands before all modules of ``models`` from :meth:`close` to :meth:`open`.
+
+    Args:
+        models: with all of their modules.
+        groups: the FSDP2 groups in them.
+    """
+
+    def __init__(self, models: Sequence[nn.Module], groups: Sequence[Group]) -> None:
+        self._models, self._groups = models, groups
+        self._patches: list[Patch] = []
+        self._undo: list[Callable[[], None]] = []
+        self._allow_graphs: Callable[[], None] = _do_nothing
+        self._is_loaded = False
+
+    def close(self, before_use: BeforeUse, lock: threading.RLock) -> None:
+        """Let ``before_use`` know of every use, and show host tensors to state dicts.
+
+        ``lock`` is held while modules have host tensors: whoever brings memory back holds it, too.
+        """
+        modules = dict.fromkeys(module for model in self._models for module in model.modules())
+        for module in modules:
+            # At the front: FSDP2's own hook reads the shards.
+            hook = module.register_forward_pre_hook(_Forward(before_use), prepend=True)
+            self._undo.append(hook.remove)
+            self._patch(module, "_apply", _checked(before_use, "a move or cast of the model"))
+            self._patch(module, "__reduce_ex__", _checked(before_use, "a copy of the model"))
+            self._patch(module, "_save_to_state_dict", _on_host(module, lock))
+            self._patch(module, "_load_from_state_dict", self._into_host(module, lock))
+        self._undo += [group.close(before_use) for group in self._groups]
+        tensors = [t for m in self._models for t in (*m.parameters(), *m.buffers())]
+        away = {id(t): t for t in tensors if absent.is_absent(t)}
+        self._allow_graphs, self._is_loaded = shards.spoil_graphs(away.values()), False
+
+    def open(self) -> None:
+        """Leave everything as it was. Idempotent."""
+        remove_all(self._patches)
+        for undo in self._undo:
+            undo()
+        if not self._is_loaded:  # else graphs from before have other values in mind
+            self._allow_graphs()
+        self._allow_graphs = _do_nothing
+        self._patches.clear()
+        self._undo.clear()
+
+    def _into_host(self, module: nn.Module, lock: threading.RLock) -> Callable[..., Any]:
+        def load(
+            original: Callable[..., Any],
+            state_dict: Any,
+            prefix: str,
+            local_metadata: dict[str, Any],
+            *args: Any,
+            **kwargs: Any,
+        ) -> Any:
+            if local_metadata.get("assign_to_params_buffers"):
+                raise AwayError(
+                    "load_state_dict(assign=True) of an offloaded model",
+                    reason="it would put other tensors in the place of those that come back",
+                    remedy="load without assign=True, or reload() first",
+                )
+            self._is_loaded = True
+            with lock, host_tensors(module):
+                return original(state_dict, prefix, local_metadata, *args, **kwargs)
+
+        return load
+
+    def _patch(self, module: nn.Module, name: str, replacement: Callable[..., Any]) -> None:
+        self._patches.append(Patch(module, name, replacement))
+
+
+class _Forward:
+    """A forward pre-hook; without effect in a copy."""
+
+    def __init__(self, before_use: BeforeUse | None = None) -> None:
+        self._before_use = before_use
+
+    def __call__(self, module: nn.Module, args: object) -> None:
+        if self._before_use is not None:
+            self._before_use(f"forward of {type(module).__name__}")
+
+    def __reduce__(self) -> tuple[type[_Forward], tuple[()]]:
+        return _Forward, ()
+
+
+def _checked(before_use: BeforeUse, what: str) -> Callable[..., Any]:
+    def call(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        before_use(what)
+        return original(*args, **kwargs)
+
+    return call
+
+
+def _do_nothing() -> None:
+    """There are no graphs to allow."""
+
+
+def _on_host(module: nn.Module, lock: threading.RLock) -> Callable[..., Any]:
+    def save(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with lock, host_tensors(module):
+            return original(*args, **kwargs)
+
+    return save
+
+
+@contextmanager
+def host_tensors(module: nn.Module) -> Iterator[None]:
+    """Inside, parameters and buffers of the module itself that are away are host tensors.
+
+    Over the memory that holds their bytes: what is written arrives when they come back.
+    """
+    swapped: list[tuple[dict[str, Any], str, Tensor, Tensor]] = []
+    tables: list[dict[str, Any]] = [module._parameters, module._buffers]
+    try:
+        for table in tables:
+            for name, tensor in list(table.items()):
+                view = None if tensor is None else absent.host_view(tensor)
+                if view is None:
+                    continue
+                if isinstance(tensor, nn.Parameter):
+                    view = nn.Parameter(view, requires_grad=tensor.requires_grad)
+                swapped.append((table, name, tensor, view))
+                table[name] = view
+        yield
+    finally:
+        for table, name, tensor, view in swapped:
+            if table.get(name) is view:  # else the module has replaced it itself
+                table[name] = tensor

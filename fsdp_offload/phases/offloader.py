@@ -1,0 +1,488 @@
+"""``PhaseOffloader``: parameters, gradients and optimizer state leave the device for a while."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.optim import Optimizer
+
+from ..config import TransferConfig
+from ..device import free_bytes, release_cached
+from ..errors import (
+    AwayError,
+    ClosedError,
+    ConfigError,
+    DeviceMemoryError,
+)
+from ..groups import find_groups
+from ..memory.budget import size_text
+from ..moving import (
+    Absence,
+    Block,
+    Mover,
+    Places,
+    StorageBlock,
+    Trip,
+    absent,
+    collect,
+    give_up,
+)
+from ..patching import Patch, remove_all
+from ..wrapping import gateway_of, modules_of
+from .gradients import Gradients
+from .guard import ModuleGuard
+from .handle import Handle, PhaseStatistics, Transfer
+from .optimizers import find_state
+from .policies import Policies
+from .rebuilding import Rebuilding
+from .seats import make_seats
+
+
+class PhaseOffloader:
+    """Moves what a model and its optimizer keep on the device to host memory, and back.
+
+    While it is away, ``state_dict``, checkpoints and loads work from and into host memory; forward
+    and ``optimizer.step()`` raise :class:`AwayError`, or bring everything back first. Objects stay
+    the same: parameters, gradients, views and DTensors; only their memory goes.
+
+    Seen are calls of modules, of FSDP2 and of the optimizer. A tensor that is used by other ways
+    while it is away (``print(model.weight)``, a kernel over it, a ``torch.compile`` of a module
+    whose wrapper is not given as ``model``) has no memory, and the process may die of it.
+
+    Args:
+        model: the module or modules; FSDP2 modules are resharded by each offload.
+        optimizer: a :class:`HybridDeviceOptimizer`, any ``torch.optim.Optimizer``, or None.
+        params: parameters and buffers. ``"save"``: copied out and in. ``"rebuild"``: where the
+            optimizer keeps a whole fp32 master in host memory, the shard is not copied out but
+            written from it; others are saved. ``"keep"``: they stay on the device.
+        grads: ``"drop"``: ``.grad`` is None afterwards. ``"save"``: comes back as it was.
+            ``"keep"``: stays on the device.
+        state: of the optimizer: ``"save"`` or ``"keep"``.
+        on_use: ``"error"``: use while away raises. ``"reload"``: it brings everything back.
+        fixed_address: bring parameters and state back to the addresses that they had.
+        transfer: how to obtain host memory (``pin``, ``huge_pages``, ``numa``, ``host_budget``).
+
+    Raises:
+        ConfigError: an argument is wrong.
+        DeviceError: several devices, or none that torch can use.
+        UnsupportedParameterError: a storage that cannot be given up and restored.
+        HostMemoryError: host memory is short; nothing has changed.
+        PinningError: the driver refused to page-lock it; nothing has changed.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Sequence[nn.Module],
+        optimizer: Optimizer | None = None,
+        *,
+        params: str = "save",
+        grads: str = "drop",
+        state: str = "save",
+        on_use: str = "error",
+        fixed_address: bool = False,
+        transfer: TransferConfig | None = None,
+    ) -> None:
+        self._policies = Policies(params, grads, state, on_use)
+        self._models = modules_of(model)
+        self._optimizer = find_state(optimizer, self._policies)
+        tensors = [t for m in self._models for t in (*m.parameters(), *m.buffers())]
+        if not tensors:
+            raise ConfigError(
+                "a model without parameters and buffers",
+                reason="there is nothing to move",
+                remedy="pass the module that holds them",
+            )
+        parameters = [t for t in tensors if isinstance(t, nn.Parameter)]
+        self._gateway = gateway_of(parameters or tensors)
+        self._device = self._gateway.device
+        self._places = Places(self._gateway, transfer or TransferConfig())
+        self._seats = make_seats(
+            self._policies, self._gateway, self._places, fixed_address=fixed_address
+        )
+        self._mover = Mover(self._gateway, self._places)
+        groups = find_groups(self._models)
+        self._groups, self._guard = groups, ModuleGuard(self._models, groups)
+        self._gradients = Gradients(grads, groups)
+        self._rebuilding = Rebuilding(self._optimizer, self._mover, enabled=params == "rebuild")
+        self._storages: dict[str, list[StorageBlock]] = {}
+        self._blocks: dict[str, list[Block]] = {}  # what moves for them
+        self._absences: list[Absence] = []
+        self._patches: list[Patch] = []
+        self._handle = Handle({})
+        self._is_away = self._is_closed = False
+        self._lock, self._pid = threading.RLock(), os.getpid()
+        self._last = _Last()
+        try:
+            self._reshard()
+            self._collect()
+            self._reserve()
+        except BaseException:
+            self._places.close()
+            raise
+
+    # ------------------------------------------------------------------ out and back
+
+    @property
+    def is_away(self) -> bool:
+        """From the call of :meth:`offload` to the return of :meth:`reload`."""
+        return self._is_away
+
+    def offload(self, *, wait: bool = True) -> Handle:
+        """Copy everything to host memory and give its device memory up. Does nothing while away.
+
+        Args:
+            wait: return when the memory is the driver's again. Else copies run beside what
+                follows; memory becomes torch's as :meth:`Handle.is_done` finds them complete, and
+                the driver's with :meth:`Handle.wait`.
+
+        Raises:
+            HostMemoryError, PinningError: there is something new to hold; nothing was moved.
+            ClosedError: after :meth:`close`, or in a forked process.
+        """
+        with self._lock:
+            self._check()
+            self._handle.wait()
+            if not self._is_away:
+                self._leave()
+            if wait:
+                self._handle.wait()
+            return self._handle
+
+    def reload(self, *, wait: bool = True) -> Handle:
+        """Bring everything back, parameters first. Does nothing while it is here.
+
+        Args:
+            wait: return when everything has arrived. Else the current stream waits for the
+                parameters, so a forward may be launched at once, and ``optimizer.step()`` waits
+                for the state.
+
+        Raises:
+            DeviceMemoryError: device memory is short. Everything is still in host memory; call
+                again when there is room.
+            ClosedError: in a forked process.
+        """
+        return self._reload(wait, None)
+
+    def _reload(self, wait: bool, make_room: Callable[[], bool] | None) -> Handle:
+        with self._lock:
+            self._check()
+            self._handle.wait()
+            if self._is_away:
+                self._come_back(make_room)
+            if wait:
+                self._handle.wait()
+            return self._handle
+
+    @contextlib.contextmanager
+    def away(self) -> Iterator[Handle]:
+        """:meth:`offload` at the beginning and :meth:`reload` at the end, also of exceptions."""
+        handle = self.offload()
+        try:
+            yield handle
+        finally:
+            self.reload()
+
+    def close(self) -> None:
+        """Bring everything back and give all host memory up. Idempotent.
+
+        Raises:
+            DeviceMemoryError: it cannot come back; everything is as before, call again.
+        """
+        with self._lock:
+            if self._is_closed:
+                return
+            self.reload()
+            self._is_closed = True
+            self._storages.clear()
+            self._blocks.clear()
+            for seats in self._seats.values():
+                seats.close()
+            self._places.close()
+
+    def statistics(self) -> PhaseStatistics:
+        """Figures of the moves that have ended."""
+        arenas = self._places.statistics()
+        last = self._last
+        return PhaseStatistics(
+            offloaded=dict(last.offloaded),
+            reloaded=dict(last.reloaded),
+            offload_seconds=last.offload_seconds,
+            reload_seconds=last.reload_seconds,
+            freed_bytes=last.freed_bytes,
+            host_bytes=sum(arena.n_bytes for arena in arenas),
+            pinned_bytes=sum(arena.n_bytes for arena in arenas if arena.pinned),
+            pin_seconds=sum(arena.touch_seconds + arena.pin_seconds for arena in arenas),
+            cycles=last.cycles,
+        )
+
+    def __reduce__(self) -> NoReturn:
+        raise ConfigError(
+            "a copy or a pickle of a PhaseOffloader",
+            reason="it owns host memory and stands before one model",
+            remedy="build one for the other model",
+        )
+
+    # ------------------------------------------------------------------ leaving
+
+    def _leave(self) -> None:
+        self._free_before = free_bytes(self._device)
+        self._reshard()
+        self._optimizer.synchronize()
+        self._collect()
+        self._reserve()
+        trips: dict[str, Trip] = {}
+        self._enter_absent()
+        try:
+            # The optimizer first: it may have updates of parameters under way.
+            trips["state"] = self._optimizer.offload(self._mover, self._blocks["state"])
+            trips["grads"] = self._mover.out(self._blocks["grads"])
+            trips["params"] = self._mover.out(self._blocks["params"])
+            dropped = self._mover.drop(self._rebuilding.blocks)
+        except BaseException:
+            self._stay(trips)
+            raise
+        self._gradients.leave(self._parameters())
+        self._become_away(Handle(trips, self._has_left, dropped=dropped, finish_blocks=True))
+
+    def _stay(self, trips: Mapping[str, Trip]) -> None:
+        """Leaving has failed half-way: bring back what had left already."""
+        for trip in trips.values():
+            trip.wait()
+        try:
+            self._mover.back([*self._blocks["params"], *self._blocks["grads"]]).wait()
+            self._optimizer.reload(self._mover, self._blocks["state"], None).wait()
+        except (torch.OutOfMemoryError, DeviceMemoryError):
+            # Nothing is lost, and reload() tries again. What can leave after all does.
+            with contextlib.suppress(Exception):
+                self._optimizer.offload(self._mover, self._blocks["state"]).wait()
+                self._mover.out([*self._blocks["grads"], *self._blocks["params"]]).wait()
+            self._absences = [each for each in self._absences if not each.is_over()]
+            if self._policies.grads == "save":
+                self._gradients.leave(self._parameters())
+            self._become_away(Handle({}))
+            return
+        self._leave_absent()
+
+    def _become_away(self, handle: Handle) -> None:
+        self._guard.close(self._before_use, self._lock)
+        self._patches = self._optimizer.close(self._before_use)
+        self._is_away, self._handle = True, handle
+
+    def _reshard(self) -> None:
+        for group in self._groups:
+            group.settle()
+        for model in self._models:
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+
+    def _collect(self) -> None:
+        """The blocks that leave now, by kind, each storage once."""
+        known: set[int] = set()
+        named = self._named()
+        kept = [
+            tensor for kind, pairs in named.items() for _, tensor in pairs if not self._moves(kind)
+        ]
+        collect([("", tensor) for tensor in kept], self._device, known=known)
+        for kind, pairs in named.items():
+            found = collect(pairs, self._device, known=known) if self._moves(kind) else []
+            if kind == "params":
+                found = self._rebuilding.take(found, pairs)
+            self._storages[kind], self._blocks[kind] = self._seats[kind].take(found)
+
+    def _named(self) -> dict[str, list[tuple[str, Tensor]]]:
+        params = [(f"params.{name}", tensor) for name, tensor in self._parameters().items()]
+        for index, model in enumerate(self._models):
+            params += [
+                (f"buffers.{index}.{name}", buffer) for name, buffer in model.named_buffers()
+            ]
+        return {
+            "params": params,
+            "grads": self._gradients.named(self._parameters()),
+            "state": self._optimizer.named(),
+        }
+
+    def _parameters(self) -> dict[str, Tensor]:
+        return {
+            f"{index}.{name}": parameter
+            for index, model in enumerate(self._models)
+            for name, parameter in model.named_parameters()
+        }
+
+    def _moves(self, kind: str) -> bool:
+        return bool(getattr(self._policies, kind) != "keep")
+
+    def _reserve(self) -> None:
+        """Host memory for what has none yet, in one piece."""
+        self._mover.reserve([block for found in self._blocks.values() for block in found])
+        self._optimizer.reserve()
+
+    def _enter_absent(self) -> None:
+        settle = weakref.WeakMethod(self._settle)
+        self._absences = [
+            absent.register(
+                block.storage, self._seats[kind].place(block), functools.partial(_call, settle)
+            )
+            for kind in ("params", "state")
+            for block in self._storages[kind]
+        ]
+        self._absences += self._rebuilding.enter_absent(functools.partial(_call, settle))
+
+    def _leave_absent(self) -> None:
+        for absence in self._absences:
+            absence.end()
+        self._absences.clear()
+
+    def _settle(self) -> None:
+        """Somebody reads host memory: it holds the bytes when this returns."""
+        with self._lock:
+            handle = self._handle
+        handle.wait()
+
+    def _has_left(self, handle: Handle) -> None:
+        release_cached(self._device)
+        self._last.offloaded = handle.transfers()
+        self._last.offload_seconds = handle.seconds
+        free = free_bytes(self._device)
+        if free is not None and self._free_before is not None:
+            self._last.freed_bytes = free - self._free_before
+
+    # ------------------------------------------------------------------ coming back
+
+    def _come_back(self, make_room: Callable[[], bool] | None) -> None:
+        trips: dict[str, Trip] = {}
+        away = [block for block in self._all_blocks() if not _is_present(block)]
+        try:
+            trips["params"] = self._mover.back(self._blocks["params"], make_room=make_room)
+            self._rebuilding.renew(make_room)
+            trips["grads"] = self._mover.back(self._blocks["grads"], make_room=make_room)
+            state = self._blocks["state"]
+            trips["state"] = self._optimizer.reload(self._mover, state, make_room)
+        except BaseException as error:
+            self._go_again(trips, away)
+            if isinstance(error, torch.OutOfMemoryError | DeviceMemoryError):
+                raise self._no_room() from error
+            raise
+        self._leave_absent()
+        self._guard.open()
+        remove_all(self._patches)
+        self._gradients.come_back()
+        self._is_away = False
+        current = self._gateway.current_stream()
+        trips["params"].follow(current)
+        trips["grads"].follow(current)
+        self._rebuilding.write()
+        self._handle = Handle(trips, self._has_returned)
+        self._patches = self._optimizer.follow(self._handle, trips["state"], self._gateway)
+
+    def _go_again(self, trips: Mapping[str, Trip], away: Sequence[Block]) -> None:
+        """Coming back has failed half-way: nobody has used what came, and places hold its bytes."""
+        for trip in trips.values():
+            trip.wait()
+        give_up(away)
+        release_cached(self._device)
+
+    def _all_blocks(self) -> list[Block]:
+        found = [block for kind in ("params", "grads", "state") for block in self._blocks[kind]]
+        return [*found, *self._rebuilding.blocks]
+
+    def _no_room(self) -> DeviceMemoryError:
+        needed = sum(block.n_bytes for block in self._all_blocks())
+        free = free_bytes(self._device)
+        known = "" if free is None else f", and {free} bytes ({size_text(free)}) are free"
+        return DeviceMemoryError(
+            f"reload of {needed} bytes ({size_text(needed)}) to {self._device}",
+            reason=f"the device has no room for them{known}; all of it is still in host memory",
+            remedy="free device memory, torch.cuda.empty_cache() in whoever took it, and call "
+            "reload() again",
+        )
+
+    def _has_returned(self, handle: Handle) -> None:
+        remove_all(self._patches)
+        self._last.reloaded = handle.transfers()
+        self._last.reload_seconds = handle.seconds
+        self._last.cycles += 1
+
+    # ------------------------------------------------------------------ use
+
+    def _before_use(self, what: str) -> None:
+        """Something is used that is away, or shares a model with what is."""
+        if not self._is_away:
+            return
+        if self._policies.on_use == "reload":
+            self.reload(wait=False)
+            return
+        raise AwayError(
+            what,
+            reason="the model's memory is offloaded",
+            remedy='reload() first, or build PhaseOffloader with on_use="reload"',
+        )
+
+    def _check(self) -> None:
+        if self._is_closed:
+            raise ClosedError(
+                "a closed PhaseOffloader", reason="its memory was given back", remedy="build one"
+            )
+        if os.getpid() != self._pid:
+            raise ClosedError(
+                f"a PhaseOffloader of process {self._pid} used in process {os.getpid()}",
+                reason="its memory is not inherited by forked processes",
+                remedy="offload and reload in the process that built it",
+            )
+
+
+def swap(*, out: PhaseOffloader, in_: PhaseOffloader, wait: bool = True) -> tuple[Handle, Handle]:
+    """Let one set leave while another comes, each in the other's room.
+
+    Args:
+        out: goes away.
+        in_: comes back.
+        wait: as of :meth:`PhaseOffloader.reload`. The call itself waits for as much of ``out`` to
+            leave as ``in_`` needs room for.
+
+    Returns:
+        The handles of ``out`` and of ``in_``.
+
+    Raises:
+        DeviceMemoryError: ``in_`` does not fit although ``out`` has left; both are away.
+    """
+    leaving = out.offload(wait=False)
+    try:
+        coming = in_._reload(False, leaving._release_next)
+    except BaseException:
+        leaving.wait()
+        raise
+    if wait:
+        leaving.wait()
+        coming.wait()
+    return leaving, coming
+
+
+def _call(find: Callable[[], Callable[[], None] | None]) -> None:
+    """Call a method whose object may be gone."""
+    method = find()
+    if method is not None:
+        method()
+
+
+def _is_present(block: Block) -> bool:
+    return all(block.is_present(index) for index in range(len(block.pieces)))
+
+
+class _Last:
+    """Figures of the moves that have ended."""
+
+    def __init__(self) -> None:
+        self.offloaded: Mapping[str, Transfer] = {}
+        self.reloaded: Mapping[str, Transfer] = {}
+        self.offload_seconds = self.reload_seconds = 0.0
+        self.freed_bytes = self.cycles = 0

@@ -1,0 +1,184 @@
+"""The optimizer of a :class:`PhaseOffloader`, of three kinds behind one face."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ..device import Gateway
+from ..errors import ConfigError, DeviceMemoryError
+from ..moving import Block, Mover, Trip
+from ..patching import Patch
+from .handle import Handle
+from .plain_state import PlainState
+from .policies import Policies
+
+BeforeUse = Callable[[str], None]
+MakeRoom = Callable[[], bool]
+
+
+class OptimizerState:
+    """No optimizer, one whose state stays, or (subclasses) one whose state moves.
+
+    Args:
+        optimizer: kept from stepping while parameters are away.
+    """
+
+    def __init__(self, optimizer: Optimizer | None) -> None:
+        self._optimizer: Any = optimizer
+
+    def named(self) -> list[tuple[str, Tensor]]:
+        """Keys and tensors of state that somebody else has to move, or to leave alone."""
+        return [] if self._optimizer is None else PlainState(self._optimizer).named()
+
+    def reserve(self) -> None:
+        """Host memory for what it moves itself."""
+
+    def synchronize(self) -> None:
+        """Updates under way are in order of the current stream when this returns."""
+        wait = getattr(self._optimizer, "synchronize", None)
+        if callable(wait):
+            wait()
+
+    def offload(self, mover: Mover, blocks: Sequence[Block]) -> Trip:
+        """State leaves."""
+        return mover.out(blocks)
+
+    def reload(self, mover: Mover, blocks: Sequence[Block], make_room: MakeRoom | None) -> Trip:
+        """State comes back. Raises torch.OutOfMemoryError, or a DeviceMemoryError."""
+        return mover.back(blocks, make_room=make_room)
+
+    def close(self, before_use: BeforeUse) -> list[Patch]:
+        """Tell of uses while memory is away."""
+        if self._optimizer is None:
+            return []
+
+        def check(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            before_use(f"step() of {type(self._optimizer).__name__}")
+            # on_use="reload" has put another step in this one's place: it follows the state.
+            return self._optimizer.step(*args, **kwargs)
+
+        return [Patch(self._optimizer, "step", check)]
+
+    def follow(self, handle: Handle, trip: Trip, gateway: Gateway) -> list[Patch]:
+        """Until ``handle`` is done, let uses of the state come after ``trip``."""
+        if self._optimizer is None or handle.is_done():
+            return []
+
+        def step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            if not handle.is_done():
+                trip.follow(gateway.current_stream())
+            return original(*args, **kwargs)
+
+        def wait(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            handle.wait()
+            return original(*args, **kwargs)
+
+        return [
+            Patch(self._optimizer, "step", step),
+            Patch(self._optimizer, "state_dict", wait),
+            Patch(self._optimizer, "load_state_dict", wait),
+        ]
+
+    @property
+    def optimizer(self) -> Any:
+        """As it was given."""
+        return self._optimizer
+
+
+class _MovedState(OptimizerState):
+    """A plain optimizer, whose state tensors are blocks like any others."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        super().__init__(optimizer)
+        self._plain = PlainState(optimizer)
+
+    def named(self) -> list[tuple[str, Tensor]]:
+        return self._plain.named()
+
+    def reload(self, mover: Mover, blocks: Sequence[Block], make_room: MakeRoom | None) -> Trip:
+        trip = super().reload(mover, blocks, make_room)
+        try:
+            self._plain.arrive()
+        except BaseException:
+            trip.wait()
+            raise
+        return trip
+
+    def close(self, before_use: BeforeUse) -> list[Patch]:
+        def check(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            before_use(f"a copy of {type(self._optimizer).__name__}")
+            return original(*args, **kwargs)
+
+        copies = Patch(self._optimizer, "__reduce_ex__", check)
+        return [*super().close(before_use), *self._plain.close(), copies]
+
+
+class _OwnState(OptimizerState):
+    """An optimizer that moves its own state."""
+
+    def named(self) -> list[tuple[str, Tensor]]:
+        return []
+
+    def reserve(self) -> None:
+        self._optimizer.reserve_offload()
+
+    def offload(self, mover: Mover, blocks: Sequence[Block]) -> Trip:
+        trip: Trip = self._optimizer.offload(wait=False)
+        return trip
+
+    def reload(self, mover: Mover, blocks: Sequence[Block], make_room: MakeRoom | None) -> Trip:
+        while True:
+            try:
+                trip: Trip = self._optimizer.reload(wait=False)
+            except (torch.OutOfMemoryError, RuntimeError) as error:
+                if not _is_out_of_memory(error) or make_room is None or not make_room():
+                    raise
+            else:
+                return trip
+
+
+def find_state(optimizer: Any, policies: Policies) -> OptimizerState:
+    """The kind that ``optimizer`` is.
+
+    Raises:
+        ConfigError: no optimizer, one that is wrapped, or ``params="rebuild"`` without masters.
+    """
+    if optimizer is not None and not isinstance(optimizer, Optimizer):
+        raise ConfigError(
+            f"optimizer of type {type(optimizer).__name__}",
+            reason="not a torch.optim.Optimizer",
+            remedy="pass the optimizer itself, or None",
+        )
+    if getattr(getattr(optimizer, "__dict__", {}).get("step"), "forwards_to_wrapper", False):
+        raise ConfigError(
+            f"optimizer {type(optimizer).__name__}",
+            reason="it is wrapped: its HybridDeviceOptimizer holds the state",
+            remedy="pass the wrapper",
+        )
+    if policies.params == "rebuild" and not hasattr(optimizer, "rebuildable"):
+        raise ConfigError(
+            f'params="rebuild" with an optimizer of type {type(optimizer).__name__}',
+            reason="only a HybridDeviceOptimizer keeps masters to write parameters from",
+            remedy='use params="save"',
+        )
+    if getattr(optimizer, "is_offloaded", False):  # a HybridDeviceOptimizer
+        return _OwnState(optimizer) if policies.state == "save" else _Kept(optimizer)
+    if optimizer is not None and policies.state == "save":
+        return _MovedState(optimizer)
+    return OptimizerState(optimizer)
+
+
+class _Kept(OptimizerState):
+    """An optimizer that could move its own state, and is not asked to."""
+
+    def named(self) -> list[tuple[str, Tensor]]:
+        return []
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    return isinstance(error, torch.OutOfMemoryError | DeviceMemoryError)

@@ -1,0 +1,117 @@
+"""Parameters that are written from their masters, instead of being copied out and in."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from .. import shards
+from ..moving import Absence, Mover, StorageBlock, absent
+from .optimizers import OptimizerState
+
+
+class Rebuilding:
+    """Blocks whose bytes the optimizer can write at any time.
+
+    While they are away and somebody asks for their values, they get host memory like others, filled
+    from the masters, and are saved blocks from then to the next offload: a load may have written.
+
+    Args:
+        state: of the optimizer that has the masters.
+        mover: of the blocks.
+        enabled: else nothing is ever taken.
+    """
+
+    def __init__(self, state: OptimizerState, mover: Mover, *, enabled: bool) -> None:
+        self._state, self._mover, self._enabled = state, mover, enabled
+        self._parameters: dict[StorageBlock, Tensor] = {}
+        self._filled: set[StorageBlock] = set()
+        self._absences: dict[StorageBlock, Absence] = {}
+        self._lock = threading.RLock()
+
+    @property
+    def blocks(self) -> list[StorageBlock]:
+        """Those that leave without a copy."""
+        return list(self._parameters)
+
+    def take(
+        self, blocks: Sequence[StorageBlock], named: Sequence[tuple[str, Tensor]]
+    ) -> list[StorageBlock]:
+        """Take what can be rebuilt now; returns the others.
+
+        A storage is one parameter's shard, with padding perhaps, and nothing else's.
+        """
+        self._parameters, self._filled = {}, set()
+        if not self._enabled:
+            return list(blocks)
+        able = self._state.optimizer.rebuildable()
+        users: dict[int, list[Tensor]] = {}
+        for _, tensor in named:
+            users.setdefault(_storage_id(tensor), []).append(tensor)
+        saved = []
+        for block in blocks:
+            found = users[block.storage._cdata]
+            if len(found) == 1 and found[0] in able:
+                self._parameters[block] = found[0]
+            else:
+                saved.append(block)
+        return saved
+
+    def enter_absent(self, settle: Callable[[], None]) -> list[Absence]:
+        """Let readers know; host memory is taken when there is one."""
+        self._absences = {
+            block: absent.register(
+                block.storage, functools.partial(_fill, weakref.ref(self), block), settle
+            )
+            for block in self._parameters
+        }
+        return list(self._absences.values())
+
+    def renew(self, make_room: Callable[[], bool] | None) -> None:
+        """Memory for them, of any content.
+
+        Raises:
+            torch.OutOfMemoryError: there is none; all are as before.
+        """
+        self._mover.renew(self.blocks, make_room=make_room)
+
+    def write(self) -> None:
+        """Fill them on the device, in order of the current stream."""
+        current = [(b, p) for b, p in self._parameters.items() if b not in self._filled]
+        for block, parameter in current:
+            shard = shards.local(parameter)
+            if shard.numel() * shard.itemsize < block.n_bytes:
+                block.view(0).zero_()  # FSDP2's padding
+        if current:
+            self._state.optimizer.rebuild([parameter for _, parameter in current])
+        for block in self._filled:
+            place = self._mover.places.of(block)
+            block.view(0).copy_(place, non_blocking=True)
+
+    def fill(self, block: StorageBlock) -> Tensor:
+        """Host memory with the block's bytes, which may be written."""
+        with self._lock:
+            if block not in self._filled:
+                self._mover.reserve([block])
+                self._filled.add(block)
+                place = self._mover.places.of(block)
+                place.zero_()
+                self._absences[block].provide(place)  # where the optimizer writes
+                with torch.no_grad():
+                    self._state.optimizer.rebuild([self._parameters[block]])
+            return self._mover.places.of(block)
+
+
+def _fill(find: Callable[[], Rebuilding | None], block: StorageBlock) -> Tensor:
+    rebuilding = find()
+    assert rebuilding is not None, "it keeps the entry that calls this"
+    return rebuilding.fill(block)
+
+
+def _storage_id(tensor: Tensor) -> int:
+    return int(shards.local(tensor.detach()).untyped_storage()._cdata)

@@ -1,0 +1,268 @@
+"""Phases of FSDP2 jobs: the same bits, checkpoints while away, what FSDP2 does by itself."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from fsdp_offload import PhaseOffloader, checkpoint
+from fsdp_offload.errors import AwayError
+from fsdp_offload.groups import find_groups
+from fsdp_offload.moving import absent
+from fsdp_offload.testing import RankPool
+from tests.fsdp import models
+from tests.fsdp.models import Toy, check, check_same, check_twins
+
+Ranks = Callable[..., RankPool]
+Job = tuple[Toy, Optimizer]
+
+
+def job(size: int, kind: str = "plain", **options: Any) -> Job:
+    model = models.toy(models.flat_mesh(size), **options)
+    inner = torch.optim.AdamW(models.groups(model), fused=kind == "fused")
+    if kind != "hybrid":
+        return model, inner
+    return model, models.wrap(inner, model, update_on=("host", "streamed", "resident"))
+
+
+def away(model: nn.Module) -> bool:
+    """Whether no parameter has device memory, the padding of its shard included."""
+    return not any(
+        models.local(p).untyped_storage().nbytes() for p in (*model.parameters(), *model.buffers())
+    )
+
+
+def refused(use: Callable[[], object], what: str) -> None:
+    try:
+        use()
+    except AwayError:
+        return
+    check(False, f"{what} was not refused")
+
+
+def train(made: Job, steps: range) -> None:
+    for step in steps:
+        models.backward(made[0], step)
+        made[1].step()
+        made[1].zero_grad()
+
+
+# --------------------------------------------------------------------------- the same bits
+
+
+def switch_after_every_step(
+    size: int, params: str, grads: str, state: str, kind: str, options: dict[str, Any]
+) -> None:
+    mine, twin = job(size, kind, **options), job(size, kind, **options)
+    phases = PhaseOffloader(*mine, params=params, grads=grads, state=state)
+    for step in range(1, 5):
+        for model, optimizer in (mine, twin):
+            models.backward(model, step)
+            if model is mine[0] and grads != "drop":
+                phases.offload(wait=False)
+                phases.reload(wait=False)
+            optimizer.step()
+            if model is mine[0]:
+                with phases.away():
+                    check(params == "keep" or away(model), "memory is left")
+            optimizer.zero_grad()
+    check_twins(mine[1], twin[1], f"{params} {grads} {state} {kind}")
+    phases.close()
+
+
+UNSHARDED = {"reshard_after_forward": False}
+BF16 = {"dtype": torch.bfloat16}
+CASES: list[tuple[int, str, str, str, str, dict[str, Any]]] = [
+    (2, "save", "save", "save", "plain", {}),
+    (2, "keep", "save", "keep", "hybrid", UNSHARDED),
+    (3, "save", "drop", "save", "fused", BF16),
+]
+MORE = [
+    (size, params, grads, state, kind, options)
+    for size in (2, 3)
+    for params in ("save", "keep")
+    for grads in ("drop", "save", "keep")
+    for state in ("save", "keep")
+    for kind, options in (("plain", UNSHARDED), ("fused", BF16))
+]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_training_with_phases_has_the_same_bits(ranks: Ranks, size: int) -> None:
+    for case in CASES:
+        if case[0] == size:
+            ranks(size).run(switch_after_every_step, *case)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", MORE, ids=lambda case: "-".join(map(str, case[:5])))
+def test_all_policies_have_the_same_bits(ranks: Ranks, case: Any) -> None:
+    ranks(case[0]).run(switch_after_every_step, *case)
+
+
+# --------------------------------------------------------------------------- FSDP2 by itself
+
+
+def use_by_hand(size: int) -> None:
+    mine, twin = job(size), job(size)
+    early = PhaseOffloader(*mine)
+    early.offload()  # before FSDP2's lazy initialisation
+    refused(mine[0].unshard, "unshard()")
+    refused(mine[0].blocks[0].unshard, "unshard() of a block")
+    refused(lambda: models.backward(mine[0], 1), "forward")
+    refused(lambda: mine[0].blocks[0](torch.zeros(1, models.WIDTH)), "forward of a block")
+    refused(mine[1].step, "step()")
+    early.reload()
+    for made in (mine, twin):
+        train(made, range(1, 3))
+    mine[0].unshard()
+    mine[0].blocks[1].unshard(async_op=True)
+    with early.away():
+        check(away(mine[0]), "unsharded parameters are left")
+        check(all(isinstance(p, DTensor) for p in mine[0].parameters()), "still unsharded")
+        pending = [group._raw._all_gather_result for group in find_groups([mine[0]])]
+        check(pending == [None] * len(pending), "a gather is pending, and its buffer is left")
+        refused(mine[0].unshard, "unshard()")
+    for made in (mine, twin):
+        train(made, range(3, 5))
+    check_twins(mine[1], twin[1], "after unshard by hand")
+
+
+def accumulate_without_sync(size: int, grads: str) -> None:
+    mine, twin = job(size), job(size)
+    phases = PhaseOffloader(*mine, grads=grads)
+    for model, optimizer in (mine, twin):
+        model.set_requires_gradient_sync(False)
+        models.backward(model, 2)
+        if model is mine[0]:
+            phases.offload()
+            phases.reload()
+        elif grads == "drop":
+            fresh = job(size)
+            fresh[0].load_state_dict(model.state_dict())
+            model, optimizer = twin = fresh
+        model.set_requires_gradient_sync(True)
+        models.backward(model, 3)
+        optimizer.step()
+    check_twins(mine[1], twin[1], f"accumulated, {grads}")
+
+
+def loads_before_and_after_the_first_forward(size: int, first: bool) -> None:
+    donor, mine, twin = job(size), job(size), job(size)
+    train(donor, range(1, 3))
+    saved = {n: v.clone() for n, v in donor[0].state_dict().items()}
+    for made in (mine, twin):
+        if first:
+            train(made, range(1, 2))
+    phases = PhaseOffloader(*mine)
+    phases.offload()
+    mine[0].load_state_dict(saved)
+    check(away(mine[0]), "a load took device memory")
+    phases.reload()
+    twin[0].load_state_dict(saved)
+    for made in (mine, twin):
+        train(made, range(3, 5))
+    check_twins(mine[1], twin[1], f"loaded, first={first}")
+
+
+def test_what_fsdp2_does_while_parameters_are_away(ranks: Ranks) -> None:
+    pool = ranks(2)
+    pool.run(use_by_hand, 2)
+    for grads in ("save", "keep", "drop"):
+        pool.run(accumulate_without_sync, 2, grads)
+    for first in (True, False):
+        pool.run(loads_before_and_after_the_first_forward, 2, first)
+
+
+# --------------------------------------------------------------------------- checkpoints
+
+
+def values(made: Job) -> dict[str, Tensor]:
+    model, optimizer = get_state_dict(*made)
+    found = {f"model.{n}": v for n, v in model.items()}
+    for fqn, state in optimizer["state"].items():
+        found |= {f"{fqn}.{n}": v for n, v in state.items()}
+    return copy.deepcopy(found)
+
+
+def check_values(made: Job, expected: dict[str, Tensor], what: str) -> None:
+    found = values(made)
+    check(found.keys() == expected.keys(), what)
+    for name, value in expected.items():
+        check_same(found[name], value, f"{what}: {name}", placed=True)
+
+
+def checkpoints_while_away(size: int, path: Path) -> None:
+    mine = job(size)
+    train(mine, range(1, 4))
+    expected = values(mine)
+    phases = PhaseOffloader(*mine)
+    with phases.away():
+        check_values(mine, expected, "get_state_dict")
+        shown = get_model_state_dict(mine[0])
+        check(not any(absent.is_absent(v) for v in shown.values()), "an empty storage is shown")
+        model, optimizer = get_state_dict(*mine)
+        dcp.save({"model": model, "optim": optimizer}, checkpoint_id=path / "dcp")
+        checkpoint.save(path / "own", *mine)
+        future = checkpoint.async_save(path / "async", *mine)
+        check(away(mine[0]), "a save took device memory")
+    train(mine, range(4, 6))  # what is being saved is from before
+    with phases.away():  # and the same host memory holds other bytes now
+        pass
+    future.result()
+    for name in ("own", "async"):
+        other = job(size)
+        checkpoint.load(path / name, *other)
+        check_values(other, expected, name)
+    for name in ("own", "dcp"):
+        other = job(size)
+        train(other, range(7, 8))
+        elsewhere = PhaseOffloader(*other)
+        elsewhere.offload()
+        if name == "own":
+            checkpoint.load(path / name, *other)
+        else:
+            model, optimizer = get_state_dict(*other)
+            target = {"model": model, "optim": optimizer}
+            dcp.load(target, checkpoint_id=path / name)
+            set_state_dict(
+                *other, model_state_dict=target["model"], optim_state_dict=target["optim"]
+            )
+        check(away(other[0]), "a load took device memory")
+        elsewhere.reload()
+        check_values(other, expected, f"{name}, loaded while away")
+        train(other, range(4, 6))
+        check_twins(other[1], mine[1], f"{name}, trained on")
+    whole = job(size)
+    with PhaseOffloader(*whole).away():
+        set_model_state_dict(whole[0], shown_copy(expected))
+    check_same(next(whole[0].parameters()), expected[f"model.{first_name(whole[0])}"], "set")
+    dist.barrier()
+
+
+def first_name(model: nn.Module) -> str:
+    return next(iter(model.state_dict()))
+
+
+def shown_copy(expected: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {n[6:]: v.clone() for n, v in expected.items() if n.startswith("model.")}
+
+
+def test_checkpoints_while_away(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(2).run(checkpoints_while_away, 2, tmp_path)

@@ -1,0 +1,111 @@
+"""Phases of a :class:`HybridDeviceOptimizer`: every lane and overlap, masters, checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from fsdp_offload import HybridDeviceOptimizer, PhaseOffloader, checkpoint
+from fsdp_offload.testing import RankPool
+from tests.fsdp import models
+from tests.fsdp.models import Toy, check, check_twins
+from tests.fsdp.test_phases import away, check_values, train, values
+
+Ranks = Callable[..., RankPool]
+MIXED = ("host", "streamed", "resident")
+
+pytestmark = pytest.mark.skipif(
+    not hasattr(HybridDeviceOptimizer, "offload"), reason="the optimizer cannot leave yet"
+)
+
+
+def job(
+    dtype: torch.dtype, overlap: str = "step", lanes: tuple[str, ...] = MIXED
+) -> tuple[Toy, HybridDeviceOptimizer]:
+    model = models.toy(models.flat_mesh(2), dtype=dtype)
+    inner = torch.optim.AdamW(models.groups(model), fused=True)
+    return model, models.wrap(inner, model, update_on=lanes, overlap=overlap)
+
+
+def switch_after_every_step(
+    dtype: torch.dtype, overlap: str, lanes: tuple[str, ...], params: str
+) -> None:
+    mine, twin = job(dtype, overlap, lanes), job(dtype, overlap, lanes)
+    between = overlap != "backward"  # else gradients are spent by then
+    phases = PhaseOffloader(*mine, params=params, grads="save" if between else "drop")
+    for step in range(1, 5):
+        for model, optimizer in (mine, twin):
+            models.backward(model, step)
+            if model is mine[0] and between:
+                phases.offload(wait=False)
+                phases.reload(wait=False)
+            optimizer.step()
+            if model is mine[0]:
+                with phases.away():
+                    check(away(model), "memory is left")
+            optimizer.zero_grad()
+    check_twins(mine[1], twin[1], f"{dtype} {overlap} {lanes} {params}")
+    phases.close()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "overlap", "params"),
+    [(torch.bfloat16, "forward", "rebuild"), (torch.float32, "backward", "save")],
+)
+def test_training_has_the_same_bits(
+    ranks: Ranks, dtype: torch.dtype, overlap: str, params: str
+) -> None:
+    ranks(2).run(switch_after_every_step, dtype, overlap, MIXED, params)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("lanes", [("host",), ("streamed",), ("resident",), MIXED])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("overlap", ["step", "forward", "backward"])
+@pytest.mark.parametrize("params", ["save", "rebuild"])
+def test_every_lane_has_the_same_bits(
+    ranks: Ranks, lanes: tuple[str, ...], dtype: torch.dtype, overlap: str, params: str
+) -> None:
+    ranks(2).run(switch_after_every_step, dtype, overlap, lanes, params)
+
+
+def checkpoints_while_away(path: Path, dtype: torch.dtype, params: str) -> None:
+    mine = job(dtype)
+    train(mine, range(1, 3))
+    expected = values(mine)
+    phases = PhaseOffloader(*mine, params=params)
+    with phases.away():
+        check_values(mine, expected, "get_state_dict")
+        checkpoint.save(path / "own", *mine)
+        future = checkpoint.async_save(path / "async", *mine)
+        checkpoint.save_local(path / "local", *mine)
+    train(mine, range(4, 6))
+    future.result()
+    for name in ("own", "async", "local"):
+        for leaves in (False, True):
+            other = job(dtype)
+            train(other, range(7, 8))
+            elsewhere = PhaseOffloader(*other, params=params)
+            if leaves:
+                elsewhere.offload()
+            if name == "local":
+                checkpoint.load_local(path / name, *other)
+            else:
+                checkpoint.load(path / name, *other)
+            check(away(other[0]) == leaves, "a load took device memory")
+            elsewhere.reload()
+            check_values(other, expected, f"{name}, {leaves}")
+            train(other, range(4, 6))
+            check_twins(other[1], mine[1], f"{name}, {leaves}, trained on")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "params"), [(torch.float32, "save"), (torch.bfloat16, "rebuild")]
+)
+def test_checkpoints_while_away(
+    ranks: Ranks, tmp_path: Path, dtype: torch.dtype, params: str
+) -> None:
+    ranks(2).run(checkpoints_while_away, tmp_path, dtype, params)

@@ -1,0 +1,733 @@
+"""Phases in one process, without FSDP2: kinds, policies, use while away, failures."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import os
+import pickle
+import threading
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.optim import Optimizer
+
+from fsdp_offload import PhaseOffloader, TransferConfig, swap
+from fsdp_offload.errors import (
+    AwayError,
+    ClosedError,
+    ConfigError,
+    DeviceMemoryError,
+    HostMemoryError,
+    UnsupportedParameterError,
+)
+from fsdp_offload.memory import HostArena
+from fsdp_offload.moving import StorageBlock, absent, places
+from fsdp_offload.phases import seats
+
+
+class Net(nn.Module):
+    """Tied weights, a view as a buffer, a frozen parameter, buffers of two dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 8)
+        self.body = nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6), nn.Linear(6, 8))
+        self.head = nn.Linear(8, 11, bias=False)
+        self.head.weight = self.embed.weight
+        self.frozen = nn.Parameter(torch.randn(8), requires_grad=False)
+        self.register_buffer("corner", self.frozen.data[2:5])
+        self.register_buffer("scratch", torch.randn(3), persistent=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.body(self.embed(tokens)) + self.frozen)
+
+
+def net(seed: int = 0) -> Net:
+    torch.manual_seed(seed)
+    return Net()
+
+
+def train(model: nn.Module, optimizer: Optimizer, steps: range, between: Any = None) -> None:
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        tokens = torch.randint(11, (5,), generator=generator)
+        nn.functional.cross_entropy(model(tokens), tokens).backward()
+        optimizer.step()
+        if between is not None:
+            between(step)
+        optimizer.zero_grad()
+
+
+def tensors_of(model: nn.Module) -> list[Tensor]:
+    return [*model.parameters(), *model.buffers()]
+
+
+def all_present(tensors: list[Tensor]) -> bool:
+    return all(t.untyped_storage().nbytes() > 0 for t in tensors)
+
+
+def all_away(tensors: list[Tensor]) -> bool:
+    return all(t.untyped_storage().nbytes() == 0 for t in tensors)
+
+
+def assert_same(first: Any, second: Any) -> None:
+    torch.testing.assert_close(first, second, rtol=0, atol=0, equal_nan=True)
+
+
+OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
+    "fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "amsgrad": lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True),
+}
+
+
+@pytest.fixture
+def arenas(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[HostArena]]:
+    """Every arena that blocks get from here on."""
+    found: list[weakref.ref[HostArena]] = []
+
+    def build(*args: Any, **settings: Any) -> HostArena:
+        arena = HostArena(*args, **settings)
+        found.append(weakref.ref(arena))
+        return arena
+
+    monkeypatch.setattr(places, "HostArena", build)
+    return found
+
+
+# ---------------------------------------------------------------------- out and back
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_training_with_a_phase_after_every_step_has_the_same_bits(name: str) -> None:
+    plain, moved = net(), net()
+    first = OPTIMIZERS[name](plain.parameters())
+    second = OPTIMIZERS[name](moved.parameters())
+    train(plain, first, range(6))
+    phases = PhaseOffloader(moved, second)
+    objects = [id(t) for t in tensors_of(moved)]
+
+    def switch(step: int) -> None:
+        with phases.away():
+            assert all_away(tensors_of(moved))
+            state = [v for s in second.state.values() for v in s.values()]
+            assert all_away([v for v in state if isinstance(v, Tensor)])
+
+    train(moved, second, range(6), switch)
+    assert_same(moved.state_dict(), plain.state_dict())
+    assert_same(second.state_dict(), first.state_dict())
+    assert [id(t) for t in tensors_of(moved)] == objects
+    assert moved.head.weight is moved.embed.weight
+    assert moved.corner.data_ptr() == moved.frozen.data_ptr() + 8
+    assert phases.statistics().cycles == 6
+
+
+def test_each_storage_moves_once() -> None:
+    model = net()
+    phases = PhaseOffloader(model)
+    expected = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors_of(model)}
+    assert phases.offload().n_bytes == sum(expected.values())
+    assert phases.statistics().offloaded["params"].n_bytes == sum(expected.values())
+    phases.reload()
+    assert phases.statistics().reloaded["params"].n_bytes == sum(expected.values())
+
+
+def test_twice_is_a_no_op() -> None:
+    model = net()
+    before = copy.deepcopy(model.state_dict())
+    phases = PhaseOffloader(model)
+    phases.reload()
+    first = phases.offload()
+    assert phases.offload() is first
+    assert phases.is_away
+    phases.reload()
+    assert phases.reload().is_done()
+    assert not phases.is_away
+    assert_same(model.state_dict(), before)
+    assert phases.statistics().cycles == 1
+
+
+@pytest.mark.parametrize("grads", ["drop", "save", "keep"])
+@pytest.mark.parametrize("params", ["save", "keep"])
+@pytest.mark.parametrize("state", ["save", "keep"])
+def test_policies_move_what_they_name(params: str, grads: str, state: str) -> None:
+    model = net()
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    phases = PhaseOffloader(model, optimizer, params=params, grads=grads, state=state)
+    train(model, optimizer, range(2))
+    nn.functional.cross_entropy(model(torch.arange(5)), torch.arange(5)).backward()
+    gradients = [p.grad for p in model.parameters()]
+    values = [None if g is None else g.clone() for g in gradients]
+    moments = [s["momentum_buffer"] for s in optimizer.state.values()]
+    live = [g for g in gradients if g is not None]
+    phases.offload()
+    assert (all_away if params == "save" else all_present)(tensors_of(model))
+    assert (all_away if state == "save" else all_present)(moments)
+    if grads == "keep":
+        assert [p.grad for p in model.parameters()] == gradients or all_present(live)
+    elif grads == "save":
+        assert all_away(live)
+        with pytest.raises(AwayError, match="gradient of"):
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        with pytest.raises(AwayError):
+            model.zero_grad(set_to_none=False)
+    else:
+        assert all(p.grad is None for p in model.parameters())
+    phases.reload()
+    if grads == "drop":
+        assert all(p.grad is None for p in model.parameters())
+    else:
+        assert all(p.grad is g for p, g in zip(model.parameters(), gradients, strict=True))
+        assert_same(
+            [p.grad for p in model.parameters() if p.grad is not None],
+            [v for v in values if v is not None],
+        )
+
+
+def test_gradients_dropped_while_away_stay_dropped() -> None:
+    model = net()
+    phases = PhaseOffloader(model, grads="save")
+    nn.functional.cross_entropy(model(torch.arange(5)), torch.arange(5)).backward()
+    with phases.away():
+        model.zero_grad()
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_exceptions_inside_away_still_reload() -> None:
+    phases = PhaseOffloader(net())
+    with pytest.raises(KeyError), phases.away():
+        raise KeyError("inside")
+    assert not phases.is_away
+
+
+def test_host_memory_is_taken_once_and_given_back(arenas: Any) -> None:
+    model = net()
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    train(model, optimizer, range(1))
+    phases = PhaseOffloader(model, optimizer)
+    held = phases.statistics().host_bytes
+    payload = sum(
+        {
+            t.untyped_storage()._cdata: t.untyped_storage().nbytes()
+            for t in [
+                *tensors_of(model),
+                *(v for s in optimizer.state.values() for v in s.values()),
+            ]
+        }.values()
+    )
+    assert payload <= held
+    train(model, optimizer, range(1, 30), lambda _: (phases.offload(), phases.reload()))
+    assert phases.statistics().host_bytes == held
+    assert len(arenas) == 1
+    phases.offload()
+    shown = model.state_dict()
+    phases.close()
+    phases.close()
+    assert not phases.is_away
+    assert phases.statistics().host_bytes == 0
+    with pytest.raises(ClosedError):
+        phases.offload()
+    del shown
+    gc.collect()
+    assert all(arena() is None or arena()._mapping is None for arena in arenas)
+    train(model, optimizer, range(30, 32))
+
+
+def test_state_made_later_moves_too() -> None:
+    model = net()
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    phases = PhaseOffloader(model, optimizer)
+    held = phases.statistics().host_bytes
+    train(model, optimizer, range(1))
+    phases.offload()
+    assert all_away([s["exp_avg"] for s in optimizer.state.values()])
+    assert phases.statistics().host_bytes > held
+    phases.reload()
+
+
+def test_dropping_the_last_reference_frees_memory(arenas: Any) -> None:
+    model = net()
+    phases = PhaseOffloader(model)
+    phases.offload()
+    phases.reload()
+    del phases
+    gc.collect()
+    assert [arena() for arena in arenas] == [None]
+
+
+def test_memory_that_is_away_outlives_the_offloader() -> None:
+    model = net()
+    before = copy.deepcopy(model.state_dict())
+    PhaseOffloader(model, on_use="reload").offload()
+    gc.collect()
+    assert_same(model.state_dict(), before)
+    model(torch.arange(5))
+    assert all_present(tensors_of(model))
+
+
+# ---------------------------------------------------------------------- use while away
+
+
+@pytest.fixture
+def away() -> tuple[Net, Optimizer, PhaseOffloader]:
+    model = net()
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    train(model, optimizer, range(2))
+    phases = PhaseOffloader(model, optimizer)
+    phases.offload()
+    return model, optimizer, phases
+
+
+Away = tuple[Net, Optimizer, PhaseOffloader]
+
+USES: dict[str, Callable[[Net, Optimizer], object]] = {
+    "forward": lambda m, o: m(torch.arange(5)),
+    "part": lambda m, o: m.body[2](torch.zeros(1, 6)),
+    "step": lambda m, o: o.step(),
+    "cast": lambda m, o: m.double(),
+    "move": lambda m, o: m.body.to("meta"),
+    "deepcopy": lambda m, o: copy.deepcopy(m),
+    "pickle": lambda m, o: pickle.dumps(m.body),
+    "optimizer copy": lambda m, o: copy.deepcopy(o),
+    "assign": lambda m, o: m.load_state_dict(net(1).state_dict(), assign=True),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_use_while_away_raises_and_harms_nothing(use: str, away: Away) -> None:
+    model, optimizer, phases = away
+    before = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(AwayError):
+        USES[use](model, optimizer)
+    assert phases.is_away
+    phases.reload()
+    assert_same((model.state_dict(), optimizer.state_dict()), before)
+    if use not in ("move", "cast", "assign"):
+        USES[use](model, optimizer)
+
+
+@pytest.mark.parametrize("use", ["forward", "part", "step", "deepcopy"])
+def test_use_may_reload(use: str) -> None:
+    model, twin = net(), net()
+    optimizers = [OPTIMIZERS["adamw"](m.parameters()) for m in (model, twin)]
+    for each, optimizer in zip((model, twin), optimizers, strict=True):
+        train(each, optimizer, range(2))
+        each(torch.arange(5)).square().sum().backward()
+    phases = PhaseOffloader(model, optimizers[0], grads="save", on_use="reload")
+    phases.offload()
+    USES[use](model, optimizers[0])
+    USES[use](twin, optimizers[1])
+    assert not phases.is_away
+    assert_same(model.state_dict(), twin.state_dict())
+    assert_same(optimizers[0].state_dict(), optimizers[1].state_dict())
+
+
+def test_nothing_is_left_on_modules_and_optimizer(away: Away) -> None:
+    model, optimizer, phases = away
+    phases.reload()
+    fresh = net()
+    for (name, module), twin in zip(model.named_modules(), fresh.modules(), strict=True):
+        assert module.__dict__.keys() == twin.__dict__.keys(), name
+        assert not module._forward_pre_hooks
+    assert "step" not in optimizer.__dict__
+    assert "state_dict" not in optimizer.__dict__
+
+
+def test_a_scheduler_built_while_away_steps_on(away: Away) -> None:
+    model, optimizer, phases = away
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    with pytest.raises(AwayError):
+        optimizer.step()
+    phases.reload()
+    train(model, optimizer, range(2), lambda _: scheduler.step())
+    assert optimizer.param_groups[0]["lr"] == 0.0025
+
+
+def test_a_backward_from_before_raises_while_away_and_works_after() -> None:
+    model, twin = net(), net()
+    phases = PhaseOffloader(model)
+    tokens = torch.arange(5)
+    losses = [nn.functional.cross_entropy(m(tokens), tokens) for m in (model, twin)]
+    versions = [p._version for p in model.parameters()]
+    phases.offload()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        losses[0].backward(retain_graph=True)
+    phases.reload()
+    assert [p._version for p in model.parameters()] == versions
+    model.zero_grad()
+    for loss in losses:
+        loss.backward(retain_graph=True)
+    assert_same([p.grad for p in model.parameters()][:-1], [p.grad for p in twin.parameters()][:-1])
+    with phases.away():
+        model.load_state_dict(net(5).state_dict())
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        losses[0].backward()
+
+
+def test_a_forked_process_is_told() -> None:
+    phases = PhaseOffloader(net())
+    phases.offload()
+    child = os.fork()
+    if child == 0:
+        try:
+            phases.reload()
+        except ClosedError:
+            os._exit(7)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    phases.reload()
+
+
+def test_other_threads_read_while_phases_switch() -> None:
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
+    expected = copy.deepcopy(model.state_dict())
+    phases, failures, stop = PhaseOffloader(model), [], threading.Event()
+
+    def read() -> None:
+        while not stop.is_set():
+            try:
+                assert_same(
+                    {n: v.clone() for n, v in model.state_dict().items()}, expected
+                ) if phases.is_away else None
+            except AssertionError as error:
+                failures.append(error)
+
+    phases.offload()
+    thread = threading.Thread(target=read)
+    thread.start()
+    for _ in range(20):
+        model.state_dict()
+        phases.offload(wait=False).wait()
+    stop.set()
+    thread.join()
+    phases.reload()
+    assert not failures
+    assert_same(model.state_dict(), expected)
+    assert all(isinstance(p, nn.Parameter) for p in model.parameters())
+
+
+def rss_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_host_memory_is_flat_over_cycles_and_goes_with_close() -> None:
+    model = nn.Linear(3072, 3072)  # more than malloc ever keeps for itself
+    payload = model.weight.nbytes
+    phases = PhaseOffloader(model)
+    with phases.away():
+        pass
+    before = rss_bytes()
+    for _ in range(5):
+        phases.offload()
+        phases.reload()
+    held = rss_bytes()
+    assert held - before < payload // 4
+    phases.close()
+    assert held - rss_bytes() > 0.9 * payload
+
+
+# ---------------------------------------------------------------------- state dicts
+
+
+def test_state_dict_while_away_is_in_host_memory(away: Away) -> None:
+    model, optimizer, phases = away
+    shown, state = model.state_dict(), optimizer.state_dict()
+    part = model.body.state_dict(prefix="x.")
+    kept = model.state_dict(keep_vars=True)
+    through_dcp = get_model_state_dict(model)
+    assert not any(absent.is_absent(v) for v in (*shown.values(), *kept.values()))
+    assert isinstance(kept["frozen"], nn.Parameter)
+    assert not kept["frozen"].requires_grad
+    assert shown["embed.weight"].data_ptr() == shown["head.weight"].data_ptr()
+    values = copy.deepcopy((shown, state, part, dict(kept), through_dcp))
+    assert all_away(tensors_of(model))
+    phases.reload()
+    assert_same(values[0], model.state_dict())
+    assert_same(values[1], optimizer.state_dict())
+    assert_same(values[2], model.body.state_dict(prefix="x."))
+    assert_same(values[4], get_model_state_dict(model))
+
+
+def test_state_dict_hooks_of_others_see_values(away: Away) -> None:
+    model, _, _ = away
+    sums = []
+    model.body.register_state_dict_post_hook(
+        lambda module, state, prefix, meta: sums.append(sum(v.sum() for v in state.values()))
+    )
+    model.state_dict()
+    assert len(sums) == 1
+
+
+@pytest.mark.parametrize("how", ["module", "part", "dcp", "in place"])
+def test_loads_while_away_arrive_at_reload(how: str, away: Away) -> None:
+    model, _, phases = away
+    other = copy.deepcopy(net(5).state_dict())
+    objects = [id(t) for t in tensors_of(model)]
+    if how == "module":
+        model.load_state_dict(other)
+    elif how == "part":
+        model.body.load_state_dict({k[5:]: v for k, v in other.items() if k[:5] == "body."})
+    elif how == "dcp":
+        set_model_state_dict(model, other)
+    else:
+        for name, value in model.state_dict().items():
+            value.copy_(other[name])
+    assert all_away(tensors_of(model))
+    assert [id(t) for t in tensors_of(model)] == objects
+    phases.reload()
+    loaded = model.state_dict()
+    names = [n for n in other if how != "part" or n.startswith("body.")]
+    assert_same({n: loaded[n] for n in names}, {n: other[n] for n in names})
+
+
+def test_a_load_that_fails_leaves_the_model_as_it_was(away: Away) -> None:
+    model, _, phases = away
+    bad = net(5).state_dict()
+    bad["frozen"] = torch.zeros(9)
+    objects = [id(t) for t in tensors_of(model)]
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        model.load_state_dict(bad)
+
+    def boom(*_: object) -> None:
+        raise KeyError("hook")
+
+    model.body.register_load_state_dict_pre_hook(boom)
+    with pytest.raises(KeyError):
+        model.load_state_dict(net(5).state_dict())
+    assert [id(t) for t in tensors_of(model)] == objects
+    phases.reload()
+    assert all_present(tensors_of(model))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("stepped", [True, False])
+def test_optimizer_loads_while_away(name: str, stepped: bool) -> None:
+    donor_model, model, twin = net(1), net(), net()
+    donor = OPTIMIZERS[name](donor_model.parameters())
+    train(donor_model, donor, range(3))
+    saved = io.BytesIO()
+    torch.save(donor.state_dict(), saved)
+    optimizers = [OPTIMIZERS[name](m.parameters()) for m in (model, twin)]
+    for each, optimizer in zip((model, twin), optimizers, strict=True):
+        if stepped:
+            train(each, optimizer, range(1))
+        phases = PhaseOffloader(each, optimizer)
+        if each is model:
+            phases.offload()
+            kept = [v for s in optimizer.state.values() for v in s.values()]
+        saved.seek(0)
+        optimizer.load_state_dict(torch.load(saved))
+        if each is model:
+            now = [v for s in optimizer.state.values() for v in s.values()]
+            if stepped and name != "sgd":
+                assert {id(v) for v in kept} == {id(v) for v in now}
+            assert_same(copy.deepcopy(optimizer.state_dict()), donor.state_dict())
+            phases.reload()
+        train(each, optimizer, range(3, 5), lambda _, p=phases: (p.offload(), p.reload()))
+    assert_same(optimizers[0].state_dict(), optimizers[1].state_dict())
+    assert_same(model.state_dict(), twin.state_dict())
+
+
+def test_an_optimizer_load_that_fails_changes_nothing(away: Away) -> None:
+    model, optimizer, phases = away
+    before = copy.deepcopy(optimizer.state_dict())
+    groups = [id(p) for p in optimizer.param_groups[0]["params"]]
+    with pytest.raises(ValueError, match="parameter group"):
+        optimizer.load_state_dict({"state": {}, "param_groups": []})
+    assert [id(p) for p in optimizer.param_groups[0]["params"]] == groups
+    assert_same(optimizer.state_dict(), before)
+    phases.reload()
+    train(model, optimizer, range(2, 3))
+
+
+def test_checkpoint_while_away(away: Away, tmp_path: Path) -> None:
+    from fsdp_offload import checkpoint
+
+    model, optimizer, phases = away
+    checkpoint.save(tmp_path / "a", model, optimizer)
+    future = checkpoint.async_save(tmp_path / "b", model, optimizer)
+    phases.reload()
+    train(model, optimizer, range(2, 3))  # what was saved is from before
+    future.result()
+    results = []
+    for name in "ab":
+        other = net(3)
+        fresh = OPTIMIZERS["adamw"](other.parameters())
+        checkpoint.load(tmp_path / name, other, fresh)
+        train(other, fresh, range(2, 3))
+        results.append((other.state_dict(), fresh.state_dict()["state"]))
+    expected = model.state_dict(), optimizer.state_dict()["state"]
+    assert_same(results, [expected, expected])
+
+
+# ---------------------------------------------------------------------- failures
+
+
+def test_host_memory_short_changes_nothing() -> None:
+    model = net()
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    with pytest.raises(HostMemoryError):
+        PhaseOffloader(model, transfer=TransferConfig(host_budget=100))
+    held = sum(t.untyped_storage().nbytes() + 64 for t in tensors_of(model))
+    phases = PhaseOffloader(model, optimizer, transfer=TransferConfig(host_budget=held))
+    train(model, optimizer, range(1))
+    with pytest.raises(HostMemoryError):
+        phases.offload()
+    assert not phases.is_away
+    assert all_present(tensors_of(model))
+    train(model, optimizer, range(1, 2))
+
+
+def test_no_room_at_reload_loses_nothing(away: Away, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer, phases = away
+    before = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    restore, left = StorageBlock.restore, 0
+
+    def short(block: StorageBlock, index: int) -> None:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise torch.OutOfMemoryError("taken")
+        restore(block, index)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StorageBlock, "restore", short)
+        for left in (0, 5, 15, 25):  # noqa: B007
+            with pytest.raises(DeviceMemoryError, match="bytes"):
+                phases.reload()
+            assert phases.is_away
+            assert all_away(tensors_of(model))
+            assert_same((model.state_dict(), optimizer.state_dict()), before)
+    phases.reload()
+    assert_same((model.state_dict(), optimizer.state_dict()), before)
+
+
+@pytest.mark.parametrize("room", [True, False])
+@pytest.mark.parametrize("at", range(1, 9))
+def test_an_exception_mid_copy_loses_nothing(
+    room: bool, at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = nn.ParameterList([nn.Parameter(torch.randn(n)) for n in (9, 300_000, 270_000, 5)])
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    before = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    phases = PhaseOffloader(model, optimizer)
+    view, count = StorageBlock.view, 0
+
+    def fail(block: StorageBlock, index: int) -> Tensor:
+        nonlocal count
+        count += 1
+        if count == at:
+            raise KeyboardInterrupt
+        return view(block, index)
+
+    def full(block: StorageBlock, index: int) -> None:
+        raise torch.OutOfMemoryError("taken")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StorageBlock, "view", fail)
+        if not room:
+            patch.setattr(StorageBlock, "restore", full)
+        with pytest.raises(KeyboardInterrupt):
+            phases.offload()
+        has_left = any(t.untyped_storage().nbytes() == 0 for t in tensors_of(model))
+        assert phases.is_away or not has_left
+        assert not (room and phases.is_away)
+        assert_same((model.state_dict(), optimizer.state_dict()), before)
+        if phases.is_away:
+            with pytest.raises(DeviceMemoryError):
+                phases.reload()
+    phases.reload()
+    assert_same((model.state_dict(), optimizer.state_dict()), before)
+    assert all_present(tensors_of(model))
+    optimizer.step()
+
+
+def test_memory_that_torch_does_not_own_stays_or_is_refused() -> None:
+    model = nn.Linear(2, 2)
+    model.weight.data = torch.frombuffer(bytearray(16), dtype=torch.float32).view(2, 2)
+    with PhaseOffloader(model).away():  # no device: nothing is lost by leaving it
+        assert all_present([model.weight])
+        assert all_away([model.bias])
+
+    class OnDevice(StorageBlock):
+        class storage:
+            device = torch.device("cuda")
+            resizable = staticmethod(lambda: False)
+
+        def __init__(self) -> None:
+            self.key, self.n_bytes = "params.weight", 16
+
+    with pytest.raises(UnsupportedParameterError, match="weight"):
+        seats.movable([OnDevice()])
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"params": "drop"},
+        {"grads": "rebuild"},
+        {"state": "drop"},
+        {"on_use": "ignore"},
+        {"params": "rebuild"},
+        {"optimizer": "adamw"},
+        {"fixed_address": True},
+    ],
+    ids=str,
+)
+def test_wrong_arguments(arguments: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        PhaseOffloader(net(), **arguments)
+
+
+def test_wrong_models_and_copies() -> None:
+    with pytest.raises(ConfigError):
+        PhaseOffloader(nn.ReLU())
+    phases = PhaseOffloader(net())
+    with pytest.raises(ConfigError):
+        copy.deepcopy(phases)
+    with pytest.raises(ConfigError):
+        pickle.dumps(phases)
+
+
+# ---------------------------------------------------------------------- swap
+
+
+def test_swap_reuses_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = net(1), net(2)
+    before = copy.deepcopy((first.state_dict(), second.state_dict()))
+    a, b = PhaseOffloader(first), PhaseOffloader(second)
+    b.offload()
+    restore = StorageBlock.restore
+    tensors = [*tensors_of(first), *tensors_of(second)]
+    room = sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
+
+    def short(block: StorageBlock, index: int) -> None:
+        storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+        if sum(storages.values()) + block.n_bytes > room:
+            raise torch.OutOfMemoryError("full")
+        restore(block, index)
+
+    monkeypatch.setattr(StorageBlock, "restore", short)
+    for _ in range(3):
+        out, in_ = swap(out=a, in_=b)
+        assert out.n_bytes == in_.n_bytes > 0
+        assert (a.is_away, b.is_away) == (True, False)
+        a, b = b, a
+    swap(out=b, in_=a, wait=False)
+    a.offload()
+    monkeypatch.undo()
+    a.reload()
+    b.reload()
+    assert_same((first.state_dict(), second.state_dict()), before)

@@ -1,0 +1,161 @@
+"""The waits of phases, under the stream simulator: each one is needed, and they are enough."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fsdp_offload import PhaseOffloader, swap
+from fsdp_offload.phases import optimizers
+from fsdp_offload.testing import ADVERSARIES, StreamSimulator
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+SHAPES = (300_000, 40, 270_000, 7)
+
+
+class Launching(torch.optim.SGD):
+    """Its step is work of the current stream: copies state to ``seen``."""
+
+    def __init__(self, parameters: Any, current: Any) -> None:
+        super().__init__(parameters, lr=0.1, momentum=0.9)
+        self.seen = [torch.zeros(n) for n in SHAPES]
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        self._current = current
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for seen, state in zip(self.seen, self.state.values(), strict=True):
+            self._current.launch(copy_to, seen, state["momentum_buffer"])
+
+
+def copy_to(target: Tensor, source: Tensor) -> None:
+    target.copy_(source)
+
+
+def fill(target: Tensor, value: float) -> None:
+    target.fill_(value)
+
+
+def model() -> nn.ParameterList:
+    return nn.ParameterList([nn.Parameter(torch.zeros(n), False) for n in SHAPES])
+
+
+def run(simulator: StreamSimulator, *, wait: bool) -> bool:
+    """Two cycles with work before, between and after; whether all numbers are right."""
+    module, seen = model(), [torch.zeros(n) for n in SHAPES]
+    current = simulator.current_stream()
+    optimizer = Launching(module.parameters(), current)
+    phases = PhaseOffloader(module, optimizer)
+    states = [state["momentum_buffer"] for state in optimizer.state.values()]
+    right = True
+    for cycle in (1, 2):
+        for index, (parameter, state) in enumerate(zip(module.parameters(), states, strict=True)):
+            current.launch(fill, parameter.data, cycle + 10 * index)
+            current.launch(fill, state, cycle + 10 * index + 5)
+        handle = phases.offload(wait=wait)
+        if not wait and cycle == 2:
+            shown = [value.clone() for value in module.state_dict().values()]
+            right &= all(bool((v == cycle + 10 * i).all()) for i, v in enumerate(shown))
+        handle.wait()
+        right &= all(p.untyped_storage().nbytes() == 0 for p in module.parameters())
+        phases.reload(wait=wait)
+        for parameter, out in zip(module.parameters(), seen, strict=True):
+            current.launch(copy_to, out, parameter.data)
+        optimizer.step()
+        current.synchronize()
+        right &= all(bool((v == cycle + 10 * i).all()) for i, v in enumerate(seen))
+        right &= all(bool((v == cycle + 10 * i + 5).all()) for i, v in enumerate(optimizer.seen))
+    phases.close()
+    return right
+
+
+@pytest.mark.parametrize("wait", [True, False])
+@pytest.mark.parametrize("policy", ADVERSARIES)
+def test_numbers_are_right_under_every_policy(policy: str, wait: bool) -> None:
+    with StreamSimulator(policy) as simulator:
+        assert run(simulator, wait=wait)
+    assert not simulator.late_uses
+
+
+def test_what_follows_an_offload_is_not_delayed() -> None:
+    with StreamSimulator("immediate:0") as simulator:  # the current stream runs whatever it may
+        phases = PhaseOffloader(model())
+        handle, after = phases.offload(wait=False), torch.zeros(1)
+        simulator.current_stream().launch(fill, after, 3.0)
+        simulator.current_stream().record().query()
+        assert float(after) == 3
+        assert not handle.is_done()
+        handle.wait()
+        assert handle.is_done()
+        phases.reload()
+
+
+def test_the_state_is_waited_for_by_the_step_alone() -> None:
+    followed = []
+    with StreamSimulator("lazy") as simulator, pytest.MonkeyPatch.context() as patch:
+        module = model()
+        optimizer = Launching(module.parameters(), simulator.current_stream())
+        phases = PhaseOffloader(module, optimizer)
+        phases.offload()
+        original = optimizers.Trip.follow
+        patch.setattr(
+            optimizers.Trip, "follow", lambda t, s: (followed.append(t.n_bytes), original(t, s))[1]
+        )
+        phases.reload(wait=False)
+        assert followed == [4 * sum(SHAPES), 0]  # parameters, and no gradients
+        optimizer.step()
+        assert followed[2:] == [4 * sum(SHAPES)]
+        phases.reload()
+        optimizer.step()
+        assert len(followed) == 3
+
+
+@pytest.mark.parametrize("policy", ADVERSARIES)
+def test_swap_under_every_policy(policy: str) -> None:
+    with StreamSimulator(policy) as simulator:
+        current = simulator.current_stream()
+        first, second = model(), model()
+        a, b = PhaseOffloader(first), PhaseOffloader(second)
+        for index, parameter in enumerate(second.parameters()):
+            current.launch(fill, parameter.data, index)
+        b.offload()
+        for index, parameter in enumerate(first.parameters()):
+            current.launch(fill, parameter.data, index + 7)
+        swap(out=a, in_=b, wait=False)
+        seen = [torch.zeros(n) for n in SHAPES]
+        for out, parameter in zip(seen, second.parameters(), strict=True):
+            current.launch(copy_to, out, parameter.data)
+        current.synchronize()
+        assert [float(out[-1]) for out in seen] == [0, 1, 2, 3]
+        swap(out=b, in_=a)
+        assert [float(p.data[-1]) for p in first.parameters()] == [7, 8, 9, 10]
+        b.reload()
+    assert not simulator.late_uses
+
+
+def is_noticed(index: int) -> bool:
+    """Whether numbers are wrong under some policy without this wait."""
+    for policy in ADVERSARIES:
+        try:
+            with StreamSimulator(policy, skip_wait=index) as broken:
+                if not run(broken, wait=False) or broken.late_uses:
+                    return True
+        except AssertionError:
+            return True
+    return False
+
+
+def test_waits_are_needed() -> None:
+    with StreamSimulator("lazy") as simulator:
+        run(simulator, wait=False)
+    log = list(simulator.wait_log)
+    leaving, coming = ("move_out", "current"), ("current", "move_in")
+    # State leaves before the parameters, on the same stream: the first wait implies the second.
+    assert [pair for pair in log if pair != ("move_in", "current")] == [
+        leaving, leaving, coming, coming
+    ] * 2  # fmt: skip
+    assert is_noticed(log.index(leaving))
+    assert all(is_noticed(index) for index, pair in enumerate(log) if pair == coming)
