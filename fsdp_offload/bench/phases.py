@@ -8,7 +8,7 @@ Usage::
 
 Each rank holds the shards of ``--params`` bf16 parameters and their fp32 AdamW state (2.5 and
 9.9 GiB with the default), a GPT's tensors under FSDP2. The link (pinned copies of 256 MiB, out, in
-and both at once) is measured in the same run, then each way of :mod:`.leaving`: its first cycle,
+and both at once) is measured in the same run, then each way of :mod:`.ways`: its first cycle,
 ``--repeats`` later ones (medians), the device memory that the driver says is free meanwhile, bits.
 All ranks move at the same time; seconds are those of the slowest. Then ``--cycles`` cycles in a row
 of the rows named by ``--endure``: memory after the second and the last, bits after each.
@@ -28,8 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..errors import ConfigError, OffloadError
-from .leaving import Way, fill, same_bits, ways
+from ..errors import ConfigError
 from .machine import (
     Row,
     environment,
@@ -41,6 +40,7 @@ from .machine import (
 )
 from .model import Job, layers_for
 from .table import GIB, PHASES, line_of, markdown_table
+from .ways import Way, all_ways, fill, same_bits
 
 SMALL: dict[str, Any] = {"dim": 128, "vocabulary": 512, "seq": 128, "tokens": 128}
 DEFAULTS = {
@@ -76,31 +76,28 @@ class Run:
         }
 
     def _row(self, name: str) -> Row:
-        row: Row = {"name": name}
-        way, reason = self._make(name)
-        if way is None:
-            row |= {"status": "not available", "reason": reason}
-        else:
-            row |= {"status": "ok", **self._measure(way)}
-            way.close()
-            del way
-        free_everything(self.device)
+        row = self._with_way(name, self._measure)
         if dist.get_rank() == 0:
             print(line_of(row, PHASES), flush=True)
         return row
 
-    def _make(self, name: str) -> tuple[Way | None, str]:
-        """A way that all ranks could make, or why they could not."""
-        way, reason = None, ""
+    def _with_way(self, name: str, run: Callable[[Way], Row]) -> Row:
+        """What ``run`` finds, if all ranks can make the way; a way that fails ends no run."""
+        way, row = None, {"name": name}
         try:
-            way = ways()[name](self.job, self.device)
-        except (ImportError, OffloadError, torch.OutOfMemoryError) as error:
-            reason = f"{type(error).__name__}: {error}"
-        failed = self._slowest([float(way is None)])[0]
+            way = all_ways()[name](self.job, self.device)
+        except Exception as error:  # a peer may raise anything
+            row |= {"status": "not available", "reason": f"{type(error).__name__}: {error}"}
+        failed = self._slowest([float(way is None)])[0] > 0
         if way is not None and failed:
+            row |= {"status": "not available", "reason": "another rank could not make it"}
+        elif way is not None:
+            row |= {"status": "ok", **run(way)}
+        if way is not None:
             way.close()
-            way, reason = None, "another rank could not make it"
-        return way, reason
+            del way
+        free_everything(self.device)
+        return row
 
     def _measure(self, way: Way) -> Row:
         """The first cycle, the next ones, and what they leave behind."""
@@ -126,8 +123,8 @@ class Run:
             "construction_s": way.construction_s,
             "same_bits": same_bits(way.tensors, self.device),
         }
-        self._add_rates(row, n_bytes * way.ways, way.ways)
-        if self.has_driver and way.ways == 1:
+        self._add_rates(row, n_bytes * way.directions, way.directions)
+        if self.has_driver and way.directions == 1:
             row["freed_share"] = min(freed)
         if host_bytes := way.host_bytes():
             row["host_over_payload"] = host_bytes / n_bytes
@@ -147,10 +144,12 @@ class Run:
 
     def _endure(self, name: str) -> Row:
         """Many cycles: what the process and the device hold after the second and the last."""
-        row: Row = {"name": name, "cycles": self.options.cycles, "same_bits": True}
-        way, reason = self._make(name)
-        if way is None:
-            return row | {"status": "not available", "reason": reason}
+        row = self._with_way(name, self._many)
+        row["rss_bytes_closed"] = resident_set_bytes()
+        return row
+
+    def _many(self, way: Way) -> Row:
+        row: Row = {"cycles": self.options.cycles, "same_bits": True}
         fill(way.tensors, self.device)
         held: list[Row] = []
         for _ in range(self.options.cycles):
@@ -160,12 +159,7 @@ class Run:
             held.append(self._held())
         first, last = held[min(1, len(held) - 1)], held[-1]
         row |= {f"{key}_first": value for key, value in first.items()}
-        row |= {f"{key}_last": value for key, value in last.items()}
-        way.close()
-        del way
-        free_everything(self.device)
-        row["rss_bytes_closed"] = resident_set_bytes()
-        return row | {"status": "ok"}
+        return row | {f"{key}_last": value for key, value in last.items()}
 
     def _held(self) -> Row:
         row: Row = {"rss_bytes": resident_set_bytes()}
@@ -203,7 +197,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--params", type=float, help="of each rank's shards (1.33e9; CPU: 1e6)")
     parser.add_argument("--repeats", type=int, help="cycles after the first (5; CPU: 2)")
     parser.add_argument("--cycles", type=int, help="cycles in a row (200; CPU: 5)")
-    parser.add_argument("--rows", default=",".join(ways()))
+    parser.add_argument("--rows", default=",".join(all_ways()))
     parser.add_argument("--endure", default="offloader,fixed", help="rows; may be empty")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(argv)
@@ -211,9 +205,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         if getattr(options, name) is None:
             setattr(options, name, value)
     for name in (*options.rows.split(","), *filter(None, options.endure.split(","))):
-        if name not in ways():
+        if name not in all_ways():
             raise ConfigError(
-                f"row {name!r}", reason="unknown", remedy=f"choose from {', '.join(ways())}"
+                f"row {name!r}", reason="unknown", remedy=f"choose from {', '.join(all_ways())}"
             )
     for name in ("params", "repeats", "cycles"):
         if getattr(options, name) < 1:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp_offload.bench import leaving, phases, table
+from fsdp_offload.bench import phases, table, ways
 from fsdp_offload.bench.model import Job
 from fsdp_offload.errors import ConfigError
 from fsdp_offload.testing import RankPool
@@ -74,7 +74,7 @@ def test_one_run_on_the_cpu(tmp_path: Path) -> None:
     assert done.stdout.startswith("offloader: GiB 0.00; first cycle, s")
     report = json.loads(out.read_text())
     rows = {row["name"]: row for row in report["rows"]}
-    assert list(rows) == list(leaving.ways())
+    assert list(rows) == list(ways.all_ways())
     assert rows.pop("memory-saver")["reason"].startswith("ModuleNotFoundError")
     numel = table.parameters_of(report["job"])
     for name, row in rows.items():
@@ -95,13 +95,13 @@ def test_one_run_on_the_cpu(tmp_path: Path) -> None:
 
 def leave_one(name: str) -> tuple[int, bool, bool]:
     """Bytes of this rank's shards, and whether they are the same before and after a change."""
-    way = leaving.ways()[name](Job(layers=1, **phases.SMALL), CPU)
-    leaving.fill(way.tensors, CPU)
+    way = ways.all_ways()[name](Job(layers=1, **phases.SMALL), CPU)
+    ways.fill(way.tensors, CPU)
     way.leave()
     way.come_back()
-    same = leaving.same_bits(way.tensors, CPU)
+    same = ways.same_bits(way.tensors, CPU)
     way.tensors[-1].view(torch.uint8).view(-1)[-1] ^= 1
-    found = sum(t.nbytes for t in way.tensors), same, leaving.same_bits(way.tensors, CPU)
+    found = sum(t.nbytes for t in way.tensors), same, ways.same_bits(way.tensors, CPU)
     way.close()
     return found
 
@@ -112,6 +112,19 @@ def test_two_ranks_and_a_changed_bit(ranks: Callable[..., RankPool]) -> None:
         found = ranks(2).run(leave_one, name)
         assert sum(n for n, _, _ in found) == 10 * table.parameters_of(job.__dict__)
         assert [(same, changed) for _, same, changed in found] == [(True, False)] * 2
+
+
+def test_a_way_that_cannot_be_made_ends_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(job: Job, device: torch.device) -> ways.Way:
+        raise RuntimeError("out of luck")
+
+    monkeypatch.setattr(
+        phases, "all_ways", lambda: {"broken": broken, "loop": ways.all_ways()["loop"]}
+    )
+    report = phases.main([*SMALL, "--rows", "broken,loop", "--endure", "broken"])
+    assert [row["status"] for row in report["rows"]] == ["not available", "ok"]
+    assert report["rows"][0]["reason"] == "RuntimeError: out of luck"
+    assert report["endurance"][0]["status"] == "not available"
 
 
 @pytest.mark.parametrize(

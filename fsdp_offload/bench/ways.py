@@ -27,7 +27,7 @@ class Way(Protocol):
     """What moves, each storage once: present after construction and after ``come_back``."""
     construction_s: float
     """Seconds before the first cycle, page-locking included; 0.0 where nothing is done."""
-    ways: int
+    directions: int
     """Directions in use at once: 1, or 2 where something else comes as this leaves."""
 
     def leave(self) -> None:
@@ -115,7 +115,7 @@ def adopt(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
 class Offloader:
     """``PhaseOffloader``: parameters and state."""
 
-    ways = 1
+    directions = 1
 
     def __init__(self, job: Job, device: torch.device, *, fixed_address: bool = False) -> None:
         payload = Payload.make(job, device)
@@ -150,7 +150,7 @@ class Offloader:
 class OptimizerAlone:
     """``HybridDeviceOptimizer.offload()``: state that is resident, with its masters."""
 
-    ways = 1
+    directions = 1
 
     def __init__(self, job: Job, device: torch.device) -> None:
         self.model = sharded_model(job, device)
@@ -190,7 +190,7 @@ class OptimizerAlone:
 class Swap:
     """``swap``: one offloader's tensors leave while those of another, as many, come."""
 
-    ways = 2
+    directions = 2
 
     def __init__(self, job: Job, device: torch.device) -> None:
         self.one = Offloader(job, device)
@@ -232,7 +232,7 @@ class Loop:
             keeps it.
     """
 
-    ways, construction_s = 1, 0.0
+    directions, construction_s = 1, 0.0
 
     def __init__(self, job: Job, device: torch.device, *, non_blocking: bool) -> None:
         self.device, self.non_blocking = device, non_blocking
@@ -294,7 +294,7 @@ class PinnedLoop(Loop):
 class MemorySaver:
     """``torch_memory_saver`` with a backup in host memory: it keeps addresses."""
 
-    ways, construction_s = 1, 0.0
+    directions, construction_s = 1, 0.0
 
     def __init__(self, job: Job, device: torch.device) -> None:
         from torch_memory_saver import torch_memory_saver  # type: ignore[import-not-found]
@@ -327,7 +327,7 @@ class MemorySaver:
         self.tensors.clear()
 
 
-def ways() -> dict[str, Callable[[Job, torch.device], Way]]:
+def all_ways() -> dict[str, Callable[[Job, torch.device], Way]]:
     """All of them by name, in the order in which they are measured."""
     return {
         "offloader": Offloader,
