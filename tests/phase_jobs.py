@@ -28,6 +28,7 @@ from fsdp_offload import (
     checkpoint,
     swap,
 )
+from fsdp_offload.bench.machine import resident_set_bytes
 
 WIDTH = 129  # rows: uneven over 2 and 4 ranks, and not a multiple of 4
 STEPS = 4
@@ -374,6 +375,33 @@ def used_at_once(width: int, *, fixed_address: bool) -> None:
     for name, parameter in net.named_parameters():
         assert torch.equal(local(parameter).cpu(), before[f"{name}/weight"] + 1), name
     close(phases, optimizer)
+
+
+def save_under_way(lanes: str, folder: str) -> None:
+    """What an ``async_save`` writes while the job leaves, comes back and trains is what was there
+    when it was called."""
+    net, optimizer, phases = trained(lanes)
+    before = snapshot(net, optimizer)
+    path = f"{folder}/{lanes}-under-way"
+    future = checkpoint.async_save(path, net, optimizer)
+    with phases.away():
+        pass
+    train(net, optimizer, range(1), lambda where: None)
+    future.result()
+    checkpoint.load(path, net, optimizer)
+    check_same(snapshot(net, optimizer), before, f"saved while leaving, {lanes}")
+    close(phases, optimizer)
+
+
+def gives_host_memory_back() -> None:
+    """``close()`` unmaps what was page-locked: the process shrinks by it."""
+    _, optimizer, phases = trained("plain", 1024)
+    with phases.away():
+        pass
+    held, size = phases.statistics().host_bytes, resident_set_bytes()
+    phases.close()
+    assert size - resident_set_bytes() > 0.9 * held, (size, resident_set_bytes(), held)
+    close(optimizer)
 
 
 def held_up() -> None:

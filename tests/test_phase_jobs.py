@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from tests import phase_jobs
+from tests import graph_jobs, phase_jobs
 
 Pool = Callable[..., Any]
 
@@ -37,6 +38,11 @@ def test_state_machine(ranks: Pool, tmp_path: Path, lanes: str) -> None:
     pool.run(phase_jobs.state_while_away, lanes, str(tmp_path))
     if lanes != "plain":
         pool.run(phase_jobs.optimizer_alone, lanes, "float32")
+        pool.run(phase_jobs.save_under_way, lanes, str(tmp_path))
+
+
+def test_close_gives_host_memory_back(ranks: Pool) -> None:
+    ranks(2).run(phase_jobs.gives_host_memory_back)
 
 
 @pytest.mark.parametrize("fixed_address", [False, True])
@@ -46,3 +52,8 @@ def test_cycles(ranks: Pool, fixed_address: bool) -> None:
     pool.run(phase_jobs.used_at_once, 64, fixed_address=fixed_address)
     if not fixed_address:
         pool.run(phase_jobs.swapped, 64)
+
+
+@pytest.mark.parametrize("job", ["region_with_cache", "update_in_a_region", "model_and_update"])
+def test_calls_in_the_place_of_graphs(job: str) -> None:
+    getattr(graph_jobs, job)(torch.device("cpu"))
