@@ -121,11 +121,11 @@ class Run:
             "all_out_s": out,
             "all_back_s": back,
             "construction_s": way.construction_s,
-            "same_bits": same_bits(way.tensors, self.device),
+            "same_bits": self._all(same_bits(way.tensors, self.device)),
         }
         self._add_rates(row, n_bytes * way.directions, way.directions)
         if self.has_driver and way.directions == 1:
-            row["freed_share"] = min(freed)
+            row["freed_share"] = -max(self._slowest([-share for share in freed]))
         if host_bytes := way.host_bytes():
             row["host_over_payload"] = host_bytes / n_bytes
             row["pin_s"] = way.pin_seconds()
@@ -157,6 +157,7 @@ class Run:
             way.come_back()
             row["same_bits"] &= same_bits(way.tensors, self.device)
             held.append(self._held())
+        row["same_bits"] = self._all(row["same_bits"])
         first, last = held[min(1, len(held) - 1)], held[-1]
         row |= {f"{key}_first": value for key, value in first.items()}
         return row | {f"{key}_last": value for key, value in last.items()}
@@ -182,9 +183,13 @@ class Run:
         """As the driver says: what another process could take."""
         return torch.cuda.mem_get_info(self.device)[0] if self.has_driver else 0
 
-    def _slowest(self, seconds: list[float]) -> list[float]:
-        """Of all ranks, per cycle."""
-        tensor = torch.tensor(seconds, dtype=torch.float64)
+    def _all(self, holds: bool) -> bool:
+        """Whether it holds on each rank."""
+        return not self._slowest([float(not holds)])[0]
+
+    def _slowest(self, values: list[float]) -> list[float]:
+        """The largest of all ranks, per cycle."""
+        tensor = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(tensor, dist.ReduceOp.MAX)
         found: list[float] = tensor.tolist()
         return found
