@@ -39,5 +39,10 @@ echo "== 2. Resume that checkpoint on $second rank(s) and go on =="
 train "$second" --steps "$all_steps" --resume "$run/part-1" --save "$run/part-2"
 
 echo
+echo "== 3. A policy learns to write: trainer and generator take turns on the device =="
+python examples/rl_phases.py --iterations 20
+
+echo
 echo "Shown: FSDP2 training with the optimizer's state in host memory, a checkpoint of $first" \
-  "rank(s) resumed on $second; the line 'resumed at step' has the validation loss after and before."
+  "rank(s) resumed on $second; the line 'resumed at step' has the validation loss after and before;" \
+  "then training that leaves the device in every iteration, and where the time went."

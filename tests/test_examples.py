@@ -108,3 +108,30 @@ def test_minimal_goes_on_after_a_kill(tmp_path: Path) -> None:
     assert list(after) == list(range(int(resumed[1]), last))
     assert after == {step: before[step] for step in after}
     assert before[last - 1] < before[0]
+
+
+def rewards(output: str) -> list[float]:
+    """As printed every five iterations."""
+    return [float(reward) for reward in re.findall(r"reward (\d\.\d+) ", output)]
+
+
+RL = (str(EXAMPLES / "rl_phases.py"), "--batch=32", "--length=24", "--warm-up=120")
+
+
+def test_policy_learns_although_it_leaves_in_every_iteration() -> None:
+    output = finish(start([*RL, "--iterations=16"]))
+    found = rewards(output)
+    assert len(found) == 4
+    assert found[-1] > 2 * found[0] + 0.02, output
+    moved = re.findall(r"^(leave|come back) .* % +(\d+\.\d+)$", output, re.MULTILINE)
+    assert [name for name, _ in moved] == ["leave", "come back"], output
+    assert moved[0][1] == moved[1][1] != "0.00"
+    assert re.search(r"^generate .* %", output, re.MULTILINE)
+
+
+@pytest.mark.long
+def test_policy_learns_on_two_ranks() -> None:
+    output = finish(start([*TORCHRUN, "--nproc-per-node=2", *RL, "--iterations=21"]))
+    found = rewards(output)
+    assert len(found) == 5  # told by one rank
+    assert found[-1] > 2 * found[0] + 0.02, output

@@ -1,0 +1,185 @@
+"""Leaving a GPU and coming back: the driver's memory, addresses, CUDA graphs, streams, NCCL."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests import graph_jobs, phase_jobs
+from tests.phase_jobs import LANES, POLICIES
+
+REPOSITORY = Path(__file__).parents[2]
+WIDE = 4096  # five matrices of 64 MiB, their gradients and moments: 0.75 GiB that leave
+WRAPPED = [lanes for lanes in LANES if lanes != "plain"]
+ADDRESSES = pytest.mark.parametrize("fixed_address", [False, True], ids=["resized", "fixed"])
+
+Pool = Callable[..., Any]
+
+
+@ADDRESSES
+@pytest.mark.parametrize("lanes", ["plain", "resident"])
+def test_the_driver_has_the_memory_meanwhile(ranks: Pool, lanes: str, fixed_address: bool) -> None:
+    pool = ranks(1, device_type="cuda")
+    for share in pool.run(phase_jobs.frees_its_payload, lanes, WIDE, fixed_address=fixed_address):
+        assert 0.99 <= share < 1.2
+
+
+@pytest.mark.parametrize("lanes", LANES)
+def test_training_with_switches_is_training_without(ranks: Pool, lanes: str) -> None:
+    for dtype in ("float32", "bfloat16"):
+        ranks(1, device_type="cuda").run(phase_jobs.same_training, lanes, "all", dtype)
+
+
+@pytest.mark.parametrize("policy", [p for p in POLICIES if p not in ("all", "rebuilt")])
+@pytest.mark.parametrize("lanes", ["plain", "mixed"])
+def test_policies(ranks: Pool, lanes: str, policy: str) -> None:
+    ranks(1, device_type="cuda").run(phase_jobs.same_training, lanes, policy, "bfloat16")
+
+
+@pytest.mark.parametrize("policy", ["all", "grads-saved"])
+@pytest.mark.parametrize("lanes", ["plain", "mixed"])
+def test_training_at_fixed_addresses(ranks: Pool, lanes: str, policy: str) -> None:
+    pool = ranks(1, device_type="cuda")
+    pool.run(phase_jobs.same_training, lanes, policy, "float32", fixed_address=True)
+
+
+def test_parameters_are_rebuilt_from_masters(ranks: Pool) -> None:
+    ranks(1, device_type="cuda").run(phase_jobs.same_training, "host", "rebuilt", "bfloat16")
+
+
+@pytest.mark.parametrize("lanes", WRAPPED)
+def test_the_optimizer_alone(ranks: Pool, lanes: str) -> None:
+    ranks(1, device_type="cuda").run(phase_jobs.optimizer_alone, lanes, "bfloat16")
+
+
+@pytest.mark.parametrize("lanes", LANES)
+def test_use_while_away_raises(ranks: Pool, lanes: str) -> None:
+    ranks(1, device_type="cuda").run(phase_jobs.use_while_away, lanes)
+
+
+@pytest.mark.parametrize("lanes", ["plain", "mixed"])
+def test_use_brings_it_back_where_asked(ranks: Pool, lanes: str) -> None:
+    ranks(1, device_type="cuda").run(phase_jobs.reload_on_use, lanes)
+
+
+@pytest.mark.parametrize("lanes", LANES)
+def test_state_while_away_takes_no_device_memory(ranks: Pool, tmp_path: Path, lanes: str) -> None:
+    ranks(1, device_type="cuda").run(phase_jobs.state_while_away, lanes, str(tmp_path))
+
+
+@pytest.mark.parametrize("lanes", WRAPPED)
+def test_a_save_under_way_sees_what_was_there(ranks: Pool, tmp_path: Path, lanes: str) -> None:
+    ranks(1, device_type="cuda").run(phase_jobs.save_under_way, lanes, str(tmp_path))
+
+
+def test_close_gives_host_memory_back(ranks: Pool) -> None:
+    ranks(1, device_type="cuda").run(phase_jobs.gives_host_memory_back)
+
+
+@ADDRESSES
+def test_no_room_to_come_back(ranks: Pool, fixed_address: bool) -> None:
+    pool = ranks(1, device_type="cuda")
+    pool.run(phase_jobs.no_room_to_come_back, WIDE, fixed_address=fixed_address)
+
+
+@ADDRESSES
+def test_used_at_once(ranks: Pool, fixed_address: bool) -> None:
+    ranks(1, device_type="cuda").run(phase_jobs.used_at_once, WIDE, fixed_address=fixed_address)
+
+
+def test_two_jobs_take_turns(ranks: Pool) -> None:
+    ranks(1, device_type="cuda").run(phase_jobs.swapped, 1024)
+
+
+def test_a_graph_over_a_region_replays_after_every_pause() -> None:
+    graph_jobs.region_with_cache(torch.device("cuda", 0))
+
+
+def test_a_graph_of_an_update_replays_after_every_pause() -> None:
+    graph_jobs.update_in_a_region(torch.device("cuda", 0))
+
+
+def test_graphs_survive_an_offloader_with_fixed_addresses() -> None:
+    graph_jobs.model_and_update(torch.device("cuda", 0))
+
+
+# ------------------------------------------------------------------------------- several GPUs
+
+
+@pytest.mark.gpus(2)
+@pytest.mark.parametrize("lanes", LANES)
+def test_two_gpus_train_the_same(ranks: Pool, lanes: str) -> None:
+    pool = ranks(2, device_type="cuda")
+    for dtype in ("float32", "bfloat16"):
+        pool.run(phase_jobs.same_training, lanes, "all", dtype)
+    if lanes != "plain":
+        pool.run(phase_jobs.optimizer_alone, lanes, "float32")
+
+
+@pytest.mark.gpus(2)
+@pytest.mark.parametrize("policy", [p for p in POLICIES if p != "all"])
+def test_two_gpus_and_policies(ranks: Pool, policy: str) -> None:
+    pool = ranks(2, device_type="cuda")
+    lanes = "host" if policy == "rebuilt" else "mixed"
+    pool.run(phase_jobs.same_training, lanes, policy, "bfloat16")
+    if policy != "rebuilt":
+        pool.run(phase_jobs.same_training, lanes, policy, "float32", fixed_address=True)
+
+
+@pytest.mark.gpus(2)
+@ADDRESSES
+def test_two_gpus_leave(ranks: Pool, tmp_path: Path, fixed_address: bool) -> None:
+    pool = ranks(2, device_type="cuda")
+    shares = pool.run(phase_jobs.frees_its_payload, "plain", WIDE, fixed_address=fixed_address)
+    assert min(shares) >= 0.99
+    pool.run(phase_jobs.use_while_away, "mixed")
+    pool.run(phase_jobs.used_at_once, WIDE, fixed_address=fixed_address)
+    pool.run(phase_jobs.state_while_away, "mixed", str(tmp_path))
+    pool.run(phase_jobs.swapped, 512)
+
+
+# ------------------------------------------------------------------------ benchmark and example
+
+
+def run_here(arguments: list[str]) -> str:
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, check=False, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_benchmark(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    sizes = ["--params=1e8", "--repeats=2", "--cycles=10"]
+    run_here(["-m", "fsdp_offload.bench.phases", *sizes, f"--json={out}"])
+    report = json.loads(out.read_text())
+    rows = {row["name"]: row for row in report["rows"]}
+    assert rows.pop("memory-saver")["status"] in ("ok", "not available")
+    for name, row in rows.items():
+        assert row["status"] == "ok", row
+        assert row["same_bits"], name
+        if name in ("offloader", "fixed", "optimizer"):
+            assert row["freed_share"] >= 0.99, name
+            assert row["host_over_payload"] <= 1.01, name
+    for row in report["endurance"]:
+        assert row["same_bits"], row
+        assert row["device_free_bytes_last"] >= row["device_free_bytes_first"] - (2 << 20)
+        assert row["fragmented_bytes_last"] <= row["fragmented_bytes_first"]
+
+
+def test_example() -> None:
+    output = run_here(["examples/rl_phases.py", "--iterations=21"])
+    rewards = [float(reward) for reward in re.findall(r"reward (\d\.\d+) ", output)]
+    assert "1 x cuda" in output
+    assert rewards[-1] > 2 * rewards[0], output

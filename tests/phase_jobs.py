@@ -1,0 +1,429 @@
+"""Jobs that leave the device and come back, for tests on any device; they run inside ranks.
+
+Ranks run without pytest's rewriting: failures carry their own words.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from fsdp_offload import (
+    AwayError,
+    DeviceMemoryError,
+    HybridDeviceOptimizer,
+    PhaseOffloader,
+    TransferConfig,
+    checkpoint,
+    swap,
+)
+from fsdp_offload.bench.machine import resident_set_bytes
+
+WIDTH = 129  # rows: uneven over 2 and 4 ranks, and not a multiple of 4
+STEPS = 4
+SMALL = TransferConfig(bucket_bytes=64 << 10, slots=3, host_threads=1)
+
+LANES: dict[str, dict[str, Any] | None] = {
+    "plain": None,
+    "resident": {"offload_fraction": 0.0},
+    "fraction": {"offload_fraction": 0.5, "update_on": "device"},
+    "streamed": {"update_on": "device"},
+    "host": {"update_on": "host"},
+    "mixed": {"update_on": ("resident", "streamed", "host")},
+    "forward": {"update_on": "device", "overlap": "forward"},
+}
+"""Options of the wrapper; None: the plain optimizer."""
+
+POLICIES: dict[str, dict[str, str]] = {
+    "all": {},
+    "grads-saved": {"grads": "save"},
+    "grads-kept": {"grads": "keep"},
+    "params-kept": {"params": "keep"},
+    "state-kept": {"state": "keep"},
+    "rebuilt": {"params": "rebuild"},
+}
+
+
+class Net(nn.Module):
+    """Layers with uneven shards, one with empty ones (3 rows), a tied weight, a buffer."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(width, width) for _ in range(3)])
+        self.narrow = nn.Linear(width, 3)
+        self.first = nn.Linear(width, width, bias=False)
+        self.last = nn.Linear(width, width, bias=False)
+        self.last.weight = self.first.weight
+        self.register_buffer("scale", torch.full((width,), 0.9))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = torch.tanh(layer(x)) * self.scale
+        return self.narrow(self.last(x))
+
+
+def device_here() -> torch.device:
+    """Of this rank: its GPU in a pool of ``device_type="cuda"``, else the CPU."""
+    on_gpu = "nccl" in dist.get_backend_config()
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+
+
+def make_net(dtype: torch.dtype = torch.float32, width: int = WIDTH) -> Net:
+    """The same weights on every rank and at every call, sharded over all ranks."""
+    device = device_here()
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    torch.manual_seed(0)
+    net = Net(width).to(device, dtype)
+    for layer in (*net.layers, net.narrow):
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(net, mesh=mesh)  # type: ignore[return-value]
+
+
+def make_optimizer(net: Net, lanes: str) -> Optimizer:
+    """AdamW, wrapped as ``LANES`` says."""
+    plain = torch.optim.AdamW(net.parameters(), lr=0.01)
+    options = LANES[lanes]
+    if options is None:
+        return plain
+    options = dict(options)
+    if isinstance(cycle := options.get("update_on"), tuple):
+        count = sum(1 for _ in net.parameters())
+        options["update_on"] = list(itertools.islice(itertools.cycle(cycle), count))
+    return HybridDeviceOptimizer(plain, model=net, transfer=SMALL, **options)
+
+
+def close(*things: Any) -> None:
+    """What can be closed."""
+    for thing in things:
+        if hasattr(thing, "close"):
+            thing.close()
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's shard."""
+    return tensor.detach()._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def inputs(step: int, dtype: torch.dtype) -> Tensor:
+    """Of this rank."""
+    generator = torch.Generator().manual_seed(1000 * step + dist.get_rank())
+    return torch.randn(8, WIDTH, generator=generator).to(device_here(), dtype)
+
+
+def train(
+    net: Net, optimizer: Optimizer, steps: Iterable[int], switch: Callable[[str], None]
+) -> None:
+    """Clipped steps; ``switch`` is called with where the step stands."""
+    dtype = next(net.parameters()).dtype
+    for step in steps:
+        net(inputs(step, dtype)).float().square().mean().backward()
+        switch("gradients")
+        nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        switch("stepped")
+
+
+def snapshot(net: Net, optimizer: Optimizer) -> dict[str, Tensor]:
+    """Copies of this rank's weights and state, in host memory."""
+    found = {f"{name}/weight": local(p) for name, p in net.named_parameters()}
+    for name, parameter in net.named_parameters():
+        for kind, value in optimizer.state[parameter].items():
+            found[f"{name}/{kind}"] = local(value)
+    return {name: tensor.cpu().clone() for name, tensor in found.items()}
+
+
+def check_same(found: dict[str, Tensor], expected: dict[str, Tensor], what: str) -> None:
+    """Equal names and bits."""
+    assert found.keys() == expected.keys(), f"{what}: {found.keys() ^ expected.keys()}"
+    for name, value in expected.items():
+        a, b = (t.contiguous().view(-1).view(torch.uint8) for t in (found[name], value))
+        assert a.shape == b.shape, f"{what}: {name} has {a.numel()} bytes, not {b.numel()}"
+        assert torch.equal(a, b), f"{what}: {int((a != b).sum())} bytes of {name} differ"
+
+
+def free_bytes() -> int:
+    """Of the device, as its driver says."""
+    torch.cuda.synchronize()
+    return torch.cuda.mem_get_info()[0]
+
+
+def storages(net: Net, optimizer: Optimizer) -> list[torch.UntypedStorage]:
+    """Of the shards and the state on the device, each once."""
+    tensors = [*net.parameters(), *(v for s in optimizer.state.values() for v in s.values())]
+    shards = [local(v) for v in tensors if isinstance(v, Tensor)]
+    device = device_here()
+    found = [t.untyped_storage() for t in shards if t.device == device]
+    return list({storage._cdata: storage for storage in found}.values())
+
+
+# ------------------------------------------------------------------------------------- the jobs
+
+
+def same_training(lanes: str, policy: str, dtype: str, *, fixed_address: bool = False) -> None:
+    """A switch after every step, and with gradients that survive it one before, changes no bit."""
+    results = []
+    for switched in (False, True):
+        net = make_net(getattr(torch, dtype))
+        optimizer = make_optimizer(net, lanes)
+        options = POLICIES[policy]
+        phases = None
+        if switched:
+            phases = PhaseOffloader(net, optimizer, fixed_address=fixed_address, **options)  # type: ignore[arg-type]
+
+        def switch(where: str, phases: Any = phases, options: Any = options) -> None:
+            if phases is not None and (
+                where == "stepped" or options.get("grads", "drop") != "drop"
+            ):
+                with phases.away():
+                    assert phases.is_away
+                assert not phases.is_away
+
+        train(net, optimizer, range(STEPS), switch)
+        results.append(snapshot(net, optimizer))
+        close(phases, optimizer)
+    check_same(results[1], results[0], f"{lanes}, {policy}, {dtype}")
+
+
+def optimizer_alone(lanes: str, dtype: str) -> None:
+    """``optimizer.offload()`` after every step changes no bit."""
+    results = []
+    for switched in (False, True):
+        net = make_net(getattr(torch, dtype))
+        optimizer: Any = make_optimizer(net, lanes)
+
+        def switch(where: str, optimizer: Any = optimizer, switched: bool = switched) -> None:
+            if switched and where == "stepped":
+                optimizer.offload()
+                assert optimizer.is_away
+                optimizer.offload()  # nothing left to do
+                optimizer.reload()
+                assert not optimizer.is_away
+
+        train(net, optimizer, range(STEPS), switch)
+        results.append(snapshot(net, optimizer))
+        close(optimizer)
+    check_same(results[1], results[0], f"{lanes}, {dtype}")
+
+
+def trained(lanes: str, width: int = WIDTH, **options: Any) -> tuple[Net, Optimizer, Any]:
+    """A job after two steps and its offloader."""
+    net = make_net(width=width)
+    optimizer = make_optimizer(net, lanes)
+    generator = torch.Generator(device_here()).manual_seed(1)
+    for _ in range(2):
+        for parameter in net.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+            local(parameter.grad).normal_(generator=generator)
+        optimizer.step()
+        optimizer.zero_grad()
+    return net, optimizer, PhaseOffloader(net, optimizer, **options)
+
+
+def frees_its_payload(lanes: str, width: int, *, fixed_address: bool) -> float:
+    """Smallest share of the payload that the driver had more while away, over three cycles."""
+    net, optimizer, phases = trained(lanes, width, fixed_address=fixed_address)
+    before, shares = snapshot(net, optimizer), []
+    moved = storages(net, optimizer)
+    n_bytes = sum(storage.nbytes() for storage in moved)
+    for _ in range(3):
+        if device_here().type == "cuda":
+            torch.cuda.empty_cache()
+            held = free_bytes()
+            phases.offload()
+            shares.append((free_bytes() - held) / n_bytes)
+        else:
+            phases.offload()
+            shares.append(1.0)
+        if lanes == "plain" and not fixed_address:
+            assert {storage.nbytes() for storage in moved} == {0}
+        phases.reload()
+        check_same(snapshot(net, optimizer), before, f"cycle of {lanes}")
+    close(phases, optimizer)
+    return min(shares)
+
+
+def use_while_away(lanes: str) -> None:
+    """Typed errors, and nothing is lost by them."""
+    net, optimizer, phases = trained(lanes)
+    before = snapshot(net, optimizer)
+    phases.offload()
+    phases.offload()  # nothing left to do
+    for what, use in (
+        ("forward", lambda: net(inputs(0, torch.float32))),
+        ("step", optimizer.step),
+    ):
+        with pytest.raises(AwayError, match="Remedy"):
+            use()
+        assert phases.is_away, what
+    assert float(torch.ones(1000, device=device_here()).sum()) == 1000  # the context is usable
+    phases.reload()
+    phases.reload()
+    check_same(snapshot(net, optimizer), before, f"after errors, {lanes}")
+    train(net, optimizer, range(1), lambda where: None)
+    close(phases, optimizer)
+
+
+def reload_on_use(lanes: str) -> None:
+    """``on_use="reload"``: forward brings everything back by itself."""
+    net, optimizer, phases = trained(lanes, on_use="reload")
+    wanted = net(inputs(0, torch.float32)).detach().clone()
+    net.reshard()  # type: ignore[attr-defined]
+    phases.offload()
+    found = net(inputs(0, torch.float32)).detach().clone()
+    assert torch.equal(found, wanted)
+    assert not phases.is_away
+    close(phases, optimizer)
+
+
+def state_while_away(lanes: str, folder: str) -> None:
+    """State dicts and a checkpoint come from host memory; a load goes there."""
+    net, optimizer, phases = trained(lanes)
+    before = snapshot(net, optimizer)
+    phases.offload()
+    with without_device_memory():
+        weights = net.state_dict()
+        for name, value in weights.items():
+            if (key := f"{name}/weight") in before:
+                check_same({key: local(value).cpu()}, {key: before[key]}, "state_dict")
+        if isinstance(optimizer, HybridDeviceOptimizer):
+            optimizer.state_dict()
+            checkpoint.save(f"{folder}/{lanes}", net, optimizer)
+            checkpoint.async_save(f"{folder}/{lanes}-async", net, optimizer).result()
+    phases.reload()
+    check_same(snapshot(net, optimizer), before, f"after state dicts, {lanes}")
+    if isinstance(optimizer, HybridDeviceOptimizer):
+        train(net, optimizer, range(1), lambda where: None)
+        phases.offload()
+        with without_device_memory():
+            checkpoint.load(f"{folder}/{lanes}-async", net, optimizer)
+        phases.reload()
+        check_same(snapshot(net, optimizer), before, f"after a load while away, {lanes}")
+    close(phases, optimizer)
+
+
+@contextlib.contextmanager
+def without_device_memory() -> Iterator[None]:
+    """What is inside takes none, but for what collectives take to begin."""
+    if device_here().type != "cuda":
+        yield
+        return
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    held = torch.cuda.memory_allocated()
+    yield
+    grown = torch.cuda.max_memory_allocated() - held
+    assert grown <= (0 if dist.get_world_size() == 1 else 4096), f"{grown} bytes"
+
+
+def no_room_to_come_back(width: int, *, fixed_address: bool) -> None:
+    """Another allocation has taken the memory: an error, everything stays away, a retry works."""
+    net, optimizer, phases = trained("resident", width, fixed_address=fixed_address)
+    before = snapshot(net, optimizer)
+    phases.offload()
+    torch.cuda.empty_cache()
+    taken = torch.empty(free_bytes() - (64 << 20), dtype=torch.uint8, device=device_here())
+    for _ in range(2):
+        with pytest.raises(DeviceMemoryError, match="Remedy"):
+            phases.reload()
+        assert phases.is_away
+    weights = net.state_dict()
+    name = "layers.0.weight"
+    check_same({name: local(weights[name]).cpu()}, {name: before[f"{name}/weight"]}, "away")
+    del taken
+    torch.cuda.empty_cache()
+    phases.reload()
+    check_same(snapshot(net, optimizer), before, "after the second try")
+    close(phases, optimizer)
+
+
+def used_at_once(width: int, *, fixed_address: bool) -> None:
+    """``reload(wait=False)`` and a forward right behind it; ``offload(wait=False)`` under a kernel
+    that is still writing."""
+    net, optimizer, phases = trained("resident", width, fixed_address=fixed_address)
+    x = torch.ones(4, width, device=device_here())
+    wanted = net(x).detach().clone()
+    net.reshard()  # type: ignore[attr-defined]
+    for _ in range(3):
+        phases.offload()
+        handle = phases.reload(wait=False)
+        found = net(x).detach().clone()
+        net.reshard()  # type: ignore[attr-defined]
+        assert torch.equal(found, wanted)
+        handle.wait()
+        assert handle.is_done()
+    before = snapshot(net, optimizer)
+    held_up()
+    with torch.no_grad():
+        for parameter in net.parameters():
+            local(parameter).add_(1)
+    handle = phases.offload(wait=False)
+    handle.wait()
+    phases.reload()
+    for name, parameter in net.named_parameters():
+        assert torch.equal(local(parameter).cpu(), before[f"{name}/weight"] + 1), name
+    close(phases, optimizer)
+
+
+def save_under_way(lanes: str, folder: str) -> None:
+    """What an ``async_save`` writes while the job leaves, comes back and trains is what was there
+    when it was called."""
+    net, optimizer, phases = trained(lanes)
+    before = snapshot(net, optimizer)
+    path = f"{folder}/{lanes}-under-way"
+    future = checkpoint.async_save(path, net, optimizer)
+    with phases.away():
+        pass
+    train(net, optimizer, range(1), lambda where: None)
+    future.result()
+    checkpoint.load(path, net, optimizer)
+    check_same(snapshot(net, optimizer), before, f"saved while leaving, {lanes}")
+    close(phases, optimizer)
+
+
+def gives_host_memory_back() -> None:
+    """``close()`` unmaps what was page-locked: the process shrinks by it."""
+    _, optimizer, phases = trained("plain", 1024)
+    with phases.away():
+        pass
+    held, size = phases.statistics().host_bytes, resident_set_bytes()
+    phases.close()
+    assert size - resident_set_bytes() > 0.9 * held, (size, resident_set_bytes(), held)
+    close(optimizer)
+
+
+def held_up() -> None:
+    """Let what is enqueued next on the current stream begin late: about 0.1 s."""
+    if device_here().type == "cuda":
+        torch.cuda._sleep(200_000_000)
+
+
+def swapped(width: int) -> None:
+    """Two jobs take turns; each keeps its bits."""
+    jobs = [trained("plain", width) for _ in range(2)]
+    with torch.no_grad():
+        for parameter in jobs[1][0].parameters():
+            local(parameter).neg_()
+    before = [snapshot(net, optimizer) for net, optimizer, _ in jobs]
+    (_, _, one), (_, _, other) = jobs
+    other.offload()
+    for _ in range(3):
+        swap(out=one, in_=other)
+        assert (one.is_away, other.is_away) == (True, False)
+        check_same(snapshot(*jobs[1][:2]), before[1], "the second")
+        swap(out=other, in_=one)
+        assert (one.is_away, other.is_away) == (False, True)
+        check_same(snapshot(*jobs[0][:2]), before[0], "the first")
+    close(one, other)

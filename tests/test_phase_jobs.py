@@ -1,0 +1,59 @@
+"""What ``tests/gpu/test_phases.py`` runs on GPUs, on the CPU: the same state machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests import graph_jobs, phase_jobs
+
+Pool = Callable[..., Any]
+
+
+def test_training_with_switches_is_training_without(ranks: Pool) -> None:
+    pool = ranks(2)
+    pool.run(phase_jobs.same_training, "mixed", "all", "bfloat16")
+    pool.run(phase_jobs.same_training, "plain", "grads-saved", "float32")
+
+
+@pytest.mark.long
+def test_every_lane_and_policy(ranks: Pool) -> None:
+    pool = ranks(2)
+    for lanes in phase_jobs.LANES:
+        pool.run(phase_jobs.same_training, lanes, "all", "float32")
+    for policy in phase_jobs.POLICIES:
+        lanes = "host" if policy == "rebuilt" else "mixed"
+        pool.run(phase_jobs.same_training, lanes, policy, "bfloat16")
+
+
+@pytest.mark.parametrize("lanes", ["plain", "mixed"])
+def test_state_machine(ranks: Pool, tmp_path: Path, lanes: str) -> None:
+    pool = ranks(2)
+    pool.run(phase_jobs.use_while_away, lanes)
+    pool.run(phase_jobs.reload_on_use, lanes)
+    pool.run(phase_jobs.state_while_away, lanes, str(tmp_path))
+    if lanes != "plain":
+        pool.run(phase_jobs.optimizer_alone, lanes, "float32")
+        pool.run(phase_jobs.save_under_way, lanes, str(tmp_path))
+
+
+def test_close_gives_host_memory_back(ranks: Pool) -> None:
+    ranks(2).run(phase_jobs.gives_host_memory_back)
+
+
+@pytest.mark.parametrize("fixed_address", [False, True])
+def test_cycles(ranks: Pool, fixed_address: bool) -> None:
+    pool = ranks(2)
+    pool.run(phase_jobs.frees_its_payload, "plain", 64, fixed_address=fixed_address)
+    pool.run(phase_jobs.used_at_once, 64, fixed_address=fixed_address)
+    if not fixed_address:
+        pool.run(phase_jobs.swapped, 64)
+
+
+@pytest.mark.parametrize("job", ["region_with_cache", "update_in_a_region", "model_and_update"])
+def test_calls_in_the_place_of_graphs(job: str) -> None:
+    getattr(graph_jobs, job)(torch.device("cpu"))
