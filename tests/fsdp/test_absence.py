@@ -90,6 +90,7 @@ def both_away(dtype: torch.dtype, rebuilds: bool) -> None:
         train(one, away, step)
         train(two, stays, step)
         held, others = list(one.parameters()), list(two.parameters())
+        stays.synchronize()  # its shards are read below
         away.offload(wait=False)
         with model_away(held, away if rebuilds else None):
             for p, q in zip(held, others, strict=True):
