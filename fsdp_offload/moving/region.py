@@ -160,7 +160,9 @@ class FixedAddressRegion:
         with torch.inference_mode(False):
             if n_bytes == 0:
                 return torch.empty(sizes, dtype=dtype, device=self.device)
-            storage = self._extent(n_bytes).take(n_bytes).untyped_storage()
+            extent = self._extent(n_bytes)
+            storage = extent.take(n_bytes).untyped_storage()
+            tie(storage, extent.block.pages)
             tensor = torch.empty(0, dtype=dtype, device=self.device)
             strides = torch.empty(sizes, dtype=dtype, device="meta").stride()
             return tensor.set_(storage, 0, sizes, strides)
