@@ -43,9 +43,9 @@ def untie(storage: torch.UntypedStorage) -> None:
     del storage._fsdp_offload_memory  # type: ignore[attr-defined]
 
 
-def is_torchs(storage: torch.UntypedStorage) -> bool:
-    """Whether its memory is torch's own, so that it can be resized to 0 and back."""
-    return storage.resizable() and not hasattr(storage, "_fsdp_offload_memory")
+def is_tied(storage: torch.UntypedStorage) -> bool:
+    """Whether it lies in memory of somebody here, who moves it."""
+    return hasattr(storage, "_fsdp_offload_memory")
 
 
 def renew(storage: torch.UntypedStorage) -> None:

@@ -87,8 +87,7 @@ def collect(
 
     Args:
         named: a key per tensor, the same at each call; the first tensor of a storage names it.
-        device: others are left alone, and so is memory that is not torch's own there: a region's,
-            numpy's, an arena's.
+        device: others are left alone, and so is what lies in a region.
         known: storages that were found before, by ``_cdata``; extended.
     """
     known = set() if known is None else known
@@ -98,7 +97,7 @@ def collect(
         storage = shard.untyped_storage()
         if shard.device != device or storage.nbytes() == 0 or storage._cdata in known:
             continue
-        if not storages.is_torchs(storage):
+        if storages.is_tied(storage):
             continue
         known.add(storage._cdata)
         blocks.append(StorageBlock(key, storage))

@@ -24,6 +24,7 @@ travels alone.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import time
 from collections import deque
@@ -166,11 +167,22 @@ class Mover:
         self.places = places
         self._gateway = gateway
         self._out, self._in = gateway.stream("move_out"), gateway.stream("move_in")
-        self._gather = gateway.stream("move_gather")
-        self._scatter = gateway.stream("move_scatter")
-        self._drop = gateway.stream("move_drop")
         self._leaving: deque[_Leg] = deque()  # in order of ``_out``
         self._arriving: deque[tuple[Trip, set[str]]] = deque()  # in order of ``_in``
+
+    # Streams that not every mover needs: torch has 32 in all, which then take turns.
+
+    @functools.cached_property
+    def _gather(self) -> Stream:
+        return self._gateway.stream("move_gather")
+
+    @functools.cached_property
+    def _scatter(self) -> Stream:
+        return self._gateway.stream("move_scatter")
+
+    @functools.cached_property
+    def _drop(self) -> Stream:
+        return self._gateway.stream("move_drop")
 
     def reserve(self, blocks: Sequence[Block]) -> None:
         """Take host memory for blocks, such that those that are packed lie side by side."""
@@ -192,7 +204,7 @@ class Mover:
         blocks = [block for block in blocks if parts[block.key]]
         self.places.reserve(blocks)
         if blocks:
-            self._after_caller_and_arrivals(blocks, self._out, self._gather)
+            self._after_caller_and_arrivals(blocks, self._out)
             trip._first = self._out.record_timed()
         try:
             self._send_all(trip, blocks, parts)
@@ -245,7 +257,8 @@ class Mover:
         try:
             self._fetch_all(blocks, parts, restored)
         except BaseException:
-            self._in.wait(self._scatter.record())
+            if "_scatter" in vars(self):
+                self._in.wait(self._scatter.record())
             self._in.record().synchronize()
             restored.undo()
             raise
@@ -299,22 +312,20 @@ class Mover:
         trip._legs.extend(shared)
         return staying
 
-    def _after_caller_and_arrivals(self, blocks: Sequence[Block], *streams: Stream) -> None:
-        """Let later work of ``streams`` start after the caller's, and after these blocks' way
+    def _after_caller_and_arrivals(self, blocks: Sequence[Block], stream: Stream) -> None:
+        """Let later work of ``stream`` start after the caller's, and after these blocks' way
         back."""
         keys = {block.key for block in blocks}
         starts: list[Event] = [self._gateway.current_stream().record()]
         starts += [t._last for t, k in self._arriving if t._last is not None and k & keys]
-        for stream in streams:
-            for start in starts:
-                stream.wait(start)
+        for start in starts:
+            stream.wait(start)
 
     def _send_all(self, trip: Trip, blocks: Sequence[Block], parts: dict[str, list[int]]) -> None:
-        staging: _Staging | None = None
-        for group in _groups(blocks):
-            joined = self.places.joined(group) if len(group) > 1 else None
-            if joined is not None:
-                staging = staging or self._staging(blocks)
+        packs, staging = self._packs(blocks)
+        if staging is not None and trip._first is not None:
+            self._gather.wait(trip._first)
+        for group, joined in packs:
             if joined is not None and staging is not None:
                 self._pack(trip, group, staging, joined)
             else:
@@ -360,13 +371,10 @@ class Mover:
             for index in parts[block.key]:
                 if restored.n_bytes < AHEAD_BYTES:
                     restored.add(block, index)
-        staging: _Staging | None = None
-        for group in _groups(blocks):
-            joined = self.places.joined(group) if len(group) > 1 else None
-            if joined is not None:
-                staging = staging or self._staging(blocks)
+        packs, staging = self._packs(blocks)
+        restored.used.append(staging)
+        for group, joined in packs:
             if joined is not None and staging is not None:
-                restored.used.append(staging)
                 self._unpack(group, staging, joined, restored)
             else:
                 for block in group:
@@ -412,14 +420,22 @@ class Mover:
         self._leaving.popleft()
         return True
 
-    def _staging(self, blocks: Sequence[Block]) -> _Staging | None:
-        """As large as the largest groups need; None: there is no device memory for it."""
-        groups = [group for group in _groups(blocks) if len(group) > 1]
-        size = max(sum(aligned(block.n_bytes) for block in group) for group in groups)
+    def _packs(
+        self, blocks: Sequence[Block]
+    ) -> tuple[list[tuple[list[Block], Tensor | None]], _Staging | None]:
+        """Blocks that travel together, each group with its joined place, and staging for them.
+
+        Without staging (nothing to pack, or no device memory) all travel alone.
+        """
+        groups = list(_groups(blocks))
+        packs = [(g, self.places.joined(g) if len(g) > 1 else None) for g in groups]
+        sizes = [joined.numel() for _, joined in packs if joined is not None]
+        if not sizes:
+            return packs, None
         try:
-            return _Staging([self._gateway.allocate(size) for _ in groups[:2]])
+            return packs, _Staging([self._gateway.allocate(max(sizes)) for _ in sizes[:2]])
         except torch.OutOfMemoryError:
-            return None
+            return packs, None
 
 
 class _Restored:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -121,7 +122,7 @@ class FixedAddressRegion:
         self.device = gateway.device
         pages.check(self.device)
         self._gateway, self._chunk_bytes = gateway, chunk_bytes
-        self._mover = Mover(gateway, Places(gateway, transfer or TransferConfig()))
+        self._places = Places(gateway, transfer or TransferConfig())
         self._extents: list[_Extent] = []
         self._n_extents = 0  # so far: keys are not given twice
         self._is_paused = self._is_closed = False
@@ -129,6 +130,11 @@ class FixedAddressRegion:
         self._last = self._last_out = self._last_back = Trip()
         self._settled: list[torch.UntypedStorage] = []
         self._pool: AddressPool | None = None
+
+    @functools.cached_property
+    def _mover(self) -> Mover:
+        """Made when it is needed: who moves the blocks with another one needs no streams here."""
+        return Mover(self._gateway, self._places)
 
     def __repr__(self) -> str:
         state = "closed" if self._is_closed else "paused" if self.is_paused else "present"
@@ -160,7 +166,9 @@ class FixedAddressRegion:
         with torch.inference_mode(False):
             if n_bytes == 0:
                 return torch.empty(sizes, dtype=dtype, device=self.device)
-            storage = self._extent(n_bytes).take(n_bytes).untyped_storage()
+            extent = self._extent(n_bytes)
+            storage = extent.take(n_bytes).untyped_storage()
+            tie(storage, extent.block.pages)
             tensor = torch.empty(0, dtype=dtype, device=self.device)
             strides = torch.empty(sizes, dtype=dtype, device="meta").stride()
             return tensor.set_(storage, 0, sizes, strides)
@@ -338,7 +346,7 @@ class FixedAddressRegion:
         return RegionStatistics(
             n_bytes=self.n_bytes,
             device_bytes=self.device_bytes,
-            pinned_bytes=self._mover.places.n_bytes,
+            pinned_bytes=self._places.n_bytes,
             out_bytes=self._last_out.n_bytes,
             out_seconds=self._last_out.seconds,
             back_bytes=self._last_back.n_bytes,
@@ -356,7 +364,8 @@ class FixedAddressRegion:
         """
         if self._is_closed:
             return
-        self._mover.wait()
+        if "_mover" in vars(self):
+            self._mover.wait()
         if self._settled:
             self._check_present("close()")
         while self._settled:
@@ -366,7 +375,7 @@ class FixedAddressRegion:
             self._settled.pop()
         self._pool = None
         self._is_closed = True
-        self._mover.places.close()
+        self._places.close()
         self._extents.clear()
 
     def _ended(self, trip: Trip, wait: bool) -> Trip:

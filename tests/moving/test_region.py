@@ -314,6 +314,7 @@ def test_settled_storages_keep_objects_views_bits_and_address() -> None:
     addresses = [tensor.data_ptr() for _, tensor in named]
     assert view.data_ptr() == addresses[3] + 40
     assert settle_storages(blocks, made) == seats  # nothing moves again
+    assert not collect(named, CPU)
     assert [tensor.data_ptr() for _, tensor in named] == addresses
     gateway = CpuGateway(CPU)
     move = Mover(gateway, Places(gateway, TransferConfig()))
