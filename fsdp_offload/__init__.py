@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         UnsupportedOptimizerError,
         UnsupportedParameterError,
     )
+    from .moving import FixedAddressRegion, RegionStatistics
     from .optimizer import HybridDeviceOptimizer
     from .phases import PhaseOffloader, PhaseStatistics, swap
     from .report import Statistics
@@ -41,6 +42,7 @@ __all__ = [
     "ConfigError",
     "DeviceError",
     "DeviceMemoryError",
+    "FixedAddressRegion",
     "HostMemoryError",
     "HybridDeviceOptimizer",
     "LaneError",
@@ -51,6 +53,7 @@ __all__ = [
     "PhaseStatistics",
     "PinningError",
     "PrecisionConfig",
+    "RegionStatistics",
     "SpentGradientError",
     "StateDictError",
     "StateSchemaError",
@@ -64,6 +67,8 @@ __all__ = [
 ]
 
 _MODULES = {
+    "FixedAddressRegion": "moving",
+    "RegionStatistics": "moving",
     "HybridDeviceOptimizer": "optimizer",
     "OptimizerState": "checkpoint",
     "PhaseOffloader": "phases",

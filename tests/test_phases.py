@@ -682,7 +682,7 @@ def test_memory_that_torch_does_not_own_stays_or_is_refused() -> None:
         {"on_use": "ignore"},
         {"params": "rebuild"},
         {"optimizer": "adamw"},
-        {"fixed_address": True},
+        {"fixed_address": True, "params": "rebuild"},
     ],
     ids=str,
 )

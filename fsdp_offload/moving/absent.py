@@ -25,19 +25,25 @@ class Absence:
         place: see :data:`.whereabouts.Place`. It must not keep this object alive.
         settle: called before each use of ``place``: it returns when the bytes are there. It must
             not keep this object alive, either.
+        is_present: whether the storage has its memory; None: whether its size is not 0.
     """
 
     def __init__(
-        self, storage: torch.UntypedStorage, place: Place, settle: Callable[[], None] | None = None
+        self,
+        storage: torch.UntypedStorage,
+        place: Place,
+        settle: Callable[[], None] | None = None,
+        is_present: Callable[[], bool] | None = None,
     ) -> None:
         self._storage, self._wait = storage, None if settle is None else _Wait(settle)
+        self._is_present = is_present or (lambda: storage.nbytes() > 0)
         whereabouts.left(storage, place, self._wait)
         self.end = weakref.finalize(self, whereabouts.returned, storage)
         self.end.atexit = False
 
     def is_over(self) -> bool:
         """End if the storage still has its memory; whether it has."""
-        if self._storage.nbytes():
+        if self._is_present():
             self.end()
         return not self.end.alive
 
@@ -52,10 +58,13 @@ class _Wait:
 
 
 def register(
-    storage: torch.UntypedStorage, place: Place, settle: Callable[[], None] | None = None
+    storage: torch.UntypedStorage,
+    place: Place,
+    settle: Callable[[], None] | None = None,
+    is_present: Callable[[], bool] | None = None,
 ) -> Absence:
     """Enter a storage; the caller keeps what is returned. See :class:`Absence`."""
-    return Absence(storage, place, settle)
+    return Absence(storage, place, settle, is_present)
 
 
 def is_absent(tensor: Tensor) -> bool:

@@ -44,7 +44,7 @@ from .handle import Handle, PhaseStatistics, Transfer
 from .optimizers import find_state
 from .policies import Policies
 from .rebuilding import Rebuilding
-from .seats import make_seats
+from .seats import is_whole, make_seats
 
 
 class PhaseOffloader:
@@ -68,7 +68,9 @@ class PhaseOffloader:
             ``"keep"``: stays on the device.
         state: of the optimizer: ``"save"`` or ``"keep"``.
         on_use: ``"error"``: use while away raises. ``"reload"``: it brings everything back.
-        fixed_address: bring parameters and state back to the addresses that they had.
+        fixed_address: bring parameters, buffers and a plain optimizer's state back to the
+            addresses that they had; they move to new ones once, here or when they are first seen.
+            The state of a :class:`HybridDeviceOptimizer` has ``state_region=`` for it.
         transfer: how to obtain host memory (``pin``, ``huge_pages``, ``numa``, ``host_budget``).
 
     Raises:
@@ -104,9 +106,10 @@ class PhaseOffloader:
         parameters = [t for t in tensors if isinstance(t, nn.Parameter)]
         self._gateway = gateway_of(parameters or tensors)
         self._device = self._gateway.device
-        self._places = Places(self._gateway, transfer or TransferConfig())
+        transfer = transfer or TransferConfig()
+        self._places = Places(self._gateway, transfer)
         self._seats = make_seats(
-            self._policies, self._gateway, self._places, fixed_address=fixed_address
+            self._policies, self._gateway, self._places, transfer, fixed_address=fixed_address
         )
         self._mover = Mover(self._gateway, self._places)
         groups = find_groups(self._models)
@@ -126,6 +129,8 @@ class PhaseOffloader:
             self._collect()
             self._reserve()
         except BaseException:
+            for seats in self._seats.values():
+                seats.close()
             self._places.close()
             raise
 
@@ -330,7 +335,10 @@ class PhaseOffloader:
         settle = weakref.WeakMethod(self._settle)
         self._absences = [
             absent.register(
-                block.storage, self._seats[kind].place(block), functools.partial(_call, settle)
+                block.storage,
+                self._seats[kind].place(block),
+                functools.partial(_call, settle),
+                functools.partial(self._seats[kind].is_present, block),
             )
             for kind in ("params", "state")
             for block in self._storages[kind]
@@ -360,7 +368,7 @@ class PhaseOffloader:
 
     def _come_back(self, make_room: Callable[[], bool] | None) -> None:
         trips: dict[str, Trip] = {}
-        away = [block for block in self._all_blocks() if not _is_present(block)]
+        away = [block for block in self._all_blocks() if not is_whole(block)]
         try:
             trips["params"] = self._mover.back(self._blocks["params"], make_room=make_room)
             self._rebuilding.renew(make_room)
@@ -472,10 +480,6 @@ def _call(find: Callable[[], Callable[[], None] | None]) -> None:
     method = find()
     if method is not None:
         method()
-
-
-def _is_present(block: Block) -> bool:
-    return all(block.is_present(index) for index in range(len(block.pieces)))
 
 
 class _Last:

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from ..config import TransferConfig
 from ..device import Gateway
 from ..errors import ConfigError, UnsupportedParameterError
-from ..moving import Block, Places, StorageBlock
+from ..moving import Block, FixedAddressRegion, Places, Seat, StorageBlock, settle_storages
 from .policies import Policies
 
 
@@ -31,25 +32,84 @@ class Seats:
         """The bytes of a storage in host memory: 1-D uint8. Its blocks have places."""
         return self._places.of(storage)
 
+    def is_present(self, storage: StorageBlock) -> bool:
+        """Whether the storage has its memory."""
+        return is_whole(storage)
+
     def close(self) -> None:
         """Nothing is going to leave any more; all of it is present. Idempotent."""
 
 
+class FixedSeats(Seats):
+    """Storages that are moved into a region when they are first seen: its blocks move for them,
+    and their addresses stay.
+
+    Args:
+        places: of the region's blocks.
+        region: of this object alone.
+    """
+
+    def __init__(self, places: Places, region: FixedAddressRegion) -> None:
+        super().__init__(places)
+        self._region = region
+        self._storages: list[StorageBlock] = []
+        self._seats: dict[str, Seat] = {}
+
+    def take(self, found: Sequence[StorageBlock]) -> tuple[list[StorageBlock], list[Block]]:
+        """See :class:`Seats`; of ``found`` only those that are new."""
+        fresh = movable(found)
+        self._seats.update(settle_storages(fresh, self._region))
+        self._storages += fresh
+        return list(self._storages), list(self._region.blocks())
+
+    def place(self, storage: StorageBlock) -> Tensor:
+        """See :class:`Seats`."""
+        seat = self._seats[storage.key]
+        return self._places.of(seat.block)[seat.start : seat.start + seat.n_bytes]
+
+    def is_present(self, storage: StorageBlock) -> bool:
+        """See :class:`Seats`."""
+        return is_whole(self._seats[storage.key].block)
+
+    def close(self) -> None:
+        """The storages get ordinary memory."""
+        self._region.close()
+
+
 def make_seats(
-    policies: Policies, gateway: Gateway, places: Places, *, fixed_address: bool
+    policies: Policies,
+    gateway: Gateway,
+    places: Places,
+    transfer: TransferConfig,
+    *,
+    fixed_address: bool,
 ) -> dict[str, Seats]:
-    """Seats by kind.
+    """Seats by kind. Gradients are new in each iteration, so their addresses are nobody's business.
 
     Raises:
-        ConfigError: ``fixed_address``, which needs memory that can be put at an address.
+        ConfigError: ``fixed_address`` with rebuilt parameters.
+        DeviceError: ``fixed_address`` on a device that cannot do it.
     """
-    if fixed_address:
+    kinds = ("params", "grads", "state")
+    if not fixed_address:
+        return {kind: Seats(places) for kind in kinds}
+    if policies.params == "rebuild":
         raise ConfigError(
-            "fixed_address=True",
-            reason="storages of existing tensors have no fixed-address form yet",
-            remedy="leave it out; addresses then change with each reload",
+            'fixed_address=True with params="rebuild"',
+            reason="memory that is dropped and rebuilt comes back elsewhere",
+            remedy='use params="save"',
         )
-    return {kind: Seats(places) for kind in ("params", "grads", "state")}
+    return {
+        kind: Seats(places)
+        if kind == "grads" or getattr(policies, kind) == "keep"
+        else FixedSeats(places, FixedAddressRegion(kind, gateway.device, transfer=transfer))
+        for kind in kinds
+    }
+
+
+def is_whole(block: Block) -> bool:
+    """Whether all of a block has its memory."""
+    return all(block.is_present(index) for index in range(len(block.pieces)))
 
 
 def movable(blocks: Sequence[StorageBlock]) -> list[StorageBlock]:
