@@ -29,7 +29,7 @@ from fsdp_offload.errors import (
     UnsupportedParameterError,
 )
 from fsdp_offload.memory import HostArena
-from fsdp_offload.moving import StorageBlock, absent, places
+from fsdp_offload.moving import StorageBlock, absent, places, whereabouts
 from fsdp_offload.phases import seats
 
 
@@ -272,6 +272,18 @@ def test_memory_that_is_away_outlives_the_offloader() -> None:
     assert_same(model.state_dict(), before)
     model(torch.arange(5))
     assert all_present(tensors_of(model))
+
+
+def test_a_model_dropped_while_away_leaves_nothing(arenas: Any) -> None:
+    model = net()
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    train(model, optimizer, range(1))
+    PhaseOffloader(model, optimizer).offload()
+    assert whereabouts._entries
+    del model, optimizer
+    gc.collect()
+    assert not whereabouts._entries
+    assert [arena() for arena in arenas] == [None]
 
 
 # ---------------------------------------------------------------------- use while away
