@@ -74,6 +74,19 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.detach()
 
 
+def spoil_graphs(tensors: Iterable[Tensor]) -> Callable[[], None]:
+    """Make a backward raise RuntimeError that would read one of ``tensors``, which have no memory.
+
+    Only torch's version counters tell it: they count a write that there was not, until what is
+    returned is called, which takes it back.
+    """
+    found = [t for t in tensors if not t.is_inference()]
+    found += [local(t) for t in found if isinstance(t, DTensor)]
+    versions = tuple(tensor._version for tensor in found)
+    torch.autograd.graph.increment_version(found)
+    return lambda: torch._C._autograd._unsafe_set_version_counter(tuple(found), versions)
+
+
 def _is_plain(shard: Tensor) -> bool:
     return type(shard) in (Tensor, nn.Parameter)
 

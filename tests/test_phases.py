@@ -29,8 +29,8 @@ from fsdp_offload.errors import (
     UnsupportedParameterError,
 )
 from fsdp_offload.memory import HostArena
-from fsdp_offload.moving import StorageBlock, absent, places
-from fsdp_offload.phases import seats
+from fsdp_offload.moving import StorageBlock, absent, places, whereabouts
+from fsdp_offload.phases import plain_state, seats
 
 
 class Net(nn.Module):
@@ -272,6 +272,18 @@ def test_memory_that_is_away_outlives_the_offloader() -> None:
     assert_same(model.state_dict(), before)
     model(torch.arange(5))
     assert all_present(tensors_of(model))
+
+
+def test_a_model_dropped_while_away_leaves_nothing(arenas: Any) -> None:
+    model = net()
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    train(model, optimizer, range(1))
+    PhaseOffloader(model, optimizer).offload()
+    assert whereabouts._entries
+    del model, optimizer
+    gc.collect()
+    assert not whereabouts._entries
+    assert [arena() for arena in arenas] == [None]
 
 
 # ---------------------------------------------------------------------- use while away
@@ -535,6 +547,26 @@ def test_optimizer_loads_while_away(name: str, stepped: bool) -> None:
         train(each, optimizer, range(3, 5), lambda _, p=phases: (p.offload(), p.reload()))
     assert_same(optimizers[0].state_dict(), optimizers[1].state_dict())
     assert_same(model.state_dict(), twin.state_dict())
+
+
+@pytest.mark.parametrize(("name", "per_parameter"), [("adamw", 2), ("fused", 3), ("sgd", 1)])
+def test_state_loaded_in_the_place_of_nothing_goes_to_the_device(
+    name: str, per_parameter: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    donor_model, model = net(1), net()
+    donor = OPTIMIZERS[name](donor_model.parameters())
+    train(donor_model, donor, range(2))
+    optimizer = OPTIMIZERS[name](model.parameters())
+    phases = PhaseOffloader(model, optimizer)
+    phases.offload()
+    optimizer.load_state_dict(copy.deepcopy(donor.state_dict()))
+    moved: list[Tensor] = []
+    monkeypatch.setattr(plain_state, "_to_device", lambda v, p: (moved.append(v), v)[1])
+    phases.reload()
+    assert len(moved) == per_parameter * len(donor.state)  # not the steps that torch keeps here
+    phases.offload()
+    phases.reload()
+    assert len(moved) == per_parameter * len(donor.state)
 
 
 def test_an_optimizer_load_that_fails_changes_nothing(away: Away) -> None:
