@@ -726,16 +726,3 @@ def rebuilt(tensor: Tensor, replace: Callable[[Tensor], Tensor]) -> Tensor:
     parts = {name: rebuilt(getattr(tensor, name), replace) for name in names}
     make: Any = type(tensor)
     return make.__tensor_unflatten__(parts, context, tensor.size(), tensor.stride())  # type: ignore[no-any-return]
-
-
-def spoil_graphs(tensors: Iterable[Tensor]) -> Callable[[], None]:
-    """Make a backward raise RuntimeError that would read one of ``tensors``, which have no memory.
-
-    Only torch's version counters tell it: they count a write that there was not, until what is
-    returned is called, which takes it back.
-    """
-    found = [t for t in tensors if not t.is_inference()]
-    found += [local(t) for t in found if isinstance(t, DTensor)]
-    versions = tuple(tensor._version for tensor in found)
-    torch.autograd.graph.increment_version(found)
-    return lambda: torch._C._autograd._unsafe_set_version_counter(tuple(found), versions)

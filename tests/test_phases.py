@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.optim import Optimizer
 
-from fsdp_offload import PhaseOffloader, TransferConfig, swap
+from fsdp_offload import HybridDeviceOptimizer, PhaseOffloader, TransferConfig, swap
 from fsdp_offload.errors import (
     AwayError,
     ClosedError,
@@ -31,6 +31,7 @@ from fsdp_offload.errors import (
 from fsdp_offload.memory import HostArena
 from fsdp_offload.moving import StorageBlock, absent, places, whereabouts
 from fsdp_offload.phases import plain_state, seats
+from fsdp_offload.storages import can_swap
 
 
 class Net(nn.Module):
@@ -619,6 +620,38 @@ def test_host_memory_short_changes_nothing() -> None:
     train(model, optimizer, range(1, 2))
 
 
+@pytest.mark.skipif(not can_swap(), reason="this torch cannot swap CPU storages")
+def test_fixed_addresses() -> None:
+    plain, moved = net(), net()
+    a, b = OPTIMIZERS["fused"](plain.parameters()), OPTIMIZERS["fused"](moved.parameters())
+    train(plain, a, range(6))
+    train(moved, b, range(1))
+    phases = PhaseOffloader(moved, b, fixed_address=True)
+
+    def addresses() -> list[int]:
+        state = [values["exp_avg"] for values in b.state.values()]
+        return [tensor.data_ptr() for tensor in (*tensors_of(moved), *state)]
+
+    def switch(_: int) -> None:
+        before = copy.deepcopy((moved.state_dict(), b.state_dict()))
+        with phases.away():
+            assert_same((moved.state_dict(), b.state_dict()), before)
+
+    first = addresses()
+    train(moved, b, range(1, 6), switch)
+    assert addresses() == first
+    assert_same(moved.state_dict(), plain.state_dict())
+    assert_same(a.state_dict(), b.state_dict())
+    other = net(5).state_dict()
+    with phases.away():
+        moved.load_state_dict(other)
+    assert_same(moved.state_dict(), other)
+    phases.close()
+    assert_same(moved.state_dict(), other)
+    with pytest.raises(ConfigError):
+        PhaseOffloader(moved, HybridDeviceOptimizer(b), params="rebuild", fixed_address=True)
+
+
 def test_no_room_at_reload_loses_nothing(away: Away, monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer, phases = away
     before = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
@@ -714,7 +747,6 @@ def test_memory_that_torch_does_not_own_stays_or_is_refused() -> None:
         {"on_use": "ignore"},
         {"params": "rebuild"},
         {"optimizer": "adamw"},
-        {"fixed_address": True, "params": "rebuild"},
     ],
     ids=str,
 )

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from .. import shards
 from ..errors import StateDictError
-from ..moving import present
+from ..moving import is_absent, present
 from ..moving.whereabouts import here
 from ..optimizer import HybridDeviceOptimizer
 from ..pipeline import state as state_io
@@ -62,7 +62,8 @@ def plain_targets(
     saved = _saved_names(metadata, places)
     for parameter, _ in parameters_of(optimizer):
         fqn, live = names[parameter], optimizer.state.get(parameter, {})
-        device = shards.local(parameter).device
+        # Of a parameter that is away the device has no room to spare.
+        device = torch.device("cpu") if is_absent(parameter) else shards.local(parameter).device
         _add_native(targets, parameter, fqn, saved.get(fqn, set()), metadata, places, device, live)
     return targets
 

@@ -52,24 +52,23 @@ class FixedSeats(Seats):
     def __init__(self, places: Places, region: FixedAddressRegion) -> None:
         super().__init__(places)
         self._region = region
-        self._storages: list[StorageBlock] = []
-        self._seats: dict[str, Seat] = {}
+        self._seats: dict[StorageBlock, Seat] = {}
 
     def take(self, found: Sequence[StorageBlock]) -> tuple[list[StorageBlock], list[Block]]:
-        """See :class:`Seats`; of ``found`` only those that are new."""
+        """See :class:`Seats`. ``found`` are new, because those here are nobody's to collect."""
         fresh = movable(found)
-        self._seats.update(settle_storages(fresh, self._region))
-        self._storages += fresh
-        return list(self._storages), list(self._region.blocks())
+        seats = settle_storages(fresh, self._region)
+        self._seats |= {block: seats[block.key] for block in fresh}
+        return list(self._seats), list(self._region.blocks())
 
     def place(self, storage: StorageBlock) -> Tensor:
         """See :class:`Seats`."""
-        seat = self._seats[storage.key]
+        seat = self._seats[storage]
         return self._places.of(seat.block)[seat.start : seat.start + seat.n_bytes]
 
     def is_present(self, storage: StorageBlock) -> bool:
         """See :class:`Seats`."""
-        return is_whole(self._seats[storage.key].block)
+        return is_whole(self._seats[storage].block)
 
     def close(self) -> None:
         """The storages get ordinary memory."""
