@@ -145,7 +145,7 @@ def _departure(
     return _Departure(blocks, origins)
 
 
-class Absence:
+class OptimizerAbsence:
     """Where the device memory of an optimizer is.
 
     Args:

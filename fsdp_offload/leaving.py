@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .absence import Absence
+from .absence import OptimizerAbsence
 from .device import Gateway
 from .health import Health
 from .moving import Trip
@@ -25,7 +25,7 @@ class Leaving:
     A base of :class:`.HybridDeviceOptimizer` alone, which has what is declared here.
     """
 
-    _absence: Absence
+    _absence: OptimizerAbsence
     _gateway: Gateway
     _health: Health
     _records: list[Record]

@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from . import clipping, loading, shards
-from .absence import Absence, StateRegion
+from .absence import OptimizerAbsence, StateRegion
 from .config import OffloadConfig, PrecisionConfig, TransferConfig
 from .device import Event
 from .errors import (
@@ -128,7 +128,7 @@ class HybridDeviceOptimizer(Leaving, Optimizer):
         self._weights_before: Tensor | None = None
         self._overlap: Overlap | None = None
         self._region = state_region
-        self._absence = Absence(self._gateway, self._config.transfer, state_region)
+        self._absence = OptimizerAbsence(self._gateway, self._config.transfer, state_region)
         self._clip: Tensor | None = None  # coefficient for the next step
         self._steps, self._step_ms = 0, 0.0
         super().__init__(optimizer.param_groups, optimizer.defaults)

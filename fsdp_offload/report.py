@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .absence import Absence
+from .absence import OptimizerAbsence
 from .pipeline.engine import Segment
 from .pipeline.records import Record
 
@@ -48,7 +48,7 @@ class Statistics:
 def gather(
     segments: Sequence[Segment],
     records: Sequence[Record],
-    absence: Absence,
+    absence: OptimizerAbsence,
     *,
     steps: int,
     step_ms: float,

@@ -6,7 +6,6 @@ What is written there arrives on the device when the storage comes back.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 
 import torch
@@ -36,16 +35,24 @@ class Absence:
         is_present: Callable[[], bool] | None = None,
     ) -> None:
         self._storage, self._wait = storage, None if settle is None else _Wait(settle)
-        self._is_present = is_present or (lambda: storage.nbytes() > 0)
+        self._is_present = is_present
+        self._is_over = False
         whereabouts.left(storage, place, self._wait)
-        self.end = weakref.finalize(self, whereabouts.returned, storage)
-        self.end.atexit = False
+
+    def end(self) -> None:
+        """The storage is, or is about to be, back. Idempotent."""
+        if not self._is_over:
+            self._is_over = True
+            whereabouts.returned(self._storage)
+
+    def __del__(self) -> None:  # a finalizer would cost ten times as much, for each storage
+        self.end()
 
     def is_over(self) -> bool:
         """End if the storage still has its memory; whether it has."""
-        if self._is_present():
+        if self._storage.nbytes() > 0 if self._is_present is None else self._is_present():
             self.end()
-        return not self.end.alive
+        return self._is_over
 
     def provide(self, place: Tensor) -> None:
         """The bytes are in ``place`` from now on."""

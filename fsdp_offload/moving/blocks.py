@@ -9,7 +9,8 @@ tensor over it is an error of the caller that torch does not catch (a kernel wou
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Protocol
 
 import torch
@@ -81,7 +82,11 @@ class StorageBlock:
 
 
 def collect(
-    named: Iterable[tuple[str, Tensor]], device: torch.device, *, known: set[int] | None = None
+    named: Iterable[tuple[str, Tensor]],
+    device: torch.device,
+    *,
+    known: set[int] | None = None,
+    earlier: Mapping[int, StorageBlock] = MappingProxyType({}),
 ) -> list[StorageBlock]:
     """The storages of tensors, or of DTensors' shards, that lie on ``device``: each once.
 
@@ -89,16 +94,20 @@ def collect(
         named: a key per tensor, the same at each call; the first tensor of a storage names it.
         device: others are left alone, and so is what lies in a region.
         known: storages that were found before, by ``_cdata``; extended.
+        earlier: blocks of earlier calls, by their storages' ``_cdata``: used again where they fit.
     """
     known = set() if known is None else known
     blocks = []
     for key, tensor in named:
-        shard = shards.local(tensor.detach())
-        storage = shard.untyped_storage()
-        if shard.device != device or storage.nbytes() == 0 or storage._cdata in known:
+        storage = shards.storage_of(tensor)
+        identity, n_bytes = storage._cdata, storage.nbytes()
+        if storage.device != device or n_bytes == 0 or identity in known:
             continue
         if storages.is_tied(storage):
             continue
-        known.add(storage._cdata)
-        blocks.append(StorageBlock(key, storage))
+        known.add(identity)
+        block = earlier.get(identity)
+        if block is None or block.key != key or block.n_bytes != n_bytes:
+            block = StorageBlock(key, storage)
+        blocks.append(block)
     return blocks

@@ -38,7 +38,7 @@ from ..device import Event, Gateway, Stream, TimedEvent, copy_all
 from .blocks import Block
 from .places import Places, aligned
 
-PACK_BELOW_BYTES: Final = 16 << 20
+PACK_BELOW_BYTES: Final = 2 << 20
 PACK_BYTES: Final = 32 << 20
 AHEAD_BYTES: Final = 256 << 20
 """Of memory that is restored before the first copy back is enqueued. Mapping a chunk waits for the

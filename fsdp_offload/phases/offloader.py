@@ -293,13 +293,16 @@ class PhaseOffloader:
     def _collect(self) -> None:
         """The blocks that leave now, by kind, each storage once."""
         known: set[int] = set()
+        earlier = {b.storage._cdata: b for found in self._storages.values() for b in found}
         named = self._named()
         kept = [
             tensor for kind, pairs in named.items() for _, tensor in pairs if not self._moves(kind)
         ]
         collect([("", tensor) for tensor in kept], self._device, known=known)
         for kind, pairs in named.items():
-            found = collect(pairs, self._device, known=known) if self._moves(kind) else []
+            found: list[StorageBlock] = []
+            if self._moves(kind):
+                found = collect(pairs, self._device, known=known, earlier=earlier)
             if kind == "params":
                 found = self._rebuilding.take(found, pairs)
             self._storages[kind], self._blocks[kind] = self._seats[kind].take(found)
