@@ -153,11 +153,16 @@ class PhaseOffloader:
             HostMemoryError, PinningError: there is something new to hold; nothing was moved.
             ClosedError: after :meth:`close`, or in a forked process.
         """
+        return self._offload(wait, None)
+
+    def _offload(self, wait: bool, beside: Callable[[Handle], None] | None) -> Handle:
         with self._lock:
             self._check()
             self._handle.wait()
             if not self._is_away:
-                self._leave()
+                self._leave(beside)
+            elif beside is not None:
+                beside(self._handle)
             if wait:
                 self._handle.wait()
             return self._handle
@@ -238,7 +243,9 @@ class PhaseOffloader:
 
     # ------------------------------------------------------------------ leaving
 
-    def _leave(self) -> None:
+    def _leave(self, beside: Callable[[Handle], None] | None) -> None:
+        """``beside``: called as soon as the copies are under way, before all else is done; then
+        memory stays torch's, for what comes meanwhile."""
         self._free_before = free_bytes(self._device)
         self._reshard()
         self._optimizer.synchronize()
@@ -255,8 +262,14 @@ class PhaseOffloader:
         except BaseException:
             self._stay(trips)
             raise
-        self._gradients.leave(self._parameters())
-        self._become_away(Handle(trips, self._has_left, dropped=dropped, finish_blocks=True))
+        finish = functools.partial(self._has_left, to_driver=beside is None)
+        handle = Handle(trips, finish, dropped=dropped, finish_blocks=beside is None)
+        try:
+            if beside is not None:
+                beside(handle)
+        finally:
+            self._gradients.leave(self._parameters())
+            self._become_away(handle)
 
     def _stay(self, trips: Mapping[str, Trip]) -> None:
         """Leaving has failed half-way: bring back what had left already."""
@@ -359,8 +372,9 @@ class PhaseOffloader:
             handle = self._handle
         handle.wait()
 
-    def _has_left(self, handle: Handle) -> None:
-        release_cached(self._device)
+    def _has_left(self, handle: Handle, *, to_driver: bool) -> None:
+        if to_driver:
+            release_cached(self._device)
         self._last.offloaded = handle.transfers()
         self._last.offload_seconds = handle.seconds
         free = free_bytes(self._device)
@@ -454,6 +468,8 @@ class PhaseOffloader:
 def swap(*, out: PhaseOffloader, in_: PhaseOffloader, wait: bool = True) -> tuple[Handle, Handle]:
     """Let one set leave while another comes, each in the other's room.
 
+    Memory that ``out`` leaves stays with torch's allocator: for ``in_``, and for the next swap.
+
     Args:
         out: goes away.
         in_: comes back.
@@ -466,16 +482,21 @@ def swap(*, out: PhaseOffloader, in_: PhaseOffloader, wait: bool = True) -> tupl
     Raises:
         DeviceMemoryError: ``in_`` does not fit although ``out`` has left; both are away.
     """
-    leaving = out.offload(wait=False)
+    coming: list[Handle] = []
+
+    def come(leaving: Handle) -> None:
+        coming.append(in_._reload(False, leaving._release_next))
+
     try:
-        coming = in_._reload(False, leaving._release_next)
+        leaving = out._offload(False, come)
     except BaseException:
-        leaving.wait()
+        if out.is_away:
+            out.offload()  # waits for it
         raise
     if wait:
         leaving.wait()
-        coming.wait()
-    return leaving, coming
+        coming[0].wait()
+    return leaving, coming[0]
 
 
 def _call(find: Callable[[], Callable[[], None] | None]) -> None:
