@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import random
 import sys
 import weakref
@@ -92,6 +94,20 @@ def arenas(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[HostArena]]:
 
     monkeypatch.setattr(engine, "HostArena", Noted)
     return made
+
+
+@pytest.fixture(autouse=True)
+def gpu_turn(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[None]:
+    """Under xdist GPU tests run side by side, but one that is marked ``alone`` runs by itself."""
+    marks = [request.node.get_closest_marker(name) for name in ("gpu", "gpus", "alone")]
+    if "PYTEST_XDIST_WORKER" not in os.environ or not any(marks):
+        yield
+        return
+    with (tmp_path_factory.getbasetemp().parent / "gpu.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX if marks[-1] else fcntl.LOCK_SH)
+        yield
 
 
 @pytest.hookimpl(tryfirst=True)

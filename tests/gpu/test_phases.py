@@ -25,6 +25,7 @@ ADDRESSES = pytest.mark.parametrize("fixed_address", [False, True], ids=["resize
 Pool = Callable[..., Any]
 
 
+@pytest.mark.alone
 @ADDRESSES
 @pytest.mark.parametrize("lanes", ["plain", "resident"])
 def test_the_driver_has_the_memory_meanwhile(ranks: Pool, lanes: str, fixed_address: bool) -> None:
@@ -71,6 +72,7 @@ def test_use_brings_it_back_where_asked(ranks: Pool, lanes: str) -> None:
     ranks(1, device_type="cuda").run(phase_jobs.reload_on_use, lanes)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("lanes", LANES)
 def test_state_while_away_takes_no_device_memory(ranks: Pool, tmp_path: Path, lanes: str) -> None:
     ranks(1, device_type="cuda").run(phase_jobs.state_while_away, lanes, str(tmp_path))
@@ -85,6 +87,7 @@ def test_close_gives_host_memory_back(ranks: Pool) -> None:
     ranks(1, device_type="cuda").run(phase_jobs.gives_host_memory_back)
 
 
+@pytest.mark.alone
 @ADDRESSES
 def test_no_room_to_come_back(ranks: Pool, fixed_address: bool) -> None:
     pool = ranks(1, device_type="cuda")
@@ -135,6 +138,7 @@ def test_two_gpus_and_policies(ranks: Pool, policy: str) -> None:
         pool.run(phase_jobs.same_training, lanes, policy, "float32", fixed_address=True)
 
 
+@pytest.mark.alone
 @pytest.mark.gpus(2)
 @ADDRESSES
 def test_two_gpus_leave(ranks: Pool, tmp_path: Path, fixed_address: bool) -> None:
@@ -159,6 +163,7 @@ def run_here(arguments: list[str]) -> str:
     return done.stdout
 
 
+@pytest.mark.alone
 def test_benchmark(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     sizes = ["--params=1e8", "--repeats=2", "--cycles=10"]

@@ -14,6 +14,7 @@ from fsdp_offload.device import gateway_for
 from fsdp_offload.errors import DeviceMemoryError
 from fsdp_offload.moving import FixedAddressRegion, Mover, Places, collect, settle_storages
 
+pytestmark = pytest.mark.alone
 MIB = 1 << 20
 CUDA = torch.device("cuda", 0)
 
