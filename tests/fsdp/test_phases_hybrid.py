@@ -103,7 +103,11 @@ def checkpoints_while_away(path: Path, dtype: torch.dtype, params: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "params"), [(torch.float32, "save"), (torch.bfloat16, "rebuild")]
+    ("dtype", "params"),
+    [
+        pytest.param(torch.float32, "save", marks=pytest.mark.long),
+        (torch.bfloat16, "rebuild"),
+    ],
 )
 def test_checkpoints_while_away(
     ranks: Ranks, tmp_path: Path, dtype: torch.dtype, params: str

@@ -294,9 +294,9 @@ def load_job(way: str, size: int, path: Path) -> dict[str, Any]:
     ("way", "kind", "before", "after"),
     [
         ("dcp flat", "wrapper", 4, 2),
-        ("dcp nested", "plain", 4, 2),
+        pytest.param("dcp nested", "plain", 4, 2, marks=pytest.mark.long),
         ("dcp nested", "wrapper", 2, 4),
-        ("dcp flat", "plain", 2, 4),
+        pytest.param("dcp flat", "plain", 2, 4, marks=pytest.mark.long),
     ],
 )
 def test_dcp_loads_at_another_world_size(
