@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..device import Gateway
-from ..errors import ConfigError, DeviceMemoryError
+from ..errors import ClosedError, ConfigError, DeviceMemoryError
 from ..moving import Block, Mover, Trip
 from ..patching import Patch
 from .handle import Handle
@@ -135,6 +135,8 @@ class _OwnState(OptimizerState):
         while True:
             try:
                 trip: Trip = self._optimizer.reload(wait=False)
+            except ClosedError:  # its state is gone; what else is away has to come back
+                return Trip()
             except (torch.OutOfMemoryError, RuntimeError) as error:
                 if not _is_out_of_memory(error) or make_room is None or not make_room():
                     raise
