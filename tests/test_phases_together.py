@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 from collections.abc import Callable
 from typing import Any
 
@@ -96,7 +97,8 @@ def test_compiled_modules_notice_and_are_not_compiled_again(how: str, given: str
             compiled(batch(0))
         phases.reload()
         assert torch.equal(compiled(batch(0)), expected)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert graphs <= 2, graphs  # one, and one of the refusal
 
 
 def test_optimizers_that_nobody_named_do_not_step_while_it_is_away() -> None:
@@ -161,6 +163,21 @@ def test_the_model_comes_back_although_its_optimizer_was_closed() -> None:
     optimizer.close()  # type: ignore[attr-defined]
     phases.close()
     assert same(model, expected)
+
+
+def test_state_dicts_of_fixed_addresses_are_saved_tensor_by_tensor() -> None:
+    model = nn.Sequential(Net(), nn.BatchNorm1d(8))  # its buffers have two dtypes
+    expected = values(model)
+    phases = PhaseOffloader(model, fixed_address=True)
+    phases.offload()
+    shown = model.state_dict()
+    saved = io.BytesIO()
+    torch.save(shown, saved)  # refuses views of one storage as two dtypes
+    phases.reload()
+    saved.seek(0)
+    model.load_state_dict(torch.load(saved))
+    assert same(model, expected)
+    assert all(t.untyped_storage().nbytes() == t.nbytes for t in shown.values())
 
 
 def test_swap_with_a_closed_one_moves_nothing() -> None:
