@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.optim import Optimizer
 
 from fsdp_offload import HybridDeviceOptimizer, PhaseOffloader, swap
@@ -116,6 +117,19 @@ def test_optimizers_that_nobody_named_do_not_step_while_it_is_away() -> None:
     phases.offload()
     other.step()
     assert not phases.is_away
+
+
+def test_a_state_dict_of_an_optimizer_without_state_is_refused_and_harms_nothing() -> None:
+    """torch makes the state by a step with a learning rate of 0, which it sets back afterwards."""
+    model, twin = Net(), Net()
+    optimizer, other = OPTIMIZERS["plain"](model), OPTIMIZERS["plain"](twin)
+    with PhaseOffloader(model, optimizer).away(), pytest.raises(AwayError, match="step"):
+        get_optimizer_state_dict(model, optimizer)
+    assert all(p.grad is None for p in model.parameters())
+    for step in range(2):
+        train(model, optimizer, step)
+        train(twin, other, step)
+    assert same(model, values(twin))
 
 
 def test_two_offloaders_of_a_model_leave_nothing_on_it() -> None:
