@@ -30,6 +30,7 @@ class Patch:
                 return original(*args, **kwargs)
             return replacement(original, *args, **kwargs)
 
+        patched.patch = self  # type: ignore[attr-defined]
         # Bound, as methods are: a scheduler that is built meanwhile takes it apart.
         self._patched = types.MethodType(patched, owner)
         owner.__dict__[name] = self._patched
@@ -40,10 +41,15 @@ class Patch:
         table = self._owner.__dict__
         if table.get(self._name) is not self._patched:
             return
-        if self._before is _ABSENT:
+        before = self._before
+        while (below := getattr(before, "patch", None)) is not None:
+            if below._is_active or below._patched is not before:  # or a copy of its attributes
+                break
+            before = below._before  # removed while this one lay on it
+        if before is _ABSENT:
             del table[self._name]
         else:
-            table[self._name] = self._before
+            table[self._name] = before
 
 
 def remove_all(patches: Iterable[Patch]) -> None:

@@ -532,3 +532,20 @@ def test_shards_know_where_they_begin(
     """So random bits depend neither on the number of ranks nor on the replica."""
     size = shape[0] * (shape[1] if len(shape) > 1 else 1)
     ranks(size).run(check_origins, size, shape, names)
+
+
+@pytest.mark.parametrize("options", [{"offload_fraction": 0.0}, {"update_on": "device"}])
+def test_weights_set_to_zero_by_hand_train_on(options: dict[str, Any]) -> None:
+    """As adapters are that start anew: their remainders are those of the old weights."""
+    torch.manual_seed(0)
+    model = nn.Linear(16, 16).bfloat16()
+    optimizer = HybridDeviceOptimizer(torch.optim.AdamW(model.parameters()), model=model, **options)
+    for step in range(4):
+        model(torch.randn(4, 16).bfloat16()).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 1:
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.zero_()
+    assert all(bool(parameter.isfinite().all()) for parameter in model.parameters())

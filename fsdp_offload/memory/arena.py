@@ -140,7 +140,8 @@ class HostArena:
         if numel == 0:
             return torch.empty(0, dtype=dtype, device="cpu")
         assert self._mapping is not None, "the arena is closed"
-        return torch.frombuffer(self._mapping, dtype=dtype, count=numel, offset=offset_bytes)
+        with torch.inference_mode(False):  # else nobody could write to it outside of the mode
+            return torch.frombuffer(self._mapping, dtype=dtype, count=numel, offset=offset_bytes)
 
     def statistics(self) -> ArenaStatistics:
         """Sizes in bytes and times in seconds; still answers after :meth:`close`."""
@@ -171,7 +172,7 @@ class HostArena:
         step = min(_CALL_BYTES, _round_up(-(-self._n_bytes // threads), HUGE_PAGE_BYTES))
         chunks = range(0, self._n_bytes, step)
         self._threads = min(threads, len(chunks))
-        memory = torch.frombuffer(self._mapping, dtype=torch.uint8, count=self._n_bytes)
+        memory = self.tensor(0, self._n_bytes, torch.uint8)
 
         def touch(begin: int) -> int:
             began = time.perf_counter()

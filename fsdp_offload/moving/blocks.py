@@ -99,6 +99,8 @@ def collect(
     known = set() if known is None else known
     blocks = []
     for key, tensor in named:
+        if tensor.layout is not torch.strided:  # sparse gradients stay
+            continue
         storage = shards.storage_of(tensor)
         identity, n_bytes = storage._cdata, storage.nbytes()
         if storage.device != device or n_bytes == 0 or identity in known:

@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NoReturn
 
 import torch
 from torch import Tensor
@@ -135,6 +135,13 @@ class FixedAddressRegion:
     def _mover(self) -> Mover:
         """Made when it is needed: who moves the blocks with another one needs no streams here."""
         return Mover(self._gateway, self._places)
+
+    def __reduce__(self) -> NoReturn:
+        raise ConfigError(
+            f"a copy or a pickle of region {self.name!r}",
+            reason="it owns its memory",
+            remedy="copy its tensors",
+        )
 
     def __repr__(self) -> str:
         state = "closed" if self._is_closed else "paused" if self.is_paused else "present"

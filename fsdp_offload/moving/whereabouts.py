@@ -97,9 +97,8 @@ def twin(tensor: Tensor, place: Tensor) -> Tensor:
     """A tensor like ``tensor`` over ``place``, the bytes of its storage (uint8, 1-D, host)."""
     start, size = place.storage_offset(), tensor.itemsize
     assert start % size == 0, (start, tensor.dtype)
-    made = torch.empty(0, dtype=tensor.dtype, device=place.device)
-    offset = start // size + tensor.storage_offset()
-    return made.set_(place.untyped_storage(), offset, tensor.size(), tensor.stride())
+    offset = start // size + int(tensor.storage_offset())
+    return _over(place.untyped_storage(), offset, tensor)
 
 
 def twin_at(tensor: Tensor, place: Tensor, start: int) -> Tensor:
@@ -107,6 +106,10 @@ def twin_at(tensor: Tensor, place: Tensor, start: int) -> Tensor:
     storage is exactly these bytes, so that ``torch.save`` takes nothing else with them."""
     first = place.storage_offset() + start
     n_bytes = tensor.numel() * tensor.itemsize
-    part = place.untyped_storage()[first : first + n_bytes]
-    made = torch.empty(0, dtype=tensor.dtype, device=place.device)
-    return made.set_(part, 0, tensor.size(), tensor.stride())
+    return _over(place.untyped_storage()[first : first + n_bytes], 0, tensor)
+
+
+@torch.inference_mode(False)  # it may outlive the mode, and is written to then
+def _over(storage: torch.UntypedStorage, offset: int, like: Tensor) -> Tensor:
+    made = torch.empty(0, dtype=like.dtype, device=storage.device)
+    return made.set_(storage, offset, like.size(), like.stride())

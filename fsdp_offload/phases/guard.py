@@ -9,12 +9,17 @@ of it outlives the call, whether it returns or raises.
 
 from __future__ import annotations
 
+import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .. import shards
 from ..errors import AwayError
@@ -47,10 +52,13 @@ class ModuleGuard:
         ``lock`` is held while modules have host tensors: whoever brings memory back holds it, too.
         """
         modules = dict.fromkeys(module for model in self._models for module in model.modules())
+        before_use = _untraced(before_use)
         for module in modules:
             # At the front: FSDP2's own hook reads the shards.
             hook = module.register_forward_pre_hook(_Forward(before_use), prepend=True)
             self._undo.append(hook.remove)
+            # What torch.compile has made looks at no hooks, but at whether this is replaced.
+            self._patch(module, "forward", _checked(before_use, "a compiled forward"))
             self._patch(module, "_apply", _checked(before_use, "a move or cast of the model"))
             self._patch(module, "__reduce_ex__", _checked(before_use, "a copy of the model"))
             self._patch(module, "_save_to_state_dict", _on_host(module, lock))
@@ -58,6 +66,7 @@ class ModuleGuard:
         self._undo += [group.close(before_use) for group in self._groups]
         tensors = [t for m in self._models for t in (*m.parameters(), *m.buffers())]
         away = {id(t): t for t in tensors if absent.is_absent(t)}
+        self._undo.append(_check_steps(away, before_use))
         self._allow_graphs, self._is_loaded = shards.spoil_graphs(away.values()), False
 
     def open(self) -> None:
@@ -116,6 +125,42 @@ def _checked(before_use: BeforeUse, what: str) -> Callable[..., Any]:
         return original(*args, **kwargs)
 
     return call
+
+
+def _untraced(before_use: BeforeUse) -> BeforeUse:
+    """The same, called by compiled code instead of being compiled with it."""
+    if "torch._dynamo" not in sys.modules:  # slow to import, and nothing is compiled
+        return before_use
+    found: BeforeUse = torch.compiler.disable(before_use)
+    return found
+
+
+def _check_steps(away: Mapping[int, Tensor], before_use: BeforeUse) -> Callable[[], None]:
+    """Let ``before_use`` know of steps of any optimizer that has tensors of ``away``, by identity.
+
+    Returns:
+        What ends it. It keeps the tensors alive; torch's list of hooks does not.
+    """
+
+    def check(optimizer: Optimizer, *call: object) -> None:
+        users = (p for group in optimizer.param_groups for p in group["params"])
+        if any(id(p) in away and p.grad is not None for p in users):
+            before_use(f"step() of {type(optimizer).__name__}")
+
+    find = weakref.ref(check)
+
+    def hook(optimizer: Optimizer, *call: object) -> None:
+        found = find()
+        if found is not None:
+            found(optimizer)
+
+    handle = register_optimizer_step_pre_hook(hook)
+    weakref.finalize(check, handle.remove)
+
+    def end(_: object = check) -> None:
+        handle.remove()
+
+    return end
 
 
 def _do_nothing() -> None:

@@ -54,9 +54,9 @@ class PhaseOffloader:
     and ``optimizer.step()`` raise :class:`AwayError`, or bring everything back first. Objects stay
     the same: parameters, gradients, views and DTensors; only their memory goes.
 
-    Seen are calls of modules, of FSDP2 and of the optimizer. A tensor that is used by other ways
-    while it is away (``print(model.weight)``, a kernel over it, a ``torch.compile`` of a module
-    whose wrapper is not given as ``model``) has no memory, and the process may die of it.
+    Seen are calls of modules, of FSDP2 and of optimizers. A tensor that is used by other ways
+    while it is away (``print(model.weight)``, a kernel over it) has no memory, and the process may
+    die of it.
 
     Args:
         model: the module or modules; FSDP2 modules are resharded by each offload.
@@ -481,7 +481,9 @@ def swap(*, out: PhaseOffloader, in_: PhaseOffloader, wait: bool = True) -> tupl
 
     Raises:
         DeviceMemoryError: ``in_`` does not fit although ``out`` has left; both are away.
+        ClosedError: one of them is closed; nothing was moved.
     """
+    in_._check()
     coming: list[Handle] = []
 
     def come(leaving: Handle) -> None:

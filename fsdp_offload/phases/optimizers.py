@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..device import Gateway
-from ..errors import ConfigError, DeviceMemoryError
+from ..errors import ClosedError, ConfigError, DeviceMemoryError
 from ..moving import Block, Mover, Trip
 from ..patching import Patch
 from .handle import Handle
@@ -56,13 +56,31 @@ class OptimizerState:
         """Tell of uses while memory is away."""
         if self._optimizer is None:
             return []
+        rates = [group.get("lr") for group in self._optimizer.param_groups]
 
         def check(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            before_use(f"step() of {type(self._optimizer).__name__}")
+            try:
+                before_use(f"step() of {type(self._optimizer).__name__}")
+            except BaseException:
+                self._end_initialisation(rates)
+                raise
             # on_use="reload" has put another step in this one's place: it follows the state.
             return self._optimizer.step(*args, **kwargs)
 
         return [Patch(self._optimizer, "step", check)]
+
+    def _end_initialisation(self, rates: Sequence[Any]) -> None:
+        """Undo what ``torch.distributed.checkpoint.state_dict`` does before it lets an optimizer
+        make its state by a step: gradients and rates of 0, which it leaves behind if that raises.
+        """
+        groups = self._optimizer.param_groups
+        is_zero = all(group.get("lr") == 0.0 for group in groups)
+        if self._optimizer.state or not is_zero or all(rate == 0.0 for rate in rates):
+            return
+        for group, rate in zip(groups, rates, strict=False):
+            if rate is not None:
+                group["lr"] = rate
+        self._optimizer.zero_grad()
 
     def follow(self, handle: Handle, trip: Trip, gateway: Gateway) -> list[Patch]:
         """Until ``handle`` is done, let uses of the state come after ``trip``."""
@@ -135,6 +153,8 @@ class _OwnState(OptimizerState):
         while True:
             try:
                 trip: Trip = self._optimizer.reload(wait=False)
+            except ClosedError:  # its state is gone; what else is away has to come back
+                return Trip()
             except (torch.OutOfMemoryError, RuntimeError) as error:
                 if not _is_out_of_memory(error) or make_room is None or not make_room():
                     raise

@@ -52,7 +52,7 @@ class Rebuilding:
         able = self._state.optimizer.rebuildable()
         users: dict[int, list[Tensor]] = {}
         for _, tensor in named:
-            users.setdefault(_storage_id(tensor), []).append(tensor)
+            users.setdefault(shards.storage_of(tensor)._cdata, []).append(tensor)
         saved = []
         for block in blocks:
             found = users[block.storage._cdata]
@@ -111,7 +111,3 @@ def _fill(find: Callable[[], Rebuilding | None], block: StorageBlock) -> Tensor:
     rebuilding = find()
     assert rebuilding is not None, "it keeps the entry that calls this"
     return rebuilding.fill(block)
-
-
-def _storage_id(tensor: Tensor) -> int:
-    return int(shards.local(tensor.detach()).untyped_storage()._cdata)

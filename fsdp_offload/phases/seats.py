@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from ..config import TransferConfig
@@ -64,7 +65,11 @@ class FixedSeats(Seats):
     def place(self, storage: StorageBlock) -> Tensor:
         """See :class:`Seats`."""
         seat = self._seats[storage]
-        return self._places.of(seat.block)[seat.start : seat.start + seat.n_bytes]
+        whole = self._places.of(seat.block).untyped_storage()
+        with torch.inference_mode(False):
+            empty = torch.empty(0, dtype=torch.uint8)
+            # A storage of its own, so that torch.save takes nothing else with it.
+            return empty.set_(whole[seat.start : seat.start + seat.n_bytes])
 
     def is_present(self, storage: StorageBlock) -> bool:
         """See :class:`Seats`."""

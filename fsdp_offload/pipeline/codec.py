@@ -9,6 +9,9 @@ high half plus one where the low half is negative. This holds for all 2^32 patte
 adding one can turn a NaN into another pattern: every NaN is forced to stay a NaN by setting
 its quiet bit.
 
+No master gives a zero with a negative remainder, but a weight that was set to zero from outside has
+the remainder of what it was: subtracting would give a NaN, so nothing is subtracted from a zero.
+
 Two implementations with the same bits: torch operations (any device, the plain twin) and one
 Triton kernel each way (CUDA), see :mod:`.kernels_triton`.
 """
@@ -68,7 +71,8 @@ def copy_scaled(source: Tensor, scale: Tensor, target: Tensor, rounding: torch.d
 def decode_plain(value: Tensor, remainder: Tensor, master: Tensor) -> None:
     """:func:`decode` in torch operations."""
     halves = master.view(torch.int16).view(-1, 2)  # (numel, 2): low, high (little endian)
-    torch.add(value.view(torch.int16), remainder >> 15, out=halves[:, 1])
+    borrow = (remainder >> 15).masked_fill_(value == 0, 0)
+    torch.add(value.view(torch.int16), borrow, out=halves[:, 1])
     halves[:, 0] = remainder
 
 

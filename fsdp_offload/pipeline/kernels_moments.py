@@ -160,6 +160,7 @@ def _adam(  # type: ignore[no-untyped-def]
     if BF16_WEIGHT:
         upper = _bits(tl.load(weight + at, mask=inside, other=0.0))
         rest = tl.load(remainder + at, mask=inside, other=0).to(tl.int32)
+        rest = tl.where((upper & 0x7FFF) == 0, rest & 0xFFFF, rest)  # see codec.py
         value = ((upper << 16) + rest).to(tl.float32, bitcast=True)
     else:
         value = tl.load(weight + at, mask=inside, other=0.0)

@@ -18,6 +18,7 @@ def _decode(value, remainder, master, numel, BLOCK: tl.constexpr):  # type: igno
     inside = at < numel
     high = tl.load(value + at, mask=inside, other=0).to(tl.int32)
     low = tl.load(remainder + at, mask=inside, other=0).to(tl.int32)
+    low = tl.where((high & 0x7FFF) == 0, low & 0xFFFF, low)  # nothing is subtracted from a zero
     tl.store(master + at, (high << 16) + low, mask=inside)
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import subprocess
 import sys
 import weakref
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -391,3 +394,11 @@ def test_at_exit_nothing_is_printed() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stderr == ""
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_region_is_not_copied(copied: Callable[[object], object]) -> None:
+    region = FixedAddressRegion("kv", "cpu")
+    region.empty(8)
+    with pytest.raises(ConfigError, match="copy"):
+        copied(region)

@@ -97,7 +97,17 @@ def test_decoding_adds_the_remainder_to_the_bits_of_the_value() -> None:
     for remainder in REMAINDERS:
         expected = (values.view(torch.int16).to(torch.int64) << 16) + remainder
         found = decoded(values, torch.full((1 << 16,), remainder, dtype=torch.int16))
-        assert torch.equal(to_bits(found), expected.to(torch.int32))
+        right = to_bits(found) == expected.to(torch.int32)
+        assert bool(right[values != 0].all())
+        assert remainder < 0 or bool(right.all())
+
+
+@pytest.mark.parametrize("zero", [0.0, -0.0])
+def test_a_weight_set_to_zero_from_outside_is_a_number_whatever_it_was(zero: float) -> None:
+    remainders = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16)
+    master = decoded(torch.full((1 << 16,), zero, dtype=torch.bfloat16), remainders)
+    assert float(master.abs().max()) < 1e-40
+    assert bool((master.signbit() == (str(zero) == "-0.0")).all())
 
 
 def test_ties_round_away_from_zero_and_are_exact() -> None:
