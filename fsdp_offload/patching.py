@@ -32,14 +32,14 @@ class Patch:
 
         patched.patch = self  # type: ignore[attr-defined]
         # Bound, as methods are: a scheduler that is built meanwhile takes it apart.
-        self._patched = types.MethodType(patched, owner)
+        self._patched: types.MethodType | None = types.MethodType(patched, owner)
         owner.__dict__[name] = self._patched
 
     def remove(self) -> None:
         """Put the method back; it is not called any more, by whatever way. Idempotent."""
         self._is_active = False
         table = self._owner.__dict__
-        if table.get(self._name) is not self._patched:
+        if self._patched is None or table.get(self._name) is not self._patched:
             return
         before = self._before
         while (below := getattr(before, "patch", None)) is not None:
@@ -50,6 +50,7 @@ class Patch:
             del table[self._name]
         else:
             table[self._name] = before
+        self._patched = None  # a cycle of references, which a slow collection would have to find
 
 
 def remove_all(patches: Iterable[Patch]) -> None:
