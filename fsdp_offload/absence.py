@@ -28,7 +28,7 @@ from . import shards
 from .config import TransferConfig
 from .device import Gateway
 from .errors import AwayError, DeviceMemoryError
-from .moving import Block, Mover, Places, StorageBlock, Trip, collect
+from .moving import Block, Mover, Places, StorageBlock, Trip, collect, is_whole
 from .moving.whereabouts import twin, twin_at
 from .pipeline.engine import Segment
 from .pipeline.records import Record
@@ -102,7 +102,7 @@ class _Departure:
 
     def gone(self) -> _Departure:
         """What lies in blocks without memory."""
-        origins = {k: v for k, v in self.origins.items() if not _is_whole(v[0])}
+        origins = {k: v for k, v in self.origins.items() if not is_whole(v[0])}
         return _Departure(self.blocks, origins)
 
     @property
@@ -251,7 +251,7 @@ class OptimizerAbsence:
         try:
             self._bring_back(departure.blocks).wait()
         except DeviceMemoryError:
-            mover.out([block for block in departure.blocks if not _is_whole(block)]).wait()
+            mover.out([block for block in departure.blocks if not is_whole(block)]).wait()
             self._swap_out(held, departure.gone())
         else:
             self._gateway.current_stream().synchronize()  # the memory may have been in use
@@ -393,11 +393,6 @@ def _all_held(records: Sequence[Record], shown: Shown) -> list[Held]:
         tensors = (name for name, value in state.items() if isinstance(value, Tensor))
         found += [Held(f"native.{index}.{name}", state, name) for name in tensors]
     return found
-
-
-def _is_whole(block: Block) -> bool:
-    """Whether all pieces are present."""
-    return all(map(block.is_present, range(len(block.pieces))))
 
 
 def _is_oom(error: BaseException) -> bool:

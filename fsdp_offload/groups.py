@@ -27,19 +27,8 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from .device import Event, Gateway, Stream
-from .patching import Patch, remove_all
+from .patching import Patch, checked, remove_all
 from .shards import fsdp_groups
-
-
-def _after_check(
-    before_use: Callable[[str], None],
-    what: str,
-    original: Callable[..., Any],
-    *args: Any,
-    **kw: Any,
-) -> Any:
-    before_use(what)
-    return original(*args, **kw)
 
 
 def _do_nothing(original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
@@ -118,7 +107,7 @@ class Group:
         and a storage without memory has none.
         """
         patches = [
-            Patch(self._raw, name, functools.partial(_after_check, before_use, "unshard()"))
+            Patch(self._raw, name, checked(before_use, "unshard()"))
             for name in ("lazy_init", "unshard")
         ]
         patches += [

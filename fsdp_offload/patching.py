@@ -53,6 +53,16 @@ class Patch:
         self._patched = None  # a cycle of references, which a slow collection would have to find
 
 
+def checked(check: Callable[[str], None], what: str) -> Callable[..., Any]:
+    """A replacement that calls ``check`` with ``what`` before the method, and may raise there."""
+
+    def call(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        check(what)
+        return original(*args, **kwargs)
+
+    return call
+
+
 def remove_all(patches: Iterable[Patch]) -> None:
     """The last one first, as they may lie on top of each other."""
     for patch in reversed(list(patches)):

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..device import free_bytes, release_cached
 from ..errors import ConfigError
 from .machine import (
     Row,
@@ -105,8 +106,7 @@ class Run:
         n_bytes = sum(tensor.nbytes for tensor in way.tensors)
         out, back, freed = [], [], []
         for _ in range(1 + self.options.repeats):
-            if self.has_driver:
-                torch.cuda.empty_cache()
+            release_cached(self.device)
             before = self._free_bytes()
             out.append(self._seconds(way.leave))
             freed.append((self._free_bytes() - before) / n_bytes)
@@ -165,7 +165,7 @@ class Run:
     def _held(self) -> Row:
         row: Row = {"rss_bytes": resident_set_bytes()}
         if self.has_driver:
-            torch.cuda.empty_cache()
+            release_cached(self.device)
             allocated = torch.cuda.memory_allocated()
             row["device_free_bytes"] = self._free_bytes()
             row["fragmented_bytes"] = torch.cuda.memory_reserved() - allocated
@@ -181,7 +181,7 @@ class Run:
 
     def _free_bytes(self) -> int:
         """As the driver says: what another process could take."""
-        return torch.cuda.mem_get_info(self.device)[0] if self.has_driver else 0
+        return free_bytes(self.device) or 0
 
     def _all(self, holds: bool) -> bool:
         """Whether it holds on each rank."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from .. import shards
+from ..device import release_cached
 from ..optimizer import HybridDeviceOptimizer
 from ..phases import PhaseOffloader, swap
 from .machine import free_everything, synchronize
@@ -20,40 +21,35 @@ from .model import Job, sharded_model
 STATE = ("exp_avg", "exp_avg_sq")
 
 
-class Way(Protocol):
+class Way:
     """Leaves the device and comes back, any number of times."""
 
     tensors: list[Tensor]
     """What moves, each storage once: present after construction and after ``come_back``."""
-    construction_s: float
+    construction_s = 0.0
     """Seconds before the first cycle, page-locking included; 0.0 where nothing is done."""
-    directions: int
+    directions = 1
     """Directions in use at once: 1, or 2 where something else comes as this leaves."""
 
     def leave(self) -> None:
         """The device memory of ``tensors`` is free when this returns."""
-        ...
+        raise NotImplementedError
 
     def come_back(self) -> None:
         """``tensors`` can be used when this returns."""
-        ...
+        raise NotImplementedError
 
     def host_bytes(self) -> int:
         """Host memory held for it; 0 where that is not known."""
-        ...
+        return 0
 
     def pin_seconds(self) -> float:
         """Of ``construction_s``, what touching and page-locking host memory took."""
-        ...
+        return 0.0
 
     def close(self) -> None:
         """Give host memory back."""
-        ...
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This rank's shard."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
+        self.tensors.clear()
 
 
 def fill(tensors: Sequence[Tensor], device: torch.device, *, seed: int = 0) -> None:
@@ -101,7 +97,7 @@ class Payload:
     def tensors(self) -> list[Tensor]:
         """Shards of all parameters, then of all state."""
         states = (s[name] for s in self.optimizer.state.values() for name in STATE)
-        every = map(local, (*self.model.parameters(), *states))
+        every = map(shards.local, (*self.model.parameters(), *states))
         return [tensor for tensor in every if tensor.numel()]
 
 
@@ -112,10 +108,8 @@ def adopt(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     return kept
 
 
-class Offloader:
+class Offloader(Way):
     """``PhaseOffloader``: parameters and state."""
-
-    directions = 1
 
     def __init__(self, job: Job, device: torch.device, *, fixed_address: bool = False) -> None:
         payload = Payload.make(job, device)
@@ -147,10 +141,8 @@ class Offloader:
         self.phases.close()
 
 
-class OptimizerAlone:
+class OptimizerAlone(Way):
     """``HybridDeviceOptimizer.offload()``: state that is resident, with its masters."""
-
-    directions = 1
 
     def __init__(self, job: Job, device: torch.device) -> None:
         self.model = sharded_model(job, device)
@@ -161,14 +153,13 @@ class OptimizerAlone:
         self.optimizer.reserve_offload()
         self.construction_s = time.perf_counter() - began
         values = [v for s in self.optimizer.state.values() for v in s.values()]
-        shards = [local(v) for v in values if isinstance(v, Tensor) and v.dim()]
-        self.tensors = [shard for shard in shards if shard.numel() and shard.device == device]
+        found = [shards.local(v) for v in values if isinstance(v, Tensor) and v.dim()]
+        self.tensors = [shard for shard in found if shard.numel() and shard.device == device]
 
     def leave(self) -> None:
         """See :class:`Way`."""
         self.optimizer.offload()
-        if self.optimizer.device.type == "cuda":
-            torch.cuda.empty_cache()
+        release_cached(self.optimizer.device)
 
     def come_back(self) -> None:
         """See :class:`Way`."""
@@ -187,7 +178,7 @@ class OptimizerAlone:
         self.optimizer.close()
 
 
-class Swap:
+class Swap(Way):
     """``swap``: one offloader's tensors leave while those of another, as many, come."""
 
     directions = 2
@@ -224,15 +215,13 @@ class Swap:
         self.other.close()
 
 
-class Loop:
+class Loop(Way):
     """What jobs do by hand: ``tensor.to("cpu")`` and back, one tensor after the other.
 
     Args:
         non_blocking: of the copies; torch then takes page-locked memory for those to the host and
             keeps it.
     """
-
-    directions, construction_s = 1, 0.0
 
     def __init__(self, job: Job, device: torch.device, *, non_blocking: bool) -> None:
         self.device, self.non_blocking = device, non_blocking
@@ -241,8 +230,7 @@ class Loop:
     def leave(self) -> None:
         """See :class:`Way`."""
         self._move(torch.device("cpu"))
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        release_cached(self.device)
 
     def come_back(self) -> None:
         """See :class:`Way`."""
@@ -252,18 +240,6 @@ class Loop:
         for index, tensor in enumerate(self.tensors):
             self.tensors[index] = tensor.to(device, non_blocking=self.non_blocking, copy=True)
         synchronize(self.device)
-
-    def host_bytes(self) -> int:
-        """See :class:`Way`."""
-        return 0
-
-    def pin_seconds(self) -> float:
-        """See :class:`Way`."""
-        return 0.0
-
-    def close(self) -> None:
-        """See :class:`Way`."""
-        self.tensors.clear()
 
 
 class PinnedLoop(Loop):
@@ -282,8 +258,7 @@ class PinnedLoop(Loop):
         for index, buffer in enumerate(self.buffers):
             self.tensors[index] = buffer.copy_(self.tensors[index], non_blocking=True)
         synchronize(self.device)
-        if pin:
-            torch.cuda.empty_cache()
+        release_cached(self.device)
 
     def close(self) -> None:
         """See :class:`Way`."""
@@ -291,10 +266,8 @@ class PinnedLoop(Loop):
         self.buffers.clear()
 
 
-class MemorySaver:
+class MemorySaver(Way):
     """``torch_memory_saver`` with a backup in host memory: it keeps addresses."""
-
-    directions, construction_s = 1, 0.0
 
     def __init__(self, job: Job, device: torch.device) -> None:
         from torch_memory_saver import torch_memory_saver  # type: ignore[import-not-found]
@@ -313,18 +286,6 @@ class MemorySaver:
     def come_back(self) -> None:
         """See :class:`Way`."""
         self.saver.resume("bench")
-
-    def host_bytes(self) -> int:
-        """See :class:`Way`."""
-        return 0
-
-    def pin_seconds(self) -> float:
-        """See :class:`Way`."""
-        return 0.0
-
-    def close(self) -> None:
-        """See :class:`Way`."""
-        self.tensors.clear()
 
 
 def all_ways() -> dict[str, Callable[[Job, torch.device], Way]]:

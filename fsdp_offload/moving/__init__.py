@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from .absent import Absence, host_view, is_absent, present, register
-from .blocks import Block, StorageBlock, collect
+from .absent import Absence, host_view, is_absent, present
+from .blocks import Block, StorageBlock, collect, is_whole
 from .mover import Mover, Trip, give_up
 from .pages import PageBlock
 from .places import Places
@@ -25,7 +25,7 @@ __all__ = [
     "give_up",
     "host_view",
     "is_absent",
+    "is_whole",
     "present",
-    "register",
     "settle_storages",
 ]

@@ -64,16 +64,6 @@ class _Wait:
         self.wait = wait
 
 
-def register(
-    storage: torch.UntypedStorage,
-    place: Place,
-    settle: Callable[[], None] | None = None,
-    is_present: Callable[[], bool] | None = None,
-) -> Absence:
-    """Enter a storage; the caller keeps what is returned. See :class:`Absence`."""
-    return Absence(storage, place, settle, is_present)
-
-
 def is_absent(tensor: Tensor) -> bool:
     """Whether the memory of a tensor, or of a DTensor's shard, is away."""
     return whereabouts.is_away(shards.local(tensor))

@@ -53,6 +53,11 @@ class Block(Protocol):
         ...
 
 
+def is_whole(block: Block) -> bool:
+    """Whether all of a block has its memory."""
+    return all(map(block.is_present, range(len(block.pieces))))
+
+
 class StorageBlock:
     """A storage of torch's: one piece, resized to 0 and back. Its address changes."""
 

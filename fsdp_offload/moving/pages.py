@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from ..errors import DeviceError, HostMemoryError
+from ..plan.layout import align
 from .driver import Driver
 
 CHUNK_BYTES: Final = 64 << 20
@@ -91,7 +92,7 @@ def check(device: torch.device) -> Driver | None:
 
 def _cut(n_bytes: int, chunk_bytes: int, unit_bytes: int) -> list[tuple[int, int]]:
     """Chunks of ``chunk_bytes``, the last one shorter; each a multiple of ``unit_bytes``."""
-    total, step = _round_up(n_bytes, unit_bytes), _round_up(chunk_bytes, unit_bytes)
+    total, step = align(n_bytes, unit_bytes), align(chunk_bytes, unit_bytes)
     return [(start, min(start + step, total)) for start in range(0, total, step)]
 
 
@@ -211,10 +212,6 @@ class HostPages:
         """See :class:`Pages`."""
         with torch.inference_mode(False):
             return torch.frombuffer(self._mapping, dtype=torch.uint8, count=n_bytes, offset=start)
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
 
 
 class PageBlock:

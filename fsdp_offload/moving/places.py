@@ -13,6 +13,7 @@ from torch import Tensor
 from ..config import TransferConfig
 from ..device import Gateway
 from ..memory import ArenaStatistics, HostArena, check_host_budget, local_ranks
+from ..plan.layout import align
 from .blocks import Block
 
 ALIGNMENT_BYTES: Final = 64
@@ -21,7 +22,7 @@ ALIGNMENT_BYTES: Final = 64
 
 def aligned(n_bytes: int) -> int:
     """What a block takes of a place or of a staging buffer."""
-    return -(-n_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    return align(n_bytes, ALIGNMENT_BYTES)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from torch import Tensor
 from ..config import TransferConfig
 from ..device import gateway_for
 from ..errors import AwayError, ClosedError, ConfigError, DeviceMemoryError
+from ..plan.layout import align
 from ..storages import AddressPool, renew, tie, untie
 from . import pages
 from .mover import Mover, Trip
@@ -73,7 +74,7 @@ class _Extent:
     def take(self, n_bytes: int) -> Tensor:
         """1-D uint8 over the next bytes."""
         tensor = self.block.pages.tensor(self.used_bytes, n_bytes)
-        self.used_bytes += _aligned(n_bytes)
+        self.used_bytes += align(n_bytes, ALIGNMENT_BYTES)
         return tensor
 
 
@@ -405,10 +406,6 @@ class FixedAddressRegion:
                 reason="it is paused, and a new tensor would have no memory",
                 remedy="call resume() first",
             )
-
-
-def _aligned(n_bytes: int) -> int:
-    return -(-n_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 def _device(given: torch.device | str | int | None) -> torch.device:

@@ -25,7 +25,7 @@ from .. import shards
 from ..errors import AwayError
 from ..groups import Group
 from ..moving import absent
-from ..patching import Patch, remove_all
+from ..patching import Patch, checked, remove_all
 
 BeforeUse = Callable[[str], None]
 """Called with what is about to happen: it raises, or brings everything back."""
@@ -58,9 +58,9 @@ class ModuleGuard:
             hook = module.register_forward_pre_hook(_Forward(before_use), prepend=True)
             self._undo.append(hook.remove)
             # What torch.compile has made looks at no hooks, but at whether this is replaced.
-            self._patch(module, "forward", _checked(before_use, "a compiled forward"))
-            self._patch(module, "_apply", _checked(before_use, "a move or cast of the model"))
-            self._patch(module, "__reduce_ex__", _checked(before_use, "a copy of the model"))
+            self._patch(module, "forward", checked(before_use, "a compiled forward"))
+            self._patch(module, "_apply", checked(before_use, "a move or cast of the model"))
+            self._patch(module, "__reduce_ex__", checked(before_use, "a copy of the model"))
             self._patch(module, "_save_to_state_dict", _on_host(module, lock))
             self._patch(module, "_load_from_state_dict", self._into_host(module, lock))
         self._undo += [group.close(before_use) for group in self._groups]
@@ -117,14 +117,6 @@ class _Forward:
 
     def __reduce__(self) -> tuple[type[_Forward], tuple[()]]:
         return _Forward, ()
-
-
-def _checked(before_use: BeforeUse, what: str) -> Callable[..., Any]:
-    def call(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        before_use(what)
-        return original(*args, **kwargs)
-
-    return call
 
 
 def _untraced(before_use: BeforeUse) -> BeforeUse:

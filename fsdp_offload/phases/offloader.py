@@ -32,9 +32,9 @@ from ..moving import (
     Places,
     StorageBlock,
     Trip,
-    absent,
     collect,
     give_up,
+    is_whole,
 )
 from ..patching import Patch, remove_all
 from ..wrapping import gateway_of, modules_of
@@ -44,7 +44,7 @@ from .handle import Handle, PhaseStatistics, Transfer
 from .optimizers import find_state
 from .policies import Policies
 from .rebuilding import Rebuilding
-from .seats import is_whole, make_seats
+from .seats import make_seats
 
 
 class PhaseOffloader:
@@ -350,7 +350,7 @@ class PhaseOffloader:
     def _enter_absent(self) -> None:
         settle = weakref.WeakMethod(self._settle)
         self._absences = [
-            absent.register(
+            Absence(
                 block.storage,
                 self._seats[kind].place(block),
                 functools.partial(_call, settle),

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from ..device import Gateway
 from ..errors import ClosedError, ConfigError, DeviceMemoryError
 from ..moving import Block, Mover, Trip
-from ..patching import Patch
+from ..patching import Patch, checked
 from .handle import Handle
 from .plain_state import PlainState
 from .policies import Policies
@@ -128,11 +128,8 @@ class _MovedState(OptimizerState):
         return trip
 
     def close(self, before_use: BeforeUse) -> list[Patch]:
-        def check(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            before_use(f"a copy of {type(self._optimizer).__name__}")
-            return original(*args, **kwargs)
-
-        copies = Patch(self._optimizer, "__reduce_ex__", check)
+        copy = checked(before_use, f"a copy of {type(self._optimizer).__name__}")
+        copies = Patch(self._optimizer, "__reduce_ex__", copy)
         return [*super().close(before_use), *self._plain.close(), copies]
 
 

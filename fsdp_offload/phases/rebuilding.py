@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import shards
-from ..moving import Absence, Mover, StorageBlock, absent
+from ..moving import Absence, Mover, StorageBlock
 from .optimizers import OptimizerState
 
 
@@ -65,7 +65,7 @@ class Rebuilding:
     def enter_absent(self, settle: Callable[[], None]) -> list[Absence]:
         """Let readers know; host memory is taken when there is one."""
         self._absences = {
-            block: absent.register(
+            block: Absence(
                 block.storage, functools.partial(_fill, weakref.ref(self), block), settle
             )
             for block in self._parameters

@@ -10,7 +10,15 @@ from torch import Tensor
 from ..config import TransferConfig
 from ..device import Gateway
 from ..errors import ConfigError, UnsupportedParameterError
-from ..moving import Block, FixedAddressRegion, Places, Seat, StorageBlock, settle_storages
+from ..moving import (
+    Block,
+    FixedAddressRegion,
+    Places,
+    Seat,
+    StorageBlock,
+    is_whole,
+    settle_storages,
+)
 from .policies import Policies
 
 
@@ -109,11 +117,6 @@ def make_seats(
         else FixedSeats(places, FixedAddressRegion(kind, gateway.device, transfer=transfer))
         for kind in kinds
     }
-
-
-def is_whole(block: Block) -> bool:
-    """Whether all of a block has its memory."""
-    return all(block.is_present(index) for index in range(len(block.pieces)))
 
 
 def movable(blocks: Sequence[StorageBlock]) -> list[StorageBlock]:

@@ -15,7 +15,7 @@ def _leave(tensor: torch.Tensor) -> tuple[torch.Tensor, absent.Absence]:
     storage = tensor.untyped_storage()
     place = torch.empty(storage.nbytes(), dtype=torch.uint8)
     place.untyped_storage().copy_(storage)
-    entry = absent.register(storage, place)
+    entry = absent.Absence(storage, place)
     storage.resize_(0)
     return place, entry
 
@@ -61,7 +61,7 @@ def test_entry_goes_with_whoever_made_it() -> None:
 def test_bytes_are_waited_for_before_each_use() -> None:
     tensor, waits = torch.zeros(3), []
     place = torch.empty(12, dtype=torch.uint8)
-    entry = absent.register(tensor.untyped_storage(), place, lambda: waits.append(1))
+    entry = absent.Absence(tensor.untyped_storage(), place, lambda: waits.append(1))
     absent.host_view(tensor)
     assert waits == [1]
     entry.end()
