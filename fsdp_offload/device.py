@@ -15,16 +15,19 @@ the reader (see ``docs/how-it-works.md``).
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Final, Protocol
 
 import torch
 
+from .driver import Commands as DriverCommands
 from .errors import DeviceError, PinningError
 
 POLL_SECONDS: Final = 1.0
@@ -32,7 +35,7 @@ POLL_SECONDS: Final = 1.0
 
 
 CHUNK_BYTES: Final = 8 << 20
-"""Of a bulk copy to the device; see [Note: taking turns]."""
+"""Of a turn of a bulk copy; see [Note: taking turns]."""
 
 
 class Event(Protocol):
@@ -124,6 +127,13 @@ class Stream(Protocol):
         """Run ``fn(*operands)`` after all that was launched or waited for here before."""
         ...
 
+    def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+        """Copy each source into its target, in order: 1-D, uint8, contiguous, of equal length.
+
+        Unlike what is launched, they are operands that the caller keeps until it is done.
+        """
+        ...
+
     def wait(self, event: Event) -> None:
         """Let later work here start only after ``event``; the host does not wait.
 
@@ -144,12 +154,15 @@ class Stream(Protocol):
         ...
 
 
+Turns = Sequence[Sequence[torch.Tensor]]
+"""Tensors in turns: see :func:`in_turns`."""
+
+
 class BulkStream(Stream, Protocol):
     """A stream for bulk copies between host and device, in one direction."""
 
-    def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-        """Copy each source into its target: 1-D, uint8, of equal length, at most about
-        ``CHUNK_BYTES`` each, in order."""
+    def copy_in_turns(self, targets: Turns, sources: Turns) -> None:
+        """:meth:`copy`; between two turns, copies of others get through."""
         ...
 
 
@@ -159,13 +172,22 @@ def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -
         torch._foreach_copy_(list(targets), list(sources), non_blocking=True)
 
 
-def in_chunks(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """1-D tensors cut into parts of at most ``CHUNK_BYTES``, a tensor's parts of like size."""
-    parts: list[torch.Tensor] = []
+def in_turns(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """1-D uint8 tensors in lists of about ``CHUNK_BYTES``: large ones cut, small ones together.
+
+    Tensors of the same lengths give parts of the same lengths.
+    """
+    turns: list[list[torch.Tensor]] = [[]]
+    room = CHUNK_BYTES
     for tensor in tensors:
-        count = max(-(-tensor.numel() * tensor.itemsize // CHUNK_BYTES), 1)
-        parts += tensor.split(max(-(-tensor.numel() // count), 1))
-    return parts
+        count = max(-(-tensor.numel() // CHUNK_BYTES), 1)
+        for part in tensor.split(max(-(-tensor.numel() // count), 1)):
+            if part.numel() > room and turns[-1]:
+                turns.append([])
+                room = CHUNK_BYTES
+            turns[-1].append(part)
+            room -= part.numel()
+    return turns
 
 
 class Gateway(Protocol):
@@ -210,18 +232,45 @@ class Gateway(Protocol):
 # --------------------------------------------------------------------------- accelerator
 
 
+class _TorchCommands:
+    """What :class:`.driver.Commands` does, on any accelerator, by torch's own calls."""
+
+    def here(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def copy(
+        self, stream: Any, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]
+    ) -> None:
+        with stream:
+            copy_all(targets, sources)
+
+    def wait(self, stream: Any, event: Any) -> None:
+        stream.wait_event(event)
+
+    def record(self, event: Any, stream: Any) -> None:
+        event.record(stream)
+
+
+_Commands = _TorchCommands | DriverCommands
+
+
 def _recorded(event: Event) -> Event:
     """The event that a raw stream can wait for."""
     return event.recorded() if isinstance(event, PendingEvent) else event
 
 
 class _AcceleratorStream:
-    def __init__(self, raw: Any, module: Any, name: str) -> None:
+    def __init__(self, raw: Any, module: Any, name: str, commands: _Commands) -> None:
         self.raw, self._module, self.name = raw, module, name
+        self._commands = commands
 
     def launch(self, fn: Callable[..., None], *operands: Any) -> None:
         with self.raw:
             fn(*operands)
+
+    def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+        with self._commands.here():
+            self._commands.copy(self.raw, targets, sources)
 
     def wait(self, event: Event) -> None:
         self.raw.wait_event(_recorded(event))
@@ -247,28 +296,33 @@ class _TakingTurns(_AcceleratorStream):
     Copies to the device share one engine, which stays with a stream for as long as that has
     copies ready. FSDP2's reduction of a group sends a table of about 400 KB to the device, in the
     middle of backward, and behind bulk on a single stream that waited for up to 19 ms. So the bulk
-    is cut into chunks; chunk ``k`` goes to stream ``k % 3`` and waits for chunk ``k - 2``. One
-    chunk runs and one is ready, always, and between them the engine turns to others. Measured
+    is cut into turns; turn ``k`` goes to stream ``k % 3`` and waits for turn ``k - 2``. One
+    runs and one is ready, always, and between them the engine changes to others. Measured
     (docs/how-it-works.md): 0.02 to 0.05 ms instead of 19, for 3 % of the link's rate.
 
-    What is launched, recorded or waited for here comes after all chunks so far.
+    What is launched, recorded or waited for here comes after all copies so far.
     """
 
-    def __init__(self, raws: list[Any], module: Any, name: str) -> None:
-        super().__init__(raws[0], module, name)
+    def __init__(self, raws: list[Any], module: Any, name: str, commands: _Commands) -> None:
+        super().__init__(raws[0], module, name, commands)
         self._raws, self._turn = raws, 0
-        self._ends: list[Any] = [module.Event() for _ in raws]  # of the last chunk on each
+        self._ends: list[Any] = [module.Event() for _ in raws]  # of the last turn on each
+        for end, raw in zip(self._ends, raws, strict=True):
+            end.record(raw)  # from now on it exists for the driver, too
 
     def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-        raws, ends, turn = self._raws, self._ends, self._turn
+        self.copy_in_turns([targets], [sources])
+
+    def copy_in_turns(self, targets: Turns, sources: Turns) -> None:
+        raws, ends, turn, commands = self._raws, self._ends, self._turn, self._commands
         count = len(raws)
-        for target, source in zip(targets, sources, strict=True):
-            raw = raws[turn]
-            raw.wait_event(ends[turn - 2])
-            with raw:
-                target.copy_(source, non_blocking=True)
-            ends[turn].record(raw)  # who waits has taken the last record already
-            turn = (turn + 1) % count
+        with commands.here():
+            for some, others in zip(targets, sources, strict=True):
+                raw = raws[turn]
+                commands.wait(raw, ends[turn - 2])
+                commands.copy(raw, some, others)
+                commands.record(ends[turn], raw)  # who waits has taken the last record already
+                turn = (turn + 1) % count
         self._turn = turn
 
     def wait(self, event: Event) -> None:
@@ -294,7 +348,7 @@ class _TakingTurns(_AcceleratorStream):
             raw.synchronize()
 
     def _join(self) -> None:
-        """Point ``raw`` at the stream of the last chunk, after all chunks so far."""
+        """Point ``raw`` at the stream of the last turn, after all turns so far."""
         count = len(self._raws)
         last = (self._turn - 1) % count
         self.raw = self._raws[last]
@@ -323,13 +377,17 @@ class AcceleratorGateway:
         index = device.index if device.index is not None else self._module.current_device()
         self.device = torch.device(device.type, index)
         self.can_pin = device.type == "cuda"
+        self._commands = _commands_for(self.device)
 
     def stream(self, name: str) -> Stream:
-        return _AcceleratorStream(self._module.Stream(device=self.device), self._module, name)
+        return self._wrapped(self._module.Stream(device=self.device), name)
 
     def bulk_stream(self, name: str) -> BulkStream:
         raws = [self._module.Stream(device=self.device) for _ in range(3)]
-        return _TakingTurns(raws, self._module, name)
+        return _TakingTurns(raws, self._module, name, self._commands)
+
+    def _wrapped(self, raw: Any, name: str) -> _AcceleratorStream:
+        return _AcceleratorStream(raw, self._module, name, self._commands)
 
     def current_stream(self) -> Stream:
         raw = self._module.current_stream(self.device)
@@ -339,10 +397,10 @@ class AcceleratorGateway:
                 reason="host transfers and lane decisions cannot be replayed",
                 remedy="capture forward and backward, and call step() outside of the graph",
             )
-        return _AcceleratorStream(raw, self._module, "current")
+        return self._wrapped(raw, "current")
 
     def adopt_stream(self, raw: Any) -> Stream:
-        return _AcceleratorStream(raw, self._module, "adopted")
+        return self._wrapped(raw, "adopted")
 
     def adopt_event(self, raw: Any) -> Event:
         return raw  # type: ignore[no-any-return]
@@ -358,6 +416,14 @@ class AcceleratorGateway:
 
     def allocate(self, n_bytes: int) -> torch.Tensor:
         return torch.empty(n_bytes, dtype=torch.uint8, device=self.device)
+
+
+@functools.cache
+def _commands_for(device: torch.device) -> _Commands:
+    if device.type == "cuda" and torch.version.hip is None:
+        with contextlib.suppress(DeviceError):  # an unusual driver
+            return DriverCommands(device)
+    return _TorchCommands()
 
 
 # --------------------------------------------------------------------------- CPU
@@ -388,6 +454,10 @@ class _CpuStream:
 
     def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
         copy_all(targets, sources)
+
+    def copy_in_turns(self, targets: Turns, sources: Turns) -> None:
+        for some, others in zip(targets, sources, strict=True):
+            copy_all(some, others)
 
     def wait(self, event: Event) -> None:
         event.synchronize()

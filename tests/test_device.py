@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp_offload.device import CHUNK_BYTES, _TakingTurns, in_chunks
+from fsdp_offload.device import CHUNK_BYTES, _TakingTurns, _TorchCommands, in_turns
 
 
 class Stream:
@@ -63,22 +63,26 @@ class Machine:
         assert not any(stream.queue for stream in self.streams), "a deadlock"
 
 
-class Chunk:
-    """What is copied: notes when, through the machine's current stream."""
+class Commands(_TorchCommands):
+    """Copies that only note their names when they run."""
 
-    def __init__(self, machine: Machine, log: list[str], name: str) -> None:
-        self.machine, self.log, self.name = machine, log, name
+    def __init__(self, log: list[str]) -> None:
+        self.log = log
 
-    def copy_(self, source: object, *, non_blocking: bool) -> None:
-        assert non_blocking
-        assert self.machine.current is not None
-        self.machine.current.queue.append(("call", lambda: self.log.append(self.name)))
+    def copy(self, stream: Any, targets: Any, sources: Any) -> None:
+        for name in targets:
+            stream.queue.append(("call", lambda name=name: self.log.append(name)))
+
+
+def turns_of(machine: Machine, log: list[str]) -> _TakingTurns:
+    raws = [Stream(machine) for _ in range(3)]
+    return _TakingTurns(raws, machine, "h2d", Commands(log))
 
 
 @pytest.mark.parametrize("seed", range(60))
 def test_copies_come_between_what_was_waited_for_and_what_is_recorded(seed: int) -> None:
     machine, log = Machine(seed), list[str]()
-    turns = _TakingTurns([Stream(machine) for _ in range(3)], machine, "h2d")
+    turns = turns_of(machine, log)
     before, after = Stream(machine), Stream(machine)
     counts = [machine.random.randrange(1, 8) for _ in range(12)]
     for bucket, count in enumerate(counts):
@@ -86,8 +90,8 @@ def test_copies_come_between_what_was_waited_for_and_what_is_recorded(seed: int)
         free = Event()
         free.record(before)
         turns.wait(free)  # type: ignore[arg-type]
-        chunks: Any = [Chunk(machine, log, f"{bucket}.{i}") for i in range(count)]
-        turns.copy(chunks, chunks)
+        chunks: Any = [[f"{bucket}.{i}"] for i in range(count)]
+        turns.copy_in_turns(chunks, chunks)
         arrived: Any = turns.record()
         after.wait_event(arrived)
         after.queue.append(("call", lambda bucket=bucket: log.append(f"used {bucket}")))
@@ -105,16 +109,17 @@ def test_copies_come_between_what_was_waited_for_and_what_is_recorded(seed: int)
 def test_what_is_launched_comes_after_all_copies_and_before_later_ones() -> None:
     for seed in range(40):
         machine, log = Machine(seed), list[str]()
-        turns = _TakingTurns([Stream(machine) for _ in range(3)], machine, "h2d")
+        turns = turns_of(machine, log)
 
         def note(name: str, machine: Machine = machine, log: list[str] = log) -> None:
-            Chunk(machine, log, name).copy_(None, non_blocking=True)
+            assert machine.current is not None
+            machine.current.queue.append(("call", lambda: log.append(name)))
 
-        first: Any = [Chunk(machine, log, f"a{i}") for i in range(5)]
-        last: Any = [Chunk(machine, log, f"b{i}") for i in range(5)]
-        turns.copy(first, first)
+        first: Any = [[f"a{i}"] for i in range(5)]
+        last: Any = [[f"b{i}"] for i in range(5)]
+        turns.copy_in_turns(first, first)
         turns.launch(note, "launched")
-        turns.copy(last, last)
+        turns.copy_in_turns(last, last)
         machine.run()
         place = log.index("launched")
         assert sorted(log[:place]) == [f"a{i}" for i in range(5)]
@@ -124,9 +129,11 @@ def test_what_is_launched_comes_after_all_copies_and_before_later_ones() -> None
 @pytest.mark.parametrize(
     "numel", [0, 1, 5, CHUNK_BYTES - 1, CHUNK_BYTES, CHUNK_BYTES + 1, 3 * CHUNK_BYTES + 7]
 )
-def test_chunks_are_the_tensor_in_parts_of_like_size(numel: int) -> None:
+def test_a_large_tensor_is_cut_into_turns_of_like_size(numel: int) -> None:
     tensor = torch.empty(numel, dtype=torch.uint8)
-    parts = in_chunks([tensor])
+    turns = in_turns([tensor])
+    assert all(len(turn) == 1 for turn in turns)
+    parts = [part for turn in turns for part in turn]
     assert sum(part.numel() for part in parts) == numel
     assert all(part.numel() <= CHUNK_BYTES for part in parts)
     assert len(parts) == max(1, -(-numel // CHUNK_BYTES))
@@ -134,3 +141,19 @@ def test_chunks_are_the_tensor_in_parts_of_like_size(numel: int) -> None:
     for part in filter(torch.Tensor.numel, parts):
         assert part.data_ptr() == address
         address += part.numel()
+
+
+def test_small_tensors_share_a_turn() -> None:
+    third = CHUNK_BYTES // 3
+    sizes = [third, third, third, 1, 0, CHUNK_BYTES, third, CHUNK_BYTES - third + 1]
+    turns = in_turns([torch.empty(size, dtype=torch.uint8) for size in sizes])
+    assert [[part.numel() for part in turn] for turn in turns] == [
+        [third, third, third, 1, 0],
+        [CHUNK_BYTES],
+        [third],
+        [CHUNK_BYTES - third + 1],
+    ]
+
+
+def test_nothing_to_copy_is_one_empty_turn() -> None:
+    assert in_turns([]) == [[]]

@@ -21,9 +21,9 @@ from typing import Final, Protocol
 import torch
 from torch import Tensor
 
+from ..driver import Driver
 from ..errors import DeviceError, HostMemoryError
 from ..plan.layout import align
-from .driver import Driver
 
 CHUNK_BYTES: Final = 64 << 20
 """Mapping a chunk waits for the copy that runs at that moment; the fewer, the better."""

@@ -25,7 +25,7 @@ StateView = Callable[[Slice, Kind, int], Tensor]
 """(slice, kind, elements of the kind in the whole parameter) -> 1-D view of the slice's state."""
 
 FEW: Final = 3
-"""Up to as many tensors it is cheaper to launch a kernel for each than one more for all."""
+"""Up to as many tensors it is cheaper to launch a kernel for each than to gather them for one."""
 
 
 @dataclass(frozen=True)
@@ -227,7 +227,7 @@ class BucketUpdate:
         return [view(s, self._whole_master, s.entry.numel) for s in self.bucket.slices]
 
     def _bind_remainders(self, view: StateView, flat_remainder: Tensor | None) -> None:
-        if flat_remainder is not None and len(self.bucket.slices) > 1:
+        if flat_remainder is not None and len(self.bucket.slices) > FEW:
             # Many small shards: one gather, one kernel, one scatter.
             numel = flat_remainder.numel()
             value, master = self._flat_value[:numel], self._flat_master[:numel]

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .. import shards
-from ..device import Event, Gateway, PendingEvent, in_chunks
+from ..device import Event, Gateway, PendingEvent, in_turns
 from ..memory import HostArena
 from ..moving.whereabouts import here, is_away
 from ..plan import Bucket, Kind, Layout, Slice
@@ -160,8 +160,8 @@ class HostBucket:
         # As bytes: gradients and the flag on the device and on the host, masters on both.
         self.leaving = _bytes(self.sent, self.flag)
         self.arriving = _bytes(self.received, self.host_flag)
-        self.returning = in_chunks(_bytes(self.master))
-        self.landing = in_chunks(_bytes(self.returned))
+        self.returning = in_turns(_bytes(self.master))
+        self.landing = in_turns(_bytes(self.returned))
 
     def _make_units(
         self, optimizer: Optimizer, layout: Layout, records: list[Record], arena: HostArena

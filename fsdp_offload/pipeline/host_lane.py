@@ -37,7 +37,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..device import Event, Gateway, PendingEvent, Stream, copy_all
+from ..device import Event, Gateway, PendingEvent, Stream
 from ..errors import LaneError
 from .host import HostBucket, HostStaging
 from .records import Work
@@ -318,7 +318,7 @@ class HostLane:
         clip = passage.work.snapshot.clip
         self._cast.launch(bucket.stage_gradients, passage.gradients, clip)
         self._d2h.wait(self._cast.record())
-        self._d2h.launch(copy_all, bucket.arriving, bucket.leaving)
+        self._d2h.copy(bucket.arriving, bucket.leaving)
         arrived = self.staging.gradient_sent = self._d2h.record()
         passage.ticket = self.worker.submit(bucket.update, arrived, passage.work)
         self.staging.host_user[slot] = passage.ticket
@@ -336,7 +336,7 @@ class HostLane:
     def _return(self, passage: _Passage) -> Event:
         if (read := self.staging.parameter_read) is not None:
             self._h2d.wait(read)
-        self._h2d.copy(passage.bucket.landing, passage.bucket.returning)
+        self._h2d.copy_in_turns(passage.bucket.landing, passage.bucket.returning)
         self._cast.wait(self._h2d.record())
         self._cast.launch(passage.bucket.write_shards, passage.gradients)
         written = self.staging.parameter_read = self._cast.record()

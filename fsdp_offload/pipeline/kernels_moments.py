@@ -8,12 +8,13 @@ rounds as the torch operation does. Only numbers below the normal ones are flush
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from .launching import Kernel
 
 ROWS: Final = 16
 """Blocks of 64 elements per program."""
@@ -213,21 +214,19 @@ def _adam(  # type: ignore[no-untyped-def]
         tl.store(step, tl.load(step) + 1.0)
 
 
-def _launch(kernel: Any, numel: int, *operands: Any, **flags: Any) -> None:
-    if not numel:
-        return
-    grid = (triton.cdiv(numel, ROWS * COLUMNS),)
-    device = operands[0].device  # Triton launches on the current device
-    if not device.type == "cuda" or device.index == torch.cuda.current_device():
-        kernel[grid](*operands, ROWS=ROWS, enable_fp_fusion=False, **flags)
-        return
-    with torch.cuda.device(device):
-        kernel[grid](*operands, ROWS=ROWS, enable_fp_fusion=False, **flags)
+_UNPACK, _PACK, _ADAM = (
+    Kernel(kernel, enable_fp_fusion=False) for kernel in (_unpack_codes, _pack, _adam)
+)
+
+
+def _programs(numel: int) -> int:
+    return int(triton.cdiv(numel, ROWS * COLUMNS))
 
 
 def unpack_codes(codes: Tensor, scales: Tensor, values: Tensor, steps: int) -> None:
     """See :func:`.moments.unpack`; ``steps``: the largest code."""
-    _launch(_unpack_codes, values.numel(), codes, scales, values, values.numel(), STEPS=steps)
+    numel = values.numel()
+    _UNPACK.launch(_programs(numel), (codes, scales, values), (numel,), STEPS=steps, ROWS=ROWS)
 
 
 def pack_moment(
@@ -242,10 +241,10 @@ def pack_moment(
     stochastic: bool,
 ) -> None:
     """See :func:`.moments.pack`; ``steps``: the largest code, or 0 for bf16."""
-    some = values if scales is None else scales
-    _launch(
-        _pack, values.numel(), values, codes, some, values.numel(), key, first,
-        STEPS=steps, HIGH=bool(half), STOCHASTIC=stochastic,
+    some, numel = values if scales is None else scales, values.numel()
+    _PACK.launch(
+        _programs(numel), (values, codes, some), (numel, key, first),
+        STEPS=steps, HIGH=bool(half), STOCHASTIC=stochastic, ROWS=ROWS,
     )  # fmt: skip
 
 
@@ -260,15 +259,22 @@ def adam(
     key: int,
     first: int,
     numbers: tuple[float, ...],
+    *,
+    stochastic: bool,
     **flags: bool,
 ) -> None:
-    """See :func:`.reduced_adam.adam_plain`; codes and scales per moment."""
+    """See :func:`.reduced_adam.adam_plain`; codes and scales per moment. ``flags``: MAXIMIZE,
+    DECOUPLED and DECAY."""
     is_int8 = average[1] is not None
-    scales = (average[1], square[1]) if is_int8 else (average[0], square[0])  # not looked at
+    scales = [codes if its is None else its for codes, its in (average, square)]  # not looked at
     numel = weight.numel()
-    _launch(
-        _adam, numel, weight, weight if remainder is None else remainder, gradient,
-        gradient if clip is None else clip, average[0], scales[0], square[0], scales[1], step,
-        numel, key, first, *numbers,
-        BF16_WEIGHT=remainder is not None, CLIP=clip is not None, INT8=is_int8, **flags,
+    _ADAM.launch(
+        _programs(numel),
+        (
+            weight, weight if remainder is None else remainder, gradient,
+            gradient if clip is None else clip, average[0], scales[0], square[0], scales[1], step,
+        ),
+        (numel, key, first), numbers,
+        BF16_WEIGHT=remainder is not None, CLIP=clip is not None, **flags, INT8=is_int8,
+        STOCHASTIC=stochastic, ROWS=ROWS,
     )  # fmt: skip

@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .launching import Kernel
+
 BLOCK: Final = 1024
 
 
@@ -53,40 +55,38 @@ def _checksum(bits, total, numel, BLOCK: tl.constexpr):  # type: ignore[no-untyp
     tl.atomic_add(total, tl.sum(values * (2 * at + 1)))
 
 
-def _launch(kernel: Any, numel: int, *operands: Tensor, block: int = BLOCK, **flags: bool) -> None:
-    if not numel:
-        return
-    grid = (triton.cdiv(numel, block),)
-    device = operands[0].device  # Triton launches on the current device
-    if device.index == torch.cuda.current_device():
-        kernel[grid](*operands, numel, BLOCK=block, **flags)
-        return
-    with torch.cuda.device(device):
-        kernel[grid](*operands, numel, BLOCK=block, **flags)
+_DECODE, _ENCODE = Kernel(_decode), Kernel(_encode)
+_COPY_SCALED, _CHECKSUM = Kernel(_copy_scaled), Kernel(_checksum)
+
+
+def _launch(
+    kernel: Kernel, numel: int, *operands: Tensor, block: int = BLOCK, **flags: Any
+) -> None:
+    kernel.launch(triton.cdiv(numel, block), operands, (numel,), **flags, BLOCK=block)
 
 
 def decode(value: Tensor, remainder: Tensor, master: Tensor) -> None:
     """See :func:`.codec.decode`."""
-    _launch(_decode, master.numel(), value.view(torch.int16), remainder, master.view(torch.int32))
+    _launch(_DECODE, master.numel(), value.view(torch.int16), remainder, master.view(torch.int32))
 
 
 def encode(master: Tensor, value: Tensor, remainder: Tensor) -> None:
     """See :func:`.codec.encode`."""
     bits = value.view(torch.int16)
-    _launch(_encode, master.numel(), master.view(torch.int32), bits, remainder, KEEP=True)
+    _launch(_ENCODE, master.numel(), master.view(torch.int32), bits, remainder, KEEP=True)
 
 
 def round_to_value(master: Tensor, value: Tensor) -> None:
     """See :func:`.codec.round_to_value`."""
     bits = value.view(torch.int16)
-    _launch(_encode, master.numel(), master.view(torch.int32), bits, bits, KEEP=False)
+    _launch(_ENCODE, master.numel(), master.view(torch.int32), bits, bits, KEEP=False)
 
 
 def copy_scaled(source: Tensor, scale: Tensor, target: Tensor) -> None:
     """See :func:`.codec.copy_scaled`; rounds to the dtype of ``scale``."""
-    _launch(_copy_scaled, source.numel(), source, scale, target)
+    _launch(_COPY_SCALED, source.numel(), source, scale, target)
 
 
 def checksum(bits: Tensor, total: Tensor) -> None:
     """Add the checksum of ``bits`` (int16 or int32, 1-D) to ``total`` (0-dim int64)."""
-    _launch(_checksum, bits.numel(), bits, total, block=8192)
+    _launch(_CHECKSUM, bits.numel(), bits, total, block=8192)

@@ -122,14 +122,14 @@ def numbers_of(group: Mapping[str, Any], updates: int) -> tuple[float, ...]:
     """What the kernel takes of the hyper-parameters: beta1, 1 - beta1, beta2, 1 - beta2, eps,
     weight decay (times lr where it is decoupled), lr over bias correction 1, inverse root of
     bias correction 2. ``updates``: with this one."""
-    lr, (beta1, beta2) = float(group["lr"]), group["betas"]
+    lr, (beta1, beta2) = float(group["lr"]), map(float, group["betas"])
     decay = float(group["weight_decay"])
     return (
         beta1,
         1 - beta1,
         beta2,
         1 - beta2,
-        group["eps"],
+        float(group["eps"]),
         lr * decay if group["decoupled_weight_decay"] else decay,
         lr / (1 - beta1**updates),
         (1 - beta2**updates) ** -0.5,
@@ -168,14 +168,13 @@ def adam(
         "MAXIMIZE": bool(group["maximize"]),
         "DECOUPLED": bool(group["decoupled_weight_decay"]),
         "DECAY": group["weight_decay"] != 0,
-        "STOCHASTIC": both[0].stochastic,
     }
     kernels = moment_kernels()
     assert kernels is not None
     factor = None if clip is None else clip.to(gradient.dtype)
     kernels.adam(
         weight, remainder, gradient, factor, average, square, step, draw.key, draw.first, numbers,
-        **flags,
+        stochastic=both[0].stochastic, **flags,
     )  # fmt: skip
 
 

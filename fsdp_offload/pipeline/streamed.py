@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..device import Event, Gateway, Stream, TimedEvent, copy_all, in_chunks
+from ..device import Event, Gateway, Stream, TimedEvent, in_turns
 from ..memory import HostArena
 from ..plan import Bucket, Kind, Layout, Slice
 from ..plan.layout import kind_range
@@ -68,7 +68,7 @@ class StreamedBucket:
         self.in_arena = [
             arena.tensor(span.arena_start, span.n_bytes, torch.uint8) for span in self._spans
         ]
-        self.from_arena = in_chunks(self.in_arena)
+        self.arena_turns = in_turns(self.in_arena)
         self._has_remainder = records[bucket.slices[0].entry.index].form is MasterForm.REMAINDER
         self._by_kind = {span.kind: span for span in bucket.spans}
         self._use_slot(slot)
@@ -90,7 +90,7 @@ class StreamedBucket:
         self.in_slot = [
             slot[span.slot_start : span.slot_start + span.n_bytes] for span in self._spans
         ]
-        self.into_slot = in_chunks(self.in_slot)
+        self.slot_turns = in_turns(self.in_slot)
 
     def _view(self, piece: Slice, kind: Kind, numel: int) -> Tensor:
         span = self._by_kind[kind]
@@ -210,9 +210,9 @@ class StreamedLane:
             if (free := self._free[slot]) is not None:
                 self._h2d.wait(free)
             if self._shared_h2d is not None:
-                self._shared_h2d.copy(bucket.into_slot, bucket.from_arena)
+                self._shared_h2d.copy_in_turns(bucket.slot_turns, bucket.arena_turns)
             else:
-                self._h2d.launch(copy_all, bucket.in_slot, bucket.in_arena)
+                self._h2d.copy(bucket.in_slot, bucket.in_arena)
             self._arrived[slot] = self._h2d.record()
             self._fetched = position + 1
 
@@ -225,9 +225,9 @@ class StreamedLane:
         self._last = bucket.updated = self._update.record()
         self._d2h.wait(self._last)
         if self._shared_d2h is not None:
-            self._shared_d2h.copy(bucket.from_arena, bucket.into_slot)
+            self._shared_d2h.copy_in_turns(bucket.arena_turns, bucket.slot_turns)
         else:
-            self._d2h.launch(copy_all, bucket.in_arena, bucket.in_slot)
+            self._d2h.copy(bucket.in_arena, bucket.in_slot)
         self._free[slot] = self._d2h.record()
         self._moved_bytes += bucket.bucket.state_bytes
         if self._head % MARK_EVERY == 0:

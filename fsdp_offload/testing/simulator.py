@@ -69,7 +69,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from fsdp_offload.device import Event, PendingEvent, copy_all, use_gateway
+from fsdp_offload.device import Event, PendingEvent, Turns, copy_all, use_gateway
 from fsdp_offload.errors import ConfigError, DeviceError
 
 ADVERSARIES: tuple[str, ...] = (
@@ -246,6 +246,10 @@ class SimulatedStream:
     def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
         """Queue the copies as one launch."""
         self.launch(copy_all, targets, sources)
+
+    def copy_in_turns(self, targets: Turns, sources: Turns) -> None:
+        """Queue the copies as one launch."""
+        self.copy([t for turn in targets for t in turn], [s for turn in sources for s in turn])
 
     def wait(self, event: Event) -> None:
         """Block later entries of this stream until ``event`` is reached."""

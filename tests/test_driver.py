@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from fsdp_offload import driver as driver_module
+from fsdp_offload.driver import Commands, Driver
 from fsdp_offload.errors import DeviceError
-from fsdp_offload.moving import driver as driver_module
-from fsdp_offload.moving.driver import Driver
 from fsdp_offload.moving.pages import DevicePages
 
 CUDA = torch.device("cuda", 1)
@@ -163,3 +163,81 @@ def test_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ctypes, "CDLL", missing)
     with pytest.raises(DeviceError, match=r"libcuda\.so\.1.*without fixed addresses"):
         Driver(CUDA)
+
+
+class Queue:
+    """The part of the driver that enqueues; ``current``: this thread's context."""
+
+    def __init__(self, current: int) -> None:
+        self.contexts = [current]
+        self.calls: list[tuple[Any, ...]] = []
+        self.code = 0
+
+    def cuInit(self, flags: int) -> int:
+        return 0
+
+    def cuDevicePrimaryCtxRetain(self, out: Any, index: int) -> int:
+        assert index == 1
+        out._obj.value = 77
+        return 0
+
+    def cuCtxGetCurrent(self, out: Any) -> int:
+        out._obj.value = self.contexts[-1]
+        return 0
+
+    def cuCtxPushCurrent_v2(self, context: int) -> int:
+        self.contexts.append(context)
+        return 0
+
+    def cuCtxPopCurrent_v2(self, out: Any) -> int:
+        out._obj.value = self.contexts.pop()
+        return 0
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*arguments: Any) -> int:
+            assert self.contexts[-1] == 77, "another device's context"
+            self.calls.append((name, *arguments))
+            return self.code
+
+        return call
+
+
+class Handle:
+    cuda_stream, cuda_event = 11, 22
+
+
+@pytest.mark.parametrize("current", [0, 5, 77])
+def test_commands_run_in_the_devices_own_context(
+    monkeypatch: pytest.MonkeyPatch, current: int
+) -> None:
+    queue = Queue(current)
+    monkeypatch.setattr(driver_module, "_library", lambda: queue)
+    commands = Commands(CUDA)
+    targets = [torch.empty(n, dtype=torch.uint8) for n in (3, 0, 8)]
+    sources = [torch.empty(n, dtype=torch.uint8) for n in (3, 0, 8)]
+    with commands.here():
+        commands.wait(Handle(), Handle())
+        commands.copy(Handle(), targets, sources)
+        commands.record(Handle(), Handle())
+    assert queue.contexts == [current]
+    assert queue.calls == [
+        ("cuStreamWaitEvent", 11, 22, 0),
+        ("cuMemcpyAsync", targets[0].data_ptr(), sources[0].data_ptr(), 3, 11),
+        ("cuMemcpyAsync", targets[2].data_ptr(), sources[2].data_ptr(), 8, 11),
+        ("cuEventRecord", 22, 11),
+    ]
+
+
+def test_a_refused_command_raises_and_leaves_the_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    queue = Queue(5)
+    monkeypatch.setattr(driver_module, "_library", lambda: queue)
+    commands, tensor, queue.code = Commands(CUDA), torch.empty(4, dtype=torch.uint8), 700
+    calls = {
+        "a copy of 4 bytes": lambda: commands.copy(Handle(), [tensor], [tensor]),
+        "cuStreamWaitEvent": lambda: commands.wait(Handle(), Handle()),
+        "cuEventRecord": lambda: commands.record(Handle(), Handle()),
+    }
+    for what, call in calls.items():
+        with pytest.raises(DeviceError, match=f"{what}.*answered 700"), commands.here():
+            call()
+        assert queue.contexts == [5]
