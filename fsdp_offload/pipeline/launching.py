@@ -70,7 +70,7 @@ class Kernel:
             compiled, values = known
             compiled[programs, 1, 1](*addresses, *integers, *floats, *values)
             return
-        assert list(constants) == self._function.arg_names[-len(constants) :]
+        assert list(constants) == list(self._function.arg_names[-len(constants) :])
         compiled = self._function[programs,](
             *tensors, *integers, *floats, **constants, **self._options
         )
