@@ -68,7 +68,9 @@ def local(tensor: Tensor) -> Tensor:
     """The shard of ``tensor``: shares its memory, carries no autograd history."""
     if isinstance(tensor, DTensor):
         shard = tensor._local_tensor
-        if hasattr(shard, "wait"):  # AsyncCollectiveTensor: the collective is still in flight
+        if type(shard) is not Tensor and hasattr(
+            shard, "wait"
+        ):  # AsyncCollectiveTensor: the collective is still in flight
             shard = shard.wait()
         return shard.detach()
     return tensor.detach()

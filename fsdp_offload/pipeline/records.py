@@ -96,6 +96,12 @@ class Part:
     start: int
     stop: int
 
+    @functools.cached_property
+    def cut(self) -> slice | None:
+        """The elements in a 1-D tensor of the whole shard; None: it is all of them."""
+        is_whole = self.stop - self.start == self.record.info.local_numel
+        return None if is_whole else slice(self.start, self.stop)
+
 
 @dataclass(eq=False)
 class Piece(Part):
@@ -170,6 +176,8 @@ class Snapshot:
     changed_attributes: dict[str, Any] | None = None
     versions: list[dict[str, tuple[int, int]]] = field(default_factory=list)
     clip: Tensor | None = None
+    derived: dict[object, Any] = field(default_factory=dict)
+    """What updates made of it, each for all buckets, on the stream of updates."""
 
     @classmethod
     def take(cls, optimizer: Optimizer, groups: list[dict[str, Any]], *, host: bool) -> Snapshot:
@@ -239,7 +247,7 @@ class Work:
         found: list[Tensor | None] = []
         for piece in pieces:
             gradient = self.gradients[piece.record.index]
-            if gradient is not None and piece.stop - piece.start != piece.record.info.local_numel:
-                gradient = gradient[piece.start : piece.stop]
+            if gradient is not None and piece.cut is not None:
+                gradient = gradient[piece.cut]
             found.append(gradient)
         return found

@@ -99,23 +99,65 @@ class ReducedAdam:
     def run(self, gradients: Sequence[Tensor | None], snapshot: Snapshot) -> bool:
         """Update all pieces that have a gradient; False, and nothing done, if it has to be done
         by the class: hyper-parameters in tensors, or another implementation."""
-        groups = snapshot.groups
-        for index in self._groups:
-            values = settings(groups[index], self._pieces[0].tensor.device)
-            if values is None or values["amsgrad"] or isinstance(values["lr"], Tensor):
-                return False
+        device = self._pieces[0].tensor.device
+        recipes = {index: _recipe(snapshot, index, device) for index in self._groups}
+        if None in recipes.values():
+            return False
         for operands, gradient in zip(self._operands, gradients, strict=True):
             if gradient is None:
                 continue
             piece, both, weight, remainder, kept = operands
             piece.updates += 1
-            draw, group = draw_of(piece, 0), groups[piece.record.group]
+            recipe = recipes[piece.record.group]
+            assert recipe is not None
             self._update(
-                both, weight, remainder, gradient, snapshot.clip, *kept, piece.state["step"],
-                draw, group, piece.updates,
+                both, weight, remainder, gradient, _factor(snapshot, gradient.dtype), *kept,
+                piece.state["step"], draw_of(piece, 0), recipe, piece.updates,
             )  # fmt: skip
             piece.stepped = True
         return True
+
+
+class Recipe:
+    """The hyper-parameters of one group in one step, as the kernel takes them."""
+
+    def __init__(self, group: Mapping[str, Any]) -> None:
+        self.flags = {
+            "MAXIMIZE": bool(group["maximize"]),
+            "DECOUPLED": bool(group["decoupled_weight_decay"]),
+            "DECAY": group["weight_decay"] != 0,
+        }
+        self._group = group
+        self._numbers: dict[int, tuple[float, ...]] = {}
+
+    def numbers(self, updates: int) -> tuple[float, ...]:
+        """:func:`numbers_of`."""
+        if updates not in self._numbers:
+            self._numbers[updates] = numbers_of(self._group, updates)
+        return self._numbers[updates]
+
+
+def _recipe(snapshot: Snapshot, index: int, device: torch.device) -> Recipe | None:
+    """Of a group; None where the class has to update it."""
+    key = (Recipe, index)
+    if key not in snapshot.derived:
+        group = snapshot.groups[index]
+        values = settings(group, device)
+        fits = values and not values["amsgrad"] and not isinstance(values["lr"], Tensor)
+        snapshot.derived[key] = Recipe(group) if fits else None
+    recipe: Recipe | None = snapshot.derived[key]
+    return recipe
+
+
+def _factor(snapshot: Snapshot, dtype: torch.dtype) -> Tensor | None:
+    """What multiplies gradients of ``dtype``, rounded to it."""
+    if snapshot.clip is None:
+        return None
+    key = (_factor, dtype)
+    if key not in snapshot.derived:
+        snapshot.derived[key] = snapshot.clip.to(dtype)
+    factor: Tensor = snapshot.derived[key]
+    return factor
 
 
 def numbers_of(group: Mapping[str, Any], updates: int) -> tuple[float, ...]:
@@ -146,7 +188,7 @@ def adam(
     square: Kept,
     step: Tensor,
     draw: Draw,
-    group: Mapping[str, Any],
+    recipe: Recipe,
     updates: int,
 ) -> None:
     """One update of one piece, in place; 1-D, contiguous, of one numel.
@@ -155,26 +197,19 @@ def adam(
         both: how the first and the second moment are kept.
         weight: bf16 with ``remainder`` (int16), or fp32 without.
         gradient: floating; stays as it is.
-        clip: 0-dim, multiplies the gradient, rounded to the gradient's dtype.
+        clip: 0-dim, of the gradient's dtype; multiplies it.
         average: the first moment.
         square: the second.
         step: 0-dim fp32; becomes one more.
         draw: random bits.
-        group: hyper-parameters: numbers only.
+        recipe: hyper-parameters.
         updates: of this parameter, with this one.
     """
-    numbers = numbers_of(group, updates)
-    flags = {
-        "MAXIMIZE": bool(group["maximize"]),
-        "DECOUPLED": bool(group["decoupled_weight_decay"]),
-        "DECAY": group["weight_decay"] != 0,
-    }
     kernels = moment_kernels()
     assert kernels is not None
-    factor = None if clip is None else clip.to(gradient.dtype)
     kernels.adam(
-        weight, remainder, gradient, factor, average, square, step, draw.key, draw.first, numbers,
-        stochastic=both[0].stochastic, **flags,
+        weight, remainder, gradient, clip, average, square, step, draw.key, draw.first,
+        recipe.numbers(updates), stochastic=both[0].stochastic, **recipe.flags,
     )  # fmt: skip
 
 
@@ -188,21 +223,22 @@ def adam_plain(
     square: Kept,
     step: Tensor,
     draw: Draw,
-    group: Mapping[str, Any],
+    recipe: Recipe,
     updates: int,
 ) -> None:
     """:func:`adam` in torch operations; the slow twin, for tests."""
-    beta1, rest1, beta2, rest2, eps, decay, step_size, inverse_root = numbers_of(group, updates)
+    numbers, flags = recipe.numbers(updates), recipe.flags
+    beta1, rest1, beta2, rest2, eps, decay, step_size, inverse_root = numbers
     master = weight
     if remainder is not None:
         master = torch.empty_like(weight, dtype=torch.float32)
         codec.decode_plain(weight, remainder, master)
-    g = (gradient if clip is None else gradient * clip.to(gradient.dtype)).float()
-    g = -g if group["maximize"] else g
+    g = (gradient if clip is None else gradient * clip).float()
+    g = -g if flags["MAXIMIZE"] else g
     m, v = torch.empty_like(g), torch.empty_like(g)
     for moment, kept, values in zip(both, (average, square), (m, v), strict=True):
         moments.unpack_plain(moment, *kept, values)
-    if decay and group["decoupled_weight_decay"]:
+    if decay and flags["DECOUPLED"]:
         master = master - decay * master
     elif decay:
         g = g + decay * master

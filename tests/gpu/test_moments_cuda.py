@@ -110,8 +110,8 @@ def test_the_kernel_of_all_in_one_has_the_bits_of_its_twin(
 
     for group in (GROUP, GROUP | {"decoupled_weight_decay": False, "maximize": True}):
         here, there = operands("cpu"), operands("cuda")
-        reduced_adam.adam_plain(both, *here, Draw(99, FAR), group, 5)
-        reduced_adam.adam(both, *there, Draw(99, FAR), group, 5)
+        reduced_adam.adam_plain(both, *here, Draw(99, FAR), reduced_adam.Recipe(group), 5)
+        reduced_adam.adam(both, *there, Draw(99, FAR), reduced_adam.Recipe(group), 5)
         flat = [[*made[:3], *made[4], *made[5], made[6]] for made in (here, there)]
         for index, (a, b) in enumerate(zip(*flat, strict=True)):
             assert same(a, b), (index, group)
