@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Final
 
 import torch
+from torch import Tensor
 
 from .. import storages
 from ..device import Gateway, free_bytes, release_cached
@@ -44,22 +45,24 @@ def join(blocks: Sequence[StorageBlock], mover: Mover, gateway: Gateway) -> None
         if free is not None and free < storages.segment_bytes(room.n_bytes) + SPARE_BYTES:
             return
         try:
-            held = gateway.allocate(room.n_bytes)
+            held = [gateway.allocate(room.n_bytes)]
         except torch.OutOfMemoryError:
             return
         try:
             mover.out(members).wait()
             release_cached(gateway.device)  # else the allocator takes the old segments again
         finally:
-            del held
-            _bring_back(members, mover, gateway)
+            _bring_back(members, held, mover, gateway)
 
 
-def _bring_back(members: Sequence[StorageBlock], mover: Mover, gateway: Gateway) -> None:
+def _bring_back(
+    members: Sequence[StorageBlock], held: list[Tensor], mover: Mover, gateway: Gateway
+) -> None:
     """Whatever interrupts this, it is tried twice."""
     try:
-        mover.back(members).wait()
+        mover.back(members, held=held).wait()
     except BaseException:
+        held.clear()
         release_cached(gateway.device)
         mover.back(members).wait()
         raise

@@ -236,6 +236,7 @@ class Mover:
         *,
         make_room: Callable[[], bool] | None = None,
         lasting: bool = True,
+        held: list[Tensor] | None = None,
     ) -> Trip:
         """Bring blocks back from their places; places stay reserved and keep their content.
 
@@ -249,6 +250,7 @@ class Mover:
                 whether it gave some back.
             lasting: they are likely to leave together again, so storages get common rooms (see
                 :mod:`.rooms`). What others came to lie in would keep a whole one from the driver.
+            held: device memory that is kept for them; cleared when all else has been allocated.
 
         Raises:
             torch.OutOfMemoryError: there is no device memory.
@@ -263,7 +265,8 @@ class Mover:
         if stayed is not None:
             self._in.wait(stayed)
         trip._first = self._in.record_timed()
-        restored = _Restored(self, make_room, Rooms(self._gateway, blocks if lasting else ()))
+        rooms = Rooms(self._gateway, blocks if lasting else (), held)
+        restored = _Restored(self, make_room, rooms)
         try:
             self._fetch_all(blocks, parts, restored)
         except BaseException:
@@ -470,9 +473,10 @@ class _Restored:
         self._mover._advance()
         if block.is_present(index):
             return
+        self._rooms.take_for(block)
         while True:
             try:
-                self._rooms.restore(block, index)
+                block.restore(index)
                 break
             except torch.OutOfMemoryError:
                 if not self._mover._land_next() and not (self._make_room and self._make_room()):

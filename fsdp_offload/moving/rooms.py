@@ -15,11 +15,13 @@ The allocator has a pool of its own for requests up to 1 MiB: those have no part
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import torch
+from torch import Tensor
 
 from .. import storages
 from ..device import Gateway, free_bytes
@@ -84,43 +86,34 @@ def _divide(row: Sequence[tuple[int, int]], room_bytes: int) -> list[Room]:
 class Rooms:
     """Rooms for blocks that are about to be restored, each taken with its first one.
 
-    Where device memory is short, or the allocator does not cut (its settings), storages come to lie
+    Where device memory is short, or the allocator's settings are in the way, storages come to lie
     where they would without.
 
     Args:
         gateway: where device memory comes from.
         blocks: in the order in which they are restored; no other memory is allocated in between.
+        held: device memory that is kept for them: cleared just before the first is restored.
     """
 
-    def __init__(self, gateway: Gateway, blocks: Sequence[Block]) -> None:
-        self._gateway = gateway
+    def __init__(
+        self, gateway: Gateway, blocks: Sequence[Block], held: list[Tensor] | None = None
+    ) -> None:
+        self._gateway, self._held = gateway, held
         self._sizes: dict[str, int] = {}  # by the key of a room's first block
-        self._range: range | None = None  # addresses of the last one
         if storages.cuts_segments(gateway.device):
             found = [block for block in blocks if isinstance(block, StorageBlock)]
             for room in lay_out([block.n_bytes for block in found], ROOM_BYTES):
                 self._sizes[found[room.members[0]].key] = room.n_bytes
 
-    def restore(self, block: Block, index: int) -> None:
-        """:meth:`Block.restore`, in its room."""
+    def take_for(self, block: Block) -> None:
+        """If ``block`` is the first of a room, let the allocator have that in its cache."""
+        if self._held is not None:
+            self._held.clear()
         n_bytes = self._sizes.pop(block.key, 0)
-        if n_bytes:
-            self._take(n_bytes)
-        block.restore(index)
-        if self._range is not None and isinstance(block, StorageBlock):
-            is_of_use = block.address() in self._range
-            self._range = None if is_of_use else self._range
-
-    def _take(self, n_bytes: int) -> None:
-        if self._range is not None:  # nothing came to lie in the last one
-            self._sizes.clear()
+        if not n_bytes:
             return
         free = free_bytes(self._gateway.device)
         if free is not None and free < storages.segment_bytes(n_bytes):
             return  # asking would make torch give up all that it has cached
-        try:
-            start = self._gateway.allocate(n_bytes).data_ptr()
-        except torch.OutOfMemoryError:
-            self._sizes.clear()
-        else:
-            self._range = range(start, start + n_bytes)
+        with contextlib.suppress(torch.OutOfMemoryError):
+            self._gateway.allocate(n_bytes)

@@ -81,6 +81,17 @@ def test_without_a_room_beside_nothing_moves(model: CachingModel) -> None:
     assert len(model.segments) == 3
 
 
+def test_staging_is_not_cut_from_the_room(model: CachingModel) -> None:
+    small = [torch.zeros(400_000) for _ in range(6)]
+    tensors, gateway = [*layers(), *small], ModelGateway(model)
+    blocks, mover = allocated(tensors, model), Mover(gateway, Places(gateway, TransferConfig()))
+    mover.reserve(blocks)
+    join(blocks, mover, gateway)
+    model.empty_cache()
+    assert list(model.segments.values()) == [34 * MIB, 34 * MIB, 32 * MIB]
+    assert not any(size > 3 * MIB for size in model.free.values())
+
+
 def test_the_first_offload_finds_few_segments(model: CachingModel) -> None:
     net = layers()
     allocated(net, model)
