@@ -14,6 +14,7 @@ nothing.
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -87,7 +88,7 @@ class AddressPool:
             storage is as before.
         """
         n_bytes = storage.nbytes()
-        size = _segment_bytes(n_bytes)
+        size = segment_bytes(n_bytes)
         if size not in self._spare:
             self._spare[size] = self._memory(size)
         spare = self._spare[size]
@@ -113,10 +114,52 @@ def _pointer(function: Any) -> int:
     return address
 
 
-def _segment_bytes(n_bytes: int) -> int:
+def segment_bytes(n_bytes: int) -> int:
     """What torch's caching allocator asks for, when it has no room for ``n_bytes``."""
-    if n_bytes <= _MIB:
+    if is_small(n_bytes):
         return 2 * _MIB
-    if n_bytes < 10 * _MIB:
+    if is_shared(n_bytes):
         return 20 * _MIB
     return -(-n_bytes // (2 * _MIB)) * 2 * _MIB
+
+
+def is_small(n_bytes: int) -> bool:
+    """Whether the allocator has segments of their own for requests of that size."""
+    return n_bytes <= _MIB
+
+
+def is_shared(n_bytes: int) -> bool:
+    """Whether the allocator takes more than is asked for, for later requests."""
+    return n_bytes < 10 * _MIB
+
+
+def block_bytes(n_bytes: int) -> int:
+    """What the allocator cuts from a segment for a request."""
+    return max(-(-n_bytes // 512), 1) * 512
+
+
+def fills_segment(n_bytes: int) -> bool:
+    """Whether blocks of that many bytes in all use up the segment that is made for their sum: more
+    than 1 MiB of rest would be cut off the last one, and given to others."""
+    return segment_bytes(n_bytes) - n_bytes <= _MIB
+
+
+def cuts_segments(device: torch.device) -> bool:
+    """Whether the allocator cuts large requests, exactly, from a larger segment that it has cached.
+
+    Settings can forbid that, or make it useless: expandable segments are one anyway.
+    """
+    if device.type != "cuda" or torch.cuda.get_allocator_backend() != "native":
+        return False
+    settings = _allocator_settings().replace(" ", "").lower()
+    others = ("max_split_size_mb", "roundup_power2_divisions", "expandable_segments:true")
+    return not any(name in settings for name in others)
+
+
+def _allocator_settings() -> str:
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+    found = [os.environ.get(name, "") for name in names]
+    read = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
+    if read is not None:  # what was set later
+        found.append(str(read()))
+    return ",".join(found)

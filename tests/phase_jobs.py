@@ -255,6 +255,34 @@ def frees_its_payload(lanes: str, width: int, *, fixed_address: bool) -> float:
     return min(shares)
 
 
+def lies_in_few_segments(width: int) -> tuple[int, int]:
+    """Segments of parameters and a plain optimizer's state, after construction and a cycle. CUDA.
+
+    Each is the driver's while they are away, and holds nothing else but small rests.
+    """
+    net, optimizer, phases = trained("plain", width)
+    before, counts = snapshot(net, optimizer), []
+    moved = [s for s in storages(net, optimizer) if s.nbytes() > 1 << 20]
+    for _ in range(3):
+        segments = {
+            segment["address"]: segment
+            for segment in torch.cuda.memory_snapshot()
+            for storage in moved
+            if 0 <= storage.data_ptr() - segment["address"] < segment["total_size"]
+        }
+        counts.append(len(segments))
+        whole = sum(segment["total_size"] for segment in segments.values())
+        rest = whole - sum(storage.nbytes() for storage in moved)
+        assert 0 <= rest <= len(segments) * (2 << 20), rest
+        phases.offload()
+        there = {segment["address"] for segment in torch.cuda.memory_snapshot()}
+        assert not there & segments.keys()
+        phases.reload()
+        check_same(snapshot(net, optimizer), before, "cycle")
+    close(phases, optimizer)
+    return counts[0], max(counts[1:])
+
+
 def use_while_away(lanes: str) -> None:
     """Typed errors, and nothing is lost by them."""
     net, optimizer, phases = trained(lanes)

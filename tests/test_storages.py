@@ -119,3 +119,36 @@ def test_renewed_storages_keep_their_content() -> None:
         assert made.untyped_storage().resizable()
         assert torch.equal(made, before)
         assert view.data_ptr() == made.data_ptr() + 8
+
+
+@pytest.mark.parametrize(
+    ("variable", "setting", "cuts"),
+    [
+        ("PYTORCH_ALLOC_CONF", "", True),
+        ("PYTORCH_ALLOC_CONF", "garbage_collection_threshold:0.8", True),
+        ("PYTORCH_ALLOC_CONF", "max_split_size_mb:128", False),
+        ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True", False),
+        ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments: false", True),
+        ("PYTORCH_ALLOC_CONF", "roundup_power2_divisions:4", False),
+    ],
+)
+def test_settings_under_which_segments_are_not_cut(
+    monkeypatch: pytest.MonkeyPatch, variable: str, setting: str, cuts: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
+    monkeypatch.setattr(torch._C, "_accelerator_getAllocatorSettings", lambda: "", raising=False)
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(variable, setting)
+    assert storages.cuts_segments(CUDA) == cuts
+    monkeypatch.delenv(variable)
+    monkeypatch.setattr(
+        torch._C, "_accelerator_getAllocatorSettings", lambda: setting, raising=False
+    )
+    assert storages.cuts_segments(CUDA) == cuts
+    assert not storages.cuts_segments(torch.device("cpu"))
+
+
+def test_another_backend_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")
+    assert not storages.cuts_segments(CUDA)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .absent import Absence, host_view, is_absent, present
 from .blocks import Block, StorageBlock, collect, is_whole
+from .joining import join
 from .mover import Mover, Trip, give_up
 from .pages import PageBlock
 from .places import Places
@@ -26,6 +27,7 @@ __all__ = [
     "host_view",
     "is_absent",
     "is_whole",
+    "join",
     "present",
     "settle_storages",
 ]

@@ -69,6 +69,10 @@ class StorageBlock:
             empty = torch.empty(0, dtype=torch.uint8, device=storage.device)
             self._bytes: Tensor = empty.set_(storage)
 
+    def address(self) -> int:
+        """Where it lies, while it is present."""
+        return self.storage.data_ptr()
+
     def is_present(self, index: int) -> bool:
         """See :class:`Block`."""
         return self.storage.nbytes() == self.n_bytes

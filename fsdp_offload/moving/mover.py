@@ -29,14 +29,16 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Final
+from typing import Final, TypeVar
 
 import torch
 from torch import Tensor
 
+from .. import storages
 from ..device import Event, Gateway, Stream, TimedEvent, copy_all
 from .blocks import Block
 from .places import Places, aligned
+from .rooms import Rooms
 
 PACK_BELOW_BYTES: Final = 2 << 20
 PACK_BYTES: Final = 32 << 20
@@ -186,7 +188,7 @@ class Mover:
 
     def reserve(self, blocks: Sequence[Block]) -> None:
         """Take host memory for blocks, such that those that are packed lie side by side."""
-        self.places.reserve(_in_order(blocks))
+        self.places.reserve(in_order(blocks))
 
     def out(self, blocks: Sequence[Block]) -> Trip:
         """Copy blocks to their places and give up their device memory.
@@ -199,7 +201,7 @@ class Mover:
             HostMemoryError: there is no room for a place; nothing has moved.
             PinningError: likewise.
         """
-        trip, blocks = Trip(), _in_order(blocks)
+        trip, blocks = Trip(), in_order(blocks)
         parts = self._staying(trip, blocks)
         blocks = [block for block in blocks if parts[block.key]]
         self.places.reserve(blocks)
@@ -228,7 +230,14 @@ class Mover:
             self._left(trip, self._drop.record(), everything)
         return trip
 
-    def back(self, blocks: Sequence[Block], *, make_room: Callable[[], bool] | None = None) -> Trip:
+    def back(
+        self,
+        blocks: Sequence[Block],
+        *,
+        make_room: Callable[[], bool] | None = None,
+        lasting: bool = True,
+        held: list[Tensor] | None = None,
+    ) -> Trip:
         """Bring blocks back from their places; places stay reserved and keep their content.
 
         Until :meth:`Trip.wait`, or :meth:`Trip.follow`, nobody may use them. Where device memory
@@ -239,6 +248,9 @@ class Mover:
             blocks: what comes back; what is there already stays.
             make_room: called where device memory is short after that, until it returns False:
                 whether it gave some back.
+            lasting: they are likely to leave together again, so storages get common rooms (see
+                :mod:`.rooms`). What others came to lie in would keep a whole one from the driver.
+            held: device memory that is kept for them; cleared when all else has been allocated.
 
         Raises:
             torch.OutOfMemoryError: there is no device memory.
@@ -253,7 +265,8 @@ class Mover:
         if stayed is not None:
             self._in.wait(stayed)
         trip._first = self._in.record_timed()
-        restored = _Restored(self, make_room)
+        rooms = Rooms(self._gateway, blocks if lasting else (), held)
+        restored = _Restored(self, make_room, rooms)
         try:
             self._fetch_all(blocks, parts, restored)
         except BaseException:
@@ -279,7 +292,7 @@ class Mover:
         if stayed is not None:
             self._gateway.current_stream().wait(stayed)
         blocks, parts = _missing(blocks)
-        restored = _Restored(self, make_room)
+        restored = _Restored(self, make_room, Rooms(self._gateway, blocks))
         try:
             for block in blocks:
                 for index in parts[block.key]:
@@ -367,12 +380,12 @@ class Mover:
     def _fetch_all(
         self, blocks: Sequence[Block], parts: dict[str, list[int]], restored: _Restored
     ) -> None:
+        packs, staging = self._packs(blocks)  # before rooms, out of which it would be cut
+        restored.used.append(staging)
         for block in blocks:
             for index in parts[block.key]:
                 if restored.n_bytes < AHEAD_BYTES:
                     restored.add(block, index)
-        packs, staging = self._packs(blocks)
-        restored.used.append(staging)
         for group, joined in packs:
             if joined is not None and staging is not None:
                 self._unpack(group, staging, joined, restored)
@@ -433,25 +446,34 @@ class Mover:
         if not sizes:
             return packs, None
         try:
-            return packs, _Staging([self._gateway.allocate(max(sizes)) for _ in sizes[:2]])
+            return packs, _Staging(
+                [self._gateway.allocate(_staging_bytes(sizes)) for _ in sizes[:2]]
+            )
         except torch.OutOfMemoryError:
             return packs, None
+
+
+def _staging_bytes(sizes: Sequence[int]) -> int:
+    """For the largest: a whole segment, whose rest would attract blocks that have a room."""
+    n_bytes = max(sizes)
+    return n_bytes if storages.is_small(n_bytes) else storages.segment_bytes(n_bytes)
 
 
 class _Restored:
     """Pieces that got their memory for one way back."""
 
-    def __init__(self, mover: Mover, make_room: Callable[[], bool] | None) -> None:
+    def __init__(self, mover: Mover, make_room: Callable[[], bool] | None, rooms: Rooms) -> None:
         self.n_bytes = 0
         self.used: list[object] = []  # what copies use besides
         self._parts: list[_Part] = []
-        self._mover, self._make_room = mover, make_room
+        self._mover, self._make_room, self._rooms = mover, make_room, rooms
 
     def add(self, block: Block, index: int) -> None:
         """Restore a piece that is not present, once there is room for it."""
         self._mover._advance()
         if block.is_present(index):
             return
+        self._rooms.take_for(block)
         while True:
             try:
                 block.restore(index)
@@ -479,7 +501,7 @@ def give_up(blocks: Iterable[Block]) -> None:
 
 def _missing(blocks: Sequence[Block]) -> tuple[list[Block], dict[str, list[int]]]:
     """Blocks that are away, in order, and which of their pieces, by key."""
-    ordered = _in_order(blocks)
+    ordered = in_order(blocks)
     parts = {b.key: [i for i in range(len(b.pieces)) if not b.is_present(i)] for b in ordered}
     return [block for block in ordered if parts[block.key]], parts
 
@@ -506,8 +528,11 @@ def _is_small(block: Block) -> bool:
     return block.n_bytes < PACK_BELOW_BYTES and len(block.pieces) == 1
 
 
-def _in_order(blocks: Sequence[Block]) -> list[Block]:
-    """Blocks of some size, the small ones last, else in the order given."""
+_AnyBlock = TypeVar("_AnyBlock", bound=Block)
+
+
+def in_order(blocks: Sequence[_AnyBlock]) -> list[_AnyBlock]:
+    """Blocks of some size as they travel: the small ones last, else in the order given."""
     return sorted((block for block in blocks if block.n_bytes), key=_is_small)
 
 

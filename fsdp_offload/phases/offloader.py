@@ -35,6 +35,7 @@ from ..moving import (
     collect,
     give_up,
     is_whole,
+    join,
 )
 from ..patching import Patch, remove_all
 from ..wrapping import gateway_of, modules_of
@@ -57,6 +58,13 @@ class PhaseOffloader:
     Seen are calls of modules, of FSDP2 and of optimizers. A tensor that is used by other ways
     while it is away (``print(model.weight)``, a kernel over it) has no memory, and the process may
     die of it.
+
+    Addresses change with each cycle, and once at construction: storages that torch has allocated
+    one by one leave and come back there, about 1 GiB at a time, to lie in few segments, which the
+    driver takes back faster. So work on other streams has to be waited for before, and CUDA graphs
+    over them are captured afterwards, with ``fixed_address``. Where device memory has no room for
+    it, or allocator settings forbid it, they stay where they are. In the rare case that somebody
+    else takes the room just then, the offloader begins with ``is_away``.
 
     Args:
         model: the module or modules; FSDP2 modules are resharded by each offload.
@@ -128,6 +136,7 @@ class PhaseOffloader:
             self._reshard()
             self._collect()
             self._reserve()
+            self._join()
         except BaseException:
             for seats in self._seats.values():
                 seats.close()
@@ -347,6 +356,25 @@ class PhaseOffloader:
         self._mover.reserve([block for found in self._blocks.values() for block in found])
         self._optimizer.reserve()
 
+    def _join(self) -> None:
+        """Let storages lie together, so that the first offload is like later ones."""
+        kinds = [self._blocks[kind] for kind in ("params", "state")]  # as they come back
+        own = [[block for block in found if isinstance(block, StorageBlock)] for found in kinds]
+        self._optimizer.synchronize()
+        try:
+            for blocks in own:
+                join(blocks, self._mover, self._gateway)
+        except BaseException as error:
+            self._mover.wait()
+            if all(is_whole(block) for blocks in own for block in blocks):
+                if isinstance(error, torch.OutOfMemoryError):
+                    return
+                raise
+            # Its bytes are in host memory, which raising would give up: reload() tries again.
+            self._enter_absent()
+            self._absences = [each for each in self._absences if not each.is_over()]
+            self._become_away(Handle({}))
+
     def _enter_absent(self) -> None:
         settle = weakref.WeakMethod(self._settle)
         self._absences = [
@@ -389,7 +417,9 @@ class PhaseOffloader:
         try:
             trips["params"] = self._mover.back(self._blocks["params"], make_room=make_room)
             self._rebuilding.renew(make_room)
-            trips["grads"] = self._mover.back(self._blocks["grads"], make_room=make_room)
+            trips["grads"] = self._mover.back(
+                self._blocks["grads"], make_room=make_room, lasting=False
+            )
             state = self._blocks["state"]
             trips["state"] = self._optimizer.reload(self._mover, state, make_room)
         except BaseException as error:

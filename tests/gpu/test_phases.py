@@ -34,6 +34,15 @@ def test_the_driver_has_the_memory_meanwhile(ranks: Pool, lanes: str, fixed_addr
         assert 0.99 <= share < 1.2
 
 
+@pytest.mark.alone
+def test_storages_lie_in_few_segments(ranks: Pool) -> None:
+    pool = ranks(1, device_type="cuda")
+    for first, second in pool.run(phase_jobs.lies_in_few_segments, WIDE):
+        # Four matrices of 64 MiB and eight moments: a room for parameters, and one for state.
+        assert first <= 2
+        assert second <= 2
+
+
 @pytest.mark.parametrize("lanes", LANES)
 def test_training_with_switches_is_training_without(ranks: Pool, lanes: str) -> None:
     for dtype in ("float32", "bfloat16"):

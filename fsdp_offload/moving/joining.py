@@ -1,0 +1,74 @@
+"""Storages that were allocated one by one get common rooms, before the first departure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from .. import storages
+from ..device import Gateway, free_bytes, release_cached
+from .blocks import StorageBlock
+from .mover import Mover, in_order
+from .rooms import ROOM_BYTES, Room, lay_out
+
+SPARE_BYTES: Final = 256 << 20
+"""Of free device memory beside a room: the mover's staging, and whatever others take meanwhile."""
+
+
+def join(blocks: Sequence[StorageBlock], mover: Mover, gateway: Gateway) -> None:
+    """Let storages leave and come back, a room at a time: then they lie together.
+
+    Bytes, objects and views stay the same, addresses do not. Their segments, and what torch had
+    cached, are the driver's afterwards. What lies together already stays, and so does everything
+    from where device memory has no room beside: it is taken before anything leaves.
+
+    Args:
+        blocks: present; work on them by other streams than the current one has completed.
+        mover: has places for them.
+        gateway: of their device.
+
+    Raises:
+        torch.OutOfMemoryError: somebody else took the room in the middle; places hold what is not
+            present.
+    """
+    if not storages.cuts_segments(gateway.device):
+        return
+    ordered = in_order(blocks)
+    for room in lay_out([block.n_bytes for block in ordered], ROOM_BYTES):
+        members = [ordered[index] for index in room.members]
+        if _is_together(members, room):
+            continue
+        free = free_bytes(gateway.device)
+        if free is not None and free < storages.segment_bytes(room.n_bytes) + SPARE_BYTES:
+            return
+        try:
+            held = [gateway.allocate(room.n_bytes)]
+        except torch.OutOfMemoryError:
+            return
+        try:
+            mover.out(members).wait()
+            release_cached(gateway.device)  # else the allocator takes the old segments again
+        finally:
+            _bring_back(members, held, mover, gateway)
+
+
+def _bring_back(
+    members: Sequence[StorageBlock], held: list[Tensor], mover: Mover, gateway: Gateway
+) -> None:
+    """Whatever interrupts this, it is tried twice."""
+    try:
+        mover.back(members, held=held).wait()
+    except BaseException:
+        held.clear()
+        release_cached(gateway.device)
+        mover.back(members).wait()
+        raise
+
+
+def _is_together(members: Sequence[StorageBlock], room: Room) -> bool:
+    start = min(block.address() for block in members)
+    stop = max(block.address() + block.n_bytes for block in members)
+    return stop - start <= storages.segment_bytes(room.n_bytes)

@@ -1,0 +1,191 @@
+"""Storages that were allocated one by one get common rooms: bytes, segments, failures."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fsdp_offload import AwayError, PhaseOffloader
+from fsdp_offload.config import TransferConfig
+from fsdp_offload.device import use_gateway
+from fsdp_offload.moving import Mover, Places, StorageBlock, collect, join
+from fsdp_offload.phases import offloader
+from tests.caching import MIB, CachingModel, ModelGateway, storages_over
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def model() -> Iterator[CachingModel]:
+    made = CachingModel()
+    with storages_over(made), use_gateway(ModelGateway(made)):
+        yield made
+
+
+def layers() -> nn.ParameterList:
+    """Eight of 11 MiB, which have segments of 12 MiB each, and a small one."""
+    made = [torch.arange(i, 11 * MIB // 4 + i, dtype=torch.float32) for i in range(8)]
+    return nn.ParameterList([nn.Parameter(t, False) for t in [*made, torch.ones(5)]])
+
+
+def allocated(tensors: Any, model: CachingModel) -> list[StorageBlock]:
+    blocks = collect([(f"t{i}", t.detach()) for i, t in enumerate(tensors)], CPU)
+    assert all(block.address() for block in blocks)
+    return blocks
+
+
+def assert_same(found: nn.ParameterList) -> None:
+    for parameter, old in zip(found, layers(), strict=True):
+        assert torch.equal(parameter, old)
+
+
+def test_storages_are_joined_a_room_at_a_time(model: CachingModel) -> None:
+    net = layers()
+    view, gateway = net[3].detach()[5:], ModelGateway(model)
+    blocks, mover = allocated(net, model), Mover(gateway, Places(gateway, TransferConfig()))
+    assert list(model.segments.values()) == [12 * MIB] * 8
+    mover.reserve(blocks)
+    most = [0]
+    take = model._segment
+
+    def watched(size: int) -> tuple[int, int]:
+        found = take(size)
+        most[0] = max(most[0], sum(model.segments.values()))
+        return found
+
+    model._segment = watched  # type: ignore[method-assign]
+    join(blocks, mover, gateway)
+    assert list(model.segments.values()) == [34 * MIB, 34 * MIB, 22 * MIB]
+    assert most[0] == 8 * 12 * MIB + 34 * MIB  # one room beside
+    assert_same(net)
+    assert torch.equal(view, net[3][5:])
+    taken = len(model.taken)
+    join(blocks, mover, gateway)
+    assert len(model.taken) == taken  # they lie together already
+
+
+def test_without_a_room_beside_nothing_moves(model: CachingModel) -> None:
+    net, gateway = layers(), ModelGateway(model)
+    blocks, mover = allocated(net, model), Mover(gateway, Places(gateway, TransferConfig()))
+    mover.reserve(blocks)
+    model.capacity = 8 * 12 * MIB + 33 * MIB
+    join(blocks, mover, gateway)
+    assert list(model.segments.values()) == [12 * MIB] * 8
+    model.capacity += MIB
+    join(blocks, mover, gateway)
+    assert len(model.segments) == 3
+
+
+def test_staging_is_not_cut_from_the_room(model: CachingModel) -> None:
+    small = [torch.zeros(400_000) for _ in range(6)]
+    tensors, gateway = [*layers(), *small], ModelGateway(model)
+    blocks, mover = allocated(tensors, model), Mover(gateway, Places(gateway, TransferConfig()))
+    mover.reserve(blocks)
+    join(blocks, mover, gateway)
+    model.empty_cache()
+    assert list(model.segments.values()) == [34 * MIB, 34 * MIB, 32 * MIB]
+    assert not any(size > 3 * MIB for size in model.free.values())
+
+
+def test_the_first_offload_finds_few_segments(model: CachingModel) -> None:
+    net = layers()
+    allocated(net, model)
+    phases = PhaseOffloader(net)
+    assert not phases.is_away
+    assert len(model.segments) == 3
+    for _ in range(2):
+        phases.offload()
+        assert not model.segments
+        phases.reload()
+        assert len(model.segments) == 3
+        assert_same(net)
+    assert phases.statistics().cycles == 2
+
+
+def test_gradients_have_no_room(model: CachingModel) -> None:
+    """They are dropped one by one, and what comes to lie there may stay."""
+    net = layers()
+    allocated(net, model)
+    phases = PhaseOffloader(net, grads="save")
+    for parameter in net:
+        parameter.grad = torch.zeros_like(parameter)
+    with phases.away():
+        assert not model.segments
+    assert sorted(model.segments.values()) == [12 * MIB] * 8 + [22 * MIB, 34 * MIB, 34 * MIB]
+
+
+def test_kept_parameters_are_left_alone(model: CachingModel) -> None:
+    net = layers()
+    before = [block.address() for block in allocated(net, model)]
+    PhaseOffloader(net, params="keep")
+    assert [block.address() for block in allocated(net, model)] == before
+
+
+def test_room_that_is_lost_in_the_middle_leaves_them_away(
+    model: CachingModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net = layers()
+    allocated(net, model)
+    restored, restore = [0], StorageBlock.restore
+
+    def taken_by_somebody(block: StorageBlock, index: int) -> None:
+        restored[0] += 1
+        if restored[0] > 4:
+            raise torch.OutOfMemoryError("somebody else was faster")
+        restore(block, index)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StorageBlock, "restore", taken_by_somebody)
+        phases = PhaseOffloader(net)
+    assert phases.is_away
+    state: dict[str, Tensor] = copy.deepcopy(net.state_dict())
+    for shown, old in zip(state.values(), layers(), strict=True):
+        assert torch.equal(shown, old)
+    with pytest.raises(AwayError):
+        net.to(torch.float64)
+    phases.reload()
+    assert_same(net)
+    with phases.away():
+        assert not model.segments
+    assert_same(net)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_an_interruption_leaves_all_present(
+    model: CachingModel, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
+    net = layers()
+    allocated(net, model)
+    back, calls = Mover.back, [0]
+
+    def interrupted(*args: Any, **settings: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == 2:
+            raise error
+        return back(*args, **settings)
+
+    monkeypatch.setattr(Mover, "back", interrupted)
+    with pytest.raises(error):
+        PhaseOffloader(net)
+    assert calls[0] == 3
+    assert_same(net)
+
+
+def test_updates_under_way_are_waited_for_before(
+    model: CachingModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[str] = []
+
+    class Updating(torch.optim.SGD):
+        def synchronize(self) -> None:
+            order.append("synchronize")
+
+    monkeypatch.setattr(offloader, "join", lambda *args: order.append("join"))
+    net = layers()
+    PhaseOffloader(net, Updating(net.parameters(), lr=0.1))
+    assert order == ["synchronize", "join", "join"]
