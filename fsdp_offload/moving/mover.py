@@ -479,7 +479,11 @@ class _Restored:
                 block.restore(index)
                 break
             except torch.OutOfMemoryError:
-                if not self._mover._land_next() and not (self._make_room and self._make_room()):
+                if not (
+                    self._rooms.give_up()
+                    or self._mover._land_next()
+                    or (self._make_room and self._make_room())
+                ):
                     raise
         self._parts.append((block, index))
         self.n_bytes += _piece_bytes(block, index)

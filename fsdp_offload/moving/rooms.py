@@ -84,10 +84,11 @@ def _divide(row: Sequence[tuple[int, int]], room_bytes: int) -> list[Room]:
 
 
 class Rooms:
-    """Rooms for blocks that are about to be restored, each taken with its first one.
+    """Rooms for blocks that are about to be restored, each dropped with its first one.
 
-    Where device memory is short, or the allocator's settings are in the way, storages come to lie
-    where they would without.
+    All are taken from the driver at once, before the first copy, as far as there is memory; the
+    others one by one. Where device memory is short, or the allocator's settings are in the way,
+    storages come to lie where they would without.
 
     Args:
         gateway: where device memory comes from.
@@ -100,6 +101,7 @@ class Rooms:
     ) -> None:
         self._gateway, self._held = gateway, held
         self._sizes: dict[str, int] = {}  # by the key of a room's first block
+        self._taken: dict[str, Tensor] | None = None  # before the first block is restored
         if storages.cuts_segments(gateway.device):
             found = [block for block in blocks if isinstance(block, StorageBlock)]
             for room in lay_out([block.n_bytes for block in found], ROOM_BYTES):
@@ -109,11 +111,27 @@ class Rooms:
         """If ``block`` is the first of a room, let the allocator have that in its cache."""
         if self._held is not None:
             self._held.clear()
+        if self._taken is None:
+            self._taken = {}
+            for key, n_bytes in self._sizes.items():
+                room = self._allocate(n_bytes)
+                if room is None:
+                    break
+                self._taken[key] = room
         n_bytes = self._sizes.pop(block.key, 0)
-        if not n_bytes:
-            return
+        if n_bytes and self._taken.pop(block.key, None) is None:
+            self._allocate(n_bytes)
+
+    def give_up(self) -> bool:
+        """Let others have what is taken and not used yet; whether there was any."""
+        had_some = bool(self._taken)
+        self._taken = {}
+        return had_some
+
+    def _allocate(self, n_bytes: int) -> Tensor | None:
         free = free_bytes(self._gateway.device)
         if free is not None and free < storages.segment_bytes(n_bytes):
-            return  # asking would make torch give up all that it has cached
+            return None  # asking would make torch give up all that it has cached
         with contextlib.suppress(torch.OutOfMemoryError):
-            self._gateway.allocate(n_bytes)
+            return self._gateway.allocate(n_bytes)
+        return None
