@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 GPU_TESTS = Path(__file__).parent / "gpu"
 # Each rank holds a torch of its own: two pools cover the usual 2 and 4 ranks.
 MAX_POOLS = 2
+# FSDP2 imports torch._dynamo in its first forward: 2.5 s of every rank, if the fork server has not.
+PRELOAD = ["fsdp_offload.checkpoint", "pytest", "torch._dynamo"]
 
 try:
     from hypothesis import settings
@@ -37,8 +39,12 @@ def ranks() -> Iterator[Callable[..., RankPool]]:
 
     Keywords are those of ``RankPool``. Only the two pools used last stay alive.
     """
-    from fsdp_offload.testing import RankPool  # imports torch, which tier T0 does without
+    import torch  # which tier T0 does without
 
+    from fsdp_offload.testing import RankPool, ranks
+
+    if not torch.cuda.is_available():  # ranks with a GPU are forked from what never looks at one
+        ranks._PRELOAD += PRELOAD
     pools: OrderedDict[tuple[object, ...], RankPool] = OrderedDict()
 
     def pool_of(
