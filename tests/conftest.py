@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from fsdp_offload.testing import RankPool
 
 GPU_TESTS = Path(__file__).parent / "gpu"
-# Each rank holds a torch of its own: two pools cover the usual 2 and 4 ranks.
-MAX_POOLS = 2
+# Each rank holds memory of its own: three pools cover the usual 2 and 4 ranks, and 1 or 3.
+MAX_POOLS = 3
 # FSDP2 imports torch._dynamo in its first forward: 2.5 s of every rank, if the fork server has not.
 PRELOAD = ["fsdp_offload.checkpoint", "pytest", "torch._dynamo"]
 
@@ -37,7 +37,7 @@ else:  # a deadline per example would fail on a busy machine
 def ranks() -> Iterator[Callable[..., RankPool]]:
     """``ranks(2).run(fn, ...)``: a pool of that size, kept for the whole session.
 
-    Keywords are those of ``RankPool``. Only the two pools used last stay alive.
+    Keywords are those of ``RankPool``. Only the pools used last stay alive.
     """
     import torch  # which tier T0 does without
 
@@ -117,17 +117,13 @@ def gpu_turn(
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark by place and by fixture. Runs first: `-m` is applied to the marks that it adds."""
-    spread = config.pluginmanager.hasplugin("xdist")
     for item in items:
         if item.path.is_relative_to(GPU_TESTS) and not item.get_closest_marker("gpus"):
             item.add_marker(pytest.mark.gpu)
         if "ranks" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.ranks)
-        if spread and item.get_closest_marker("ranks"):
-            # One xdist worker for all of them: each worker would start pools of its own.
-            item.add_marker(pytest.mark.xdist_group("ranks"))
 
 
 @pytest.hookimpl(tryfirst=True)
