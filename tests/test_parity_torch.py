@@ -87,11 +87,12 @@ def crossed(cases: list[Setting], *values: Any) -> list[Any]:
     ]
 
 
-def sampled(names: Any) -> list[Setting]:
-    """All settings as they come; fused where several options come together."""
+def sampled(names: Any, *implementations: str) -> list[Setting]:
+    """All settings left open; the implementations where several options come together."""
     several = [id(kwargs) for name in names for kwargs in EXTRA.get(name, ())]
-    fused = [s for s in settings("fused", names=names) if id(s.kwargs) in several]
-    return settings("open", names=names) + fused
+    return settings("open", names=names) + [
+        s for s in settings(*implementations, names=names) if id(s.kwargs) in several
+    ]
 
 
 # --------------------------------------------------------------------------- fp32, device lanes
@@ -115,7 +116,7 @@ def check_device_lanes(setting: Setting, fraction: float, transfer: TransferConf
 
 
 @pytest.mark.parametrize(
-    ("setting", "fraction"), rotated(settings("open", "foreach", "fused"), FRACTIONS)
+    ("setting", "fraction"), rotated(sampled(SETTINGS, "foreach", "fused"), FRACTIONS)
 )
 def test_device_lanes_equal_the_plain_optimizer(setting: Setting, fraction: float) -> None:
     check_device_lanes(setting, fraction, SMALL)
@@ -178,7 +179,7 @@ def check_host_lane(setting: Setting, transfer: TransferConfig) -> None:
 
 
 # Left open, a class that has a fused kernel runs it in the host lane.
-@pytest.mark.parametrize("setting", sampled(set(SETTINGS) - {"Muon"}), ids=str)
+@pytest.mark.parametrize("setting", sampled(set(SETTINGS) - {"Muon"}, "fused"), ids=str)
 def test_host_lane_equals_torchs_cpu_kernel(setting: Setting) -> None:
     check_host_lane(setting, SMALL)
 
@@ -228,7 +229,7 @@ def has_lane(setting: Setting, lane: str) -> bool:
     return lane != "host" or setting.name in ELEMENTWISE
 
 
-@pytest.mark.parametrize(("setting", "lane"), rotated(sampled(WITH_MASTERS), LANES))
+@pytest.mark.parametrize(("setting", "lane"), rotated(sampled(WITH_MASTERS, "fused"), LANES))
 def test_bf16_masters_follow_the_optimizer_on_fp32_parameters(setting: Setting, lane: str) -> None:
     check_masters(setting, lane if has_lane(setting, lane) else "streamed", BF16)
 
