@@ -8,8 +8,8 @@ TORCH  := $(shell grep '^torch==' constraints.txt)
 
 # Every test but those that need a GPU: tiers T0-T3.
 NO_GPU := not gpu and not gpus
-# Rank tests share one worker (one set of pools), the other tests fill the second one.
-SPREAD := -n 2 --dist loadgroup
+# A file runs in one worker: its fixtures are made once, its rank tests find their pools running.
+SPREAD := -n 2 --dist loadfile
 
 .PHONY: help venv demo lint test test-long test-gpu clean
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import os
 import random
 import sys
@@ -19,8 +20,10 @@ if TYPE_CHECKING:
     from fsdp_offload.testing import RankPool
 
 GPU_TESTS = Path(__file__).parent / "gpu"
-# Each rank holds a torch of its own: two pools cover the usual 2 and 4 ranks.
-MAX_POOLS = 2
+# Each rank holds memory of its own: three pools cover the usual 2 and 4 ranks, and 1 or 3.
+MAX_POOLS = 3
+# FSDP2 imports torch._dynamo in its first forward: 2.5 s of every rank, if the fork server has not.
+PRELOAD = ["fsdp_offload.checkpoint", "pytest", "torch._dynamo"]
 
 try:
     from hypothesis import settings
@@ -35,10 +38,14 @@ else:  # a deadline per example would fail on a busy machine
 def ranks() -> Iterator[Callable[..., RankPool]]:
     """``ranks(2).run(fn, ...)``: a pool of that size, kept for the whole session.
 
-    Keywords are those of ``RankPool``. Only the two pools used last stay alive.
+    Keywords are those of ``RankPool``. Only the pools used last stay alive.
     """
-    from fsdp_offload.testing import RankPool  # imports torch, which tier T0 does without
+    import torch  # which tier T0 does without
 
+    from fsdp_offload.testing import RankPool, ranks
+
+    if not torch.cuda.is_available():  # ranks with a GPU are forked from what never looks at one
+        ranks._PRELOAD += PRELOAD
     pools: OrderedDict[tuple[object, ...], RankPool] = OrderedDict()
 
     def pool_of(
@@ -111,17 +118,19 @@ def gpu_turn(
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark by place and by fixture. Runs first: `-m` is applied to the marks that it adds."""
-    spread = config.pluginmanager.hasplugin("xdist")
     for item in items:
         if item.path.is_relative_to(GPU_TESTS) and not item.get_closest_marker("gpus"):
             item.add_marker(pytest.mark.gpu)
         if "ranks" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.ranks)
-        if spread and item.get_closest_marker("ranks"):
-            # One xdist worker for all of them: each worker would start pools of its own.
-            item.add_marker(pytest.mark.xdist_group("ranks"))
+
+
+def pytest_collection_finish() -> None:
+    """What is imported stays: a collection need not look at it again (0.2 s each time)."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -6,9 +6,8 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
 import pickle
-import subprocess
-import sys
 import traceback
 import weakref
 from collections.abc import Callable, Iterator
@@ -40,7 +39,7 @@ from fsdp_offload import (
 from fsdp_offload.device import CpuGateway, use_gateway
 from fsdp_offload.memory import HostArena
 from fsdp_offload.pipeline import host
-from fsdp_offload.testing import StreamSimulator
+from fsdp_offload.testing import RankPool, StreamSimulator
 
 pytestmark = pytest.mark.usefixtures("one_thread", "small_host_buckets")
 CPU = torch.device("cpu")
@@ -521,44 +520,47 @@ def test_the_inner_optimizer_says_that_its_wrapper_is_gone() -> None:
     assert_explains(caught.value, "step()")
 
 
-FORK = """
-import os, torch
-from torch import nn
-from fsdp_offload import ClosedError, HybridDeviceOptimizer
-p = nn.Parameter(torch.zeros(100))
-p.grad = torch.ones(100)
-optimizer = HybridDeviceOptimizer(torch.optim.AdamW([p]), update_on=LANE)
-optimizer.step()
-saved = optimizer.state_dict()
-child = os.fork()
-if child == 0:
-    uses = [optimizer.step, optimizer.state_dict, optimizer.synchronize, lambda: optimizer.state,
-            lambda: optimizer.load_state_dict({})]
-    for use in uses:
+def use_in_a_fork(lane: str) -> None:
+    """Both processes use the optimizer; runs in a rank, which has no threads of other tests."""
+    p = nn.Parameter(torch.zeros(100))
+    p.grad = torch.ones(100)
+    optimizer = HybridDeviceOptimizer(torch.optim.AdamW([p]), update_on=lane)
+    optimizer.step()
+    child = os.fork()
+    if child == 0:
+        status = 1
         try:
+            check_refused(optimizer)
+            optimizer.close()  # does nothing
+            del optimizer
+            status = 0
+        finally:
+            os._exit(status)
+    assert os.waitpid(child, 0)[1] == 0
+    optimizer.step()
+    assert float(optimizer.state[p]["step"]) == 2
+    optimizer.close()
+
+
+def check_refused(optimizer: HybridDeviceOptimizer) -> None:
+    """Each use."""
+    for use in (
+        optimizer.step,
+        optimizer.state_dict,
+        optimizer.synchronize,
+        lambda: optimizer.state,
+        lambda: optimizer.load_state_dict({}),
+    ):
+        with pytest.raises(ClosedError, match="process that built it") as caught:
             use()
-        except ClosedError as error:
-            assert str(os.getpid()) in error.what, error
-            assert "process that built it" in error.remedy
-        else:
-            os._exit(3)
-    optimizer.close()  # does nothing
-    del optimizer
-    os._exit(0)
-assert os.waitpid(child, 0)[1] == 0
-optimizer.step()
-assert float(optimizer.state[p]["step"]) == 2
-optimizer.close()
-"""
+        assert str(os.getpid()) in caught.value.what
 
 
 @pytest.mark.parametrize("lane", ["device", "host"])
-def test_use_in_a_forked_process_is_refused_there_and_harmless_here(lane: str) -> None:
-    script = FORK.replace("LANE", repr(lane))
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", script], timeout=120, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+def test_use_in_a_forked_process_is_refused_there_and_harmless_here(
+    ranks: Callable[..., RankPool], lane: str
+) -> None:
+    ranks(2).run(use_in_a_fork, lane)
 
 
 @pytest.mark.parametrize("bad", ["strided", "pinning"])

@@ -112,7 +112,7 @@ def test_a_pool_whose_threads_cannot_start_leaves_none_behind(
     with pytest.raises(RuntimeError, match="start new thread"):
         worker.ThreadPool(4, 1)
     for thread in started:
-        thread.join(10)
+        thread.join()
     assert set(threading.enumerate()) <= before
 
 

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from fsdp_offload import HybridDeviceOptimizer, PrecisionConfig, TransferConfig
 from fsdp_offload.errors import ConfigError, StateSchemaError
-from tests.optimizer_table import ELEMENTWISE, FUSED, SETTINGS, TENSOR_LR, Setting, settings
+from tests.optimizer_table import ELEMENTWISE, EXTRA, FUSED, SETTINGS, TENSOR_LR, Setting, settings
 from tests.twins import MATRICES, SHAPES, SMALL, Apart, Build, Twins, bits
 
 LANES = ("resident", "streamed", "host")
@@ -87,6 +87,14 @@ def crossed(cases: list[Setting], *values: Any) -> list[Any]:
     ]
 
 
+def sampled(names: Any, *implementations: str) -> list[Setting]:
+    """All settings left open; the implementations where several options come together."""
+    several = [id(kwargs) for name in names for kwargs in EXTRA.get(name, ())]
+    return settings("open", names=names) + [
+        s for s in settings(*implementations, names=names) if id(s.kwargs) in several
+    ]
+
+
 # --------------------------------------------------------------------------- fp32, device lanes
 
 
@@ -108,7 +116,7 @@ def check_device_lanes(setting: Setting, fraction: float, transfer: TransferConf
 
 
 @pytest.mark.parametrize(
-    ("setting", "fraction"), rotated(settings("open", "foreach", "fused"), FRACTIONS)
+    ("setting", "fraction"), rotated(sampled(SETTINGS, "foreach", "fused"), FRACTIONS)
 )
 def test_device_lanes_equal_the_plain_optimizer(setting: Setting, fraction: float) -> None:
     check_device_lanes(setting, fraction, SMALL)
@@ -170,9 +178,8 @@ def check_host_lane(setting: Setting, transfer: TransferConfig) -> None:
     twins.run()
 
 
-@pytest.mark.parametrize(
-    "setting", settings("open", "fused", names=set(SETTINGS) - {"Muon"}), ids=str
-)
+# Left open, a class that has a fused kernel runs it in the host lane.
+@pytest.mark.parametrize("setting", sampled(set(SETTINGS) - {"Muon"}, "fused"), ids=str)
 def test_host_lane_equals_torchs_cpu_kernel(setting: Setting) -> None:
     check_host_lane(setting, SMALL)
 
@@ -214,16 +221,15 @@ def check_masters(setting: Setting, lane: str, dtype: torch.dtype) -> None:
     assert ("master_remainder" in names, "master" in names) == (remainder, not remainder)
 
 
-def with_masters(*implementations: str) -> list[Setting]:
-    """Adafactor keeps its own state and gets no master."""
-    return settings(*implementations, names=set(SETTINGS) - {"Adafactor"})
+WITH_MASTERS = set(SETTINGS) - {"Adafactor"}
+"""Adafactor keeps its own state and gets no master."""
 
 
 def has_lane(setting: Setting, lane: str) -> bool:
     return lane != "host" or setting.name in ELEMENTWISE
 
 
-@pytest.mark.parametrize(("setting", "lane"), rotated(with_masters("open", "fused"), LANES))
+@pytest.mark.parametrize(("setting", "lane"), rotated(sampled(WITH_MASTERS, "fused"), LANES))
 def test_bf16_masters_follow_the_optimizer_on_fp32_parameters(setting: Setting, lane: str) -> None:
     check_masters(setting, lane if has_lane(setting, lane) else "streamed", BF16)
 
@@ -237,7 +243,9 @@ def test_fp16_masters_follow_the_optimizer_on_fp32_parameters(name: str, lane: s
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("setting", "lane", "dtype"),
-    crossed(with_masters("open", "for-loop", "foreach", "fused"), LANES, (BF16, FP16)),
+    crossed(
+        settings("open", "for-loop", "foreach", "fused", names=WITH_MASTERS), LANES, (BF16, FP16)
+    ),
 )
 def test_masters_follow_the_optimizer_on_fp32_parameters_in_full(
     setting: Setting, lane: str, dtype: torch.dtype

@@ -22,25 +22,34 @@ TINY = ["--device", "cpu", "--layers", "1", "--dim", "64", "--vocabulary", "128"
 SHORT = ["--seq", "16", "--iterations", "3", "--warm-up", "1"]
 
 
-@pytest.fixture
-def report(tmp_path: Path) -> dict[str, Any]:
-    """In a process of its own, because it makes a process group."""
+def start_module(arguments: list[str]) -> None:
+    """As users do; the output goes where this process's goes."""
+    subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "fsdp_offload.bench", *arguments], check=True
+    )
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "start", [compare.main, pytest.param(start_module, marks=pytest.mark.long)]
+)
+def test_one_run_on_the_cpu(
+    start: Callable[[list[str]], object], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The run in this process stands for the module's in the default selection."""
     rows = "plain,torchao,step,step-torchclip,step-host,cpuoffload"
-    run = [sys.executable, "-W", "ignore", "-m", "fsdp_offload.bench", *TINY, *SHORT]
     files = ["--json", str(tmp_path / "out.json"), "--trace", str(tmp_path / "trace.json")]
     more = ["--rows", rows, "--shards", "fp32", "--slots", "3", "--bucket-bytes", "8KiB"]
-    done = subprocess.run([*run, *files, *more], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+    start([*TINY, *SHORT, *files, *more])
+    lines = capfd.readouterr().out.splitlines()
     assert lines[0].startswith("plain: iteration")
     assert lines[-1].startswith("- torchao: not available: ModuleNotFoundError")
     trace = json.loads((tmp_path / "trace.json").read_text())
     assert trace["traceEvents"]
-    found: dict[str, Any] = json.loads((tmp_path / "out.json").read_text())
-    return found
+    check_report(json.loads((tmp_path / "out.json").read_text()))
 
 
-def test_one_run_on_the_cpu(report: dict[str, Any]) -> None:
+def check_report(report: dict[str, Any]) -> None:
     rows = {row["name"]: row for row in report["rows"]}
     assert rows.pop("torchao")["status"] == "not available"
     assert {row["status"] for row in rows.values()} == {"ok"}

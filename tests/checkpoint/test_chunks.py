@@ -168,12 +168,12 @@ def test_covers_is_quick_for_many_boxes() -> None:
     rows = [Box((3 * i, 0), (3, 8)) for i in range(many)]
     columns = [Box((0, 3 * i), (8, 3)) for i in range(many)]
     grid = [Box((i, j), (1, 1)) for i in range(side) for j in range(side)]
-    start = time.perf_counter()
+    start = time.thread_time()  # other processes do not count
     assert covers((3 * many, 8), rows)
     assert not covers((3 * many, 8), rows[:-1])
     assert covers((8, 3 * many), columns)
     assert covers((side, side), grid)
-    assert time.perf_counter() - start < 5  # 0.3 s on a free core
+    assert time.thread_time() - start < 5  # 0.3 s
 
 
 # --------------------------------------------------------------------------- answers to DCP

@@ -750,7 +750,7 @@ def contextual(refusing: Refusing, *, active: bool) -> Any:
 def test_an_error_of_one_rank_is_raised_on_all(
     ranks: Ranks, tmp_path: Path, asynchronous: bool
 ) -> None:
-    found = ranks(2).run(refuse_on_one_rank, tmp_path / "run", asynchronous, timeout_s=60)
+    found = ranks(2).run(refuse_on_one_rank, tmp_path / "run", asynchronous)
     for rank, messages in enumerate(found):
         assert len(messages) == 6, messages
         for message in messages[:4]:
@@ -781,7 +781,7 @@ def load_with_a_bad_disk(root: Path) -> list[tuple[str, str]]:
 
 
 def test_a_read_error_of_one_rank_is_raised_on_all(ranks: Ranks, saved: Path) -> None:
-    first, second = ranks(2).run(load_with_a_bad_disk, saved, timeout_s=60)
+    first, second = ranks(2).run(load_with_a_bad_disk, saved)
     assert [outcome for _, outcome in first] == ["refused", "failed"]
     assert [outcome for _, outcome in second] == ["refused", "failed"]
     assert all("CheckpointError" in error for error, _ in first + second)

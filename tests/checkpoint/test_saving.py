@@ -138,7 +138,7 @@ def gather_beside_a_save(path: Path) -> None:
 
 
 def test_state_is_gathered_right_after_an_async_save(ranks: Ranks, tmp_path: Path) -> None:
-    ranks(2).run(gather_beside_a_save, tmp_path / "one", timeout_s=30)
+    ranks(2).run(gather_beside_a_save, tmp_path / "one")
 
 
 def failing_saves(root: Path) -> int:
@@ -321,7 +321,7 @@ def refused_on_rank_1(
 def test_an_error_of_one_rank_is_raised_on_all(
     ranks: Ranks, tmp_path: Path, calls: Any, kind: type[OffloadError], words: str
 ) -> None:
-    first, second = ranks(2).run(refused_on_rank_1, tmp_path, calls, timeout_s=30)
+    first, second = ranks(2).run(refused_on_rank_1, tmp_path, calls)
 
     assert len(first) == len(second) >= 1
     for there, here in zip(first, second, strict=True):
@@ -353,7 +353,7 @@ def fail_at_the_end(path: Path) -> tuple[OffloadError | None, ...]:
 
 
 def test_a_load_that_one_rank_cannot_take_over_fails_on_all(ranks: Ranks, tmp_path: Path) -> None:
-    results = ranks(2).run(fail_at_the_end, tmp_path / "one", timeout_s=30)
+    results = ranks(2).run(fail_at_the_end, tmp_path / "one")
 
     for told, *failed in results:
         assert isinstance(told, OffloadError)
@@ -423,7 +423,7 @@ def whole_of_stages() -> list[OffloadError | None]:
 
 def test_stages_have_no_whole_state(ranks: Ranks) -> None:
     """Collectives of ranks with different tensors would be mixed up."""
-    for refused in ranks(2).run(whole_of_stages, timeout_s=30):
+    for refused in ranks(2).run(whole_of_stages):
         assert [type(error) for error in refused] == [StateDictError] * 2
         assert all("different keys" in str(error) for error in refused)
 
@@ -442,6 +442,6 @@ def gather_ragged() -> OffloadError | None:
 
 
 def test_state_that_is_cut_freely_is_not_gathered(ranks: Ranks) -> None:
-    for error in ranks(2).run(gather_ragged, timeout_s=30):
+    for error in ranks(2).run(gather_ragged):
         assert isinstance(error, StateDictError)
         assert "cut freely" in str(error)

@@ -8,10 +8,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 ROWS = "plain,plain-clip,step,forward,backward,forward-clip,forward-torchclip,backward-host"
 SMALL = ["--layers=4", "--dim=512", "--vocabulary=1000", "--tokens=2048", "--seq=512"]
 
 
+@pytest.mark.alone  # rates of the link are compared
 def test_modes_give_the_plain_losses(tmp_path: Path) -> None:
     """In a process of its own: cuBLAS reads its setting when it is first used."""
     out, trace = tmp_path / "out.json", tmp_path / "trace.json"

@@ -139,6 +139,7 @@ def test_bf16_shards(mesh: Any, lateness: str) -> None:
         assert all(torch.equal(a, b) for a, b in zip(outcomes[0], other, strict=True))
 
 
+@pytest.mark.alone
 def test_step_does_not_wait_for_the_host_threads(
     mesh: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

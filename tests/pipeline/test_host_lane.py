@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import gc
 import os
-import subprocess
-import sys
 import threading
 import traceback
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -22,7 +21,7 @@ from fsdp_offload.pipeline import engine, host
 from fsdp_offload.pipeline.host_lane import HostLane
 from fsdp_offload.pipeline.records import Snapshot, Work
 from fsdp_offload.pipeline.worker import InlineWorker, ThreadPool, Ticket
-from fsdp_offload.testing import ADVERSARIES
+from fsdp_offload.testing import ADVERSARIES, RankPool
 from tests import test_pipeline_waits as waits
 
 pytestmark = pytest.mark.usefixtures("one_thread", "small_host_buckets")
@@ -83,7 +82,7 @@ def hold(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     held, update = threading.Event(), host.HostUnit.update
 
     def late(unit: host.HostUnit, work: Work) -> None:
-        assert held.wait(30)
+        held.wait()
         update(unit, work)
 
     monkeypatch.setattr(host.HostUnit, "update", late)
@@ -327,43 +326,39 @@ def test_a_driver_that_is_gone_is_an_error_and_no_hang(
         written[0].recorded()
 
 
-FORK = """
-import os, torch
-from tests.pipeline.test_host_lane import Job
-from fsdp_offload import LaneError
-from fsdp_offload.pipeline import host
-import threading
-held = threading.Event()
-update = host.HostUnit.update
-def late(unit, work):
-    held.wait()
-    update(unit, work)
-host.HostUnit.update = late
-job = Job()
-written = job.offer_all(job.work(0))
-child = os.fork()
-if child == 0:
-    try:
-        written[0].recorded()
-    except LaneError as error:
-        os._exit(0 if "process that steps it" in error.remedy else 4)
-    os._exit(3)
-assert os.waitpid(child, 0)[1] == 0
-held.set()
-for event in written:
-    event.synchronize()
-job.plain.step()
-job.check()
-job.optimizer.close()
-"""
+def wait_in_a_fork() -> None:
+    """In a rank, which has no threads of other tests."""
+    held = threading.Event()
+    update = host.HostUnit.update
+
+    def late(unit: host.HostUnit, work: Any) -> None:
+        held.wait()
+        update(unit, work)
+
+    with mock.patch.object(host.HostUnit, "update", late):
+        job = Job()
+        written = job.offer_all(job.work(0))
+        child = os.fork()
+        if child == 0:
+            status = 3
+            try:
+                written[0].recorded()
+            except LaneError as error:
+                status = 0 if "process that steps it" in error.remedy else 4
+            finally:
+                os._exit(status)
+        status = os.waitpid(child, 0)[1]
+        held.set()
+        for event in written:
+            event.synchronize()
+    assert status == 0, status
+    job.plain.step()
+    job.check()
+    job.optimizer.close()
 
 
-def test_a_forked_process_that_waits_gets_an_error() -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", FORK],
-        timeout=120, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+def test_a_forked_process_that_waits_gets_an_error(ranks: Callable[..., RankPool]) -> None:
+    ranks(2).run(wait_in_a_fork)
 
 
 # --------------------------------------------------------------------------- lifetimes
