@@ -23,11 +23,13 @@ class Kernel:
 
     Args:
         function: what ``triton.jit`` made.
+        ignores_integers: it declares their types and specializes none of them.
         options: of its compilation, such as ``enable_fp_fusion``.
     """
 
-    def __init__(self, function: Any, **options: Any) -> None:
+    def __init__(self, function: Any, *, ignores_integers: bool = False, **options: Any) -> None:
         self._function, self._options = function, options
+        self._ignores_integers = ignores_integers
         self._known: dict[object, tuple[Any, list[Any]]] = {}
 
     def launch(
@@ -62,7 +64,7 @@ class Kernel:
             device.index,
             bits & 15,
             *[tensor.dtype for tensor in tensors],
-            *map(_class_of, integers),
+            *(() if self._ignores_integers else map(_class_of, integers)),
             *constants.values(),
         )
         known = self._known.get(key)

@@ -109,13 +109,22 @@ def seed_of(fqn: str) -> int:
     return int.from_bytes(hashlib.blake2b(fqn.encode(), digest_size=4).digest(), "little")
 
 
+KEY_STEP: Final = 0x9E3779B9
+"""Between the seeds of two updates."""
+
+
 def key_of(seed: int, updates: int, pair: int) -> int:
     """Key of the draws of one update: int32. ``pair``: of kinds, 0 for the first two."""
-    mixed = (seed + updates * 0x9E3779B9 + pair * 0x85EBCA6B) & _MASK
+    mixed = (seed + updates * KEY_STEP + pair * 0x85EBCA6B) & _MASK
     for shift, factor in ((16, 0x21F0AAAD), (15, 0x735A2D97)):
         mixed = ((mixed ^ (mixed >> shift)) * factor) & _MASK
-    mixed ^= mixed >> 15
-    return mixed - (1 << 32) if mixed >> 31 else mixed
+    return signed(mixed ^ (mixed >> 15))
+
+
+def signed(word: int) -> int:
+    """The low 32 bits as int32."""
+    word &= _MASK
+    return word - (1 << 32) if word >> 31 else word
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from . import codec, moments
 from .fused_adam import settings
 from .kernels import moment_kernels
 from .moments import Draw, Moment
+from .piece_table import PieceTable
 from .records import Piece, Snapshot
 
 Kept = tuple[Tensor, Tensor | None]
@@ -71,6 +72,7 @@ class ReducedAdam:
         update: Callable[..., None],
     ) -> None:
         self._pieces, self._update = pieces, update
+        self._tables: list[tuple[list[int], PieceTable]] | None = None  # made when first used
         self._groups = {piece.record.group for piece in pieces}
         self._operands = [
             (
@@ -103,6 +105,11 @@ class ReducedAdam:
         recipes = {index: _recipe(snapshot, index, device) for index in self._groups}
         if None in recipes.values():
             return False
+        if self._update is adam and len(self._groups) == 1:
+            (recipe,) = recipes.values()
+            assert recipe is not None
+            if self._run_at_once(gradients, recipe, snapshot):
+                return True
         for operands, gradient in zip(self._operands, gradients, strict=True):
             if gradient is None:
                 continue
@@ -116,6 +123,54 @@ class ReducedAdam:
             )  # fmt: skip
             piece.stepped = True
         return True
+
+    def _run_at_once(
+        self, gradients: Sequence[Tensor | None], recipe: Recipe, snapshot: Snapshot
+    ) -> bool:
+        """:meth:`run` with one launch for up to eight pieces; False, and nothing done, where
+        something is out of the ordinary."""
+        updates = self._pieces[0].updates
+        present = [gradient for gradient in gradients if gradient is not None]
+        if len(present) < len(gradients) or any(p.updates != updates for p in self._pieces):
+            return False
+        if len({gradient.dtype for gradient in present}) > 1:
+            return False
+        if self._tables is None:
+            self._tables = self._make_tables()
+        kernels = moment_kernels()
+        assert kernels is not None
+        parts = []
+        for members, table in self._tables:
+            some = [present[i] for i in members]
+            rows = kernels.rows_for(table, some)
+            if rows is None:
+                return False
+            parts.append((table, rows, some))
+        factor = _factor(snapshot, present[0].dtype)
+        is_random = self._operands[0][1][0].stochastic
+        for part in parts:
+            kernels.adam_of_table(
+                *part, factor, updates + 1, recipe.numbers(updates + 1),
+                stochastic=is_random, **recipe.flags,
+            )  # fmt: skip
+        for piece in self._pieces:
+            piece.updates += 1
+            piece.stepped = True
+        return True
+
+    def _make_tables(self) -> list[tuple[list[int], PieceTable]]:
+        """With the indices of their pieces; empty pieces are in none."""
+        filled = [i for i, operands in enumerate(self._operands) if operands[2].numel()]
+        tables = []
+        for start in range(0, len(filled), PieceTable.MOST):
+            members = filled[start : start + PieceTable.MOST]
+            rows = []
+            for piece, _, weight, remainder, kept in (self._operands[i] for i in members):
+                rows.append([weight, remainder, *kept[0], *kept[1], piece.state["step"]])
+            pieces = [self._pieces[i] for i in members]
+            firsts = [piece.record.origin + piece.start for piece in pieces]
+            tables.append((members, PieceTable(rows, firsts, [p.record.seed for p in pieces])))
+        return tables
 
 
 class Recipe:

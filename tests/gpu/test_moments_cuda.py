@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -124,9 +125,11 @@ SMALL = TransferConfig(bucket_bytes=64 << 10, slots=3)
 class Run:
     """A wrapped AdamW and its steps."""
 
-    def __init__(self, dtype: torch.dtype, kept: Any, lanes: float) -> None:
+    def __init__(
+        self, dtype: torch.dtype, kept: Any, lanes: float, shapes: Sequence[Any] = SHAPES
+    ) -> None:
         generator = torch.Generator().manual_seed(0)
-        values = [torch.randn(shape, generator=generator) for shape in SHAPES]
+        values = [torch.randn(shape, generator=generator) for shape in shapes]
         self.parameters = [nn.Parameter(value.to("cuda", dtype)) for value in values]
         self.optimizer = HybridDeviceOptimizer(
             torch.optim.AdamW(self.parameters, lr=0.01, fused=True),
@@ -135,11 +138,13 @@ class Run:
             precision=PrecisionConfig(moments=kept),
         )
 
-    def step(self, step: int) -> None:
+    def step(self, step: int, max_norm: float | None = None) -> None:
         generator = torch.Generator().manual_seed(50 + step)
         for index, parameter in enumerate(self.parameters):
             value = torch.randn(parameter.shape, generator=generator).to(parameter)
             parameter.grad = None if step and (step + index) % 4 == 3 else value
+        if max_norm is not None:
+            self.optimizer.clip_grad_norm_(max_norm)
         self.optimizer.step()
 
     def kept(self) -> list[Tensor]:
@@ -155,6 +160,41 @@ def test_lanes_and_buckets_have_the_same_bits(kept: Any, dtype: torch.dtype) -> 
     for step in range(6):
         for run in runs:
             run.step(step)
+    first, *others = (run.kept() for run in runs)
+    for other in others:
+        assert all(same(a, b) for a, b in zip(first, other, strict=True))
+
+
+MANY = [(64, 16)] * 11 + [(256, 300), (48,), (1024,), (100, 64)]
+"""All divisible by 16; the first ones are more than a table has rows, the last ones are cut."""
+
+
+@pytest.mark.parametrize("clipped", [False, True])
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("kept", [BF16, "int8"])
+def test_pieces_at_once_have_the_bits_of_pieces_one_by_one(
+    monkeypatch: pytest.MonkeyPatch, kept: Any, dtype: torch.dtype, clipped: bool
+) -> None:
+    kernels = moment_kernels()
+    assert kernels is not None
+    launch, calls = kernels.adam_of_table, []
+
+    def counted(table: Any, *rest: Any, **flags: Any) -> None:
+        calls.append(len(table._numels))
+        launch(table, *rest, **flags)
+
+    monkeypatch.setattr(kernels, "adam_of_table", counted)
+    runs = [Run(dtype, kept, lanes, MANY) for lanes in (1.0, 0.0, 1.0)]
+    max_norm = 0.5 if clipped else None
+    for step in range(7):
+        for run in runs[:2]:
+            run.step(step, max_norm)
+        before = len(calls)
+        with monkeypatch.context() as patch:
+            patch.setattr(reduced_adam.ReducedAdam, "_run_at_once", lambda *args: False)
+            runs[2].step(step, max_norm)
+        assert len(calls) == before
+    assert max(calls) == 8, "several pieces went at once"
     first, *others = (run.kept() for run in runs)
     for other in others:
         assert all(same(a, b) for a, b in zip(first, other, strict=True))

@@ -1,0 +1,87 @@
+"""Rows of a table of pieces: what they say, when they are written, when they cannot be used."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from fsdp_offload.pipeline.piece_table import PieceTable
+
+WIDTH = PieceTable.WIDTH
+
+
+def tensor(numel: int, dtype: torch.dtype, shift: int = 0) -> Tensor:
+    """At an address that is ``shift`` bytes behind a multiple of 16."""
+    memory = torch.zeros(numel * dtype.itemsize + 32, dtype=torch.uint8)
+    start = -memory.data_ptr() % 16 + shift
+    return memory[start : start + numel * dtype.itemsize].view(dtype)
+
+
+def piece(numel: int, *, shift: int = 0, int8: bool = True) -> list[Tensor | None]:
+    scales = tensor(-(-numel // 64), torch.float32) if int8 else None
+    return [
+        tensor(numel, torch.bfloat16, shift),
+        tensor(numel, torch.int16),
+        tensor(numel, torch.int8),
+        scales,
+        tensor(numel, torch.uint8),
+        scales,
+        torch.zeros(()),
+    ]
+
+
+def table_of(pieces: list[list[Tensor | None]]) -> PieceTable:
+    count = len(pieces)
+    return PieceTable(pieces, [100 * i for i in range(count)], [7 + i for i in range(count)])
+
+
+def test_a_row_says_where_a_piece_lies_and_which_programs_it_has() -> None:
+    pieces = [piece(1024), piece(16), piece(2064)]
+    table = table_of(pieces)
+    rows = table.rows()
+    assert rows is not None
+    assert table.programs == 1 + 1 + 3
+    found = rows.view(-1, WIDTH).tolist()
+    for index, (own, start) in enumerate(zip(pieces, (0, 1, 2), strict=True)):
+        weight = own[0]
+        assert weight is not None
+        addresses = [(weight if t is None else t).data_ptr() for t in own]
+        assert found[index] == [start, *addresses, weight.numel(), 100 * index, 7 + index]
+    assert [row[0] for row in found[3:]] == [5] * 5
+
+
+def test_what_a_piece_does_not_have_is_its_weight() -> None:
+    table = table_of([piece(64, int8=False)])
+    rows = table.rows()
+    assert rows is not None
+    assert not table.is_int8
+    assert table.has_remainders
+    assert rows[4] == rows[6] == rows[1]
+
+
+def test_rows_are_written_again_when_memory_has_moved() -> None:
+    pieces = [piece(64), piece(128)]
+    table = table_of(pieces)
+    first = table.rows()
+    assert first is not None
+    before = first.tolist()
+    first.zero_()
+    again = table.rows()
+    assert again is first
+    assert not any(first.tolist()), "nothing has moved"
+    weight = pieces[1][0]
+    assert weight is not None
+    weight.set_(tensor(128, torch.bfloat16).untyped_storage(), 0, (128,))
+    moved = table.rows()
+    if weight.data_ptr() % 16 == 0:
+        assert moved is not None
+    assert first.tolist() == [
+        *before[: WIDTH + 1], weight.data_ptr(), *before[WIDTH + 2 :]
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("bad", [piece(64, shift=4), piece(72)], ids=["address", "elements"])
+def test_what_is_not_aligned_has_no_rows(bad: list[Tensor | None]) -> None:
+    assert table_of([piece(64), piece(64)]).rows() is not None
+    assert table_of([piece(64), bad]).rows() is None
