@@ -1,6 +1,8 @@
 """One bucket on the device: masters are unpacked, the shadow steps, masters are packed.
 
 Serves the resident lane (state views on the device) and the streamed lane (views of a slot).
+Where the masters are kept by remainder, on CUDA, and every piece has a gradient, one kernel
+unpacks all masters and casts all gradients, and one packs; else it takes several calls.
 """
 
 from __future__ import annotations
@@ -16,10 +18,22 @@ from torch.optim import Optimizer
 from .. import shards
 from ..plan import Bucket, Kind, Slice
 from . import codec
+from .kernels import triton_kernels
 from .moments import Moment
+from .piece_table import PieceTable, addresses_of
 from .records import REMAINDER_KIND, MasterForm, Piece, Record, Snapshot
 from .reduced_adam import PackedMoment, ReducedAdam, adam, draw_of
 from .shadow import Shadow
+
+
+@dataclass(frozen=True)
+class _AtOnce:
+    """Pieces whose masters are unpacked, and packed, by one launch."""
+
+    table: PieceTable
+    rows: Tensor
+    gradients: list[int]  # addresses
+
 
 StateView = Callable[[Slice, Kind, int], Tensor]
 """(slice, kind, elements of the kind in the whole parameter) -> 1-D view of the slice's state."""
@@ -175,6 +189,8 @@ class BucketUpdate:
         self._gradients: list[Tensor] | None = None  # in the compute dtype
         self._gathered: list[Tensor] = []  # copies of the shards, side by side
         self._codes: list[tuple[Tensor, Tensor, Tensor]] = []  # (bf16, int16, fp32) each 1-D
+        self._remainders: list[Tensor] = []
+        self._tables: dict[int, PieceTable] | None = None  # by the first piece; made when used
         self._packed: list[list[PackedMoment]] = []  # per piece
         self._reduced: ReducedAdam | None = None
         unpacked = self._cut_scratch(scratch, first)
@@ -227,6 +243,10 @@ class BucketUpdate:
         return [view(s, self._whole_master, s.entry.numel) for s in self.bucket.slices]
 
     def _bind_remainders(self, view: StateView, flat_remainder: Tensor | None) -> None:
+        remainders = [view(s, REMAINDER_KIND, s.entry.numel) for s in self.bucket.slices]
+        self._remainders, self._tables = remainders, None
+        if self._flat_master.is_cuda and self._flat_master.dtype == torch.float32:
+            self._tables = {}
         if flat_remainder is not None and len(self.bucket.slices) > FEW:
             # Many small shards: one gather, one kernel, one scatter.
             numel = flat_remainder.numel()
@@ -234,7 +254,6 @@ class BucketUpdate:
             self._gathered = self._cut(self._flat_value)
             self._codes = [(value, flat_remainder, master)]
         else:
-            remainders = [view(s, REMAINDER_KIND, s.entry.numel) for s in self.bucket.slices]
             self._gathered = []
             self._codes = list(zip(self._shards, remainders, self._masters, strict=True))
 
@@ -278,12 +297,65 @@ class BucketUpdate:
         """
         if self._reduced is not None and self._reduced.run(gradients, snapshot):
             return
-        is_complete = all(gradient is not None for gradient in gradients)
-        self._unpack()
         self._unpack_moments(gradients)
-        self._shadow.step(self._prepare(gradients, snapshot.clip, is_complete), snapshot)
-        self._pack(gradients, is_complete)
+        parts = self._parts_at_once(gradients)
+        if parts is not None:
+            self._shadow.step(self._unpack_at_once(parts, gradients, snapshot), snapshot)
+            self._pack_at_once(parts)
+        else:
+            is_complete = all(gradient is not None for gradient in gradients)
+            self._unpack()
+            self._shadow.step(self._prepare(gradients, snapshot.clip, is_complete), snapshot)
+            self._pack(gradients, is_complete)
         self._pack_moments(gradients)
+
+    def _parts_at_once(self, gradients: Sequence[Tensor | None]) -> list[_AtOnce] | None:
+        """Up to eight pieces each; None where something is out of the ordinary."""
+        if self._tables is None or (kernels := triton_kernels()) is None:
+            return None
+        present = [gradient for gradient in gradients if gradient is not None]
+        if len(present) < len(gradients) or len({gradient.dtype for gradient in present}) > 1:
+            return None
+        parts = []
+        for start in range(0, len(present), PieceTable.MOST):
+            some = slice(start, start + PieceTable.MOST)
+            if start not in self._tables:
+                self._tables[start] = self._make_table(some, kernels.BLOCK)
+            table = self._tables[start]
+            rows, addresses = table.rows(), addresses_of(present[some])
+            if rows is None or addresses is None:
+                return None
+            parts.append(_AtOnce(table, rows, addresses))
+        return parts
+
+    def _make_table(self, some: slice, tile_numel: int) -> PieceTable:
+        """Rows: weight, remainder; elements, place in scratch memory."""
+        tensors = list(zip(self._shards[some], self._remainders[some], strict=True))
+        numbers = [[part.scratch_start] for part in self.bucket.slices[some]]
+        return PieceTable(tensors, numbers, tile_numel=tile_numel)
+
+    def _unpack_at_once(
+        self, parts: Sequence[_AtOnce], gradients: Sequence[Tensor | None], snapshot: Snapshot
+    ) -> list[Tensor | None]:
+        """:meth:`_unpack` and :meth:`_prepare`."""
+        kernels, given = triton_kernels(), gradients[0]
+        assert kernels is not None
+        assert given is not None
+        assert self._gradients is not None
+        for part in parts:
+            kernels.unpack_table(
+                part.table, part.rows, part.gradients, snapshot.factor(given.dtype),
+                self._flat_master, self._flat_gradient,
+                bf16_gradient=given.dtype == torch.bfloat16,
+            )  # fmt: skip
+        return list(self._gradients)
+
+    def _pack_at_once(self, parts: Sequence[_AtOnce]) -> None:
+        """:meth:`_pack`."""
+        kernels = triton_kernels()
+        assert kernels is not None
+        for part in parts:
+            kernels.pack_table(part.table, part.rows, self._flat_master)
 
     def _unpack_moments(self, gradients: list[Tensor | None]) -> None:
         for piece, gradient, packed in zip(self.pieces, gradients, self._packed, strict=True):

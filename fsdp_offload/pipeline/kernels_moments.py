@@ -11,18 +11,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from .kernels_table import aligned, pick, piece_of
 from .launching import Kernel
 from .moments import KEY_STEP, signed
-from .piece_table import TILE_NUMEL, PieceTable
+from .piece_table import PieceTable
 
 COLUMNS: Final = 64
-ROWS: Final = TILE_NUMEL // COLUMNS
+ROWS: Final = 16
 """Blocks of 64 elements per program."""
+TILE_NUMEL: Final = ROWS * COLUMNS
 _INFINITY: Final = tl.constexpr(0x7F800000)
 _LARGEST: Final = tl.constexpr(0x7E800000)  # see moments._LARGEST
 _SMALLEST: Final = tl.constexpr(0x00800000)
@@ -247,42 +248,29 @@ def _key(seed, updates):  # type: ignore[no-untyped-def]
     return mixed ^ ((mixed >> 15) & 0x1FFFF)
 
 
-@triton.jit
-def _aligned(address, TYPE: tl.constexpr):  # type: ignore[no-untyped-def]
-    return tl.multiple_of(address.to(tl.pointer_type(TYPE)), 16)
-
-
 @triton.jit(do_not_specialize=["updates", "g0", "g1", "g2", "g3", "g4", "g5", "g6", "g7"])
 def _adam_table(  # type: ignore[no-untyped-def]
     table, clip, updates: tl.int32, g0: tl.int64, g1: tl.int64, g2: tl.int64, g3: tl.int64,
     g4: tl.int64, g5: tl.int64, g6: tl.int64, g7: tl.int64,
     beta1, rest1, beta2, rest2, eps, decay, step_size, inverse_root,
-    BF16_WEIGHT: tl.constexpr, BF16_GRADIENT: tl.constexpr, CLIP: tl.constexpr,
-    MAXIMIZE: tl.constexpr, DECOUPLED: tl.constexpr, DECAY: tl.constexpr, INT8: tl.constexpr,
-    STOCHASTIC: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+    BF16_WEIGHT: tl.constexpr, BF16_GRADIENT: tl.constexpr, MAXIMIZE: tl.constexpr,
+    DECOUPLED: tl.constexpr, DECAY: tl.constexpr, INT8: tl.constexpr, STOCHASTIC: tl.constexpr,
+    CLIP: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Up to eight pieces; ``table``: see :class:`.piece_table.PieceTable`."""
+    """Up to eight pieces; ``table``: see :func:`.reduced_adam.table_of`."""
     program = tl.program_id(0)
-    piece = 0
-    for other in tl.static_range(1, 8):
-        piece += (program >= tl.load(table + other * WIDTH)).to(tl.int32)
-    gradient = tl.where(piece == 1, g1, g0)
-    gradient = tl.where(piece == 2, g2, gradient)
-    gradient = tl.where(piece == 3, g3, gradient)
-    gradient = tl.where(piece == 4, g4, gradient)
-    gradient = tl.where(piece == 5, g5, gradient)
-    gradient = tl.where(piece == 6, g6, gradient)
-    gradient = tl.where(piece == 7, g7, gradient)
+    piece = piece_of(program, table, WIDTH)
+    gradient = pick(piece, g0, g1, g2, g3, g4, g5, g6, g7)
     row = table + piece * WIDTH
     weight_type: tl.constexpr = tl.bfloat16 if BF16_WEIGHT else tl.float32
     gradient_type: tl.constexpr = tl.bfloat16 if BF16_GRADIENT else tl.float32
     average_type: tl.constexpr = tl.int8 if INT8 else tl.bfloat16
     square_type: tl.constexpr = tl.uint8 if INT8 else tl.bfloat16
     _update(
-        _aligned(tl.load(row + 1), weight_type), _aligned(tl.load(row + 2), tl.int16),
-        _aligned(gradient, gradient_type), clip, _aligned(tl.load(row + 3), average_type),
-        _aligned(tl.load(row + 4), tl.float32), _aligned(tl.load(row + 5), square_type),
-        _aligned(tl.load(row + 6), tl.float32), tl.load(row + 7).to(tl.pointer_type(tl.float32)),
+        aligned(tl.load(row + 1), weight_type), aligned(tl.load(row + 2), tl.int16),
+        aligned(gradient, gradient_type), clip, aligned(tl.load(row + 3), average_type),
+        aligned(tl.load(row + 4), tl.float32), aligned(tl.load(row + 5), square_type),
+        aligned(tl.load(row + 6), tl.float32), tl.load(row + 7).to(tl.pointer_type(tl.float32)),
         program - tl.load(row).to(tl.int32), tl.multiple_of(tl.load(row + 8), 16),
         _key(tl.load(row + 10).to(tl.int32), updates), tl.load(row + 9),
         beta1, rest1, beta2, rest2, eps, decay, step_size, inverse_root,
@@ -297,7 +285,7 @@ _ADAM_TABLE = Kernel(_adam_table, ignores_integers=True, enable_fp_fusion=False)
 
 
 def _programs(numel: int) -> int:
-    return int(triton.cdiv(numel, ROWS * COLUMNS))
+    return int(triton.cdiv(numel, TILE_NUMEL))
 
 
 def unpack_codes(codes: Tensor, scales: Tensor, values: Tensor, steps: int) -> None:
@@ -357,36 +345,23 @@ def adam(
     )  # fmt: skip
 
 
-def rows_for(table: PieceTable, gradients: Sequence[Tensor]) -> Tensor | None:
-    """What :func:`adam_of_table` needs, for gradients of one dtype; None: it cannot be used."""
-    bits = 0
-    for gradient in gradients:
-        bits |= gradient.data_ptr()
-    fits = gradients[0].dtype in (torch.bfloat16, torch.float32) and bits & 15 == 0
-    return table.rows() if fits else None
-
-
 def adam_of_table(
     table: PieceTable,
     rows: Tensor,
-    gradients: Sequence[Tensor],
+    gradients: Sequence[int],
     clip: Tensor | None,
     updates: int,
     numbers: tuple[float, ...],
-    *,
-    stochastic: bool,
     **flags: bool,
 ) -> None:
-    """:func:`adam` of all pieces of a table.
+    """:func:`adam` of all pieces of a table (see :func:`.reduced_adam.table_of`).
 
-    ``rows``: from :func:`rows_for`. ``updates``: of each piece, with this one.
+    ``rows``: of the table. ``gradients``: :func:`.piece_table.addresses_of`. ``updates``: of each
+    piece, with this one. ``flags``: the constants BF16_WEIGHT, BF16_GRADIENT, MAXIMIZE, DECOUPLED,
+    DECAY, INT8 and STOCHASTIC, in this order.
     """
-    addresses = [gradient.data_ptr() for gradient in gradients]
-    addresses += [0] * (table.MOST - len(addresses))
     _ADAM_TABLE.launch(
         table.programs, (rows, rows if clip is None else clip),
-        (signed(updates * KEY_STEP), *addresses), numbers,
-        BF16_WEIGHT=table.has_remainders, BF16_GRADIENT=gradients[0].dtype == torch.bfloat16,
-        CLIP=clip is not None, **flags, INT8=table.is_int8, STOCHASTIC=stochastic,
-        WIDTH=table.WIDTH, ROWS=ROWS,
+        (signed(updates * KEY_STEP), *gradients), numbers,
+        **flags, CLIP=clip is not None, WIDTH=table.width, ROWS=ROWS,
     )  # fmt: skip

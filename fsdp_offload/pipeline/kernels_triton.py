@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
@@ -9,7 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .kernels_table import aligned, pick, piece_of
 from .launching import Kernel
+from .piece_table import PieceTable
 
 BLOCK: Final = 1024
 
@@ -55,8 +58,51 @@ def _checksum(bits, total, numel, BLOCK: tl.constexpr):  # type: ignore[no-untyp
     tl.atomic_add(total, tl.sum(values * (2 * at + 1)))
 
 
+@triton.jit(do_not_specialize=["g0", "g1", "g2", "g3", "g4", "g5", "g6", "g7"])
+def _unpack_table(  # type: ignore[no-untyped-def]
+    table, master, cast, clip, g0: tl.int64, g1: tl.int64, g2: tl.int64, g3: tl.int64,
+    g4: tl.int64, g5: tl.int64, g6: tl.int64, g7: tl.int64,
+    BF16_GRADIENT: tl.constexpr, CLIP: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """``_decode`` of up to eight pieces, and their gradients in fp32, clipped: into scratch."""
+    program = tl.program_id(0)
+    piece = piece_of(program, table, WIDTH)
+    row = table + piece * WIDTH
+    at = (program - tl.load(row).to(tl.int32)).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < tl.multiple_of(tl.load(row + 3), 16)
+    into = tl.multiple_of(tl.load(row + 4), 16) + at
+    high = tl.load(aligned(tl.load(row + 1), tl.int16) + at, mask=inside, other=0).to(tl.int32)
+    low = tl.load(aligned(tl.load(row + 2), tl.int16) + at, mask=inside, other=0).to(tl.int32)
+    low = tl.where((high & 0x7FFF) == 0, low & 0xFFFF, low)
+    tl.store(master + into, (high << 16) + low, mask=inside)
+    gradient = pick(piece, g0, g1, g2, g3, g4, g5, g6, g7)
+    gradient_type: tl.constexpr = tl.bfloat16 if BF16_GRADIENT else tl.float32
+    g = tl.load(aligned(gradient, gradient_type) + at, mask=inside, other=0)
+    if CLIP:
+        factor = tl.load(clip)
+        g = (g.to(tl.float32) * factor.to(tl.float32)).to(factor.dtype)
+    tl.store(cast + into, g.to(tl.float32), mask=inside)
+
+
+@triton.jit
+def _pack_table(table, master, WIDTH: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """``_encode`` of up to eight pieces."""
+    program = tl.program_id(0)
+    row = table + piece_of(program, table, WIDTH) * WIDTH
+    at = (program - tl.load(row).to(tl.int32)).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < tl.multiple_of(tl.load(row + 3), 16)
+    bits = tl.load(master + tl.multiple_of(tl.load(row + 4), 16) + at, mask=inside, other=0)
+    low = (bits << 16) >> 16
+    high = bits >> 16
+    is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
+    rounded = tl.where(is_nan, high | 0x40, high - (low >> 31))
+    tl.store(aligned(tl.load(row + 1), tl.int16) + at, rounded.to(tl.int16), mask=inside)
+    tl.store(aligned(tl.load(row + 2), tl.int16) + at, low.to(tl.int16), mask=inside)
+
+
 _DECODE, _ENCODE = Kernel(_decode), Kernel(_encode)
 _COPY_SCALED, _CHECKSUM = Kernel(_copy_scaled), Kernel(_checksum)
+_UNPACK_TABLE, _PACK_TABLE = Kernel(_unpack_table, ignores_integers=True), Kernel(_pack_table)
 
 
 def _launch(
@@ -90,3 +136,38 @@ def copy_scaled(source: Tensor, scale: Tensor, target: Tensor) -> None:
 def checksum(bits: Tensor, total: Tensor) -> None:
     """Add the checksum of ``bits`` (int16 or int32, 1-D) to ``total`` (0-dim int64)."""
     _launch(_CHECKSUM, bits.numel(), bits, total, block=8192)
+
+
+def unpack_table(
+    table: PieceTable,
+    rows: Tensor,
+    gradients: Sequence[int],
+    clip: Tensor | None,
+    master: Tensor,
+    cast: Tensor,
+    *,
+    bf16_gradient: bool,
+) -> None:
+    """Masters and gradients of all pieces of a table, in fp32, side by side.
+
+    Args:
+        table: rows as of :meth:`.bucket.BucketUpdate`: weight, remainder; elements, place.
+        rows: of the table.
+        gradients: :func:`.piece_table.addresses_of`.
+        clip: 0-dim, of the gradients' dtype; multiplies them, rounded to it.
+        master: 1-D fp32, written.
+        cast: likewise, for the gradients.
+        bf16_gradient: or fp32.
+    """
+    _UNPACK_TABLE.launch(
+        table.programs, (rows, master.view(torch.int32), cast, cast if clip is None else clip),
+        gradients, BF16_GRADIENT=bf16_gradient, CLIP=clip is not None, WIDTH=table.width,
+        BLOCK=BLOCK,
+    )  # fmt: skip
+
+
+def pack_table(table: PieceTable, rows: Tensor, master: Tensor) -> None:
+    """Weights and remainders of all pieces of a table, from :func:`unpack_table`'s masters."""
+    _PACK_TABLE.launch(
+        table.programs, (rows, master.view(torch.int32)), WIDTH=table.width, BLOCK=BLOCK
+    )

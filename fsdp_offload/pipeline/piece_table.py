@@ -8,72 +8,87 @@ step; their addresses go along with the launch.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar, Final
+from itertools import accumulate
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-TILE_NUMEL: Final = 1024
-"""Elements that one program of the kernel updates."""
-
 
 class PieceTable:
-    """Up to ``MOST`` pieces, none of them empty, all with remainders or all without.
+    """Up to ``MOST`` pieces, none of them empty.
 
-    A row is (int64): the piece's first program; addresses of weight, remainder, first moment, its
-    scales, second moment, its scales, step; elements; index of the first one in the global tensor;
-    seed. What a piece does not have is the address of something else. Rows without a piece begin
-    after all programs.
+    A row is (int64): the piece's first program; addresses; elements; numbers. Rows without a piece
+    begin after all programs.
 
     Args:
-        tensors: per piece weight, remainder, codes and scales of both moments, step.
-        firsts: per piece, index of its first element in the global tensor.
-        seeds: per piece.
+        tensors: per piece, equally many: what has an address in its row; the first one has as many
+            elements as the piece.
+        numbers: per piece, equally many.
+        tile_numel: elements that one program works on.
+        free: how many addresses, the last ones, and numbers likewise, may be any.
     """
 
     MOST: ClassVar = 8
-    WIDTH: ClassVar = 11
 
     def __init__(
         self,
-        tensors: Sequence[Sequence[Tensor | None]],
-        firsts: Sequence[int],
-        seeds: Sequence[int],
+        tensors: Sequence[Sequence[Tensor]],
+        numbers: Sequence[Sequence[int]],
+        *,
+        tile_numel: int,
+        free: tuple[int, int] = (0, 0),
     ) -> None:
         assert 0 < len(tensors) <= self.MOST
-        weight, remainder, codes, scales, *_ = tensors[0]
-        assert weight is not None
-        assert codes is not None
-        self.has_remainders, self.is_int8 = remainder is not None, scales is not None
-        self._tensors = [weight if t is None else t for row in tensors for t in row]
-        self._numels = [t.numel() for t in self._tensors[:: len(tensors[0])]]
-        self._firsts, self._seeds = firsts, seeds
-        self._starts = [0]
-        for numel in self._numels:
-            self._starts.append(self._starts[-1] - -numel // TILE_NUMEL)
-        self.programs = self._starts.pop()
+        self._tensors = [tensor for row in tensors for tensor in row]
+        self._per_piece, self._free = len(tensors[0]), free
+        self._numbers = [[row[0].numel(), *own] for row, own in zip(tensors, numbers, strict=True)]
+        tiles = [-(-own[0] // tile_numel) for own in self._numbers]
+        *self._starts, self.programs = accumulate(tiles, initial=0)
+        self.width = 1 + self._per_piece + len(self._numbers[0])
+        device = tensors[0][0].device
+        self._rows = torch.empty(self.MOST * self.width, dtype=torch.int64, device=device)
         self._addresses: list[int] = []  # that are on the device
-        self._rows = torch.empty(self.MOST * self.WIDTH, dtype=torch.int64, device=weight.device)
         self._fits = False
+
+    @property
+    def count(self) -> int:
+        """Pieces."""
+        return len(self._numbers)
 
     def rows(self) -> Tensor | None:
         """The table, 1-D int64 on the device, as the current stream sees it; None: an address is
-        not aligned to 16 bytes, or a number of elements not divisible by 16."""
+        not aligned to 16 bytes, or a number not divisible by 16."""
         addresses = [tensor.data_ptr() for tensor in self._tensors]
         if addresses != self._addresses:
             self._write(addresses)
         return self._rows if self._fits else None
 
     def _write(self, addresses: list[int]) -> None:
-        per_piece = len(addresses) // len(self._numels)
-        values: list[int] = []
-        self._fits = True
-        for index, numel in enumerate(self._numels):
-            own = addresses[index * per_piece : (index + 1) * per_piece]
-            self._fits &= not any(address % 16 for address in own[:-1]) and numel % 16 == 0
-            values += [self._starts[index], *own, numel, self._firsts[index], self._seeds[index]]
-        missing = self.MOST - len(self._numels)
-        values += [self.programs, *[0] * (self.WIDTH - 1)] * missing
+        size, values, looked_at = self._per_piece, list[int](), list[int]()
+        for index, numbers in enumerate(self._numbers):
+            own = addresses[index * size : (index + 1) * size]
+            values += [self._starts[index], *own, *numbers]
+            looked_at += own[: size - self._free[0]]
+            looked_at += numbers[: len(numbers) - self._free[1]]
+        values += [self.programs, *[0] * (self.width - 1)] * (self.MOST - self.count)
+        self._fits = not any(value % 16 for value in looked_at)
         # Pageable memory: it has been read when this returns, and no stream is waited for.
         self._rows.copy_(torch.tensor(values, dtype=torch.int64), non_blocking=True)
         self._addresses = addresses
+
+
+def addresses_of(gradients: Sequence[Tensor]) -> list[int] | None:
+    """What goes along with a launch: ``MOST`` addresses; None: they are of several dtypes, or of
+    one that kernels do not read, or not aligned to 16 bytes."""
+    dtype = gradients[0].dtype
+    if dtype not in (torch.bfloat16, torch.float32):
+        return None
+    addresses, bits = [], 0
+    for gradient in gradients:
+        if gradient.dtype != dtype:
+            return None
+        address = gradient.data_ptr()
+        bits |= address
+        addresses.append(address)
+    return None if bits & 15 else addresses + [0] * (PieceTable.MOST - len(addresses))

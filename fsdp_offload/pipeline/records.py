@@ -179,6 +179,16 @@ class Snapshot:
     derived: dict[object, Any] = field(default_factory=dict)
     """What updates made of it, each for all buckets, on the stream of updates."""
 
+    def factor(self, dtype: torch.dtype) -> Tensor | None:
+        """``clip``, rounded to the dtype of gradients as torch does; on the stream of updates."""
+        if self.clip is None:
+            return None
+        key = ("factor", dtype)
+        if key not in self.derived:
+            self.derived[key] = self.clip.to(dtype)
+        factor: Tensor = self.derived[key]
+        return factor
+
     @classmethod
     def take(cls, optimizer: Optimizer, groups: list[dict[str, Any]], *, host: bool) -> Snapshot:
         """Copy the groups; tensors are cloned because schedulers write into them in place."""

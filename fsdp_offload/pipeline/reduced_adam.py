@@ -21,11 +21,13 @@ from . import codec, moments
 from .fused_adam import settings
 from .kernels import moment_kernels
 from .moments import Draw, Moment
-from .piece_table import PieceTable
+from .piece_table import PieceTable, addresses_of
 from .records import Piece, Snapshot
 
 Kept = tuple[Tensor, Tensor | None]
 """Codes and scales."""
+Operands = tuple[Piece, list[Moment], Tensor, Tensor | None, list[Kept]]
+"""A piece, how its moments are kept, its weight, remainder, and both moments."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ class ReducedAdam:
         self._pieces, self._update = pieces, update
         self._tables: list[tuple[list[int], PieceTable]] | None = None  # made when first used
         self._groups = {piece.record.group for piece in pieces}
-        self._operands = [
+        self._operands: list[Operands] = [
             (
                 piece,
                 [each.moment for each in both],
@@ -118,7 +120,7 @@ class ReducedAdam:
             recipe = recipes[piece.record.group]
             assert recipe is not None
             self._update(
-                both, weight, remainder, gradient, _factor(snapshot, gradient.dtype), *kept,
+                both, weight, remainder, gradient, snapshot.factor(gradient.dtype), *kept,
                 piece.state["step"], draw_of(piece, 0), recipe, piece.updates,
             )  # fmt: skip
             piece.stepped = True
@@ -133,26 +135,29 @@ class ReducedAdam:
         present = [gradient for gradient in gradients if gradient is not None]
         if len(present) < len(gradients) or any(p.updates != updates for p in self._pieces):
             return False
-        if len({gradient.dtype for gradient in present}) > 1:
-            return False
         if self._tables is None:
             self._tables = self._make_tables()
-        kernels = moment_kernels()
-        assert kernels is not None
         parts = []
         for members, table in self._tables:
-            some = [present[i] for i in members]
-            rows = kernels.rows_for(table, some)
-            if rows is None:
+            rows, addresses = table.rows(), addresses_of([present[i] for i in members])
+            if rows is None or addresses is None:
                 return False
-            parts.append((table, rows, some))
-        factor = _factor(snapshot, present[0].dtype)
-        is_random = self._operands[0][1][0].stochastic
+            parts.append((table, rows, addresses))
+        if len({gradient.dtype for gradient in present}) > 1:
+            return False
+        _, both, _, remainder, _ = self._operands[0]
+        flags = {
+            "BF16_WEIGHT": remainder is not None,
+            "BF16_GRADIENT": present[0].dtype == torch.bfloat16,
+            **recipe.flags,
+            "INT8": both[0].has_scales,
+            "STOCHASTIC": both[0].stochastic,
+        }
+        factor = snapshot.factor(present[0].dtype)
+        kernels = moment_kernels()
+        assert kernels is not None
         for part in parts:
-            kernels.adam_of_table(
-                *part, factor, updates + 1, recipe.numbers(updates + 1),
-                stochastic=is_random, **recipe.flags,
-            )  # fmt: skip
+            kernels.adam_of_table(*part, factor, updates + 1, recipe.numbers(updates + 1), **flags)
         for piece in self._pieces:
             piece.updates += 1
             piece.stepped = True
@@ -161,16 +166,22 @@ class ReducedAdam:
     def _make_tables(self) -> list[tuple[list[int], PieceTable]]:
         """With the indices of their pieces; empty pieces are in none."""
         filled = [i for i, operands in enumerate(self._operands) if operands[2].numel()]
-        tables = []
-        for start in range(0, len(filled), PieceTable.MOST):
-            members = filled[start : start + PieceTable.MOST]
-            rows = []
-            for piece, _, weight, remainder, kept in (self._operands[i] for i in members):
-                rows.append([weight, remainder, *kept[0], *kept[1], piece.state["step"]])
-            pieces = [self._pieces[i] for i in members]
-            firsts = [piece.record.origin + piece.start for piece in pieces]
-            tables.append((members, PieceTable(rows, firsts, [p.record.seed for p in pieces])))
-        return tables
+        starts = range(0, len(filled), PieceTable.MOST)
+        parts = [filled[start : start + PieceTable.MOST] for start in starts]
+        return [(part, table_of([self._operands[i] for i in part])) for part in parts]
+
+
+def table_of(operands: Sequence[Operands]) -> PieceTable:
+    """Rows: weight, remainder, codes and scales of both moments, step; elements, index of the first
+    one in the global tensor, seed. What there is none of has the weight's address."""
+    kernels = moment_kernels()
+    assert kernels is not None
+    tensors, numbers = [], []
+    for piece, _, weight, remainder, kept in operands:
+        own = [weight, remainder, *kept[0], *kept[1], piece.state["step"]]
+        tensors.append([weight if tensor is None else tensor for tensor in own])
+        numbers.append([piece.record.origin + piece.start, piece.record.seed])
+    return PieceTable(tensors, numbers, tile_numel=kernels.TILE_NUMEL, free=(1, 2))
 
 
 class Recipe:
@@ -202,17 +213,6 @@ def _recipe(snapshot: Snapshot, index: int, device: torch.device) -> Recipe | No
         snapshot.derived[key] = Recipe(group) if fits else None
     recipe: Recipe | None = snapshot.derived[key]
     return recipe
-
-
-def _factor(snapshot: Snapshot, dtype: torch.dtype) -> Tensor | None:
-    """What multiplies gradients of ``dtype``, rounded to it."""
-    if snapshot.clip is None:
-        return None
-    key = (_factor, dtype)
-    if key not in snapshot.derived:
-        snapshot.derived[key] = snapshot.clip.to(dtype)
-    factor: Tensor = snapshot.derived[key]
-    return factor
 
 
 def numbers_of(group: Mapping[str, Any], updates: int) -> tuple[float, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch import nn
 
 from fsdp_offload import HybridDeviceOptimizer, TransferConfig
 from fsdp_offload.pipeline import codec, fused_adam
-from fsdp_offload.pipeline.bucket import copy_present
+from fsdp_offload.pipeline.bucket import BucketUpdate, copy_present
 
 SHAPES = [(300, 70), (7,), (0,), (129, 65), (1000,), (64, 64), (3, 5, 7)]
 SMALL = TransferConfig(bucket_bytes=64 << 10, slots=3)
@@ -20,9 +21,11 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 class Run:
     """A wrapped optimizer whose steps are recorded as parameters and state."""
 
-    def __init__(self, dtype: torch.dtype, lanes: float, **options: Any) -> None:
+    def __init__(
+        self, dtype: torch.dtype, lanes: float, shapes: Sequence[Any] = SHAPES, **options: Any
+    ) -> None:
         generator = torch.Generator().manual_seed(0)
-        values = [torch.randn(shape, generator=generator) for shape in SHAPES]
+        values = [torch.randn(shape, generator=generator) for shape in shapes]
         self.parameters = [nn.Parameter(value.to("cuda", dtype)) for value in values]
         inner = torch.optim.AdamW(self.parameters, fused=True, **{"lr": 0.01, **options})
         self.optimizer = HybridDeviceOptimizer(inner, offload_fraction=lanes, transfer=SMALL)
@@ -82,6 +85,38 @@ def test_clipping_inside_the_update_rounds_as_torch_clips(dtype: torch.dtype, la
         clipped.optimizer._clip = clip
         clipped.optimizer.step()
     assert_same(plain, clipped)
+
+
+MANY = [(64, 16)] * 11 + [(256, 300), (48,), (1024,), (100, 64)]
+"""All divisible by 16; the first ones are more than a table has rows, the last ones are cut."""
+
+
+@pytest.mark.parametrize("clipped", [False, True])
+@pytest.mark.parametrize("lanes", [0.0, 1.0])
+def test_masters_at_once_have_the_bits_of_masters_one_by_one(
+    monkeypatch: pytest.MonkeyPatch, lanes: float, clipped: bool
+) -> None:
+    at_once, one_by_one = (Run(torch.bfloat16, lanes, MANY) for _ in "ab")
+    unpack, counts = BucketUpdate._unpack_at_once, []
+
+    def counted(self: BucketUpdate, parts: Any, *rest: Any) -> Any:
+        counts.extend(part.table.count for part in parts)
+        return unpack(self, parts, *rest)
+
+    monkeypatch.setattr(BucketUpdate, "_unpack_at_once", counted)
+    for step in range(6):
+        for run in (at_once, one_by_one):
+            run.fill(step)
+            if clipped:
+                run.optimizer.clip_grad_norm_(0.5)
+        at_once.optimizer.step()
+        before = len(counts)
+        with monkeypatch.context() as patch:
+            patch.setattr(BucketUpdate, "_parts_at_once", lambda *args: None)
+            one_by_one.optimizer.step()
+        assert len(counts) == before
+    assert max(counts) == 8, "several pieces went at once"
+    assert_same(at_once, one_by_one)
 
 
 @pytest.mark.parametrize("count", [2, 9])

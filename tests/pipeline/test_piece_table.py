@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsdp_offload.pipeline.piece_table import PieceTable
+from fsdp_offload.pipeline.piece_table import PieceTable, addresses_of
 
-WIDTH = PieceTable.WIDTH
+WIDTH = 11
 
 
 def tensor(numel: int, dtype: torch.dtype, shift: int = 0) -> Tensor:
@@ -18,22 +18,15 @@ def tensor(numel: int, dtype: torch.dtype, shift: int = 0) -> Tensor:
     return memory[start : start + numel * dtype.itemsize].view(dtype)
 
 
-def piece(numel: int, *, shift: int = 0, int8: bool = True) -> list[Tensor | None]:
-    scales = tensor(-(-numel // 64), torch.float32) if int8 else None
-    return [
-        tensor(numel, torch.bfloat16, shift),
-        tensor(numel, torch.int16),
-        tensor(numel, torch.int8),
-        scales,
-        tensor(numel, torch.uint8),
-        scales,
-        torch.zeros(()),
-    ]
+def piece(numel: int, *, shift: int = 0) -> list[Tensor]:
+    dtypes = (torch.int16, torch.int8, torch.int32, torch.uint8, torch.int32)
+    weight = tensor(numel, torch.bfloat16, shift)
+    return [weight, *[tensor(numel, dtype) for dtype in dtypes], tensor(1, torch.float32, 4)]
 
 
-def table_of(pieces: list[list[Tensor | None]]) -> PieceTable:
-    count = len(pieces)
-    return PieceTable(pieces, [100 * i for i in range(count)], [7 + i for i in range(count)])
+def table_of(pieces: list[list[Tensor]]) -> PieceTable:
+    numbers = [[100 * i, 7 + i] for i in range(len(pieces))]
+    return PieceTable(pieces, numbers, tile_numel=1024, free=(1, 2))
 
 
 def test_a_row_says_where_a_piece_lies_and_which_programs_it_has() -> None:
@@ -44,20 +37,9 @@ def test_a_row_says_where_a_piece_lies_and_which_programs_it_has() -> None:
     assert table.programs == 1 + 1 + 3
     found = rows.view(-1, WIDTH).tolist()
     for index, (own, start) in enumerate(zip(pieces, (0, 1, 2), strict=True)):
-        weight = own[0]
-        assert weight is not None
-        addresses = [(weight if t is None else t).data_ptr() for t in own]
-        assert found[index] == [start, *addresses, weight.numel(), 100 * index, 7 + index]
+        addresses = [t.data_ptr() for t in own]
+        assert found[index] == [start, *addresses, own[0].numel(), 100 * index, 7 + index]
     assert [row[0] for row in found[3:]] == [5] * 5
-
-
-def test_what_a_piece_does_not_have_is_its_weight() -> None:
-    table = table_of([piece(64, int8=False)])
-    rows = table.rows()
-    assert rows is not None
-    assert not table.is_int8
-    assert table.has_remainders
-    assert rows[4] == rows[6] == rows[1]
 
 
 def test_rows_are_written_again_when_memory_has_moved() -> None:
@@ -71,7 +53,6 @@ def test_rows_are_written_again_when_memory_has_moved() -> None:
     assert again is first
     assert not any(first.tolist()), "nothing has moved"
     weight = pieces[1][0]
-    assert weight is not None
     weight.set_(tensor(128, torch.bfloat16).untyped_storage(), 0, (128,))
     moved = table.rows()
     if weight.data_ptr() % 16 == 0:
@@ -82,6 +63,14 @@ def test_rows_are_written_again_when_memory_has_moved() -> None:
 
 
 @pytest.mark.parametrize("bad", [piece(64, shift=4), piece(72)], ids=["address", "elements"])
-def test_what_is_not_aligned_has_no_rows(bad: list[Tensor | None]) -> None:
+def test_what_is_not_aligned_has_no_rows(bad: list[Tensor]) -> None:
     assert table_of([piece(64), piece(64)]).rows() is not None
     assert table_of([piece(64), bad]).rows() is None
+
+
+def test_addresses_of_gradients() -> None:
+    some = [tensor(64, torch.bfloat16), tensor(16, torch.bfloat16)]
+    assert addresses_of(some) == [some[0].data_ptr(), some[1].data_ptr(), 0, 0, 0, 0, 0, 0]
+    assert addresses_of([*some, tensor(16, torch.float32)]) is None
+    assert addresses_of([tensor(16, torch.float16)]) is None
+    assert addresses_of([*some, tensor(16, torch.bfloat16, 8)]) is None
