@@ -10,7 +10,8 @@ Each rank holds the shards of ``--params`` bf16 parameters and their fp32 AdamW 
 9.9 GiB with the default), a GPT's tensors under FSDP2. The link (pinned copies of 256 MiB, out, in
 and both at once) is measured in the same run, then each way of :mod:`.ways`: its first cycle,
 ``--repeats`` later ones (medians), the device memory that the driver says is free meanwhile, bits.
-All ranks move at the same time; seconds are those of the slowest. Then ``--cycles`` cycles in a row
+All ranks move at the same time; seconds are those of the slowest; 0.1 s lie between leaving and
+coming back. Then ``--cycles`` cycles in a row
 of the rows named by ``--endure``: memory after the second and the last, bits after each.
 """
 
@@ -23,7 +24,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -48,6 +49,12 @@ DEFAULTS = {
     "cuda": {"params": 1.33e9, "repeats": 5, "cycles": 200},
     "cpu": {"params": 1e6, "repeats": 2, "cycles": 5},
 }
+
+
+AWAY_S: Final = 0.1
+"""Seconds away, in which a job would generate. After torch's allocator has given memory back, the
+first copies to new memory take longer for about 20 ms (likely the driver clears what it got):
+``back_at_once_s`` is a cycle without the pause."""
 
 
 class Run:
@@ -110,7 +117,10 @@ class Run:
             before = self._free_bytes()
             out.append(self._seconds(way.leave))
             freed.append((self._free_bytes() - before) / n_bytes)
+            self._generate()
             back.append(self._seconds(way.come_back))
+        way.leave()
+        at_once = self._seconds(way.come_back)
         out, back = self._slowest(out), self._slowest(back)
         row: Row = {
             "n_bytes": n_bytes,
@@ -120,6 +130,7 @@ class Run:
             "back_s": statistics.median(back[1:]),
             "all_out_s": out,
             "all_back_s": back,
+            "back_at_once_s": self._slowest([at_once])[0],
             "construction_s": way.construction_s,
             "same_bits": self._all(same_bits(way.tensors, self.device)),
         }
@@ -170,6 +181,11 @@ class Run:
             row["device_free_bytes"] = self._free_bytes()
             row["fragmented_bytes"] = torch.cuda.memory_reserved() - allocated
         return row
+
+    def _generate(self) -> None:
+        """Stands for what happens meanwhile: see ``AWAY_S``."""
+        if self.has_driver:
+            time.sleep(AWAY_S)
 
     def _seconds(self, run: Callable[[], None]) -> float:
         synchronize(self.device)
