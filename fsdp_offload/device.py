@@ -34,7 +34,7 @@ POLL_SECONDS: Final = 1.0
 """How often a thread that waits for another one looks whether that is still alive."""
 
 
-CHUNK_BYTES: Final = 8 << 20
+CHUNK_BYTES: Final = 16 << 20
 """Of a turn of a bulk copy; see [Note: taking turns]."""
 
 

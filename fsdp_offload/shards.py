@@ -297,10 +297,13 @@ def gradient_shard(parameter: Tensor, fqn: str, expected: tuple[int, ...]) -> Te
     if (
         isinstance(gradient, DTensor)
         and isinstance(parameter, DTensor)
+        and gradient.placements is not parameter.placements
         and gradient.placements != parameter.placements
     ):
         gradient = gradient.redistribute(placements=parameter.placements)
-    shard = local(gradient)
+    shard = with_history(gradient)
+    if type(shard) is not Tensor or shard.requires_grad:
+        shard = local(gradient)
     if shard.shape != expected:
         raise UnsupportedParameterError(
             f"gradient shard of {fqn} with shape {tuple(shard.shape)}",
@@ -689,8 +692,10 @@ def storage_of(tensor: Tensor) -> torch.UntypedStorage:
     return (shard if type(shard) in (Tensor, nn.Parameter) else local(tensor)).untyped_storage()
 
 
-def memory_of(parameter: Tensor) -> tuple[int, int]:
+def memory_of(parameter: Tensor, storage: torch.UntypedStorage | None = None) -> tuple[int, int]:
     """Which memory the shard is a view of: the storage's identity, and the offset in it.
+
+    ``storage``: the shard's, if it is at hand.
 
     It stays the same while the storage is away and when it comes back elsewhere, as long as
     somebody holds it. (0, 0) for an empty shard.
@@ -698,7 +703,8 @@ def memory_of(parameter: Tensor) -> tuple[int, int]:
     shard = with_history(parameter)
     if not shard.numel():
         return 0, 0
-    return shard.untyped_storage()._cdata, int(shard.storage_offset())
+    storage = shard.untyped_storage() if storage is None else storage
+    return storage._cdata, int(shard.storage_offset())
 
 
 def plain_parts(tensor: Tensor) -> list[tuple[str, Tensor]]:

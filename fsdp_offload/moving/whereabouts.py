@@ -57,9 +57,9 @@ def returned(storage: torch.UntypedStorage, trip: _Trip | None = None) -> None:
         _entries[storage._cdata] = _Entry(None, None, trip)
 
 
-def is_away(tensor: Tensor) -> bool:
-    """Whether the memory of a plain tensor is not on its device. Cheap."""
-    storage = tensor.untyped_storage()
+def is_away(tensor: Tensor, storage: torch.UntypedStorage | None = None) -> bool:
+    """Whether the memory of a plain tensor is not on its device. Cheap. ``storage``: its own."""
+    storage = tensor.untyped_storage() if storage is None else storage
     entry = _entries.get(storage._cdata) if _entries else None
     if entry is not None:
         return entry.place is not None

@@ -20,7 +20,9 @@ def gradient_of(record: Record) -> Tensor | None:
         StateSchemaError: the shard is not where it was when the optimizer was wrapped.
         UnsupportedParameterError: see :func:`.shards.gradient_shard`.
     """
-    if is_away(shards.with_history(record.parameter)):
+    shard = shards.with_history(record.parameter)
+    storage = shard.untyped_storage()
+    if is_away(shard, storage):
         raise AwayError(
             f"the shard of {record.fqn}",
             reason="its device memory is offloaded, and an update writes into it",
@@ -35,7 +37,7 @@ def gradient_of(record: Record) -> Tensor | None:
             reason="its device memory is offloaded",
             remedy="reload the model first",
         )
-    if shards.memory_of(record.parameter) != record.memory:
+    if shards.memory_of(shard, storage) != record.memory:
         raise StateSchemaError(
             f"shard of {record.fqn}",
             reason="its memory was replaced after wrapping, and updates are in place",
