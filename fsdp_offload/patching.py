@@ -22,13 +22,13 @@ class Patch:
     def __init__(self, owner: Any, name: str, replacement: Callable[..., Any]) -> None:
         self._owner, self._name, self._is_active = owner, name, True
         self._before = owner.__dict__.get(name, _ABSENT)
-        original = getattr(owner, name)
+        self._original, self._replacement = getattr(owner, name), replacement
 
-        @functools.wraps(original)
+        @functools.wraps(self._original)
         def patched(_: Any, *args: Any, **kwargs: Any) -> Any:
             if not self._is_active:  # somebody has wrapped it meanwhile, and still calls it
-                return original(*args, **kwargs)
-            return replacement(original, *args, **kwargs)
+                return self._original(*args, **kwargs)
+            return self._replacement(self._original, *args, **kwargs)
 
         patched.patch = self  # type: ignore[attr-defined]
         # Bound, as methods are: a scheduler that is built meanwhile takes it apart.

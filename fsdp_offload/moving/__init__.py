@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .absent import Absence, host_view, is_absent, present
+from .absent import Absence, Settle, host_view, is_absent, present
 from .blocks import Block, StorageBlock, collect, is_whole
 from .joining import join
 from .mover import Mover, Trip, give_up
@@ -20,6 +20,7 @@ __all__ = [
     "Places",
     "RegionStatistics",
     "Seat",
+    "Settle",
     "StorageBlock",
     "Trip",
     "collect",

@@ -16,25 +16,39 @@ from . import whereabouts
 from .whereabouts import Place
 
 
+class Settle:
+    """When the bytes of storages that are away are in their places.
+
+    Args:
+        wait: returns when they are. It must not keep absences alive.
+    """
+
+    __slots__ = ("wait",)
+
+    def __init__(self, wait: Callable[[], None]) -> None:
+        self.wait = wait
+
+
 class Absence:
     """One storage that is away, for as long as this object lives or until :meth:`end`.
 
     Args:
         storage: whose memory is, or is about to be, given up.
         place: see :data:`.whereabouts.Place`. It must not keep this object alive.
-        settle: called before each use of ``place``: it returns when the bytes are there. It must
-            not keep this object alive, either.
+        settle: waited for before each use of ``place``; one for many storages.
         is_present: whether the storage has its memory; None: whether its size is not 0.
     """
+
+    __slots__ = ("__weakref__", "_is_over", "_is_present", "_storage", "_wait")
 
     def __init__(
         self,
         storage: torch.UntypedStorage,
         place: Place,
-        settle: Callable[[], None] | None = None,
+        settle: Settle | None = None,
         is_present: Callable[[], bool] | None = None,
     ) -> None:
-        self._storage, self._wait = storage, None if settle is None else _Wait(settle)
+        self._storage, self._wait = storage, settle
         self._is_present = is_present
         self._is_over = False
         whereabouts.left(storage, place, self._wait)
@@ -57,11 +71,6 @@ class Absence:
     def provide(self, place: Tensor) -> None:
         """The bytes are in ``place`` from now on."""
         whereabouts.left(self._storage, place, self._wait)
-
-
-class _Wait:
-    def __init__(self, wait: Callable[[], None]) -> None:
-        self.wait = wait
 
 
 def is_absent(tensor: Tensor) -> bool:

@@ -26,7 +26,7 @@ class _Trip(Protocol):
     def wait(self) -> None: ...
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class _Entry:
     # Held while it is away: nobody else may get its identity. Not on its way back, where a
     # stranger with its identity would but wait for a trip that ends.

@@ -53,14 +53,19 @@ class ModuleGuard:
         """
         modules = dict.fromkeys(module for model in self._models for module in model.modules())
         before_use = _untraced(before_use)
+        checks = {
+            "forward": checked(before_use, "a compiled forward"),
+            "_apply": checked(before_use, "a move or cast of the model"),
+            "__reduce_ex__": checked(before_use, "a copy of the model"),
+        }
+        forward = _Forward(before_use)
         for module in modules:
             # At the front: FSDP2's own hook reads the shards.
-            hook = module.register_forward_pre_hook(_Forward(before_use), prepend=True)
+            hook = module.register_forward_pre_hook(forward, prepend=True)
             self._undo.append(hook.remove)
-            # What torch.compile has made looks at no hooks, but at whether this is replaced.
-            self._patch(module, "forward", checked(before_use, "a compiled forward"))
-            self._patch(module, "_apply", checked(before_use, "a move or cast of the model"))
-            self._patch(module, "__reduce_ex__", checked(before_use, "a copy of the model"))
+            for name, check in checks.items():
+                # What torch.compile has made looks at no hooks, but at whether this is replaced.
+                self._patch(module, name, check)
             self._patch(module, "_save_to_state_dict", _on_host(module, lock))
             self._patch(module, "_load_from_state_dict", self._into_host(module, lock))
         self._undo += [group.close(before_use) for group in self._groups]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import os
 import threading
 import weakref
@@ -30,6 +31,7 @@ from ..moving import (
     Block,
     Mover,
     Places,
+    Settle,
     StorageBlock,
     Trip,
     collect,
@@ -169,7 +171,8 @@ class PhaseOffloader:
             self._check()
             self._handle.wait()
             if not self._is_away:
-                self._leave(beside)
+                with _collector_paused():
+                    self._leave(beside)
             elif beside is not None:
                 beside(self._handle)
             if wait:
@@ -196,7 +199,8 @@ class PhaseOffloader:
             self._check()
             self._handle.wait()
             if self._is_away:
-                self._come_back(make_room)
+                with _collector_paused():
+                    self._come_back(make_room)
             if wait:
                 self._handle.wait()
             return self._handle
@@ -376,18 +380,18 @@ class PhaseOffloader:
             self._become_away(Handle({}))
 
     def _enter_absent(self) -> None:
-        settle = weakref.WeakMethod(self._settle)
+        settle = Settle(functools.partial(_call, weakref.WeakMethod(self._settle)))
         self._absences = [
             Absence(
                 block.storage,
                 self._seats[kind].place(block),
-                functools.partial(_call, settle),
-                functools.partial(self._seats[kind].is_present, block),
+                settle,
+                self._seats[kind].presence(block),
             )
             for kind in ("params", "state")
             for block in self._storages[kind]
         ]
-        self._absences += self._rebuilding.enter_absent(functools.partial(_call, settle))
+        self._absences += self._rebuilding.enter_absent(settle)
 
     def _leave_absent(self) -> None:
         for absence in self._absences:
@@ -529,6 +533,19 @@ def swap(*, out: PhaseOffloader, in_: PhaseOffloader, wait: bool = True) -> tupl
         leaving.wait()
         coming[0].wait()
     return leaving, coming[0]
+
+
+@contextlib.contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Python's collector has no turn inside: objects are made for each module and storage, and a
+    full collection (0.1 s and more) would come between copies. It comes while they run."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _call(find: Callable[[], Callable[[], None] | None]) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import shards
-from ..moving import Absence, Mover, StorageBlock
+from ..moving import Absence, Mover, Settle, StorageBlock
 from .optimizers import OptimizerState
 
 
@@ -62,7 +62,7 @@ class Rebuilding:
                 saved.append(block)
         return saved
 
-    def enter_absent(self, settle: Callable[[], None]) -> list[Absence]:
+    def enter_absent(self, settle: Settle) -> list[Absence]:
         """Let readers know; host memory is taken when there is one."""
         self._absences = {
             block: Absence(

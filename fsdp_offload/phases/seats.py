@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -41,9 +42,9 @@ class Seats:
         """The bytes of a storage in host memory: 1-D uint8. Its blocks have places."""
         return self._places.of(storage)
 
-    def is_present(self, storage: StorageBlock) -> bool:
-        """Whether the storage has its memory."""
-        return is_whole(storage)
+    def presence(self, storage: StorageBlock) -> Callable[[], bool] | None:
+        """What tells whether the storage has its memory; None: its size does."""
+        return None
 
     def close(self) -> None:
         """Nothing is going to leave any more; all of it is present. Idempotent."""
@@ -79,9 +80,9 @@ class FixedSeats(Seats):
             # A storage of its own, so that torch.save takes nothing else with it.
             return empty.set_(whole[seat.start : seat.start + seat.n_bytes])
 
-    def is_present(self, storage: StorageBlock) -> bool:
+    def presence(self, storage: StorageBlock) -> Callable[[], bool] | None:
         """See :class:`Seats`."""
-        return is_whole(self._seats[storage].block)
+        return functools.partial(is_whole, self._seats[storage].block)
 
     def close(self) -> None:
         """The storages get ordinary memory."""

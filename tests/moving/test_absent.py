@@ -61,7 +61,7 @@ def test_entry_goes_with_whoever_made_it() -> None:
 def test_bytes_are_waited_for_before_each_use() -> None:
     tensor, waits = torch.zeros(3), []
     place = torch.empty(12, dtype=torch.uint8)
-    entry = absent.Absence(tensor.untyped_storage(), place, lambda: waits.append(1))
+    entry = absent.Absence(tensor.untyped_storage(), place, absent.Settle(lambda: waits.append(1)))
     absent.host_view(tensor)
     assert waits == [1]
     entry.end()
