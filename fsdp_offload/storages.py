@@ -15,8 +15,8 @@ A storage moved alone gets what the allocator takes for it: 20 MiB for one of 7.
 moved together, and what is rounded is their sum. Large ones: the allocator takes one segment for
 their sum and, as that is dropped at once, cuts them from it (``moving/rooms.py``). Small ones, up
 to 1 MiB: their segments are of 2 MiB, whatever is asked for, so the next one begins where the last
-storage of the one before ends. The allocator takes the rest of a segment, which is the next one's
-too, for free: nobody ever allocates from it, because each segment is that of a pool that is let go
+storage of the one before ends. The allocator believes that the rest of a segment is free, where the
+next one lies: nobody ever allocates from it, because each segment is that of a pool that is let go
 at once. Where each storage has come to lie is looked at before the next is moved.
 """
 
@@ -123,8 +123,11 @@ class AddressPool:
         try:
             with torch.cuda.use_mem_pool(self._pool, self._device):
                 address = _allocate_and_drop(n_bytes, self._device)
-        except torch.OutOfMemoryError:
-            return False
+        except BaseException as error:
+            self._pool = self._new_pool()  # the old one may have cached it, or not
+            if isinstance(error, torch.OutOfMemoryError):
+                return False
+            raise
         is_taken = self._note(address, size)
         done = all(self._resize(storage) for storage in found)
         if is_taken and not any(address <= s.data_ptr() < address + size for s in found):
@@ -191,9 +194,7 @@ class AddressPool:
             return torch.cuda.MemPool(self._allocator)
 
 
-def _in_segments(
-    found: Sequence[torch.UntypedStorage],
-) -> list[list[torch.UntypedStorage]]:
+def _in_segments(found: Sequence[torch.UntypedStorage]) -> list[list[torch.UntypedStorage]]:
     """Small storages, in order, as many as a segment has room for."""
     rows: list[list[torch.UntypedStorage]] = [[]]
     taken = 0

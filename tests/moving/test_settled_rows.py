@@ -166,7 +166,7 @@ def test_an_allocator_that_is_known_to_do_otherwise_is_not_asked(
     assert job.driver.given == [30 * MIB] * 4
 
 
-def test_where_memory_is_short_rows_are_halved(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_memory_is_short_rows_are_halved(job: Job) -> None:
     job.driver.left_bytes = 300 * MIB
     settle_storages(job.make(mib(*[29] * 60, *[0.3] * 20)), job.region)
     job.check()
@@ -206,6 +206,24 @@ def test_an_error_midway_leaves_each_whole(job: Job, monkeypatch: pytest.MonkeyP
         with pytest.raises(KeyboardInterrupt):
             settle_storages(blocks, job.region)
     left[0] = 100
+    settle_storages(blocks, job.region)
+    job.check()
+
+
+def test_an_error_when_a_room_is_taken(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The allocator may have cached the room: nothing is cut from it after it is given back."""
+    blocks = job.make(mib(*[29] * 8, *[0.3] * 20))
+    take = job.allocator.take_and_drop
+
+    def interrupted(n_bytes: int, device: torch.device) -> int:
+        take(n_bytes, device)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(storages, "_allocate_and_drop", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            settle_storages(blocks, job.region)
+    assert job.region.n_bytes == 0
     settle_storages(blocks, job.region)
     job.check()
 
