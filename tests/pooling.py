@@ -32,6 +32,7 @@ class Allocator:
     def __init__(self) -> None:
         self.callback = 0
         self.active: Pool | None = None
+        self.segments: list[tuple[int, int]] = []  # start and end, ever
         self.small_segment = 2 * MIB
         self.cuts = True
         self.rounds = False  # to powers of two
@@ -64,6 +65,7 @@ class Allocator:
         address = function(wanted, 0, None)
         if address is None:
             raise torch.OutOfMemoryError("the callback gave nothing")
+        self.segments.append((address, address + wanted))
         return wanted, address
 
     def take_and_drop(self, n_bytes: int, device: torch.device) -> int:

@@ -77,11 +77,16 @@ def mib(*sizes: float) -> list[int]:
     return [int(size * MIB) for size in sizes]
 
 
-@pytest.mark.parametrize("size", [1500, 400, 29, 14.5, 10, 6.8, 2.1, 1.001, 0.99, 0.672, 0.3, 0.01])
+@pytest.mark.parametrize(
+    "size", [1500, 400, 29, 14.5, 10, 6.8, 2.1, 1.001, 0.99, 0.75, 0.672, 0.3, 0.01]
+)
 def test_a_thousand_storages_take_hardly_more_than_they_are(job: Job, size: float) -> None:
     settle_storages(job.make(mib(size) * 1000), job.region)
     job.check()
     assert job.region.n_bytes <= 1.005 * job.payload_bytes + 4 * MIB
+    ranges = [(b.pages.address, b.pages.address + b.n_bytes) for b in job.region.blocks()]
+    for start, stop in job.allocator.segments:
+        assert any(first <= start and stop <= last for first, last in ranges)
     assert max(job.driver.given) <= max(mib(size)[0] + 2 * MIB, 1.6 * GIB)
 
 
