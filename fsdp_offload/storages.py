@@ -9,13 +9,22 @@ GIL held. Python code there could be interrupted by a thread that holds the GIL 
 the lock; so the callback is a built-in method (``dict.get``), which cannot be interrupted. Memory
 is given back by the region that owns it, not through the pool, whose callback for that does
 nothing.
+
+[Note: storages that share]
+A storage moved alone gets what the allocator takes for it: 20 MiB for one of 7. So storages are
+moved together, and what is rounded is their sum. Large ones: the allocator takes one segment for
+their sum and, as that is dropped at once, cuts them from it (``moving/rooms.py``). Small ones, up
+to 1 MiB: their segments are of 2 MiB, whatever is asked for, so the next one begins where the last
+storage of the one before ends. The allocator believes that the rest of a segment is free, where the
+next one lies: nobody ever allocates from it, because each segment is that of a pool that is let go
+at once. Where each storage has come to lie is looked at before the next is moved.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
@@ -73,12 +82,13 @@ class AddressPool:
     def __init__(self, device: torch.device, memory: Callable[[int], int]) -> None:
         self._device, self._memory = device, memory
         self._spare: dict[int, int] = {}  # address by size: what the next segment gets
+        self._unused: list[int] = []
         allocate = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_size_t)(self._spare.get)
         release = ctypes.CDLL(None).getpid  # any function without effect
-        allocator = torch._C._cuda_customAllocator(_pointer(allocate), _pointer(release))
-        with torch.cuda.device(device):
-            self._pool = torch.cuda.MemPool(allocator)
-        _kept.append((allocate, allocator))
+        self._allocator = torch._C._cuda_customAllocator(_pointer(allocate), _pointer(release))
+        self._pool = self._new_pool()
+        self._can_share = cuts_segments(device)
+        _kept.append((allocate, self._allocator))
 
     def move(self, storage: torch.UntypedStorage) -> bool:
         """Give the storage memory of the pool, with its content, on the current stream.
@@ -87,25 +97,120 @@ class AddressPool:
             False: torch's allocator wanted a segment of another size than it is known to; the
             storage is as before.
         """
-        n_bytes = storage.nbytes()
-        size = segment_bytes(n_bytes)
-        if size not in self._spare:
-            self._spare[size] = self._memory(size)
-        spare = self._spare[size]
+        size = self._provide(storage.nbytes())
+        if not self._resize(storage):
+            return False
+        self._note(storage.data_ptr(), size)
+        return True
+
+    def move_together(self, found: Sequence[torch.UntypedStorage]) -> bool:
+        """:meth:`move` for storages, all of them small or none, without rounding for each.
+
+        Returns:
+            False: torch's allocator does not cut segments as it is known to; each storage is as
+            before, or moved.
+        """
+        if not self._can_share:
+            return False
+        self._can_share = (
+            self._move_small(found) if is_small(found[0].nbytes()) else self._move_large(found)
+        )
+        return self._can_share
+
+    def _move_large(self, found: Sequence[torch.UntypedStorage]) -> bool:
+        n_bytes = sum(block_bytes(storage.nbytes()) for storage in found)
+        size = self._provide(n_bytes)
         try:
             with torch.cuda.use_mem_pool(self._pool, self._device):
-                storage.resize_(n_bytes)  # the same size: other memory, and a copy
-        except torch.OutOfMemoryError:
+                address = _allocate_and_drop(n_bytes, self._device)
+        except BaseException as error:
+            self._pool = self._new_pool()  # the old one may have cached it, or not
+            if isinstance(error, torch.OutOfMemoryError):
+                return False
+            raise
+        is_taken = self._note(address, size)
+        done = all(self._resize(storage) for storage in found)
+        if is_taken and not any(address <= s.data_ptr() < address + size for s in found):
+            self._pool = self._new_pool()  # the segment goes with the old one
+            self._unused.append(address)
             return False
-        if spare <= storage.data_ptr() < spare + size:
-            del self._spare[size]  # else it was a part of an earlier segment
+        return done
+
+    def _move_small(self, found: Sequence[torch.UntypedStorage]) -> bool:
+        rows = _in_segments(found)
+        starts = [0]
+        for row in rows:
+            starts.append(starts[-1] + sum(block_bytes(storage.nbytes()) for storage in row))
+        first = self._memory(starts[-2] + 2 * _MIB)  # the last segment ends there, too
+        if 2 * _MIB in self._spare:
+            self._unused.append(self._spare.pop(2 * _MIB))
+        try:
+            for start, row in zip(starts, rows, strict=False):
+                address = self._spare[2 * _MIB] = first + start
+                pool = self._new_pool()
+                for storage in row:
+                    if not self._resize(storage, pool) or storage.data_ptr() != address:
+                        return False
+                    self._spare.pop(2 * _MIB, None)
+                    address += block_bytes(storage.nbytes())
+        finally:
+            self._spare.pop(2 * _MIB, None)
+            if not first <= found[0].data_ptr() < first + 2 * _MIB:
+                self._unused.append(first)
         return True
 
     def forget_spare(self) -> set[int]:
         """Addresses of memory that was given and is not used; it never will be."""
-        unused = set(self._spare.values())
+        unused = {*self._spare.values(), *self._unused}
         self._spare.clear()
+        self._unused.clear()
         return unused
+
+    def _provide(self, n_bytes: int) -> int:
+        """Have memory for the segment that a request may need; its size."""
+        size = segment_bytes(n_bytes)
+        if size not in self._spare:
+            self._spare[size] = self._memory(size)
+        return size
+
+    def _note(self, address: int, size: int) -> bool:
+        """Whether the memory of that size was used; else it was a part of an earlier segment."""
+        spare = self._spare[size]
+        is_used = spare <= address < spare + size
+        if is_used:
+            del self._spare[size]
+        return is_used
+
+    def _resize(self, storage: torch.UntypedStorage, pool: Any = None) -> bool:
+        try:
+            with torch.cuda.use_mem_pool(pool or self._pool, self._device):
+                storage.resize_(storage.nbytes())  # the same size: other memory, and a copy
+        except torch.OutOfMemoryError:
+            return False
+        return True
+
+    def _new_pool(self) -> Any:
+        with torch.cuda.device(self._device):
+            return torch.cuda.MemPool(self._allocator)
+
+
+def _in_segments(found: Sequence[torch.UntypedStorage]) -> list[list[torch.UntypedStorage]]:
+    """Small storages, in order, as many as a segment has room for."""
+    rows: list[list[torch.UntypedStorage]] = [[]]
+    taken = 0
+    for storage in found:
+        size = block_bytes(storage.nbytes())
+        if taken + size > 2 * _MIB:
+            rows.append([])
+            taken = 0
+        rows[-1].append(storage)
+        taken += size
+    return rows
+
+
+def _allocate_and_drop(n_bytes: int, device: torch.device) -> int:
+    """The address of memory that the current pool has cached from now on."""
+    return torch.empty(n_bytes, dtype=torch.uint8, device=device).data_ptr()
 
 
 def _pointer(function: Any) -> int:

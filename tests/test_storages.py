@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,71 +9,14 @@ import torch
 
 from fsdp_offload import storages
 from fsdp_offload.storages import AddressPool
+from tests.pooling import MIB, Allocator, Storage, allocator_in_place
 
-MIB = 1 << 20
 CUDA = torch.device("cuda", 0)
-
-
-class Allocator:
-    """torch's: segments by their callback, blocks out of what is left of them."""
-
-    small = 2 * MIB
-
-    def __init__(self) -> None:
-        self.callback = 0
-        self.active = False
-        self.free: list[tuple[int, int]] = []
-
-    def take(self, n: int) -> int:
-        assert self.active
-        for place, (address, left) in enumerate(self.free):
-            if left >= n:
-                self.free[place] = (address + n, left - n)
-                return address
-        size = self.small if n <= MIB else 20 * MIB if n < 10 * MIB else n
-        function = ctypes.CFUNCTYPE(
-            ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p
-        )(self.callback)
-        address = function(size, 0, None)
-        if address is None:
-            raise torch.OutOfMemoryError("the callback gave nothing")
-        self.free.append((address + n, size - n))
-        return address
-
-
-class Storage:
-    def __init__(self, allocator: Allocator, n: int) -> None:
-        self.allocator, self.n, self.address = allocator, n, 7
-
-    def nbytes(self) -> int:
-        return self.n
-
-    def data_ptr(self) -> int:
-        return self.address
-
-    def resize_(self, n: int) -> None:
-        self.address = self.allocator.take(n)
 
 
 @pytest.fixture
 def allocator(monkeypatch: pytest.MonkeyPatch) -> Allocator:
-    made = Allocator()
-
-    def custom(allocate: int, release: int) -> object:
-        made.callback = allocate
-        return object()
-
-    @contextlib.contextmanager
-    def use(pool: object, device: object) -> Iterator[None]:
-        made.active = True
-        yield
-        made.active = False
-
-    monkeypatch.setattr(torch._C, "_cuda_customAllocator", custom, raising=False)
-    monkeypatch.setattr(torch.cuda, "MemPool", lambda allocator: object())
-    monkeypatch.setattr(torch.cuda, "use_mem_pool", use)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    return made
+    return allocator_in_place(monkeypatch)
 
 
 def test_the_pool_takes_memory_where_it_is_told(allocator: Allocator) -> None:
@@ -90,22 +30,24 @@ def test_the_pool_takes_memory_where_it_is_told(allocator: Allocator) -> None:
     pool: Any = AddressPool(CUDA, memory)
     moved = [Storage(allocator, n * MIB) for n in (30, 3, 12, 1, 1, 40)]
     assert all(pool.move(storage) for storage in moved)
-    assert list(given.values()) == [30 * MIB, 20 * MIB, 12 * MIB, 2 * MIB, 40 * MIB]
-    first, second, third, _, fifth = given
+    assert list(given.values()) == [n * MIB for n in (30, 20, 12, 2, 2, 40)]
+    first, second, third, _, fifth, sixth = given
     addresses = [storage.address for storage in moved]
-    # The third, and what follows while there is room, lies behind the second.
+    # The third lies behind the second, and one small storage behind the other.
     assert addresses[:3] == [first, second, second + 3 * MIB]
-    assert addresses[5] == fifth
-    assert third in pool.forget_spare()
+    assert addresses[4] == addresses[3] + MIB
+    assert addresses[5] == sixth
+    assert pool.forget_spare() == {third, fifth}
     assert not pool.forget_spare()
 
 
 def test_a_segment_of_unknown_size_is_refused_and_nothing_moves(allocator: Allocator) -> None:
-    allocator.small = 4 * MIB
+    allocator.small_segment = 4 * MIB
     pool: Any = AddressPool(CUDA, lambda n: 1 << 32)
     storage = Storage(allocator, 100)
+    before = storage.address
     assert not pool.move(storage)
-    assert storage.address == 7
+    assert storage.address == before
     assert pool.forget_spare() == {1 << 32}
 
 

@@ -38,7 +38,7 @@ class Room:
     """Their sum, as the allocator rounds each."""
 
     members: tuple[int, ...]
-    """Indices of the storages, ascending; at least two."""
+    """Indices of the storages, ascending; for :func:`lay_out` at least two."""
 
 
 def lay_out(sizes: Sequence[int], room_bytes: int = ROOM_BYTES) -> list[Room]:
@@ -65,7 +65,22 @@ def lay_out(sizes: Sequence[int], room_bytes: int = ROOM_BYTES) -> list[Room]:
     return rooms + _divide(row, room_bytes)
 
 
+def divide(sizes: Sequence[int], room_bytes: int) -> list[Room]:
+    """The same for memory of one's own: all storages, in order, also a single one.
+
+    Args:
+        sizes: as the allocator rounds them, each below ``room_bytes``.
+        room_bytes: as of :func:`lay_out`.
+    """
+    return _parts(list(enumerate(sizes)), room_bytes) if sizes else []
+
+
 def _divide(row: Sequence[tuple[int, int]], room_bytes: int) -> list[Room]:
+    found = _parts(row, room_bytes)
+    return [r for r in found if len(r.members) > 1 and not storages.is_shared(r.n_bytes)]
+
+
+def _parts(row: Sequence[tuple[int, int]], room_bytes: int) -> list[Room]:
     total = sum(size for _, size in row)
     count = max(-(-total // room_bytes), 1)
     goal, latest = total // count, total // count + room_bytes // 8
@@ -79,8 +94,7 @@ def _divide(row: Sequence[tuple[int, int]], room_bytes: int) -> list[Room]:
         taken += item[1]
     if len(parts) > 1 and taken < goal // 2:
         parts[-2:] = [parts[-2] + parts[-1]]
-    found = [Room(sum(size for _, size in part), tuple(i for i, _ in part)) for part in parts]
-    return [r for r in found if len(r.members) > 1 and not storages.is_shared(r.n_bytes)]
+    return [Room(sum(size for _, size in part), tuple(i for i, _ in part)) for part in parts]
 
 
 class Rooms:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 from typing import Any
 
 import pytest
@@ -177,6 +178,73 @@ def test_settled_storages_stay_where_they_are() -> None:
         tensor.data_ptr() != address for (_, tensor), address in zip(named, addresses, strict=True)
     )
     assert bool(model[0].weight.isfinite().all())
+
+
+@pytest.mark.parametrize(
+    ("size", "count"),
+    [(29.0, 60), (14.5, 60), (6.8, 200), (2.1, 500), (1.001, 500), (0.672, 500), (0.3, 1000)],
+)
+def test_settled_storages_take_hardly_more_than_they_are(size: float, count: int) -> None:
+    """From 0.3 to 1.7 GiB. What a room needs beside is free meanwhile, and nothing is lost."""
+    before = free_bytes()
+    region, numel = FixedAddressRegion("state"), int(size * MIB) // 4
+    made = [torch.full((numel,), float(i), device=CUDA) for i in range(count)]
+    half = collect([(str(i), t) for i, t in enumerate(made[: count // 2])], CUDA)
+    settle_storages(half, region)
+    settle_storages(collect([(str(i), t) for i, t in enumerate(made)], CUDA), region)
+    payload = sum(tensor.nbytes for tensor in made)
+    assert region.n_bytes <= 1.005 * payload + 2 * 4 * MIB
+    assert abs(before - free_bytes() - region.n_bytes) < 32 * MIB
+    starts = sorted(tensor.data_ptr() for tensor in made)
+    assert all(b - a >= numel * 4 for a, b in itertools.pairwise(starts))
+    addresses = [tensor.data_ptr() for tensor in made]
+    for _ in range(3):
+        at = free_bytes()
+        region.pause()
+        assert free_bytes() - at >= 0.99 * region.n_bytes
+        others = [torch.full((n,), 7.0, device=CUDA) for n in (100, numel, 3 * MIB)]
+        region.resume()
+        del others
+    assert [tensor.data_ptr() for tensor in made] == addresses
+    for tensor in made:
+        tensor += 1
+    region.close()
+    for i, tensor in enumerate(made):
+        assert bool((tensor == i + 1).all())
+    del region, made, half, tensor
+    gc.collect()
+    assert abs(free_bytes() - before) < 32 * MIB
+
+
+def test_settled_storages_of_all_sizes_lie_apart() -> None:
+    region = FixedAddressRegion("state")
+    numels = [1, 100, 300_000, 40_000, 262_144, 262_145, 700_000, 4 * MIB, 8 * MIB, 130_000] * 12
+    made = [torch.full((n,), float(i), device=CUDA) for i, n in enumerate(numels)]
+    for stop in (40, 41, 42, 80, 120):
+        settle_storages(collect([(str(i), t) for i, t in enumerate(made[:stop])], CUDA), region)
+    region.pause()
+    region.resume()
+    for tensor in made:
+        tensor.mul_(2)
+    torch.cuda.empty_cache()
+    for i, tensor in enumerate(made):
+        assert bool((tensor == 2 * i).all())
+    region.close()
+    for i, tensor in enumerate(made):
+        assert bool((tensor == 2 * i).all())
+
+
+def test_settling_when_memory_is_short() -> None:
+    region = FixedAddressRegion("state")
+    made = [torch.full((29 * MIB // 4,), float(i), device=CUDA) for i in range(50)]
+    taken = torch.empty(free_bytes() - 300 * MIB, dtype=torch.uint8, device=CUDA)
+    settle_storages(collect([(str(i), t) for i, t in enumerate(made)], CUDA), region)
+    del taken
+    payload = sum(tensor.nbytes for tensor in made)
+    assert region.n_bytes <= 1.04 * payload
+    for i, tensor in enumerate(made):
+        assert bool((tensor == i).all())
+    region.close()
 
 
 def test_settled_memory_of_dead_tensors_is_given_back() -> None:
