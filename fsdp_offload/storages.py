@@ -12,12 +12,9 @@ nothing.
 
 [Note: storages that share]
 A storage moved alone gets what the allocator takes for it: 20 MiB for one of 7. So storages are
-moved together, and what is rounded is their sum. Large ones: the allocator takes one segment for
-their sum and, as that is dropped at once, cuts them from it (``moving/rooms.py``). Small ones, up
-to 1 MiB: their segments are of 2 MiB, whatever is asked for, so the next one begins where the last
-storage of the one before ends. The allocator believes that the rest of a segment is free, where the
-next one lies: nobody ever allocates from it, because each segment is that of a pool that is let go
-at once. Where each storage has come to lie is looked at before the next is moved.
+moved together, and what is rounded is their sum: the allocator takes one segment for it and, as
+that is dropped at once, cuts them from it (``moving/rooms.py``). Requests up to 1 MiB have segments
+of 2 MiB, several in each, whatever is done.
 """
 
 from __future__ import annotations
@@ -104,7 +101,7 @@ class AddressPool:
         return True
 
     def move_together(self, found: Sequence[torch.UntypedStorage]) -> bool:
-        """:meth:`move` for storages, all of them small or none, without rounding for each.
+        """:meth:`move` for storages, none of them small, without rounding for each.
 
         Returns:
             False: torch's allocator does not cut segments as it is known to; each storage is as
@@ -112,52 +109,24 @@ class AddressPool:
         """
         if not self._can_share:
             return False
-        self._can_share = (
-            self._move_small(found) if is_small(found[0].nbytes()) else self._move_large(found)
-        )
-        return self._can_share
-
-    def _move_large(self, found: Sequence[torch.UntypedStorage]) -> bool:
         n_bytes = sum(block_bytes(storage.nbytes()) for storage in found)
         size = self._provide(n_bytes)
         try:
             with torch.cuda.use_mem_pool(self._pool, self._device):
                 address = _allocate_and_drop(n_bytes, self._device)
         except BaseException as error:
+            self._can_share = False
             self._pool = self._new_pool()  # the old one may have cached it, or not
             if isinstance(error, torch.OutOfMemoryError):
                 return False
             raise
         is_taken = self._note(address, size)
-        done = all(self._resize(storage) for storage in found)
+        self._can_share = all(self._resize(storage) for storage in found)
         if is_taken and not any(address <= s.data_ptr() < address + size for s in found):
+            self._can_share = False
             self._pool = self._new_pool()  # the segment goes with the old one
             self._unused.append(address)
-            return False
-        return done
-
-    def _move_small(self, found: Sequence[torch.UntypedStorage]) -> bool:
-        rows = _in_segments(found)
-        starts = [0]
-        for row in rows:
-            starts.append(starts[-1] + sum(block_bytes(storage.nbytes()) for storage in row))
-        first = self._memory(starts[-2] + 2 * _MIB)  # the last segment ends there, too
-        if 2 * _MIB in self._spare:
-            self._unused.append(self._spare.pop(2 * _MIB))
-        try:
-            for start, row in zip(starts, rows, strict=False):
-                address = self._spare[2 * _MIB] = first + start
-                pool = self._new_pool()
-                for storage in row:
-                    if not self._resize(storage, pool) or storage.data_ptr() != address:
-                        return False
-                    self._spare.pop(2 * _MIB, None)
-                    address += block_bytes(storage.nbytes())
-        finally:
-            self._spare.pop(2 * _MIB, None)
-            if not first <= found[0].data_ptr() < first + 2 * _MIB:
-                self._unused.append(first)
-        return True
+        return self._can_share
 
     def forget_spare(self) -> set[int]:
         """Addresses of memory that was given and is not used; it never will be."""
@@ -181,9 +150,9 @@ class AddressPool:
             del self._spare[size]
         return is_used
 
-    def _resize(self, storage: torch.UntypedStorage, pool: Any = None) -> bool:
+    def _resize(self, storage: torch.UntypedStorage) -> bool:
         try:
-            with torch.cuda.use_mem_pool(pool or self._pool, self._device):
+            with torch.cuda.use_mem_pool(self._pool, self._device):
                 storage.resize_(storage.nbytes())  # the same size: other memory, and a copy
         except torch.OutOfMemoryError:
             return False
@@ -192,20 +161,6 @@ class AddressPool:
     def _new_pool(self) -> Any:
         with torch.cuda.device(self._device):
             return torch.cuda.MemPool(self._allocator)
-
-
-def _in_segments(found: Sequence[torch.UntypedStorage]) -> list[list[torch.UntypedStorage]]:
-    """Small storages, in order, as many as a segment has room for."""
-    rows: list[list[torch.UntypedStorage]] = [[]]
-    taken = 0
-    for storage in found:
-        size = block_bytes(storage.nbytes())
-        if taken + size > 2 * _MIB:
-            rows.append([])
-            taken = 0
-        rows[-1].append(storage)
-        taken += size
-    return rows
 
 
 def _allocate_and_drop(n_bytes: int, device: torch.device) -> int:

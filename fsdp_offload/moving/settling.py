@@ -137,7 +137,7 @@ def _shares(row: Sequence[torch.UntypedStorage]) -> bool:
     """Whether moving them together takes less than moving them one by one."""
     n_bytes = sum(storages.block_bytes(storage.nbytes()) for storage in row)
     is_small = storages.is_small(row[0].nbytes())
-    return n_bytes > 2 << 20 if is_small else len(row) > 1 and not storages.is_shared(n_bytes)
+    return len(row) > 1 and not is_small and not storages.is_shared(n_bytes)
 
 
 def _seat_of(storage: torch.UntypedStorage, region: FixedAddressRegion) -> Seat:
