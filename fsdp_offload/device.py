@@ -34,8 +34,8 @@ POLL_SECONDS: Final = 1.0
 """How often a thread that waits for another one looks whether that is still alive."""
 
 
-CHUNK_BYTES: Final = 16 << 20
-"""Of a turn of a bulk copy; see [Note: taking turns]."""
+TURN_BYTES: Final = 8 << 20
+"""Of a bulk copy; see [Note: taking turns]."""
 
 
 class Event(Protocol):
@@ -172,19 +172,21 @@ def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -
         torch._foreach_copy_(list(targets), list(sources), non_blocking=True)
 
 
-def in_turns(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """1-D uint8 tensors in lists of about ``CHUNK_BYTES``: large ones cut, small ones together.
+def in_turns(
+    tensors: Sequence[torch.Tensor], turn_bytes: int = TURN_BYTES
+) -> list[list[torch.Tensor]]:
+    """1-D uint8 tensors in lists of about ``turn_bytes``: large ones cut, small ones together.
 
     Tensors of the same lengths give parts of the same lengths.
     """
     turns: list[list[torch.Tensor]] = [[]]
-    room = CHUNK_BYTES
+    room = turn_bytes
     for tensor in tensors:
-        count = max(-(-tensor.numel() // CHUNK_BYTES), 1)
+        count = max(-(-tensor.numel() // turn_bytes), 1)
         for part in tensor.split(max(-(-tensor.numel() // count), 1)):
             if part.numel() > room and turns[-1]:
                 turns.append([])
-                room = CHUNK_BYTES
+                room = turn_bytes
             turns[-1].append(part)
             room -= part.numel()
     return turns

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp_offload.device import CHUNK_BYTES, _TakingTurns, _TorchCommands, in_turns
+from fsdp_offload.device import TURN_BYTES, _TakingTurns, _TorchCommands, in_turns
 
 
 class Stream:
@@ -127,7 +127,7 @@ def test_what_is_launched_comes_after_all_copies_and_before_later_ones() -> None
 
 
 @pytest.mark.parametrize(
-    "numel", [0, 1, 5, CHUNK_BYTES - 1, CHUNK_BYTES, CHUNK_BYTES + 1, 3 * CHUNK_BYTES + 7]
+    "numel", [0, 1, 5, TURN_BYTES - 1, TURN_BYTES, TURN_BYTES + 1, 3 * TURN_BYTES + 7]
 )
 def test_a_large_tensor_is_cut_into_turns_of_like_size(numel: int) -> None:
     tensor = torch.empty(numel, dtype=torch.uint8)
@@ -135,8 +135,8 @@ def test_a_large_tensor_is_cut_into_turns_of_like_size(numel: int) -> None:
     assert all(len(turn) == 1 for turn in turns)
     parts = [part for turn in turns for part in turn]
     assert sum(part.numel() for part in parts) == numel
-    assert all(part.numel() <= CHUNK_BYTES for part in parts)
-    assert len(parts) == max(1, -(-numel // CHUNK_BYTES))
+    assert all(part.numel() <= TURN_BYTES for part in parts)
+    assert len(parts) == max(1, -(-numel // TURN_BYTES))
     address = tensor.data_ptr()
     for part in filter(torch.Tensor.numel, parts):
         assert part.data_ptr() == address
@@ -144,15 +144,20 @@ def test_a_large_tensor_is_cut_into_turns_of_like_size(numel: int) -> None:
 
 
 def test_small_tensors_share_a_turn() -> None:
-    third = CHUNK_BYTES // 3
-    sizes = [third, third, third, 1, 0, CHUNK_BYTES, third, CHUNK_BYTES - third + 1]
+    third = TURN_BYTES // 3
+    sizes = [third, third, third, 1, 0, TURN_BYTES, third, TURN_BYTES - third + 1]
     turns = in_turns([torch.empty(size, dtype=torch.uint8) for size in sizes])
     assert [[part.numel() for part in turn] for turn in turns] == [
         [third, third, third, 1, 0],
-        [CHUNK_BYTES],
+        [TURN_BYTES],
         [third],
-        [CHUNK_BYTES - third + 1],
+        [TURN_BYTES - third + 1],
     ]
+
+
+def test_turns_of_another_size() -> None:
+    turns = in_turns([torch.empty(10, dtype=torch.uint8)], 4)
+    assert [[part.numel() for part in turn] for turn in turns] == [[4], [4], [2]]
 
 
 def test_nothing_to_copy_is_one_empty_turn() -> None:

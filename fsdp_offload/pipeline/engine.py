@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..config import OffloadConfig
-from ..device import Event, Gateway
+from ..device import TURN_BYTES, Event, Gateway
 from ..memory import ArenaStatistics, HostArena, check_host_budget, local_ranks
 from ..moving import Trip
 from ..plan import Kind, Layout, Slice, make_layout
@@ -37,6 +37,9 @@ HOST_DEPTH = 6
 """Least number of gradient buffers of the host lane in host memory."""
 HOST_BUCKET_FACTOR = 2
 """Host buckets are that much larger: each costs a hand-over between threads."""
+SEVERAL_RANKS_FACTOR = 2
+"""Turns of the streamed lane are that much larger where ranks share a host: there the host is late
+rather than what waits for a turn (docs/how-it-works.md)."""
 DEFAULT_DEVICE_BYTES = 256 << 20
 """Memory of the slots above which the parameter that needs it is logged."""
 
@@ -254,9 +257,17 @@ class Segment:
             shares_h2d=beside_host or self.config.overlap != "step",
             shares_d2h=beside_host,
         )
+        turn_bytes = TURN_BYTES * (1 if local_ranks() == 1 else SEVERAL_RANKS_FACTOR)
         lane.buckets = [
             StreamedBucket(
-                optimizer, layout, bucket, records, arena, slots[i % count], self.scratch
+                optimizer,
+                layout,
+                bucket,
+                records,
+                arena,
+                slots[i % count],
+                self.scratch,
+                turn_bytes,
             )
             for i, (layout, bucket) in enumerate(pairs)
         ]

@@ -61,14 +61,16 @@ class StreamedBucket:
         arena: HostArena,
         slot: Tensor,  # uint8, 1-D
         scratch: Scratch,
+        turn_bytes: int,
     ) -> None:
+        self._turn_bytes = turn_bytes
         self.indices = sorted({s.entry.index for s in bucket.slices})
         self._layout, self.bucket = layout, bucket
         self._spans = [span for span in bucket.spans if span.n_bytes]
         self.in_arena = [
             arena.tensor(span.arena_start, span.n_bytes, torch.uint8) for span in self._spans
         ]
-        self.arena_turns = in_turns(self.in_arena)
+        self.arena_turns = in_turns(self.in_arena, turn_bytes)
         self._has_remainder = records[bucket.slices[0].entry.index].form is MasterForm.REMAINDER
         self._by_kind = {span.kind: span for span in bucket.spans}
         self._use_slot(slot)
@@ -90,7 +92,7 @@ class StreamedBucket:
         self.in_slot = [
             slot[span.slot_start : span.slot_start + span.n_bytes] for span in self._spans
         ]
-        self.slot_turns = in_turns(self.in_slot)
+        self.slot_turns = in_turns(self.in_slot, self._turn_bytes)
 
     def _view(self, piece: Slice, kind: Kind, numel: int) -> Tensor:
         span = self._by_kind[kind]
