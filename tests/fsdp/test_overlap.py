@@ -673,8 +673,8 @@ def fail_in_backward() -> None:
     expected, mine = build(2), build(2)
     reference, optimizer = adamw(expected), wrap(mine, "backward")
     train(expected, reference, steps=range(STEPS))
-    # Fewer steps than until the order follows measured times: then the third bucket would be another
-    # one on each rank, and they would stop between different collectives.
+    # Fewer steps than until the order follows measured times: then the third bucket would be
+    # another one on each rank, and they would stop between different collectives.
     train(mine, optimizer, steps=range(min(REORDER_AFTER) - 1))
     weights = {name: models.local(p).clone() for name, p in mine.named_parameters()}
     saved = copy.deepcopy(optimizer.state_dict())
