@@ -316,16 +316,16 @@ class _TakingTurns(_AcceleratorStream):
         self.copy_in_turns([targets], [sources])
 
     def copy_in_turns(self, targets: Turns, sources: Turns) -> None:
-        raws, ends, turn, commands = self._raws, self._ends, self._turn, self._commands
+        raws, ends, commands = self._raws, self._ends, self._commands
         count = len(raws)
         with commands.here():
             for some, others in zip(targets, sources, strict=True):
+                turn = self._turn
                 raw = raws[turn]
                 commands.wait(raw, ends[turn - 2])
                 commands.copy(raw, some, others)
                 commands.record(ends[turn], raw)  # who waits has taken the last record already
-                turn = (turn + 1) % count
-        self._turn = turn
+                self._turn = (turn + 1) % count
 
     def wait(self, event: Event) -> None:
         recorded = _recorded(event)

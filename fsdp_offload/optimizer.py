@@ -209,6 +209,8 @@ class HybridDeviceOptimizer(Leaving, Optimizer):
                 work.gradients[record.index] = gradient_of(record)
         count_empty_shards(self._records, self._never_have_gradients, work.gradients)
         work.snapshot.clip, self._clip = self._clip, None
+        if work.snapshot.clip is not None:
+            work.snapshot.prepare(work.gradients)
         return work
 
     def _begin(self) -> Work:

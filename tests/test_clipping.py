@@ -15,8 +15,10 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from fsdp_offload import HybridDeviceOptimizer
 from fsdp_offload.clipping import coefficient, factor_for, gradients_of, total_norm
 from fsdp_offload.errors import ConfigError, NonFiniteGradientError
+from fsdp_offload.pipeline.engine import Segment
 from fsdp_offload.testing import RankPool
 from tests.fsdp import models
 from tests.fsdp.models import check, check_same
@@ -302,3 +304,26 @@ def scale_of_a_model() -> None:
 
 def test_gradients_are_read_only(ranks: Ranks) -> None:
     ranks(2).run(scale_of_a_model)
+
+
+def test_the_coefficient_is_rounded_before_any_update_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Once, on the caller's stream: parameters that were added later are updated on another one."""
+    parameters = [nn.Parameter(torch.ones(64, dtype=dtype)) for dtype in (BF16, FP32)]
+    inner = torch.optim.AdamW(parameters[:1], fused=True)
+    optimizer = HybridDeviceOptimizer(inner)
+    optimizer.add_param_group({"params": parameters[1:]})
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    run, seen = Segment.run, list[set[Any]]()
+
+    def noted(self: Segment, work: Any, *rest: Any) -> None:
+        seen.append({key for key in work.snapshot.derived if "factor" in key})
+        run(self, work, *rest)
+
+    monkeypatch.setattr(Segment, "run", noted)
+    optimizer.clip_grad_norm_(0.1)
+    optimizer.step()
+    assert seen == [{("factor", BF16), ("factor", FP32)}] * 2
+    optimizer.close()

@@ -4,8 +4,9 @@
 torch takes a *segment* from the driver for each large storage, and gives back segment by segment.
 Measured on an H200: 0.1 ms each way for one of 29 MiB (1 ms to take one while copies run), 0.7 and
 0.2 ms for one of 1 GiB. So before storages are resized from 0 to their sizes, their sum is
-allocated and dropped at once. The segment is cached then, and the allocator cuts the storages out
-of it: it takes the smallest cached block that fits, and splits it where more than 1 MiB remains.
+allocated, and dropped when the first of them is resized. The segment is cached then, and the
+allocator cuts the storages out of it: it takes the smallest cached block that fits, and splits it
+where more than 1 MiB remains.
 Nothing is left over, as long as nothing else is allocated meanwhile on the same stream and no
 smaller block is cached that fits, too; such a storage lies there, and as much of a room stays
 cached, for anybody.

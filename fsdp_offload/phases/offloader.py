@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import logging
 import os
 import threading
 import weakref
@@ -49,6 +50,8 @@ from .policies import Policies
 from .rebuilding import Rebuilding
 from .seats import make_seats
 
+_log = logging.getLogger("fsdp_offload")
+
 
 class PhaseOffloader:
     """Moves what a model and its optimizer keep on the device to host memory, and back.
@@ -66,7 +69,8 @@ class PhaseOffloader:
     driver takes back faster. So work on other streams has to be waited for before, and CUDA graphs
     over them are captured afterwards, with ``fixed_address``. Where device memory has no room for
     it, or allocator settings forbid it, they stay where they are. In the rare case that somebody
-    else takes the room just then, the offloader begins with ``is_away``.
+    else takes the room just then, or that it is interrupted, the offloader begins with ``is_away``,
+    and says so in the log.
 
     Args:
         model: the module or modules; FSDP2 modules are resharded by each offload.
@@ -375,6 +379,7 @@ class PhaseOffloader:
                     return
                 raise
             # Its bytes are in host memory, which raising would give up: reload() tries again.
+            _log.warning("the offloader begins with is_away: %r; call reload()", error)
             self._enter_absent()
             self._absences = [each for each in self._absences if not each.is_over()]
             self._become_away(Handle({}))

@@ -245,7 +245,8 @@ class BucketUpdate:
     def _bind_remainders(self, view: StateView, flat_remainder: Tensor | None) -> None:
         remainders = [view(s, REMAINDER_KIND, s.entry.numel) for s in self.bucket.slices]
         self._remainders, self._tables = remainders, None
-        if self._flat_master.is_cuda and self._flat_master.dtype == torch.float32:
+        flat = self._flat_master
+        if flat.is_cuda and flat.dtype == torch.float32 and not self._is_shaped:
             self._tables = {}
         if flat_remainder is not None and len(self.bucket.slices) > FEW:
             # Many small shards: one gather, one kernel, one scatter.

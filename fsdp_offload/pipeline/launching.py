@@ -5,7 +5,8 @@
 20 of the Adam kernel that took longer than all the rest of an update of one piece. The variant
 depends on dtypes, on alignment to 16 bytes, on whether integers are 1 or divisible by 16 and how
 wide they are, and on constants: where these were met before, the variant that was chosen then is
-launched as ``triton.compiler.CompiledKernel`` does it, with addresses in place of tensors.
+launched as ``triton.compiler.CompiledKernel`` does it, with addresses in place of tensors. So it is
+with NVIDIA's backend; AMD's looks at the sizes of storages, too, and is asked each time.
 Source: ``triton/runtime/jit.py``, ``JITFunction.run`` (Triton 3.6).
 """
 
@@ -76,7 +77,8 @@ class Kernel:
         compiled = self._function[programs,](
             *tensors, *integers, *floats, **constants, **self._options
         )
-        if bits & 15 == 0 and compiled is not None:  # None: Triton's interpreter
+        # None: Triton's interpreter.
+        if bits & 15 == 0 and compiled is not None and torch.version.hip is None:
             self._known[key] = compiled, list(constants.values())
 
 

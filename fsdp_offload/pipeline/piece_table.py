@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 class PieceTable:
-    """Up to ``MOST`` pieces, none of them empty.
+    """Up to ``MOST`` pieces; one that is empty has no program.
 
     A row is (int64): the piece's first program; addresses; elements; numbers. Rows without a piece
     begin after all programs.

@@ -177,10 +177,14 @@ class Snapshot:
     versions: list[dict[str, tuple[int, int]]] = field(default_factory=list)
     clip: Tensor | None = None
     derived: dict[object, Any] = field(default_factory=dict)
-    """What updates made of it, each for all buckets, on the stream of updates."""
+    """What updates made of it, each for all buckets: no tensors but those of :meth:`factor`."""
 
     def factor(self, dtype: torch.dtype) -> Tensor | None:
-        """``clip``, rounded to the dtype of gradients as torch does; on the stream of updates."""
+        """``clip``, rounded to the dtype of gradients as torch does.
+
+        The first call for a dtype is :meth:`prepare`'s, on the stream of whoever calls ``step()``:
+        the streams of updates are behind that, and the snapshot outlives them.
+        """
         if self.clip is None:
             return None
         key = ("factor", dtype)
@@ -188,6 +192,11 @@ class Snapshot:
             self.derived[key] = self.clip.to(dtype)
         factor: Tensor = self.derived[key]
         return factor
+
+    def prepare(self, gradients: Sequence[Tensor | None]) -> None:
+        """Have :meth:`factor` for their dtypes, on the current stream."""
+        for dtype in {gradient.dtype for gradient in gradients if gradient is not None}:
+            self.factor(dtype)
 
     @classmethod
     def take(cls, optimizer: Optimizer, groups: list[dict[str, Any]], *, host: bool) -> Snapshot:

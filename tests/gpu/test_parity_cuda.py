@@ -353,6 +353,23 @@ def test_muon_keeps_whole_matrices_and_adafactor_its_own_state() -> None:
         mine.close()
 
 
+def test_whole_matrices_with_a_master() -> None:
+    """Their gradients keep their shape, also where all of memory would let pieces go at once."""
+    mine_p = [nn.Parameter(torch.randn(64, 64, device="cuda").bfloat16()) for _ in range(3)]
+    plain_p = [nn.Parameter(p.detach().float()) for p in mine_p]
+    mine = HybridDeviceOptimizer(torch.optim.Muon(mine_p, lr=0.01), transfer=SMALL)
+    plain = torch.optim.Muon(plain_p, lr=0.01)
+    for _ in range(3):
+        for a, b in zip(mine_p, plain_p, strict=True):
+            a.grad = torch.randn_like(a)
+            b.grad = a.grad.float()
+        mine.step()
+        plain.step()
+    for a, b in zip(mine_p, plain_p, strict=True):
+        torch.testing.assert_close(a.float(), b.detach(), rtol=2**-8, atol=0)
+    mine.close()
+
+
 def test_master_none_updates_in_the_shards_dtype() -> None:
     mine_p, plain_p = parameters(torch.bfloat16), parameters(torch.bfloat16)
     none = PrecisionConfig(master="none")
