@@ -41,6 +41,7 @@ def join(blocks: Sequence[StorageBlock], mover: Mover, gateway: Gateway) -> None
         members = [ordered[index] for index in room.members]
         if _is_together(members, room):
             continue
+        release_cached(gateway.device)  # out of which the room would be cut
         free = free_bytes(gateway.device)
         if free is not None and free < storages.segment_bytes(room.n_bytes) + SPARE_BYTES:
             return

@@ -69,6 +69,17 @@ def test_storages_are_joined_a_room_at_a_time(model: CachingModel) -> None:
     assert len(model.taken) == taken  # they lie together already
 
 
+def test_a_room_is_not_cut_from_what_is_cached(model: CachingModel) -> None:
+    """What is left of it would keep the whole segment from the driver."""
+    net, gateway = layers(), ModelGateway(model)
+    blocks, mover = allocated(net, model), Mover(gateway, Places(gateway, TransferConfig()))
+    mover.reserve(blocks)
+    model.release(model.malloc(100 * MIB))
+    join(blocks, mover, gateway)
+    assert list(model.segments.values()) == [34 * MIB, 34 * MIB, 22 * MIB]
+    assert_same(net)
+
+
 def test_without_a_room_beside_nothing_moves(model: CachingModel) -> None:
     net, gateway = layers(), ModelGateway(model)
     blocks, mover = allocated(net, model), Mover(gateway, Places(gateway, TransferConfig()))
