@@ -11,8 +11,8 @@ Each rank holds the shards of ``--params`` bf16 parameters and their fp32 AdamW 
 and both at once) is measured in the same run, then each way of :mod:`.ways`: its first cycle,
 ``--repeats`` later ones (medians), the device memory that the driver says is free meanwhile, bits.
 All ranks move at the same time; seconds are those of the slowest; 0.1 s lie between leaving and
-coming back. Then ``--cycles`` cycles in a row
-of the rows named by ``--endure``: memory after the second and the last, bits after each.
+coming back. Then ``--cycles`` cycles in a row of the rows named by ``--endure``: memory after the
+second and the last, bits after each.
 """
 
 from __future__ import annotations
@@ -49,7 +49,6 @@ DEFAULTS = {
     "cuda": {"params": 1.33e9, "repeats": 5, "cycles": 200},
     "cpu": {"params": 1e6, "repeats": 2, "cycles": 5},
 }
-
 
 AWAY_S: Final = 0.1
 """Seconds away, in which a job would generate. After torch's allocator has given memory back, the
