@@ -28,7 +28,7 @@ from . import shards
 from .config import TransferConfig
 from .device import Gateway
 from .errors import AwayError, DeviceMemoryError
-from .moving import Block, Mover, Places, StorageBlock, Trip, collect, is_whole
+from .moving import Block, Mover, Places, StorageBlock, Trip, collect, is_whole, join
 from .moving.whereabouts import twin, twin_at
 from .pipeline.engine import Segment
 from .pipeline.records import Record
@@ -208,15 +208,33 @@ class OptimizerAbsence:
 
     # ------------------------------------------------------------------ out
 
+    def is_reserved(self, records: Sequence[Record], shown: Shown) -> bool:
+        """Whether all state has host memory to leave to, or is there."""
+        if self.is_away:
+            return True
+        blocks = self._departure(_all_held(records, shown), records, shown).blocks
+        return not blocks or (self._mover is not None and all(map(self._mover.places.has, blocks)))
+
     def reserve(self, records: Sequence[Record], shown: Shown, segments: Sequence[Segment]) -> None:
-        """Take host memory for all state that is on the device now.
+        """Take host memory for all state that is on the device now, and let it lie together there,
+        so that the first departure gives as much memory up as later ones. No work is under way.
 
         Raises:
             HostMemoryError, PinningError: see :class:`.moving.Places`; nothing was taken.
+            DeviceMemoryError: somebody else took device memory in the middle: all is away.
         """
-        if not self.is_away:
-            held = _all_held(records, shown)
-            self._mover_of(segments).reserve(self._departure(held, records, shown).blocks)
+        mover, held = self._mover_of(segments), _all_held(records, shown)
+        departure = self._departure(held, records, shown)
+        mover.reserve(departure.blocks)
+        try:
+            join([b for b in departure.blocks if isinstance(b, StorageBlock)], mover, self._gateway)
+        except BaseException as error:
+            self._blocks, self.is_away = departure.blocks, True
+            self._undo(mover, held, departure)
+            if self.is_away and _is_oom(error):
+                raise _out_of_memory(departure.n_bytes, error) from error
+            if not _is_oom(error):
+                raise
 
     def leave(self, records: Sequence[Record], shown: Shown, segments: Sequence[Segment]) -> Trip:
         """Copy state out and give up its memory; all work on it has been waited for.

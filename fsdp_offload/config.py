@@ -109,9 +109,10 @@ class TransferConfig:
     """How state travels between host and device, and how host memory is obtained."""
 
     bucket_bytes: int | str | None = None
-    """Bytes of state, all kinds together, in one bucket: the unit of transfer and update.
-    ``None``: 32 MiB with ``overlap="step"``; 64 MiB with the others, where the host's own time per
-    bucket competes with the launches of forward and backward."""
+    """Bytes of state, all kinds together, in one bucket: the unit of transfer and update. Each
+    element counts as 4 bytes at least. ``None``: 32 MiB with ``overlap="step"``; 64 MiB with the
+    others, where the host's own time per bucket competes with the launches of forward and
+    backward."""
 
     slots: int = 4
     """Device staging buffers of one bucket each. Three keep both directions of the link busy; the

@@ -8,6 +8,9 @@ driver's binary interface and have not changed since CUDA 10.2.
 A step enqueues thousands of copies, and on the CPU of a GPU machine each ``Tensor.copy_`` took 13
 us, an event with its record 4 us (docs/how-it-works.md). :class:`Commands` calls the driver's
 functions behind them. They go to the same streams and events, so both kinds may be mixed.
+They only enqueue, so they keep the interpreter lock: the host lane's threads would take it after
+each, and give it back later than the call lasts. (From or to memory that is not page-locked, with
+``pin="never"``, CUDA lets the call wait for its stream, and all threads of Python with it.)
 """
 
 from __future__ import annotations
@@ -79,9 +82,10 @@ _SIGNATURES: Final[dict[str, list[Any]]] = {
 
 
 @functools.cache
-def _library() -> ctypes.CDLL:
+def _library(kind: type[ctypes.CDLL] = ctypes.CDLL) -> ctypes.CDLL:
+    """``ctypes.PyDLL``: calls keep the interpreter lock."""
     try:
-        library = ctypes.CDLL("libcuda.so.1")
+        library = kind("libcuda.so.1")
         for name, arguments in _SIGNATURES.items():
             function = getattr(library, name)
             function.argtypes, function.restype = arguments, _int
@@ -190,7 +194,7 @@ class Commands:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._lib, self.device = _library(), device
+        self._lib, self.device = _library(ctypes.PyDLL), device
         _check(self._lib.cuInit(0), "cuInit", device)
         context = _word()  # torch's own; it stays for as long as the process lives
         code = self._lib.cuDevicePrimaryCtxRetain(ctypes.byref(context), device.index)

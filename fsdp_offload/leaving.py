@@ -60,11 +60,21 @@ class Leaving:
     def reserve_offload(self) -> None:
         """Take the host memory of :meth:`offload` now, for the state that exists now.
 
+        On CUDA, state on the device that other memory lies between moves together, so that the
+        first :meth:`offload` gives the driver as much as later ones.
+
         Raises:
+            SpentGradientError: between a backward that updated parameters and ``step()``.
             HostMemoryError, PinningError: as of the constructor; nothing was taken.
+            DeviceMemoryError: others took device memory meanwhile: all is away, :meth:`reload` can
+                be tried again.
+            LaneError: an earlier update failed.
         """
         self._health.check()
-        self._absence.reserve(self._records, self._shown, self._segments)
+        if self._absence.is_reserved(self._records, self._shown):
+            return
+        self._settle()
+        self._at_rest(self._absence.reserve)
 
     def offload(self, *, wait: bool = True) -> Trip:
         """Give up all device memory of the optimizer; its state stays readable, in host memory.
@@ -88,12 +98,7 @@ class Leaving:
         """
         self._settle()
         if not self._absence.is_away:
-            for segment in self._segments:
-                segment.idle()
-            try:
-                self._absence.leave(self._records, self._shown, self._segments)
-            finally:
-                self._show_all()
+            self._at_rest(self._absence.leave)
         return self._absence.trip(wait=wait)
 
     def reload(self, *, wait: bool = True) -> Trip:
@@ -151,6 +156,15 @@ class Leaving:
             if record.parameter in wanted:
                 rebuild.write_shard(record)
         self._gateway.current_stream().synchronize()  # masters may be written from here on
+
+    def _at_rest(self, move: Callable[..., object]) -> None:
+        """``move`` state, which is settled, while nothing uses staging; show what it replaced."""
+        for segment in self._segments:
+            segment.idle()
+        try:
+            move(self._records, self._shown, self._segments)
+        finally:
+            self._show_all()
 
     def _show_all(self) -> None:
         """State tensors are others than before."""

@@ -216,6 +216,12 @@ def cuts_segments(device: torch.device) -> bool:
     return not any(name in settings for name in others)
 
 
+def segments(device: torch.device) -> list[tuple[int, int]]:
+    """Address and bytes of each segment that torch's allocator has of the CUDA driver."""
+    found = torch.cuda.memory_snapshot()
+    return [(s["address"], s["total_size"]) for s in found if s["device"] == device.index]
+
+
 def _allocator_settings() -> str:
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
     found = [os.environ.get(name, "") for name in names]

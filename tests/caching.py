@@ -58,15 +58,17 @@ class CachingModel:
             self.empty_cache()
         if size > self.free_bytes:
             raise torch.OutOfMemoryError("the model's driver has no more")
-        address, self._next = self._next, self._next + size + (1 << 30)
+        address, self._next = self._next, self._next + size  # side by side
         self.segments[address] = self.free[address] = size
         self.taken.append(size)
         return size, address
 
     def release(self, address: int) -> None:
         size = self.used.pop(address)
-        after = self.free.pop(address + size, 0)
-        before = next((a for a, s in self.free.items() if a + s == address), address)
+        end, before = address + size, address
+        after = 0 if end in self.segments else self.free.pop(end, 0)
+        if address not in self.segments:
+            before = next((a for a, s in self.free.items() if a + s == address), address)
         self.free[before] = address - before + size + after
 
     def empty_cache(self) -> None:
@@ -119,6 +121,7 @@ def storages_over(model: CachingModel) -> Iterator[None]:
         for name, replaced in (("address", address), ("release", release), ("restore", restore)):
             patch.setattr(StorageBlock, name, replaced)
         patch.setattr(storages, "cuts_segments", lambda device: True)
+        patch.setattr(storages, "segments", lambda device: list(model.segments.items()))
         for module in (rooms, joining):
             patch.setattr(module, "free_bytes", lambda device: model.free_bytes)
             patch.setattr(module, "ROOM_BYTES", 32 * MIB)

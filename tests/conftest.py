@@ -9,7 +9,8 @@ import random
 import sys
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -103,18 +104,32 @@ def arenas(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[HostArena]]:
     return made
 
 
-@pytest.fixture(autouse=True)
-def gpu_turn(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[None]:
-    """Under xdist GPU tests run side by side, but one that is marked ``alone`` runs by itself."""
-    marks = [request.node.get_closest_marker(name) for name in ("gpu", "gpus", "alone")]
+@contextmanager
+def gpu_turn(item: pytest.Item) -> Iterator[None]:
+    """Under xdist GPU tests run side by side, but one that is marked ``alone`` runs by itself.
+
+    Who wants to run alone holds the gate, through which everybody goes, until the others are done:
+    else there would always be another one.
+    """
+    marks = [item.get_closest_marker(name) for name in ("gpu", "gpus", "alone")]
     if "PYTEST_XDIST_WORKER" not in os.environ or not any(marks):
         yield
         return
-    with (tmp_path_factory.getbasetemp().parent / "gpu.lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX if marks[-1] else fcntl.LOCK_SH)
-        yield
+    with Path(__file__).open() as gate, (GPU_TESTS / "test_region.py").open() as lock:
+        fcntl.flock(gate, fcntl.LOCK_EX)
+        fcntl.flock(lock, fcntl.LOCK_EX if marks[-1] else fcntl.LOCK_SH)
+        fcntl.flock(gate, fcntl.LOCK_UN)
+        try:
+            yield
+        finally:  # a child that outlives the test has the file, too
+            fcntl.flock(lock, fcntl.LOCK_UN)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Fixtures of all scopes and reports are within its turn, too."""
+    with gpu_turn(item):
+        return (yield)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -125,6 +140,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.gpu)
         if "ranks" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.ranks)
+    # First: at the end of a session, processes of others give their device memory back.
+    items.sort(key=lambda item: item.get_closest_marker("alone") is None)
 
 
 def pytest_collection_finish() -> None:

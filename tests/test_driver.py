@@ -86,7 +86,7 @@ class Library:
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> Library:
     made = Library()
-    monkeypatch.setattr(driver_module, "_library", lambda: made)
+    monkeypatch.setattr(driver_module, "_library", lambda *kind: made)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
@@ -211,7 +211,7 @@ def test_commands_run_in_the_devices_own_context(
     monkeypatch: pytest.MonkeyPatch, current: int
 ) -> None:
     queue = Queue(current)
-    monkeypatch.setattr(driver_module, "_library", lambda: queue)
+    monkeypatch.setattr(driver_module, "_library", lambda *kind: queue)
     commands = Commands(CUDA)
     targets = [torch.empty(n, dtype=torch.uint8) for n in (3, 0, 8)]
     sources = [torch.empty(n, dtype=torch.uint8) for n in (3, 0, 8)]
@@ -230,7 +230,7 @@ def test_commands_run_in_the_devices_own_context(
 
 def test_a_refused_command_raises_and_leaves_the_context(monkeypatch: pytest.MonkeyPatch) -> None:
     queue = Queue(5)
-    monkeypatch.setattr(driver_module, "_library", lambda: queue)
+    monkeypatch.setattr(driver_module, "_library", lambda *kind: queue)
     commands, tensor, queue.code = Commands(CUDA), torch.empty(4, dtype=torch.uint8), 700
     calls = {
         "a copy of 4 bytes": lambda: commands.copy(Handle(), [tensor], [tensor]),

@@ -9,7 +9,7 @@ import os
 import pickle
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 from torch.optim import Optimizer
 
 from fsdp_offload import HybridDeviceOptimizer, PhaseOffloader, TransferConfig, swap
+from fsdp_offload.device import _DoneEvent
 from fsdp_offload.errors import (
     AwayError,
     ClosedError,
@@ -29,8 +30,16 @@ from fsdp_offload.errors import (
     UnsupportedParameterError,
 )
 from fsdp_offload.memory import HostArena
-from fsdp_offload.moving import StorageBlock, absent, places, whereabouts
-from fsdp_offload.phases import plain_state, seats
+from fsdp_offload.moving import (
+    Block,
+    Mover,
+    StorageBlock,
+    Trip,
+    absent,
+    places,
+    whereabouts,
+)
+from fsdp_offload.phases import offloader, plain_state, seats
 from fsdp_offload.storages import can_swap
 
 
@@ -292,6 +301,162 @@ def test_state_made_later_moves_too() -> None:
     assert all_away([s["exp_avg"] for s in optimizer.state.values()])
     assert phases.statistics().host_bytes > held
     phases.reload()
+
+
+@pytest.mark.parametrize("ahead_bytes", [1, 600])
+@pytest.mark.parametrize("fixed_address", [False, True])
+def test_part_of_the_state_leaves_before_the_rest_is_known(
+    monkeypatch: pytest.MonkeyPatch, ahead_bytes: int, fixed_address: bool
+) -> None:
+    """600 bytes are several of its tensors, not all; as a whole all have left, and come back."""
+    if fixed_address and not can_swap():
+        pytest.skip("this torch cannot swap CPU storages")
+    monkeypatch.setattr(offloader, "AHEAD_BYTES", ahead_bytes)
+    model = net()
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    train(model, optimizer, range(1))
+    phases = PhaseOffloader(model, optimizer, fixed_address=fixed_address)
+    before = copy.deepcopy(optimizer.state_dict()["state"])
+    moments = [value for values in optimizer.state.values() for value in values.values()]
+    n_bytes = sum(moment.nbytes for moment in moments)
+    sent: list[int] = []
+    out = Mover.out
+
+    def noted(mover: Mover, blocks: Sequence[Block]) -> Trip:
+        trip = out(mover, blocks)
+        sent.append(trip.n_bytes)
+        return trip
+
+    monkeypatch.setattr(Mover, "out", noted)
+    for _ in range(2):
+        sent.clear()
+        phases.offload()
+        assert sent[0]
+        assert fixed_address or sent[0] < n_bytes
+        figures = phases.statistics().offloaded["state"]
+        assert figures.n_bytes == sum(sent[:2])
+        assert fixed_address or figures.n_bytes == n_bytes
+        assert fixed_address or all_away(moments)
+        assert_same(optimizer.state_dict()["state"], before)
+        phases.reload()
+        assert_same(optimizer.state_dict()["state"], before)
+
+
+def test_state_that_was_replaced_does_not_leave() -> None:
+    model = net()
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    train(model, optimizer, range(1))
+    phases = PhaseOffloader(model, optimizer)
+    values = next(iter(optimizer.state.values()))
+    mine = values["exp_avg"]
+    values["exp_avg"] = mine + 1
+    with phases.away():
+        assert all_present([mine])
+        assert all_away([values["exp_avg"]])
+        shown = next(iter(optimizer.state_dict()["state"].values()))
+        assert torch.equal(shown["exp_avg"], mine + 1)
+    assert torch.equal(values["exp_avg"], mine + 1)
+
+
+@pytest.mark.parametrize(
+    "error", [HostMemoryError("value", reason="", remedy=""), KeyboardInterrupt()]
+)
+@pytest.mark.parametrize("where", ["_reshard", "_collect", "_reserve", "_enter_absent"])
+def test_what_left_ahead_comes_back_if_the_rest_cannot_leave(
+    monkeypatch: pytest.MonkeyPatch, where: str, error: BaseException
+) -> None:
+    model = net()
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    train(model, optimizer, range(1))
+    phases = PhaseOffloader(model, optimizer)
+    before = copy.deepcopy(optimizer.state_dict()["state"])
+    moments = [s[name] for s in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+    left: list[bool] = []
+
+    def fails(*args: Any) -> Any:
+        left.append(all_away(moments))
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(phases, where, fails)
+        with pytest.raises(type(error)):
+            phases.offload()
+    assert left == [True]
+    assert not phases.is_away
+    assert all_present([*moments, *tensors_of(model)])
+    assert_same(optimizer.state_dict()["state"], before)
+    phases.offload()
+    assert all_away(moments)
+    phases.reload()
+    train(model, optimizer, range(1, 2))
+
+
+@pytest.mark.skipif(not can_swap(), reason="this torch cannot swap CPU storages")
+@pytest.mark.parametrize("is_refused", [False, True])
+@pytest.mark.parametrize("is_seen", [False, True])
+def test_new_state_beside_old_at_fixed_addresses(
+    monkeypatch: pytest.MonkeyPatch, is_seen: bool, is_refused: bool
+) -> None:
+    """The old may not begin to leave before the new has its seat. ``is_seen``: the host sees at
+    once that a copy has ended. ``is_refused``: the first time there is no host memory for it."""
+    monkeypatch.setattr(_DoneEvent, "query", lambda event: is_seen)
+    model = nn.Sequential(*[nn.Linear(16, 16, bias=False) for _ in range(2)])
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    for count in (1, 2):
+        for parameter in list(model.parameters())[:count]:
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        if count == 1:
+            phases = PhaseOffloader(model, optimizer, fixed_address=True)
+    before = copy.deepcopy(optimizer.state_dict()["state"])
+    if is_refused:
+        with monkeypatch.context() as patch:
+            patch.setattr(places, "HostArena", refused)
+            with pytest.raises(HostMemoryError):
+                phases.offload()
+    for _ in range(2):
+        with phases.away():
+            assert_same(optimizer.state_dict()["state"], before)
+        assert_same(optimizer.state_dict()["state"], before)
+
+
+def refused(*args: Any, **options: Any) -> Any:
+    raise HostMemoryError("an arena", reason="none is left", remedy="none")
+
+
+def test_what_left_ahead_is_known_if_it_cannot_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = net()
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    train(model, optimizer, range(1))
+    phases = PhaseOffloader(model, optimizer)
+    monkeypatch.setattr(offloader, "AHEAD_BYTES", 1)
+    before = copy.deepcopy((model.state_dict(), optimizer.state_dict()["state"]))
+
+    def full(mover: Mover, blocks: Sequence[Block], **options: Any) -> Trip:
+        raise torch.OutOfMemoryError("no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(phases, "_reserve", raising)
+        patch.setattr(Mover, "back", full)
+        with pytest.raises(ZeroDivisionError):
+            phases.offload()
+    assert phases.is_away
+    assert_same((model.state_dict(), optimizer.state_dict()["state"]), before)
+    phases.reload()
+    assert_same((model.state_dict(), optimizer.state_dict()["state"]), before)
+    train(model, optimizer, range(1, 2))
+
+
+def test_state_that_is_a_kept_gradient_stays() -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    train(model, optimizer, range(1))
+    optimizer.zero_grad()
+    phases = PhaseOffloader(model, optimizer, grads="keep")
+    parameter, values = next(iter(optimizer.state.items()))
+    parameter.grad = values["momentum_buffer"]
+    with phases.away():
+        assert all_present([values["momentum_buffer"]])
 
 
 def test_dropping_the_last_reference_frees_memory(arenas: Any) -> None:

@@ -14,6 +14,7 @@
 ``f0.5``                  ``offload_fraction``
 ``p4GiB``                 ``TransferConfig(prefetch_bytes=...)``
 ``b64MiB``, ``s6``        ``TransferConfig(bucket_bytes=..., slots=...)``
+``t8``                    ``TransferConfig(host_threads=...)``
 ``again``                 nothing: the row once more, to see how much the machine drifts
 ========================  ====================================================================
 """
@@ -77,6 +78,7 @@ class Case:
     host_share: float = 0.0
     bucket_bytes: int | None = None
     slots: int | None = None
+    host_threads: int | None = None
     prefetch_bytes: int | None = None
     again: bool = False
 
@@ -102,8 +104,8 @@ class Case:
         try:
             if head in ("f", "h"):
                 return "offload_fraction" if head == "f" else "host_share", float(rest)
-            if head == "s":
-                return "slots", int(rest)
+            if head in ("s", "t"):
+                return "slots" if head == "s" else "host_threads", int(rest)
             if head in ("p", "b"):
                 key = "prefetch_bytes" if head == "p" else "bucket_bytes"
                 return key, parse_bytes(rest, word)
@@ -112,7 +114,7 @@ class Case:
         raise ConfigError(
             f"row {name!r}",
             reason=f"the word {word!r} is unknown",
-            remedy=f"use {', '.join(_WORDS)}, h0.2, f0.5, p4GiB, b64MiB or s6",
+            remedy=f"use {', '.join(_WORDS)}, h0.2, f0.5, p4GiB, b64MiB, s6 or t8",
         )
 
     def __post_init__(self) -> None:
@@ -156,7 +158,7 @@ class Case:
     @property
     def transfer(self) -> dict[str, Any]:
         """Arguments for :class:`TransferConfig`: only what was chosen."""
-        names = ("bucket_bytes", "slots", "prefetch_bytes")
+        names = ("bucket_bytes", "slots", "prefetch_bytes", "host_threads")
         return {n: v for n in names if (v := getattr(self, n)) is not None}
 
     @property

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -116,15 +115,21 @@ def plain_trainer(case: Case, job: Job, device: torch.device) -> Trainer:
 
 
 def _lanes(model: nn.Module, host_share: float) -> list[str]:
-    """The last parameters up to ``host_share`` of all elements go to the host lane."""
-    numels = [parameter.numel() for parameter in model.parameters()]
-    before = itertools.accumulate(reversed(numels), initial=0)
-    limit = host_share * sum(numels)
-    lanes = [
-        "host" if b + n <= limit else "streamed"
-        for b, n in zip(before, reversed(numels), strict=False)
-    ]
-    return lanes[::-1]
+    """The last blocks' parameters, up to ``host_share`` of all elements, go to the host lane.
+
+    Never those outside of blocks: theirs is FSDP's root group, whose gradients come last and which
+    the forward needs first.
+    """
+    parameters = list(model.parameters())
+    limit = host_share * sum(parameter.numel() for parameter in parameters)
+    on_host: set[Tensor] = set()
+    taken = 0
+    for parameter in reversed(list(model.get_submodule("blocks").parameters())):
+        taken += parameter.numel()
+        if taken > limit:
+            break
+        on_host.add(parameter)
+    return ["host" if parameter in on_host else "streamed" for parameter in parameters]
 
 
 def our_trainer(case: Case, job: Job, device: torch.device) -> Trainer:

@@ -37,9 +37,10 @@ def join(blocks: Sequence[StorageBlock], mover: Mover, gateway: Gateway) -> None
     if not storages.cuts_segments(gateway.device):
         return
     ordered = in_order(blocks)
+    segments = storages.segments(gateway.device)
     for room in lay_out([block.n_bytes for block in ordered], ROOM_BYTES):
         members = [ordered[index] for index in room.members]
-        if _is_together(members, room):
+        if _is_together(members, room, segments):
             continue
         release_cached(gateway.device)  # out of which the room would be cut
         free = free_bytes(gateway.device)
@@ -69,7 +70,12 @@ def _bring_back(
         raise
 
 
-def _is_together(members: Sequence[StorageBlock], room: Room) -> bool:
+def _is_together(
+    members: Sequence[StorageBlock], room: Room, segments: Sequence[tuple[int, int]]
+) -> bool:
+    """Whether they have a segment of their own. Addresses alone do not say: those of one segment
+    often begin where another one ends."""
     start = min(block.address() for block in members)
     stop = max(block.address() + block.n_bytes for block in members)
-    return stop - start <= storages.segment_bytes(room.n_bytes)
+    size = storages.segment_bytes(room.n_bytes)
+    return any(first <= start and stop <= first + n <= first + size for first, n in segments)

@@ -88,6 +88,13 @@ class Trip:
         self._held: list[object] = []  # what copies use: kept until they have completed
         self._is_done = False
 
+    def include(self, ahead: Trip) -> None:
+        """Count what ``ahead``, of the same mover and direction, has begun before this one."""
+        self.n_bytes += ahead.n_bytes
+        self._began = ahead._began
+        self._first = ahead._first or self._first
+        self._last = self._last or ahead._last
+
     def advance(self) -> bool:
         """Release what has left so far; whether everything is done. Does not block."""
         while self._legs and self._legs[0].event.query():

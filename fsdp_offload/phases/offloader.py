@@ -10,13 +10,14 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NoReturn
+from typing import Final, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
+from .. import shards
 from ..config import TransferConfig
 from ..device import free_bytes, release_cached
 from ..errors import (
@@ -51,6 +52,9 @@ from .rebuilding import Rebuilding
 from .seats import make_seats
 
 _log = logging.getLogger("fsdp_offload")
+
+AHEAD_BYTES: Final = 2 << 30
+"""Of state whose copies begin before all else is looked up: the link takes 40 ms for it."""
 
 
 class PhaseOffloader:
@@ -93,6 +97,8 @@ class PhaseOffloader:
         UnsupportedParameterError: a storage that cannot be given up and restored.
         HostMemoryError: host memory is short; nothing has changed.
         PinningError: the driver refused to page-lock it; nothing has changed.
+        DeviceMemoryError: others took device memory while a :class:`HybridDeviceOptimizer`'s state
+            was moved (see its ``reserve_offload()``), which is away: ``optimizer.reload()``.
     """
 
     def __init__(
@@ -132,8 +138,9 @@ class PhaseOffloader:
         self._rebuilding = Rebuilding(self._optimizer, self._mover, enabled=params == "rebuild")
         self._storages: dict[str, list[StorageBlock]] = {}
         self._blocks: dict[str, list[Block]] = {}  # what moves for them
-        self._absences: list[Absence] = []
+        self._absences: dict[int, Absence] = {}  # by the storage's identity
         self._patches: list[Patch] = []
+        self._settled = Settle(functools.partial(_call, weakref.WeakMethod(self._settle)))
         self._handle = Handle({})
         self._is_away = self._is_closed = False
         self._lock, self._pid = threading.RLock(), os.getpid()
@@ -165,7 +172,9 @@ class PhaseOffloader:
                 the driver's with :meth:`Handle.wait`.
 
         Raises:
-            HostMemoryError, PinningError: there is something new to hold; nothing was moved.
+            HostMemoryError, PinningError: there is something new to hold; what had begun to leave
+                is back, or if device memory is short by then, it is away.
+            DeviceMemoryError: the same, of a :class:`HybridDeviceOptimizer` with new state.
             ClosedError: after :meth:`close`, or in a forked process.
         """
         return self._offload(wait, None)
@@ -264,15 +273,18 @@ class PhaseOffloader:
         """``beside``: called as soon as the copies are under way, before all else is done; then
         memory stays torch's, for what comes meanwhile."""
         self._free_before = free_bytes(self._device)
-        self._reshard()
         self._optimizer.synchronize()
-        self._collect()
-        self._reserve()
         trips: dict[str, Trip] = {}
-        self._enter_absent()
         try:
+            gone, ahead = self._send_ahead()
+            trips["state"] = ahead
+            self._reshard()
+            parameters = self._collect(gone)
+            self._reserve()
+            self._enter_absent()
             # The optimizer first: it may have updates of parameters under way.
             trips["state"] = self._optimizer.offload(self._mover, self._blocks["state"])
+            trips["state"].include(ahead)
             trips["grads"] = self._mover.out(self._blocks["grads"])
             trips["params"] = self._mover.out(self._blocks["params"])
             dropped = self._mover.drop(self._rebuilding.blocks)
@@ -285,7 +297,7 @@ class PhaseOffloader:
             if beside is not None:
                 beside(handle)
         finally:
-            self._gradients.leave(self._parameters())
+            self._gradients.leave(parameters)
             self._become_away(handle)
 
     def _stay(self, trips: Mapping[str, Trip]) -> None:
@@ -300,7 +312,8 @@ class PhaseOffloader:
             with contextlib.suppress(Exception):
                 self._optimizer.offload(self._mover, self._blocks["state"]).wait()
                 self._mover.out([*self._blocks["grads"], *self._blocks["params"]]).wait()
-            self._absences = [each for each in self._absences if not each.is_over()]
+            self._enter_absent()  # it may have been on its way here
+            self._forget_present()
             if self._policies.grads == "save":
                 self._gradients.leave(self._parameters())
             self._become_away(Handle({}))
@@ -320,11 +333,15 @@ class PhaseOffloader:
                 if isinstance(module, FSDPModule):
                     module.reshard()
 
-    def _collect(self) -> None:
-        """The blocks that leave now, by kind, each storage once."""
-        known: set[int] = set()
+    def _collect(self, gone: Sequence[StorageBlock] = ()) -> Mapping[str, Tensor]:
+        """The blocks that leave now, by kind, each storage once; all parameters by name.
+
+        ``gone``: state that is on its way already.
+        """
+        known = {block.storage._cdata for block in gone}
         earlier = {b.storage._cdata: b for found in self._storages.values() for b in found}
-        named = self._named()
+        parameters = self._parameters()
+        named = self._named(parameters)
         kept = [
             tensor for kind, pairs in named.items() for _, tensor in pairs if not self._moves(kind)
         ]
@@ -335,18 +352,21 @@ class PhaseOffloader:
                 found = collect(pairs, self._device, known=known, earlier=earlier)
             if kind == "params":
                 found = self._rebuilding.take(found, pairs)
-            self._storages[kind], self._blocks[kind] = self._seats[kind].take(found)
+            self._storages[kind], self._blocks[kind] = self._seats[kind].take(
+                found, gone if kind == "state" else ()
+            )
+        return parameters
 
-    def _named(self) -> dict[str, list[tuple[str, Tensor]]]:
-        params = [(f"params.{name}", tensor) for name, tensor in self._parameters().items()]
+    def _named(self, parameters: Mapping[str, Tensor]) -> dict[str, list[tuple[str, Tensor]]]:
+        params = [(f"params.{name}", tensor) for name, tensor in parameters.items()]
         for index, model in enumerate(self._models):
             params += [
                 (f"buffers.{index}.{name}", buffer) for name, buffer in model.named_buffers()
             ]
         return {
             "params": params,
-            "grads": self._gradients.named(self._parameters()),
-            "state": self._optimizer.named(),
+            "grads": self._gradients.named(parameters),
+            "state": list(self._optimizer.named()),
         }
 
     def _parameters(self) -> dict[str, Tensor]:
@@ -381,25 +401,45 @@ class PhaseOffloader:
             # Its bytes are in host memory, which raising would give up: reload() tries again.
             _log.warning("the offloader begins with is_away: %r; call reload()", error)
             self._enter_absent()
-            self._absences = [each for each in self._absences if not each.is_over()]
+            self._forget_present()
             self._become_away(Handle({}))
 
+    def _send_ahead(self) -> tuple[list[StorageBlock], Trip]:
+        """Begin to copy some of the state: to look up all that leaves takes up to 50 us per
+        parameter. Storages of it, and their trip."""
+        policies = self._policies
+        if policies.state == "keep" or policies.params == "keep" or policies.grads != "drop":
+            return [], Trip()  # a kept storage stays, whoever else looks at it
+        known = self._storages["state"]
+        parameters = {shards.storage_of(p)._cdata for p in self._optimizer.parameters()}
+        if any(block.storage._cdata in parameters for block in known):
+            return [], Trip()  # nor does one that has become a parameter's leave with the state
+        storages, blocks = self._seats["state"].still(known, self._optimizer.named(), AHEAD_BYTES)
+        self._enter_absent_of("state", storages)
+        return storages, self._mover.out(blocks)
+
     def _enter_absent(self) -> None:
-        settle = Settle(functools.partial(_call, weakref.WeakMethod(self._settle)))
-        self._absences = [
-            Absence(
-                block.storage,
-                self._seats[kind].place(block),
-                settle,
-                self._seats[kind].presence(block),
+        """All that is not absent already."""
+        for kind in ("params", "state"):
+            self._enter_absent_of(kind, self._storages[kind])
+        self._absences |= self._rebuilding.enter_absent(self._settled, self._absences)
+
+    def _enter_absent_of(self, kind: str, storages: Sequence[StorageBlock]) -> None:
+        seats = self._seats[kind]
+        self._absences |= {
+            block.storage._cdata: Absence(
+                block.storage, seats.place(block), self._settled, seats.presence(block)
             )
-            for kind in ("params", "state")
-            for block in self._storages[kind]
-        ]
-        self._absences += self._rebuilding.enter_absent(settle)
+            for block in storages
+            if block.storage._cdata not in self._absences
+        }
+
+    def _forget_present(self) -> None:
+        """Leave absent what has no memory."""
+        self._absences = {k: each for k, each in self._absences.items() if not each.is_over()}
 
     def _leave_absent(self) -> None:
-        for absence in self._absences:
+        for absence in self._absences.values():
             absence.end()
         self._absences.clear()
 

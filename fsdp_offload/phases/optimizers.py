@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from ..errors import ClosedError, ConfigError, DeviceMemoryError
 from ..moving import Block, Mover, Trip
 from ..patching import Patch, checked
 from .handle import Handle
-from .plain_state import PlainState
+from .plain_state import PlainState, parameters_of
 from .policies import Policies
 
 BeforeUse = Callable[[str], None]
@@ -31,12 +31,20 @@ class OptimizerState:
     def __init__(self, optimizer: Optimizer | None) -> None:
         self._optimizer: Any = optimizer
 
-    def named(self) -> list[tuple[str, Tensor]]:
+    def named(self) -> Iterator[tuple[str, Tensor]]:
         """Keys and tensors of state that somebody else has to move, or to leave alone."""
-        return [] if self._optimizer is None else PlainState(self._optimizer).named()
+        return iter(()) if self._optimizer is None else PlainState(self._optimizer).named()
+
+    def parameters(self) -> list[Tensor]:
+        """What it updates."""
+        return [] if self._optimizer is None else parameters_of(self._optimizer)
 
     def reserve(self) -> None:
-        """Host memory for what it moves itself."""
+        """Host memory for what it moves itself.
+
+        Raises:
+            DeviceMemoryError: others have taken device memory meanwhile, and it is away.
+        """
 
     def synchronize(self) -> None:
         """Updates under way are in order of the current stream when this returns."""
@@ -115,7 +123,7 @@ class _MovedState(OptimizerState):
         super().__init__(optimizer)
         self._plain = PlainState(optimizer)
 
-    def named(self) -> list[tuple[str, Tensor]]:
+    def named(self) -> Iterator[tuple[str, Tensor]]:
         return self._plain.named()
 
     def reload(self, mover: Mover, blocks: Sequence[Block], make_room: MakeRoom | None) -> Trip:
@@ -136,8 +144,8 @@ class _MovedState(OptimizerState):
 class _OwnState(OptimizerState):
     """An optimizer that moves its own state."""
 
-    def named(self) -> list[tuple[str, Tensor]]:
-        return []
+    def named(self) -> Iterator[tuple[str, Tensor]]:
+        return iter(())
 
     def reserve(self) -> None:
         self._optimizer.reserve_offload()
@@ -193,8 +201,8 @@ def find_state(optimizer: Any, policies: Policies) -> OptimizerState:
 class _Kept(OptimizerState):
     """An optimizer that could move its own state, and is not asked to."""
 
-    def named(self) -> list[tuple[str, Tensor]]:
-        return []
+    def named(self) -> Iterator[tuple[str, Tensor]]:
+        return iter(())
 
 
 def _is_out_of_memory(error: BaseException) -> bool:

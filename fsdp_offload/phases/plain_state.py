@@ -27,14 +27,12 @@ class PlainState:
         self._optimizer = optimizer
         self._arrivals: list[tuple[Tensor, Any]] = []
 
-    def named(self) -> list[tuple[str, Tensor]]:
+    def named(self) -> Iterator[tuple[str, Tensor]]:
         """Keys and tensors of the state that exists now."""
         state = self._optimizer.state
-        return [
-            (f"state.{index}.{path}", tensor)
-            for index, parameter in enumerate(_parameters(self._optimizer))
-            for path, tensor in _leaves(state.get(parameter, {}))
-        ]
+        for index, parameter in enumerate(parameters_of(self._optimizer)):
+            for path, tensor in _leaves(state.get(parameter, {})):
+                yield f"state.{index}.{path}", tensor
 
     def close(self) -> list[Patch]:
         """Show host tensors to ``state_dict()``, and load into them."""
@@ -92,7 +90,7 @@ class PlainState:
         self._optimizer.state = state
 
 
-def _parameters(optimizer: Optimizer) -> list[Tensor]:
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 
 import torch
 from torch import Tensor
@@ -62,15 +62,25 @@ class Rebuilding:
                 saved.append(block)
         return saved
 
-    def enter_absent(self, settle: Settle) -> list[Absence]:
-        """Let readers know; host memory is taken when there is one."""
-        self._absences = {
+    def enter_absent(self, settle: Settle, known: Container[int]) -> dict[int, Absence]:
+        """Let readers know; host memory is taken when there is one.
+
+        Args:
+            settle: see :class:`Absence`.
+            known: identities of storages that are absent already.
+
+        Returns:
+            By the storage's identity.
+        """
+        fresh = {
             block: Absence(
                 block.storage, functools.partial(_fill, weakref.ref(self), block), settle
             )
             for block in self._parameters
+            if block.storage._cdata not in known
         }
-        return list(self._absences.values())
+        self._absences |= fresh
+        return {block.storage._cdata: absence for block, absence in fresh.items()}
 
     def renew(self, make_room: Callable[[], bool] | None) -> None:
         """Memory for them, of any content.

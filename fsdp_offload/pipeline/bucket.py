@@ -7,6 +7,7 @@ unpacks all masters and casts all gradients, and one packs; else it takes severa
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -20,20 +21,10 @@ from ..plan import Bucket, Kind, Slice
 from . import codec
 from .kernels import triton_kernels
 from .moments import Moment
-from .piece_table import PieceTable, addresses_of
+from .piece_table import PieceTable, PieceTables, TablePart
 from .records import REMAINDER_KIND, MasterForm, Piece, Record, Snapshot
 from .reduced_adam import PackedMoment, ReducedAdam, adam, draw_of
 from .shadow import Shadow
-
-
-@dataclass(frozen=True)
-class _AtOnce:
-    """Pieces whose masters are unpacked, and packed, by one launch."""
-
-    table: PieceTable
-    rows: Tensor
-    gradients: list[int]  # addresses
-
 
 StateView = Callable[[Slice, Kind, int], Tensor]
 """(slice, kind, elements of the kind in the whole parameter) -> 1-D view of the slice's state."""
@@ -189,8 +180,7 @@ class BucketUpdate:
         self._gradients: list[Tensor] | None = None  # in the compute dtype
         self._gathered: list[Tensor] = []  # copies of the shards, side by side
         self._codes: list[tuple[Tensor, Tensor, Tensor]] = []  # (bf16, int16, fp32) each 1-D
-        self._remainders: list[Tensor] = []
-        self._tables: dict[int, PieceTable] | None = None  # by the first piece; made when used
+        self._tables: PieceTables | None = None
         self._packed: list[list[PackedMoment]] = []  # per piece
         self._reduced: ReducedAdam | None = None
         unpacked = self._cut_scratch(scratch, first)
@@ -244,10 +234,11 @@ class BucketUpdate:
 
     def _bind_remainders(self, view: StateView, flat_remainder: Tensor | None) -> None:
         remainders = [view(s, REMAINDER_KIND, s.entry.numel) for s in self.bucket.slices]
-        self._remainders, self._tables = remainders, None
         flat = self._flat_master
         if flat.is_cuda and flat.dtype == torch.float32 and not self._is_shaped:
-            self._tables = {}
+            slices = self.bucket.slices
+            make = functools.partial(table_of, slices, self._shards, remainders)
+            self._tables = PieceTables([part.numel for part in slices], make)
         if flat_remainder is not None and len(self.bucket.slices) > FEW:
             # Many small shards: one gather, one kernel, one scatter.
             numel = flat_remainder.numel()
@@ -310,33 +301,14 @@ class BucketUpdate:
             self._pack(gradients, is_complete)
         self._pack_moments(gradients)
 
-    def _parts_at_once(self, gradients: Sequence[Tensor | None]) -> list[_AtOnce] | None:
-        """Up to eight pieces each; None where something is out of the ordinary."""
-        if self._tables is None or (kernels := triton_kernels()) is None:
+    def _parts_at_once(self, gradients: Sequence[Tensor | None]) -> list[TablePart] | None:
+        """See :meth:`.PieceTables.parts`; None also where Triton is missing."""
+        if self._tables is None or triton_kernels() is None:
             return None
-        present = [gradient for gradient in gradients if gradient is not None]
-        if len(present) < len(gradients) or len({gradient.dtype for gradient in present}) > 1:
-            return None
-        parts = []
-        for start in range(0, len(present), PieceTable.MOST):
-            some = slice(start, start + PieceTable.MOST)
-            if start not in self._tables:
-                self._tables[start] = self._make_table(some, kernels.BLOCK)
-            table = self._tables[start]
-            rows, addresses = table.rows(), addresses_of(present[some])
-            if rows is None or addresses is None:
-                return None
-            parts.append(_AtOnce(table, rows, addresses))
-        return parts
-
-    def _make_table(self, some: slice, tile_numel: int) -> PieceTable:
-        """Rows: weight, remainder; elements, place in scratch memory."""
-        tensors = list(zip(self._shards[some], self._remainders[some], strict=True))
-        numbers = [[part.scratch_start] for part in self.bucket.slices[some]]
-        return PieceTable(tensors, numbers, tile_numel=tile_numel)
+        return self._tables.parts(gradients)
 
     def _unpack_at_once(
-        self, parts: Sequence[_AtOnce], gradients: Sequence[Tensor | None], snapshot: Snapshot
+        self, parts: Sequence[TablePart], gradients: Sequence[Tensor | None], snapshot: Snapshot
     ) -> list[Tensor | None]:
         """:meth:`_unpack` and :meth:`_prepare`."""
         kernels, given = triton_kernels(), gradients[0]
@@ -345,13 +317,12 @@ class BucketUpdate:
         assert self._gradients is not None
         for part in parts:
             kernels.unpack_table(
-                part.table, part.rows, part.gradients, snapshot.factor(given.dtype),
-                self._flat_master, self._flat_gradient,
+                *part, snapshot.factor(given.dtype), self._flat_master, self._flat_gradient,
                 bf16_gradient=given.dtype == torch.bfloat16,
             )  # fmt: skip
         return list(self._gradients)
 
-    def _pack_at_once(self, parts: Sequence[_AtOnce]) -> None:
+    def _pack_at_once(self, parts: Sequence[TablePart]) -> None:
         """:meth:`_pack`."""
         kernels = triton_kernels()
         assert kernels is not None
@@ -411,3 +382,17 @@ class BucketUpdate:
                 codec.encode(master, value, remainder)
         if self._gathered:
             copy_present(self._shards, self._gathered, gradients)
+
+
+def table_of(
+    slices: Sequence[Slice],
+    weights: Sequence[Tensor],
+    remainders: Sequence[Tensor],
+    members: Sequence[int],
+) -> PieceTable:
+    """Rows: weight, remainder; elements, place in scratch memory. ``members``: which slices."""
+    kernels = triton_kernels()
+    assert kernels is not None
+    tensors = [(weights[i], remainders[i]) for i in members]
+    numbers = [[slices[i].scratch_start] for i in members]
+    return PieceTable(tensors, numbers, tile_numel=kernels.BLOCK)

@@ -74,9 +74,6 @@ def make_sections(records: Sequence[Record], *, bucket_bytes: int) -> list[Secti
         parts = (record.lane, record.info.dtype, record.compute_dtype, record.form, kinds)
         return (*map(str, parts), str(record.schema.elementwise))
 
-    lanes = {record.lane for record in records}
-    # With both lanes in use each gets half of the staging memory.
-    share = bucket_bytes // (2 if {"streamed", "host"} <= lanes else 1)
     order = {k: i for i, k in reversed(list(enumerate(map(key, records))))}
     ordered = sorted(records, key=lambda record: order[key(record)])  # stable
     sections, stop = [], 0
@@ -85,7 +82,7 @@ def make_sections(records: Sequence[Record], *, bucket_bytes: int) -> list[Secti
         start = 0 if members[0].lane == "resident" else stop
         layout = make_layout(
             [r.entry for r in members],
-            bucket_bytes=share * (HOST_BUCKET_FACTOR if members[0].lane == "host" else 1),
+            bucket_bytes=bucket_bytes * (HOST_BUCKET_FACTOR if members[0].lane == "host" else 1),
             arena_start=start,
         )
         if members[0].lane != "resident":
@@ -255,7 +252,6 @@ class Segment:
             slots,
             prefetches=prefetches,
             shares_h2d=beside_host or self.config.overlap != "step",
-            shares_d2h=beside_host,
         )
         turn_bytes = TURN_BYTES * (1 if local_ranks() == 1 else SEVERAL_RANKS_FACTOR)
         lane.buckets = [

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .kernels_table import aligned, pick, piece_of
+from .kernels_triton import decoded, encoded
 from .launching import Kernel
 from .moments import KEY_STEP, signed
 from .piece_table import PieceTable
@@ -70,15 +71,9 @@ def _store_bf16(values, random, codes, at, inside, STOCHASTIC: tl.constexpr):  #
 
 
 @triton.jit
-def _bits(values):  # type: ignore[no-untyped-def]
-    """Of bf16, as int32."""
-    return values.to(tl.int16, bitcast=True).to(tl.int32)
-
-
-@triton.jit
 def _load_bf16(codes, at, inside):  # type: ignore[no-untyped-def]
-    word = _bits(tl.load(codes + at, mask=inside, other=0.0))
-    return (word << 16).to(tl.float32, bitcast=True)
+    word = tl.load(codes + at, mask=inside, other=0.0).to(tl.int16, bitcast=True)
+    return (word.to(tl.int32) << 16).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -167,10 +162,9 @@ def _update(  # type: ignore[no-untyped-def]
     inside = at < numel
     blocks = (numel + 63) // 64
     if BF16_WEIGHT:
-        upper = _bits(tl.load(weight + at, mask=inside, other=0.0))
-        rest = tl.load(remainder + at, mask=inside, other=0).to(tl.int32)
-        rest = tl.where((upper & 0x7FFF) == 0, rest & 0xFFFF, rest)  # see codec.py
-        value = ((upper << 16) + rest).to(tl.float32, bitcast=True)
+        upper = tl.load(weight + at, mask=inside, other=0.0).to(tl.int16, bitcast=True)
+        rest = tl.load(remainder + at, mask=inside, other=0)
+        value = decoded(upper, rest).to(tl.float32, bitcast=True)
     else:
         value = tl.load(weight + at, mask=inside, other=0.0)
     g = tl.load(gradient + at, mask=inside, other=0.0)
@@ -195,13 +189,9 @@ def _update(  # type: ignore[no-untyped-def]
     v = beta2 * v + rest2 * g * g
     value = value - tl.div_rn(step_size * m, tl.sqrt_rn(v) * inverse_root + eps)
     if BF16_WEIGHT:
-        word = value.to(tl.int32, bitcast=True)
-        rest = (word << 16) >> 16  # sign-extended low half
-        upper = word >> 16
-        is_nan = (word & 0x7FFFFFFF) > _INFINITY
-        rounded = tl.where(is_nan, upper | 0x40, upper - (rest >> 31))
-        tl.store(weight + at, rounded.to(tl.int16).to(tl.bfloat16, bitcast=True), mask=inside)
-        tl.store(remainder + at, rest.to(tl.int16), mask=inside)
+        upper, rest = encoded(value.to(tl.int32, bitcast=True))
+        tl.store(weight + at, upper.to(tl.bfloat16, bitcast=True), mask=inside)
+        tl.store(remainder + at, rest, mask=inside)
     else:
         tl.store(weight + at, value, mask=inside)
     drawn = _draw(at + first, key)

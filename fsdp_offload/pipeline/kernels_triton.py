@@ -18,27 +18,40 @@ BLOCK: Final = 1024
 
 
 @triton.jit
+def decoded(value, remainder):  # type: ignore[no-untyped-def]
+    """Bits of masters (int32), of those of bf16 values and of remainders (int16): see codec.py."""
+    high, low = value.to(tl.int32), remainder.to(tl.int32)
+    low = tl.where((high & 0x7FFF) == 0, low & 0xFFFF, low)  # nothing is subtracted from a zero
+    return (high << 16) + low
+
+
+@triton.jit
+def encoded(bits):  # type: ignore[no-untyped-def]
+    """Bits of bf16 values, and remainders (int16), of the bits of masters (int32)."""
+    low = (bits << 16) >> 16  # sign-extended low half
+    high = bits >> 16
+    is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
+    value = tl.where(is_nan, high | 0x40, high - (low >> 31))
+    return value.to(tl.int16), low.to(tl.int16)
+
+
+@triton.jit
 def _decode(value, remainder, master, numel, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < numel
-    high = tl.load(value + at, mask=inside, other=0).to(tl.int32)
-    low = tl.load(remainder + at, mask=inside, other=0).to(tl.int32)
-    low = tl.where((high & 0x7FFF) == 0, low & 0xFFFF, low)  # nothing is subtracted from a zero
-    tl.store(master + at, (high << 16) + low, mask=inside)
+    high = tl.load(value + at, mask=inside, other=0)
+    low = tl.load(remainder + at, mask=inside, other=0)
+    tl.store(master + at, decoded(high, low), mask=inside)
 
 
 @triton.jit
 def _encode(master, value, remainder, numel, KEEP: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < numel
-    bits = tl.load(master + at, mask=inside, other=0)
-    low = (bits << 16) >> 16  # sign-extended low half
-    high = bits >> 16
-    is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
-    rounded = tl.where(is_nan, high | 0x40, high - (low >> 31))
-    tl.store(value + at, rounded.to(tl.int16), mask=inside)
+    high, low = encoded(tl.load(master + at, mask=inside, other=0))
+    tl.store(value + at, high, mask=inside)
     if KEEP:
-        tl.store(remainder + at, low.to(tl.int16), mask=inside)
+        tl.store(remainder + at, low, mask=inside)
 
 
 @triton.jit
@@ -71,10 +84,9 @@ def _unpack_table(  # type: ignore[no-untyped-def]
     at = (program - tl.load(row).to(tl.int32)).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < tl.multiple_of(tl.load(row + 3), 16)
     into = tl.multiple_of(tl.load(row + 4), 16) + at
-    high = tl.load(aligned(tl.load(row + 1), tl.int16) + at, mask=inside, other=0).to(tl.int32)
-    low = tl.load(aligned(tl.load(row + 2), tl.int16) + at, mask=inside, other=0).to(tl.int32)
-    low = tl.where((high & 0x7FFF) == 0, low & 0xFFFF, low)
-    tl.store(master + into, (high << 16) + low, mask=inside)
+    high = tl.load(aligned(tl.load(row + 1), tl.int16) + at, mask=inside, other=0)
+    low = tl.load(aligned(tl.load(row + 2), tl.int16) + at, mask=inside, other=0)
+    tl.store(master + into, decoded(high, low), mask=inside)
     gradient = pick(piece, g0, g1, g2, g3, g4, g5, g6, g7)
     gradient_type: tl.constexpr = tl.bfloat16 if BF16_GRADIENT else tl.float32
     g = tl.load(aligned(gradient, gradient_type) + at, mask=inside, other=0)
@@ -92,12 +104,9 @@ def _pack_table(table, master, WIDTH: tl.constexpr, BLOCK: tl.constexpr):  # typ
     at = (program - tl.load(row).to(tl.int32)).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < tl.multiple_of(tl.load(row + 3), 16)
     bits = tl.load(master + tl.multiple_of(tl.load(row + 4), 16) + at, mask=inside, other=0)
-    low = (bits << 16) >> 16
-    high = bits >> 16
-    is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
-    rounded = tl.where(is_nan, high | 0x40, high - (low >> 31))
-    tl.store(aligned(tl.load(row + 1), tl.int16) + at, rounded.to(tl.int16), mask=inside)
-    tl.store(aligned(tl.load(row + 2), tl.int16) + at, low.to(tl.int16), mask=inside)
+    high, low = encoded(bits)
+    tl.store(aligned(tl.load(row + 1), tl.int16) + at, high, mask=inside)
+    tl.store(aligned(tl.load(row + 2), tl.int16) + at, low, mask=inside)
 
 
 _DECODE, _ENCODE = Kernel(_decode), Kernel(_encode)
@@ -151,7 +160,7 @@ def unpack_table(
     """Masters and gradients of all pieces of a table, in fp32, side by side.
 
     Args:
-        table: rows as of :meth:`.bucket.BucketUpdate`: weight, remainder; elements, place.
+        table: see :func:`.bucket.table_of`.
         rows: of the table.
         gradients: :func:`.piece_table.addresses_of`.
         clip: 0-dim, of the gradients' dtype; multiplies them, rounded to it.

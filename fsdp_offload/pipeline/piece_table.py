@@ -7,16 +7,19 @@ step; their addresses go along with the launch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import ClassVar
+from typing import ClassVar, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
+_READ: Final = frozenset((torch.bfloat16, torch.float32))
+"""Dtypes of gradients that kernels read."""
+
 
 class PieceTable:
-    """Up to ``MOST`` pieces; one that is empty has no program.
+    """Up to ``MOST`` pieces, none of them empty.
 
     A row is (int64): the piece's first program; addresses; elements; numbers. Rows without a piece
     begin after all programs.
@@ -44,6 +47,7 @@ class PieceTable:
         self._per_piece, self._free = len(tensors[0]), free
         self._numbers = [[row[0].numel(), *own] for row, own in zip(tensors, numbers, strict=True)]
         tiles = [-(-own[0] // tile_numel) for own in self._numbers]
+        assert all(tiles)
         *self._starts, self.programs = accumulate(tiles, initial=0)
         self.width = 1 + self._per_piece + len(self._numbers[0])
         device = tensors[0][0].device
@@ -78,16 +82,55 @@ class PieceTable:
         self._addresses = addresses
 
 
+class TablePart(NamedTuple):
+    """What a launch for the pieces of one table takes."""
+
+    table: PieceTable
+    rows: Tensor
+    gradients: list[int]  # addresses
+
+
+class PieceTables:
+    """All pieces of a bucket, up to ``PieceTable.MOST`` in a table; empty ones are in none.
+
+    Args:
+        numels: elements of each piece.
+        make: the table of the pieces with these indices; called when it is first used.
+    """
+
+    def __init__(self, numels: Sequence[int], make: Callable[[list[int]], PieceTable]) -> None:
+        # No method of the tables' owner: a cycle would keep device memory until it is collected.
+        self._numels, self._make = numels, make
+        self._tables: list[tuple[list[int], PieceTable]] | None = None  # with indices of pieces
+
+    def parts(self, gradients: Sequence[Tensor | None]) -> list[TablePart] | None:
+        """One per table; None where something is out of the ordinary: a gradient is missing, they
+        are of several dtypes or of one that kernels do not read, or something is not aligned."""
+        present = [gradient for gradient in gradients if gradient is not None]
+        dtypes = {gradient.dtype for gradient in present}
+        if len(present) < len(gradients) or len(dtypes) > 1 or not dtypes <= _READ:
+            return None
+        if self._tables is None:
+            self._tables = self._make_all()
+        parts = []
+        for members, table in self._tables:
+            rows, addresses = table.rows(), addresses_of([present[i] for i in members])
+            if rows is None or addresses is None:
+                return None
+            parts.append(TablePart(table, rows, addresses))
+        return parts
+
+    def _make_all(self) -> list[tuple[list[int], PieceTable]]:
+        filled = [index for index, numel in enumerate(self._numels) if numel]
+        starts = range(0, len(filled), PieceTable.MOST)
+        members = [filled[start : start + PieceTable.MOST] for start in starts]
+        return [(some, self._make(some)) for some in members]
+
+
 def addresses_of(gradients: Sequence[Tensor]) -> list[int] | None:
-    """What goes along with a launch: ``MOST`` addresses; None: they are of several dtypes, or of
-    one that kernels do not read, or not aligned to 16 bytes."""
-    dtype = gradients[0].dtype
-    if dtype not in (torch.bfloat16, torch.float32):
-        return None
+    """What goes along with a launch: ``MOST`` addresses; None: not all aligned to 16 bytes."""
     addresses, bits = [], 0
     for gradient in gradients:
-        if gradient.dtype != dtype:
-            return None
         address = gradient.data_ptr()
         bits |= address
         addresses.append(address)

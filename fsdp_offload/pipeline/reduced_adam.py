@@ -10,6 +10,7 @@ its own format. :func:`adam_plain` is its twin with the same bits.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +22,7 @@ from . import codec, moments
 from .fused_adam import settings
 from .kernels import moment_kernels
 from .moments import Draw, Moment
-from .piece_table import PieceTable, addresses_of
+from .piece_table import PieceTable, PieceTables
 from .records import Piece, Snapshot
 
 Kept = tuple[Tensor, Tensor | None]
@@ -74,7 +75,6 @@ class ReducedAdam:
         update: Callable[..., None],
     ) -> None:
         self._pieces, self._update = pieces, update
-        self._tables: list[tuple[list[int], PieceTable]] | None = None  # made when first used
         self._groups = {piece.record.group for piece in pieces}
         self._operands: list[Operands] = [
             (
@@ -88,6 +88,8 @@ class ReducedAdam:
                 pieces, weights, remainders, packed, strict=True
             )
         ]
+        numels = [weight.numel() for weight in weights]
+        self._tables = PieceTables(numels, functools.partial(table_of, self._operands))
 
     @staticmethod
     def fits(pieces: Sequence[Piece]) -> bool:
@@ -131,29 +133,21 @@ class ReducedAdam:
     ) -> bool:
         """:meth:`run` with one launch for up to eight pieces; False, and nothing done, where
         something is out of the ordinary."""
-        updates = self._pieces[0].updates
-        present = [gradient for gradient in gradients if gradient is not None]
-        if len(present) < len(gradients) or any(p.updates != updates for p in self._pieces):
+        updates, given = self._pieces[0].updates, gradients[0]
+        if given is None or any(p.updates != updates for p in self._pieces):
             return False
-        if self._tables is None:
-            self._tables = self._make_tables()
-        parts = []
-        for members, table in self._tables:
-            rows, addresses = table.rows(), addresses_of([present[i] for i in members])
-            if rows is None or addresses is None:
-                return False
-            parts.append((table, rows, addresses))
-        if len({gradient.dtype for gradient in present}) > 1:
+        parts = self._tables.parts(gradients)
+        if parts is None:
             return False
         _, both, _, remainder, _ = self._operands[0]
         flags = {
             "BF16_WEIGHT": remainder is not None,
-            "BF16_GRADIENT": present[0].dtype == torch.bfloat16,
+            "BF16_GRADIENT": given.dtype == torch.bfloat16,
             **recipe.flags,
             "INT8": both[0].has_scales,
             "STOCHASTIC": both[0].stochastic,
         }
-        factor = snapshot.factor(present[0].dtype)
+        factor = snapshot.factor(given.dtype)
         kernels = moment_kernels()
         assert kernels is not None
         for part in parts:
@@ -163,21 +157,17 @@ class ReducedAdam:
             piece.stepped = True
         return True
 
-    def _make_tables(self) -> list[tuple[list[int], PieceTable]]:
-        """With the indices of their pieces; empty pieces are in none."""
-        filled = [i for i, operands in enumerate(self._operands) if operands[2].numel()]
-        starts = range(0, len(filled), PieceTable.MOST)
-        parts = [filled[start : start + PieceTable.MOST] for start in starts]
-        return [(part, table_of([self._operands[i] for i in part])) for part in parts]
 
-
-def table_of(operands: Sequence[Operands]) -> PieceTable:
+def table_of(operands: Sequence[Operands], members: Sequence[int]) -> PieceTable:
     """Rows: weight, remainder, codes and scales of both moments, step; elements, index of the first
-    one in the global tensor, seed. What there is none of has the weight's address."""
+    one in the global tensor, seed. What there is none of has the weight's address.
+
+    ``members``: which of the ``operands``.
+    """
     kernels = moment_kernels()
     assert kernels is not None
     tensors, numbers = [], []
-    for piece, _, weight, remainder, kept in operands:
+    for piece, _, weight, remainder, kept in (operands[i] for i in members):
         own = [weight, remainder, *kept[0], *kept[1], piece.state["step"]]
         tensors.append([weight if tensor is None else tensor for tensor in own])
         numbers.append([piece.record.origin + piece.start, piece.record.seed])

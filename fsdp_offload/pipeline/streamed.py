@@ -116,7 +116,6 @@ class StreamedLane:
         slots: uint8 memory, each as large as the largest bucket.
         prefetches: whether to fetch for the next iteration at the end of one.
         shares_h2d: whether copies of others to the device have to get through meanwhile.
-        shares_d2h: the same towards the host.
     """
 
     def __init__(
@@ -127,7 +126,6 @@ class StreamedLane:
         *,
         prefetches: bool,
         shares_h2d: bool,
-        shares_d2h: bool,
     ) -> None:
         self.slots = slots
         self.buckets: list[StreamedBucket] = []
@@ -138,8 +136,8 @@ class StreamedLane:
         self._shared_h2d = gateway.bulk_stream("h2d") if shares_h2d else None
         self._h2d: Stream = self._shared_h2d or gateway.stream("h2d")
         self._update = update
-        self._shared_d2h = gateway.bulk_stream("d2h") if shares_d2h else None
-        self._d2h: Stream = self._shared_d2h or gateway.stream("d2h")
+        # Those of others to the host wait for what is updated and not written back.
+        self._d2h = gateway.stream("d2h")
         self._free: list[Event | None] = [None] * len(slots)
         self._arrived: list[Event | None] = [None] * len(slots)
         self._head = 0  # next position to be updated
@@ -226,10 +224,7 @@ class StreamedLane:
         self._update.launch(bucket.update.run, gradients, work.snapshot)
         self._last = bucket.updated = self._update.record()
         self._d2h.wait(self._last)
-        if self._shared_d2h is not None:
-            self._shared_d2h.copy_in_turns(bucket.arena_turns, bucket.slot_turns)
-        else:
-            self._d2h.copy(bucket.in_arena, bucket.in_slot)
+        self._d2h.copy(bucket.in_arena, bucket.in_slot)
         self._free[slot] = self._d2h.record()
         self._moved_bytes += bucket.bucket.state_bytes
         if self._head % MARK_EVERY == 0:

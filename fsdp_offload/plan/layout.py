@@ -168,9 +168,9 @@ def _cut(entries: Sequence[Entry], bucket_bytes: int) -> list[list[Slice]]:
     buckets: list[list[Slice]] = [[]]
     free, scratch = bucket_bytes, 0
     for entry in entries:
-        # At least 8 bytes per element count, so that scratch memory stays in proportion for
+        # At least 4 bytes per element count, so that scratch memory stays in proportion for
         # optimizers with little or no state.
-        per_numel = max(8, -(-entry.state_bytes // max(entry.numel, 1)))
+        per_numel = max(4, -(-entry.state_bytes // max(entry.numel, 1)))
         start = 0
         while True:
             room = free // per_numel // entry.cut_numel * entry.cut_numel

@@ -54,8 +54,9 @@ def fill(
     targets: list[nn.Parameter],
     *others: list[nn.Parameter],
     late_first: bool = False,
+    complete: bool = False,
 ) -> None:
-    """The same gradients everywhere; some are None in some steps.
+    """The same gradients everywhere; some are None in some steps, unless ``complete``.
 
     ``late_first``: one parameter gets its first gradient in the second step. Plain fused SGD
     cannot do that: it takes parameters with and without momentum in one call.
@@ -63,12 +64,28 @@ def fill(
     generator = torch.Generator().manual_seed(100 + step)
     for index, parameter in enumerate(targets):
         value = torch.randn(parameter.shape, generator=generator).to(parameter.device)
-        missing = step > 0 and (step + index) % 4 == 3
+        missing = not complete and step > 0 and (step + index) % 4 == 3
         if late_first and step == 0 and index == 3:
             missing = True
         for each in (parameter, *(other[index] for other in others)):
             rounded = value.to(parameter.dtype).to(each.device, each.dtype, copy=True)
             each.grad = None if missing else rounded
+
+
+def step_both(
+    mine: HybridDeviceOptimizer,
+    mine_p: list[nn.Parameter],
+    plain: torch.optim.Optimizer,
+    plain_p: list[nn.Parameter],
+    steps: int,
+    *,
+    complete: bool = False,
+) -> None:
+    """That many steps side by side, with the same gradients: see :func:`fill`."""
+    for step in range(steps):
+        fill(step, mine_p, plain_p, complete=complete)
+        plain.step()
+        mine.step()
 
 
 def assert_same_state(mine: dict[str, Any], plain: dict[str, Any]) -> None:
@@ -114,10 +131,7 @@ def test_bf16_master_trajectory_equals_fp32_training(lanes: str) -> None:
     chosen = [next(names) if lanes == "mixed" else lanes for _ in mine_p]
     inner = torch.optim.AdamW(mine_p, lr=0.01, fused=True)
     mine = HybridDeviceOptimizer(inner, update_on=chosen, transfer=SMALL)
-    for step in range(8):
-        fill(step, mine_p, plain_p)
-        plain.step()
-        mine.step()
+    step_both(mine, mine_p, plain, plain_p, 8)
     for a, b in zip(plain_p, mine_p, strict=True):
         remainder = mine.state[b]["master_remainder"].cuda().view(-1)
         master = torch.empty(b.numel(), device="cuda")
@@ -147,10 +161,7 @@ def test_host_lane_equals_the_cpu_kernel(
     plain = cls(plain_p, lr=0.01, **options, **fused)  # type: ignore[call-arg]
     inner = cls(mine_p, lr=0.01, **options)  # type: ignore[call-arg]
     mine = HybridDeviceOptimizer(inner, update_on="host", transfer=SMALL)
-    for step in range(8):
-        fill(step, mine_p, plain_p)
-        plain.step()
-        mine.step()
+    step_both(mine, mine_p, plain, plain_p, 8)
     for a, b in zip(plain_p, mine_p, strict=True):
         if dtype == torch.float32:
             assert torch.equal(a, b.cpu())
@@ -168,10 +179,7 @@ def test_capturable_settings_work_in_the_host_lane() -> None:
     mine = HybridDeviceOptimizer(inner, update_on="host", transfer=SMALL)
     plain_p = [nn.Parameter(p.detach().cpu()) for p in mine_p]
     plain = torch.optim.AdamW(plain_p, lr=0.01, fused=True)
-    for step in range(3):
-        fill(step, mine_p, plain_p)
-        plain.step()
-        mine.step()
+    step_both(mine, mine_p, plain, plain_p, 3)
     for a, b in zip(plain_p, mine_p, strict=True):
         assert torch.equal(a, b.cpu())
     assert mine.param_groups[0]["capturable"] is True
@@ -342,12 +350,7 @@ def test_muon_keeps_whole_matrices_and_adafactor_its_own_state() -> None:
         plain_p = [nn.Parameter(p.detach().clone()) for p in mine_p]
         mine = HybridDeviceOptimizer(cls(mine_p, lr=0.01), transfer=SMALL)
         plain = cls(plain_p, lr=0.01)
-        for _ in range(3):
-            for a, b in zip(mine_p, plain_p, strict=True):
-                a.grad = torch.randn_like(a)
-                b.grad = a.grad.clone()
-            mine.step()
-            plain.step()
+        step_both(mine, mine_p, plain, plain_p, 3, complete=True)
         for a, b in zip(mine_p, plain_p, strict=True):
             assert torch.equal(a, b)
         mine.close()
@@ -359,12 +362,7 @@ def test_whole_matrices_with_a_master() -> None:
     plain_p = [nn.Parameter(p.detach().float()) for p in mine_p]
     mine = HybridDeviceOptimizer(torch.optim.Muon(mine_p, lr=0.01), transfer=SMALL)
     plain = torch.optim.Muon(plain_p, lr=0.01)
-    for _ in range(3):
-        for a, b in zip(mine_p, plain_p, strict=True):
-            a.grad = torch.randn_like(a)
-            b.grad = a.grad.float()
-        mine.step()
-        plain.step()
+    step_both(mine, mine_p, plain, plain_p, 3, complete=True)
     for a, b in zip(mine_p, plain_p, strict=True):
         torch.testing.assert_close(a.float(), b.detach(), rtol=2**-8, atol=0)
     mine.close()
@@ -376,10 +374,7 @@ def test_master_none_updates_in_the_shards_dtype() -> None:
     inner = torch.optim.AdamW(mine_p, fused=True)
     mine = HybridDeviceOptimizer(inner, precision=none, transfer=SMALL)
     plain = torch.optim.AdamW(plain_p, fused=True)
-    for step in range(5):
-        fill(step, mine_p, plain_p)
-        mine.step()
-        plain.step()
+    step_both(mine, mine_p, plain, plain_p, 5)
     for a, b in zip(mine_p, plain_p, strict=True):
         assert torch.equal(a, b)
     mine.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Iterator
 from typing import Any
@@ -10,9 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fsdp_offload import AwayError, PhaseOffloader
+from fsdp_offload import AwayError, HybridDeviceOptimizer, PhaseOffloader
 from fsdp_offload.config import TransferConfig
 from fsdp_offload.device import use_gateway
+from fsdp_offload.errors import DeviceMemoryError
 from fsdp_offload.moving import Mover, Places, StorageBlock, collect, join
 from fsdp_offload.phases import offloader
 from tests.caching import MIB, CachingModel, ModelGateway, storages_over
@@ -67,6 +69,17 @@ def test_storages_are_joined_a_room_at_a_time(model: CachingModel) -> None:
     taken = len(model.taken)
     join(blocks, mover, gateway)
     assert len(model.taken) == taken  # they lie together already
+
+
+def test_segments_side_by_side_are_joined(model: CachingModel) -> None:
+    """Addresses are those of one room already."""
+    net, gateway = [torch.full((3 * MIB,), float(i)) for i in range(4)], ModelGateway(model)
+    blocks, mover = allocated(net, model), Mover(gateway, Places(gateway, TransferConfig()))
+    assert list(model.segments.values()) == [12 * MIB] * 4
+    mover.reserve(blocks)
+    join(blocks, mover, gateway)
+    assert list(model.segments.values()) == [24 * MIB] * 2
+    assert [float(t[0]) for t in net] == [0.0, 1.0, 2.0, 3.0]
 
 
 def test_a_room_is_not_cut_from_what_is_cached(model: CachingModel) -> None:
@@ -185,6 +198,84 @@ def test_an_interruption_leaves_all_present(
         PhaseOffloader(net)
     assert calls[0] == 3
     assert_same(net)
+
+
+# ---------------------------------------------------------------- an optimizer's own state
+
+
+@pytest.fixture
+def resident(model: CachingModel) -> HybridDeviceOptimizer:
+    """State of two layers, of 11 MiB each, which has stepped; between it lies what stays."""
+    net = nn.ParameterList([nn.Parameter(torch.zeros(11 * MIB // 4)) for _ in range(2)])
+    for parameter in net:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer = HybridDeviceOptimizer(torch.optim.Adam(net), model=net, offload_fraction=0.0)
+    optimizer.step()
+    for parameter, state in optimizer.state.items():
+        allocated([state["exp_avg"], parameter, state["exp_avg_sq"]], model)
+    assert list(model.segments.values()) == [12 * MIB] * 6
+    return optimizer
+
+
+def moments(optimizer: HybridDeviceOptimizer) -> list[Tensor]:
+    return [s[name] for s in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+
+
+def test_resident_state_is_joined_when_its_places_are_reserved(
+    model: CachingModel, resident: HybridDeviceOptimizer
+) -> None:
+    before = [moment.clone() for moment in moments(resident)]
+    resident.reserve_offload()
+    assert not resident.is_away
+    assert list(model.segments.values()) == [12 * MIB] * 2 + [22 * MIB] * 2
+    for moment, old in zip(moments(resident), before, strict=True):
+        assert torch.equal(moment, old)
+    resident.offload()
+    model.empty_cache()
+    assert list(model.segments.values()) == [12 * MIB] * 2
+    resident.reload()
+    resident.step()
+    assert float(moments(resident)[0][0]) == pytest.approx(0.19)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, torch.OutOfMemoryError])
+def test_interrupted_in_that_its_state_is_present(
+    resident: HybridDeviceOptimizer, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
+    back, calls = Mover.back, [0]
+
+    def interrupted(*args: Any, **settings: Any) -> Any:
+        calls[0] += 1
+        if calls[0] <= 2:
+            raise error
+        return back(*args, **settings)
+
+    monkeypatch.setattr(Mover, "back", interrupted)
+    with pytest.raises(error) if error is KeyboardInterrupt else contextlib.nullcontext():
+        resident.reserve_offload()
+    assert calls[0] > 2
+    assert not resident.is_away
+    assert float(moments(resident)[0][0]) == pytest.approx(0.1)
+    resident.step()
+
+
+def test_without_room_to_come_back_it_is_away(
+    resident: HybridDeviceOptimizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    back = Mover.back
+
+    def nothing_left(*args: Any, **settings: Any) -> Any:
+        raise torch.OutOfMemoryError("somebody else was faster")
+
+    monkeypatch.setattr(Mover, "back", nothing_left)
+    with pytest.raises(DeviceMemoryError):
+        resident.reserve_offload()
+    assert resident.is_away
+    assert float(moments(resident)[0][0]) == pytest.approx(0.1)
+    monkeypatch.setattr(Mover, "back", back)
+    resident.reload()
+    resident.step()
+    assert float(moments(resident)[0][0]) == pytest.approx(0.19)
 
 
 def test_updates_under_way_are_waited_for_before(

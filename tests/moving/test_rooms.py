@@ -95,10 +95,14 @@ def tensors() -> list[tuple[str, Tensor]]:
     return [(f"t{i}", torch.arange(i, numel + i, dtype=torch.float32)) for i in range(8)]
 
 
-def moved(model: CachingModel) -> tuple[Mover, list[StorageBlock], list[tuple[str, Tensor]]]:
-    named, gateway = tensors(), ModelGateway(model)
-    mover = Mover(gateway, Places(gateway, TransferConfig()))
-    return mover, collect(named, CPU), named
+def moved(
+    model: CachingModel, named: list[tuple[str, Tensor]] | None = None
+) -> tuple[Mover, list[StorageBlock], list[tuple[str, Tensor]]]:
+    """What has left: ``named``, or :func:`tensors`; the cache still holds their memory."""
+    named, gateway = named or tensors(), ModelGateway(model)
+    mover, blocks = Mover(gateway, Places(gateway, TransferConfig())), collect(named, CPU)
+    mover.out(blocks).wait()
+    return mover, blocks, named
 
 
 def assert_same(named: list[tuple[str, Tensor]]) -> None:
@@ -110,7 +114,6 @@ def test_what_comes_back_lies_in_few_segments() -> None:
     model = CachingModel()
     with storages_over(model):
         mover, blocks, named = moved(model)
-        mover.out(blocks).wait()
         model.empty_cache()
         mover.back(blocks).wait()
         assert list(model.segments.values()) == [34 * MIB, 34 * MIB, 22 * MIB]
@@ -130,11 +133,8 @@ def test_what_comes_back_lies_in_few_segments() -> None:
 def test_staging_is_not_cut_from_a_room() -> None:
     model = CachingModel()
     with storages_over(model):
-        gateway = ModelGateway(model)
-        mover = Mover(gateway, Places(gateway, TransferConfig()))
-        named = [*tensors()[:6], *[(f"s{i}", torch.zeros(400_000)) for i in range(6)]]
-        blocks = collect(named, CPU)
-        mover.out(blocks).wait()
+        mixed = [*tensors()[:6], *[(f"s{i}", torch.zeros(400_000)) for i in range(6)]]
+        mover, blocks, _ = moved(model, mixed)
         model.empty_cache()
         mover.back(blocks).wait()
         lies = [block.address() for block in blocks]
@@ -148,7 +148,6 @@ def test_without_memory_for_rooms_storages_come_back_one_by_one() -> None:
     model = CachingModel()
     with storages_over(model):
         mover, blocks, named = moved(model)
-        mover.out(blocks).wait()
         model.empty_cache()
         model.capacity = 80 * MIB  # for two rooms and one storage
         with pytest.raises(torch.OutOfMemoryError):
@@ -167,7 +166,6 @@ def test_where_the_allocator_does_not_cut_rooms_are_taken_in_vain() -> None:
     model = CachingModel()
     with storages_over(model):
         mover, blocks, named = moved(model)
-        mover.out(blocks).wait()
         model.empty_cache()
         model.cuts = False
         before = len(model.taken)
@@ -180,7 +178,6 @@ def test_a_refused_room_is_done_without(monkeypatch: pytest.MonkeyPatch) -> None
     model = CachingModel()
     with storages_over(model):
         mover, blocks, named = moved(model)
-        mover.out(blocks).wait()
 
         def refuse(n_bytes: int) -> Tensor:
             raise torch.OutOfMemoryError("another process was faster")

@@ -1,4 +1,4 @@
-"""Rows of a table of pieces: what they say, when they are written, when they cannot be used."""
+"""Tables of pieces: what rows say, when they are written, when they cannot be used; all pieces."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsdp_offload.pipeline.piece_table import PieceTable, addresses_of
+from fsdp_offload.pipeline.piece_table import PieceTable, PieceTables, addresses_of
 
 WIDTH = 11
 
@@ -71,6 +71,84 @@ def test_what_is_not_aligned_has_no_rows(bad: list[Tensor]) -> None:
 def test_addresses_of_gradients() -> None:
     some = [tensor(64, torch.bfloat16), tensor(16, torch.bfloat16)]
     assert addresses_of(some) == [some[0].data_ptr(), some[1].data_ptr(), 0, 0, 0, 0, 0, 0]
-    assert addresses_of([*some, tensor(16, torch.float32)]) is None
-    assert addresses_of([tensor(16, torch.float16)]) is None
     assert addresses_of([*some, tensor(16, torch.bfloat16, 8)]) is None
+
+
+# --------------------------------------------------------------------------- all pieces
+
+NUMELS = [16 * (i + 1) for i in range(19)]
+EMPTY = (0, 5, 18)
+for at in EMPTY:
+    NUMELS[at] = 0
+
+
+class All:
+    """Tables of pieces of ``NUMELS``, and which of them were made."""
+
+    def __init__(self) -> None:
+        self.pieces = [piece(numel) for numel in NUMELS]
+        self.made: list[list[int]] = []
+        self.tables = PieceTables(NUMELS, self._make)
+
+    def _make(self, members: list[int]) -> PieceTable:
+        self.made.append(members)
+        return table_of([self.pieces[i] for i in members])
+
+    @staticmethod
+    def gradients(dtype: torch.dtype = torch.bfloat16) -> list[Tensor | None]:
+        return [tensor(numel, dtype) for numel in NUMELS]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_filled_pieces_lie_in_tables_of_eight(dtype: torch.dtype) -> None:
+    every = All()
+    gradients = every.gradients(dtype)
+    assert not every.made
+    parts = every.tables.parts(gradients)
+    filled = [i for i in range(19) if i not in EMPTY]
+    assert every.made == [filled[:8], filled[8:]]
+    assert parts is not None
+    for part, members in zip(parts, every.made, strict=True):
+        rows = part.rows.view(-1, WIDTH).tolist()
+        for row, i in zip(rows, members, strict=True):
+            assert row[1] == every.pieces[i][0].data_ptr()
+            assert row[8] == NUMELS[i]
+        assert part.gradients == [gradients[i].data_ptr() for i in members]
+        assert part.table.count == len(members)
+
+
+def test_tables_are_made_once() -> None:
+    every = All()
+    first, again = (every.tables.parts(every.gradients()) for _ in "ab")
+    assert len(every.made) == 2
+    assert first is not None
+    assert again is not None
+    assert [part.table for part in first] == [part.table for part in again]
+
+
+def test_without_filled_pieces_there_is_nothing_to_launch() -> None:
+    tables = PieceTables([0, 0], lambda members: pytest.fail("there is nothing to make one of"))
+    assert tables.parts([torch.empty(0), torch.empty(0)]) == []
+
+
+@pytest.mark.parametrize("at", [0, 1, 18])
+@pytest.mark.parametrize("other", [None, torch.float32, torch.float16])
+def test_pieces_whose_gradients_differ_have_no_parts(other: torch.dtype | None, at: int) -> None:
+    every, gradients = All(), All.gradients()
+    gradients[at] = None if other is None else tensor(NUMELS[at], other)
+    assert every.tables.parts(gradients) is None
+    assert not every.made
+
+
+def test_gradients_that_kernels_do_not_read_have_no_parts() -> None:
+    assert All().tables.parts(All.gradients(torch.float16)) is None
+
+
+@pytest.mark.parametrize("at", [1, 17])
+def test_one_gradient_or_piece_that_is_not_aligned_is_enough(at: int) -> None:
+    every, gradients = All(), All.gradients()
+    gradients[at] = tensor(NUMELS[at], torch.bfloat16, 8)
+    assert every.tables.parts(gradients) is None
+    every.pieces[at] = piece(NUMELS[at], shift=4)
+    every.tables = PieceTables(NUMELS, every._make)
+    assert every.tables.parts(All.gradients()) is None
