@@ -1,4 +1,5 @@
-"""Where FSDP2's parameter groups are watched: beside :mod:`.shards`, the only private API of FSDP2.
+"""Where FSDP2's parameter groups are watched: beside :mod:`.shards` and :mod:`.plain_copies`, the
+only private API of FSDP2.
 
 [Note: what is watched]
 An FSDP2 *group* holds the parameters of one ``fully_shard`` call: gathered together before they
@@ -28,6 +29,7 @@ from torch import Tensor, nn
 
 from .device import Event, Gateway, Stream
 from .patching import Patch, checked, remove_all
+from .plain_copies import without_tables
 from .shards import fsdp_groups
 
 
@@ -144,7 +146,8 @@ class Group:
         gathers = watcher is not None and self._raw._all_gather_result is not None
         if gathers and self._world_size == 1:
             watcher.before_gather(index, gateway.current_stream())  # type: ignore[union-attr]
-        original()
+        with without_tables():
+            original()
         if gathers:
             watcher.after_gather(index)  # type: ignore[union-attr]
 
@@ -167,7 +170,8 @@ class Group:
             except BaseException:
                 self._drop_new_gradients()
                 raise
-        original(*unused)
+        with without_tables():
+            original(*unused)
         if has_new and self._reduces():
             event = self._raw._post_reduce_event  # None on the CPU, where nothing is late
             stream = gateway.adopt_stream(self._reduce_stream())

@@ -252,6 +252,7 @@ class Segment:
             slots,
             prefetches=prefetches,
             shares_h2d=beside_host or self.config.overlap != "step",
+            shares_d2h=beside_host,
         )
         turn_bytes = TURN_BYTES * (1 if local_ranks() == 1 else SEVERAL_RANKS_FACTOR)
         lane.buckets = [

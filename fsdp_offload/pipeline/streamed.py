@@ -116,6 +116,7 @@ class StreamedLane:
         slots: uint8 memory, each as large as the largest bucket.
         prefetches: whether to fetch for the next iteration at the end of one.
         shares_h2d: whether copies of others to the device have to get through meanwhile.
+        shares_d2h: the same towards the host.
     """
 
     def __init__(
@@ -126,6 +127,7 @@ class StreamedLane:
         *,
         prefetches: bool,
         shares_h2d: bool,
+        shares_d2h: bool,
     ) -> None:
         self.slots = slots
         self.buckets: list[StreamedBucket] = []
@@ -136,8 +138,9 @@ class StreamedLane:
         self._shared_h2d = gateway.bulk_stream("h2d") if shares_h2d else None
         self._h2d: Stream = self._shared_h2d or gateway.stream("h2d")
         self._update = update
-        # Those of others to the host wait for what is updated and not written back.
-        self._d2h = gateway.stream("d2h")
+        # On one stream those of others would wait for all that is updated and not written back.
+        # A whole bucket is one turn there: nobody waits for a small copy in the middle of backward.
+        self._d2h: Stream = gateway.bulk_stream("d2h") if shares_d2h else gateway.stream("d2h")
         self._free: list[Event | None] = [None] * len(slots)
         self._arrived: list[Event | None] = [None] * len(slots)
         self._head = 0  # next position to be updated

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_
 
@@ -543,6 +545,55 @@ def replaced_parameters(overlap: str) -> None:
 
 def test_parameters_replaced_before_wrapping_are_found_in_their_groups(ranks: Ranks) -> None:
     ranks(2).run(replaced_parameters, "backward")
+
+
+def noting(calls: list[str], name: str, original: Any, *args: Any, **how: Any) -> Any:
+    calls.append(name)
+    return original(*args, **how)
+
+
+def count_tables(size: int) -> None:
+    """Models whose shards are even; the plain one is not watched."""
+
+    def even() -> Any:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+        for part in (*model, model):
+            fully_shard(part, mesh=models.flat_mesh(size))
+        return model
+
+    def losses(model: Any, optimizer: Any) -> list[float]:
+        found = []
+        for step in range(3):
+            loss = (model(torch.full((2, 8), step + dist.get_rank() + 1.0)) ** 2).sum()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(float(loss))
+        return found
+
+    plain, mine, calls = even(), even(), list[str]()
+    optimizer = HybridDeviceOptimizer(
+        torch.optim.AdamW(mine.parameters(), fused=True), model=mine, overlap="backward",
+        transfer=SMALL,
+    )  # fmt: skip
+    with contextlib.ExitStack() as stack:
+        for name in ("chunk_cat", "split_with_sizes_copy"):
+            before: Any = getattr(torch.ops.fsdp, name)
+            call = functools.partial(noting, calls, name, before._original)
+            stack.enter_context(mock.patch.object(before, "_original", call))
+        found = losses(mine, optimizer)
+        check(not calls, f"tables: {calls}")
+        expected = losses(plain, torch.optim.AdamW(plain.parameters(), fused=True))
+        check("chunk_cat" in calls, f"an unwatched model: {calls}")
+        check(size == 1 or "split_with_sizes_copy" in calls, f"an unwatched model: {calls}")
+    check(found == expected, f"losses {found}, plain {expected}")
+    optimizer.close()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_watched_groups_copy_without_tables(ranks: Ranks, size: int) -> None:
+    ranks(2).run(count_tables, size)
 
 
 def unfreeze(overlap: str) -> None:
