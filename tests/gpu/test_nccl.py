@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.profiler import ProfilerActivity, profile
 
 from fsdp_offload import HybridDeviceOptimizer, TransferConfig
 from fsdp_offload.pipeline import codec
@@ -191,3 +192,40 @@ def test_a_checkpoint_loads_on_another_number_of_ranks(
         for world_size in (2, 1):
             for loaded in pool.run(load, path, dtype, world_size):
                 assert all(torch.equal(a, b) for a, b in zip(saved, loaded, strict=True))
+
+
+def send_tables() -> None:
+    """Even shards, twice: two steps whose forward and backward are profiled."""
+
+    def sent(wrapped: bool) -> int:
+        torch.manual_seed(0)
+        net = nn.Sequential(*(nn.Linear(256, 256) for _ in range(3))).cuda()
+        for layer in net:
+            fully_shard(layer)
+        fully_shard(net)
+        optimizer: Any = torch.optim.AdamW(net.parameters(), fused=True)
+        if wrapped:
+            optimizer = HybridDeviceOptimizer(
+                optimizer, model=net, overlap="backward", offload_fraction=0.0
+            )
+        x = torch.randn(8, 256, device="cuda")
+        for _ in range(3):
+            net(x).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        torch.cuda.synchronize()
+        with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+            net(x).sum().backward()
+            torch.cuda.synchronize()
+        optimizer.step()
+        if wrapped:
+            optimizer.close()
+        return sum("HtoD" in event.name for event in profiled.events())
+
+    assert sent(wrapped=False) > 0
+    assert sent(wrapped=True) == 0
+
+
+@pytest.mark.gpus(2)
+def test_watched_groups_send_no_tables(ranks: Callable[..., Any]) -> None:
+    ranks(2, device_type="cuda").run(send_tables)
