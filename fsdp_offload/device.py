@@ -296,11 +296,11 @@ class _TakingTurns(_AcceleratorStream):
 
     [Note: taking turns]
     Copies to the device share one engine, and a kernel that follows a copy waits until that has
-    served all copies which were ready before. FSDP2's reduction of a group sends a table to the
-    device, in the middle of backward. So the bulk is cut into turns; turn ``k`` goes to stream
-    ``k % 3`` and waits for turn ``k - 2``: one runs and one is ready, always. Measured
-    (docs/how-it-works.md): the table waits 0.5 ms instead of 10 to 15, for 3 to 6 % of the link's
-    rate.
+    served all copies which were ready before. Others send small tables to the device, such as
+    FSDP2's reduction of a group in the middle of backward, where it is not spared that
+    (:mod:`.plain_copies`). So the bulk is cut into turns; turn ``k`` goes to stream ``k % 3`` and
+    waits for turn ``k - 2``: one runs and one is ready, always. Measured (docs/how-it-works.md):
+    the table waits 0.5 ms instead of 10 to 15, for 3 to 6 % of the link's rate.
 
     What is launched, recorded or waited for here comes after all copies so far.
     """
