@@ -25,7 +25,8 @@ import torch
 from torch import Tensor
 
 MOST: Final = 96
-"""Parts of an all-gather above which to make views of them takes longer than the table."""
+"""Rows above which to make views of them takes longer than the table."""
+_WIDENED: Final = frozenset((torch.bfloat16, torch.float16))
 
 
 class _Here(threading.local, AbstractContextManager[None]):
@@ -73,10 +74,10 @@ def _install() -> None:
 
 
 def chunk_cat(tensors: Sequence[Tensor], dim: int, num_chunks: int, *, out: Tensor) -> bool:
-    """``fsdp::chunk_cat``, if nothing has to be cast or padded; False: nothing was done.
+    """``fsdp::chunk_cat``, if nothing has to be padded; False: nothing was done.
 
     Args:
-        tensors: gradients, each of any shape.
+        tensors: gradients, each of any shape; of the dtype of ``out``, or of 16 bits for fp32.
         dim: 0.
         num_chunks: ranks, which each tensor's first dimension is cut for.
         out: ``(num_chunks, elements of a rank)``: row ``i`` becomes part ``i`` of each tensor.
@@ -89,9 +90,15 @@ def chunk_cat(tensors: Sequence[Tensor], dim: int, num_chunks: int, *, out: Tens
         and all(tensor.dim() and tensor.size(0) % num_chunks == 0 for tensor in tensors)
         and sum(tensor.numel() for tensor in tensors) == out.numel()
     )
-    if fits:
-        torch.cat([tensor.view(num_chunks, -1) for tensor in tensors], dim=1, out=out)
-    return fits
+    if not fits:
+        return False
+    parts = [tensor.view(num_chunks, -1) for tensor in tensors]
+    if tensors[0].dtype == out.dtype:
+        torch.cat(parts, dim=1, out=out)
+        return True
+    if tensors[0].dtype not in _WIDENED or out.dtype != torch.float32:
+        return False
+    return _copy_rows(parts, out.split([part.size(1) for part in parts], dim=1))
 
 
 def split_with_sizes_copy(
@@ -108,27 +115,33 @@ def split_with_sizes_copy(
     fits = (
         dim == 1
         and source.dim() == 2
-        and 0 < len(out) * source.size(0) <= MOST
         and len(out) == len(sizes)
         and _are_plain(out, source)
+        and out[0].dtype == source.dtype
         and all(part.shape == (source.size(0), size) for part, size in zip(out, sizes, strict=True))
     )
-    if fits:
-        # Rows are contiguous, so that one kernel copies many.
-        rows = [row for part in source.split(list(sizes), dim=1) for row in part.unbind(0)]
-        torch._foreach_copy_([row for part in out for row in part.unbind(0)], rows)
-    return fits
+    return fits and _copy_rows(source.split(list(sizes), dim=1), out)
+
+
+def _copy_rows(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> bool:
+    """Copy matrices whose rows are contiguous, so that one kernel takes many; False: too many."""
+    if len(sources) * sources[0].size(0) > MOST:
+        return False
+    rows = [row for target in targets for row in target.unbind(0)]
+    torch._foreach_copy_(rows, [row for source in sources for row in source.unbind(0)])
+    return True
 
 
 def _are_plain(tensors: Sequence[Tensor], other: Tensor) -> bool:
-    """Whether all are ordinary tensors, contiguous and like ``other``; ``tensors`` not empty."""
+    """Whether all are ordinary, contiguous tensors of one device; ``tensors``: of one dtype, and
+    none of them empty."""
     return (
         len(tensors) > 0
         and type(other) is Tensor
         and other.is_contiguous()
         and all(
             type(tensor) is Tensor
-            and tensor.dtype == other.dtype
+            and tensor.dtype == tensors[0].dtype
             and tensor.device == other.device
             and tensor.numel() > 0
             and tensor.is_contiguous()

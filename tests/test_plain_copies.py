@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from fsdp_offload import plain_copies
 from fsdp_offload.plain_copies import MOST, chunk_cat, split_with_sizes_copy, without_tables
 
-BF16, FP32, UINT8 = torch.bfloat16, torch.float32, torch.uint8
+BF16, FP16, FP32, UINT8 = torch.bfloat16, torch.float16, torch.float32, torch.uint8
 SHAPES = st.lists(st.integers(1, 6), min_size=1, max_size=3)
 
 
@@ -31,14 +31,18 @@ def nothing(*shape: int, dtype: torch.dtype = FP32) -> Tensor:
 # --------------------------------------------------------------------------- gradients
 
 
-@given(st.integers(1, 5), st.lists(SHAPES, min_size=1, max_size=5), st.sampled_from([BF16, FP32]))
+@given(
+    st.integers(1, 5),
+    st.lists(SHAPES, min_size=1, max_size=5),
+    st.sampled_from([(BF16, BF16), (FP32, FP32), (BF16, FP32), (FP16, FP32)]),
+)
 @settings(deadline=None)
 def test_gradients_are_packed_as_by_torch(
-    ranks: int, shapes: list[list[int]], dtype: torch.dtype
+    ranks: int, shapes: list[list[int]], dtypes: tuple[torch.dtype, torch.dtype]
 ) -> None:
-    gradients = [random(ranks * first, *rest, dtype=dtype) for first, *rest in shapes]
+    gradients = [random(ranks * first, *rest, dtype=dtypes[0]) for first, *rest in shapes]
     numel = sum(gradient.numel() for gradient in gradients)
-    mine, expected = (nothing(ranks, numel // ranks, dtype=dtype) for _ in range(2))
+    mine, expected = (nothing(ranks, numel // ranks, dtype=dtypes[1]) for _ in range(2))
     assert chunk_cat(gradients, dim=0, num_chunks=ranks, out=mine)
     torch._chunk_cat(gradients, 0, ranks, out=expected)
     assert torch.equal(mine, expected)
@@ -48,7 +52,9 @@ def test_gradients_are_packed_as_by_torch(
     ("gradients", "out"),
     [
         pytest.param([random(4, 3), random(3)], nothing(2, 8), id="padded"),
-        pytest.param([random(4, 3, dtype=BF16)], nothing(2, 6), id="cast"),
+        pytest.param([random(4, 3)], nothing(2, 6, dtype=BF16), id="narrowed"),
+        pytest.param([random(4, 3, dtype=BF16)], nothing(2, 6, dtype=FP16), id="cast"),
+        pytest.param([random(4, 3), random(2, dtype=BF16)], nothing(2, 7), id="two dtypes"),
         pytest.param([random(3, 4).t()], nothing(2, 6), id="strided"),
         pytest.param([random(4, 3), random(0, 3)], nothing(2, 6), id="empty"),
         pytest.param([random(4, 3), torch.tensor(1.0)], nothing(2, 7), id="no dimension"),
@@ -64,6 +70,12 @@ def test_other_gradients_are_left_to_torch(gradients: list[Tensor], out: Tensor)
     assert not chunk_cat(gradients, dim=0, num_chunks=2, out=out)
     assert torch.equal(out, before)
     assert not chunk_cat([random(2, 4)], 1, 2, out=nothing(2, 4))
+
+
+def test_many_rows_are_not_widened_one_by_one() -> None:
+    gradients = [random(MOST, 2, dtype=BF16), random(MOST, dtype=BF16)]
+    assert not chunk_cat(gradients, 0, MOST, out=nothing(MOST, 3))
+    assert chunk_cat(gradients, 0, MOST // 2, out=nothing(MOST // 2, 6))
 
 
 # --------------------------------------------------------------------------- parameters

@@ -11,6 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from fsdp_offload.plain_copies import chunk_cat, split_with_sizes_copy
 
+BF16, FP32 = torch.bfloat16, torch.float32
 LAYER = ((768, 256), (256, 256), (1024, 256), (256, 1024), (256,), (256,))
 
 
@@ -30,12 +31,14 @@ def random(*shape: int, dtype: torch.dtype) -> Tensor:
     return torch.randint(-999, 999, shape, device="cuda").to(dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtypes", [(BF16, BF16), (FP32, FP32), (BF16, FP32)])
 @pytest.mark.parametrize("ranks", [1, 2, 8])
-def test_gradients_are_packed_without_a_table(ranks: int, dtype: torch.dtype) -> None:
-    gradients = [random(*shape, dtype=dtype) for shape in LAYER]
+def test_gradients_are_packed_without_a_table(
+    ranks: int, dtypes: tuple[torch.dtype, torch.dtype]
+) -> None:
+    gradients = [random(*shape, dtype=dtypes[0]) for shape in LAYER]
     numel = sum(gradient.numel() for gradient in gradients)
-    mine, expected = (torch.zeros(ranks, numel // ranks, dtype=dtype).cuda() for _ in range(2))
+    mine, expected = (torch.zeros(ranks, numel // ranks, dtype=dtypes[1]).cuda() for _ in range(2))
     assert sent(lambda: torch._chunk_cat(gradients, 0, ranks, out=expected)) == 1
     assert sent(lambda: chunk_cat(gradients, 0, ranks, out=mine)) == 0
     assert torch.equal(mine, expected)
