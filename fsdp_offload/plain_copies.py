@@ -5,8 +5,8 @@ FSDP2 packs a group's gradients with ``fsdp::chunk_cat`` and unpacks an all-gath
 ``fsdp::split_with_sizes_copy``. On CUDA each of them sends a table of addresses to the device first
 (``pack_vecs`` in torch's aten/src/ATen/native/cuda/TensorShape.cu), in the middle of forward and
 backward, and the kernel that reads it waits for whatever bulk is ready on the same copy engine
-(:mod:`.device`, "taking turns"). ``torch.cat`` and ``torch._foreach_copy_`` make the same copies
-with addresses among a kernel's arguments.
+(:mod:`.device`, "taking turns"). ``torch.cat`` and ``copy_`` make the same copies with addresses
+among a kernel's arguments.
 
 FSDP2 looks both operations up in ``torch.ops.fsdp`` whenever it calls them (torch/distributed/fsdp/
 _fully_shard/_fsdp_collectives.py, the same in 2.11 and 2.13). There a function stands before them,
@@ -24,8 +24,6 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-MOST: Final = 96
-"""Rows above which to make views of them takes longer than the table."""
 _WIDENED: Final = frozenset((torch.bfloat16, torch.float16))
 
 
@@ -82,29 +80,29 @@ def chunk_cat(tensors: Sequence[Tensor], dim: int, num_chunks: int, *, out: Tens
         num_chunks: ranks, which each tensor's first dimension is cut for.
         out: ``(num_chunks, elements of a rank)``: row ``i`` becomes part ``i`` of each tensor.
     """
-    fits = (
-        dim == 0
-        and out.dim() == 2
-        and out.size(0) == num_chunks
-        and _are_plain(tensors, out)
-        and all(tensor.dim() and tensor.size(0) % num_chunks == 0 for tensor in tensors)
-        and sum(tensor.numel() for tensor in tensors) == out.numel()
-    )
-    if not fits:
+    if dim != 0 or out.shape[:1] != (num_chunks,) or not _are_plain((out,), out.dtype):
+        return False
+    if not tensors or not _are_plain(tensors, dtype := tensors[0].dtype):
+        return False
+    numels = [tensor.numel() for tensor in tensors]
+    if out.dim() != 2 or sum(numels) != out.numel() or not all(numels):
+        return False
+    if any(not tensor.dim() or tensor.size(0) % num_chunks for tensor in tensors):
         return False
     parts = [tensor.view(num_chunks, -1) for tensor in tensors]
-    if tensors[0].dtype == out.dtype:
+    if dtype == out.dtype:
         torch.cat(parts, dim=1, out=out)
         return True
-    if tensors[0].dtype not in _WIDENED or out.dtype != torch.float32:
-        return False
-    return _copy_rows(parts, out.split([part.size(1) for part in parts], dim=1))
+    if dtype in _WIDENED and out.dtype == torch.float32:
+        _copy_each(out.split([numel // num_chunks for numel in numels], dim=1), parts)
+        return True
+    return False
 
 
 def split_with_sizes_copy(
     source: Tensor, sizes: Sequence[int], dim: int = 0, *, out: Sequence[Tensor]
 ) -> bool:
-    """``fsdp::split_with_sizes_copy``, if there are few parts; False: nothing was done.
+    """``fsdp::split_with_sizes_copy``, of plain tensors; False: nothing was done.
 
     Args:
         source: ``(ranks, elements of a rank)``.
@@ -112,39 +110,41 @@ def split_with_sizes_copy(
         dim: 1.
         out: ``(ranks, size)`` for each of ``sizes``.
     """
-    fits = (
-        dim == 1
-        and source.dim() == 2
-        and len(out) == len(sizes)
-        and _are_plain(out, source)
-        and out[0].dtype == source.dtype
-        and all(part.shape == (source.size(0), size) for part, size in zip(out, sizes, strict=True))
-    )
-    return fits and _copy_rows(source.split(list(sizes), dim=1), out)
-
-
-def _copy_rows(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> bool:
-    """Copy matrices whose rows are contiguous, so that one kernel takes many; False: too many."""
-    if len(sources) * sources[0].size(0) > MOST:
+    if not out or dim != 1 or source.dim() != 2:
         return False
-    rows = [row for target in targets for row in target.unbind(0)]
-    torch._foreach_copy_(rows, [row for source in sources for row in source.unbind(0)])
+    if not _are_plain((source, *out), source.dtype):
+        return False
+    ranks = source.size(0)
+    if not all(sizes) or [part.shape for part in out] != [(ranks, size) for size in sizes]:
+        return False
+    if ranks == 1:
+        torch._foreach_copy_([part.view(-1) for part in out], source.view(-1).split([*sizes]))
+        return True
+    source, *targets = _as_words(source, *out)
+    _copy_each(targets, source.split([target.size(1) for target in targets], dim=1))
     return True
 
 
-def _are_plain(tensors: Sequence[Tensor], other: Tensor) -> bool:
-    """Whether all are ordinary, contiguous tensors of one device; ``tensors``: of one dtype, and
-    none of them empty."""
-    return (
-        len(tensors) > 0
-        and type(other) is Tensor
-        and other.is_contiguous()
-        and all(
-            type(tensor) is Tensor
-            and tensor.dtype == tensors[0].dtype
-            and tensor.device == other.device
-            and tensor.numel() > 0
-            and tensor.is_contiguous()
-            for tensor in tensors
-        )
+def _as_words(*matrices: Tensor) -> Sequence[Tensor]:
+    """The same as int64, for kernels that move elements; as they are where one has parts of words.
+
+    All are contiguous and of one dtype.
+    """
+    count = 8 // matrices[0].itemsize
+    if any(matrix.size(1) % count or matrix.storage_offset() % count for matrix in matrices):
+        return matrices
+    return [matrix.view(torch.int64) for matrix in matrices]
+
+
+def _copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """By kernels: rows apart from each other, or of two dtypes, are not left to a copy engine."""
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source)
+
+
+def _are_plain(tensors: Sequence[Tensor], dtype: torch.dtype) -> bool:
+    """Whether all are ordinary tensors, contiguous, of that dtype."""
+    return all(
+        type(tensor) is Tensor and tensor.dtype == dtype and tensor.is_contiguous()
+        for tensor in tensors
     )
