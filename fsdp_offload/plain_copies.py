@@ -9,8 +9,9 @@ backward, and the kernel that reads it waits for whatever bulk is ready on the s
 among a kernel's arguments.
 
 FSDP2 looks both operations up in ``torch.ops.fsdp`` whenever it calls them (torch/distributed/fsdp/
-_fully_shard/_fsdp_collectives.py, the same in 2.11 and 2.13). There a function stands before them,
-from the first watched group on, that passes on what is not inside :func:`without_tables`.
+_fully_shard/_fsdp_collectives.py of torch 2.13; a version that does not is left as it is). There a
+function stands before them, from the first watched group on, that passes on what is not inside
+:func:`without_tables`.
 """
 
 from __future__ import annotations
