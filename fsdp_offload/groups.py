@@ -28,7 +28,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from .device import Event, Gateway, Stream
-from .patching import Patch, checked, remove_all
+from .patching import Patch, checked
 from .plain_copies import without_tables
 from .shards import fsdp_groups
 
@@ -102,21 +102,19 @@ class Group:
         """Forget :attr:`waiting_gradients`."""
         self._drop_new_gradients()
 
-    def close(self, before_use: Callable[[str], None]) -> Callable[[], None]:
-        """Call ``before_use`` before shards are read by anybody; returns what ends it.
+    def close(self, before_use: Callable[[str], None], patches: list[Patch]) -> None:
+        """Call ``before_use`` before shards are read by anybody, until ``patches``, which get what
+        does, are removed.
 
         Besides, FSDP2 must not look whether a load has replaced its shards: it compares addresses,
         and a storage without memory has none.
         """
-        patches = [
-            Patch(self._raw, name, checked(before_use, "unshard()"))
-            for name in ("lazy_init", "unshard")
-        ]
-        patches += [
+        check = checked(before_use, "unshard()")
+        patches.extend(Patch(self._raw, name, check) for name in ("lazy_init", "unshard"))
+        patches.extend(
             Patch(fsdp_param, "reset_sharded_param", _do_nothing)
             for fsdp_param in self._raw.fsdp_params
-        ]
-        return functools.partial(remove_all, patches)
+        )
 
     # ------------------------------------------------------------------ the replaced methods
 

@@ -447,6 +447,34 @@ def test_what_left_ahead_is_known_if_it_cannot_come_back(monkeypatch: pytest.Mon
     train(model, optimizer, range(1, 2))
 
 
+def test_what_left_ahead_is_known_although_what_is_new_has_no_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = nn.Sequential(*[nn.Linear(16, 16, bias=False) for _ in range(2)])
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    phases: Any = None
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        phases = phases or PhaseOffloader(model, optimizer)
+    before = copy.deepcopy((model.state_dict(), optimizer.state_dict()["state"]))
+
+    def full(block: StorageBlock, index: int) -> None:
+        raise torch.OutOfMemoryError("taken")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(places, "HostArena", refused)
+        patch.setattr(StorageBlock, "restore", full)
+        with pytest.raises(HostMemoryError):
+            phases.offload()
+    assert phases.is_away
+    with pytest.raises(AwayError):
+        optimizer.step()
+    assert_same((model.state_dict(), optimizer.state_dict()["state"]), before)
+    phases.reload()
+    assert_same((model.state_dict(), optimizer.state_dict()["state"]), before)
+
+
 def test_state_that_is_a_kept_gradient_stays() -> None:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

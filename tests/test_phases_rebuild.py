@@ -151,6 +151,27 @@ def test_rebuilt_parameters_are_read_and_loaded_while_away() -> None:
     torch.testing.assert_close(model.state_dict(), other, rtol=0, atol=0)
 
 
+def test_no_room_while_parameters_are_written_leaves_all_away() -> None:
+    """Half of a write is not taken for values, neither by readers nor by the next reload."""
+    model, optimizer, phases = made(params="rebuild")
+    before = copy.deepcopy(model.state_dict())
+    phases.offload()
+
+    def full(parameters: Any) -> None:
+        parameters[0].data.fill_(5.0)
+        raise torch.OutOfMemoryError("no room to round in")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(optimizer, "rebuild", full)
+        with pytest.raises(DeviceMemoryError):
+            phases.reload()
+    assert phases.is_away
+    assert not any(p.untyped_storage().nbytes() for p in model.parameters())
+    torch.testing.assert_close(copy.deepcopy(model.state_dict()), before, rtol=0, atol=0)
+    phases.reload()
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+
+
 def test_parameters_that_share_memory_are_saved() -> None:
     model, optimizer, phases = made(params="rebuild")
     model.register_buffer("view", model.padded.data[3:])

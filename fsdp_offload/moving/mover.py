@@ -47,6 +47,7 @@ AHEAD_BYTES: Final = 256 << 20
 copy that runs; with others behind that one, the link does not."""
 
 _Part = tuple[Block, int]  # a block's piece, by its index
+_AnyBlock = TypeVar("_AnyBlock", bound=Block)
 
 
 class _Leg:
@@ -289,11 +290,14 @@ class Mover:
         return trip
 
     def renew(
-        self, blocks: Sequence[Block], *, make_room: Callable[[], bool] | None = None
-    ) -> None:
+        self, blocks: Sequence[_AnyBlock], *, make_room: Callable[[], bool] | None = None
+    ) -> list[_AnyBlock]:
         """Memory of any content for blocks, in order of the caller's current stream.
 
         Otherwise as :meth:`back`.
+
+        Returns:
+            Those that had lost theirs.
         """
         stayed = self._stay({block.key for block in blocks})
         if stayed is not None:
@@ -307,6 +311,7 @@ class Mover:
         except BaseException:
             restored.undo()
             raise
+        return blocks
 
     def wait(self) -> None:
         """Block until every trip so far is done."""
@@ -510,7 +515,7 @@ def give_up(blocks: Iterable[Block]) -> None:
                 block.release(index)
 
 
-def _missing(blocks: Sequence[Block]) -> tuple[list[Block], dict[str, list[int]]]:
+def _missing(blocks: Sequence[_AnyBlock]) -> tuple[list[_AnyBlock], dict[str, list[int]]]:
     """Blocks that are away, in order, and which of their pieces, by key."""
     ordered = in_order(blocks)
     parts = {b.key: [i for i in range(len(b.pieces)) if not b.is_present(i)] for b in ordered}
@@ -537,9 +542,6 @@ def _by_width(
 
 def _is_small(block: Block) -> bool:
     return block.n_bytes < PACK_BELOW_BYTES and len(block.pieces) == 1
-
-
-_AnyBlock = TypeVar("_AnyBlock", bound=Block)
 
 
 def in_order(blocks: Sequence[_AnyBlock]) -> list[_AnyBlock]:

@@ -52,7 +52,7 @@ class Gradients:
         return found
 
     def leave(self, parameters: Mapping[str, Tensor]) -> None:
-        """Their memory is under way: nobody may use them."""
+        """Their memory is under way: nobody may use them. Idempotent."""
         for name, parameter in parameters.items():
             if self._policy == "drop":
                 parameter.grad = None
@@ -61,14 +61,14 @@ class Gradients:
                 gradient = parameter.grad
                 if gradient is not None and not isinstance(gradient, StandIn):
                     stand_in = AwayGradient(parameter, name)
+                    self._held.append((parameter, gradient, stand_in))  # while somebody has it
                     parameter.grad = stand_in
-                    self._held.append((parameter, gradient, stand_in))
         if self._policy == "drop":
             for group in self._groups:
                 group.drop_waiting_gradients()
 
     def come_back(self) -> None:
-        """Put back those that were not dropped meanwhile."""
+        """Put back those that were not dropped meanwhile. Idempotent."""
         for parameter, gradient, stand_in in self._held:
             if parameter.grad is stand_in:
                 parameter.grad = gradient

@@ -47,10 +47,11 @@ class ModuleGuard:
         self._is_loaded = False
 
     def close(self, before_use: BeforeUse, lock: threading.RLock) -> None:
-        """Let ``before_use`` know of every use, and show host tensors to state dicts.
+        """Let ``before_use`` know of every use, and show host tensors to state dicts. Idempotent.
 
         ``lock`` is held while modules have host tensors: whoever brings memory back holds it, too.
         """
+        self.open()
         modules = dict.fromkeys(module for model in self._models for module in model.modules())
         before_use = _untraced(before_use)
         checks = {
@@ -61,14 +62,14 @@ class ModuleGuard:
         forward = _Forward(before_use)
         for module in modules:
             # At the front: FSDP2's own hook reads the shards.
-            hook = module.register_forward_pre_hook(forward, prepend=True)
-            self._undo.append(hook.remove)
+            self._undo.append(module.register_forward_pre_hook(forward, prepend=True).remove)
             for name, check in checks.items():
                 # What torch.compile has made looks at no hooks, but at whether this is replaced.
                 self._patch(module, name, check)
             self._patch(module, "_save_to_state_dict", _on_host(module, lock))
             self._patch(module, "_load_from_state_dict", self._into_host(module, lock))
-        self._undo += [group.close(before_use) for group in self._groups]
+        for group in self._groups:
+            group.close(before_use, self._patches)
         tensors = [t for m in self._models for t in (*m.parameters(), *m.buffers())]
         away = {id(t): t for t in tensors if absent.is_absent(t)}
         self._undo.append(_check_steps(away, before_use))

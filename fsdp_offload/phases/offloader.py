@@ -275,9 +275,9 @@ class PhaseOffloader:
         self._free_before = free_bytes(self._device)
         self._optimizer.synchronize()
         trips: dict[str, Trip] = {}
+        handle: Handle | None = None
         try:
             gone, ahead = self._send_ahead()
-            trips["state"] = ahead
             self._reshard()
             parameters = self._collect(gone)
             self._reserve()
@@ -288,42 +288,47 @@ class PhaseOffloader:
             trips["grads"] = self._mover.out(self._blocks["grads"])
             trips["params"] = self._mover.out(self._blocks["params"])
             dropped = self._mover.drop(self._rebuilding.blocks)
-        except BaseException:
-            self._stay(trips)
-            raise
-        finish = functools.partial(self._has_left, to_driver=beside is None)
-        handle = Handle(trips, finish, dropped=dropped, finish_blocks=beside is None)
-        try:
+            finish = functools.partial(self._has_left, to_driver=beside is None)
+            handle = Handle(trips, finish, dropped=dropped, finish_blocks=beside is None)
             if beside is not None:
                 beside(handle)
-        finally:
-            self._gradients.leave(parameters)
-            self._become_away(handle)
+            self._has_gone(handle, parameters)
+        except BaseException:
+            if handle is None:
+                self._stay()
+            else:  # all is on its way: no use, and perhaps no room, to turn back
+                self._has_gone(handle, parameters)
+            raise
 
-    def _stay(self, trips: Mapping[str, Trip]) -> None:
-        """Leaving has failed half-way: bring back what had left already."""
-        for trip in trips.values():
-            trip.wait()
+    def _has_gone(self, handle: Handle, parameters: Mapping[str, Tensor]) -> None:
+        """All is away when ``handle`` is done. Idempotent."""
+        self._become_away(handle)
+        self._gradients.leave(parameters)
+
+    def _stay(self) -> None:
+        """Leaving has failed half-way: bring back what has left already, or be away with it."""
         try:
-            self._mover.back([*self._blocks["params"], *self._blocks["grads"]]).wait()
-            self._optimizer.reload(self._mover, self._blocks["state"], None).wait()
-        except (torch.OutOfMemoryError, DeviceMemoryError):
+            self._mover.wait()
+            for trip in self._bring_back(None).values():
+                trip.wait()
+        except BaseException as error:
             # Nothing is lost, and reload() tries again. What can leave after all does.
             with contextlib.suppress(Exception):
                 self._optimizer.offload(self._mover, self._blocks["state"]).wait()
                 self._mover.out([*self._blocks["grads"], *self._blocks["params"]]).wait()
-            self._enter_absent()  # it may have been on its way here
-            self._forget_present()
+            self._match_absent()
+            self._become_away(Handle({}))
             if self._policies.grads == "save":
                 self._gradients.leave(self._parameters())
-            self._become_away(Handle({}))
-            return
-        self._leave_absent()
+            if not isinstance(error, torch.OutOfMemoryError | DeviceMemoryError):
+                raise
 
     def _become_away(self, handle: Handle) -> None:
+        self._is_away, self._handle = True, handle  # first: reload() undoes the rest, or a part
         self._guard.close(self._before_use, self._lock)
-        self._patches = self._optimizer.close(self._before_use)
-        self._is_away, self._handle = True, handle
+        remove_all(self._patches)
+        self._patches = []
+        self._optimizer.close(self._before_use, self._patches)
 
     def _reshard(self) -> None:
         for group in self._groups:
@@ -400,8 +405,7 @@ class PhaseOffloader:
                 raise
             # Its bytes are in host memory, which raising would give up: reload() tries again.
             _log.warning("the offloader begins with is_away: %r; call reload()", error)
-            self._enter_absent()
-            self._forget_present()
+            self._match_absent()
             self._become_away(Handle({}))
 
     def _send_ahead(self) -> tuple[list[StorageBlock], Trip]:
@@ -422,21 +426,24 @@ class PhaseOffloader:
         """All that is not absent already."""
         for kind in ("params", "state"):
             self._enter_absent_of(kind, self._storages[kind])
-        self._absences |= self._rebuilding.enter_absent(self._settled, self._absences)
+        self._rebuilding.enter_absent(self._rebuilding.blocks, self._settled, self._absences)
 
     def _enter_absent_of(self, kind: str, storages: Sequence[StorageBlock]) -> None:
         seats = self._seats[kind]
-        self._absences |= {
-            block.storage._cdata: Absence(
-                block.storage, seats.place(block), self._settled, seats.presence(block)
-            )
-            for block in storages
-            if block.storage._cdata not in self._absences
-        }
+        for block in storages:
+            if block.storage._cdata not in self._absences:
+                self._absences[block.storage._cdata] = Absence(
+                    block.storage, seats.place(block), self._settled, seats.presence(block)
+                )
 
-    def _forget_present(self) -> None:
-        """Leave absent what has no memory."""
+    def _match_absent(self) -> None:
+        """Let absent be what has no memory, and nothing else: others need not have places."""
         self._absences = {k: each for k, each in self._absences.items() if not each.is_over()}
+        for kind in ("params", "state"):
+            is_present = self._seats[kind].is_present
+            self._enter_absent_of(kind, [b for b in self._storages[kind] if not is_present(b)])
+        gone = [block for block in self._rebuilding.blocks if not is_whole(block)]
+        self._rebuilding.enter_absent(gone, self._settled, self._absences)
 
     def _leave_absent(self) -> None:
         for absence in self._absences.values():
@@ -461,6 +468,27 @@ class PhaseOffloader:
     # ------------------------------------------------------------------ coming back
 
     def _come_back(self, make_room: Callable[[], bool] | None) -> None:
+        trips: dict[str, Trip] | None = None
+        try:
+            trips = self._bring_back(make_room)
+            self._become_present(trips)
+        except BaseException:
+            if trips is not None:
+                self._become_present(trips)
+            raise
+
+    def _become_present(self, trips: Mapping[str, Trip]) -> None:
+        """All is here when ``trips`` are done. Idempotent."""
+        self._guard.open()
+        remove_all(self._patches)
+        self._gradients.come_back()
+        self._handle = Handle(trips, self._has_returned)
+        self._patches = []
+        self._optimizer.follow(self._handle, trips["state"], self._gateway, self._patches)
+        self._is_away = False
+
+    def _bring_back(self, make_room: Callable[[], bool] | None) -> dict[str, Trip]:
+        """All that is away, parameters in order of the current stream; or nothing, if it raises."""
         trips: dict[str, Trip] = {}
         away = [block for block in self._all_blocks() if not is_whole(block)]
         try:
@@ -471,28 +499,24 @@ class PhaseOffloader:
             )
             state = self._blocks["state"]
             trips["state"] = self._optimizer.reload(self._mover, state, make_room)
+            self._leave_absent()
+            current = self._gateway.current_stream()
+            trips["params"].follow(current)
+            trips["grads"].follow(current)
+            self._rebuilding.write()
+            return trips
         except BaseException as error:
-            self._go_again(trips, away)
+            self._go_again(away)
             if isinstance(error, torch.OutOfMemoryError | DeviceMemoryError):
                 raise self._no_room() from error
             raise
-        self._leave_absent()
-        self._guard.open()
-        remove_all(self._patches)
-        self._gradients.come_back()
-        self._is_away = False
-        current = self._gateway.current_stream()
-        trips["params"].follow(current)
-        trips["grads"].follow(current)
-        self._rebuilding.write()
-        self._handle = Handle(trips, self._has_returned)
-        self._patches = self._optimizer.follow(self._handle, trips["state"], self._gateway)
 
-    def _go_again(self, trips: Mapping[str, Trip], away: Sequence[Block]) -> None:
+    def _go_again(self, away: Sequence[Block]) -> None:
         """Coming back has failed half-way: nobody has used what came, and places hold its bytes."""
-        for trip in trips.values():
-            trip.wait()
+        self._mover.wait()
+        self._gateway.current_stream().synchronize()  # it may be writing what is rebuilt
         give_up(away)
+        self._match_absent()
         release_cached(self._device)
 
     def _all_blocks(self) -> list[Block]:

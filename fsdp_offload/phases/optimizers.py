@@ -60,10 +60,11 @@ class OptimizerState:
         """State comes back. Raises torch.OutOfMemoryError, or a DeviceMemoryError."""
         return mover.back(blocks, make_room=make_room)
 
-    def close(self, before_use: BeforeUse) -> list[Patch]:
-        """Tell of uses while memory is away."""
+    def close(self, before_use: BeforeUse, patches: list[Patch]) -> None:
+        """Tell of uses while memory is away, until ``patches``, which get what does it, are
+        removed."""
         if self._optimizer is None:
-            return []
+            return
         rates = [group.get("lr") for group in self._optimizer.param_groups]
 
         def check(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -75,7 +76,7 @@ class OptimizerState:
             # on_use="reload" has put another step in this one's place: it follows the state.
             return self._optimizer.step(*args, **kwargs)
 
-        return [Patch(self._optimizer, "step", check)]
+        patches.append(Patch(self._optimizer, "step", check))
 
     def _end_initialisation(self, rates: Sequence[Any]) -> None:
         """Undo what ``torch.distributed.checkpoint.state_dict`` does before it lets an optimizer
@@ -90,10 +91,11 @@ class OptimizerState:
                 group["lr"] = rate
         self._optimizer.zero_grad()
 
-    def follow(self, handle: Handle, trip: Trip, gateway: Gateway) -> list[Patch]:
-        """Until ``handle`` is done, let uses of the state come after ``trip``."""
+    def follow(self, handle: Handle, trip: Trip, gateway: Gateway, patches: list[Patch]) -> None:
+        """Until ``handle`` is done, let uses of the state come after ``trip``, by ``patches``, to
+        which this adds."""
         if self._optimizer is None or handle.is_done():
-            return []
+            return
 
         def step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             if not handle.is_done():
@@ -104,11 +106,9 @@ class OptimizerState:
             handle.wait()
             return original(*args, **kwargs)
 
-        return [
-            Patch(self._optimizer, "step", step),
-            Patch(self._optimizer, "state_dict", wait),
-            Patch(self._optimizer, "load_state_dict", wait),
-        ]
+        patches.append(Patch(self._optimizer, "step", step))
+        patches.append(Patch(self._optimizer, "state_dict", wait))
+        patches.append(Patch(self._optimizer, "load_state_dict", wait))
 
     @property
     def optimizer(self) -> Any:
@@ -135,10 +135,11 @@ class _MovedState(OptimizerState):
             raise
         return trip
 
-    def close(self, before_use: BeforeUse) -> list[Patch]:
+    def close(self, before_use: BeforeUse, patches: list[Patch]) -> None:
+        super().close(before_use, patches)
+        self._plain.close(patches)
         copy = checked(before_use, f"a copy of {type(self._optimizer).__name__}")
-        copies = Patch(self._optimizer, "__reduce_ex__", copy)
-        return [*super().close(before_use), *self._plain.close(), copies]
+        patches.append(Patch(self._optimizer, "__reduce_ex__", copy))
 
 
 class _OwnState(OptimizerState):

@@ -34,12 +34,11 @@ class PlainState:
             for path, tensor in _leaves(state.get(parameter, {})):
                 yield f"state.{index}.{path}", tensor
 
-    def close(self) -> list[Patch]:
-        """Show host tensors to ``state_dict()``, and load into them."""
-        return [
-            Patch(self._optimizer, "state_dict", self._show),
-            Patch(self._optimizer, "load_state_dict", self._load),
-        ]
+    def close(self, patches: list[Patch]) -> None:
+        """Show host tensors to ``state_dict()``, and load into them, until ``patches``, which get
+        what does, are removed."""
+        patches.append(Patch(self._optimizer, "state_dict", self._show))
+        patches.append(Patch(self._optimizer, "load_state_dict", self._load))
 
     def arrive(self) -> None:
         """Bring to the device what was loaded in the place of nothing.

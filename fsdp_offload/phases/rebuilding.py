@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -31,6 +31,7 @@ class Rebuilding:
         self._state, self._mover, self._enabled = state, mover, enabled
         self._parameters: dict[StorageBlock, Tensor] = {}
         self._filled: set[StorageBlock] = set()
+        self._renewed: list[StorageBlock] = []
         self._absences: dict[StorageBlock, Absence] = {}
         self._lock = threading.RLock()
 
@@ -62,46 +63,44 @@ class Rebuilding:
                 saved.append(block)
         return saved
 
-    def enter_absent(self, settle: Settle, known: Container[int]) -> dict[int, Absence]:
+    def enter_absent(
+        self, blocks: Sequence[StorageBlock], settle: Settle, absences: dict[int, Absence]
+    ) -> None:
         """Let readers know; host memory is taken when there is one.
 
         Args:
+            blocks: of those here.
             settle: see :class:`Absence`.
-            known: identities of storages that are absent already.
-
-        Returns:
-            By the storage's identity.
+            absences: by the storage's identity; those that are missing are added.
         """
-        fresh = {
-            block: Absence(
-                block.storage, functools.partial(_fill, weakref.ref(self), block), settle
-            )
-            for block in self._parameters
-            if block.storage._cdata not in known
-        }
-        self._absences |= fresh
-        return {block.storage._cdata: absence for block, absence in fresh.items()}
+        for block in blocks:
+            if block.storage._cdata not in absences:
+                place = functools.partial(_fill, weakref.ref(self), block)
+                absences[block.storage._cdata] = Absence(block.storage, place, settle)
+            self._absences[block] = absences[block.storage._cdata]
 
     def renew(self, make_room: Callable[[], bool] | None) -> None:
-        """Memory for them, of any content.
+        """Memory for those that have none, of any content.
 
         Raises:
             torch.OutOfMemoryError: there is none; all are as before.
         """
-        self._mover.renew(self.blocks, make_room=make_room)
+        self._renewed = self._mover.renew(self.blocks, make_room=make_room)
 
     def write(self) -> None:
-        """Fill them on the device, in order of the current stream."""
-        current = [(b, p) for b, p in self._parameters.items() if b not in self._filled]
+        """Fill what was renewed, on the device, in order of the current stream. Others may have
+        been written to."""
+        current = [(b, self._parameters[b]) for b in self._renewed if b not in self._filled]
         for block, parameter in current:
             shard = shards.local(parameter)
             if shard.numel() * shard.itemsize < block.n_bytes:
                 block.view(0).zero_()  # FSDP2's padding
         if current:
             self._state.optimizer.rebuild([parameter for _, parameter in current])
-        for block in self._filled:
-            place = self._mover.places.of(block)
-            block.view(0).copy_(place, non_blocking=True)
+        for block in self._renewed:
+            if block in self._filled:
+                place = self._mover.places.of(block)
+                block.view(0).copy_(place, non_blocking=True)
 
     def fill(self, block: StorageBlock) -> Tensor:
         """Host memory with the block's bytes, which may be written."""

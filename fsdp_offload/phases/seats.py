@@ -75,6 +75,10 @@ class Seats:
         """The bytes of a storage in host memory: 1-D uint8. Its blocks have places."""
         return self._places.of(storage)
 
+    def is_present(self, storage: StorageBlock) -> bool:
+        """Whether the storage has its memory."""
+        return is_whole(storage)
+
     def presence(self, storage: StorageBlock) -> Callable[[], bool] | None:
         """What tells whether the storage has its memory; None: its size does."""
         return None
@@ -133,6 +137,10 @@ class FixedSeats(Seats):
                 part = empty.set_(whole[seat.start : seat.start + seat.n_bytes])
             self._host[storage] = part
         return self._host[storage]
+
+    def is_present(self, storage: StorageBlock) -> bool:
+        """See :class:`Seats`."""
+        return is_whole(self._seats[storage].block)
 
     def presence(self, storage: StorageBlock) -> Callable[[], bool] | None:
         """See :class:`Seats`."""

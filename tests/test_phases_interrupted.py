@@ -1,0 +1,435 @@
+"""Moves that are interrupted at any line: nothing is lost, and what is away is known to be."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import fsdp_offload
+from fsdp_offload import HybridDeviceOptimizer, PhaseOffloader, swap
+from fsdp_offload.errors import AwayError, DeviceMemoryError
+from fsdp_offload.moving import Mover, StorageBlock, absent
+from fsdp_offload.spent import StandIn
+from fsdp_offload.testing import StreamSimulator
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+PACKAGE = Path(fsdp_offload.__file__).parent
+PHASES = {str(path) for path in (PACKAGE / "phases").glob("*.py")}
+MOVING = {str(PACKAGE / "moving" / name) for name in ("mover.py", "blocks.py", "rooms.py")}
+
+LEAVE = "PhaseOffloader._leave"
+COME_BACK, BRING_BACK = "PhaseOffloader._come_back", "PhaseOffloader._bring_back"
+
+Point = tuple[str, int, int]
+"""A line that runs: file, number, how often it has run before."""
+
+
+class Tracer:
+    """Notes lines that run, and interrupts before one of them, once.
+
+    Args:
+        root: qualified name of a method: only what runs below its first call.
+        files: whose lines.
+        at: where to interrupt.
+    """
+
+    def __init__(self, root: str, files: set[str], at: Point | None = None) -> None:
+        self._root, self._files, self._at = root, files, at
+        self._inside: FrameType | None = None
+        self._seen: dict[tuple[str, int], int] = {}
+        self.has_struck = False
+
+    @property
+    def points(self) -> list[Point]:
+        """Each line, in the middle of a loop where it is in one."""
+        return [(*line, count // 2) for line, count in self._seen.items()]
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        before = sys.gettrace()
+        sys.settrace(self._call)
+        try:
+            yield
+        finally:
+            sys.settrace(before)
+
+    def _call(self, frame: FrameType, event: str, value: object) -> Any:
+        if self._inside is None and frame.f_code.co_qualname == self._root:
+            self._inside = frame
+        is_below = self._inside is not None and frame.f_code.co_filename in self._files
+        return self._line if is_below else None
+
+    def _line(self, frame: FrameType, event: str, value: object) -> Any:
+        if event == "return" and frame is self._inside:
+            self._inside = None
+            sys.settrace(None)
+        if event == "line":
+            line = (frame.f_code.co_filename, frame.f_lineno)
+            count = self._seen.get(line, 0)
+            self._seen[line] = count + 1
+            if self._at == (*line, count) and not self.has_struck:
+                self.has_struck = True
+                raise KeyboardInterrupt  # which ends tracing
+        return self._line
+
+
+class Net(nn.Module):
+    """Two dtypes, buffers, and a parameter that shows a part of its storage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 6), nn.Linear(6, 8).bfloat16()
+        self.norm = nn.BatchNorm1d(6)
+        self.padded = nn.Parameter(torch.randn(20).bfloat16()[:16])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.norm(self.first(x)).bfloat16())
+
+
+def wrapped(**options: Any) -> Callable[[nn.Module], Optimizer]:
+    return lambda m: HybridDeviceOptimizer(
+        torch.optim.AdamW(m.parameters(), lr=0.01), model=m, **options
+    )
+
+
+OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
+    "plain": lambda m: torch.optim.AdamW(m.parameters(), lr=0.01),
+    "resident": wrapped(offload_fraction=0.0),
+    "host": wrapped(update_on="host"),
+}
+CASES = [
+    ("plain", "save", "drop"),
+    ("plain", "save", "save"),
+    ("plain", "keep", "keep"),
+    ("resident", "save", "save"),
+    ("host", "rebuild", "drop"),
+    ("host", "rebuild", "save"),
+    ("host", "save", "keep"),
+]
+"""Optimizer, and what becomes of parameters and gradients."""
+
+
+class Job:
+    """A model under an offloader, and its twin that never leaves."""
+
+    def __init__(self, name: str, params: str = "save", grads: str = "drop") -> None:
+        torch.manual_seed(0)
+        self.params, self.steps = params, 0
+        self.model = Net()
+        self.twin = copy.deepcopy(self.model)
+        self.optimizer, self.other = (OPTIMIZERS[name](m) for m in (self.model, self.twin))
+        self.step()
+        self.phases = PhaseOffloader(self.model, self.optimizer, params=params, grads=grads)
+        self.untouched = self.traces()
+
+    def step(self) -> None:
+        """A step of both, gradients for the next, and a write beside the optimizer."""
+        synchronize()
+        for model, optimizer in ((self.model, self.optimizer), (self.twin, self.other)):
+            generator = torch.Generator().manual_seed(self.steps)
+            for is_next in (False, True):
+                for parameter in model.parameters():
+                    drawn = torch.randn(parameter.shape, generator=generator)
+                    parameter.grad = drawn.to(parameter.dtype)
+                if not is_next:
+                    optimizer.step()
+            synchronize()
+            for parameter in model.parameters():
+                parameter.data.add_(0.37)
+        self.graph = self.model.first(torch.ones(2, 8, requires_grad=True)).sum()
+        self.steps += 1
+
+    def traces(self) -> Any:
+        """What an offloader leaves on objects."""
+        modules = list(self.model.modules())
+        tables = [set(each.__dict__) for each in (*modules, self.optimizer)]
+        return tables, [len(module._forward_pre_hooks) for module in modules]
+
+    def check_values(self) -> None:
+        synchronize()
+        mine, twins = values(self.model, self.optimizer), values(self.twin, self.other)
+        differ = [n for n, v in twins.items() if n not in mine or not torch.equal(mine[n], v)]
+        assert not differ, differ
+
+    def check_gradients(self) -> None:
+        synchronize()
+        for mine, twins in zip(self.model.parameters(), self.twin.parameters(), strict=True):
+            assert not isinstance(mine.grad, StandIn)
+            has_memory = mine.grad.untyped_storage().nbytes() > 0  # before it is looked at
+            assert has_memory
+            assert torch.equal(mine.grad, twins.grad)
+
+    def check_here(self) -> None:
+        """All is as if it had never left."""
+        assert not self.phases.is_away
+        tensors = [*self.model.parameters(), *self.model.buffers()]
+        empty = [i for i, t in enumerate(tensors) if not t.untyped_storage().nbytes()]
+        known = [i for i, t in enumerate(tensors) if absent.is_absent(t)]
+        assert not empty + known, (empty, known)
+        assert self.traces() == self.untouched
+        self.check_values()
+        self.model(torch.ones(2, 8))
+        self.twin(torch.ones(2, 8))
+
+    def check_away(self) -> None:
+        """Whoever uses it is told, and whoever reads it gets the values."""
+        with pytest.raises(AwayError):
+            self.model(torch.ones(2, 8))
+        with pytest.raises(AwayError):
+            self.optimizer.step()
+        self.check_values()
+
+    def check_goes_on(self, *, read: bool = True) -> None:
+        """After whatever has happened: from wherever it is, and for good.
+
+        Args:
+            read: what is away, too, which leaves its bytes in host memory.
+        """
+        if self.phases.is_away and read:
+            self.check_away()
+        self.phases.reload()
+        self.check_here()
+        if self.params != "rebuild":  # which torch may take for a write
+            self.graph.backward()  # of a forward from before it has left
+        self.phases.offload()
+        self.check_away()
+        self.phases.reload()
+        self.check_here()
+        self.step()
+
+
+def values(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+    """But for masters: what was written beside the optimizer comes to them at different times."""
+    state = optimizer.state_dict()["state"]
+    found = {f"{i}.{n}": v for i, each in state.items() for n, v in each.items() if n != "master"}
+    return {**model.state_dict(), **found}
+
+
+SIMULATORS: list[StreamSimulator] = []
+
+
+def synchronize() -> None:
+    """What the current stream has to do is done."""
+    if SIMULATORS:
+        SIMULATORS[-1].current_stream().synchronize()
+
+
+def interrupted(move: Callable[[], object], tracer: Tracer) -> KeyboardInterrupt | None:
+    """What comes out; whoever keeps it keeps the frames that it has gone through. None: the line
+    did not run this time."""
+    try:
+        with tracer.running():
+            move()
+    except KeyboardInterrupt as error:
+        assert tracer.has_struck
+        return error
+    assert not tracer.has_struck
+    return None
+
+
+def nothing() -> None:
+    """There is nothing to check besides."""
+
+
+def sweep(
+    job: Job,
+    move: Callable[[], object],
+    root: str,
+    check: Callable[[], None],
+    prepare: Callable[[], object] = nothing,
+    files: set[str] = PHASES,
+) -> None:
+    """Interrupt ``move`` at each line that runs below ``root``, and ``check`` what there is.
+
+    Args:
+        prepare: from where all is present to where ``move`` can begin.
+    """
+    prepare()
+    tracer = Tracer(root, files)
+    with tracer.running():
+        move()
+    job.phases.reload()
+    job.step()
+    count = 0
+    for index, point in enumerate(tracer.points):
+        prepare()
+        try:
+            kept = interrupted(move, Tracer(root, files, point))
+            count += kept is not None
+            check()
+            job.check_goes_on(read=index % 2 == 0)
+            del kept
+        except BaseException as error:
+            error.add_note(f"interrupted at {point}")
+            raise
+    assert count > 20
+
+
+@pytest.mark.parametrize(("name", "params", "grads"), CASES)
+def test_leaving(name: str, params: str, grads: str) -> None:
+    job = Job(name, params, grads)
+    away: list[bool] = []
+
+    def check() -> None:
+        """Gradients that come back, and all if nothing has left, are as they were."""
+        away.append(job.phases.is_away)
+        if not job.phases.is_away:
+            job.check_gradients()
+        elif grads == "drop":
+            assert all(p.grad is None for p in job.model.parameters())
+        else:
+            job.phases.reload()
+            job.check_gradients()
+
+    sweep(job, lambda: job.phases.offload(wait=False), LEAVE, check)
+    assert False in away
+    assert away == sorted(away)  # from some line on it is away
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "root"), [("plain", "save", LEAVE), ("host", "rebuild", "Mover.drop")]
+)
+def test_leaving_below(name: str, params: str, root: str) -> None:
+    """In the middle of copies, and of what leaves without."""
+    job = Job(name, params, "save")
+    sweep(job, lambda: job.phases.offload(wait=False), root, nothing, files=MOVING)
+
+
+@pytest.mark.parametrize(("name", "params"), [("plain", "save"), ("host", "rebuild")])
+def test_leaving_without_room_to_come_back(
+    name: str, params: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Job(name, params, "save")
+
+    def full(block: StorageBlock, index: int) -> None:
+        raise torch.OutOfMemoryError("taken")
+
+    def move() -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(StorageBlock, "restore", full)
+            job.phases.offload(wait=False)
+
+    sweep(job, move, LEAVE, nothing)
+
+
+def leave_in_vain(phases: PhaseOffloader) -> None:
+    """It fails when the last has been asked to leave."""
+    drop = Mover.drop
+
+    def fails(mover: Mover, blocks: Any) -> None:
+        drop(mover, blocks)
+        raise ZeroDivisionError
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Mover, "drop", fails)
+        with pytest.raises(ZeroDivisionError):
+            phases.offload(wait=False)
+
+
+@pytest.mark.parametrize(("name", "params"), [("plain", "save"), ("host", "rebuild")])
+def test_staying(name: str, params: str) -> None:
+    """It comes back because it could not leave, and that is interrupted."""
+    job = Job(name, params, "save")
+    sweep(job, lambda: leave_in_vain(job.phases), BRING_BACK, nothing)
+
+
+@pytest.mark.parametrize(("name", "params", "grads"), CASES)
+def test_coming_back(name: str, params: str, grads: str) -> None:
+    job = Job(name, params, grads)
+
+    away: list[bool] = []
+    sweep(
+        job,
+        lambda: job.phases.reload(wait=False),
+        COME_BACK,
+        lambda: away.append(job.phases.is_away),
+        job.phases.offload,
+    )
+    assert True in away
+    assert away == sorted(away, reverse=True)  # from some line on it is back
+
+
+def test_swapping() -> None:
+    """What leaves is interrupted, or what comes beside it."""
+    job, other = Job("host", "rebuild", "save"), Job("plain")
+
+    def check() -> None:
+        if other.phases.is_away:
+            other.check_away()
+            other.phases.reload()
+        other.check_here()
+
+    def move() -> None:
+        swap(out=job.phases, in_=other.phases)
+
+    sweep(job, move, LEAVE, check, other.phases.offload)
+
+
+def test_swapping_in_vain() -> None:
+    """There is no room for what comes, and what leaves is interrupted after that."""
+    job, other = Job("plain", "save", "save"), Job("plain")
+    move_back = Mover.back
+
+    def full(mover: Mover, blocks: Any, **options: Any) -> Any:
+        if mover is other.phases._mover:
+            raise torch.OutOfMemoryError("no room")
+        return move_back(mover, blocks, **options)
+
+    def move() -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Mover, "back", full)
+            with pytest.raises(DeviceMemoryError):
+                swap(out=job.phases, in_=other.phases)
+
+    def check() -> None:
+        assert job.phases.is_away
+        job.phases.reload()  # not every use of it is refused, after two failures
+        other.phases.reload()
+        other.check_here()
+
+    sweep(job, move, "ModuleGuard.close", check, other.phases.offload)
+
+
+@contextmanager
+def late_streams(policy: str) -> Iterator[None]:
+    with StreamSimulator(policy) as simulator:
+        SIMULATORS.append(simulator)
+        try:
+            yield
+        finally:
+            SIMULATORS.clear()
+    assert not simulator.late_uses
+
+
+def phases_files(*names: str) -> set[str]:
+    return {str(PACKAGE / "phases" / name) for name in names}
+
+
+@pytest.mark.parametrize("policy", ["lazy", "eager", "random:0"])
+@pytest.mark.parametrize(("name", "params"), [("plain", "save"), ("host", "rebuild")])
+def test_streams_are_late(name: str, params: str, policy: str) -> None:
+    files = phases_files("offloader.py", "optimizers.py")
+    with late_streams(policy):
+        job = Job(name, params, "save")
+        phases = job.phases
+        sweep(job, lambda: phases.offload(wait=False), LEAVE, nothing, files=files)
+        sweep(job, lambda: phases.reload(wait=False), COME_BACK, nothing, phases.offload, files)
+
+
+@pytest.mark.parametrize("policy", ["random:5", "random:6"])
+def test_staying_while_memory_leaves(policy: str) -> None:
+    """What is dropped leaves at any time while the rest comes back."""
+    with late_streams(policy):
+        job = Job("host", "rebuild", "save")
+        files = phases_files("offloader.py", "rebuilding.py")
+        sweep(job, lambda: leave_in_vain(job.phases), BRING_BACK, nothing, files=files)
