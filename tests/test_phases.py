@@ -88,6 +88,11 @@ def all_away(tensors: list[Tensor]) -> bool:
     return all(t.untyped_storage().nbytes() == 0 for t in tensors)
 
 
+def owners(tensor: Tensor) -> int:
+    """Of its storage."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
 def assert_same(first: Any, second: Any) -> None:
     torch.testing.assert_close(first, second, rtol=0, atol=0, equal_nan=True)
 
@@ -251,6 +256,17 @@ def test_gradients_dropped_while_away_stay_dropped() -> None:
     assert all(p.grad is None for p in model.parameters())
 
 
+def test_gradients_that_came_back_are_not_held() -> None:
+    model = nn.Linear(4, 4)
+    phases = PhaseOffloader(model, grads="save")
+    model.weight.grad = torch.ones(4, 4)
+    with phases.away():
+        pass
+    gradient = model.weight.grad
+    model.zero_grad()
+    assert owners(gradient) == owners(torch.empty(1))
+
+
 def test_exceptions_inside_away_still_reload() -> None:
     phases = PhaseOffloader(net())
     with pytest.raises(KeyError), phases.away():
@@ -352,6 +368,7 @@ def test_state_that_was_replaced_does_not_leave() -> None:
     values["exp_avg"] = mine + 1
     with phases.away():
         assert all_present([mine])
+        assert owners(mine) == owners(torch.empty(1))  # whoever replaced it decides how long
         assert all_away([values["exp_avg"]])
         shown = next(iter(optimizer.state_dict()["state"].values()))
         assert torch.equal(shown["exp_avg"], mine + 1)
@@ -886,6 +903,31 @@ def test_fixed_addresses() -> None:
     assert_same(moved.state_dict(), other)
     with pytest.raises(ConfigError):
         PhaseOffloader(moved, HybridDeviceOptimizer(b), params="rebuild", fixed_address=True)
+
+
+@pytest.mark.skipif(not can_swap(), reason="this torch cannot swap CPU storages")
+def test_fixed_addresses_after_one_failure_and_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = net()
+    optimizer = OPTIMIZERS["fused"](model.parameters())
+    train(model, optimizer, range(1))
+    before = copy.deepcopy((model.state_dict(), optimizer.state_dict()["state"]))
+    phases = PhaseOffloader(model, optimizer, fixed_address=True)
+
+    def full(mover: Mover, blocks: Sequence[Block], **options: Any) -> Trip:
+        raise torch.OutOfMemoryError("no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(phases, "_send_ahead", raising)
+        with pytest.raises(ZeroDivisionError):
+            phases.offload()
+    with monkeypatch.context() as patch:
+        patch.setattr(phases, "_collect", raising)
+        patch.setattr(Mover, "back", full)
+        with pytest.raises(ZeroDivisionError):
+            phases.offload()
+    assert_same((model.state_dict(), optimizer.state_dict()["state"]), before)
+    phases.reload()
+    assert_same((model.state_dict(), optimizer.state_dict()["state"]), before)
 
 
 def test_no_room_at_reload_loses_nothing(away: Away, monkeypatch: pytest.MonkeyPatch) -> None:

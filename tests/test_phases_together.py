@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from fsdp_offload import HybridDeviceOptimizer, PhaseOffloader, swap
 from fsdp_offload.errors import AwayError, ClosedError
+from fsdp_offload.moving import Mover
 from fsdp_offload.patching import Patch
 
 
@@ -144,6 +145,43 @@ def test_two_offloaders_of_a_model_leave_nothing_on_it() -> None:
         first.reload()  # not the one that came last
         second.reload()
     assert ([set(m.__dict__) for m in model.modules()], set(optimizer.__dict__)) == before
+
+
+@pytest.mark.parametrize("has_room", [True, False])
+@pytest.mark.parametrize("params", ["save", "rebuild"])
+@pytest.mark.parametrize("where", ["_reshard", "_collect"])
+def test_what_another_offloader_has_away_is_its_own(
+    where: str, params: str, has_room: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second one cannot leave, and does not bring back what it had moved before."""
+    model = nn.Sequential(Net(), nn.Linear(8, 8).bfloat16())
+    optimizer = OPTIMIZERS["host"](model)
+    first, second = (PhaseOffloader(model, optimizer, params=params) for _ in range(2))
+    with second.away():
+        pass
+    for parameter in model.parameters():
+        parameter.data.add_(1.5)
+    expected = values(model)
+    first.offload()
+
+    def fails(*args: Any) -> None:
+        raise ZeroDivisionError
+
+    def full(mover: Mover, blocks: Any, **options: Any) -> Any:
+        raise torch.OutOfMemoryError("no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(second, where, fails)
+        if not has_room:
+            patch.setattr(Mover, "back", full)
+        with pytest.raises(ZeroDivisionError):
+            second.offload()
+    assert second.is_away is not has_room
+    shown = copy.deepcopy(list(model.state_dict().values()))
+    assert all(map(torch.equal, shown, expected))
+    second.reload()
+    first.reload()
+    assert same(model, expected)
 
 
 def test_a_patch_below_of_somebody_else_stays() -> None:

@@ -49,7 +49,7 @@ from .handle import Handle, PhaseStatistics, Transfer
 from .optimizers import find_state
 from .policies import Policies
 from .rebuilding import Rebuilding
-from .seats import make_seats
+from .seats import KINDS, make_seats
 
 _log = logging.getLogger("fsdp_offload")
 
@@ -138,6 +138,7 @@ class PhaseOffloader:
         self._rebuilding = Rebuilding(self._optimizer, self._mover, enabled=params == "rebuild")
         self._storages: dict[str, list[StorageBlock]] = {}
         self._blocks: dict[str, list[Block]] = {}  # what moves for them
+        self._earlier: dict[str, list[StorageBlock]] = {}  # of the last departure
         self._absences: dict[int, Absence] = {}  # by the storage's identity
         self._patches: list[Patch] = []
         self._settled = Settle(functools.partial(_call, weakref.WeakMethod(self._settle)))
@@ -277,6 +278,7 @@ class PhaseOffloader:
         trips: dict[str, Trip] = {}
         handle: Handle | None = None
         try:
+            self._forget()
             gone, ahead = self._send_ahead()
             self._reshard()
             parameters = self._collect(gone)
@@ -330,6 +332,12 @@ class PhaseOffloader:
         self._patches = []
         self._optimizer.close(self._before_use, self._patches)
 
+    def _forget(self) -> None:
+        """What leaves is not known yet. What did so before may be in somebody else's care now."""
+        self._earlier = self._storages
+        self._storages, self._blocks = {k: [] for k in KINDS}, {k: [] for k in KINDS}
+        self._rebuilding.take((), ())
+
     def _reshard(self) -> None:
         for group in self._groups:
             group.settle()
@@ -344,7 +352,7 @@ class PhaseOffloader:
         ``gone``: state that is on its way already.
         """
         known = {block.storage._cdata for block in gone}
-        earlier = {b.storage._cdata: b for found in self._storages.values() for b in found}
+        earlier = {b.storage._cdata: b for found in self._earlier.values() for b in found}
         parameters = self._parameters()
         named = self._named(parameters)
         kept = [
@@ -360,6 +368,7 @@ class PhaseOffloader:
             self._storages[kind], self._blocks[kind] = self._seats[kind].take(
                 found, gone if kind == "state" else ()
             )
+        self._earlier.clear()  # it keeps memory
         return parameters
 
     def _named(self, parameters: Mapping[str, Tensor]) -> dict[str, list[tuple[str, Tensor]]]:
@@ -414,11 +423,12 @@ class PhaseOffloader:
         policies = self._policies
         if policies.state == "keep" or policies.params == "keep" or policies.grads != "drop":
             return [], Trip()  # a kept storage stays, whoever else looks at it
-        known = self._storages["state"]
+        known = self._earlier["state"]
         parameters = {shards.storage_of(p)._cdata for p in self._optimizer.parameters()}
-        if any(block.storage._cdata in parameters for block in known):
+        if not known or any(block.storage._cdata in parameters for block in known):
             return [], Trip()  # nor does one that has become a parameter's leave with the state
         storages, blocks = self._seats["state"].still(known, self._optimizer.named(), AHEAD_BYTES)
+        self._storages["state"], self._blocks["state"] = storages, blocks
         self._enter_absent_of("state", storages)
         return storages, self._mover.out(blocks)
 
@@ -482,6 +492,7 @@ class PhaseOffloader:
         self._guard.open()
         remove_all(self._patches)
         self._gradients.come_back()
+        self._storages["grads"], self._blocks["grads"] = [], []  # others may drop them
         self._handle = Handle(trips, self._has_returned)
         self._patches = []
         self._optimizer.follow(self._handle, trips["state"], self._gateway, self._patches)
@@ -520,7 +531,7 @@ class PhaseOffloader:
         release_cached(self._device)
 
     def _all_blocks(self) -> list[Block]:
-        found = [block for kind in ("params", "grads", "state") for block in self._blocks[kind]]
+        found = [block for kind in KINDS for block in self._blocks[kind]]
         return [*found, *self._rebuilding.blocks]
 
     def _no_room(self) -> DeviceMemoryError:

@@ -48,7 +48,7 @@ class Rebuilding:
         A storage is one parameter's shard, with padding perhaps, and nothing else's.
         """
         self._parameters, self._filled = {}, set()
-        if not self._enabled:
+        if not self._enabled or not blocks:
             return list(blocks)
         able = self._state.optimizer.rebuildable()
         users: dict[int, list[Tensor]] = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -24,6 +25,9 @@ from ..moving import (
 )
 from ..storages import is_tied
 from .policies import Policies
+
+KINDS: Final = ("params", "grads", "state")
+"""Of what leaves."""
 
 
 class Seats:
@@ -178,9 +182,8 @@ def make_seats(
         ConfigError: ``fixed_address`` with rebuilt parameters.
         DeviceError: ``fixed_address`` on a device that cannot do it.
     """
-    kinds = ("params", "grads", "state")
     if not fixed_address:
-        return {kind: Seats(places) for kind in kinds}
+        return {kind: Seats(places) for kind in KINDS}
     if policies.params == "rebuild":
         raise ConfigError(
             'fixed_address=True with params="rebuild"',
@@ -191,7 +194,7 @@ def make_seats(
         kind: Seats(places)
         if kind == "grads" or getattr(policies, kind) == "keep"
         else FixedSeats(places, FixedAddressRegion(kind, gateway.device, transfer=transfer))
-        for kind in kinds
+        for kind in KINDS
     }
 
 
