@@ -131,8 +131,10 @@ def _as_words(*matrices: Tensor) -> Sequence[Tensor]:
 
     All are contiguous and of one dtype.
     """
-    count = 8 // matrices[0].itemsize
-    if any(matrix.size(1) % count or matrix.storage_offset() % count for matrix in matrices):
+    count = 8 // matrices[0].itemsize  # 0 of complex128
+    if count == 0 or any(
+        matrix.size(1) % count or matrix.storage_offset() % count for matrix in matrices
+    ):
         return matrices
     return [matrix.view(torch.int64) for matrix in matrices]
 

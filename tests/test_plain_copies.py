@@ -91,7 +91,7 @@ def test_parameters_are_unpacked_as_by_torch(
     assert all(map(torch.equal, mine, expected))
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP32, UINT8])
+@pytest.mark.parametrize("dtype", [BF16, FP32, UINT8, torch.float64, torch.complex128])
 @pytest.mark.parametrize("shift", [0, 1, 8])
 def test_parts_of_whole_words(dtype: torch.dtype, shift: int) -> None:
     sizes = [8, 24, 16]
