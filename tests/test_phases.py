@@ -39,7 +39,7 @@ from fsdp_offload.moving import (
     places,
     whereabouts,
 )
-from fsdp_offload.phases import offloader, plain_state, seats
+from fsdp_offload.phases import contents, plain_state, seats
 from fsdp_offload.storages import can_swap
 
 
@@ -180,13 +180,13 @@ def test_the_collector_has_no_turn_between_copies_and_is_as_before(
     seen: list[bool] = []
 
     def noting(name: str) -> None:
-        move = getattr(phases._mover, name)
+        move = getattr(phases._moves._mover, name)
 
         def noted(*args: Any, **options: Any) -> Any:
             seen.append(gc.isenabled())
             return move(*args, **options)
 
-        monkeypatch.setattr(phases._mover, name, noted)
+        monkeypatch.setattr(phases._moves._mover, name, noted)
 
     noting("out")
     noting("back")
@@ -196,7 +196,7 @@ def test_the_collector_has_no_turn_between_copies_and_is_as_before(
         assert gc.isenabled() is enabled
         phases.reload()
         assert gc.isenabled() is enabled
-        monkeypatch.setattr(phases._mover, "out", raising)
+        monkeypatch.setattr(phases._moves._mover, "out", raising)
         with pytest.raises(ZeroDivisionError):
             phases.offload()
         assert gc.isenabled() is enabled
@@ -327,7 +327,7 @@ def test_part_of_the_state_leaves_before_the_rest_is_known(
     """600 bytes are several of its tensors, not all; as a whole all have left, and come back."""
     if fixed_address and not can_swap():
         pytest.skip("this torch cannot swap CPU storages")
-    monkeypatch.setattr(offloader, "AHEAD_BYTES", ahead_bytes)
+    monkeypatch.setattr(contents, "AHEAD_BYTES", ahead_bytes)
     model = net()
     optimizer = OPTIMIZERS["adamw"](model.parameters())
     train(model, optimizer, range(1))
@@ -378,9 +378,12 @@ def test_state_that_was_replaced_does_not_leave() -> None:
 @pytest.mark.parametrize(
     "error", [HostMemoryError("value", reason="", remedy=""), KeyboardInterrupt()]
 )
-@pytest.mark.parametrize("where", ["_reshard", "_collect", "_reserve", "_enter_absent"])
+@pytest.mark.parametrize(
+    ("owner", "where"),
+    [("", "_reshard"), ("_contents", "collect"), ("_moves", "reserve"), ("_optimizer", "offload")],
+)
 def test_what_left_ahead_comes_back_if_the_rest_cannot_leave(
-    monkeypatch: pytest.MonkeyPatch, where: str, error: BaseException
+    monkeypatch: pytest.MonkeyPatch, owner: str, where: str, error: BaseException
 ) -> None:
     model = net()
     optimizer = OPTIMIZERS["adamw"](model.parameters())
@@ -391,11 +394,11 @@ def test_what_left_ahead_comes_back_if_the_rest_cannot_leave(
     left: list[bool] = []
 
     def fails(*args: Any) -> Any:
-        left.append(all_away(moments))
+        left.append(all_away(moments) and all_present(list(map(absent.present, moments))))
         raise error
 
     with monkeypatch.context() as patch:
-        patch.setattr(phases, where, fails)
+        patch.setattr(getattr(phases, owner, phases), where, fails)
         with pytest.raises(type(error)):
             phases.offload()
     assert left == [True]
@@ -446,14 +449,14 @@ def test_what_left_ahead_is_known_if_it_cannot_come_back(monkeypatch: pytest.Mon
     optimizer = OPTIMIZERS["adamw"](model.parameters())
     train(model, optimizer, range(1))
     phases = PhaseOffloader(model, optimizer)
-    monkeypatch.setattr(offloader, "AHEAD_BYTES", 1)
+    monkeypatch.setattr(contents, "AHEAD_BYTES", 1)
     before = copy.deepcopy((model.state_dict(), optimizer.state_dict()["state"]))
 
     def full(mover: Mover, blocks: Sequence[Block], **options: Any) -> Trip:
         raise torch.OutOfMemoryError("no room")
 
     with monkeypatch.context() as patch:
-        patch.setattr(phases, "_reserve", raising)
+        patch.setattr(phases._moves, "reserve", raising)
         patch.setattr(Mover, "back", full)
         with pytest.raises(ZeroDivisionError):
             phases.offload()
@@ -917,11 +920,11 @@ def test_fixed_addresses_after_one_failure_and_another(monkeypatch: pytest.Monke
         raise torch.OutOfMemoryError("no room")
 
     with monkeypatch.context() as patch:
-        patch.setattr(phases, "_send_ahead", raising)
+        patch.setattr(phases._contents, "take_ahead", raising)
         with pytest.raises(ZeroDivisionError):
             phases.offload()
     with monkeypatch.context() as patch:
-        patch.setattr(phases, "_collect", raising)
+        patch.setattr(phases._contents, "collect", raising)
         patch.setattr(Mover, "back", full)
         with pytest.raises(ZeroDivisionError):
             phases.offload()

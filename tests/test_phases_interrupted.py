@@ -28,7 +28,7 @@ PHASES = {str(path) for path in (PACKAGE / "phases").glob("*.py")}
 MOVING = {str(PACKAGE / "moving" / name) for name in ("mover.py", "blocks.py", "rooms.py")}
 
 LEAVE = "PhaseOffloader._leave"
-COME_BACK, BRING_BACK = "PhaseOffloader._come_back", "PhaseOffloader._bring_back"
+COME_BACK, MOVE_BACK = "PhaseOffloader._come_back", "Moves.back"
 
 Point = tuple[str, int, int]
 """A line that runs: file, number, how often it has run before."""
@@ -340,7 +340,7 @@ def leave_in_vain(phases: PhaseOffloader) -> None:
 def test_staying(name: str, params: str) -> None:
     """It comes back because it could not leave, and that is interrupted."""
     job = Job(name, params, "save")
-    sweep(job, lambda: leave_in_vain(job.phases), BRING_BACK, nothing)
+    sweep(job, lambda: leave_in_vain(job.phases), MOVE_BACK, nothing)
 
 
 @pytest.mark.parametrize(("name", "params", "grads"), CASES)
@@ -381,7 +381,7 @@ def test_swapping_in_vain() -> None:
     move_back = Mover.back
 
     def full(mover: Mover, blocks: Any, **options: Any) -> Any:
-        if mover is other.phases._mover:
+        if mover is other.phases._moves._mover:
             raise torch.OutOfMemoryError("no room")
         return move_back(mover, blocks, **options)
 
@@ -418,7 +418,7 @@ def phases_files(*names: str) -> set[str]:
 @pytest.mark.parametrize("policy", ["lazy", "eager", "random:0"])
 @pytest.mark.parametrize(("name", "params"), [("plain", "save"), ("host", "rebuild")])
 def test_streams_are_late(name: str, params: str, policy: str) -> None:
-    files = phases_files("offloader.py", "optimizers.py")
+    files = phases_files("offloader.py", "moves.py", "optimizers.py")
     with late_streams(policy):
         job = Job(name, params, "save")
         phases = job.phases
@@ -431,5 +431,5 @@ def test_staying_while_memory_leaves(policy: str) -> None:
     """What is dropped leaves at any time while the rest comes back."""
     with late_streams(policy):
         job = Job("host", "rebuild", "save")
-        files = phases_files("offloader.py", "rebuilding.py")
-        sweep(job, lambda: leave_in_vain(job.phases), BRING_BACK, nothing, files=files)
+        files = phases_files("moves.py", "rebuilding.py")
+        sweep(job, lambda: leave_in_vain(job.phases), MOVE_BACK, nothing, files=files)

@@ -149,7 +149,7 @@ def test_two_offloaders_of_a_model_leave_nothing_on_it() -> None:
 
 @pytest.mark.parametrize("has_room", [True, False])
 @pytest.mark.parametrize("params", ["save", "rebuild"])
-@pytest.mark.parametrize("where", ["_reshard", "_collect"])
+@pytest.mark.parametrize("where", ["take_ahead", "collect"])
 def test_what_another_offloader_has_away_is_its_own(
     where: str, params: str, has_room: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -171,7 +171,7 @@ def test_what_another_offloader_has_away_is_its_own(
         raise torch.OutOfMemoryError("no room")
 
     with monkeypatch.context() as patch:
-        patch.setattr(second, where, fails)
+        patch.setattr(second._contents, where, fails)
         if not has_room:
             patch.setattr(Mover, "back", full)
         with pytest.raises(ZeroDivisionError):

@@ -68,7 +68,7 @@ class Absence:
             self.end()
         return self._is_over
 
-    def provide(self, place: Tensor) -> None:
+    def provide(self, place: Place) -> None:
         """The bytes are in ``place`` from now on."""
         whereabouts.left(self._storage, place, self._wait)
 

@@ -8,53 +8,33 @@ import gc
 import logging
 import os
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Final, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
-from .. import shards
 from ..config import TransferConfig
 from ..device import free_bytes, release_cached
-from ..errors import (
-    AwayError,
-    ClosedError,
-    ConfigError,
-    DeviceMemoryError,
-)
+from ..errors import AwayError, ClosedError, ConfigError, DeviceMemoryError
 from ..groups import find_groups
-from ..memory.budget import size_text
-from ..moving import (
-    Absence,
-    Block,
-    Mover,
-    Places,
-    Settle,
-    StorageBlock,
-    Trip,
-    collect,
-    give_up,
-    is_whole,
-    join,
-)
+from ..moving import Mover, Places, Trip
 from ..patching import Patch, remove_all
 from ..wrapping import gateway_of, modules_of
+from .absences import Absences
+from .contents import Contents
 from .gradients import Gradients
 from .guard import ModuleGuard
 from .handle import Handle, PhaseStatistics, Transfer
+from .moves import Moves
 from .optimizers import find_state
 from .policies import Policies
 from .rebuilding import Rebuilding
-from .seats import KINDS, make_seats
+from .seats import make_seats
 
 _log = logging.getLogger("fsdp_offload")
-
-AHEAD_BYTES: Final = 2 << 30
-"""Of state whose copies begin before all else is looked up: the link takes 40 ms for it."""
 
 
 class PhaseOffloader:
@@ -113,10 +93,10 @@ class PhaseOffloader:
         fixed_address: bool = False,
         transfer: TransferConfig | None = None,
     ) -> None:
-        self._policies = Policies(params, grads, state, on_use)
-        self._models = modules_of(model)
-        self._optimizer = find_state(optimizer, self._policies)
-        tensors = [t for m in self._models for t in (*m.parameters(), *m.buffers())]
+        self._policies = policies = Policies(params, grads, state, on_use)
+        self._models = models = modules_of(model)
+        self._optimizer = own = find_state(optimizer, policies)
+        tensors = [t for m in models for t in (*m.parameters(), *m.buffers())]
         if not tensors:
             raise ConfigError(
                 "a model without parameters and buffers",
@@ -124,36 +104,29 @@ class PhaseOffloader:
                 remedy="pass the module that holds them",
             )
         parameters = [t for t in tensors if isinstance(t, nn.Parameter)]
-        self._gateway = gateway_of(parameters or tensors)
-        self._device = self._gateway.device
+        self._gateway = gateway = gateway_of(parameters or tensors)
+        self._device = device = gateway.device
         transfer = transfer or TransferConfig()
-        self._places = Places(self._gateway, transfer)
-        self._seats = make_seats(
-            self._policies, self._gateway, self._places, transfer, fixed_address=fixed_address
-        )
-        self._mover = Mover(self._gateway, self._places)
-        groups = find_groups(self._models)
-        self._groups, self._guard = groups, ModuleGuard(self._models, groups)
-        self._gradients = Gradients(grads, groups)
-        self._rebuilding = Rebuilding(self._optimizer, self._mover, enabled=params == "rebuild")
-        self._storages: dict[str, list[StorageBlock]] = {}
-        self._blocks: dict[str, list[Block]] = {}  # what moves for them
-        self._earlier: dict[str, list[StorageBlock]] = {}  # of the last departure
-        self._absences: dict[int, Absence] = {}  # by the storage's identity
+        self._places = places = Places(gateway, transfer)
+        seats = make_seats(policies, gateway, places, transfer, fixed_address=fixed_address)
+        self._groups = groups = find_groups(models)
+        self._guard, self._gradients = ModuleGuard(models, groups), Gradients(grads, groups)
+        mover, absences = Mover(gateway, places), Absences(self._settle)
+        rebuilt = Rebuilding(own, mover, absences, enabled=params == "rebuild")
+        self._contents = Contents(models, own, self._gradients, rebuilt, seats, policies, device)
+        self._moves = Moves(self._contents, own, rebuilt, absences, mover, gateway)
         self._patches: list[Patch] = []
-        self._settled = Settle(functools.partial(_call, weakref.WeakMethod(self._settle)))
         self._handle = Handle({})
         self._is_away = self._is_closed = False
         self._lock, self._pid = threading.RLock(), os.getpid()
         self._last = _Last()
         try:
             self._reshard()
-            self._collect()
-            self._reserve()
+            self._contents.collect()
+            self._moves.reserve()
             self._join()
         except BaseException:
-            for seats in self._seats.values():
-                seats.close()
+            self._contents.close()
             self._places.close()
             raise
 
@@ -239,10 +212,7 @@ class PhaseOffloader:
                 return
             self.reload()
             self._is_closed = True
-            self._storages.clear()
-            self._blocks.clear()
-            for seats in self._seats.values():
-                seats.close()
+            self._contents.close()
             self._places.close()
 
     def statistics(self) -> PhaseStatistics:
@@ -275,21 +245,9 @@ class PhaseOffloader:
         memory stays torch's, for what comes meanwhile."""
         self._free_before = free_bytes(self._device)
         self._optimizer.synchronize()
-        trips: dict[str, Trip] = {}
         handle: Handle | None = None
         try:
-            self._forget()
-            gone, ahead = self._send_ahead()
-            self._reshard()
-            parameters = self._collect(gone)
-            self._reserve()
-            self._enter_absent()
-            # The optimizer first: it may have updates of parameters under way.
-            trips["state"] = self._optimizer.offload(self._mover, self._blocks["state"])
-            trips["state"].include(ahead)
-            trips["grads"] = self._mover.out(self._blocks["grads"])
-            trips["params"] = self._mover.out(self._blocks["params"])
-            dropped = self._mover.drop(self._rebuilding.blocks)
+            parameters, trips, dropped = self._moves.out(self._reshard)
             finish = functools.partial(self._has_left, to_driver=beside is None)
             handle = Handle(trips, finish, dropped=dropped, finish_blocks=beside is None)
             if beside is not None:
@@ -310,18 +268,12 @@ class PhaseOffloader:
     def _stay(self) -> None:
         """Leaving has failed half-way: bring back what has left already, or be away with it."""
         try:
-            self._mover.wait()
-            for trip in self._bring_back(None).values():
-                trip.wait()
+            self._moves.turn_back()
         except BaseException as error:
-            # Nothing is lost, and reload() tries again. What can leave after all does.
-            with contextlib.suppress(Exception):
-                self._optimizer.offload(self._mover, self._blocks["state"]).wait()
-                self._mover.out([*self._blocks["grads"], *self._blocks["params"]]).wait()
-            self._match_absent()
+            self._moves.stay_away()  # nothing is lost, and reload() tries again
             self._become_away(Handle({}))
             if self._policies.grads == "save":
-                self._gradients.leave(self._parameters())
+                self._gradients.leave(self._contents.parameters())
             if not isinstance(error, torch.OutOfMemoryError | DeviceMemoryError):
                 raise
 
@@ -332,12 +284,6 @@ class PhaseOffloader:
         self._patches = []
         self._optimizer.close(self._before_use, self._patches)
 
-    def _forget(self) -> None:
-        """What leaves is not known yet. What did so before may be in somebody else's care now."""
-        self._earlier = self._storages
-        self._storages, self._blocks = {k: [] for k in KINDS}, {k: [] for k in KINDS}
-        self._rebuilding.take((), ())
-
     def _reshard(self) -> None:
         for group in self._groups:
             group.settle()
@@ -346,119 +292,12 @@ class PhaseOffloader:
                 if isinstance(module, FSDPModule):
                     module.reshard()
 
-    def _collect(self, gone: Sequence[StorageBlock] = ()) -> Mapping[str, Tensor]:
-        """The blocks that leave now, by kind, each storage once; all parameters by name.
-
-        ``gone``: state that is on its way already.
-        """
-        known = {block.storage._cdata for block in gone}
-        earlier = {b.storage._cdata: b for found in self._earlier.values() for b in found}
-        parameters = self._parameters()
-        named = self._named(parameters)
-        kept = [
-            tensor for kind, pairs in named.items() for _, tensor in pairs if not self._moves(kind)
-        ]
-        collect([("", tensor) for tensor in kept], self._device, known=known)
-        for kind, pairs in named.items():
-            found: list[StorageBlock] = []
-            if self._moves(kind):
-                found = collect(pairs, self._device, known=known, earlier=earlier)
-            if kind == "params":
-                found = self._rebuilding.take(found, pairs)
-            self._storages[kind], self._blocks[kind] = self._seats[kind].take(
-                found, gone if kind == "state" else ()
-            )
-        self._earlier.clear()  # it keeps memory
-        return parameters
-
-    def _named(self, parameters: Mapping[str, Tensor]) -> dict[str, list[tuple[str, Tensor]]]:
-        params = [(f"params.{name}", tensor) for name, tensor in parameters.items()]
-        for index, model in enumerate(self._models):
-            params += [
-                (f"buffers.{index}.{name}", buffer) for name, buffer in model.named_buffers()
-            ]
-        return {
-            "params": params,
-            "grads": self._gradients.named(parameters),
-            "state": list(self._optimizer.named()),
-        }
-
-    def _parameters(self) -> dict[str, Tensor]:
-        return {
-            f"{index}.{name}": parameter
-            for index, model in enumerate(self._models)
-            for name, parameter in model.named_parameters()
-        }
-
-    def _moves(self, kind: str) -> bool:
-        return bool(getattr(self._policies, kind) != "keep")
-
-    def _reserve(self) -> None:
-        """Host memory for what has none yet, in one piece."""
-        self._mover.reserve([block for found in self._blocks.values() for block in found])
-        self._optimizer.reserve()
-
     def _join(self) -> None:
-        """Let storages lie together, so that the first offload is like later ones."""
-        kinds = [self._blocks[kind] for kind in ("params", "state")]  # as they come back
-        own = [[block for block in found if isinstance(block, StorageBlock)] for found in kinds]
-        self._optimizer.synchronize()
-        try:
-            for blocks in own:
-                join(blocks, self._mover, self._gateway)
-        except BaseException as error:
-            self._mover.wait()
-            if all(is_whole(block) for blocks in own for block in blocks):
-                if isinstance(error, torch.OutOfMemoryError):
-                    return
-                raise
-            # Its bytes are in host memory, which raising would give up: reload() tries again.
+        error = self._moves.join()
+        if error is not None:
+            # Its bytes are in host memory, which raising would give up.
             _log.warning("the offloader begins with is_away: %r; call reload()", error)
-            self._match_absent()
             self._become_away(Handle({}))
-
-    def _send_ahead(self) -> tuple[list[StorageBlock], Trip]:
-        """Begin to copy some of the state: to look up all that leaves takes up to 50 us per
-        parameter. Storages of it, and their trip."""
-        policies = self._policies
-        if policies.state == "keep" or policies.params == "keep" or policies.grads != "drop":
-            return [], Trip()  # a kept storage stays, whoever else looks at it
-        known = self._earlier["state"]
-        parameters = {shards.storage_of(p)._cdata for p in self._optimizer.parameters()}
-        if not known or any(block.storage._cdata in parameters for block in known):
-            return [], Trip()  # nor does one that has become a parameter's leave with the state
-        storages, blocks = self._seats["state"].still(known, self._optimizer.named(), AHEAD_BYTES)
-        self._storages["state"], self._blocks["state"] = storages, blocks
-        self._enter_absent_of("state", storages)
-        return storages, self._mover.out(blocks)
-
-    def _enter_absent(self) -> None:
-        """All that is not absent already."""
-        for kind in ("params", "state"):
-            self._enter_absent_of(kind, self._storages[kind])
-        self._rebuilding.enter_absent(self._rebuilding.blocks, self._settled, self._absences)
-
-    def _enter_absent_of(self, kind: str, storages: Sequence[StorageBlock]) -> None:
-        seats = self._seats[kind]
-        for block in storages:
-            if block.storage._cdata not in self._absences:
-                self._absences[block.storage._cdata] = Absence(
-                    block.storage, seats.place(block), self._settled, seats.presence(block)
-                )
-
-    def _match_absent(self) -> None:
-        """Let absent be what has no memory, and nothing else: others need not have places."""
-        self._absences = {k: each for k, each in self._absences.items() if not each.is_over()}
-        for kind in ("params", "state"):
-            is_present = self._seats[kind].is_present
-            self._enter_absent_of(kind, [b for b in self._storages[kind] if not is_present(b)])
-        gone = [block for block in self._rebuilding.blocks if not is_whole(block)]
-        self._rebuilding.enter_absent(gone, self._settled, self._absences)
-
-    def _leave_absent(self) -> None:
-        for absence in self._absences.values():
-            absence.end()
-        self._absences.clear()
 
     def _settle(self) -> None:
         """Somebody reads host memory: it holds the bytes when this returns."""
@@ -480,7 +319,7 @@ class PhaseOffloader:
     def _come_back(self, make_room: Callable[[], bool] | None) -> None:
         trips: dict[str, Trip] | None = None
         try:
-            trips = self._bring_back(make_room)
+            trips = self._moves.back(make_room)
             self._become_present(trips)
         except BaseException:
             if trips is not None:
@@ -492,58 +331,11 @@ class PhaseOffloader:
         self._guard.open()
         remove_all(self._patches)
         self._gradients.come_back()
-        self._storages["grads"], self._blocks["grads"] = [], []  # others may drop them
+        self._contents.forget_gradients()
         self._handle = Handle(trips, self._has_returned)
         self._patches = []
         self._optimizer.follow(self._handle, trips["state"], self._gateway, self._patches)
         self._is_away = False
-
-    def _bring_back(self, make_room: Callable[[], bool] | None) -> dict[str, Trip]:
-        """All that is away, parameters in order of the current stream; or nothing, if it raises."""
-        trips: dict[str, Trip] = {}
-        away = [block for block in self._all_blocks() if not is_whole(block)]
-        try:
-            trips["params"] = self._mover.back(self._blocks["params"], make_room=make_room)
-            self._rebuilding.renew(make_room)
-            trips["grads"] = self._mover.back(
-                self._blocks["grads"], make_room=make_room, lasting=False
-            )
-            state = self._blocks["state"]
-            trips["state"] = self._optimizer.reload(self._mover, state, make_room)
-            self._leave_absent()
-            current = self._gateway.current_stream()
-            trips["params"].follow(current)
-            trips["grads"].follow(current)
-            self._rebuilding.write()
-            return trips
-        except BaseException as error:
-            self._go_again(away)
-            if isinstance(error, torch.OutOfMemoryError | DeviceMemoryError):
-                raise self._no_room() from error
-            raise
-
-    def _go_again(self, away: Sequence[Block]) -> None:
-        """Coming back has failed half-way: nobody has used what came, and places hold its bytes."""
-        self._mover.wait()
-        self._gateway.current_stream().synchronize()  # it may be writing what is rebuilt
-        give_up(away)
-        self._match_absent()
-        release_cached(self._device)
-
-    def _all_blocks(self) -> list[Block]:
-        found = [block for kind in KINDS for block in self._blocks[kind]]
-        return [*found, *self._rebuilding.blocks]
-
-    def _no_room(self) -> DeviceMemoryError:
-        needed = sum(block.n_bytes for block in self._all_blocks())
-        free = free_bytes(self._device)
-        known = "" if free is None else f", and {free} bytes ({size_text(free)}) are free"
-        return DeviceMemoryError(
-            f"reload of {needed} bytes ({size_text(needed)}) to {self._device}",
-            reason=f"the device has no room for them{known}; all of it is still in host memory",
-            remedy="free device memory, torch.cuda.empty_cache() in whoever took it, and call "
-            "reload() again",
-        )
 
     def _has_returned(self, handle: Handle) -> None:
         remove_all(self._patches)
@@ -626,13 +418,6 @@ def _collector_paused() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
-
-
-def _call(find: Callable[[], Callable[[], None] | None]) -> None:
-    """Call a method whose object may be gone."""
-    method = find()
-    if method is not None:
-        method()
 
 
 class _Last:

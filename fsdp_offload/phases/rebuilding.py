@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from .. import shards
-from ..moving import Absence, Mover, Settle, StorageBlock
+from ..moving import Mover, StorageBlock, is_whole
+from .absences import Absences
 from .optimizers import OptimizerState
 
 
@@ -24,15 +25,18 @@ class Rebuilding:
     Args:
         state: of the optimizer that has the masters.
         mover: of the blocks.
+        absences: of those blocks that are away, and of others.
         enabled: else nothing is ever taken.
     """
 
-    def __init__(self, state: OptimizerState, mover: Mover, *, enabled: bool) -> None:
+    def __init__(
+        self, state: OptimizerState, mover: Mover, absences: Absences, *, enabled: bool
+    ) -> None:
         self._state, self._mover, self._enabled = state, mover, enabled
+        self._absences = absences
         self._parameters: dict[StorageBlock, Tensor] = {}
         self._filled: set[StorageBlock] = set()
         self._renewed: list[StorageBlock] = []
-        self._absences: dict[StorageBlock, Absence] = {}
         self._lock = threading.RLock()
 
     @property
@@ -63,21 +67,16 @@ class Rebuilding:
                 saved.append(block)
         return saved
 
-    def enter_absent(
-        self, blocks: Sequence[StorageBlock], settle: Settle, absences: dict[int, Absence]
-    ) -> None:
-        """Let readers know; host memory is taken when there is one.
+    def place(self, storage: StorageBlock) -> Callable[[], Tensor]:
+        """What takes host memory for its bytes and writes them, when somebody asks."""
+        return functools.partial(_fill, weakref.ref(self), storage)
 
-        Args:
-            blocks: of those here.
-            settle: see :class:`Absence`.
-            absences: by the storage's identity; those that are missing are added.
-        """
-        for block in blocks:
-            if block.storage._cdata not in absences:
-                place = functools.partial(_fill, weakref.ref(self), block)
-                absences[block.storage._cdata] = Absence(block.storage, place, settle)
-            self._absences[block] = absences[block.storage._cdata]
+    def is_present(self, storage: StorageBlock) -> bool:
+        """Whether it has its memory."""
+        return is_whole(storage)
+
+    def presence(self, storage: StorageBlock) -> None:
+        """Its size tells it."""
 
     def renew(self, make_room: Callable[[], bool] | None) -> None:
         """Memory for those that have none, of any content.
@@ -110,7 +109,7 @@ class Rebuilding:
                 self._filled.add(block)
                 place = self._mover.places.of(block)
                 place.zero_()
-                self._absences[block].provide(place)  # where the optimizer writes
+                self._absences.provide(block, place)  # where the optimizer writes
                 with torch.no_grad():
                     self._state.optimizer.rebuild([self._parameters[block]])
             return self._mover.places.of(block)

@@ -16,7 +16,7 @@ from fsdp_offload.config import TransferConfig
 from fsdp_offload.device import use_gateway
 from fsdp_offload.errors import DeviceMemoryError
 from fsdp_offload.moving import Mover, Places, StorageBlock, collect, join
-from fsdp_offload.phases import offloader
+from fsdp_offload.phases import moves
 from tests.caching import MIB, CachingModel, ModelGateway, storages_over
 
 CPU = torch.device("cpu")
@@ -287,7 +287,7 @@ def test_updates_under_way_are_waited_for_before(
         def synchronize(self) -> None:
             order.append("synchronize")
 
-    monkeypatch.setattr(offloader, "join", lambda *args: order.append("join"))
+    monkeypatch.setattr(moves, "join", lambda *args: order.append("join"))
     net = layers()
     PhaseOffloader(net, Updating(net.parameters(), lr=0.1))
     assert order == ["synchronize", "join", "join"]

@@ -1,0 +1,71 @@
+"""What is away, or about to be, as whoever reads it outside of a step is told."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+from ..moving import Absence, Settle, StorageBlock
+from ..moving.whereabouts import Place
+
+
+class Holder(Protocol):
+    """Who knows where the bytes of some storages are while they are away."""
+
+    def place(self, storage: StorageBlock) -> Place:
+        """Its bytes in host memory, or what makes them."""
+        ...
+
+    def is_present(self, storage: StorageBlock) -> bool:
+        """Whether it has its memory."""
+        ...
+
+    def presence(self, storage: StorageBlock) -> Callable[[], bool] | None:
+        """What tells that at any time; None: its size does."""
+        ...
+
+
+class Absences:
+    """The absence of each storage of one offloader.
+
+    Args:
+        settle: a bound method that returns when all bytes are in their places. Its object is not
+            kept alive.
+    """
+
+    def __init__(self, settle: Callable[[], None]) -> None:
+        self._settle = Settle(functools.partial(_call, weakref.WeakMethod(settle)))
+        self._by_storage: dict[int, Absence] = {}  # by identity
+
+    def enter(self, held: Iterable[tuple[Holder, Iterable[StorageBlock]]]) -> None:
+        """They leave now. What is absent already stays so."""
+        for holder, storages in held:
+            for each in storages:
+                if each.storage._cdata not in self._by_storage:
+                    self._by_storage[each.storage._cdata] = Absence(
+                        each.storage, holder.place(each), self._settle, holder.presence(each)
+                    )
+
+    def match(self, held: Iterable[tuple[Holder, Iterable[StorageBlock]]]) -> None:
+        """Let absent be what has no memory, and nothing else: others need not have places."""
+        self._by_storage = {k: each for k, each in self._by_storage.items() if not each.is_over()}
+        self.enter((h, [s for s in storages if not h.is_present(s)]) for h, storages in held)
+
+    def provide(self, storage: StorageBlock, place: Place) -> None:
+        """The bytes of one that is absent are in ``place`` from now on."""
+        self._by_storage[storage.storage._cdata].provide(place)
+
+    def end(self) -> None:
+        """All are, or are about to be, back."""
+        for absence in self._by_storage.values():
+            absence.end()
+        self._by_storage.clear()
+
+
+def _call(find: Callable[[], Callable[[], None] | None]) -> None:
+    """Call a method whose object may be gone."""
+    method = find()
+    if method is not None:
+        method()

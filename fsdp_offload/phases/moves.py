@@ -1,0 +1,176 @@
+"""All that moves, of all kinds: out together, and back together or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..device import Gateway, free_bytes, release_cached
+from ..errors import DeviceMemoryError
+from ..memory.budget import size_text
+from ..moving import Block, Mover, StorageBlock, Trip, give_up, is_whole, join
+from .absences import Absences
+from .contents import Contents
+from .optimizers import OptimizerState
+from .rebuilding import Rebuilding
+
+
+class Departure(NamedTuple):
+    """What is on its way out."""
+
+    parameters: Mapping[str, Tensor]
+    """All of the model, by name."""
+
+    trips: Mapping[str, Trip]
+    """By kind."""
+
+    dropped: Trip
+    """Of what leaves without a copy."""
+
+
+class Moves:
+    """Departures and returns of ``contents``. Readers know at any time what is away.
+
+    Args:
+        contents: what moves.
+        optimizer: whose state moves, perhaps by itself.
+        rebuilding: what leaves without a copy.
+        absences: of all of it.
+        mover: of the blocks.
+        gateway: of their device.
+    """
+
+    def __init__(
+        self,
+        contents: Contents,
+        optimizer: OptimizerState,
+        rebuilding: Rebuilding,
+        absences: Absences,
+        mover: Mover,
+        gateway: Gateway,
+    ) -> None:
+        self._contents, self._optimizer, self._rebuilding = contents, optimizer, rebuilding
+        self._absences, self._mover, self._gateway = absences, mover, gateway
+
+    def reserve(self) -> None:
+        """Host memory for what has none yet, in one piece."""
+        blocks = self._contents.blocks
+        self._mover.reserve([block for found in blocks.values() for block in found])
+        self._optimizer.reserve()
+
+    def join(self) -> BaseException | None:
+        """Let storages lie together, so that the first departure is like later ones.
+
+        Returns:
+            What has kept some of it from coming back; then :meth:`back` tries again.
+        """
+        kinds = [self._contents.blocks[kind] for kind in ("params", "state")]  # as they come back
+        own = [[block for block in found if isinstance(block, StorageBlock)] for found in kinds]
+        self._optimizer.synchronize()
+        try:
+            for blocks in own:
+                join(blocks, self._mover, self._gateway)
+        except BaseException as error:
+            self._mover.wait()
+            if not all(is_whole(block) for blocks in own for block in blocks):
+                self.tell()
+                return error
+            if not isinstance(error, torch.OutOfMemoryError):
+                raise
+        return None
+
+    # ------------------------------------------------------------------ out
+
+    def out(self, prepare: Callable[[], None]) -> Departure:
+        """All leaves. If this raises, some may have: see :meth:`turn_back`.
+
+        Args:
+            prepare: called before most of it is looked up, when the first copies are under way.
+        """
+        self._contents.forget()
+        gone = self._contents.take_ahead()
+        self._absences.enter(self._contents.held())
+        ahead = self._mover.out(self._contents.blocks["state"])
+        prepare()
+        parameters = self._contents.collect(gone)
+        self.reserve()
+        self._absences.enter(self._contents.held())
+        blocks, trips = self._contents.blocks, {}
+        # The optimizer first: it may have updates of parameters under way.
+        trips["state"] = self._optimizer.offload(self._mover, blocks["state"])
+        trips["state"].include(ahead)
+        trips["grads"] = self._mover.out(blocks["grads"])
+        trips["params"] = self._mover.out(blocks["params"])
+        return Departure(parameters, trips, self._mover.drop(self._rebuilding.blocks))
+
+    def turn_back(self) -> None:
+        """:meth:`out` has failed half-way: bring back what had left, and wait for it."""
+        self._mover.wait()
+        for trip in self.back(None).values():
+            trip.wait()
+
+    def stay_away(self) -> None:
+        """:meth:`turn_back` has failed, too: what can leave after all does."""
+        blocks = self._contents.blocks
+        with contextlib.suppress(Exception):
+            self._optimizer.offload(self._mover, blocks["state"]).wait()
+            self._mover.out([*blocks["grads"], *blocks["params"]]).wait()
+        self.tell()
+
+    def tell(self) -> None:
+        """Let readers know what is away now."""
+        self._absences.match(self._contents.held())
+
+    # ------------------------------------------------------------------ back
+
+    def back(self, make_room: Callable[[], bool] | None) -> dict[str, Trip]:
+        """All that is away comes, parameters in order of the current stream; or nothing does.
+
+        Args:
+            make_room: see :meth:`.moving.Mover.back`.
+
+        Raises:
+            DeviceMemoryError: there is no room.
+        """
+        blocks, trips = self._contents.blocks, {}
+        away = [block for block in self._contents.every_block() if not is_whole(block)]
+        try:
+            trips["params"] = self._mover.back(blocks["params"], make_room=make_room)
+            self._rebuilding.renew(make_room)
+            trips["grads"] = self._mover.back(blocks["grads"], make_room=make_room, lasting=False)
+            trips["state"] = self._optimizer.reload(self._mover, blocks["state"], make_room)
+            self._absences.end()
+            current = self._gateway.current_stream()
+            trips["params"].follow(current)
+            trips["grads"].follow(current)
+            self._rebuilding.write()
+            return trips
+        except BaseException as error:
+            self._go_again(away)
+            if isinstance(error, torch.OutOfMemoryError | DeviceMemoryError):
+                raise self._no_room() from error
+            raise
+
+    def _go_again(self, away: Sequence[Block]) -> None:
+        """Coming back has failed half-way: nobody has used what came, and places hold its bytes."""
+        self._mover.wait()
+        self._gateway.current_stream().synchronize()  # it may be writing what is rebuilt
+        give_up(away)
+        self.tell()
+        release_cached(self._gateway.device)
+
+    def _no_room(self) -> DeviceMemoryError:
+        needed = sum(block.n_bytes for block in self._contents.every_block())
+        device = self._gateway.device
+        free = free_bytes(device)
+        known = "" if free is None else f", and {free} bytes ({size_text(free)}) are free"
+        return DeviceMemoryError(
+            f"reload of {needed} bytes ({size_text(needed)}) to {device}",
+            reason=f"the device has no room for them{known}; all of it is still in host memory",
+            remedy="free device memory, torch.cuda.empty_cache() in whoever took it, and call "
+            "reload() again",
+        )
