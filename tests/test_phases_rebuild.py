@@ -172,6 +172,23 @@ def test_no_room_while_parameters_are_written_leaves_all_away() -> None:
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
 
 
+def test_a_read_while_away_that_fails_can_be_repeated() -> None:
+    model, optimizer, phases = made(params="rebuild")
+    before = copy.deepcopy(model.state_dict())
+
+    def fails(parameters: Any) -> None:
+        raise KeyboardInterrupt
+
+    with phases.away():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(optimizer, "rebuild", fails)
+            for _ in range(2):
+                with pytest.raises(KeyboardInterrupt):
+                    model.state_dict()
+        torch.testing.assert_close(copy.deepcopy(model.state_dict()), before, rtol=0, atol=0)
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+
+
 def test_parameters_that_share_memory_are_saved() -> None:
     model, optimizer, phases = made(params="rebuild")
     model.register_buffer("view", model.padded.data[3:])

@@ -105,14 +105,21 @@ class Rebuilding:
         """Host memory with the block's bytes, which may be written."""
         with self._lock:
             if block not in self._filled:
-                self._mover.reserve([block])
-                self._filled.add(block)
-                place = self._mover.places.of(block)
-                place.zero_()
-                self._absences.provide(block, place)  # where the optimizer writes
-                with torch.no_grad():
-                    self._state.optimizer.rebuild([self._parameters[block]])
+                self._write_place(block)
             return self._mover.places.of(block)
+
+    def _write_place(self, block: StorageBlock) -> None:
+        try:
+            self._mover.reserve([block])
+            place = self._mover.places.of(block)
+            place.zero_()
+            self._absences.provide(block, place)  # where the optimizer writes
+            with torch.no_grad():
+                self._state.optimizer.rebuild([self._parameters[block]])
+            self._filled.add(block)
+        except BaseException:
+            self._absences.provide(block, self.place(block))  # half of it is not for readers
+            raise
 
 
 def _fill(find: Callable[[], Rebuilding | None], block: StorageBlock) -> Tensor:
