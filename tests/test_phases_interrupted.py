@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 import fsdp_offload
 from fsdp_offload import HybridDeviceOptimizer, PhaseOffloader, swap
 from fsdp_offload.errors import AwayError, DeviceMemoryError
-from fsdp_offload.moving import Mover, StorageBlock, absent
+from fsdp_offload.moving import FixedAddressRegion, Mover, StorageBlock, absent
 from fsdp_offload.spent import StandIn
 from fsdp_offload.testing import StreamSimulator
 
@@ -433,3 +433,40 @@ def test_staying_while_memory_leaves(policy: str) -> None:
         job = Job("host", "rebuild", "save")
         files = phases_files("moves.py", "rebuilding.py")
         sweep(job, lambda: leave_in_vain(job.phases), MOVE_BACK, nothing, files=files)
+
+
+def test_pieces_that_have_no_copy_yet_stay_when_the_way_back_is_struck(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A block of a region leaves piece by piece: the rest of it was not copied this time."""
+    monkeypatch.setitem(FixedAddressRegion.__init__.__kwdefaults__, "chunk_bytes", 4096)
+    model = nn.Linear(64, 64, bias=False)  # four pieces
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    phases = PhaseOffloader(model, optimizer, fixed_address=True)
+    phases.offload()
+    phases.reload()
+    with torch.no_grad():
+        model.weight.fill_(7.0)
+    sent = []
+    left, fetch_all = Mover._left, Mover._fetch_all
+
+    def strike_out(self: Mover, *args: Any) -> None:
+        left(self, *args)
+        sent.append(args)
+        if len(sent) == 2:
+            raise KeyboardInterrupt("on the way out")
+
+    def strike_back(self: Mover, *args: Any) -> None:
+        monkeypatch.setattr(Mover, "_fetch_all", fetch_all)
+        raise KeyboardInterrupt("on the way back")
+
+    monkeypatch.setattr(Mover, "_left", strike_out)
+    monkeypatch.setattr(Mover, "_fetch_all", strike_back)
+    with pytest.raises(KeyboardInterrupt, match="on the way back"):
+        phases.offload()
+    assert len(sent) > 2  # what had not left by then has left since
+    assert phases.is_away
+    assert bool((model.state_dict()["weight"] == 7).all())
+    phases.reload()
+    assert bool((model.weight == 7).all())
+    phases.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from .absent import Absence, Settle, host_view, is_absent, present
 from .blocks import Block, StorageBlock, collect, is_whole
 from .joining import join
-from .mover import Mover, Trip, give_up
+from .mover import Mover, Trip, give_up, missing_parts
 from .pages import PageBlock
 from .places import Places
 from .region import FixedAddressRegion, RegionStatistics
@@ -29,6 +29,7 @@ __all__ = [
     "is_absent",
     "is_whole",
     "join",
+    "missing_parts",
     "present",
     "settle_storages",
 ]

@@ -506,13 +506,18 @@ class _Restored:
             block.release(index)
 
 
-def give_up(blocks: Iterable[Block]) -> None:
-    """Release what is present, without a copy: its places hold the same bytes, or nobody needs
-    them. All work on it has completed."""
-    for block in blocks:
-        for index in range(len(block.pieces)):
-            if block.n_bytes and block.is_present(index):
-                block.release(index)
+def missing_parts(blocks: Iterable[Block]) -> list[tuple[Block, int]]:
+    """Pieces that are not present: block and index."""
+    pieces = ((b, i) for b in blocks if b.n_bytes for i in range(len(b.pieces)))
+    return [(block, index) for block, index in pieces if not block.is_present(index)]
+
+
+def give_up(parts: Iterable[tuple[Block, int]]) -> None:
+    """Release those of the pieces that are present, without a copy: their places hold the same
+    bytes, or nobody needs them. All work on them has completed."""
+    for block, index in parts:
+        if block.is_present(index):
+            block.release(index)
 
 
 def _missing(blocks: Sequence[_AnyBlock]) -> tuple[list[_AnyBlock], dict[str, list[int]]]:

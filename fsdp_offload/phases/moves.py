@@ -12,7 +12,16 @@ from torch import Tensor
 from ..device import Gateway, free_bytes, release_cached
 from ..errors import DeviceMemoryError
 from ..memory.budget import size_text
-from ..moving import Block, Mover, StorageBlock, Trip, give_up, is_whole, join
+from ..moving import (
+    Block,
+    Mover,
+    StorageBlock,
+    Trip,
+    give_up,
+    is_whole,
+    join,
+    missing_parts,
+)
 from .absences import Absences
 from .contents import Contents
 from .optimizers import OptimizerState
@@ -137,7 +146,7 @@ class Moves:
             DeviceMemoryError: there is no room.
         """
         blocks, trips = self._contents.blocks, {}
-        away = [block for block in self._contents.every_block() if not is_whole(block)]
+        away = missing_parts(self._contents.every_block())
         try:
             trips["params"] = self._mover.back(blocks["params"], make_room=make_room)
             self._rebuilding.renew(make_room)
@@ -155,8 +164,9 @@ class Moves:
                 raise self._no_room() from error
             raise
 
-    def _go_again(self, away: Sequence[Block]) -> None:
-        """Coming back has failed half-way: nobody has used what came, and places hold its bytes."""
+    def _go_again(self, away: Sequence[tuple[Block, int]]) -> None:
+        """Coming back has failed half-way: nobody has used what came, and places hold its bytes.
+        What was here before has perhaps no copy."""
         self._mover.wait()
         self._gateway.current_stream().synchronize()  # it may be writing what is rebuilt
         give_up(away)
