@@ -110,11 +110,10 @@ class Group:
         and a storage without memory has none.
         """
         check = checked(before_use, "unshard()")
-        patches.extend(Patch(self._raw, name, check) for name in ("lazy_init", "unshard"))
-        patches.extend(
-            Patch(fsdp_param, "reset_sharded_param", _do_nothing)
-            for fsdp_param in self._raw.fsdp_params
-        )
+        for name in ("lazy_init", "unshard"):
+            Patch(self._raw, name, check, patches)
+        for fsdp_param in self._raw.fsdp_params:
+            Patch(fsdp_param, "reset_sharded_param", _do_nothing, patches)
 
     # ------------------------------------------------------------------ the replaced methods
 

@@ -17,9 +17,17 @@ class Patch:
         owner: has the method by its class, or by somebody else's replacement.
         name: of the method.
         replacement: called with the bound method as it was, then with the call's arguments.
+        into: gets the patch before it takes effect, so that whatever interrupts this, somebody
+            knows of it.
     """
 
-    def __init__(self, owner: Any, name: str, replacement: Callable[..., Any]) -> None:
+    def __init__(
+        self,
+        owner: Any,
+        name: str,
+        replacement: Callable[..., Any],
+        into: list[Patch] | None = None,
+    ) -> None:
         self._owner, self._name, self._is_active = owner, name, True
         self._before = owner.__dict__.get(name, _ABSENT)
         self._original, self._replacement = getattr(owner, name), replacement
@@ -33,6 +41,8 @@ class Patch:
         patched.patch = self  # type: ignore[attr-defined]
         # Bound, as methods are: a scheduler that is built meanwhile takes it apart.
         self._patched: types.MethodType | None = types.MethodType(patched, owner)
+        if into is not None:
+            into.append(self)
         owner.__dict__[name] = self._patched
 
     def remove(self) -> None:

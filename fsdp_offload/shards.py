@@ -20,6 +20,7 @@ such a parameter carries its boxes with it.
 
 from __future__ import annotations
 
+import functools
 import math
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -76,17 +77,20 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.detach()
 
 
-def spoil_graphs(tensors: Iterable[Tensor]) -> Callable[[], None]:
-    """Make a backward raise RuntimeError that would read one of ``tensors``, which have no memory.
+def spoil_graphs(tensors: Iterable[Tensor]) -> tuple[Callable[[], None], Callable[[], None]]:
+    """What makes a backward raise RuntimeError that would read one of ``tensors``, which have no
+    memory, and what takes that back.
 
-    Only torch's version counters tell it: they count a write that there was not, until what is
-    returned is called, which takes it back.
+    Only torch's version counters tell it: they count a write that there was not.
     """
     found = [t for t in tensors if not t.is_inference()]
     found += [local(t) for t in found if isinstance(t, DTensor)]
     versions = tuple(tensor._version for tensor in found)
-    torch.autograd.graph.increment_version(found)
-    return lambda: torch._C._autograd._unsafe_set_version_counter(tuple(found), versions)
+
+    def allow() -> None:
+        torch._C._autograd._unsafe_set_version_counter(tuple(found), versions)
+
+    return functools.partial(torch.autograd.graph.increment_version, found), allow
 
 
 def _is_plain(shard: Tensor) -> bool:

@@ -19,6 +19,7 @@ import fsdp_offload
 from fsdp_offload import HybridDeviceOptimizer, PhaseOffloader, swap
 from fsdp_offload.errors import AwayError, DeviceMemoryError
 from fsdp_offload.moving import FixedAddressRegion, Mover, StorageBlock, absent
+from fsdp_offload.patching import Patch
 from fsdp_offload.spent import StandIn
 from fsdp_offload.testing import StreamSimulator
 
@@ -469,4 +470,56 @@ def test_pieces_that_have_no_copy_yet_stay_when_the_way_back_is_struck(
     assert bool((model.state_dict()["weight"] == 7).all())
     phases.reload()
     assert bool((model.weight == 7).all())
+    phases.close()
+
+
+def trained() -> tuple[Any, Optimizer]:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def test_a_method_that_has_just_been_replaced_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python delivers a signal as a call returns: before anybody has what it returns."""
+    model, optimizer = trained()
+    phases = PhaseOffloader(model, optimizer)
+    make = Patch.__init__
+
+    def strike(self: Patch, owner: Any, name: str, *args: Any) -> None:
+        make(self, owner, name, *args)
+        if owner is optimizer and name == "step":
+            monkeypatch.setattr(Patch, "__init__", make)
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Patch, "__init__", strike)
+    with pytest.raises(KeyboardInterrupt):
+        phases.offload()
+    assert phases.is_away
+    phases.reload()
+    assert "step" not in vars(optimizer)
+    optimizer.step()
+    phases.close()
+
+
+def test_graphs_are_good_again_whenever_they_were_spoiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = trained()
+    phases = PhaseOffloader(model, optimizer)
+    x = torch.ones(1, 4, requires_grad=True)
+    loss = model(x).sum()
+    count = torch.autograd.graph.increment_version
+
+    def strike(tensors: Any) -> None:
+        count(tensors)
+        monkeypatch.setattr(torch.autograd.graph, "increment_version", count)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch.autograd.graph, "increment_version", strike)
+    with pytest.raises(KeyboardInterrupt):
+        phases.offload()
+    assert phases.is_away
+    phases.reload()
+    loss.backward()
+    assert x.grad is not None
     phases.close()

@@ -73,7 +73,9 @@ class ModuleGuard:
         tensors = [t for m in self._models for t in (*m.parameters(), *m.buffers())]
         away = {id(t): t for t in tensors if absent.is_absent(t)}
         self._undo.append(_check_steps(away, before_use))
-        self._allow_graphs, self._is_loaded = shards.spoil_graphs(away.values()), False
+        spoil_graphs, self._allow_graphs = shards.spoil_graphs(away.values())
+        self._is_loaded = False
+        spoil_graphs()
 
     def open(self) -> None:
         """Leave everything as it was. Idempotent."""
@@ -108,7 +110,7 @@ class ModuleGuard:
         return load
 
     def _patch(self, module: nn.Module, name: str, replacement: Callable[..., Any]) -> None:
-        self._patches.append(Patch(module, name, replacement))
+        Patch(module, name, replacement, self._patches)
 
 
 class _Forward:

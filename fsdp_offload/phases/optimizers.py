@@ -76,7 +76,7 @@ class OptimizerState:
             # on_use="reload" has put another step in this one's place: it follows the state.
             return self._optimizer.step(*args, **kwargs)
 
-        patches.append(Patch(self._optimizer, "step", check))
+        Patch(self._optimizer, "step", check, patches)
 
     def _end_initialisation(self, rates: Sequence[Any]) -> None:
         """Undo what ``torch.distributed.checkpoint.state_dict`` does before it lets an optimizer
@@ -106,9 +106,9 @@ class OptimizerState:
             handle.wait()
             return original(*args, **kwargs)
 
-        patches.append(Patch(self._optimizer, "step", step))
-        patches.append(Patch(self._optimizer, "state_dict", wait))
-        patches.append(Patch(self._optimizer, "load_state_dict", wait))
+        Patch(self._optimizer, "step", step, patches)
+        Patch(self._optimizer, "state_dict", wait, patches)
+        Patch(self._optimizer, "load_state_dict", wait, patches)
 
     @property
     def optimizer(self) -> Any:
@@ -139,7 +139,7 @@ class _MovedState(OptimizerState):
         super().close(before_use, patches)
         self._plain.close(patches)
         copy = checked(before_use, f"a copy of {type(self._optimizer).__name__}")
-        patches.append(Patch(self._optimizer, "__reduce_ex__", copy))
+        Patch(self._optimizer, "__reduce_ex__", copy, patches)
 
 
 class _OwnState(OptimizerState):

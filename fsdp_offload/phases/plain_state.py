@@ -37,8 +37,8 @@ class PlainState:
     def close(self, patches: list[Patch]) -> None:
         """Show host tensors to ``state_dict()``, and load into them, until ``patches``, which get
         what does, are removed."""
-        patches.append(Patch(self._optimizer, "state_dict", self._show))
-        patches.append(Patch(self._optimizer, "load_state_dict", self._load))
+        Patch(self._optimizer, "state_dict", self._show, patches)
+        Patch(self._optimizer, "load_state_dict", self._load, patches)
 
     def arrive(self) -> None:
         """Bring to the device what was loaded in the place of nothing.
