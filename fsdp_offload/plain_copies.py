@@ -81,12 +81,13 @@ def chunk_cat(tensors: Sequence[Tensor], dim: int, num_chunks: int, *, out: Tens
         num_chunks: ranks, which each tensor's first dimension is cut for.
         out: ``(num_chunks, elements of a rank)``: row ``i`` becomes part ``i`` of each tensor.
     """
-    if dim != 0 or out.shape[:1] != (num_chunks,) or not _are_plain((out,), out.dtype):
+    if not tensors or dim != 0 or out.dim() != 2 or out.size(0) != num_chunks:
         return False
-    if not tensors or not _are_plain(tensors, dtype := tensors[0].dtype):
+    dtype = tensors[0].dtype
+    if not _are_plain((out,), out.dtype) or not _are_plain(tensors, dtype):
         return False
     numels = [tensor.numel() for tensor in tensors]
-    if out.dim() != 2 or sum(numels) != out.numel() or not all(numels):
+    if sum(numels) != out.numel() or not all(numels):
         return False
     if any(not tensor.dim() or tensor.size(0) % num_chunks for tensor in tensors):
         return False

@@ -502,17 +502,16 @@ class _Restored:
 
     def undo(self) -> None:
         """Release them: their places still hold them. No copy is under way."""
-        for block, index in self._parts:
-            block.release(index)
+        give_up(self._parts)
 
 
-def missing_parts(blocks: Iterable[Block]) -> list[tuple[Block, int]]:
+def missing_parts(blocks: Iterable[Block]) -> list[_Part]:
     """Pieces that are not present: block and index."""
     pieces = ((b, i) for b in blocks if b.n_bytes for i in range(len(b.pieces)))
     return [(block, index) for block, index in pieces if not block.is_present(index)]
 
 
-def give_up(parts: Iterable[tuple[Block, int]]) -> None:
+def give_up(parts: Iterable[_Part]) -> None:
     """Release those of the pieces that are present, without a copy: their places hold the same
     bytes, or nobody needs them. All work on them has completed."""
     for block, index in parts:
@@ -523,7 +522,9 @@ def give_up(parts: Iterable[tuple[Block, int]]) -> None:
 def _missing(blocks: Sequence[_AnyBlock]) -> tuple[list[_AnyBlock], dict[str, list[int]]]:
     """Blocks that are away, in order, and which of their pieces, by key."""
     ordered = in_order(blocks)
-    parts = {b.key: [i for i in range(len(b.pieces)) if not b.is_present(i)] for b in ordered}
+    parts: dict[str, list[int]] = {block.key: [] for block in ordered}
+    for block, index in missing_parts(ordered):
+        parts[block.key].append(index)
     return [block for block in ordered if parts[block.key]], parts
 
 

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
-from ..moving import Absence, Settle, StorageBlock
+from ..moving import Absence, Settle, StorageBlock, is_whole
 from ..moving.whereabouts import Place
 
 
@@ -18,12 +18,8 @@ class Holder(Protocol):
         """Its bytes in host memory, or what makes them."""
         ...
 
-    def is_present(self, storage: StorageBlock) -> bool:
-        """Whether it has its memory."""
-        ...
-
     def presence(self, storage: StorageBlock) -> Callable[[], bool] | None:
-        """What tells that at any time; None: its size does."""
+        """What tells whether it has its memory; None: its size does."""
         ...
 
 
@@ -51,7 +47,7 @@ class Absences:
     def match(self, held: Iterable[tuple[Holder, Iterable[StorageBlock]]]) -> None:
         """Let absent be what has no memory, and nothing else: others need not have places."""
         self._by_storage = {k: each for k, each in self._by_storage.items() if not each.is_over()}
-        self.enter((h, [s for s in storages if not h.is_present(s)]) for h, storages in held)
+        self.enter((h, [s for s in storages if not _is_present(s, h)]) for h, storages in held)
 
     def provide(self, storage: StorageBlock, place: Place) -> None:
         """The bytes of one that is absent are in ``place`` from now on."""
@@ -62,6 +58,11 @@ class Absences:
         for absence in self._by_storage.values():
             absence.end()
         self._by_storage.clear()
+
+
+def _is_present(storage: StorageBlock, holder: Holder) -> bool:
+    tell = holder.presence(storage)
+    return is_whole(storage) if tell is None else tell()
 
 
 def _call(find: Callable[[], Callable[[], None] | None]) -> None:

@@ -91,8 +91,10 @@ class Contents:
         if policies.state == "keep" or policies.params == "keep" or policies.grads != "drop":
             return []  # a kept storage stays, whoever else looks at it
         known = self._earlier["state"]
+        if not known:
+            return []
         parameters = {shards.storage_of(p)._cdata for p in self._optimizer.parameters()}
-        if not known or any(block.storage._cdata in parameters for block in known):
+        if any(block.storage._cdata in parameters for block in known):
             return []  # nor does one that has become a parameter's leave with the state
         storages, blocks = self._seats["state"].still(known, self._optimizer.named(), AHEAD_BYTES)
         self._storages["state"], self.blocks["state"] = storages, blocks

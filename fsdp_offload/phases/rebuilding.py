@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import shards
-from ..moving import Mover, StorageBlock, is_whole
+from ..moving import Mover, StorageBlock
 from .absences import Absences
 from .optimizers import OptimizerState
 
@@ -70,10 +70,6 @@ class Rebuilding:
     def place(self, storage: StorageBlock) -> Callable[[], Tensor]:
         """What takes host memory for its bytes and writes them, when somebody asks."""
         return functools.partial(_fill, weakref.ref(self), storage)
-
-    def is_present(self, storage: StorageBlock) -> bool:
-        """Whether it has its memory."""
-        return is_whole(storage)
 
     def presence(self, storage: StorageBlock) -> None:
         """Its size tells it."""

@@ -79,10 +79,6 @@ class Seats:
         """The bytes of a storage in host memory: 1-D uint8. Its blocks have places."""
         return self._places.of(storage)
 
-    def is_present(self, storage: StorageBlock) -> bool:
-        """Whether the storage has its memory."""
-        return is_whole(storage)
-
     def presence(self, storage: StorageBlock) -> Callable[[], bool] | None:
         """What tells whether the storage has its memory; None: its size does."""
         return None
@@ -141,10 +137,6 @@ class FixedSeats(Seats):
                 part = empty.set_(whole[seat.start : seat.start + seat.n_bytes])
             self._host[storage] = part
         return self._host[storage]
-
-    def is_present(self, storage: StorageBlock) -> bool:
-        """See :class:`Seats`."""
-        return is_whole(self._seats[storage].block)
 
     def presence(self, storage: StorageBlock) -> Callable[[], bool] | None:
         """See :class:`Seats`."""

@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.profiler import ProfilerActivity, profile
 
 from fsdp_offload import HybridDeviceOptimizer, TransferConfig
+from tests.profiled import copies_to_device
 
 STEPS = 8
 SLEEP = 20_000_000  # cycles: about 10 ms
@@ -167,28 +167,25 @@ def test_no_allocation_and_no_gradients_held_after_the_first_steps(mesh: Any) ->
     optimizer.close()
 
 
-def copies_to_device(model: Any, optimizer: Any) -> int:
-    """In one forward and backward, after others."""
+def sent(model: Any, optimizer: Any) -> int:
+    """Copies to the device in one forward and backward, after others."""
     x = torch.randn(64, 512, device="cuda")
     for _ in range(3):
         model(x).backward()
         optimizer.step()
         optimizer.zero_grad()
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
-        model(x).backward()
-        torch.cuda.synchronize()
+    count = copies_to_device(lambda: model(x).backward())
     optimizer.step()
-    return sum("HtoD" in event.name for event in profiled.events())
+    return count
 
 
 def test_forward_and_backward_send_no_tables(mesh: Any) -> None:
     """State stays on the device here, so nothing of ours is copied either."""
     plain, mine = build(mesh, torch.float32), build(mesh, torch.float32)
-    assert copies_to_device(plain, torch.optim.AdamW(plain.parameters(), fused=True)) > 0
+    assert sent(plain, torch.optim.AdamW(plain.parameters(), fused=True)) > 0
     optimizer = HybridDeviceOptimizer(
         torch.optim.AdamW(mine.parameters(), fused=True),
         model=mine, overlap="backward", offload_fraction=0.0,
     )  # fmt: skip
-    assert copies_to_device(mine, optimizer) == 0
+    assert sent(mine, optimizer) == 0
     optimizer.close()

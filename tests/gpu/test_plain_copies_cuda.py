@@ -7,9 +7,9 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
 from fsdp_offload.plain_copies import chunk_cat, split_with_sizes_copy
+from tests.profiled import copies_to_device
 
 BF16, FP32 = torch.bfloat16, torch.float32
 LAYER = ((768, 256), (256, 256), (1024, 256), (256, 1024), (256,), (256,))
@@ -18,13 +18,7 @@ LAYER = ((768, 256), (256, 256), (1024, 256), (256, 1024), (256,), (256,))
 def sent(run: Callable[[], object]) -> int:
     """Copies to the device that ``run`` made."""
     run()  # warm
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
-        run()
-        torch.cuda.synchronize()
-    names = [event.name for event in profiled.events()]
-    assert names, "the profiler has seen nothing"
-    return sum("HtoD" in name for name in names)
+    return copies_to_device(run)
 
 
 def random(*shape: int, dtype: torch.dtype) -> Tensor:
