@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 def copies_to_device(run: Callable[[], object]) -> int:
     """How many ``run`` makes from host memory. Nothing else is under way."""
     torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiled:
         run()
         torch.cuda.synchronize()
     names = [event.name for event in profiled.events()]
