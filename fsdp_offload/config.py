@@ -125,8 +125,8 @@ class TransferConfig:
     none with ``"step"``. More than all of the state is never taken."""
 
     host_threads: int | None = None
-    """Threads of the host lane. ``None``: cores of this process / ranks on this host, whatever
-    ``OMP_NUM_THREADS`` says."""
+    """Threads of the host lane. ``None``: cores of this process / ranks on this host, and half of
+    that beside a streamed lane, whatever ``OMP_NUM_THREADS`` says."""
 
     bind_threads: bool = True
     """Keep the host lane's threads on cores next to the device (Linux). Where the process may use

@@ -29,12 +29,13 @@ import torch
 
 from .driver import Commands as DriverCommands
 from .errors import DeviceError, PinningError
+from .queues import warn_of_few_queues
 
 POLL_SECONDS: Final = 1.0
 """How often a thread that waits for another one looks whether that is still alive."""
 
 
-TURN_BYTES: Final = 8 << 20
+TURN_BYTES: Final = 32 << 20
 """Of a bulk copy; see [Note: taking turns]."""
 
 
@@ -295,12 +296,11 @@ class _TakingTurns(_AcceleratorStream):
     """Bulk copies on three streams that take turns, so that copies of others get through.
 
     [Note: taking turns]
-    Copies to the device share one engine, and a kernel that follows a copy waits until that has
-    served all copies which were ready before. Others send small tables to the device, such as
-    FSDP2's reduction of a group in the middle of backward, where it is not spared that
-    (:mod:`.plain_copies`). So the bulk is cut into turns; turn ``k`` goes to stream ``k % 3`` and
-    waits for turn ``k - 2``: one runs and one is ready, always. Measured (docs/how-it-works.md):
-    the table waits 0.5 ms instead of 10 to 15, for 3 to 6 % of the link's rate.
+    A copy engine stays with a queue (:mod:`.queues`) as long as that has copies ready, and a
+    kernel that follows a copy in a stream waits that long. So the bulk is cut into turns; turn
+    ``k`` goes to stream ``k % 3`` and waits for turn ``k - 2``: one runs and one is ready, always.
+    A copy in another queue then waits for about four turns: 3 ms instead of 21 ms for all of 1 GiB,
+    measured on an H200 (docs/how-it-works.md).
 
     What is launched, recorded or waited for here comes after all copies so far.
     """
@@ -379,6 +379,8 @@ class AcceleratorGateway:
         index = device.index if device.index is not None else self._module.current_device()
         self.device = torch.device(device.type, index)
         self.can_pin = device.type == "cuda"
+        if self.can_pin:
+            warn_of_few_queues()
         self._commands = _commands_for(self.device)
 
     def stream(self, name: str) -> Stream:

@@ -96,7 +96,7 @@ def chunk_cat(tensors: Sequence[Tensor], dim: int, num_chunks: int, *, out: Tens
         torch.cat(parts, dim=1, out=out)
         return True
     if dtype in _WIDENED and out.dtype == torch.float32:
-        _copy_each(out.split([numel // num_chunks for numel in numels], dim=1), parts)
+        torch._foreach_copy_(out.split([numel // num_chunks for numel in numels], dim=1), parts)
         return True
     return False
 
@@ -123,7 +123,8 @@ def split_with_sizes_copy(
         torch._foreach_copy_([part.view(-1) for part in out], source.view(-1).split([*sizes]))
         return True
     source, *targets = _as_words(source, *out)
-    _copy_each(targets, source.split([target.size(1) for target in targets], dim=1))
+    # Rows apart from each other: by kernels, not by a copy engine.
+    torch._foreach_copy_(targets, source.split([target.size(1) for target in targets], dim=1))
     return True
 
 
@@ -138,12 +139,6 @@ def _as_words(*matrices: Tensor) -> Sequence[Tensor]:
     ):
         return matrices
     return [matrix.view(torch.int64) for matrix in matrices]
-
-
-def _copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """By kernels: rows apart from each other, or of two dtypes, are not left to a copy engine."""
-    for target, source in zip(targets, sources, strict=True):
-        target.copy_(source)
 
 
 def _are_plain(tensors: Sequence[Tensor], dtype: torch.dtype) -> bool:

@@ -122,7 +122,7 @@ def test_zeroing_gradients_in_place_after_the_step_does_not_reach_updates_in_fli
             return values(model)
 
     expected = run(None)
-    for policy in ("lazy", "eager", "immediate:current", "lag:update", "lag:host_cast"):
+    for policy in ("lazy", "eager", "immediate:current", "lag:update", "lag:host_out"):
         assert_same(run(policy), expected)
 
 

@@ -264,8 +264,8 @@ REMOVED = [
     Scenario("forward", ONE_ON_HOST, BF16, steps=2, unused=UNUSED[:2]),
     Scenario("backward", ONE_ON_HOST, steps=2, one_rank=True, unused=UNUSED[:2]),
 ]
-GATES = {("gather", "update"), ("gather", "host_cast"), ("current", "update"),
-         ("current", "host_cast"), ("update", "reduce")}  # fmt: skip
+GATES = {("gather", "update"), ("gather", "host_back"), ("current", "update"),
+         ("current", "host_back"), ("update", "reduce")}  # fmt: skip
 """What is not already in :mod:`tests.test_pipeline_waits`."""
 
 

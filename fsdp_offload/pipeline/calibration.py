@@ -7,7 +7,8 @@ construction, in about a second:
 * the link alone, each way and both ways, with copies of 16 MiB;
 * the host lane alone: one thread per core of this rank's share, each stepping torch's fused AdamW
   on a unit of its own, while gradients and parameters of as many elements travel beside it;
-* both at once, each as fast as it can: what host memory gives to the two together;
+* both at once, each as fast as it can, with half as many threads: what two lanes get. All of the
+  cores take so much of host memory from the link that both lanes together lose by it;
 * the fused AdamW kernel of the device.
 
 Ranks start each of these together, so that those of one host share its memory as they will in a
@@ -161,15 +162,17 @@ def _measure(
         guarded(prepare, 0)
         alone = together(lambda: guarded(lambda: probes[0].rates(), 3))
         host = together(lambda: guarded(lambda: probes[1].rates(probes[0]), 2))
-        both = together(lambda: guarded(lambda: [probes[1].dram_gbps(probes[0])], 1))
+        both = together(lambda: guarded(lambda: probes[1].beside(probes[0]), 2))
         device = guarded(lambda: [_device_gbps(gateway, probes[0].device_memory)], 1)
     finally:
         for probe in reversed(probes):
             probe.close()
         _give_back(gateway)
     # Of the host lane alone: the kernel's bytes, one more write and read each for its transfers.
-    dram_gbps = max(both[0], alone[2], host[0] * (ADAMW_BYTES + 8) / 1e9)
-    return [*alone, host[0], -host[1], dram_gbps, *device], error
+    both[0] = min(both[0], alone[2])  # more would be scatter
+    together_gbps = both[0] + both[1] * ADAMW_BYTES / 1e9
+    dram_gbps = max(together_gbps, alone[2], host[0] * (ADAMW_BYTES + 8) / 1e9)
+    return [*alone, host[0], -host[1], dram_gbps, *device, *both], error
 
 
 def _give_back(gateway: Gateway) -> None:
@@ -249,6 +252,7 @@ class HostProbe:
 
     def __init__(self, gateway: Gateway, transfer: TransferConfig, effort: Effort) -> None:
         self._threads = thread_count(transfer.host_threads)
+        self._threads_beside = thread_count(transfer.host_threads, beside=True)
         share = effort.host_bytes // _STATE_BYTES // self._threads // 64 * 64
         self.unit_numel = max(64, min(UNIT_NUMEL, share))
         self._window_s = 3 * effort.window_s
@@ -269,25 +273,28 @@ class HostProbe:
         def follow(done: int, sent: int) -> bool:  # a gradient and a parameter per element
             return sent < 8 * done
 
-        numel, _, seconds = self._run(link, follow)
+        numel, _, seconds = self._run(link, follow, self._threads)
         rate = numel / seconds
         return [rate, self.unit_numel * self._threads / rate * 1e3]
 
-    def dram_gbps(self, link: LinkProbe) -> float:
-        """Bytes of host memory per second while link and cores do all they can."""
+    def beside(self, link: LinkProbe) -> list[float]:
+        """GB/s of the link, and elements per second of as many threads as the host lane has beside
+        a streamed one, while both do all they can."""
 
         def always(done: int, sent: int) -> bool:
             return True
 
-        numel, sent, seconds = self._run(link, always)
-        return (numel * ADAMW_BYTES + sent) / seconds / 1e9
+        numel, sent, seconds = self._run(link, always, self._threads_beside)
+        return [sent / seconds / 1e9, numel / seconds]
 
-    def _run(self, link: LinkProbe, wants: Callable[[int, int], bool]) -> tuple[int, int, float]:
-        """Elements updated, bytes copied and seconds of a window in which all threads work.
+    def _run(
+        self, link: LinkProbe, wants: Callable[[int, int], bool], threads: int
+    ) -> tuple[int, int, float]:
+        """Elements updated, bytes copied and seconds of a window in which ``threads`` work.
 
         ``wants`` says from the elements done and the bytes sent so far whether to send more.
         """
-        counts, stop = [0] * self._threads, threading.Event()
+        counts, stop = [0] * threads, threading.Event()
 
         def loop(index: int) -> None:
             try:
@@ -297,7 +304,7 @@ class HostProbe:
             finally:
                 stop.set()  # after an error nobody waits for this thread
 
-        tickets: list[Ticket] = [self._pool.submit(loop, i) for i in range(self._threads)]
+        tickets: list[Ticket] = [self._pool.submit(loop, i) for i in range(threads)]
         try:
             started = time.perf_counter()
             while min(counts) == 0 and not stop.is_set():  # all are warm then
@@ -305,7 +312,9 @@ class HostProbe:
                     raise DeviceError("host lane threads", reason="one of them does not get a core")
                 time.sleep(0.001)
             before, began, sent = sum(counts), time.perf_counter(), 0
-            while time.perf_counter() - began < self._window_s:
+            deadline = began + self._window_s
+            # At least one unit has to end, however short the window is.
+            while time.perf_counter() < deadline or (sum(counts) == before and not stop.is_set()):
                 if wants((sum(counts) - before) * self.unit_numel, sent):
                     for _ in range(4):
                         sent += link.send()

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..config import OffloadConfig
-from ..device import TURN_BYTES, Event, Gateway
+from ..device import Event, Gateway
 from ..memory import ArenaStatistics, HostArena, check_host_budget, local_ranks
 from ..moving import Trip
 from ..plan import Kind, Layout, Slice, make_layout
@@ -37,9 +37,8 @@ HOST_DEPTH = 6
 """Least number of gradient buffers of the host lane in host memory."""
 HOST_BUCKET_FACTOR = 2
 """Host buckets are that much larger: each costs a hand-over between threads."""
-SEVERAL_RANKS_FACTOR = 2
-"""Turns of the streamed lane are that much larger where ranks share a host: there the host is late
-rather than what waits for a turn (docs/how-it-works.md)."""
+FEW_STREAMED = 0.1
+"""Up to that much of the host lane's bytes, a streamed lane does not take cores from it."""
 DEFAULT_DEVICE_BYTES = 256 << 20
 """Memory of the slots above which the parameter that needs it is logged."""
 
@@ -120,7 +119,7 @@ class Segment:
         self.host_bytes = max((s.layout.arena_stop for s in away), default=0)
         self.payload_bytes = sum(s.layout.payload_bytes for s in away)
         host = [s for s in sections if s.first.lane == "host"]
-        threads = host_threads(config) if host else 1
+        threads = host_threads(config, beside=_is_beside(sections)) if host else 1
         # A class of the user's own may keep what its instances share: one thread at a time.
         pool = (threads, 1) if is_torch_class(optimizer) else (1, threads)
         sizes = _host_staging_sizes(host, pool[0])
@@ -245,16 +244,13 @@ class Segment:
                 records[largest.slices[0].entry.index].fqn,
             )
         slots = [self.gateway.allocate(slot_bytes) for _ in range(count)]
-        beside_host = any(section.first.lane == "host" for section in sections)
         lane = StreamedLane(
             self.gateway,
             self.update,
             slots,
             prefetches=prefetches,
-            shares_h2d=beside_host or self.config.overlap != "step",
-            shares_d2h=beside_host,
+            takes_turns=self.config.overlap != "step",
         )
-        turn_bytes = TURN_BYTES * (1 if local_ranks() == 1 else SEVERAL_RANKS_FACTOR)
         lane.buckets = [
             StreamedBucket(
                 optimizer,
@@ -264,7 +260,6 @@ class Segment:
                 arena,
                 slots[i % count],
                 self.scratch,
-                turn_bytes,
             )
             for i, (layout, bucket) in enumerate(pairs)
         ]
@@ -331,9 +326,9 @@ class Segment:
         self._host_written = None
         if self.host is None:
             on_device()
-        elif self.config.overlap != "step":
+        elif self.config.overlap != "step" or self.streamed is not None:
             self.host.offer(work, complete=True)
-            on_device()
+            on_device()  # meanwhile the lane's own thread enqueues what host threads have updated
         else:
             self._host_written = self.host.run(work, start, on_device)
 
@@ -342,6 +337,9 @@ class Segment:
         current = self.gateway.current_stream()
         if self._host_written is not None:
             current.wait(self._host_written)
+        for bucket in self.host.buckets if self.host is not None else ():
+            if bucket.written is not None:
+                current.wait(bucket.written)
         current.wait(self.update.record())
 
     def watch_gates(self, gates: Sequence[frozenset[int]]) -> None:
@@ -422,8 +420,7 @@ class Segment:
         if self.streamed is not None:
             tensors += self.streamed.slots
         if self.host is not None:
-            ring = self.host.staging
-            tensors += [ring.gradients, ring.parameters, ring.gathered]
+            tensors += self.host.staging.on_device
         return tensors
 
     @property
@@ -511,9 +508,23 @@ def _host_staging_sizes(sections: list[Section], threads: int) -> HostStagingSiz
     )
 
 
-def host_threads(config: OffloadConfig) -> int:
-    """Threads of the host lane; a single one is worth a warning."""
-    threads = thread_count(config.transfer.host_threads)
+def _is_beside(sections: list[Section]) -> bool:
+    """Whether there is a streamed lane that counts beside the host lane."""
+
+    def payload_bytes(lane: str) -> int:
+        return sum(s.layout.payload_bytes for s in sections if s.first.lane == lane)
+
+    return payload_bytes("streamed") > payload_bytes("host") * FEW_STREAMED
+
+
+def host_threads(config: OffloadConfig, *, beside: bool) -> int:
+    """Threads of the host lane; a single one is worth a warning.
+
+    Args:
+        config: how many the user wants, if that was said.
+        beside: see :func:`.cores.thread_count`.
+    """
+    threads = thread_count(config.transfer.host_threads, beside=beside)
     if threads == 1:
         _log.warning(
             "the host lane has 1 thread (%d cores, %d local ranks): expect about a tenth of the "

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .. import shards
-from ..device import Event, Gateway, PendingEvent, in_turns
+from ..device import Event, Gateway, PendingEvent
 from ..memory import HostArena
 from ..moving.whereabouts import here, is_away
 from ..plan import Bucket, Kind, Layout, Slice
@@ -27,6 +27,7 @@ from ..plan.layout import kind_range, split
 from . import codec
 from .bucket import copy_present, make_piece
 from .checksum import checksum
+from .link import copy_across
 from .records import MasterForm, Part, Record, Work
 from .schema import FUSED_ON_CPU, host_flags
 from .shadow import Shadow
@@ -36,6 +37,8 @@ UNIT_NUMEL: Final = 15 << 17
 """Elements that one host thread updates in one call, about 2 M: 6 to 8 ms of fused AdamW on one
 core. Half of it costs a fifth of the speed, because the calls themselves take turns (the
 interpreter lock); twice as much leaves cores without work. A third of a default bucket."""
+FLAG_DTYPE: Final = torch.int64
+"""Of the difference between two checksums."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,7 @@ class HostStagingSizes:
     @property
     def host_bytes(self) -> int:
         """Host memory that they take."""
-        return self.depth * self.numel_bytes + self.depth
+        return self.depth * (self.numel_bytes + FLAG_DTYPE.itemsize)
 
 
 def ring_depth(threads: int, *, bucket_numel: int, buckets: int, least: int) -> int:
@@ -75,17 +78,23 @@ class HostStaging:
     def __init__(self, gateway: Gateway, host: HostArena, sizes: HostStagingSizes) -> None:
         numel_bytes, depth = sizes.numel_bytes, sizes.depth
         self.depth = depth
-        # One of each is enough: a copy takes a fraction of the CPU's update.
+        # On the device, each used by one stream: on the way out gradients and copies of the shards,
+        # on the way back masters and what is written into the shards.
         self.gradients = gateway.allocate(numel_bytes)
-        self.parameters = gateway.allocate(numel_bytes)
-        self.gathered = gateway.allocate(sizes.shard_bytes)
-        self.flag_memory = host.tensor(depth * numel_bytes, depth, torch.bool)
+        self.observed = gateway.allocate(sizes.shard_bytes)
+        self.masters = gateway.allocate(numel_bytes)
+        self.rounded = gateway.allocate(sizes.shard_bytes)
+        self.pinned = host.statistics().pinned
+        self.flag_memory = host.tensor(depth * numel_bytes, depth, FLAG_DTYPE)
         self.host_gradients = [
             host.tensor(i * numel_bytes, numel_bytes, torch.uint8) for i in range(depth)
         ]
-        self.gradient_sent: Event | None = None
-        self.parameter_read: Event | None = None
         self.host_user: list[Ticket | None] = [None] * depth  # last update of a host buffer
+
+    @property
+    def on_device(self) -> list[Tensor]:
+        """Device memory that holds nothing between steps."""
+        return [self.gradients, self.observed, self.masters, self.rounded]
 
 
 @dataclass(frozen=True)
@@ -132,6 +141,8 @@ class HostBucket:
         self.parts = [Part(r, s.start, s.stop) for r, s in zip(members, bucket.slices, strict=True)]
         self.master = arena.tensor(span.arena_start, span.n_bytes // compute.itemsize, compute)
         self.master_parts = self._cut(self.master)
+        pinned = arena.statistics().pinned and staging.pinned
+        self._across = functools.partial(copy_across, pinned=pinned)
         self._use_staging(staging, compute, shard)
         self.expected = self._observe()  # checksum of the shards as we last wrote them: 0-dim
         self.written: PendingEvent | None = None
@@ -151,17 +162,14 @@ class HostBucket:
 
         self.sent = flat(staging.gradients, compute)
         self.sent_pieces = self._cut(self.sent)
+        self.observed = flat(staging.observed, shard)
+        self.observed_pieces = self._cut(self.observed)
         self.received = flat(staging.host_gradients[slot], compute)
-        self.returned = flat(staging.parameters, compute)
-        self.gathered = flat(staging.gathered, shard)
-        self.gathered_pieces = self._cut(self.gathered)
-        self.flag = torch.zeros(1, dtype=torch.bool, device=self.sent.device)
+        self.returned = flat(staging.masters, compute)
+        self.rounded = flat(staging.rounded, shard)
+        self.rounded_pieces = self._cut(self.rounded)
+        self.flag = torch.zeros(1, dtype=FLAG_DTYPE, device=self.sent.device)
         self.host_flag = staging.flag_memory[slot:][:1]
-        # As bytes: gradients and the flag on the device and on the host, masters on both.
-        self.leaving = _bytes(self.sent, self.flag)
-        self.arriving = _bytes(self.received, self.host_flag)
-        self.returning = in_turns(_bytes(self.master))
-        self.landing = in_turns(_bytes(self.returned))
 
     def _make_units(
         self, optimizer: Optimizer, layout: Layout, records: list[Record], arena: HostArena
@@ -187,36 +195,41 @@ class HostBucket:
             units.append(HostUnit(shadow, received))
         return units
 
-    # -- on the cast stream
+    # -- on the stream out
 
-    def stage_gradients(self, gradients: list[Tensor | None], clip: Tensor | None) -> None:
-        """Cast gradients into staging and compare the shards with what was last written.
+    def send_gradients(self, gradients: list[Tensor | None], clip: Tensor | None) -> None:
+        """Cast gradients into host memory, and tell whether the shards are as we last wrote them.
 
         ``clip`` (0-dim) multiplies them on the way, with torch's rounding; they stay as they are.
         """
         copy_present(self.sent_pieces, gradients, gradients, clip, self.sent)
-        torch.ne(self._observe(), self.expected, out=self.flag[0])
+        torch.sub(self._observe(), self.expected, out=self.flag[0])
+        self._across(self.sent, self.received)
+        self._across(self.flag, self.host_flag)
 
     def _observe(self) -> Tensor:
-        self.gathered.zero_()  # gaps between parameters are zero, as in the arena
-        torch._foreach_copy_(self.gathered_pieces, self.shards)
-        return checksum(self.gathered)
+        self.observed.zero_()  # gaps between parameters are zero, as in the arena
+        torch._foreach_copy_(self.observed_pieces, self.shards)
+        return checksum(self.observed)
+
+    # -- on the stream back
 
     def write_shards(self, gradients: list[Tensor | None]) -> None:
-        """Round the returned masters into the shards of parameters that had a gradient."""
+        """Round the masters into the shards of parameters that had a gradient."""
+        self._across(self.master, self.returned)
         if self._rounds_by_codec:
-            codec.round_to_value(self.returned, self.gathered)
+            codec.round_to_value(self.returned, self.rounded)
         else:
-            self.gathered.copy_(self.returned)
-        copy_present(self.shards, self.gathered_pieces, gradients)
-        self.expected = checksum(self.gathered)
+            self.rounded.copy_(self.returned)
+        copy_present(self.shards, self.rounded_pieces, gradients)
+        self.expected = checksum(self.rounded)
 
     # -- on the host threads
 
     def update(self, arrived: Event, work: Work) -> Calls:
         """Wait for the gradients; the updates of the units, to be run in any order."""
         arrived.synchronize()
-        if bool(self.host_flag[0]):
+        if int(self.host_flag[0]):
             self.reseed()
         return [functools.partial(unit.update, work) for unit in self.units]
 
@@ -227,21 +240,17 @@ class HostBucket:
     def observe(self) -> Tensor:
         """The shards' checksum; the device must be idle. On the CPU where shards, or the memory
         to gather them in, are away."""
-        if not any(map(is_away, (*self.shards, self.gathered))):
+        if not any(map(is_away, (*self.shards, self.observed))):
             return self._observe()
-        gathered = torch.zeros(self.master.numel(), dtype=self.gathered.dtype, device="cpu")
-        for part, shard in zip(self._cut(gathered), self.shards, strict=True):
+        observed = torch.zeros(self.master.numel(), dtype=self.observed.dtype, device="cpu")
+        for part, shard in zip(self._cut(observed), self.shards, strict=True):
             part.copy_(here(shard))
-        return checksum(gathered)
+        return checksum(observed)
 
     def reseed(self) -> None:
         """Take the shards' values over where a master does not round to its shard."""
         for master, shard in zip(self.master_parts, self.shards, strict=True):
             reseed_master(here(shard).cpu(), master)
-
-
-def _bytes(*tensors: Tensor) -> list[Tensor]:
-    return [tensor.view(torch.uint8) for tensor in tensors]
 
 
 def reseed_master(shard: Tensor, master: Tensor) -> None:

@@ -1,14 +1,16 @@
 """The host lane: how its buckets pass between device, host threads and device.
 
 [Note: streams of the host lane]
-Its own three streams, so that it never queues behind the streamed lane's copies::
+Its own two streams::
 
-    cast: [gradients -> staging (compute dtype); checksum of shards] --> d2h: [staging -> host]
-    host threads: wait for the copy, step the arena in place (torch's CPU kernel)
-    h2d: [master -> staging] --> cast: [round and scatter into the shards; new checksum]
+    out:  [gradients -> compute dtype -> host memory; checksum of shards]
+    host threads: wait for ``out``, step the arena in place (torch's CPU kernel)
+    back: [master -> device -> round and scatter into the shards; new checksum]
 
-The device gradient buffer is free when its copy has left, a host gradient buffer (a ring) when its
-update has ended, the parameter buffer when its scatter has run.
+Each has device memory of its own, which one bucket after the other passes through. Out and back
+travel by kernels, not by copy engines (:mod:`.link`): those serve streams in an order that lets the
+host lane wait for all that the streamed lane has enqueued. A host gradient buffer (of a ring) is
+free when its update has ended.
 
 [Note: who enqueues]
 A bucket's way back can be enqueued only when host threads have updated it, so somebody has to wait
@@ -77,11 +79,10 @@ class HostLane:
         self.buckets: list[HostBucket] = []
         self._gateway, self._setup = gateway, setup
         self._driver: Worker | None = None  # from the first offer on
-        self._cast = gateway.stream("host_cast")
-        self._d2h = gateway.stream("host_d2h")
-        self._h2d = gateway.bulk_stream("host_h2d")
+        self._out = gateway.stream("host_out")
+        self._back = gateway.stream("host_back")
         self._under_way: deque[_Passage] = deque()
-        self._waited: set[Event] = set()  # of one iteration: the cast stream is behind them
+        self._waited: set[Event] = set()  # of one iteration: the stream out is behind them
         self._waited_in: weakref.ref[Work] | None = None
         self._failure: LaneError | None = None
         self._lock = threading.Lock()  # of what both the caller and the driver look at: _promised
@@ -116,7 +117,7 @@ class HostLane:
             between()
             return None
         self.flush()
-        return self._cast.record()
+        return self._back.record()
 
     def offer(self, work: Work, *, complete: bool) -> None:
         """Begin to update the buckets whose gradients are there; waits for none of it.
@@ -204,14 +205,15 @@ class HostLane:
                     self.staging.host_user[slot] = None
         finally:
             self._under_way.clear()  # what failed in run()
-            self._cast.synchronize()
+            self._out.synchronize()
+            self._back.synchronize()
         if self._failure is not None:
             raise self._failure
 
     @property
     def streams(self) -> Sequence[Stream]:
         """Those that use the staging buffers and the shards."""
-        return (self._cast, self._d2h, self._h2d)
+        return (self._out, self._back)
 
     def abort(self) -> None:
         """Forget a failure and an iteration that has begun: everything is written anew.
@@ -313,34 +315,25 @@ class HostLane:
         if (user := self.staging.host_user[slot]) is not None:
             user.wait(self.worker.alive)
         self._wait_for_gradients(passage)
-        if (sent := self.staging.gradient_sent) is not None:
-            self._cast.wait(sent)
         clip = passage.work.snapshot.clip
-        self._cast.launch(bucket.stage_gradients, passage.gradients, clip)
-        self._d2h.wait(self._cast.record())
-        self._d2h.copy(bucket.arriving, bucket.leaving)
-        arrived = self.staging.gradient_sent = self._d2h.record()
+        self._out.launch(bucket.send_gradients, passage.gradients, clip)
+        arrived = self._out.record()
         passage.ticket = self.worker.submit(bucket.update, arrived, passage.work)
         self.staging.host_user[slot] = passage.ticket
 
     def _wait_for_gradients(self, passage: _Passage) -> None:
-        """Let the cast stream wait, once for each event of an iteration."""
+        """Let the stream out wait, once for each event of an iteration."""
         if self._waited_in is None or self._waited_in() is not passage.work:
             self._waited_in = weakref.ref(passage.work)
             self._waited.clear()
         for event in passage.ready:
             if event not in self._waited:
                 self._waited.add(event)
-                self._cast.wait(event)
+                self._out.wait(event)
 
     def _return(self, passage: _Passage) -> Event:
-        if (read := self.staging.parameter_read) is not None:
-            self._h2d.wait(read)
-        self._h2d.copy_in_turns(passage.bucket.landing, passage.bucket.returning)
-        self._cast.wait(self._h2d.record())
-        self._cast.launch(passage.bucket.write_shards, passage.gradients)
-        written = self.staging.parameter_read = self._cast.record()
-        return written
+        self._back.launch(passage.bucket.write_shards, passage.gradients)
+        return self._back.record()
 
 
 def _failed(error: BaseException) -> LaneError:

@@ -61,16 +61,14 @@ class StreamedBucket:
         arena: HostArena,
         slot: Tensor,  # uint8, 1-D
         scratch: Scratch,
-        turn_bytes: int,
     ) -> None:
-        self._turn_bytes = turn_bytes
         self.indices = sorted({s.entry.index for s in bucket.slices})
         self._layout, self.bucket = layout, bucket
         self._spans = [span for span in bucket.spans if span.n_bytes]
         self.in_arena = [
             arena.tensor(span.arena_start, span.n_bytes, torch.uint8) for span in self._spans
         ]
-        self.arena_turns = in_turns(self.in_arena, turn_bytes)
+        self.arena_turns = in_turns(self.in_arena)
         self._has_remainder = records[bucket.slices[0].entry.index].form is MasterForm.REMAINDER
         self._by_kind = {span.kind: span for span in bucket.spans}
         self._use_slot(slot)
@@ -92,7 +90,7 @@ class StreamedBucket:
         self.in_slot = [
             slot[span.slot_start : span.slot_start + span.n_bytes] for span in self._spans
         ]
-        self.slot_turns = in_turns(self.in_slot, self._turn_bytes)
+        self.slot_turns = in_turns(self.in_slot)
 
     def _view(self, piece: Slice, kind: Kind, numel: int) -> Tensor:
         span = self._by_kind[kind]
@@ -115,8 +113,7 @@ class StreamedLane:
         update: the stream on which updates run, shared with the resident lane.
         slots: uint8 memory, each as large as the largest bucket.
         prefetches: whether to fetch for the next iteration at the end of one.
-        shares_h2d: whether copies of others to the device have to get through meanwhile.
-        shares_d2h: the same towards the host.
+        takes_turns: whether copies of others to the device have to get through meanwhile.
     """
 
     def __init__(
@@ -126,8 +123,7 @@ class StreamedLane:
         slots: list[Tensor],
         *,
         prefetches: bool,
-        shares_h2d: bool,
-        shares_d2h: bool,
+        takes_turns: bool,
     ) -> None:
         self.slots = slots
         self.buckets: list[StreamedBucket] = []
@@ -135,12 +131,10 @@ class StreamedLane:
         self._positions: list[int] = []  # of each bucket in the order
         self.prefetches = prefetches
         # Alone on the link, whole spans on one stream are faster.
-        self._shared_h2d = gateway.bulk_stream("h2d") if shares_h2d else None
+        self._shared_h2d = gateway.bulk_stream("h2d") if takes_turns else None
         self._h2d: Stream = self._shared_h2d or gateway.stream("h2d")
         self._update = update
-        # On one stream those of others would wait for all that is updated and not written back.
-        # A whole bucket is one turn there: nobody waits for a small copy in the middle of backward.
-        self._d2h: Stream = gateway.bulk_stream("d2h") if shares_d2h else gateway.stream("d2h")
+        self._d2h = gateway.stream("d2h")
         self._free: list[Event | None] = [None] * len(slots)
         self._arrived: list[Event | None] = [None] * len(slots)
         self._head = 0  # next position to be updated

@@ -113,7 +113,9 @@ def _rates_line(rates: Rates) -> str:
     return (
         f"rates: link {rates.h2d_gbps:.1f} up, {rates.d2h_gbps:.1f} down, "
         f"{rates.both_ways_gbps:.1f} GB/s both; host {rates.host_numel_per_s / 1e9:.2f} G "
-        f"parameters/s; dram {rates.host_dram_gbps:.0f}, device {rates.device_gbps:.0f} GB/s"
+        f"parameters/s; together {rates.beside_gbps:.1f} GB/s and "
+        f"{rates.beside_numel_per_s / 1e9:.2f} G parameters/s; "
+        f"dram {rates.host_dram_gbps:.0f}, device {rates.device_gbps:.0f} GB/s"
     )
 
 

@@ -9,11 +9,13 @@ first in backward and their parameters are needed last in forward, so the lane w
 large. Only a parameter with more than a tenth of all bytes is passed over at the end, because with
 it the cut could be far from the best.
 
-[Note: why a small gain is not taken]
+[Note: why not all of a gain is taken]
 Rates scatter by a few per cent from run to run, and two lanes disturb each other in more ways than
 a prediction knows. So the host lane alone has to save ``MIN_GAIN`` of the streamed lane's step, and
-both lanes together ``MIN_GAIN_OF_BOTH`` of the better one's. The latter is large because two lanes
-were measured to take 1.6 to 1.8 times what is predicted for them (docs/planner.md).
+both lanes together ``MIN_GAIN_OF_BOTH`` of the better one's. Besides, the host lane may be busy for
+no more than ``HOST_BUSY`` of the step, so that it is never what is waited for: its gradients come
+after a part of the backward, and its parameters must be back before the next forward needs them.
+Measured: docs/planner.md.
 """
 
 from __future__ import annotations
@@ -30,10 +32,11 @@ from .lanes import Candidate, checked_lane, choose_lanes
 from .prediction import Load, Prediction, load_of, predict
 from .rates import Rates
 
-FORMAT: Final = 1
+FORMAT: Final = 2
 MIN_GAIN: Final = 0.02
-MIN_GAIN_OF_BOTH: Final = 0.5
-"""Shares of the predicted step; see the notes above."""
+MIN_GAIN_OF_BOTH: Final = 0.06
+HOST_BUSY: Final[Mapping[str, float]] = {"step": 0.6, "backward": 1 / 3}
+"""Shares of the predicted step, the last one by ``overlap``; see the notes above."""
 MIN_BYTES: Final = 256 * MIB
 """State below which nothing is measured: it is streamed in 6 ms over the links of today, as long
 as the host lane takes for one unit."""
@@ -154,15 +157,15 @@ def make_plan(
     """
     lanes = choose_lanes(candidates, config, used_bytes=used_bytes)
     if config.update_on == "auto" and rates is not None:
-        on_host = _host_run(candidates, lanes, rates)
+        on_host = _host_run(candidates, lanes, rates, config.overlap)
         lanes = tuple("host" if i in on_host else lane for i, lane in enumerate(lanes))
     return Plan(tuple(candidates), lanes, rates)
 
 
 def wants_rates(candidates: Sequence[Candidate], config: OffloadConfig, *, used_bytes: int) -> bool:
     """Whether :func:`make_plan` has a choice that is worth measuring for."""
-    if config.update_on != "auto" or config.overlap != "step":
-        return False  # beside forward and backward one lane is faster than two: docs/planner.md
+    if config.update_on != "auto" or config.overlap not in HOST_BUSY:
+        return False  # "forward": two lanes are not faster there (docs/planner.md)
     lanes = choose_lanes(candidates, config, used_bytes=used_bytes)
     pairs = zip(candidates, lanes, strict=True)
     return sum(c.max_local_bytes for c, lane in pairs if _can_move(c, lane)) >= MIN_BYTES
@@ -231,25 +234,38 @@ def _total(candidates: Sequence[Candidate], lanes: Sequence[Lane]) -> Load:
     return sum(map(load_of, candidates, lanes), Load())
 
 
-def _host_run(candidates: Sequence[Candidate], lanes: Sequence[Lane], rates: Rates) -> set[int]:
-    """Which candidates leave the streamed for the host lane; see the notes above."""
+def _host_run(
+    candidates: Sequence[Candidate], lanes: Sequence[Lane], rates: Rates, overlap: str
+) -> set[int]:
+    """Which candidates leave the streamed for the host lane; see the notes above.
+
+    Args:
+        candidates: in update order.
+        lanes: without a host lane.
+        rates: of this machine.
+        overlap: beside forward and backward the host lane is never alone: it would be what they
+            wait for.
+    """
     movable = [i for i, pair in enumerate(zip(candidates, lanes, strict=True)) if _can_move(*pair)]
     streamed = _total(candidates, lanes)
     moves = (load_of(candidates[i], "host") - load_of(candidates[i], "streamed") for i in movable)
     prefix = list(accumulate(moves, initial=Load()))
 
-    def step_ms(start: int, stop: int) -> float:
-        return predict(streamed + prefix[stop] - prefix[start], rates).step_ms
+    def step(start: int, stop: int) -> Prediction:
+        return predict(streamed + prefix[stop] - prefix[start], rates)
 
     count = len(movable)
-    chosen, chosen_ms = (count, count), step_ms(count, count)  # nothing on the host
-    if (all_ms := step_ms(0, count)) < (1 - MIN_GAIN) * chosen_ms:
+    chosen, chosen_ms = (count, count), step(count, count).step_ms  # nothing on the host
+    may_be_alone = overlap == "step" and not (streamed + prefix[count]).streamed_bytes
+    if may_be_alone and (all_ms := step(0, count).step_ms) < (1 - MIN_GAIN) * chosen_ms:
         chosen, chosen_ms = (0, count), all_ms
     total_bytes = sum(candidates[i].max_local_bytes for i in movable)
     large = LARGE_SHARE * total_bytes
     stops = [count, *(j for j, i in enumerate(movable) if candidates[i].max_local_bytes > large)]
+    busy = HOST_BUSY.get(overlap, 0.0)
+    options = [(step(start, stop), start, stop) for stop in stops for start in range(stop)]
     best_ms, start, stop = min(
-        ((step_ms(start, stop), start, stop) for stop in stops for start in range(stop)),
+        ((p.step_ms, a, b) for p, a, b in options if p.host_ms <= busy * p.step_ms),
         # Of equal ones the run that ends last, then the shortest.
         key=lambda option: (option[0], -option[2], -option[1]),
         default=(chosen_ms, *chosen),

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 LINK_EFFICIENCY: Final = 0.975
 """What the streamed lane reaches of plain copies both ways: 0.973 to 0.981 in all runs of
 ``docs/benchmarks/step_h200_2026-11-20.md``."""
+HOST_EFFICIENCY: Final = 0.7
+"""What the host lane's threads reach beside a streamed lane of what they reach in the measurement:
+their calls are made by Python, which the threads that enqueue need as well."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,7 @@ class Load:
     host_numel: int = 0  # elements updated on CPU cores
     dram_bytes: int = 0  # of host memory, read and written
     device_bytes: int = 0  # of device memory, read and written
+    streamed_bytes: int = 0  # of the link's, those of the streamed lane
 
     def __add__(self, other: Load) -> Load:
         return Load(
@@ -37,6 +41,7 @@ class Load:
             self.host_numel + other.host_numel,
             self.dram_bytes + other.dram_bytes,
             self.device_bytes + other.device_bytes,
+            self.streamed_bytes + other.streamed_bytes,
         )
 
     def __sub__(self, other: Load) -> Load:
@@ -45,6 +50,7 @@ class Load:
             self.host_numel - other.host_numel,
             self.dram_bytes - other.dram_bytes,
             self.device_bytes - other.device_bytes,
+            self.streamed_bytes - other.streamed_bytes,
         )
 
 
@@ -55,7 +61,10 @@ def load_of(candidate: Candidate, lane: Lane) -> Load:
         return Load(device_bytes=2 * state + 3 * gradient)
     if lane == "streamed":  # the copies add a write and a read of the slot
         return Load(
-            link_bytes=2 * state, dram_bytes=2 * state, device_bytes=4 * state + 3 * gradient
+            link_bytes=2 * state,
+            dram_bytes=2 * state,
+            device_bytes=4 * state + 3 * gradient,
+            streamed_bytes=2 * state,
         )
     # Gradient: written by the copy, read by the kernel. Master: read by the copy back.
     return Load(
@@ -100,9 +109,17 @@ class Prediction:
 
 def predict(load: Load, rates: Rates) -> Prediction:
     """The step that ``load`` takes."""
-    host_ms = load.host_numel / rates.host_numel_per_s * 1e3
+    gbps = rates.both_ways_gbps * LINK_EFFICIENCY
+    numel_per_s, beside_gbps = rates.host_numel_per_s, gbps
+    if load.host_numel and load.streamed_bytes:
+        numel_per_s = rates.beside_numel_per_s * HOST_EFFICIENCY
+        beside_gbps = rates.beside_gbps * LINK_EFFICIENCY
+    host_ms = load.host_numel / numel_per_s * 1e3
+    # While the cores work, the link is slower.
+    beside_bytes = min(load.link_bytes, host_ms * beside_gbps * 1e6)
+    link_ms = beside_bytes / beside_gbps / 1e6 + (load.link_bytes - beside_bytes) / gbps / 1e6
     return Prediction(
-        link_ms=load.link_bytes / (rates.both_ways_gbps * LINK_EFFICIENCY) / 1e6,
+        link_ms=link_ms,
         host_ms=host_ms + rates.host_latency_ms if load.host_numel else 0.0,
         dram_ms=load.dram_bytes / rates.host_dram_gbps / 1e6,
         device_ms=load.device_bytes / rates.device_gbps / 1e6,

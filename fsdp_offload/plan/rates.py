@@ -38,10 +38,16 @@ class Rates:
 
     host_dram_gbps: float
     """This rank's share of host memory bandwidth: the most that transfers and the host lane reached
-    alone or together, reads and writes counted."""
+    alone or together (with half of the cores), reads and writes counted."""
 
     device_gbps: float
     """Device memory bandwidth of the fused AdamW kernel."""
+
+    beside_gbps: float
+    """Both directions of the link while half of this rank's cores update, the sum."""
+
+    beside_numel_per_s: float
+    """Parameters per second of those cores meanwhile."""
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():

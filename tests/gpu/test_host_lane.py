@@ -20,7 +20,7 @@ from tests.gpu import test_overlap
 
 mesh = test_overlap.mesh
 STEPS, SLEEP = 6, test_overlap.SLEEP
-LATE = ("nothing", "compute", "host_cast", "host_d2h", "host_h2d", "threads")
+LATE = ("nothing", "compute", "host_out", "host_back", "threads")
 SMALL = TransferConfig(bucket_bytes="1MiB", slots=3, host_threads=4)
 
 

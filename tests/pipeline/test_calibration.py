@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -23,11 +24,12 @@ from fsdp_offload.errors import DeviceError
 from fsdp_offload.memory import HostArena
 from fsdp_offload.pipeline import calibration
 from fsdp_offload.pipeline.calibration import Effort, measure_rates
+from fsdp_offload.plan import Rates
 
 Ranks = Callable[..., Any]
 CPU = torch.device("cpu")
 TRANSFER = TransferConfig(host_threads=2)
-TINY = Effort(link_bytes=MIB, chunk_bytes=MIB >> 3, host_bytes=MIB, window_s=0.002)
+TINY = Effort(link_bytes=MIB, chunk_bytes=MIB >> 3, host_bytes=MIB, window_s=0.02)
 
 
 @pytest.fixture(autouse=True)
@@ -42,6 +44,88 @@ def test_rates_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(value > 0 for value in astuple(rates))
     monkeypatch.delattr(calibration, "_measure")
     assert measure_rates(CpuGateway(CPU), TRANSFER) is rates
+
+
+@pytest.mark.parametrize(("together_gbps", "beside_gbps"), [(2.5, 2.5), (70.0, 3.0)])
+def test_what_is_measured_bears_its_name(
+    monkeypatch: pytest.MonkeyPatch, together_gbps: float, beside_gbps: float
+) -> None:
+    """The link is not faster beside the cores than alone: more is scatter."""
+
+    class Probe:
+        device_memory = None
+
+        def __init__(self, *_: object) -> None:
+            pass
+
+        def run(self, n_bytes: int) -> float:
+            return 0.0
+
+        def close(self) -> None:
+            pass
+
+    class Link(Probe):
+        def rates(self) -> list[float]:
+            return [1.0, 2.0, 3.0]
+
+    class Host(Probe):
+        def rates(self, link: Probe) -> list[float]:
+            return [4e9, 5.0]
+
+        def beside(self, link: Probe) -> list[float]:
+            return [together_gbps, 6e9]
+
+    monkeypatch.setattr(calibration, "LinkProbe", Link)
+    monkeypatch.setattr(calibration, "HostProbe", Host)
+    monkeypatch.setattr(calibration, "_device_gbps", lambda *_: 7.0)
+    rates = measure_rates(CpuGateway(CPU), TRANSFER, effort=TINY)
+    assert rates == Rates(
+        h2d_gbps=1.0,
+        d2h_gbps=2.0,
+        both_ways_gbps=3.0,
+        host_numel_per_s=4e9,
+        host_latency_ms=5.0,
+        host_dram_gbps=beside_gbps + 6 * 28,  # more than the 36 bytes of 4 G/s alone
+        device_gbps=7.0,
+        beside_gbps=beside_gbps,
+        beside_numel_per_s=6e9,
+    )
+
+
+@pytest.mark.parametrize(
+    ("cores", "wanted", "threads", "beside"),
+    [(1, None, 1, 1), (2, None, 2, 1), (5, None, 5, 2), (5, 4, 4, 4)],
+)
+def test_beside_the_link_half_of_the_cores_work_or_the_threads_that_are_wanted(
+    monkeypatch: pytest.MonkeyPatch, cores: int, wanted: int | None, threads: int, beside: int
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+    gateway, transfer = CpuGateway(CPU), TransferConfig(host_threads=wanted)
+    link = calibration.LinkProbe(gateway, transfer, TINY)
+    host = calibration.HostProbe(gateway, transfer, TINY)
+    working: set[int] = set()
+
+    def noted(index: int) -> Callable[[], object]:
+        step = host._steps[index]
+
+        def once() -> object:
+            working.add(index)
+            return step()
+
+        return once
+
+    try:
+        host._steps = [noted(index) for index in range(threads)]
+        host.rates(link)
+        alone = len(working)
+        working.clear()
+        gbps, numel_per_s = host.beside(link)
+    finally:
+        host.close()
+        link.close()
+    assert (alone, len(working)) == (threads, beside)
+    assert gbps > 0
+    assert numel_per_s > 0
 
 
 def test_memory_and_threads_are_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,8 +222,8 @@ def least_of_four() -> Any:
     groups = shards.mesh_groups([*made, nn.Parameter(torch.zeros(2))])
     assert len(groups) == 2
     rank = dist.get_rank()
-    # Each rank is the slowest in one way; the last but one has the longest latency.
-    mine = [100.0 - 10 * (rank == way) for way in range(7)]
+    # Each rank is the slowest in some ways; the last but one has the longest latency.
+    mine = [100.0 - 10 * (rank == way % 4) for way in range(9)]
     mine[4] = -(20.0 if rank == 2 else 10.0)
     calibration._known.clear()
     with mock.patch.object(calibration, "_measure", return_value=(mine, None)):
@@ -148,7 +232,7 @@ def least_of_four() -> Any:
 
 def test_the_slowest_rank_of_the_whole_mesh_counts(ranks: Ranks) -> None:
     found = ranks(4).run(least_of_four)
-    assert {astuple(rates) for rates in found} == {(90, 90, 90, 90, 20, 100, 100)}
+    assert {astuple(rates) for rates in found} == {(90, 90, 90, 90, 20, 90, 90, 90, 90)}
 
 
 def fail_on_rank_1(part: str) -> str:

@@ -15,6 +15,8 @@ from fsdp_offload.device import CpuGateway
 from fsdp_offload.errors import ConfigError
 from fsdp_offload.pipeline import cores
 from fsdp_offload.pipeline.cores import cores_of_rank, share, sibling_groups, thread_setup
+from fsdp_offload.pipeline.engine import host_threads
+from tests.plan.known import config
 
 CUDA = [torch.device("cuda", i) for i in range(4)]
 SOCKETS = (frozenset({0, 1, 2, 3, 8, 9, 10, 11}), frozenset({4, 5, 6, 7, 12, 13, 14, 15}))
@@ -152,6 +154,26 @@ def test_host_threads_follow_the_choice(bind: bool, monkeypatch: pytest.MonkeyPa
     optimizer.close()
 
     assert masks == [set(one) if bind else os.sched_getaffinity(0)] * 2
+
+
+@pytest.mark.parametrize(
+    ("ranks", "alone", "both"), [(1, 16, 8), (3, 5, 2), (16, 1, 1), (64, 1, 1)]
+)
+def test_beside_a_streamed_lane_the_host_lane_has_half_of_the_share(
+    ranks: int, alone: int, both: int, machine: pytest.MonkeyPatch
+) -> None:
+    machine.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    assert host_threads(config(), beside=False) == alone
+    assert host_threads(config(), beside=True) == both
+
+
+@pytest.mark.parametrize("threads", [1, 2, 6, 40])
+@pytest.mark.parametrize("beside", [False, True])
+def test_it_has_the_threads_that_the_user_gave(
+    threads: int, beside: bool, machine: pytest.MonkeyPatch
+) -> None:
+    transfer = TransferConfig(host_threads=threads)
+    assert host_threads(config(transfer=transfer), beside=beside) == threads
 
 
 def test_the_choice_is_yes_or_no() -> None:

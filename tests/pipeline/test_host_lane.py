@@ -242,7 +242,7 @@ def explode(*_: Any) -> None:
     raise ZeroDivisionError("on purpose")
 
 
-@pytest.mark.parametrize("where", ["update", "stage_gradients", "write_shards"])
+@pytest.mark.parametrize("where", ["update", "send_gradients", "write_shards"])
 def test_a_failure_surfaces_in_every_wait_until_the_lane_is_aborted(
     job: Job, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

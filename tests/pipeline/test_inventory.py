@@ -19,17 +19,16 @@ from fsdp_offload.pipeline.inventory import Inventory
 from fsdp_offload.plan import Plan, planner
 from tests.plan.known import ONE_GPU, config
 
-
-@pytest.fixture(autouse=True)
-def mixing_pays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if two lanes took what is predicted for them; by default that is not trusted."""
-    monkeypatch.setattr(planner, "MIN_GAIN_OF_BOTH", 0.1)
-
-
 CPU = torch.device("cpu")
 # So slow that a few thousand elements take as long as a model.
 RATES = replace(
-    ONE_GPU, both_ways_gbps=1e-4, host_numel_per_s=4e3, host_latency_ms=1e-3, host_dram_gbps=1.0
+    ONE_GPU,
+    both_ways_gbps=1e-4,
+    host_numel_per_s=4e3,
+    host_latency_ms=1e-3,
+    host_dram_gbps=1.0,
+    beside_gbps=8.5e-5,
+    beside_numel_per_s=5e3,
 )
 AdamW = torch.optim.AdamW
 
@@ -79,14 +78,16 @@ def test_cpu_tensors_are_streamed_and_nothing_is_measured(monkeypatch: pytest.Mo
     assert plan.rates is None
 
 
-def test_auto_uses_both_lanes_by_the_rates(measured: Counter[str]) -> None:
-    plan = planned(model()).made
+@pytest.mark.parametrize("overlap", ["step", "backward"])
+def test_auto_uses_both_lanes_by_the_rates(measured: Counter[str], overlap: str) -> None:
+    plan = planned(model(), overlap=overlap).made
     assert plan.rates == RATES
     assert plan.lanes[0] == "streamed"
     assert plan.lanes[-1] == "host"
     predicted = plan.predict()
     assert predicted is not None
-    assert predicted.limit in ("link", "host")
+    assert predicted.limit == "link"
+    assert 0 < predicted.host_ms < predicted.step_ms
 
 
 @pytest.mark.parametrize("update_on", ["device", "host", ["resident", "host", "streamed"] * 4])

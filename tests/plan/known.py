@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 from fsdp_offload.config import OffloadConfig
@@ -11,10 +12,20 @@ from fsdp_offload.plan import Candidate, Rates
 LINK_GBPS = 101.46
 """Both ways, of run 1 in docs/benchmarks/step_h200_2026-11-20.md; so are the times in tests."""
 
-ONE_GPU = Rates(55.3, 55.3, LINK_GBPS, 4.4e9, 7.0, 208.0, 3500.0)
-FOUR_GPUS = Rates(28.0, 28.0, 50.3, 1.77e9, 18.0, 52.0, 3500.0)
+ONE_GPU = Rates(55.3, 55.3, LINK_GBPS, 4.4e9, 7.0, 226.0, 3500.0, 85.7, 5.0e9)
+"""Fast host memory: two lanes lose a sixth of the link while half of the cores work."""
+SLOW_MEMORY = replace(
+    ONE_GPU,
+    both_ways_gbps=96.6,
+    host_numel_per_s=4.0e9,
+    host_dram_gbps=138.0,
+    beside_gbps=72.3,
+    beside_numel_per_s=2.33e9,
+)
+"""Slow host memory: there they lose a quarter of it. What is not named is that of ``ONE_GPU``."""
+FOUR_GPUS = Rates(28.0, 28.0, 50.3, 1.77e9, 18.0, 52.0, 3500.0, 24.0, 1.0e9)
 """One of four ranks that share one host's memory."""
-FAST_CORES = Rates(25.0, 25.0, 40.0, 40e9, 1.0, 2000.0, 3500.0)
+FAST_CORES = Rates(25.0, 25.0, 40.0, 40e9, 1.0, 2000.0, 3500.0, 40.0, 40e9)
 """A slow link beside a host with fast memory."""
 
 

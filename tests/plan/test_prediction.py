@@ -7,16 +7,10 @@ from typing import Any
 import pytest
 
 from fsdp_offload.errors import ConfigError
-from fsdp_offload.plan import make_plan, planner, predict_iteration_ms
+from fsdp_offload.plan import Rates, make_plan, predict_iteration_ms
 from fsdp_offload.plan.explain import block_of
 
 from .known import ONE_GPU, candidate, config, gpt
-
-
-@pytest.fixture(autouse=True)
-def mixing_pays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if two lanes took what is predicted for them; by default that is not trusted."""
-    monkeypatch.setattr(planner, "MIN_GAIN_OF_BOTH", 0.1)
 
 
 @pytest.mark.parametrize(
@@ -50,6 +44,41 @@ def test_resident_state_costs_device_memory_only() -> None:
     assert predicted is not None
     assert (predicted.link_ms, predicted.host_ms, predicted.dram_ms) == (0, 0, 0)
     assert predicted.step_ms == predicted.device_ms > 0
+
+
+ROUND = Rates(
+    h2d_gbps=50.0,
+    d2h_gbps=50.0,
+    both_ways_gbps=100.0,  # 97.5 of them for the streamed lane
+    host_numel_per_s=2e9,
+    host_latency_ms=5.0,
+    host_dram_gbps=1000.0,
+    device_gbps=1000.0,
+    beside_gbps=40.0,  # 39 of them
+    beside_numel_per_s=1e9,  # 0.7 of it beside a streamed lane
+)
+STREAMED = 264_500_000  # elements, of 20 bytes over the link
+LINK_AND_HOST_MS = [
+    # 70 M elements at 0.7 G/s; 3.9 GB at 39 GB/s meanwhile, and 1.95 GB at 97.5 GB/s after it.
+    ("streamed", 70_000_000, 100.0 + 20.0, 100.0 + 5.0),
+    # A second at 0.7 G/s: all of 10.89 GB passes at 39 GB/s.
+    ("streamed", 700_000_000, 10.89e9 / 39e6, 1000.0 + 5.0),
+    # No streamed lane: all cores and the whole link for the host lane.
+    ("resident", 700_000_000, 5.6e9 / 97.5e6, 350.0 + 5.0),
+    # No host lane.
+    ("streamed", 0, 5.29e9 / 97.5e6, 0.0),
+]
+
+
+@pytest.mark.parametrize(("first", "host_numel", "link_ms", "host_ms"), LINK_AND_HOST_MS)
+def test_with_both_lanes_the_link_is_slower_while_cores_work(
+    first: str, host_numel: int, link_ms: float, host_ms: float
+) -> None:
+    made = [candidate("first", STREAMED), candidate("second", host_numel)]
+    predicted = make_plan(made, config([first, "host"])).predict(ROUND)
+    assert predicted is not None
+    assert predicted.link_ms == pytest.approx(link_ms, rel=1e-9)
+    assert predicted.host_ms == pytest.approx(host_ms, rel=1e-9)
 
 
 ITERATION: dict[str, Any] = {
@@ -109,10 +138,10 @@ def test_the_table_of_a_small_plan() -> None:
         "resident  all             1      40.0      0.0          0.04         -",
         "streamed  all             2      20.0     20.0          0.40      0.25",
         "host      all             1      24.0      8.0          0.45      0.50",
-        "step: predicted 7.5 ms, measured 1.0 ms, limited by the host; busy ms: "
-        "link 0.6, host 7.5, dram 0.5, device 0.1; predicted / measured 7.45",
+        "step: predicted 7.6 ms, measured 1.0 ms, limited by the host; busy ms: "
+        "link 0.7, host 7.6, dram 0.5, device 0.1; predicted / measured 7.57",
         "rates: link 55.3 up, 55.3 down, 101.5 GB/s both; host 4.40 G parameters/s; "
-        "dram 208, device 3500 GB/s",
+        "together 85.7 GB/s and 5.00 G parameters/s; dram 226, device 3500 GB/s",
     ]
 
 

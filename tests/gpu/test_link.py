@@ -1,0 +1,97 @@
+"""Copies by a kernel over the link, and hardware queues that keep streams apart."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from fsdp_offload import TransferConfig, queues
+from fsdp_offload.memory import HostArena
+from fsdp_offload.pipeline.link import copy_across
+
+CUDA = torch.device("cuda")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("numel", [1, 7, 8192, 8193, 4 * 8192 + 3, 3_000_001])
+def test_every_word_crosses_in_both_directions(numel: int, dtype: torch.dtype) -> None:
+    arena = HostArena(
+        dtype.itemsize * (numel + 1), device=CUDA, can_pin=True, transfer=TransferConfig()
+    )
+    host = arena.tensor(0, numel + 1, dtype)
+    there = torch.randint(-100, 100, (numel + 1,), device=CUDA).to(dtype)
+    host.fill_(-5)
+
+    copy_across(there[:numel], host[:numel], pinned=True)
+    torch.cuda.synchronize()
+    assert torch.equal(host[:numel], there[:numel].cpu())
+    assert host[numel] == -5
+
+    back = torch.full_like(there, -7)
+    host[:numel].add_(1)  # what a kernel has read before may be in no cache
+    copy_across(host[:numel], back[:numel], pinned=True)
+    torch.cuda.synchronize()
+    assert torch.equal(back[:numel], there[:numel] + 1)
+    assert back[numel] == -7
+    del host
+    arena.close()
+
+
+WAITING = """
+import torch
+from fsdp_offload.device import gateway_for
+cuda = torch.device("cuda")
+gateway = gateway_for(cuda)
+bulk = gateway.bulk_stream("bulk")
+parts = 64
+host = torch.empty(parts << 24, dtype=torch.uint8).pin_memory().split(1 << 24)
+there = torch.empty(parts << 24, dtype=torch.uint8, device=cuda).split(1 << 24)
+small = [torch.empty(1024, dtype=torch.uint8).pin_memory() for _ in range(16)]
+others = [torch.cuda.Stream() for _ in small]
+targets = [torch.empty(1024, dtype=torch.uint8, device=cuda) for _ in small]
+
+def run():
+    start = torch.cuda.Event(enable_timing=True)
+    start.record()
+    gate = torch.cuda.Event()
+    torch.cuda._sleep(20_000_000)
+    gate.record()
+    bulk.wait(gate)
+    for a, b in zip(there, host):
+        bulk.copy([a], [b])
+    end = bulk.record_timed()
+    ends = []
+    for stream, target, source in zip(others, targets, small):
+        stream.wait_event(gate)
+        with torch.cuda.stream(stream):
+            target.copy_(source, non_blocking=True)
+        ends.append(torch.cuda.Event(enable_timing=True))
+        ends[-1].record(stream)
+    torch.cuda.synchronize()
+    return start.elapsed_time(end), [start.elapsed_time(event) for event in ends]
+
+run()
+end, ends = run()
+print(sum(other < end - 4 for other in ends), end, ends)
+"""
+
+
+def through(before: str) -> int:
+    """How many of 16 copies on streams of their own end 4 ms before 1 GiB of bulk does."""
+    environment = {k: v for k, v in os.environ.items() if k != queues.VARIABLE}
+    done = subprocess.run(
+        [sys.executable, "-c", before + WAITING],
+        env=environment, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    print(done.stdout)
+    return int(done.stdout.split()[0])
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("before", ["", "import torch; torch.cuda.is_available()"])
+def test_copies_of_others_get_through_bulk(before: str) -> None:
+    assert through(f"{before}\nimport fsdp_offload\n") == 16
