@@ -251,17 +251,17 @@ class OptimizerAbsence:
         mover.reserve(departure.blocks)
         staging = [tensor for segment in segments for tensor in segment.staging()]
         self._dropped = [StorageBlock("", t.untyped_storage()) for t in staging if t.numel()]
-        for block in self._dropped:
-            block.release(0)
-        self._blocks, self.is_away = departure.blocks, True
         try:
+            self._blocks, self.is_away = departure.blocks, True  # before the first byte is given up
+            for block in self._dropped:
+                block.release(0)
             self._trip = mover.out(departure.blocks)
+            self._swap_out(held, departure)
         except BaseException as error:
             self._undo(mover, held, departure)
             if not _is_oom(error):
                 raise
             raise _out_of_memory(departure.n_bytes, error) from error
-        self._swap_out(held, departure)
         return self._trip
 
     def _undo(self, mover: Mover, held: Sequence[Held], departure: _Departure) -> None:
@@ -273,6 +273,7 @@ class OptimizerAbsence:
             self._swap_out(held, departure.gone())
         else:
             self._gateway.current_stream().synchronize()  # the memory may have been in use
+            self._swap_in()
             self._forget()
 
     def _departure(
@@ -327,17 +328,21 @@ class OptimizerAbsence:
             trip = self._bring_back(self._still_wanted())
         except torch.OutOfMemoryError as error:
             raise _out_of_memory(self.away_bytes, error) from error
-        for each in self._swapped:
-            if each.is_untouched:
-                each.held.holder[each.held.name] = each.original
+        self._trip = trip
+        self._swap_in()
         for state, name, value in fresh:
             state[name] = value
         ready = self._gateway.current_stream().record()
         for segment in segments:
             segment.follow(ready, trip)
         self._forget()
-        self._trip = trip
         return trip
+
+    def _swap_in(self) -> None:
+        """Let holders have their own again, but for what somebody has replaced."""
+        for each in self._swapped:
+            if each.is_untouched:
+                each.held.holder[each.held.name] = each.original
 
     def _bring_back(self, blocks: Sequence[Block]) -> Trip:
         """All of it, or nothing.
@@ -348,7 +353,8 @@ class OptimizerAbsence:
         assert self._mover is not None
         try:
             for dropped in self._dropped:
-                dropped.restore(0)
+                if not dropped.is_present(0):
+                    dropped.restore(0)
             return self._mover.back(blocks)
         except BaseException as error:
             for dropped in self._dropped:

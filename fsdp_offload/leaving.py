@@ -119,8 +119,10 @@ class Leaving:
             was_read = self._state_was_read
             self._adopt_writes()
             self._state_was_read = was_read
-            self._absence.come_back(self._records, self._shown, self._segments)
-            self._show_all()
+            try:
+                self._absence.come_back(self._records, self._shown, self._segments)
+            finally:
+                self._show_all()
         return self._absence.trip(wait=wait)
 
     @torch.no_grad()
