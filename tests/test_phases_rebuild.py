@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fsdp_offload import PhaseOffloader, TransferConfig
+from fsdp_offload import HybridDeviceOptimizer, PhaseOffloader, TransferConfig
 from fsdp_offload.device import CpuGateway
 from fsdp_offload.errors import AwayError, DeviceMemoryError
 from fsdp_offload.moving import Mover, Places, Trip, absent, collect
@@ -197,3 +197,30 @@ def test_parameters_that_share_memory_are_saved() -> None:
         assert optimizer.calls.count("rebuild") == 0
     assert float(model.view[-1]) == 5
     assert optimizer.calls.count("rebuild") == 2
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_parameters_outlive_the_optimizer_that_rebuilds_them(*, reads: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(6, 4).bfloat16()
+    optimizer = HybridDeviceOptimizer(
+        torch.optim.AdamW(model.parameters(), lr=0.1), model=model, update_on="host"
+    )
+    phases = PhaseOffloader(model, optimizer, params="rebuild", grads="drop", state="save")
+    for _ in range(2):  # closing is no end: what stands before it is gone after a reload
+        for parameter in model.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        optimizer.step()
+        expected = {name: value.clone() for name, value in model.state_dict().items()}
+        phases.offload()
+        phases.reload()
+    phases.offload()
+    if reads:
+        with torch.no_grad():
+            model.load_state_dict({name: value + 1 for name, value in expected.items()})
+        expected = {name: value + 1 for name, value in expected.items()}
+    optimizer.close()
+    assert all(torch.equal(model.state_dict()[name], expected[name]) for name in expected)
+    phases.reload()
+    assert all(torch.equal(model.state_dict()[name], expected[name]) for name in expected)
+    phases.close()

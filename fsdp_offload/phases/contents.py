@@ -80,6 +80,10 @@ class Contents:
         self._storages, self.blocks = {k: [] for k in KINDS}, {k: [] for k in KINDS}
         self._rebuilding.take((), ())
 
+    def keep_rebuilt(self) -> None:
+        """See :meth:`.Rebuilding.fill_all`."""
+        self._rebuilding.fill_all()
+
     def forget_gradients(self) -> None:
         """They are back, and others may drop them."""
         self._storages["grads"], self.blocks["grads"] = [], []

@@ -283,6 +283,7 @@ class PhaseOffloader:
         remove_all(self._patches)
         self._patches = []
         self._optimizer.close(self._before_use, self._patches)
+        self._optimizer.before_closing(self._contents.keep_rebuilt, self._patches)
 
     def _reshard(self) -> None:
         for group in self._groups:

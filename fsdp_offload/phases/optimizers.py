@@ -78,6 +78,17 @@ class OptimizerState:
 
         Patch(self._optimizer, "step", check, patches)
 
+    def before_closing(self, keep: Callable[[], None], patches: list[Patch]) -> None:
+        """Call ``keep`` before the optimizer gives its host memory back, until ``patches``, which
+        get what does it, are removed."""
+
+        def close(original: Callable[[], None]) -> None:
+            keep()
+            original()
+
+        if callable(getattr(self._optimizer, "close", None)):
+            Patch(self._optimizer, "close", close, patches)
+
     def _end_initialisation(self, rates: Sequence[Any]) -> None:
         """Undo what ``torch.distributed.checkpoint.state_dict`` does before it lets an optimizer
         make its state by a step: gradients and rates of 0, which it leaves behind if that raises.

@@ -97,6 +97,16 @@ class Rebuilding:
                 place = self._mover.places.of(block)
                 block.view(0).copy_(place, non_blocking=True)
 
+    def fill_all(self) -> None:
+        """Keep the bytes of all that is away: there will be no masters any more.
+
+        Raises:
+            HostMemoryError, PinningError: there is no room for them.
+        """
+        for block in self.blocks:
+            if not block.is_present(0):
+                self.fill(block)
+
     def fill(self, block: StorageBlock) -> Tensor:
         """Host memory with the block's bytes, which may be written."""
         with self._lock:
