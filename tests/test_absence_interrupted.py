@@ -1,5 +1,5 @@
-"""``offload()`` and ``reload()`` of an optimizer alone, interrupted at any line: its state is here, or
-known to be away, and whole."""
+"""``offload()`` and ``reload()`` of an optimizer alone, interrupted at any line: its state is here,
+or known to be away, and whole."""
 
 from __future__ import annotations
 
