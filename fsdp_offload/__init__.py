@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .queues import ask_for_queues
-
 if TYPE_CHECKING:
     from . import checkpoint
     from .checkpoint import OptimizerState, pack_optimizer_state
@@ -35,8 +33,6 @@ if TYPE_CHECKING:
     from .report import Statistics
 
 __version__ = "0.1.0"
-
-ask_for_queues()
 
 __all__ = [
     "AwayError",

@@ -29,7 +29,6 @@ import torch
 
 from .driver import Commands as DriverCommands
 from .errors import DeviceError, PinningError
-from .queues import warn_of_few_queues
 
 POLL_SECONDS: Final = 1.0
 """How often a thread that waits for another one looks whether that is still alive."""
@@ -296,11 +295,11 @@ class _TakingTurns(_AcceleratorStream):
     """Bulk copies on three streams that take turns, so that copies of others get through.
 
     [Note: taking turns]
-    A copy engine stays with a queue (:mod:`.queues`) as long as that has copies ready, and a
-    kernel that follows a copy in a stream waits that long. So the bulk is cut into turns; turn
-    ``k`` goes to stream ``k % 3`` and waits for turn ``k - 2``: one runs and one is ready, always.
-    A copy in another queue then waits for about four turns: 3 ms instead of 21 ms for all of 1 GiB,
-    measured on an H200 (docs/how-it-works.md).
+    A copy engine stays with a hardware queue as long as that has copies ready, and a kernel that
+    follows a copy in a stream waits that long. So the bulk is cut into turns; turn ``k`` goes to
+    stream ``k % 3`` and waits for turn ``k - 2``: one runs and one is ready, always. A copy in
+    another queue then waits for about four turns: 3 ms instead of 21 ms for all of 1 GiB, measured
+    on an H200 (docs/how-it-works.md, which also says how streams share queues).
 
     What is launched, recorded or waited for here comes after all copies so far.
     """
@@ -379,8 +378,6 @@ class AcceleratorGateway:
         index = device.index if device.index is not None else self._module.current_device()
         self.device = torch.device(device.type, index)
         self.can_pin = device.type == "cuda"
-        if self.can_pin:
-            warn_of_few_queues()
         self._commands = _commands_for(self.device)
 
     def stream(self, name: str) -> Stream:

@@ -17,6 +17,7 @@ from fsdp_offload import (
     LaneError,
     SpentGradientError,
     TransferConfig,
+    device,
 )
 from fsdp_offload.device import gateway_for
 from fsdp_offload.overlap import Times
@@ -458,3 +459,20 @@ def test_times_count_from_the_first_gradients_and_what_has_none_comes_last() -> 
     assert Times([None, None], []).ready_ms() == []
     assert Times([], [[(1, At(0.0))]]).ms_per_byte() is None
     assert Times([], [[(1, At(0.0)), (1, At(3.0))]]).ms_per_byte() is None
+
+
+@pytest.mark.parametrize("overlap", ["step", "forward", "backward"])
+def test_bulk_takes_turns_where_others_copy_meanwhile(
+    monkeypatch: pytest.MonkeyPatch, overlap: str
+) -> None:
+    taken: list[int] = []
+    copy = device._CpuStream.copy_in_turns
+
+    def noted(stream: Any, targets: Any, sources: Any) -> None:
+        taken.append(len(targets))
+        copy(stream, targets, sources)
+
+    monkeypatch.setattr(device._CpuStream, "copy_in_turns", noted)
+    job = Job(overlap)
+    job.train(2)
+    assert (len(taken) > 0) == (overlap != "step")

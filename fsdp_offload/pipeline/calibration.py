@@ -313,8 +313,10 @@ class HostProbe:
                 time.sleep(0.001)
             before, began, sent = sum(counts), time.perf_counter(), 0
             deadline = began + self._window_s
-            # At least one unit has to end, however short the window is.
-            while time.perf_counter() < deadline or (sum(counts) == before and not stop.is_set()):
+            latest = began + _START_SECONDS
+            while (now := time.perf_counter()) < deadline or (
+                sum(counts) == before and not stop.is_set() and now < latest
+            ):  # at least one unit ends, however short the window is
                 if wants((sum(counts) - before) * self.unit_numel, sent):
                     for _ in range(4):
                         sent += link.send()

@@ -468,10 +468,11 @@ class Segment:
 
     def close(self) -> None:
         """Give host memory back and end the thread. Idempotent."""
-        with contextlib.suppress(Exception):  # half built, failed, or in a forked child
-            self.synchronize()  # copies in flight still use the memory
-            if self.streamed is not None:
-                self.streamed.finish_transfers()
+        # Copies in flight still use the memory. Half built, failed, or in a forked child:
+        with contextlib.suppress(Exception):
+            self.synchronize()
+        with contextlib.suppress(Exception):
+            self.idle()
         if self.host is not None:
             self.host.stop()
         if self.worker is not None:
@@ -525,7 +526,7 @@ def host_threads(config: OffloadConfig, *, beside: bool) -> int:
         beside: see :func:`.cores.thread_count`.
     """
     threads = thread_count(config.transfer.host_threads, beside=beside)
-    if threads == 1:
+    if thread_count(config.transfer.host_threads) == 1:
         _log.warning(
             "the host lane has 1 thread (%d cores, %d local ranks): expect about a tenth of the "
             "speed of 16; set TransferConfig(host_threads=...)",

@@ -27,7 +27,7 @@ from ..plan.layout import kind_range, split
 from . import codec
 from .bucket import copy_present, make_piece
 from .checksum import checksum
-from .link import copy_across
+from .link import copier
 from .records import MasterForm, Part, Record, Work
 from .schema import FUSED_ON_CPU, host_flags
 from .shadow import Shadow
@@ -39,6 +39,8 @@ core. Half of it costs a fifth of the speed, because the calls themselves take t
 interpreter lock); twice as much leaves cores without work. A third of a default bucket."""
 FLAG_DTYPE: Final = torch.int64
 """Of the difference between two checksums."""
+FLAG_STRIDE: Final = 2
+"""Flags per slot, of which one is used: Triton's launches are cheap where 16 bytes are aligned."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ class HostStagingSizes:
     @property
     def host_bytes(self) -> int:
         """Host memory that they take."""
-        return self.depth * (self.numel_bytes + FLAG_DTYPE.itemsize)
+        return self.depth * (self.numel_bytes + FLAG_STRIDE * FLAG_DTYPE.itemsize)
 
 
 def ring_depth(threads: int, *, bucket_numel: int, buckets: int, least: int) -> int:
@@ -85,7 +87,7 @@ class HostStaging:
         self.masters = gateway.allocate(numel_bytes)
         self.rounded = gateway.allocate(sizes.shard_bytes)
         self.pinned = host.statistics().pinned
-        self.flag_memory = host.tensor(depth * numel_bytes, depth, FLAG_DTYPE)
+        self.flag_memory = host.tensor(depth * numel_bytes, depth * FLAG_STRIDE, FLAG_DTYPE)
         self.host_gradients = [
             host.tensor(i * numel_bytes, numel_bytes, torch.uint8) for i in range(depth)
         ]
@@ -142,7 +144,7 @@ class HostBucket:
         self.master = arena.tensor(span.arena_start, span.n_bytes // compute.itemsize, compute)
         self.master_parts = self._cut(self.master)
         pinned = arena.statistics().pinned and staging.pinned
-        self._across = functools.partial(copy_across, pinned=pinned)
+        self._across = copier(staging.gradients.device, pinned=pinned)
         self._use_staging(staging, compute, shard)
         self.expected = self._observe()  # checksum of the shards as we last wrote them: 0-dim
         self.written: PendingEvent | None = None
@@ -169,7 +171,7 @@ class HostBucket:
         self.rounded = flat(staging.rounded, shard)
         self.rounded_pieces = self._cut(self.rounded)
         self.flag = torch.zeros(1, dtype=FLAG_DTYPE, device=self.sent.device)
-        self.host_flag = staging.flag_memory[slot:][:1]
+        self.host_flag = staging.flag_memory[slot * FLAG_STRIDE :][:1]
 
     def _make_units(
         self, optimizer: Optimizer, layout: Layout, records: list[Record], arena: HostArena

@@ -196,9 +196,9 @@ class HostLane:
         Raises:
             LaneError: something failed on the driver or on a host thread behind it: its cause.
         """
-        if self._driver is not None:
-            self._driver.submit(self._guarded, self.flush).join(self._driver.alive)
         try:
+            if self._driver is not None:
+                self._driver.submit(self._guarded, self.flush).join(self._driver.alive)
             for slot, user in enumerate(self.staging.host_user):
                 if user is not None:
                     user.join(self.worker.alive)  # run() has raised its error

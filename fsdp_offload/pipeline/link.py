@@ -1,15 +1,17 @@
 """Copies between device and page-locked host memory by a kernel instead of a copy engine.
 
 [Note: copy engines]
-A copy waits for everything in the same hardware queue before it, whichever stream that belongs to
-(:mod:`..queues`), and an engine stays with a queue as long as that has copies ready. Behind what
-the streamed lane has enqueued, buckets of the host lane waited for up to 150 ms (measured,
-docs/how-it-works.md). A kernel reads and writes page-locked memory over the same link, and waits in
-no such queue.
+A copy waits for everything in the same hardware queue before it, whichever stream that belongs to,
+and an engine stays with a queue as long as that has copies ready. Behind what the streamed lane has
+enqueued, buckets of the host lane waited for up to 150 ms (measured, docs/how-it-works.md). A
+kernel reads and writes page-locked memory over the same link, and waits in no such queue.
 """
 
 from __future__ import annotations
 
+import functools
+import warnings
+from collections.abc import Callable
 from typing import Final
 
 import torch
@@ -17,24 +19,62 @@ from torch import Tensor
 
 from .kernels import triton_kernels
 
+Copy = Callable[[Tensor, Tensor], None]
+"""(source, target), 1-D, contiguous, of one dtype, one on the host: on the current stream."""
+
 WORDS: Final = (torch.int32, torch.int16, torch.int8)
 """What a kernel may copy by; the last one of some divides any number of bytes."""
+MOST_WORDS: Final = 1 << 31
+_PROBE_NUMEL: Final = 20_000
 
 
-def copy_across(source: Tensor, target: Tensor, *, pinned: bool) -> None:
-    """``target[:] = source``, one of them on the host, on the current stream.
+def copier(device: torch.device, *, pinned: bool) -> Copy:
+    """How to copy between ``device`` and host memory, which is page-locked if ``pinned``.
 
-    Args:
-        source: 1-D, contiguous.
-        target: likewise, of the same dtype; it does not overlap.
-        pinned: the one on the host is page-locked. Else, without Triton, and where nothing is a
-            device's, it is an ordinary copy.
+    By a kernel where that works, else as torch does.
     """
-    is_cuda = source.is_cuda or target.is_cuda
-    kernels = triton_kernels() if pinned and is_cuda else None
-    if kernels is None:
-        target.copy_(source, non_blocking=True)
-        return
+    if device.type == "cuda" and pinned and _kernel_works(device):
+        return copy_by_kernel
+    return copy_by_torch
+
+
+def copy_by_torch(source: Tensor, target: Tensor) -> None:
+    """See :data:`Copy`."""
+    target.copy_(source, non_blocking=True)
+
+
+def copy_by_kernel(source: Tensor, target: Tensor) -> None:
+    """See :data:`Copy`. The one on the host is page-locked, the other one of a CUDA device."""
+    kernels = triton_kernels()
     n_bytes = source.numel() * source.itemsize
-    word = next(w for w in WORDS if n_bytes % w.itemsize == 0)
-    kernels.copy_across(source.view(word), target.view(word))
+    word = next(word for word in WORDS if n_bytes % word.itemsize == 0)
+    if kernels is None or n_bytes // word.itemsize >= MOST_WORDS:
+        copy_by_torch(source, target)
+    else:
+        kernels.copy_across(source.view(word), target.view(word))
+
+
+@functools.cache
+def _kernel_works(device: torch.device) -> bool:
+    """Whether words come through in both directions, on the first launch and on later ones."""
+    if triton_kernels() is None or torch.version.hip is not None:  # not tried with AMD's
+        return False
+    try:
+        with torch.cuda.device(device):
+            here = torch.arange(_PROBE_NUMEL, dtype=torch.int32).pin_memory()
+            for _ in range(2):
+                there, back = torch.zeros_like(here, device=device), torch.zeros_like(here)
+                back = back.pin_memory()
+                copy_by_kernel(here, there)
+                copy_by_kernel(there, back)
+                torch.cuda.current_stream().synchronize()
+                if not torch.equal(back, here):
+                    raise RuntimeError("other words than were sent")
+    except Exception as error:
+        warnings.warn(
+            f"kernels cannot copy over the link, copy engines do: {error!r}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return False
+    return True

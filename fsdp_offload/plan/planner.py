@@ -12,7 +12,8 @@ it the cut could be far from the best.
 [Note: why not all of a gain is taken]
 Rates scatter by a few per cent from run to run, and two lanes disturb each other in more ways than
 a prediction knows. So the host lane alone has to save ``MIN_GAIN`` of the streamed lane's step, and
-both lanes together ``MIN_GAIN_OF_BOTH`` of the better one's. Besides, the host lane may be busy for
+both lanes together ``MIN_GAIN_OF_BOTH`` of the better one's, because half or less of what is
+predicted for them was measured. Besides, the host lane may be busy for
 no more than ``HOST_BUSY`` of the step, so that it is never what is waited for: its gradients come
 after a part of the backward, and its parameters must be back before the next forward needs them.
 Measured: docs/planner.md.
@@ -34,8 +35,8 @@ from .rates import Rates
 
 FORMAT: Final = 2
 MIN_GAIN: Final = 0.02
-MIN_GAIN_OF_BOTH: Final = 0.06
-HOST_BUSY: Final[Mapping[str, float]] = {"step": 0.6, "backward": 1 / 3}
+MIN_GAIN_OF_BOTH: Final = 0.25
+HOST_BUSY: Final[Mapping[str, float]] = {"step": 0.6}
 """Shares of the predicted step, the last one by ``overlap``; see the notes above."""
 MIN_BYTES: Final = 256 * MIB
 """State below which nothing is measured: it is streamed in 6 ms over the links of today, as long
@@ -165,7 +166,7 @@ def make_plan(
 def wants_rates(candidates: Sequence[Candidate], config: OffloadConfig, *, used_bytes: int) -> bool:
     """Whether :func:`make_plan` has a choice that is worth measuring for."""
     if config.update_on != "auto" or config.overlap not in HOST_BUSY:
-        return False  # "forward": two lanes are not faster there (docs/planner.md)
+        return False  # beside forward and backward two lanes are not faster (docs/planner.md)
     lanes = choose_lanes(candidates, config, used_bytes=used_bytes)
     pairs = zip(candidates, lanes, strict=True)
     return sum(c.max_local_bytes for c, lane in pairs if _can_move(c, lane)) >= MIN_BYTES

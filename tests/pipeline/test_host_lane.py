@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import threading
@@ -23,6 +24,7 @@ from fsdp_offload.pipeline.records import Snapshot, Work
 from fsdp_offload.pipeline.worker import InlineWorker, ThreadPool, Ticket
 from fsdp_offload.testing import ADVERSARIES, RankPool
 from tests import test_pipeline_waits as waits
+from tests.plan.known import config
 
 pytestmark = pytest.mark.usefixtures("one_thread", "small_host_buckets")
 CPU = torch.device("cpu")
@@ -485,3 +487,83 @@ def test_offered_buckets_under_all_adversaries(scene: waits.Scenario) -> None:
 @pytest.mark.parametrize("scene", OFFERED, ids=str)
 def test_removing_any_single_wait_of_offered_buckets_is_noticed(scene: waits.Scenario) -> None:
     assert waits.unnoticed(scene) == []
+
+
+# --------------------------------------------------------------------------- beside a streamed lane
+
+
+def beside(lanes: list[str], monkeypatch: pytest.MonkeyPatch) -> HybridDeviceOptimizer:
+    """After two steps, on a machine of six cores; parameters of the streamed lane are larger."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(6)))
+    parameters = [nn.Parameter(torch.randn(1000 if lane == "host" else 2000)) for lane in lanes]
+    optimizer = HybridDeviceOptimizer(
+        torch.optim.AdamW(parameters, lr=0.1, fused=True),
+        update_on=lanes,
+        transfer=TransferConfig(bucket_bytes=4096, bind_threads=False),
+    )
+    for _ in range(2):
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    ("lanes", "threads", "driving"),
+    [
+        (["host"] * 3, 6, 0),  # the caller waits for nothing else
+        (["streamed", "host", "streamed"], 3, 1),
+        (["streamed", *["host"] * 30], 6, 1),  # too little for the link to leave cores to it
+    ],
+    ids=["alone", "both", "hardly streamed"],
+)
+def test_beside_a_streamed_lane_half_of_the_threads_and_a_driver(
+    monkeypatch: pytest.MonkeyPatch, lanes: list[str], threads: int, driving: int
+) -> None:
+    before = set(threading.enumerate())
+    optimizer = beside(lanes, monkeypatch)
+    ours = [t.name for t in set(threading.enumerate()) - before]
+    optimizer.close()
+    names = [name.removeprefix("fsdp_offload-host-") for name in ours]
+    assert sum(name.isdecimal() for name in names) == threads
+    assert sum(name.startswith("driver") for name in names) == driving
+
+
+def test_a_single_thread_is_told_of_only_where_there_is_one_core(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for cores, told in ((2, 0), (1, 1)):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _, cores=cores: set(range(cores)))
+        caplog.clear()
+        assert engine.host_threads(config(), beside=True) == 1
+        assert sum("has 1 thread" in message for message in caplog.messages) == told
+
+
+def test_closing_after_a_failure_waits_for_the_streamed_lanes_copies(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else its slots would be freed under them."""
+    optimizer = beside(["streamed", "host"], monkeypatch)
+    segment = optimizer._segments[0]
+    lane, streamed = segment.host, segment.streamed
+    assert lane is not None
+    assert streamed is not None
+    lane._failure = LaneError("an update", reason="failed in a test")
+    waited: list[bool] = []
+    monkeypatch.setattr(streamed, "finish_transfers", lambda: waited.append(True))
+    optimizer.close()
+    assert waited
+
+
+def test_a_dead_driver_does_not_keep_the_streams_from_being_waited_for(job: Job) -> None:
+    job.offer_all(job.work(0))
+    driver = job.lane._driver
+    assert driver is not None
+    driver.stop()
+    waited: list[str] = []
+    for name in ("_out", "_back"):
+        stream = getattr(job.lane, name)
+        stream.synchronize = functools.partial(waited.append, name)
+    with pytest.raises(LaneError):
+        job.lane.synchronize()
+    assert waited == ["_out", "_back"]

@@ -17,7 +17,13 @@ from fsdp_offload.errors import ConfigError, DeviceError
 from fsdp_offload.pipeline import inventory
 from fsdp_offload.pipeline.inventory import Inventory
 from fsdp_offload.plan import Plan, planner
-from tests.plan.known import ONE_GPU, config
+from tests.plan.known import ONE_GPU, config, trust_predictions
+
+
+@pytest.fixture(autouse=True)
+def trusting(monkeypatch: pytest.MonkeyPatch) -> None:
+    trust_predictions(monkeypatch)
+
 
 CPU = torch.device("cpu")
 # So slow that a few thousand elements take as long as a model.

@@ -10,13 +10,7 @@ from torch import Tensor
 
 from fsdp_offload.pipeline import link
 
-
-class OnDevice(Tensor):
-    """Plays a tensor on a GPU."""
-
-    @property
-    def is_cuda(self) -> bool:  # type: ignore[override]
-        return True
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 
 @pytest.fixture
@@ -47,21 +41,40 @@ def words(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
 def test_a_kernel_copies_every_byte_by_the_largest_words_that_fit(
     words: list[torch.dtype], dtype: torch.dtype, numel: int, word: torch.dtype
 ) -> None:
-    host = torch.arange(1, numel + 1).to(dtype)
-    there = torch.zeros(numel, dtype=dtype).as_subclass(OnDevice)
-    link.copy_across(host, there, pinned=True)
-    back = torch.zeros_like(host)
-    link.copy_across(there, back, pinned=True)
-    assert torch.equal(back, host)
-    assert words == [word] * 2
+    source = torch.arange(1, numel + 1).to(dtype)
+    target = torch.zeros_like(source)
+    link.copy_by_kernel(source, target)
+    assert torch.equal(target, source)
+    assert words == [word]
 
 
-@pytest.mark.parametrize("pinned", [False, True])
-def test_pageable_memory_and_the_cpu_are_left_to_torch(
-    words: list[torch.dtype], *, pinned: bool
+def test_what_is_too_long_for_a_kernel_is_left_to_torch(
+    words: list[torch.dtype], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = torch.arange(5.0)
-    target = torch.zeros(5)
-    link.copy_across(source, target if pinned else target.as_subclass(OnDevice), pinned=pinned)
+    monkeypatch.setattr(link, "MOST_WORDS", 8)
+    source, target = torch.arange(8.0), torch.zeros(8)
+    link.copy_by_kernel(source, target)
     assert torch.equal(target, source)
     assert words == []
+
+
+@pytest.mark.parametrize("works", [False, True])
+@pytest.mark.parametrize("pinned", [False, True])
+@pytest.mark.parametrize("device", [CPU, CUDA], ids=str)
+def test_a_kernel_is_for_page_locked_memory_of_a_gpu_on_which_it_works(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device, *, pinned: bool, works: bool
+) -> None:
+    monkeypatch.setattr(link, "_kernel_works", lambda _: works)
+    found = link.copier(device, pinned=pinned)
+    by_kernel = device == CUDA and pinned and works
+    assert found is (link.copy_by_kernel if by_kernel else link.copy_by_torch)
+
+
+def test_without_triton_no_kernel_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link, "triton_kernels", lambda: None)
+    link._kernel_works.cache_clear()
+    assert not link._kernel_works(CUDA)
+    link._kernel_works.cache_clear()
+    target = torch.zeros(5)
+    link.copy_by_torch(torch.arange(5.0), target)
+    assert target.tolist() == [0, 1, 2, 3, 4]

@@ -6,8 +6,10 @@ import math
 from dataclasses import replace
 from typing import Any
 
+import pytest
+
 from fsdp_offload.config import OffloadConfig
-from fsdp_offload.plan import Candidate, Rates
+from fsdp_offload.plan import Candidate, Rates, planner
 
 LINK_GBPS = 101.46
 """Both ways, of run 1 in docs/benchmarks/step_h200_2026-11-20.md; so are the times in tests."""
@@ -54,3 +56,14 @@ def gpt(state_bytes: int = 10, layers: int = 24, dim: int = 2048) -> list[Candid
     shapes |= {f"layers.{i}.p{j}.weight": s for i in range(layers) for j, s in enumerate(block)}
     shapes["norm.weight"] = (dim,)
     return [candidate(fqn, math.prod(s), state_bytes=state_bytes) for fqn, s in shapes.items()]
+
+
+TRUSTED_GAIN = 0.06
+TRUSTED_BUSY = {"step": 0.6, "backward": 1 / 3}
+
+
+def trust_predictions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if two lanes took what is predicted for them, in these modes; by default that is trusted
+    for large gains of ``step()`` alone."""
+    monkeypatch.setattr(planner, "MIN_GAIN_OF_BOTH", TRUSTED_GAIN)
+    monkeypatch.setattr(planner, "HOST_BUSY", TRUSTED_BUSY)

@@ -10,7 +10,12 @@ from fsdp_offload.errors import ConfigError
 from fsdp_offload.plan import Rates, make_plan, predict_iteration_ms
 from fsdp_offload.plan.explain import block_of
 
-from .known import ONE_GPU, candidate, config, gpt
+from .known import ONE_GPU, candidate, config, gpt, trust_predictions
+
+
+@pytest.fixture(autouse=True)
+def trusting(monkeypatch: pytest.MonkeyPatch) -> None:
+    trust_predictions(monkeypatch)
 
 
 @pytest.mark.parametrize(
