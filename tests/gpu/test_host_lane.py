@@ -22,6 +22,8 @@ mesh = test_overlap.mesh
 STEPS, SLEEP = 6, test_overlap.SLEEP
 LATE = ("nothing", "compute", "host_out", "host_back", "threads")
 SMALL = TransferConfig(bucket_bytes="1MiB", slots=3, host_threads=4)
+MIXED = ("streamed", "host") * 6 + ("host",)
+"""A lane for each parameter of the model, in order."""
 
 
 class CpuTwin:
@@ -48,6 +50,8 @@ class CpuTwin:
 def hold_up(optimizer: Any, late: str) -> None:
     if late == "compute":
         torch.cuda._sleep(SLEEP)
+    elif late in ("h2d", "update", "d2h"):
+        test_overlap.hold_up(optimizer, late)
     elif late.startswith("host_") and isinstance(optimizer, HybridDeviceOptimizer):
         getattr(optimizer._segments[0].host, late.removeprefix("host")).launch(
             torch.cuda._sleep, SLEEP
@@ -89,13 +93,13 @@ def lateness(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     return late
 
 
-def wrap(model: Any, overlap: str, transfer: TransferConfig = SMALL) -> HybridDeviceOptimizer:
+def wrap(model: Any, overlap: str, lanes: str | tuple[str, ...] = "host") -> HybridDeviceOptimizer:
     return HybridDeviceOptimizer(
         torch.optim.AdamW(model.parameters(), lr=1e-2),
         model=model,
         overlap=overlap,
-        transfer=transfer,
-        update_on="host",
+        transfer=SMALL,
+        update_on=lanes,
     )
 
 
@@ -119,13 +123,23 @@ def test_fp32_shards(mesh: Any, overlap: str, lateness: str) -> None:
     optimizer.close()
 
 
-@pytest.mark.parametrize("lateness", LATE, indirect=True)
-def test_bf16_shards(mesh: Any, lateness: str) -> None:
-    """The same weights and masters as with ``overlap="step"``."""
+@pytest.mark.parametrize(
+    ("lateness", "lanes"),
+    [
+        *((late, "host") for late in LATE),
+        *((late, MIXED) for late in (*LATE, "h2d", "update", "d2h")),
+    ],
+    indirect=["lateness"],
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_every_mode_has_the_bits_of_step(
+    mesh: Any, lateness: str, lanes: str | tuple[str, ...], dtype: torch.dtype
+) -> None:
+    """The same weights and masters, also with both lanes."""
     outcomes = []
     for overlap in ("step", "forward", "backward"):
-        model = test_overlap.build(mesh, torch.bfloat16)
-        optimizer = wrap(model, overlap)
+        model = test_overlap.build(mesh, dtype)
+        optimizer = wrap(model, overlap, lanes)
         losses = train(model, optimizer, lateness if overlap != "step" else "nothing", clip=False)
         state = [
             value._local_tensor.clone()
@@ -137,6 +151,28 @@ def test_bf16_shards(mesh: Any, lateness: str) -> None:
         optimizer.close()
     for other in outcomes[1:]:
         assert all(torch.equal(a, b) for a, b in zip(outcomes[0], other, strict=True))
+
+
+def test_both_lanes_have_the_bits_of_their_kernels(mesh: Any) -> None:
+    """In ``step()``, where each lane's own twin steps its parameters; whatever is late."""
+    for late in (*LATE, "h2d", "update", "d2h"):
+        plain, mine = (test_overlap.build(mesh, torch.float32) for _ in range(2))
+        halves: list[list[Any]] = [[], []]
+        for lane, parameter in zip(MIXED, plain.parameters(), strict=True):
+            halves[lane == "host"].append(parameter)
+        device, cpu = torch.optim.AdamW(halves[0], lr=1e-2, fused=True), CpuTwin(halves[1], lr=1e-2)
+        optimizer = wrap(mine, "step", MIXED)
+        for step in range(STEPS):
+            for a, b in zip(plain.parameters(), mine.parameters(), strict=True):
+                a.grad = torch.full_like(a, (step - 2) / 8)
+                b.grad = torch.full_like(b, (step - 2) / 8)
+            device.step()
+            cpu.step()
+            hold_up(optimizer, late if late != "threads" else "nothing")
+            optimizer.step()
+            for a, b in zip(plain.parameters(), mine.parameters(), strict=True):
+                assert torch.equal(a._local_tensor, b._local_tensor), (late, step)
+        optimizer.close()
 
 
 @pytest.mark.alone
