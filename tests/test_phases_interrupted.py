@@ -108,14 +108,15 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
     "resident": wrapped(offload_fraction=0.0),
     "host": wrapped(update_on="host"),
 }
+MORE = pytest.mark.long
 CASES = [
     ("plain", "save", "drop"),
-    ("plain", "save", "save"),
-    ("plain", "keep", "keep"),
     ("resident", "save", "save"),
-    ("host", "rebuild", "drop"),
     ("host", "rebuild", "save"),
-    ("host", "save", "keep"),
+    pytest.param("plain", "save", "save", marks=MORE),
+    pytest.param("plain", "keep", "keep", marks=MORE),
+    pytest.param("host", "rebuild", "drop", marks=MORE),
+    pytest.param("host", "save", "keep", marks=MORE),
 ]
 """Optimizer, and what becomes of parameters and gradients."""
 
@@ -416,7 +417,9 @@ def phases_files(*names: str) -> set[str]:
     return {str(PACKAGE / "phases" / name) for name in names}
 
 
-@pytest.mark.parametrize("policy", ["lazy", "eager", "random:0"])
+@pytest.mark.parametrize(
+    "policy", ["lazy", *(pytest.param(each, marks=MORE) for each in ("eager", "random:0"))]
+)
 @pytest.mark.parametrize(("name", "params"), [("plain", "save"), ("host", "rebuild")])
 def test_streams_are_late(name: str, params: str, policy: str) -> None:
     files = phases_files("offloader.py", "moves.py", "optimizers.py")
