@@ -166,7 +166,7 @@ def checksum(bits: Tensor, total: Tensor) -> None:
 
 
 def copy_across(source: Tensor, target: Tensor) -> None:
-    """See :func:`.link.copy_across`; of one dtype, one of them on the device."""
+    """See :func:`.link.copy_by_kernel`; 1-D, of one dtype, one of them on the device."""
     out = source.is_cuda
     operands = (source, target) if out else (target, source)
     numel = source.numel()
