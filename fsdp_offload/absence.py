@@ -28,7 +28,18 @@ from . import shards
 from .config import TransferConfig
 from .device import Gateway
 from .errors import AwayError, DeviceMemoryError
-from .moving import Block, Mover, Places, StorageBlock, Trip, collect, is_whole, join
+from .moving import (
+    Block,
+    Mover,
+    Places,
+    StorageBlock,
+    Trip,
+    collect,
+    give_up,
+    is_whole,
+    join,
+    missing_parts,
+)
 from .moving.whereabouts import twin, twin_at
 from .pipeline.engine import Segment
 from .pipeline.records import Record
@@ -253,8 +264,7 @@ class OptimizerAbsence:
         self._dropped = [StorageBlock("", t.untyped_storage()) for t in staging if t.numel()]
         try:
             self._blocks, self.is_away = departure.blocks, True  # before the first byte is given up
-            for block in self._dropped:
-                block.release(0)
+            give_up((block, 0) for block in self._dropped)
             self._trip = mover.out(departure.blocks)
             self._swap_out(held, departure)
         except BaseException as error:
@@ -352,14 +362,11 @@ class OptimizerAbsence:
         """
         assert self._mover is not None
         try:
-            for dropped in self._dropped:
-                if not dropped.is_present(0):
-                    dropped.restore(0)
+            for block, index in missing_parts(self._dropped):
+                block.restore(index)
             return self._mover.back(blocks)
         except BaseException as error:
-            for dropped in self._dropped:
-                if dropped.is_present(0):
-                    dropped.release(0)
+            give_up((block, 0) for block in self._dropped)
             if _is_oom(error):
                 raise _out_of_memory(self.away_bytes, error) from error
             raise

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_offload import HybridDeviceOptimizer
-from tests.test_phases_interrupted import PACKAGE, Net, Tracer, interrupted
+from tests.interrupting import at_each_line
+from tests.test_phases_interrupted import PACKAGE, Net
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 FILES = {str(PACKAGE / name) for name in ("absence.py", "leaving.py")}
@@ -70,23 +71,7 @@ class Job:
 
 
 def sweep(job: Job, move: Callable[[], object], root: str, prepare: Callable[[], object]) -> None:
-    prepare()
-    tracer = Tracer(root, FILES)
-    with tracer.running():
-        move()
-    job.check()
-    count = 0
-    for point in tracer.points:
-        prepare()
-        try:
-            kept = interrupted(move, Tracer(root, FILES, point))
-            count += kept is not None
-            job.check()
-            del kept
-        except BaseException as error:
-            error.add_note(f"interrupted at {point}")
-            raise
-    assert count > 20
+    at_each_line(move, root, FILES, prepare=prepare, settle=job.check, check=lambda _: job.check())
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
@@ -125,15 +110,16 @@ def test_a_native_parameters_new_state_survives_an_interrupted_reload() -> None:
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-    tracer = Tracer(COME_BACK, FILES)
-    optimizer.offload()
-    with tracer.running():
-        optimizer.reload()
-    for point in tracer.points:
+    wanted: list[Tensor] = []
+
+    def prepare() -> None:
         optimizer.offload()
-        wanted = torch.randn(4, dtype=torch.complex64)
-        optimizer.state[model.phase]["exp_avg"] = wanted.clone()
-        interrupted(optimizer.reload, Tracer(COME_BACK, FILES, point))
+        wanted[:] = [torch.randn(4, dtype=torch.complex64)]
+        optimizer.state[model.phase]["exp_avg"] = wanted[0].clone()
+
+    def check(_: int = 0) -> None:
         optimizer.reload()
-        assert torch.equal(optimizer.state[model.phase]["exp_avg"], wanted), point
+        assert torch.equal(optimizer.state[model.phase]["exp_avg"], wanted[0])
         optimizer.step()
+
+    at_each_line(optimizer.reload, COME_BACK, FILES, prepare=prepare, settle=check, check=check)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -22,6 +20,7 @@ from fsdp_offload.moving import FixedAddressRegion, Mover, StorageBlock, absent
 from fsdp_offload.patching import Patch
 from fsdp_offload.spent import StandIn
 from fsdp_offload.testing import StreamSimulator
+from tests.interrupting import at_each_line
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 PACKAGE = Path(fsdp_offload.__file__).parent
@@ -30,58 +29,6 @@ MOVING = {str(PACKAGE / "moving" / name) for name in ("mover.py", "blocks.py", "
 
 LEAVE = "PhaseOffloader._leave"
 COME_BACK, MOVE_BACK = "PhaseOffloader._come_back", "Moves.back"
-
-Point = tuple[str, int, int]
-"""A line that runs: file, number, how often it has run before."""
-
-
-class Tracer:
-    """Notes lines that run, and interrupts before one of them, once.
-
-    Args:
-        root: qualified name of a method: only what runs below its first call.
-        files: whose lines.
-        at: where to interrupt.
-    """
-
-    def __init__(self, root: str, files: set[str], at: Point | None = None) -> None:
-        self._root, self._files, self._at = root, files, at
-        self._inside: FrameType | None = None
-        self._seen: dict[tuple[str, int], int] = {}
-        self.has_struck = False
-
-    @property
-    def points(self) -> list[Point]:
-        """Each line, in the middle of a loop where it is in one."""
-        return [(*line, count // 2) for line, count in self._seen.items()]
-
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        before = sys.gettrace()
-        sys.settrace(self._call)
-        try:
-            yield
-        finally:
-            sys.settrace(before)
-
-    def _call(self, frame: FrameType, event: str, value: object) -> Any:
-        if self._inside is None and frame.f_code.co_qualname == self._root:
-            self._inside = frame
-        is_below = self._inside is not None and frame.f_code.co_filename in self._files
-        return self._line if is_below else None
-
-    def _line(self, frame: FrameType, event: str, value: object) -> Any:
-        if event == "return" and frame is self._inside:
-            self._inside = None
-            sys.settrace(None)
-        if event == "line":
-            line = (frame.f_code.co_filename, frame.f_lineno)
-            count = self._seen.get(line, 0)
-            self._seen[line] = count + 1
-            if self._at == (*line, count) and not self.has_struck:
-                self.has_struck = True
-                raise KeyboardInterrupt  # which ends tracing
-        return self._line
 
 
 class Net(nn.Module):
@@ -226,19 +173,6 @@ def synchronize() -> None:
         SIMULATORS[-1].current_stream().synchronize()
 
 
-def interrupted(move: Callable[[], object], tracer: Tracer) -> KeyboardInterrupt | None:
-    """What comes out; whoever keeps it keeps the frames that it has gone through. None: the line
-    did not run this time."""
-    try:
-        with tracer.running():
-            move()
-    except KeyboardInterrupt as error:
-        assert tracer.has_struck
-        return error
-    assert not tracer.has_struck
-    return None
-
-
 def nothing() -> None:
     """There is nothing to check besides."""
 
@@ -256,25 +190,16 @@ def sweep(
     Args:
         prepare: from where all is present to where ``move`` can begin.
     """
-    prepare()
-    tracer = Tracer(root, files)
-    with tracer.running():
-        move()
-    job.phases.reload()
-    job.step()
-    count = 0
-    for index, point in enumerate(tracer.points):
-        prepare()
-        try:
-            kept = interrupted(move, Tracer(root, files, point))
-            count += kept is not None
-            check()
-            job.check_goes_on(read=index % 2 == 0)
-            del kept
-        except BaseException as error:
-            error.add_note(f"interrupted at {point}")
-            raise
-    assert count > 20
+
+    def settle() -> None:
+        job.phases.reload()
+        job.step()
+
+    def checked(index: int) -> None:
+        check()
+        job.check_goes_on(read=index % 2 == 0)
+
+    at_each_line(move, root, files, prepare=prepare, settle=settle, check=checked)
 
 
 @pytest.mark.parametrize(("name", "params", "grads"), CASES)

@@ -24,6 +24,7 @@ from .bucket import BucketUpdate, Scratch
 from .cores import thread_count, thread_setup
 from .host import HostBucket, HostStaging, HostStagingSizes, ring_depth
 from .host_lane import HostLane
+from .link import copier
 from .native import NativeUpdate
 from .records import MasterForm, Record, Work
 from .schema import is_torch_class
@@ -143,9 +144,10 @@ class Segment:
             self.resident = self._resident(optimizer, sections, records)
             self.streamed = self._streamed(optimizer, sections, records, arena)
             if host:
-                staging = HostStaging(
-                    gateway, self._arena(sizes.host_bytes, show_progress=False), sizes
-                )
+                memory = self._arena(sizes.host_bytes, show_progress=False)
+                pinned = all(each.pinned for each in self.arena_statistics())
+                across = copier(gateway.device, pinned=pinned)
+                staging = HostStaging(gateway, memory, sizes, across)
                 self.host = self._host(optimizer, host, records, arena, staging, pool)
             self.native = NativeUpdate(optimizer, natives) if natives else None
             # Slots and scratch may be memory that pending work of the caller's stream still

@@ -27,7 +27,7 @@ from ..plan.layout import kind_range, split
 from . import codec
 from .bucket import copy_present, make_piece
 from .checksum import checksum
-from .link import copier
+from .link import Copy
 from .records import MasterForm, Part, Record, Work
 from .schema import FUSED_ON_CPU, host_flags
 from .shadow import Shadow
@@ -75,9 +75,18 @@ def ring_depth(threads: int, *, bucket_numel: int, buckets: int, least: int) -> 
 
 
 class HostStaging:
-    """Buffers between device and host, shared by all host buckets."""
+    """Buffers between device and host, shared by all host buckets.
 
-    def __init__(self, gateway: Gateway, host: HostArena, sizes: HostStagingSizes) -> None:
+    Args:
+        gateway: of the device.
+        host: takes ``sizes.host_bytes``.
+        sizes: what the buffers have to hold.
+        across: how their contents, and masters, cross the link.
+    """
+
+    def __init__(
+        self, gateway: Gateway, host: HostArena, sizes: HostStagingSizes, across: Copy
+    ) -> None:
         numel_bytes, depth = sizes.numel_bytes, sizes.depth
         self.depth = depth
         # On the device, each used by one stream: on the way out gradients and copies of the shards,
@@ -86,7 +95,7 @@ class HostStaging:
         self.observed = gateway.allocate(sizes.shard_bytes)
         self.masters = gateway.allocate(numel_bytes)
         self.rounded = gateway.allocate(sizes.shard_bytes)
-        self.pinned = host.statistics().pinned
+        self.across = across
         self.flag_memory = host.tensor(depth * numel_bytes, depth * FLAG_STRIDE, FLAG_DTYPE)
         self.host_gradients = [
             host.tensor(i * numel_bytes, numel_bytes, torch.uint8) for i in range(depth)
@@ -143,8 +152,7 @@ class HostBucket:
         self.parts = [Part(r, s.start, s.stop) for r, s in zip(members, bucket.slices, strict=True)]
         self.master = arena.tensor(span.arena_start, span.n_bytes // compute.itemsize, compute)
         self.master_parts = self._cut(self.master)
-        pinned = arena.statistics().pinned and staging.pinned
-        self._across = copier(staging.gradients.device, pinned=pinned)
+        self._across = staging.across
         self._use_staging(staging, compute, shard)
         self.expected = self._observe()  # checksum of the shards as we last wrote them: 0-dim
         self.written: PendingEvent | None = None

@@ -21,6 +21,7 @@ from tests.gpu import test_overlap
 mesh = test_overlap.mesh
 STEPS, SLEEP = 6, test_overlap.SLEEP
 LATE = ("nothing", "compute", "host_out", "host_back", "threads")
+LATE_OF_BOTH = (*LATE, "h2d", "update", "d2h")
 SMALL = TransferConfig(bucket_bytes="1MiB", slots=3, host_threads=4)
 MIXED = ("streamed", "host") * 6 + ("host",)
 """A lane for each parameter of the model, in order."""
@@ -127,7 +128,7 @@ def test_fp32_shards(mesh: Any, overlap: str, lateness: str) -> None:
     ("lateness", "lanes"),
     [
         *((late, "host") for late in LATE),
-        *((late, MIXED) for late in (*LATE, "h2d", "update", "d2h")),
+        *((late, MIXED) for late in LATE_OF_BOTH),
     ],
     indirect=["lateness"],
 )
@@ -155,7 +156,7 @@ def test_every_mode_has_the_bits_of_step(
 
 def test_both_lanes_have_the_bits_of_their_kernels(mesh: Any) -> None:
     """In ``step()``, where each lane's own twin steps its parameters; whatever is late."""
-    for late in (*LATE, "h2d", "update", "d2h"):
+    for late in LATE_OF_BOTH:
         plain, mine = (test_overlap.build(mesh, torch.float32) for _ in range(2))
         halves: list[list[Any]] = [[], []]
         for lane, parameter in zip(MIXED, plain.parameters(), strict=True):
