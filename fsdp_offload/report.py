@@ -40,7 +40,9 @@ class Statistics:
     buckets: int
     """Units of update per step."""
     moved_bytes: int
-    """Bytes that the last step moved in each direction."""
+    """Bytes that the last step moved to host memory: all state of what it updated."""
+    fetched_bytes: int
+    """Bytes that it moved to the device: without those that were still there."""
     step_ms: float
     """Host milliseconds of the last ``step()``; the device may still have been at work."""
 
@@ -78,5 +80,6 @@ def gather(
         staging_bytes=sum(s.staging_bytes for s in segments),
         buckets=sum(s.bucket_count for s in segments),
         moved_bytes=sum(s.moved_bytes for s in segments),
+        fetched_bytes=sum(s.fetched_bytes for s in segments),
         step_ms=step_ms,
     )

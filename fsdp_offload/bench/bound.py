@@ -65,7 +65,7 @@ def derived(
     found: Row = {}
     moved, ms = row.get("moved_bytes", 0), row["iteration_ms"]
     if moved:
-        found["gbps"] = 2 * moved / ms / 1e6
+        found["gbps"] = (moved + row.get("fetched_bytes", moved)) / ms / 1e6
     if baseline is None:
         return found
     found["exposed_ms"] = ms - baseline["iteration_ms"]

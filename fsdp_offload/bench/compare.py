@@ -46,6 +46,7 @@ SLOWEST = (
     "device_allocations",
     "rss_growth_bytes",
     "moved_bytes",
+    "fetched_bytes",
     "link_bytes",
     "host_bytes",
     "construction_s",

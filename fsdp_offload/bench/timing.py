@@ -154,6 +154,7 @@ def held(trainer: Trainer) -> Row:
     return row | {
         "host_bytes": figures.host_arena_bytes,
         "moved_bytes": figures.moved_bytes,
+        "fetched_bytes": figures.fetched_bytes,
         # The state that has to travel, whatever the row made of it; the host lane moves gradients
         # and weights instead, so there it is what was moved.
         "link_bytes": figures.host_state_bytes if on_link else figures.moved_bytes,

@@ -40,6 +40,8 @@ HOST_BUCKET_FACTOR = 2
 """Host buckets are that much larger: each costs a hand-over between threads."""
 FEW_STREAMED = 0.1
 """Up to that much of the host lane's bytes, a streamed lane does not take cores from it."""
+KEPT_SHARE = 0.5
+"""Of the slots beyond the least, those whose buckets stay there from one iteration to the next."""
 DEFAULT_DEVICE_BYTES = 256 << 20
 """Memory of the slots above which the parameter that needs it is logged."""
 
@@ -234,9 +236,12 @@ class Segment:
         slot_bytes = max(align(bucket.slot_bytes, 256) for _, bucket in pairs)
         prefetches = self.config.overlap != "step" or self.config.prefetch_bytes > 0
         extra = self.config.prefetch_bytes // max(slot_bytes, 1)
-        count = min(self.config.transfer.slots + extra, len(pairs))
+        count = self.config.transfer.slots + extra
+        kept = 0
         if prefetches:
-            count = ring_size(len(pairs), count)
+            kept = len(pairs) if count >= len(pairs) else int(extra * KEPT_SHARE)
+            count = kept + ring_size(len(pairs) - kept, count - kept)
+        count = min(count, len(pairs))
         if count * slot_bytes > DEFAULT_DEVICE_BYTES:
             largest = max(pairs, key=lambda pair: pair[1].slot_bytes)[1]
             _log.info(
@@ -250,6 +255,7 @@ class Segment:
             self.gateway,
             self.update,
             slots,
+            kept=kept,
             prefetches=prefetches,
             takes_turns=self.config.overlap != "step",
         )
@@ -457,6 +463,12 @@ class Segment:
     def moved_bytes(self) -> int:
         """Bytes that the last step moved in each direction."""
         return sum(lane.moved_bytes for lane in (self.streamed, self.host) if lane is not None)
+
+    @property
+    def fetched_bytes(self) -> int:
+        """Of :attr:`moved_bytes`, those that came to the device: what is kept there does not."""
+        lanes = (self.streamed and self.streamed.fetched_bytes, self.host and self.host.moved_bytes)
+        return sum(n_bytes for n_bytes in lanes if n_bytes)
 
     def trust_shards(self) -> None:
         """After a load: what the shards hold now is what the host lane last wrote."""

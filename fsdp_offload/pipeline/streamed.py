@@ -11,13 +11,17 @@ Three streams, each in order; an arrow is an event that the right side waits for
 waits for the gradients, and whoever reads parameters waits for ``updated``.
 
 [Note: the ring]
-Buckets pass in a fixed *order*, the one at position ``p`` through slot ``p % n``. The *head* is
-the next position to be updated; state is fetched up to ``n`` positions before it, also when the
-gradients are still to come, and written back after it. With many slots the two directions come
-loose from each other: where the forward ends and the backward begins, nothing can be updated, but
-``h2d`` fetches what the backward needs first and ``d2h`` still writes back, so the link is never
-idle. Fetching goes on past the end of an iteration, into the first positions of the next one
-(*prefetch*), if nobody can write into the arena until then: see :meth:`StreamedLane.discard`.
+Buckets pass in a fixed *order*, through ``n`` slots in turn. The *head* is the next position to be
+updated; state is fetched up to ``n`` positions before it, also when the gradients are still to
+come, and written back after it. With many slots the two directions come loose from each other:
+where the forward ends and the backward begins, nothing can be updated, but ``h2d`` fetches what the
+backward needs first and ``d2h`` still writes back, so the link is never idle. Fetching goes on past
+the end of an iteration, into the first positions of the next one (*prefetch*), if nobody can write
+into the arena until then: see :meth:`StreamedLane.discard`.
+
+[Note: kept buckets]
+Some buckets have a slot to themselves. They are written back like all others, but what is in the
+slot then is what the next iteration would fetch, so it is fetched once only.
 """
 
 from __future__ import annotations
@@ -34,6 +38,7 @@ from ..device import Event, Gateway, Stream, TimedEvent, in_turns
 from ..memory import HostArena
 from ..plan import Bucket, Kind, Layout, Slice
 from ..plan.layout import kind_range
+from ..plan.order import Seating, seating
 from .bucket import BucketUpdate, Scratch
 from .records import REMAINDER_KIND, MasterForm, Record, Work
 
@@ -112,6 +117,7 @@ class StreamedLane:
     Args:
         update: the stream on which updates run, shared with the resident lane.
         slots: uint8 memory, each as large as the largest bucket.
+        kept: how many buckets have a slot to themselves.
         prefetches: whether to fetch for the next iteration at the end of one.
         takes_turns: whether copies of others to the device have to get through meanwhile.
     """
@@ -122,6 +128,7 @@ class StreamedLane:
         update: Stream,
         slots: list[Tensor],
         *,
+        kept: int,
         prefetches: bool,
         takes_turns: bool,
     ) -> None:
@@ -129,19 +136,24 @@ class StreamedLane:
         self.buckets: list[StreamedBucket] = []
         self.order: list[int] = []
         self._positions: list[int] = []  # of each bucket in the order
+        self._kept = kept
+        self._seats = Seating((), (), (0,))
+        self._holds: list[int | None] = [None] * len(slots)  # bucket whose state needs no transfer
         self.prefetches = prefetches
         # Alone on the link, whole spans on one stream are faster.
         self._shared_h2d = gateway.bulk_stream("h2d") if takes_turns else None
         self._h2d: Stream = self._shared_h2d or gateway.stream("h2d")
         self._update = update
         self._d2h = gateway.stream("d2h")
-        self._free: list[Event | None] = [None] * len(slots)
-        self._arrived: list[Event | None] = [None] * len(slots)
+        self._free: list[Event | None] = [None] * len(slots)  # after it, a slot may be filled
+        self._arrived: list[Event | None] = [None] * len(slots)  # ..., what is in it updated
         self._head = 0  # next position to be updated
         self._fetched = 0  # positions from here on are not in a slot yet; may exceed the order
         self._last: Event | None = None  # after the last update
         self.moved_bytes = 0  # per direction, in the last iteration
         self._moved_bytes = 0  # in this one
+        self.fetched_bytes = 0  # of the former, those that were not on the device any more
+        self._fetched_bytes = 0
         self.marks: list[Mark] = []  # of the last iteration
         self._marks: list[Mark] = []  # of this one
 
@@ -154,10 +166,11 @@ class StreamedLane:
             self.finish_transfers()
             self.discard()
         self.order = list(order)
+        self._seats = seating(len(self.order), len(self.slots), self._kept)
         self._positions = [0] * len(self.order)
         for position, index in enumerate(self.order):
             self._positions[index] = position
-            self.buckets[index].move_to(self.slots[position % len(self.slots)])
+            self.buckets[index].move_to(self.slots[self._seats.slots[position]])
 
     @property
     def has_begun(self) -> bool:
@@ -175,7 +188,7 @@ class StreamedLane:
         waited: set[Event] = set()
         while self._head < len(self.order):
             bucket = self.buckets[self.order[self._head]]
-            self._fetch_to(self._head + len(self.slots))
+            self.prefetch()
             if not complete and any(work.ready[index] is None for index in bucket.indices):
                 return
             gradients = work.of(bucket.update.pieces)
@@ -197,24 +210,29 @@ class StreamedLane:
 
     def prefetch(self) -> None:
         """Fetch what the next gradients will need, as far as there are slots."""
-        self._fetch_to(self._head + len(self.slots))
-
-    def _fetch_to(self, stop: int) -> None:
-        """Enqueue the transfers of all positions before ``stop`` of this iteration."""
-        for position in range(self._fetched, min(stop, len(self.order))):
-            bucket = self.buckets[self.order[position]]
-            slot = position % len(self.slots)
-            if (free := self._free[slot]) is not None:
-                self._h2d.wait(free)
-            if self._shared_h2d is not None:
-                self._shared_h2d.copy_in_turns(bucket.slot_turns, bucket.arena_turns)
-            else:
-                self._h2d.copy(bucket.in_slot, bucket.in_arena)
-            self._arrived[slot] = self._h2d.record()
+        for position in range(self._fetched, self._seats.reach[self._head]):
+            self._fetch(position)
             self._fetched = position + 1
 
+    def _fetch(self, position: int) -> None:
+        """Enqueue the transfer of a position of this iteration, unless its slot has kept it."""
+        index, slot = self.order[position], self._seats.slots[position]
+        if self._holds[slot] == index:
+            return
+        bucket = self.buckets[index]
+        if (free := self._free[slot]) is not None:
+            self._h2d.wait(free)
+        if self._shared_h2d is not None:
+            self._shared_h2d.copy_in_turns(bucket.slot_turns, bucket.arena_turns)
+        else:
+            self._h2d.copy(bucket.in_slot, bucket.in_arena)
+        self._arrived[slot] = self._h2d.record()
+        self._fetched_bytes += bucket.bucket.state_bytes
+        if self._seats.owned[position]:
+            self._holds[slot] = index
+
     def _step(self, bucket: StreamedBucket, gradients: list[Tensor | None], work: Work) -> None:
-        slot = self._head % len(self.slots)
+        slot = self._seats.slots[self._head]
         arrived = self._arrived[slot]
         assert arrived is not None
         self._update.wait(arrived)
@@ -222,7 +240,8 @@ class StreamedLane:
         self._last = bucket.updated = self._update.record()
         self._d2h.wait(self._last)
         self._d2h.copy(bucket.in_arena, bucket.in_slot)
-        self._free[slot] = self._d2h.record()
+        # A kept bucket is updated there again, and what is still to be written must not be that.
+        self._free[slot] = self._arrived[slot] = self._d2h.record()
         self._moved_bytes += bucket.bucket.state_bytes
         if self._head % MARK_EVERY == 0:
             self._marks.append((self._moved_bytes, self._d2h.record_timed()))
@@ -236,18 +255,21 @@ class StreamedLane:
     def _end(self) -> None:
         self.marks, self._marks = self._marks, []
         self.moved_bytes, self._moved_bytes = self._moved_bytes, 0
+        self.fetched_bytes, self._fetched_bytes = self._fetched_bytes, 0
         self._head = self._fetched = 0
 
     def discard(self) -> None:
-        """Forget what was fetched ahead: somebody is about to write into the arena.
+        """Forget what was fetched ahead or kept: somebody is about to write into the arena.
 
         A transfer that is still under way may read what is written; it is made again.
         """
         self._fetched = self._head
+        self._holds = [None] * len(self.slots)
 
     def abort(self) -> None:
         """Forget an iteration that has begun: all state and all weights are written anew."""
-        self._head = self._fetched = self._moved_bytes = 0
+        self._head = self._fetched = self._moved_bytes = self._fetched_bytes = 0
+        self._holds = [None] * len(self.slots)
         self._marks = []
 
     def synchronize(self) -> None:

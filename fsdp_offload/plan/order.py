@@ -58,6 +58,51 @@ def ring_size(buckets: int, most: int) -> int:
     return -(-buckets // rounds)
 
 
+@dataclass(frozen=True)
+class Seating:
+    """Which slot the bucket at each position of an order uses, and how far ahead it may be filled.
+
+    Attributes:
+        slots: per position.
+        owned: whether the bucket is the only one in its slot, per position.
+        reach: per number of positions that have been passed, none to all: up to which position,
+            exclusive, the slots are free for the buckets that come.
+    """
+
+    slots: tuple[int, ...]
+    owned: tuple[bool, ...]
+    reach: tuple[int, ...]
+
+
+def seating(buckets: int, slots: int, kept: int) -> Seating:
+    """Slots for ``buckets`` positions: ``kept`` buckets have one to themselves, spread evenly over
+    the order; the others go round through the rest of them.
+
+    Args:
+        buckets: at least 1.
+        slots: at least 1; more than ``kept`` where there are fewer than ``buckets``.
+        kept: at most ``buckets``.
+    """
+    assert 0 <= kept <= buckets
+    assert kept < slots or kept == buckets == slots
+    owned = [(i + 1) * kept // buckets > i * kept // buckets for i in range(buckets)]
+    round_, seats, own = slots - kept, list[int](), 0
+    others: list[int] = []  # positions
+    for position, is_owned in enumerate(owned):
+        if is_owned:
+            seats.append(round_ + own)
+            own += 1
+        else:
+            seats.append(len(others) % round_)
+            others.append(position)
+    reach, passed = [], 0
+    for is_owned in (*owned, True):
+        ahead = passed + round_
+        reach.append(others[ahead] if ahead < len(others) else buckets)
+        passed += not is_owned
+    return Seating(tuple(seats), tuple(owned), tuple(reach))
+
+
 def assumed_ready_ms(
     sizes: Sequence[float], total_ms: float, *, backward_share: float
 ) -> list[float]:
