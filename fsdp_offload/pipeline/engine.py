@@ -239,7 +239,7 @@ class Segment:
         count = self.config.transfer.slots + extra
         kept = 0
         if prefetches:
-            kept = len(pairs) if count >= len(pairs) else int(extra * KEPT_SHARE)
+            kept = len(pairs) - 1 if count >= len(pairs) else int(extra * KEPT_SHARE)
             count = kept + ring_size(len(pairs) - kept, count - kept)
         count = min(count, len(pairs))
         if count * slot_bytes > DEFAULT_DEVICE_BYTES:

@@ -21,7 +21,9 @@ into the arena until then: see :meth:`StreamedLane.discard`.
 
 [Note: kept buckets]
 Some buckets have a slot to themselves. They are written back like all others, but what is in the
-slot then is what the next iteration would fetch, so it is fetched once only.
+slot then is what the next iteration would fetch, so it is fetched once only. Its next update does
+not wait until it has been written: it is written again after that. (How far writing may fall behind
+is limited by the buckets that share slots: there is at least one.)
 """
 
 from __future__ import annotations
@@ -145,8 +147,8 @@ class StreamedLane:
         self._h2d: Stream = self._shared_h2d or gateway.stream("h2d")
         self._update = update
         self._d2h = gateway.stream("d2h")
-        self._free: list[Event | None] = [None] * len(slots)  # after it, a slot may be filled
-        self._arrived: list[Event | None] = [None] * len(slots)  # ..., what is in it updated
+        self._free: list[Event | None] = [None] * len(slots)
+        self._arrived: list[Event | None] = [None] * len(slots)
         self._head = 0  # next position to be updated
         self._fetched = 0  # positions from here on are not in a slot yet; may exceed the order
         self._last: Event | None = None  # after the last update
@@ -240,8 +242,7 @@ class StreamedLane:
         self._last = bucket.updated = self._update.record()
         self._d2h.wait(self._last)
         self._d2h.copy(bucket.in_arena, bucket.in_slot)
-        # A kept bucket is updated there again, and what is still to be written must not be that.
-        self._free[slot] = self._arrived[slot] = self._d2h.record()
+        self._free[slot] = self._d2h.record()
         self._moved_bytes += bucket.bucket.state_bytes
         if self._head % MARK_EVERY == 0:
             self._marks.append((self._moved_bytes, self._d2h.record_timed()))

@@ -80,11 +80,10 @@ def seating(buckets: int, slots: int, kept: int) -> Seating:
 
     Args:
         buckets: at least 1.
-        slots: at least 1; more than ``kept`` where there are fewer than ``buckets``.
-        kept: at most ``buckets``.
+        slots: more than ``kept``.
+        kept: less than ``buckets``.
     """
-    assert 0 <= kept <= buckets
-    assert kept < slots or kept == buckets == slots
+    assert 0 <= kept < min(buckets, slots)
     owned = [(i + 1) * kept // buckets > i * kept // buckets for i in range(buckets)]
     round_, seats, own = slots - kept, list[int](), 0
     others: list[int] = []  # positions
