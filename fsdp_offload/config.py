@@ -21,7 +21,7 @@ Lane = Literal["resident", "streamed", "host"]
 OVERLAPS: Final = ("step", "forward", "backward")
 DEFAULT_PREFETCH_BYTES: Final = 1 << 30
 STEP_BUCKET_BYTES: Final = 32 * MIB
-OVERLAP_BUCKET_BYTES: Final = 64 * MIB
+OVERLAP_BUCKET_BYTES: Final = 128 * MIB
 
 _UNITS: Final = {
     "": 1,
@@ -110,7 +110,7 @@ class TransferConfig:
 
     bucket_bytes: int | str | None = None
     """Bytes of state, all kinds together, in one bucket: the unit of transfer and update. Each
-    element counts as 4 bytes at least. ``None``: 32 MiB with ``overlap="step"``; 64 MiB with the
+    element counts as 4 bytes at least. ``None``: 32 MiB with ``overlap="step"``; 128 MiB with the
     others, where the host's own time per bucket competes with the launches of forward and
     backward."""
 
@@ -121,8 +121,10 @@ class TransferConfig:
     prefetch_bytes: int | str | None = None
     """Device memory for state that is on its way beyond the slots: fetched before its gradients
     are there, or updated and still to be written back. It keeps the link busy where the forward
-    ends and the backward begins. ``None``: 1 GiB with ``overlap="forward"`` or ``"backward"``,
-    none with ``"step"``. More than all of the state is never taken."""
+    ends and the backward begins. With ``overlap="backward"`` half of it holds buckets that stay
+    from one iteration to the next: they are written back like the others, and not fetched.
+    ``None``: 1 GiB with ``overlap="forward"`` or ``"backward"``, none with ``"step"``. More than
+    all of the state is never taken."""
 
     host_threads: int | None = None
     """Threads of the host lane. ``None``: cores of this process / ranks on this host, and half of

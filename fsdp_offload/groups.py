@@ -130,7 +130,8 @@ class Group:
         if watcher is not None and starts and self._world_size > 1:
             streams = raw.comm_ctx.get_all_gather_streams(async_op, raw._training_state)
             watcher.before_gather(index, gateway.adopt_stream(streams[0]))
-        original(async_op)
+        with without_tables():
+            original(async_op)
 
     def _wait_for_unshard(
         self,

@@ -5,13 +5,16 @@ FSDP2 packs a group's gradients with ``fsdp::chunk_cat`` and unpacks an all-gath
 ``fsdp::split_with_sizes_copy``. On CUDA each of them sends a table of addresses to the device first
 (``pack_vecs`` in torch's aten/src/ATen/native/cuda/TensorShape.cu), in the middle of forward and
 backward, and the kernel that reads it waits for whatever bulk is ready on the same copy engine
-(:mod:`.device`, "taking turns"). ``torch.cat`` and ``copy_`` make the same copies with addresses
-among a kernel's arguments.
+(:mod:`.device`, "taking turns"). A kernel of ours makes the same copies with addresses among its
+arguments, in one launch; where that cannot be used, ``torch.cat`` and ``copy_`` do.
 
-FSDP2 looks both operations up in ``torch.ops.fsdp`` whenever it calls them (torch/distributed/fsdp/
-_fully_shard/_fsdp_collectives.py of torch 2.13; a version that does not is left as it is). There a
-function stands before them, from the first watched group on, that passes on what is not inside
-:func:`without_tables`.
+The third of its copies, ``fsdp::all_gather_copy_in``, sends no table, but goes through torch's
+dispatcher and back into Python: that kernel makes it, too, in less of the host's time.
+
+FSDP2 looks these operations up in ``torch.ops.fsdp`` whenever it calls them (torch/distributed/
+fsdp/_fully_shard/_fsdp_collectives.py of torch 2.13; a version that does not is left as it is).
+There a function stands before them, from the first watched group on, that passes on what is not
+inside :func:`without_tables`.
 """
 
 from __future__ import annotations
@@ -24,6 +27,8 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
+
+from .launching import if_usable
 
 _WIDENED: Final = frozenset((torch.bfloat16, torch.float16))
 
@@ -52,12 +57,14 @@ def without_tables() -> AbstractContextManager[None]:
 class _Before:
     """Stands before an operation of ``torch.ops.fsdp``, for which it passes in all else."""
 
-    def __init__(self, original: Any, plain: Callable[..., bool]) -> None:
+    def __init__(self, original: Any, plain: Callable[..., Any]) -> None:
         self._original, self._plain = original, plain
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if _here.depth and not torch.compiler.is_compiling() and self._plain(*args, **kwargs):
-            return None
+        if _here.depth and not torch.compiler.is_compiling():
+            done = self._plain(*args, **kwargs)
+            if done:
+                return None if done is True else done
         return self._original(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
@@ -66,10 +73,10 @@ class _Before:
 
 @functools.cache
 def _install() -> None:
-    for name, plain in (("chunk_cat", chunk_cat), ("split_with_sizes_copy", split_with_sizes_copy)):
-        original = getattr(torch.ops.fsdp, name, None)
+    for plain in (chunk_cat, split_with_sizes_copy, all_gather_copy_in):
+        original = getattr(torch.ops.fsdp, plain.__name__, None)
         if original is not None:  # else FSDP2 does it in another way by now
-            setattr(torch.ops.fsdp, name, _Before(original, plain))
+            setattr(torch.ops.fsdp, plain.__name__, _Before(original, plain))
 
 
 def chunk_cat(tensors: Sequence[Tensor], dim: int, num_chunks: int, *, out: Tensor) -> bool:
@@ -93,7 +100,8 @@ def chunk_cat(tensors: Sequence[Tensor], dim: int, num_chunks: int, *, out: Tens
         return False
     parts = [tensor.view(num_chunks, -1) for tensor in tensors]
     if dtype == out.dtype:
-        torch.cat(parts, dim=1, out=out)
+        if not _by_kernel(out, parts, into_matrix=True):
+            torch.cat(parts, dim=1, out=out)
         return True
     if dtype in _WIDENED and out.dtype == torch.float32:
         torch._foreach_copy_(out.split([numel // num_chunks for numel in numels], dim=1), parts)
@@ -119,6 +127,8 @@ def split_with_sizes_copy(
     ranks = source.size(0)
     if not all(sizes) or [part.shape for part in out] != [(ranks, size) for size in sizes]:
         return False
+    if _by_kernel(source, out, into_matrix=False):
+        return True
     if ranks == 1:
         torch._foreach_copy_([part.view(-1) for part in out], source.view(-1).split([*sizes]))
         return True
@@ -126,6 +136,59 @@ def split_with_sizes_copy(
     # Rows apart from each other: by kernels, not by a copy engine.
     torch._foreach_copy_(targets, source.split([target.size(1) for target in targets], dim=1))
     return True
+
+
+def all_gather_copy_in(
+    tensors: Sequence[Tensor], gathered: Tensor, sizes: Sequence[int], numel: int, rank: int
+) -> tuple[Tensor, Tensor] | bool:
+    """``fsdp::all_gather_copy_in``; False: nothing was done.
+
+    Args:
+        tensors: shards, 1-D.
+        gathered: 1-D, elements of all ranks; of the same dtype.
+        sizes: elements of each of ``tensors``.
+        numel: their sum.
+        rank: this one.
+
+    Returns:
+        This rank's part of ``gathered``, which becomes the shards, and ``gathered``.
+    """
+    if not tensors or not _are_plain((gathered, *tensors), gathered.dtype):
+        return False
+    if [tensor.shape for tensor in tensors] != [(size,) for size in sizes]:
+        return False
+    mine = gathered.narrow(0, numel * rank, numel)
+    parts = [tensor.view(1, -1) for tensor in tensors]
+    if not all(sizes) or not _by_kernel(mine.view(1, -1), parts, into_matrix=True):
+        torch._foreach_copy_(mine.split([*sizes]), [*tensors])
+    return mine, gathered
+
+
+def _by_kernel(matrix: Tensor, parts: Sequence[Tensor], *, into_matrix: bool) -> bool:
+    """:func:`.kernels_rows.copy_rows`; False, and nothing was done, where that cannot be used."""
+    if not matrix.is_cuda or any(part.device != matrix.device for part in parts):
+        return False
+    copy_rows = _row_kernel()
+    return copy_rows is not None and copy_rows(matrix, parts, into_matrix=into_matrix)
+
+
+@functools.cache
+def _row_kernel() -> Callable[..., bool] | None:
+    """None as of :func:`.launching.if_usable`; asked for when there is a CUDA tensor."""
+    return if_usable(_tried_row_kernel)
+
+
+def _tried_row_kernel() -> Callable[..., bool]:
+    from .kernels_rows import copy_rows
+
+    parts = [torch.arange(4 * width, device="cuda").view(2, -1) for width in (4, 6)]
+    matrix, cut = torch.cat(parts, dim=1), [torch.zeros_like(part) for part in parts]
+    for _ in range(2):  # the second launch is of a variant that is known (launching.py)
+        made = torch.zeros_like(matrix)
+        done = copy_rows(made, parts, into_matrix=True), copy_rows(matrix, cut, into_matrix=False)
+        if not all(done) or not torch.equal(made, matrix) or not all(map(torch.equal, cut, parts)):
+            raise RuntimeError("a copy has other words than its source")
+    return copy_rows
 
 
 def _as_words(*matrices: Tensor) -> Sequence[Tensor]:

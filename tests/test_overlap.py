@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -25,6 +27,7 @@ from fsdp_offload.pipeline import streamed
 from fsdp_offload.pipeline.engine import Segment
 from fsdp_offload.pipeline.host import HostUnit
 from fsdp_offload.pipeline.records import Snapshot, Work
+from fsdp_offload.pipeline.streamed import StreamedLane
 from fsdp_offload.spent import is_spent
 from fsdp_offload.testing import StreamSimulator
 from tests.own_optimizers import Lion
@@ -52,7 +55,8 @@ class Job:
         inner = torch.optim.AdamW(self.parameters, lr=lr)
         self.optimizer: Any = inner
         if overlap is not None:
-            self.optimizer = self.played.wrap(inner, overlap=overlap, transfer=SMALL, **how)
+            how = {"transfer": SMALL, **how}
+            self.optimizer = self.played.wrap(inner, overlap=overlap, **how)
 
     def backward(self, step: int, **how: Any) -> None:
         self.played.forward(how.get("unused", ()))
@@ -244,6 +248,73 @@ def test_an_iteration_that_has_begun_is_given_up_by_a_load() -> None:
     job.optimizer.zero_grad()
     plain.train(2, first=2)
     job.train(2, first=2)
+    job.assert_like(plain)
+
+
+# --------------------------------------------------------------------------- kept buckets
+
+
+def kept_bytes(job: Job) -> int:
+    """What the last iteration did not send to the device."""
+    figures = job.optimizer.statistics()
+    return int(figures.moved_bytes - figures.fetched_bytes)
+
+
+@pytest.mark.parametrize(("prefetch", "kept"), [(0, 0), (1, 0), (2, 1), (100, 4)])
+def test_kept_buckets_are_sent_once(prefetch: int, kept: int) -> None:
+    transfer = TransferConfig(bucket_bytes=4096, slots=2, prefetch_bytes=prefetch * 5000)
+    job, plain = Job("backward", transfer=transfer), Job(None)
+    (segment,) = job.optimizer._segments
+    bucket_bytes = {each.bucket.state_bytes for each in segment.streamed.buckets}
+    job.train(1)
+    assert kept_bytes(job) == 0
+    job.train(3, first=1)
+    plain.train(4)
+    assert len(segment.streamed.buckets) == 5
+    assert kept * min(bucket_bytes) <= kept_bytes(job) <= kept * max(bucket_bytes)
+    job.assert_like(plain)
+    assert kept_bytes(job) > 0 or not kept
+
+
+def test_nothing_is_kept_where_the_link_is_idle_in_backward() -> None:
+    job = Job("forward", transfer=TransferConfig(bucket_bytes=4096, slots=2, prefetch_bytes=16384))
+    job.train(3)
+    assert kept_bytes(job) == 0
+
+
+@pytest.mark.parametrize("write", ["state", "load", "offload", "failure"])
+def test_what_was_kept_is_sent_again_where_state_may_have_changed(write: str) -> None:
+    job, plain = Job("backward"), Job(None)
+    for each in (job, plain):
+        each.train(2)
+    assert kept_bytes(job) > 0
+    if write == "state":
+        for each in (job, plain):
+            for parameter in each.parameters:
+                each.optimizer.state[parameter]["exp_avg"].mul_(0.5)
+    elif write == "offload":
+        job.optimizer.offload()
+        job.optimizer.reload()
+    else:
+        saved = copy.deepcopy(plain.optimizer.state_dict())
+        if write == "failure":
+            with mock.patch.object(StreamedLane, "_step", side_effect=RuntimeError("broken")):
+                with pytest.raises(LaneError):
+                    job.train(1, first=2)
+            for mine, theirs in zip(job.parameters, plain.parameters, strict=True):
+                mine.data.copy_(theirs.data)
+                mine.grad = None
+        else:
+            for state in saved["state"].values():
+                state["exp_avg_sq"].mul_(2)
+            plain.optimizer.load_state_dict(copy.deepcopy(saved))
+        job.optimizer.load_state_dict(saved)
+    for each in (job, plain):
+        each.train(1, first=2)
+    assert kept_bytes(job) <= 0
+    for each in (job, plain):
+        each.train(1, first=3)
+    assert kept_bytes(job) > 0
     job.assert_like(plain)
 
 

@@ -14,7 +14,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from fsdp_offload import plain_copies
-from fsdp_offload.plain_copies import chunk_cat, split_with_sizes_copy, without_tables
+from fsdp_offload.plain_copies import (
+    all_gather_copy_in,
+    chunk_cat,
+    split_with_sizes_copy,
+    without_tables,
+)
 
 BF16, FP16, FP32, UINT8 = torch.bfloat16, torch.float16, torch.float32, torch.uint8
 SHAPES = st.lists(st.integers(1, 6), min_size=1, max_size=3)
@@ -121,6 +126,46 @@ def test_other_parameters_are_left_to_torch(
     assert not split_with_sizes_copy(gathered, sizes, dim=1, out=out)
     assert all(map(torch.equal, out, before))
     assert not split_with_sizes_copy(random(4, 2), [4], out=[nothing(4, 2)])
+
+
+# --------------------------------------------------------------------------- shards
+
+
+@given(
+    st.integers(1, 5),
+    st.lists(st.integers(0, 9), min_size=1, max_size=6),
+    st.sampled_from([BF16, FP32, UINT8]),
+    st.data(),
+)
+@settings(deadline=None)
+def test_shards_are_packed_as_by_torch(
+    ranks: int, sizes: list[int], dtype: torch.dtype, data: st.DataObject
+) -> None:
+    rank, numel = data.draw(st.integers(0, ranks - 1)), sum(sizes)
+    shards = [random(size, dtype=dtype) for size in sizes]
+    mine, expected = (nothing(ranks * numel, dtype=dtype) for _ in range(2))
+    found = all_gather_copy_in(shards, mine, sizes, numel, rank)
+    assert isinstance(found, tuple)
+    others = torch.ops.fsdp.all_gather_copy_in(shards, expected, sizes, numel, rank)
+    assert all(map(torch.equal, found, others))
+    assert found[0].data_ptr() == mine[rank * numel :].data_ptr() or not numel
+    assert found[1] is mine
+
+
+@pytest.mark.parametrize(
+    ("shards", "gathered"),
+    [
+        pytest.param([random(3, dtype=BF16)], nothing(6), id="cast"),
+        pytest.param([random(3, 2)[:, 0]], nothing(6), id="strided"),
+        pytest.param([random(3, 1)], nothing(6), id="another shape"),
+        pytest.param([nn.Parameter(random(3))], nothing(6), id="subclass"),
+        pytest.param([], nothing(0), id="none"),
+    ],
+)
+def test_other_shards_are_left_to_torch(shards: list[Tensor], gathered: Tensor) -> None:
+    before = gathered.clone()
+    assert not all_gather_copy_in(shards, gathered, [3] * len(shards), 3 * len(shards), 1)
+    assert torch.equal(gathered, before)
 
 
 # --------------------------------------------------------------------------- where they stand

@@ -40,8 +40,9 @@ HOST_BUCKET_FACTOR = 2
 """Host buckets are that much larger: each costs a hand-over between threads."""
 FEW_STREAMED = 0.1
 """Up to that much of the host lane's bytes, a streamed lane does not take cores from it."""
-KEPT_SHARE = 0.5
-"""Of the slots beyond the least, those whose buckets stay there from one iteration to the next."""
+KEPT_SHARE = {"backward": 0.5}
+"""By ``overlap``, of the slots beyond the least, those whose buckets stay there from one iteration
+to the next; with all of them, less else could be fetched ahead (docs/how-it-works.md)."""
 DEFAULT_DEVICE_BYTES = 256 << 20
 """Memory of the slots above which the parameter that needs it is logged."""
 
@@ -239,7 +240,8 @@ class Segment:
         count = self.config.transfer.slots + extra
         kept = 0
         if prefetches:
-            kept = len(pairs) - 1 if count >= len(pairs) else int(extra * KEPT_SHARE)
+            share = KEPT_SHARE.get(self.config.overlap, 0.0)
+            kept = len(pairs) - 1 if share and count >= len(pairs) else int(extra * share)
             count = kept + ring_size(len(pairs) - kept, count - kept)
         count = min(count, len(pairs))
         if count * slot_bytes > DEFAULT_DEVICE_BYTES:

@@ -581,7 +581,7 @@ def count_tables(size: int) -> None:
     with contextlib.ExitStack() as stack:
         with without_tables():
             pass  # from now on ours stand before torch's
-        for name in ("chunk_cat", "split_with_sizes_copy"):
+        for name in ("chunk_cat", "split_with_sizes_copy", "all_gather_copy_in"):
             before: Any = getattr(torch.ops.fsdp, name)
             call = functools.partial(noting, calls, name, before._original)
             stack.enter_context(mock.patch.object(before, "_original", call))

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsdp_offload.plain_copies import chunk_cat, split_with_sizes_copy
+from fsdp_offload import plain_copies
+from fsdp_offload.plain_copies import all_gather_copy_in, chunk_cat, split_with_sizes_copy
 from tests.profiled import copies_to_device
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -48,3 +49,61 @@ def test_parameters_are_unpacked_without_a_table(ranks: int, dtype: torch.dtype)
     assert sent(lambda: operation(gathered, sizes, dim=1, out=expected)) == 1
     assert sent(lambda: split_with_sizes_copy(gathered, sizes, dim=1, out=mine)) == 0
     assert all(map(torch.equal, mine, expected))
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32, torch.uint8, torch.int64])
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("count", [1, 16, 17, 40])
+def test_one_launch_for_sixteen_parts(
+    monkeypatch: pytest.MonkeyPatch, ranks: int, dtype: torch.dtype, count: int
+) -> None:
+    """Widths of less than a tile, of one, and of more; several launches; not a copy of torch's."""
+    words = 16 // dtype.itemsize
+    sizes = [(1, 5, 511, 512, 513, 1700)[i % 6] * words for i in range(count)]
+    gathered = random(ranks, sum(sizes), dtype=dtype)
+    expected = [part.clone() for part in gathered.split(sizes, dim=1)]
+    cut, whole = [torch.zeros_like(part) for part in expected], torch.zeros_like(gathered)
+    for name in ("cat", "_foreach_copy_"):
+        monkeypatch.setattr(torch, name, None)
+    assert split_with_sizes_copy(gathered, sizes, dim=1, out=cut)
+    assert all(map(torch.equal, cut, expected))
+    assert chunk_cat(expected, 0, ranks, out=whole)
+    assert torch.equal(whole, gathered)
+    shards = [part[0] for part in expected]
+    whole.zero_()
+    assert all_gather_copy_in(shards, whole.view(-1), sizes, sum(sizes), ranks - 1)
+    assert torch.equal(whole[-1], gathered[0])
+    assert not whole[:-1].any()
+
+
+@pytest.mark.parametrize("shift", [1, 8])
+def test_what_is_not_aligned_is_copied_by_torch(shift: int) -> None:
+    """A kernel that moves 16 bytes at once cannot."""
+    sizes = [24, 40, 8 + 8 // shift]
+    gathered = random(2 * sum(sizes) + shift, dtype=BF16)[shift:].view(2, -1)
+    expected = [part.clone() for part in gathered.split(sizes, dim=1)]
+    cut, whole = [torch.zeros_like(part) for part in expected], torch.zeros_like(gathered)
+    assert split_with_sizes_copy(gathered, sizes, dim=1, out=cut)
+    assert all(map(torch.equal, cut, expected))
+    assert chunk_cat(expected, 0, 2, out=whole)
+    assert torch.equal(whole, gathered)
+
+
+@pytest.mark.parametrize("kernel", [None, "broken"])
+def test_without_the_kernel_torch_copies(
+    monkeypatch: pytest.MonkeyPatch, kernel: str | None
+) -> None:
+    if kernel is None:
+        monkeypatch.setattr(plain_copies, "_row_kernel", lambda: None)
+    else:
+        from fsdp_offload import kernels_rows
+
+        monkeypatch.setattr(plain_copies, "_row_kernel", plain_copies._row_kernel.__wrapped__)
+        monkeypatch.setattr(kernels_rows, "copy_rows", lambda *args, **how: True)
+        with pytest.warns(RuntimeWarning, match="other words than its source"):
+            assert plain_copies._row_kernel() is None
+        monkeypatch.setattr(plain_copies, "_row_kernel", lambda: None)
+    parts = [random(2, 8, dtype=FP32), random(2, 24, dtype=FP32)]
+    whole = torch.zeros(2, 32, device="cuda")
+    assert chunk_cat(parts, 0, 2, out=whole)
+    assert torch.equal(whole, torch.cat(parts, dim=1))

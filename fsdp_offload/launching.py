@@ -12,11 +12,14 @@ Source: ``triton/runtime/jit.py``, ``JITFunction.run`` (Triton 3.6).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+T = TypeVar("T")
 
 
 class Kernel:
@@ -80,6 +83,22 @@ class Kernel:
         # None: Triton's interpreter.
         if bits & 15 == 0 and compiled is not None and torch.version.hip is None:
             self._known[key] = compiled, list(constants.values())
+
+
+def if_usable(make: Callable[[], T]) -> T | None:
+    """What ``make`` gives, which imports kernels and tries one; None where Triton is missing (CPU
+    builds) or cannot compile: that is worth a warning."""
+    try:
+        return make()
+    except ImportError:
+        return None
+    except Exception as error:  # Triton compiles when it first launches, and needs a C compiler
+        warnings.warn(
+            f"Triton kernels cannot be used, torch operations take their place: {error!r}",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+        return None
 
 
 def _class_of(integer: int) -> int:
