@@ -17,6 +17,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import struct
+import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final
@@ -78,6 +80,7 @@ _SIGNATURES: Final[dict[str, list[Any]]] = {
     "cuMemcpyAsync": [_word, _word, _size, _word],
     "cuStreamWaitEvent": [_word, _word, ctypes.c_uint],
     "cuEventRecord": [_word, _word],
+    "cuLaunchKernel": [_word, *[ctypes.c_uint] * 7, _word, ctypes.c_void_p, ctypes.c_void_p],
 }
 
 
@@ -235,6 +238,56 @@ class Commands:
         code = self._lib.cuEventRecord(event.cuda_event, stream.cuda_stream)
         if code:
             _check(code, "cuEventRecord", self.device)
+
+
+class Launch:
+    """Launches of one compiled kernel, whose parameters go through memory that is made once.
+
+    Args:
+        function: the driver's handle of it, of the device that is current when it is launched.
+        parameters: of each one the code that ``struct`` has for it: ``Q``, ``q``, ``i`` or ``f``.
+        threads: in a block.
+        shared_bytes: dynamic shared memory of a block.
+
+    Raises:
+        DeviceError: there is no such driver.
+    """
+
+    _CELL: Final = 8
+    _SPARE: Final = 8
+    """Parameters that a compiler may add behind the declared ones, all null."""
+
+    def __init__(
+        self, function: int, parameters: Sequence[str], *, threads: int, shared_bytes: int
+    ) -> None:
+        self._call = _library(ctypes.PyDLL).cuLaunchKernel
+        self._function, self._threads, self._shared_bytes = function, threads, shared_bytes
+        cells = (f"{code}{self._CELL - struct.calcsize(code)}x" for code in parameters)
+        self._cells = struct.Struct("<" + "".join(cells))
+        count = len(parameters) + self._SPARE
+        self._memory = ctypes.create_string_buffer(count * self._CELL)
+        start = ctypes.addressof(self._memory)
+        self._pointers = (ctypes.c_void_p * count)(*(start + i * self._CELL for i in range(count)))
+        self._lock = threading.Lock()  # another thread may launch the same kernel
+
+    def __call__(self, programs: int, stream: int, values: Sequence[float]) -> bool:
+        """Enqueue it; False: the driver, or a value, refuses.
+
+        Args:
+            programs: blocks.
+            stream: the driver's handle.
+            values: of the parameters.
+        """
+        with self._lock:
+            try:
+                self._cells.pack_into(self._memory, 0, *values)
+            except (struct.error, OverflowError):
+                return False
+            code = self._call(
+                self._function, programs, 1, 1, self._threads, 1, 1, self._shared_bytes, stream,
+                self._pointers, None,
+            )  # fmt: skip
+        return not code
 
 
 _NOTHING: Final = nullcontext()

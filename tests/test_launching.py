@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
+import struct
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from fsdp_offload.launching import Kernel
+from fsdp_offload import driver as driver_module
+from fsdp_offload import launching
+from fsdp_offload.launching import Kernel, _Variant
 
 MEMORY = torch.zeros(4096, dtype=torch.uint8)
 START = -MEMORY.data_ptr() % 16
@@ -96,3 +101,117 @@ def test_an_empty_grid_launches_nothing() -> None:
 def test_constants_come_in_the_order_of_the_kernel() -> None:
     with pytest.raises(AssertionError):
         Kernel(Function()).launch(1, (words(), words()), (8,), (1.0,), BLOCK=64, FLAG=True)
+
+
+# --------------------------------------------------------------------------- without Triton
+
+
+class Driver:
+    """Stands for ``libcuda``: notes launches, and reads parameters where they are said to be."""
+
+    def __init__(self, types: str) -> None:
+        self.types, self.code = types, 0
+        self.launched: list[tuple[Any, ...]] = []
+
+    def cuLaunchKernel(self, function: int, *how: Any) -> int:
+        *shape, pointers, extra = how
+        assert extra is None
+        values = []
+        for index, code in enumerate(self.types):
+            (value,) = struct.unpack(code, ctypes.string_at(pointers[index], struct.calcsize(code)))
+            values.append(value)
+        spare = [ctypes.string_at(pointers[len(self.types) + i], 8) for i in range(2)]
+        assert spare == [bytes(8)] * 2
+        self.launched.append((function, shape, values))
+        return self.code
+
+
+SIGNATURE = {
+    "a": "*i32", "b": "*bf16", "numel": "i64", "one": "constexpr", "count": "i32", "scale": "fp32",
+    "FLAG": "constexpr", "BLOCK": "constexpr",
+}  # fmt: skip
+METADATA: dict[str, Any] = {
+    "num_warps": 4, "num_ctas": 1, "shared": 1024, "launch_cooperative_grid": False,
+    "launch_pdl": False, "global_scratch_size": 0, "profile_scratch_size": 0,
+}  # fmt: skip
+
+
+class Compiled:
+    """Stands for ``triton.compiler.CompiledKernel``."""
+
+    function = 77
+
+    def __init__(self, signature: dict[str, str], **metadata: Any) -> None:
+        self.src = SimpleNamespace(signature=signature)
+        self.metadata = SimpleNamespace(**(METADATA | metadata))
+        self.launched: list[tuple[Any, ...]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda *values: self.launched.append(values)
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    found = Driver("QQqif")
+    monkeypatch.setattr(driver_module, "_library", lambda kind: found)
+    monkeypatch.setattr(launching, "_current_stream", lambda: lambda device: 1000 + device)
+    return found
+
+
+ARGUMENTS = [1 << 60, 64, -(1 << 40), 1, -5, 0.25]
+
+
+def test_a_variant_is_launched_by_the_driver(driver: Driver) -> None:
+    compiled = Compiled(SIGNATURE)
+    variant = _Variant(compiled, [True, 64])
+    variant.launch(9, 3, ARGUMENTS)
+    variant.launch(8, 0, [*ARGUMENTS[:4], 7, -1.5])
+    values = [1 << 60, 64, -(1 << 40)]
+    assert driver.launched == [
+        (77, [9, 1, 1, 128, 1, 1, 1024, 1003], [*values, -5, 0.25]),
+        (77, [8, 1, 1, 128, 1, 1, 1024, 1000], [*values, 7, -1.5]),
+    ]
+    assert compiled.launched == []
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        {"num_ctas": 2},
+        {"launch_pdl": True},
+        {"launch_cooperative_grid": True},
+        {"global_scratch_size": 16},
+        {"profile_scratch_size": 16},
+    ],
+    ids=str,
+)
+def test_what_needs_more_is_launched_by_triton(driver: Driver, metadata: dict[str, Any]) -> None:
+    compiled = Compiled(SIGNATURE, **metadata)
+    _Variant(compiled, [True, 64]).launch(9, 0, ARGUMENTS)
+    assert compiled.launched == [(*ARGUMENTS, True, 64)]
+    assert driver.launched == []
+
+
+@pytest.mark.parametrize("strange", [{"a": "nvTmaDesc"}, {"scale": "fp64"}], ids=str)
+def test_other_types_are_left_to_triton(driver: Driver, strange: dict[str, str]) -> None:
+    compiled = Compiled(SIGNATURE | strange)
+    _Variant(compiled, [True, 64]).launch(9, 0, ARGUMENTS)
+    assert compiled.launched == [(*ARGUMENTS, True, 64)]
+
+
+def test_another_triton_is_left_to_itself(driver: Driver) -> None:
+    compiled = Compiled(SIGNATURE)
+    del compiled.metadata.shared
+    _Variant(compiled, [True, 64]).launch(9, 0, ARGUMENTS)
+    assert compiled.launched == [(*ARGUMENTS, True, 64)]
+
+
+@pytest.mark.parametrize("reason", ["driver", "value"])
+def test_what_the_driver_refuses_triton_launches(driver: Driver, reason: str) -> None:
+    compiled, arguments = Compiled(SIGNATURE), list(ARGUMENTS)
+    if reason == "driver":
+        driver.code = 201  # no context on this thread
+    else:
+        arguments[-1] = 1e300  # infinite in fp32
+    _Variant(compiled, [True, 64]).launch(9, 0, arguments)
+    assert compiled.launched == [(*arguments, True, 64)]
