@@ -63,6 +63,7 @@ def test_one_launch_for_sixteen_parts(
     gathered = random(ranks, sum(sizes), dtype=dtype)
     expected = [part.clone() for part in gathered.split(sizes, dim=1)]
     cut, whole = [torch.zeros_like(part) for part in expected], torch.zeros_like(gathered)
+    assert plain_copies._row_kernel() is not None  # it is tried with the help of what follows
     for name in ("cat", "_foreach_copy_"):
         monkeypatch.setattr(torch, name, None)
     assert split_with_sizes_copy(gathered, sizes, dim=1, out=cut)
