@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from .device import Event, Gateway, Stream
 from .patching import Patch, checked
-from .plain_copies import without_tables
+from .plain_copies import prepare, without_tables
 from .shards import fsdp_groups
 
 
@@ -70,6 +70,7 @@ class Group:
 
     def watch(self, index: int, watcher: Watcher, gateway: Gateway) -> Callable[[], None]:
         """Tell ``watcher``, which is not kept alive; returns what ends it."""
+        prepare(gateway.device)
         find = weakref.ref(watcher)
         methods: dict[str, Callable[..., None]] = {
             "unshard": self._unshard,

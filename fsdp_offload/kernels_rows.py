@@ -16,8 +16,8 @@ from .launching import Kernel
 
 MOST: Final = 16
 """Parts of one launch."""
-BLOCK: Final = 2048
-"""Words of 4 bytes that one program copies."""
+BLOCK_WORDS: Final = 2048
+"""Of 4 bytes, that one program copies."""
 _ARGUMENTS: Final = [f"{letter}{i}" for letter in "aw" for i in range(MOST)]
 
 
@@ -64,7 +64,7 @@ def _copy_rows(  # type: ignore[no-untyped-def]
     t, s, a, w, first, begin = _look(tile, t, s, a13, w13, a, w, first, begin, BLOCK)
     t, s, a, w, first, begin = _look(tile, t, s, a14, w14, a, w, first, begin, BLOCK)
     t, s, a, w, first, begin = _look(tile, t, s, a15, w15, a, w, first, begin, BLOCK)
-    width = tl.multiple_of(w, 4)
+    width = w // 4 * 4  # it is; a hint on what a call gives is lost, and with it loads of 16 bytes
     at = (tile - first) * BLOCK + tl.arange(0, BLOCK)
     inside = at < width
     in_matrix = matrix + tl.multiple_of(row * row_words + begin, 4) + at
@@ -102,13 +102,13 @@ def copy_rows(matrix: Tensor, parts: Sequence[Tensor], *, into_matrix: bool) -> 
     starts = list(accumulate(words, initial=0))
     for at in range(0, len(parts), MOST):
         widths = words[at : at + MOST]
-        row_tiles = sum(-(-width // BLOCK) for width in widths)
+        row_tiles = sum(-(-width // BLOCK_WORDS) for width in widths)
         rest = [0] * (MOST - len(widths))
         _COPY_ROWS.launch(
             rows * row_tiles,
             (flat,),
             (row_words, starts[at], row_tiles, *addresses[at : at + MOST], *rest, *widths, *rest),
             INTO_MATRIX=into_matrix,
-            BLOCK=BLOCK,
+            BLOCK=BLOCK_WORDS,
         )
     return True

@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 _CODES: Final = {"i32": "i", "i64": "q", "fp32": "f"}
 """Of the types that kernels declare, but for pointers; as ``struct`` has them."""
-_WARP: Final = 32
+_WARP_THREADS: Final = 32
 _NEEDS_MORE: Final = (
     "launch_cooperative_grid",
     "launch_pdl",
@@ -83,7 +83,7 @@ def _direct(compiled: Any) -> tuple[Launch | None, list[int] | None]:
         if any(getattr(metadata, name, False) for name in _NEEDS_MORE):
             return None, None
         launch = Launch(
-            int(compiled.function), codes, threads=_WARP * metadata.num_warps,
+            int(compiled.function), codes, threads=_WARP_THREADS * metadata.num_warps,
             shared_bytes=metadata.shared,
         )  # fmt: skip
         _current_stream()
@@ -161,6 +161,8 @@ def if_usable(make: Callable[[], T]) -> T | None:
         return make()
     except ImportError:
         return None
+    except torch.OutOfMemoryError:  # says nothing of kernels
+        raise
     except Exception as error:  # Triton compiles when it first launches, and needs a C compiler
         warnings.warn(
             f"Triton kernels cannot be used, torch operations take their place: {error!r}",

@@ -6,7 +6,8 @@ FSDP2 packs a group's gradients with ``fsdp::chunk_cat`` and unpacks an all-gath
 (``pack_vecs`` in torch's aten/src/ATen/native/cuda/TensorShape.cu), in the middle of forward and
 backward, and the kernel that reads it waits for whatever bulk is ready on the same copy engine
 (:mod:`.device`, "taking turns"). A kernel of ours makes the same copies with addresses among its
-arguments, in one launch; where that cannot be used, ``torch.cat`` and ``copy_`` do.
+arguments, in one launch for up to 16 tensors; where that cannot be used, ``torch.cat`` and
+``copy_`` do.
 
 The third of its copies, ``fsdp::all_gather_copy_in``, sends no table, but goes through torch's
 dispatcher and back into Python: that kernel makes it, too, in less of the host's time.
@@ -20,6 +21,7 @@ inside :func:`without_tables`.
 from __future__ import annotations
 
 import functools
+import inspect
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -34,7 +36,7 @@ _WIDENED: Final = frozenset((torch.bfloat16, torch.float16))
 
 
 class _Here(threading.local, AbstractContextManager[None]):
-    """How deep a thread is inside. Its own context manager: it is entered twice per group."""
+    """How deep a thread is inside. Its own context manager: it is entered thrice per group."""
 
     depth = 0
 
@@ -75,8 +77,18 @@ class _Before:
 def _install() -> None:
     for plain in (chunk_cat, split_with_sizes_copy, all_gather_copy_in):
         original = getattr(torch.ops.fsdp, plain.__name__, None)
-        if original is not None:  # else FSDP2 does it in another way by now
+        if original is None:  # FSDP2 does it in another way by now
+            continue
+        takes = len(original.default._schema.arguments)
+        if takes == len(inspect.signature(plain).parameters):
             setattr(torch.ops.fsdp, plain.__name__, _Before(original, plain))
+
+
+def prepare(device: torch.device) -> None:
+    """Do what the first copies on ``device`` would have to do: compile the kernel, and try it."""
+    _install()
+    if device.type == "cuda":
+        _row_kernel(device)
 
 
 def chunk_cat(tensors: Sequence[Tensor], dim: int, num_chunks: int, *, out: Tensor) -> bool:
@@ -168,20 +180,24 @@ def _by_kernel(matrix: Tensor, parts: Sequence[Tensor], *, into_matrix: bool) ->
     """:func:`.kernels_rows.copy_rows`; False, and nothing was done, where that cannot be used."""
     if not matrix.is_cuda or any(part.device != matrix.device for part in parts):
         return False
-    copy_rows = _row_kernel()
+    if any(tensor.is_conj() or tensor.is_neg() for tensor in (matrix, *parts)):
+        return False  # memory does not say what the values are
+    copy_rows = _row_kernel(matrix.device)
     return copy_rows is not None and copy_rows(matrix, parts, into_matrix=into_matrix)
 
 
 @functools.cache
-def _row_kernel() -> Callable[..., bool] | None:
-    """None as of :func:`.launching.if_usable`; asked for when there is a CUDA tensor."""
-    return if_usable(_tried_row_kernel)
+def _row_kernel(device: torch.device) -> Callable[..., bool] | None:
+    """None as of :func:`.launching.if_usable`, and with AMD's, where no launch is remembered."""
+    if torch.version.hip is not None:
+        return None
+    return if_usable(functools.partial(_tried_row_kernel, device))
 
 
-def _tried_row_kernel() -> Callable[..., bool]:
+def _tried_row_kernel(device: torch.device) -> Callable[..., bool]:
     from .kernels_rows import copy_rows
 
-    parts = [torch.arange(4 * width, device="cuda").view(2, -1) for width in (4, 6)]
+    parts = [torch.arange(4 * width, device=device).view(2, -1) for width in (4, 6)]
     matrix, cut = torch.cat(parts, dim=1), [torch.zeros_like(part) for part in parts]
     for _ in range(2):  # the second launch is of a variant that is known (launching.py)
         made = torch.zeros_like(matrix)

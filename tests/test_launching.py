@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import struct
+import threading
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -111,7 +113,20 @@ class Driver:
 
     def __init__(self, types: str) -> None:
         self.types, self.code = types, 0
+        self.sizes = [*map(struct.calcsize, types), 8, 8]
         self.launched: list[tuple[Any, ...]] = []
+        self.meanwhile: Callable[[], object] = int
+
+    @property
+    def cuFuncGetParamInfo(self) -> Any:
+        def tell(function: int, index: int, place: Any, size: Any) -> int:
+            assert function == 77
+            if index >= len(self.sizes):
+                return 1
+            size._obj.value = self.sizes[index]
+            return 0
+
+        return tell
 
     def cuLaunchKernel(self, function: int, *how: Any) -> int:
         *shape, pointers, extra = how
@@ -120,9 +135,10 @@ class Driver:
         for index, code in enumerate(self.types):
             (value,) = struct.unpack(code, ctypes.string_at(pointers[index], struct.calcsize(code)))
             values.append(value)
-        spare = [ctypes.string_at(pointers[len(self.types) + i], 8) for i in range(2)]
-        assert spare == [bytes(8)] * 2
+        added = [ctypes.string_at(pointers[len(self.types) + i], 8) for i in range(8)]
+        assert added == [bytes(8)] * 8
         self.launched.append((function, shape, values))
+        self.meanwhile()
         return self.code
 
 
@@ -159,6 +175,39 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
 
 
 ARGUMENTS = [1 << 60, 64, -(1 << 40), 1, -5, 0.25]
+
+
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["a signal", "another thread"])
+def test_a_launch_within_a_launch_is_left_to_triton(driver: Driver, elsewhere: bool) -> None:
+    """Parameters lie in one place, and may not have been read yet."""
+    compiled = Compiled(SIGNATURE)
+    variant = _Variant(compiled, [True, 64])
+
+    def launch() -> None:
+        variant.launch(1, 0, [*ARGUMENTS[:4], 7, -1.5])
+
+    def meanwhile() -> None:
+        if not elsewhere:
+            return launch()
+        thread = threading.Thread(target=launch)
+        thread.start()
+        thread.join()
+        return None
+
+    driver.meanwhile = meanwhile
+    variant.launch(9, 3, ARGUMENTS)
+    assert len(driver.launched) == 1
+    assert compiled.launched == [(*ARGUMENTS[:4], 7, -1.5, True, 64)]
+    driver.meanwhile = int
+    variant.launch(9, 3, ARGUMENTS)
+    assert len(driver.launched) == 2
+
+
+def test_what_was_added_is_null(driver: Driver) -> None:
+    driver.sizes += [8] * 6
+    compiled = Compiled(SIGNATURE)
+    _Variant(compiled, [True, 64]).launch(9, 3, ARGUMENTS)
+    assert len(driver.launched) == 1
 
 
 def test_a_variant_is_launched_by_the_driver(driver: Driver) -> None:
@@ -199,9 +248,23 @@ def test_other_types_are_left_to_triton(driver: Driver, strange: dict[str, str])
     assert compiled.launched == [(*ARGUMENTS, True, 64)]
 
 
-def test_another_triton_is_left_to_itself(driver: Driver) -> None:
+@pytest.mark.parametrize("other", ["metadata", "double", "fewer", "large", "many", "old driver"])
+def test_another_triton_is_left_to_itself(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, other: str
+) -> None:
     compiled = Compiled(SIGNATURE)
-    del compiled.metadata.shared
+    if other == "metadata":
+        del compiled.metadata.shared
+    elif other == "old driver":
+        monkeypatch.delattr(Driver, "cuFuncGetParamInfo")
+    else:
+        sizes = driver.sizes
+        driver.sizes = {
+            "double": [*sizes[:4], 8, 8, 8],
+            "fewer": sizes[:4],
+            "large": [*sizes, 64],
+            "many": [*sizes, *[8] * 7],
+        }[other]
     _Variant(compiled, [True, 64]).launch(9, 0, ARGUMENTS)
     assert compiled.launched == [(*ARGUMENTS, True, 64)]
 

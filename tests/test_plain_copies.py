@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -245,10 +246,29 @@ def test_version_counters_stay(passed: list[str]) -> None:
 
 
 def test_a_torch_without_the_operations(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Operations:
-        chunk_cat = staticmethod(pack)
+    def operation(count: int) -> Any:
+        schema = SimpleNamespace(arguments=[None] * count)
+        return SimpleNamespace(default=SimpleNamespace(_schema=schema))
 
-    operations = Operations()
+    # One is gone, and one takes other arguments than ours.
+    before = {"chunk_cat": operation(4), "all_gather_copy_in": operation(9)}
+    operations = SimpleNamespace(**before)
     monkeypatch.setattr(torch.ops, "fsdp", operations)
     plain_copies._install.__wrapped__()
-    assert list(vars(operations)) == ["chunk_cat"]
+    assert vars(operations).keys() == before.keys()
+    assert operations.chunk_cat._original is before["chunk_cat"]
+    assert operations.all_gather_copy_in is before["all_gather_copy_in"]
+
+
+@pytest.mark.parametrize("lazy", ["conj", "neg"])
+def test_values_that_memory_does_not_hold_are_copied_by_torch(
+    monkeypatch: pytest.MonkeyPatch, lazy: str
+) -> None:
+    """Autograd gives such gradients to complex parameters."""
+    tensors = [torch.randn(2, 3, dtype=torch.complex64), torch.randn(2, 2, dtype=torch.complex64)]
+    tensors[1] = tensors[1].conj() if lazy == "conj" else torch._neg_view(tensors[1])
+    monkeypatch.setattr(Tensor, "is_cuda", True)
+    monkeypatch.setattr(plain_copies, "_row_kernel", lambda device: pytest.fail)
+    mine = torch.zeros(2, 5, dtype=torch.complex64)
+    assert chunk_cat(tensors, 0, 2, out=mine)
+    assert torch.equal(mine, torch.cat(tensors, dim=1))

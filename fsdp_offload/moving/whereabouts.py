@@ -57,11 +57,6 @@ def returned(storage: torch.UntypedStorage, trip: _Trip | None = None) -> None:
         _entries[storage._cdata] = _Entry(None, None, trip)
 
 
-def is_anything_away() -> bool:
-    """Whether :func:`is_away` can be true of any tensor."""
-    return bool(_entries)
-
-
 def is_away(tensor: Tensor, storage: torch.UntypedStorage | None = None) -> bool:
     """Whether the memory of a plain tensor is not on its device. Cheap. ``storage``: its own."""
     storage = tensor.untyped_storage() if storage is None else storage

@@ -37,7 +37,8 @@ _log = logging.getLogger("fsdp_offload")
 HOST_DEPTH = 6
 """Least number of gradient buffers of the host lane in host memory."""
 HOST_BUCKET_FACTOR = 2
-"""Host buckets are that much larger: each costs a hand-over between threads."""
+"""Host buckets are that much larger with ``overlap="step"``: each costs a hand-over between
+threads. With the others all buckets are large."""
 FEW_STREAMED = 0.1
 """Up to that much of the host lane's bytes, a streamed lane does not take cores from it."""
 KEPT_SHARE = {"backward": 0.5}
@@ -69,7 +70,9 @@ class Section:
         return self.members[0]
 
 
-def make_sections(records: Sequence[Record], *, bucket_bytes: int) -> list[Section]:
+def make_sections(
+    records: Sequence[Record], *, bucket_bytes: int, host_bucket_bytes: int
+) -> list[Section]:
     """Group records by lane and dtypes (order kept) and lay each group out in one arena."""
 
     def key(record: Record) -> tuple[str, ...]:
@@ -85,7 +88,7 @@ def make_sections(records: Sequence[Record], *, bucket_bytes: int) -> list[Secti
         start = 0 if members[0].lane == "resident" else stop
         layout = make_layout(
             [r.entry for r in members],
-            bucket_bytes=bucket_bytes * (HOST_BUCKET_FACTOR if members[0].lane == "host" else 1),
+            bucket_bytes=host_bucket_bytes if members[0].lane == "host" else bucket_bytes,
             arena_start=start,
         )
         if members[0].lane != "resident":
@@ -118,7 +121,12 @@ class Segment:
         self._allocate_state = allocate_state
         self._added = list(added)
         transfer = config.transfer
-        sections = make_sections(added, bucket_bytes=config.bucket_bytes)
+        factor = HOST_BUCKET_FACTOR if config.overlap == "step" else 1
+        sections = make_sections(
+            added,
+            bucket_bytes=config.bucket_bytes,
+            host_bucket_bytes=config.bucket_bytes * factor,
+        )
         away = [s for s in sections if s.first.lane != "resident"]
         self.host_bytes = max((s.layout.arena_stop for s in away), default=0)
         self.payload_bytes = sum(s.layout.payload_bytes for s in away)

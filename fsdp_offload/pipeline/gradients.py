@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .. import shards
 from ..errors import AwayError, StateSchemaError
-from ..moving.whereabouts import is_anything_away, is_away
+from ..moving.whereabouts import is_away
 from .records import Record
 
 
@@ -21,9 +21,8 @@ def gradient_of(record: Record) -> Tensor | None:
         UnsupportedParameterError: see :func:`.shards.gradient_shard`.
     """
     shard = shards.with_history(record.parameter)
-    # Buckets hold the memory that updates write into, so nothing else gets its address.
-    is_as_before = shard.data_ptr() == record.address and not is_anything_away()
-    if not is_as_before and is_away(shard):
+    storage = shard.untyped_storage()
+    if is_away(shard, storage):
         raise AwayError(
             f"the shard of {record.fqn}",
             reason="its device memory is offloaded, and an update writes into it",
@@ -38,14 +37,12 @@ def gradient_of(record: Record) -> Tensor | None:
             reason="its device memory is offloaded",
             remedy="reload the model first",
         )
-    if not is_as_before:
-        if shards.memory_of(shard) != record.memory:
-            raise StateSchemaError(
-                f"shard of {record.fqn}",
-                reason="its memory was replaced after wrapping, and updates are in place",
-                remedy="wrap the optimizer after the model has been moved or re-sharded",
-            )
-        record.address = shard.data_ptr()
+    if shards.memory_of(shard, storage) != record.memory:
+        raise StateSchemaError(
+            f"shard of {record.fqn}",
+            reason="its memory was replaced after wrapping, and updates are in place",
+            remedy="wrap the optimizer after the model has been moved or re-sharded",
+        )
     return gradient.view(-1)
 
 

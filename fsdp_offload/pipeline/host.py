@@ -36,7 +36,8 @@ from .worker import Calls, Ticket
 UNIT_NUMEL: Final = 15 << 17
 """Elements that one host thread updates in one call, about 2 M: 6 to 8 ms of fused AdamW on one
 core. Half of it costs a fifth of the speed, because the calls themselves take turns (the
-interpreter lock); twice as much leaves cores without work. A third of a default bucket."""
+interpreter lock); twice as much leaves cores without work. A third of a default bucket of
+``overlap="step"``."""
 FLAG_DTYPE: Final = torch.int64
 """Of the difference between two checksums."""
 FLAG_STRIDE: Final = 2

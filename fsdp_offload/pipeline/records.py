@@ -56,7 +56,6 @@ class Record:
     form: MasterForm
     kinds: tuple[tuple[Kind, int], ...]
     memory: tuple[int, int]  # of the shard, see shards.memory_of; updates are in place
-    address: int = -1  # of the shard, when a step last found it in that memory
     moments: tuple[Moment, ...] = ()  # like kinds that are kept in fewer bits
     tensors: dict[str, Tensor] = field(default_factory=dict)  # 1-D, numel of the kind
     pieces: list[Piece] = field(default_factory=list)

@@ -11,13 +11,13 @@ Three streams, each in order; an arrow is an event that the right side waits for
 waits for the gradients, and whoever reads parameters waits for ``updated``.
 
 [Note: the ring]
-Buckets pass in a fixed *order*, through ``n`` slots in turn. The *head* is the next position to be
-updated; state is fetched up to ``n`` positions before it, also when the gradients are still to
-come, and written back after it. With many slots the two directions come loose from each other:
-where the forward ends and the backward begins, nothing can be updated, but ``h2d`` fetches what the
-backward needs first and ``d2h`` still writes back, so the link is never idle. Fetching goes on past
-the end of an iteration, into the first positions of the next one (*prefetch*), if nobody can write
-into the arena until then: see :meth:`StreamedLane.discard`.
+Buckets pass in a fixed *order*, through ``n`` slots in turn (but for kept ones, below). The *head*
+is the next position to be updated; state is fetched up to ``n`` positions before it, also when the
+gradients are still to come, and written back after it. With many slots the two directions come
+loose from each other: where the forward ends and the backward begins, nothing can be updated, but
+``h2d`` fetches what the backward needs first and ``d2h`` still writes back, so the link is never
+idle. Fetching goes on past the end of an iteration, into the first positions of the next one
+(*prefetch*), if nobody can write into the arena until then: see :meth:`StreamedLane.discard`.
 
 [Note: kept buckets]
 Some buckets have a slot to themselves. They are written back like all others, but what is in the
@@ -40,7 +40,7 @@ from ..device import Event, Gateway, Stream, TimedEvent, in_turns
 from ..memory import HostArena
 from ..plan import Bucket, Kind, Layout, Slice
 from ..plan.layout import kind_range
-from ..plan.order import Seating, seating
+from ..plan.order import SlotUse, slot_use
 from .bucket import BucketUpdate, Scratch
 from .records import REMAINDER_KIND, MasterForm, Record, Work
 
@@ -139,7 +139,7 @@ class StreamedLane:
         self.order: list[int] = []
         self._positions: list[int] = []  # of each bucket in the order
         self._kept = kept
-        self._seats = Seating((), (), (0,))
+        self._use = SlotUse((), (), (0,))
         self._holds: list[int | None] = [None] * len(slots)  # bucket whose state needs no transfer
         self.prefetches = prefetches
         # Alone on the link, whole spans on one stream are faster.
@@ -150,11 +150,11 @@ class StreamedLane:
         self._free: list[Event | None] = [None] * len(slots)
         self._arrived: list[Event | None] = [None] * len(slots)
         self._head = 0  # next position to be updated
-        self._fetched = 0  # positions from here on are not in a slot yet; may exceed the order
+        self._fetched = 0  # positions from here on are not in a slot yet
         self._last: Event | None = None  # after the last update
-        self.moved_bytes = 0  # per direction, in the last iteration
+        self.moved_bytes = 0  # written back in the last iteration
         self._moved_bytes = 0  # in this one
-        self.fetched_bytes = 0  # of the former, those that were not on the device any more
+        self.fetched_bytes = 0  # fetched between the end of the one before it and its own
         self._fetched_bytes = 0
         self.marks: list[Mark] = []  # of the last iteration
         self._marks: list[Mark] = []  # of this one
@@ -168,11 +168,11 @@ class StreamedLane:
             self.finish_transfers()
             self.discard()
         self.order = list(order)
-        self._seats = seating(len(self.order), len(self.slots), self._kept)
+        self._use = slot_use(len(self.order), len(self.slots), self._kept)
         self._positions = [0] * len(self.order)
         for position, index in enumerate(self.order):
             self._positions[index] = position
-            self.buckets[index].move_to(self.slots[self._seats.slots[position]])
+            self.buckets[index].move_to(self.slots[self._use.slots[position]])
 
     @property
     def has_begun(self) -> bool:
@@ -212,13 +212,13 @@ class StreamedLane:
 
     def prefetch(self) -> None:
         """Fetch what the next gradients will need, as far as there are slots."""
-        for position in range(self._fetched, self._seats.reach[self._head]):
+        for position in range(self._fetched, self._use.reach[self._head]):
             self._fetch(position)
             self._fetched = position + 1
 
     def _fetch(self, position: int) -> None:
         """Enqueue the transfer of a position of this iteration, unless its slot has kept it."""
-        index, slot = self.order[position], self._seats.slots[position]
+        index, slot = self.order[position], self._use.slots[position]
         if self._holds[slot] == index:
             return
         bucket = self.buckets[index]
@@ -230,11 +230,11 @@ class StreamedLane:
             self._h2d.copy(bucket.in_slot, bucket.in_arena)
         self._arrived[slot] = self._h2d.record()
         self._fetched_bytes += bucket.bucket.state_bytes
-        if self._seats.owned[position]:
+        if self._use.owned[position]:
             self._holds[slot] = index
 
     def _step(self, bucket: StreamedBucket, gradients: list[Tensor | None], work: Work) -> None:
-        slot = self._seats.slots[self._head]
+        slot = self._use.slots[self._head]
         arrived = self._arrived[slot]
         assert arrived is not None
         self._update.wait(arrived)
@@ -264,13 +264,18 @@ class StreamedLane:
 
         A transfer that is still under way may read what is written; it is made again.
         """
+        self._forget()
         self._fetched = self._head
+
+    def _forget(self) -> None:
         self._holds = [None] * len(self.slots)
+        # Else turns of a transfer that is made again could run before the last ones of the first.
+        self._h2d.wait(self._h2d.record())
 
     def abort(self) -> None:
         """Forget an iteration that has begun: all state and all weights are written anew."""
+        self._forget()
         self._head = self._fetched = self._moved_bytes = self._fetched_bytes = 0
-        self._holds = [None] * len(self.slots)
         self._marks = []
 
     def synchronize(self) -> None:

@@ -59,7 +59,7 @@ def ring_size(buckets: int, most: int) -> int:
 
 
 @dataclass(frozen=True)
-class Seating:
+class SlotUse:
     """Which slot the bucket at each position of an order uses, and how far ahead it may be filled.
 
     Attributes:
@@ -74,7 +74,7 @@ class Seating:
     reach: tuple[int, ...]
 
 
-def seating(buckets: int, slots: int, kept: int) -> Seating:
+def slot_use(buckets: int, slots: int, kept: int) -> SlotUse:
     """Slots for ``buckets`` positions: ``kept`` buckets have one to themselves, spread evenly over
     the order; the others go round through the rest of them.
 
@@ -85,21 +85,21 @@ def seating(buckets: int, slots: int, kept: int) -> Seating:
     """
     assert 0 <= kept < min(buckets, slots)
     owned = [(i + 1) * kept // buckets > i * kept // buckets for i in range(buckets)]
-    round_, seats, own = slots - kept, list[int](), 0
+    shared = slots - kept
+    used: list[int] = []
     others: list[int] = []  # positions
     for position, is_owned in enumerate(owned):
         if is_owned:
-            seats.append(round_ + own)
-            own += 1
+            used.append(shared + position - len(others))
         else:
-            seats.append(len(others) % round_)
+            used.append(len(others) % shared)
             others.append(position)
     reach, passed = [], 0
     for is_owned in (*owned, True):
-        ahead = passed + round_
+        ahead = passed + shared
         reach.append(others[ahead] if ahead < len(others) else buckets)
         passed += not is_owned
-    return Seating(tuple(seats), tuple(owned), tuple(reach))
+    return SlotUse(tuple(used), tuple(owned), tuple(reach))
 
 
 def assumed_ready_ms(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,10 @@ from torch import Tensor
 from fsdp_offload import plain_copies
 from fsdp_offload.plain_copies import all_gather_copy_in, chunk_cat, split_with_sizes_copy
 from tests.profiled import copies_to_device
+
+kernels_rows = pytest.importorskip(
+    "fsdp_offload.kernels_rows", reason="needs Triton", exc_type=ImportError
+)
 
 BF16, FP32 = torch.bfloat16, torch.float32
 LAYER = ((768, 256), (256, 256), (1024, 256), (256, 1024), (256,), (256,))
@@ -63,9 +68,17 @@ def test_one_launch_for_sixteen_parts(
     gathered = random(ranks, sum(sizes), dtype=dtype)
     expected = [part.clone() for part in gathered.split(sizes, dim=1)]
     cut, whole = [torch.zeros_like(part) for part in expected], torch.zeros_like(gathered)
-    assert plain_copies._row_kernel() is not None  # it is tried with the help of what follows
+    assert plain_copies._row_kernel(gathered.device) is not None  # tried by what is taken away here
     for name in ("cat", "_foreach_copy_"):
         monkeypatch.setattr(torch, name, None)
+    launches: list[int] = []
+    launch = kernels_rows._COPY_ROWS.launch
+
+    def counted(programs: int, *how: Any, **flags: Any) -> None:
+        launches.append(programs)
+        launch(programs, *how, **flags)
+
+    monkeypatch.setattr(kernels_rows._COPY_ROWS, "launch", counted)
     assert split_with_sizes_copy(gathered, sizes, dim=1, out=cut)
     assert all(map(torch.equal, cut, expected))
     assert chunk_cat(expected, 0, ranks, out=whole)
@@ -75,6 +88,7 @@ def test_one_launch_for_sixteen_parts(
     assert all_gather_copy_in(shards, whole.view(-1), sizes, sum(sizes), ranks - 1)
     assert torch.equal(whole[-1], gathered[0])
     assert not whole[:-1].any()
+    assert len(launches) == 3 * -(-count // 16)
 
 
 @pytest.mark.parametrize("shift", [1, 8])
@@ -88,6 +102,9 @@ def test_what_is_not_aligned_is_copied_by_torch(shift: int) -> None:
     assert all(map(torch.equal, cut, expected))
     assert chunk_cat(expected, 0, 2, out=whole)
     assert torch.equal(whole, gathered)
+    copy_rows = plain_copies._row_kernel(gathered.device)
+    assert copy_rows is not None
+    assert not copy_rows(gathered, cut, into_matrix=False)
 
 
 @pytest.mark.parametrize("kernel", [None, "broken"])
@@ -95,15 +112,13 @@ def test_without_the_kernel_torch_copies(
     monkeypatch: pytest.MonkeyPatch, kernel: str | None
 ) -> None:
     if kernel is None:
-        monkeypatch.setattr(plain_copies, "_row_kernel", lambda: None)
+        monkeypatch.setattr(plain_copies, "_row_kernel", lambda device: None)
     else:
-        from fsdp_offload import kernels_rows
-
         monkeypatch.setattr(plain_copies, "_row_kernel", plain_copies._row_kernel.__wrapped__)
         monkeypatch.setattr(kernels_rows, "copy_rows", lambda *args, **how: True)
         with pytest.warns(RuntimeWarning, match="other words than its source"):
-            assert plain_copies._row_kernel() is None
-        monkeypatch.setattr(plain_copies, "_row_kernel", lambda: None)
+            assert plain_copies._row_kernel(torch.device("cuda", 0)) is None
+        monkeypatch.setattr(plain_copies, "_row_kernel", lambda device: None)
     parts = [random(2, 8, dtype=FP32), random(2, 24, dtype=FP32)]
     whole = torch.zeros(2, 32, device="cuda")
     assert chunk_cat(parts, 0, 2, out=whole)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdp_offload.plan.order import Job, assumed_ready_ms, deadline_order, ring_size, seating
+from fsdp_offload.plan.order import Job, assumed_ready_ms, deadline_order, ring_size, slot_use
 
 TIMES = st.integers(0, 20).map(float)
 JOBS = st.lists(
@@ -96,14 +96,14 @@ def test_kept_buckets_have_a_slot_alone_and_the_others_go_round(
     data: st.DataObject, buckets: int, slots: int
 ) -> None:
     kept = data.draw(st.integers(0, min(buckets, slots) - 1))
-    seats = seating(buckets, slots, kept)
+    use = slot_use(buckets, slots, kept)
 
-    assert sum(seats.owned) == kept
-    own = [slot for slot, is_owned in zip(seats.slots, seats.owned, strict=True) if is_owned]
-    others = [slot for slot, is_owned in zip(seats.slots, seats.owned, strict=True) if not is_owned]
+    assert sum(use.owned) == kept
+    own = [slot for slot, is_owned in zip(use.slots, use.owned, strict=True) if is_owned]
+    others = [slot for slot, is_owned in zip(use.slots, use.owned, strict=True) if not is_owned]
     assert sorted(own) == list(range(slots - kept, slots))
     assert others == [i % (slots - kept) for i in range(len(others))]
-    stretches = [sum(seats.owned[: i + 1]) - (i + 1) * kept / buckets for i in range(buckets)]
+    stretches = [sum(use.owned[: i + 1]) - (i + 1) * kept / buckets for i in range(buckets)]
     assert all(-1 < excess <= 1e-9 for excess in stretches), "not spread evenly"
 
 
@@ -112,13 +112,13 @@ def test_a_slot_is_filled_again_when_its_bucket_has_passed_and_not_later(
     data: st.DataObject, buckets: int, slots: int
 ) -> None:
     kept = data.draw(st.integers(0, min(buckets, slots) - 1))
-    seats = seating(buckets, slots, kept)
+    use = slot_use(buckets, slots, kept)
 
     def is_free(position: int, head: int) -> bool:
-        return seats.slots[position] not in seats.slots[head:position]
+        return use.slots[position] not in use.slots[head:position]
 
-    assert len(seats.reach) == buckets + 1
-    for head, reach in enumerate(seats.reach):
+    assert len(use.reach) == buckets + 1
+    for head, reach in enumerate(use.reach):
         assert head < reach or head == buckets
         assert all(is_free(position, head) for position in range(head, reach))
         assert reach == buckets or not is_free(reach, head)
