@@ -162,7 +162,12 @@ class BulkStream(Stream, Protocol):
     """A stream for bulk copies between host and device, in one direction."""
 
     def copy_in_turns(self, targets: Turns, sources: Turns) -> None:
-        """:meth:`copy`; between two turns, copies of others get through."""
+        """:meth:`copy`; between two turns, copies of others get through, and one may run beside
+        the next."""
+        ...
+
+    def keep_order(self) -> None:
+        """Later copies come after all so far: they may have the same targets."""
         ...
 
 
@@ -326,6 +331,9 @@ class _TakingTurns(_AcceleratorStream):
                 commands.record(ends[turn], raw)  # who waits has taken the last record already
                 self._turn = (turn + 1) % count
 
+    def keep_order(self) -> None:
+        self.wait(self.record())
+
     def wait(self, event: Event) -> None:
         recorded = _recorded(event)
         for raw in self._raws:
@@ -459,6 +467,9 @@ class _CpuStream:
     def copy_in_turns(self, targets: Turns, sources: Turns) -> None:
         for some, others in zip(targets, sources, strict=True):
             copy_all(some, others)
+
+    def keep_order(self) -> None:
+        return None
 
     def wait(self, event: Event) -> None:
         event.synchronize()

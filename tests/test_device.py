@@ -106,6 +106,21 @@ def test_copies_come_between_what_was_waited_for_and_what_is_recorded(seed: int)
             assert at[order[position - 2]] < at[name]
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_copies_to_the_same_targets_may_be_kept_in_order(seed: int) -> None:
+    machine, log = Machine(seed), list[str]()
+    turns = turns_of(machine, log)
+    for _ in range(6):
+        chunks: Any = [["again"]]
+        turns.copy_in_turns(chunks, chunks)
+        turns.keep_order()
+        chunks = [["other"], ["other"]]
+        turns.copy_in_turns(chunks, chunks)
+        turns.keep_order()
+    machine.run()
+    assert log == ["again", "other", "other"] * 6
+
+
 def test_what_is_launched_comes_after_all_copies_and_before_later_ones() -> None:
     for seed in range(40):
         machine, log = Machine(seed), list[str]()

@@ -269,8 +269,8 @@ class StreamedLane:
 
     def _forget(self) -> None:
         self._holds = [None] * len(self.slots)
-        # Else turns of a transfer that is made again could run before the last ones of the first.
-        self._h2d.wait(self._h2d.record())
+        if self._shared_h2d is not None:  # turns that are made again have the same targets
+            self._shared_h2d.keep_order()
 
     def abort(self) -> None:
         """Forget an iteration that has begun: all state and all weights are written anew."""

@@ -251,6 +251,9 @@ class SimulatedStream:
         """Queue the copies as one launch."""
         self.copy([t for turn in targets for t in turn], [s for turn in sources for s in turn])
 
+    def keep_order(self) -> None:
+        """One launch at a time anyway."""
+
     def wait(self, event: Event) -> None:
         """Block later entries of this stream until ``event`` is reached."""
         self.simulator._wait(self, event.recorded() if isinstance(event, PendingEvent) else event)
