@@ -23,7 +23,7 @@ Copy = Callable[[Tensor, Tensor], None]
 """(source, target), 1-D, contiguous, of one dtype, one on the host: on the current stream."""
 
 WORDS: Final = (torch.int32, torch.int16, torch.int8)
-"""What a kernel may copy by; the last one of some divides any number of bytes."""
+"""What a kernel may copy by: one that divides the bytes, and where they start in storages."""
 MOST_WORDS: Final = 1 << 31
 _PROBE_NUMEL: Final = 20_000
 
@@ -47,7 +47,9 @@ def copy_by_kernel(source: Tensor, target: Tensor) -> None:
     """See :data:`Copy`. The one on the host is page-locked, the other one of a CUDA device."""
     kernels = triton_kernels()
     n_bytes = source.numel() * source.itemsize
-    word = next(word for word in WORDS if n_bytes % word.itemsize == 0)
+    places = n_bytes | source.storage_offset() * source.itemsize
+    places |= target.storage_offset() * target.itemsize
+    word = next(word for word in WORDS if places % word.itemsize == 0)
     if kernels is None or n_bytes // word.itemsize >= MOST_WORDS:
         copy_by_torch(source, target)
     else:

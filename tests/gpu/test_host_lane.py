@@ -94,9 +94,11 @@ def lateness(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     return late
 
 
-def wrap(model: Any, overlap: str, lanes: str | tuple[str, ...] = "host") -> HybridDeviceOptimizer:
+def wrap(
+    model: Any, overlap: str, lanes: str | tuple[str, ...] = "host", *, fused: bool | None = None
+) -> HybridDeviceOptimizer:
     return HybridDeviceOptimizer(
-        torch.optim.AdamW(model.parameters(), lr=1e-2),
+        torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused),
         model=model,
         overlap=overlap,
         transfer=SMALL,
@@ -162,7 +164,7 @@ def test_both_lanes_have_the_bits_of_their_kernels(mesh: Any) -> None:
         for lane, parameter in zip(MIXED, plain.parameters(), strict=True):
             halves[lane == "host"].append(parameter)
         device, cpu = torch.optim.AdamW(halves[0], lr=1e-2, fused=True), CpuTwin(halves[1], lr=1e-2)
-        optimizer = wrap(mine, "step", MIXED)
+        optimizer = wrap(mine, "step", MIXED, fused=True)
         for step in range(STEPS):
             for a, b in zip(plain.parameters(), mine.parameters(), strict=True):
                 a.grad = torch.full_like(a, (step - 2) / 8)
