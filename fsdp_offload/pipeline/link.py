@@ -47,9 +47,9 @@ def copy_by_kernel(source: Tensor, target: Tensor) -> None:
     """See :data:`Copy`. The one on the host is page-locked, the other one of a CUDA device."""
     kernels = triton_kernels()
     n_bytes = source.numel() * source.itemsize
-    places = n_bytes | source.storage_offset() * source.itemsize
-    places |= target.storage_offset() * target.itemsize
-    word = next(word for word in WORDS if places % word.itemsize == 0)
+    starts = (int(tensor.storage_offset()) * tensor.itemsize for tensor in (source, target))
+    places = (n_bytes, *starts)
+    word = next(word for word in WORDS if not any(place % word.itemsize for place in places))
     if kernels is None or n_bytes // word.itemsize >= MOST_WORDS:
         copy_by_torch(source, target)
     else:
