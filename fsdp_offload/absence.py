@@ -3,8 +3,9 @@
 [Note: saved and dropped]
 *Saved*, copied to places in host memory: state that lives on the device, which is that of the
 resident lane, what native parameters' classes made, and step counts that a kernel wants there.
-*Dropped*, given up and taken again without a copy, because nothing in it outlives a step: slots,
-scratch, the host lane's staging buffers. What stays: a checksum and a flag per host bucket.
+*Dropped*, given up and taken again without a copy, because nothing in it but copies outlives a
+step: slots, scratch, the host lane's staging buffers. What stays: a checksum and a flag per host
+bucket.
 
 [Note: away, state is host memory]
 Whoever holds a saved tensor (a record, a piece, the class's state dict) holds its *twin* over the

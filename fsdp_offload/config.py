@@ -121,8 +121,9 @@ class TransferConfig:
     prefetch_bytes: int | str | None = None
     """Device memory for state that is on its way beyond the slots: fetched before its gradients
     are there, or updated and still to be written back. It keeps the link busy where the forward
-    ends and the backward begins. With ``overlap="backward"`` half of it holds buckets that stay
-    from one iteration to the next: they are written back like the others, and not fetched.
+    ends and the backward begins. With ``overlap="backward"`` half of it (all of it, where it holds
+    all state) keeps buckets from one iteration to the next: they are written back like the others,
+    and not fetched again.
     ``None``: 1 GiB with ``overlap="forward"`` or ``"backward"``, none with ``"step"``. More than
     all of the state is never taken."""
 

@@ -40,9 +40,11 @@ class Statistics:
     buckets: int
     """Units of update per step."""
     moved_bytes: int
-    """Bytes that the last step moved to host memory: all state of what it updated."""
+    """Bytes that the last step moved to host memory: all offloaded state that it updated on the
+    device, and gradients of the host lane."""
     fetched_bytes: int
-    """Bytes that it moved to the device: without those that were still there."""
+    """Bytes that were moved to the device for it: not those that were still there, and twice what
+    was fetched ahead and then read or written by somebody else."""
     step_ms: float
     """Host milliseconds of the last ``step()``; the device may still have been at work."""
 

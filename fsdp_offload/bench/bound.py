@@ -16,6 +16,9 @@ Row = dict[str, Any]
 def link_ms(state_bytes: int, both_ways_gbps: float) -> float:
     """Milliseconds in which ``state_bytes`` travel to the device and back again.
 
+    All state counts both ways: with some of it kept on the device, in stated budgets, an iteration
+    may be shorter than that.
+
     Args:
         state_bytes: bytes that travel in each direction.
         both_ways_gbps: measured GB/s of both directions together, at once.

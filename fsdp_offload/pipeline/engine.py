@@ -43,7 +43,8 @@ FEW_STREAMED = 0.1
 """Up to that much of the host lane's bytes, a streamed lane does not take cores from it."""
 KEPT_SHARE = {"backward": 0.5}
 """By ``overlap``, of the slots beyond the least, those whose buckets stay there from one iteration
-to the next; with all of them, less else could be fetched ahead (docs/how-it-works.md)."""
+to the next: with all of them, less else could be fetched ahead (docs/how-it-works.md). Where all
+state fits into the slots, all buckets but one stay."""
 DEFAULT_DEVICE_BYTES = 256 << 20
 """Memory of the slots above which the parameter that needs it is logged."""
 
@@ -433,7 +434,7 @@ class Segment:
             self.streamed.abort()
 
     def staging(self) -> list[Tensor]:
-        """Slots, scratch and staging rings: device memory that holds nothing between steps."""
+        """Slots, scratch and staging rings: device memory that holds but copies between steps."""
         tensors = [self.scratch.memory]
         if self.streamed is not None:
             tensors += self.streamed.slots
@@ -471,12 +472,12 @@ class Segment:
 
     @property
     def moved_bytes(self) -> int:
-        """Bytes that the last step moved in each direction."""
+        """Bytes that the last step wrote back: by the host lane, gradients that it sent."""
         return sum(lane.moved_bytes for lane in (self.streamed, self.host) if lane is not None)
 
     @property
     def fetched_bytes(self) -> int:
-        """Of :attr:`moved_bytes`, those that came to the device: what is kept there does not."""
+        """Bytes that came to the device for the last step: what is kept there does not."""
         lanes = (self.streamed and self.streamed.fetched_bytes, self.host and self.host.moved_bytes)
         return sum(n_bytes for n_bytes in lanes if n_bytes)
 
