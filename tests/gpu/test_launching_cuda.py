@@ -1,0 +1,102 @@
+"""Remembered Triton kernels on a GPU: launches by the driver do what Triton's launches do."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fsdp_offload import HybridDeviceOptimizer, PrecisionConfig, TransferConfig, launching
+from fsdp_offload.launching import Kernel
+from fsdp_offload.pipeline.kernels import triton_kernels
+
+SMALL = TransferConfig(bucket_bytes=64 << 10, slots=3)
+
+
+def total_of(ones: Tensor) -> int:
+    """Of a checksum kernel."""
+    kernels, total = triton_kernels(), torch.zeros((), dtype=torch.int64, device="cuda")
+    assert kernels is not None
+    kernels.checksum(ones, total)
+    return int(total)
+
+
+def test_the_driver_launches_what_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    ones = torch.ones(64, dtype=torch.int32, device="cuda")
+    total_of(ones)
+    direct = [v for v in kernels_of("_CHECKSUM")._known.values() if v._launch is not None]
+    assert direct
+    for variant in direct:
+        monkeypatch.setattr(variant, "_compiled", None)
+    assert total_of(ones) == 64 * 64
+
+
+def kernels_of(name: str) -> Kernel:
+    kernels = triton_kernels()
+    assert kernels is not None
+    kernel = getattr(kernels, name)
+    assert isinstance(kernel, Kernel)
+    return kernel
+
+
+def test_a_new_thread_launches_too() -> None:
+    ones, found = torch.ones(64, dtype=torch.int32, device="cuda"), list[int]()
+
+    def run() -> None:
+        found.extend(total_of(ones) for _ in range(3))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert found == [64 * 64] * 3
+
+
+def trained(moments: Any, **how: Any) -> list[Tensor]:
+    """Parameters and state after a few steps, by kernels that have remembered nothing before."""
+    for kernel in gc.get_objects():
+        if isinstance(kernel, Kernel):
+            kernel._known.clear()
+    generator = torch.Generator("cuda").manual_seed(0)
+    model = nn.Sequential(nn.Linear(256, 512), nn.Linear(512, 64)).cuda().bfloat16()
+    for parameter in model.parameters():
+        parameter.data.normal_(generator=generator)
+    optimizer = HybridDeviceOptimizer(
+        torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True, **how),
+        transfer=SMALL, update_on="device", precision=PrecisionConfig(moments=moments),
+    )  # fmt: skip
+    for _ in range(5):
+        for parameter in model.parameters():
+            parameter.grad = torch.empty_like(parameter).normal_(generator=generator)
+        optimizer.clip_grad_norm_(0.7)
+        optimizer.step()
+    state = [v.clone() for p in model.parameters() for v in optimizer.state[p].values()]
+    found = [p.detach().clone() for p in model.parameters()] + state
+    optimizer.close()
+    return found
+
+
+@pytest.mark.parametrize("moments", [None, torch.bfloat16, "int8"], ids=str)
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_updates_have_the_bits_of_tritons_launches(
+    monkeypatch: pytest.MonkeyPatch, moments: Any, decay: float
+) -> None:
+    """Pointers, integers and floats arrive as they were given."""
+    calls: list[int] = []
+    launch = launching.Launch.__call__
+
+    def counted(self: Any, *how: Any) -> bool:
+        calls.append(1)
+        return launch(self, *how)
+
+    monkeypatch.setattr(launching.Launch, "__call__", counted)
+    found = trained(moments, weight_decay=decay)
+    assert calls
+    calls.clear()
+    monkeypatch.setattr(launching, "_direct", lambda compiled: (None, None))
+    expected = trained(moments, weight_decay=decay)
+    assert not calls
+    assert all(map(torch.equal, found, expected))
