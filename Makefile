@@ -8,8 +8,9 @@ TORCH  := $(shell grep '^torch==' constraints.txt)
 
 # Every test but those that need a GPU: tiers T0-T3.
 NO_GPU := not gpu and not gpus
-# A file runs in one worker: its fixtures are made once, its rank tests find their pools running.
-SPREAD := -n 2 --dist loadfile
+# Each worker has half of the files, so that fixtures are made once and rank tests find their pools
+# running; who has done takes tests from the other.
+SPREAD := -n 2 --dist worksteal
 
 .PHONY: help venv demo lint test test-long test-gpu clean
 
