@@ -6,8 +6,8 @@
 depends on dtypes, on alignment to 16 bytes, on whether integers are 1 or divisible by 16 and how
 wide they are, and on constants: where these were met before, the variant that was chosen then is
 launched, with addresses in place of tensors: by the driver's own function (:class:`.driver.Launch`)
-where the variant needs nothing else, because ``triton.compiler.CompiledKernel`` takes the host
-several times as long (hooks, a dictionary of metadata, the interpreter lock given back). So it is
+where the variant needs nothing else, because ``triton.compiler.CompiledKernel`` does more (hooks,
+a dictionary of metadata, the interpreter lock given back): 0.1 ms on a slow host. So it is
 with NVIDIA's backend; AMD's looks at the sizes of storages, too, and is asked each time.
 Source: ``triton/runtime/jit.py``, ``JITFunction.run``, ``triton/compiler/compiler.py`` and
 ``triton/backends/nvidia/driver.py`` (Triton 3.6). Hooks on Triton's launches are not called.

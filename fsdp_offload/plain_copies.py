@@ -10,7 +10,7 @@ arguments, in one launch for up to 16 tensors; where that cannot be used, ``torc
 ``copy_`` do.
 
 The third of its copies, ``fsdp::all_gather_copy_in``, sends no table, but goes through torch's
-dispatcher and back into Python: that kernel makes it, too, in less of the host's time.
+dispatcher and back into Python: that kernel makes it, too, without that way.
 
 FSDP2 looks these operations up in ``torch.ops.fsdp`` whenever it calls them (torch/distributed/
 fsdp/_fully_shard/_fsdp_collectives.py of torch 2.13; a version that does not is left as it is).

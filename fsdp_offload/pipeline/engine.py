@@ -71,10 +71,9 @@ class Section:
         return self.members[0]
 
 
-def make_sections(
-    records: Sequence[Record], *, bucket_bytes: int, host_bucket_bytes: int
-) -> list[Section]:
+def make_sections(records: Sequence[Record], config: OffloadConfig) -> list[Section]:
     """Group records by lane and dtypes (order kept) and lay each group out in one arena."""
+    host_factor = HOST_BUCKET_FACTOR if config.overlap == "step" else 1
 
     def key(record: Record) -> tuple[str, ...]:
         kinds = tuple(kind.name for kind, _ in record.kinds) if record.moments else ()
@@ -89,7 +88,7 @@ def make_sections(
         start = 0 if members[0].lane == "resident" else stop
         layout = make_layout(
             [r.entry for r in members],
-            bucket_bytes=host_bucket_bytes if members[0].lane == "host" else bucket_bytes,
+            bucket_bytes=config.bucket_bytes * (host_factor if members[0].lane == "host" else 1),
             arena_start=start,
         )
         if members[0].lane != "resident":
@@ -122,12 +121,7 @@ class Segment:
         self._allocate_state = allocate_state
         self._added = list(added)
         transfer = config.transfer
-        factor = HOST_BUCKET_FACTOR if config.overlap == "step" else 1
-        sections = make_sections(
-            added,
-            bucket_bytes=config.bucket_bytes,
-            host_bucket_bytes=config.bucket_bytes * factor,
-        )
+        sections = make_sections(added, config)
         away = [s for s in sections if s.first.lane != "resident"]
         self.host_bytes = max((s.layout.arena_stop for s in away), default=0)
         self.payload_bytes = sum(s.layout.payload_bytes for s in away)
