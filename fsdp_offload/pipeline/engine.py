@@ -19,7 +19,7 @@ from ..memory import ArenaStatistics, HostArena, check_host_budget, local_ranks
 from ..moving import Trip
 from ..plan import Kind, Layout, Slice, make_layout
 from ..plan.layout import align
-from ..plan.order import Job, deadline_order, ring_size
+from ..plan.order import Job, deadline_order, slot_count
 from .bucket import BucketUpdate, Scratch
 from .cores import thread_count, thread_setup
 from .host import HostBucket, HostStaging, HostStagingSizes, ring_depth
@@ -240,14 +240,13 @@ class Segment:
             return None
         slot_bytes = max(align(bucket.slot_bytes, 256) for _, bucket in pairs)
         prefetches = self.config.overlap != "step" or self.config.prefetch_bytes > 0
-        extra = self.config.prefetch_bytes // max(slot_bytes, 1)
-        count = self.config.transfer.slots + extra
-        kept = 0
-        if prefetches:
-            share = KEPT_SHARE.get(self.config.overlap, 0.0)
-            kept = len(pairs) - 1 if share and count >= len(pairs) else int(extra * share)
-            count = kept + ring_size(len(pairs) - kept, count - kept)
-        count = min(count, len(pairs))
+        count, kept = slot_count(
+            len(pairs),
+            self.config.transfer.slots,
+            self.config.prefetch_bytes // max(slot_bytes, 1),
+            prefetches=prefetches,
+            kept_share=KEPT_SHARE.get(self.config.overlap, 0.0),
+        )
         if count * slot_bytes > DEFAULT_DEVICE_BYTES:
             largest = max(pairs, key=lambda pair: pair[1].slot_bytes)[1]
             _log.info(

@@ -58,6 +58,26 @@ def ring_size(buckets: int, most: int) -> int:
     return -(-buckets // rounds)
 
 
+def slot_count(
+    buckets: int, least: int, extra: int, *, prefetches: bool, kept_share: float
+) -> tuple[int, int]:
+    """How many slots there are, and how many of them hold one bucket each.
+
+    Args:
+        buckets: at least 1.
+        least: slots that are wanted in any case.
+        extra: slots that there is memory for besides.
+        prefetches: whether the next iteration's first buckets are fetched in this one.
+        kept_share: of the extra slots, those with a bucket of their own; where all buckets fit into
+            slots, and it is not 0, all but one have one.
+    """
+    most = least + extra
+    if not prefetches:
+        return min(most, buckets), 0
+    kept = buckets - 1 if kept_share and most >= buckets else int(extra * kept_share)
+    return kept + ring_size(buckets - kept, most - kept), kept
+
+
 @dataclass(frozen=True)
 class SlotUse:
     """Which slot the bucket at each position of an order uses, and how far ahead it may be filled.

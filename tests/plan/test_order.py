@@ -6,7 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdp_offload.plan.order import Job, assumed_ready_ms, deadline_order, ring_size, slot_use
+from fsdp_offload.plan.order import (
+    Job,
+    assumed_ready_ms,
+    deadline_order,
+    ring_size,
+    slot_count,
+    slot_use,
+)
 
 TIMES = st.integers(0, 20).map(float)
 JOBS = st.lists(
@@ -89,6 +96,30 @@ def test_a_ring_is_gone_round_in_as_few_rounds_as_with_all_slots(buckets: int, m
     assert -(-buckets // size) == rounds
     assert rounds * size - buckets < max(rounds, 1) or buckets == 0, "too many slots are left out"
     assert size == 1 or (size - 1) * rounds < buckets, "a smaller ring would do"
+
+
+@given(
+    st.integers(1, 300),
+    st.integers(1, 8),
+    st.integers(0, 64),
+    st.booleans(),
+    st.sampled_from((0.0, 0.5, 1.0)),
+)
+def test_slots_are_as_many_as_there_is_memory_for_or_buckets(
+    buckets: int, least: int, extra: int, prefetches: bool, share: float
+) -> None:
+    count, kept = slot_count(buckets, least, extra, prefetches=prefetches, kept_share=share)
+
+    assert 1 <= count <= min(least + extra, buckets)
+    assert kept < count, "those that share slots need one"
+    slot_use(buckets, count, kept)
+    if not prefetches:
+        assert (count, kept) == (min(least + extra, buckets), 0)
+    elif share and least + extra >= buckets:
+        assert (count, kept) == (buckets, buckets - 1)
+    else:
+        assert kept == int(extra * share)
+        assert count - kept == ring_size(buckets - kept, least + extra - kept)
 
 
 @given(st.data(), st.integers(1, 60), st.integers(1, 40))
