@@ -20,6 +20,7 @@ from ..moving import Trip
 from ..plan import Kind, Layout, Slice, make_layout
 from ..plan.layout import align
 from ..plan.order import Job, deadline_order, slot_count
+from ..plan.prediction import is_beside
 from .bucket import BucketUpdate, Scratch
 from .cores import thread_count, thread_setup
 from .host import HostBucket, HostStaging, HostStagingSizes, ring_depth
@@ -39,8 +40,6 @@ HOST_DEPTH = 6
 HOST_BUCKET_FACTOR = 2
 """Host buckets are that much larger with ``overlap="step"``: each costs a hand-over between
 threads. With the others all buckets are large."""
-FEW_STREAMED = 0.1
-"""Up to that much of the host lane's bytes, a streamed lane does not take cores from it."""
 KEPT_SHARE = {"backward": 0.5}
 """By ``overlap``, of the slots beyond the least, those whose buckets stay there from one iteration
 to the next: with all of them, less else could be fetched ahead (docs/how-it-works.md). Where all
@@ -536,12 +535,12 @@ def _host_staging_sizes(sections: list[Section], threads: int) -> HostStagingSiz
 
 
 def _is_beside(sections: list[Section]) -> bool:
-    """Whether there is a streamed lane that counts beside the host lane."""
+    """See :func:`.plan.prediction.is_beside`."""
 
     def payload_bytes(lane: str) -> int:
         return sum(s.layout.payload_bytes for s in sections if s.first.lane == lane)
 
-    return payload_bytes("streamed") > payload_bytes("host") * FEW_STREAMED
+    return is_beside(payload_bytes("streamed"), payload_bytes("host"))
 
 
 def host_threads(config: OffloadConfig, *, beside: bool) -> int:

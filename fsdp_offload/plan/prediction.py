@@ -25,6 +25,15 @@ HOST_EFFICIENCY: Final = 0.7
 An estimate: 8 threads updated 3.5 G parameters/s in steps on one H200 machine (units of 2 M in 4.5
 ms), and 5.0 in the measurement on another."""
 
+FEW_STREAMED: Final = 0.1
+"""Up to that much of the host lane's bytes, a streamed lane does not take cores from it."""
+
+
+def is_beside(streamed_bytes: int, host_bytes: int) -> bool:
+    """Whether a streamed lane of so much state counts beside a host lane: the latter has fewer
+    threads then, and both are slower than alone."""
+    return streamed_bytes > host_bytes * FEW_STREAMED
+
 
 @dataclass(frozen=True)
 class Load:
@@ -34,7 +43,8 @@ class Load:
     host_numel: int = 0  # elements updated on CPU cores
     dram_bytes: int = 0  # of host memory, read and written
     device_bytes: int = 0  # of device memory, read and written
-    streamed_bytes: int = 0  # of the link's, those of the streamed lane
+    streamed_bytes: int = 0  # state in the streamed lane
+    host_bytes: int = 0  # state in the host lane
 
     def __add__(self, other: Load) -> Load:
         return Load(
@@ -43,6 +53,7 @@ class Load:
             self.dram_bytes + other.dram_bytes,
             self.device_bytes + other.device_bytes,
             self.streamed_bytes + other.streamed_bytes,
+            self.host_bytes + other.host_bytes,
         )
 
     def __sub__(self, other: Load) -> Load:
@@ -52,6 +63,7 @@ class Load:
             self.dram_bytes - other.dram_bytes,
             self.device_bytes - other.device_bytes,
             self.streamed_bytes - other.streamed_bytes,
+            self.host_bytes - other.host_bytes,
         )
 
 
@@ -65,7 +77,7 @@ def load_of(candidate: Candidate, lane: Lane) -> Load:
             link_bytes=2 * state,
             dram_bytes=2 * state,
             device_bytes=4 * state + 3 * gradient,
-            streamed_bytes=2 * state,
+            streamed_bytes=state,
         )
     # Gradient: written by the copy, read by the kernel. Master: read by the copy back.
     return Load(
@@ -73,6 +85,7 @@ def load_of(candidate: Candidate, lane: Lane) -> Load:
         host_numel=candidate.max_local_numel,
         dram_bytes=2 * candidate.host_state_bytes + 3 * gradient,
         device_bytes=4 * gradient,
+        host_bytes=candidate.host_state_bytes,
     )
 
 
@@ -112,7 +125,7 @@ def predict(load: Load, rates: Rates) -> Prediction:
     """The step that ``load`` takes."""
     gbps = rates.both_ways_gbps * LINK_EFFICIENCY
     numel_per_s, beside_gbps = rates.host_numel_per_s, gbps
-    if load.host_numel and load.streamed_bytes:
+    if load.host_numel and is_beside(load.streamed_bytes, load.host_bytes):
         numel_per_s = rates.beside_numel_per_s * HOST_EFFICIENCY
         beside_gbps = rates.beside_gbps * LINK_EFFICIENCY
     host_ms = load.host_numel / numel_per_s * 1e3

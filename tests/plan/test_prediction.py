@@ -70,6 +70,8 @@ LINK_AND_HOST_MS = [
     ("streamed", 700_000_000, 10.89e9 / 39e6, 1000.0 + 5.0),
     # No streamed lane: all cores and the whole link for the host lane.
     ("resident", 700_000_000, 5.6e9 / 97.5e6, 350.0 + 5.0),
+    # The streamed lane has less than a tenth of the host lane's bytes: it does not count.
+    ("streamed", 7_000_000_000, (5.29e9 + 56e9) / 97.5e6, 3500.0 + 5.0),
     # No host lane.
     ("streamed", 0, 5.29e9 / 97.5e6, 0.0),
 ]
