@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -67,9 +67,25 @@ def cores_per_rank() -> int:
     return max(1, len(os.sched_getaffinity(0)) // local_ranks())
 
 
+VARIABLES: Final = (
+    "CUDA_DEVICE_MAX_CONNECTIONS",
+    "CUDA_LAUNCH_BLOCKING",
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
+)
+"""Of the environment, what changes times; and all of NCCL's but for paths."""
+
+
 def environment(device: str = "cuda") -> Row:
-    """Hardware, versions, commit (where git knows it) and command."""
+    """Hardware, versions, commit (where git knows it), command, and variables that change times."""
     row: Row = {"cores": len(os.sched_getaffinity(0))}
+    variables = {
+        name: value
+        for name, value in sorted(os.environ.items())
+        if (name in VARIABLES or name.startswith("NCCL_")) and "/" not in value
+    }
+    if variables:
+        row["variables"] = variables
     if device == "cuda":
         row["gpu"] = torch.cuda.get_device_properties(0).name
         row["cuda"] = torch.version.cuda

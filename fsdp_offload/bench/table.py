@@ -174,6 +174,7 @@ def _described(report: Mapping[str, Any], job_words: Sequence[str], medians: str
     ]
     if commit := machine.get("commit"):
         words.append(f"commit {commit}")
+    words += [f"{name}={value}" for name, value in machine.get("variables", {}).items()]
     text = f"{', '.join(words)}; {medians}"
     if link:
         ways = (f"{link[key]:.1f}" for key in ("h2d_gbps", "d2h_gbps", "h2d+d2h_gbps"))

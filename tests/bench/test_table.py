@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fsdp_offload.bench import table
+from fsdp_offload.bench.machine import VARIABLES, environment
 from fsdp_offload.bench.model import Job, gpt_shapes, layers_for
 from fsdp_offload.errors import ConfigError
 
@@ -44,6 +46,19 @@ def test_markdown_table() -> None:
     assert rows[0] == "| plain | 147.0 |  |  |  | 11.0000 |"
     assert rows[1] == "| backward | 280.0 | 1.057 | 101.00 (+1.0 %) | 0 / 3 | 11.5000 = |"
     assert rows[-1] == "- torchao: not available: ImportError: none"
+
+
+def test_variables_that_change_times_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*VARIABLES, *(n for n in os.environ if n.startswith("NCCL_"))):
+        monkeypatch.delenv(name, raising=False)
+    assert "variables" not in environment("cpu")
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "2")
+    monkeypatch.setenv("NCCL_ALGO", "Ring")
+    monkeypatch.setenv("NCCL_TOPO_FILE", "/etc/topology.xml")
+    found = environment("cpu")
+    assert found["variables"] == {"CUDA_DEVICE_MAX_CONNECTIONS": "2", "NCCL_ALGO": "Ring"}
+    head, *_ = table.markdown_table({**REPORT, "environment": found}).splitlines()
+    assert ", CUDA_DEVICE_MAX_CONNECTIONS=2, NCCL_ALGO=Ring; medians" in head
 
 
 def test_line_of_a_row_that_could_not_be_built() -> None:
