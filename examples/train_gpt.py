@@ -3,8 +3,9 @@
     torchrun --nproc-per-node 2 examples/train_gpt.py --save checkpoints/run/gpt --steps 100
     torchrun --nproc-per-node 1 examples/train_gpt.py --resume checkpoints/run/gpt --steps 200
 
-The text is the Python standard library unless `--data` names a file or a folder. The one line
-that differs from a plain FSDP2 script is the one with `HybridDeviceOptimizer`.
+It needs torchrun, also for one rank. The text is the Python standard library unless `--data` names
+a file or a folder. The one line that differs from a plain FSDP2 script is the one with
+`HybridDeviceOptimizer`.
 """
 
 import argparse

@@ -121,15 +121,16 @@ class TransferConfig:
     prefetch_bytes: int | str | None = None
     """Device memory for state that is on its way beyond the slots: fetched before its gradients
     are there, or updated and still to be written back. It keeps the link busy where the forward
-    ends and the backward begins. With ``overlap="backward"`` half of it (all of it, where it holds
-    all state) keeps buckets from one iteration to the next: they are written back like the others,
-    and not fetched again.
+    ends and the backward begins. With ``overlap="backward"`` half of it keeps buckets from one
+    iteration to the next (all buckets but one, where it and the slots hold all state): they are
+    written back like the others, and not fetched again.
     ``None``: 1 GiB with ``overlap="forward"`` or ``"backward"``, none with ``"step"``. More than
     all of the state is never taken."""
 
     host_threads: int | None = None
     """Threads of the host lane. ``None``: cores of this process / ranks on this host, and half of
-    that beside a streamed lane, whatever ``OMP_NUM_THREADS`` says."""
+    that beside a streamed lane of more than a tenth of its bytes, whatever ``OMP_NUM_THREADS``
+    says."""
 
     bind_threads: bool = True
     """Keep the host lane's threads on cores next to the device (Linux). Where the process may use

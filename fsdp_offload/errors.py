@@ -63,7 +63,7 @@ class UnsupportedParameterError(ConfigError):
 
 
 class DeviceError(OffloadError, RuntimeError):
-    """The accelerator is missing, or the parameters are spread over several device types."""
+    """A device that torch cannot use here, or parameters on several devices."""
 
 
 class DeviceMemoryError(OffloadError, RuntimeError):

@@ -7,7 +7,7 @@ Usage::
 
 Guarantees: the numbers are those of the wrapped optimizer (bit for bit in the device lanes; of
 torch's CPU kernel in the host lane); a parameter without gradient is not touched; shards are
-written in place; no collective is issued for element-wise optimizers.
+written in place; ``step()`` issues no collective for element-wise optimizers.
 
 Limits, each refused with a typed error: LBFGS, SparseAdam, ``differentiable=True``, sparse
 gradients, non-contiguous shards, ``CPUOffloadPolicy``, parameters on several devices, CUDA graph
@@ -51,7 +51,14 @@ from .pipeline.schema import check_supported
 from .pipeline.shadow import step_idle_groups
 from .plan import Plan
 from .report import Statistics, gather
-from .wrapping import check_wrappable, gateway_of, make_inert, modules_of, share_hooks
+from .wrapping import (
+    check_holds,
+    check_wrappable,
+    gateway_of,
+    make_inert,
+    modules_of,
+    share_hooks,
+)
 
 _log = logging.getLogger("fsdp_offload")
 
@@ -82,9 +89,9 @@ class HybridDeviceOptimizer(Leaving, Optimizer):
             addresses; it holds nothing else. Default: torch's allocator.
 
     Raises:
-        ConfigError: an argument is wrong; ``UnsupportedOptimizerError`` and
-            ``UnsupportedParameterError`` are kinds of it.
-        DeviceError: no accelerator, or parameters on several devices.
+        ConfigError: an argument is wrong, or the optimizer holds no parameter of ``model``;
+            ``UnsupportedOptimizerError`` and ``UnsupportedParameterError`` are kinds of it.
+        DeviceError: a device that torch cannot use here, or parameters on several devices.
         HostMemoryError: the state does not fit into host memory.
         PinningError: the driver refused to page-lock it.
         StateSchemaError: the class's step fails on a dense scratch parameter.
@@ -117,6 +124,7 @@ class HybridDeviceOptimizer(Leaving, Optimizer):
         )
         check_wrappable(optimizer)
         models = modules_of(model)
+        check_holds(optimizer, models)
         self._gateway = gateway_of(p for group in optimizer.param_groups for p in group["params"])
         self._inner, self._health = optimizer, Health()
         self._segments: list[Segment] = []
@@ -414,9 +422,9 @@ class HybridDeviceOptimizer(Leaving, Optimizer):
     ) -> Tensor:
         """As ``torch.nn.utils.clip_grad_norm_`` over all parameters, with its bits.
 
-        The norm is taken here, with one all-reduce per mesh; gradients are multiplied where the
-        next ``step()`` reads them, so ``.grad`` itself stays as it is until then. Parameters that
-        lie on several meshes, which torch refuses, count together.
+        The norm is taken here, with one all-reduce per sharded axis of each mesh; gradients are
+        multiplied where the next ``step()`` reads them, so ``.grad`` itself stays as it is until
+        then. Parameters that lie on several meshes, which torch refuses, count together.
 
         Returns:
             The norm before clipping: 0-dim, a replicated DTensor where gradients are DTensors.

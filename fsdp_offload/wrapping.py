@@ -82,6 +82,22 @@ def modules_of(model: nn.Module | Sequence[nn.Module] | None) -> list[nn.Module]
     return models
 
 
+def check_holds(optimizer: Optimizer, models: Sequence[nn.Module]) -> None:
+    """Refuse an optimizer that holds nothing of the models: it would never see a gradient.
+
+    Raises:
+        ConfigError: it was built before ``fully_shard``, or for another model.
+    """
+    named = shards.parameter_names(models)
+    held = (p for group in optimizer.param_groups for p in group["params"])
+    if named and not any(parameter in named for parameter in held):
+        raise ConfigError(
+            f"model= with {len(named)} parameters, none of them in the optimizer",
+            reason="fully_shard replaces parameters, and the optimizer has other ones",
+            remedy="call fully_shard, then build the optimizer, then wrap it",
+        )
+
+
 def gateway_of(parameters: Iterable[Tensor]) -> Gateway:
     """The gateway of the one device that all shards live on.
 

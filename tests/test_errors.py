@@ -217,6 +217,22 @@ def test_only_optimizers_can_be_wrapped() -> None:
         assert_explains(caught.value, type(wrong).__name__)
 
 
+def test_an_optimizer_of_other_parameters_than_the_models_is_refused() -> None:
+    refusal, other = Refusal(), Model()
+    for models in (other, [other, nn.Linear(2, 2)]):
+        with pytest.raises(ConfigError) as caught:
+            HybridDeviceOptimizer(refusal.inner, model=models)
+        assert_explains(caught.value, "none of them in the optimizer")
+    refusal.assert_untouched()
+
+
+def test_some_parameters_of_the_models_are_enough() -> None:
+    model, other = Model(), Model()
+    mixed = [model.weights[0], other.weights[1]]
+    for models in (model, [model, other], nn.Identity()):
+        HybridDeviceOptimizer(torch.optim.AdamW(mixed), model=models).close()
+
+
 def test_an_optimizer_without_trainable_parameters_is_refused() -> None:
     model = Model().requires_grad_(False)
     with pytest.raises(ConfigError) as caught:

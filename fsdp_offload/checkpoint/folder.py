@@ -274,6 +274,21 @@ def _complete_in(folder: Path) -> dict[Path, Manifest]:
     return found
 
 
+def given(path: str | os.PathLike[str] | None) -> Path:
+    """The path that a load was given.
+
+    Raises:
+        CheckpointError: it is None, which :func:`latest` says where there is nothing.
+    """
+    if path is None:
+        raise CheckpointError(
+            "a checkpoint at None",
+            reason="latest() says None where there is no complete checkpoint",
+            remedy="load only if there is one, and begin anew otherwise",
+        )
+    return Path(path)
+
+
 def latest(folder: str | os.PathLike[str]) -> Path | None:
     """The newest complete checkpoint of this package in ``folder``, or ``None``.
 

@@ -45,6 +45,7 @@ from ..errors import (
     OffloadError,
 )
 from ..optimizer import HybridDeviceOptimizer
+from .folder import given
 from .local_file import Contents, Entry, RankFile, missing, read_entries, read_header, write_file
 from .local_job import Job, Table, first_difference, placement
 from .team import Team, of_rank
@@ -132,14 +133,14 @@ def load_local(
             while reading: then the optimizer is *failed* until a load succeeds.
         StateDictError: group values that need other state. Nothing was written.
     """
-    held, team, folder = _offloaded(optimizer), Team.of_world(), Path(path)
+    held, team = _offloaded(optimizer), Team.of_world()
 
-    def survey() -> tuple[tuple[Job, dict[str, _Fitting]], dict[str, OffloadError | None]]:
+    def survey() -> tuple[tuple[Path, Job, dict[str, _Fitting]], dict[str, OffloadError | None]]:
         held._health.check(failed_ok=True)
-        job, found = Job(model, held, team), dict[str, _Fitting]()
-        return (job, found), _survey(folder, job, found)
+        folder, job, found = given(path), Job(model, held, team), dict[str, _Fitting]()
+        return (folder, job, found), _survey(folder, job, found)
 
-    (job, found), told = team.share(survey)
+    (folder, job, found), told = team.share(survey)
     chosen = found[choose(folder, told, team.rank)]
 
     with held._replacing_all("load_local()", keep=CheckpointError):

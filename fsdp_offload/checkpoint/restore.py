@@ -34,7 +34,7 @@ from ..loading import tell_loaded
 from ..optimizer import HybridDeviceOptimizer
 from . import naming
 from .conversion import Conversion
-from .folder import Manifest, check_files, resolve
+from .folder import Manifest, check_files, given, resolve
 from .packer import GROUPS, STATE, Models, models_of, names_of, unpack_optimizer_state
 from .reader import CheckpointReader, check_chunks, read_metadata
 from .saving import EXTRA, Folder, decode, optimizer_name, weights_of
@@ -82,7 +82,7 @@ def load(
     known: list[Metadata] = []  # the lead has read it
 
     def inspect() -> tuple[Path, Manifest | None]:
-        folder = resolve(Path(path).absolute())
+        folder = resolve(given(path).absolute())
         manifest = check_files(folder)
         known.append(read_metadata(folder))
         check_chunks(folder, known[0])

@@ -321,8 +321,7 @@ class FixedAddressRegion:
         """Take the device memory back, with the contents if they were saved. Not paused: nothing.
 
         Args:
-            wait: return when the contents are there. False: ``Trip.wait()`` says so, or
-                ``Trip.follow(stream)`` lets a stream wait.
+            wait: return when the contents are there. False: ``Trip.wait()`` says so.
 
         Raises:
             DeviceMemoryError: there is no memory. The region stays paused, its contents stay in

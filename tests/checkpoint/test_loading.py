@@ -245,6 +245,18 @@ def test_another_model_is_refused(tmp_path: Path, other: Any, words: str) -> Non
     step(loading)
 
 
+def test_there_is_nothing_to_load_where_latest_found_nothing(tmp_path: Path) -> None:
+    loading = pair_of(layers(2))
+    before = values_of(loading)
+
+    with pytest.raises(CheckpointError, match=r"latest\(\) says None"):
+        checkpoint.load(checkpoint.latest(tmp_path), *loading)  # type: ignore[arg-type]
+    with pytest.raises(CheckpointError, match=r"latest\(\) says None"):
+        checkpoint.load_local(checkpoint.latest(tmp_path), *loading)  # type: ignore[arg-type]
+    assert_same(values_of(loading), before)
+    step(loading)
+
+
 def test_fewer_layers_are_loaded_where_that_is_allowed(tmp_path: Path) -> None:
     saved, loading = pair_of(layers(2, 2)), pair_of(layers(2))
     checkpoint.save(tmp_path / "one", *saved)
