@@ -36,6 +36,10 @@ class Leaving:
     def _settle(self) -> None:
         raise NotImplementedError
 
+    def _drain_quietly(self) -> None:
+        """Wait for all that can be waited for."""
+        raise NotImplementedError
+
     def _adopt_writes(self) -> None:
         raise NotImplementedError
 
@@ -147,12 +151,14 @@ class Leaving:
     @torch.no_grad()
     def rebuild(self, parameters: Iterable[Tensor]) -> None:
         """Write the shards of ``parameters``, whose memory is back, from their masters. Works while
-        this optimizer is away, too. Memory beside a shard in its storage is left as it is.
+        this optimizer is away, and when it has failed: those masters are all there is then. Memory
+        beside a shard in its storage is left as it is.
 
         Args:
             parameters: of :meth:`rebuildable`.
         """
-        self.synchronize()
+        self._health.check(failed_ok=True)
+        self._drain_quietly()  # interrupted, it has harmed nothing
         wanted = set(parameters)
         for record in self._records:
             if record.parameter in wanted:

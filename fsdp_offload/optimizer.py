@@ -471,10 +471,22 @@ class HybridDeviceOptimizer(Leaving, Optimizer):
         loading.checked_groups(self.param_groups, saved, self._inventory, self._records)
 
     def synchronize(self) -> None:
-        """Block until parameters and state are final and host memory may be read."""
+        """Block until parameters and state are final and host memory may be read.
+
+        Interrupted, it waits on and then raises what came: nothing is torn by that.
+        """
         self._health.check()
+        interrupt: BaseException | None = None
         with self._health.failing("synchronize()", self._drain_quietly):
-            self._drain()
+            try:
+                self._drain()
+            except Exception:
+                raise
+            except BaseException as error:
+                self._drain()
+                interrupt = error
+        if interrupt is not None:
+            raise interrupt
 
     def resync(self) -> None:
         """Set every master equal to its weight, after writing into parameters by hand.

@@ -15,10 +15,11 @@ from torch.optim import Optimizer
 
 import fsdp_offload
 from fsdp_offload import HybridDeviceOptimizer, PhaseOffloader, swap
-from fsdp_offload.errors import AwayError, DeviceMemoryError
-from fsdp_offload.moving import FixedAddressRegion, Mover, StorageBlock, absent
+from fsdp_offload.errors import AwayError, DeviceMemoryError, LaneError
+from fsdp_offload.moving import FixedAddressRegion, Mover, PageBlock, StorageBlock, absent
 from fsdp_offload.patching import Patch
 from fsdp_offload.spent import StandIn
+from fsdp_offload.storages import is_tied
 from fsdp_offload.testing import StreamSimulator
 from tests.interrupting import at_each_line
 
@@ -355,6 +356,23 @@ def test_streams_are_late(name: str, params: str, policy: str) -> None:
         sweep(job, lambda: phases.reload(wait=False), COME_BACK, nothing, phases.offload, files)
 
 
+@pytest.mark.parametrize(
+    "policy", ["lazy", *(pytest.param(each, marks=MORE) for each in ("eager", "random:0"))]
+)
+@pytest.mark.parametrize(
+    ("name", "params", "grads"),
+    [("resident", "save", "drop"), pytest.param("host", "rebuild", "save", marks=MORE)],
+)
+def test_copies_back_are_late(name: str, params: str, grads: str, policy: str) -> None:
+    """In the middle of them: what got its memory without its bytes is not taken for present."""
+    with late_streams(policy):
+        job = Job(name, params, grads)
+        phases = job.phases
+        files = MOVING | {str(PACKAGE / "absence.py")}
+        move = "Moves.back"
+        sweep(job, lambda: phases.reload(wait=False), move, nothing, phases.offload, files)
+
+
 @pytest.mark.parametrize("policy", ["random:5", "random:6"])
 def test_staying_while_memory_leaves(policy: str) -> None:
     """What is dropped leaves at any time while the rest comes back."""
@@ -399,6 +417,190 @@ def test_pieces_that_have_no_copy_yet_stay_when_the_way_back_is_struck(
     phases.reload()
     assert bool((model.weight == 7).all())
     phases.close()
+
+
+def struck_once(
+    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, *, at: int = 1
+) -> list[bool]:
+    """Interrupt the return of a call; gives one entry per call."""
+    original, calls = getattr(owner, name), list[bool]()
+
+    def strike(*args: Any, **options: Any) -> Any:
+        result = original(*args, **options)
+        calls.append(True)
+        if len(calls) == at:
+            raise KeyboardInterrupt
+        return result
+
+    monkeypatch.setattr(owner, name, strike)
+    return calls
+
+
+@pytest.mark.parametrize("at", [1, 2, 3])
+def test_state_that_just_got_its_memory_is_copied_again(
+    monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    """Of a wrapper alone, and of a region: nobody else gives up what the way back has begun."""
+    job = Job("resident")
+    optimizer: Any = job.optimizer
+    region = FixedAddressRegion("kept", device=torch.device("cpu"), chunk_bytes=4096)
+    tensors = [region.empty((2000,), dtype=torch.float32).fill_(i) for i in range(5)]
+    optimizer.offload()
+    region.pause()
+    for owner in (StorageBlock, PageBlock):
+        with monkeypatch.context() as patch:
+            struck_once(patch, owner, "restore", at=at)
+            with pytest.raises(KeyboardInterrupt):
+                (optimizer.reload if owner is StorageBlock else region.resume)()
+    optimizer.reload()
+    region.resume()
+    job.check_values()
+    assert all(bool((tensor == i).all()) for i, tensor in enumerate(tensors))
+    region.close()
+
+
+def test_a_cycle_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job("plain")
+    phases = job.phases
+    for owner, name in (
+        (phases._optimizer, "follow"),
+        (phases, "_become_present"),
+        (phases, "_has_returned"),
+    ):
+        before = phases.statistics().cycles
+        phases.offload()
+        with monkeypatch.context() as patch:
+            struck_once(patch, owner, name)
+            with pytest.raises(KeyboardInterrupt):
+                phases.reload()
+        phases.reload()
+        assert phases.statistics().cycles == before + 1, name
+        job.check_goes_on()
+
+
+def test_what_ends_a_move_is_done_again_if_it_was_struck(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fsdp_offload.phases import offloader
+
+    job = Job("plain")
+    calls = struck_once(monkeypatch, offloader, "release_cached")
+    with pytest.raises(KeyboardInterrupt):
+        job.phases.offload()
+    assert job.phases.is_away
+    job.phases.offload()
+    assert len(calls) == 2
+    assert job.phases.statistics().offloaded["params"].n_bytes > 0
+    job.check_goes_on()
+
+
+@pytest.mark.parametrize("how", ["reload", "read"])
+def test_rebuilding_may_be_struck(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    """While it waits for the state: the optimizer has not failed by that."""
+    job = Job("host", "rebuild")
+    job.phases.offload()
+    absence: Any = job.optimizer._absence  # type: ignore[attr-defined]
+    with monkeypatch.context() as patch:
+        struck_once(patch, absence, "arrive")
+        with pytest.raises(KeyboardInterrupt):
+            job.phases.reload() if how == "reload" else job.model.state_dict()
+    job.check_goes_on()
+
+
+def test_shards_of_a_failed_optimizer_are_rebuilt() -> None:
+    """Else there is no way back, and no load: the model's comes first."""
+    job = Job("host", "rebuild")
+    optimizer: Any = job.optimizer
+    saved = copy.deepcopy((job.model.state_dict(), optimizer.state_dict()))
+    job.phases.offload()
+    optimizer._health._failure = ZeroDivisionError("in a lane")
+    job.phases.reload()
+    with pytest.raises(LaneError):
+        optimizer.step()
+    job.model.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    job.check_goes_on()
+
+
+def test_a_wait_that_was_struck_has_not_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job("resident")
+    optimizer: Any = job.optimizer
+    for call in (job.phases.offload, optimizer.synchronize, optimizer.state_dict):
+        with monkeypatch.context() as patch:
+            calls = struck_once(patch, optimizer._absence, "arrive")
+            with pytest.raises(KeyboardInterrupt):
+                call()
+            assert len(calls) >= 2, "it waited on"
+        assert not job.phases.is_away
+    job.check_goes_on()
+
+
+def test_a_failure_behind_an_interrupt_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job("resident")
+    optimizer: Any = job.optimizer
+    found = iter([KeyboardInterrupt(), ZeroDivisionError("in a lane")])
+
+    def arrive() -> None:
+        raise next(found)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(optimizer._absence, "arrive", arrive)
+        patch.setattr(optimizer, "_drain_quietly", lambda: None)
+        with pytest.raises(LaneError, match="in a lane"):
+            optimizer.synchronize()
+    with pytest.raises(LaneError):
+        optimizer.step()
+
+
+def test_closing_fixed_addresses_goes_on_where_it_has_stopped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from fsdp_offload.moving import region
+
+    model, optimizer = trained()
+    phases = PhaseOffloader(model, optimizer, fixed_address=True)
+    expected = copy.deepcopy(values(model, optimizer))
+    renew, calls = region.renew, []
+
+    def short(storage: torch.UntypedStorage) -> None:
+        calls.append(storage)
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError("taken")
+        renew(storage)
+
+    monkeypatch.setattr(region, "renew", short)
+    with pytest.raises(DeviceMemoryError, match=r"call close\(\) again"):
+        phases.close()
+    phases.close()
+    tensors = [*model.parameters(), *(v for s in optimizer.state.values() for v in s.values())]
+    assert not any(is_tied(tensor.untyped_storage()) for tensor in tensors)
+    assert phases.statistics().host_bytes == 0
+    found = values(model, optimizer)
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    phases.close()
+
+
+class TestAway:
+    def test_it_comes_back_when_leaving_was_struck(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        job = Job("plain")
+        with monkeypatch.context() as patch:
+            struck_once(patch, job.phases._gradients, "leave")
+            with pytest.raises(KeyboardInterrupt), job.phases.away():
+                raise AssertionError("the body runs")
+        assert not job.phases.is_away
+        job.check_goes_on()
+
+    def test_an_inner_one_leaves_the_reload_to_the_outer_one(self) -> None:
+        phases = Job("plain").phases
+        with phases.away():
+            with phases.away():
+                assert phases.is_away
+            assert phases.is_away
+        assert not phases.is_away
+
+    def test_the_body_may_close(self) -> None:
+        job = Job("plain")
+        with job.phases.away():
+            job.phases.close()
+        job.check_values()
 
 
 def trained() -> tuple[Any, Optimizer]:

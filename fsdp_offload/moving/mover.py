@@ -277,16 +277,16 @@ class Mover:
         restored = _Restored(self, make_room, rooms)
         try:
             self._fetch_all(blocks, parts, restored)
-        except BaseException:
+            trip.n_bytes = restored.n_bytes
+            trip._held += [*blocks, *restored.used]
+            trip._last = self._in.record_timed()
+            self._arriving.append((trip, keys))
+        except BaseException:  # until somebody waits for the trip, its copies would be lost
             if "_scatter" in vars(self):
                 self._in.wait(self._scatter.record())
             self._in.record().synchronize()
             restored.undo()
             raise
-        trip.n_bytes = restored.n_bytes
-        trip._held += [*blocks, *restored.used]
-        trip._last = self._in.record_timed()
-        self._arriving.append((trip, keys))
         return trip
 
     def renew(
@@ -486,6 +486,7 @@ class _Restored:
         if block.is_present(index):
             return
         self._rooms.take_for(block)
+        self._parts.append((block, index))  # first: from restore() on it looks present
         while True:
             try:
                 block.restore(index)
@@ -497,7 +498,6 @@ class _Restored:
                     or (self._make_room and self._make_room())
                 ):
                     raise
-        self._parts.append((block, index))
         self.n_bytes += _piece_bytes(block, index)
 
     def undo(self) -> None:

@@ -132,10 +132,10 @@ class Contents:
 
     def close(self) -> None:
         """Nothing is going to leave any more; all of it is present. Idempotent."""
-        self._storages.clear()
-        self.blocks.clear()
         for seats in self._seats.values():
             seats.close()
+        self.forget()
+        self._earlier.clear()
 
     # ------------------------------------------------------------------ by name
 

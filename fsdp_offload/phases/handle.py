@@ -99,9 +99,13 @@ class Handle:
             for trip in self._trips:
                 trip.wait()
             if self._finish is not None:
-                finish, self._finish = self._finish, None
-                self.seconds = time.perf_counter() - self._began
-                finish(self)
+                self.seconds = self.seconds or time.perf_counter() - self._began
+                try:
+                    self._finish(self)  # interrupted, it is done again
+                except Exception:
+                    self._finish = None
+                    raise
+                self._finish = None
 
     def transfers(self) -> dict[str, Transfer]:
         """Figures by kind; wait first."""

@@ -173,6 +173,14 @@ class Moves:
         self.tell()
         release_cached(self._gateway.device)
 
+    def no_room_to_close(self, error: BaseException) -> DeviceMemoryError:
+        """Storages at fixed addresses get ordinary memory one by one, beside the region's."""
+        return DeviceMemoryError(
+            f"close() on {self._gateway.device}",
+            reason=f"there is no room beside the fixed addresses ({error}); nothing is lost",
+            remedy="free device memory and call close() again",
+        )
+
     def _no_room(self) -> DeviceMemoryError:
         needed = sum(block.n_bytes for block in self._contents.every_block())
         device = self._gateway.device

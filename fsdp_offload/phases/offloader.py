@@ -194,12 +194,16 @@ class PhaseOffloader:
 
     @contextlib.contextmanager
     def away(self) -> Iterator[Handle]:
-        """:meth:`offload` at the beginning and :meth:`reload` at the end, also of exceptions."""
-        handle = self.offload()
+        """:meth:`offload` at the beginning and :meth:`reload` at the end, also of exceptions.
+
+        What was away before stays so: an inner one leaves the reload to the outer one.
+        """
+        was_away = self._is_away
         try:
-            yield handle
+            yield self.offload()
         finally:
-            self.reload()
+            if self._is_away and not was_away:
+                self.reload()
 
     def close(self) -> None:
         """Bring everything back and give all host memory up. Idempotent.
@@ -211,9 +215,12 @@ class PhaseOffloader:
             if self._is_closed:
                 return
             self.reload()
-            self._is_closed = True
-            self._contents.close()
+            try:
+                self._contents.close()
+            except torch.OutOfMemoryError as error:
+                raise self._moves.no_room_to_close(error) from error
             self._places.close()
+            self._is_closed = True  # last: what has failed half-way goes on in the next call
 
     def statistics(self) -> PhaseStatistics:
         """Figures of the moves that have ended."""
@@ -279,6 +286,7 @@ class PhaseOffloader:
 
     def _become_away(self, handle: Handle) -> None:
         self._is_away, self._handle = True, handle  # first: reload() undoes the rest, or a part
+        self._last.is_counted = False
         self._guard.close(self._before_use, self._lock)
         remove_all(self._patches)
         self._patches = []
@@ -319,21 +327,23 @@ class PhaseOffloader:
 
     def _come_back(self, make_room: Callable[[], bool] | None) -> None:
         trips: dict[str, Trip] | None = None
+        handle: Handle | None = None
         try:
             trips = self._moves.back(make_room)
-            self._become_present(trips)
+            handle = Handle(trips, self._has_returned)
+            self._become_present(handle, trips)
         except BaseException:
             if trips is not None:
-                self._become_present(trips)
+                self._become_present(handle or Handle(trips, self._has_returned), trips)
             raise
 
-    def _become_present(self, trips: Mapping[str, Trip]) -> None:
-        """All is here when ``trips`` are done. Idempotent."""
+    def _become_present(self, handle: Handle, trips: Mapping[str, Trip]) -> None:
+        """All is here when ``handle``, of ``trips``, is done. Idempotent."""
         self._guard.open()
         remove_all(self._patches)
         self._gradients.come_back()
         self._contents.forget_gradients()
-        self._handle = Handle(trips, self._has_returned)
+        self._handle = handle
         self._patches = []
         self._optimizer.follow(self._handle, trips["state"], self._gateway, self._patches)
         self._is_away = False
@@ -342,7 +352,8 @@ class PhaseOffloader:
         remove_all(self._patches)
         self._last.reloaded = handle.transfers()
         self._last.reload_seconds = handle.seconds
-        self._last.cycles += 1
+        if not self._last.is_counted:  # an interrupted call may come here again
+            self._last.is_counted, self._last.cycles = True, self._last.cycles + 1
 
     # ------------------------------------------------------------------ use
 
@@ -429,3 +440,4 @@ class _Last:
         self.reloaded: Mapping[str, Transfer] = {}
         self.offload_seconds = self.reload_seconds = 0.0
         self.freed_bytes = self.cycles = 0
+        self.is_counted = False  # whether the last departure has become a cycle
