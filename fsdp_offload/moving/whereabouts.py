@@ -58,23 +58,31 @@ def returned(storage: torch.UntypedStorage, trip: _Trip | None = None) -> None:
 
 
 def is_away(tensor: Tensor, storage: torch.UntypedStorage | None = None) -> bool:
-    """Whether the memory of a plain tensor is not on its device. Cheap. ``storage``: its own."""
-    storage = tensor.untyped_storage() if storage is None else storage
+    """Whether the memory of a plain tensor is not on its device: never, if it is sparse. Cheap.
+
+    ``storage``: its own.
+    """
+    try:  # asking for the layout first would take half as long again, at each call
+        storage = tensor.untyped_storage() if storage is None else storage
+    except NotImplementedError:  # sparse: its values are other tensors, which stay
+        return False
     entry = _entries.get(storage._cdata) if _entries else None
     if entry is not None:
         return entry.place is not None
-    return storage.nbytes() == 0 and tensor.numel() > 0
+    return storage.nbytes() == 0 and tensor.numel() > 0 and tensor.layout is torch.strided
 
 
 def here(tensor: Tensor) -> Tensor:
     """``tensor``, or its twin in host memory while it is away; what is under way is waited for.
 
     Args:
-        tensor: plain; a DTensor's shard, not the DTensor.
+        tensor: plain; a DTensor's shard, not the DTensor. A sparse one is always here.
 
     Raises:
         AwayError: its memory is gone, and nobody said where the bytes are.
     """
+    if tensor.layout is not torch.strided:
+        return tensor
     storage = tensor.untyped_storage()
     entry = _entries.get(storage._cdata)
     if entry is None:

@@ -57,6 +57,8 @@ class Rebuilding:
         able = self._state.optimizer.rebuildable()
         users: dict[int, list[Tensor]] = {}
         for _, tensor in named:
+            if tensor.layout is not torch.strided:  # sparse buffers stay: there are no blocks
+                continue
             users.setdefault(shards.storage_of(tensor)._cdata, []).append(tensor)
         saved = []
         for block in blocks:

@@ -1,0 +1,269 @@
+"""A plain optimizer that is loaded while away, by a load that is interrupted or raises."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim import adam as adam_file
+from torch.optim import optimizer as optimizer_file
+
+from fsdp_offload import PhaseOffloader
+from fsdp_offload.moving import absent
+from fsdp_offload.phases import plain_state
+from tests.interrupting import at_each_line
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+FILES = {str(module.__file__) for module in (plain_state, optimizer_file, adam_file)}
+
+
+class InPlace(torch.optim.SGD):
+    """With a load of its own, which calls no hooks and keeps the table."""
+
+    raises = False
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        for index, parameter in enumerate(p for g in self.param_groups for p in g["params"]):
+            self.state[parameter] = dict(state_dict["state"][index])
+        if self.raises:
+            raise ZeroDivisionError
+
+
+def grouped(model: nn.Module) -> list[dict[str, Any]]:
+    *others, last = model.parameters()
+    return [{"params": others}, {"params": [last], "lr": 0.5}]
+
+
+BUILDERS: dict[str, Callable[[nn.Module], Optimizer]] = {
+    "adam": lambda m: torch.optim.Adam(grouped(m), lr=0.01),
+    "amsgrad": lambda m: torch.optim.Adam(grouped(m), lr=0.03, amsgrad=True),
+    "fused": lambda m: torch.optim.Adam(grouped(m), lr=0.01, fused=True),
+    "sgd": lambda m: torch.optim.SGD(grouped(m), lr=0.1, momentum=0.9),
+    "in place": lambda m: InPlace(grouped(m), lr=0.1, momentum=0.9),
+}
+
+
+class Job:
+    """A small model under an offloader, and a state dict that is another's.
+
+    Args:
+        name: of the optimizer.
+        n_steps: that it has made.
+        loaded: the other's; it has made 3 steps.
+    """
+
+    def __init__(self, name: str = "adam", n_steps: int = 1, loaded: str | None = None) -> None:
+        self.model = nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 8, bias=False))
+        self.optimizer = BUILDERS[name](self.model)
+        self.step(n_steps)
+        other = BUILDERS[loaded or name](self.model)
+        self.step(3, other)
+        self.before, self.wanted = (copy.deepcopy(o.state_dict()) for o in (self.optimizer, other))
+        self.lists = [group["params"] for group in self.optimizer.param_groups]
+        self.phases = PhaseOffloader(self.model, self.optimizer)
+        self.attributes = set(vars(self.optimizer))
+
+    def step(self, count: int, optimizer: Optimizer | None = None) -> None:
+        for _ in range(count):
+            for parameter in self.model.parameters():
+                parameter.grad = torch.randn(parameter.shape)
+            (optimizer or self.optimizer).step()
+
+    def load(self) -> None:
+        self.optimizer.load_state_dict(copy.deepcopy(self.wanted))
+
+    def leave_as_before(self) -> None:
+        self.phases.reload()
+        # Not what tensors in host memory were interrupted in: others, of the values from before.
+        self.optimizer.load_state_dict(copy.deepcopy(self.before))
+        self.phases.offload()
+
+    def check(self) -> str:
+        """Which of both it has, away and back, all of it, and goes on with."""
+        parameters = list(self.model.parameters())
+        groups = self.optimizer.param_groups
+        assert all(g["params"] is each for g, each in zip(groups, self.lists, strict=True))
+        assert {id(key) for key in self.optimizer.state} <= {id(p) for p in parameters}
+        found = self.which()
+        self.phases.reload()
+        assert self.which() == found
+        assert set(vars(self.optimizer)) == self.attributes
+        assert not any(absent.is_absent(t) for t in self.tensors())
+        counts = [float(values["step"]) for values in self.optimizer.state.values()]
+        self.step(1)
+        stepped = [float(self.optimizer.state[p]["step"]) for p in parameters]
+        assert stepped == ([count + 1 for count in counts] or [1.0] * len(parameters))
+        return found
+
+    def tensors(self) -> Iterator[Tensor]:
+        yield from self.model.parameters()
+        for values in self.optimizer.state.values():
+            yield from values.values()
+
+    def which(self) -> str:
+        shown = self.optimizer.state_dict()
+        found = [name for name in ("before", "wanted") if same(shown, getattr(self, name))]
+        assert found, "a part of each, or neither"
+        return found[0]
+
+
+def same(first: Any, second: Any) -> bool:
+    try:
+        torch.testing.assert_close(first, second, rtol=0, atol=0)
+    except AssertionError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    ("name", "n_steps", "loaded"),
+    [("adam", 1, "adam"), ("adam", 1, "amsgrad"), ("adam", 0, "fused"), ("amsgrad", 1, "adam")],
+)
+def test_a_load_is_interrupted(name: str, n_steps: int, loaded: str) -> None:
+    """All is as before, or it is loaded: nothing is half-way, and nothing is lost."""
+    job, outcomes = Job(name, n_steps, loaded), set[str]()
+    at_each_line(
+        job.load,
+        "PlainState._load",
+        FILES,
+        prepare=job.leave_as_before,
+        settle=lambda: outcomes.add(job.check()),
+        check=lambda _: outcomes.add(job.check()),
+    )
+    assert outcomes == {"before", "wanted"}
+
+
+def test_a_state_dict_is_interrupted() -> None:
+    job, tables = Job(), list[Any]()
+
+    def prepare() -> None:
+        job.leave_as_before()
+        tables.append(job.optimizer.state)
+
+    def check() -> None:
+        is_itself = job.optimizer.state is tables[-1]  # what is away cannot be printed
+        assert is_itself
+        assert job.check() == "before"
+
+    at_each_line(
+        lambda: job.optimizer.state_dict(),  # which is another method each time
+        "PlainState._show",
+        FILES,
+        prepare=prepare,
+        settle=check,
+        check=lambda _: check(),
+    )
+
+
+def fail(*_: object) -> None:
+    raise ZeroDivisionError
+
+
+def look_and_fail(optimizer: Optimizer, *_: object) -> None:
+    """It makes entries for what is in groups."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            optimizer.state[parameter].get("step")
+    fail()
+
+
+@pytest.mark.parametrize(
+    ("when", "hook"), [("pre", look_and_fail), ("post", fail), ("post", look_and_fail)]
+)
+def test_a_hook_raises(when: str, hook: Callable[..., None]) -> None:
+    job = Job()
+    handle = getattr(job.optimizer, f"register_load_state_dict_{when}_hook")(hook)
+    job.phases.offload()
+    with pytest.raises(ZeroDivisionError):
+        job.load()
+    handle.remove()
+    assert job.check() == "before"
+    job.phases.offload()
+    job.load()
+    assert job.check() == "wanted"
+
+
+def test_a_hook_raises_after_a_load_in_the_place_of_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What is to arrive is what was loaded first."""
+    job = Job(n_steps=0)
+    job.phases.offload()
+    job.load()
+    job.wanted, first = job.before, job.wanted
+    handle = job.optimizer.register_load_state_dict_post_hook(fail)
+    with pytest.raises(ZeroDivisionError):
+        job.load()
+    handle.remove()
+    job.before = first
+    moved: list[Any] = []
+    monkeypatch.setattr(plain_state, "_to_device", lambda v, _: (moved.append(v), v)[1])
+    assert job.check() == "before"
+    assert len(moved) == 2 * len(list(job.model.parameters()))
+
+
+def test_post_hooks_see_parameters_and_values_and_may_change_them() -> None:
+    job = Job()
+    kept = {id(t) for t in job.tensors()}
+    seen: list[Tensor] = []
+
+    def double(optimizer: Optimizer) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                seen.append(parameter)
+                optimizer.state[parameter]["exp_avg"].mul_(2)
+
+    job.optimizer.register_load_state_dict_post_hook(double)
+    job.phases.offload()
+    job.load()
+    for values in job.wanted["state"].values():
+        values["exp_avg"].mul_(2)
+    assert [id(each) for each in seen] == [id(p) for p in job.model.parameters()]
+    assert job.which() == "wanted"
+    job.phases.reload()
+    assert job.which() == "wanted"
+    assert {id(t) for t in job.tensors()} == kept
+
+
+def test_a_post_hook_puts_a_value_from_before_back() -> None:
+    job = Job()
+    state = job.optimizer.state
+    saved = {p: values["exp_avg"] for p, values in state.items()}
+
+    def put_back(optimizer: Optimizer) -> None:
+        for parameter, value in saved.items():
+            optimizer.state[parameter]["exp_avg"] = value
+
+    job.optimizer.register_load_state_dict_post_hook(put_back)
+    job.phases.offload()
+    job.load()
+    for index, values in job.wanted["state"].items():
+        values["exp_avg"] = job.before["state"][index]["exp_avg"]
+    assert job.which() == "wanted"
+    job.phases.reload()
+    assert job.which() == "wanted"
+
+
+def test_an_optimizer_with_a_load_of_its_own() -> None:
+    job = Job("in place")
+    table = job.optimizer.state
+    for raises in (True, False):
+        job.phases.offload()
+        job.optimizer.raises = raises
+        if raises:
+            with pytest.raises(ZeroDivisionError):
+                job.load()
+            is_itself = job.optimizer.state is table
+            assert is_itself
+        else:
+            job.load()
+        assert {id(p) for p in job.optimizer.state} == {id(p) for p in job.model.parameters()}
+        expected = job.before if raises else job.wanted
+        assert same(job.optimizer.state_dict(), expected)
+        job.phases.reload()
+        assert same(job.optimizer.state_dict(), expected)
