@@ -1,8 +1,15 @@
-"""Where blocks are while they are away: exact, page-locked host memory that is kept for them."""
+"""Where blocks are while they are away: exact, page-locked host memory that is kept for them.
+
+[Note: sizes that change]
+What a key stands for may have another size at each departure: FSDP2 reduces the gradients of a
+group in one buffer, and its size depends on which parameters took part. A place serves whatever
+fits into it, cut to its size. One that is outgrown is replaced, and an arena whose places were all
+outgrown is given back. Large places that replace others have arenas of their own. So large ones
+take at most what was taken when their keys were new, and beside it what each has needed at most.
+"""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -19,21 +26,29 @@ from .blocks import Block
 ALIGNMENT_BYTES: Final = 64
 """Of each block in host memory; blocks that travel together lie side by side."""
 
+OWN_ARENA_BYTES: Final = 2 << 20
+"""Places from this size on that replace others get an arena of their own: blocks below it travel
+together (``mover.py``), so they lie side by side."""
+
 
 def aligned(n_bytes: int) -> int:
     """What a block takes of a place or of a staging buffer."""
     return align(n_bytes, ALIGNMENT_BYTES)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Place:
     arena: HostArena
     start: int
+    capacity_bytes: int
     n_bytes: int
+    """Of the block that it was reserved for last, and that alone may read it."""
+    _tensor: Tensor | None = None
 
-    @functools.cached_property
     def tensor(self) -> Tensor:
-        return self.arena.tensor(self.start, self.n_bytes, torch.uint8)
+        if self._tensor is None or self._tensor.numel() != self.n_bytes:
+            self._tensor = self.arena.tensor(self.start, self.n_bytes, torch.uint8)
+        return self._tensor
 
 
 class Places:
@@ -61,48 +76,93 @@ class Places:
         self._by_key: dict[str, _Place] = {}
 
     def reserve(self, blocks: Iterable[Block]) -> None:
-        """Take memory, in one piece, for the blocks that have no place of their size yet.
+        """Let each block have a place of its size: its key's, or new memory where that is smaller.
 
-        Order matters: blocks that are packed (``mover.py``) are given side by side, in order.
+        Order matters: blocks that are packed (``mover.py``) are given side by side, in order. What
+        other blocks had under these keys is lost, so copies of it have ended.
 
         Raises:
             HostMemoryError: it does not fit; nothing was taken.
             PinningError: the driver refused; it was given back.
         """
-        missing = [b for b in blocks if not self.has(b)]
-        offsets, stop = [], 0
-        for block in missing:
-            offsets.append(stop)
-            stop += aligned(block.n_bytes)
-        if not stop:
-            return
+        fitting: list[Block] = []
+        missing: list[Block] = []
+        for block in blocks:
+            place = self._by_key.get(block.key)
+            fits = place is not None and block.n_bytes <= place.capacity_bytes
+            (fitting if fits else missing).append(block)
+        taken = self._take(missing)
+        for block in fitting:
+            self._by_key[block.key].n_bytes = block.n_bytes
+        self._by_key |= taken
+        self._give_back_unused()
+
+    def _take(self, blocks: Sequence[Block]) -> dict[str, _Place]:
+        """Memory for blocks by key: in one piece, but for the large ones of keys that have some."""
+        rows: list[list[Block]] = [[]]
+        for block in blocks:
+            if block.key in self._by_key and block.n_bytes >= OWN_ARENA_BYTES:
+                rows.append([block])
+            else:
+                rows[0].append(block)
+        sizes = [sum(aligned(block.n_bytes) for block in row) for row in rows]
+        if not sum(sizes):
+            return {}
+        self._check_budget(sum(sizes))
+        taken: dict[str, _Place] = {}
+        arenas: list[HostArena] = []
+        try:
+            for row, row_bytes in zip(rows, sizes, strict=True):
+                if not row_bytes:
+                    continue
+                arenas.append(self._arena(row_bytes))
+                start = 0
+                for block in row:
+                    taken[block.key] = _Place(
+                        arenas[-1], start, aligned(block.n_bytes), block.n_bytes
+                    )
+                    start += aligned(block.n_bytes)
+        except BaseException:
+            for arena in arenas:
+                arena.close()
+            raise
+        self._arenas += arenas
+        return taken
+
+    def _check_budget(self, n_bytes: int) -> None:
         budget, ranks = self._transfer.host_budget, local_ranks()
         taken = (self.taken_bytes + self.n_bytes) * ranks  # the budget is that of all ranks
         check_host_budget(
-            stop,
+            n_bytes,
             local_ranks=ranks,
             budget_bytes=None if budget is None else max(int(budget) - taken, 0),
         )
-        arena = HostArena(
-            stop,
+
+    def _arena(self, n_bytes: int) -> HostArena:
+        return HostArena(
+            n_bytes,
             device=self._gateway.device,
             can_pin=self._gateway.can_pin,
             transfer=self._transfer,
             show_progress=self._show,
         )
-        self._arenas.append(arena)
-        for block, offset in zip(missing, offsets, strict=True):
-            self._by_key[block.key] = _Place(arena, offset, block.n_bytes)
+
+    def _give_back_unused(self) -> None:
+        """Close arenas whose places were all outgrown; who still holds a view keeps one mapped."""
+        used = {id(place.arena) for place in self._by_key.values()}
+        for arena in [arena for arena in self._arenas if id(arena) not in used]:
+            self._arenas.remove(arena)
+            arena.close()
 
     def has(self, block: Block) -> bool:
-        """Whether there is a place of the block's size under its key."""
+        """Whether the place under the block's key was reserved, last, for one of its size."""
         place = self._by_key.get(block.key)
         return place is not None and place.n_bytes == block.n_bytes
 
     def of(self, block: Block) -> Tensor:
         """The block's place: 1-D uint8, ``n_bytes`` long, a storage of its own."""
         assert self.has(block), block.key
-        return self._by_key[block.key].tensor
+        return self._by_key[block.key].tensor()
 
     def joined(self, blocks: Sequence[Block]) -> Tensor | None:
         """The places of ``blocks``, each rounded up to ``ALIGNMENT_BYTES``, as one tensor; None
@@ -112,7 +172,7 @@ class Places:
         for place in places:
             if place.arena is not places[0].arena or place.start != stop:
                 return None
-            stop += aligned(place.n_bytes)
+            stop += aligned(place.n_bytes)  # not its capacity: staging has no gaps
         return places[0].arena.tensor(start, stop - start, torch.uint8)
 
     @property

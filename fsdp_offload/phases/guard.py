@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from .. import shards
 from ..errors import AwayError
@@ -43,6 +44,7 @@ class ModuleGuard:
         self._models, self._groups = models, groups
         self._patches: list[Patch] = []
         self._undo: list[Callable[[], None]] = []
+        self._steps = StepHook()
         self._allow_graphs: Callable[[], None] = _do_nothing
         self._is_loaded = False
 
@@ -72,7 +74,7 @@ class ModuleGuard:
             group.close(before_use, self._patches)
         tensors = [t for m in self._models for t in (*m.parameters(), *m.buffers())]
         away = {id(t): t for t in tensors if absent.is_absent(t)}
-        self._undo.append(_check_steps(away, before_use))
+        self._steps.add(_check_steps(away, before_use), register_optimizer_step_pre_hook)
         spoil_graphs, self._allow_graphs = shards.spoil_graphs(away.values())
         self._is_loaded = False
         spoil_graphs()
@@ -82,6 +84,7 @@ class ModuleGuard:
         remove_all(self._patches)
         for undo in self._undo:
             undo()
+        self._steps.remove()
         if not self._is_loaded:  # else graphs from before have other values in mind
             self._allow_graphs()
         self._allow_graphs = _do_nothing
@@ -113,6 +116,76 @@ class ModuleGuard:
         Patch(module, name, replacement, self._patches)
 
 
+class StepHook:
+    """What torch calls before steps of one optimizer, or of all, however a step is reached: a
+    method that was bound before, or that is called by its class, passes a :class:`Patch` by."""
+
+    def __init__(self) -> None:
+        self._before: Callable[[Optimizer], None] | None = None
+        self._handle: RemovableHandle | None = None
+        self._n_running = 0
+
+    def add(
+        self,
+        before: Callable[[Optimizer], None],
+        register: Callable[[Callable[..., None]], RemovableHandle],
+    ) -> None:
+        """Call ``before`` from now on, instead of what was called so far.
+
+        Args:
+            before: kept alive until :meth:`remove`, but not by torch.
+            register: what takes a hook; always the same.
+        """
+        self._before = before
+        if self._handle is None:
+            self._handle = register(_Entry(weakref.ref(self)))
+
+    def remove(self) -> None:
+        """Call nothing any more. Idempotent."""
+        self._before = None
+        # While torch goes over its table, only the last entry may be taken out: it looks for none
+        # behind that. Another one stays, without effect, for the next add() and remove().
+        if self._handle is None or (self._n_running and not self._is_last(self._handle)):
+            return
+        self._handle.remove()
+        self._handle = None
+
+    def __del__(self) -> None:
+        if self._handle is not None:
+            self._handle.remove()
+
+    @staticmethod
+    def _is_last(handle: RemovableHandle) -> bool:
+        table = handle.hooks_dict_ref()
+        return not table or next(reversed(table)) == handle.id
+
+    def run(self, optimizer: Optimizer) -> None:
+        """A step of ``optimizer`` begins. What a call has put in its own place is called, too."""
+        called = None
+        self._n_running += 1
+        try:
+            while self._before is not None and self._before is not called:
+                called = self._before
+                called(optimizer)
+        finally:
+            self._n_running -= 1
+
+
+class _Entry:
+    """In torch's table of hooks; without effect in a copy."""
+
+    def __init__(self, find: Callable[[], StepHook | None] | None = None) -> None:
+        self._find = find
+
+    def __call__(self, optimizer: Optimizer, *call: object) -> None:
+        hook = None if self._find is None else self._find()
+        if hook is not None:
+            hook.run(optimizer)
+
+    def __reduce__(self) -> tuple[type[_Entry], tuple[()]]:
+        return _Entry, ()
+
+
 class _Forward:
     """A forward pre-hook; without effect in a copy."""
 
@@ -135,32 +208,16 @@ def _untraced(before_use: BeforeUse) -> BeforeUse:
     return found
 
 
-def _check_steps(away: Mapping[int, Tensor], before_use: BeforeUse) -> Callable[[], None]:
+def _check_steps(away: Mapping[int, Tensor], before_use: BeforeUse) -> Callable[[Optimizer], None]:
     """Let ``before_use`` know of steps of any optimizer that has tensors of ``away``, by identity.
+    They are kept alive."""
 
-    Returns:
-        What ends it. It keeps the tensors alive; torch's list of hooks does not.
-    """
-
-    def check(optimizer: Optimizer, *call: object) -> None:
+    def check(optimizer: Optimizer) -> None:
         users = (p for group in optimizer.param_groups for p in group["params"])
         if any(id(p) in away and p.grad is not None for p in users):
             before_use(f"step() of {type(optimizer).__name__}")
 
-    find = weakref.ref(check)
-
-    def hook(optimizer: Optimizer, *call: object) -> None:
-        found = find()
-        if found is not None:
-            found(optimizer)
-
-    handle = register_optimizer_step_pre_hook(hook)
-    weakref.finalize(check, handle.remove)
-
-    def end(_: object = check) -> None:
-        handle.remove()
-
-    return end
+    return check
 
 
 def _do_nothing() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -13,11 +13,11 @@ from ..device import Gateway
 from ..errors import ClosedError, ConfigError, DeviceMemoryError
 from ..moving import Block, Mover, Trip
 from ..patching import Patch, checked
+from .guard import BeforeUse, StepHook
 from .handle import Handle
 from .plain_state import PlainState, parameters_of
 from .policies import Policies
 
-BeforeUse = Callable[[str], None]
 MakeRoom = Callable[[], bool]
 
 
@@ -28,8 +28,12 @@ class OptimizerState:
         optimizer: kept from stepping while parameters are away.
     """
 
+    _checks_itself: ClassVar[bool] = False
+    """Whether the optimizer knows of its absence and follows its state, however it is called."""
+
     def __init__(self, optimizer: Optimizer | None) -> None:
         self._optimizer: Any = optimizer
+        self._hook = StepHook()
 
     def named(self) -> Iterator[tuple[str, Tensor]]:
         """Keys and tensors of state that somebody else has to move, or to leave alone."""
@@ -67,16 +71,33 @@ class OptimizerState:
             return
         rates = [group.get("lr") for group in self._optimizer.param_groups]
 
-        def check(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        def check(_: Optimizer) -> None:
             try:
                 before_use(f"step() of {type(self._optimizer).__name__}")
             except BaseException:
                 self._end_initialisation(rates)
                 raise
+
+        def step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            check(self._optimizer)
             # on_use="reload" has put another step in this one's place: it follows the state.
             return self._optimizer.step(*args, **kwargs)
 
-        Patch(self._optimizer, "step", check, patches)
+        self._replace_step(step, check, patches)
+
+    def _replace_step(
+        self,
+        step: Callable[..., Any],
+        before: Callable[[Optimizer], None],
+        patches: list[Patch],
+    ) -> None:
+        """Let ``step`` be called in its place, or ``before`` ahead of it where it is reached by
+        another way, until ``patches``, to which this adds, are removed."""
+        # A class that wraps another optimizer may have no hooks.
+        if self._checks_itself or not hasattr(self._optimizer, "_optimizer_step_pre_hooks"):
+            Patch(self._optimizer, "step", step, patches)
+        else:
+            _HookedStep(self._optimizer, step, before, self._hook, patches)
 
     def before_closing(self, keep: Callable[[], None], patches: list[Patch]) -> None:
         """Call ``keep`` before the optimizer gives its host memory back, until ``patches``, which
@@ -108,16 +129,28 @@ class OptimizerState:
         if self._optimizer is None or handle.is_done():
             return
 
+        has_followed = False
+
         def step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            nonlocal has_followed
             if not handle.is_done():
                 trip.follow(gateway.current_stream())
-            return original(*args, **kwargs)
+            has_followed = True
+            try:
+                return original(*args, **kwargs)
+            finally:
+                has_followed = False
+
+        def follow(_: Optimizer) -> None:
+            # Without a look at the handle: its end removes the hook, over which torch goes now.
+            if not has_followed:
+                trip.follow(gateway.current_stream())
 
         def wait(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             handle.wait()
             return original(*args, **kwargs)
 
-        Patch(self._optimizer, "step", step, patches)
+        self._replace_step(step, follow, patches)
         Patch(self._optimizer, "state_dict", wait, patches)
         Patch(self._optimizer, "load_state_dict", wait, patches)
 
@@ -125,6 +158,36 @@ class OptimizerState:
     def optimizer(self) -> Any:
         """As it was given."""
         return self._optimizer
+
+
+class _HookedStep(Patch):
+    """``step`` of an optimizer, replaced for whoever calls it by name, and hooked for others.
+
+    Args:
+        optimizer: has torch's hooks.
+        step: as of :class:`Patch`.
+        before: called before steps that do not come through ``step``, or come through it.
+        hook: of this optimizer; one of these uses it at a time.
+        into: as of :class:`Patch`.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        step: Callable[..., Any],
+        before: Callable[[Optimizer], None],
+        hook: StepHook,
+        into: list[Patch],
+    ) -> None:
+        self._hook = hook
+        super().__init__(optimizer, "step", step, into)
+        hook.add(before, optimizer.register_step_pre_hook)
+
+    def remove(self) -> None:
+        """See :class:`Patch`."""
+        if self._is_active:  # else the hook may be another one's by now
+            self._hook.remove()
+        super().remove()
 
 
 class _MovedState(OptimizerState):
@@ -155,6 +218,8 @@ class _MovedState(OptimizerState):
 
 class _OwnState(OptimizerState):
     """An optimizer that moves its own state."""
+
+    _checks_itself = True
 
     def named(self) -> Iterator[tuple[str, Tensor]]:
         return iter(())
@@ -212,6 +277,8 @@ def find_state(optimizer: Any, policies: Policies) -> OptimizerState:
 
 class _Kept(OptimizerState):
     """An optimizer that could move its own state, and is not asked to."""
+
+    _checks_itself = True
 
     def named(self) -> Iterator[tuple[str, Tensor]]:
         return iter(())
