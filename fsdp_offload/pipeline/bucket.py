@@ -37,17 +37,7 @@ FEW: Final = 3
 class Scratch:
     """Device memory that one bucket's update works in; updates run one after another."""
 
-    memory: Tensor  # uint8, 1-D, alone in its storage
-
-    def release(self) -> None:
-        """Give the memory back; views of it are of no use until :meth:`fill`."""
-        self.memory.untyped_storage().resize_(0)
-
-    def fill(self) -> None:
-        """Take memory again, of the current stream, if there is none."""
-        storage = self.memory.untyped_storage()
-        if storage.nbytes() < self.memory.nbytes:
-            storage.resize_(self.memory.nbytes)
+    memory: Tensor  # uint8, 1-D
 
     @staticmethod
     def bytes_for(numel: int, compute: torch.dtype, shard: torch.dtype, moments: int = 0) -> int:
@@ -193,7 +183,6 @@ class BucketUpdate:
         self._tables: PieceTables | None = None
         self._packed: list[list[PackedMoment]] = []  # per piece
         self._reduced: ReducedAdam | None = None
-        self._scratch = scratch
         unpacked = self._cut_scratch(scratch, first)
         if self._form is MasterForm.WHOLE:
             self._masters = self._whole_masters(view)
@@ -230,12 +219,6 @@ class BucketUpdate:
         self._shadow.rebind()
         if self._shadow.is_direct and ReducedAdam.fits(self.pieces):
             self._reduced = self._one_kernel(view)
-
-    @property
-    def needs_scratch(self) -> bool:
-        """Whether its scratch memory is used in every update: else, if at all, it is filled when
-        an update turns out to need it."""
-        return self._reduced is None
 
     def _one_kernel(self, view: StateView) -> ReducedAdam | None:
         """The update without scratch memory, for masters that need none."""
@@ -304,10 +287,8 @@ class BucketUpdate:
         With ``snapshot.clip`` gradients count multiplied by it; those that need no cast are
         multiplied in place, as torch does.
         """
-        if self._reduced is not None:
-            if self._reduced.run(gradients, snapshot):
-                return
-            self._scratch.fill()
+        if self._reduced is not None and self._reduced.run(gradients, snapshot):
+            return
         self._unpack_moments(gradients)
         parts = self._parts_at_once(gradients)
         if parts is not None:
