@@ -28,10 +28,12 @@ from fsdp_offload import (
     TransferConfig,
 )
 from fsdp_offload.checkpoint import OptimizerState, load, load_local, save, save_local
+from fsdp_offload.device import gateway_for
 from fsdp_offload.pipeline import moments, reduced_adam
 from fsdp_offload.pipeline.moments import Draw
 from fsdp_offload.testing import RankPool
 from tests.fsdp import models
+from tests.played import Played
 from tests.twins import master_of, rounded
 
 SHAPES = ((70, 50), (129,), (), (0, 5), (7, 3, 4), (64,))
@@ -462,6 +464,42 @@ def test_hyper_parameters_in_tensors_are_left_to_the_class(monkeypatch: pytest.M
     settings = (torch.optim.AdamW, {"lr": torch.tensor(0.01), "fused": True})
     trained(BF16, settings=settings)
     assert not twin.calls
+
+
+@pytest.mark.parametrize("kept", LOSSY)
+def test_the_kernel_has_the_same_bits_beside_backward(
+    monkeypatch: pytest.MonkeyPatch, kept: Any
+) -> None:
+    """There buckets pass in another order, so they are bound to other slots, too."""
+    twin = OnCpu(monkeypatch)
+    found = []
+    for overlap, transfer in (
+        ("step", SMALL),
+        ("backward", TransferConfig(bucket_bytes=4096, slots=2, prefetch_bytes=16 << 10)),
+    ):
+        generator = torch.Generator().manual_seed(0)
+        groups = [
+            [nn.Parameter(torch.randn(n, generator=generator).to(BF16)) for n in (700, 64, 300)]
+            for _ in range(6)
+        ]
+        parameters = [parameter for group in groups for parameter in group]
+        played = Played(gateway_for(torch.device("cpu")), groups)
+        optimizer = played.wrap(
+            torch.optim.AdamW(parameters, lr=0.01, fused=True),
+            overlap=overlap,
+            transfer=transfer,
+            precision=PrecisionConfig(moments=kept),
+        )
+        for step in range(8):
+            played.forward()
+            played.backward(step)
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.synchronize()
+        tensors = [t for record in optimizer.records for t in record.tensors.values()]
+        found.append([*(p.detach() for p in parameters), *(t.clone() for t in tensors)])
+    assert twin.calls > 2 * 8 * len(parameters)
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 # --------------------------------------------------------------------------- ranks
