@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 from torch.optim import adam as adam_file
 from torch.optim import optimizer as optimizer_file
@@ -267,3 +270,53 @@ def test_an_optimizer_with_a_load_of_its_own() -> None:
         assert same(job.optimizer.state_dict(), expected)
         job.phases.reload()
         assert same(job.optimizer.state_dict(), expected)
+
+
+def storages_of(optimizer: Optimizer) -> list[StorageWeakRef]:
+    values = (v for state in optimizer.state.values() for v in state.values())
+    return [StorageWeakRef(v.untyped_storage()) for v in values if isinstance(v, Tensor)]
+
+
+@pytest.mark.parametrize("has_left", [False, True])
+def test_state_that_a_load_replaces_is_freed(has_left: bool) -> None:
+    """While it is here; the offloader knows it from a departure, or from its construction."""
+    job = Job()
+    if has_left:
+        job.phases.offload()
+        job.phases.reload()
+    before = storages_of(job.optimizer)
+    job.optimizer.load_state_dict(job.wanted)
+    gc.collect()
+    assert before
+    assert all(each.expired() for each in before)
+    for _ in range(2):
+        expected = copy.deepcopy(job.optimizer.state_dict())
+        job.phases.offload()
+        assert all(not each.expired() for each in storages_of(job.optimizer))
+        job.phases.reload()
+        torch.testing.assert_close(job.optimizer.state_dict(), expected, rtol=0, atol=0)
+        job.step(1)
+
+
+def test_a_load_while_away_forgets_nothing() -> None:
+    job = Job()
+    job.phases.offload()
+    job.optimizer.load_state_dict(job.wanted)
+    job.phases.reload()
+    torch.testing.assert_close(job.optimizer.state_dict(), job.wanted, rtol=0, atol=0)
+
+
+def test_an_optimizer_keeps_no_offloader_and_no_hook_of_a_closed_one() -> None:
+    job = Job()
+    hooks = job.optimizer._optimizer_load_state_dict_pre_hooks
+    assert len(hooks) == 1
+    job.phases.close()
+    assert not hooks
+    job.phases = PhaseOffloader(job.model, job.optimizer)
+    find = weakref.ref(job.phases)
+    copy.deepcopy(job.optimizer)
+    del job.phases
+    gc.collect()
+    assert find() is None
+    assert not hooks
+    job.optimizer.load_state_dict(job.wanted)

@@ -84,6 +84,10 @@ class Contents:
         """See :meth:`.Rebuilding.fill_all`."""
         self._rebuilding.fill_all()
 
+    def forget_state(self) -> None:
+        """It is here, and about to be replaced: what it was would be kept until the next time."""
+        self._storages["state"], self.blocks["state"] = [], []
+
     def forget_gradients(self) -> None:
         """They are back, and others may drop them."""
         self._storages["grads"], self.blocks["grads"] = [], []

@@ -8,6 +8,7 @@ import gc
 import logging
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NoReturn
 
@@ -129,6 +130,7 @@ class PhaseOffloader:
             self._contents.close()
             self._places.close()
             raise
+        self._end_hooks = weakref.finalize(self, own.before_load(self._forget_state))
 
     # ------------------------------------------------------------------ out and back
 
@@ -220,6 +222,7 @@ class PhaseOffloader:
             except torch.OutOfMemoryError as error:
                 raise self._moves.no_room_to_close(error) from error
             self._places.close()
+            self._end_hooks()
             self._is_closed = True  # last: what has failed half-way goes on in the next call
 
     def statistics(self) -> PhaseStatistics:
@@ -313,6 +316,11 @@ class PhaseOffloader:
         with self._lock:
             handle = self._handle
         handle.wait()
+
+    def _forget_state(self) -> None:
+        with self._lock:
+            if not self._is_away:
+                self._contents.forget_state()
 
     def _has_left(self, handle: Handle, *, to_driver: bool) -> None:
         if to_driver:

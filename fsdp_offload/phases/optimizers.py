@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
@@ -98,6 +99,11 @@ class OptimizerState:
             Patch(self._optimizer, "step", step, patches)
         else:
             _HookedStep(self._optimizer, step, before, self._hook, patches)
+
+    def before_load(self, forget: Callable[[], None]) -> Callable[[], None]:
+        """Call ``forget``, a method whose object is not kept alive, before a load puts other state
+        tensors in the place of those that somebody else moves; returns what ends it."""
+        return _do_nothing
 
     def before_closing(self, keep: Callable[[], None], patches: list[Patch]) -> None:
         """Call ``keep`` before the optimizer gives its host memory back, until ``patches``, which
@@ -215,6 +221,19 @@ class _MovedState(OptimizerState):
         copy = checked(before_use, f"a copy of {type(self._optimizer).__name__}")
         Patch(self._optimizer, "__reduce_ex__", copy, patches)
 
+    def before_load(self, forget: Callable[[], None]) -> Callable[[], None]:
+        if not hasattr(self._optimizer, "_optimizer_load_state_dict_pre_hooks"):
+            return super().before_load(forget)
+        find = weakref.WeakMethod(forget)
+
+        def hook(optimizer: Optimizer, state_dict: object) -> None:
+            found = find()
+            if found is not None:
+                found()
+
+        end: Callable[[], None] = self._optimizer.register_load_state_dict_pre_hook(hook).remove
+        return end
+
 
 class _OwnState(OptimizerState):
     """An optimizer that moves its own state."""
@@ -242,6 +261,10 @@ class _OwnState(OptimizerState):
                     raise
             else:
                 return trip
+
+
+def _do_nothing() -> None:
+    """There is nothing to end."""
 
 
 def find_state(optimizer: Any, policies: Policies) -> OptimizerState:
