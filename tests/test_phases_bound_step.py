@@ -50,10 +50,22 @@ def job(kind: type[Optimizer] = torch.optim.AdamW) -> tuple[nn.Module, Any]:
     return model, optimizer
 
 
+_OF_OTHERS: set[int] = set()
+
+
+@pytest.fixture(autouse=True)
+def know_others() -> None:
+    """What other tests have left away, and still hold, has entries in torch's own table."""
+    gc.collect()
+    _OF_OTHERS.clear()
+    _OF_OTHERS.update(torch_optimizer._global_optimizer_pre_hooks)
+
+
 def hooks(optimizer: Optimizer) -> list[Any]:
-    """All that torch would call."""
-    tables = (torch_optimizer._global_optimizer_pre_hooks, optimizer._optimizer_step_pre_hooks)
-    return [hook for table in tables for hook in table.values()]
+    """All that torch would call, but for other tests'."""
+    of_all = torch_optimizer._global_optimizer_pre_hooks
+    new = [hook for key, hook in of_all.items() if key not in _OF_OTHERS]
+    return [*new, *optimizer._optimizer_step_pre_hooks.values()]
 
 
 def refused(step: Step) -> bool:
