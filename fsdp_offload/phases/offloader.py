@@ -335,23 +335,21 @@ class PhaseOffloader:
 
     def _come_back(self, make_room: Callable[[], bool] | None) -> None:
         trips: dict[str, Trip] | None = None
-        handle: Handle | None = None
         try:
             trips = self._moves.back(make_room)
-            handle = Handle(trips, self._has_returned)
-            self._become_present(handle, trips)
+            self._become_present(trips)
         except BaseException:
             if trips is not None:
-                self._become_present(handle or Handle(trips, self._has_returned), trips)
+                self._become_present(trips)
             raise
 
-    def _become_present(self, handle: Handle, trips: Mapping[str, Trip]) -> None:
-        """All is here when ``handle``, of ``trips``, is done. Idempotent."""
+    def _become_present(self, trips: Mapping[str, Trip]) -> None:
+        """All is here when ``trips`` are done. Idempotent."""
         self._guard.open()
         remove_all(self._patches)
         self._gradients.come_back()
         self._contents.forget_gradients()
-        self._handle = handle
+        self._handle = Handle(trips, self._has_returned)
         self._patches = []
         self._optimizer.follow(self._handle, trips["state"], self._gateway, self._patches)
         self._is_away = False
