@@ -3,8 +3,8 @@
 The order of calls, waits and allocations is FSDP2's (torch 2.13): a gather stream that waits for
 the compute stream when a forward begins, gathers in forward and again in backward, a reduce
 stream that waits for the compute stream before it allocates gradients, and a compute stream that
-waits for the last reduction when a backward ends. With one rank nothing is gathered: the compute
-stream copies the shards itself.
+waits for the last reduction when a backward ends. With one rank nothing is gathered or reduced: the
+compute stream copies shards and gradients itself (the latter in watched groups, which is ours).
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Played:
         gateway: whose streams are used.
         groups: parameters of each group, in the order of the forward.
         loose: parameters that no group holds.
-        one_rank: nothing is gathered.
+        one_rank: nothing is gathered or reduced.
         ahead: the next group is gathered before this one is waited for (explicit prefetch).
     """
 
@@ -150,8 +150,12 @@ class Played:
         for index in reversed(range(len(self.groups))):
             if index not in unused:
                 self._backward_of(self.groups[index], step, without, is_last)
-        self.current.wait(self.reduce.record())
+        self.current.wait(self._reducing.record())
         self.loose_used = []
+
+    @property
+    def _reducing(self) -> Stream:
+        return self.current if self.one_rank else self.reduce
 
     def _backward_of(
         self, group: PlayedGroup, step: int, without: Collection[Tensor], is_last: bool
@@ -164,14 +168,15 @@ class Played:
         if not any(p not in without and p.requires_grad for p in group.parameters):
             return
         group.tell("before_reduce")
-        self.reduce.wait(self.current.record())
+        reduce = self._reducing
+        reduce.wait(self.current.record())
         for parameter, used in zip(group.parameters, group.used, strict=True):
             if parameter not in without and parameter.requires_grad:
-                self._give(self.reduce, parameter, used, step)
+                self._give(reduce, parameter, used, step)
         # FSDP2 keeps what the reduction reads until the compute stream has waited for it.
         self._read = group.used
         if is_last:
-            group.tell("after_reduce", self.reduce.record(), self.reduce)
+            group.tell("after_reduce", reduce.record(), reduce)
 
     @staticmethod
     def _give(stream: Stream, parameter: Tensor, used: Tensor, step: int) -> None:

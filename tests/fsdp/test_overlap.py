@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_
 
@@ -32,6 +33,7 @@ from fsdp_offload import (
     TransferConfig,
     checkpoint,
 )
+from fsdp_offload.groups import find_groups
 from fsdp_offload.overlap import REORDER_AFTER
 from fsdp_offload.pipeline.bucket import BucketUpdate
 from fsdp_offload.plain_copies import without_tables
@@ -598,6 +600,38 @@ def count_tables(size: int) -> None:
 @pytest.mark.parametrize("size", [1, 2])
 def test_watched_groups_copy_without_tables(ranks: Ranks, size: int) -> None:
     ranks(2).run(count_tables, size)
+
+
+def where_reduced(size: int) -> None:
+    """With one rank on the compute stream, with more where FSDP2 does it; nothing stays changed."""
+    model = build(size)
+    optimizer = wrap(model, "backward")
+    loss = loss_of(model, 0)
+    context = find_groups([model])[0]._raw.comm_ctx
+    own, compute = context.reduce_scatter_stream, torch.cpu.current_stream()
+    check(own is not compute, "FSDP2 has a stream of its own for it")
+    used = list[Any]()
+
+    def reduce(original: Any, *args: Any, **kwargs: Any) -> Any:
+        used.append(args[3])
+        return original(*args, **kwargs)
+
+    with mock.patch.object(
+        _fsdp_param_group,
+        "foreach_reduce",
+        functools.partial(reduce, _fsdp_param_group.foreach_reduce),
+    ):
+        loss.backward()
+    check(len(used) > 2, f"{len(used)} reductions")
+    check(all(s is (own if size > 1 else compute) for s in used), f"reduced on {used}")
+    check(context.reduce_scatter_stream is own, "the stream is FSDP2's again")
+    optimizer.step()
+    optimizer.close()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_one_rank_reduces_on_the_compute_stream(ranks: Ranks, size: int) -> None:
+    ranks(2).run(where_reduced, size)
 
 
 def unfreeze(overlap: str) -> None:
