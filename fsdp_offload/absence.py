@@ -261,8 +261,8 @@ class OptimizerAbsence:
         mover, held = self._mover_of(segments), _all_held(records, shown)
         departure = self._departure(held, records, shown)
         mover.reserve(departure.blocks)
-        staging = [tensor for segment in segments for tensor in segment.staging()]
-        self._dropped = [StorageBlock("", t.untyped_storage()) for t in staging if t.numel()]
+        staging = [t.untyped_storage() for segment in segments for t in segment.staging()]
+        self._dropped = [StorageBlock("", storage) for storage in staging if storage.nbytes()]
         try:
             self._blocks, self.is_away = departure.blocks, True  # before the first byte is given up
             give_up((block, 0) for block in self._dropped)

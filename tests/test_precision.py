@@ -30,6 +30,7 @@ from fsdp_offload import (
 from fsdp_offload.checkpoint import OptimizerState, load, load_local, save, save_local
 from fsdp_offload.device import gateway_for
 from fsdp_offload.pipeline import moments, reduced_adam
+from fsdp_offload.pipeline.bucket import Scratch
 from fsdp_offload.pipeline.moments import Draw
 from fsdp_offload.testing import RankPool
 from tests.fsdp import models
@@ -500,6 +501,49 @@ def test_the_kernel_has_the_same_bits_beside_backward(
         found.append([*(p.detach() for p in parameters), *(t.clone() for t in tensors)])
     assert twin.calls > 2 * 8 * len(parameters)
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("kept", LOSSY)
+def test_scratch_memory_is_there_when_the_class_updates(
+    monkeypatch: pytest.MonkeyPatch, kept: Any
+) -> None:
+    OnCpu(monkeypatch)
+    model, optimizer = wrapped(BF16, kept)
+    with monkeypatch.context() as patch:
+        patch.setattr(Scratch, "release", lambda self: None)
+        twin_model, twin = wrapped(BF16, kept)
+    least, most = (made.statistics().staging_bytes for made in (optimizer, twin))
+    scratch = Scratch.bytes_for(1, FP32, BF16, 2)
+    assert most - least >= 4096 // 6 // 64 * 64 * scratch, "that of a bucket"
+
+    def steps(*numbers: int) -> None:
+        for step in numbers:
+            fill(model, step, twin_model)
+            optimizer.step()
+            twin.step()
+        assert_same(all_bits(model, optimizer), all_bits(twin_model, twin))
+
+    steps(0, 1)
+    optimizer.offload()
+    optimizer.reload()
+    steps(2)
+    assert optimizer.statistics().staging_bytes == least
+    monkeypatch.setattr(reduced_adam, "settings", lambda *args: None)  # the class updates
+    steps(3)
+    assert optimizer.statistics().staging_bytes == most
+    optimizer.offload()
+    assert optimizer.statistics().staging_bytes == 0
+    optimizer.reload()
+    steps(4, 5)
+    assert optimizer.statistics().staging_bytes == most
+
+
+def test_scratch_memory_stays_where_the_class_always_updates() -> None:
+    _, optimizer = wrapped(BF16, BF16)
+    before = optimizer.statistics().staging_bytes
+    assert before > 2 * 4096
+    _, optimizer = trained(BF16)
+    assert optimizer.statistics().staging_bytes == before
 
 
 # --------------------------------------------------------------------------- ranks

@@ -37,7 +37,17 @@ FEW: Final = 3
 class Scratch:
     """Device memory that one bucket's update works in; updates run one after another."""
 
-    memory: Tensor  # uint8, 1-D
+    memory: Tensor  # uint8, 1-D, alone in its storage
+
+    def release(self) -> None:
+        """Give the memory back; views of it are of no use until :meth:`fill`."""
+        self.memory.untyped_storage().resize_(0)
+
+    def fill(self) -> None:
+        """Take memory again, of the current stream, if there is none."""
+        storage = self.memory.untyped_storage()
+        if storage.nbytes() < self.memory.nbytes:
+            storage.resize_(self.memory.nbytes)
 
     @staticmethod
     def bytes_for(numel: int, compute: torch.dtype, shard: torch.dtype, moments: int = 0) -> int:
@@ -179,10 +189,12 @@ class BucketUpdate:
         self._masters: list[Tensor] = self._shards
         self._gradients: list[Tensor] | None = None  # in the compute dtype
         self._gathered: list[Tensor] = []  # copies of the shards, side by side
+        self._together: tuple[Tensor, ...] = ()  # all of them, and the masters
         self._codes: list[tuple[Tensor, Tensor, Tensor]] = []  # (bf16, int16, fp32) each 1-D
         self._tables: PieceTables | None = None
         self._packed: list[list[PackedMoment]] = []  # per piece
         self._reduced: ReducedAdam | None = None
+        self._scratch = scratch
         unpacked = self._cut_scratch(scratch, first)
         if self._form is MasterForm.WHOLE:
             self._masters = self._whole_masters(view)
@@ -220,6 +232,12 @@ class BucketUpdate:
         if self._shadow.is_direct and ReducedAdam.fits(self.pieces):
             self._reduced = self._one_kernel(view)
 
+    @property
+    def needs_scratch(self) -> bool:
+        """Whether its scratch memory is used in every update: else, if at all, it is filled when
+        an update turns out to need it."""
+        return self._reduced is None
+
     def _one_kernel(self, view: StateView) -> ReducedAdam | None:
         """The update without scratch memory, for masters that need none."""
         remainders: list[Tensor | None] = [None] * len(self.pieces)
@@ -241,12 +259,13 @@ class BucketUpdate:
             self._tables = PieceTables([part.numel for part in slices], make)
         if flat_remainder is not None and len(self.bucket.slices) > FEW:
             # Many small shards: one gather, one kernel, one scatter.
-            numel = flat_remainder.numel()
-            value, master = self._flat_value[:numel], self._flat_master[:numel]
-            self._gathered = self._cut(self._flat_value)
+            if not self._gathered:  # once: released memory cannot be cut
+                numel = flat_remainder.numel()
+                self._gathered = self._cut(self._flat_value)
+                self._together = self._flat_value[:numel], self._flat_master[:numel]
+            value, master = self._together
             self._codes = [(value, flat_remainder, master)]
         else:
-            self._gathered = []
             self._codes = list(zip(self._shards, remainders, self._masters, strict=True))
 
     @staticmethod
@@ -287,8 +306,10 @@ class BucketUpdate:
         With ``snapshot.clip`` gradients count multiplied by it; those that need no cast are
         multiplied in place, as torch does.
         """
-        if self._reduced is not None and self._reduced.run(gradients, snapshot):
-            return
+        if self._reduced is not None:
+            if self._reduced.run(gradients, snapshot):
+                return
+            self._scratch.fill()
         self._unpack_moments(gradients)
         parts = self._parts_at_once(gradients)
         if parts is not None:

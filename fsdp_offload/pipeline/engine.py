@@ -148,6 +148,7 @@ class Segment:
             self.scratch = self._scratch(sections)
             self.resident = self._resident(optimizer, sections, records)
             self.streamed = self._streamed(optimizer, sections, records, arena)
+            self._release_scratch()
             if host:
                 memory = self._arena(sizes.host_bytes, show_progress=False)
                 pinned = all(each.pinned for each in self.arena_statistics())
@@ -276,6 +277,13 @@ class Segment:
         ]
         lane.set_order(range(len(pairs)))
         return lane
+
+    def _release_scratch(self) -> None:
+        """Unless an update needs it every time."""
+        streamed = self.streamed.buckets if self.streamed is not None else []
+        updates = [*self.resident, *(bucket.update for bucket in streamed)]
+        if not any(update.needs_scratch for update in updates):
+            self.scratch.release()
 
     def _host(
         self,

@@ -211,6 +211,7 @@ def test_the_kernel_follows_the_class(
     in double precision, so squared averages differ by that much.
     """
     at_once, by_class = Run(dtype, kept, 1.0), Run(dtype, kept, 1.0)
+    without_scratch = by_class.optimizer.statistics().staging_bytes
     settings, calls = fused_adam.settings, []
     for step in range(4):
         for run in (at_once, by_class):
@@ -220,6 +221,8 @@ def test_the_kernel_follows_the_class(
     assert calls, "the kernel was asked for"
     monkeypatch.setattr(reduced_adam, "settings", lambda *a: None)
     by_class.step(4)
+    assert at_once.optimizer.statistics().staging_bytes == without_scratch
+    assert by_class.optimizer.statistics().staging_bytes > without_scratch
     for a, b in zip(at_once.kept(), by_class.kept(), strict=True):
         if a.dtype in (INT8, UINT8):
             assert int((a.int() - b.int()).abs().sum()) <= 0.02 * a.numel()
