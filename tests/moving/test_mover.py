@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fsdp_offload.config import TransferConfig
-from fsdp_offload.device import CpuGateway
+from fsdp_offload.device import CpuGateway, copy_all
 from fsdp_offload.moving import Block, FixedAddressRegion, Mover, Places, StorageBlock, collect
 from fsdp_offload.moving import mover as mover_module
 from fsdp_offload.testing import ADVERSARIES, StreamSimulator
@@ -245,6 +245,27 @@ def test_packs_are_bounded_and_joined(monkeypatch: pytest.MonkeyPatch) -> None:
     assert max(taken) <= 1 << 13
     for value, (_, tensor) in enumerate(named):
         assert bool((tensor == value).all())
+
+
+def test_kernels_that_pack_have_run_before_anything_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel's first launch waits for all copies under way: CUDA loads it."""
+    copied = list[set[torch.dtype]]()
+
+    def copy(targets: list[Tensor], sources: list[Tensor]) -> None:
+        copied.append({tensor.dtype for tensor in (*targets, *sources)})
+        copy_all(targets, sources)
+
+    monkeypatch.setattr(mover_module, "copy_all", copy)
+    move, large = mover(), collect([("large", torch.zeros(1 << 20))], CPU)
+    move.reserve(large)
+    assert not copied, "nothing is packed"
+    blocks = collect(tensors(), CPU)
+    for _ in range(2):
+        move.reserve(blocks)
+        assert copied == [{torch.int64}, {torch.uint8}], "once"
+    move.out(blocks).wait()
+    move.back(blocks).wait()
+    assert set().union(*copied) == {torch.int64, torch.uint8}
 
 
 def test_without_room_for_staging_blocks_travel_alone(monkeypatch: pytest.MonkeyPatch) -> None:
