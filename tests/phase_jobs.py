@@ -238,6 +238,9 @@ def frees_its_payload(lanes: str, width: int, *, fixed_address: bool) -> float:
     before, shares = snapshot(net, optimizer), []
     moved = storages(net, optimizer)
     n_bytes = sum(storage.nbytes() for storage in moved)
+    if device_here().type == "cuda":
+        cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        assert cached < 0.05 * n_bytes, "the first departure would have to give it back"
     for _ in range(3):
         if device_here().type == "cuda":
             torch.cuda.empty_cache()
