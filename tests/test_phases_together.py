@@ -240,6 +240,21 @@ def test_swap_with_a_closed_one_moves_nothing() -> None:
     assert not here.is_away
 
 
+def test_swap_for_one_that_never_left() -> None:
+    model, other = Net(), Net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    train(model, optimizer, 0)
+    phases, expected = PhaseOffloader(model, optimizer), values(model)
+    here = PhaseOffloader(other)
+    with phases.away():
+        pass
+    swap(out=phases, in_=here)
+    assert phases.is_away
+    assert not here.is_away
+    phases.reload()
+    assert same(model, expected)
+
+
 @pytest.mark.parametrize("grads", ["save", "keep"])
 def test_sparse_gradients_stay(grads: str) -> None:
     model = nn.Embedding(10, 4, sparse=True)

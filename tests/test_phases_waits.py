@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_offload import PhaseOffloader, swap
-from fsdp_offload.phases import optimizers
+from fsdp_offload.phases import contents, offloader, optimizers
 from fsdp_offload.testing import ADVERSARIES, StreamSimulator
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -134,6 +134,120 @@ def test_swap_under_every_policy(policy: str) -> None:
         assert [float(p.data[-1]) for p in first.parameters()] == [7, 8, 9, 10]
         b.reload()
     assert not simulator.late_uses
+
+
+class SwappedJob:
+    """A module, its optimizer with state, its offloader, and the values that they hold."""
+
+    def __init__(self, current: Any, value: float) -> None:
+        self.current, self.value, self.module = current, value, model()
+        self.optimizer = Launching(self.module.parameters(), current)
+        self.phases = PhaseOffloader(self.module, self.optimizer)
+        self.seen = [torch.zeros(n) for n in SHAPES]
+        with self.phases.away():  # from now on it knows what may leave ahead
+            pass
+
+    def write(self) -> None:
+        self.value += 100
+        states = [state["momentum_buffer"] for state in self.optimizer.state.values()]
+        for index, pair in enumerate(zip(self.module.parameters(), states, strict=True)):
+            self.current.launch(fill, pair[0].data, self.value + 10 * index)
+            self.current.launch(fill, pair[1], self.value + 10 * index + 5)
+
+    def is_right(self) -> bool:
+        for parameter, out in zip(self.module.parameters(), self.seen, strict=True):
+            self.current.launch(copy_to, out, parameter.data)
+        self.optimizer.step()
+        self.current.synchronize()
+        found = [(float(v.min()), float(v.max())) for v in (*self.seen, *self.optimizer.seen)]
+        wanted = [self.value + 10 * i + more for more in (0, 5) for i in range(len(SHAPES))]
+        return found == [(v, v) for v in wanted]
+
+
+def swap_jobs(simulator: StreamSimulator, *, wait: bool) -> bool:
+    """Two jobs take turns; whether each finds its own numbers."""
+    current = simulator.current_stream()
+    here, away, right = SwappedJob(current, 1000), SwappedJob(current, 2000), True
+    away.write()
+    away.phases.offload()
+    for _ in range(3):
+        here.write()
+        swap(out=here.phases, in_=away.phases, wait=wait)
+        here, away = away, here
+        right &= here.is_right()
+    away.phases.reload()
+    return right
+
+
+@pytest.fixture
+def came_early(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether what came in a swap was on its way before all copies out were; some can be."""
+    monkeypatch.setattr(contents, "AHEAD_BYTES", 1)
+    come, early = offloader._Coming.come, list[bool]()
+
+    def noted(coming: Any, leaving: Any) -> None:
+        early.append(coming.handle is not None)
+        come(coming, leaving)
+
+    monkeypatch.setattr(offloader._Coming, "come", noted)
+    return early
+
+
+@pytest.mark.parametrize("wait", [True, False])
+@pytest.mark.parametrize("policy", ADVERSARIES)
+def test_swapped_jobs_under_every_policy(policy: str, wait: bool, came_early: list[bool]) -> None:
+    with StreamSimulator(policy) as simulator:
+        assert swap_jobs(simulator, wait=wait)
+    assert not simulator.late_uses
+    assert came_early == [True] * 3
+
+
+def test_what_comes_early_is_followed(
+    came_early: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PhaseOffloader, "_follow", lambda *args: None)
+    found = []
+    for policy in ADVERSARIES:
+        with StreamSimulator(policy) as simulator:
+            found.append(swap_jobs(simulator, wait=False) and not simulator.late_uses)
+    assert False in found
+
+
+def test_what_leaves_does_not_wait_for_what_comes(came_early: list[bool]) -> None:
+    with StreamSimulator("lazy") as simulator:
+        here, away = (SwappedJob(simulator.current_stream(), v) for v in (1000, 2000))
+        away.phases.offload()
+        leaving, coming = swap(out=here.phases, in_=away.phases, wait=False)
+        leaving.wait()
+        assert not coming.is_done()
+        coming.wait()
+    assert came_early == [True]
+
+
+@pytest.mark.parametrize("fails", ["collect", "reserve"])
+def test_what_came_before_the_other_could_not_leave_is_there(
+    fails: str, came_early: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with StreamSimulator("lazy") as simulator:
+        here, away = (SwappedJob(simulator.current_stream(), v) for v in (1000, 2000))
+        away.write()
+        away.phases.offload()
+        here.write()
+        owner = here.phases._contents if fails == "collect" else here.phases._moves
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, fails, raising)
+            with pytest.raises(ZeroDivisionError):
+                swap(out=here.phases, in_=away.phases, wait=False)
+        assert not here.phases.is_away
+        assert not away.phases.is_away
+        assert here.is_right()
+        assert away.is_right()
+    assert not simulator.late_uses
+    assert came_early == []
+
+
+def raising(*args: Any) -> None:
+    raise ZeroDivisionError
 
 
 def is_noticed(index: int) -> bool:

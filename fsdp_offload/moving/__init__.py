@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .absent import Absence, Settle, host_view, is_absent, present
 from .blocks import Block, StorageBlock, collect, is_whole
-from .joining import join
+from .joining import SPARE_BYTES, join
 from .mover import Mover, Trip, give_up, missing_parts
 from .pages import PageBlock
 from .places import Places
@@ -12,6 +12,7 @@ from .region import FixedAddressRegion, RegionStatistics
 from .settling import Seat, settle_storages
 
 __all__ = [
+    "SPARE_BYTES",
     "Absence",
     "Block",
     "FixedAddressRegion",

@@ -96,16 +96,21 @@ class Moves:
 
     # ------------------------------------------------------------------ out
 
-    def out(self, prepare: Callable[[], None]) -> Departure:
+    def out(
+        self, prepare: Callable[[], None], beside: Callable[[], None] | None = None
+    ) -> Departure:
         """All leaves. If this raises, some may have: see :meth:`turn_back`.
 
         Args:
             prepare: called before most of it is looked up, when the first copies are under way.
+            beside: called before that, if there are such copies.
         """
         self._contents.forget()
         gone = self._contents.take_ahead()
         self._absences.enter(self._contents.held())
         ahead = self._mover.out(self._contents.blocks["state"])
+        if beside is not None and ahead.n_bytes:
+            beside()
         prepare()
         parameters = self._contents.collect(gone)
         self.reserve()
@@ -117,6 +122,11 @@ class Moves:
         trips["grads"] = self._mover.out(blocks["grads"])
         trips["params"] = self._mover.out(blocks["params"])
         return Departure(parameters, trips, self._mover.drop(self._rebuilding.blocks))
+
+    @property
+    def rebuilds(self) -> bool:
+        """Whether the current stream writes some of what comes back."""
+        return bool(self._rebuilding.blocks)
 
     def turn_back(self) -> None:
         """:meth:`out` has failed half-way: bring back what had left, and wait for it."""
@@ -138,11 +148,15 @@ class Moves:
 
     # ------------------------------------------------------------------ back
 
-    def back(self, make_room: Callable[[], bool] | None) -> dict[str, Trip]:
+    def back(
+        self, make_room: Callable[[], bool] | None, *, is_followed: bool = True
+    ) -> dict[str, Trip]:
         """All that is away comes, parameters in order of the current stream; or nothing does.
 
         Args:
             make_room: see :meth:`.moving.Mover.back`.
+            is_followed: whether :meth:`follow` is called here. What the current stream waits for
+                delays what leaves after it.
 
         Raises:
             DeviceMemoryError: there is no room.
@@ -155,9 +169,8 @@ class Moves:
             trips["grads"] = self._mover.back(blocks["grads"], make_room=make_room, lasting=False)
             trips["state"] = self._optimizer.reload(self._mover, blocks["state"], make_room)
             self._absences.end()
-            current = self._gateway.current_stream()
-            trips["params"].follow(current)
-            trips["grads"].follow(current)
+            if is_followed:
+                self.follow(trips)
             self._rebuilding.write()
             return trips
         except BaseException as error:
@@ -165,6 +178,13 @@ class Moves:
             if isinstance(error, torch.OutOfMemoryError | DeviceMemoryError):
                 raise self._no_room() from error
             raise
+
+    def follow(self, trips: Mapping[str, Trip]) -> None:
+        """Let the current stream wait for what is used without being asked for."""
+        current = self._gateway.current_stream()
+        for kind in ("params", "grads"):
+            if kind in trips:  # there is none where nothing has ever moved
+                trips[kind].follow(current)
 
     def _go_again(self, away: Sequence[tuple[Block, int]]) -> None:
         """Coming back has failed half-way: nobody has used what came, and places hold its bytes.

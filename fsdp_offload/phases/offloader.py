@@ -18,10 +18,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from ..config import TransferConfig
-from ..device import free_bytes, release_cached
+from ..device import available_bytes, free_bytes, release_cached
 from ..errors import AwayError, ClosedError, ConfigError, DeviceMemoryError
 from ..groups import find_groups
-from ..moving import Mover, Places, Trip
+from ..moving import SPARE_BYTES, Mover, Places, Trip
 from ..patching import Patch, remove_all
 from ..wrapping import gateway_of, modules_of
 from .absences import Absences
@@ -155,7 +155,7 @@ class PhaseOffloader:
         """
         return self._offload(wait, None)
 
-    def _offload(self, wait: bool, beside: Callable[[Handle], None] | None) -> Handle:
+    def _offload(self, wait: bool, beside: _Coming | None) -> Handle:
         with self._lock:
             self._check()
             self._handle.wait()
@@ -163,7 +163,7 @@ class PhaseOffloader:
                 with _collector_paused():
                     self._leave(beside)
             elif beside is not None:
-                beside(self._handle)
+                beside.come(self._handle)
             if wait:
                 self._handle.wait()
             return self._handle
@@ -183,13 +183,15 @@ class PhaseOffloader:
         """
         return self._reload(wait, None)
 
-    def _reload(self, wait: bool, make_room: Callable[[], bool] | None) -> Handle:
+    def _reload(
+        self, wait: bool, make_room: Callable[[], bool] | None, *, is_followed: bool = True
+    ) -> Handle:
         with self._lock:
             self._check()
             self._handle.wait()
             if self._is_away:
                 with _collector_paused():
-                    self._come_back(make_room)
+                    self._come_back(make_room, is_followed)
             if wait:
                 self._handle.wait()
             return self._handle
@@ -250,18 +252,20 @@ class PhaseOffloader:
 
     # ------------------------------------------------------------------ leaving
 
-    def _leave(self, beside: Callable[[Handle], None] | None) -> None:
-        """``beside``: called as soon as the copies are under way, before all else is done; then
-        memory stays torch's, for what comes meanwhile."""
+    def _leave(self, beside: _Coming | None) -> None:
+        """``beside``: comes as soon as copies are under way, before all else is done; then memory
+        stays torch's, for that."""
         self._free_before = free_bytes(self._device)
         self._optimizer.synchronize()
         handle: Handle | None = None
         try:
-            parameters, trips, dropped = self._moves.out(self._reshard)
+            parameters, trips, dropped = self._moves.out(
+                self._reshard, None if beside is None else beside.come_early
+            )
             finish = functools.partial(self._has_left, to_driver=beside is None)
             handle = Handle(trips, finish, dropped=dropped, finish_blocks=beside is None)
             if beside is not None:
-                beside(handle)
+                beside.come(handle)
             self._has_gone(handle, parameters)
         except BaseException:
             if handle is None:
@@ -333,15 +337,26 @@ class PhaseOffloader:
 
     # ------------------------------------------------------------------ coming back
 
-    def _come_back(self, make_room: Callable[[], bool] | None) -> None:
+    def _may_come_early(self) -> bool:
+        """Whether all that is away would fit, and nothing of it is computed. What a
+        :class:`HybridDeviceOptimizer` moves itself is not counted."""
+        available = available_bytes(self._device)
+        needed = sum(block.n_bytes for block in self._contents.every_block())
+        has_room = available is None or available >= needed + SPARE_BYTES
+        return has_room and not self._moves.rebuilds
+
+    def _come_back(self, make_room: Callable[[], bool] | None, is_followed: bool) -> None:
         trips: dict[str, Trip] | None = None
         try:
-            trips = self._moves.back(make_room)
+            trips = self._moves.back(make_room, is_followed=is_followed)
             self._become_present(trips)
         except BaseException:
             if trips is not None:
                 self._become_present(trips)
             raise
+
+    def _follow(self, handle: Handle) -> None:
+        self._moves.follow(handle.trips)
 
     def _become_present(self, trips: Mapping[str, Trip]) -> None:
         """All is here when ``trips`` are done. Idempotent."""
@@ -405,24 +420,46 @@ def swap(*, out: PhaseOffloader, in_: PhaseOffloader, wait: bool = True) -> tupl
 
     Raises:
         DeviceMemoryError: ``in_`` does not fit although ``out`` has left; both are away.
+        HostMemoryError, PinningError: ``out`` has something new to hold, and stays; ``in_`` may be
+            back.
         ClosedError: one of them is closed; nothing was moved.
     """
     in_._check()
-    coming: list[Handle] = []
-
-    def come(leaving: Handle) -> None:
-        coming.append(in_._reload(False, leaving._release_next))
-
+    coming = _Coming(in_)
     try:
-        leaving = out._offload(False, come)
+        leaving = out._offload(False, coming)
     except BaseException:
+        in_._handle.wait()  # the current stream may not
         if out.is_away:
             out.offload()  # waits for it
         raise
+    assert coming.handle is not None
     if wait:
         leaving.wait()
-        coming[0].wait()
-    return leaving, coming[0]
+        coming.handle.wait()
+    return leaving, coming.handle
+
+
+class _Coming:
+    """The way back of one offloader while another one leaves."""
+
+    def __init__(self, offloader: PhaseOffloader) -> None:
+        self._offloader = offloader
+        self.handle: Handle | None = None
+
+    def come_early(self) -> None:
+        """The first copies out are under way. To look all the others up takes as long as some
+        GiB need on the link: what has room does not wait for that."""
+        if self._offloader._may_come_early():
+            with contextlib.suppress(DeviceMemoryError):  # it was in pieces: come() makes more
+                self.handle = self._offloader._reload(False, None, is_followed=False)
+
+    def come(self, leaving: Handle) -> None:
+        """All copies out are under way; ``leaving`` can make room."""
+        if self.handle is None:
+            self.handle = self._offloader._reload(False, leaving._release_next)
+        else:
+            self._offloader._follow(self.handle)
 
 
 @contextlib.contextmanager
