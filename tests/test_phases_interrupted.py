@@ -18,6 +18,7 @@ from fsdp_offload import HybridDeviceOptimizer, PhaseOffloader, swap
 from fsdp_offload.errors import AwayError, DeviceMemoryError, LaneError
 from fsdp_offload.moving import FixedAddressRegion, Mover, PageBlock, StorageBlock, absent
 from fsdp_offload.patching import Patch
+from fsdp_offload.phases import contents
 from fsdp_offload.spent import StandIn
 from fsdp_offload.storages import is_tied
 from fsdp_offload.testing import StreamSimulator
@@ -287,9 +288,16 @@ def test_coming_back(name: str, params: str, grads: str) -> None:
     assert away == sorted(away, reverse=True)  # from some line on it is back
 
 
-def test_swapping() -> None:
-    """What leaves is interrupted, or what comes beside it."""
-    job, other = Job("host", "rebuild", "save"), Job("plain")
+@pytest.mark.parametrize(
+    "case", [("host", "rebuild", "save"), pytest.param(("plain",), id="early")]
+)
+def test_swapping(case: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What leaves is interrupted, or what comes beside it: early, where the first state leaves
+    before all is looked up."""
+    monkeypatch.setattr(contents, "AHEAD_BYTES", 1)
+    job, other = Job(*case), Job("plain")
+    with job.phases.away():
+        pass
 
     def check() -> None:
         if other.phases.is_away:
