@@ -303,8 +303,12 @@ class HybridDeviceOptimizer(Leaving, Optimizer):
         if not self._state_was_read:
             return
         with torch.no_grad():
-            for record in self._records:
-                if shown := self._shown.get(record.parameter):
+            found = [self._shown.get(record.parameter) or {} for record in self._records]
+            for record, shown, apart in zip(
+                self._records, found, state_io.apart(self._records, found), strict=True
+            ):
+                if shown:
+                    shown.update(apart)
                     state_io.adopt_writes(record, shown)
                 else:
                     state_io.reset(record)
@@ -379,6 +383,7 @@ class HybridDeviceOptimizer(Leaving, Optimizer):
         ids = loading.match_ids(self.param_groups, loaded)
         entries = [loaded["state"].get(ids[r.parameter], {}).items() for r in self._records]
         # Where a flattened checkpoint lacks an entry, torch's unflattening puts an empty dict.
+        values: Sequence[Mapping[str, Any]]
         values = [{n: v for n, v in found if not isinstance(v, dict)} for found in entries]
         saved = loaded["param_groups"]
         groups = loading.checked_groups(self.param_groups, saved, self._inventory, self._records)
@@ -386,6 +391,7 @@ class HybridDeviceOptimizer(Leaving, Optimizer):
             state_io.check(record, found)
         self._start_over()
         with self._health.failing("load_state_dict()", self._drain_quietly), torch.no_grad():
+            values = state_io.apart(self._records, values)
             for group, loaded_group in zip(self.param_groups, groups, strict=True):
                 group.update(loaded_group)
             for record, found in zip(self._records, values, strict=True):

@@ -306,6 +306,24 @@ def test_a_load_while_away_forgets_nothing() -> None:
     torch.testing.assert_close(job.optimizer.state_dict(), job.wanted, rtol=0, atol=0)
 
 
+def test_values_that_change_places_while_away() -> None:
+    """What a state dict shows then lies in the places that a load writes to."""
+    model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(3)))
+    optimizer = torch.optim.Adam(model.parameters())
+    for index, parameter in enumerate(model.parameters()):
+        parameter.grad = torch.full_like(parameter, index + 1.0)
+    optimizer.step()
+    expected = copy.deepcopy(optimizer.state_dict()["state"])
+    with PhaseOffloader(model, optimizer).away():
+        live = optimizer.state_dict()
+        shifted = {i: live["state"][(i + 1) % 3] for i in range(3)}
+        optimizer.load_state_dict({**live, "state": shifted})
+    found = optimizer.state_dict()["state"]
+    for i in range(3):
+        for name, value in expected[(i + 1) % 3].items():
+            assert torch.equal(found[i][name], value), (i, name)
+
+
 def test_an_optimizer_keeps_no_offloader_and_no_hook_of_a_closed_one() -> None:
     job = Job()
     hooks = job.optimizer._optimizer_load_state_dict_pre_hooks

@@ -78,6 +78,48 @@ def test_state_replaced_by_other_objects_gives_its_values_once(lane: str) -> Non
         assert torch.equal(a, b)
 
 
+def shifted(optimizer: torch.optim.Optimizer, model: nn.Module, how: str) -> None:
+    """Each parameter's state becomes the next one's, among live tensors."""
+    if how == "by hand":
+        states = [optimizer.state[p] for p in model.parameters()]
+        before = [dict(state) for state in states]
+        for state, other in zip(states, [*before[1:], before[0]], strict=True):
+            state.update(other)
+        return
+    live = optimizer.state_dict()
+    count = len(live["state"])
+    state = {i: live["state"][(i + 1) % count] for i in range(count)}
+    if how == "dropped":
+        state[1] = {}  # is reset, and what it had is another's
+    optimizer.load_state_dict({**live, "state": state})
+
+
+@pytest.mark.parametrize("how", ["loaded", "dropped", "by hand"])
+@pytest.mark.parametrize("lane", LANES)
+@pytest.mark.parametrize("is_away", [False, True])
+def test_state_that_changes_places_is_not_overwritten(lane: str, how: str, is_away: bool) -> None:
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(nn.Sequential(*(nn.Linear(40, 40, bias=False) for _ in range(3))))
+    plain = torch.optim.AdamW(models[0].parameters(), **options_of(lane))
+    mine = wrap(torch.optim.AdamW(models[1].parameters(), **options_of(lane)), lane)
+    for model, optimizer in zip(models, (plain, mine), strict=True):
+        for step in range(4):
+            for index, p in enumerate(model.parameters()):  # state of different ages
+                generator = torch.Generator().manual_seed(10 * step + index)
+                p.grad = torch.randn(p.shape, generator=generator) if step >= index else None
+            optimizer.step()
+        if is_away and isinstance(optimizer, HybridDeviceOptimizer):
+            optimizer.offload()
+        shifted(optimizer, model, how)
+        if isinstance(optimizer, HybridDeviceOptimizer):
+            optimizer.reload()
+        train(model, optimizer, range(4, 6))
+    for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
 def test_state_replaced_by_another_shape_is_refused() -> None:
     model = make_model()
     optimizer = wrap(torch.optim.AdamW(model.parameters(), lr=0.01), "streamed")

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from .. import shards
 from ..moving import absent
+from ..overwriting import kept_apart
 from ..patching import Patch, remove_all
 
 
@@ -122,7 +123,8 @@ class PlainState:
                         fits.append(_Fit(values, key, earlier[name], *pair, moves))
                     elif moves:
                         others.append(key)
-        return fits, others
+        sources = kept_apart([fit.target for fit in fits], [fit.source for fit in fits])
+        return [fit._replace(source=s) for fit, s in zip(fits, sources, strict=True)], others
 
 
 class _Fit(NamedTuple):

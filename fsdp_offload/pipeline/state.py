@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from .. import shards
 from ..errors import StateDictError
 from ..moving.whereabouts import here
+from ..overwriting import is_same, kept_apart
 from . import codec, moments
 from .moments import Moment
 from .records import MasterForm, Record
@@ -130,10 +131,38 @@ def _check_shape(record: Record, name: str, value: Any) -> None:
         )
 
 
+def apart(
+    records: Sequence[Record], values: Sequence[Mapping[str, Any]]
+) -> Sequence[Mapping[str, Any]]:
+    """The same values, of which none is overwritten before it is written: one that lies in state
+    of something else (of another parameter, in a state dict of live tensors) is a clone."""
+    places = [(i, name) for i, record in enumerate(records) for name in record.tensors]
+    targets = [records[i].tensors[name] for i, name in places]
+    given = [values[i].get(name) for i, name in places]
+    sources = [
+        shards.local(value) if isinstance(value, Tensor) else target
+        for target, value in zip(targets, given, strict=True)
+    ]
+    result = list[Mapping[str, Any]](values)
+    for (i, name), before, after in zip(places, sources, kept_apart(targets, sources), strict=True):
+        if after is not before:
+            result[i] = {**result[i], name: shards.like(records[i].parameter, after)}
+    return [_with_own_scalars(*pair) for pair in zip(records, result, strict=True)]
+
+
+def _with_own_scalars(record: Record, values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Scalars that are tensors as clones, unless they are the record's."""
+    own = record.pieces[0].state
+    found = {kind.name: values.get(kind.name) for kind in record.schema.role("scalar")}
+    foreign = {n: v for n, v in found.items() if isinstance(v, Tensor) and v is not own[n]}
+    return {**values, **{n: v.clone() for n, v in foreign.items()}} if foreign else values
+
+
 def write(record: Record, values: Mapping[str, Any]) -> None:
     """Copy checked values into the parameter's state; empty values reset it.
 
-    Values may alias the state itself. Buffers keep their address, dtype and device.
+    Values may alias the state that they are written to (see :func:`apart` for that of others).
+    Buffers keep their address, dtype and device.
     """
     if not values:
         reset(record)
@@ -186,14 +215,8 @@ def count_updates(record: Record) -> None:
 def _copy(kept: Tensor, value: Tensor) -> None:
     """``kept[:] = value``, unless it is the same memory: loads in place end here too."""
     source = shards.local(value).reshape(-1)
-    if not _is_same(kept, source):
+    if not is_same(kept, source):
         kept.copy_(source)
-
-
-def _is_same(kept: Tensor | None, value: Tensor) -> bool:
-    return kept is not None and (
-        (kept.data_ptr(), kept.dtype, kept.device) == (value.data_ptr(), value.dtype, value.device)
-    )
 
 
 def adopt_writes(record: Record, shown: dict[str, Any]) -> None:
@@ -280,7 +303,8 @@ def write_master(record: Record, values: Mapping[str, Any]) -> None:
     if not record.emits_master:  # host lane of fp32 shards: the shard says it all
         record.tensors[WHOLE].copy_(shard)
         return
-    if WHOLE in saved and _is_same(record.tensors.get(WHOLE), saved[WHOLE]):
+    own = record.tensors.get(WHOLE)
+    if WHOLE in saved and own is not None and is_same(own, saved[WHOLE]):
         _reseed_where_changed(record, shard)
     elif WHOLE in saved:
         _set_exactly(record, shard, saved[WHOLE].to(shard.device, record.compute_dtype))
