@@ -67,7 +67,7 @@ class DeviceError(OffloadError, RuntimeError):
 
 
 class DeviceMemoryError(OffloadError, RuntimeError):
-    """What was offloaded does not fit onto the device; it is still in host memory."""
+    """Device memory is short, for what was offloaded or for an update; nothing is lost."""
 
 
 class AwayError(OffloadError, RuntimeError):

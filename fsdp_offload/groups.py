@@ -21,7 +21,8 @@ _fsdp_param_group.py, the same in 2.11 and 2.13):
 [Note: streams with kernels]
 On an H200 every copy to the host is 8 % slower while three streams have kernels, however small
 (compute, reduction, updates; docs/how-it-works.md). With one rank a reduction has nobody to wait
-for, so it needs no stream of its own.
+for, so it needs no stream of its own; unless the user has hung something behind it, which runs on
+another stream and reads memory of FSDP2's.
 """
 
 from __future__ import annotations
@@ -197,7 +198,7 @@ class Group:
         context = self._raw.comm_ctx
         if hasattr(self._raw.mesh_info, "replicate_mesh_size"):
             yield context.all_reduce_stream
-        elif self._world_size > 1:
+        elif self._world_size > 1 or getattr(self._raw, "_all_reduce_hook", None) is not None:
             yield context.reduce_scatter_stream
         else:  # see [Note: streams with kernels]
             own = context.reduce_scatter_stream

@@ -174,6 +174,8 @@ class HybridDeviceOptimizer(Leaving, Optimizer):
         Raises:
             ConfigError: a hyper-parameter changed since backward updated parameters with it.
             AwayError: this optimizer, a shard or a gradient is offloaded; nothing was touched.
+            DeviceMemoryError: no room for scratch memory, which moments in fewer bits need once
+                hyper-parameters are tensors; nothing was updated.
             LaneError: this or an earlier update failed; only a load makes the optimizer usable.
             StateSchemaError, UnsupportedParameterError: refused, nothing was updated.
         """
@@ -230,6 +232,8 @@ class HybridDeviceOptimizer(Leaving, Optimizer):
                 self._overlap.begin()
         host = any(segment.host is not None for segment in self._segments)
         snapshot = Snapshot.take(self._inner, self.param_groups, host=host)
+        for segment in self._segments:
+            segment.prepare(snapshot)
         work = Work([], snapshot)
         work.grow(len(self._records))
         return work

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from fsdp_offload import (
     ConfigError,
+    DeviceMemoryError,
     HybridDeviceOptimizer,
     PrecisionConfig,
     StateDictError,
@@ -408,7 +409,7 @@ class OnCpu:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls = 0
-        monkeypatch.setattr(reduced_adam.ReducedAdam, "fits", staticmethod(self._fits))
+        monkeypatch.setattr(reduced_adam.ReducedAdam, "is_for", staticmethod(self._fits))
         from fsdp_offload.pipeline import bucket
 
         monkeypatch.setattr(bucket, "adam", self._update)
@@ -536,6 +537,51 @@ def test_scratch_memory_is_there_when_the_class_updates(
     optimizer.reload()
     steps(4, 5)
     assert optimizer.statistics().staging_bytes == most
+
+
+@pytest.mark.parametrize("overlap", ["step", "backward"])
+def test_no_room_for_scratch_memory_updates_nothing(
+    monkeypatch: pytest.MonkeyPatch, overlap: str
+) -> None:
+    OnCpu(monkeypatch)
+    made = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        parameters = [nn.Parameter(torch.randn(n).to(BF16)) for n in (700, 300)]
+        played = Played(gateway_for(torch.device("cpu")), [[p] for p in parameters])
+        inner = torch.optim.AdamW(parameters, lr=0.01, fused=True)
+        precision = PrecisionConfig(moments=BF16)
+        optimizer = played.wrap(inner, overlap=overlap, transfer=SMALL, precision=precision)
+        made.append((played, parameters, optimizer))
+
+    def iterate(played: Played, optimizer: HybridDeviceOptimizer, step: int) -> None:
+        played.forward()
+        played.backward(step)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    (first, parameters, optimizer), (_, others, twin) = made
+    for step in range(2):
+        for played, _, each in made:
+            iterate(played, each, step)
+    expected = [p.detach().clone() for p in parameters]
+    monkeypatch.setattr(reduced_adam, "settings", lambda *args: None)  # the class updates
+
+    def full(scratch: Scratch) -> None:
+        raise torch.OutOfMemoryError("full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Scratch, "fill", full)
+        with pytest.raises(DeviceMemoryError, match="scratch"):
+            iterate(first, optimizer, 2)
+    assert all(map(torch.equal, parameters, expected))
+    optimizer.zero_grad()
+    for step in range(2, 4):
+        for played, _, each in made:
+            iterate(played, each, step)
+    for each in (optimizer, twin):
+        each.synchronize()
+    assert all(map(torch.equal, parameters, others))
 
 
 def test_scratch_memory_stays_where_the_class_always_updates() -> None:

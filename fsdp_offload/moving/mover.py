@@ -205,7 +205,10 @@ class Mover:
     def _load_kernels(self) -> None:
         """CUDA loads a kernel with its first launch, which then waits for all copies under way:
         40 ms of the first departure, of which the link stood still for 5, measured on an H200."""
-        memory = self._gateway.allocate(6 * 8)
+        try:
+            memory = self._gateway.allocate(6 * 8)
+        except torch.OutOfMemoryError:
+            return  # then nothing is packed either, see _packs()
         views = [memory[start : start + n] for n in (8, 7) for start in range(0, 6 * 8, 8)]
         for targets, sources in _by_width(views[::2], views[1::2]):
             self._gateway.current_stream().launch(copy_all, targets, sources)

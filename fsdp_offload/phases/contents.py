@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Final
 
 import torch
@@ -108,13 +108,16 @@ class Contents:
         self._storages["state"], self.blocks["state"] = storages, blocks
         return storages
 
-    def collect(self, gone: Sequence[StorageBlock] = ()) -> Mapping[str, Tensor]:
+    def collect(
+        self, gone: Sequence[StorageBlock] = (), others: Collection[int] = ()
+    ) -> Mapping[str, Tensor]:
         """Look up all that leaves now, each storage once; gives all parameters by name.
 
         Args:
             gone: of :meth:`take_ahead`, on its way already.
+            others: storages, by identity, that another offloader is bringing back.
         """
-        known = {block.storage._cdata for block in gone}
+        known = {*others, *(block.storage._cdata for block in gone)}
         earlier = {b.storage._cdata: b for found in self._earlier.values() for b in found}
         parameters = self.parameters()
         named = self._named(parameters)

@@ -74,8 +74,7 @@ class Handle:
         """Bytes that are copied."""
         self.seconds = 0.0
         """From the call to its end, as the host saw it; 0 before :meth:`wait` returns."""
-        self.trips, self._finish = dict(trips), finish
-        """By kind."""
+        self._by_kind, self._finish = dict(trips), finish
         self._trips = [*trips.values()] + ([] if dropped is None else [dropped])
         self._finish_blocks = finish_blocks
         self._began, self._lock = time.perf_counter(), threading.RLock()
@@ -110,7 +109,7 @@ class Handle:
 
     def transfers(self) -> dict[str, Transfer]:
         """Figures by kind; wait first."""
-        return {k: Transfer(t.n_bytes, t.copy_seconds) for k, t in self.trips.items()}
+        return {k: Transfer(t.n_bytes, t.copy_seconds) for k, t in self._by_kind.items()}
 
     def _release_next(self) -> bool:
         """Wait for the next memory that leaves; False if none is left to leave."""

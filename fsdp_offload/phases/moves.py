@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -13,6 +13,7 @@ from ..device import Gateway, free_bytes, release_cached
 from ..errors import DeviceMemoryError
 from ..memory.budget import size_text
 from ..moving import (
+    SPARE_BYTES,
     Block,
     Mover,
     StorageBlock,
@@ -24,8 +25,18 @@ from ..moving import (
 )
 from .absences import Absences
 from .contents import Contents
-from .optimizers import OptimizerState
+from .optimizers import OptimizerState, is_out_of_memory
 from .rebuilding import Rebuilding
+
+
+class Return(NamedTuple):
+    """What is on its way back."""
+
+    trips: dict[str, Trip]
+    """By kind."""
+
+    away: Sequence[tuple[Block, int]]
+    """What was away before: blocks and their pieces."""
 
 
 class Departure(NamedTuple):
@@ -64,6 +75,7 @@ class Moves:
     ) -> None:
         self._contents, self._optimizer, self._rebuilding = contents, optimizer, rebuilding
         self._absences, self._mover, self._gateway = absences, mover, gateway
+        self._begun: Return | None = None
 
     def reserve(self) -> None:
         """Host memory for what has none yet, in one piece."""
@@ -97,22 +109,22 @@ class Moves:
     # ------------------------------------------------------------------ out
 
     def out(
-        self, prepare: Callable[[], None], beside: Callable[[], None] | None = None
+        self, prepare: Callable[[], None], beside: Callable[[], Collection[int]] | None = None
     ) -> Departure:
         """All leaves. If this raises, some may have: see :meth:`turn_back`.
 
         Args:
             prepare: called before most of it is looked up, when the first copies are under way.
-            beside: called before that, if there are such copies.
+            beside: called before that, if there are such copies; gives storages, by identity, that
+                come and do not leave.
         """
         self._contents.forget()
         gone = self._contents.take_ahead()
         self._absences.enter(self._contents.held())
         ahead = self._mover.out(self._contents.blocks["state"])
-        if beside is not None and ahead.n_bytes:
-            beside()
+        others = beside() if beside is not None and ahead.n_bytes else ()
         prepare()
-        parameters = self._contents.collect(gone)
+        parameters = self._contents.collect(gone, others)
         self.reserve()
         self._absences.enter(self._contents.held())
         blocks, trips = self._contents.blocks, {}
@@ -122,11 +134,6 @@ class Moves:
         trips["grads"] = self._mover.out(blocks["grads"])
         trips["params"] = self._mover.out(blocks["params"])
         return Departure(parameters, trips, self._mover.drop(self._rebuilding.blocks))
-
-    @property
-    def rebuilds(self) -> bool:
-        """Whether the current stream writes some of what comes back."""
-        return bool(self._rebuilding.blocks)
 
     def turn_back(self) -> None:
         """:meth:`out` has failed half-way: bring back what had left, and wait for it."""
@@ -148,47 +155,77 @@ class Moves:
 
     # ------------------------------------------------------------------ back
 
-    def back(
-        self, make_room: Callable[[], bool] | None, *, is_followed: bool = True
-    ) -> dict[str, Trip]:
+    def back(self, make_room: Callable[[], bool] | None) -> dict[str, Trip]:
         """All that is away comes, parameters in order of the current stream; or nothing does.
 
         Args:
             make_room: see :meth:`.moving.Mover.back`.
-            is_followed: whether :meth:`follow` is called here. What the current stream waits for
-                delays what leaves after it.
 
         Raises:
             DeviceMemoryError: there is no room.
         """
-        blocks, trips = self._contents.blocks, {}
-        away = missing_parts(self._contents.every_block())
+        begun = self._begun
+        away = missing_parts(self._contents.every_block()) if begun is None else begun.away
         try:
-            trips["params"] = self._mover.back(blocks["params"], make_room=make_room)
-            self._rebuilding.renew(make_room)
-            trips["grads"] = self._mover.back(blocks["grads"], make_room=make_room, lasting=False)
-            trips["state"] = self._optimizer.reload(self._mover, blocks["state"], make_room)
+            trips = self._bring(make_room) if begun is None else begun.trips
             self._absences.end()
-            if is_followed:
-                self.follow(trips)
+            current = self._gateway.current_stream()
+            trips["params"].follow(current)
+            trips["grads"].follow(current)
             self._rebuilding.write()
+            self._begun = None
             return trips
         except BaseException as error:
             self._go_again(away)
-            if isinstance(error, torch.OutOfMemoryError | DeviceMemoryError):
+            if is_out_of_memory(error):
                 raise self._no_room() from error
             raise
 
-    def follow(self, trips: Mapping[str, Trip]) -> None:
-        """Let the current stream wait for what is used without being asked for."""
-        current = self._gateway.current_stream()
-        for kind in ("params", "grads"):
-            if kind in trips:  # there is none where nothing has ever moved
-                trips[kind].follow(current)
+    def begin_back(self) -> set[int]:
+        """:meth:`back` as far as nobody notices: copies are under way, and for readers and for the
+        current stream all is away, until :meth:`back` or :meth:`give_up_begun`.
+
+        Returns:
+            Storages that come, by identity.
+
+        Raises:
+            DeviceMemoryError: there is no room.
+        """
+        away = missing_parts(self._contents.every_block())
+        try:
+            self._begun = Return(self._bring(None), away)
+        except BaseException as error:
+            self._go_again(away)
+            if is_out_of_memory(error):
+                raise self._no_room() from error
+            raise
+        return {each.storage._cdata for _, found in self._contents.held() for each in found}
+
+    def give_up_begun(self) -> None:
+        """Nothing comes after all. Does nothing where nothing has begun."""
+        if self._begun is not None:
+            self._go_again(self._begun.away)
+
+    def may_begin(self, available_bytes: int | None) -> bool:
+        """Whether :meth:`begin_back` can be expected to work; ``None``: there is no such figure."""
+        if self._rebuilding.blocks or self._optimizer.moves_itself:
+            return False  # the current stream writes some of it; or nobody here knows how large
+        needed = sum(block.n_bytes for block in self._contents.every_block())
+        return available_bytes is None or available_bytes >= needed + SPARE_BYTES
+
+    def _bring(self, make_room: Callable[[], bool] | None) -> dict[str, Trip]:
+        """Enqueue all copies; if this raises, some are."""
+        blocks, trips = self._contents.blocks, {}
+        trips["params"] = self._mover.back(blocks["params"], make_room=make_room)
+        self._rebuilding.renew(make_room)
+        trips["grads"] = self._mover.back(blocks["grads"], make_room=make_room, lasting=False)
+        trips["state"] = self._optimizer.reload(self._mover, blocks["state"], make_room)
+        return trips
 
     def _go_again(self, away: Sequence[tuple[Block, int]]) -> None:
         """Coming back has failed half-way: nobody has used what came, and places hold its bytes.
         What was here before has perhaps no copy."""
+        self._begun = None  # first: interrupted, this leaves what comes the next time, too
         self._mover.wait()
         self._gateway.current_stream().synchronize()  # it may be writing what is rebuilt
         give_up(away)

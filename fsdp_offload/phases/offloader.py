@@ -21,7 +21,7 @@ from ..config import TransferConfig
 from ..device import available_bytes, free_bytes, release_cached
 from ..errors import AwayError, ClosedError, ConfigError, DeviceMemoryError
 from ..groups import find_groups
-from ..moving import SPARE_BYTES, Mover, Places, Trip
+from ..moving import Mover, Places, Trip
 from ..patching import Patch, remove_all
 from ..wrapping import gateway_of, modules_of
 from .absences import Absences
@@ -183,15 +183,13 @@ class PhaseOffloader:
         """
         return self._reload(wait, None)
 
-    def _reload(
-        self, wait: bool, make_room: Callable[[], bool] | None, *, is_followed: bool = True
-    ) -> Handle:
+    def _reload(self, wait: bool, make_room: Callable[[], bool] | None) -> Handle:
         with self._lock:
             self._check()
             self._handle.wait()
             if self._is_away:
                 with _collector_paused():
-                    self._come_back(make_room, is_followed)
+                    self._come_back(make_room)
             if wait:
                 self._handle.wait()
             return self._handle
@@ -260,7 +258,7 @@ class PhaseOffloader:
         handle: Handle | None = None
         try:
             parameters, trips, dropped = self._moves.out(
-                self._reshard, None if beside is None else beside.come_early
+                self._reshard, None if beside is None else beside.begin
             )
             finish = functools.partial(self._has_left, to_driver=beside is None)
             handle = Handle(trips, finish, dropped=dropped, finish_blocks=beside is None)
@@ -268,10 +266,14 @@ class PhaseOffloader:
                 beside.come(handle)
             self._has_gone(handle, parameters)
         except BaseException:
-            if handle is None:
-                self._stay()
-            else:  # all is on its way: no use, and perhaps no room, to turn back
-                self._has_gone(handle, parameters)
+            try:
+                if beside is not None:
+                    beside.give_up()  # it has taken room
+            finally:
+                if handle is None:
+                    self._stay()
+                else:  # all is on its way: no use, and perhaps no room, to turn back
+                    self._has_gone(handle, parameters)
             raise
 
     def _has_gone(self, handle: Handle, parameters: Mapping[str, Tensor]) -> None:
@@ -337,26 +339,24 @@ class PhaseOffloader:
 
     # ------------------------------------------------------------------ coming back
 
-    def _may_come_early(self) -> bool:
-        """Whether all that is away would fit, and nothing of it is computed. What a
-        :class:`HybridDeviceOptimizer` moves itself is not counted."""
-        available = available_bytes(self._device)
-        needed = sum(block.n_bytes for block in self._contents.every_block())
-        has_room = available is None or available >= needed + SPARE_BYTES
-        return has_room and not self._moves.rebuilds
+    def _begin_to_come(self) -> set[int]:
+        """Let copies begin that a later :meth:`_reload` waits for, if there is room for them; gives
+        their storages, by identity."""
+        self._handle.wait()
+        if self._is_away and self._moves.may_begin(available_bytes(self._device)):
+            with _collector_paused(), contextlib.suppress(DeviceMemoryError):  # it is in pieces
+                return self._moves.begin_back()
+        return set()
 
-    def _come_back(self, make_room: Callable[[], bool] | None, is_followed: bool) -> None:
+    def _come_back(self, make_room: Callable[[], bool] | None) -> None:
         trips: dict[str, Trip] | None = None
         try:
-            trips = self._moves.back(make_room, is_followed=is_followed)
+            trips = self._moves.back(make_room)
             self._become_present(trips)
         except BaseException:
             if trips is not None:
                 self._become_present(trips)
             raise
-
-    def _follow(self, handle: Handle) -> None:
-        self._moves.follow(handle.trips)
 
     def _become_present(self, trips: Mapping[str, Trip]) -> None:
         """All is here when ``trips`` are done. Idempotent."""
@@ -420,19 +420,22 @@ def swap(*, out: PhaseOffloader, in_: PhaseOffloader, wait: bool = True) -> tupl
 
     Raises:
         DeviceMemoryError: ``in_`` does not fit although ``out`` has left; both are away.
-        HostMemoryError, PinningError: ``out`` has something new to hold, and stays; ``in_`` may be
-            back.
+        HostMemoryError, PinningError: ``out`` has something new to hold, and stays, and ``in_`` is
+            away.
         ClosedError: one of them is closed; nothing was moved.
     """
     in_._check()
     coming = _Coming(in_)
-    try:
-        leaving = out._offload(False, coming)
-    except BaseException:
-        in_._handle.wait()  # the current stream may not
-        if out.is_away:
-            out.offload()  # waits for it
-        raise
+    with contextlib.ExitStack() as locks:
+        # In one order: another thread may swap them the other way.
+        for each in sorted((out, in_), key=id):
+            locks.enter_context(each._lock)
+        try:
+            leaving = out._offload(False, coming)
+        except BaseException:
+            if out.is_away:
+                out.offload()  # waits for it
+            raise
     assert coming.handle is not None
     if wait:
         leaving.wait()
@@ -441,25 +444,28 @@ def swap(*, out: PhaseOffloader, in_: PhaseOffloader, wait: bool = True) -> tupl
 
 
 class _Coming:
-    """The way back of one offloader while another one leaves."""
+    """The way back of one offloader, which is locked, while another one leaves."""
 
     def __init__(self, offloader: PhaseOffloader) -> None:
         self._offloader = offloader
         self.handle: Handle | None = None
 
-    def come_early(self) -> None:
+    def begin(self) -> set[int]:
         """The first copies out are under way. To look all the others up takes as long as some
-        GiB need on the link: what has room does not wait for that."""
-        if self._offloader._may_come_early():
-            with contextlib.suppress(DeviceMemoryError):  # it was in pieces: come() makes more
-                self.handle = self._offloader._reload(False, None, is_followed=False)
+        GiB need on the link: what has room does not wait for that.
+
+        Returns:
+            Storages that come, by identity.
+        """
+        return self._offloader._begin_to_come()
 
     def come(self, leaving: Handle) -> None:
         """All copies out are under way; ``leaving`` can make room."""
-        if self.handle is None:
-            self.handle = self._offloader._reload(False, leaving._release_next)
-        else:
-            self._offloader._follow(self.handle)
+        self.handle = self._offloader._reload(False, leaving._release_next)
+
+    def give_up(self) -> None:
+        """What had begun stays away."""
+        self._offloader._moves.give_up_begun()
 
 
 @contextlib.contextmanager

@@ -32,6 +32,9 @@ class OptimizerState:
     _checks_itself: ClassVar[bool] = False
     """Whether the optimizer knows of its absence and follows its state, however it is called."""
 
+    moves_itself: ClassVar[bool] = False
+    """Whether it has state in device memory that is not among the blocks."""
+
     def __init__(self, optimizer: Optimizer | None) -> None:
         self._optimizer: Any = optimizer
         self._hook = StepHook()
@@ -238,7 +241,7 @@ class _MovedState(OptimizerState):
 class _OwnState(OptimizerState):
     """An optimizer that moves its own state."""
 
-    _checks_itself = True
+    _checks_itself = moves_itself = True
 
     def named(self) -> Iterator[tuple[str, Tensor]]:
         return iter(())
@@ -257,7 +260,7 @@ class _OwnState(OptimizerState):
             except ClosedError:  # its state is gone; what else is away has to come back
                 return Trip()
             except (torch.OutOfMemoryError, RuntimeError) as error:
-                if not _is_out_of_memory(error) or make_room is None or not make_room():
+                if not is_out_of_memory(error) or make_room is None or not make_room():
                     raise
             else:
                 return trip
@@ -307,5 +310,6 @@ class _Kept(OptimizerState):
         return iter(())
 
 
-def _is_out_of_memory(error: BaseException) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
+    """Torch's error, or ours."""
     return isinstance(error, torch.OutOfMemoryError | DeviceMemoryError)

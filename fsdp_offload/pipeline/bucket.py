@@ -194,7 +194,6 @@ class BucketUpdate:
         self._tables: PieceTables | None = None
         self._packed: list[list[PackedMoment]] = []  # per piece
         self._reduced: ReducedAdam | None = None
-        self._scratch = scratch
         unpacked = self._cut_scratch(scratch, first)
         if self._form is MasterForm.WHOLE:
             self._masters = self._whole_masters(view)
@@ -229,14 +228,17 @@ class BucketUpdate:
             for piece, part in zip(self.pieces, self.bucket.slices, strict=True)
         ]
         self._shadow.rebind()
-        if self._shadow.is_direct and ReducedAdam.fits(self.pieces):
+        if self._shadow.is_direct and ReducedAdam.is_for(self.pieces):
             self._reduced = self._one_kernel(view)
 
     @property
-    def needs_scratch(self) -> bool:
-        """Whether its scratch memory is used in every update: else, if at all, it is filled when
-        an update turns out to need it."""
-        return self._reduced is None
+    def groups_without_scratch(self) -> frozenset[int]:
+        """Parameter groups on which :meth:`needs_scratch` depends; none: always."""
+        return frozenset() if self._reduced is None else self._reduced.groups
+
+    def needs_scratch(self, snapshot: Snapshot) -> bool:
+        """Whether an update with these hyper-parameters uses scratch memory."""
+        return self._reduced is None or not self._reduced.fits(snapshot)
 
     def _one_kernel(self, view: StateView) -> ReducedAdam | None:
         """The update without scratch memory, for masters that need none."""
@@ -306,10 +308,8 @@ class BucketUpdate:
         With ``snapshot.clip`` gradients count multiplied by it; those that need no cast are
         multiplied in place, as torch does.
         """
-        if self._reduced is not None:
-            if self._reduced.run(gradients, snapshot):
-                return
-            self._scratch.fill()
+        if self._reduced is not None and self._reduced.run(gradients, snapshot):
+            return
         self._unpack_moments(gradients)
         parts = self._parts_at_once(gradients)
         if parts is not None:

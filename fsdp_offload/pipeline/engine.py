@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from ..config import OffloadConfig
 from ..device import Event, Gateway
+from ..errors import DeviceMemoryError
 from ..memory import ArenaStatistics, HostArena, check_host_budget, local_ranks
 from ..moving import Trip
 from ..plan import Kind, Layout, Slice, make_layout
@@ -27,7 +28,7 @@ from .host import HostBucket, HostStaging, HostStagingSizes, ring_depth
 from .host_lane import HostLane
 from .link import copier
 from .native import NativeUpdate
-from .records import MasterForm, Record, Work
+from .records import MasterForm, Record, Snapshot, Work
 from .schema import is_torch_class
 from .state import fill_initial, write_master
 from .streamed import StreamedBucket, StreamedLane
@@ -141,6 +142,7 @@ class Segment:
         self.update = gateway.stream("update")
         self._resident_updated: Event | None = None
         self._host_written: Event | None = None
+        self._without_scratch: list[BucketUpdate] = []  # one of each kind, while there is none
         self._gates: list[_GatePart] = []
         try:
             arena = self._arena(self.host_bytes, show_progress)
@@ -282,8 +284,10 @@ class Segment:
         """Unless an update needs it every time."""
         streamed = self.streamed.buckets if self.streamed is not None else []
         updates = [*self.resident, *(bucket.update for bucket in streamed)]
-        if not any(update.needs_scratch for update in updates):
+        kinds = {update.groups_without_scratch: update for update in updates}
+        if updates and frozenset() not in kinds:
             self.scratch.release()
+            self._without_scratch = list(kinds.values())
 
     def _host(
         self,
@@ -310,6 +314,26 @@ class Segment:
     def has_begun(self) -> bool:
         """Whether a bucket of an iteration that has not ended was updated, or is about to be."""
         return self.streamed is not None and self.streamed.has_begun
+
+    def prepare(self, snapshot: Snapshot) -> None:
+        """Before an iteration: scratch memory, if an update needs it now and there is none.
+
+        Raises:
+            DeviceMemoryError: there is no room for it; nothing was updated.
+        """
+        if not any(update.needs_scratch(snapshot) for update in self._without_scratch):
+            return
+        try:
+            self.update.launch(self.scratch.fill)
+        except torch.OutOfMemoryError as error:
+            raise DeviceMemoryError(
+                f"an update of moments in fewer bits by the optimizer's class on "
+                f"{self.gateway.device}",
+                reason=f"there is no room for {self.scratch.memory.nbytes} bytes of scratch memory",
+                remedy="free device memory and call step() again, or keep hyper-parameters as "
+                "numbers and fused=True, which needs none",
+            ) from error
+        self._without_scratch = []
 
     def begin(self, start: Event) -> None:
         """No update of the iteration runs before ``start``: what it reads besides gradients, such
@@ -509,6 +533,7 @@ class Segment:
             record.tensors.clear()
             record.pieces.clear()
         self.resident, self.streamed, self.host, self.native = [], None, None, None
+        self._without_scratch = []
         self.scratch = Scratch(torch.empty(0, dtype=torch.uint8))
 
 

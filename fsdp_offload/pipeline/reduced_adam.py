@@ -75,7 +75,7 @@ class ReducedAdam:
         update: Callable[..., None],
     ) -> None:
         self._pieces, self._update = pieces, update
-        self._groups = {piece.record.group for piece in pieces}
+        self.groups = frozenset(piece.record.group for piece in pieces)
         self._operands: list[Operands] = [
             (
                 piece,
@@ -92,7 +92,7 @@ class ReducedAdam:
         self._tables = PieceTables(numels, functools.partial(table_of, self._operands))
 
     @staticmethod
-    def fits(pieces: Sequence[Piece]) -> bool:
+    def is_for(pieces: Sequence[Piece]) -> bool:
         """Whether there is a kernel: both moments in fewer bits, on CUDA, no ``amsgrad``."""
         names = {"exp_avg", "exp_avg_sq"}
         fits = all(
@@ -102,14 +102,21 @@ class ReducedAdam:
         on_cuda = pieces[0].tensor.device.type == "cuda"
         return fits and on_cuda and moment_kernels() is not None
 
+    def fits(self, snapshot: Snapshot) -> bool:
+        """Whether :meth:`run` does the update with these hyper-parameters."""
+        return None not in self._recipes(snapshot).values()
+
+    def _recipes(self, snapshot: Snapshot) -> dict[int, Recipe | None]:
+        device = self._pieces[0].tensor.device
+        return {index: _recipe(snapshot, index, device) for index in self.groups}
+
     def run(self, gradients: Sequence[Tensor | None], snapshot: Snapshot) -> bool:
         """Update all pieces that have a gradient; False, and nothing done, if it has to be done
         by the class: hyper-parameters in tensors, or another implementation."""
-        device = self._pieces[0].tensor.device
-        recipes = {index: _recipe(snapshot, index, device) for index in self._groups}
+        recipes = self._recipes(snapshot)
         if None in recipes.values():
             return False
-        if self._update is adam and len(self._groups) == 1:
+        if self._update is adam and len(self.groups) == 1:
             (recipe,) = recipes.values()
             assert recipe is not None
             if self._run_at_once(gradients, recipe, snapshot):

@@ -20,7 +20,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_
@@ -602,9 +602,13 @@ def test_watched_groups_copy_without_tables(ranks: Ranks, size: int) -> None:
     ranks(2).run(count_tables, size)
 
 
-def where_reduced(size: int) -> None:
-    """With one rank on the compute stream, with more where FSDP2 does it; nothing stays changed."""
+def where_reduced(size: int, hook: bool) -> None:
+    """With one rank on the compute stream, with more, or before a hook of the user's, where FSDP2
+    does it; nothing stays changed."""
     model = build(size)
+    for module in model.modules():
+        if hook and isinstance(module, FSDPModule):
+            module.set_all_reduce_hook(lambda gradient: None)
     optimizer = wrap(model, "backward")
     loss = loss_of(model, 0)
     context = find_groups([model])[0]._raw.comm_ctx
@@ -623,15 +627,15 @@ def where_reduced(size: int) -> None:
     ):
         loss.backward()
     check(len(used) > 2, f"{len(used)} reductions")
-    check(all(s is (own if size > 1 else compute) for s in used), f"reduced on {used}")
+    check(all(s is (own if size > 1 or hook else compute) for s in used), f"reduced on {used}")
     check(context.reduce_scatter_stream is own, "the stream is FSDP2's again")
     optimizer.step()
     optimizer.close()
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_one_rank_reduces_on_the_compute_stream(ranks: Ranks, size: int) -> None:
-    ranks(2).run(where_reduced, size)
+@pytest.mark.parametrize(("size", "hook"), [(1, False), (2, False), (1, True)])
+def test_one_rank_reduces_on_the_compute_stream(ranks: Ranks, size: int, hook: bool) -> None:
+    ranks(2).run(where_reduced, size, hook)
 
 
 def unfreeze(overlap: str) -> None:

@@ -268,6 +268,22 @@ def test_kernels_that_pack_have_run_before_anything_leaves(monkeypatch: pytest.M
     assert set().union(*copied) == {torch.int64, torch.uint8}
 
 
+def test_without_room_for_those_kernels_blocks_leave_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def full(gateway: CpuGateway, n_bytes: int) -> Tensor:
+        raise torch.OutOfMemoryError("full")
+
+    monkeypatch.setattr(CpuGateway, "allocate", full)
+    named, move = tensors(), mover()
+    before = [tensor.clone() for _, tensor in named]
+    blocks = collect(named, CPU)
+    move.reserve(blocks)
+    move.out(blocks).wait()
+    move.back(blocks).wait()
+    assert all(torch.equal(tensor, old) for (_, tensor), old in zip(named, before, strict=True))
+
+
 def test_without_room_for_staging_blocks_travel_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     named = tensors()
     before = [tensor.clone() for _, tensor in named]
