@@ -9,7 +9,8 @@ from torch import Tensor
 
 
 def kept_apart(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> list[Tensor]:
-    """Sources for copies that are made one after the other, in any order.
+    """Sources for copies that are made one after the other, in any order, but for those that
+    :func:`is_same` calls needless.
 
     A source that lies in a target, but for one that is its own, is a clone: state that has changed
     places within a state dict of live tensors, say.

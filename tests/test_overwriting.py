@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fsdp_offload.overwriting import kept_apart
+from fsdp_offload.overwriting import is_same, kept_apart
 
 PARTS = 6
 
@@ -37,7 +37,8 @@ def test_copies_in_any_order_take_what_was_there_before(
     wanted = [source.clone() for source in sources]
     apart = kept_apart(targets, sources)
     for index in order:
-        targets[index].copy_(apart[index])
+        if not is_same(targets[index], apart[index]):  # as whoever copies asks
+            targets[index].copy_(apart[index])
     for target, value in zip(targets, wanted, strict=True):
         assert torch.equal(target, value)
 

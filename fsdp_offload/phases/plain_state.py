@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from .. import shards
 from ..moving import absent
-from ..overwriting import kept_apart
+from ..overwriting import is_same, kept_apart
 from ..patching import Patch, remove_all
 
 
@@ -103,7 +103,8 @@ class PlainState:
             remove_all(patches)
             raise
         for fit in fits:
-            fit.target.copy_(fit.source)
+            if not is_same(fit.target, fit.source):
+                fit.target.copy_(fit.source)
             fit.values[fit.key[1]] = fit.old
         self._arrivals = others
 
