@@ -269,7 +269,7 @@ def test_what_comes_early_is_not_taken_for_what_leaves(policy: str, came_early: 
             assert float(seen.min()) == float(seen.max()) == 7
             swap(out=away, in_=here)
     assert not simulator.late_uses
-    assert True in came_early
+    assert came_early == [True, False] * 2  # the second has no state that could leave ahead
 
 
 def test_nobody_else_finds_what_comes_early_before_it_is_followed(

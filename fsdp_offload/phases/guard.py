@@ -45,7 +45,7 @@ class ModuleGuard:
         self._patches: list[Patch] = []
         self._undo: list[Callable[[], None]] = []
         self._steps = StepHook()
-        self._allow_graphs: Callable[[], None] = _do_nothing
+        self._allow_graphs: Callable[[], None] = do_nothing
         self._is_loaded = False
 
     def close(self, before_use: BeforeUse, lock: threading.RLock) -> None:
@@ -87,7 +87,7 @@ class ModuleGuard:
         self._steps.remove()
         if not self._is_loaded:  # else graphs from before have other values in mind
             self._allow_graphs()
-        self._allow_graphs = _do_nothing
+        self._allow_graphs = do_nothing
         self._patches.clear()
         self._undo.clear()
 
@@ -220,8 +220,8 @@ def _check_steps(away: Mapping[int, Tensor], before_use: BeforeUse) -> Callable[
     return check
 
 
-def _do_nothing() -> None:
-    """There are no graphs to allow."""
+def do_nothing() -> None:
+    """There are no graphs to allow, or there is nothing to end."""
 
 
 def _on_host(module: nn.Module, lock: threading.RLock) -> Callable[..., Any]:

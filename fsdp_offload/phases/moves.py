@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -176,10 +176,7 @@ class Moves:
             self._begun = None
             return trips
         except BaseException as error:
-            self._go_again(away)
-            if is_out_of_memory(error):
-                raise self._no_room() from error
-            raise
+            self._undo(away, error)
 
     def begin_back(self) -> set[int]:
         """:meth:`back` as far as nobody notices: copies are under way, and for readers and for the
@@ -195,10 +192,7 @@ class Moves:
         try:
             self._begun = Return(self._bring(None), away)
         except BaseException as error:
-            self._go_again(away)
-            if is_out_of_memory(error):
-                raise self._no_room() from error
-            raise
+            self._undo(away, error)
         return {each.storage._cdata for _, found in self._contents.held() for each in found}
 
     def give_up_begun(self) -> None:
@@ -221,6 +215,13 @@ class Moves:
         trips["grads"] = self._mover.back(blocks["grads"], make_room=make_room, lasting=False)
         trips["state"] = self._optimizer.reload(self._mover, blocks["state"], make_room)
         return trips
+
+    def _undo(self, away: Sequence[tuple[Block, int]], error: BaseException) -> NoReturn:
+        """Nothing has come: raises ``error``, or ours where memory was short."""
+        self._go_again(away)
+        if is_out_of_memory(error):
+            raise self._no_room() from error
+        raise error
 
     def _go_again(self, away: Sequence[tuple[Block, int]]) -> None:
         """Coming back has failed half-way: nobody has used what came, and places hold its bytes.

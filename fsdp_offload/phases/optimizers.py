@@ -14,7 +14,7 @@ from ..device import Gateway
 from ..errors import ClosedError, ConfigError, DeviceMemoryError
 from ..moving import Block, Mover, Trip
 from ..patching import Patch, checked
-from .guard import BeforeUse, StepHook
+from .guard import BeforeUse, StepHook, do_nothing
 from .handle import Handle
 from .plain_state import PlainState, parameters_of
 from .policies import Policies
@@ -106,7 +106,7 @@ class OptimizerState:
     def before_load(self, forget: Callable[[], None]) -> Callable[[], None]:
         """Call ``forget``, a method whose object is not kept alive, before a load puts other state
         tensors in the place of those that somebody else moves; returns what ends it."""
-        return _do_nothing
+        return do_nothing
 
     def before_closing(self, keep: Callable[[], None], patches: list[Patch]) -> None:
         """Call ``keep`` before the optimizer gives its host memory back, until ``patches``, which
@@ -264,10 +264,6 @@ class _OwnState(OptimizerState):
                     raise
             else:
                 return trip
-
-
-def _do_nothing() -> None:
-    """There is nothing to end."""
 
 
 def find_state(optimizer: Any, policies: Policies) -> OptimizerState:
