@@ -27,6 +27,8 @@ from typing import Any, Final
 import torch
 
 _MIB: Final = 1 << 20
+SMALL_BYTES: Final = _MIB
+"""Up to that much the allocator takes from segments for small requests."""
 _kept: list[object] = []  # torch keeps bare pointers to allocators and their functions
 
 
@@ -185,7 +187,7 @@ def segment_bytes(n_bytes: int) -> int:
 
 def is_small(n_bytes: int) -> bool:
     """Whether the allocator has segments of their own for requests of that size."""
-    return n_bytes <= _MIB
+    return n_bytes <= SMALL_BYTES
 
 
 def is_shared(n_bytes: int) -> bool:
@@ -220,6 +222,20 @@ def segments(device: torch.device) -> list[tuple[int, int]]:
     """Address and bytes of each segment that torch's allocator has of the CUDA driver."""
     found = torch.cuda.memory_snapshot()
     return [(s["address"], s["total_size"]) for s in found if s["device"] == device.index]
+
+
+def cached_blocks(device: torch.device, least_bytes: int) -> list[int]:
+    """Sizes, from ``least_bytes`` on, of what the allocator would cut before it takes a larger
+    block for the current stream: parts of segments whose other parts are in use."""
+    stream, pool = torch.cuda.current_stream(device).cuda_stream, (0, 0)
+    return [
+        block["size"]
+        for segment in torch.cuda.memory_snapshot()
+        if segment["device"] == device.index and segment["stream"] == stream
+        if tuple(segment.get("segment_pool_id", pool)) == pool
+        for block in segment["blocks"]
+        if block["state"] == "inactive" and block["size"] >= least_bytes
+    ]
 
 
 def _allocator_settings() -> str:

@@ -117,11 +117,15 @@ def storages_over(model: CachingModel) -> Iterator[None]:
     def empty_cache(device: Any) -> None:
         model.empty_cache()
 
+    def cached_blocks(device: Any, least_bytes: int) -> list[int]:
+        return [size for size in model.free.values() if size >= least_bytes]
+
     with pytest.MonkeyPatch.context() as patch:
         for name, replaced in (("address", address), ("release", release), ("restore", restore)):
             patch.setattr(StorageBlock, name, replaced)
         patch.setattr(storages, "cuts_segments", lambda device: True)
         patch.setattr(storages, "segments", lambda device: list(model.segments.items()))
+        patch.setattr(storages, "cached_blocks", cached_blocks)
         for module in (rooms, joining):
             patch.setattr(module, "free_bytes", lambda device: model.free_bytes)
             patch.setattr(module, "ROOM_BYTES", 32 * MIB)

@@ -160,6 +160,15 @@ def free_bytes() -> int:
     return torch.cuda.mem_get_info()[0]
 
 
+def cached_segments() -> list[tuple[int, int, int]]:
+    """Stream, size and bytes in use of each segment that torch's allocator has cached parts of."""
+    return [
+        (segment["stream"], segment["total_size"], segment["allocated_size"])
+        for segment in torch.cuda.memory_snapshot()
+        if segment["allocated_size"] < segment["total_size"]
+    ]
+
+
 def storages(net: Net, optimizer: Optimizer) -> list[torch.UntypedStorage]:
     """Of the shards and the state on the device, each once."""
     tensors = [*net.parameters(), *(v for s in optimizer.state.values() for v in s.values())]
@@ -240,7 +249,7 @@ def frees_its_payload(lanes: str, width: int, *, fixed_address: bool) -> float:
     n_bytes = sum(storage.nbytes() for storage in moved)
     if device_here().type == "cuda":
         cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-        assert cached < 0.05 * n_bytes, "the first departure would have to give it back"
+        assert cached < 0.05 * n_bytes, f"{cached} bytes left to give back: {cached_segments()}"
     for _ in range(3):
         if device_here().type == "cuda":
             torch.cuda.empty_cache()

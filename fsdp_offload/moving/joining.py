@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Final
 
@@ -60,9 +61,20 @@ def join(blocks: Sequence[StorageBlock], mover: Mover, gateway: Gateway) -> None
 def _bring_back(
     members: Sequence[StorageBlock], held: list[Tensor], mover: Mover, gateway: Gateway
 ) -> None:
-    """Whatever interrupts this, it is tried twice."""
+    """Whatever interrupts this, it is tried twice.
+
+    The allocator would cut what is cached beside others' memory before it cuts the room, which is
+    larger; so all of that is in use meanwhile.
+    """
     try:
-        mover.back(members, held=held).wait()
+        least_bytes = max(min(block.n_bytes for block in members), storages.SMALL_BYTES + 1)
+        beside: list[Tensor] = []
+        with contextlib.suppress(torch.OutOfMemoryError):
+            for n_bytes in storages.cached_blocks(gateway.device, least_bytes):
+                beside.append(gateway.allocate(n_bytes))
+        trip = mover.back(members, held=held)
+        beside.clear()
+        trip.wait()
     except BaseException:
         held.clear()
         release_cached(gateway.device)

@@ -71,6 +71,28 @@ def test_storages_are_joined_a_room_at_a_time(model: CachingModel) -> None:
     assert len(model.taken) == taken  # they lie together already
 
 
+def test_what_lies_in_segments_of_others_is_joined(model: CachingModel) -> None:
+    """Shards are cut from the whole parameters' segments, where state comes to lie beside them."""
+    whole = [model.malloc(24 * MIB) for _ in range(4)]
+    for address in whole:
+        model.release(address)
+    net, gateway = [torch.full((3 * MIB,), float(i)) for i in range(8)], ModelGateway(model)
+    blocks, mover = allocated(net, model), Mover(gateway, Places(gateway, TransferConfig()))
+    assert list(model.segments.values()) == [24 * MIB] * 4
+    mover.reserve(blocks)
+    parameters, state = blocks[::2], blocks[1::2]  # one of each in every segment
+    join(parameters, mover, gateway)
+    join(state, mover, gateway)
+    model.empty_cache()
+    assert not model.free
+    for some in (parameters, state):
+        lie = sorted(block.address() for block in some)
+        segments = {a for a, n in model.segments.items() for b in lie if a <= b < a + n}
+        assert sum(model.segments[a] for a in segments) == 4 * 12 * MIB
+    for value, tensor in enumerate(net):
+        assert bool((tensor == value).all())
+
+
 def test_segments_side_by_side_are_joined(model: CachingModel) -> None:
     """Addresses are those of one room already."""
     net, gateway = [torch.full((3 * MIB,), float(i)) for i in range(4)], ModelGateway(model)
