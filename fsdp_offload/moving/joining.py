@@ -70,8 +70,8 @@ def _bring_back(
         least_bytes = max(min(block.n_bytes for block in members), storages.SMALL_BYTES + 1)
         beside: list[Tensor] = []
         with contextlib.suppress(torch.OutOfMemoryError):
-            for n_bytes in storages.cached_blocks(gateway.device, least_bytes):
-                beside.append(gateway.allocate(n_bytes))
+            cached = storages.cached_blocks(gateway.device, least_bytes)
+            beside.extend(gateway.allocate(n_bytes) for n_bytes in cached)
         trip = mover.back(members, held=held)
         beside.clear()
         trip.wait()
