@@ -232,6 +232,7 @@ def cached_blocks(device: torch.device, least_bytes: int) -> list[int]:
         block["size"]
         for segment in torch.cuda.memory_snapshot()
         if segment["device"] == device.index and segment["stream"] == stream
+        if segment["segment_type"] == "large"
         if tuple(segment.get("segment_pool_id", pool)) == pool
         for block in segment["blocks"]
         if block["state"] == "inactive" and block["size"] >= least_bytes

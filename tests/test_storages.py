@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -94,3 +95,26 @@ def test_settings_under_which_segments_are_not_cut(
 def test_another_backend_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")
     assert not storages.cuts_segments(CUDA)
+
+
+def test_cached_blocks_are_those_that_a_large_request_could_be_cut_from(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def segment(sizes: dict[str, int], **other: object) -> dict[str, object]:
+        blocks = [{"state": state, "size": size} for state, size in sizes.items()]
+        usual = {"device": 0, "stream": 7, "segment_pool_id": (0, 0), "segment_type": "large"}
+        return {**usual, **other, "blocks": blocks}
+
+    snapshot = [
+        segment({"active_allocated": 50, "inactive": 60, "active_pending_free": 70}),
+        segment({"inactive": 39}),
+        segment({"inactive": 40}),
+        segment({"inactive": 61}, stream=8),
+        segment({"inactive": 62}, device=1),
+        segment({"inactive": 63}, segment_pool_id=(0, 1)),
+        segment({"inactive": 64}, segment_type="small"),
+    ]
+    stream = SimpleNamespace(cuda_stream=7)
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: snapshot)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    assert storages.cached_blocks(CUDA, 40) == [60, 40]

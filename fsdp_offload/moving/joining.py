@@ -23,8 +23,9 @@ def join(blocks: Sequence[StorageBlock], mover: Mover, gateway: Gateway) -> None
     """Let storages leave and come back, a room at a time: then they lie together.
 
     Bytes, objects and views stay the same, addresses do not. Their segments, and what torch had
-    cached, are the driver's afterwards. What lies together already stays, and so does everything
-    from where device memory has no room beside: it is taken before anything leaves.
+    cached, are the driver's afterwards, but for segments in which others lie, too. What lies
+    together already stays, and so does everything from where device memory has no room beside: it
+    is taken before anything leaves.
 
     Args:
         blocks: present; work on them by other streams than the current one has completed.
@@ -51,31 +52,39 @@ def join(blocks: Sequence[StorageBlock], mover: Mover, gateway: Gateway) -> None
             held = [gateway.allocate(room.n_bytes)]
         except torch.OutOfMemoryError:
             return
+        beside: list[Tensor] = []
         try:
             mover.out(members).wait()
             release_cached(gateway.device)  # else the allocator takes the old segments again
+            _take_cached(members, beside, gateway)
         finally:
-            _bring_back(members, held, mover, gateway)
+            _bring_back(members, held, beside, mover, gateway)
+
+
+def _take_cached(members: Sequence[StorageBlock], beside: list[Tensor], gateway: Gateway) -> None:
+    """Have what is cached beside others' memory in use: the allocator would cut that before it cuts
+    the room, which is larger. As much as works."""
+    least_bytes = max(min(block.n_bytes for block in members), storages.SMALL_BYTES + 1)
+    with contextlib.suppress(RuntimeError):
+        cached = storages.cached_blocks(gateway.device, least_bytes)
+        beside.extend(gateway.allocate(n_bytes) for n_bytes in cached)
 
 
 def _bring_back(
-    members: Sequence[StorageBlock], held: list[Tensor], mover: Mover, gateway: Gateway
+    members: Sequence[StorageBlock],
+    held: list[Tensor],
+    beside: list[Tensor],
+    mover: Mover,
+    gateway: Gateway,
 ) -> None:
-    """Whatever interrupts this, it is tried twice.
-
-    The allocator would cut what is cached beside others' memory before it cuts the room, which is
-    larger; so all of that is in use meanwhile.
-    """
+    """Whatever interrupts this, it is tried twice: then without ``beside``, which may be all the
+    room that there is."""
     try:
-        least_bytes = max(min(block.n_bytes for block in members), storages.SMALL_BYTES + 1)
-        beside: list[Tensor] = []
-        with contextlib.suppress(torch.OutOfMemoryError):
-            cached = storages.cached_blocks(gateway.device, least_bytes)
-            beside.extend(gateway.allocate(n_bytes) for n_bytes in cached)
         trip = mover.back(members, held=held)
         beside.clear()
         trip.wait()
     except BaseException:
+        beside.clear()
         held.clear()
         release_cached(gateway.device)
         mover.back(members).wait()

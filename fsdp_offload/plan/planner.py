@@ -13,9 +13,9 @@ it the cut could be far from the best.
 Rates scatter by a few per cent from run to run, and two lanes disturb each other in more ways than
 a prediction knows. So the host lane alone has to save ``MIN_GAIN`` of the streamed lane's step,
 and both lanes together ``MIN_GAIN_OF_BOTH`` of the better one's. Where host memory is slow two
-lanes are predicted to lose, and do not win; where it is faster they win at least a third of what
-is predicted. Besides, the host lane may be busy for no more than ``HOST_BUSY`` of the step, so
-that it is never what is waited for: with more of the state there steps get longer again.
+lanes are predicted to lose, and win nothing that can be told from scatter; where it is faster they
+win a third of what is predicted or more. Besides, the host lane may be busy for no more than
+``HOST_BUSY`` of the step: with half of the state there a step was longer than with none.
 Measured: docs/planner.md.
 """
 

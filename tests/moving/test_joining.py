@@ -93,6 +93,33 @@ def test_what_lies_in_segments_of_others_is_joined(model: CachingModel) -> None:
         assert bool((tensor == value).all())
 
 
+def test_what_is_cached_beside_others_is_room_after_all(model: CachingModel) -> None:
+    """The driver has nothing left when the room is lost: they come back to where they lay."""
+    for address in [model.malloc(24 * MIB) for _ in range(4)]:
+        model.release(address)
+    net, gateway = [torch.full((3 * MIB,), float(i)) for i in range(8)], ModelGateway(model)
+    blocks, mover = allocated(net, model), Mover(gateway, Places(gateway, TransferConfig()))
+    mover.reserve(blocks)
+    model.capacity = 4 * 24 * MIB + 24 * MIB
+    back, lost = mover.back, []
+
+    def lose_the_room(members: Any, *, held: Any = None, **options: Any) -> Any:
+        if held:
+            held.clear()
+            model.empty_cache()
+            lost.append(model.malloc(24 * MIB))
+            raise torch.OutOfMemoryError("somebody else took the room")
+        return back(members, **options)
+
+    mover.back = lose_the_room  # type: ignore[method-assign]
+    with pytest.raises(torch.OutOfMemoryError, match="took the room"):
+        join(blocks[::2], mover, gateway)
+    assert len(lost) == 1
+    assert all(block.is_present(0) for block in blocks)
+    for value, tensor in enumerate(net):
+        assert bool((tensor == value).all())
+
+
 def test_segments_side_by_side_are_joined(model: CachingModel) -> None:
     """Addresses are those of one room already."""
     net, gateway = [torch.full((3 * MIB,), float(i)) for i in range(4)], ModelGateway(model)

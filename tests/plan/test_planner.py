@@ -28,6 +28,7 @@ from .known import (
     MEDIUM_MEMORY,
     ONE_GPU,
     SLOW_MEMORY,
+    SLOWER_MEMORY,
     TRUSTED_BUSY,
     TRUSTED_GAIN,
     candidate,
@@ -386,8 +387,14 @@ def test_by_default_two_lanes_are_for_steps_alone(
 
 @pytest.mark.parametrize(
     ("rates", "least", "most"),
-    [(SLOW_MEMORY, 0.0, 0.0), (MEDIUM_MEMORY, 0.18, 0.30), (ONE_GPU, 0.18, 0.35)],
-    ids=["slow", "medium", "fast"],
+    [
+        (SLOW_MEMORY, 0.0, 0.0),
+        (SLOWER_MEMORY, 0.0, 0.0),
+        (replace(MEDIUM_MEMORY, beside_gbps=78.0), 0.0, 0.0),  # a gain of 1 % is predicted
+        (MEDIUM_MEMORY, 0.18, 0.23),
+        (ONE_GPU, 0.18, 0.33),
+    ],
+    ids=["slow", "slower", "little", "medium", "fast"],
 )
 def test_by_default_shares_are_among_those_that_were_measured(
     monkeypatch: pytest.MonkeyPatch, rates: Rates, least: float, most: float
