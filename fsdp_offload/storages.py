@@ -27,8 +27,6 @@ from typing import Any, Final
 import torch
 
 _MIB: Final = 1 << 20
-SMALL_BYTES: Final = _MIB
-"""Up to that much the allocator takes from segments for small requests."""
 _kept: list[object] = []  # torch keeps bare pointers to allocators and their functions
 
 
@@ -187,7 +185,7 @@ def segment_bytes(n_bytes: int) -> int:
 
 def is_small(n_bytes: int) -> bool:
     """Whether the allocator has segments of their own for requests of that size."""
-    return n_bytes <= SMALL_BYTES
+    return n_bytes <= _MIB
 
 
 def is_shared(n_bytes: int) -> bool:

@@ -64,7 +64,7 @@ def join(blocks: Sequence[StorageBlock], mover: Mover, gateway: Gateway) -> None
 def _take_cached(members: Sequence[StorageBlock], beside: list[Tensor], gateway: Gateway) -> None:
     """Have what is cached beside others' memory in use: the allocator would cut that before it cuts
     the room, which is larger. As much as works."""
-    least_bytes = max(min(block.n_bytes for block in members), storages.SMALL_BYTES + 1)
+    least_bytes = min(block.n_bytes for block in members)  # none is small, see lay_out()
     with contextlib.suppress(RuntimeError):
         cached = storages.cached_blocks(gateway.device, least_bytes)
         beside.extend(gateway.allocate(n_bytes) for n_bytes in cached)

@@ -71,15 +71,21 @@ def test_storages_are_joined_a_room_at_a_time(model: CachingModel) -> None:
     assert len(model.taken) == taken  # they lie together already
 
 
-def test_what_lies_in_segments_of_others_is_joined(model: CachingModel) -> None:
-    """Shards are cut from the whole parameters' segments, where state comes to lie beside them."""
-    whole = [model.malloc(24 * MIB) for _ in range(4)]
-    for address in whole:
+@pytest.fixture
+def shared(model: CachingModel) -> tuple[list[Tensor], list[StorageBlock], Mover, ModelGateway]:
+    """Eight of 12 MiB in four segments: shards are cut from those of whole parameters, where state
+    comes to lie beside them."""
+    for address in [model.malloc(24 * MIB) for _ in range(4)]:
         model.release(address)
     net, gateway = [torch.full((3 * MIB,), float(i)) for i in range(8)], ModelGateway(model)
     blocks, mover = allocated(net, model), Mover(gateway, Places(gateway, TransferConfig()))
     assert list(model.segments.values()) == [24 * MIB] * 4
     mover.reserve(blocks)
+    return net, blocks, mover, gateway
+
+
+def test_what_lies_in_segments_of_others_is_joined(model: CachingModel, shared: Any) -> None:
+    net, blocks, mover, gateway = shared
     parameters, state = blocks[::2], blocks[1::2]  # one of each in every segment
     join(parameters, mover, gateway)
     join(state, mover, gateway)
@@ -93,13 +99,11 @@ def test_what_lies_in_segments_of_others_is_joined(model: CachingModel) -> None:
         assert bool((tensor == value).all())
 
 
-def test_what_is_cached_beside_others_is_room_after_all(model: CachingModel) -> None:
+def test_what_is_cached_beside_others_is_room_after_all(
+    model: CachingModel, shared: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The driver has nothing left when the room is lost: they come back to where they lay."""
-    for address in [model.malloc(24 * MIB) for _ in range(4)]:
-        model.release(address)
-    net, gateway = [torch.full((3 * MIB,), float(i)) for i in range(8)], ModelGateway(model)
-    blocks, mover = allocated(net, model), Mover(gateway, Places(gateway, TransferConfig()))
-    mover.reserve(blocks)
+    net, blocks, mover, gateway = shared
     model.capacity = 4 * 24 * MIB + 24 * MIB
     back, lost = mover.back, []
 
@@ -111,7 +115,7 @@ def test_what_is_cached_beside_others_is_room_after_all(model: CachingModel) -> 
             raise torch.OutOfMemoryError("somebody else took the room")
         return back(members, **options)
 
-    mover.back = lose_the_room  # type: ignore[method-assign]
+    monkeypatch.setattr(mover, "back", lose_the_room)
     with pytest.raises(torch.OutOfMemoryError, match="took the room"):
         join(blocks[::2], mover, gateway)
     assert len(lost) == 1

@@ -77,12 +77,10 @@ def gpt(state_bytes: int = 10, layers: int = 24, dim: int = 2048) -> list[Candid
     return [candidate(fqn, math.prod(s), state_bytes=state_bytes) for fqn, s in shapes.items()]
 
 
-TRUSTED_GAIN = planner.MIN_GAIN_OF_BOTH
 TRUSTED_BUSY = {"step": 0.6, "backward": 1 / 3}
 
 
 def trust_predictions(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if two lanes took what is predicted for them, in these modes; by default that is trusted
     for ``step()`` alone."""
-    monkeypatch.setattr(planner, "MIN_GAIN_OF_BOTH", TRUSTED_GAIN)
     monkeypatch.setattr(planner, "HOST_BUSY", TRUSTED_BUSY)

@@ -30,7 +30,6 @@ from .known import (
     SLOW_MEMORY,
     SLOWER_MEMORY,
     TRUSTED_BUSY,
-    TRUSTED_GAIN,
     candidate,
     config,
     gpt,
@@ -112,7 +111,7 @@ def test_auto_is_never_predicted_much_slower_than_the_best_single_lane(
     host = single_lanes(made, "host", streamed)
     on_host, both = predicted(made, host, rates), uses_both(made, host)
     if not both or on_host.host_ms <= TRUSTED_BUSY["step"] * on_host.step_ms:
-        gain = TRUSTED_GAIN if both else MIN_GAIN
+        gain = MIN_GAIN_OF_BOTH if both else MIN_GAIN
         assert auto_ms <= on_host.step_ms / (1 - gain) * (1 + 1e-9)
     for each, before, after in zip(made, streamed, auto.lanes, strict=True):
         assert before == after or (each.movable and (before, after) == ("streamed", "host"))
@@ -257,7 +256,7 @@ def test_from_slow_to_fast_cores_auto_follows_the_best(state_bytes: int, share: 
         chosen.append("both" if uses_both(made, auto.lanes) else auto.lanes[0])
         assert step_ms(made, auto.lanes, rates) <= 1.03 * min(single)
         if chosen[-1] == "both":
-            assert step_ms(made, auto.lanes, rates) <= (1 - TRUSTED_GAIN) * min(single) * 1.03
+            assert step_ms(made, auto.lanes, rates) <= (1 - MIN_GAIN_OF_BOTH) * min(single) * 1.03
     assert chosen[0] == "streamed"
     assert ("both" in chosen) == (state_bytes > 4)  # else a gradient and a master are as many bytes
 
