@@ -5,7 +5,7 @@ iterations, without a synchronisation in between, with the physical bound::
 
     python -m fsdp_offload.bench --json out.json                      # all rows, one GPU
     python -m fsdp_offload.bench --rows plain,forward,backward-bf16 --tokens 16384
-    torchrun --nproc-per-node 4 -m fsdp_offload.bench --params 3.14e9 --tokens 4096
+    torchrun --nproc-per-node 4 -m fsdp_offload.bench --params 3.14e9 --dim 3200 --tokens 4096
     python -m fsdp_offload.bench --rows plain,backward --trace trace.json
     python -m fsdp_offload.bench table out.json
 

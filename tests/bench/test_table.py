@@ -89,8 +89,10 @@ def test_sizes_of_the_jobs() -> None:
     shapes = gpt_shapes(24)
     numel = sum(s[0] * (s[1] if len(s) > 1 else 1) for s in shapes)
     assert numel == table.parameters_of(Job().__dict__) == 1_330_939_904
-    layers = layers_for(3.14e9, 2048, 60000)
-    assert table.parameters_of(Job(layers=layers).__dict__) == pytest.approx(3.14e9, rel=0.005)
+    for dim, layers in ((2048, 60), (3200, 24)):
+        assert layers_for(3.14e9, dim, 60000) == layers
+        job = Job(layers=layers, dim=dim)
+        assert table.parameters_of(job.__dict__) == pytest.approx(3.14e9, rel=0.001)
 
 
 def test_tables_in_the_repository_are_up_to_date() -> None:
