@@ -48,23 +48,26 @@ def join(blocks: Sequence[StorageBlock], mover: Mover, gateway: Gateway) -> None
         free = free_bytes(gateway.device)
         if free is not None and free < storages.segment_bytes(room.n_bytes) + SPARE_BYTES:
             return
+        beside: list[Tensor] = []
         try:
-            held = [gateway.allocate(room.n_bytes)]
+            _take_cached(room.n_bytes, beside, gateway)
+            held = [gateway.allocate(room.n_bytes)]  # a segment of its own
         except torch.OutOfMemoryError:
             return
-        beside: list[Tensor] = []
+        finally:
+            beside.clear()
         try:
             mover.out(members).wait()
             release_cached(gateway.device)  # else the allocator takes the old segments again
-            _take_cached(members, beside, gateway)
+            # None is small, see lay_out().
+            _take_cached(min(block.n_bytes for block in members), beside, gateway)
         finally:
             _bring_back(members, held, beside, mover, gateway)
 
 
-def _take_cached(members: Sequence[StorageBlock], beside: list[Tensor], gateway: Gateway) -> None:
-    """Have what is cached beside others' memory in use: the allocator would cut that before it cuts
-    the room, which is larger. As much as works."""
-    least_bytes = min(block.n_bytes for block in members)  # none is small, see lay_out()
+def _take_cached(least_bytes: int, beside: list[Tensor], gateway: Gateway) -> None:
+    """Have what is cached beside others' memory in use: the allocator would cut that before it
+    takes a segment for a room, or cuts the room. As much as works."""
     with contextlib.suppress(RuntimeError):
         cached = storages.cached_blocks(gateway.device, least_bytes)
         beside.extend(gateway.allocate(n_bytes) for n_bytes in cached)

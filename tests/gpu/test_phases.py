@@ -153,8 +153,9 @@ def test_two_gpus_and_policies(ranks: Pool, policy: str) -> None:
 @ADDRESSES
 def test_two_gpus_leave(ranks: Pool, tmp_path: Path, fixed_address: bool) -> None:
     pool = ranks(2, device_type="cuda")
-    shares = pool.run(phase_jobs.frees_its_payload, "plain", WIDE, fixed_address=fixed_address)
-    assert min(shares) >= 0.99
+    for _ in range(2):  # the second job's storages lie in what the first one's have left
+        shares = pool.run(phase_jobs.frees_its_payload, "plain", WIDE, fixed_address=fixed_address)
+        assert min(shares) >= 0.99
     pool.run(phase_jobs.use_while_away, "mixed")
     pool.run(phase_jobs.used_at_once, WIDE, fixed_address=fixed_address)
     pool.run(phase_jobs.state_while_away, "mixed", str(tmp_path))

@@ -146,6 +146,23 @@ def test_a_room_is_not_cut_from_what_is_cached(model: CachingModel) -> None:
     assert_same(net)
 
 
+def test_nor_from_what_is_cached_beside_others(model: CachingModel) -> None:
+    """As where an earlier job has left segments, of which this one's storages take a part."""
+    model.release(model.malloc(64 * MIB))
+    net, gateway = [torch.full((3 * MIB,), float(i)) for i in range(4)], ModelGateway(model)
+    blocks, mover = allocated(net, model), Mover(gateway, Places(gateway, TransferConfig()))
+    assert model.segments == {min(model.segments): 64 * MIB}
+    mover.reserve(blocks)
+    parameters, state = blocks[:2], blocks[2:]
+    join(parameters, mover, gateway)
+    assert list(model.segments.values()) == [64 * MIB, 24 * MIB]
+    join(state, mover, gateway)
+    model.empty_cache()
+    assert list(model.segments.values()) == [24 * MIB, 24 * MIB]
+    assert not model.free
+    assert [float(t[0]) for t in net] == [0.0, 1.0, 2.0, 3.0]
+
+
 def test_without_a_room_beside_nothing_moves(model: CachingModel) -> None:
     net, gateway = layers(), ModelGateway(model)
     blocks, mover = allocated(net, model), Mover(gateway, Places(gateway, TransferConfig()))
