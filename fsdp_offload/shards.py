@@ -668,20 +668,20 @@ def offloads_parameters(models: Iterable[nn.Module]) -> bool:
 
 
 def fsdp_groups(models: Iterable[nn.Module]) -> list[tuple[Any, Any]]:
-    """FSDP2's own parameter groups, each with the state of its module.
+    """FSDP2's own parameter groups, each once, with the state of its modules.
 
-    torch 2.11 keeps one per module, later versions a list.
+    torch 2.11 keeps one per state, later versions a list. ``fully_shard`` of several modules gives
+    all of them one state.
     """
     from torch.distributed.fsdp import FSDPModule
 
+    modules = (module for model in models for module in model.modules())
+    states = [module._get_fsdp_state() for module in modules if isinstance(module, FSDPModule)]
     groups: list[tuple[Any, Any]] = []
-    for model in models:
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                state = module._get_fsdp_state()
-                single = getattr(state, "_fsdp_param_group", None)
-                found = getattr(state, "_fsdp_param_groups", None) or [single]
-                groups += [(group, state) for group in found if group is not None]
+    for state in {id(state): state for state in states}.values():
+        single = getattr(state, "_fsdp_param_group", None)
+        found = getattr(state, "_fsdp_param_groups", None) or [single]
+        groups += [(group, state) for group in found if group is not None]
     return groups
 
 

@@ -68,6 +68,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--vocabulary", type=int, default=60000)
     add("--tokens", type=int, default=8192, help="per iteration and rank")
     add("--seq", type=int, default=2048)
+    add("--blocks-per-group", type=int, default=1, help="blocks that FSDP2 gathers together")
     add("--shards", choices=("bf16", "fp32"), default="bf16")
     add("--seed", type=int, default=0)
     add("--prefetch-bytes", help="for rows that do not say p4GiB or the like")
@@ -110,8 +111,8 @@ class Run:
     def __init__(self, options: argparse.Namespace, device: torch.device) -> None:
         self._options, self._device = options, device
         self._began = time.perf_counter()
-        fields = ("layers", "dim", "vocabulary", "tokens", "seq", "shards", "seed")
-        self.job = Job(**{name: getattr(options, name) for name in fields})
+        sizes = ("layers", "dim", "vocabulary", "tokens", "seq", "blocks_per_group")
+        self.job = Job(**{name: getattr(options, name) for name in (*sizes, "shards", "seed")})
         self.cases = cases_of(options)
         ours = [case.name for case in self.cases if case.is_ours]
         self._traced = options.trace_row or next(reversed(ours), None)

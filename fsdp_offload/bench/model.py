@@ -47,13 +47,15 @@ class Job:
     """Rotary positions in the attention; without them nothing but the mask tells the order."""
     fp32_loss: bool = False
     """Logits and their gradient in fp32, for small vocabularies."""
+    blocks_per_group: int = 1
+    """Blocks that FSDP2 gathers and reduces together."""
 
     def __post_init__(self) -> None:
         if self.shards not in ("bf16", "fp32"):
             raise ConfigError(
                 f"shards={self.shards!r}", reason="unknown choice", remedy="use bf16 or fp32"
             )
-        for name in ("layers", "dim", "vocabulary", "tokens", "seq"):
+        for name in ("layers", "dim", "vocabulary", "tokens", "seq", "blocks_per_group"):
             if getattr(self, name) < 1:
                 raise ConfigError(
                     f"{name}={getattr(self, name)}", reason="not positive", remedy="use 1 or more"
@@ -175,7 +177,8 @@ def unsharded_model(job: Job, device: torch.device) -> GPT:
 def sharded_model(
     job: Job, device: torch.device, offload_policy: OffloadPolicy | None = None
 ) -> GPT:
-    """The model under FSDP2 over all ranks: each block and the root are a group."""
+    """The model under FSDP2 over all ranks: ``blocks_per_group`` blocks, and the root, are a
+    group."""
     model = unsharded_model(job, device)
     options: dict[str, Any] = {}
     if job.shards == "fp32":
@@ -183,8 +186,11 @@ def sharded_model(
     if offload_policy is not None:
         options["offload_policy"] = offload_policy
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    for module in (*model.blocks, model):
-        fully_shard(module, mesh=mesh, **options)
+    blocks, count = list[nn.Module](model.blocks), job.blocks_per_group
+    for first in range(0, len(blocks), count):
+        few = blocks[first : first + count]
+        fully_shard(few if count > 1 else few[0], mesh=mesh, **options)
+    fully_shard(model, mesh=mesh, **options)
     return model
 
 

@@ -151,6 +151,8 @@ def describe(report: Mapping[str, Any]) -> str:
         f"{job['shards']} shards",
         f"{job['tokens']} tokens per rank",
     ]
+    if (count := job.get("blocks_per_group", 1)) > 1:
+        words.append(f"{count} blocks per group")
     return _described(report, words, f"medians of {job['iterations']} iterations.")
 
 

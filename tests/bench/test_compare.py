@@ -13,9 +13,11 @@ import pytest
 import torch
 
 from fsdp_offload.bench import compare
-from fsdp_offload.bench.model import Job
+from fsdp_offload.bench.machine import process_group
+from fsdp_offload.bench.model import Job, sharded_model
 from fsdp_offload.bench.timing import LEAD_IN
 from fsdp_offload.errors import ConfigError
+from fsdp_offload.groups import find_groups
 from fsdp_offload.testing import RankPool
 
 TINY = ["--device", "cpu", "--layers", "1", "--dim", "64", "--vocabulary", "128", "--tokens", "32"]
@@ -90,6 +92,17 @@ def test_a_row_that_fails_ends_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
     assert report["rows"][1]["reason"] == "RuntimeError: out of luck"
 
 
+@pytest.mark.parametrize(("together", "groups"), [(1, 6), (2, 4), (5, 2), (9, 2)])
+def test_blocks_share_a_group(together: int, groups: int) -> None:
+    sizes = ["--layers", "5", "--blocks-per-group", str(together)]
+    options = compare.parse([*TINY, *SHORT, *sizes, "--rows", "plain"])
+    with process_group("cpu", with_host=True, timeout_s=60) as device:
+        job = compare.Run(options, device).job
+        model = sharded_model(job, device)
+        assert len(find_groups([model])) == groups
+        assert model.job.blocks_per_group == together
+
+
 def rows_of_this_rank() -> list[dict[str, Any]]:
     options = compare.parse([*TINY, *SHORT, "--rows", "plain,step", "--shards", "fp32"])
     rows: list[dict[str, Any]] = compare.Run(options, torch.device("cpu")).all()["rows"]
@@ -115,6 +128,7 @@ def test_a_name_twice_is_refused() -> None:
     [
         ({"tokens": 100}, "not a multiple"),
         ({"layers": 0}, "not positive"),
+        ({"blocks_per_group": 0}, "not positive"),
         ({"dim": 1100}, "heads"),
         ({"shards": "fp8"}, "unknown choice"),
     ],

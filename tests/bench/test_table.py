@@ -48,6 +48,12 @@ def test_markdown_table() -> None:
     assert rows[-1] == "- torchao: not available: ImportError: none"
 
 
+def test_blocks_that_share_a_group_are_told() -> None:
+    job = REPORT["job"] | {"blocks_per_group": 3}
+    head, *_ = table.markdown_table({**REPORT, "job": job}).splitlines()
+    assert ", 8192 tokens per rank, 3 blocks per group, NVIDIA" in head
+
+
 def test_variables_that_change_times_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (*VARIABLES, *(n for n in os.environ if n.startswith("NCCL_"))):
         monkeypatch.delenv(name, raising=False)

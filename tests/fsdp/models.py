@@ -76,10 +76,12 @@ def flat_mesh(size: int) -> DeviceMesh:
     return mesh((world, 1), ("each", "one"))["one"]
 
 
-def shard(model: Toy, on: DeviceMesh, **options: Any) -> Toy:
-    """FSDP2 over ``on``: every block, then the root."""
-    for block in model.blocks:
-        fully_shard(block, mesh=on, **options)
+def shard(model: Toy, on: DeviceMesh, *, together: int = 1, **options: Any) -> Toy:
+    """FSDP2 over ``on``: every block, or every few ``together``, then the root."""
+    blocks: list[nn.Module] = list(model.blocks)
+    for first in range(0, len(blocks), together):
+        few = blocks[first : first + together]
+        fully_shard(few if together > 1 else few[0], mesh=on, **options)
     fully_shard(model, mesh=on, **options)
     return model
 

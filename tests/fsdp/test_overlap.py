@@ -180,6 +180,7 @@ CASES: dict[str, dict[str, Any]] = {
     "activation checkpointing": {"build_how": {"recomputes": True}},
     "no reshard after forward": {"build_how": {"reshard_after_forward": False}},
     "explicit prefetch": {"build_how": {"ahead": True}},
+    "several blocks in a group": {"build_how": {"together": 2}},
     "evaluation": {"evaluates": True},
     "closure": {"closure": True},
     "zeroed in place": {"in_place": True},
@@ -194,7 +195,12 @@ FORWARD_ONLY: dict[str, dict[str, Any]] = {
     "clipping": {"clips": True},
     "clipping of micro-batches": {"clips": True, "accumulate": "sync"},
 }
-DEFAULT = ("skipped block", "micro-batches in accumulate()", "bf16 mixed")
+DEFAULT = (
+    "skipped block",
+    "micro-batches in accumulate()",
+    "several blocks in a group",
+    "bf16 mixed",
+)
 ONE_RANK = ("as it is", "skipped block", "micro-batches in accumulate()", "evaluation", "mixed")
 FOUR_RANKS = ("skipped block", "bf16 mixed")
 
