@@ -20,8 +20,9 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard, share_comm_ctx
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+from torch.distributed.tensor import Shard
 from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_
 
@@ -63,19 +64,52 @@ def mesh_of(size: int, hybrid: bool) -> Any:
 
 def build(
     size: int, *, dtype: torch.dtype = FP32, hybrid: bool = False, recomputes: bool = False,
-    ahead: bool = False, **options: Any,
+    setting: str = "", **options: Any,
 ) -> Any:  # fmt: skip
     torch.manual_seed(0)
     model = models.Toy().to(dtype)
     if recomputes:
         for index, block in enumerate(model.blocks):
             model.blocks[index] = checkpoint_wrapper(block)
+    if setting == "compiled":
+        for block in model.blocks:
+            block.compile(backend="aot_eager")
     models.shard(model, mesh_of(size, hybrid), **options)
-    if ahead:
-        parts: list[Any] = [model, *model.blocks]
-        for first, second in itertools.pairwise(parts):
-            first.set_modules_to_forward_prefetch([second])
+    if setting in SETTINGS:
+        SETTINGS[setting](model)
     return model
+
+
+def prefetch_forward(model: Any) -> None:
+    for first, second in itertools.pairwise([model, *model.blocks]):
+        first.set_modules_to_forward_prefetch([second])
+
+
+def prefetch_backward(model: Any) -> None:
+    first, second, third = model.blocks
+    third.set_modules_to_backward_prefetch([second, first])
+    second.set_modules_to_backward_prefetch([first])
+
+
+def by_columns(parameter: Tensor) -> Shard | None:
+    """FSDP2 cuts other dimensions than the first into even parts alone."""
+    is_even = parameter.dim() == 2 and parameter.shape[1] % dist.get_world_size() == 0
+    return Shard(1) if is_even else None
+
+
+SETTINGS: dict[str, Callable[[Any], None]] = {
+    "prefetch in forward": prefetch_forward,
+    "prefetch in backward": prefetch_backward,
+    "no reshard after backward": lambda model: model.set_reshard_after_backward(False),
+    "no divided gradients": lambda model: model.set_force_sum_reduction_for_comms(True),
+    "one context": lambda model: share_comm_ctx([model, *model.blocks]),
+    "zeros for unused parameters": lambda model: model.set_reduce_scatter_unused_params(True),
+    "group of reductions": lambda model: model.set_separate_reduce_scatter_group(True),
+    "two inputs of reductions": lambda model: model.set_reduce_scatter_max_input_buffers(2),
+}
+if not hasattr(FSDPModule, "set_reduce_scatter_max_input_buffers"):  # torch 2.11
+    for newer in ("zeros for unused parameters", "group of reductions", "two inputs of reductions"):
+        del SETTINGS[newer]
 
 
 def adamw(model: nn.Module) -> torch.optim.AdamW:
@@ -179,7 +213,10 @@ CASES: dict[str, dict[str, Any]] = {
     "micro-batches in accumulate()": {"accumulate": "context", "skips": True},
     "activation checkpointing": {"build_how": {"recomputes": True}},
     "no reshard after forward": {"build_how": {"reshard_after_forward": False}},
-    "explicit prefetch": {"build_how": {"ahead": True}},
+    "compiled": {"build_how": {"setting": "compiled"}},
+    **{name: {"build_how": {"setting": name}, "skips": True} for name in SETTINGS},
+    "reshard to two": {"build_how": {"reshard_after_forward": 2}},
+    "second dimension": {"build_how": {"shard_placement_fn": by_columns}, "skips": True},
     "several blocks in a group": {"build_how": {"together": 2}},
     "evaluation": {"evaluates": True},
     "closure": {"closure": True},
@@ -202,7 +239,7 @@ DEFAULT = (
     "bf16 mixed",
 )
 ONE_RANK = ("as it is", "skipped block", "micro-batches in accumulate()", "evaluation", "mixed")
-FOUR_RANKS = ("skipped block", "bf16 mixed")
+FOUR_RANKS = ("skipped block", "reshard to two", "bf16 mixed")
 
 
 def run_cases(overlap: str, size: int, names: tuple[str, ...]) -> None:
