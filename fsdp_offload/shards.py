@@ -670,8 +670,8 @@ def offloads_parameters(models: Iterable[nn.Module]) -> bool:
 def fsdp_groups(models: Iterable[nn.Module]) -> list[tuple[Any, Any]]:
     """FSDP2's own parameter groups, each once, with the state of its modules.
 
-    torch 2.11 keeps one per state, later versions a list. ``fully_shard`` of several modules gives
-    all of them one state.
+    torch 2.11 keeps one per state, later versions a list (and raise for "the" one where there are
+    several). ``fully_shard`` of several modules gives all of them one state.
     """
     from torch.distributed.fsdp import FSDPModule
 
@@ -679,8 +679,9 @@ def fsdp_groups(models: Iterable[nn.Module]) -> list[tuple[Any, Any]]:
     states = [module._get_fsdp_state() for module in modules if isinstance(module, FSDPModule)]
     groups: list[tuple[Any, Any]] = []
     for state in {id(state): state for state in states}.values():
-        single = getattr(state, "_fsdp_param_group", None)
-        found = getattr(state, "_fsdp_param_groups", None) or [single]
+        found = getattr(state, "_fsdp_param_groups", None)
+        if found is None:
+            found = [state._fsdp_param_group]
         groups += [(group, state) for group in found if group is not None]
     return groups
 

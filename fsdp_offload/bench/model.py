@@ -177,8 +177,8 @@ def unsharded_model(job: Job, device: torch.device) -> GPT:
 def sharded_model(
     job: Job, device: torch.device, offload_policy: OffloadPolicy | None = None
 ) -> GPT:
-    """The model under FSDP2 over all ranks: ``blocks_per_group`` blocks, and the root, are a
-    group."""
+    """The model under FSDP2 over all ranks: every ``blocks_per_group`` blocks are a group, and the
+    root is one."""
     model = unsharded_model(job, device)
     options: dict[str, Any] = {}
     if job.shards == "fp32":

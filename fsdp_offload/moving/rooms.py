@@ -9,7 +9,8 @@ allocator cuts the storages out of it: it takes the smallest cached block that f
 where more than 1 MiB remains.
 Nothing is left over, as long as nothing else is allocated meanwhile on the same stream and no
 smaller block is cached that fits, too; such a storage lies there, and as much of a room stays
-cached, for anybody.
+cached, for anybody. A room itself may be cut from what is cached beside others, and is not given
+back before they are (``joining.py`` sees to it that it has a segment of its own at first).
 
 The allocator has a pool of its own for requests up to 1 MiB: those have no part in this.
 """

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -20,6 +21,8 @@ from torch.distributed.tensor.parallel import (
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.optim import Optimizer
 
+from fsdp_offload import PhaseOffloader
+from fsdp_offload.groups import find_groups
 from fsdp_offload.testing import RankPool
 from tests.fsdp import models
 from tests.fsdp.models import check
@@ -35,14 +38,19 @@ def adamw(model: nn.Module) -> Optimizer:
 
 
 def train_twins(
-    make: Callable[[], nn.Module], loss_of: Callable[[nn.Module, int], Tensor], *, steps: int = 4
+    make: Callable[[], nn.Module],
+    loss_of: Callable[[nn.Module, int], Tensor],
+    *,
+    steps: int = 4,
+    **how: Any,
 ) -> tuple[nn.Module, Optimizer]:
     """Train a plain and a wrapped copy, compare after each step; the wrapped one is returned."""
     torch.manual_seed(0)
     plain_model = make()
     torch.manual_seed(0)
     model = make()
-    plain, wrapped = adamw(plain_model), models.wrap(adamw(model), model, update_on=LANES)
+    how = {"update_on": LANES, **how}
+    plain, wrapped = adamw(plain_model), models.wrap(adamw(model), model, **how)
     for step in range(1, steps + 1):
         for each in (plain_model, model):
             loss_of(each, step).backward()
@@ -185,6 +193,44 @@ def train_experts() -> list[bool]:
     meshes = {p.device_mesh.size() for p in model.parameters()}
     check(meshes == {2, 4}, f"meshes of {meshes} ranks")
     return [p.grad is None for p in model.experts.parameters()]
+
+
+def experts_in_one_call() -> nn.Module:
+    """One ``fully_shard`` call, whose parameters lie on two meshes: two groups of one module."""
+    inner = models.mesh((2, 2), ("expert", "expert_shard"))["expert_shard"]
+    of_experts = _fsdp_common.ShardPlacementResult(
+        Shard(0), _fsdp_common.FSDPMeshInfo(inner, shard_mesh_dim=0)
+    )
+    model = Experts()
+    its = set(model.experts.parameters())
+    return fully_shard(
+        model,
+        mesh=models.flat_mesh(4),
+        shard_placement_fn=lambda parameter: of_experts if parameter in its else None,
+    )
+
+
+def train_experts_in_one_call(overlap: str) -> None:
+    def loss_of(model: nn.Module, step: int) -> Tensor:
+        generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+        return model(torch.randn(4, DIM, generator=generator), -1).square().mean()
+
+    how = {"update_on": "device", "overlap": overlap}
+    model, optimizer = train_twins(experts_in_one_call, loss_of, steps=3, **how)
+    check(len(find_groups([model])) == 2, "not two groups")
+    meshes = {p.device_mesh.size() for p in model.parameters()}
+    check(meshes == {2, 4}, f"meshes of {meshes} ranks")
+    optimizer.zero_grad()
+    with PhaseOffloader(model, optimizer).away():
+        pass
+
+
+@pytest.mark.skipif(
+    not hasattr(_fsdp_common, "ShardPlacementResult"), reason="this torch has one mesh per call"
+)
+@pytest.mark.parametrize("overlap", ["step", "backward"])
+def test_two_meshes_in_one_call(ranks: Ranks, overlap: str) -> None:
+    ranks(4).run(train_experts_in_one_call, overlap)
 
 
 def test_experts_on_another_mesh_of_which_some_are_unused_on_some_ranks(ranks: Ranks) -> None:

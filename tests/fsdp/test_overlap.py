@@ -20,7 +20,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.fsdp import FSDPModule, fully_shard, share_comm_ctx
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.tensor import Shard
 from torch.nn import functional as F
@@ -75,7 +75,7 @@ def build(
         for block in model.blocks:
             block.compile(backend="aot_eager")
     models.shard(model, mesh_of(size, hybrid), **options)
-    if setting in SETTINGS:
+    if setting not in ("", "compiled"):
         SETTINGS[setting](model)
     return model
 
@@ -91,8 +91,13 @@ def prefetch_backward(model: Any) -> None:
     second.set_modules_to_backward_prefetch([first])
 
 
+def add_up_gradients(model: Any) -> None:
+    for part in (model, *model.blocks):  # the setter is of one module
+        part.set_force_sum_reduction_for_comms(True)
+
+
 def by_columns(parameter: Tensor) -> Shard | None:
-    """FSDP2 cuts other dimensions than the first into even parts alone."""
+    """FSDP2 cuts other dimensions than the first into even parts alone: here one matrix."""
     is_even = parameter.dim() == 2 and parameter.shape[1] % dist.get_world_size() == 0
     return Shard(1) if is_even else None
 
@@ -101,8 +106,7 @@ SETTINGS: dict[str, Callable[[Any], None]] = {
     "prefetch in forward": prefetch_forward,
     "prefetch in backward": prefetch_backward,
     "no reshard after backward": lambda model: model.set_reshard_after_backward(False),
-    "no divided gradients": lambda model: model.set_force_sum_reduction_for_comms(True),
-    "one context": lambda model: share_comm_ctx([model, *model.blocks]),
+    "no divided gradients": add_up_gradients,
     "zeros for unused parameters": lambda model: model.set_reduce_scatter_unused_params(True),
     "group of reductions": lambda model: model.set_separate_reduce_scatter_group(True),
     "two inputs of reductions": lambda model: model.set_reduce_scatter_max_input_buffers(2),
