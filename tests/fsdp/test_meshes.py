@@ -9,9 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import fsdp
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_common
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -238,6 +239,53 @@ def test_experts_on_another_mesh_of_which_some_are_unused_on_some_ranks(ranks: R
 
     assert results[0] == results[1]
     assert results[0] != results[2], "the halves left out the same experts"
+
+
+# --------------------------------------------------------------------------- one mesh for all
+
+SPMD: dict[str, dict[str, Any]] = {
+    "sharded": {"shard": "outer"},
+    "replicated": {"replicate": "outer"},
+    "sharded over both": {"shard": ("outer", "inner")},
+    "replicated and sharded": {"replicate": "outer", "shard": "inner"},
+}
+
+
+def spmd_mesh() -> Any:
+    return models.mesh((2, 2), ("outer", "inner"))
+
+
+def on_one_mesh(kind: str) -> nn.Module:
+    """Parameters are DTensors on the whole mesh before FSDP2 is told which of its axes are its."""
+    model = nn.Sequential(nn.Linear(DIM, 8, bias=False), nn.Tanh(), nn.Linear(8, DIM, bias=False))
+    for layer, cut in ((model[0], Shard(0)), (model[2], Shard(1))):
+        inner = cut if kind == "sharded" else Replicate()
+        placed = distribute_tensor(layer.weight.data, spmd_mesh(), [Replicate(), inner])
+        layer.weight = nn.Parameter(placed)
+    dims = fsdp.DataParallelMeshDims(**SPMD[kind])
+    return fully_shard(model, mesh=spmd_mesh(), dp_mesh_dims=dims)
+
+
+def train_on_one_mesh(kind: str, overlap: str) -> None:
+    def loss_of(model: nn.Module, step: int) -> Tensor:
+        data = torch.randn(4, DIM, generator=torch.Generator().manual_seed(step))
+        given = DTensor.from_local(data, spmd_mesh(), [Replicate(), Replicate()])
+        return model(given).square().mean()
+
+    how = {"update_on": "device", "overlap": overlap}
+    model, optimizer = train_twins(lambda: on_one_mesh(kind), loss_of, steps=3, **how)
+    optimizer.zero_grad()
+    with PhaseOffloader(model, optimizer).away():
+        pass
+
+
+@pytest.mark.skipif(
+    not hasattr(fsdp, "DataParallelMeshDims"), reason="this torch takes the mesh of FSDP2 alone"
+)
+@pytest.mark.parametrize("kind", list(SPMD))
+def test_axes_of_one_mesh(ranks: Ranks, kind: str) -> None:
+    for overlap in ("step", "backward"):
+        ranks(4).run(train_on_one_mesh, kind, overlap)
 
 
 # --------------------------------------------------------------------------- gradient placements
