@@ -676,9 +676,9 @@ def fsdp_groups(models: Iterable[nn.Module]) -> list[tuple[Any, Any]]:
     from torch.distributed.fsdp import FSDPModule
 
     modules = (module for model in models for module in model.modules())
-    states = [module._get_fsdp_state() for module in modules if isinstance(module, FSDPModule)]
+    states = (module._get_fsdp_state() for module in modules if isinstance(module, FSDPModule))
     groups: list[tuple[Any, Any]] = []
-    for state in {id(state): state for state in states}.values():
+    for state in dict.fromkeys(states):
         found = getattr(state, "_fsdp_param_groups", None)
         if found is None:
             found = [state._fsdp_param_group]

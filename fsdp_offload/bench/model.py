@@ -188,8 +188,7 @@ def sharded_model(
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     blocks, count = list[nn.Module](model.blocks), job.blocks_per_group
     for first in range(0, len(blocks), count):
-        few = blocks[first : first + count]
-        fully_shard(few if count > 1 else few[0], mesh=mesh, **options)
+        fully_shard(blocks[first : first + count], mesh=mesh, **options)
     fully_shard(model, mesh=mesh, **options)
     return model
 

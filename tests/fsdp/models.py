@@ -80,8 +80,7 @@ def shard(model: Toy, on: DeviceMesh, *, together: int = 1, **options: Any) -> T
     """FSDP2 over ``on``: every block, or every few ``together``, then the root."""
     blocks: list[nn.Module] = list(model.blocks)
     for first in range(0, len(blocks), together):
-        few = blocks[first : first + together]
-        fully_shard(few if together > 1 else few[0], mesh=on, **options)
+        fully_shard(blocks[first : first + together], mesh=on, **options)
     fully_shard(model, mesh=on, **options)
     return model
 

@@ -64,6 +64,20 @@ def train_twins(
     return model, wrapped
 
 
+def train_and_leave(
+    make: Callable[[], nn.Module], loss_of: Callable[[nn.Module, int], Tensor], overlap: str
+) -> nn.Module:
+    """:func:`train_twins` in the streamed lane; then all leaves and comes back as it was."""
+    model, optimizer = train_twins(make, loss_of, steps=3, update_on="device", overlap=overlap)
+    optimizer.zero_grad()
+    before = [models.local(parameter).clone() for parameter in model.parameters()]
+    with PhaseOffloader(model, optimizer).away():
+        pass
+    for index, (parameter, old) in enumerate(zip(model.parameters(), before, strict=True)):
+        models.check_same(models.local(parameter), old, f"parameter {index} after a departure")
+    return model
+
+
 # --------------------------------------------------------------------------- HSDP
 
 
@@ -196,6 +210,13 @@ def train_experts() -> list[bool]:
     return [p.grad is None for p in model.experts.parameters()]
 
 
+def test_experts_on_another_mesh_of_which_some_are_unused_on_some_ranks(ranks: Ranks) -> None:
+    results = ranks(4).run(train_experts)
+
+    assert results[0] == results[1]
+    assert results[0] != results[2], "the halves left out the same experts"
+
+
 def experts_in_one_call() -> nn.Module:
     """One ``fully_shard`` call, whose parameters lie on two meshes: two groups of one module."""
     inner = models.mesh((2, 2), ("expert", "expert_shard"))["expert_shard"]
@@ -216,14 +237,10 @@ def train_experts_in_one_call(overlap: str) -> None:
         generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
         return model(torch.randn(4, DIM, generator=generator), -1).square().mean()
 
-    how = {"update_on": "device", "overlap": overlap}
-    model, optimizer = train_twins(experts_in_one_call, loss_of, steps=3, **how)
+    model = train_and_leave(experts_in_one_call, loss_of, overlap)
     check(len(find_groups([model])) == 2, "not two groups")
     meshes = {p.device_mesh.size() for p in model.parameters()}
     check(meshes == {2, 4}, f"meshes of {meshes} ranks")
-    optimizer.zero_grad()
-    with PhaseOffloader(model, optimizer).away():
-        pass
 
 
 @pytest.mark.skipif(
@@ -232,13 +249,6 @@ def train_experts_in_one_call(overlap: str) -> None:
 @pytest.mark.parametrize("overlap", ["step", "backward"])
 def test_two_meshes_in_one_call(ranks: Ranks, overlap: str) -> None:
     ranks(4).run(train_experts_in_one_call, overlap)
-
-
-def test_experts_on_another_mesh_of_which_some_are_unused_on_some_ranks(ranks: Ranks) -> None:
-    results = ranks(4).run(train_experts)
-
-    assert results[0] == results[1]
-    assert results[0] != results[2], "the halves left out the same experts"
 
 
 # --------------------------------------------------------------------------- one mesh for all
@@ -272,11 +282,7 @@ def train_on_one_mesh(kind: str, overlap: str) -> None:
         given = DTensor.from_local(data, spmd_mesh(), [Replicate(), Replicate()])
         return model(given).square().mean()
 
-    how = {"update_on": "device", "overlap": overlap}
-    model, optimizer = train_twins(lambda: on_one_mesh(kind), loss_of, steps=3, **how)
-    optimizer.zero_grad()
-    with PhaseOffloader(model, optimizer).away():
-        pass
+    train_and_leave(lambda: on_one_mesh(kind), loss_of, overlap)
 
 
 @pytest.mark.skipif(

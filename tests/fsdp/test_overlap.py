@@ -71,13 +71,15 @@ def build(
     if recomputes:
         for index, block in enumerate(model.blocks):
             model.blocks[index] = checkpoint_wrapper(block)
-    if setting == "compiled":
-        for block in model.blocks:
-            block.compile(backend="aot_eager")
     models.shard(model, mesh_of(size, hybrid), **options)
-    if setting not in ("", "compiled"):
+    if setting:
         SETTINGS[setting](model)
     return model
+
+
+def compile_blocks(model: Any) -> None:
+    for block in model.blocks:
+        block.compile(backend="aot_eager")
 
 
 def prefetch_forward(model: Any) -> None:
@@ -103,6 +105,7 @@ def by_columns(parameter: Tensor) -> Shard | None:
 
 
 SETTINGS: dict[str, Callable[[Any], None]] = {
+    "compiled": compile_blocks,
     "prefetch in forward": prefetch_forward,
     "prefetch in backward": prefetch_backward,
     "no reshard after backward": lambda model: model.set_reshard_after_backward(False),
@@ -217,7 +220,6 @@ CASES: dict[str, dict[str, Any]] = {
     "micro-batches in accumulate()": {"accumulate": "context", "skips": True},
     "activation checkpointing": {"build_how": {"recomputes": True}},
     "no reshard after forward": {"build_how": {"reshard_after_forward": False}},
-    "compiled": {"build_how": {"setting": "compiled"}},
     **{name: {"build_how": {"setting": name}, "skips": True} for name in SETTINGS},
     "reshard to two": {"build_how": {"reshard_after_forward": 2}},
     "second dimension": {"build_how": {"shard_placement_fn": by_columns}, "skips": True},
