@@ -2,7 +2,7 @@
 
 Bound by ``ctypes`` to ``libcuda.so.1``, which is there wherever torch finds a CUDA device: no
 dependency, and one call costs less than through generated bindings. The structures are part of the
-driver's binary interface and have not changed since CUDA 10.2.
+driver's binary interface and have not changed since CUDA 10.2; the youngest function is of 11.0.
 
 [Note: host time of a copy]
 A step enqueues thousands of copies, and on the CPU of a GPU machine each ``Tensor.copy_`` took 13
@@ -74,6 +74,7 @@ _SIGNATURES: Final[dict[str, list[Any]]] = {
     "cuMemMap": [_word, _size, _size, _word, _word],
     "cuMemUnmap": [_word, _size],
     "cuMemSetAccess": [_word, _size, ctypes.POINTER(_Access), _size],
+    "cuMemRetainAllocationHandle": [ctypes.POINTER(_word), _word],
     "cuDevicePrimaryCtxRetain": [ctypes.POINTER(_word), _int],
     "cuCtxGetCurrent": [ctypes.POINTER(_word)],
     "cuCtxPushCurrent_v2": [_word],
@@ -97,7 +98,7 @@ def _library(kind: type[ctypes.CDLL] = ctypes.CDLL) -> ctypes.CDLL:
         raise DeviceError(
             "the CUDA driver (libcuda.so.1)",
             reason=f"it has no virtual memory management: {error}",
-            remedy="use an NVIDIA driver of CUDA 10.2 or later, or do without fixed addresses",
+            remedy="use an NVIDIA driver of CUDA 11.0 or later, or do without fixed addresses",
         ) from None
     return library
 
@@ -163,28 +164,55 @@ class Driver:
         _check(code, f"mapping {n_bytes} bytes", self.device)
 
     def _map(self, address: int, n_bytes: int) -> int:
-        lib, handle = self._lib, _word()
-        code = lib.cuMemCreate(ctypes.byref(handle), n_bytes, ctypes.byref(self._properties), 0)
-        if code:
-            return int(code)
-        code = lib.cuMemMap(address, n_bytes, 0, handle, 0)
-        # From here on the mapping owns the memory; where mapping failed, it goes at once.
-        lib.cuMemRelease(handle)
-        if code:
-            return int(code)
-        code = lib.cuMemSetAccess(address, n_bytes, ctypes.byref(self._access), 1)
-        if code:
-            lib.cuMemUnmap(address, n_bytes)
-        return int(code)
+        handle = _word()
+        code = self._lib.cuMemCreate(
+            ctypes.byref(handle), n_bytes, ctypes.byref(self._properties), 0
+        )
+        return int(code) or self._put(address, n_bytes, handle.value)
 
     def unmap(self, address: int, n_bytes: int) -> None:
-        """Take away what one :meth:`map` put there. All work on it has completed.
+        """Take away what one :meth:`map` or :meth:`put` put there. All work on it has completed.
 
         Raises:
             DeviceError: the driver refused; it is still there.
         """
         code = self._lib.cuMemUnmap(address, n_bytes)
         _check(code, f"unmapping {n_bytes} bytes", self.device)
+
+    def take(self, address: int, n_bytes: int) -> int:
+        """:meth:`unmap`, but the memory is kept: a handle for :meth:`put` or :meth:`release`."""
+        handle = _word()
+        code = self._lib.cuMemRetainAllocationHandle(ctypes.byref(handle), address)
+        _check(code, f"a handle of {n_bytes} bytes", self.device)
+        try:
+            self.unmap(address, n_bytes)
+        except BaseException:
+            self.release(handle.value)
+            raise
+        return handle.value
+
+    def put(self, address: int, n_bytes: int, handle: int) -> None:
+        """Put what :meth:`take` has kept, of as many bytes, there. The handle is used up.
+
+        Raises:
+            DeviceError: the driver refused. Nothing is mapped, and the memory is the driver's.
+        """
+        _check(self._put(address, n_bytes, handle), f"mapping {n_bytes} bytes", self.device)
+
+    def _put(self, address: int, n_bytes: int, handle: int) -> int:
+        code = self._lib.cuMemMap(address, n_bytes, 0, handle, 0)
+        # From here on the mapping owns the memory; where mapping failed, it goes at once.
+        self._lib.cuMemRelease(handle)
+        if code:
+            return int(code)
+        code = self._lib.cuMemSetAccess(address, n_bytes, ctypes.byref(self._access), 1)
+        if code:
+            self._lib.cuMemUnmap(address, n_bytes)
+        return int(code)
+
+    def release(self, handle: int) -> None:
+        """Give the driver what :meth:`take` has kept."""
+        self._lib.cuMemRelease(handle)
 
 
 class Commands:

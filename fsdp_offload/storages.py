@@ -46,8 +46,8 @@ def tie(storage: torch.UntypedStorage, memory: object) -> None:
 
 
 def untie(storage: torch.UntypedStorage) -> None:
-    """Undo :func:`tie`."""
-    del storage._fsdp_offload_memory  # type: ignore[attr-defined]
+    """Undo :func:`tie`. Idempotent."""
+    vars(storage).pop("_fsdp_offload_memory", None)
 
 
 def is_tied(storage: torch.UntypedStorage) -> bool:
@@ -127,6 +127,12 @@ class AddressPool:
             self._pool = self._new_pool()  # the segment goes with the old one
             self._unused.append(address)
         return self._can_share
+
+    def start_anew(self) -> None:
+        """Nothing lies in the pool any more: its memory may go, what it has cached is forgotten."""
+        self.forget_spare()
+        self._pool = self._new_pool()
+        self._can_share = cuts_segments(self._device)
 
     def forget_spare(self) -> set[int]:
         """Addresses of memory that was given and is not used; it never will be."""

@@ -6,6 +6,8 @@ Ranks run without pytest's rewriting: failures carry their own words.
 from __future__ import annotations
 
 import contextlib
+import copy
+import gc
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -181,7 +183,9 @@ def storages(net: Net, optimizer: Optimizer) -> list[torch.UntypedStorage]:
 # ------------------------------------------------------------------------------------- the jobs
 
 
-def same_training(lanes: str, policy: str, dtype: str, *, fixed_address: bool = False) -> None:
+def same_training(
+    lanes: str, policy: str, dtype: str, *, fixed_address: bool | str = "state"
+) -> None:
     """A switch after every step, and with gradients that survive it one before, changes no bit."""
     results = []
     for switched in (False, True):
@@ -241,7 +245,7 @@ def trained(lanes: str, width: int = WIDTH, **options: Any) -> tuple[Net, Optimi
     return net, optimizer, PhaseOffloader(net, optimizer, **options)
 
 
-def frees_its_payload(lanes: str, width: int, *, fixed_address: bool) -> float:
+def frees_its_payload(lanes: str, width: int, *, fixed_address: bool | str) -> float:
     """Smallest share of the payload that the driver had more while away, over three cycles."""
     net, optimizer, phases = trained(lanes, width, fixed_address=fixed_address)
     before, shares = snapshot(net, optimizer), []
@@ -272,7 +276,7 @@ def lies_in_few_segments(width: int) -> tuple[int, int]:
 
     Each is the driver's while they are away, and holds nothing else but small rests.
     """
-    net, optimizer, phases = trained("plain", width)
+    net, optimizer, phases = trained("plain", width, fixed_address=False)
     before, counts = snapshot(net, optimizer), []
     moved = [s for s in storages(net, optimizer) if s.nbytes() > 1 << 20]
     for _ in range(3):
@@ -368,7 +372,7 @@ def without_device_memory() -> Iterator[None]:
     assert grown <= (0 if dist.get_world_size() == 1 else 4096), f"{grown} bytes"
 
 
-def no_room_to_come_back(width: int, *, fixed_address: bool) -> None:
+def no_room_to_come_back(width: int, *, fixed_address: bool | str) -> None:
     """Another allocation has taken the memory: an error, everything stays away, a retry works."""
     net, optimizer, phases = trained("resident", width, fixed_address=fixed_address)
     before = snapshot(net, optimizer)
@@ -389,7 +393,7 @@ def no_room_to_come_back(width: int, *, fixed_address: bool) -> None:
     close(phases, optimizer)
 
 
-def used_at_once(width: int, *, fixed_address: bool) -> None:
+def used_at_once(width: int, *, fixed_address: bool | str) -> None:
     """``reload(wait=False)`` and a forward right behind it; ``offload(wait=False)`` under a kernel
     that is still writing."""
     net, optimizer, phases = trained("resident", width, fixed_address=fixed_address)
@@ -450,20 +454,58 @@ def held_up() -> None:
         torch.cuda._sleep(200_000_000)
 
 
-def swapped(width: int) -> None:
-    """Two jobs take turns; each keeps its bits."""
-    jobs = [trained("plain", width) for _ in range(2)]
+def swapped(width: int, *, fixed_address: bool | str) -> None:
+    """Two jobs take turns; each keeps its bits, and neither takes more memory for it."""
+    jobs = [trained("plain", width, fixed_address=fixed_address) for _ in range(2)]
     with torch.no_grad():
         for parameter in jobs[1][0].parameters():
             local(parameter).neg_()
     before = [snapshot(net, optimizer) for net, optimizer, _ in jobs]
     (_, _, one), (_, _, other) = jobs
     other.offload()
-    for _ in range(3):
+    free: list[int] = []
+    for _ in range(4):
         swap(out=one, in_=other)
         assert (one.is_away, other.is_away) == (True, False)
         check_same(snapshot(*jobs[1][:2]), before[1], "the second")
         swap(out=other, in_=one)
         assert (one.is_away, other.is_away) == (False, True)
         check_same(snapshot(*jobs[0][:2]), before[0], "the first")
+        free.append(free_after_all())
+    assert min(free[1:]) >= free[1] - (2 << 20), free
     close(one, other)
+
+
+def free_after_all() -> int:
+    """Of the device, when torch has given back what it has cached."""
+    if device_here().type != "cuda":
+        return 0
+    gc.collect()
+    torch.cuda.empty_cache()
+    return free_bytes()
+
+
+def loads(width: int, *, fixed_address: bool | str) -> None:
+    """State that a load while it is here has replaced leaves nothing behind."""
+    net, optimizer, phases = trained("plain", width, fixed_address=fixed_address)
+    state_bytes = sum(
+        local(value).nbytes for values in optimizer.state.values() for value in values.values()
+    )
+    with phases.away():
+        pass
+    before, held = snapshot(net, optimizer), phases.statistics().host_bytes
+    loaded, cycled = [], []
+    for _ in range(4):
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        check_same(snapshot(net, optimizer), before, "loaded")
+        loaded.append(free_after_all())
+        with phases.away():
+            pass
+        check_same(snapshot(net, optimizer), before, "back")
+        assert phases.statistics().host_bytes == held
+        cycled.append(free_after_all())
+    slack_bytes = state_bytes // 10 + (4 << 20)  # segments that others share
+    for free in (loaded, cycled):
+        assert max(free) - min(free) < slack_bytes, (loaded, cycled)
+    assert abs(loaded[-1] - cycled[-1]) < slack_bytes, (loaded, cycled)
+    close(phases, optimizer)

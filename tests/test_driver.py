@@ -11,7 +11,7 @@ import torch
 from fsdp_offload import driver as driver_module
 from fsdp_offload.driver import Commands, Driver
 from fsdp_offload.errors import DeviceError
-from fsdp_offload.moving.pages import DevicePages
+from fsdp_offload.moving.pages import DevicePages, Spares
 
 CUDA = torch.device("cuda", 1)
 UNIT = 2 << 20
@@ -23,10 +23,11 @@ class Library:
     def __init__(self) -> None:
         self.fail: dict[str, int] = {}
         self.left = 1 << 40  # bytes
-        self.handles: dict[int, int] = {}
+        self.handles: dict[int, int] = {}  # bytes, of those that were not released
         self.mapped: dict[int, int] = {}
+        self.memory: dict[int, int] = {}  # what is mapped where, as the handle it had first
+        self.kept: dict[int, int] = {}  # memory by a handle that was retained
         self.ranges: dict[int, int] = {}
-        self.owners: set[int] = set()  # handles that were mapped
         self.calls = 0
 
     def __getattr__(self, name: str) -> Any:
@@ -66,18 +67,30 @@ class Library:
         self.handles[self.calls] = n
         return 0
 
-    def _cuMemRelease(self, handle: ctypes.c_ulonglong) -> None:
-        n = self.handles.pop(handle.value)
-        if handle.value not in self.owners:
+    def _cuMemRelease(self, handle: int) -> None:
+        n = self.handles.pop(handle)
+        memory = self.kept.pop(handle, handle)
+        if not self._is_used(memory):
             self.left += n
 
-    def _cuMemMap(self, address: int, n: int, offset: int, handle: Any, flags: int) -> None:
+    def _is_used(self, memory: int) -> bool:
+        return memory in (*self.memory.values(), *self.kept.values(), *self.handles)
+
+    def _cuMemMap(self, address: int, n: int, offset: int, handle: int, flags: int) -> None:
+        assert self.handles[handle] == n
         self.mapped[address] = n
-        self.owners.add(handle.value)
+        self.memory[address] = self.kept.get(handle, handle)
 
     def _cuMemUnmap(self, address: int, n: int) -> None:
         assert self.mapped.pop(address) == n
-        self.left += n
+        if not self._is_used(self.memory.pop(address)):
+            self.left += n
+
+    def _cuMemRetainAllocationHandle(self, out: Any, address: int) -> None:
+        self.calls += 1
+        out._obj.value = self.calls
+        self.handles[self.calls] = self.mapped[address]
+        self.kept[self.calls] = self.memory[address]
 
     def _cuMemSetAccess(self, address: int, n: int, access: Any, count: int) -> None:
         assert access._obj.location.id == 1
@@ -153,6 +166,66 @@ def test_a_refused_unmapping_leaves_the_chunk(library: Library) -> None:
         pages.unmap(0)
     assert pages.is_mapped(0)
     library.fail.clear()
+
+
+def test_memory_that_a_chunk_leaves_is_another_ones(library: Library) -> None:
+    driver = Driver(CUDA)
+    first, second = (DevicePages(driver, 4 * UNIT - 1, 2 * UNIT) for _ in range(2))
+    second.unmap(0)
+    library.left = UNIT  # not enough for a chunk
+    before = dict(library.memory)
+    spares = Spares([first])
+    second.spares = spares
+    with pytest.raises(torch.OutOfMemoryError, match="left yet"):
+        second.map(0)
+    first.unmap(1)
+    second.map(0)
+    assert library.memory[second.address] == before[first.address + 2 * UNIT]
+    first.unmap(0)
+    second.unmap(1)
+    assert library.left == UNIT  # both are kept
+    assert spares.close()
+    assert not spares.close()
+    assert library.left == 5 * UNIT
+    first.map(1)
+    second.unmap(0)  # from now on it is the driver's at once
+    assert library.left == 5 * UNIT
+    assert not library.handles
+    del first, second
+    assert library.left == 7 * UNIT
+    assert not library.mapped
+
+
+@pytest.mark.parametrize("call", ["cuMemMap", "cuMemSetAccess"])
+def test_memory_that_cannot_be_put_is_the_drivers(library: Library, call: str) -> None:
+    driver = Driver(CUDA)
+    first, second = (DevicePages(driver, UNIT, UNIT) for _ in range(2))
+    second.unmap(0)
+    second.spares = Spares([first])
+    first.unmap(0)
+    left = library.left
+    library.fail[call] = 999
+    with pytest.raises(DeviceError, match="answered 999"):
+        second.map(0)
+    assert not second.is_mapped(0)
+    assert library.left == left + UNIT
+    assert not library.handles
+    library.fail.clear()
+    second.map(0)
+
+
+@pytest.mark.parametrize("call", ["cuMemRetainAllocationHandle", "cuMemUnmap"])
+def test_memory_that_cannot_be_taken_stays(library: Library, call: str) -> None:
+    pages = DevicePages(Driver(CUDA), UNIT, UNIT)
+    spares = Spares([pages])
+    library.fail[call] = 1
+    with pytest.raises(DeviceError, match="answered 1"):
+        pages.unmap(0)
+    assert pages.is_mapped(0)
+    assert not library.handles
+    library.fail.clear()
+    pages.unmap(0)
+    assert spares.take(UNIT) is not None
 
 
 def test_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,13 +45,13 @@ def test_close_gives_host_memory_back(ranks: Pool) -> None:
     ranks(2).run(phase_jobs.gives_host_memory_back)
 
 
-@pytest.mark.parametrize("fixed_address", [False, True])
-def test_cycles(ranks: Pool, fixed_address: bool) -> None:
+@pytest.mark.parametrize("fixed_address", ["state", False, True])
+def test_cycles(ranks: Pool, fixed_address: bool | str) -> None:
     pool = ranks(2)
     pool.run(phase_jobs.frees_its_payload, "plain", 64, fixed_address=fixed_address)
     pool.run(phase_jobs.used_at_once, 64, fixed_address=fixed_address)
-    if not fixed_address:
-        pool.run(phase_jobs.swapped, 64)
+    pool.run(phase_jobs.swapped, 64, fixed_address=fixed_address)
+    pool.run(phase_jobs.loads, 64, fixed_address=fixed_address)
 
 
 @pytest.mark.parametrize("job", ["region_with_cache", "update_in_a_region", "model_and_update"])

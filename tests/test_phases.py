@@ -32,7 +32,9 @@ from fsdp_offload.errors import (
 from fsdp_offload.memory import HostArena
 from fsdp_offload.moving import (
     Block,
+    FixedAddressRegion,
     Mover,
+    PageBlock,
     StorageBlock,
     Trip,
     absent,
@@ -80,12 +82,24 @@ def tensors_of(model: nn.Module) -> list[Tensor]:
     return [*model.parameters(), *model.buffers()]
 
 
+def has_memory(tensor: Tensor) -> bool:
+    storage = tensor.untyped_storage()
+    lies_in = getattr(
+        storage, "_fsdp_offload_memory", None
+    )  # pages, some of which are the kernel's
+    chunks = () if lies_in is None else range(len(lies_in.chunks))
+    return storage.nbytes() > 0 and all(lies_in.is_mapped(index) for index in chunks)
+
+
 def all_present(tensors: list[Tensor]) -> bool:
-    return all(t.untyped_storage().nbytes() > 0 for t in tensors)
+    return all(map(has_memory, tensors))
 
 
 def all_away(tensors: list[Tensor]) -> bool:
-    return all(t.untyped_storage().nbytes() == 0 for t in tensors)
+    return not any(map(has_memory, tensors))
+
+
+ADDRESSES = pytest.mark.parametrize("fixed_address", ["state", False])
 
 
 def owners(tensor: Tensor) -> int:
@@ -122,13 +136,16 @@ def arenas(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[HostArena]]:
 # ---------------------------------------------------------------------- out and back
 
 
+@ADDRESSES
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_training_with_a_phase_after_every_step_has_the_same_bits(name: str) -> None:
+def test_training_with_a_phase_after_every_step_has_the_same_bits(
+    name: str, fixed_address: bool | str
+) -> None:
     plain, moved = net(), net()
     first = OPTIMIZERS[name](plain.parameters())
     second = OPTIMIZERS[name](moved.parameters())
     train(plain, first, range(6))
-    phases = PhaseOffloader(moved, second)
+    phases = PhaseOffloader(moved, second, fixed_address=fixed_address)
     objects = [id(t) for t in tensors_of(moved)]
 
     def switch(step: int) -> None:
@@ -320,13 +337,14 @@ def test_state_made_later_moves_too() -> None:
 
 
 @pytest.mark.parametrize("ahead_bytes", [1, 600])
-@pytest.mark.parametrize("fixed_address", [False, True])
+@pytest.mark.parametrize("fixed_address", [False, True, "state"])
 def test_part_of_the_state_leaves_before_the_rest_is_known(
-    monkeypatch: pytest.MonkeyPatch, ahead_bytes: int, fixed_address: bool
+    monkeypatch: pytest.MonkeyPatch, ahead_bytes: int, fixed_address: bool | str
 ) -> None:
     """600 bytes are several of its tensors, not all; as a whole all have left, and come back."""
-    if fixed_address and not can_swap():
+    if fixed_address is True and not can_swap():
         pytest.skip("this torch cannot swap CPU storages")
+    is_fixed = fixed_address and can_swap()
     monkeypatch.setattr(contents, "AHEAD_BYTES", ahead_bytes)
     model = net()
     optimizer = OPTIMIZERS["adamw"](model.parameters())
@@ -348,21 +366,22 @@ def test_part_of_the_state_leaves_before_the_rest_is_known(
         sent.clear()
         phases.offload()
         assert sent[0]
-        assert fixed_address or sent[0] < n_bytes
+        assert is_fixed or sent[0] < n_bytes
         figures = phases.statistics().offloaded["state"]
         assert figures.n_bytes == sum(sent[:2])
-        assert fixed_address or figures.n_bytes == n_bytes
-        assert fixed_address or all_away(moments)
+        assert is_fixed or figures.n_bytes == n_bytes
+        assert all_away(moments)
         assert_same(optimizer.state_dict()["state"], before)
         phases.reload()
         assert_same(optimizer.state_dict()["state"], before)
 
 
-def test_state_that_was_replaced_does_not_leave() -> None:
+@ADDRESSES
+def test_state_that_was_replaced_does_not_leave(fixed_address: bool | str) -> None:
     model = net()
     optimizer = OPTIMIZERS["adamw"](model.parameters())
     train(model, optimizer, range(1))
-    phases = PhaseOffloader(model, optimizer)
+    phases = PhaseOffloader(model, optimizer, fixed_address=fixed_address)
     values = next(iter(optimizer.state.values()))
     mine = values["exp_avg"]
     values["exp_avg"] = mine + 1
@@ -382,13 +401,18 @@ def test_state_that_was_replaced_does_not_leave() -> None:
     ("owner", "where"),
     [("", "_reshard"), ("_contents", "collect"), ("_moves", "reserve"), ("_optimizer", "offload")],
 )
+@ADDRESSES
 def test_what_left_ahead_comes_back_if_the_rest_cannot_leave(
-    monkeypatch: pytest.MonkeyPatch, owner: str, where: str, error: BaseException
+    monkeypatch: pytest.MonkeyPatch,
+    fixed_address: bool | str,
+    owner: str,
+    where: str,
+    error: BaseException,
 ) -> None:
     model = net()
     optimizer = OPTIMIZERS["adamw"](model.parameters())
     train(model, optimizer, range(1))
-    phases = PhaseOffloader(model, optimizer)
+    phases = PhaseOffloader(model, optimizer, fixed_address=fixed_address)
     before = copy.deepcopy(optimizer.state_dict()["state"])
     moments = [s[name] for s in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
     left: list[bool] = []
@@ -470,13 +494,14 @@ def test_what_left_ahead_is_known_if_it_cannot_come_back(monkeypatch: pytest.Mon
 def test_what_left_ahead_is_known_although_what_is_new_has_no_place(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Where state stays at its addresses, nothing leaves ahead of what is new."""
     model = nn.Sequential(*[nn.Linear(16, 16, bias=False) for _ in range(2)])
     optimizer = OPTIMIZERS["adamw"](model.parameters())
     phases: Any = None
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
         optimizer.step()
-        phases = phases or PhaseOffloader(model, optimizer)
+        phases = phases or PhaseOffloader(model, optimizer, fixed_address=False)
     before = copy.deepcopy((model.state_dict(), optimizer.state_dict()["state"]))
 
     def full(block: StorageBlock, index: int) -> None:
@@ -495,16 +520,21 @@ def test_what_left_ahead_is_known_although_what_is_new_has_no_place(
     assert_same((model.state_dict(), optimizer.state_dict()["state"]), before)
 
 
-def test_state_that_is_a_kept_gradient_stays() -> None:
+@ADDRESSES
+def test_state_that_is_a_kept_gradient_stays(fixed_address: bool | str) -> None:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     train(model, optimizer, range(1))
     optimizer.zero_grad()
-    phases = PhaseOffloader(model, optimizer, grads="keep")
-    parameter, values = next(iter(optimizer.state.items()))
+    phases = PhaseOffloader(model, optimizer, grads="keep", fixed_address=fixed_address)
+    (parameter, values), *others = optimizer.state.items()
     parameter.grad = values["momentum_buffer"]
+    before = copy.deepcopy(optimizer.state_dict()["state"])
     with phases.away():
         assert all_present([values["momentum_buffer"]])
+        assert all_away([each["momentum_buffer"] for _, each in others])
+        assert_same(optimizer.state_dict()["state"], before)
+    assert_same(optimizer.state_dict()["state"], before)
 
 
 def test_dropping_the_last_reference_frees_memory(arenas: Any) -> None:
@@ -933,21 +963,36 @@ def test_fixed_addresses_after_one_failure_and_another(monkeypatch: pytest.Monke
     assert_same((model.state_dict(), optimizer.state_dict()["state"]), before)
 
 
-def test_no_room_at_reload_loses_nothing(away: Away, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, optimizer, phases = away
+@pytest.mark.parametrize(
+    ("fixed_address", "counts"), [(False, (0, 5, 15, 25)), ("state", (0, 5, 12, 13))]
+)
+def test_no_room_at_reload_loses_nothing(
+    monkeypatch: pytest.MonkeyPatch, fixed_address: bool | str, counts: Sequence[int]
+) -> None:
+    """It is short after so many storages, or chunks: 12 are the model's."""
+    monkeypatch.setitem(FixedAddressRegion.__init__.__kwdefaults__, "chunk_bytes", 4096)
+    model = net()
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    train(model, optimizer, range(2))
+    phases = PhaseOffloader(model, optimizer, fixed_address=fixed_address)
+    phases.offload()
     before = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-    restore, left = StorageBlock.restore, 0
+    left = 0
 
-    def short(block: StorageBlock, index: int) -> None:
-        nonlocal left
-        left -= 1
-        if left < 0:
-            raise torch.OutOfMemoryError("taken")
-        restore(block, index)
+    def shortened(restore: Callable[[Any, int], None]) -> Callable[[Any, int], None]:
+        def short(block: Any, index: int) -> None:
+            nonlocal left
+            left -= 1
+            if left < 0:
+                raise torch.OutOfMemoryError("taken")
+            restore(block, index)
+
+        return short
 
     with monkeypatch.context() as patch:
-        patch.setattr(StorageBlock, "restore", short)
-        for left in (0, 5, 15, 25):  # noqa: B007
+        for each in (StorageBlock, PageBlock):
+            patch.setattr(each, "restore", shortened(each.restore))
+        for left in counts:  # noqa: B007
             with pytest.raises(DeviceMemoryError, match="bytes"):
                 phases.reload()
             assert phases.is_away
@@ -958,33 +1003,42 @@ def test_no_room_at_reload_loses_nothing(away: Away, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("room", [True, False])
-@pytest.mark.parametrize("at", range(1, 9))
+@pytest.mark.parametrize(
+    ("fixed_address", "at"),
+    [*((False, i) for i in range(1, 9)), *(("state", i) for i in range(1, 8))],
+)
 def test_an_exception_mid_copy_loses_nothing(
-    room: bool, at: int, monkeypatch: pytest.MonkeyPatch
+    room: bool, at: int, fixed_address: bool | str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """In each of the copies out: four of parameters, and four of state or three of its chunks."""
+    monkeypatch.setitem(FixedAddressRegion.__init__.__kwdefaults__, "chunk_bytes", 1 << 20)
     model = nn.ParameterList([nn.Parameter(torch.randn(n)) for n in (9, 300_000, 270_000, 5)])
     optimizer = OPTIMIZERS["sgd"](model.parameters())
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter)
     optimizer.step()
     before = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-    phases = PhaseOffloader(model, optimizer)
-    view, count = StorageBlock.view, 0
+    phases = PhaseOffloader(model, optimizer, fixed_address=fixed_address)
+    count = 0
 
-    def fail(block: StorageBlock, index: int) -> Tensor:
-        nonlocal count
-        count += 1
-        if count == at:
-            raise KeyboardInterrupt
-        return view(block, index)
+    def failing(view: Callable[[Any, int], Tensor]) -> Callable[[Any, int], Tensor]:
+        def fail(block: Any, index: int) -> Tensor:
+            nonlocal count
+            count += 1
+            if count == at:
+                raise KeyboardInterrupt
+            return view(block, index)
 
-    def full(block: StorageBlock, index: int) -> None:
+        return fail
+
+    def full(block: Any, index: int) -> None:
         raise torch.OutOfMemoryError("taken")
 
     with monkeypatch.context() as patch:
-        patch.setattr(StorageBlock, "view", fail)
-        if not room:
-            patch.setattr(StorageBlock, "restore", full)
+        for each in (StorageBlock, PageBlock):
+            patch.setattr(each, "view", failing(each.view))
+            if not room:
+                patch.setattr(each, "restore", full)
         with pytest.raises(KeyboardInterrupt):
             phases.offload()
         has_left = any(t.untyped_storage().nbytes() == 0 for t in tensors_of(model))

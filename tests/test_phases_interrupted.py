@@ -52,14 +52,20 @@ def wrapped(**options: Any) -> Callable[[nn.Module], Optimizer]:
     )
 
 
+def plain(model: nn.Module) -> Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
 OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
-    "plain": lambda m: torch.optim.AdamW(m.parameters(), lr=0.01),
+    "plain": plain,
+    "resized": plain,
     "resident": wrapped(offload_fraction=0.0),
     "host": wrapped(update_on="host"),
 }
 MORE = pytest.mark.long
 CASES = [
     ("plain", "save", "drop"),
+    ("resized", "save", "drop"),
     ("resident", "save", "save"),
     ("host", "rebuild", "save"),
     pytest.param("plain", "save", "save", marks=MORE),
@@ -67,7 +73,8 @@ CASES = [
     pytest.param("host", "rebuild", "drop", marks=MORE),
     pytest.param("host", "save", "keep", marks=MORE),
 ]
-"""Optimizer, and what becomes of parameters and gradients."""
+"""Optimizer, and what becomes of parameters and gradients. ``resized``: a plain one's state leaves
+as parameters do."""
 
 
 class Job:
@@ -80,7 +87,12 @@ class Job:
         self.twin = copy.deepcopy(self.model)
         self.optimizer, self.other = (OPTIMIZERS[name](m) for m in (self.model, self.twin))
         self.step()
-        self.phases = PhaseOffloader(self.model, self.optimizer, params=params, grads=grads)
+        fixed_address = False if name == "resized" else "state"
+        self.phases = PhaseOffloader(
+            self.model, self.optimizer, params=params, grads=grads, fixed_address=fixed_address
+        )
+        self.phases.offload()  # the first time other lines run
+        self.phases.reload()
         self.untouched = self.traces()
 
     def step(self) -> None:
@@ -309,6 +321,29 @@ def test_swapping(case: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> Non
         swap(out=job.phases, in_=other.phases)
 
     sweep(job, move, LEAVE, check, other.phases.offload)
+
+
+REGION = PHASES | {str(PACKAGE / "moving" / name) for name in ("region.py", "settling.py")}
+
+
+def test_leaving_with_state_that_was_replaced() -> None:
+    """All of it moves out of the region, and in again."""
+    job = Job("plain")
+
+    def replace() -> None:
+        for values in job.optimizer.state.values():
+            values["exp_avg"] = values["exp_avg"].clone()
+
+    sweep(job, lambda: job.phases.offload(wait=False), LEAVE, nothing, replace, files=REGION)
+
+
+def test_loading_while_it_is_here() -> None:
+    job = Job("plain")
+
+    def load() -> None:
+        job.optimizer.load_state_dict(copy.deepcopy(job.optimizer.state_dict()))
+
+    sweep(job, load, "PhaseOffloader._release_state", nothing, files=REGION)
 
 
 def test_swapping_in_vain() -> None:

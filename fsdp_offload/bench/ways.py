@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -111,7 +112,9 @@ def adopt(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
 class Offloader(Way):
     """``PhaseOffloader``: parameters and state."""
 
-    def __init__(self, job: Job, device: torch.device, *, fixed_address: bool = False) -> None:
+    def __init__(
+        self, job: Job, device: torch.device, *, fixed_address: bool | str = "state"
+    ) -> None:
         payload = Payload.make(job, device)
         synchronize(device)
         began = time.perf_counter()
@@ -183,10 +186,12 @@ class Swap(Way):
 
     directions = 2
 
-    def __init__(self, job: Job, device: torch.device) -> None:
-        self.one = Offloader(job, device)
+    def __init__(
+        self, job: Job, device: torch.device, *, fixed_address: bool | str = "state"
+    ) -> None:
+        self.one = Offloader(job, device, fixed_address=fixed_address)
         self.one.leave()
-        self.other = Offloader(job, device)
+        self.other = Offloader(job, device, fixed_address=fixed_address)
         fill(self.other.tensors, device, seed=1 << 20)
         self.other.leave()
         self.one.come_back()
@@ -292,11 +297,14 @@ def all_ways() -> dict[str, Callable[[Job, torch.device], Way]]:
     """All of them by name, in the order in which they are measured."""
     return {
         "offloader": Offloader,
-        "fixed": lambda job, device: Offloader(job, device, fixed_address=True),
+        "fixed": partial(Offloader, fixed_address=True),
+        "resized": partial(Offloader, fixed_address=False),
         "optimizer": OptimizerAlone,
         "swap": Swap,
-        "loop": lambda job, device: Loop(job, device, non_blocking=False),
-        "loop-nonblocking": lambda job, device: Loop(job, device, non_blocking=True),
+        "swap-fixed": partial(Swap, fixed_address=True),
+        "swap-resized": partial(Swap, fixed_address=False),
+        "loop": partial(Loop, non_blocking=False),
+        "loop-nonblocking": partial(Loop, non_blocking=True),
         "loop-pinned": PinnedLoop,
         "memory-saver": MemorySaver,
     }

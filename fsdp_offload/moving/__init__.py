@@ -6,10 +6,10 @@ from .absent import Absence, Settle, host_view, is_absent, present
 from .blocks import Block, StorageBlock, collect, is_whole
 from .joining import SPARE_BYTES, join
 from .mover import Mover, Trip, give_up, missing_parts
-from .pages import PageBlock
+from .pages import PageBlock, Pages, Spares
 from .places import Places
 from .region import FixedAddressRegion, RegionStatistics
-from .settling import Seat, settle_storages
+from .settling import Seat, seats_of, settle_storages
 
 __all__ = [
     "SPARE_BYTES",
@@ -18,10 +18,12 @@ __all__ = [
     "FixedAddressRegion",
     "Mover",
     "PageBlock",
+    "Pages",
     "Places",
     "RegionStatistics",
     "Seat",
     "Settle",
+    "Spares",
     "StorageBlock",
     "Trip",
     "collect",
@@ -32,5 +34,6 @@ __all__ = [
     "join",
     "missing_parts",
     "present",
+    "seats_of",
     "settle_storages",
 ]

@@ -102,7 +102,7 @@ def collect(
     Args:
         named: a key per tensor, the same at each call; the first tensor of a storage names it.
         device: others are left alone, and so is what lies in a region.
-        known: storages that were found before, by ``_cdata``; extended.
+        known: storages that were found before, by ``_cdata``; extended, also by those in a region.
         earlier: blocks of earlier calls, by their storages' ``_cdata``: used again where they fit.
     """
     known = set() if known is None else known
@@ -114,9 +114,9 @@ def collect(
         identity, n_bytes = storage._cdata, storage.nbytes()
         if storage.device != device or n_bytes == 0 or identity in known:
             continue
+        known.add(identity)
         if storages.is_tied(storage):
             continue
-        known.add(identity)
         block = earlier.get(identity)
         if block is None or block.key != key or block.n_bytes != n_bytes:
             block = StorageBlock(key, storage)

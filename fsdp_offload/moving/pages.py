@@ -13,8 +13,10 @@ as zeros.
 from __future__ import annotations
 
 import mmap
+import threading
 import weakref
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Final, Protocol
 
@@ -25,8 +27,66 @@ from ..driver import Driver
 from ..errors import DeviceError, HostMemoryError
 from ..plan.layout import align
 
-CHUNK_BYTES: Final = 64 << 20
-"""Mapping a chunk waits for the copy that runs at that moment; the fewer, the better."""
+CHUNK_BYTES: Final = 256 << 20
+"""To let the device use a chunk takes 1 ms while copies to it run, of any size, and 0.6 ms more per
+256 MiB that are fresh from the driver (H200); so the fewer, the better."""
+
+
+class Spares:
+    """Memory of chunks that go, for chunks of the same sizes that come at the same time.
+
+    Memory that is fresh from the driver makes the copies beside it slower, because it is cleared.
+
+    Args:
+        leaving: pages whose chunks go; what is mapped now is waited for.
+    """
+
+    def __init__(self, leaving: Iterable[Pages]) -> None:
+        self._coming: Counter[int] = Counter()  # chunks by size
+        self._found: dict[int, list[int]] = {}  # handles by size
+        self._drop: Callable[[int], None] | None = None
+        self._lock, self._is_closed = threading.Lock(), False
+        for pages in leaving:
+            pages.spares = self
+            self._coming.update(
+                stop - start
+                for index, (start, stop) in enumerate(pages.chunks)
+                if pages.is_mapped(index)
+            )
+
+    def put(self, n_bytes: int, handle: int, drop: Callable[[int], None]) -> None:
+        """The memory of a chunk that went, and what gives it to the driver."""
+        with self._lock:
+            if not self._is_closed:
+                self._coming[n_bytes] -= 1
+                self._found.setdefault(n_bytes, []).append(handle)
+                self._drop = drop
+                return
+        drop(handle)
+
+    def take(self, n_bytes: int) -> int | None:
+        """A handle of that much memory; None: there is none, and none will come.
+
+        Raises:
+            torch.OutOfMemoryError: there is none yet.
+        """
+        with self._lock:
+            if found := self._found.get(n_bytes):
+                return found.pop()
+            if not self._is_closed and self._coming[n_bytes] > 0:
+                raise torch.OutOfMemoryError(f"no {n_bytes} bytes have left yet")
+        return None
+
+    def close(self) -> bool:
+        """Wait for no more, and give the driver what is left; whether it was open."""
+        with self._lock:
+            was_open, self._is_closed = not self._is_closed, True
+            left = [handle for found in self._found.values() for handle in found]
+            self._found.clear()
+        for handle in left:
+            assert self._drop is not None
+            self._drop(handle)
+        return was_open
 
 
 class Pages(Protocol):
@@ -36,6 +96,8 @@ class Pages(Protocol):
     n_bytes: int
     chunks: Sequence[tuple[int, int]]
     """``(start, stop)`` in bytes, ascending, without gaps."""
+    spares: Spares | None
+    """Where memory goes and comes from before it is the driver's."""
 
     def is_mapped(self, index: int) -> bool:
         """Whether the chunk has memory."""
@@ -45,7 +107,7 @@ class Pages(Protocol):
         """Give the chunk memory, with any content. It has none.
 
         Raises:
-            torch.OutOfMemoryError: there is none; it stays without.
+            torch.OutOfMemoryError: there is none, or ``spares`` has none yet; it stays without.
         """
         ...
 
@@ -105,6 +167,7 @@ class DevicePages:
         )
         self.n_bytes = self.chunks[-1][1]
         self.address = driver.reserve(self.n_bytes)
+        self.spares: Spares | None = None
         self._driver = driver
         self._mapped: dict[int, tuple[int, int]] = {}  # (address, bytes) by chunk
         self._give_back = weakref.finalize(
@@ -126,13 +189,24 @@ class DevicePages:
         """See :class:`Pages`."""
         assert index not in self._mapped, index
         start, stop = self.chunks[index]
-        self._driver.map(self.address + start, stop - start)
-        self._mapped[index] = (self.address + start, stop - start)
+        place = self.address + start, stop - start
+        handle = None if self.spares is None else self.spares.take(stop - start)
+        if handle is None:
+            self._driver.map(*place)
+        else:
+            self._driver.put(*place, handle)
+        self._mapped[index] = place
 
     def unmap(self, index: int) -> None:
         """See :class:`Pages`."""
-        self._driver.unmap(*self._mapped[index])
-        del self._mapped[index]
+        place = self._mapped[index]
+        if self.spares is None:
+            self._driver.unmap(*place)
+            del self._mapped[index]
+        else:
+            handle = self._driver.take(*place)
+            del self._mapped[index]
+            self.spares.put(place[1], handle, self._driver.release)
 
     def tensor(self, start: int, n_bytes: int) -> Tensor:
         """See :class:`Pages`."""
@@ -191,6 +265,7 @@ class HostPages:
         with suppress(OSError, AttributeError):  # whole chunks go, never a part of a huge page
             self._mapping.madvise(mmap.MADV_NOHUGEPAGE)
         self.address = torch.frombuffer(self._mapping, dtype=torch.uint8, count=1).data_ptr()
+        self.spares: Spares | None = None
         self._mapped = set(range(len(self.chunks)))
 
     def is_mapped(self, index: int) -> bool:
@@ -200,6 +275,9 @@ class HostPages:
     def map(self, index: int) -> None:
         """See :class:`Pages`."""
         assert index not in self._mapped, index
+        start, stop = self.chunks[index]
+        if self.spares is not None:
+            self.spares.take(stop - start)
         self._mapped.add(index)
 
     def unmap(self, index: int) -> None:
@@ -207,11 +285,17 @@ class HostPages:
         start, stop = self.chunks[index]
         self._mapping.madvise(mmap.MADV_DONTNEED, start, stop - start)
         self._mapped.remove(index)
+        if self.spares is not None:  # the kernel's already: a count of chunks
+            self.spares.put(stop - start, 0, _nothing)
 
     def tensor(self, start: int, n_bytes: int) -> Tensor:
         """See :class:`Pages`."""
         with torch.inference_mode(False):
             return torch.frombuffer(self._mapping, dtype=torch.uint8, count=n_bytes, offset=start)
+
+
+def _nothing(_: int) -> None:
+    """Gives up what is no memory."""
 
 
 class PageBlock:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, NoReturn
 
@@ -67,6 +68,8 @@ class _Extent:
     def __init__(self, key: str, device: torch.device, n_bytes: int, chunk_bytes: int) -> None:
         self.block = PageBlock(key, pages.make(device, n_bytes, chunk_bytes))
         self.used_bytes = 0
+        self.has_tensors = False
+        """Others than storages that were moved there."""
 
     def has_room(self, n_bytes: int) -> bool:
         return self.used_bytes + n_bytes <= self.block.n_bytes
@@ -125,12 +128,14 @@ class FixedAddressRegion:
         self._gateway, self._chunk_bytes = gateway, chunk_bytes
         self._places = Places(gateway, transfer or TransferConfig())
         self._extents: list[_Extent] = []
-        self._n_extents = 0  # so far: keys are not given twice
+        self._n_extents = 0  # so far: no two have the same key
         self._is_paused = self._is_closed = False
         self._is_saved = True  # whether the places hold what is away
         self._last = self._last_out = self._last_back = Trip()
-        self._settled: list[torch.UntypedStorage] = []
+        self._settled: list[tuple[torch.UntypedStorage, Pages]] = []
         self._pool: AddressPool | None = None
+        self.is_half_vacated = False
+        """Whether :meth:`vacate` was interrupted."""
 
     @functools.cached_property
     def _mover(self) -> Mover:
@@ -175,6 +180,7 @@ class FixedAddressRegion:
             if n_bytes == 0:
                 return torch.empty(sizes, dtype=dtype, device=self.device)
             extent = self._extent(n_bytes)
+            extent.has_tensors = True
             storage = extent.take(n_bytes).untyped_storage()
             tie(storage, extent.block.pages)
             tensor = torch.empty(0, dtype=dtype, device=self.device)
@@ -213,10 +219,44 @@ class FixedAddressRegion:
         return self._pool
 
     def adopt(self, storage: torch.UntypedStorage, pages: Pages) -> None:
-        """The storage's memory is the region's from now on, until :meth:`close`."""
-        self._settled.append(storage)
+        """The storage's memory is the region's from now on, until :meth:`vacate`."""
+        self._settled.append((storage, pages))
         # Without a swap nothing else ties the range's life to the storage's.
         tie(storage, pages)
+
+    def vacate(self) -> None:
+        """Storages that were moved here get ordinary memory, and the ranges that held nothing else
+        go, each as soon as it is empty and nobody else refers to it.
+
+        Raises:
+            AwayError: the region is paused, and there are such storages.
+            ClosedError: it is closed.
+            torch.OutOfMemoryError: ``is_half_vacated`` says so, and a later call goes on.
+        """
+        if not self._settled:
+            return
+        self._check_present("vacate()")
+        self.synchronize()
+        self.is_half_vacated = True
+        left = Counter(id(pages) for _, pages in self._settled)
+        while self._settled:
+            storage, pages = self._settled[-1]
+            renew(storage)
+            untie(storage)
+            self._settled.pop()
+            left[id(pages)] -= 1
+            if not left[id(pages)]:
+                self._drop(lambda block, empty=pages: block.pages is empty)  # type: ignore[misc]
+            del storage, pages
+        if self._pool is not None:
+            self._pool.start_anew()
+            self._drop(lambda block: True)
+        if not self._extents:
+            self._n_extents = 0  # the same keys again, which have places
+        self.is_half_vacated = False
+
+    def _drop(self, is_empty: Callable[[PageBlock], bool]) -> None:
+        self._extents = [e for e in self._extents if e.has_tensors or not is_empty(e.block)]
 
     def trim(self) -> None:
         """Give back what was taken for the pool and is not needed."""
@@ -373,13 +413,7 @@ class FixedAddressRegion:
             return
         if "_mover" in vars(self):
             self._mover.wait()
-        if self._settled:
-            self._check_present("close()")
-        while self._settled:
-            storage = self._settled[-1]
-            renew(storage)
-            untie(storage)
-            self._settled.pop()
+        self.vacate()
         self._pool = None
         self._is_closed = True
         self._places.close()

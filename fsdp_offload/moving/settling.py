@@ -63,6 +63,14 @@ def settle_storages(blocks: Sequence[StorageBlock], region: FixedAddressRegion) 
     return {block.key: _seat_of(block.storage, region) for block in blocks}
 
 
+def seats_of(
+    blocks: Sequence[StorageBlock], region: FixedAddressRegion
+) -> dict[StorageBlock, Seat]:
+    """Where those lie that lie in a region."""
+    found = ((block, find_seat(block.storage, region)) for block in blocks)
+    return {block: seat for block, seat in found if seat is not None}
+
+
 def find_seat(storage: torch.UntypedStorage, region: FixedAddressRegion) -> Seat | None:
     """Where a storage lies in a region; None: elsewhere."""
     address, n_bytes = storage.data_ptr(), storage.nbytes()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import shards
-from ..moving import Block, StorageBlock, collect
+from ..moving import Block, Pages, StorageBlock, collect
 from .absences import Holder
 from .gradients import Gradients
 from .optimizers import OptimizerState
@@ -88,6 +88,20 @@ class Contents:
         """It is here, and about to be replaced: what it was would be kept until the next time."""
         self._storages["state"], self.blocks["state"] = [], []
 
+    def release_state(self) -> None:
+        """It is here, and was replaced, perhaps: give up what it was."""
+        self.forget_state()
+        used = {
+            shards.storage_of(tensor)._cdata
+            for _, tensor in self._optimizer.named()
+            if tensor.layout is torch.strided
+        }
+        self._seats["state"].release_unused(used)
+
+    def pages(self) -> list[Pages]:
+        """Of all that lies at fixed addresses."""
+        return [pages for seats in self._seats.values() for pages in seats.pages()]
+
     def forget_gradients(self) -> None:
         """They are back, and others may drop them."""
         self._storages["grads"], self.blocks["grads"] = [], []
@@ -127,12 +141,13 @@ class Contents:
         collect([("", tensor) for tensor in kept], self._device, known=known)
         for kind, pairs in named.items():
             found: list[StorageBlock] = []
+            elsewhere = frozenset(known)
             if self._moves(kind):
                 found = collect(pairs, self._device, known=known, earlier=earlier)
             if kind == "params":
                 found = self._rebuilding.take(found, pairs)
             self._storages[kind], self.blocks[kind] = self._seats[kind].take(
-                found, gone if kind == "state" else ()
+                found, gone if kind == "state" else (), known - elsewhere
             )
         self._earlier.clear()  # it keeps memory
         return parameters

@@ -167,7 +167,10 @@ class Moves:
         begun = self._begun
         away = missing_parts(self._contents.every_block()) if begun is None else begun.away
         try:
-            trips = self._bring(make_room) if begun is None else begun.trips
+            trips = self._bring_model(make_room) if begun is None else begun.trips
+            trips["state"] = self._optimizer.reload(
+                self._mover, self._contents.blocks["state"], make_room
+            )
             self._absences.end()
             current = self._gateway.current_stream()
             trips["params"].follow(current)
@@ -179,8 +182,8 @@ class Moves:
             self._undo(away, error)
 
     def begin_back(self) -> set[int]:
-        """:meth:`back` as far as nobody notices: copies are under way, and for readers and for the
-        current stream all is away, until :meth:`back` or :meth:`give_up_begun`.
+        """:meth:`back` of the model as far as nobody notices: copies are under way, and for readers
+        and for the current stream all is away, until :meth:`back` or :meth:`give_up_begun`.
 
         Returns:
             Storages that come, by identity.
@@ -190,7 +193,7 @@ class Moves:
         """
         away = missing_parts(self._contents.every_block())
         try:
-            self._begun = Return(self._bring(None), away)
+            self._begun = Return(self._bring_model(None), away)
         except BaseException as error:
             self._undo(away, error)
         return {each.storage._cdata for _, found in self._contents.held() for each in found}
@@ -202,18 +205,18 @@ class Moves:
 
     def may_begin(self, available_bytes: int | None) -> bool:
         """Whether :meth:`begin_back` can be expected to work; ``None``: there is no such figure."""
-        if self._rebuilding.blocks or self._optimizer.moves_itself:
-            return False  # the current stream writes some of it; or nobody here knows how large
-        needed = sum(block.n_bytes for block in self._contents.every_block())
+        if self._rebuilding.blocks:
+            return False  # the current stream writes some of it
+        blocks = self._contents.blocks
+        needed = sum(block.n_bytes for kind in ("params", "grads") for block in blocks[kind])
         return available_bytes is None or available_bytes >= needed + SPARE_BYTES
 
-    def _bring(self, make_room: Callable[[], bool] | None) -> dict[str, Trip]:
-        """Enqueue all copies; if this raises, some are."""
+    def _bring_model(self, make_room: Callable[[], bool] | None) -> dict[str, Trip]:
+        """Enqueue all copies but the state's; if this raises, some are."""
         blocks, trips = self._contents.blocks, {}
         trips["params"] = self._mover.back(blocks["params"], make_room=make_room)
         self._rebuilding.renew(make_room)
         trips["grads"] = self._mover.back(blocks["grads"], make_room=make_room, lasting=False)
-        trips["state"] = self._optimizer.reload(self._mover, blocks["state"], make_room)
         return trips
 
     def _undo(self, away: Sequence[tuple[Block, int]], error: BaseException) -> NoReturn:

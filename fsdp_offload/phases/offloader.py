@@ -21,7 +21,7 @@ from ..config import TransferConfig
 from ..device import available_bytes, free_bytes, release_cached
 from ..errors import AwayError, ClosedError, ConfigError, DeviceMemoryError
 from ..groups import find_groups
-from ..moving import Mover, Places, Trip
+from ..moving import Mover, Places, Spares, Trip
 from ..patching import Patch, remove_all
 from ..wrapping import gateway_of, modules_of
 from .absences import Absences
@@ -91,10 +91,10 @@ class PhaseOffloader:
         grads: str = "drop",
         state: str = "save",
         on_use: str = "error",
-        fixed_address: bool = False,
+        fixed_address: bool | str = "state",
         transfer: TransferConfig | None = None,
     ) -> None:
-        self._policies = policies = Policies(params, grads, state, on_use)
+        self._policies = policies = Policies(params, grads, state, on_use, fixed_address)
         self._models = models = modules_of(model)
         self._optimizer = own = find_state(optimizer, policies)
         tensors = [t for m in models for t in (*m.parameters(), *m.buffers())]
@@ -109,7 +109,7 @@ class PhaseOffloader:
         self._device = device = gateway.device
         transfer = transfer or TransferConfig()
         self._places = places = Places(gateway, transfer)
-        seats = make_seats(policies, gateway, places, transfer, fixed_address=fixed_address)
+        seats = make_seats(policies, gateway, places, transfer)
         self._groups = groups = find_groups(models)
         self._guard, self._gradients = ModuleGuard(models, groups), Gradients(grads, groups)
         mover, absences = Mover(gateway, places), Absences(self._settle)
@@ -130,7 +130,9 @@ class PhaseOffloader:
             self._contents.close()
             self._places.close()
             raise
-        self._end_hooks = weakref.finalize(self, own.before_load(self._forget_state))
+        self._end_hooks = weakref.finalize(
+            self, own.around_load(self._forget_state, self._release_state)
+        )
 
     # ------------------------------------------------------------------ out and back
 
@@ -328,6 +330,11 @@ class PhaseOffloader:
             if not self._is_away:
                 self._contents.forget_state()
 
+    def _release_state(self) -> None:
+        with self._lock:
+            if not self._is_away:
+                self._contents.release_state()
+
     def _has_left(self, handle: Handle, *, to_driver: bool) -> None:
         if to_driver:
             release_cached(self._device)
@@ -425,11 +432,12 @@ def swap(*, out: PhaseOffloader, in_: PhaseOffloader, wait: bool = True) -> tupl
         ClosedError: one of them is closed; nothing was moved.
     """
     in_._check()
-    coming = _Coming(in_)
     with contextlib.ExitStack() as locks:
         # In one order: another thread may swap them the other way.
         for each in sorted((out, in_), key=id):
             locks.enter_context(each._lock)
+        coming = _Coming(in_, out)
+        locks.callback(coming.end)
         try:
             leaving = out._offload(False, coming)
         except BaseException:
@@ -444,10 +452,17 @@ def swap(*, out: PhaseOffloader, in_: PhaseOffloader, wait: bool = True) -> tupl
 
 
 class _Coming:
-    """The way back of one offloader, which is locked, while another one leaves."""
+    """The way back of one offloader, which is locked, while another one leaves.
 
-    def __init__(self, offloader: PhaseOffloader) -> None:
+    Args:
+        offloader: comes, to fixed addresses with the memory that ``out`` has at such ones.
+        out: locked, too.
+    """
+
+    def __init__(self, offloader: PhaseOffloader, out: PhaseOffloader) -> None:
         self._offloader = offloader
+        self._pages = out._contents.pages()
+        self._spares = Spares(self._pages)
         self.handle: Handle | None = None
 
     def begin(self) -> set[int]:
@@ -461,11 +476,26 @@ class _Coming:
 
     def come(self, leaving: Handle) -> None:
         """All copies out are under way; ``leaving`` can make room."""
-        self.handle = self._offloader._reload(False, leaving._release_next)
+
+        def make_room() -> bool:
+            # None is left to leave, so what has not found memory there gets the driver's.
+            return leaving._release_next() or self._spares.close()
+
+        found = self._offloader._contents.pages()
+        for pages in found:
+            pages.spares = self._spares
+        self._pages += found
+        self.handle = self._offloader._reload(False, make_room)
 
     def give_up(self) -> None:
         """What had begun stays away."""
         self._offloader._moves.give_up_begun()
+
+    def end(self) -> None:
+        """What leaves from now on goes to the driver."""
+        for pages in self._pages:
+            pages.spares = None
+        self._spares.close()
 
 
 @contextlib.contextmanager

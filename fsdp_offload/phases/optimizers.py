@@ -32,9 +32,6 @@ class OptimizerState:
     _checks_itself: ClassVar[bool] = False
     """Whether the optimizer knows of its absence and follows its state, however it is called."""
 
-    moves_itself: ClassVar[bool] = False
-    """Whether it has state in device memory that is not among the blocks."""
-
     def __init__(self, optimizer: Optimizer | None) -> None:
         self._optimizer: Any = optimizer
         self._hook = StepHook()
@@ -103,9 +100,11 @@ class OptimizerState:
         else:
             _HookedStep(self._optimizer, step, before, self._hook, patches)
 
-    def before_load(self, forget: Callable[[], None]) -> Callable[[], None]:
-        """Call ``forget``, a method whose object is not kept alive, before a load puts other state
-        tensors in the place of those that somebody else moves; returns what ends it."""
+    def around_load(
+        self, before: Callable[[], None], after: Callable[[], None]
+    ) -> Callable[[], None]:
+        """Call ``before`` and ``after``, methods whose objects are not kept alive, when a load puts
+        other state tensors in the place of those that somebody else moves; returns what ends it."""
         return do_nothing
 
     def before_closing(self, keep: Callable[[], None], patches: list[Patch]) -> None:
@@ -224,24 +223,40 @@ class _MovedState(OptimizerState):
         copy = checked(before_use, f"a copy of {type(self._optimizer).__name__}")
         Patch(self._optimizer, "__reduce_ex__", copy, patches)
 
-    def before_load(self, forget: Callable[[], None]) -> Callable[[], None]:
-        if not hasattr(self._optimizer, "_optimizer_load_state_dict_pre_hooks"):
-            return super().before_load(forget)
-        find = weakref.WeakMethod(forget)
+    def around_load(
+        self, before: Callable[[], None], after: Callable[[], None]
+    ) -> Callable[[], None]:
+        optimizer, ends = self._optimizer, list[Callable[[], None]]()
+        if hasattr(optimizer, "_optimizer_load_state_dict_pre_hooks"):
+            hook = _forwarded(before)
+            ends.append(optimizer.register_load_state_dict_pre_hook(hook).remove)
+        if hasattr(optimizer, "_optimizer_load_state_dict_post_hooks"):
+            hook = _forwarded(after)
+            ends.append(optimizer.register_load_state_dict_post_hook(hook).remove)
 
-        def hook(optimizer: Optimizer, state_dict: object) -> None:
-            found = find()
-            if found is not None:
-                found()
+        def end() -> None:
+            for each in ends:
+                each()
 
-        end: Callable[[], None] = self._optimizer.register_load_state_dict_pre_hook(hook).remove
         return end
+
+
+def _forwarded(method: Callable[[], None]) -> Callable[..., None]:
+    """A hook that calls a method whose object may be gone."""
+    find = weakref.WeakMethod(method)
+
+    def hook(*_: object) -> None:
+        found = find()
+        if found is not None:
+            found()
+
+    return hook
 
 
 class _OwnState(OptimizerState):
     """An optimizer that moves its own state."""
 
-    _checks_itself = moves_itself = True
+    _checks_itself = True
 
     def named(self) -> Iterator[tuple[str, Tensor]]:
         return iter(())

@@ -12,6 +12,7 @@ _CHOICES: Final = {
     "grads": ("drop", "save", "keep"),
     "state": ("save", "keep"),
     "on_use": ("error", "reload"),
+    "fixed_address": ("state", True, False),
 }
 
 
@@ -23,6 +24,7 @@ class Policies:
     grads: str = "drop"
     state: str = "save"
     on_use: str = "error"
+    fixed_address: bool | str = "state"
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
@@ -31,5 +33,21 @@ class Policies:
                 raise ConfigError(
                     f"{name}={value!r}",
                     reason="unknown choice",
-                    remedy="use " + " or ".join(f'"{choice}"' for choice in choices),
+                    remedy="use " + " or ".join(map(_quoted, choices)),
                 )
+        if self.fixed_address is True and self.params == "rebuild":
+            raise ConfigError(
+                'fixed_address=True with params="rebuild"',
+                reason="memory that is dropped and rebuilt comes back elsewhere",
+                remedy='use params="save"',
+            )
+
+    def are_fixed(self, kind: str) -> bool:
+        """Whether its addresses are to stay. Gradients are new in each iteration."""
+        if kind == "grads" or getattr(self, kind) == "keep":
+            return False
+        return self.fixed_address is True or self.fixed_address == kind
+
+
+def _quoted(choice: object) -> str:
+    return f'"{choice}"' if isinstance(choice, str) else str(choice)

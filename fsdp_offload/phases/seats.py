@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Final
 
 import torch
@@ -13,14 +14,21 @@ from torch import Tensor
 from .. import shards
 from ..config import TransferConfig
 from ..device import Gateway
-from ..errors import ConfigError, UnsupportedParameterError
+from ..errors import (
+    DeviceError,
+    DeviceMemoryError,
+    HostMemoryError,
+    UnsupportedParameterError,
+)
 from ..moving import (
     Block,
     FixedAddressRegion,
+    Pages,
     Places,
     Seat,
     StorageBlock,
     is_whole,
+    seats_of,
     settle_storages,
 )
 from ..storages import is_tied
@@ -41,13 +49,17 @@ class Seats:
         self._places = places
 
     def take(
-        self, found: Sequence[StorageBlock], gone: Sequence[StorageBlock] = ()
+        self,
+        found: Sequence[StorageBlock],
+        gone: Sequence[StorageBlock] = (),
+        used: Collection[int] = (),
     ) -> tuple[list[StorageBlock], list[Block]]:
-        """Those of ``found`` that can leave, and the blocks that move for them.
+        """Those of today's storages that can leave, and the blocks that move for them.
 
         Args:
-            found: today's.
-            gone: what :meth:`still` gave of today's, not among ``found``.
+            found: today's, but for what is in ``gone`` and for what this has moved elsewhere.
+            gone: what :meth:`still` gave of today's.
+            used: all of today's but for ``gone``, by identity.
         """
         storages = [*gone, *movable(found)]
         return storages, list(storages)
@@ -83,6 +95,17 @@ class Seats:
         """What tells whether the storage has its memory; None: its size does."""
         return None
 
+    def release_unused(self, used: Collection[int]) -> None:
+        """Others may have come in the place of storages here: keep none of those. All are present.
+
+        Args:
+            used: all of today's, by identity.
+        """
+
+    def pages(self) -> list[Pages]:
+        """Those that lie at fixed addresses."""
+        return []
+
     def close(self) -> None:
         """Nothing is going to leave any more; all of it is present. Idempotent."""
 
@@ -94,32 +117,92 @@ class FixedSeats(Seats):
     Args:
         places: of the region's blocks.
         region: of this object alone.
+        is_needed: False: where the device, torch or memory forbid it, from then on what is new
+            stays where it is.
     """
 
-    def __init__(self, places: Places, region: FixedAddressRegion) -> None:
+    def __init__(
+        self, places: Places, region: FixedAddressRegion, *, is_needed: bool = True
+    ) -> None:
         super().__init__(places)
-        self._region = region
-        self._seats: dict[StorageBlock, Seat] = {}
+        self._region, self._is_needed, self._may_grow = region, is_needed, True
+        self._storages: list[StorageBlock] = []  # which may have seats
+        self._seats: dict[StorageBlock, Seat] = {}  # of all of them, if none has been interrupted
         self._host: dict[StorageBlock, Tensor] = {}  # places of storages
 
+    def _seated(self) -> dict[StorageBlock, Seat]:
+        if len(self._seats) < len(self._storages):
+            self._seats = seats_of(self._storages, self._region)
+            self._storages = list(self._seats)
+        return self._seats
+
     def take(
-        self, found: Sequence[StorageBlock], gone: Sequence[StorageBlock] = ()
+        self,
+        found: Sequence[StorageBlock],
+        gone: Sequence[StorageBlock] = (),
+        used: Collection[int] = (),
     ) -> tuple[list[StorageBlock], list[Block]]:
-        """See :class:`Seats`. ``found`` are new, because those here are nobody's to collect."""
+        """See :class:`Seats`."""
         fresh = movable(found)
-        seats = settle_storages(fresh, self._region)
-        self._seats |= {block: seats[block.key] for block in fresh}
-        return list(self._seats), list(self._region.blocks())
+        if not gone:
+            fresh = [*self._release(used), *fresh]
+        elif not self._storages:
+            return super().take(found, gone)
+        if self._may_grow:
+            self._settle(fresh)
+        seats = self._seated()
+        others = [block for block in fresh if block not in seats]
+        return [*seats, *others], [*self._region.blocks(), *others]
+
+    def _settle(self, fresh: Sequence[StorageBlock]) -> None:
+        self._storages = [*self._storages, *fresh]  # first: whatever happens, some may move
+        try:
+            settle_storages(fresh, self._region)
+        except (DeviceError, DeviceMemoryError, HostMemoryError):
+            if self._is_needed:
+                raise
+            self._may_grow = False
+
+    def release_unused(self, used: Collection[int]) -> None:
+        """See :class:`Seats`."""
+        self._release(used)
+
+    def _release(self, used: Collection[int]) -> list[StorageBlock]:
+        """Where there is something unused, all move out, as far as there is memory; those that
+        did, and are used."""
+        before = list(self._seated())
+        if self._region.is_paused or not (self._is_outdated(used) or self._region.is_half_vacated):
+            return []
+        self._host.clear()
+        self._seats = {}  # it keeps what moves out
+        with contextlib.suppress(torch.OutOfMemoryError):
+            self._region.vacate()
+        seats = self._seated()
+        return [b for b in before if b not in seats and b.storage._cdata in used]
+
+    def _is_outdated(self, used: Collection[int]) -> bool:
+        return not all(block.storage._cdata in used for block in self._seated())
 
     def still(
         self, storages: Sequence[StorageBlock], named: Iterable[tuple[str, Tensor]], n_bytes: int
     ) -> tuple[list[StorageBlock], list[Block]]:
         """See :class:`Seats`. Whatever has a seat keeps it, so all of the region leaves. Where a
-        tensor has none yet, nothing may leave before it has: it may get one beside others."""
+        tensor has none yet, or a seat nobody, nothing may leave before that is set right: others
+        lie beside it."""
+        if not self._storages:
+            return super().still(storages, named, n_bytes)
         blocks = self._region.blocks()
         if not all(_can_leave(block, self._places) for block in blocks):
             return [], []
-        if not all(_is_seated(tensor, self._region.device) for _, tensor in named):
+        used: set[int] = set()
+        for _, tensor in named:
+            if tensor.layout is not torch.strided:  # as collect() has it
+                continue
+            storage = shards.storage_of(tensor)
+            if storage.device == self._region.device and storage.nbytes() and not is_tied(storage):
+                return [], []
+            used.add(storage._cdata)
+        if self._region.is_half_vacated or self._is_outdated(used):
             return [], []
         sizes = itertools.accumulate((block.n_bytes for block in blocks), initial=0)
         return list(storages), [
@@ -128,6 +211,8 @@ class FixedSeats(Seats):
 
     def place(self, storage: StorageBlock) -> Tensor:
         """See :class:`Seats`."""
+        if storage not in self._seats:
+            return super().place(storage)
         if storage not in self._host:
             seat = self._seats[storage]
             whole = self._places.of(seat.block).untyped_storage()
@@ -140,7 +225,12 @@ class FixedSeats(Seats):
 
     def presence(self, storage: StorageBlock) -> Callable[[], bool] | None:
         """See :class:`Seats`."""
-        return functools.partial(is_whole, self._seats[storage].block)
+        seat = self._seats.get(storage)
+        return None if seat is None else functools.partial(is_whole, seat.block)
+
+    def pages(self) -> list[Pages]:
+        """See :class:`Seats`."""
+        return [block.pages for block in self._region.blocks()]
 
     def close(self) -> None:
         """The storages get ordinary memory."""
@@ -148,46 +238,31 @@ class FixedSeats(Seats):
         self._region.close()
 
 
-def _is_seated(tensor: Tensor, device: torch.device) -> bool:
-    """Whether a region is not going to take the tensor's storage."""
-    if tensor.layout is not torch.strided:
-        return True
-    storage = shards.storage_of(tensor)
-    return storage.device != device or storage.nbytes() == 0 or is_tied(storage)
-
-
 def _can_leave(block: Block, places: Places) -> bool:
     return block.n_bytes > 0 and is_whole(block) and places.has(block)
 
 
 def make_seats(
-    policies: Policies,
-    gateway: Gateway,
-    places: Places,
-    transfer: TransferConfig,
-    *,
-    fixed_address: bool,
+    policies: Policies, gateway: Gateway, places: Places, transfer: TransferConfig
 ) -> dict[str, Seats]:
-    """Seats by kind. Gradients are new in each iteration, so their addresses are nobody's business.
+    """Seats by kind.
 
     Raises:
-        ConfigError: ``fixed_address`` with rebuilt parameters.
-        DeviceError: ``fixed_address`` on a device that cannot do it.
+        DeviceError: ``fixed_address=True`` on a device that cannot do it.
     """
-    if not fixed_address:
-        return {kind: Seats(places) for kind in KINDS}
-    if policies.params == "rebuild":
-        raise ConfigError(
-            'fixed_address=True with params="rebuild"',
-            reason="memory that is dropped and rebuilt comes back elsewhere",
-            remedy='use params="save"',
-        )
-    return {
-        kind: Seats(places)
-        if kind == "grads" or getattr(policies, kind) == "keep"
-        else FixedSeats(places, FixedAddressRegion(kind, gateway.device, transfer=transfer))
-        for kind in KINDS
-    }
+    is_needed = policies.fixed_address is True
+    made: dict[str, Seats] = {}
+    for kind in KINDS:
+        made[kind] = Seats(places)
+        if policies.are_fixed(kind):
+            try:
+                region = FixedAddressRegion(kind, gateway.device, transfer=transfer)
+            except DeviceError:
+                if is_needed:
+                    raise
+            else:
+                made[kind] = FixedSeats(places, region, is_needed=is_needed)
+    return made
 
 
 def movable(blocks: Sequence[StorageBlock]) -> list[StorageBlock]:

@@ -20,7 +20,9 @@ from tests.phase_jobs import LANES, POLICIES
 REPOSITORY = Path(__file__).parents[2]
 WIDE = 4096  # five matrices of 64 MiB, their gradients and moments: 0.75 GiB that leave
 WRAPPED = [lanes for lanes in LANES if lanes != "plain"]
-ADDRESSES = pytest.mark.parametrize("fixed_address", [False, True], ids=["resized", "fixed"])
+ADDRESSES = pytest.mark.parametrize(
+    "fixed_address", ["state", False, True], ids=["state", "resized", "fixed"]
+)
 
 Pool = Callable[..., Any]
 
@@ -28,7 +30,7 @@ Pool = Callable[..., Any]
 @pytest.mark.alone
 @ADDRESSES
 @pytest.mark.parametrize("lanes", ["plain", "resident"])
-def test_the_driver_has_the_memory_meanwhile(ranks: Pool, lanes: str, fixed_address: bool) -> None:
+def test_the_driver_has_the_memory_meanwhile(ranks: Pool, lanes: str, fixed_address: Any) -> None:
     pool = ranks(1, device_type="cuda")
     for share in pool.run(phase_jobs.frees_its_payload, lanes, WIDE, fixed_address=fixed_address):
         assert 0.99 <= share < 1.2
@@ -98,18 +100,26 @@ def test_close_gives_host_memory_back(ranks: Pool) -> None:
 
 @pytest.mark.alone
 @ADDRESSES
-def test_no_room_to_come_back(ranks: Pool, fixed_address: bool) -> None:
+def test_no_room_to_come_back(ranks: Pool, fixed_address: Any) -> None:
     pool = ranks(1, device_type="cuda")
     pool.run(phase_jobs.no_room_to_come_back, WIDE, fixed_address=fixed_address)
 
 
 @ADDRESSES
-def test_used_at_once(ranks: Pool, fixed_address: bool) -> None:
+def test_used_at_once(ranks: Pool, fixed_address: Any) -> None:
     ranks(1, device_type="cuda").run(phase_jobs.used_at_once, WIDE, fixed_address=fixed_address)
 
 
-def test_two_jobs_take_turns(ranks: Pool) -> None:
-    ranks(1, device_type="cuda").run(phase_jobs.swapped, 1024)
+@pytest.mark.alone
+@ADDRESSES
+def test_two_jobs_take_turns(ranks: Pool, fixed_address: Any) -> None:
+    ranks(1, device_type="cuda").run(phase_jobs.swapped, 2048, fixed_address=fixed_address)
+
+
+@pytest.mark.alone
+@ADDRESSES
+def test_loads_take_no_more_room(ranks: Pool, fixed_address: Any) -> None:
+    ranks(1, device_type="cuda").run(phase_jobs.loads, 2048, fixed_address=fixed_address)
 
 
 @pytest.mark.alone
@@ -151,7 +161,7 @@ def test_two_gpus_and_policies(ranks: Pool, policy: str) -> None:
 @pytest.mark.alone
 @pytest.mark.gpus(2)
 @ADDRESSES
-def test_two_gpus_leave(ranks: Pool, tmp_path: Path, fixed_address: bool) -> None:
+def test_two_gpus_leave(ranks: Pool, tmp_path: Path, fixed_address: Any) -> None:
     pool = ranks(2, device_type="cuda")
     for _ in range(2):  # the second job's storages lie in what the first one's have left
         shares = pool.run(phase_jobs.frees_its_payload, "plain", WIDE, fixed_address=fixed_address)
@@ -159,7 +169,7 @@ def test_two_gpus_leave(ranks: Pool, tmp_path: Path, fixed_address: bool) -> Non
     pool.run(phase_jobs.use_while_away, "mixed")
     pool.run(phase_jobs.used_at_once, WIDE, fixed_address=fixed_address)
     pool.run(phase_jobs.state_while_away, "mixed", str(tmp_path))
-    pool.run(phase_jobs.swapped, 512)
+    pool.run(phase_jobs.swapped, 512, fixed_address=fixed_address)
 
 
 # ------------------------------------------------------------------------ benchmark and example

@@ -64,7 +64,7 @@ class Job:
             assert seat.start + block.n_bytes <= seat.block.n_bytes
             assert storages.is_tied(block.storage)
         held = {id(block.storage) for block in self.blocks}
-        assert {id(storage) for storage in self.region._settled} == held
+        assert {id(storage) for storage, _ in self.region._settled} == held
         assert len(self.region._settled) == len(held)
 
 

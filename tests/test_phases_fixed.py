@@ -1,0 +1,400 @@
+"""Offloaders whose state, or all of it, stays at its addresses: what is replaced, what does not
+fit, and what is exchanged in a swap. Without FSDP2."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fsdp_offload import PhaseOffloader, swap
+from fsdp_offload.errors import ConfigError, DeviceError, DeviceMemoryError
+from fsdp_offload.moving import (
+    FixedAddressRegion,
+    PageBlock,
+    Spares,
+    StorageBlock,
+    pages,
+    region,
+    settling,
+)
+from fsdp_offload.moving.pages import HostPages
+from fsdp_offload.storages import can_swap, is_tied
+
+pytestmark = pytest.mark.skipif(not can_swap(), reason="this torch cannot swap CPU storages")
+FIXED = pytest.mark.parametrize("fixed_address", ["state", True])
+CHUNK = 4096
+
+
+@pytest.fixture(autouse=True)
+def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(FixedAddressRegion.__init__.__kwdefaults__, "chunk_bytes", CHUNK)
+
+
+class Job:
+    """A model that has made a step, and its offloader."""
+
+    def __init__(self, seed: int = 0, *, layers: int = 3, **options: Any) -> None:
+        torch.manual_seed(seed)
+        self.model = nn.Sequential(*[nn.Linear(40, 40) for _ in range(layers)])
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        self.step()
+        self.phases = PhaseOffloader(self.model, self.optimizer, **options)
+
+    def step(self) -> None:
+        self.model(torch.randn(5, 40)).square().sum().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def moments(self) -> list[Tensor]:
+        states = self.optimizer.state.values()
+        return [s[name] for s in states for name in ("exp_avg", "exp_avg_sq")]
+
+    def values(self) -> Any:
+        return copy.deepcopy((self.model.state_dict(), self.optimizer.state_dict()["state"]))
+
+    def cycle(self) -> None:
+        """Nothing is lost in one."""
+        before = self.values()
+        with self.phases.away():
+            assert not any(map(has_memory, [*self.model.parameters(), *self.moments()]))
+            assert_same(self.values(), before)
+        assert all(map(has_memory, [*self.model.parameters(), *self.moments()]))
+        assert_same(self.values(), before)
+
+    @property
+    def region(self) -> FixedAddressRegion:
+        """Of the state."""
+        found = self.phases._contents._seats["state"]._region  # type: ignore[attr-defined]
+        assert isinstance(found, FixedAddressRegion)
+        return found
+
+
+def has_memory(tensor: Tensor) -> bool:
+    storage = tensor.untyped_storage()
+    lies_in = getattr(storage, "_fsdp_offload_memory", None)
+    chunks = () if lies_in is None else range(len(lies_in.chunks))
+    return storage.nbytes() > 0 and all(lies_in.is_mapped(index) for index in chunks)
+
+
+def assert_same(first: Any, second: Any) -> None:
+    torch.testing.assert_close(first, second, rtol=0, atol=0, equal_nan=True)
+
+
+# ---------------------------------------------------------------------- what is fixed
+
+
+@pytest.mark.parametrize(
+    ("options", "fixed"),
+    [
+        ({}, (False, True)),
+        ({"fixed_address": "state"}, (False, True)),
+        ({"fixed_address": True}, (True, True)),
+        ({"fixed_address": False}, (False, False)),
+        ({"state": "keep"}, (False, False)),
+        ({"params": "keep", "fixed_address": True}, (False, True)),
+    ],
+    ids=str,
+)
+def test_what_stays_at_its_address(options: dict[str, Any], fixed: tuple[bool, bool]) -> None:
+    job = Job(**options)
+    tensors = (job.model[0].weight, job.moments()[0])
+    assert tuple(is_tied(tensor.untyped_storage()) for tensor in tensors) == fixed
+    before = [tensor.data_ptr() for tensor in tensors]
+    for _ in range(3):
+        with job.phases.away():
+            pass
+        now = [tensor.data_ptr() for tensor in tensors]
+        assert all(a == b for a, b, f in zip(before, now, fixed, strict=True) if f)
+        job.step()
+    job.phases.close()
+    assert not any(is_tied(tensor.untyped_storage()) for tensor in tensors)
+
+
+@pytest.mark.parametrize("wrong", ["params", "all", None, 2])
+def test_wrong_choices(wrong: Any) -> None:
+    with pytest.raises(ConfigError, match='use "state" or True or False'):
+        Job(fixed_address=wrong)
+
+
+# ---------------------------------------------------------------------- what is replaced
+
+
+@FIXED
+def test_loads_while_it_is_here_take_no_more_room(fixed_address: Any) -> None:
+    job = Job(fixed_address=fixed_address)
+    job.cycle()
+    held, n_bytes = job.phases.statistics().host_bytes, job.region.n_bytes
+    for _ in range(4):
+        mine, content = job.moments()[0], job.moments()[0].clone()
+        job.step()
+        content.copy_(mine)
+        job.optimizer.load_state_dict(copy.deepcopy(job.optimizer.state_dict()))
+        assert job.region.n_bytes == 0  # what was there is gone before anything leaves
+        assert not is_tied(mine.untyped_storage())
+        job.cycle()
+        assert job.region.n_bytes == n_bytes
+        assert job.phases.statistics().host_bytes == held
+        assert torch.equal(mine, content)  # whoever kept it has it
+        job.step()
+
+
+@FIXED
+@pytest.mark.parametrize("count", [1, 6])
+def test_state_replaced_by_hand_takes_no_more_room(fixed_address: Any, count: int) -> None:
+    """``count`` parameters' of six; the others' moves out with it, and in again."""
+    job = Job(fixed_address=fixed_address)
+    job.cycle()
+    held, n_bytes = job.phases.statistics().host_bytes, job.region.n_bytes
+    for _ in range(4):
+        for parameter in list(job.optimizer.state)[:count]:
+            del job.optimizer.state[parameter]
+        job.step()
+        job.cycle()
+        assert job.region.n_bytes == n_bytes
+        assert job.phases.statistics().host_bytes == held
+
+
+def test_parameters_replaced_by_hand_take_no_more_room() -> None:
+    job = Job(fixed_address=True)
+    job.cycle()
+    held = job.phases.statistics().host_bytes
+    for _ in range(3):
+        found = job.model.state_dict()
+        job.model.load_state_dict({k: v.clone() for k, v in found.items()}, assign=True)
+        job.cycle()
+        assert job.phases.statistics().host_bytes == held
+
+
+@FIXED
+def test_a_load_that_fails_leaves_addresses(fixed_address: Any) -> None:
+    job = Job(fixed_address=fixed_address)
+    before = [tensor.data_ptr() for tensor in job.moments()]
+    wrong = copy.deepcopy(job.optimizer.state_dict())
+    wrong["param_groups"][0]["params"].pop()
+    with pytest.raises(ValueError, match="parameter group"):
+        job.optimizer.load_state_dict(wrong)
+    job.cycle()
+    assert [tensor.data_ptr() for tensor in job.moments()] == before
+
+
+@pytest.mark.parametrize("at", [1, 4])
+def test_no_room_for_what_was_replaced_loses_nothing(
+    monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    """It moves out of the region storage by storage; the rest does so the next time."""
+    job, renew, calls = Job(), region.renew, 0
+    kept = job.moments()
+    contents = [tensor.clone() for tensor in kept]
+
+    def short(storage: torch.UntypedStorage) -> None:
+        nonlocal calls
+        calls += 1
+        if calls >= at:
+            raise torch.OutOfMemoryError("taken")
+        renew(storage)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(region, "renew", short)
+        job.optimizer.load_state_dict(copy.deepcopy(job.optimizer.state_dict()))
+        job.cycle()
+    assert sum(is_tied(tensor.untyped_storage()) for tensor in kept) > 0
+    assert_same(kept, contents)
+    job.step()
+    job.cycle()
+    assert not any(is_tied(tensor.untyped_storage()) for tensor in kept)
+    assert_same(kept, contents)
+    assert job.region.n_bytes <= Job().region.n_bytes + CHUNK
+
+
+# ---------------------------------------------------------------------- what does not fit
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, after: int, error: Exception) -> None:
+    """Each row has a range of pages; no more than ``after`` of them can be had."""
+    make, calls = pages.make, 0
+
+    def short(device: torch.device, n_bytes: int, chunk_bytes: int) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls > after:
+            raise error
+        return make(device, n_bytes, chunk_bytes)
+
+    monkeypatch.setattr(settling, "ROOM_BYTES", 8000)
+    monkeypatch.setattr(pages, "make", short)
+
+
+@pytest.mark.parametrize("after", [0, 1, 3])
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("none"), DeviceError("a range", reason="", remedy="")]
+)
+def test_state_that_cannot_stay_at_its_address_leaves_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, after: int, error: Exception
+) -> None:
+    with monkeypatch.context() as patch:
+        failing(patch, after, error)
+        job = Job()
+        assert len(job.region.blocks()) == after
+        job.step()
+        job.cycle()
+        with pytest.raises((DeviceMemoryError, DeviceError)):
+            Job(fixed_address=True)
+    for _ in range(2):  # nor is it asked for again
+        job.step()
+        job.cycle()
+        assert len(job.region.blocks()) == after
+    job.phases.close()
+    assert not any(is_tied(tensor.untyped_storage()) for tensor in job.moments())
+
+
+def test_a_device_that_keeps_no_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(device: torch.device) -> None:
+        raise DeviceError("memory at a fixed address", reason="", remedy="")
+
+    monkeypatch.setattr(pages, "check", refused)
+    job = Job()
+    job.cycle()
+    assert not is_tied(job.moments()[0].untyped_storage())
+    with pytest.raises(DeviceError):
+        Job(fixed_address=True)
+
+
+# ---------------------------------------------------------------------- swap
+
+
+def limited(monkeypatch: pytest.MonkeyPatch, count: Callable[[], int], most: int) -> list[int]:
+    """No more than ``most`` chunks have memory, those included that nobody has yet; gives how many
+    were mapped from what the system has."""
+    fresh: list[int] = []
+    take, kept = Spares.take, 0
+    put = Spares.put
+
+    def counted(spares: Spares, n_bytes: int, handle: int, drop: Callable[[int], None]) -> None:
+        nonlocal kept
+        kept += 1
+
+        def dropped(handle: int) -> None:
+            nonlocal kept
+            kept -= 1
+            drop(handle)
+
+        put(spares, n_bytes, handle, dropped)
+
+    def taken(spares: Spares, n_bytes: int) -> int | None:
+        nonlocal kept
+        handle = take(spares, n_bytes)
+        kept -= handle is not None
+        if handle is None:
+            asked(n_bytes)
+        return handle
+
+    def asked(n_bytes: int) -> None:
+        if count() + kept >= most:
+            raise torch.OutOfMemoryError("the device is full")
+        fresh.append(n_bytes)
+
+    def mapped(block: PageBlock, index: int) -> None:
+        if block.pages.spares is None:
+            asked(CHUNK)
+        restore(block, index)
+
+    restore = PageBlock.restore
+    monkeypatch.setattr(Spares, "put", counted)
+    monkeypatch.setattr(Spares, "take", taken)
+    monkeypatch.setattr(PageBlock, "restore", mapped)
+    return fresh
+
+
+@pytest.mark.parametrize("fixed_address", ["state", True, False])
+@pytest.mark.parametrize("spare_chunks", [0, 1000])
+def test_a_swap_exchanges_memory(
+    monkeypatch: pytest.MonkeyPatch, fixed_address: Any, spare_chunks: int
+) -> None:
+    """Chunks of what leaves are those of what comes, whether there would be others or not. (All
+    parameters begin to come before anything has left, where there is room.)"""
+    jobs = [Job(seed, fixed_address=fixed_address) for seed in (1, 2)]
+    before = [job.values() for job in jobs]
+    out, in_ = jobs
+    in_.phases.offload()
+    found = [p for job in jobs for p in job.phases._contents.pages()]
+
+    def count() -> int:
+        return sum(each.is_mapped(index) for each in found for index in range(len(each.chunks)))
+
+    state = len(out.region.blocks()[0].pieces) if fixed_address else 0
+    fresh = limited(monkeypatch, count, count() + spare_chunks)
+    if fixed_address is True and not spare_chunks:
+        # What begins early finds no room, and comes with the rest.
+        monkeypatch.setattr("fsdp_offload.phases.offloader.available_bytes", lambda device: 0)
+    for _ in range(4):
+        swap(out=out.phases, in_=in_.phases)
+        assert (out.phases.is_away, in_.phases.is_away) == (True, False)
+        assert not any(map(has_memory, [*out.model.parameters(), *out.moments()]))
+        assert all(map(has_memory, [*in_.model.parameters(), *in_.moments()]))
+        assert all(p.spares is None for p in found)
+        out, in_ = in_, out
+    early = len(found) and fixed_address is True and spare_chunks
+    assert (len(fresh) > 0) == bool(early)
+    assert len(fresh) <= 4 * (count() - state)
+    monkeypatch.undo()
+    for job, values in zip(jobs, before, strict=True):
+        job.phases.reload()
+        assert_same(job.values(), values)
+
+
+@pytest.mark.parametrize("layers", [(2, 5), (5, 2)])
+def test_a_swap_of_different_sizes(layers: tuple[int, int]) -> None:
+    out, in_ = (Job(seed, layers=n) for seed, n in enumerate(layers))
+    before = [job.values() for job in (out, in_)]
+    in_.phases.offload()
+    for _ in range(3):
+        swap(out=out.phases, in_=in_.phases)
+        out, in_ = in_, out
+        before.reverse()
+        assert_same([out.values(), in_.values()], [before[0], before[1]])
+    assert all(map(has_memory, out.moments()))
+    assert not any(map(has_memory, in_.moments()))
+
+
+def test_a_swap_that_cannot_fit_gives_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    out, in_ = (Job(seed) for seed in range(2))
+    before = [job.values() for job in (out, in_)]
+    in_.phases.offload()
+    found = in_.phases._contents.pages()
+
+    def full(each: HostPages, index: int) -> None:
+        if each in found and index == 3:
+            raise torch.OutOfMemoryError("taken")
+        restore(each, index)
+
+    restore, dropped, put = HostPages.map, [], Spares.put
+
+    def noted(spares: Spares, n_bytes: int, handle: int, drop: Any) -> None:
+        put(spares, n_bytes, handle, lambda _: dropped.append(n_bytes))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(HostPages, "map", full)
+        patch.setattr(Spares, "put", noted)
+        with pytest.raises(DeviceMemoryError):
+            swap(out=out.phases, in_=in_.phases)
+    assert out.phases.is_away
+    assert in_.phases.is_away
+    assert sum(dropped) == out.region.n_bytes  # nobody keeps any of it
+    for job, values in zip((out, in_), before, strict=True):
+        job.phases.reload()
+        assert_same(job.values(), values)
+
+
+def test_what_leaves_ahead_is_a_whole_number_of_chunks() -> None:
+    """Parameters are storages, the state is chunks."""
+    job = Job()
+    kinds = {kind: {type(b) for b in found} for kind, found in job.phases._contents.blocks.items()}
+    assert kinds == {"params": {StorageBlock}, "grads": set(), "state": {PageBlock}}
+    figures = job.phases.offload().transfers()
+    assert figures["state"].n_bytes == job.region.n_bytes
+    job.phases.reload()
