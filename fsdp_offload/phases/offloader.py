@@ -49,13 +49,14 @@ class PhaseOffloader:
     while it is away (``print(model.weight)``, a kernel over it) has no memory, and the process may
     die of it.
 
-    Addresses change with each cycle, and once at construction: storages that torch has allocated
-    one by one leave and come back there, about 1 GiB at a time, to lie in few segments, which the
-    driver takes back faster. So work on other streams has to be waited for before, and CUDA graphs
-    over them are captured afterwards, with ``fixed_address``. Where device memory has no room for
-    it, or allocator settings forbid it, they stay where they are. In the rare case that somebody
-    else takes the room just then, or that it is interrupted, the offloader begins with ``is_away``,
-    and says so in the log.
+    Addresses of parameters change with each cycle, and once at construction: storages that torch
+    has allocated one by one leave and come back there, about 1 GiB at a time, to lie in few
+    segments, which the driver takes back faster. The state of a plain optimizer moves once to
+    addresses that stay (``fixed_address``), from where its memory goes back to the driver while
+    copies run. So work on other streams has to be waited for before, and CUDA graphs over them are
+    captured afterwards. Where device memory has no room for it, or allocator settings forbid it,
+    they stay where they are. In the rare case that somebody else takes the room just then, or that
+    it is interrupted, the offloader begins with ``is_away``, and says so in the log.
 
     Args:
         model: the module or modules; FSDP2 modules are resharded by each offload.
@@ -67,9 +68,10 @@ class PhaseOffloader:
             ``"keep"``: stays on the device.
         state: of the optimizer: ``"save"`` or ``"keep"``.
         on_use: ``"error"``: use while away raises. ``"reload"``: it brings everything back.
-        fixed_address: bring parameters, buffers and a plain optimizer's state back to the
-            addresses that they had; they move to new ones once, here or when they are first seen.
-            The state of a :class:`HybridDeviceOptimizer` has ``state_region=`` for it.
+        fixed_address: what comes back to the addresses that it had; it moves to new ones once, here
+            or when it is first seen. ``"state"``: a plain optimizer's state, where the device and
+            torch can do it and there is room. ``True``: parameters and buffers, too, or an error.
+            ``False``: nothing. The state of a :class:`HybridDeviceOptimizer` has ``state_region=``.
         transfer: how to obtain host memory (``pin``, ``huge_pages``, ``numa``, ``host_budget``).
 
     Raises:
@@ -415,6 +417,8 @@ def swap(*, out: PhaseOffloader, in_: PhaseOffloader, wait: bool = True) -> tupl
     """Let one set leave while another comes, each in the other's room.
 
     Memory that ``out`` leaves stays with torch's allocator: for ``in_``, and for the next swap.
+    Memory at fixed addresses is exchanged chunk by chunk; what ``in_`` does not take of it goes to
+    the driver.
 
     Args:
         out: goes away.
