@@ -12,7 +12,7 @@ from torch import Tensor
 from .absence import OptimizerAbsence
 from .device import Gateway
 from .health import Health
-from .moving import Trip
+from .moving import Trip, collector_paused
 from .pipeline import rebuild
 from .pipeline import state as state_io
 from .pipeline.engine import Segment
@@ -102,7 +102,8 @@ class Leaving:
         """
         self._settle()
         if not self._absence.is_away:
-            self._at_rest(self._absence.leave)
+            with collector_paused():
+                self._at_rest(self._absence.leave)
         return self._absence.trip(wait=wait)
 
     def reload(self, *, wait: bool = True) -> Trip:
@@ -123,10 +124,11 @@ class Leaving:
             was_read = self._state_was_read
             self._adopt_writes()
             self._state_was_read = was_read
-            try:
-                self._absence.come_back(self._records, self._shown, self._segments)
-            finally:
-                self._show_all()
+            with collector_paused():
+                try:
+                    self._absence.come_back(self._records, self._shown, self._segments)
+                finally:
+                    self._show_all()
         return self._absence.trip(wait=wait)
 
     @torch.no_grad()

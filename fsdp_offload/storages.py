@@ -231,6 +231,9 @@ def segments(device: torch.device) -> list[tuple[int, int]]:
 def cached_blocks(device: torch.device, least_bytes: int) -> list[int]:
     """Sizes, from ``least_bytes`` on, of what the allocator would cut before it takes a larger
     block for the current stream: parts of segments whose other parts are in use."""
+    cached_bytes = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    if cached_bytes < least_bytes:
+        return []  # a snapshot costs some ms
     stream, pool = torch.cuda.current_stream(device).cuda_stream, (0, 0)
     return [
         block["size"]
@@ -239,7 +242,7 @@ def cached_blocks(device: torch.device, least_bytes: int) -> list[int]:
         if segment["segment_type"] == "large"
         if tuple(segment.get("segment_pool_id", pool)) == pool
         for block in segment["blocks"]
-        if block["state"] == "inactive" and block["size"] >= least_bytes
+        if block["state"] == "inactive" and least_bytes <= block["size"] < segment["total_size"]
     ]
 
 

@@ -211,6 +211,33 @@ def test_no_room_for_what_was_replaced_loses_nothing(
     assert job.region.n_bytes <= Job().region.n_bytes + CHUNK
 
 
+@pytest.mark.parametrize("name", ["renew", "untie"])
+@pytest.mark.parametrize("at", [1, 5])
+def test_moving_out_goes_on_where_it_was_interrupted(
+    monkeypatch: pytest.MonkeyPatch, name: str, at: int
+) -> None:
+    job, original, calls = Job(), getattr(region, name), 0
+    del job.optimizer.state[job.model[0].weight]
+    job.step()
+
+    def interrupted(storage: torch.UntypedStorage) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == at:
+            raise KeyboardInterrupt
+        original(storage)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(region, name, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            job.phases.offload()
+    assert not job.phases.is_away
+    job.cycle()  # in which all leaves
+    assert job.region.n_bytes <= Job().region.n_bytes + CHUNK
+    job.step()
+    job.cycle()
+
+
 # ---------------------------------------------------------------------- what does not fit
 
 

@@ -103,18 +103,23 @@ def test_cached_blocks_are_those_that_a_large_request_could_be_cut_from(
     def segment(sizes: dict[str, int], **other: object) -> dict[str, object]:
         blocks = [{"state": state, "size": size} for state, size in sizes.items()]
         usual = {"device": 0, "stream": 7, "segment_pool_id": (0, 0), "segment_type": "large"}
-        return {**usual, **other, "blocks": blocks}
+        return {**usual, **other, "total_size": sum(sizes.values()), "blocks": blocks}
 
     snapshot = [
         segment({"active_allocated": 50, "inactive": 60, "active_pending_free": 70}),
-        segment({"inactive": 39}),
-        segment({"inactive": 40}),
-        segment({"inactive": 61}, stream=8),
-        segment({"inactive": 62}, device=1),
-        segment({"inactive": 63}, segment_pool_id=(0, 1)),
-        segment({"inactive": 64}, segment_type="small"),
+        segment({"inactive": 39, "active_allocated": 1}),
+        segment({"inactive": 40, "active_allocated": 1}),
+        segment({"inactive": 41}),  # nobody's: it can be given back
+        segment({"inactive": 61, "active_allocated": 1}, stream=8),
+        segment({"inactive": 62, "active_allocated": 1}, device=1),
+        segment({"inactive": 63, "active_allocated": 1}, segment_pool_id=(0, 1)),
+        segment({"inactive": 64, "active_allocated": 1}, segment_type="small"),
     ]
     stream = SimpleNamespace(cuda_stream=7)
     monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: snapshot)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 1000)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 1040)
     assert storages.cached_blocks(CUDA, 40) == [60, 40]
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: pytest.fail("it is slow"))
+    assert storages.cached_blocks(CUDA, 41) == []

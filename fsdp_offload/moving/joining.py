@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from typing import Final
 
@@ -13,7 +12,7 @@ from .. import storages
 from ..device import Gateway, free_bytes, release_cached
 from .blocks import StorageBlock
 from .mover import Mover, in_order
-from .rooms import ROOM_BYTES, Room, lay_out
+from .rooms import ROOM_BYTES, Room, lay_out, take_cached
 
 SPARE_BYTES: Final = 256 << 20
 """Of free device memory beside a room: the mover's staging, and whatever others take meanwhile."""
@@ -50,7 +49,7 @@ def join(blocks: Sequence[StorageBlock], mover: Mover, gateway: Gateway) -> None
             return
         beside: list[Tensor] = []
         try:
-            _take_cached(room.n_bytes, beside, gateway)
+            take_cached(room.n_bytes, beside, gateway)
             held = [gateway.allocate(room.n_bytes)]  # a segment of its own
         except torch.OutOfMemoryError:
             return
@@ -60,17 +59,9 @@ def join(blocks: Sequence[StorageBlock], mover: Mover, gateway: Gateway) -> None
             mover.out(members).wait()
             release_cached(gateway.device)  # else the allocator takes the old segments again
             # None is small, see lay_out().
-            _take_cached(min(block.n_bytes for block in members), beside, gateway)
+            take_cached(min(block.n_bytes for block in members), beside, gateway)
         finally:
             _bring_back(members, held, beside, mover, gateway)
-
-
-def _take_cached(least_bytes: int, beside: list[Tensor], gateway: Gateway) -> None:
-    """Have what is cached beside others' memory in use: the allocator would cut that before it
-    takes a segment for a room, or cuts the room. As much as works."""
-    with contextlib.suppress(RuntimeError):
-        cached = storages.cached_blocks(gateway.device, least_bytes)
-        beside.extend(gateway.allocate(n_bytes) for n_bytes in cached)
 
 
 def _bring_back(

@@ -293,6 +293,7 @@ class Mover:
         restored = _Restored(self, make_room, rooms)
         try:
             self._fetch_all(blocks, parts, restored)
+            rooms.give_up()
             trip.n_bytes = restored.n_bytes
             trip._held += [*blocks, *restored.used]
             trip._last = self._in.record_timed()
@@ -319,11 +320,13 @@ class Mover:
         if stayed is not None:
             self._gateway.current_stream().wait(stayed)
         blocks, parts = _missing(blocks)
-        restored = _Restored(self, make_room, Rooms(self._gateway, blocks))
+        rooms = Rooms(self._gateway, blocks)
+        restored = _Restored(self, make_room, rooms)
         try:
             for block in blocks:
                 for index in parts[block.key]:
                     restored.add(block, index)
+            rooms.give_up()
         except BaseException:
             restored.undo()
             raise

@@ -8,9 +8,9 @@ allocated, and dropped when the first of them is resized. The segment is cached 
 allocator cuts the storages out of it: it takes the smallest cached block that fits, and splits it
 where more than 1 MiB remains.
 Nothing is left over, as long as nothing else is allocated meanwhile on the same stream and no
-smaller block is cached that fits, too; such a storage lies there, and as much of a room stays
-cached, for anybody. A room itself may be cut from what is cached beside others, and is not given
-back before they are (``joining.py`` sees to it that it has a segment of its own at first).
+smaller block is cached that fits, too: such a storage would lie there, and as much of a room would
+stay cached, for anybody. So what is cached beside others' memory is in use meanwhile, if there is
+driver's memory for rooms.
 
 The allocator has a pool of its own for requests up to 1 MiB: those have no part in this.
 """
@@ -99,6 +99,14 @@ def _parts(row: Sequence[tuple[int, int]], room_bytes: int) -> list[Room]:
     return [Room(sum(size for _, size in part), tuple(i for i, _ in part)) for part in parts]
 
 
+def take_cached(least_bytes: int, beside: list[Tensor], gateway: Gateway) -> None:
+    """Have what is cached beside others' memory in use: the allocator would cut that before it
+    takes a segment for a room, or cuts the room. As much as works."""
+    with contextlib.suppress(RuntimeError):
+        cached = storages.cached_blocks(gateway.device, least_bytes)
+        beside.extend(gateway.allocate(n_bytes) for n_bytes in cached)
+
+
 class Rooms:
     """Rooms for blocks that are about to be restored, each dropped with its first one.
 
@@ -118,10 +126,14 @@ class Rooms:
         self._gateway, self._held = gateway, held
         self._sizes: dict[str, int] = {}  # by the key of a room's first block
         self._taken: dict[str, Tensor] | None = None  # before the first block is restored
+        self._beside: list[Tensor] = []
+        self._least_bytes = 0
         if storages.cuts_segments(gateway.device):
             found = [block for block in blocks if isinstance(block, StorageBlock)]
-            for room in lay_out([block.n_bytes for block in found], ROOM_BYTES):
-                self._sizes[found[room.members[0]].key] = room.n_bytes
+            sizes = [block.n_bytes for block in found]
+            rooms = lay_out(sizes, ROOM_BYTES)
+            self._sizes = {found[room.members[0]].key: room.n_bytes for room in rooms}
+            self._least_bytes = min((sizes[i] for room in rooms for i in room.members), default=0)
 
     def take_for(self, block: Block) -> None:
         """If ``block`` is the first of a room, let the allocator have that in its cache."""
@@ -129,9 +141,12 @@ class Rooms:
             self._held.clear()
         if self._taken is None:
             self._taken = {}
+            if self._sizes and self._held is None:  # else whoever holds it has seen to that
+                take_cached(self._least_bytes, self._beside, self._gateway)
             for key, n_bytes in self._sizes.items():
                 room = self._allocate(n_bytes)
                 if room is None:
+                    self._beside.clear()  # there are storages without a room
                     break
                 self._taken[key] = room
         n_bytes = self._sizes.pop(block.key, 0)
@@ -140,8 +155,9 @@ class Rooms:
 
     def give_up(self) -> bool:
         """Let others have what is taken and not used yet; whether there was any."""
-        had_some = bool(self._taken)
+        had_some = bool(self._taken or self._beside)
         self._taken = {}
+        self._beside.clear()
         return had_some
 
     def _allocate(self, n_bytes: int) -> Tensor | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import logging
 import os
 import threading
@@ -21,7 +20,7 @@ from ..config import TransferConfig
 from ..device import available_bytes, free_bytes, release_cached
 from ..errors import AwayError, ClosedError, ConfigError, DeviceMemoryError
 from ..groups import find_groups
-from ..moving import Mover, Places, Spares, Trip
+from ..moving import Mover, Places, Spares, Trip, collector_paused
 from ..patching import Patch, remove_all
 from ..wrapping import gateway_of, modules_of
 from .absences import Absences
@@ -164,7 +163,7 @@ class PhaseOffloader:
             self._check()
             self._handle.wait()
             if not self._is_away:
-                with _collector_paused():
+                with collector_paused():
                     self._leave(beside)
             elif beside is not None:
                 beside.come(self._handle)
@@ -192,7 +191,7 @@ class PhaseOffloader:
             self._check()
             self._handle.wait()
             if self._is_away:
-                with _collector_paused():
+                with collector_paused():
                     self._come_back(make_room)
             if wait:
                 self._handle.wait()
@@ -353,7 +352,7 @@ class PhaseOffloader:
         their storages, by identity."""
         self._handle.wait()
         if self._is_away and self._moves.may_begin(available_bytes(self._device)):
-            with _collector_paused(), contextlib.suppress(DeviceMemoryError):  # it is in pieces
+            with collector_paused(), contextlib.suppress(DeviceMemoryError):  # it is in pieces
                 return self._moves.begin_back()
         return set()
 
@@ -500,19 +499,6 @@ class _Coming:
         for pages in self._pages:
             pages.spares = None
         self._spares.close()
-
-
-@contextlib.contextmanager
-def _collector_paused() -> Iterator[None]:
-    """Python's collector has no turn inside: objects are made for each module and storage, and a
-    full collection (0.1 s and more) would come between copies. It comes while they run."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 class _Last:

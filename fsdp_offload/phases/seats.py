@@ -145,7 +145,9 @@ class FixedSeats(Seats):
         """See :class:`Seats`."""
         fresh = movable(found)
         if not gone:
-            fresh = [*self._release(used), *fresh]
+            released = self._release(used)
+            known = {block.storage._cdata for block in released}
+            fresh = [*released, *(b for b in fresh if b.storage._cdata not in known)]
         elif not self._storages:
             return super().take(found, gone)
         if self._may_grow:
@@ -170,9 +172,9 @@ class FixedSeats(Seats):
     def _release(self, used: Collection[int]) -> list[StorageBlock]:
         """Where there is something unused, all move out, as far as there is memory; those that
         did, and are used."""
-        before = list(self._seated())
-        if self._region.is_paused or not (self._is_outdated(used) or self._region.is_half_vacated):
+        if self._region.is_paused or not (self._region.is_half_vacated or self._is_outdated(used)):
             return []
+        before = self._storages
         self._host.clear()
         self._seats = {}  # it keeps what moves out
         with contextlib.suppress(torch.OutOfMemoryError):

@@ -130,6 +130,31 @@ def test_what_comes_back_lies_in_few_segments() -> None:
         assert len(model.segments) == 3
 
 
+@pytest.mark.parametrize("is_renewed", [False, True])
+def test_rooms_are_filled_although_smaller_blocks_are_cached(is_renewed: bool) -> None:
+    """Beside others' memory, where what comes would be given back with that alone."""
+    model = CachingModel()
+    with storages_over(model):
+        mover, blocks, named = moved(model)
+        model.empty_cache()
+        for address in [model.malloc(24 * MIB) for _ in range(8)]:
+            model.release(address)
+        for address in [model.malloc(12 * MIB) for _ in range(16)][::2]:
+            model.release(address)
+        beside = dict(model.segments)
+        assert list(model.free.values()) == [12 * MIB] * 8
+        for _ in range(2):
+            (mover.renew if is_renewed else mover.back)(blocks)
+            mover.wait()
+            assert sorted(model.free.values())[-8:] == [12 * MIB] * 8  # as they were
+            mover.out(blocks).wait()
+            model.empty_cache()
+            assert model.segments == beside
+        model.capacity = sum(beside.values()) + 12 * MIB
+        mover.back(blocks).wait()  # where there is no other room, there
+        assert is_renewed or assert_same(named) is None
+
+
 def test_staging_is_not_cut_from_a_room() -> None:
     model = CachingModel()
     with storages_over(model):
