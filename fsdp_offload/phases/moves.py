@@ -83,6 +83,13 @@ class Moves:
         self._mover.reserve([block for found in blocks.values() for block in found])
         self._optimizer.reserve()
 
+    def find_places(self) -> None:
+        """Make the views of host memory that readers are given, which the first departure would do
+        before its first copy."""
+        for holder, storages in self._contents.held():
+            for each in storages:
+                holder.place(each)
+
     def join(self) -> BaseException | None:
         """Let storages lie together, so that the first departure is like later ones, and give back
         what they lay in, which that would have to do: 47 ms for 12 GiB on an H200.

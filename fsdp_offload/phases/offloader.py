@@ -126,6 +126,7 @@ class PhaseOffloader:
             self._reshard()
             self._contents.collect()
             self._moves.reserve()
+            self._moves.find_places()
             self._join()
         except BaseException:
             self._contents.close()
