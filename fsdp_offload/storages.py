@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -46,13 +47,35 @@ def tie(storage: torch.UntypedStorage, memory: object) -> None:
 
 
 def untie(storage: torch.UntypedStorage) -> None:
-    """Undo :func:`tie`. Idempotent."""
+    """Undo :func:`tie` and :func:`own`. Idempotent."""
     vars(storage).pop("_fsdp_offload_memory", None)
+    vars(storage).pop("_fsdp_offload_owner", None)
 
 
 def is_tied(storage: torch.UntypedStorage) -> bool:
     """Whether it lies in memory of somebody here, who moves it."""
     return hasattr(storage, "_fsdp_offload_memory")
+
+
+def own(storage: torch.UntypedStorage, owner: object) -> None:
+    """Say who has moved a storage to where it is tied, and lets it leave; not kept alive."""
+    storage._fsdp_offload_owner = weakref.ref(owner)  # type: ignore[attr-defined]
+
+
+def is_owned(storage: torch.UntypedStorage) -> bool:
+    """Whether somebody has moved it, who may be gone."""
+    return hasattr(storage, "_fsdp_offload_owner")
+
+
+def owner_of(storage: torch.UntypedStorage) -> object | None:
+    """Who has moved it, if it was moved and they are not gone."""
+    find = getattr(storage, "_fsdp_offload_owner", None)
+    return None if find is None else find()
+
+
+def memory_of(storage: torch.UntypedStorage) -> Any:
+    """What it is tied to."""
+    return storage._fsdp_offload_memory  # type: ignore[attr-defined]
 
 
 def renew(storage: torch.UntypedStorage) -> None:

@@ -174,7 +174,8 @@ def test_memory_that_a_chunk_leaves_is_another_ones(library: Library) -> None:
     second.unmap(0)
     library.left = UNIT  # not enough for a chunk
     before = dict(library.memory)
-    spares = Spares([first])
+    spares = Spares()
+    spares.await_from([first])
     second.spares = spares
     with pytest.raises(torch.OutOfMemoryError, match="left yet"):
         second.map(0)
@@ -201,7 +202,8 @@ def test_memory_that_cannot_be_put_is_the_drivers(library: Library, call: str) -
     driver = Driver(CUDA)
     first, second = (DevicePages(driver, UNIT, UNIT) for _ in range(2))
     second.unmap(0)
-    second.spares = Spares([first])
+    second.spares = Spares()
+    second.spares.await_from([first])
     first.unmap(0)
     left = library.left
     library.fail[call] = 999
@@ -217,7 +219,8 @@ def test_memory_that_cannot_be_put_is_the_drivers(library: Library, call: str) -
 @pytest.mark.parametrize("call", ["cuMemRetainAllocationHandle", "cuMemUnmap"])
 def test_memory_that_cannot_be_taken_stays(library: Library, call: str) -> None:
     pages = DevicePages(Driver(CUDA), UNIT, UNIT)
-    spares = Spares([pages])
+    spares = Spares()
+    spares.await_from([pages])
     library.fail[call] = 1
     with pytest.raises(DeviceError, match="answered 1"):
         pages.unmap(0)

@@ -4,6 +4,8 @@ fit, and what is exchanged in a swap. Without FSDP2."""
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -236,6 +238,82 @@ def test_moving_out_goes_on_where_it_was_interrupted(
     assert job.region.n_bytes <= Job().region.n_bytes + CHUNK
     job.step()
     job.cycle()
+
+
+# ---------------------------------------------------------------------- several offloaders
+
+
+@pytest.mark.parametrize("second", ["state", True, False])
+@FIXED
+def test_another_offloader_takes_over(fixed_address: Any, second: Any) -> None:
+    """While the first one is still there, and back again."""
+    job = Job(fixed_address=fixed_address)
+    job.cycle()
+    lies_in = [weakref.ref(each) for each in job.phases._contents.pages()]
+    first, job.phases = job.phases, PhaseOffloader(job.model, job.optimizer, fixed_address=second)
+    gc.collect()
+    assert not first._contents.pages()
+    assert not any(each() for each in lies_in)  # nor is their memory kept
+    held = job.phases.statistics().host_bytes
+    for _ in range(2):
+        job.cycle()
+        job.step()
+        first, job.phases = job.phases, first
+        job.cycle()
+        job.step()
+        first, job.phases = job.phases, first
+    assert job.phases.statistics().host_bytes == held
+    job.cycle()
+    first.close()
+    job.cycle()
+    job.phases.close()
+    assert not any(is_tied(tensor.untyped_storage()) for tensor in job.moments())
+
+
+@pytest.mark.parametrize("second", ["state", True, False])
+@FIXED
+def test_an_offloader_that_was_dropped_without_close(fixed_address: Any, second: Any) -> None:
+    job = Job(fixed_address=fixed_address)
+    job.cycle()
+    del job.phases
+    gc.collect()
+    assert is_tied(job.moments()[0].untyped_storage())  # it lies there on its own
+    job.step()
+    job.phases = PhaseOffloader(job.model, job.optimizer, fixed_address=second)
+    job.cycle()
+    job.step()
+    job.cycle()
+
+
+def test_what_another_offloader_has_away_is_left_to_it() -> None:
+    job = Job()
+    before = job.values()
+    job.phases.offload()
+    other = PhaseOffloader(job.model, job.optimizer)
+    with other.away():
+        assert_same(job.values(), before)
+    assert_same(job.values(), before)
+    job.phases.reload()
+    assert_same(job.values(), before)
+    other.offload()
+    assert not any(map(has_memory, [*job.model.parameters(), *job.moments()]))
+    assert_same(job.values(), before)
+    other.reload()
+    assert_same(job.values(), before)
+    job.cycle()
+
+
+def test_a_region_of_the_users_is_left_alone() -> None:
+    kept = FixedAddressRegion("kept", "cpu")
+    model = nn.Linear(40, 40)
+    model.register_buffer("cache", kept.empty((3, 5)).fill_(7.0))
+    phases = PhaseOffloader(model, fixed_address=True)
+    address = model.cache.data_ptr()
+    with phases.away():
+        assert has_memory(model.cache)
+        assert not has_memory(model.weight)
+    assert model.cache.data_ptr() == address
+    assert bool((model.cache == 7).all())
 
 
 # ---------------------------------------------------------------------- what does not fit

@@ -95,6 +95,7 @@ def collect(
     device: torch.device,
     *,
     known: set[int] | None = None,
+    owned: list[tuple[str, torch.UntypedStorage]] | None = None,
     earlier: Mapping[int, StorageBlock] = MappingProxyType({}),
 ) -> list[StorageBlock]:
     """The storages of tensors, or of DTensors' shards, that lie on ``device``: each once.
@@ -103,6 +104,7 @@ def collect(
         named: a key per tensor, the same at each call; the first tensor of a storage names it.
         device: others are left alone, and so is what lies in a region.
         known: storages that were found before, by ``_cdata``; extended, also by those in a region.
+        owned: extended by those that somebody has moved into a region, with their keys.
         earlier: blocks of earlier calls, by their storages' ``_cdata``: used again where they fit.
     """
     known = set() if known is None else known
@@ -116,6 +118,8 @@ def collect(
             continue
         known.add(identity)
         if storages.is_tied(storage):
+            if owned is not None and storages.is_owned(storage):
+                owned.append((key, storage))
             continue
         block = earlier.get(identity)
         if block is None or block.key != key or block.n_bytes != n_bytes:

@@ -37,15 +37,17 @@ class Spares:
 
     Memory that is fresh from the driver makes the copies beside it slower, because it is cleared.
 
-    Args:
-        leaving: pages whose chunks go; what is mapped now is waited for.
+    All pages are of one device.
     """
 
-    def __init__(self, leaving: Iterable[Pages]) -> None:
+    def __init__(self) -> None:
         self._coming: Counter[int] = Counter()  # chunks by size
         self._found: dict[int, list[int]] = {}  # handles by size
         self._drop: Callable[[int], None] | None = None
         self._lock, self._is_closed = threading.Lock(), False
+
+    def await_from(self, leaving: Iterable[Pages]) -> None:
+        """Have the memory of chunks that go; what is mapped now is waited for."""
         for pages in leaving:
             pages.spares = self
             self._coming.update(
@@ -189,8 +191,8 @@ class DevicePages:
         """See :class:`Pages`."""
         assert index not in self._mapped, index
         start, stop = self.chunks[index]
-        place = self.address + start, stop - start
-        handle = None if self.spares is None else self.spares.take(stop - start)
+        place, spares = (self.address + start, stop - start), self.spares
+        handle = None if spares is None else spares.take(stop - start)
         if handle is None:
             self._driver.map(*place)
         else:
@@ -199,14 +201,14 @@ class DevicePages:
 
     def unmap(self, index: int) -> None:
         """See :class:`Pages`."""
-        place = self._mapped[index]
-        if self.spares is None:
+        place, spares = self._mapped[index], self.spares  # another thread may end a swap
+        if spares is None:
             self._driver.unmap(*place)
             del self._mapped[index]
         else:
             handle = self._driver.take(*place)
             del self._mapped[index]
-            self.spares.put(place[1], handle, self._driver.release)
+            spares.put(place[1], handle, self._driver.release)
 
     def tensor(self, start: int, n_bytes: int) -> Tensor:
         """See :class:`Pages`."""
@@ -276,8 +278,9 @@ class HostPages:
         """See :class:`Pages`."""
         assert index not in self._mapped, index
         start, stop = self.chunks[index]
-        if self.spares is not None:
-            self.spares.take(stop - start)
+        spares = self.spares
+        if spares is not None:
+            spares.take(stop - start)
         self._mapped.add(index)
 
     def unmap(self, index: int) -> None:
@@ -285,8 +288,9 @@ class HostPages:
         start, stop = self.chunks[index]
         self._mapping.madvise(mmap.MADV_DONTNEED, start, stop - start)
         self._mapped.remove(index)
-        if self.spares is not None:  # the kernel's already: a count of chunks
-            self.spares.put(stop - start, 0, _nothing)
+        spares = self.spares
+        if spares is not None:  # the kernel's already: a count of chunks
+            spares.put(stop - start, 0, _nothing)
 
     def tensor(self, start: int, n_bytes: int) -> Tensor:
         """See :class:`Pages`."""

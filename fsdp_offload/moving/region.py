@@ -16,7 +16,7 @@ from ..config import TransferConfig
 from ..device import gateway_for
 from ..errors import AwayError, ClosedError, ConfigError, DeviceMemoryError
 from ..plan.layout import align
-from ..storages import AddressPool, renew, tie, untie
+from ..storages import AddressPool, own, renew, tie, untie
 from . import pages
 from .mover import Mover, Trip
 from .pages import PageBlock, Pages
@@ -136,6 +136,8 @@ class FixedAddressRegion:
         self._pool: AddressPool | None = None
         self.is_half_vacated = False
         """Whether :meth:`vacate` was interrupted."""
+        self.before_hand_over: Callable[[], None] = _nothing
+        """Called by :meth:`hand_over`: who moves the blocks forgets them."""
 
     @functools.cached_property
     def _mover(self) -> Mover:
@@ -223,6 +225,7 @@ class FixedAddressRegion:
         self._settled.append((storage, pages))
         # Without a swap nothing else ties the range's life to the storage's.
         tie(storage, pages)
+        own(storage, self)
 
     def vacate(self) -> None:
         """Storages that were moved here get ordinary memory, and the ranges that held nothing else
@@ -254,6 +257,11 @@ class FixedAddressRegion:
         if not self._extents:
             self._n_extents = 0  # the same keys again, which have places
         self.is_half_vacated = False
+
+    def hand_over(self) -> None:
+        """:meth:`vacate`, because somebody else is going to move what was moved here."""
+        self.before_hand_over()
+        self.vacate()
 
     def _drop(self, is_empty: Callable[[PageBlock], bool]) -> None:
         self._extents = [e for e in self._extents if e.has_tensors or not is_empty(e.block)]
@@ -439,6 +447,10 @@ class FixedAddressRegion:
                 reason="it is paused, and a new tensor would have no memory",
                 remedy="call resume() first",
             )
+
+
+def _nothing() -> None:
+    """Nobody moves the blocks."""
 
 
 def _device(given: torch.device | str | int | None) -> torch.device:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Final
 
@@ -52,6 +53,8 @@ class Contents:
         self._earlier: dict[str, list[StorageBlock]] = {}  # of the last departure
         self.blocks: dict[str, list[Block]] = {kind: [] for kind in KINDS}
         """What moves, by kind, but for what is rebuilt."""
+        for kind in KINDS:
+            seats[kind].on_loss = functools.partial(self._forget, kind)
 
     def parameters(self) -> dict[str, Tensor]:
         """All of today, by name."""
@@ -86,7 +89,10 @@ class Contents:
 
     def forget_state(self) -> None:
         """It is here, and about to be replaced: what it was would be kept until the next time."""
-        self._storages["state"], self.blocks["state"] = [], []
+        self._forget("state")
+
+    def _forget(self, kind: str) -> None:
+        self._storages[kind], self.blocks[kind] = [], []
 
     def release_state(self) -> None:
         """It is here, and was replaced, perhaps: give up what it was."""
@@ -104,7 +110,7 @@ class Contents:
 
     def forget_gradients(self) -> None:
         """They are back, and others may drop them."""
-        self._storages["grads"], self.blocks["grads"] = [], []
+        self._forget("grads")
 
     def take_ahead(self) -> list[StorageBlock]:
         """Storages of some of the state, whose blocks may leave before :meth:`collect`: to look up
@@ -140,14 +146,13 @@ class Contents:
         ]
         collect([("", tensor) for tensor in kept], self._device, known=known)
         for kind, pairs in named.items():
-            found: list[StorageBlock] = []
-            elsewhere = frozenset(known)
+            found, owned = list[StorageBlock](), list[tuple[str, torch.UntypedStorage]]()
             if self._moves(kind):
-                found = collect(pairs, self._device, known=known, earlier=earlier)
+                found = collect(pairs, self._device, known=known, owned=owned, earlier=earlier)
             if kind == "params":
                 found = self._rebuilding.take(found, pairs)
             self._storages[kind], self.blocks[kind] = self._seats[kind].take(
-                found, gone if kind == "state" else (), known - elsewhere
+                found, gone if kind == "state" else (), owned
             )
         self._earlier.clear()  # it keeps memory
         return parameters

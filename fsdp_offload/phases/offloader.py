@@ -20,7 +20,7 @@ from ..config import TransferConfig
 from ..device import available_bytes, free_bytes, release_cached
 from ..errors import AwayError, ClosedError, ConfigError, DeviceMemoryError
 from ..groups import find_groups
-from ..moving import Mover, Places, Spares, Trip, collector_paused
+from ..moving import Mover, Pages, Places, Spares, Trip, collector_paused
 from ..patching import Patch, remove_all
 from ..wrapping import gateway_of, modules_of
 from .absences import Absences
@@ -441,7 +441,8 @@ def swap(*, out: PhaseOffloader, in_: PhaseOffloader, wait: bool = True) -> tupl
         for each in sorted((out, in_), key=id):
             locks.enter_context(each._lock)
         coming = _Coming(in_, out)
-        locks.callback(coming.end)
+        locks.callback(coming.end)  # first: it may be interrupted
+        coming.begin_exchange()
         try:
             leaving = out._offload(False, coming)
         except BaseException:
@@ -464,10 +465,17 @@ class _Coming:
     """
 
     def __init__(self, offloader: PhaseOffloader, out: PhaseOffloader) -> None:
-        self._offloader = offloader
-        self._pages = out._contents.pages()
-        self._spares = Spares(self._pages)
+        self._offloader, self._out = offloader, out
+        self._pages: list[Pages] = []  # that take part in the exchange
+        self._spares = Spares()
         self.handle: Handle | None = None
+
+    def begin_exchange(self) -> None:
+        """From now on memory that leaves fixed addresses is kept for what comes, until
+        :meth:`end`."""
+        if self._offloader._device == self._out._device:
+            self._pages = self._out._contents.pages()
+            self._spares.await_from(self._pages)
 
     def begin(self) -> set[int]:
         """The first copies out are under way. To look all the others up takes as long as some
@@ -485,10 +493,11 @@ class _Coming:
             # None is left to leave, so what has not found memory there gets the driver's.
             return leaving._release_next() or self._spares.close()
 
-        found = self._offloader._contents.pages()
-        for pages in found:
-            pages.spares = self._spares
-        self._pages += found
+        if self._pages:
+            found = self._offloader._contents.pages()
+            self._pages += found
+            for pages in found:
+                pages.spares = self._spares
         self.handle = self._offloader._reload(False, make_room)
 
     def give_up(self) -> None:

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Final
+from typing import Final, TypeAlias
 
 import torch
 from torch import Tensor
@@ -31,11 +31,14 @@ from ..moving import (
     seats_of,
     settle_storages,
 )
-from ..storages import is_tied
+from ..storages import is_owned, is_tied, memory_of, owner_of, renew, untie
 from .policies import Policies
 
 KINDS: Final = ("params", "grads", "state")
 """Of what leaves."""
+
+Owned: TypeAlias = tuple[str, torch.UntypedStorage]
+"""A storage, with its key, that somebody has moved into a region."""
 
 
 class Seats:
@@ -47,21 +50,23 @@ class Seats:
 
     def __init__(self, places: Places) -> None:
         self._places = places
+        self.on_loss: Callable[[], None] = _nothing
+        """Called when somebody else is going to move what this has moved: it lies elsewhere."""
 
     def take(
         self,
         found: Sequence[StorageBlock],
         gone: Sequence[StorageBlock] = (),
-        used: Collection[int] = (),
+        owned: Sequence[Owned] = (),
     ) -> tuple[list[StorageBlock], list[Block]]:
         """Those of today's storages that can leave, and the blocks that move for them.
 
         Args:
-            found: today's, but for what is in ``gone`` and for what this has moved elsewhere.
+            found: today's, but for ``gone`` and ``owned``.
             gone: what :meth:`still` gave of today's.
-            used: all of today's but for ``gone``, by identity.
+            owned: today's that somebody has moved into a region, this perhaps, with their keys.
         """
-        storages = [*gone, *movable(found)]
+        storages = [*gone, *movable(found), *taken_over(owned)]
         return storages, list(storages)
 
     def still(
@@ -80,7 +85,9 @@ class Seats:
             if tensor.layout is not torch.strided:  # as collect() has it
                 continue
             block = known.get(shards.storage_of(tensor)._cdata)
-            if block is not None and block.key == key and _can_leave(block, self._places):
+            if block is None or block.key != key or is_tied(block.storage):
+                continue  # the last: another offloader has moved it
+            if _can_leave(block, self._places):
                 found.append(block)
                 n_bytes -= block.n_bytes
                 if n_bytes <= 0:
@@ -129,6 +136,13 @@ class FixedSeats(Seats):
         self._storages: list[StorageBlock] = []  # which may have seats
         self._seats: dict[StorageBlock, Seat] = {}  # of all of them, if none has been interrupted
         self._host: dict[StorageBlock, Tensor] = {}  # places of storages
+        region.before_hand_over = self._forget
+
+    def _forget(self) -> None:
+        """Somebody else is going to move all of it."""
+        self._storages, self._seats = [], {}
+        self._host.clear()
+        self.on_loss()
 
     def _seated(self) -> dict[StorageBlock, Seat]:
         if len(self._seats) < len(self._storages):
@@ -140,16 +154,18 @@ class FixedSeats(Seats):
         self,
         found: Sequence[StorageBlock],
         gone: Sequence[StorageBlock] = (),
-        used: Collection[int] = (),
+        owned: Sequence[Owned] = (),
     ) -> tuple[list[StorageBlock], list[Block]]:
         """See :class:`Seats`."""
-        fresh = movable(found)
+        strange = [each for each in owned if owner_of(each[1]) is not self._region]
+        fresh = [*movable(found), *taken_over(strange)]
         if not gone:
+            used = {block.storage._cdata for block in fresh} | {each._cdata for _, each in owned}
             released = self._release(used)
             known = {block.storage._cdata for block in released}
             fresh = [*released, *(b for b in fresh if b.storage._cdata not in known)]
         elif not self._storages:
-            return super().take(found, gone)
+            return super().take(fresh, gone)
         if self._may_grow:
             self._settle(fresh)
         seats = self._seated()
@@ -265,6 +281,30 @@ def make_seats(
             else:
                 made[kind] = FixedSeats(places, region, is_needed=is_needed)
     return made
+
+
+def taken_over(owned: Sequence[Owned]) -> list[StorageBlock]:
+    """Storages that somebody else has moved into a region get ordinary memory, all of those there:
+    that offloader finds them elsewhere, or is gone. What it has away is left to it."""
+    found = [each for each in owned if _is_mapped(each[1])]
+    for _, storage in found:
+        owner = owner_of(storage)
+        if isinstance(owner, FixedAddressRegion):
+            if not owner.is_paused:
+                owner.hand_over()
+        elif is_owned(storage):
+            renew(storage)
+            untie(storage)
+    return [StorageBlock(key, storage) for key, storage in found if not is_owned(storage)]
+
+
+def _nothing() -> None:
+    """Nobody is told."""
+
+
+def _is_mapped(storage: torch.UntypedStorage) -> bool:
+    pages: Pages = memory_of(storage)
+    return all(map(pages.is_mapped, range(len(pages.chunks))))
 
 
 def movable(blocks: Sequence[StorageBlock]) -> list[StorageBlock]:
