@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import gc
 import itertools
 from collections.abc import Callable, Iterable, Iterator
@@ -24,6 +25,7 @@ from torch.optim import Optimizer
 from fsdp_offload import (
     AwayError,
     DeviceMemoryError,
+    FixedAddressRegion,
     HybridDeviceOptimizer,
     PhaseOffloader,
     TransferConfig,
@@ -456,6 +458,20 @@ def held_up() -> None:
         torch.cuda._sleep(200_000_000)
 
 
+def chunks_of_a_quarter(job: Callable[..., None]) -> Callable[..., None]:
+    """Have four chunks to a matrix of ``width`` by ``width`` fp32 elements."""
+
+    @functools.wraps(job)
+    def run(width: int, **options: Any) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            defaults = FixedAddressRegion.__init__.__kwdefaults__
+            patch.setitem(defaults, "chunk_bytes", width * width)
+            job(width, **options)
+
+    return run
+
+
+@chunks_of_a_quarter
 def swapped(width: int, *, fixed_address: bool | str) -> None:
     """Two jobs take turns; each keeps its bits, and neither takes more memory for it."""
     jobs = [trained("plain", width, fixed_address=fixed_address) for _ in range(2)]
@@ -487,6 +503,7 @@ def free_after_all() -> int:
     return free_bytes()
 
 
+@chunks_of_a_quarter
 def loads(width: int, *, fixed_address: bool | str) -> None:
     """State that a load while it is here has replaced leaves nothing behind."""
     net, optimizer, phases = trained("plain", width, fixed_address=fixed_address)

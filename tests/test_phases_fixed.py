@@ -3,6 +3,7 @@ fit, and what is exchanged in a swap. Without FSDP2."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import weakref
@@ -20,11 +21,15 @@ from fsdp_offload.moving import (
     PageBlock,
     Spares,
     StorageBlock,
+    collector_paused,
+    mover,
     pages,
     region,
     settling,
 )
 from fsdp_offload.moving.pages import HostPages
+from fsdp_offload.phases import offloader
+from fsdp_offload.phases.handle import Handle
 from fsdp_offload.storages import can_swap, is_tied
 
 pytestmark = pytest.mark.skipif(not can_swap(), reason="this torch cannot swap CPU storages")
@@ -117,7 +122,7 @@ def test_what_stays_at_its_address(options: dict[str, Any], fixed: tuple[bool, b
     assert not any(is_tied(tensor.untyped_storage()) for tensor in tensors)
 
 
-@pytest.mark.parametrize("wrong", ["params", "all", None, 2])
+@pytest.mark.parametrize("wrong", ["params", "all", None, 2, 1, 0])
 def test_wrong_choices(wrong: Any) -> None:
     with pytest.raises(ConfigError, match='use "state" or True or False'):
         Job(fixed_address=wrong)
@@ -415,7 +420,7 @@ def limited(monkeypatch: pytest.MonkeyPatch, count: Callable[[], int], most: int
     return fresh
 
 
-@pytest.mark.parametrize("fixed_address", ["state", True, False])
+@FIXED
 @pytest.mark.parametrize("spare_chunks", [0, 1000])
 def test_a_swap_exchanges_memory(
     monkeypatch: pytest.MonkeyPatch, fixed_address: Any, spare_chunks: int
@@ -431,7 +436,7 @@ def test_a_swap_exchanges_memory(
     def count() -> int:
         return sum(each.is_mapped(index) for each in found for index in range(len(each.chunks)))
 
-    state = len(out.region.blocks()[0].pieces) if fixed_address else 0
+    state = len(out.region.blocks()[0].pieces)
     fresh = limited(monkeypatch, count, count() + spare_chunks)
     if fixed_address is True and not spare_chunks:
         # What begins early finds no room, and comes with the rest.
@@ -495,11 +500,235 @@ def test_a_swap_that_cannot_fit_gives_memory_back(monkeypatch: pytest.MonkeyPatc
         assert_same(job.values(), values)
 
 
-def test_what_leaves_ahead_is_a_whole_number_of_chunks() -> None:
-    """Parameters are storages, the state is chunks."""
+def test_parameters_are_storages_and_state_is_chunks() -> None:
     job = Job()
     kinds = {kind: {type(b) for b in found} for kind, found in job.phases._contents.blocks.items()}
     assert kinds == {"params": {StorageBlock}, "grads": set(), "state": {PageBlock}}
     figures = job.phases.offload().transfers()
     assert figures["state"].n_bytes == job.region.n_bytes
     job.phases.reload()
+
+
+class FullDevice:
+    """No memory but what the jobs have: ``log`` says who has given some up or got some."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.free_bytes, self.log = 0, list[str]()
+        release, restore = StorageBlock.release, StorageBlock.restore
+        unmap, fetch = HostPages.unmap, HostPages.map
+        put, take = Spares.put, Spares.take
+
+        def released(block: StorageBlock, index: int) -> None:
+            release(block, index)
+            self._gave(block.n_bytes)
+
+        def restored(block: StorageBlock, index: int) -> None:
+            self._asked(block.n_bytes)
+            restore(block, index)
+            self.log.append("in")
+
+        def unmapped(each: HostPages, index: int) -> None:
+            unmap(each, index)
+            start, stop = each.chunks[index]
+            self._gave(0 if each.spares is not None else stop - start)
+
+        def mapped(each: HostPages, index: int) -> None:
+            if each.spares is None:
+                start, stop = each.chunks[index]
+                self._asked(stop - start)
+            fetch(each, index)
+            self.log.append("in")
+
+        def kept(spares: Spares, n_bytes: int, handle: int, drop: Any) -> None:
+            put(spares, n_bytes, handle, lambda _: self._gave(n_bytes))
+
+        def taken(spares: Spares, n_bytes: int) -> int | None:
+            handle = take(spares, n_bytes)
+            if handle is None:
+                self._asked(n_bytes)
+            return handle
+
+        patch.setattr(StorageBlock, "release", released)
+        patch.setattr(StorageBlock, "restore", restored)
+        patch.setattr(HostPages, "unmap", unmapped)
+        patch.setattr(HostPages, "map", mapped)
+        patch.setattr(Spares, "put", kept)
+        patch.setattr(Spares, "take", taken)
+        patch.setattr(offloader, "available_bytes", lambda device: self.free_bytes)
+        # Copies are done at once here: they look unfinished until they are waited for.
+        patch.setattr(mover.Mover, "_advance", lambda self: None)
+        patch.setattr(mover, "PACK_BELOW_BYTES", 0)
+
+    def _gave(self, n_bytes: int) -> None:
+        self.free_bytes += n_bytes
+        self.log.append("out")
+
+    def _asked(self, n_bytes: int) -> None:
+        if n_bytes > self.free_bytes:
+            raise torch.OutOfMemoryError("the device is full")
+        self.free_bytes -= n_bytes
+
+
+@pytest.mark.parametrize("fixed_address", ["state", True, False])
+def test_on_a_full_device_one_comes_while_the_other_leaves(
+    monkeypatch: pytest.MonkeyPatch, fixed_address: Any
+) -> None:
+    out, in_ = (Job(seed, fixed_address=fixed_address) for seed in range(2))
+    before = [job.values() for job in (out, in_)]
+    in_.phases.offload()
+    with monkeypatch.context() as patch:
+        device = FullDevice(patch)
+        swap(out=out.phases, in_=in_.phases)
+    assert "out" in device.log[:4]
+    assert "in" in device.log[:4]  # not after all that leaves
+    assert all(map(has_memory, [*in_.model.parameters(), *in_.moments()]))
+    assert not any(map(has_memory, [*out.model.parameters(), *out.moments()]))
+    out.phases.reload()
+    assert_same([job.values() for job in (out, in_)], before)
+
+
+@pytest.mark.parametrize("after", ["callback", "await_from", "come"])
+def test_an_interrupted_swap_keeps_no_memory(monkeypatch: pytest.MonkeyPatch, after: str) -> None:
+    out, in_ = (Job(seed) for seed in range(2))
+    before = [job.values() for job in (out, in_)]
+    in_.phases.offload()
+    owner: Any = {"callback": contextlib.ExitStack, "await_from": Spares}.get(
+        after, offloader._Coming
+    )
+    original, struck = getattr(owner, after), []
+
+    def strike(*args: Any, **options: Any) -> None:
+        original(*args, **options)
+        if not struck:
+            struck.append(True)
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, after, strike)
+        with pytest.raises(KeyboardInterrupt):
+            swap(out=out.phases, in_=in_.phases)
+    for job in (out, in_):
+        assert all(each.spares is None for each in job.phases._contents.pages())
+    for job, values in zip((out, in_), before, strict=True):
+        job.phases.reload()
+        assert_same(job.values(), values)
+        job.cycle()
+
+
+# ---------------------------------------------------------------------- ends
+
+
+def test_a_closed_offloader_keeps_no_storages() -> None:
+    job = Job()
+    job.cycle()
+    storages = [weakref.ref(job.phases._contents.blocks["state"][0])]
+    job.phases.close()
+    gc.collect()
+    assert not any(each() for each in storages)
+    seats: Any = job.phases._contents._seats["state"]
+    assert not seats._storages
+    assert not seats._seats
+
+
+def test_a_close_without_room_leaves_all_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    job, renew, calls = Job(), region.renew, 0
+
+    def short(storage: torch.UntypedStorage) -> None:
+        nonlocal calls
+        calls += 1
+        if calls >= 3:
+            raise torch.OutOfMemoryError("taken")
+        renew(storage)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(region, "renew", short)
+        with pytest.raises(DeviceMemoryError):
+            job.phases.close()
+        for _ in range(3):
+            job.cycle()
+            held = job.phases.statistics().host_bytes
+        job.cycle()
+        assert job.phases.statistics().host_bytes == held
+    job.step()
+    job.cycle()
+    job.phases.close()
+    assert not any(is_tied(tensor.untyped_storage()) for tensor in job.moments())
+
+
+def test_loads_without_room_to_move_out_take_room_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job()
+
+    def short(storage: torch.UntypedStorage) -> None:
+        raise torch.OutOfMemoryError("taken")
+
+    n_bytes = job.region.n_bytes
+    with monkeypatch.context() as patch:
+        patch.setattr(region, "renew", short)
+        for _ in range(3):
+            job.optimizer.load_state_dict(copy.deepcopy(job.optimizer.state_dict()))
+            job.cycle()
+            assert job.region.n_bytes == n_bytes
+    job.step()
+    job.cycle()
+    assert job.region.n_bytes <= n_bytes + CHUNK
+
+
+def test_a_load_by_torchs_own_method_waits_for_a_reload(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job()
+    job.phases.offload()
+    order: list[str] = []
+    handle = job.phases.reload(wait=False)
+    wait, vacate = Handle.wait, FixedAddressRegion.vacate
+    monkeypatch.setattr(Handle, "wait", lambda self: (order.append("wait"), wait(self))[1])
+    monkeypatch.setattr(
+        FixedAddressRegion, "vacate", lambda self: (order.append("vacate"), vacate(self))[1]
+    )
+    loaded = copy.deepcopy(torch.optim.Optimizer.state_dict(job.optimizer))
+    torch.optim.Optimizer.load_state_dict(job.optimizer, loaded)
+    assert order[0] == "wait"
+    assert "vacate" in order
+    handle.wait()
+
+
+def test_an_interrupt_between_two_ranges_leaks_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settling, "ROOM_BYTES", 8000)
+    job = Job()
+    n_bytes, drop, calls = job.region.n_bytes, FixedAddressRegion._drop, 0
+
+    def strike(self: FixedAddressRegion, is_empty: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise KeyboardInterrupt
+        drop(self, is_empty)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FixedAddressRegion, "_drop", strike)
+        with pytest.raises(KeyboardInterrupt):
+            job.optimizer.load_state_dict(copy.deepcopy(job.optimizer.state_dict()))
+    job.step()
+    job.cycle()
+    assert job.region.n_bytes == n_bytes
+
+
+def test_nothing_new_waits_for_no_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job()
+    job.cycle()
+    monkeypatch.setattr(FixedAddressRegion, "synchronize", lambda self: pytest.fail("it waits"))
+    job.phases.offload(wait=False).wait()
+    job.phases.reload()
+
+
+@pytest.mark.parametrize("is_enabled", [True, False])
+def test_the_collector_is_as_before_when_two_threads_have_paused_it(is_enabled: bool) -> None:
+    (gc.enable if is_enabled else gc.disable)()
+    try:
+        with contextlib.ExitStack() as first, contextlib.ExitStack() as second:
+            first.enter_context(collector_paused())
+            second.enter_context(collector_paused())
+            first.close()
+            assert not gc.isenabled()
+            second.close()
+            assert gc.isenabled() == is_enabled
+    finally:
+        gc.enable()

@@ -253,7 +253,7 @@ class FixedAddressRegion:
             del storage, pages
         if self._pool is not None:
             self._pool.start_anew()
-            self._drop(lambda block: True)
+        self._drop(lambda block: True)
         if not self._extents:
             self._n_extents = 0  # the same keys again, which have places
         self.is_half_vacated = False

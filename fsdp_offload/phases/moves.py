@@ -174,10 +174,10 @@ class Moves:
         begun = self._begun
         away = missing_parts(self._contents.every_block()) if begun is None else begun.away
         try:
-            trips = self._bring_model(make_room) if begun is None else begun.trips
-            trips["state"] = self._optimizer.reload(
-                self._mover, self._contents.blocks["state"], make_room
-            )
+            if begun is None:
+                trips = self._bring(make_room)
+            else:
+                trips = {**begun.trips, "state": self._bring_state(make_room)}
             self._absences.end()
             current = self._gateway.current_stream()
             trips["params"].follow(current)
@@ -217,6 +217,16 @@ class Moves:
         blocks = self._contents.blocks
         needed = sum(block.n_bytes for kind in ("params", "grads") for block in blocks[kind])
         return available_bytes is None or available_bytes >= needed + SPARE_BYTES
+
+    def _bring(self, make_room: Callable[[], bool] | None) -> dict[str, Trip]:
+        """Parameters first; but where somebody else makes room: in the order in which it leaves."""
+        if make_room is None:
+            return {**self._bring_model(None), "state": self._bring_state(None)}
+        state = self._bring_state(make_room)
+        return {**self._bring_model(make_room), "state": state}
+
+    def _bring_state(self, make_room: Callable[[], bool] | None) -> Trip:
+        return self._optimizer.reload(self._mover, self._contents.blocks["state"], make_room)
 
     def _bring_model(self, make_room: Callable[[], bool] | None) -> dict[str, Trip]:
         """Enqueue all copies but the state's; if this raises, some are."""

@@ -334,6 +334,7 @@ class PhaseOffloader:
 
     def _release_state(self) -> None:
         with self._lock:
+            self._handle.wait()  # torch's own method may have been called, which does not
             if not self._is_away:
                 self._contents.release_state()
 
@@ -506,9 +507,9 @@ class _Coming:
 
     def end(self) -> None:
         """What leaves from now on goes to the driver."""
+        self._spares.close()  # first: then it is harmless where it is still known
         for pages in self._pages:
             pages.spares = None
-        self._spares.close()
 
 
 class _Last:

@@ -29,7 +29,7 @@ class Policies:
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
             value = getattr(self, name)
-            if value not in choices:
+            if value not in choices or not isinstance(value, str | bool):  # 1 is no True here
                 raise ConfigError(
                     f"{name}={value!r}",
                     reason="unknown choice",

@@ -157,6 +157,7 @@ class FixedSeats(Seats):
         owned: Sequence[Owned] = (),
     ) -> tuple[list[StorageBlock], list[Block]]:
         """See :class:`Seats`."""
+        self._recall(owned)
         strange = [each for each in owned if owner_of(each[1]) is not self._region]
         fresh = [*movable(found), *taken_over(strange)]
         if not gone:
@@ -166,11 +167,20 @@ class FixedSeats(Seats):
             fresh = [*released, *(b for b in fresh if b.storage._cdata not in known)]
         elif not self._storages:
             return super().take(fresh, gone)
-        if self._may_grow:
+        # What is half vacated may be cached by torch's allocator, without memory.
+        if fresh and self._may_grow and not self._region.is_half_vacated:
             self._settle(fresh)
         seats = self._seated()
         others = [block for block in fresh if block not in seats]
         return [*seats, *others], [*self._region.blocks(), *others]
+
+    def _recall(self, owned: Sequence[Owned]) -> None:
+        """What lies here and was forgotten, by a :meth:`close` that could not be done."""
+        known = {block.storage._cdata for block in self._storages}
+        mine = (each for each in owned if owner_of(each[1]) is self._region)
+        lost = [StorageBlock(*each) for each in mine if each[1]._cdata not in known]
+        if lost:
+            self._storages = [*self._storages, *lost]
 
     def _settle(self, fresh: Sequence[StorageBlock]) -> None:
         self._storages = [*self._storages, *fresh]  # first: whatever happens, some may move
@@ -252,6 +262,7 @@ class FixedSeats(Seats):
 
     def close(self) -> None:
         """The storages get ordinary memory."""
+        self._storages, self._seats = [], {}  # first: they keep ranges
         self._host.clear()
         self._region.close()
 
