@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import logging
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Final, TypeAlias
 
@@ -14,12 +15,7 @@ from torch import Tensor
 from .. import shards
 from ..config import TransferConfig
 from ..device import Gateway
-from ..errors import (
-    DeviceError,
-    DeviceMemoryError,
-    HostMemoryError,
-    UnsupportedParameterError,
-)
+from ..errors import DeviceError, HostMemoryError, UnsupportedParameterError
 from ..moving import (
     Block,
     FixedAddressRegion,
@@ -33,6 +29,8 @@ from ..moving import (
 )
 from ..storages import is_owned, is_tied, memory_of, owner_of, renew, untie
 from .policies import Policies
+
+_log = logging.getLogger("fsdp_offload")
 
 KINDS: Final = ("params", "grads", "state")
 """Of what leaves."""
@@ -186,10 +184,11 @@ class FixedSeats(Seats):
         self._storages = [*self._storages, *fresh]  # first: whatever happens, some may move
         try:
             settle_storages(fresh, self._region)
-        except (DeviceError, DeviceMemoryError, HostMemoryError):
+        except (RuntimeError, HostMemoryError) as error:  # ours, or torch's of a version to come
             if self._is_needed:
                 raise
             self._may_grow = False
+            _log.info("what is new does not get fixed addresses: %r", error)
 
     def release_unused(self, used: Collection[int]) -> None:
         """See :class:`Seats`."""
