@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fsdp_offload import PhaseOffloader, swap
+from fsdp_offload import HybridDeviceOptimizer, PhaseOffloader, swap
 from fsdp_offload.errors import ConfigError, DeviceError, DeviceMemoryError
 from fsdp_offload.moving import (
     FixedAddressRegion,
@@ -590,6 +590,31 @@ def test_on_a_full_device_one_comes_while_the_other_leaves(
     assert not any(map(has_memory, [*out.model.parameters(), *out.moments()]))
     out.phases.reload()
     assert_same([job.values() for job in (out, in_)], before)
+
+
+@pytest.mark.parametrize("is_wrapped", [False, True])
+def test_the_order_in_which_a_swap_without_room_brings_back(
+    monkeypatch: pytest.MonkeyPatch, is_wrapped: bool
+) -> None:
+    """State first, which finds what leaves first; a wrapper's comes as a whole, so not before."""
+    out, in_ = Job(1), Job(2)
+    if is_wrapped:
+        in_.phases.close()
+        plain = torch.optim.AdamW(in_.model.parameters(), lr=0.01)
+        wrapper = HybridDeviceOptimizer(plain, model=in_.model, offload_fraction=0.0)
+        in_.phases = PhaseOffloader(in_.model, wrapper)
+    in_.phases.offload()
+    order: list[str] = []
+    moves = type(in_.phases._moves)
+    for name in ("_bring_state", "_bring_model"):
+        bring = getattr(moves, name)
+        monkeypatch.setattr(
+            moves, name, lambda self, room, n=name, b=bring: (order.append(n), b(self, room))[1]
+        )
+    monkeypatch.setattr(offloader, "available_bytes", lambda device: 0)
+    swap(out=out.phases, in_=in_.phases)
+    assert order == sorted(order, reverse=not is_wrapped)
+    assert len(order) == 2
 
 
 @pytest.mark.parametrize("after", ["callback", "await_from", "come"])

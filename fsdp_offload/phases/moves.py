@@ -219,9 +219,10 @@ class Moves:
         return available_bytes is None or available_bytes >= needed + SPARE_BYTES
 
     def _bring(self, make_room: Callable[[], bool] | None) -> dict[str, Trip]:
-        """Parameters first; but where somebody else makes room: in the order in which it leaves."""
-        if make_room is None:
-            return {**self._bring_model(None), "state": self._bring_state(None)}
+        """Parameters first; but where somebody else makes room: in the order in which it leaves, if
+        state comes block by block."""
+        if make_room is None or not self._contents.blocks["state"]:
+            return {**self._bring_model(make_room), "state": self._bring_state(make_room)}
         state = self._bring_state(make_room)
         return {**self._bring_model(make_room), "state": state}
 
