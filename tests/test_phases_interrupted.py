@@ -65,7 +65,7 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
 MORE = pytest.mark.long
 CASES = [
     ("plain", "save", "drop"),
-    ("resized", "save", "drop"),
+    pytest.param("resized", "save", "drop", marks=MORE),
     ("resident", "save", "save"),
     ("host", "rebuild", "save"),
     pytest.param("plain", "save", "save", marks=MORE),
@@ -246,7 +246,9 @@ def test_leaving_below(name: str, params: str, root: str) -> None:
     sweep(job, lambda: job.phases.offload(wait=False), root, nothing, files=MOVING)
 
 
-@pytest.mark.parametrize(("name", "params"), [("plain", "save"), ("host", "rebuild")])
+@pytest.mark.parametrize(
+    ("name", "params"), [("plain", "save"), pytest.param("host", "rebuild", marks=MORE)]
+)
 def test_leaving_without_room_to_come_back(
     name: str, params: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -301,7 +303,8 @@ def test_coming_back(name: str, params: str, grads: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "case", [("host", "rebuild", "save"), pytest.param(("plain",), id="early")]
+    "case",
+    [pytest.param(("host", "rebuild", "save"), marks=MORE), pytest.param(("plain",), id="early")],
 )
 def test_swapping(case: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """What leaves is interrupted, or what comes beside it: early, where the first state leaves
@@ -323,7 +326,8 @@ def test_swapping(case: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> Non
     sweep(job, move, LEAVE, check, other.phases.offload)
 
 
-REGION = PHASES | {str(PACKAGE / "moving" / name) for name in ("region.py", "settling.py")}
+REGION = {str(PACKAGE / name) for name in ("phases/seats.py", "moving/region.py")}
+REGION.add(str(PACKAGE / "moving" / "settling.py"))
 
 
 def test_leaving_with_state_that_was_replaced() -> None:
