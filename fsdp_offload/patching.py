@@ -1,9 +1,10 @@
-"""Methods of single objects, replaced for a while."""
+"""Methods of single objects: replaced for a while, or called without keeping the object."""
 
 from __future__ import annotations
 
 import functools
 import types
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -77,3 +78,14 @@ def remove_all(patches: Iterable[Patch]) -> None:
     """The last one first, as they may lie on top of each other."""
     for patch in reversed(list(patches)):
         patch.remove()
+
+
+def weakly(method: Callable[[], None]) -> Callable[..., None]:
+    """Call a bound method, whatever the arguments, as long as its object is not gone."""
+    return functools.partial(_call, weakref.WeakMethod(method))
+
+
+def _call(find: Callable[[], Callable[[], None] | None], *_: object) -> None:
+    method = find()
+    if method is not None:
+        method()

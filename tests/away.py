@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from fsdp_offload import HybridDeviceOptimizer, TransferConfig, shards
+from fsdp_offload import HybridDeviceOptimizer, TransferConfig, shards, storages
 from fsdp_offload.device import CpuGateway
 from fsdp_offload.moving import Mover, Places, collect, whereabouts
 
@@ -47,3 +47,12 @@ def model_away(
         whereabouts.returned(storage)
     if optimizer is not None:
         optimizer.rebuild(makers)
+
+
+def has_memory(tensor: Tensor) -> bool:
+    """Whether all of a plain tensor's memory is there: its storage's, and the pages it lies in."""
+    storage = tensor.untyped_storage()
+    if storage.nbytes() == 0 or not storages.is_tied(storage):
+        return storage.nbytes() > 0
+    pages = storages.memory_of(storage)
+    return all(map(pages.is_mapped, range(len(pages.chunks))))

@@ -43,6 +43,7 @@ from fsdp_offload.moving import (
 )
 from fsdp_offload.phases import contents, plain_state, seats
 from fsdp_offload.storages import can_swap
+from tests.away import has_memory
 
 
 class Net(nn.Module):
@@ -80,15 +81,6 @@ def train(model: nn.Module, optimizer: Optimizer, steps: range, between: Any = N
 
 def tensors_of(model: nn.Module) -> list[Tensor]:
     return [*model.parameters(), *model.buffers()]
-
-
-def has_memory(tensor: Tensor) -> bool:
-    storage = tensor.untyped_storage()
-    lies_in = getattr(
-        storage, "_fsdp_offload_memory", None
-    )  # pages, some of which are the kernel's
-    chunks = () if lies_in is None else range(len(lies_in.chunks))
-    return storage.nbytes() > 0 and all(lies_in.is_mapped(index) for index in chunks)
 
 
 def all_present(tensors: list[Tensor]) -> bool:

@@ -31,6 +31,7 @@ from fsdp_offload.moving.pages import HostPages
 from fsdp_offload.phases import offloader
 from fsdp_offload.phases.handle import Handle
 from fsdp_offload.storages import can_swap, is_tied
+from tests.away import has_memory
 
 pytestmark = pytest.mark.skipif(not can_swap(), reason="this torch cannot swap CPU storages")
 FIXED = pytest.mark.parametrize("fixed_address", ["state", True])
@@ -79,13 +80,6 @@ class Job:
         found = self.phases._contents._seats["state"]._region  # type: ignore[attr-defined]
         assert isinstance(found, FixedAddressRegion)
         return found
-
-
-def has_memory(tensor: Tensor) -> bool:
-    storage = tensor.untyped_storage()
-    lies_in = getattr(storage, "_fsdp_offload_memory", None)
-    chunks = () if lies_in is None else range(len(lies_in.chunks))
-    return storage.nbytes() > 0 and all(lies_in.is_mapped(index) for index in chunks)
 
 
 def assert_same(first: Any, second: Any) -> None:
@@ -725,12 +719,12 @@ def test_an_interrupt_between_two_ranges_leaks_none(monkeypatch: pytest.MonkeyPa
     job = Job()
     n_bytes, drop, calls = job.region.n_bytes, FixedAddressRegion._drop, 0
 
-    def strike(self: FixedAddressRegion, is_empty: Any) -> None:
+    def strike(self: FixedAddressRegion, *empty: Any) -> None:
         nonlocal calls
         calls += 1
         if calls == 2:
             raise KeyboardInterrupt
-        drop(self, is_empty)
+        drop(self, *empty)
 
     with monkeypatch.context() as patch:
         patch.setattr(FixedAddressRegion, "_drop", strike)
@@ -747,6 +741,27 @@ def test_nothing_new_waits_for_no_stream(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(FixedAddressRegion, "synchronize", lambda self: pytest.fail("it waits"))
     job.phases.offload(wait=False).wait()
     job.phases.reload()
+
+
+@pytest.mark.parametrize("is_enabled", [True, False])
+def test_the_collector_is_as_before_when_pausing_it_is_interrupted(
+    monkeypatch: pytest.MonkeyPatch, is_enabled: bool
+) -> None:
+    disable = gc.disable
+
+    def strike() -> None:
+        disable()
+        raise KeyboardInterrupt
+
+    (gc.enable if is_enabled else gc.disable)()
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(gc, "disable", strike)
+            with pytest.raises(KeyboardInterrupt), collector_paused():
+                pytest.fail("it goes on")
+        assert gc.isenabled() == is_enabled
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("is_enabled", [True, False])

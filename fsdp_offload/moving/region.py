@@ -249,11 +249,11 @@ class FixedAddressRegion:
             self._settled.pop()
             left[id(pages)] -= 1
             if not left[id(pages)]:
-                self._drop(lambda block, empty=pages: block.pages is empty)  # type: ignore[misc]
+                self._drop(pages)
             del storage, pages
         if self._pool is not None:
             self._pool.start_anew()
-        self._drop(lambda block: True)
+        self._drop()
         if not self._extents:
             self._n_extents = 0  # the same keys again, which have places
         self.is_half_vacated = False
@@ -263,8 +263,13 @@ class FixedAddressRegion:
         self.before_hand_over()
         self.vacate()
 
-    def _drop(self, is_empty: Callable[[PageBlock], bool]) -> None:
-        self._extents = [e for e in self._extents if e.has_tensors or not is_empty(e.block)]
+    def _drop(self, empty: Pages | None = None) -> None:
+        """A range in which no moved storage lies any more, or, by default, all of them."""
+
+        def stays(extent: _Extent) -> bool:
+            return extent.has_tensors or empty not in (None, extent.block.pages)
+
+        self._extents = list(filter(stays, self._extents))
 
     def trim(self) -> None:
         """Give back what was taken for the pool and is not needed."""

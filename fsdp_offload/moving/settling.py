@@ -33,7 +33,9 @@ class Seat:
     n_bytes: int
 
 
-def settle_storages(blocks: Sequence[StorageBlock], region: FixedAddressRegion) -> dict[str, Seat]:
+def settle_storages(
+    blocks: Sequence[StorageBlock], region: FixedAddressRegion
+) -> dict[StorageBlock, Seat]:
     """Move storages into a region, behind the current stream; the objects and all views stay valid.
 
     Their addresses change here, and never again until ``region.close()``, which gives them ordinary
@@ -46,7 +48,7 @@ def settle_storages(blocks: Sequence[StorageBlock], region: FixedAddressRegion) 
         region: not paused. Its blocks move in place of these.
 
     Returns:
-        The seat of each, by its block's key.
+        The seat of each.
 
     Raises:
         DeviceMemoryError: the region cannot grow.
@@ -60,7 +62,7 @@ def settle_storages(blocks: Sequence[StorageBlock], region: FixedAddressRegion) 
             _settle(row, region)
     finally:
         region.trim()
-    return {block.key: _seat_of(block.storage, region) for block in blocks}
+    return seats_of(blocks, region)
 
 
 def seats_of(
@@ -119,7 +121,7 @@ def _move(row: Sequence[torch.UntypedStorage], region: FixedAddressRegion) -> No
             if seat is not None:
                 region.adopt(storage, seat.block.pages)
     for storage in row:
-        _seat_of(storage, region)
+        _check_seated(storage, region)
 
 
 def _swap(row: Sequence[torch.UntypedStorage], region: FixedAddressRegion) -> None:
@@ -148,9 +150,8 @@ def _shares(row: Sequence[torch.UntypedStorage]) -> bool:
     return len(row) > 1 and not is_small and not storages.is_shared(n_bytes)
 
 
-def _seat_of(storage: torch.UntypedStorage, region: FixedAddressRegion) -> Seat:
-    seat = find_seat(storage, region)
-    if seat is None:
+def _check_seated(storage: torch.UntypedStorage, region: FixedAddressRegion) -> None:
+    if find_seat(storage, region) is None:
         raise DeviceError(
             f"a storage of {storage.nbytes()} bytes on {storage.device} at a fixed address",
             reason=f"torch {torch.__version__}, with its allocator's settings here, does not give "
@@ -158,4 +159,3 @@ def _seat_of(storage: torch.UntypedStorage, region: FixedAddressRegion) -> Seat:
             remedy="use torch 2.13 or later, or unset PYTORCH_ALLOC_CONF and "
             "PYTORCH_CUDA_ALLOC_CONF, or do without fixed addresses",
         )
-    return seat

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-import weakref
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from ..moving import Absence, Settle, StorageBlock, is_whole
 from ..moving.whereabouts import Place
+from ..patching import weakly
 
 
 class Holder(Protocol):
@@ -32,7 +31,7 @@ class Absences:
     """
 
     def __init__(self, settle: Callable[[], None]) -> None:
-        self._settle = Settle(functools.partial(_call, weakref.WeakMethod(settle)))
+        self._settle = Settle(weakly(settle))
         self._by_storage: dict[int, Absence] = {}  # by identity
 
     def enter(self, held: Iterable[tuple[Holder, Iterable[StorageBlock]]]) -> None:
@@ -63,10 +62,3 @@ class Absences:
 def _is_present(storage: StorageBlock, holder: Holder) -> bool:
     tell = holder.presence(storage)
     return is_whole(storage) if tell is None else tell()
-
-
-def _call(find: Callable[[], Callable[[], None] | None]) -> None:
-    """Call a method whose object may be gone."""
-    method = find()
-    if method is not None:
-        method()

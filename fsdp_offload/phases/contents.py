@@ -16,7 +16,7 @@ from .gradients import Gradients
 from .optimizers import OptimizerState
 from .policies import Policies
 from .rebuilding import Rebuilding
-from .seats import KINDS, Seats
+from .seats import KINDS, Owned, Seats
 
 AHEAD_BYTES: Final = 2 << 30
 """Of state whose copies begin before all else is looked up: the link takes 40 ms for it."""
@@ -146,7 +146,7 @@ class Contents:
         ]
         collect([("", tensor) for tensor in kept], self._device, known=known)
         for kind, pairs in named.items():
-            found, owned = list[StorageBlock](), list[tuple[str, torch.UntypedStorage]]()
+            found, owned = list[StorageBlock](), list[Owned]()
             if self._moves(kind):
                 found = collect(pairs, self._device, known=known, owned=owned, earlier=earlier)
             if kind == "params":

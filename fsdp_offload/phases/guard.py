@@ -221,7 +221,7 @@ def _check_steps(away: Mapping[int, Tensor], before_use: BeforeUse) -> Callable[
 
 
 def do_nothing() -> None:
-    """There are no graphs to allow, or there is nothing to end."""
+    """There are no graphs to allow, there is nothing to end, or nobody to tell."""
 
 
 def _on_host(module: nn.Module, lock: threading.RLock) -> Callable[..., Any]:

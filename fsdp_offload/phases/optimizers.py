@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
@@ -13,7 +12,7 @@ from torch.optim import Optimizer
 from ..device import Gateway
 from ..errors import ClosedError, ConfigError, DeviceMemoryError
 from ..moving import Block, Mover, Trip
-from ..patching import Patch, checked
+from ..patching import Patch, checked, weakly
 from .guard import BeforeUse, StepHook, do_nothing
 from .handle import Handle
 from .plain_state import PlainState, parameters_of
@@ -226,31 +225,16 @@ class _MovedState(OptimizerState):
     def around_load(
         self, before: Callable[[], None], after: Callable[[], None]
     ) -> Callable[[], None]:
-        optimizer, ends = self._optimizer, list[Callable[[], None]]()
-        if hasattr(optimizer, "_optimizer_load_state_dict_pre_hooks"):
-            hook = _forwarded(before)
-            ends.append(optimizer.register_load_state_dict_pre_hook(hook).remove)
-        if hasattr(optimizer, "_optimizer_load_state_dict_post_hooks"):
-            hook = _forwarded(after)
-            ends.append(optimizer.register_load_state_dict_post_hook(hook).remove)
+        if not hasattr(self._optimizer, "_optimizer_load_state_dict_pre_hooks"):
+            return super().around_load(before, after)
+        first = self._optimizer.register_load_state_dict_pre_hook(weakly(before))
+        last = self._optimizer.register_load_state_dict_post_hook(weakly(after))
 
         def end() -> None:
-            for each in ends:
-                each()
+            first.remove()
+            last.remove()
 
         return end
-
-
-def _forwarded(method: Callable[[], None]) -> Callable[..., None]:
-    """A hook that calls a method whose object may be gone."""
-    find = weakref.WeakMethod(method)
-
-    def hook(*_: object) -> None:
-        found = find()
-        if found is not None:
-            found()
-
-    return hook
 
 
 class _OwnState(OptimizerState):

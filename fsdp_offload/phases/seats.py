@@ -28,6 +28,7 @@ from ..moving import (
     settle_storages,
 )
 from ..storages import is_owned, is_tied, memory_of, owner_of, renew, untie
+from .guard import do_nothing
 from .policies import Policies
 
 _log = logging.getLogger("fsdp_offload")
@@ -48,7 +49,7 @@ class Seats:
 
     def __init__(self, places: Places) -> None:
         self._places = places
-        self.on_loss: Callable[[], None] = _nothing
+        self.on_loss: Callable[[], None] = do_nothing
         """Called when somebody else is going to move what this has moved: it lies elsewhere."""
 
     def take(
@@ -306,10 +307,6 @@ def taken_over(owned: Sequence[Owned]) -> list[StorageBlock]:
             renew(storage)
             untie(storage)
     return [StorageBlock(key, storage) for key, storage in found if not is_owned(storage)]
-
-
-def _nothing() -> None:
-    """Nobody is told."""
 
 
 def _is_mapped(storage: torch.UntypedStorage) -> bool:

@@ -330,8 +330,8 @@ def test_settled_storages_keep_objects_views_bits_and_address() -> None:
     for _ in range(3):
         move.out(made.blocks()).wait()
         assert made.is_paused
-        for (key, tensor), old in zip(named, before, strict=True):
-            seat = seats[key]
+        for block, (_, tensor), old in zip(blocks, named, before, strict=True):
+            seat = seats[block]
             assert seat.n_bytes == 4 * old.numel()
             held = move.places.of(seat.block)[seat.start : seat.start + seat.n_bytes]
             assert torch.equal(held.view(torch.float32), old)

@@ -56,7 +56,7 @@ class Job:
         assert [block.storage.address for block in self.blocks] == before
         stop = 0
         for block in sorted(self.blocks, key=lambda block: block.storage.address):
-            address, seat = block.storage.address, seats[block.key]
+            address, seat = block.storage.address, seats[block]
             assert address >= stop
             assert address % 512 == 0
             stop = address + block.n_bytes
@@ -134,7 +134,7 @@ def test_later_storages_use_what_is_left(job: Job) -> None:
 
 
 def assert_no_vain_memory(job: Job) -> None:
-    used = {settling._seat_of(block.storage, job.region).block.key for block in job.blocks}
+    used = {settling.find_seat(block.storage, job.region).block.key for block in job.blocks}
     assert used == {block.key for block in job.region.blocks()}
 
 
