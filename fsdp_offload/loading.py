@@ -14,7 +14,7 @@ from . import shards
 from .errors import StateDictError
 from .moving.whereabouts import here
 from .pipeline.checksum import checksum
-from .pipeline.inventory import Inventory, state_names
+from .pipeline.inventory import Inventory, missing_kinds
 from .pipeline.records import Record
 from .pipeline.schema import signature
 
@@ -80,12 +80,10 @@ def checked_groups(
         after = {**group, **values}
         record = next((r for r in records if r.group == index), None)
         if record is not None and signature(after) != signature(group):
-            schema = inventory.probe_group(record, after)
-            if state_names(schema) != state_names(record.schema):
+            if missing := missing_kinds(record, inventory.schema_under(record, after)):
                 raise StateDictError(
                     f"param_groups[{index}] of the checkpoint",
-                    reason=f"its flags need state {state_names(schema)}, "
-                    f"but {state_names(record.schema)} is reserved",
+                    reason=f"its flags need state {missing}, which is not reserved",
                     remedy="build the optimizer with the flags of the checkpoint",
                 )
         result.append(values)

@@ -46,8 +46,9 @@ from .pipeline import state as state_io
 from .pipeline.engine import Segment
 from .pipeline.gradients import count_empty_shards, gradient_of
 from .pipeline.inventory import Inventory, Member
+from .pipeline.native import OwnStep
 from .pipeline.records import MasterForm, Record, Snapshot, Work
-from .pipeline.schema import check_supported
+from .pipeline.schema import check_supported, is_torch_class
 from .pipeline.shadow import step_idle_groups
 from .plan import Plan
 from .report import Statistics, gather
@@ -72,6 +73,9 @@ class HybridDeviceOptimizer(Leaving, Optimizer):
             forward to the wrapper; hooks and group dicts are shared.
         model: the module (or modules) whose parameters it holds: gives names, the update order,
             and lets loads into the module be noticed.
+        elementwise: for a class that is not torch's: each element's update depends on that element
+            and its own state alone, and state is made at a parameter's first step. Without it such
+            a class runs its own step on the device, and its state stays there.
         offload_fraction: share of state bytes, 0 to 1 (default), that leaves the device; met
             within the largest parameter.
         device_budget: instead of it, bytes (or "8GiB") of state that may stay on each device.
@@ -105,6 +109,7 @@ class HybridDeviceOptimizer(Leaving, Optimizer):
         optimizer: Optimizer,
         *,
         model: nn.Module | Sequence[nn.Module] | None = None,
+        elementwise: bool = False,
         offload_fraction: float | None = None,
         device_budget: int | str | None = None,
         update_on: str | Sequence[str] = "auto",
@@ -131,6 +136,7 @@ class HybridDeviceOptimizer(Leaving, Optimizer):
         self._records: list[Record] = []
         self._never_have_gradients: list[Record] = []
         self._reserved: set[Tensor] = set()
+        self._own_step = None if elementwise or is_torch_class(optimizer) else OwnStep(optimizer)
         self._shown: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
         self._built = self._loaded_since_step = self._state_was_read = False
         self._weights_before: Tensor | None = None
@@ -145,8 +151,12 @@ class HybridDeviceOptimizer(Leaving, Optimizer):
         )
         try:
             self._overlap = make_overlap(self, optimizer, models, self._config, self._gateway)
-            self._extend(self._inventory.trainable())
-            self._take_over()
+            if self._own_step is None:
+                self._extend(self._inventory.trainable())
+                self._take_over()
+            else:
+                self._shown = optimizer.state
+                self._own_step.warn(self._config, self._gateway.device)
         except BaseException:
             self._give_back()
             raise
@@ -158,7 +168,8 @@ class HybridDeviceOptimizer(Leaving, Optimizer):
         )
         if self._overlap is not None:
             loading.watch_module_reads(models, self, before="_before_module_read")
-        weakref.finalize(self, self._shown.clear)
+        if self._own_step is None:
+            weakref.finalize(self, self._shown.clear)
         weakref.finalize(self, self._absence.close)
         self._built = True
 
@@ -180,6 +191,8 @@ class HybridDeviceOptimizer(Leaving, Optimizer):
             StateSchemaError, UnsupportedParameterError: refused, nothing was updated.
         """
         self.check_present("step()")
+        if self._own_step is not None:
+            return self._step_by_class(closure)
         self._gateway.current_stream()  # refuses a graph capture before anything is touched
         loss = None
         if closure is not None:
@@ -200,6 +213,17 @@ class HybridDeviceOptimizer(Leaving, Optimizer):
         self._steps += 1
         self._loaded_since_step = False
         # A scheduler built on the wrapped optimizer checks there that a step came first.
+        self._inner.__dict__["_opt_called"] = True
+        self._step_ms = (time.perf_counter() - began) * 1e3
+        return loss
+
+    def _step_by_class(self, closure: Callable[[], Any] | None) -> Any:
+        """``step()`` of a class that is not torch's."""
+        assert self._own_step is not None
+        began = time.perf_counter()
+        loss = self._own_step.step(closure)
+        self._shown = self._inner.state
+        self._steps += 1
         self._inner.__dict__["_opt_called"] = True
         self._step_ms = (time.perf_counter() - began) * 1e3
         return loss
@@ -226,7 +250,7 @@ class HybridDeviceOptimizer(Leaving, Optimizer):
     def _begin(self) -> Work:
         """An iteration, before its first gradient is read."""
         self._adopt_writes()
-        self._inventory.check_schemas(self._records)
+        self._follow_options()
         if self._overlap is not None:
             with self.failing("an update of the step before"):
                 self._overlap.begin()
@@ -238,6 +262,30 @@ class HybridDeviceOptimizer(Leaving, Optimizer):
         work.grow(len(self._records))
         return work
 
+    def _follow_options(self) -> bool:
+        """Reserve state that options have come to need, such as SGD's momentum where a scheduler
+        sets it. All records are made anew, in the lanes that they were in; returns whether."""
+        if not self._inventory.have_outgrown(self._records):
+            return False
+        self._settle()
+        with self._health.failing("reserving more state", self._drain_quietly), torch.no_grad():
+            kept = {record.parameter: state_io.copied(record) for record in self._records}
+            members = [m for m in self._inventory.trainable() if m[0] in self._reserved]
+            for segment in self._segments:
+                segment.close()
+            self._inventory.start_anew(self._records)
+            self._segments, self._records = [], []
+            for parameter in kept:
+                del self._shown[parameter]
+            self._extend(members)
+            for record in self._records:
+                if len(values := kept[record.parameter]) > record.emits_master:
+                    state_io.write(record, values)
+                else:
+                    state_io.write_master(record, values)
+            self._trust_shards()
+        return True
+
     def failing(self, what: str) -> contextlib.AbstractContextManager[None]:
         """An exception inside makes the optimizer failed and is raised as :class:`LaneError`."""
         return self._health.failing(what, self._drain_quietly)
@@ -246,6 +294,9 @@ class HybridDeviceOptimizer(Leaving, Optimizer):
         """In backward: gradients of ``records`` are final after ``reduced``; update with them."""
         self.check_present("an update in backward()")
         assert self._overlap is not None
+        if self._overlap.work is None and self._follow_options():
+            by_parameter = {record.parameter: record for record in self._records}
+            records = [by_parameter[record.parameter] for record in records]
         gradients = [(record, gradient_of(record)) for record in records]
         # Where there is none now, it is decided at step() that there is none.
         taken = [(record, gradient) for record, gradient in gradients if gradient is not None]
@@ -324,6 +375,9 @@ class HybridDeviceOptimizer(Leaving, Optimizer):
         if self._built:
             self.check_present("add_param_group()")
             self._refuse_if_taken("add_param_group() before step()")
+        if self._built and self._own_step is not None:
+            self._own_step.call("add_param_group", param_group)
+            return
         super().add_param_group(param_group)
         if not self._built:
             return
@@ -368,6 +422,9 @@ class HybridDeviceOptimizer(Leaving, Optimizer):
         ``master_remainder`` (int16) or ``master`` (fp32), which plain optimizers ignore.
         """
         self._health.check()
+        if self._own_step is not None:
+            saved: dict[str, Any] = self._own_step.call("state_dict")
+            return saved
         return super().state_dict()  # reads self.state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -380,6 +437,11 @@ class HybridDeviceOptimizer(Leaving, Optimizer):
             StateDictError: groups, keys, shapes or placements do not fit; nothing was written.
         """
         self._health.check(failed_ok=True)
+        if self._own_step is not None:
+            self._absence.check("load_state_dict()")
+            self._own_step.call("load_state_dict", state_dict)
+            self.param_groups, self._shown = self._inner.param_groups, self._inner.state
+            return
         loaded: Any = dict(state_dict)
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             replaced = pre_hook(self, loaded)
@@ -421,8 +483,11 @@ class HybridDeviceOptimizer(Leaving, Optimizer):
             if parameter in recorded or not (found or parameter in self._shown):
                 continue
             fresh = {n: loading.native_value(self.state_device, n, v) for n, v in found.items()}
-            self._shown[parameter].clear()
-            self._shown[parameter].update(fresh)
+            self._shown[parameter].clear()  # of what is away it is seen that it was replaced
+            if not fresh:
+                del self._shown[parameter]
+            else:
+                self._shown[parameter].update(fresh)
 
     # ------------------------------------------------------------------ the wrapper's own
 
@@ -510,8 +575,19 @@ class HybridDeviceOptimizer(Leaving, Optimizer):
     def statistics(self) -> Statistics:
         """What is held where, and what the last step did."""
         return gather(
-            self._segments, self._records, self._absence, steps=self._steps, step_ms=self._step_ms
+            self._segments,
+            self._records,
+            self._absence,
+            self._natives(),
+            self._shown,
+            steps=self._steps,
+            step_ms=self._step_ms,
         )
+
+    def _natives(self) -> list[Tensor]:
+        """Trainable parameters whose state the class makes and keeps."""
+        recorded = {record.parameter for record in self._records}
+        return [p for p, _ in self._inventory.trainable() if p not in recorded]
 
     def close(self) -> None:
         """Finish all work and give host memory, slots and the thread back. Idempotent."""
@@ -520,8 +596,16 @@ class HybridDeviceOptimizer(Leaving, Optimizer):
         self._drain_quietly()
         self._health.close()
         self._absence.close()
-        self._shown.clear()
+        if self._own_step is None:
+            self._shown.clear()
         self._give_back()
+
+    def __getattr__(self, name: str) -> Any:
+        """What the wrapped class has besides: ``train()`` and ``eval()`` of some."""
+        inner = self.__dict__.get("_inner")
+        if inner is None or name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(inner, name)
 
     def __deepcopy__(self, memo: object) -> NoReturn:
         self._refuse_copy()
@@ -626,10 +710,11 @@ class HybridDeviceOptimizer(Leaving, Optimizer):
                 self._config,
                 self._gateway,
                 show_progress=rank0,
+                native_state=self._shown,
                 allocate_state=None if self._region is None else self._in_region,
             )
             try:
-                shown = self._first_state(segment, records, natives, frozen)
+                shown = self._first_state(records, frozen)
             except BaseException:
                 segment.close()
                 raise
@@ -651,20 +736,13 @@ class HybridDeviceOptimizer(Leaving, Optimizer):
 
     @staticmethod
     def _first_state(
-        segment: Segment,
-        records: list[Record],
-        natives: list[Member],
-        frozen: Mapping[Tensor, dict[str, Any]],
+        records: list[Record], frozen: Mapping[Tensor, dict[str, Any]]
     ) -> dict[Tensor, dict[str, Any]]:
         """What is shown of new members; ``frozen``: trained before, frozen, now trained again."""
-        shown = {record.parameter: state_io.expose(record) for record in records}
         for record in records:
             if found := frozen.get(record.parameter):
                 state_io.write(record, found)
-        for parameter, _ in natives:
-            shown[parameter] = segment.native.state[parameter]  # type: ignore[union-attr]
-            shown[parameter].update(frozen.get(parameter, {}))
-        return shown
+        return {record.parameter: state_io.expose(record) for record in records}
 
     def accumulate(self) -> contextlib.AbstractContextManager[None]:
         """Inside, backward passes only add to ``.grad``: for all micro-batches but the last.

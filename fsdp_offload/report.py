@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from .absence import OptimizerAbsence
 from .pipeline.engine import Segment
+from .pipeline.native import States, native_bytes
 from .pipeline.records import Record
 
 
@@ -53,6 +56,8 @@ def gather(
     segments: Sequence[Segment],
     records: Sequence[Record],
     absence: OptimizerAbsence,
+    natives: Sequence[Tensor],
+    state: States,
     *,
     steps: int,
     step_ms: float,
@@ -63,10 +68,9 @@ def gather(
     for record in records:
         lanes[record.lane] = lanes.get(record.lane, 0) + 1
         device_bytes += record.entry.state_bytes if record.lane == "resident" else 0
-    for segment in segments:
-        if segment.native is not None:
-            lanes["native"] = lanes.get("native", 0) + len(segment.native.parameters)
-            device_bytes += segment.native.state_bytes()
+    if natives:
+        lanes["native"] = len(natives)
+        device_bytes += native_bytes(natives, state)
     arenas = [a for segment in segments for a in segment.arena_statistics() if a.n_bytes]
     return Statistics(
         steps=steps,

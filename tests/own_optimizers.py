@@ -259,3 +259,110 @@ class Failing(Own):
 
     def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         p.sub_(state["missing"])
+
+
+class FactoredAbove(Own):
+    """Factors the second moment of matrices of 16 rows or more (as Adafactor of timm)."""
+
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        if p.dim() == 2 and min(p.shape) >= 16:
+            row = state.setdefault("row", torch.zeros_like(p[:, :1]))
+            second = row.add_((g * g).mean(1, keepdim=True))
+        else:
+            second = state.setdefault("square", torch.zeros_like(p)).add_(g * g)
+        p.sub_(g / (second.sqrt() + 1e-6), alpha=group["lr"])
+
+
+class LatePhase(Own):
+    """From its third step on divides by the norm of the whole parameter."""
+
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        state["n"] = state.get("n", 0) + 1
+        p.sub_(g / p.norm() if state["n"] > 2 else g, alpha=group["lr"])
+
+
+class Attributed(Own):
+    """Keeps its momentum in an attribute, by parameter, and reads another from the parameter."""
+
+    def __init__(self, params: Any, **changed: Any) -> None:
+        super().__init__(params, **changed)
+        self.momentum: dict[Tensor, Tensor] = {}
+
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        momentum = self.momentum.setdefault(p, torch.zeros_like(p)).mul_(0.9).add_(g)
+        p.sub_(momentum, alpha=group["lr"] * (2 if p.numel() > 100 else 1))
+
+
+class Swapping(Own):
+    """Swaps the tensors of its state, which has the parameter's name for an entry."""
+
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        a = state.setdefault("weight", torch.zeros_like(p))
+        b = state.setdefault("other", torch.zeros_like(p))
+        state["weight"], state["other"] = b.add_(g), a.mul_(0.5)
+        p.sub_(state["weight"], alpha=group["lr"])
+
+
+class Delegating(Own):
+    """Has an optimizer inside, and its state."""
+
+    def __init__(self, params: Any, **changed: Any) -> None:
+        super().__init__(params, **changed)
+        self.inside = torch.optim.SGD(self.param_groups, lr=0.01, momentum=0.9)
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inside.step(closure)
+
+
+class SwitchedOn(Own):
+    """Clips by the norm over all gradients once ``clip`` is set."""
+
+    defaults_ = {"lr": 0.01, "clip": 0.0}  # noqa: RUF012
+
+    def begin(self, group: dict[str, Any]) -> None:
+        gradients = [p.grad for p in group["params"] if p.grad is not None]
+        norm = torch.stack([torch.zeros(()), *(g.norm() for g in gradients)]).norm()
+        self.scale = group["clip"] / (norm + 1e-6) if group["clip"] else 1.0
+
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        p.sub_(g * self.scale, alpha=group["lr"])
+
+
+class Nested(Own):
+    """Keeps its moments in a dict of its state."""
+
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        moments = state.setdefault("moments", {"first": torch.zeros_like(p)})
+        p.sub_(moments["first"].mul_(0.9).add_(g), alpha=group["lr"])
+
+
+class ScheduleFree(Own):
+    """Wants to be told when training begins and ends, as of the package of that name."""
+
+    mode = "none"
+
+    def train(self) -> None:
+        self.mode = "train"
+
+    def eval(self) -> None:
+        self.mode = "eval"
+
+    def begin(self, group: dict[str, Any]) -> None:
+        if self.mode != "train":
+            raise RuntimeError("call train() first")
+
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        p.sub_(g, alpha=group["lr"])
+
+
+CHANGEABLE = [
+    FactoredAbove,
+    LatePhase,
+    Attributed,
+    Swapping,
+    Delegating,
+    SwitchedOn,
+    Nested,
+    ListState,
+]
+"""What a trial on a scratch parameter does not show of them."""

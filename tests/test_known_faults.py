@@ -474,7 +474,7 @@ def test_an_exception_swallowed_by_the_loop_is_not_followed_by_half_updated_step
     lane: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = Model()
-    optimizer = wrap(Failing(model.parameters(), lr=0.1, momentum=0.9), lane)
+    optimizer = wrap(Failing(model.parameters(), lr=0.1, momentum=0.9), lane, elementwise=True)
     assert optimizer.statistics().buckets > 2
     errors: list[Exception] = []
     after_failure: list[list[Tensor]] = []

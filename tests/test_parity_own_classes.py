@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
 from typing import Any
 
 import pytest
@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fsdp_offload import HybridDeviceOptimizer
-from fsdp_offload.errors import ConfigError, LaneError, StateSchemaError
+from fsdp_offload.errors import LaneError, StateSchemaError
 from tests import own_optimizers as own
 from tests.twins import MATRICES, SHAPES, SMALL, Build, Twins
 
@@ -27,7 +27,17 @@ ELEMENTWISE = [
     own.EagerMomentum,
     own.Stateless,
 ]
-WHOLE = [own.Lamb, own.Centralised, own.Transposing, own.Orthogonal]
+LEFT_ALONE = [
+    *ELEMENTWISE,
+    own.Lamb,
+    own.Centralised,
+    own.Transposing,
+    own.Orthogonal,
+    own.Blocks,
+    own.Factored,
+    own.Clipping,
+    own.Estimating,
+]
 
 
 def make(cls: type[Optimizer], **changed: Any) -> Build:
@@ -42,15 +52,19 @@ def make(cls: type[Optimizer], **changed: Any) -> Build:
     return build
 
 
+def own_twins(cls: type[Optimizer], **wrap: Any) -> Twins:
+    """Of a class that the caller calls element-wise."""
+    return Twins(make(cls), elementwise=True, **wrap)
+
+
 def compare_settings(twins: Twins) -> None:
     """What a class counts in its groups and attributes is written back."""
     for mine, plain in zip(twins.wrapped.param_groups, twins.plain.param_groups, strict=True):
         assert {k: v for k, v in mine.items() if k != "params"} == {
             k: v for k, v in plain.items() if k != "params"
         }
-    inner = twins.wrapped._inner
     for name in ("count", "history"):
-        assert getattr(inner, name, None) == getattr(twins.plain, name, None)
+        assert getattr(twins.wrapped, name, None) == getattr(twins.plain, name, None)
 
 
 @pytest.mark.parametrize("lane", LANES)
@@ -59,7 +73,7 @@ def test_element_wise_classes_are_cut_and_exact_in_every_lane(
     cls: type[Optimizer], lane: str
 ) -> None:
     shapes = ((130, 70), *SHAPES[1:]) if lane == "host" else SHAPES  # its buckets are larger
-    twins = Twins(make(cls), shapes=shapes, update_on=[lane] * len(SHAPES))
+    twins = own_twins(cls, shapes=shapes, update_on=[lane] * len(SHAPES))
     assert twins.wrapped.statistics().buckets > 3
     twins.run()
     compare_settings(twins)
@@ -68,7 +82,7 @@ def test_element_wise_classes_are_cut_and_exact_in_every_lane(
 @pytest.mark.parametrize("cls", ELEMENTWISE)
 def test_element_wise_classes_are_exact_with_all_lanes_mixed(cls: type[Optimizer]) -> None:
     lanes = [LANES[i % 3] for i in range(len(SHAPES))]
-    twins = Twins(make(cls), update_on=lanes)
+    twins = own_twins(cls, update_on=lanes)
     assert twins.lanes() == set(LANES)
     twins.run()
     compare_settings(twins)
@@ -80,55 +94,38 @@ def test_element_wise_classes_are_exact_with_all_lanes_mixed(cls: type[Optimizer
 def test_half_precision_masters_follow_the_class_on_fp32(
     cls: type[Optimizer], dtype: torch.dtype, lane: str
 ) -> None:
-    twins = Twins(
-        make(cls), dtypes=[dtype], plain_dtypes=[torch.float32], update_on=[lane] * len(SHAPES)
+    twins = own_twins(
+        cls, dtypes=[dtype], plain_dtypes=[torch.float32], update_on=[lane] * len(SHAPES)
     )
     twins.run()
     compare_settings(twins)
 
 
-@pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("cls", WHOLE)
-def test_whole_matrix_classes_keep_whole_parameters(
-    cls: type[Optimizer], dtype: torch.dtype, fraction: float
+@pytest.mark.parametrize(
+    ("cls", "dtype"),
+    [*((cls, torch.float32) for cls in LEFT_ALONE), (own.NumberState, torch.bfloat16)],
+)
+def test_classes_that_are_not_torchs_run_their_own_step(
+    cls: type[Optimizer], dtype: torch.dtype
 ) -> None:
-    twins = Twins(
-        make(cls),
-        shapes=NOT_EMPTY if cls in (own.Lamb, own.Centralised) else MATRICES,
-        dtypes=[dtype],
-        plain_dtypes=[torch.float32],
-        offload_fraction=fraction,
-    )
-    twins.run()
-
-
-@pytest.mark.parametrize("cls", WHOLE)
-def test_whole_matrix_classes_have_no_host_lane(cls: type[Optimizer]) -> None:
-    with pytest.raises(ConfigError, match="works on whole matrices"):
-        Twins(make(cls), shapes=MATRICES, update_on="host")
-
-
-@pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize("cls", [own.Blocks, own.Factored])
-def test_state_of_unknown_shape_stays_as_the_class_makes_it(
-    cls: type[Optimizer], fraction: float
-) -> None:
-    twins = Twins(make(cls), shapes=NOT_EMPTY, offload_fraction=fraction)
+    shapes = MATRICES if cls in (own.Orthogonal, own.Transposing) else NOT_EMPTY
+    twins = Twins(make(cls), shapes=shapes, dtypes=[dtype])
     assert twins.lanes() == {"native"}
     twins.run()
     compare_settings(twins)
 
 
-@pytest.mark.parametrize("update_on", ["device", "host"])
-@pytest.mark.parametrize("cls", [own.Clipping, own.Estimating])
-def test_classes_that_couple_parameters_run_in_one_call(
-    cls: type[Optimizer], update_on: str
-) -> None:
-    twins = Twins(make(cls), shapes=NOT_EMPTY, update_on=update_on)
-    assert twins.lanes() == {"native"}
-    twins.run()
-    compare_settings(twins)
+@pytest.mark.parametrize("cls", own.CHANGEABLE)
+def test_what_a_trial_would_not_show_stays_as_without_wrapping(cls: type[Optimizer]) -> None:
+    """Factors above a size, a phase that begins later, values kept in attributes by parameter,
+    state swapped, an optimizer inside, state of dicts."""
+    twins = Twins(make(cls), shapes=((70, 50), (9,), (33, 31)))
+    for step in range(6):
+        if step == 3:
+            twins.change(clip=0.5)
+        twins.step([True, step != 2, True])
+        for mine, theirs in zip(twins.mine, twins.theirs, strict=True):
+            assert torch.equal(mine, theirs), step
 
 
 def test_noise_is_drawn_in_the_same_order_as_without_wrapping() -> None:
@@ -140,12 +137,87 @@ def test_noise_is_drawn_in_the_same_order_as_without_wrapping() -> None:
     twins.compare()
 
 
+def test_a_class_that_runs_its_own_step_is_named_with_its_bytes_and_the_remedy(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    parameters = [nn.Parameter(torch.randn(70, 50)), nn.Parameter(torch.randn(10))]
+    HybridDeviceOptimizer(own.Lion(parameters))
+    HybridDeviceOptimizer(own.Lion([nn.Parameter(torch.ones(1))]), offload_fraction=0)
+    HybridDeviceOptimizer(own.Lion([nn.Parameter(torch.ones(1))]), elementwise=True)
+    (message,) = [r.getMessage() for r in caplog.records if "its own step" in r.getMessage()]
+    assert message.startswith("Lion is not a class of torch.optim")
+    assert "2 parameters of 14040 bytes" in message
+    assert "elementwise=True" in message
+
+
+def test_the_class_keeps_its_methods_and_what_its_step_returns() -> None:
+    parameter = nn.Parameter(torch.ones(3))
+    inner = own.ScheduleFree([parameter])
+    optimizer = HybridDeviceOptimizer(inner)
+    with pytest.raises(RuntimeError, match="call train"):
+        optimizer.step()
+    optimizer.train()
+    parameter.grad = torch.ones(3)
+    assert optimizer.step(lambda: 7.0) == 7.0
+    optimizer.eval()
+    assert inner.mode == "eval"
+    with pytest.raises(AttributeError, match="nothing_such"):
+        _ = optimizer.nothing_such
+
+
+def test_state_dicts_of_a_class_that_runs_its_own_step_are_its_own() -> None:
+    twins = Twins(make(own.Factored), shapes=NOT_EMPTY)
+    for _ in range(3):
+        twins.step([True, False, True, True, True, True])
+    saved = twins.wrapped.state_dict()
+    torch.testing.assert_close(saved, twins.plain.state_dict(), rtol=0, atol=0)
+    other = Twins(make(own.Factored), shapes=NOT_EMPTY)
+    with torch.no_grad():
+        for source, mine, theirs in zip(twins.mine, other.mine, other.theirs, strict=True):
+            mine.copy_(source)
+            theirs.copy_(source)
+    for optimizer in (other.wrapped, other.plain):
+        optimizer.load_state_dict(copy.deepcopy(saved))
+    other.step([True] * len(NOT_EMPTY))
+    other.compare()
+    group = [nn.Parameter(torch.ones(4, 4)) for _ in range(2)]
+    other.wrapped.add_param_group({"params": group[:1]})
+    other.plain.add_param_group({"params": group[1:]})
+    other.mine, other.theirs = [*other.mine, group[0]], [*other.theirs, group[1]]
+    other.step([True] * len(other.mine))
+    other.compare()
+
+
+@pytest.mark.parametrize("how", ["clear", "delete", "replace"])
+def test_state_that_is_dropped_begins_anew(how: str) -> None:
+    """Of a class of torch's that keeps its own state, and of one that runs its own step."""
+    for build in (lambda ps: torch.optim.Adafactor(ps, lr=0.1), own.Factored):
+        twins = Twins(build, shapes=((9, 5), (4,)))
+        twins.run(3)
+        for optimizer, parameters in ((twins.wrapped, twins.mine), (twins.plain, twins.theirs)):
+            state = optimizer.state
+            if how == "clear":
+                state.clear()
+            elif how == "delete":
+                del state[parameters[0]]
+            else:
+                state[parameters[0]] = {}
+        twins.step([True, True])
+        twins.compare()
+        saved = copy.deepcopy(twins.wrapped.state_dict())
+        twins.step([True, True])
+        for optimizer in (twins.wrapped, twins.plain):
+            optimizer.load_state_dict(copy.deepcopy(saved))
+        twins.step([True, True])
+        twins.compare()
+
+
 @pytest.mark.parametrize("lane", LANES)
 @pytest.mark.parametrize("cls", [own.GroupCounter, own.AttributeCounter, own.TensorCounter])
 def test_steps_in_which_a_group_has_no_gradient_are_counted_as_without_wrapping(
     cls: type[Optimizer], lane: str
 ) -> None:
-    twins = Twins(make(cls), shapes=[(70, 50), (9,)], update_on=[lane] * 2)
+    twins = own_twins(cls, shapes=[(70, 50), (9,)], update_on=[lane] * 2)
     for present in ([True, True], [True, False], [False, False], [False, True], [True, True]):
         twins.step(present)
         twins.compare()
@@ -154,7 +226,7 @@ def test_steps_in_which_a_group_has_no_gradient_are_counted_as_without_wrapping(
 
 def test_values_that_a_class_counts_are_taken_from_the_optimizer_at_every_step() -> None:
     """Resetting a counter, as a warm restart does, reaches all lanes."""
-    twins = Twins(make(own.GroupCounter), update_on=[LANES[i % 3] for i in range(len(SHAPES))])
+    twins = own_twins(own.GroupCounter, update_on=[LANES[i % 3] for i in range(len(SHAPES))])
     for step in range(4):
         if step == 2:
             for optimizer in (twins.wrapped, twins.plain):
@@ -180,7 +252,7 @@ def test_a_stepped_optimizer_of_an_own_class_is_taken_over(lane: str) -> None:
 
     for _ in range(2):
         step(first, plain)
-    wrapped = HybridDeviceOptimizer(first, update_on=[lane] * 2, transfer=SMALL)
+    wrapped = HybridDeviceOptimizer(first, elementwise=True, update_on=[lane] * 2, transfer=SMALL)
     for _ in range(2):
         step(wrapped, plain)
     for mine, theirs in zip(parameters, copies, strict=True):
@@ -205,7 +277,7 @@ class LateState(own.Own):
 
 def test_state_that_appears_later_is_an_error_that_names_it() -> None:
     parameter = nn.Parameter(torch.randn(9, 9))
-    optimizer = HybridDeviceOptimizer(LateState([parameter]))
+    optimizer = HybridDeviceOptimizer(LateState([parameter]), elementwise=True)
     for _ in range(2):
         parameter.grad = torch.randn(9, 9)
         optimizer.step()
@@ -214,12 +286,11 @@ def test_state_that_appears_later_is_an_error_that_names_it() -> None:
     assert isinstance(caught.value.__cause__, StateSchemaError)
 
 
-@pytest.mark.parametrize("cls", [own.ListState, own.Failing])
-@pytest.mark.parametrize("wrap", [HybridDeviceOptimizer])
-def test_classes_that_cannot_be_offloaded_are_refused_when_wrapping(
-    cls: type[Optimizer], wrap: Callable[..., Optimizer]
+@pytest.mark.parametrize("cls", [own.ListState, own.Blocks, own.Failing])
+def test_classes_that_are_not_element_wise_as_promised_are_refused_when_wrapping(
+    cls: type[Optimizer],
 ) -> None:
     optimizer = cls([nn.Parameter(torch.randn(3, 3))])
-    with pytest.raises(StateSchemaError, match=cls.__name__):
-        wrap(optimizer)
+    with pytest.raises(StateSchemaError, match=rf"{cls.__name__}.*leave elementwise=True out"):
+        HybridDeviceOptimizer(optimizer, elementwise=True)
     assert "step" not in optimizer.__dict__, "a refused optimizer is left as it was"

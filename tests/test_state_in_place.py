@@ -149,7 +149,7 @@ class CountingSGD(torch.optim.Optimizer):
 
 def test_a_load_restores_python_numbers_that_were_shown() -> None:
     model = make_model()
-    optimizer = wrap(CountingSGD(model.parameters()), "streamed")
+    optimizer = wrap(CountingSGD(model.parameters()), "streamed", elementwise=True)
     train(model, optimizer, range(1))
     saved = copy.deepcopy(optimizer.state_dict())
     train(model, optimizer, range(1, 5))

@@ -27,7 +27,7 @@ from .cores import thread_count, thread_setup
 from .host import HostBucket, HostStaging, HostStagingSizes, ring_depth
 from .host_lane import HostLane
 from .link import copier
-from .native import NativeUpdate
+from .native import NativeUpdate, States
 from .records import MasterForm, Record, Snapshot, Work
 from .schema import is_torch_class
 from .state import fill_initial, write_master
@@ -115,6 +115,7 @@ class Segment:
         gateway: Gateway,
         *,
         show_progress: bool,
+        native_state: States,
         allocate_state: Callable[[int, torch.dtype], Tensor] | None = None,
     ) -> None:
         self.gateway, self.config = gateway, config
@@ -157,7 +158,7 @@ class Segment:
                 across = copier(gateway.device, pinned=pinned)
                 staging = HostStaging(gateway, memory, sizes, across)
                 self.host = self._host(optimizer, host, records, arena, staging, pool)
-            self.native = NativeUpdate(optimizer, natives) if natives else None
+            self.native = NativeUpdate(optimizer, natives, native_state) if natives else None
             # Slots and scratch may be memory that pending work of the caller's stream still
             # uses: the allocator orders reuse on that stream only.
             gateway.current_stream().synchronize()

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.optim import Adam, AdamW, Optimizer
 
 from .records import Piece
-from .schema import raw_step
+from .schema import raw_step, torch_class
 
 _AVERAGE, _SQUARE, _LARGEST = "exp_avg", "exp_avg_sq", "max_exp_avg_sq"
 _STATE: Final = {"step", _AVERAGE, _SQUARE}
@@ -50,11 +50,11 @@ class DirectAdam:
 
     @classmethod
     def make(cls, optimizer: Optimizer, pieces: Sequence[Piece]) -> DirectAdam | None:
-        """For exactly ``torch.optim.Adam`` or ``AdamW`` with torch's own step, over flat real
+        """For ``torch.optim.Adam`` or ``AdamW`` with torch's own step, over flat real
         tensors of one device; None for everything else."""
         step = raw_step(type(optimizer))
         is_torch_step = (step.__module__, step.__qualname__) == ("torch.optim.adam", "Adam.step")
-        if type(optimizer) not in (Adam, AdamW) or not is_torch_step or not pieces:
+        if torch_class(optimizer) not in (Adam, AdamW) or not is_torch_step or not pieces:
             return None
         device = pieces[0].tensor.device
         usual = all(

@@ -29,7 +29,7 @@ from .bucket import copy_present, make_piece
 from .checksum import checksum
 from .link import Copy
 from .records import MasterForm, Part, Record, Work
-from .schema import FUSED_ON_CPU, host_flags
+from .schema import FUSED_ON_CPU, host_flags, torch_class
 from .shadow import Shadow
 from .worker import Calls, Ticket
 
@@ -287,7 +287,8 @@ def host_overrides(
     """
     overrides: dict[str, Any] = {**host_flags(group)}
     left_open = group.get("fused") is None and group.get("foreach") is None
-    has_kernel = type(optimizer) in FUSED_ON_CPU and compute in (torch.float32, torch.float64)
+    is_fused = torch_class(optimizer) in FUSED_ON_CPU
+    has_kernel = is_fused and compute in (torch.float32, torch.float64)
     if left_open and has_kernel:
         overrides["fused"] = True
     return overrides

@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .. import shards
-from ..config import OffloadConfig
+from ..config import Lane, OffloadConfig
 from ..device import gateway_for
-from ..errors import ConfigError, DeviceError, StateSchemaError
+from ..errors import ConfigError, DeviceError, StateSchemaError, UnsupportedParameterError
 from ..plan import Candidate, Plan, Rates, make_plan, replay, wants_rates
 from .calibration import measure_rates
 from .moments import moments_of
 from .records import Record, bytes_per_element, master_form, state_kinds
-from .schema import FUSED_ON_CPU, Schema, host_flags, probe, signature
+from .schema import FUSED_ON_CPU, Schema, has_schema, host_flags, schema_of, signature, torch_class
 
 _log = logging.getLogger("fsdp_offload")
 
@@ -64,6 +64,7 @@ class Inventory:
         self._max_local_bytes: dict[Tensor, int] = {}
         self._resident_bytes = 0  # of the largest shards, over all ranks
         self._saved, self._pending = saved, Plan((), ())
+        self._kept_lanes: dict[Tensor, Lane] = {}
         self.made = Plan((), ())  # of all parameters so far, in update order per addition
         self.names = shards.parameter_names(models)
         self._name_missing()
@@ -86,18 +87,18 @@ class Inventory:
         ]
 
     def schema(self, group: int, dtype: torch.dtype, *, on_host: bool) -> Schema:
-        """The schema of parameters of ``dtype`` in ``group``, probed once per set of flags."""
+        """The schema of parameters of ``dtype`` in ``group``, made once per set of flags."""
         values = self._optimizer.param_groups[group]
         key = (signature(values), dtype, on_host)
         if key not in self._schemas:
-            self._schemas[key] = self._probe(values, dtype, on_host=on_host)
+            self._schemas[key] = self._make_schema(values, dtype, on_host=on_host)
         return self._schemas[key]
 
-    def _probe(self, group: dict[str, Any], dtype: torch.dtype, *, on_host: bool) -> Schema:
+    def _make_schema(self, group: dict[str, Any], dtype: torch.dtype, *, on_host: bool) -> Schema:
         if not on_host:
-            return probe(self._optimizer, group, dtype, self._device)
+            return schema_of(self._optimizer, group, dtype, self._device)
         values = {**group, **host_flags(group)}
-        return probe(self._optimizer, values, dtype, torch.device("cpu"))
+        return schema_of(self._optimizer, values, dtype, torch.device("cpu"))
 
     def plan(self, added: list[Member], *, first: bool) -> tuple[list[Record], list[Member]]:
         """Records with their lanes, in update order, and the members that stay native.
@@ -132,6 +133,11 @@ class Inventory:
     def _choose(self, drafts: list[Draft], ordered: list[Draft], *, first: bool) -> Plan:
         """The plan in update order. A saved plan or a list of lanes speaks of the first members."""
         config, candidates = self._config, [draft.candidate for draft in ordered]
+        if kept := self._kept_lanes:
+            self._kept_lanes = {}
+            return Plan(
+                tuple(candidates), tuple(kept.get(d.parameter, "resident") for d in ordered)
+            )
         if first and self._saved is not None:
             return replay(self._saved, candidates)
         if first and not isinstance(config.update_on, str):  # in the order of the groups
@@ -168,12 +174,18 @@ class Inventory:
         fqn = self.names[parameter]
         info = shards.shard_info(parameter, fqn)
         compute = self._config.precision.compute_dtype(info.dtype)
-        if info.is_plain:
+        # A tensor subclass may be treated in a way of its own; Adafactor's state has shapes that
+        # depend on the parameter's. Both keep what the class makes.
+        native = not info.is_plain or not has_schema(self._optimizer)
+        if native and torch_class(self._optimizer) is None:
+            raise UnsupportedParameterError(
+                f"{fqn} of type {type(parameter.data).__name__} with elementwise=True",
+                reason=f"what {type(self._optimizer).__name__} does with it is not known",
+                remedy="leave elementwise=True out: the class then runs its own step on the device",
+            )
+        schema = Schema((), elementwise=False)
+        if not native:
             schema = self.schema(group, compute, on_host=False)
-            # Shapes unknown, or all parameters in one call: kept as the class makes them.
-            native = bool(schema.role("other")) or schema.coupled
-        else:  # not even probed: the class may treat the subclass in its own way
-            schema, native = Schema((), elementwise=False, eager=False), True
         form = master_form("resident", info.dtype, compute)
         per_numel = bytes_per_element(schema, form, compute, self._config.precision)
         like_bytes = sum((kind.dtype or compute).itemsize for kind in schema.role("like"))
@@ -197,7 +209,7 @@ class Inventory:
         fused, foreach = values.get("fused"), values.get("foreach")
         chosen = bool(fused) or (fused is None and foreach is None)
         single = {compute, self._config.precision.moments or compute} == {torch.float32}
-        return chosen and single and type(self._optimizer) in FUSED_ON_CPU
+        return chosen and single and torch_class(self._optimizer) in FUSED_ON_CPU
 
     def _record(self, draft: Draft, lane: Any) -> Record:
         info, compute = draft.info, draft.compute_dtype
@@ -226,32 +238,43 @@ class Inventory:
             moments=moments,
         )
 
-    def check_schemas(self, records: Sequence[Record]) -> None:
-        """Refuse hyper-parameters that need other state than was reserved.
+    def have_outgrown(self, records: Sequence[Record]) -> bool:
+        """Whether options need state that is not reserved: a scheduler has set SGD's momentum.
 
         Raises:
-            StateSchemaError: an option such as ``amsgrad`` or ``momentum`` was switched on.
+            StateSchemaError: it is missing from state that is in use; there the plain optimizer
+                ends in a KeyError.
         """
-        seen = set()
+        checked: dict[Any, Schema] = {}
+        outgrown = False
         for record in records:
             key = (record.group, record.compute_dtype, record.lane == "host")
-            if key in seen:
+            if key not in checked:
+                checked[key] = self.schema(*key[:2], on_host=key[2])
+            if not (missing := missing_kinds(record, checked[key])):
                 continue
-            seen.add(key)
-            schema = self.schema(record.group, record.compute_dtype, on_host=key[2])
-            if schema is not record.schema and state_names(schema) != state_names(record.schema):
+            outgrown = True
+            if record.schema.kinds and record.pieces[0].stepped:
                 raise StateSchemaError(
                     f"param_groups[{record.group}]",
-                    reason=f"its options now need state {state_names(schema)}, "
-                    f"but {state_names(record.schema)} was reserved",
-                    remedy="set options such as amsgrad or momentum before wrapping",
+                    reason=f"its options now need {missing}, and {record.fqn} was updated without",
+                    remedy="set options such as amsgrad or momentum before the first step",
                 )
+        return outgrown
 
-    def probe_group(self, record: Record, group: dict[str, Any]) -> Schema:
+    def start_anew(self, records: Sequence[Record]) -> None:
+        """Forget what was committed, but for lanes, which the next plan of all members keeps."""
+        self._kept_lanes = {record.parameter: record.lane for record in records}
+        self.made, self._resident_bytes = Plan((), ()), 0
+
+    def schema_under(self, record: Record, group: dict[str, Any]) -> Schema:
         """The schema that ``record`` would have under other group values."""
-        return self._probe(group, record.compute_dtype, on_host=record.lane == "host")
+        return self._make_schema(group, record.compute_dtype, on_host=record.lane == "host")
 
 
-def state_names(schema: Schema) -> list[str]:
-    """Names of the state entries, sorted."""
-    return sorted(kind.name for kind in schema.kinds)
+def missing_kinds(record: Record, schema: Schema) -> list[str]:
+    """Names of entries of ``schema`` that are not reserved for ``record``, sorted."""
+    if schema is record.schema:
+        return []
+    reserved = {kind.name for kind in record.schema.kinds}
+    return sorted(kind.name for kind in schema.kinds if kind.name not in reserved)

@@ -1,22 +1,29 @@
-"""Parameters that keep the class's own state: tensor-subclass shards, state of unknown shape, and
-classes whose parameters depend on each other.
+"""What is updated as the class does it, on the device, with the state that the class makes.
 
-They are always resident. The shadow steps the parameters themselves, whole, and the state stays
-as the class made it.
+:class:`NativeUpdate`: parameters of torch's classes whose state is not declared in :mod:`.schema`
+(tensor-subclass shards, Adafactor). A shadow steps the parameters themselves, whole.
+
+:class:`OwnStep`: a class that is not torch's. Its own methods run, on the optimizer itself.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+import logging
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from .. import shards
+from ..config import OffloadConfig
 from .records import Snapshot
-from .schema import is_torch_class, make_shadow, raw_step
-from .shadow import apply_own, collect_changes
+from .schema import make_shadow, raw_step
+
+_log = logging.getLogger("fsdp_offload")
+
+States = dict[Tensor, dict[str, Any]]
 
 
 class NativeUpdate:
@@ -25,9 +32,13 @@ class NativeUpdate:
     Args:
         optimizer: the wrapped optimizer.
         members: (parameter, index of its param_group), in order.
+        state: what the optimizer shows as its state; the class reads and writes it itself, so
+            what the caller puts there or deletes counts as it does without wrapping.
     """
 
-    def __init__(self, optimizer: Optimizer, members: list[tuple[Tensor, int]]) -> None:
+    def __init__(
+        self, optimizer: Optimizer, members: list[tuple[Tensor, int]], state: States
+    ) -> None:
         self.parameters = [parameter for parameter, _ in members]
         self._indices = sorted({group for _, group in members})
         groups: list[dict[str, Any]] = [
@@ -35,27 +46,59 @@ class NativeUpdate:
         ]
         self._shadow = make_shadow(optimizer, groups)
         self._step = raw_step(type(optimizer))
-        self._trusted = is_torch_class(optimizer)
-        self.state: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
-        self._shadow.state = self.state
+        self._shadow.__dict__["state"] = state
 
     def run(self, snapshot: Snapshot) -> None:
         """Step every member that has a gradient."""
-        groups = snapshot.groups
-        if not self._trusted:
-            groups = apply_own(self._shadow, groups, snapshot)
         for group, index in zip(self._shadow.param_groups, self._indices, strict=True):
-            group.update(groups[index])
+            group.update(snapshot.groups[index])
         if snapshot.clip is not None:
             for parameter in self.parameters:
                 if parameter.grad is not None:
                     parameter.grad.mul_(snapshot.clip)
         with torch.no_grad():
             self._step(self._shadow)
-        if not self._trusted:
-            collect_changes(self._shadow, self._indices, snapshot.groups, snapshot, {})
 
-    def state_bytes(self) -> int:
-        """Bytes of state tensors on this rank."""
-        tensors = [v for s in self.state.values() for v in s.values() if isinstance(v, Tensor)]
-        return sum(t.numel() * t.itemsize for t in tensors)
+
+class OwnStep:
+    """An optimizer whose class is not torch's, left to its own methods.
+
+    Args:
+        optimizer: the wrapped optimizer; what its instance has in place of its methods is passed
+            over.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+
+    def step(self, closure: Callable[[], Any] | None) -> Any:
+        """The class's ``step``, on the caller's stream; hooks are the wrapper's to run."""
+        step = raw_step(type(self._optimizer))
+        return step(self._optimizer) if closure is None else step(self._optimizer, closure)
+
+    def call(self, method: str, *args: Any) -> Any:
+        """Another method of the class."""
+        return getattr(type(self._optimizer), method)(self._optimizer, *args)
+
+    def warn(self, config: OffloadConfig, device: torch.device) -> None:
+        """Say that nothing is offloaded, unless nothing was to be."""
+        if config.offload_fraction == 0:
+            return
+        parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
+        local = [shards.local(p) for p in parameters]
+        _log.warning(
+            "%s is not a class of torch.optim: it runs its own step, and its state stays on %s "
+            "(%d parameters of %d bytes on this rank, and as much again for each state tensor of "
+            "their shape and dtype). If each element's update depends on that element alone, "
+            "HybridDeviceOptimizer(..., elementwise=True) offloads the state",
+            type(self._optimizer).__name__,
+            device,
+            len(local),
+            sum(p.numel() * p.itemsize for p in local),
+        )
+
+
+def native_bytes(parameters: Iterable[Tensor], state: States) -> int:
+    """Bytes of the state tensors of ``parameters`` on this rank."""
+    values = [v for p in parameters for v in state.get(p, {}).values() if isinstance(v, Tensor)]
+    return sum(v.numel() * v.itemsize for v in values)

@@ -1,16 +1,20 @@
-"""What state an optimizer class keeps per parameter, found by running it once on scratch data.
+"""What state an optimizer keeps per parameter: declared for torch's classes, found for others.
 
-[Note: schema probe]
-The class's own step runs twice on a 192-element scratch parameter with different data. A
-recording dict notes each state value as it was when first set. Values are classified by shape:
-*like* the parameter, a *scalar* (0-dim tensor), a python *number*, or *other*. For classes that
-are not torch's own the probe also decides whether the update is element-wise: a 1-D run must
-equal a 2-D run and runs cut at 64 and at 128 elements, bit for bit, in parameters and state.
-State that vectors and matrices do not share is *other*. Such a class also runs on two parameters,
-together and each alone: if that differs, they are *coupled* (a norm over all gradients, noise
-from one generator) and need one call for all.
+[Note: torch's classes]
+For each class of ``torch.optim`` a function says which entries ``_init_group`` makes, in its order,
+under a group's hyper-parameters (torch/optim/*.py, the same in 2.11 to 2.15). A class that derives
+from one of them and overrides any of its methods but ``__init__`` counts as not torch's.
+
+[Note: classes that are not torch's]
+Nothing that one can try out tells what such a class does with a parameter: it may keep factors
+above a size, begin a phase after some steps, or read what another parameter left. So it runs its
+own step on the device (:mod:`.native`), unless the caller says ``elementwise=True``. Then its step
+runs twice on a scratch vector with different data, which shows the entries of its state; each must
+be shaped like the parameter, a 0-dim tensor or a number.
+
 Lazily created state is not always zero (SGD's first momentum, Rprop, ASGD, NAdam), so initial
-values are recorded for display only and the class initialises its state itself.
+values are for display, and for telling whether state was ever written; the class initialises its
+state itself.
 """
 
 from __future__ import annotations
@@ -28,17 +32,15 @@ from torch.optim import Optimizer
 from .. import shards
 from ..errors import StateSchemaError, UnsupportedOptimizerError
 
-PROBE_NUMEL: Final = 192
 FUSED_ON_CPU: Final = (
     torch.optim.Adam,
     torch.optim.AdamW,
     torch.optim.SGD,
     torch.optim.Adagrad,
 )
-"""Classes with a fused CPU kernel (torch/optim, torch 2.11 to 2.13)."""
+"""Classes with a fused CPU kernel (torch/optim, torch 2.11 to 2.15)."""
 
-_VECTOR: Final = (PROBE_NUMEL,)
-_MATRIX: Final = (16, 12)
+_SCRATCH_NUMEL: Final = 192
 _WHOLE: Final = ("Muon", "Adafactor")
 _REFUSED: Final = {
     "LBFGS": "it evaluates its closure several times per step over the full parameter vector",
@@ -51,7 +53,7 @@ _PRIVATE: Final = frozenset(
     "add_param_group".split()
 )
 
-Role = Literal["like", "scalar", "number", "other"]
+Role = Literal["like", "scalar", "number"]
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,7 @@ class StateKind:
     dtype: torch.dtype | None = None  # None for a number
     on_device: bool = True  # where a scalar lives
     initial: complex = 0.0  # shown before the first step, where it is the same everywhere
+    follows_option: bool = False  # initial is a hyper-parameter's value, which may change
 
 
 @dataclass(frozen=True)
@@ -71,8 +74,7 @@ class Schema:
 
     kinds: tuple[StateKind, ...]
     elementwise: bool  # may be cut into slices
-    eager: bool  # the class makes its state at construction, not at the first step
-    coupled: bool = False  # parameters depend on each other, or on what is drawn for others
+    eager: bool = False  # the class makes its state at construction, not at the first step
 
     def shows_initial(self, kind: StateKind) -> bool:
         """Whether fresh (zeroed) memory is not yet what ``kind`` shows before the first step."""
@@ -88,15 +90,29 @@ def host_flags(group: dict[str, Any]) -> dict[str, Any]:
     return {"capturable": False} if group.get("capturable") else {}
 
 
+def torch_class(optimizer: Optimizer) -> type[Optimizer] | None:
+    """The class of ``torch.optim`` whose behaviour ``optimizer`` has; None: it is not torch's.
+
+    A class that derives from torch's may have a constructor of its own, nothing else.
+    """
+    for cls, *bases in (type(optimizer).__mro__[i:] for i in range(len(type(optimizer).__mro__))):
+        if getattr(torch.optim, cls.__name__, None) is cls:
+            return None if cls is Optimizer else cls
+        inherited = {"state", "param_groups"}.union(*map(vars, bases))
+        if any(name in inherited for name in vars(cls) if not name.startswith("__")):
+            return None
+    return None
+
+
 def is_torch_class(optimizer: Optimizer) -> bool:
-    """Whether the class is one of ``torch.optim``'s own: its behaviour is known."""
-    cls = type(optimizer)
-    return getattr(torch.optim, cls.__name__, None) is cls
+    """Whether what ``optimizer`` does is known: see :func:`torch_class`."""
+    return torch_class(optimizer) is not None
 
 
 def works_on_matrices(optimizer: Optimizer) -> bool:
     """Whether a class of ``torch.optim`` updates whole matrices, not single elements."""
-    return type(optimizer).__name__ in _WHOLE
+    cls = torch_class(optimizer)
+    return cls is not None and cls.__name__ in _WHOLE
 
 
 def check_supported(optimizer: Optimizer) -> None:
@@ -169,11 +185,161 @@ def public_attributes(optimizer: Optimizer) -> dict[str, Any]:
     return {name: v for name, v in optimizer.__dict__.items() if name not in _PRIVATE}
 
 
-# --------------------------------------------------------------------------- probing
+# --------------------------------------------------------------------------- torch's own classes
+
+
+class _Declared:
+    """The entries that a class of ``torch.optim`` makes for one parameter."""
+
+    def __init__(self, group: dict[str, Any], dtype: torch.dtype, device: torch.device) -> None:
+        self.group, self._dtype, self._device = group, dtype, device
+        self.kinds: list[StateKind] = []
+
+    def scalar(self, name: str, *, on_device: bool, initial: float = 0.0, **more: Any) -> None:
+        """A 0-dim tensor: ``on_device``, or on the CPU."""
+        # Source: torch.optim.optimizer._get_scalar_dtype.
+        wide = torch.get_default_dtype() == torch.float64 and not self.group.get("fused")
+        dtype = torch.float64 if wide else torch.float32
+        on_device = on_device or self._device.type == "cpu"
+        self.kinds.append(StateKind(name, "scalar", dtype, on_device, initial, **more))
+
+    def step(self) -> None:
+        """``step``, which torch keeps on the CPU unless a kernel reads it."""
+        self.scalar("step", on_device=bool(self.group.get("capturable") or self.group.get("fused")))
+
+    def like(self, *names: str, initial: float = 0.0, **more: Any) -> None:
+        """Tensors of the parameter's shape."""
+        filling = complex(initial, initial) if self._dtype.is_complex and initial else initial
+        self.kinds += [StateKind(n, "like", self._dtype, initial=filling, **more) for n in names]
+
+    def option(self, name: str) -> float:
+        """A hyper-parameter as a number."""
+        return float(self.group[name])
+
+
+def _adadelta(state: _Declared) -> None:
+    state.step()
+    state.like("square_avg", "acc_delta")
+
+
+def _adagrad(state: _Declared) -> None:
+    state.step()
+    state.like("sum", initial=state.option("initial_accumulator_value"))
+
+
+def _adam(state: _Declared) -> None:
+    state.step()
+    state.like("exp_avg", "exp_avg_sq")
+    if state.group["amsgrad"]:
+        state.like("max_exp_avg_sq")
+
+
+def _adamax(state: _Declared) -> None:
+    state.step()
+    state.like("exp_avg", "exp_inf")
+
+
+def _asgd(state: _Declared) -> None:
+    state.scalar("step", on_device=True)
+    state.scalar("eta", on_device=True, initial=state.option("lr"), follows_option=True)
+    state.scalar("mu", on_device=True, initial=1.0)
+    state.like("ax")
+
+
+def _nadam(state: _Declared) -> None:
+    state.step()
+    state.scalar("mu_product", on_device=bool(state.group["capturable"]), initial=1.0)
+    state.like("exp_avg", "exp_avg_sq")
+
+
+def _radam(state: _Declared) -> None:
+    state.step()
+    state.like("exp_avg", "exp_avg_sq")
+
+
+def _rmsprop(state: _Declared) -> None:
+    state.step()
+    state.like("square_avg")
+    if state.group["momentum"] > 0:
+        state.like("momentum_buffer")
+    if state.group["centered"]:
+        state.like("grad_avg")
+
+
+def _rprop(state: _Declared) -> None:
+    state.step()
+    state.like("prev")
+    state.like("step_size", initial=state.option("lr"), follows_option=True)
+
+
+def _sgd(state: _Declared) -> None:
+    if state.group["momentum"] != 0:
+        state.like("momentum_buffer", initial=-0.0)  # see state.write
+
+
+def _muon(state: _Declared) -> None:
+    state.like("momentum_buffer", initial=-0.0)
+
+
+_DECLARED: Final[dict[str, Callable[[_Declared], None]]] = {
+    "Adadelta": _adadelta,
+    "Adagrad": _adagrad,
+    "Adam": _adam,
+    "AdamW": _adam,
+    "Adamax": _adamax,
+    "ASGD": _asgd,
+    "NAdam": _nadam,
+    "RAdam": _radam,
+    "RMSprop": _rmsprop,
+    "Rprop": _rprop,
+    "SGD": _sgd,
+    "Muon": _muon,
+}
+
+
+def has_schema(optimizer: Optimizer) -> bool:
+    """Whether state has entries that are known beforehand; not so for Adafactor, which keeps
+    factors of matrices, and for classes that torch may add."""
+    cls = torch_class(optimizer)
+    return cls is None or cls.__name__ in _DECLARED
+
+
+def schema_of(
+    optimizer: Optimizer, group: dict[str, Any], dtype: torch.dtype, device: torch.device
+) -> Schema:
+    """The schema of ``optimizer``'s class under ``group`` for parameters of ``dtype``.
+
+    A class that is not torch's is tried out, which takes 1 to 2 ms; the optimizer, its parameters
+    and the random state are left as they were.
+
+    Raises:
+        UnsupportedOptimizerError: ``capturable=True`` on the CPU.
+        StateSchemaError: such a class fails on a dense scratch vector, or keeps an entry that is
+            neither shaped like the parameter nor a single number.
+    """
+    cls = torch_class(optimizer)
+    if cls is not None:
+        if group.get("capturable") and not group.get("fused") and device.type == "cpu":
+            raise UnsupportedOptimizerError(
+                "capturable=True with parameters on the CPU",
+                reason="it is for steps that are captured on an accelerator",
+                remedy="build the optimizer with capturable=False",
+            )
+        state = _Declared(group, dtype, device)
+        _DECLARED[cls.__name__](state)
+        eager = cls.__name__ == "Adagrad"
+        return Schema(tuple(state.kinds), elementwise=cls.__name__ not in _WHOLE, eager=eager)
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices), torch.no_grad():
+        kinds, eager = _found_kinds(optimizer, group, dtype, device)
+    return Schema(kinds, elementwise=True, eager=eager)
+
+
+# --------------------------------------------------------------------------- other classes
 
 
 class _Recorder(dict):  # type: ignore[type-arg]
-    """State dict of the probe: keeps a copy of each value as it was when first set."""
+    """State of the scratch vector: keeps a copy of each value as it was when first set."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -184,77 +350,32 @@ class _Recorder(dict):  # type: ignore[type-arg]
             self.first[name] = value.clone() if isinstance(value, Tensor) else value
         super().__setitem__(name, value)
 
+    def setdefault(self, name: str, default: Any = None) -> Any:
+        """As of a dict, through :meth:`__setitem__`."""
+        if name not in self:
+            self[name] = default
+        return self[name]
 
-def probe(
+
+def _found_kinds(
     optimizer: Optimizer, group: dict[str, Any], dtype: torch.dtype, device: torch.device
-) -> Schema:
-    """The schema of ``optimizer``'s class under ``group`` for parameters of ``dtype``.
-
-    Costs 2 to 4 ms. The optimizer, its parameters and the random state are left as they were.
-
-    Raises:
-        StateSchemaError: the class fails on a dense scratch parameter, or keeps a kind of state
-            that is neither tensor nor number.
-    """
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices), torch.no_grad():
-        if is_torch_class(optimizer):
-            whole = works_on_matrices(optimizer)
-            shape = _MATRIX if whole else _VECTOR
-            kinds, eager = _kinds(optimizer, group, shape, dtype, device)
-            return Schema(kinds, elementwise=not whole, eager=eager)
-        try:
-            kinds, eager = _kinds(optimizer, group, _VECTOR, dtype, device)
-        except StateSchemaError:  # some classes take matrices only
-            kinds, eager = _kinds(optimizer, group, _MATRIX, dtype, device)
-            coupled = _is_coupled(optimizer, group, dtype, device, eager)
-            return Schema(kinds, elementwise=False, eager=eager, coupled=coupled)
-        of_matrix, _ = _kinds(optimizer, group, _MATRIX, dtype, device)
-        kinds = _for_all_shapes(kinds, of_matrix)
-        # A norm over all gradients may have the same bits however one parameter is cut.
-        coupled = _is_coupled(optimizer, group, dtype, device, eager)
-        elementwise = not coupled and _is_elementwise(optimizer, group, dtype, device, kinds, eager)
-    return Schema(kinds, elementwise=elementwise, eager=eager, coupled=coupled)
-
-
-def _kinds(
-    optimizer: Optimizer,
-    group: dict[str, Any],
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    device: torch.device,
 ) -> tuple[tuple[StateKind, ...], bool]:
-    """The state of a scratch parameter of ``shape``, and whether it is made at construction."""
-
-    def run(seed: int, seed_state: dict[str, Any] | None) -> _Run:
-        return _run(optimizer, group, [shape], dtype, device, seed, seed_state)
-
+    """The state of a scratch vector, and whether it is made at construction."""
+    existing: dict[str, Any] | None = None
     try:
         try:
-            runs, eager = [run(seed, None) for seed in (1, 2)], False
+            runs = [_run(optimizer, group, dtype, device, seed, existing) for seed in (1, 2)]
         except KeyError:
             if not (existing := _existing_state(optimizer, group, dtype)):
                 raise
-            runs, eager = [run(seed, existing) for seed in (1, 2)], True
+            runs = [_run(optimizer, group, dtype, device, seed, existing) for seed in (1, 2)]
     except Exception as error:
         raise StateSchemaError(
-            f"optimizer {type(optimizer).__name__}",
-            reason=f"its step failed on a {shape} scratch parameter: {error!r}",
-            remedy="offload only optimizers whose step works on any dense parameter",
+            f"optimizer {type(optimizer).__name__} with elementwise=True",
+            reason=f"its step failed on a vector of {_SCRATCH_NUMEL} elements: {error!r}",
+            remedy="leave elementwise=True out: the class then runs its own step on the device",
         ) from error
-    return _classify(optimizer, runs, shape, device), eager
-
-
-def _for_all_shapes(
-    of_vector: tuple[StateKind, ...], of_matrix: tuple[StateKind, ...]
-) -> tuple[StateKind, ...]:
-    """Kinds that vectors and matrices do not share (factored moments) are of unknown shape."""
-    shared = {(k.name, k.role) for k in of_vector} & {(k.name, k.role) for k in of_matrix}
-    every = {kind.name: kind for kind in (*of_vector, *of_matrix)}
-    return tuple(
-        kind if (kind.name, kind.role) in shared else replace(kind, role="other")
-        for kind in every.values()
-    )
+    return _classify(optimizer, runs, device), existing is not None
 
 
 def _existing_state(
@@ -276,84 +397,70 @@ def _existing_state(
     return None
 
 
-@dataclass
-class _Run:
-    parameters: list[Tensor]
-    states: list[_Recorder]
-    group: dict[str, Any]
-
-
 def _run(
     optimizer: Optimizer,
     group: dict[str, Any],
-    shapes: list[tuple[int, ...]],
     dtype: torch.dtype,
     device: torch.device,
     seed: int,
-    seed_state: dict[str, Any] | None,
-    steps: int = 1,
-    present: tuple[bool, ...] | None = None,
-) -> _Run:
-    """Steps of the class on scratch parameters that together hold the same 192 numbers;
-    ``present``: which of them have a gradient (default: all)."""
+    existing: dict[str, Any] | None,
+) -> _Recorder:
+    """The state after one step of the class on a scratch vector."""
     generator = torch.Generator().manual_seed(seed)
-    numbers = [torch.randn(PROBE_NUMEL, generator=generator, dtype=torch.float64)]
-    numbers += [torch.randn(PROBE_NUMEL, generator=generator, dtype=torch.float64) for _ in "ab"]
-    flat, *gradients = (n.to(dtype).to(device) for n in numbers)
-    cuts = [torch.Size(shape).numel() for shape in shapes]
-    scratch = [p.clone().view(s) for p, s in zip(flat.split(cuts), shapes, strict=True)]
+    scratch, gradient = (
+        torch.randn(_SCRATCH_NUMEL, generator=generator, dtype=torch.float64, device="cpu")
+        .to(dtype)
+        .to(device)
+        for _ in range(2)
+    )
     copied = {name: own_copy(v) for name, v in group.items() if name != "params"}
-    copied["params"] = scratch
-    shadow = make_shadow(optimizer, [copied])
+    shadow = make_shadow(optimizer, [{**copied, "params": [scratch]}])
     shadow.state = defaultdict(_Recorder)
-    for parameter in scratch:
-        for name, value in (seed_state or {}).items():
-            shadow.state[parameter][name] = _scratch_value(value, parameter)
-    for gradient in gradients[:steps]:
-        pieces = zip(
-            scratch, gradient.split(cuts), shapes, present or [True] * len(cuts), strict=True
-        )
-        for parameter, g, shape, has_gradient in pieces:
-            parameter.grad = g.clone().view(shape) if has_gradient else None
-        raw_step(type(optimizer))(shadow)
-    return _Run(scratch, [shadow.state[p] for p in scratch], copied)
+    for name, value in (existing or {}).items():
+        shadow.state[scratch][name] = _scratch_value(value, scratch)
+    scratch.grad = gradient
+    raw_step(type(optimizer))(shadow)
+    recorder: _Recorder = shadow.state[scratch]
+    return recorder
 
 
-def _scratch_value(value: Any, parameter: Tensor) -> Any:
+def _scratch_value(value: Any, scratch: Tensor) -> Any:
     if not isinstance(value, Tensor):
         return value
     if value.dim() == 0:
         return value.clone()
     first = value.flatten()[:1]
-    return torch.full_like(parameter, first.item() if first.numel() else 1.0, dtype=value.dtype)
+    return torch.full_like(scratch, first.item() if first.numel() else 1.0, dtype=value.dtype)
 
 
 def _classify(
-    optimizer: Optimizer, runs: list[_Run], shape: tuple[int, ...], device: torch.device
+    optimizer: Optimizer, runs: list[_Recorder], device: torch.device
 ) -> tuple[StateKind, ...]:
     kinds = []
-    first, second = (run.states[0].first for run in runs)
-    for name, value in runs[0].states[0].items():
+    for name, value in runs[0].items():
         if isinstance(value, bool | int | float):
             kinds.append(StateKind(name, "number"))
-        elif isinstance(value, Tensor):
-            role: Role = "other"
-            if tuple(value.shape) == shape:
-                role = "like"
-            elif value.dim() == 0:
-                role = "scalar"
-            initial = _constant(first.get(name), second.get(name))
+        elif isinstance(value, Tensor) and tuple(value.shape) in ((), (_SCRATCH_NUMEL,)):
+            role: Role = "like" if value.dim() else "scalar"
+            initial = _constant(*(run.first.get(name) for run in runs))
             same_device = value.device.type == device.type
             kinds.append(StateKind(name, role, value.dtype, same_device, initial))
         else:
             raise StateSchemaError(
-                f"state {name!r} of type {type(value).__name__} in {type(optimizer).__name__}",
-                reason="only tensors and numbers can be kept in flat memory",
-                remedy="keep this optimizer unwrapped",
+                f"state {name!r} of {type(optimizer).__name__} with elementwise=True",
+                reason=f"{_described(value)} for a vector of {_SCRATCH_NUMEL} elements: neither "
+                "shaped like the parameter nor a single number",
+                remedy="leave elementwise=True out: the class then runs its own step on the device",
             )
     if not any(kind.name == "step" for kind in kinds):  # see state.write
         kinds = [replace(k, initial=-0.0) if k.initial == 0 else k for k in kinds]
     return tuple(kinds)
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    return f"a {type(value).__name__}"
 
 
 def _constant(a: Any, b: Any) -> complex:
@@ -364,72 +471,3 @@ def _constant(a: Any, b: Any) -> complex:
     if bool((a == number).all()) and bool((b == number).all()):
         return number.item()
     return 0.0
-
-
-def _is_elementwise(
-    optimizer: Optimizer,
-    group: dict[str, Any],
-    dtype: torch.dtype,
-    device: torch.device,
-    kinds: tuple[StateKind, ...],
-    eager: bool,
-) -> bool:
-    """Whether the update of each element depends on that element alone, bit for bit."""
-    if any(kind.role == "other" for kind in kinds):
-        return False
-    seed_state = _existing_state(optimizer, group, dtype) if eager else None
-    outcomes = []
-    for shapes in ([(192,)], [(12, 16)], [(64,), (128,)], [(128,), (64,)]):
-        try:
-            run = _run(optimizer, group, shapes, dtype, device, 3, seed_state, steps=2)  # type: ignore[arg-type]
-        except Exception:  # any failure on a cut means: not element-wise
-            return False
-        outcomes.append(_flatten(run, kinds))
-    return all(
-        set(outcome) == set(outcomes[0])
-        and all(_same(outcome[name], outcomes[0][name]) for name in outcome)
-        for outcome in outcomes[1:]
-    )
-
-
-def _is_coupled(
-    optimizer: Optimizer,
-    group: dict[str, Any],
-    dtype: torch.dtype,
-    device: torch.device,
-    eager: bool,
-) -> bool:
-    """Whether a parameter is updated otherwise when another one is updated with it."""
-    seed_state = _existing_state(optimizer, group, dtype) if eager else None
-    shapes: list[tuple[int, ...]] = [(8, 12), (8, 12)]
-    both, *alone = (
-        _run(optimizer, group, shapes, dtype, device, 4, seed_state, steps=2, present=present)
-        for present in ((True, True), (True, False), (False, True))
-    )
-    return not all(
-        _same(run.parameters[index], both.parameters[index])
-        and run.states[index].keys() == both.states[index].keys()
-        and all(_same(v, both.states[index][name]) for name, v in run.states[index].items())
-        for index, run in enumerate(alone)
-    )
-
-
-def _flatten(run: _Run, kinds: tuple[StateKind, ...]) -> dict[str, Any]:
-    """Everything a run produced, free of how it was cut."""
-    result: dict[str, Any] = {"": torch.cat([p.flatten() for p in run.parameters])}
-    for kind in kinds:
-        values = [state[kind.name] for state in run.states]
-        if kind.role == "like":
-            result[kind.name] = torch.cat([v.flatten() for v in values])
-        else:  # all pieces must agree: they stand for one parameter
-            result[kind.name] = values[0] if all(_same(v, values[0]) for v in values) else object()
-    for name, value in run.group.items():
-        if name != "params":
-            result[f"group {name}"] = value
-    return result
-
-
-def _same(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return a.shape == b.shape and torch.equal(a, b)
-    return bool(a == b)

@@ -127,11 +127,16 @@ class Shadow:
     def _adopt(self, piece: Piece) -> None:
         """Copy state that the class created or replaced into the piece's own tensors."""
         got = self._shadow.state[piece.tensor]
-        if got.keys() != piece.state.keys():
+        if self._trusted and not got:
+            return  # SGD without momentum now: the class makes the buffer when it needs it
+        # An option of torch's that was switched off before the first step leaves an entry unused.
+        if got.keys() != piece.state.keys() and not (
+            self._trusted and got.keys() < piece.state.keys()
+        ):
             raise StateSchemaError(
                 f"state of {piece.record.fqn} with keys {sorted(got)}",
                 reason=f"{sorted(piece.state)} were reserved when the optimizer was wrapped",
-                remedy="do not change hyper-parameters that add or remove state; wrap again",
+                remedy="leave elementwise=True out, if the class is not torch's; else wrap again",
             )
         for name, value in got.items():
             target = piece.state[name]
@@ -143,7 +148,7 @@ class Shadow:
                         f"state {name!r} of {piece.record.fqn}",
                         reason=f"shape {getattr(value, 'shape', None)}, "
                         f"but {tuple(target.shape)} was reserved",
-                        remedy='keep this parameter resident: update_on=[..., "resident", ...]',
+                        remedy="leave elementwise=True out",
                     )
                 target.copy_(value)
             else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -39,6 +40,22 @@ def expose(record: Record) -> dict[str, Any]:
         view = record.tensors[name].view(record.info.local_shape)
         shown[name] = shards.like(record.parameter, view)
     return shown
+
+
+def copied(record: Record) -> dict[str, Any]:
+    """What :func:`write` needs to make the same state in other memory; of a parameter that never
+    stepped, the master alone."""
+    shown = expose(record)
+    show(record, shown)
+    if not record.pieces[0].stepped:
+        shown = {name: shown[name] for name in (REMAINDER, WHOLE) if name in shown}
+    single = {kind.name for kind in record.schema.kinds if kind.role != "like"}
+    return {
+        name: copy.deepcopy(value)
+        if name in single
+        else shards.like(record.parameter, shards.local(value).clone())
+        for name, value in shown.items()
+    }
 
 
 def _coded(record: Record) -> list[Moment]:

@@ -214,7 +214,7 @@ OWN = [torch.optim.Adafactor, own_optimizers.Lion, own_optimizers.GroupCounter]
 def test_native_state_and_classes_of_ones_own(tmp_path: Path, cls: Any) -> None:
     resumed = resumes_exactly(tmp_path, lambda seed=0: job(cls, seed=seed))
     natives = resumed[1].statistics().parameters.get("native", 0)
-    assert natives == (6 if cls is torch.optim.Adafactor else 0)
+    assert natives == 6
 
 
 def test_what_is_neither_parameter_nor_buffer(tmp_path: Path) -> None:

@@ -1,0 +1,109 @@
+"""Options that need more state than was reserved: set by a scheduler, or by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import CyclicLR, LRScheduler, OneCycleLR
+
+from fsdp_offload import HybridDeviceOptimizer
+from tests.twins import SHAPES, Twins
+
+LANES = ("resident", "streamed", "host")
+PRESENT = [True] * len(SHAPES)
+
+
+def sgd(groups: Any) -> Optimizer:
+    return torch.optim.SGD(groups, lr=0.1)
+
+
+def fused_sgd(groups: Any) -> Optimizer:
+    return torch.optim.SGD(groups, lr=0.1, fused=True)
+
+
+def twins_of(lane: str, build: Any = sgd, **wrap: Any) -> Twins:
+    plain = {"plain_build": fused_sgd} if lane == "host" and build is sgd else {}
+    return Twins(build, update_on=[lane] * len(SHAPES), **plain, **wrap)
+
+
+def one_cycle(optimizer: Optimizer) -> LRScheduler:
+    return OneCycleLR(optimizer, max_lr=0.2, total_steps=8)
+
+
+def cyclic(optimizer: Optimizer) -> LRScheduler:
+    return CyclicLR(optimizer, base_lr=0.05, max_lr=0.2, step_size_up=2)
+
+
+@pytest.mark.parametrize("lane", LANES)
+@pytest.mark.parametrize("schedule", [one_cycle, cyclic])
+def test_momentum_that_a_scheduler_sets_is_reserved_then(schedule: Any, lane: str) -> None:
+    twins = twins_of(lane)
+    schedulers = [schedule(twins.plain), schedule(twins.wrapped)]
+    assert twins.plain.param_groups[0]["momentum"] > 0
+    for _ in range(5):
+        twins.step(PRESENT)
+        for scheduler in schedulers:
+            scheduler.step()
+        twins.compare()
+    assert twins.lanes() == {lane}
+
+
+@pytest.mark.parametrize("lane", LANES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_momentum_may_come_and_go_in_the_middle_of_training(dtype: torch.dtype, lane: str) -> None:
+    """With dampening, which the first momentum step ignores; masters keep what they have."""
+    build = {"host": fused_sgd}.get(lane, sgd)
+    twins = twins_of(lane, build, dtypes=[dtype], plain_dtypes=[torch.float32])
+    for momentum in (0.0, 0.0, 0.9, 0.9, 0.0, 0.5):
+        twins.change(momentum=momentum, dampening=0.3 if momentum else 0.0)
+        twins.step(PRESENT)
+    twins.compare()
+
+
+def test_amsgrad_switched_on_before_the_first_step_is_reserved_then() -> None:
+    twins = Twins(lambda groups: torch.optim.AdamW(groups, lr=0.1))
+    twins.change(amsgrad=True)
+    twins.run(4)
+    assert "max_exp_avg_sq" in twins.wrapped.state[twins.mine[0]]
+
+
+def test_amsgrad_switched_off_before_the_first_step_leaves_its_entry_unused() -> None:
+    twins = Twins(lambda groups: torch.optim.AdamW(groups, lr=0.1, amsgrad=True))
+    twins.change(amsgrad=False)
+    for _ in range(3):
+        twins.step(PRESENT)
+    for mine, theirs in zip(twins.mine, twins.theirs, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def sharded(overlap: str) -> list[float]:
+    """Losses of an FSDP2 model with momentum from a scheduler."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
+    for layer in (model[0], model[2], model):
+        fully_shard(layer)
+    optimizer: Optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if overlap:
+        optimizer = HybridDeviceOptimizer(optimizer, model=model, overlap=overlap)
+    scheduler = OneCycleLR(optimizer, max_lr=0.2, total_steps=8)
+    losses = []
+    for step in range(5):
+        loss = model(torch.full((4, 8), 0.1 * step)).square().sum()
+        loss.backward()
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        losses.append(float(loss))
+    return losses
+
+
+def test_momentum_set_by_a_scheduler_with_every_overlap(ranks: Any) -> None:
+    pool = ranks(2)
+    expected = pool.run(sharded, "")
+    for overlap in ("step", "forward", "backward"):
+        assert pool.run(sharded, overlap) == expected, overlap
