@@ -143,7 +143,6 @@ class HybridDeviceOptimizer(Leaving, Optimizer):
         self._overlap: Overlap | None = None
         self._region = state_region
         self._absence = OptimizerAbsence(self._gateway, self._config.transfer, state_region)
-        self._clip: Tensor | None = None  # coefficient for the next step
         self._steps, self._step_ms = 0, 0.0
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self._inventory = Inventory(
@@ -242,9 +241,6 @@ class HybridDeviceOptimizer(Leaving, Optimizer):
             if work.ready[record.index] is None:
                 work.gradients[record.index] = gradient_of(record)
         count_empty_shards(self._records, self._never_have_gradients, work.gradients)
-        work.snapshot.clip, self._clip = self._clip, None
-        if work.snapshot.clip is not None:
-            work.snapshot.prepare(work.gradients)
         return work
 
     def _begin(self) -> Work:
@@ -400,7 +396,6 @@ class HybridDeviceOptimizer(Leaving, Optimizer):
                 self._health.check()
             self._refuse_if_taken("zero_grad() before step()")
             self._overlap.clear_spent()
-        self._clip = None
         super().zero_grad(set_to_none)
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -495,11 +490,10 @@ class HybridDeviceOptimizer(Leaving, Optimizer):
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> Tensor:
-        """As ``torch.nn.utils.clip_grad_norm_`` over all parameters, with its bits.
+        """As ``torch.nn.utils.clip_grad_norm_`` over all parameters, with its bits, in place.
 
-        The norm is taken here, with one all-reduce per sharded axis of each mesh; gradients are
-        multiplied where the next ``step()`` reads them, so ``.grad`` itself stays as it is until
-        then. Parameters that lie on several meshes, which torch refuses, count together.
+        One all-reduce per sharded axis of each mesh. Parameters that lie on several meshes, which
+        torch refuses, count together.
 
         Returns:
             The norm before clipping: 0-dim, a replicated DTensor where gradients are DTensors.
@@ -513,7 +507,7 @@ class HybridDeviceOptimizer(Leaving, Optimizer):
             [p for group in self.param_groups for p in group["params"]]
         )
         norm = clipping.total_norm(gradients, norm_type, error_if_nonfinite=error_if_nonfinite)
-        self._clip = clipping.coefficient(norm, max_norm)
+        clipping.scale(gradients, clipping.coefficient(norm, max_norm))
         return norm
 
     @property
