@@ -335,6 +335,7 @@ class HybridDeviceOptimizer(Leaving, Optimizer):
         """Live state per parameter, after all transfers: tensors over host or device memory."""
         if self._built:
             self._settle()
+            self._follow_shards()
             self._state_was_read = True
             for record in self._records:
                 state_io.show(record, self._shown[record.parameter])
@@ -348,6 +349,18 @@ class HybridDeviceOptimizer(Leaving, Optimizer):
                 reason="state lives in memory that was reserved at construction",
                 remedy="use load_state_dict(), or write into the tensors in place",
             )
+
+    def _follow_shards(self) -> None:
+        """Whole masters follow weights that the caller has written, as they do in an update."""
+        with torch.no_grad():
+            for segment in self._segments:
+                for bucket in segment.host.buckets if segment.host is not None else ():
+                    if int(bucket.observe()) != int(bucket.expected):
+                        bucket.reseed()
+                        bucket.trust_shards()
+            for record in self._records:
+                if record.form is MasterForm.WHOLE and record.lane != "host":
+                    state_io.follow_shard(record)
 
     def _adopt_writes(self) -> None:
         """Follow what the caller did to the state that it was shown: written, or dropped."""
@@ -565,6 +578,7 @@ class HybridDeviceOptimizer(Leaving, Optimizer):
         """
         self._settle()
         self._set_masters_from_weights(self._records)
+        self._forget_frozen_masters()
 
     def statistics(self) -> Statistics:
         """What is held where, and what the last step did."""
@@ -735,7 +749,8 @@ class HybridDeviceOptimizer(Leaving, Optimizer):
         """What is shown of new members; ``frozen``: trained before, frozen, now trained again."""
         for record in records:
             if found := frozen.get(record.parameter):
-                state_io.write(record, found)
+                # Its weight may have been replaced meanwhile, and nobody compared the two.
+                state_io.write(record, state_io.agreeing(record, found))
         return {record.parameter: state_io.expose(record) for record in records}
 
     def accumulate(self) -> contextlib.AbstractContextManager[None]:
@@ -795,6 +810,8 @@ class HybridDeviceOptimizer(Leaving, Optimizer):
         if before is not None:
             changed = (loading.weight_checksums(records) != before).tolist()
             records = [r for r, differs in zip(records, changed, strict=True) if differs]
+        else:
+            self._forget_frozen_masters()
         self._set_masters_from_weights(records)
 
     def _ignores_module_loads(self) -> bool:
@@ -809,6 +826,13 @@ class HybridDeviceOptimizer(Leaving, Optimizer):
         with torch.no_grad():
             for record in records:
                 state_io.write_master(record, {})
+
+    def _forget_frozen_masters(self) -> None:
+        """Masters that were loaded for parameters which are not trained now."""
+        for parameter, shown in self._shown.items():
+            if parameter not in self._reserved and is_torch_class(self._inner):
+                for form in (MasterForm.REMAINDER, MasterForm.WHOLE):
+                    shown.pop(form.value, None)
 
     def _trust_shards(self) -> None:
         for segment in self._segments:
