@@ -129,6 +129,7 @@ class Overlap:
     def attach(self, records: Sequence[Record], segments: Sequence[Segment]) -> None:
         """Tell gates and segments of each other, whenever records are added."""
         by_parameter = {record.parameter: record for record in records}
+        self._spent = {p: spent for p, spent in self._spent.items() if p in by_parameter}
         for rank, gate in enumerate(self.gates):
             assert gate.group is not None
             found = (by_parameter.pop(p, None) for p in gate.group.parameters)

@@ -411,6 +411,18 @@ def _has_stepped(record: Record, values: Mapping[str, Any]) -> bool:
     return not all(_is_initial(kind, values.get(kind.name)) for kind in kinds)
 
 
+def is_fresh(record: Record) -> bool:
+    """Whether the parameter has never been updated, here or where its state came from."""
+    if not record.schema.eager:
+        return not record.pieces[0].stepped
+    shown = expose(record)
+    return float(shown.get("step", 0)) == 0 and all(
+        kind.initial is None or _is_initial(kind, shown[kind.name])
+        for kind in record.schema.kinds
+        if kind.name != "step"
+    )
+
+
 def _is_initial(kind: StateKind, value: Any) -> bool:
     """Whether every element is the initial one. Without a step count that is a negative zero,
     which arithmetic all but never leaves in every element and which others take for a zero."""
