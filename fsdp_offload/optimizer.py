@@ -250,6 +250,8 @@ class HybridDeviceOptimizer(Leaving, Optimizer):
         self._follow_groups()
         if late := [m for m in self._inventory.trainable() if m[0] not in self._reserved]:
             self._extend(late)  # unfrozen after wrapping
+        if not self._had_gradient:
+            self._check_first()
         work = self._overlap.work if self._overlap is not None else None
         if work is None:
             work = self._begin()
@@ -259,8 +261,6 @@ class HybridDeviceOptimizer(Leaving, Optimizer):
         for record in self._records:
             if work.ready[record.index] is None:
                 work.gradients[record.index] = gradient_of(record)
-        if not self._had_gradient:
-            self._check_first()
         count_empty_shards(self._records, self._never_have_gradients, work.gradients)
         return work
 
