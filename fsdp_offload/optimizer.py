@@ -62,6 +62,7 @@ from .wrapping import (
     gateway_of,
     make_inert,
     modules_of,
+    ordinary_tensors,
     refuse_bound_steps,
     share_hooks,
 )
@@ -145,8 +146,7 @@ class HybridDeviceOptimizer(Leaving, Optimizer):
         self._gateway = gateway_of(p for group in optimizer.param_groups for p in group["params"])
         self._inner, self._health = optimizer, Health()
         self._segments: list[Segment] = []
-        self._closers: list[Callable[[], object]] = []  # of memory; they run once, at the latest
-        # when this optimizer is no longer used
+        self._closers: list[Callable[[], object]] = []  # each gives memory back, once
         self._records: list[Record] = []
         self._never_have_gradients: list[Record] = []
         self._reserved: set[Tensor] = set()
@@ -164,16 +164,27 @@ class HybridDeviceOptimizer(Leaving, Optimizer):
         self._had_gradient = False  # of any parameter, in any step
         self._inventory = self._new_inventory()
         try:
-            self._overlap = make_overlap(self, optimizer, models, self._config, self._gateway)
-            if self._own_step is None:
-                self._extend(self._inventory.trainable())
-                self._take_over()
-            else:
-                self._shown = optimizer.state
-                self._own_step.warn(self._config, self._gateway.device)
+            with ordinary_tensors():
+                self._build()
         except BaseException:
             self._give_back()
             raise
+        self._connect()
+        self._built = True
+
+    def _build(self) -> None:
+        """Reserve state and take that of the wrapped optimizer over."""
+        self._overlap = make_overlap(self, self._inner, self._models, self._config, self._gateway)
+        if self._own_step is None:
+            self._extend(self._inventory.trainable())
+            self._take_over()
+        else:
+            self._shown = self._inner.state
+            self._own_step.warn(self._config, self._gateway.device)
+
+    def _connect(self) -> None:
+        """Let the wrapped optimizer and the models speak to this one."""
+        optimizer, models = self._inner, self._models
         share_hooks(optimizer, self)
         make_inert(optimizer, self)
         optimizer.state = self._shown
@@ -186,7 +197,6 @@ class HybridDeviceOptimizer(Leaving, Optimizer):
             weakref.finalize(self, self._shown.clear)
             refuse_bound_steps(optimizer)
         self._closers.append(weakref.finalize(self, self._absence.close))
-        self._built = True
 
     # ------------------------------------------------------------------ the step
 
@@ -249,7 +259,8 @@ class HybridDeviceOptimizer(Leaving, Optimizer):
         """Gradients and a snapshot; whatever can be refused is refused here."""
         self._follow_groups()
         if late := [m for m in self._inventory.trainable() if m[0] not in self._reserved]:
-            self._extend(late)  # unfrozen after wrapping
+            with ordinary_tensors():
+                self._extend(late)  # unfrozen after wrapping
         if not self._had_gradient:
             self._check_first()
         work = self._overlap.work if self._overlap is not None else None
@@ -335,7 +346,8 @@ class HybridDeviceOptimizer(Leaving, Optimizer):
         self._closers.append(weakref.finalize(self, self._absence.close))
         self._shown.update(state)
         self._inventory = self._new_inventory()
-        self._extend(self._inventory.trainable())
+        with ordinary_tensors():
+            self._extend(self._inventory.trainable())
 
     def _new_inventory(self) -> Inventory:
         return Inventory(
@@ -494,7 +506,8 @@ class HybridDeviceOptimizer(Leaving, Optimizer):
         group = len(self.param_groups) - 1
         try:
             check_supported(self._inner)
-            self._extend([m for m in self._inventory.trainable() if m[1] == group])
+            with ordinary_tensors():
+                self._extend([m for m in self._inventory.trainable() if m[1] == group])
         except BaseException:
             self.param_groups.pop()
             self._members = Members(self.param_groups)

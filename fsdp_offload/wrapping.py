@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -238,6 +239,14 @@ def gateway_of(parameters: Iterable[Tensor]) -> Gateway:
             remedy="move them to one device, or wrap one optimizer per device",
         )
     return gateway_for(next(iter(devices)))
+
+
+@contextlib.contextmanager
+def ordinary_tensors() -> Iterator[None]:
+    """Inside, memory is made as outside of ``inference_mode``, ``with torch.device(...)`` and
+    ``torch.set_default_device``: it outlives them."""
+    with torch.inference_mode(False), torch.device("cpu"):
+        yield
 
 
 def share_hooks(inner: Optimizer, wrapper: Optimizer) -> None:

@@ -3,6 +3,7 @@ followed."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import logging
@@ -496,6 +497,65 @@ def test_a_step_method_that_was_kept_from_before_wrapping_is_refused() -> None:
         step()
     assert optimizer.statistics().steps == 2
     optimizer.close()
+
+
+# --------------------------------------------------------------------------- torch's modes
+
+MODES: dict[str, Callable[[], Any]] = {
+    "inference_mode": torch.inference_mode,
+    "no_grad": torch.no_grad,
+    "meta": lambda: torch.device("meta"),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("lane", LANES)
+@pytest.mark.parametrize("mode", MODES)
+def test_wrapping_under_a_mode_of_torch_is_wrapping(
+    mode: str, lane: str, dtype: torch.dtype
+) -> None:
+    models_, optimizers = [make().to(dtype), make().to(dtype)], list[Any]()
+    for model, context in zip(models_, (contextlib.nullcontext, MODES[mode]), strict=True):
+        inner = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+        with context():
+            optimizers.append(HybridDeviceOptimizer(inner, model, update_on=lane, transfer=SMALL))
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        optimizers[-1].step()
+    for a, b in zip(*(m.parameters() for m in models_), strict=True):
+        assert torch.equal(a, b)
+        assert b.device.type == "cpu"
+    for optimizer in optimizers:
+        for state in optimizer.state.values():
+            assert all(not v.is_inference() for v in state.values())
+        optimizer.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("lane", LANES)
+def test_a_default_device_is_not_where_state_is_made(lane: str, dtype: torch.dtype) -> None:
+    models_, optimizers = [make().to(dtype), make().to(dtype)], list[Any]()
+    for model, device in zip(models_, ("cpu", "meta"), strict=True):
+        inner = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+        gradients = [torch.ones_like(p) for p in model.parameters()]
+        torch.set_default_device(device)
+        try:
+            optimizer = HybridDeviceOptimizer(inner, model, update_on=lane, transfer=SMALL)
+            for _ in range(2):
+                for p, gradient in zip(model.parameters(), gradients, strict=True):
+                    p.grad = gradient.clone()
+                optimizer.clip_grad_norm_(1.0)
+                optimizer.step()
+            saved = copy.deepcopy(optimizer.state_dict())
+            optimizer.load_state_dict(saved)
+            optimizer.synchronize()
+        finally:
+            torch.set_default_device(None)
+        optimizers.append(optimizer)
+    for a, b in zip(*(m.parameters() for m in models_), strict=True):
+        assert torch.equal(a, b)
+    for optimizer in optimizers:
+        optimizer.close()
 
 
 # --------------------------------------------------------------------------- who keeps whom
