@@ -1,4 +1,4 @@
-"""Norm and coefficient of gradient clipping, with the bits of ``torch.nn.utils.clip_grad_norm_``.
+"""Gradient clipping, with the bits of ``torch.nn.utils.clip_grad_norm_``.
 
 [Note: the order of torch's reductions]
 torch takes the norm of each gradient's shard, stacks those of all gradients to one vector, then,
@@ -12,15 +12,17 @@ Other than torch: gradients may lie on several meshes, beside plain tensors, or 
 rank (torch has no infinity norm of those); what is returned is replicated, never pending a
 reduction.
 
-[Note: where the coefficient goes]
-``.grad`` is left as it is. Multiplying it is a pass over all gradients that reads and writes each;
-the bucket's update reads them anyway and multiplies there, rounded to the gradient's dtype as
-torch's ``grad.mul_`` does.
+[Note: in place]
+``.grad`` is multiplied, as torch does. The update reads gradients anyway and could multiply there;
+but a coefficient that is kept for later meets gradients that it was not computed from, as soon as
+they are replaced, added to, or clipped again in between. The pass reads and writes every gradient
+once: about 2 ms for 1.33 G bf16 elements on an H200.
 """
 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -98,7 +100,7 @@ def coefficient(total_norm: Tensor, max_norm: float) -> Tensor:
     """What gradients of norm ``total_norm`` are multiplied by: ``max_norm`` over it, at most 1.
 
     Returns:
-        0-dim plain tensor of the norm's dtype and device; see :func:`factor_for`.
+        0-dim plain tensor of the norm's dtype and device.
 
     Raises:
         ConfigError: ``max_norm`` is NaN or negative.
@@ -111,10 +113,12 @@ def coefficient(total_norm: Tensor, max_norm: float) -> Tensor:
     return torch.clamp(limit / (shards.local(total_norm) + 1e-6), max=1.0)
 
 
-def factor_for(coefficient: Tensor, dtype: torch.dtype) -> Tensor:
-    """``coefficient`` as torch's ``gradient.mul_`` reads it for a gradient of ``dtype``.
-
-    Of another dtype than the gradient it is first rounded to it, but not on the CPU, where torch
-    multiplies half precision by the fp32 value. The product is then rounded to ``dtype``.
-    """
-    return coefficient if coefficient.device.type == "cpu" else coefficient.to(dtype)
+@torch.no_grad()
+def scale(gradients: Sequence[Tensor], coefficient: Tensor) -> None:
+    """Multiply ``gradients`` in place by ``coefficient``, with the rounding of torch's clipping."""
+    alike = defaultdict[tuple[torch.device, torch.dtype], list[Tensor]](list)
+    for gradient in gradients:
+        shard = shards.local(gradient)
+        alike[shard.device, shard.dtype].append(shard)
+    for (device, _), some in alike.items():
+        torch._foreach_mul_(some, coefficient.to(device))

@@ -6,9 +6,10 @@ Each value is explained under its field. Sizes accept an ``int`` in bytes or a s
 
 from __future__ import annotations
 
+import difflib
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Final, Literal
 
 import torch
@@ -307,3 +308,32 @@ class OffloadConfig:
         if given is None:
             return 0 if self.overlap == "step" else DEFAULT_PREFETCH_BYTES
         return int(given)
+
+
+def check_keywords(unknown: Mapping[str, object], known: Iterable[str]) -> None:
+    """Refuse keywords that :class:`HybridDeviceOptimizer` does not have.
+
+    Args:
+        unknown: name and value of each.
+        known: the names that it has.
+
+    Raises:
+        ConfigError: a field of one of the configurations.
+        TypeError: no such name anywhere; names the nearest one.
+    """
+    places = {
+        entry.name: (argument, kind.__name__)
+        for argument, kind in (("transfer", TransferConfig), ("precision", PrecisionConfig))
+        for entry in fields(kind)
+    }
+    for name, value in unknown.items():
+        if name in places:
+            argument, kind = places[name]
+            raise ConfigError(
+                f"{name}={value!r}",
+                reason=f"an option of {kind}",
+                remedy=f"pass {argument}={kind}({name}={value!r})",
+            )
+        near = difflib.get_close_matches(name, [*known, *places], n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise TypeError(f"HybridDeviceOptimizer has no argument {name!r}{hint}")

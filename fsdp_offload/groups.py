@@ -33,6 +33,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from .device import Event, Gateway, Stream
@@ -174,9 +175,12 @@ class Group:
         if has_new:
             try:
                 watcher.before_reduce(index)
-            except BaseException:
+            except Exception as error:
+                # FSDP2 ends this backward as any other, without these gradients, and stays usable.
                 self._drop_new_gradients()
-                raise
+                original(*unused)
+                _raise_after_backward(error)
+                return
         with without_tables(), self._reducing() as reduce_stream:
             original(*unused)
         if has_new and self._reduces():
@@ -229,6 +233,17 @@ class Group:
         raw = self._raw
         reduces = raw.reduce_grads and raw.all_reduce_grads
         return bool(reduces and self._state._state_ctx.is_last_backward)
+
+
+def _raise_after_backward(error: Exception) -> None:
+    """Raise from the running ``backward()``, when FSDP2's own last callbacks have run."""
+    engine: Any = torch.autograd.Variable._execution_engine
+
+    def fail() -> None:
+        raise error
+
+    # Those of other roots may be queued behind the first: the second is the last one.
+    engine.queue_callback(lambda: engine.queue_callback(fail))
 
 
 def _unwatch(

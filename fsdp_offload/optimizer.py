@@ -3,7 +3,7 @@
 Usage::
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
-    optimizer = HybridDeviceOptimizer(optimizer, model=model)
+    optimizer = HybridDeviceOptimizer(optimizer, model)
 
 Guarantees: the numbers are those of the wrapped optimizer (bit for bit in the device lanes; of
 torch's CPU kernel in the host lane); a parameter without gradient is not touched; shards are
@@ -17,6 +17,7 @@ capture of ``step()``, copying or pickling the wrapper, use in a forked process.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import time
 import weakref
@@ -31,7 +32,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from . import clipping, loading, shards
 from .absence import OptimizerAbsence, StateRegion
-from .config import OffloadConfig, PrecisionConfig, TransferConfig
+from .config import OffloadConfig, PrecisionConfig, TransferConfig, check_keywords
 from .device import Event
 from .errors import (
     ConfigError,
@@ -53,11 +54,16 @@ from .pipeline.shadow import step_idle_groups
 from .plan import Plan
 from .report import Statistics, gather
 from .wrapping import (
+    Members,
+    changed_groups_error,
+    check_any_gradient,
     check_holds,
     check_wrappable,
     gateway_of,
     make_inert,
     modules_of,
+    ordinary_tensors,
+    refuse_bound_steps,
     share_hooks,
 )
 
@@ -107,8 +113,8 @@ class HybridDeviceOptimizer(Leaving, Optimizer):
     def __init__(
         self,
         optimizer: Optimizer,
-        *,
         model: nn.Module | Sequence[nn.Module] | None = None,
+        *,
         elementwise: bool = False,
         offload_fraction: float | None = None,
         device_budget: int | str | None = None,
@@ -118,7 +124,9 @@ class HybridDeviceOptimizer(Leaving, Optimizer):
         transfer: TransferConfig | None = None,
         plan: Plan | None = None,
         state_region: StateRegion | None = None,
+        **unknown: object,
     ) -> None:
+        check_keywords(unknown, inspect.signature(type(self)).parameters)
         self._config = OffloadConfig.make(
             offload_fraction=offload_fraction,
             device_budget=device_budget,
@@ -128,11 +136,17 @@ class HybridDeviceOptimizer(Leaving, Optimizer):
             transfer=transfer,
         )
         check_wrappable(optimizer)
-        models = modules_of(model)
+        self._models = models = modules_of(model)
         check_holds(optimizer, models)
+        if not models:
+            _log.warning(
+                "HybridDeviceOptimizer without model=: no parameter names, no overlap with forward "
+                "and backward, and loads into the module are not noticed"
+            )
         self._gateway = gateway_of(p for group in optimizer.param_groups for p in group["params"])
         self._inner, self._health = optimizer, Health()
         self._segments: list[Segment] = []
+        self._closers: list[Callable[[], object]] = []  # each gives memory back, once
         self._records: list[Record] = []
         self._never_have_gradients: list[Record] = []
         self._reserved: set[Tensor] = set()
@@ -143,23 +157,34 @@ class HybridDeviceOptimizer(Leaving, Optimizer):
         self._overlap: Overlap | None = None
         self._region = state_region
         self._absence = OptimizerAbsence(self._gateway, self._config.transfer, state_region)
-        self._clip: Tensor | None = None  # coefficient for the next step
         self._steps, self._step_ms = 0, 0.0
         super().__init__(optimizer.param_groups, optimizer.defaults)
-        self._inventory = Inventory(
-            optimizer, models, self._config, self._gateway.device, saved=plan
-        )
+        self._plan = plan
+        self._members = Members(self.param_groups)
+        self._had_gradient = False  # of any parameter, in any step
+        self._inventory = self._new_inventory()
         try:
-            self._overlap = make_overlap(self, optimizer, models, self._config, self._gateway)
-            if self._own_step is None:
-                self._extend(self._inventory.trainable())
-                self._take_over()
-            else:
-                self._shown = optimizer.state
-                self._own_step.warn(self._config, self._gateway.device)
+            with ordinary_tensors():
+                self._build()
         except BaseException:
             self._give_back()
             raise
+        self._connect()
+        self._built = True
+
+    def _build(self) -> None:
+        """Reserve state and take that of the wrapped optimizer over."""
+        self._overlap = make_overlap(self, self._inner, self._models, self._config, self._gateway)
+        if self._own_step is None:
+            self._extend(self._inventory.trainable())
+            self._take_over()
+        else:
+            self._shown = self._inner.state
+            self._own_step.warn(self._config, self._gateway.device)
+
+    def _connect(self) -> None:
+        """Let the wrapped optimizer and the models speak to this one."""
+        optimizer, models = self._inner, self._models
         share_hooks(optimizer, self)
         make_inert(optimizer, self)
         optimizer.state = self._shown
@@ -170,8 +195,8 @@ class HybridDeviceOptimizer(Leaving, Optimizer):
             loading.watch_module_reads(models, self, before="_before_module_read")
         if self._own_step is None:
             weakref.finalize(self, self._shown.clear)
-        weakref.finalize(self, self._absence.close)
-        self._built = True
+            refuse_bound_steps(optimizer)
+        self._closers.append(weakref.finalize(self, self._absence.close))
 
     # ------------------------------------------------------------------ the step
 
@@ -220,6 +245,8 @@ class HybridDeviceOptimizer(Leaving, Optimizer):
     def _step_by_class(self, closure: Callable[[], Any] | None) -> Any:
         """``step()`` of a class that is not torch's."""
         assert self._own_step is not None
+        if closure is None and not self._had_gradient:
+            self._check_first()
         began = time.perf_counter()
         loss = self._own_step.step(closure)
         self._shown = self._inner.state
@@ -230,8 +257,12 @@ class HybridDeviceOptimizer(Leaving, Optimizer):
 
     def _collect(self) -> Work:
         """Gradients and a snapshot; whatever can be refused is refused here."""
+        self._follow_groups()
         if late := [m for m in self._inventory.trainable() if m[0] not in self._reserved]:
-            self._extend(late)  # unfrozen after wrapping
+            with ordinary_tensors():
+                self._extend(late)  # unfrozen after wrapping
+        if not self._had_gradient:
+            self._check_first()
         work = self._overlap.work if self._overlap is not None else None
         if work is None:
             work = self._begin()
@@ -242,10 +273,86 @@ class HybridDeviceOptimizer(Leaving, Optimizer):
             if work.ready[record.index] is None:
                 work.gradients[record.index] = gradient_of(record)
         count_empty_shards(self._records, self._never_have_gradients, work.gradients)
-        work.snapshot.clip, self._clip = self._clip, None
-        if work.snapshot.clip is not None:
-            work.snapshot.prepare(work.gradients)
         return work
+
+    def _check_first(self) -> None:
+        """Refuse to update nothing at all, or not what the model trains: see the error.
+
+        The decision is this rank's own, so shards that are empty here say nothing.
+        """
+        held = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
+        found = any(shards.whole_gradient(p) is not None for p in held)
+        if found or any(shards.local(p).numel() for p in held):
+            if not any(map(shards.never_has_gradient, held)):
+                check_any_gradient(self._inner, self._models, self._inventory.names)
+        self._had_gradient = found
+
+    def _follow_groups(self) -> None:
+        """Follow parameters that the caller has exchanged in ``param_groups``.
+
+        Before the first update, state is reserved anew; later it would be that of others.
+
+        Raises:
+            ConfigError: ``param_groups`` is another list.
+            StateSchemaError: parameters were removed, replaced or moved after an update.
+            AwayError: it is offloaded meanwhile.
+        """
+        if self._own_step is not None:
+            return  # it looks at its groups itself
+        if self._inner.param_groups is not self.param_groups:
+            raise ConfigError(
+                "assignment to param_groups",
+                reason="the wrapper and the optimizer that it wraps share one list of groups",
+                remedy="change groups in place: optimizer.param_groups[:] = ...",
+            )
+        if self._members.are_same(self.param_groups):
+            return
+        if gone := self._members.gone(self.param_groups):
+            is_new = not self._steps and (self._overlap is None or not self._overlap.has_taken)
+            if not is_new or self._is_needed(gone):
+                raise changed_groups_error(gone, self._inventory.names)
+            self._absence.check("a change of param_groups")
+            self._reserve_anew()
+        self._members = Members(self.param_groups)
+
+    def _is_needed(self, gone: Sequence[Tensor]) -> bool:
+        """Whether parameters that no group has any more come with state of an earlier run."""
+        kept = {id(p) for group in self.param_groups for p in group["params"]}
+        lost = {p for p in gone if id(p) not in kept}
+        return any(
+            record.parameter in lost and not state_io.is_fresh(record) for record in self._records
+        )
+
+    def _reserve_anew(self) -> None:
+        """As at construction, for the parameters that the groups have now; state is kept."""
+        self._drain_quietly()
+        self._adopt_writes()
+        kept = {id(p): p for group in self.param_groups for p in group["params"]}
+        recorded = {record.parameter for record in self._records}
+        state = {p: s for p, s in self._shown.items() if s and id(p) in kept and p not in recorded}
+        for record in self._records:
+            if id(record.parameter) in kept and not state_io.is_fresh(record):
+                shown = state_io.expose(record)
+                state_io.show(record, shown)
+                state[record.parameter] = {
+                    n: v.clone() if isinstance(v, Tensor) else v for n, v in shown.items()
+                }
+        for close in self._closers:
+            close()
+        for holder in (self._closers, self._segments, self._records, self._reserved, self._shown):
+            holder.clear()
+        self._gateway = gateway_of(kept.values())
+        self._absence = OptimizerAbsence(self._gateway, self._config.transfer, self._region)
+        self._closers.append(weakref.finalize(self, self._absence.close))
+        self._shown.update(state)
+        self._inventory = self._new_inventory()
+        with ordinary_tensors():
+            self._extend(self._inventory.trainable())
+
+    def _new_inventory(self) -> Inventory:
+        return Inventory(
+            self._inner, self._models, self._config, self._gateway.device, saved=self._plan
+        )
 
     def _begin(self) -> Work:
         """An iteration, before its first gradient is read."""
@@ -339,6 +446,7 @@ class HybridDeviceOptimizer(Leaving, Optimizer):
         """Live state per parameter, after all transfers: tensors over host or device memory."""
         if self._built:
             self._settle()
+            self._follow_shards()
             self._state_was_read = True
             for record in self._records:
                 state_io.show(record, self._shown[record.parameter])
@@ -352,6 +460,18 @@ class HybridDeviceOptimizer(Leaving, Optimizer):
                 reason="state lives in memory that was reserved at construction",
                 remedy="use load_state_dict(), or write into the tensors in place",
             )
+
+    def _follow_shards(self) -> None:
+        """Whole masters follow weights that the caller has written, as they do in an update."""
+        with torch.no_grad():
+            for segment in self._segments:
+                for bucket in segment.host.buckets if segment.host is not None else ():
+                    if int(bucket.observe()) != int(bucket.expected):
+                        bucket.reseed()
+                        bucket.trust_shards()
+            for record in self._records:
+                if record.form is MasterForm.WHOLE and record.lane != "host":
+                    state_io.follow_shard(record)
 
     def _adopt_writes(self) -> None:
         """Follow what the caller did to the state that it was shown: written, or dropped."""
@@ -374,6 +494,7 @@ class HybridDeviceOptimizer(Leaving, Optimizer):
         """Add a group as torch does; its state is reserved at once."""
         if self._built:
             self.check_present("add_param_group()")
+            self._follow_groups()
             self._refuse_if_taken("add_param_group() before step()")
         if self._built and self._own_step is not None:
             self._own_step.call("add_param_group", param_group)
@@ -381,12 +502,15 @@ class HybridDeviceOptimizer(Leaving, Optimizer):
         super().add_param_group(param_group)
         if not self._built:
             return
+        self._members = Members(self.param_groups)
         group = len(self.param_groups) - 1
         try:
             check_supported(self._inner)
-            self._extend([m for m in self._inventory.trainable() if m[1] == group])
+            with ordinary_tensors():
+                self._extend([m for m in self._inventory.trainable() if m[1] == group])
         except BaseException:
             self.param_groups.pop()
+            self._members = Members(self.param_groups)
             raise
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -400,7 +524,6 @@ class HybridDeviceOptimizer(Leaving, Optimizer):
                 self._health.check()
             self._refuse_if_taken("zero_grad() before step()")
             self._overlap.clear_spent()
-        self._clip = None
         super().zero_grad(set_to_none)
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -442,6 +565,7 @@ class HybridDeviceOptimizer(Leaving, Optimizer):
             self._own_step.call("load_state_dict", state_dict)
             self.param_groups, self._shown = self._inner.param_groups, self._inner.state
             return
+        self._follow_groups()
         loaded: Any = dict(state_dict)
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             replaced = pre_hook(self, loaded)
@@ -495,11 +619,10 @@ class HybridDeviceOptimizer(Leaving, Optimizer):
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> Tensor:
-        """As ``torch.nn.utils.clip_grad_norm_`` over all parameters, with its bits.
+        """As ``torch.nn.utils.clip_grad_norm_`` over all parameters, with its bits, in place.
 
-        The norm is taken here, with one all-reduce per sharded axis of each mesh; gradients are
-        multiplied where the next ``step()`` reads them, so ``.grad`` itself stays as it is until
-        then. Parameters that lie on several meshes, which torch refuses, count together.
+        One all-reduce per sharded axis of each mesh. Parameters that lie on several meshes, which
+        torch refuses, count together.
 
         Returns:
             The norm before clipping: 0-dim, a replicated DTensor where gradients are DTensors.
@@ -513,7 +636,7 @@ class HybridDeviceOptimizer(Leaving, Optimizer):
             [p for group in self.param_groups for p in group["params"]]
         )
         norm = clipping.total_norm(gradients, norm_type, error_if_nonfinite=error_if_nonfinite)
-        self._clip = clipping.coefficient(norm, max_norm)
+        clipping.scale(gradients, clipping.coefficient(norm, max_norm))
         return norm
 
     @property
@@ -571,6 +694,7 @@ class HybridDeviceOptimizer(Leaving, Optimizer):
         """
         self._settle()
         self._set_masters_from_weights(self._records)
+        self._forget_frozen_masters()
 
     def statistics(self) -> Statistics:
         """What is held where, and what the last step did."""
@@ -628,8 +752,10 @@ class HybridDeviceOptimizer(Leaving, Optimizer):
 
         Raises:
             SpentGradientError: between a backward that updated parameters and ``step()``.
+            StateSchemaError: see :meth:`_follow_groups`.
         """
         self.synchronize()
+        self._follow_groups()
         if self._overlap is not None and self._overlap.has_taken:
             raise SpentGradientError(
                 "the optimizer's state, asked for before step()",
@@ -718,7 +844,7 @@ class HybridDeviceOptimizer(Leaving, Optimizer):
             except BaseException:
                 segment.close()
                 raise
-        weakref.finalize(self, segment.close)
+        self._closers.append(weakref.finalize(self, segment.close))
         self._segments.append(segment)
         self._records = everything
         self._never_have_gradients = [
@@ -741,7 +867,8 @@ class HybridDeviceOptimizer(Leaving, Optimizer):
         """What is shown of new members; ``frozen``: trained before, frozen, now trained again."""
         for record in records:
             if found := frozen.get(record.parameter):
-                state_io.write(record, found)
+                # Its weight may have been replaced meanwhile, and nobody compared the two.
+                state_io.write(record, state_io.agreeing(record, found))
         return {record.parameter: state_io.expose(record) for record in records}
 
     def accumulate(self) -> contextlib.AbstractContextManager[None]:
@@ -801,6 +928,8 @@ class HybridDeviceOptimizer(Leaving, Optimizer):
         if before is not None:
             changed = (loading.weight_checksums(records) != before).tolist()
             records = [r for r, differs in zip(records, changed, strict=True) if differs]
+        else:
+            self._forget_frozen_masters()
         self._set_masters_from_weights(records)
 
     def _ignores_module_loads(self) -> bool:
@@ -815,6 +944,15 @@ class HybridDeviceOptimizer(Leaving, Optimizer):
         with torch.no_grad():
             for record in records:
                 state_io.write_master(record, {})
+
+    def _forget_frozen_masters(self) -> None:
+        """Masters that were loaded for parameters which are not trained now."""
+        if not is_torch_class(self._inner):
+            return  # its state may have entries of these names
+        for parameter, shown in self._shown.items():
+            if parameter not in self._reserved:
+                for form in (MasterForm.REMAINDER, MasterForm.WHOLE):
+                    shown.pop(form.value, None)
 
     def _trust_shards(self) -> None:
         for segment in self._segments:

@@ -31,7 +31,7 @@ from .pipeline.records import Record, Work
 from .pipeline.schema import is_torch_class, works_on_matrices
 from .pipeline.streamed import Mark, best_ms_per_byte
 from .plan.order import assumed_ready_ms
-from .spent import SpentGradient, is_spent, spent_error
+from .spent import SpentGradient, another_backward_error, is_spent
 
 ASSUMED_MS_PER_BYTE: Final = 1 / 50e6
 """Of the link, each way, until it has been measured: PCIe 5 x16."""
@@ -129,6 +129,7 @@ class Overlap:
     def attach(self, records: Sequence[Record], segments: Sequence[Segment]) -> None:
         """Tell gates and segments of each other, whenever records are added."""
         by_parameter = {record.parameter: record for record in records}
+        self._spent = {p: spent for p, spent in self._spent.items() if p in by_parameter}
         for rank, gate in enumerate(self.gates):
             assert gate.group is not None
             found = (by_parameter.pop(p, None) for p in gate.group.parameters)
@@ -137,7 +138,9 @@ class Overlap:
         self._ungated.records = list(by_parameter.values())
         for record in records:
             if record.parameter not in self._spent and record.parameter not in by_parameter:
-                self._spent[record.parameter] = SpentGradient(record.parameter, record.fqn)
+                spent = SpentGradient(record.parameter, record.fqn)
+                spent.in_backward = self._in_backward
+                self._spent[record.parameter] = spent
         members = [frozenset(r.index for r in gate.records) for gate in self._all_gates()]
         for segment in segments:
             segment.watch_gates(members)
@@ -280,7 +283,7 @@ class Overlap:
             if is_spent(record.parameter.grad):
                 if (owner := self._find_owner()) is not None:
                     owner.check_usable()
-                raise spent_error("another backward()", record.fqn)
+                raise another_backward_error(record.fqn, is_stepped=not self.has_taken)
 
     def after_reduce(self, index: int, reduced: Event, stream: Stream) -> None:
         """See :class:`.groups.Watcher`."""

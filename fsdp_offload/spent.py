@@ -7,12 +7,22 @@ no-ops, and a second backward would silently start anew where torch accumulates.
 
 from __future__ import annotations
 
-from typing import Any, NoReturn, Self
+import sys
+from types import FrameType
+from typing import Any, Final, NoReturn, Self
 
 import torch
 from torch import Tensor
 
 from .errors import OffloadError, SpentGradientError
+
+_USERS: Final = {
+    "clip_grad_norm_": "clip_grad_norm_",
+    "clip_grads_with_norm_": "clip_grad_norm_",
+    "clip_grad_value_": "clip_grad_value_",
+    "_unscale_grads_": "GradScaler.unscale_",
+}
+"""Functions that change all gradients, and what callers call them."""
 
 
 class StandIn(Tensor):
@@ -73,10 +83,16 @@ class StandIn(Tensor):
 class SpentGradient(StandIn):
     """Stands for a gradient that the optimizer has consumed."""
 
+    in_backward = False
+
+    def refusal(self, use: str) -> OffloadError:
+        """See :class:`StandIn`."""
+        return spent_error(use, self.fqn, in_backward=self.in_backward)
+
     @classmethod
     def refusal_of(cls, use: str, fqn: str) -> OffloadError:
         """See :class:`StandIn`."""
-        return spent_error(use, fqn)
+        return spent_error(use, fqn, in_backward=False)
 
 
 def _find(values: Any) -> StandIn | None:
@@ -87,15 +103,61 @@ def _find(values: Any) -> StandIn | None:
     return None
 
 
-def spent_error(use: str, fqn: str) -> SpentGradientError:
-    """The error of somebody who used the gradient of ``fqn``."""
+def spent_error(use: str, fqn: str, *, in_backward: bool) -> SpentGradientError:
+    """The error of a caller who used the gradient of ``fqn``.
+
+    Args:
+        use: what was called on it.
+        fqn: whose gradient it is.
+        in_backward: it was consumed as soon as it was there, not in ``step()``.
+    """
+    by = _user()
+    if in_backward:
+        return SpentGradientError(
+            f'{by or use} with overlap="backward"'
+            if by
+            else f'{use} of the gradient of {fqn} with overlap="backward"',
+            reason=f"the gradient of {fqn} was used for its update as soon as it was there",
+            remedy='use overlap="forward", which updates in step()',
+        )
     return SpentGradientError(
-        f"{use} with the gradient of {fqn}",
-        reason="the optimizer has consumed it: it updates parameters while gradients arrive "
-        '(overlap="backward") or after step() has returned (overlap="forward")',
-        remedy="call zero_grad() after step(); accumulate inside optimizer.accumulate(); clip with "
-        'overlap="forward", before step(); read gradients before step(), or use overlap="step"',
+        f"{by} after step()" if by else f"{use} of the gradient of {fqn} after step()",
+        reason=f"step() has consumed the gradient of {fqn}",
+        remedy=f"call {by} before step()" if by else "read gradients before step()",
     )
+
+
+def another_backward_error(fqn: str, *, is_stepped: bool) -> SpentGradientError:
+    """The error of a caller who calls backward() while ``.grad`` of ``fqn`` is consumed.
+
+    Args:
+        fqn: of the first such parameter.
+        is_stepped: whether ``step()`` was called since.
+    """
+    if is_stepped:
+        return SpentGradientError(
+            "another backward() after step()",
+            reason=f"step() has consumed the gradient of {fqn}, so nothing can be added to it; "
+            "what this backward() has computed was dropped",
+            remedy="call zero_grad() after step()",
+        )
+    return SpentGradientError(
+        'gradients that come in parts with overlap="backward"',
+        reason=f"the gradient of {fqn} was used for its update as soon as it was there, so nothing "
+        "can be added to it; what this backward() has computed was dropped",
+        remedy="run every backward() but the last before step() inside "
+        "`with optimizer.accumulate():`, also one in which a module is used twice",
+    )
+
+
+def _user() -> str | None:
+    """Which well-known function is using a gradient, by the names on the calling stack."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if found := _USERS.get(frame.f_code.co_name):
+            return found
+        frame = frame.f_back
+    return None
 
 
 def is_spent(gradient: Tensor | None) -> bool:

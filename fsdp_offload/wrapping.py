@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from . import shards
 from .device import Gateway, gateway_for
-from .errors import ClosedError, ConfigError, DeviceError, UnsupportedParameterError
+from .errors import ConfigError, DeviceError, StateSchemaError, UnsupportedParameterError
 from .pipeline.schema import check_supported
 
 _FORWARDED: Final = ("step", "zero_grad", "state_dict", "load_state_dict", "add_param_group")
@@ -33,11 +36,18 @@ def check_wrappable(optimizer: object) -> None:
         ConfigError: not an optimizer, wrapped before, or without trainable parameters.
         UnsupportedOptimizerError: see :func:`check_supported`.
     """
+    _refuse_facade(optimizer)
+    if isinstance(optimizer, nn.Module):
+        raise ConfigError(
+            f"optimizer of type {type(optimizer).__name__}",
+            reason="a module, where the optimizer is expected",
+            remedy="give the optimizer first: HybridDeviceOptimizer(optimizer, model)",
+        )
     if not isinstance(optimizer, Optimizer):
         raise ConfigError(
             f"optimizer of type {type(optimizer).__name__}",
             reason="not a torch.optim.Optimizer",
-            remedy="build one first: HybridDeviceOptimizer(torch.optim.AdamW(...), model=model)",
+            remedy="build one first: HybridDeviceOptimizer(torch.optim.AdamW(...), model)",
         )
     if getattr(optimizer, "is_offloaded", False) or getattr(
         optimizer.__dict__.get("step"), "forwards_to_wrapper", False
@@ -53,6 +63,35 @@ def check_wrappable(optimizer: object) -> None:
             "an optimizer with no trainable parameter",
             reason="there is no state to offload",
             remedy="build it after fully_shard, from parameters with requires_grad=True",
+        )
+
+
+def _refuse_facade(optimizer: object) -> None:
+    """Refuse an object that calls the step of another optimizer, which it holds: its own class says
+    nothing about the update.
+
+    Raises:
+        ConfigError: Accelerate's, Lightning's, or a class of the caller's that does the same.
+    """
+    for name in ("optimizer", "_optimizer"):
+        held = getattr(optimizer, name, None)
+        if not isinstance(held, Optimizer) or held is optimizer or isinstance(optimizer, nn.Module):
+            continue
+        mine = getattr(optimizer, "param_groups", [])
+        parameters = {id(p) for group in mine for p in group["params"]}
+        if not any(id(p) in parameters for group in held.param_groups for p in group["params"]):
+            continue
+        if getattr(held, "is_offloaded", False):
+            raise ConfigError(
+                f"{type(optimizer).__name__} around a wrapped optimizer",
+                reason="it is wrapped already",
+                remedy="use it as it is",
+            )
+        raise ConfigError(
+            f"{type(optimizer).__name__} around {type(held).__name__}",
+            reason="it calls the step of the optimizer that it holds, and that one keeps the state",
+            remedy=f"wrap that one: optimizer.{name} = "
+            f"HybridDeviceOptimizer(optimizer.{name}, model)",
         )
 
 
@@ -89,13 +128,90 @@ def check_holds(optimizer: Optimizer, models: Sequence[nn.Module]) -> None:
         ConfigError: it was built before ``fully_shard``, or for another model.
     """
     named = shards.parameter_names(models)
-    held = (p for group in optimizer.param_groups for p in group["params"])
-    if named and not any(parameter in named for parameter in held):
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    if not named or any(parameter in named for parameter in held):
+        return
+    what = f"model= with {len(named)} parameters, none of them in the optimizer"
+    shapes = sorted(tuple(parameter.shape) for parameter in named)
+    are_sharded = shards.fsdp_parameters(models) or any(isinstance(p, DTensor) for p in named)
+    same_shapes = {tuple(parameter.shape) for parameter in held} <= set(shapes)
+    if are_sharded and same_shapes and not any(isinstance(p, DTensor) for p in held):
         raise ConfigError(
-            f"model= with {len(named)} parameters, none of them in the optimizer",
-            reason="fully_shard replaces parameters, and the optimizer has other ones",
+            what,
+            reason="fully_shard replaces parameters, and the optimizer has those of before",
             remedy="call fully_shard, then build the optimizer, then wrap it",
         )
+    raise ConfigError(
+        what,
+        reason="the optimizer was built from the parameters of another module",
+        remedy="pass the module whose parameters() the optimizer was built from",
+    )
+
+
+def check_any_gradient(
+    optimizer: Optimizer, models: Sequence[nn.Module], names: Mapping[Tensor, str]
+) -> None:
+    """Refuse a first step with nothing to do: another model is being trained.
+
+    Args:
+        optimizer: none of its parameters has a gradient, or those named in ``models`` that were
+            replaced there have none.
+        models: as they are now.
+        names: of its parameters, when it was wrapped.
+
+    Raises:
+        ConfigError: parameters were replaced in ``models``; or none has a gradient at all.
+    """
+    held = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    now = {name: parameter for parameter, name in shards.parameter_names(models).items()}
+    without = [p for p in held if shards.whole_gradient(p) is None]
+    replaced = [p for p in without if now.get(names.get(p, ""), p) is not p]
+    if replaced:
+        raise ConfigError(
+            f"step() of {names[replaced[0]]} and {len(replaced) - 1} other parameters that the "
+            "model no longer has",
+            reason="model= has other parameters of these names, which have been trained instead: "
+            "fully_shard was called after the optimizer was wrapped",
+            remedy="call fully_shard, then build the optimizer, then wrap it",
+        )
+    if len(without) < len(held):
+        return
+    order = "" if models else "; if fully_shard is used, call it before the optimizer is built"
+    raise ConfigError(
+        f"first step() of {len(held)} parameters, of which none ever had a gradient",
+        reason="no backward() has reached them, so there is nothing to update",
+        remedy=f"call backward() before step(), on the model that the optimizer has{order}",
+    )
+
+
+class Members:
+    """Which parameter is in which group of an optimizer, as it was when it was last looked at."""
+
+    def __init__(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        self._groups = [list(group["params"]) for group in groups]  # keeps them: ids stay theirs
+        self._ids = [list(map(id, group)) for group in self._groups]
+
+    def are_same(self, groups: Sequence[Mapping[str, Any]]) -> bool:
+        """Whether nothing has changed. Costs about 30 us per 1000 parameters."""
+        return self._ids == [list(map(id, group["params"])) for group in groups]
+
+    def gone(self, groups: Sequence[Mapping[str, Any]]) -> list[Tensor]:
+        """Those that are not in the group any more that they were in."""
+        now = [set(map(id, group["params"])) for group in groups]
+        now += [set()] * (len(self._groups) - len(now))
+        pairs = zip(self._groups, now, strict=False)
+        return [p for before, after in pairs for p in before if id(p) not in after]
+
+
+def changed_groups_error(gone: Sequence[Tensor], names: Mapping[Tensor, str]) -> StateSchemaError:
+    """The error of a caller who changed groups when parameters had been updated already."""
+    return StateSchemaError(
+        f"param_groups in which {names.get(gone[0], 'a parameter')} and {len(gone) - 1} others are "
+        "not where they were",
+        reason="parameters were removed, replaced or moved after they had been updated, and state "
+        "belongs to a parameter and its group",
+        remedy="put them back; to stop training some, call requires_grad_(False) on them",
+    )
 
 
 def gateway_of(parameters: Iterable[Tensor]) -> Gateway:
@@ -125,6 +241,14 @@ def gateway_of(parameters: Iterable[Tensor]) -> Gateway:
     return gateway_for(next(iter(devices)))
 
 
+@contextlib.contextmanager
+def ordinary_tensors() -> Iterator[None]:
+    """Inside, memory is made as outside of ``inference_mode``, ``with torch.device(...)`` and
+    ``torch.set_default_device``: it outlives them."""
+    with torch.inference_mode(False), torch.device("cpu"):
+        yield
+
+
 def share_hooks(inner: Optimizer, wrapper: Optimizer) -> None:
     """Hooks registered on either run once, with the wrapper as their argument."""
     for name in _HOOKS:
@@ -133,24 +257,39 @@ def share_hooks(inner: Optimizer, wrapper: Optimizer) -> None:
 
 
 def make_inert(inner: Optimizer, wrapper: Optimizer) -> None:
-    """Forward the inner optimizer's methods and share its groups with the wrapper."""
-    reference = weakref.ref(wrapper)
+    """Forward the inner optimizer's methods and share its groups with the wrapper.
+
+    The wrapper lives as long as the inner one: callers keep either. Both refer to each other, so
+    that Python's cyclic collector frees them; ``close()`` gives memory back at once.
+    """
     for name in _FORWARDED:
-        inner.__dict__[name] = _forwarder(name, reference)
+        inner.__dict__[name] = _forwarder(name, wrapper)
     inner.param_groups = wrapper.param_groups
     # Else a GradScaler would leave unscaling to a fused step that no longer runs on the inner one.
     inner.__dict__["_step_supports_amp_scaling"] = False
 
 
-def _forwarder(name: str, reference: weakref.ref[Optimizer]) -> Callable[..., Any]:
+def refuse_bound_steps(inner: Optimizer) -> None:
+    """Refuse a step of the inner optimizer's class that the caller took before wrapping."""
+    inner.register_step_pre_hook(functools.partial(_refuse_bound_step, weakref.ref(inner)))
+
+
+def _refuse_bound_step(find_inner: Callable[[], Optimizer | None], stepped: Any, *_: Any) -> None:
+    """Refuse the class's own step on the inner optimizer. Hooks are shared; the wrapper's passes.
+
+    Raises:
+        ConfigError: the caller kept ``optimizer.step`` from before wrapping.
+    """
+    if stepped is find_inner():
+        raise ConfigError(
+            f"a step method of {type(stepped).__name__} that was kept from before wrapping",
+            reason="it knows nothing of the state, which is offloaded; nothing was updated",
+            remedy="wrap first, and take optimizer.step afterwards",
+        )
+
+
+def _forwarder(name: str, wrapper: Optimizer) -> Callable[..., Any]:
     def forward(*args: Any, **kwargs: Any) -> Any:
-        wrapper = reference()
-        if wrapper is None:
-            raise ClosedError(
-                f"{name}() of a wrapped optimizer",
-                reason="its HybridDeviceOptimizer no longer exists",
-                remedy="keep a reference to the wrapper for as long as you train",
-            )
         return getattr(wrapper, name)(*args, **kwargs)
 
     forward.__name__ = name

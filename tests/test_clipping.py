@@ -9,16 +9,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from fsdp_offload import HybridDeviceOptimizer
-from fsdp_offload.clipping import coefficient, factor_for, gradients_of, total_norm
+from fsdp_offload.clipping import coefficient, gradients_of, scale, total_norm
 from fsdp_offload.errors import ConfigError, NonFiniteGradientError
-from fsdp_offload.pipeline.engine import Segment
 from fsdp_offload.testing import RankPool
 from tests.fsdp import models
 from tests.fsdp.models import check, check_same
@@ -47,14 +45,15 @@ def check_clipping(gradients: Sequence[Tensor], p: float, what: str, max_norm: f
     if isinstance(found, DTensor):
         check(all(x.is_replicate() for x in found.placements), f"{what}: {found.placements}")
     clip_grads_with_norm_(parameters, max_norm, expected)
-    scale = coefficient(found, max_norm)
-    check(type(scale) is Tensor and scale.dim() == 0, f"{what}: coefficient is {scale!r}")
-    for i, (gradient, parameter) in enumerate(zip(gradients, parameters, strict=True)):
+    factor = coefficient(found, max_norm)
+    check(type(factor) is Tensor and factor.dim() == 0, f"{what}: coefficient is {factor!r}")
+    scaled = [gradient.detach().clone() for gradient in gradients]
+    scale(scaled, factor)
+    for i, (gradient, parameter) in enumerate(zip(scaled, parameters, strict=True)):
         if isinstance(gradient, DTensor) and any(x.is_partial() for x in gradient.placements):
-            continue  # torch scales it otherwise; an update sums it before it scales it
+            continue  # torch sums it first
         assert parameter.grad is not None
-        scaled = models.local(gradient) * factor_for(scale, gradient.dtype)
-        check_same(scaled, models.local(parameter.grad), f"{what}, gradient {i}")
+        check_same(models.local(gradient), models.local(parameter.grad), f"{what}, gradient {i}")
 
 
 def n_all_reduces(gradients: Sequence[Tensor], p: float) -> int:
@@ -290,40 +289,101 @@ def test_experts_that_are_unused_on_some_ranks_do_not_hang(ranks: Ranks) -> None
     assert results[2] == results[3]
 
 
-# --------------------------------------------------------------------------- gradients stay
+# --------------------------------------------------------------------------- what is clipped
+
+MAX_NORM = 0.1
+LANES = [{"update_on": "device"}, {"update_on": "host"}, {"offload_fraction": 0.0}]
 
 
-def scale_of_a_model() -> None:
-    model = fully_shard(nn.Linear(5, 7), mesh=models.flat_mesh(2))
-    model(torch.ones(2, 5)).sum().backward()
-    before = [models.bits(p.grad).clone() for p in model.parameters()]
-    coefficient(total_norm(gradients_of(model.parameters())), 0.1)
-    after = [models.bits(p.grad) for p in model.parameters()]
-    check(all(map(torch.equal, before, after)), "gradients were changed")
+def fill(parameters: Sequence[Tensor], seed: int) -> None:
+    for i, parameter in enumerate(parameters):
+        generator = torch.Generator().manual_seed(100 * seed + i)
+        parameter.grad = torch.randn(parameter.shape, generator=generator)
 
 
-def test_gradients_are_read_only(ranks: Ranks) -> None:
-    ranks(2).run(scale_of_a_model)
+def twins(**options: Any) -> tuple[Any, Any, Any]:
+    """A plain SGD, a model of the same weights, and its wrapper; gradients are there."""
+    torch.manual_seed(0)
+    plain, mine = nn.Linear(30, 20), nn.Linear(30, 20)
+    mine.load_state_dict(plain.state_dict())
+    reference = torch.optim.SGD(plain.parameters(), lr=1.0, momentum=0.9)
+    inner = torch.optim.SGD(mine.parameters(), lr=1.0, momentum=0.9)
+    optimizer = HybridDeviceOptimizer(inner, model=mine, **options)
+    for model in (plain, mine):
+        fill(list(model.parameters()), 0)
+    return reference, optimizer, mine
 
 
-def test_the_coefficient_is_rounded_before_any_update_runs(
-    monkeypatch: pytest.MonkeyPatch,
+def held(optimizer: Any) -> list[Any]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def clip(optimizer: Any, max_norm: float = MAX_NORM) -> Tensor:
+    if isinstance(optimizer, HybridDeviceOptimizer):
+        return optimizer.clip_grad_norm_(max_norm)
+    return nn.utils.clip_grad_norm_(held(optimizer), max_norm)
+
+
+def new_gradients(optimizer: Any, model: Any) -> None:
+    fill(held(optimizer), 1)
+
+
+def by_none(optimizer: Any, model: Any) -> None:
+    for parameter in held(optimizer):
+        parameter.grad = None
+    fill(held(optimizer), 1)
+
+
+def by_model(optimizer: Any, model: Any) -> None:
+    if model is not None:
+        model.zero_grad()
+    else:
+        by_none(optimizer, model)
+    fill(held(optimizer), 1)
+
+
+def by_inner(optimizer: Any, model: Any) -> None:
+    getattr(optimizer, "_inner", optimizer).zero_grad()
+    fill(held(optimizer), 1)
+
+
+def added_to(optimizer: Any, model: Any) -> None:
+    before = [parameter.grad for parameter in held(optimizer)]
+    fill(held(optimizer), 1)
+    for parameter, gradient in zip(held(optimizer), before, strict=True):
+        parameter.grad += gradient
+
+
+def again(optimizer: Any, model: Any) -> None:
+    norm = clip(optimizer, math.inf)
+    assert abs(norm.item() - MAX_NORM) < 1e-4, "the second call sees clipped gradients"
+
+
+def torchs(optimizer: Any, model: Any) -> None:
+    nn.utils.clip_grad_norm_(held(optimizer), MAX_NORM / 2)
+
+
+def looked_at(optimizer: Any, model: Any) -> None:
+    norm = nn.utils.get_total_norm([p.grad for p in held(optimizer)])
+    assert abs(norm.item() - MAX_NORM) < 1e-4
+
+
+AFTER = [new_gradients, by_none, by_model, by_inner, added_to, again, torchs, looked_at]
+
+
+@pytest.mark.parametrize("lane", LANES, ids=str)
+@pytest.mark.parametrize("after", AFTER, ids=lambda f: f.__name__)
+def test_clipping_speaks_of_the_gradients_that_were_there(
+    after: Callable[[Any, Any], None], lane: dict[str, Any]
 ) -> None:
-    """Once, on the caller's stream: parameters that were added later are updated on another one."""
-    parameters = [nn.Parameter(torch.ones(64, dtype=dtype)) for dtype in (BF16, FP32)]
-    inner = torch.optim.AdamW(parameters[:1], fused=True)
-    optimizer = HybridDeviceOptimizer(inner)
-    optimizer.add_param_group({"params": parameters[1:]})
-    for parameter in parameters:
-        parameter.grad = torch.ones_like(parameter)
-    run, seen = Segment.run, list[set[Any]]()
-
-    def noted(self: Segment, work: Any, *rest: Any) -> None:
-        seen.append({key for key in work.snapshot.derived if "factor" in key})
-        run(self, work, *rest)
-
-    monkeypatch.setattr(Segment, "run", noted)
-    optimizer.clip_grad_norm_(0.1)
-    optimizer.step()
-    assert seen == [{("factor", BF16), ("factor", FP32)}] * 2
+    """Whatever becomes of them, or of others, before step() is as in torch."""
+    reference, optimizer, model = twins(**lane)
+    norms = [clip(each) for each in (reference, optimizer)]
+    assert torch.equal(*norms)
+    after(reference, None)
+    after(optimizer, model)
+    for each in (reference, optimizer):
+        each.step()
+    for mine, plain in zip(held(optimizer), held(reference), strict=True):
+        assert torch.equal(mine, plain)
     optimizer.close()

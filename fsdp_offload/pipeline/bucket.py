@@ -122,35 +122,20 @@ def copy_present(
     targets: Sequence[Tensor],
     sources: Sequence[Tensor | None],
     gradients: Sequence[Tensor | None],
-    scale: Tensor | None = None,
-    flat: Tensor | None = None,
 ) -> None:
     """Copy (and cast) each source into its target where the piece has a gradient.
 
     Args:
         targets: 1-D, contiguous, of one dtype.
-        sources: 1-D, contiguous, floating where there is a ``scale``.
+        sources: 1-D, contiguous.
         gradients: only where these are not None.
-        scale: 0-dim, on the same device; multiplies the sources on the way, which stay as they
-            are. Each product is rounded to the source's dtype, as when torch clips gradients.
-        flat: memory that holds all targets: where there are many, one kernel multiplies them.
     """
     if any(gradient is None for gradient in gradients):
         present = [i for i, gradient in enumerate(gradients) if gradient is not None]
         targets, sources = [targets[i] for i in present], [sources[i] for i in present]
-    if not targets:
-        return
-    some: Any = sources
-    dtype = some[0].dtype
-    if scale is not None and (
-        flat is None or len(some) <= FEW or any(source.dtype != dtype for source in some)
-    ):
-        for target, source in zip(targets, some, strict=True):
-            codec.copy_scaled(source, scale, target, source.dtype)
-        return
-    torch._foreach_copy_(list(targets), some)
-    if scale is not None and flat is not None:
-        codec.copy_scaled(flat, scale, flat, dtype)
+    if targets:
+        some: Any = sources
+        torch._foreach_copy_(list(targets), some)
 
 
 class BucketUpdate:
@@ -303,22 +288,18 @@ class BucketUpdate:
         return [flat[s.scratch_start : s.scratch_start + s.numel] for s in self.bucket.slices]
 
     def run(self, gradients: list[Tensor | None], snapshot: Snapshot) -> None:
-        """Update the bucket's parameters and state. ``gradients``: per piece, 1-D or None.
-
-        With ``snapshot.clip`` gradients count multiplied by it; those that need no cast are
-        multiplied in place, as torch does.
-        """
+        """Update the bucket's parameters and state. ``gradients``: per piece, 1-D or None."""
         if self._reduced is not None and self._reduced.run(gradients, snapshot):
             return
         self._unpack_moments(gradients)
         parts = self._parts_at_once(gradients)
         if parts is not None:
-            self._shadow.step(self._unpack_at_once(parts, gradients, snapshot), snapshot)
+            self._shadow.step(self._unpack_at_once(parts, gradients), snapshot)
             self._pack_at_once(parts)
         else:
             is_complete = all(gradient is not None for gradient in gradients)
             self._unpack()
-            self._shadow.step(self._prepare(gradients, snapshot.clip, is_complete), snapshot)
+            self._shadow.step(self._prepare(gradients, is_complete), snapshot)
             self._pack(gradients, is_complete)
         self._pack_moments(gradients)
 
@@ -329,7 +310,7 @@ class BucketUpdate:
         return self._tables.parts(gradients)
 
     def _unpack_at_once(
-        self, parts: Sequence[TablePart], gradients: Sequence[Tensor | None], snapshot: Snapshot
+        self, parts: Sequence[TablePart], gradients: Sequence[Tensor | None]
     ) -> list[Tensor | None]:
         """:meth:`_unpack` and :meth:`_prepare`."""
         kernels, given = triton_kernels(), gradients[0]
@@ -338,7 +319,7 @@ class BucketUpdate:
         assert self._gradients is not None
         for part in parts:
             kernels.unpack_table(
-                *part, snapshot.factor(given.dtype), self._flat_master, self._flat_gradient,
+                *part, self._flat_master, self._flat_gradient,
                 bf16_gradient=given.dtype == torch.bfloat16,
             )  # fmt: skip
         return list(self._gradients)
@@ -375,16 +356,12 @@ class BucketUpdate:
         for value, remainder, master in self._codes:
             codec.decode(value, remainder, master)
 
-    def _prepare(
-        self, gradients: list[Tensor | None], clip: Tensor | None, is_complete: bool
-    ) -> list[Tensor | None]:
-        """Gradients in the compute dtype, clipped, in the form that the class sees."""
+    def _prepare(self, gradients: list[Tensor | None], is_complete: bool) -> list[Tensor | None]:
+        """Gradients in the compute dtype, in the form that the class sees."""
         given = gradients
         if self._gradients is not None:
-            copy_present(self._gradients, gradients, gradients, clip, self._flat_gradient)
+            copy_present(self._gradients, gradients, gradients)
             gradients = list(self._gradients)
-        elif clip is not None:
-            torch._foreach_mul_([g for g in gradients if g is not None], clip)
         if not is_complete or self._is_shaped:
             gradients = [
                 None if had is None or gradient is None else shaped(piece.record, gradient)

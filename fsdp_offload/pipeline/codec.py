@@ -52,22 +52,6 @@ def round_to_value(master: Tensor, value: Tensor) -> None:
         value.view(torch.int16).copy_(_rounded(master))
 
 
-def copy_scaled(source: Tensor, scale: Tensor, target: Tensor, rounding: torch.dtype) -> None:
-    """``target[:] = source * scale``, each product rounded to ``rounding`` first.
-
-    The arithmetic of ``torch._foreach_mul_(gradients, scale)`` on gradients of dtype ``rounding``,
-    with which torch clips them: ``source`` has that dtype, or its numbers in a wider one.
-    1-D, same numel, contiguous, floating; ``scale``: 0-dim, on the same device. They may be one.
-    """
-    if rounding == target.dtype:
-        torch.mul(source, scale, out=target)
-    elif target.is_cuda and rounding.itemsize == 2 and (kernels := triton_kernels()) is not None:
-        # Where the dtypes differ, CUDA rounds the scale to the dtype of the gradients first.
-        kernels.copy_scaled(source, scale.to(rounding), target)
-    else:
-        target.copy_(source.to(rounding) * scale)
-
-
 def decode_plain(value: Tensor, remainder: Tensor, master: Tensor) -> None:
     """:func:`decode` in torch operations."""
     halves = master.view(torch.int16).view(-1, 2)  # (numel, 2): low, high (little endian)

@@ -208,12 +208,9 @@ class HostBucket:
 
     # -- on the stream out
 
-    def send_gradients(self, gradients: list[Tensor | None], clip: Tensor | None) -> None:
-        """Cast gradients into host memory, and tell whether the shards are as we last wrote them.
-
-        ``clip`` (0-dim) multiplies them on the way, with torch's rounding; they stay as they are.
-        """
-        copy_present(self.sent_pieces, gradients, gradients, clip, self.sent)
+    def send_gradients(self, gradients: list[Tensor | None]) -> None:
+        """Cast gradients into host memory; tell whether the shards are as we last wrote them."""
+        copy_present(self.sent_pieces, gradients, gradients)
         torch.sub(self._observe(), self.expected, out=self.flag[0])
         self._across(self.sent, self.received)
         self._across(self.flag, self.host_flag)

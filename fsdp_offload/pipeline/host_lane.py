@@ -315,8 +315,7 @@ class HostLane:
         if (user := self.staging.host_user[slot]) is not None:
             user.wait(self.worker.alive)
         self._wait_for_gradients(passage)
-        clip = passage.work.snapshot.clip
-        self._out.launch(bucket.send_gradients, passage.gradients, clip)
+        self._out.launch(bucket.send_gradients, passage.gradients)
         arrived = self._out.record()
         passage.ticket = self.worker.submit(bucket.update, arrived, passage.work)
         self.staging.host_user[slot] = passage.ticket

@@ -149,10 +149,10 @@ def _pack(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _update(  # type: ignore[no-untyped-def]
-    weight, remainder, gradient, clip, average, average_scales, square, square_scales, step,
+    weight, remainder, gradient, average, average_scales, square, square_scales, step,
     program, numel, key, first,
     beta1, rest1, beta2, rest2, eps, decay, step_size, inverse_root,
-    BF16_WEIGHT: tl.constexpr, CLIP: tl.constexpr, MAXIMIZE: tl.constexpr,
+    BF16_WEIGHT: tl.constexpr, MAXIMIZE: tl.constexpr,
     DECOUPLED: tl.constexpr, DECAY: tl.constexpr, INT8: tl.constexpr, STOCHASTIC: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -167,11 +167,7 @@ def _update(  # type: ignore[no-untyped-def]
         value = decoded(upper, rest).to(tl.float32, bitcast=True)
     else:
         value = tl.load(weight + at, mask=inside, other=0.0)
-    g = tl.load(gradient + at, mask=inside, other=0.0)
-    if CLIP:
-        factor = tl.load(clip)
-        g = (g.to(tl.float32) * factor.to(tl.float32)).to(factor.dtype)
-    g = g.to(tl.float32)
+    g = tl.load(gradient + at, mask=inside, other=0.0).to(tl.float32)
     if MAXIMIZE:
         g = -g
     if INT8:
@@ -214,18 +210,18 @@ def _update(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["key", "first"])
 def _adam(  # type: ignore[no-untyped-def]
-    weight, remainder, gradient, clip, average, average_scales, square, square_scales, step,
+    weight, remainder, gradient, average, average_scales, square, square_scales, step,
     numel, key, first, beta1, rest1, beta2, rest2, eps, decay, step_size, inverse_root,
-    BF16_WEIGHT: tl.constexpr, CLIP: tl.constexpr, MAXIMIZE: tl.constexpr,
+    BF16_WEIGHT: tl.constexpr, MAXIMIZE: tl.constexpr,
     DECOUPLED: tl.constexpr, DECAY: tl.constexpr, INT8: tl.constexpr, STOCHASTIC: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
     """One piece."""
     _update(
-        weight, remainder, gradient, clip, average, average_scales, square, square_scales, step,
+        weight, remainder, gradient, average, average_scales, square, square_scales, step,
         tl.program_id(0), numel, key, first,
         beta1, rest1, beta2, rest2, eps, decay, step_size, inverse_root,
-        BF16_WEIGHT, CLIP, MAXIMIZE, DECOUPLED, DECAY, INT8, STOCHASTIC, ROWS,
+        BF16_WEIGHT, MAXIMIZE, DECOUPLED, DECAY, INT8, STOCHASTIC, ROWS,
     )  # fmt: skip
 
 
@@ -240,12 +236,12 @@ def _key(seed, updates):  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["updates", "g0", "g1", "g2", "g3", "g4", "g5", "g6", "g7"])
 def _adam_table(  # type: ignore[no-untyped-def]
-    table, clip, updates: tl.int32, g0: tl.int64, g1: tl.int64, g2: tl.int64, g3: tl.int64,
+    table, updates: tl.int32, g0: tl.int64, g1: tl.int64, g2: tl.int64, g3: tl.int64,
     g4: tl.int64, g5: tl.int64, g6: tl.int64, g7: tl.int64,
     beta1, rest1, beta2, rest2, eps, decay, step_size, inverse_root,
     BF16_WEIGHT: tl.constexpr, BF16_GRADIENT: tl.constexpr, MAXIMIZE: tl.constexpr,
     DECOUPLED: tl.constexpr, DECAY: tl.constexpr, INT8: tl.constexpr, STOCHASTIC: tl.constexpr,
-    CLIP: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Up to eight pieces; ``table``: see :func:`.reduced_adam.table_of`."""
     program = tl.program_id(0)
@@ -258,13 +254,13 @@ def _adam_table(  # type: ignore[no-untyped-def]
     square_type: tl.constexpr = tl.uint8 if INT8 else tl.bfloat16
     _update(
         aligned(tl.load(row + 1), weight_type), aligned(tl.load(row + 2), tl.int16),
-        aligned(gradient, gradient_type), clip, aligned(tl.load(row + 3), average_type),
+        aligned(gradient, gradient_type), aligned(tl.load(row + 3), average_type),
         aligned(tl.load(row + 4), tl.float32), aligned(tl.load(row + 5), square_type),
         aligned(tl.load(row + 6), tl.float32), tl.load(row + 7).to(tl.pointer_type(tl.float32)),
         program - tl.load(row).to(tl.int32), tl.multiple_of(tl.load(row + 8), 16),
         _key(tl.load(row + 10).to(tl.int32), updates), tl.load(row + 9),
         beta1, rest1, beta2, rest2, eps, decay, step_size, inverse_root,
-        BF16_WEIGHT, CLIP, MAXIMIZE, DECOUPLED, DECAY, INT8, STOCHASTIC, ROWS,
+        BF16_WEIGHT, MAXIMIZE, DECOUPLED, DECAY, INT8, STOCHASTIC, ROWS,
     )  # fmt: skip
 
 
@@ -307,7 +303,6 @@ def adam(
     weight: Tensor,
     remainder: Tensor | None,
     gradient: Tensor,
-    clip: Tensor | None,
     average: tuple[Tensor, Tensor | None],
     square: tuple[Tensor, Tensor | None],
     step: Tensor,
@@ -327,10 +322,10 @@ def adam(
         _programs(numel),
         (
             weight, weight if remainder is None else remainder, gradient,
-            gradient if clip is None else clip, average[0], scales[0], square[0], scales[1], step,
+            average[0], scales[0], square[0], scales[1], step,
         ),
         (numel, key, first), numbers,
-        BF16_WEIGHT=remainder is not None, CLIP=clip is not None, **flags, INT8=is_int8,
+        BF16_WEIGHT=remainder is not None, **flags, INT8=is_int8,
         STOCHASTIC=stochastic, ROWS=ROWS,
     )  # fmt: skip
 
@@ -339,7 +334,6 @@ def adam_of_table(
     table: PieceTable,
     rows: Tensor,
     gradients: Sequence[int],
-    clip: Tensor | None,
     updates: int,
     numbers: tuple[float, ...],
     **flags: bool,
@@ -351,7 +345,7 @@ def adam_of_table(
     DECAY, INT8 and STOCHASTIC, in this order.
     """
     _ADAM_TABLE.launch(
-        table.programs, (rows, rows if clip is None else clip),
+        table.programs, (rows,),
         (signed(updates * KEY_STEP), *gradients), numbers,
-        **flags, CLIP=clip is not None, WIDTH=table.width, ROWS=ROWS,
+        **flags, WIDTH=table.width, ROWS=ROWS,
     )  # fmt: skip

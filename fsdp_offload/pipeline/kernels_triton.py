@@ -59,16 +59,6 @@ def _encode(master, value, remainder, numel, KEEP: tl.constexpr, BLOCK: tl.const
 
 
 @triton.jit
-def _copy_scaled(source, scale, target, numel, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < numel
-    factor = tl.load(scale)
-    product = tl.load(source + at, mask=inside, other=0).to(tl.float32) * factor.to(tl.float32)
-    rounded = product.to(factor.dtype)
-    tl.store(target + at, rounded.to(target.dtype.element_ty), mask=inside)
-
-
-@triton.jit
 def _checksum(bits, total, numel, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     values = tl.load(bits + at, mask=at < numel, other=0).to(tl.int64)
@@ -90,11 +80,11 @@ def _copy_across(device, host, numel, OUT: tl.constexpr, BLOCK: tl.constexpr):  
 
 @triton.jit(do_not_specialize=["g0", "g1", "g2", "g3", "g4", "g5", "g6", "g7"])
 def _unpack_table(  # type: ignore[no-untyped-def]
-    table, master, cast, clip, g0: tl.int64, g1: tl.int64, g2: tl.int64, g3: tl.int64,
+    table, master, cast, g0: tl.int64, g1: tl.int64, g2: tl.int64, g3: tl.int64,
     g4: tl.int64, g5: tl.int64, g6: tl.int64, g7: tl.int64,
-    BF16_GRADIENT: tl.constexpr, CLIP: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    BF16_GRADIENT: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """``_decode`` of up to eight pieces, and their gradients in fp32, clipped: into scratch."""
+    """``_decode`` of up to eight pieces, and their gradients in fp32: into scratch."""
     program = tl.program_id(0)
     piece = piece_of(program, table, WIDTH)
     row = table + piece * WIDTH
@@ -107,9 +97,6 @@ def _unpack_table(  # type: ignore[no-untyped-def]
     gradient = pick(piece, g0, g1, g2, g3, g4, g5, g6, g7)
     gradient_type: tl.constexpr = tl.bfloat16 if BF16_GRADIENT else tl.float32
     g = tl.load(aligned(gradient, gradient_type) + at, mask=inside, other=0)
-    if CLIP:
-        factor = tl.load(clip)
-        g = (g.to(tl.float32) * factor.to(tl.float32)).to(factor.dtype)
     tl.store(cast + into, g.to(tl.float32), mask=inside)
 
 
@@ -127,7 +114,7 @@ def _pack_table(table, master, WIDTH: tl.constexpr, BLOCK: tl.constexpr):  # typ
 
 
 _DECODE, _ENCODE = Kernel(_decode), Kernel(_encode)
-_COPY_SCALED, _CHECKSUM = Kernel(_copy_scaled), Kernel(_checksum)
+_CHECKSUM = Kernel(_checksum)
 _COPY_ACROSS = Kernel(_copy_across, num_warps=32)
 _UNPACK_TABLE, _PACK_TABLE = Kernel(_unpack_table, ignores_integers=True), Kernel(_pack_table)
 
@@ -155,11 +142,6 @@ def round_to_value(master: Tensor, value: Tensor) -> None:
     _launch(_ENCODE, master.numel(), master.view(torch.int32), bits, bits, KEEP=False)
 
 
-def copy_scaled(source: Tensor, scale: Tensor, target: Tensor) -> None:
-    """See :func:`.codec.copy_scaled`; rounds to the dtype of ``scale``."""
-    _launch(_COPY_SCALED, source.numel(), source, scale, target)
-
-
 def checksum(bits: Tensor, total: Tensor) -> None:
     """Add the checksum of ``bits`` (int16 or int32, 1-D) to ``total`` (0-dim int64)."""
     _launch(_CHECKSUM, bits.numel(), bits, total, block=8192)
@@ -179,7 +161,6 @@ def unpack_table(
     table: PieceTable,
     rows: Tensor,
     gradients: Sequence[int],
-    clip: Tensor | None,
     master: Tensor,
     cast: Tensor,
     *,
@@ -191,15 +172,13 @@ def unpack_table(
         table: see :func:`.bucket.table_of`.
         rows: of the table.
         gradients: :func:`.piece_table.addresses_of`.
-        clip: 0-dim, of the gradients' dtype; multiplies them, rounded to it.
         master: 1-D fp32, written.
         cast: likewise, for the gradients.
         bf16_gradient: or fp32.
     """
     _UNPACK_TABLE.launch(
-        table.programs, (rows, master.view(torch.int32), cast, cast if clip is None else clip),
-        gradients, BF16_GRADIENT=bf16_gradient, CLIP=clip is not None, WIDTH=table.width,
-        BLOCK=BLOCK,
+        table.programs, (rows, master.view(torch.int32), cast), gradients,
+        BF16_GRADIENT=bf16_gradient, WIDTH=table.width, BLOCK=BLOCK,
     )  # fmt: skip
 
 

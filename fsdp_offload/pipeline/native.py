@@ -52,10 +52,6 @@ class NativeUpdate:
         """Step every member that has a gradient."""
         for group, index in zip(self._shadow.param_groups, self._indices, strict=True):
             group.update(snapshot.groups[index])
-        if snapshot.clip is not None:
-            for parameter in self.parameters:
-                if parameter.grad is not None:
-                    parameter.grad.mul_(snapshot.clip)
         with torch.no_grad():
             self._step(self._shadow)
 

@@ -164,9 +164,6 @@ class Snapshot:
     ``host_groups`` is the same with tensors on the CPU, for the host lane. What a class that is
     not torch's own changes in its groups or attributes is collected from the first bucket of
     each group and written back once, after the step.
-
-    ``clip``: what gradients are multiplied by before the update, rounded as
-    ``torch.nn.utils.clip_grads_with_norm_`` rounds; a 0-dim tensor on the device, or None.
     """
 
     groups: list[dict[str, Any]]
@@ -175,28 +172,8 @@ class Snapshot:
     changed_groups: dict[int, dict[str, Any]] = field(default_factory=dict)
     changed_attributes: dict[str, Any] | None = None
     versions: list[dict[str, tuple[int, int]]] = field(default_factory=list)
-    clip: Tensor | None = None
     derived: dict[object, Any] = field(default_factory=dict)
-    """What updates made of it, each for all buckets: no tensors but those of :meth:`factor`."""
-
-    def factor(self, dtype: torch.dtype) -> Tensor | None:
-        """``clip``, rounded to the dtype of gradients as torch does.
-
-        The first call for a dtype is :meth:`prepare`'s, on the stream of whoever calls ``step()``:
-        the streams of updates are behind that, and the snapshot outlives them.
-        """
-        if self.clip is None:
-            return None
-        key = ("factor", dtype)
-        if key not in self.derived:
-            self.derived[key] = self.clip.to(dtype)
-        factor: Tensor = self.derived[key]
-        return factor
-
-    def prepare(self, gradients: Sequence[Tensor | None]) -> None:
-        """Have :meth:`factor` for their dtypes, on the current stream."""
-        for dtype in {gradient.dtype for gradient in gradients if gradient is not None}:
-            self.factor(dtype)
+    """What updates made of it, each for all buckets: no tensors."""
 
     @classmethod
     def take(cls, optimizer: Optimizer, groups: list[dict[str, Any]], *, host: bool) -> Snapshot:

@@ -119,7 +119,7 @@ class ReducedAdam:
         if self._update is adam and len(self.groups) == 1:
             (recipe,) = recipes.values()
             assert recipe is not None
-            if self._run_at_once(gradients, recipe, snapshot):
+            if self._run_at_once(gradients, recipe):
                 return True
         for operands, gradient in zip(self._operands, gradients, strict=True):
             if gradient is None:
@@ -129,15 +129,13 @@ class ReducedAdam:
             recipe = recipes[piece.record.group]
             assert recipe is not None
             self._update(
-                both, weight, remainder, gradient, snapshot.factor(gradient.dtype), *kept,
+                both, weight, remainder, gradient, *kept,
                 piece.state["step"], draw_of(piece, 0), recipe, piece.updates,
             )  # fmt: skip
             piece.stepped = True
         return True
 
-    def _run_at_once(
-        self, gradients: Sequence[Tensor | None], recipe: Recipe, snapshot: Snapshot
-    ) -> bool:
+    def _run_at_once(self, gradients: Sequence[Tensor | None], recipe: Recipe) -> bool:
         """:meth:`run` with one launch for up to eight pieces; False, and nothing done, where
         something is out of the ordinary."""
         updates, given = self._pieces[0].updates, gradients[0]
@@ -154,11 +152,10 @@ class ReducedAdam:
             "INT8": both[0].has_scales,
             "STOCHASTIC": both[0].stochastic,
         }
-        factor = snapshot.factor(given.dtype)
         kernels = moment_kernels()
         assert kernels is not None
         for part in parts:
-            kernels.adam_of_table(*part, factor, updates + 1, recipe.numbers(updates + 1), **flags)
+            kernels.adam_of_table(*part, updates + 1, recipe.numbers(updates + 1), **flags)
         for piece in self._pieces:
             piece.updates += 1
             piece.stepped = True
@@ -235,7 +232,6 @@ def adam(
     weight: Tensor,
     remainder: Tensor | None,
     gradient: Tensor,
-    clip: Tensor | None,
     average: Kept,
     square: Kept,
     step: Tensor,
@@ -249,7 +245,6 @@ def adam(
         both: how the first and the second moment are kept.
         weight: bf16 with ``remainder`` (int16), or fp32 without.
         gradient: floating; stays as it is.
-        clip: 0-dim, of the gradient's dtype; multiplies it.
         average: the first moment.
         square: the second.
         step: 0-dim fp32; becomes one more.
@@ -260,7 +255,7 @@ def adam(
     kernels = moment_kernels()
     assert kernels is not None
     kernels.adam(
-        weight, remainder, gradient, clip, average, square, step, draw.key, draw.first,
+        weight, remainder, gradient, average, square, step, draw.key, draw.first,
         recipe.numbers(updates), stochastic=both[0].stochastic, **recipe.flags,
     )  # fmt: skip
 
@@ -270,7 +265,6 @@ def adam_plain(
     weight: Tensor,
     remainder: Tensor | None,
     gradient: Tensor,
-    clip: Tensor | None,
     average: Kept,
     square: Kept,
     step: Tensor,
@@ -285,7 +279,7 @@ def adam_plain(
     if remainder is not None:
         master = torch.empty_like(weight, dtype=torch.float32)
         codec.decode_plain(weight, remainder, master)
-    g = (gradient if clip is None else gradient * clip).float()
+    g = gradient.float()
     g = -g if flags["MAXIMIZE"] else g
     m, v = torch.empty_like(g), torch.empty_like(g)
     for moment, kept, values in zip(both, (average, square), (m, v), strict=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from ..overwriting import is_same, kept_apart
 from . import codec, moments
 from .moments import Moment
 from .records import MasterForm, Record
+from .schema import StateKind
 
 REMAINDER = MasterForm.REMAINDER.value
 WHOLE = MasterForm.WHOLE.value
@@ -345,8 +347,21 @@ def seeds_master(record: Record, values: Mapping[str, Any]) -> bool:
 
 
 def follow_shard(record: Record) -> None:
-    """Where a whole master does not round to its shard, somebody wrote the shard: take that."""
+    """Where a whole master does not round to its shard, the caller wrote the shard: take that."""
     _reseed_where_changed(record, here(shards.local(record.parameter)).reshape(-1))
+
+
+def agreeing(record: Record, values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Saved ``values`` beside a weight that may have been written since: their whole master, where
+    it does not round to the weight, is the weight."""
+    if WHOLE not in values or not record.emits_master:
+        return values
+    shard = here(shards.local(record.parameter)).reshape(-1)
+    saved = shards.local(values[WHOLE]).reshape(-1)
+    master = saved.to(shard.device, record.compute_dtype, copy=True)
+    _take_where_changed(shard, master)
+    view = master.view(record.info.local_shape)
+    return {**values, WHOLE: shards.like(record.parameter, view)}
 
 
 def _reseed_where_changed(record: Record, shard: Tensor) -> None:
@@ -355,13 +370,18 @@ def _reseed_where_changed(record: Record, shard: Tensor) -> None:
     torch's partial loads pass on the live master as if it had been loaded with the weights.
     """
     master = record.tensors[WHOLE]
+    _take_where_changed(shard.to(master.device), master)
+
+
+def _take_where_changed(shard: Tensor, master: Tensor) -> None:
+    """``master = shard`` where the master does not round to it. 1-D, on one device."""
     if shard.dtype == torch.bfloat16:
-        weight, value = shard.to(master.device), torch.empty_like(master, dtype=torch.bfloat16)
+        value = torch.empty_like(master, dtype=torch.bfloat16)
         codec.round_to_value(master, value)
-        same = value.view(torch.int16) == weight.view(torch.int16)
-        torch.where(same, master, weight.to(master.dtype), out=master)
+        same = value.view(torch.int16) == shard.view(torch.int16)
+        torch.where(same, master, shard.to(master.dtype), out=master)
     else:
-        codec.reseed_where_changed(shard.to(master.device), master)
+        codec.reseed_where_changed(shard, master)
 
 
 def _set_exactly(record: Record, shard: Tensor, master: Tensor) -> None:
@@ -378,22 +398,40 @@ def _set_exactly(record: Record, shard: Tensor, master: Tensor) -> None:
 
 
 def _has_stepped(record: Record, values: Mapping[str, Any]) -> bool:
-    """Whether saved state is of a parameter that was updated.
+    """Whether state is other than what a parameter without any update shows.
 
     A fresh optimizer already has its keys, and before the first step the class must initialise the
-    state itself (SGD's first momentum ignores dampening). Without a step count, state that was
-    never set is recognised by its value: negative zeros, which arithmetic all but never leaves in
-    every element and which any other reader takes for zeros.
+    state itself (SGD's first momentum ignores dampening). So state counts as never updated where
+    its ``step`` is 0 and every other value is the one that is shown at construction.
     """
-    if record.schema.eager:
+    schema = record.schema
+    if schema.eager or not schema.kinds or float(values.get("step", 0)) != 0:
         return True
-    if "step" in values:
-        return float(values["step"]) > 0
-    tensors = [record.tensors[k.name] for k in record.schema.kinds if k.role == "like"]
-    if not tensors:
-        return True
-    return not all(_is_negative_zero(t.real if t.is_complex() else t) for t in tensors)
+    kinds = [k for k in schema.kinds if k.name != "step" and not k.follows_option]
+    return not all(_is_initial(kind, values.get(kind.name)) for kind in kinds)
 
 
-def _is_negative_zero(tensor: Tensor) -> bool:
-    return bool(((tensor == 0) & tensor.signbit()).all())
+def is_fresh(record: Record) -> bool:
+    """Whether the parameter has never been updated, here or where its state came from."""
+    if not record.schema.eager:
+        return not record.pieces[0].stepped
+    shown = expose(record)
+    return float(shown.get("step", 0)) == 0 and all(
+        kind.initial is None or _is_initial(kind, shown[kind.name])
+        for kind in record.schema.kinds
+        if kind.name != "step"
+    )
+
+
+def _is_initial(kind: StateKind, value: Any) -> bool:
+    """Whether every element is the initial one. Without a step count that is a negative zero,
+    which arithmetic all but never leaves in every element and which others take for a zero."""
+    if not isinstance(value, Tensor):
+        return value is None or bool(value == kind.initial)
+    found = shards.local(value)
+    if found.device.type == "meta":
+        return True  # never shown: not written
+    same = found == kind.initial
+    if kind.initial == 0 and math.copysign(1.0, complex(kind.initial).real) < 0:
+        same = same & (found.real if found.is_complex() else found).signbit()
+    return bool(same.all())

@@ -546,6 +546,7 @@ def end_and_go_on(overlap: str, ends: str) -> None:
         if wraps and ends == "close":
             stepper.close()
         del stepper, optimizer
+        gc.collect()
         check(watched_methods(mine) == [], f"hooks are left: {watched_methods(mine)}")
     for a, b in zip(mine.parameters(), plain.parameters(), strict=True):
         check_same(a, b, "at the end")
@@ -563,13 +564,9 @@ def drop(overlap: str) -> None:
     optimizer = wrap(model, overlap)
     train(model, optimizer, steps=range(2))
     tensors = [weakref.ref(t) for r in optimizer._records for t in r.tensors.values()]
+    del optimizer
     gc.collect()
-    gc.disable()
-    try:
-        del optimizer
-        check(not any(t() is not None for t in tensors), "only the cyclic collector frees it")
-    finally:
-        gc.enable()
+    check(not any(t() is not None for t in tensors), "something else keeps the state")
     model.optimizer = wrap(model, overlap)  # as trainers that are modules do
     train(model, model.optimizer, steps=range(2))
     tensors = [weakref.ref(t) for r in model.optimizer._records for t in r.tensors.values()]
@@ -722,7 +719,8 @@ def expect(kind: type[Exception], words: str, call: Callable[[], Any]) -> None:
 
 
 def spent_gradients() -> None:
-    """Backward mode: every use of a consumed gradient, and what would split an iteration."""
+    """Backward mode: every use of a consumed gradient, and what would split an iteration. FSDP2
+    and the optimizer stay usable."""
     plain, mine = build(2), build(2)
     reference, optimizer = adamw(plain), wrap(mine, "backward")
     for step in range(STEPS):
@@ -747,16 +745,68 @@ def spent_gradients() -> None:
         ]
         for use in uses:
             expect(SpentGradientError, "", use)
-        if step == STEPS - 1 and hasattr(mine, "reset_iter_state"):
-            expect(SpentGradientError, "another backward", lambda: loss_of(mine, 0).backward())
-            mine.reset_iter_state()
+        expect(SpentGradientError, "accumulate()", lambda: loss_of(mine, 0).backward())
         optimizer.param_groups[1]["lr"] *= 0.5
         expect(ConfigError, "'lr'", optimizer.step)
         optimizer.param_groups[1]["lr"] *= 2
         optimizer.step()
+        expect(SpentGradientError, "call zero_grad()", lambda: loss_of(mine, 0).backward())
         optimizer.zero_grad()
     check_twins(optimizer, reference, "at the end")
     optimizer.close()
+
+
+SITUATIONS: dict[str, dict[str, str]] = {
+    "backward": {
+        "torch's clipping": 'clip_grad_norm_ with overlap="backward"',
+        "clipping": 'clip_grad_norm_ with overlap="backward"',
+        "clipping values": 'clip_grad_value_ with overlap="backward"',
+        "unscaling": 'GradScaler.unscale_ with overlap="backward"',
+        "reading": 'norm of the gradient of embed.weight with overlap="backward"',
+    },
+    "forward": {
+        "torch's clipping": "clip_grad_norm_ after step()",
+        "clipping": "clip_grad_norm_ after step()",
+        "clipping values": "clip_grad_value_ after step()",
+        "unscaling": "GradScaler.unscale_ after step()",
+        "reading": "norm of the gradient of embed.weight after step()",
+    },
+}
+
+
+def say_what_was_done(overlap: str) -> None:
+    model = build(2)
+    optimizer = wrap(model, overlap)
+    loss_of(model, 0).backward()
+    if overlap == "forward":
+        optimizer.step()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    scaler.scale(torch.ones(1))
+    uses: dict[str, Callable[[], Any]] = {
+        "torch's clipping": lambda: clip_grad_norm_(model.parameters(), 1.0),
+        "clipping": lambda: optimizer.clip_grad_norm_(1.0),
+        "clipping values": lambda: nn.utils.clip_grad_value_(model.parameters(), 1.0),
+        "unscaling": lambda: scaler.unscale_(optimizer),
+        "reading": lambda: model.embed.weight.grad.norm(),
+    }
+    for name, use in uses.items():
+        try:
+            use()
+        except SpentGradientError as error:
+            expected = SITUATIONS[overlap][name]
+            check(error.what == expected, f"{name}: {error.what!r} instead of {expected!r}")
+            check(bool(error.reason), name)
+            wanted = 'overlap="forward"' if overlap == "backward" else "before step()"
+            check(wanted in error.remedy, f"{name}: {error.remedy}")
+            check(";" not in error.remedy, f"{name}: several remedies: {error.remedy}")
+        else:
+            raise AssertionError(name)
+    optimizer.close()
+
+
+@pytest.mark.parametrize("overlap", ["forward", "backward"])
+def test_errors_name_what_was_done_with_the_gradient(ranks: Ranks, overlap: str) -> None:
+    ranks(2).run(say_what_was_done, overlap)
 
 
 def test_consumed_gradients_refuse_every_use_and_the_step_goes_on(ranks: Ranks) -> None:

@@ -1,7 +1,7 @@
 """What updates beside forward and backward read besides gradients: there in time, and long enough.
 
-Learning rates and clipping coefficients on the device are small tensors of the compute stream's
-pool. Updates are held up, and the pool is asked for small tensors full of NaN meanwhile.
+Learning rates on the device are small tensors of the compute stream's pool. Updates are
+held up, and the pool is asked for small tensors full of NaN meanwhile.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def train(
 
 @pytest.mark.parametrize("overlap", ["forward", "backward"])
 @pytest.mark.parametrize("lanes", ["streamed", "half", "host"])
-def test_learning_rates_and_coefficients_on_the_device(mesh: Any, overlap: str, lanes: str) -> None:
+def test_learning_rates_on_the_device(mesh: Any, overlap: str, lanes: str) -> None:
     plain, mine = build(mesh, torch.float32), build(mesh, torch.float32)
     rates = [torch.tensor(1e-2, device="cuda") for _ in range(2)]
     reference: Any = torch.optim.AdamW(plain.parameters(), lr=rates[0], fused=True)

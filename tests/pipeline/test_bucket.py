@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from fsdp_offload import shards
 from fsdp_offload.config import PrecisionConfig
 from fsdp_offload.pipeline import fused_adam
-from fsdp_offload.pipeline.bucket import BucketUpdate, Scratch, copy_present
+from fsdp_offload.pipeline.bucket import BucketUpdate, Scratch
 from fsdp_offload.pipeline.records import (
     REMAINDER_KIND,
     MasterForm,
@@ -121,9 +121,8 @@ class One:
         self.update.bind(self._view, self._remainder())
         before.fill_(0xFF)
 
-    def step(self, gradients: list[Tensor | None], clip: Tensor | None = None) -> None:
+    def step(self, gradients: list[Tensor | None]) -> None:
         snapshot = Snapshot.take(self.optimizer, self.optimizer.param_groups, host=False)
-        snapshot.clip = clip
         with torch.no_grad():
             self.update.run(gradients, snapshot)
 
@@ -173,53 +172,6 @@ def test_moving_before_the_first_update_leaves_the_state_to_the_class() -> None:
         for one in (stays, moves):
             one.step(gradients_of(one, step))
     assert_same(stays, moves)
-
-
-# --------------------------------------------------------------------------- clipping
-
-
-@pytest.mark.parametrize("missing", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_clipping_inside_the_update_rounds_as_torch_clips(
-    dtype: torch.dtype, missing: bool
-) -> None:
-    plain, clipped = One(adamw(), dtype), One(adamw(), dtype)
-    for step in range(4):
-        given = gradients_of(plain, step, missing=missing)
-        again = [None if g is None else g.clone() for g in given]
-        norm = torch.linalg.vector_norm(torch.cat([g for g in given if g is not None]))
-        clip = torch.clamp(1.5 / (norm + 1e-6), max=1.0)
-        assert clip < 1
-        assert clip.dtype == dtype
-        torch._foreach_mul_([g for g in given if g is not None], clip)
-        plain.step(given)
-        before = [None if g is None else g.clone() for g in again]
-        clipped.step(again, clip)
-        if dtype != FP32:  # nothing is written into gradients that are cast anyway
-            for a, b in zip(before, again, strict=True):
-                assert (a is None and b is None) or torch.equal(a, b)
-    assert_same(plain, clipped)
-
-
-@pytest.mark.parametrize("count", [2, 9])
-@pytest.mark.parametrize("scale_dtype", [BF16, FP32])
-def test_scaled_copies_round_the_product_and_skip_what_is_missing(
-    count: int, scale_dtype: torch.dtype
-) -> None:
-    generator = torch.Generator().manual_seed(3)
-    sources = [torch.randn(50, generator=generator).to(BF16) for _ in range(count)]
-    gradients = [None if i == 1 else g for i, g in enumerate(sources)]
-    flat = torch.full((64 * count,), 7.0)
-    targets = [flat[64 * i : 64 * i + 50] for i in range(count)]
-    scale = torch.tensor(0.3337, dtype=scale_dtype)
-    expected = [g.clone() for g in sources]
-    torch._foreach_mul_(expected, scale)
-    copy_present(targets, gradients, gradients, scale, flat)
-    for i, (target, value) in enumerate(zip(targets, expected, strict=True)):
-        if i != 1:
-            assert torch.equal(target, value.float())
-    unrounded = sources[0].float() * scale.float()
-    assert not torch.equal(targets[0], unrounded)
 
 
 # --------------------------------------------------------------------------- the direct call

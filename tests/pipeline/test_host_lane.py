@@ -138,25 +138,6 @@ def test_buckets_without_gradients_are_left_alone_and_waited_for_by_nobody(job: 
     job.check()
 
 
-def test_clipping_scales_what_is_sent_and_not_the_gradients(job: Job) -> None:
-    clip = torch.tensor(0.3)
-    for step in range(2):
-        work = job.work(step)
-        work.snapshot.clip = clip
-        before = [None if g is None else g.clone() for g in work.gradients]
-        for master in job.masters:
-            assert master.grad is not None
-            master.grad.mul_(clip)
-        job.offer_all(work)
-        job.lane.synchronize()
-        job.plain.step()
-        job.check()
-        for gradient, copy in zip(work.gradients, before, strict=True):
-            assert gradient is not None
-            assert copy is not None
-            assert torch.equal(gradient, copy)
-
-
 def test_moved_bytes_are_those_of_one_iteration(job: Job) -> None:
     for step in range(2):
         job.offer_all(job.work(step))

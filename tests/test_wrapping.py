@@ -1,0 +1,591 @@
+"""What is wrapped, with what, and when: mistakes are refused, and changes before the first step are
+followed."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import logging
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.optim import Optimizer
+
+from fsdp_offload import (
+    AwayError,
+    ClosedError,
+    ConfigError,
+    HybridDeviceOptimizer,
+    OffloadError,
+    StateSchemaError,
+    TransferConfig,
+)
+from fsdp_offload.testing import RankPool
+from tests.fsdp import models
+from tests.fsdp.models import check
+
+Ranks = Callable[..., RankPool]
+SMALL = TransferConfig(bucket_bytes=4096, slots=2, host_threads=1)
+LANES = ["device", "host"]
+
+
+def make(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(20, 30), nn.Linear(30, 4))
+
+
+def adamw(model: nn.Module) -> Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def train(parameters: Any, optimizer: Any, steps: range = range(2)) -> None:
+    held = list(parameters)
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        for p in held:
+            p.grad = torch.randn(p.shape, generator=generator)
+        optimizer.step()
+
+
+def explained(error: OffloadError, *words: str) -> None:
+    assert error.reason
+    assert error.remedy
+    for word in words:
+        assert word in str(error)
+
+
+# --------------------------------------------------------------------------- arguments
+
+
+def test_the_model_may_be_the_second_argument(caplog: pytest.LogCaptureFixture) -> None:
+    model = make()
+    with caplog.at_level(logging.WARNING, "fsdp_offload"):
+        optimizer = HybridDeviceOptimizer(adamw(model), model)
+    assert [r.fqn for r in optimizer.records] == [name for name, _ in model.named_parameters()]
+    assert caplog.messages == []
+    optimizer.close()
+
+
+def test_a_model_left_out_is_worth_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    model = make()
+    with caplog.at_level(logging.WARNING, "fsdp_offload"):
+        optimizer = HybridDeviceOptimizer(adamw(model))
+        train(model.parameters(), optimizer)
+    assert len(caplog.messages) == 1
+    for word in ("model=", "names", "overlap", "loads"):
+        assert word in caplog.messages[0]
+    optimizer.close()
+
+
+def test_exchanged_arguments_are_refused() -> None:
+    model = make()
+    with pytest.raises(ConfigError) as caught:
+        HybridDeviceOptimizer(model, adamw(model))  # type: ignore[arg-type]
+    explained(caught.value, "Sequential", "HybridDeviceOptimizer(optimizer, model)")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "place"),
+    [
+        ("prefetch_bytes", "2GiB", "transfer=TransferConfig(prefetch_bytes='2GiB')"),
+        ("slots", 3, "transfer=TransferConfig(slots=3)"),
+        ("pin", "never", "transfer=TransferConfig(pin='never')"),
+        ("moments", torch.bfloat16, "precision=PrecisionConfig(moments=torch.bfloat16)"),
+    ],
+)
+def test_options_of_a_configuration_name_their_place(name: str, value: Any, place: str) -> None:
+    model = make()
+    with pytest.raises(ConfigError) as caught:
+        HybridDeviceOptimizer(adamw(model), model, **{name: value})
+    explained(caught.value, place)
+
+
+@pytest.mark.parametrize(
+    ("name", "near"), [("overlapp", "'overlap'"), ("prefetch_byte", "'prefetch_bytes'")]
+)
+def test_unknown_keywords_name_the_nearest(name: str, near: str) -> None:
+    model = make()
+    with pytest.raises(TypeError, match=f"no argument '{name}'; did you mean {near}"):
+        HybridDeviceOptimizer(adamw(model), model, **{name: 1})
+    with pytest.raises(TypeError, match=r"no argument 'xyz'$"):
+        HybridDeviceOptimizer(adamw(model), model, xyz=1)
+
+
+def test_another_model_is_not_taken_for_fully_shard() -> None:
+    with pytest.raises(ConfigError) as caught:
+        HybridDeviceOptimizer(adamw(make()), make(1))
+    explained(caught.value, "another module")
+    assert "fully_shard" not in str(caught.value)
+
+
+def wrong_models() -> None:
+    mesh = models.flat_mesh(2)
+    sharded, other = fully_shard(make(), mesh=mesh), fully_shard(make(1), mesh=mesh)
+    for optimizer, model, word in (
+        (adamw(make()), sharded, "those of before"),
+        (adamw(other), sharded, "another module"),
+    ):
+        try:
+            HybridDeviceOptimizer(optimizer, model)
+        except ConfigError as error:
+            check(word in str(error), f"{error} does not say {word!r}")
+        else:
+            raise AssertionError(word)
+
+
+def test_sharded_models_that_are_others_are_told_from_those_sharded_too_late(ranks: Ranks) -> None:
+    ranks(2).run(wrong_models)
+
+
+# --------------------------------------------------------------------------- nothing to update
+
+
+def test_a_first_step_without_any_gradient_is_refused() -> None:
+    for given in (True, False):
+        model = make()
+        optimizer = HybridDeviceOptimizer(adamw(model), model if given else None)
+        for _ in "ab":  # it is no less wrong the second time
+            with pytest.raises(ConfigError) as caught:
+                optimizer.step()
+            explained(caught.value, "4 parameters", "backward()")
+        train(model.parameters(), optimizer)
+        optimizer.zero_grad()
+        optimizer.step()  # as with any optimizer
+        optimizer.close()
+
+
+def test_a_gradient_of_one_parameter_is_enough() -> None:
+    model = make()
+    optimizer = HybridDeviceOptimizer(adamw(model), model)
+    model[1].bias.grad = torch.ones(4)
+    optimizer.step()
+    assert float(optimizer.state[model[1].bias]["step"]) == 1
+    optimizer.close()
+
+
+def test_frozen_parameters_need_no_gradient() -> None:
+    model = make()
+    optimizer = HybridDeviceOptimizer(adamw(model), model)
+    model.requires_grad_(False)
+    optimizer.step()
+    optimizer.close()
+
+
+def shard_after_wrapping(part: bool) -> None:
+    model = make()
+    optimizer = HybridDeviceOptimizer(adamw(model), model)
+    fully_shard(model[0] if part else model, mesh=models.flat_mesh(2))
+    if part:
+        for p in model[1].parameters():
+            p.grad = torch.ones_like(p)
+    else:
+        model(torch.ones(3, 20)).sum().backward()
+    before = [models.bits(p).clone() for p in model.parameters()]
+    try:
+        optimizer.step()
+    except ConfigError as error:
+        for word in ("fully_shard", "0.weight", "then build the optimizer"):
+            check(word in str(error), str(error))
+    else:
+        raise AssertionError("nothing was refused")
+    after = [models.bits(p) for p in model.parameters()]
+    check(all(map(torch.equal, before, after)), "something was updated")
+
+
+@pytest.mark.parametrize("part", [False, True])
+def test_fully_shard_after_wrapping_is_noticed_at_the_first_step(ranks: Ranks, part: bool) -> None:
+    ranks(2).run(shard_after_wrapping, part)
+
+
+def one_has_nothing() -> None:
+    """Rank 1 holds nothing of the only parameter; nobody raises alone."""
+    torch.manual_seed(0)
+    model = fully_shard(nn.Linear(3, 1, bias=False), mesh=models.flat_mesh(2))
+    optimizer = HybridDeviceOptimizer(adamw(model), model)
+    holds = models.local(model.weight).numel() > 0
+    try:
+        optimizer.step()
+    except ConfigError:
+        check(holds, "an empty shard is no evidence")
+    else:
+        check(not holds, "the rank that holds the parameter knows")
+    optimizer.close()
+
+
+def test_empty_shards_are_no_evidence(ranks: Ranks) -> None:
+    ranks(2).run(one_has_nothing)
+
+
+# --------------------------------------------------------------------------- groups in place
+
+
+def twins(lane: str, *, groups: bool = False) -> tuple[Any, Any, Any, Any]:
+    plain, mine = make(), make()
+
+    def build(model: Any) -> Optimizer:
+        given: Any = model.parameters()
+        if groups:
+            given = [
+                {"params": list(model[0].parameters())},
+                {"params": list(model[1].parameters()), "lr": 0.5},
+            ]
+        return torch.optim.SGD(given, lr=0.1, momentum=0.9, fused=True)
+
+    reference = build(plain)
+    optimizer = HybridDeviceOptimizer(build(mine), mine, update_on=lane, transfer=SMALL)
+    return plain, reference, mine, optimizer
+
+
+def replaced(model: Any, optimizer: Any) -> None:
+    """What Accelerate does: other parameters under the same names, swapped into the groups."""
+    new = {}
+    for module in model:
+        for name, p in list(module.named_parameters()):
+            new[id(p)] = nn.Parameter(p.detach().clone())
+            setattr(module, name, new[id(p)])
+    for group in optimizer.param_groups:
+        group["params"] = [new[id(p)] for p in group["params"]]
+
+
+def removed(model: Any, optimizer: Any) -> None:
+    del optimizer.param_groups[0]["params"][1]
+
+
+def moved(model: Any, optimizer: Any) -> None:
+    groups = optimizer.param_groups
+    groups[1]["params"].append(groups[0]["params"].pop())
+
+
+def reordered(model: Any, optimizer: Any) -> None:
+    optimizer.param_groups.reverse()
+
+
+def deleted(model: Any, optimizer: Any) -> None:
+    del optimizer.param_groups[0]
+
+
+EDITS = [replaced, removed, moved, reordered, deleted]
+each_edit = pytest.mark.parametrize("edit", EDITS, ids=lambda f: f.__name__)
+
+
+@pytest.mark.parametrize("lane", LANES)
+@each_edit
+def test_groups_changed_before_the_first_step_are_followed(
+    edit: Callable[[Any, Any], None], lane: str
+) -> None:
+    plain, reference, mine, optimizer = twins(lane, groups=True)
+    optimizer.state_dict()  # Accelerate's wrapper takes one
+    old = [weakref.ref(p) for p in mine.parameters()]
+    for model, each in ((plain, reference), (mine, optimizer)):
+        edit(model, each)
+        train(model.parameters(), each, range(4))
+    for a, b in zip(plain.parameters(), mine.parameters(), strict=True):
+        assert torch.equal(a, b)
+    names = {p: name for name, p in mine.named_parameters()}
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    assert {record.parameter: record.fqn for record in optimizer.records} == {
+        p: names[p] for p in held
+    }
+    saved, expected = optimizer.state_dict(), reference.state_dict()
+    assert saved["state"].keys() == expected["state"].keys()
+    for key, state in expected["state"].items():
+        assert torch.equal(saved["state"][key]["momentum_buffer"], state["momentum_buffer"])
+    if edit is replaced:
+        gc.collect()
+        assert [p() for p in old] == [None] * 4, "the old parameters are freed"
+    n_bytes = sum(p.numel() * 4 for p in held)
+    # In the host lane there are masters, and rings for gradients.
+    assert n_bytes <= optimizer.statistics().host_arena_bytes <= 4 * n_bytes + 100_000
+    optimizer.close()
+
+
+@each_edit
+def test_groups_changed_after_a_step_are_refused_and_can_be_put_back(
+    edit: Callable[[Any, Any], None],
+) -> None:
+    plain, reference, mine, optimizer = twins("device", groups=True)
+    for model, each in ((plain, reference), (mine, optimizer)):
+        train(model.parameters(), each)
+    groups = list(optimizer.param_groups)
+    before = [list(group["params"]) for group in groups]
+    values = [p.detach().clone() for p in mine.parameters()]
+    edit(copy.deepcopy(mine) if edit is not replaced else mine, optimizer)
+    for use in (optimizer.step, optimizer.state_dict, lambda: optimizer.state):
+        with pytest.raises(StateSchemaError) as caught:
+            use()
+        explained(caught.value, "param_groups", "requires_grad_(False)")
+    optimizer.param_groups[:] = groups
+    for group, params in zip(groups, before, strict=True):
+        group["params"] = params
+    held = [p for params in before for p in params]
+    assert all(torch.equal(p, v) for p, v in zip(held, values, strict=True))
+    for parameters, each in ((plain.parameters(), reference), (held, optimizer)):
+        train(parameters, each, range(2, 4))
+    for a, b in zip(plain.parameters(), held, strict=True):
+        assert torch.equal(a, b)
+    optimizer.close()
+
+
+@pytest.mark.parametrize("lane", LANES)
+def test_state_that_was_loaded_before_groups_change_is_kept(lane: str) -> None:
+    plain, reference, mine, optimizer = twins(lane, groups=True)
+    train(plain.parameters(), reference)
+    mine.load_state_dict(plain.state_dict())
+    optimizer.load_state_dict(copy.deepcopy(reference.state_dict()))
+    for model, each in ((plain, reference), (mine, optimizer)):
+        reordered(model, each)
+        moved(model, each)
+        train(model.parameters(), each, range(4, 7))
+    for a, b in zip(plain.parameters(), mine.parameters(), strict=True):
+        assert torch.equal(a, b)
+    optimizer.close()
+
+
+def test_state_that_was_loaded_for_parameters_that_are_replaced_is_not_lost_silently() -> None:
+    plain, reference, mine, optimizer = twins("device")
+    train(plain.parameters(), reference)
+    optimizer.load_state_dict(copy.deepcopy(reference.state_dict()))
+    replaced(mine, optimizer)
+    with pytest.raises(StateSchemaError):
+        train(mine.parameters(), optimizer)
+    optimizer.close()
+
+
+def test_groups_changed_while_the_state_is_away_wait_for_it() -> None:
+    _, _, mine, optimizer = twins("device", groups=True)
+    optimizer.offload()
+    moved(mine, optimizer)
+    with pytest.raises(AwayError):
+        optimizer.state_dict()
+    optimizer.reload()
+    train(mine.parameters(), optimizer)
+    optimizer.close()
+
+
+def test_parameters_and_groups_appended_by_hand_are_trained() -> None:
+    plain, mine = make(), make()
+    reference, optimizer = adamw(plain), HybridDeviceOptimizer(adamw(mine), mine)
+    extra = [[nn.Parameter(torch.ones(70)) for _ in "ab"] for _ in "ab"]
+    for model, each, (first, second) in zip(
+        (plain, mine), (reference, optimizer), extra, strict=True
+    ):
+        train(model.parameters(), each)
+        each.param_groups[0]["params"].append(first)
+        each.param_groups.append({**each.param_groups[0], "params": [second]})
+        train([*model.parameters(), first, second], each, range(2, 4))
+    for pair in zip(*extra, strict=True):
+        assert torch.equal(*pair)
+        assert not torch.equal(pair[0], torch.ones(70))
+    optimizer.close()
+
+
+def test_another_list_of_groups_is_refused() -> None:
+    _, _, mine, optimizer = twins("device")
+    inner = optimizer._inner
+    inner.param_groups = list(inner.param_groups)
+    with pytest.raises(ConfigError) as caught:
+        train(mine.parameters(), optimizer)
+    explained(caught.value, "param_groups")
+    optimizer.close()
+
+
+def swap_after_fully_shard(lane: str) -> None:
+    """Accelerate: wrapped before prepare(), which shards the model and swaps parameters."""
+    mesh = models.flat_mesh(2)
+    plain, mine = fully_shard(make(), mesh=mesh), make()
+    reference = torch.optim.AdamW(plain.parameters(), lr=0.01, fused=True)
+    inner = torch.optim.AdamW(mine.parameters(), lr=0.01, fused=True)
+    optimizer = HybridDeviceOptimizer(inner, mine, update_on=lane, transfer=SMALL)
+    optimizer.load_state_dict(optimizer.state_dict())
+    names = {id(p): name for name, p in mine.named_parameters()}
+    fully_shard(mine, mesh=mesh)
+    now = dict(mine.named_parameters())
+    for group in inner.param_groups:
+        group["params"] = [now[names[id(p)]] for p in group["params"]]
+    for step in range(3):
+        for model, each in ((plain, reference), (mine, optimizer)):
+            model(torch.full((3, 20), 1.0 + step)).sum().backward()
+            each.step()
+            each.zero_grad()
+    for (name, a), b in zip(plain.named_parameters(), mine.parameters(), strict=True):
+        models.check_same(models.local(a), models.local(b), name)
+    check([r.fqn for r in optimizer.records] == list(now), "names are the model's")
+    held = sum(models.local(p).numel() for p in mine.parameters())
+    check(sum(r.info.local_numel for r in optimizer.records) == held, "only this rank's shards")
+    check(len(optimizer.state_dict()["state"]) == 4, "state_dict() works")
+    optimizer.close()
+
+
+@pytest.mark.parametrize("lane", LANES)
+def test_parameters_that_fully_shard_replaces_in_the_groups_are_followed(
+    ranks: Ranks, lane: str
+) -> None:
+    ranks(2).run(swap_after_fully_shard, lane)
+
+
+# --------------------------------------------------------------------------- other optimizers
+
+
+class Facade(Optimizer):
+    """In the manner of Accelerate's."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+
+    @property
+    def param_groups(self) -> Any:
+        return self.optimizer.param_groups
+
+    @property
+    def state(self) -> Any:
+        return self.optimizer.state
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.optimizer.step(closure)
+
+
+class Forwards:
+    """In the manner of Lightning's."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._optimizer, name)
+
+
+@pytest.mark.parametrize(("facade", "name"), [(Facade, "optimizer"), (Forwards, "_optimizer")])
+def test_a_facade_is_refused_with_the_line_that_works(facade: Any, name: str) -> None:
+    model = make()
+    optimizer = facade(adamw(model))
+    with pytest.raises(ConfigError) as caught:
+        HybridDeviceOptimizer(optimizer, model)
+    line = f"optimizer.{name} = HybridDeviceOptimizer(optimizer.{name}, model)"
+    explained(caught.value, facade.__name__, "AdamW", line)
+    exec(
+        line,
+        {"HybridDeviceOptimizer": HybridDeviceOptimizer},
+        {"optimizer": optimizer, "model": model},
+    )
+    train(model.parameters(), optimizer)
+    wrapper = getattr(optimizer, name)
+    assert wrapper.statistics().steps == 2
+    with pytest.raises(ConfigError, match="wrapped already"):
+        HybridDeviceOptimizer(optimizer, model)
+    wrapper.close()
+
+
+def test_a_step_method_that_was_kept_from_before_wrapping_is_refused() -> None:
+    model = make()
+    inner = adamw(model)
+    kept = inner.step
+    optimizer = HybridDeviceOptimizer(inner, model)
+    before = [p.detach().clone() for p in model.parameters()]
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    with pytest.raises(ConfigError) as caught:
+        kept()
+    explained(caught.value, "AdamW", "wrap first")
+    assert all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
+    for step in (optimizer.step, inner.step):
+        step()
+    assert optimizer.statistics().steps == 2
+    optimizer.close()
+
+
+# --------------------------------------------------------------------------- torch's modes
+
+MODES: dict[str, Callable[[], Any]] = {
+    "inference_mode": torch.inference_mode,
+    "no_grad": torch.no_grad,
+    "meta": lambda: torch.device("meta"),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("lane", LANES)
+@pytest.mark.parametrize("mode", MODES)
+def test_wrapping_under_a_mode_of_torch_is_wrapping(
+    mode: str, lane: str, dtype: torch.dtype
+) -> None:
+    models_, optimizers = [make().to(dtype), make().to(dtype)], list[Any]()
+    for model, context in zip(models_, (contextlib.nullcontext, MODES[mode]), strict=True):
+        inner = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+        with context():
+            optimizers.append(HybridDeviceOptimizer(inner, model, update_on=lane, transfer=SMALL))
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        optimizers[-1].step()
+    for a, b in zip(*(m.parameters() for m in models_), strict=True):
+        assert torch.equal(a, b)
+        assert b.device.type == "cpu"
+    for optimizer in optimizers:
+        for state in optimizer.state.values():
+            assert all(not v.is_inference() for v in state.values())
+        optimizer.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("lane", LANES)
+def test_a_default_device_is_not_where_state_is_made(lane: str, dtype: torch.dtype) -> None:
+    models_, optimizers = [make().to(dtype), make().to(dtype)], list[Any]()
+    for model, device in zip(models_, ("cpu", "meta"), strict=True):
+        inner = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+        gradients = [torch.ones_like(p) for p in model.parameters()]
+        torch.set_default_device(device)
+        try:
+            optimizer = HybridDeviceOptimizer(inner, model, update_on=lane, transfer=SMALL)
+            for _ in range(2):
+                for p, gradient in zip(model.parameters(), gradients, strict=True):
+                    p.grad = gradient.clone()
+                optimizer.clip_grad_norm_(1.0)
+                optimizer.step()
+            saved = copy.deepcopy(optimizer.state_dict())
+            optimizer.load_state_dict(saved)
+            optimizer.synchronize()
+        finally:
+            torch.set_default_device(None)
+        optimizers.append(optimizer)
+    for a, b in zip(*(m.parameters() for m in models_), strict=True):
+        assert torch.equal(a, b)
+    for optimizer in optimizers:
+        optimizer.close()
+
+
+# --------------------------------------------------------------------------- who keeps whom
+
+
+@pytest.mark.parametrize("lane", LANES)
+def test_the_wrapper_lives_as_long_as_what_it_wraps(lane: str) -> None:
+    plain, mine = make(), make()
+    reference, inner = (
+        torch.optim.AdamW(m.parameters(), lr=0.1, fused=True) for m in (plain, mine)
+    )
+    wrapper = weakref.ref(HybridDeviceOptimizer(inner, mine, update_on=lane, transfer=SMALL))
+    gc.collect()
+    for model, each in ((plain, reference), (mine, inner)):
+        train(model.parameters(), each)
+    for a, b in zip(plain.parameters(), mine.parameters(), strict=True):
+        assert torch.equal(a, b)
+    held = wrapper()
+    assert held is not None
+    arenas = [weakref.ref(a) for segment in held._segments for a in segment.arenas]
+    tensors = [weakref.ref(t) for r in held.records for t in r.tensors.values()]
+    del held, inner, each
+    gc.collect()
+    assert wrapper() is None
+    assert [each() for each in (*arenas, *tensors)] == [None] * (len(arenas) + len(tensors))
+
+
+def test_what_was_wrapped_says_so_after_close() -> None:
+    model = make()
+    inner = adamw(model)
+    HybridDeviceOptimizer(inner, model).close()
+    with pytest.raises(ClosedError):
+        inner.step()
