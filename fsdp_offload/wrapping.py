@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from . import shards
 from .device import Gateway, gateway_for
 from .errors import ClosedError, ConfigError, DeviceError, UnsupportedParameterError
+from .fsdp import check_torch, offloads_parameters
 from .pipeline.schema import check_supported
 
 _FORWARDED: Final = ("step", "zero_grad", "state_dict", "load_state_dict", "add_param_group")
@@ -62,6 +63,7 @@ def modules_of(model: nn.Module | Sequence[nn.Module] | None) -> list[nn.Module]
     Raises:
         ConfigError: something else was given.
         UnsupportedParameterError: one was sharded with ``CPUOffloadPolicy``.
+        UnsupportedTorchError: see :func:`check_torch`.
     """
     models: list[Any] = [] if model is None else [model]
     if isinstance(model, Iterable) and not isinstance(model, nn.Module):
@@ -73,7 +75,8 @@ def modules_of(model: nn.Module | Sequence[nn.Module] | None) -> list[nn.Module]
                 reason="not a torch.nn.Module",
                 remedy="pass the module whose parameters the optimizer holds, or several",
             )
-    if shards.offloads_parameters(models):
+    check_torch(models)
+    if offloads_parameters(models):
         raise UnsupportedParameterError(
             "a model sharded with CPUOffloadPolicy",
             reason="it keeps parameters and gradients on the CPU, so no state is on the device",
