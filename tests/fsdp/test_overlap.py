@@ -34,6 +34,7 @@ from fsdp_offload import (
     TransferConfig,
     checkpoint,
 )
+from fsdp_offload.fsdp import fsdp_groups
 from fsdp_offload.groups import find_groups
 from fsdp_offload.overlap import REORDER_AFTER
 from fsdp_offload.pipeline.bucket import BucketUpdate
@@ -525,8 +526,7 @@ def test_an_optimizer_without_gradients_begins_no_iteration(ranks: Ranks) -> Non
 
 
 def watched_methods(model: Any) -> list[str]:
-    groups = [g for m in model.modules() if hasattr(m, "_get_fsdp_state")
-              for g in m._get_fsdp_state()._fsdp_param_groups]  # fmt: skip
+    groups = [group for group, _ in fsdp_groups([model])]
     names = ("unshard", "wait_for_unshard", "post_backward")
     return [name for group in groups for name in names if name in group.__dict__]
 
@@ -632,16 +632,19 @@ def count_tables(size: int) -> None:
     with contextlib.ExitStack() as stack:
         with without_tables():
             pass  # from now on ours stand before torch's
-        for name in ("chunk_cat", "split_with_sizes_copy", "all_gather_copy_in"):
+        names = ["chunk_cat", "split_with_sizes_copy", "all_gather_copy_in"]
+        if hasattr(torch.ops.fsdp, "chunk_cat_mixed_dtype"):  # torch 2.15: left as it is
+            names.remove("chunk_cat")
+        for name in names:
             before: Any = getattr(torch.ops.fsdp, name)
             call = functools.partial(noting, calls, name, before._original)
             stack.enter_context(mock.patch.object(before, "_original", call))
         found = losses(mine, optimizer)
         check(not calls, f"tables: {calls}")
         expected = losses(plain, torch.optim.AdamW(plain.parameters(), fused=True))
-        check("chunk_cat" in calls, f"an unwatched model: {calls}")
-        for name in ("split_with_sizes_copy", "all_gather_copy_in"):
-            check(size == 1 or name in calls, f"an unwatched model: {calls}")
+        for name in names:  # one rank gathers nothing
+            alone = size == 1 and name != "chunk_cat"
+            check(alone or name in calls, f"an unwatched model: {calls}")
     check(found == expected, f"losses {found}, plain {expected}")
     optimizer.close()
 
