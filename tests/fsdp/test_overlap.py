@@ -690,6 +690,28 @@ def test_one_rank_reduces_on_the_compute_stream(ranks: Ranks, size: int, hook: b
     ranks(2).run(where_reduced, size, hook)
 
 
+def finalize_by_hand(overlap: str) -> None:
+    plain, mine = build(2), build(2)
+    reference, optimizer = adamw(plain), wrap(mine, overlap)
+    for model, stepper in ((plain, reference), (mine, optimizer)):
+        model.set_manual_backward_finalization(True)
+        for step in range(STEPS):
+            loss_of(model, step).backward()
+            model.finalize_backward()
+            stepper.step()
+            stepper.zero_grad()
+    check_twins(optimizer, reference, overlap)
+    optimizer.close()
+
+
+@pytest.mark.skipif(
+    not hasattr(FSDPModule, "set_manual_backward_finalization"), reason="torch before 2.15"
+)
+@pytest.mark.parametrize("overlap", BOTH)
+def test_backward_that_the_caller_finalizes(ranks: Ranks, overlap: str) -> None:
+    ranks(2).run(finalize_by_hand, overlap)
+
+
 def unfreeze(overlap: str) -> None:
     """A parameter of a group is trained from the third step on, without anything being told."""
     plain, mine = build(2), build(2)
