@@ -14,9 +14,9 @@ dispatcher and back into Python: that kernel makes it, too, without that way.
 
 FSDP2 looks these operations up in ``torch.ops.fsdp`` whenever it calls them (torch/distributed/
 fsdp/_fully_shard/_fsdp_collectives.py, 2.11 to 2.15). An operation with other arguments is left as
-it is, and so is what torch 2.15 packs gradients with, ``chunk_cat_mixed_dtype``: it has not been
-measured. Before the others there stands a function, from the first watched group on, that passes
-on what is not inside :func:`without_tables`.
+it is, and so is what torch 2.15 calls instead of ``chunk_cat``, ``chunk_cat_mixed_dtype``: it has
+not been measured. Before the others there stands a function, from the first watched group on, that
+passes on what is not inside :func:`without_tables`.
 """
 
 from __future__ import annotations
@@ -83,12 +83,11 @@ def _install() -> None:
         original = getattr(torch.ops.fsdp, plain.__name__, None)
         if original is None:  # FSDP2 does it in another way by now
             continue
-        if plain is chunk_cat and hasattr(torch.ops.fsdp, "chunk_cat_mixed_dtype"):
-            _log.info("torch %s packs gradients with a table on the device", torch.__version__)
-            continue
         takes = len(original.default._schema.arguments)
         if takes == len(inspect.signature(plain).parameters):
             setattr(torch.ops.fsdp, plain.__name__, _Before(original, plain))
+    if hasattr(torch.ops.fsdp, "chunk_cat_mixed_dtype"):
+        _log.info("torch %s packs gradients with a table on the device", torch.__version__)
 
 
 def prepare(device: torch.device) -> None:

@@ -633,7 +633,7 @@ def count_tables(size: int) -> None:
         with without_tables():
             pass  # from now on ours stand before torch's
         names = ["chunk_cat", "split_with_sizes_copy", "all_gather_copy_in"]
-        if hasattr(torch.ops.fsdp, "chunk_cat_mixed_dtype"):  # torch 2.15: left as it is
+        if hasattr(torch.ops.fsdp, "chunk_cat_mixed_dtype"):  # torch 2.15 calls that one, as it is
             names.remove("chunk_cat")
         for name in names:
             before: Any = getattr(torch.ops.fsdp, name)
