@@ -4,7 +4,7 @@
 An FSDP2 *group* holds the parameters of one ``fully_shard`` call (of one mesh of it, where it has
 several): gathered together before they are used, reduced together after their backward. Three of
 its methods are on every path that torch takes, and are replaced on the instance
-(torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, the same in 2.11 to 2.15):
+(torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, the same in 2.11, 2.13, 2.15):
 
 * ``unshard`` starts the all-gather, from forward, both kinds of prefetch, backward and by hand. The
   stream that copies the shards must wait for their updates first;

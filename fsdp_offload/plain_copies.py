@@ -13,8 +13,8 @@ The third of its copies, ``fsdp::all_gather_copy_in``, sends no table, but goes 
 dispatcher and back into Python: that kernel makes it, too, without that way.
 
 FSDP2 looks these operations up in ``torch.ops.fsdp`` whenever it calls them (torch/distributed/
-fsdp/_fully_shard/_fsdp_collectives.py, 2.11 to 2.15). An operation with other arguments is left as
-it is, and so is what torch 2.15 calls instead of ``chunk_cat``, ``chunk_cat_mixed_dtype``: it has
+fsdp/_fully_shard/_fsdp_collectives.py, 2.11, 2.13, 2.15). An operation with other arguments is left
+as it is, so is what torch 2.15 calls instead of ``chunk_cat``, ``chunk_cat_mixed_dtype``: it has
 not been measured. Before the others there stands a function, from the first watched group on, that
 passes on what is not inside :func:`without_tables`.
 """
