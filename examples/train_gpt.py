@@ -168,11 +168,12 @@ class Job:
 
 def report_memory(optimizer: HybridDeviceOptimizer) -> None:
     figures = optimizer.statistics()
-    mine = (figures.device_state_bytes, figures.host_state_bytes)
-    of_ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, mine)
+    device = optimizer.param_groups[0]["params"][0].device
+    mine = torch.tensor([figures.device_state_bytes, figures.host_state_bytes], device=device)
+    of_ranks = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(of_ranks, mine)
     if dist.get_rank() == 0:
-        for rank, (on_device, on_host) in enumerate(of_ranks):
+        for rank, (on_device, on_host) in enumerate(each.tolist() for each in of_ranks):
             places = f"{on_device:,} bytes on the device, {on_host:,} bytes on the host"
             print(f"rank {rank}: optimizer state: {places}")
 

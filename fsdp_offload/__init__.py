@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         StateSchemaError,
         UnsupportedOptimizerError,
         UnsupportedParameterError,
+        UnsupportedTorchError,
     )
     from .moving import FixedAddressRegion, RegionStatistics
     from .optimizer import HybridDeviceOptimizer
@@ -61,6 +62,7 @@ __all__ = [
     "TransferConfig",
     "UnsupportedOptimizerError",
     "UnsupportedParameterError",
+    "UnsupportedTorchError",
     "checkpoint",
     "pack_optimizer_state",
     "swap",

@@ -4,6 +4,7 @@
     ├── ConfigError                  an argument is wrong            (also a ValueError)
     │   ├── UnsupportedOptimizerError    this optimizer cannot be offloaded
     │   └── UnsupportedParameterError    a parameter or gradient cannot be
+    ├── UnsupportedTorchError        torch's FSDP2 lacks a name       (also a RuntimeError)
     ├── DeviceError                  no accelerator, or several      (also a RuntimeError)
     ├── DeviceMemoryError            no room on the device to come back (also a RuntimeError)
     ├── AwayError                    used while it is offloaded      (also a RuntimeError)
@@ -60,6 +61,10 @@ class UnsupportedOptimizerError(ConfigError):
 
 class UnsupportedParameterError(ConfigError):
     """A parameter, shard or gradient has a form that cannot be updated exactly."""
+
+
+class UnsupportedTorchError(OffloadError, RuntimeError):
+    """This version of torch lacks a private name of FSDP2 that this package uses."""
 
 
 class DeviceError(OffloadError, RuntimeError):

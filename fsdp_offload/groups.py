@@ -1,11 +1,10 @@
-"""Where FSDP2's parameter groups are watched: beside :mod:`.shards` and :mod:`.plain_copies`, the
-only private API of FSDP2.
+"""Where FSDP2's parameter groups are watched. The private names are listed in :mod:`.fsdp`.
 
 [Note: what is watched]
 An FSDP2 *group* holds the parameters of one ``fully_shard`` call (of one mesh of it, where it has
 several): gathered together before they are used, reduced together after their backward. Three of
 its methods are on every path that torch takes, and are replaced on the instance
-(torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, the same in 2.11 and 2.13):
+(torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, the same in 2.11, 2.13, 2.15):
 
 * ``unshard`` starts the all-gather, from forward, both kinds of prefetch, backward and by hand. The
   stream that copies the shards must wait for their updates first;
@@ -37,9 +36,9 @@ import torch
 from torch import Tensor, nn
 
 from .device import Event, Gateway, Stream
+from .fsdp import fsdp_groups
 from .patching import Patch, checked
 from .plain_copies import prepare, without_tables
-from .shards import fsdp_groups
 
 
 def _do_nothing(original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
@@ -101,12 +100,7 @@ class Group:
     @property
     def waiting_gradients(self) -> list[Tensor]:
         """Whole gradients that wait for a reduction (accumulation without synchronisation)."""
-        found = []
-        for fsdp_param in self._raw.fsdp_params:
-            unsharded = getattr(fsdp_param, "_unsharded_param", None)
-            held = None if unsharded is None else unsharded.grad
-            found += [g for g in (fsdp_param.unsharded_accumulated_grad, held) if g is not None]
-        return found
+        return [g for fsdp_param in self._raw.fsdp_params for g in _unreduced(fsdp_param)]
 
     def drop_waiting_gradients(self) -> None:
         """Forget :attr:`waiting_gradients`."""
@@ -194,15 +188,15 @@ class Group:
     def _world_size(self) -> int:
         """Ranks that the group is sharded over."""
         mesh_info = self._raw.mesh_info
-        return int(getattr(mesh_info, "shard_mesh_size", 1))
+        return 1 if mesh_info.shard_mesh_dim is None else int(mesh_info.shard_mesh_size)
 
     @contextlib.contextmanager
     def _reducing(self) -> Iterator[Any]:
         """Inside, gradients are reduced; gives the stream of the last step of it."""
         context = self._raw.comm_ctx
-        if hasattr(self._raw.mesh_info, "replicate_mesh_size"):
+        if self._raw.mesh_info.replicate_mesh_dim is not None:
             yield context.all_reduce_stream
-        elif self._world_size > 1 or getattr(self._raw, "_all_reduce_hook", None) is not None:
+        elif self._world_size > 1 or self._raw._all_reduce_hook is not None:
             yield context.reduce_scatter_stream
         else:  # see [Note: streams with kernels]
             own = context.reduce_scatter_stream
@@ -213,18 +207,14 @@ class Group:
                 context.reduce_scatter_stream = own
 
     def _has_new_gradients(self) -> bool:
-        for fsdp_param in self._raw.fsdp_params:
-            unsharded = getattr(fsdp_param, "_unsharded_param", None)
-            if fsdp_param.unsharded_accumulated_grad is not None:
-                return True
-            if unsharded is not None and unsharded.grad is not None:
-                return True
-        return False
+        return any(_unreduced(fsdp_param) for fsdp_param in self._raw.fsdp_params)
 
     def _drop_new_gradients(self) -> None:
         """This backward is given up: the next one must not add to what it has left."""
+        self._raw._partial_reduce_output = None
         for fsdp_param in self._raw.fsdp_params:
-            fsdp_param.unsharded_accumulated_grad = None
+            if "unsharded_accumulated_grad" in vars(fsdp_param):
+                fsdp_param.unsharded_accumulated_grad = None
             if (unsharded := getattr(fsdp_param, "_unsharded_param", None)) is not None:
                 unsharded.grad = None
 
@@ -244,6 +234,17 @@ def _raise_after_backward(error: Exception) -> None:
 
     # Those of other roots may be queued behind the first: the second is the last one.
     engine.queue_callback(lambda: engine.queue_callback(fail))
+
+
+def _unreduced(fsdp_param: Any) -> list[Tensor]:
+    """Whole gradients of one parameter: one, or while they accumulate in another dtype, two.
+
+    From torch 2.15 on autograd accumulates in that dtype, and the second name is the first one's.
+    """
+    unsharded = getattr(fsdp_param, "_unsharded_param", None)
+    held = None if unsharded is None else unsharded.grad
+    accumulated = fsdp_param.unsharded_accumulated_grad
+    return [g for g in (accumulated, None if held is accumulated else held) if g is not None]
 
 
 def _unwatch(

@@ -101,6 +101,7 @@ class HybridDeviceOptimizer(Leaving, Optimizer):
     Raises:
         ConfigError: an argument is wrong, or the optimizer holds no parameter of ``model``;
             ``UnsupportedOptimizerError`` and ``UnsupportedParameterError`` are kinds of it.
+        UnsupportedTorchError: this version of torch lacks a private name of FSDP2.
         DeviceError: a device that torch cannot use here, or parameters on several devices.
         HostMemoryError: the state does not fit into host memory.
         PinningError: the driver refused to page-lock it.

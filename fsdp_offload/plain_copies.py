@@ -13,15 +13,17 @@ The third of its copies, ``fsdp::all_gather_copy_in``, sends no table, but goes 
 dispatcher and back into Python: that kernel makes it, too, without that way.
 
 FSDP2 looks these operations up in ``torch.ops.fsdp`` whenever it calls them (torch/distributed/
-fsdp/_fully_shard/_fsdp_collectives.py of torch 2.13; a version that does not is left as it is).
-There a function stands before them, from the first watched group on, that passes on what is not
-inside :func:`without_tables`.
+fsdp/_fully_shard/_fsdp_collectives.py, 2.11, 2.13, 2.15). An operation with other arguments is left
+as it is, so is what torch 2.15 calls instead of ``chunk_cat``, ``chunk_cat_mixed_dtype``: it has
+not been measured. Before the others there stands a function, from the first watched group on, that
+passes on what is not inside :func:`without_tables`.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -31,6 +33,8 @@ import torch
 from torch import Tensor
 
 from .launching import if_usable
+
+_log = logging.getLogger("fsdp_offload")
 
 _WIDENED: Final = frozenset((torch.bfloat16, torch.float16))
 
@@ -82,6 +86,8 @@ def _install() -> None:
         takes = len(original.default._schema.arguments)
         if takes == len(inspect.signature(plain).parameters):
             setattr(torch.ops.fsdp, plain.__name__, _Before(original, plain))
+    if hasattr(torch.ops.fsdp, "chunk_cat_mixed_dtype"):
+        _log.info("torch %s packs gradients with a table on the device", torch.__version__)
 
 
 def prepare(device: torch.device) -> None:

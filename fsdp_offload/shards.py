@@ -1,4 +1,4 @@
-"""The only file that touches private API of DTensor and FSDP2.
+"""The only file that touches private API of DTensor.
 
 [Note: tensors of a parameter]
 Four tensors stand for one parameter, and the rest of the package speaks only of the second:
@@ -649,41 +649,6 @@ def saved_names(models: Sequence[nn.Module]) -> dict[Tensor, str]:
         for name, parameter in model.named_parameters():
             names.setdefault(parameter, *_get_fqns(model, name))
     return names
-
-
-def fsdp_parameters(models: Iterable[nn.Module]) -> set[Tensor]:
-    """Parameters that an FSDP2 module of ``models`` all-gathers."""
-    managed: set[Tensor] = set()
-    for group, _ in fsdp_groups(models):
-        managed.update(fsdp_param.sharded_param for fsdp_param in group.fsdp_params)
-    return managed
-
-
-def offloads_parameters(models: Iterable[nn.Module]) -> bool:
-    """Whether a module was sharded with ``CPUOffloadPolicy``."""
-    from torch.distributed.fsdp import CPUOffloadPolicy
-
-    groups = fsdp_groups(models)
-    return any(isinstance(group.offload_policy, CPUOffloadPolicy) for group, _ in groups)
-
-
-def fsdp_groups(models: Iterable[nn.Module]) -> list[tuple[Any, Any]]:
-    """FSDP2's own parameter groups, each once, with the state of its modules.
-
-    torch 2.11 keeps one per state, later versions a list (and raise for "the" one where there are
-    several). ``fully_shard`` of several modules gives all of them one state.
-    """
-    from torch.distributed.fsdp import FSDPModule
-
-    modules = (module for model in models for module in model.modules())
-    states = (module._get_fsdp_state() for module in modules if isinstance(module, FSDPModule))
-    groups: list[tuple[Any, Any]] = []
-    for state in dict.fromkeys(states):
-        found = getattr(state, "_fsdp_param_groups", None)
-        if found is None:
-            found = [state._fsdp_param_group]
-        groups += [(group, state) for group in found if group is not None]
-    return groups
 
 
 def with_history(tensor: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from . import shards
 from .device import Gateway, gateway_for
 from .errors import ConfigError, DeviceError, StateSchemaError, UnsupportedParameterError
+from .fsdp import check_torch, fsdp_parameters, offloads_parameters
 from .pipeline.schema import check_supported
 
 _FORWARDED: Final = ("step", "zero_grad", "state_dict", "load_state_dict", "add_param_group")
@@ -101,6 +102,7 @@ def modules_of(model: nn.Module | Sequence[nn.Module] | None) -> list[nn.Module]
     Raises:
         ConfigError: something else was given.
         UnsupportedParameterError: one was sharded with ``CPUOffloadPolicy``.
+        UnsupportedTorchError: see :func:`check_torch`.
     """
     models: list[Any] = [] if model is None else [model]
     if isinstance(model, Iterable) and not isinstance(model, nn.Module):
@@ -112,7 +114,8 @@ def modules_of(model: nn.Module | Sequence[nn.Module] | None) -> list[nn.Module]
                 reason="not a torch.nn.Module",
                 remedy="pass the module whose parameters the optimizer holds, or several",
             )
-    if shards.offloads_parameters(models):
+    check_torch(models)
+    if offloads_parameters(models):
         raise UnsupportedParameterError(
             "a model sharded with CPUOffloadPolicy",
             reason="it keeps parameters and gradients on the CPU, so no state is on the device",
@@ -133,7 +136,7 @@ def check_holds(optimizer: Optimizer, models: Sequence[nn.Module]) -> None:
         return
     what = f"model= with {len(named)} parameters, none of them in the optimizer"
     shapes = sorted(tuple(parameter.shape) for parameter in named)
-    are_sharded = shards.fsdp_parameters(models) or any(isinstance(p, DTensor) for p in named)
+    are_sharded = fsdp_parameters(models) or any(isinstance(p, DTensor) for p in named)
     same_shapes = {tuple(parameter.shape) for parameter in held} <= set(shapes)
     if are_sharded and same_shapes and not any(isinstance(p, DTensor) for p in held):
         raise ConfigError(

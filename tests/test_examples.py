@@ -93,6 +93,26 @@ def test_gpt_trains_on_two_ranks_and_goes_on_on_one(tmp_path: Path) -> None:
     assert len(re.findall(r"optimizer state: [\d,]+ bytes on the device", first)) == 2
 
 
+def test_minimal_saves_and_resumes_on_two_ranks_without_numpy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch is installed without numpy, and its own collectives of objects need it."""
+    hidden = tmp_path / "hidden" / "numpy.py"
+    hidden.parent.mkdir()
+    hidden.write_text("raise ModuleNotFoundError('no numpy', name='numpy')\n")
+    paths = (str(hidden.parent), os.environ.get("PYTHONPATH", ""))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
+    with pytest.raises(AssertionError, match="no numpy"):
+        finish(start(["-c", "import numpy"]))
+
+    command = [*TORCHRUN, "--nproc-per-node=2", str(EXAMPLES / "minimal.py"), "--resume"]
+    command += ["--folder", str(tmp_path / "saved"), "--steps"]
+    assert sorted(losses(finish(start([*command, "5"])))) == list(range(5))
+    output = finish(start([*command, "7"]))
+    assert "resumed at step 5" in output
+    assert sorted(losses(output)) == [5, 6]
+
+
 def test_minimal_goes_on_after_a_kill(tmp_path: Path) -> None:
     command = [str(EXAMPLES / "minimal.py"), "--folder", str(tmp_path)]
     lines = []

@@ -301,9 +301,9 @@ def _other_topology(path: Path, where: str, saved: Any, here: Any) -> Checkpoint
 
 def _read_objects(file: RankFile) -> dict[str, Any]:
     start, stop = file.ranges["objects"]
-    data = torch.empty(stop - start, dtype=torch.uint8)
-    read_entries(file, [Entry("objects", data)], None)
-    return _unpickled(data.numpy().tobytes())  # type: ignore[no-any-return]
+    buffer = bytearray(stop - start)
+    read_entries(file, [Entry("objects", torch.frombuffer(buffer, dtype=torch.uint8))], None)
+    return _unpickled(bytes(buffer))  # type: ignore[no-any-return]
 
 
 def _fill(job: Job, saved: _Fitting) -> None:

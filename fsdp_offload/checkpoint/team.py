@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from ..errors import CheckpointError, OffloadError
+from . import objects
 
 _Local = TypeVar("_Local")
 _Result = TypeVar("_Result")
@@ -73,11 +74,7 @@ class Team:
             return _result(outcome)[0]
         results, error = _portable(outcome)
         shares = [(None if results is None else results[r], error) for r in range(self.size)]
-        received: list[Any] = [None]
-        dist.scatter_object_list(
-            received, shares if self.is_lead else None, group=self._group, group_src=0
-        )
-        answer: _Outcome[_Result] = received[0]
+        answer: _Outcome[_Result] = objects.scatter(shares if self.is_lead else None, self._group)
         return _result(answer, own=mine[1])
 
     def all_reduce(
@@ -94,9 +91,7 @@ class Team:
         outcome = self._reduced(mine, reduce)
         if self._group is None:
             return _result(outcome)
-        shared: list[Any] = [_portable(outcome)]
-        dist.broadcast_object_list(shared, group=self._group, group_src=0)
-        answer: _Outcome[_Result] = shared[0]
+        answer: _Outcome[_Result] = objects.broadcast(_portable(outcome), self._group)
         return _result(answer, own=mine[1])
 
     def _reduced(
@@ -105,10 +100,7 @@ class Team:
         """The lead's result of ``reduce``; elsewhere nothing."""
         gathered: list[Any] = [mine]
         if self._group is not None:
-            gathered = [None] * self.size if self.is_lead else []
-            dist.gather_object(
-                _portable(mine), gathered if self.is_lead else None, group=self._group, group_dst=0
-            )
+            gathered = objects.gather(_portable(mine), self._group)
         if not self.is_lead:
             return None, None
         for rank, (_, error) in enumerate(gathered):
@@ -125,9 +117,7 @@ class Team:
         mine = _attempt(work) if self.is_lead else (None, None)
         if self._group is None:
             return _result(mine)
-        shared: list[Any] = [_portable(mine)]
-        dist.broadcast_object_list(shared, group=self._group, group_src=0)
-        answer: _Outcome[_Result] = shared[0]
+        answer: _Outcome[_Result] = objects.broadcast(_portable(mine), self._group)
         return _result(answer, own=mine[1])
 
     def together(self, work: Callable[[], _Result]) -> _Result:
@@ -151,9 +141,8 @@ class Team:
         if self._group is None:
             result, told = _result(mine)
             return result, [told]
-        answers: list[Any] = [None] * self.size
         told_and_error = (None if mine[0] is None else mine[0][1], _portable(mine)[1])
-        dist.all_gather_object(answers, told_and_error, group=self._group)
+        answers = objects.all_gather(told_and_error, self._group)
         for rank, (_, error) in enumerate(answers):
             if error is not None:
                 _result((None, of_rank(rank, error)), own=mine[1])

@@ -77,6 +77,7 @@ class PhaseOffloader:
         ConfigError: an argument is wrong.
         DeviceError: several devices, or none that torch can use.
         UnsupportedParameterError: a storage that cannot be given up and restored.
+        UnsupportedTorchError: this version of torch lacks a private name of FSDP2.
         HostMemoryError: host memory is short; nothing has changed.
         PinningError: the driver refused to page-lock it; nothing has changed.
         DeviceMemoryError: others took device memory while a :class:`HybridDeviceOptimizer`'s state

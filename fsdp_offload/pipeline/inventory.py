@@ -15,6 +15,7 @@ from .. import shards
 from ..config import Lane, OffloadConfig
 from ..device import gateway_for
 from ..errors import ConfigError, DeviceError, StateSchemaError, UnsupportedParameterError
+from ..fsdp import fsdp_parameters
 from ..plan import Candidate, Plan, Rates, make_plan, replay, wants_rates
 from .calibration import measure_rates
 from .moments import moments_of
@@ -167,7 +168,7 @@ class Inventory:
     def _in_update_order(self, drafts: list[Draft]) -> list[Draft]:
         """Outside FSDP first, then the models' order, then the rest as given."""
         order = {parameter: i for i, parameter in enumerate(self.names)}
-        managed = shards.fsdp_parameters(self._models)
+        managed = fsdp_parameters(self._models)
         return sorted(drafts, key=lambda d: (d.parameter in managed, order[d.parameter]))
 
     def _draft(self, parameter: Tensor, group: int) -> Draft:

@@ -166,6 +166,30 @@ def accumulate_without_sync(size: int, grads: str) -> None:
     check_twins(mine[1], twin[1], f"accumulated, {grads}")
 
 
+def accumulate_without_all_reduce(grads: str) -> None:
+    """With HSDP, gradients that were reduced within each replica only."""
+    hybrid = models.mesh((2, 1), ("ddp", "fsdp"))
+    made = [models.toy(hybrid) for _ in range(2)]
+    jobs = [(model, torch.optim.AdamW(models.groups(model))) for model in made]
+    phases = PhaseOffloader(*jobs[0], grads=grads)
+    for index, (model, optimizer) in enumerate(jobs):
+        model.set_requires_all_reduce(False)
+        if index == 0 or grads != "drop":
+            models.backward(model, 2)
+        if index == 0:
+            with phases.away():
+                pass
+        model.set_requires_all_reduce(True)
+        models.backward(model, 3)
+        optimizer.step()
+    check_twins(jobs[0][1], jobs[1][1], f"accumulated, {grads}")
+
+
+@pytest.mark.parametrize("grads", ["save", "drop"])
+def test_gradients_that_wait_for_an_all_reduce(ranks: Ranks, grads: str) -> None:
+    ranks(2).run(accumulate_without_all_reduce, grads)
+
+
 def loads_before_and_after_the_first_forward(size: int, first: bool) -> None:
     donor, mine, twin = job(size), job(size), job(size)
     train(donor, range(1, 3))
