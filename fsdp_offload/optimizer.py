@@ -155,6 +155,7 @@ class HybridDeviceOptimizer(Leaving, Optimizer):
         self._shown: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
         self._built = self._loaded_since_step = self._state_was_read = False
         self._weights_before: Tensor | None = None
+        self._followed: Tensor | None = None  # checksums of weights that masters agree with
         self._overlap: Overlap | None = None
         self._region = state_region
         self._absence = OptimizerAbsence(self._gateway, self._config.transfer, state_region)
@@ -338,11 +339,12 @@ class HybridDeviceOptimizer(Leaving, Optimizer):
                 state[record.parameter] = {
                     n: v.clone() if isinstance(v, Tensor) else v for n, v in shown.items()
                 }
+        gateway = gateway_of(kept.values())
         for close in self._closers:
             close()
         for holder in (self._closers, self._segments, self._records, self._reserved, self._shown):
             holder.clear()
-        self._gateway = gateway_of(kept.values())
+        self._gateway, self._followed = gateway, None
         self._absence = OptimizerAbsence(self._gateway, self._config.transfer, self._region)
         self._closers.append(weakref.finalize(self, self._absence.close))
         self._shown.update(state)
@@ -470,9 +472,16 @@ class HybridDeviceOptimizer(Leaving, Optimizer):
                     if int(bucket.observe()) != int(bucket.expected):
                         bucket.reseed()
                         bucket.trust_shards()
-            for record in self._records:
-                if record.form is MasterForm.WHOLE and record.lane != "host":
+            records = [r for r in self._records if r.form is MasterForm.WHOLE and r.lane != "host"]
+            if not records:
+                return
+            # On the device: a loop that reads the state of one parameter after the other would
+            # else compare all masters each time.
+            now = loading.weight_checksums(records)
+            if self._followed is None or not torch.equal(now, self._followed):
+                for record in records:
                     state_io.follow_shard(record)
+            self._followed = now
 
     def _adopt_writes(self) -> None:
         """Follow what the caller did to the state that it was shown: written, or dropped."""

@@ -183,7 +183,7 @@ def check_any_gradient(
     raise ConfigError(
         f"first step() of {len(held)} parameters, of which none ever had a gradient",
         reason="no backward() has reached them, so there is nothing to update",
-        remedy=f"call backward() before step(), on the model that the optimizer has{order}",
+        remedy=f"call backward() before step(), on the model of these parameters{order}",
     )
 
 

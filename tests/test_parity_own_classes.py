@@ -152,12 +152,12 @@ def test_a_class_that_runs_its_own_step_is_named_with_its_bytes_and_the_remedy(
 
 def test_the_class_keeps_its_methods_and_what_its_step_returns() -> None:
     parameter = nn.Parameter(torch.ones(3))
+    parameter.grad = torch.ones(3)
     inner = own.ScheduleFree([parameter])
     optimizer = HybridDeviceOptimizer(inner)
     with pytest.raises(RuntimeError, match="call train"):
         optimizer.step()
     optimizer.train()
-    parameter.grad = torch.ones(3)
     assert optimizer.step(lambda: 7.0) == 7.0
     optimizer.eval()
     assert inner.mode == "eval"

@@ -524,7 +524,8 @@ def test_wrapping_and_reading_state_change_nothing(name: str) -> None:
     assert all(torch.equal(p, q) for p, q in zip(parameters, before, strict=True))
     again = [{k: v for k, v in g.items() if k != "params"} for g in wrapped.param_groups]
     assert again == groups
-    wrapped.step()  # no gradient at all
+    assert wrapped.state_dict()["param_groups"][0]["params"] == [0, 1, 2]
+    assert wrapped.state.keys() <= set(parameters)
     assert all(torch.equal(p, q) for p, q in zip(parameters, before, strict=True))
 
 

@@ -20,6 +20,7 @@ state itself.
 from __future__ import annotations
 
 import copy
+import functools
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -297,6 +298,21 @@ _DECLARED: Final[dict[str, Callable[[_Declared], None]]] = {
 }
 
 
+@functools.cache
+def _makes_its_state(cls: type[Optimizer]) -> bool:
+    """Whether ``step`` makes state that is not there, which Adagrad's does not in every version."""
+    with torch.inference_mode(False), torch.device("cpu"), torch.no_grad():
+        parameter = torch.zeros(1)
+        parameter.grad = torch.zeros(1)
+        optimizer = cls([parameter])  # type: ignore[call-arg]
+        optimizer.state.clear()
+        try:
+            raw_step(cls)(optimizer)
+        except KeyError:
+            return False
+    return True
+
+
 def has_schema(optimizer: Optimizer) -> bool:
     """Whether state has entries that are known beforehand; not so for Adafactor, which keeps
     factors of matrices, and for classes that torch may add."""
@@ -327,7 +343,7 @@ def schema_of(
             )
         state = _Declared(group, dtype, device)
         _DECLARED[cls.__name__](state)
-        eager = cls.__name__ == "Adagrad"
+        eager = cls.__name__ == "Adagrad" and not _makes_its_state(cls)  # type: ignore[arg-type]
         return Schema(tuple(state.kinds), elementwise=cls.__name__ not in _WHOLE, eager=eager)
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), torch.no_grad():

@@ -405,7 +405,7 @@ def _has_stepped(record: Record, values: Mapping[str, Any]) -> bool:
     its ``step`` is 0 and every other value is the one that is shown at construction.
     """
     schema = record.schema
-    if schema.eager or not schema.kinds or float(values.get("step", 0)) != 0:
+    if not schema.kinds or float(values.get("step", 0)) != 0:
         return True
     kinds = [k for k in schema.kinds if k.name != "step" and not k.follows_option]
     return not all(_is_initial(kind, values.get(kind.name)) for kind in kinds)
@@ -413,19 +413,15 @@ def _has_stepped(record: Record, values: Mapping[str, Any]) -> bool:
 
 def is_fresh(record: Record) -> bool:
     """Whether the parameter has never been updated, here or where its state came from."""
-    if not record.schema.eager:
-        return not record.pieces[0].stepped
-    shown = expose(record)
-    return float(shown.get("step", 0)) == 0 and all(
-        kind.initial is None or _is_initial(kind, shown[kind.name])
-        for kind in record.schema.kinds
-        if kind.name != "step"
-    )
+    if record.schema.eager:
+        return not _has_stepped(record, expose(record))
+    return not record.pieces[0].stepped
 
 
 def _is_initial(kind: StateKind, value: Any) -> bool:
-    """Whether every element is the initial one. Without a step count that is a negative zero,
-    which arithmetic all but never leaves in every element and which others take for a zero."""
+    """Whether every element is the initial one, in the value's own precision. Without a step count
+    that is a negative zero, which arithmetic all but never leaves in every element and which
+    others take for a zero."""
     if not isinstance(value, Tensor):
         return value is None or bool(value == kind.initial)
     found = shards.local(value)
