@@ -1,0 +1,140 @@
+"""SIGINT inside of :func:`fsdp_offload.interrupts.held_back`."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from fsdp_offload.interrupts import held_back
+
+
+def strike() -> None:
+    signal.raise_signal(signal.SIGINT)
+
+
+@pytest.fixture(autouse=True)
+def _handler_is_put_back() -> Iterator[None]:
+    before = signal.getsignal(signal.SIGINT)
+    yield
+    found = signal.getsignal(signal.SIGINT)
+    signal.signal(signal.SIGINT, before)
+    assert found is before
+
+
+def held(n_strikes: int, done: list[str], error: Exception | None = None) -> None:
+    with held_back():
+        for _ in range(n_strikes):
+            strike()
+        done.append("inside")
+        if error is not None:
+            raise error
+
+
+@pytest.mark.parametrize("n_strikes", [1, 2])
+def test_it_arrives_at_the_end(n_strikes: int) -> None:
+    done: list[str] = []
+    with pytest.raises(KeyboardInterrupt):
+        held(n_strikes, done)
+    assert done == ["inside"]
+
+
+def test_without_a_signal_nothing_happens() -> None:
+    with held_back():
+        pass
+    with pytest.raises(KeyboardInterrupt):
+        strike()
+
+
+def test_inside_of_another_it_arrives_at_the_outer_end() -> None:
+    done: list[str] = []
+
+    @held_back()
+    def outer() -> None:
+        held(1, done)
+        done.append("after it")
+
+    with pytest.raises(KeyboardInterrupt):
+        outer()
+    assert done == ["inside", "after it"]
+
+
+def test_an_exception_is_the_context_of_the_interrupt() -> None:
+    error = ZeroDivisionError()
+    with pytest.raises(KeyboardInterrupt) as caught:
+        held(1, [], error)
+    assert caught.value.__context__ is error
+
+
+def test_an_exception_alone_stays_itself() -> None:
+    with pytest.raises(ZeroDivisionError), held_back():
+        raise ZeroDivisionError
+
+
+def test_it_goes_through_the_handler_that_was_there() -> None:
+    calls: list[tuple[int, Any]] = []
+    before = signal.signal(signal.SIGINT, lambda *call: calls.append(call))
+    try:
+        with held_back():
+            strike()
+            strike()
+            assert not calls
+        assert calls == [(signal.SIGINT, None)]
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_an_ignored_signal_stays_ignored() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with held_back():
+            strike()
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_the_systems_handler_ends_the_process_at_the_end() -> None:
+    script = (
+        "import signal; from fsdp_offload.interrupts import held_back\n"
+        "signal.signal(signal.SIGINT, signal.SIG_DFL)\n"
+        "with held_back():\n"
+        "    signal.raise_signal(signal.SIGINT)\n"
+        "    print('all of it', flush=True)\n"
+        "print('never')\n"
+    )
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (run.returncode, run.stdout) == (-signal.SIGINT, "all of it\n")
+
+
+def test_other_threads_hold_nothing_back() -> None:
+    found = []
+
+    def look() -> None:
+        with held_back():
+            found.append(signal.getsignal(signal.SIGINT))
+
+    before = signal.getsignal(signal.SIGINT)
+    thread = threading.Thread(target=look)
+    thread.start()
+    thread.join()
+    assert found == [before]
+
+
+def test_as_a_decorator_each_call_holds_back_anew() -> None:
+    done = []
+
+    @held_back()
+    def move() -> None:
+        strike()
+        done.append("all of it")
+
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            move()
+    assert done == ["all of it"] * 2
