@@ -303,8 +303,8 @@ class Launch:
         self._lock = threading.Lock()
 
     def __call__(self, programs: int, stream: int, values: Sequence[float]) -> bool:
-        """Enqueue it; False: the driver, or a value, refuses, or somebody is about to launch it: on
-        another thread, or on this one, which a signal has interrupted there.
+        """Enqueue it; False: the driver, or a value, refuses, or another thread is about to launch
+        it, or a signal handler on this one.
 
         Args:
             programs: blocks.

@@ -12,6 +12,7 @@ from torch import Tensor
 from .absence import OptimizerAbsence
 from .device import Gateway
 from .health import Health
+from .interrupts import held_back
 from .moving import Trip, collector_paused
 from .pipeline import rebuild
 from .pipeline import state as state_io
@@ -61,6 +62,7 @@ class Leaving:
         """Whether a native parameter's state tensor is kept in host memory by its class."""
         return state[name].device.type == "cpu" and not self._absence.holds(state, name)
 
+    @held_back()
     def reserve_offload(self) -> None:
         """Take the host memory of :meth:`offload` now, for the state that exists now.
 
@@ -80,6 +82,7 @@ class Leaving:
         self._settle()
         self._at_rest(self._absence.reserve)
 
+    @held_back()
     def offload(self, *, wait: bool = True) -> Trip:
         """Give up all device memory of the optimizer; its state stays readable, in host memory.
 
@@ -106,6 +109,7 @@ class Leaving:
                 self._at_rest(self._absence.leave)
         return self._absence.trip(wait=wait)
 
+    @held_back()
     def reload(self, *, wait: bool = True) -> Trip:
         """Take device memory again and bring the state back. When it is back already, nothing
         happens.

@@ -41,6 +41,7 @@ from .errors import (
     SpentGradientError,
 )
 from .health import Health
+from .interrupts import held_back
 from .leaving import Leaving
 from .overlap import Overlap, make_overlap
 from .pipeline import state as state_io
@@ -679,22 +680,10 @@ class HybridDeviceOptimizer(Leaving, Optimizer):
         loading.checked_groups(self.param_groups, saved, self._inventory, self._records)
 
     def synchronize(self) -> None:
-        """Block until parameters and state are final and host memory may be read.
-
-        Interrupted, it waits on and then raises what came: nothing is torn by that.
-        """
+        """Block until parameters and state are final and host memory may be read."""
         self._health.check()
-        interrupt: BaseException | None = None
-        with self._health.failing("synchronize()", self._drain_quietly):
-            try:
-                self._drain()
-            except Exception:
-                raise
-            except BaseException as error:
-                self._drain()
-                interrupt = error
-        if interrupt is not None:
-            raise interrupt
+        with held_back(), self._health.failing("synchronize()", self._drain_quietly):
+            self._drain()
 
     def resync(self) -> None:
         """Set every master equal to its weight, after writing into parameters by hand.

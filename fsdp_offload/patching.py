@@ -18,8 +18,7 @@ class Patch:
         owner: has the method by its class, or by somebody else's replacement.
         name: of the method.
         replacement: called with the bound method as it was, then with the call's arguments.
-        into: gets the patch before it takes effect, so that whatever interrupts this, somebody
-            knows of it.
+        into: gets the patch.
     """
 
     def __init__(
@@ -42,9 +41,9 @@ class Patch:
         patched.patch = self  # type: ignore[attr-defined]
         # Bound, as methods are: a scheduler that is built meanwhile takes it apart.
         self._patched: types.MethodType | None = types.MethodType(patched, owner)
+        owner.__dict__[name] = self._patched
         if into is not None:
             into.append(self)
-        owner.__dict__[name] = self._patched
 
     def remove(self) -> None:
         """Put the method back; it is not called any more, by whatever way. Idempotent."""

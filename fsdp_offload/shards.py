@@ -20,7 +20,6 @@ such a parameter carries its boxes with it.
 
 from __future__ import annotations
 
-import functools
 import math
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -77,9 +76,9 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.detach()
 
 
-def spoil_graphs(tensors: Iterable[Tensor]) -> tuple[Callable[[], None], Callable[[], None]]:
-    """What makes a backward raise RuntimeError that would read one of ``tensors``, which have no
-    memory, and what takes that back.
+def spoil_graphs(tensors: Iterable[Tensor]) -> Callable[[], None]:
+    """Let a backward raise RuntimeError that would read one of ``tensors``, which have no memory;
+    gives what takes that back.
 
     Only torch's version counters tell it: they count a write that there was not.
     """
@@ -90,7 +89,8 @@ def spoil_graphs(tensors: Iterable[Tensor]) -> tuple[Callable[[], None], Callabl
     def allow() -> None:
         torch._C._autograd._unsafe_set_version_counter(tuple(found), versions)
 
-    return functools.partial(torch.autograd.graph.increment_version, found), allow
+    torch.autograd.graph.increment_version(found)
+    return allow
 
 
 def _is_plain(shard: Tensor) -> bool:

@@ -303,7 +303,7 @@ def test_no_device_memory_at_reload_leaves_all_in_host_memory(
 
 
 @pytest.mark.parametrize("comes_back", [True, False])
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError, KeyboardInterrupt])
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, ZeroDivisionError])
 @pytest.mark.parametrize(
     ("is_packed", "fails_at"), [(True, 1), (True, 2), (False, 1), (False, 2), (False, 6)]
 )

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 from torch.optim import Optimizer
 
 from fsdp_offload import HybridDeviceOptimizer, PhaseOffloader, TransferConfig, swap
-from fsdp_offload.device import _DoneEvent
+from fsdp_offload.device import _DoneEvent, copy_all
 from fsdp_offload.errors import (
     AwayError,
     ClosedError,
@@ -38,6 +38,7 @@ from fsdp_offload.moving import (
     StorageBlock,
     Trip,
     absent,
+    mover,
     places,
     whereabouts,
 )
@@ -283,6 +284,24 @@ def test_exceptions_inside_away_still_reload() -> None:
     assert not phases.is_away
 
 
+def test_an_inner_away_leaves_the_reload_to_the_outer_one() -> None:
+    phases = PhaseOffloader(net())
+    with phases.away():
+        with phases.away():
+            assert phases.is_away
+        assert phases.is_away
+    assert not phases.is_away
+
+
+def test_the_body_of_away_may_close() -> None:
+    model = net()
+    before = copy.deepcopy(model.state_dict())
+    phases = PhaseOffloader(model)
+    with phases.away():
+        phases.close()
+    assert_same(model.state_dict(), before)
+
+
 def test_host_memory_is_taken_once_and_given_back(arenas: Any) -> None:
     model = net()
     optimizer = OPTIMIZERS["adamw"](model.parameters())
@@ -387,7 +406,7 @@ def test_state_that_was_replaced_does_not_leave(fixed_address: bool | str) -> No
 
 
 @pytest.mark.parametrize(
-    "error", [HostMemoryError("value", reason="", remedy=""), KeyboardInterrupt()]
+    "error", [HostMemoryError("value", reason="", remedy=""), RuntimeError("broken")]
 )
 @pytest.mark.parametrize(
     ("owner", "where"),
@@ -1004,11 +1023,7 @@ def test_an_exception_mid_copy_loses_nothing(
 ) -> None:
     """In each of the copies out: four of parameters, and four of state or three of its chunks."""
     monkeypatch.setitem(FixedAddressRegion.__init__.__kwdefaults__, "chunk_bytes", 1 << 20)
-    model = nn.ParameterList([nn.Parameter(torch.randn(n)) for n in (9, 300_000, 270_000, 5)])
-    optimizer = OPTIMIZERS["sgd"](model.parameters())
-    for parameter in model.parameters():
-        parameter.grad = torch.randn_like(parameter)
-    optimizer.step()
+    model, optimizer = trained()
     before = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
     phases = PhaseOffloader(model, optimizer, fixed_address=fixed_address)
     count = 0
@@ -1018,7 +1033,7 @@ def test_an_exception_mid_copy_loses_nothing(
             nonlocal count
             count += 1
             if count == at:
-                raise KeyboardInterrupt
+                raise RuntimeError("broken")
             return view(block, index)
 
         return fail
@@ -1031,7 +1046,7 @@ def test_an_exception_mid_copy_loses_nothing(
             patch.setattr(each, "view", failing(each.view))
             if not room:
                 patch.setattr(each, "restore", full)
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(RuntimeError, match="broken"):
             phases.offload()
         has_left = any(t.untyped_storage().nbytes() == 0 for t in tensors_of(model))
         assert phases.is_away or not has_left
@@ -1044,6 +1059,85 @@ def test_an_exception_mid_copy_loses_nothing(
     assert_same((model.state_dict(), optimizer.state_dict()), before)
     assert all_present(tensors_of(model))
     optimizer.step()
+
+
+@pytest.mark.parametrize("at", range(1, 9))
+@pytest.mark.parametrize("fixed_address", [False, "state"])
+def test_an_exception_on_the_way_back_leaves_all_away(
+    at: int, fixed_address: bool | str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In each of the copies back; a later call brings all."""
+    monkeypatch.setitem(FixedAddressRegion.__init__.__kwdefaults__, "chunk_bytes", 1 << 20)
+    model, optimizer = trained()
+    before = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    phases = PhaseOffloader(model, optimizer, fixed_address=fixed_address)
+    phases.offload()
+    counts = iter(range(1, 100))
+
+    def broken(targets: Any, sources: Any) -> None:
+        if next(counts) == at:
+            raise ZeroDivisionError
+        copy_all(targets, sources)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(mover, "copy_all", broken)
+        patch.setattr(mover, "PACK_BELOW_BYTES", 0)
+        try:
+            phases.reload()
+        except ZeroDivisionError:
+            assert phases.is_away
+            assert all_away(tensors_of(model))
+            assert_same((model.state_dict(), optimizer.state_dict()), before)
+        else:
+            assert next(counts) == at == 8  # chunks of state are one less
+    phases.reload()
+    assert_same((model.state_dict(), optimizer.state_dict()), before)
+    optimizer.step()
+
+
+def trained() -> tuple[nn.ParameterList, Optimizer]:
+    model = nn.ParameterList([nn.Parameter(torch.randn(n)) for n in (9, 300_000, 270_000, 5)])
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    return model, optimizer
+
+
+def test_pieces_that_have_no_copy_yet_stay_when_the_way_back_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A block of a region leaves piece by piece: the rest of it was not copied this time."""
+    monkeypatch.setitem(FixedAddressRegion.__init__.__kwdefaults__, "chunk_bytes", 4096)
+    model = nn.Linear(64, 64, bias=False)  # four pieces
+    phases = PhaseOffloader(model, fixed_address=True)
+    phases.offload()
+    phases.reload()
+    with torch.no_grad():
+        model.weight.fill_(7.0)
+    sent = []
+    left, fetch_all = Mover._left, Mover._fetch_all
+
+    def fail_out(self: Mover, *args: Any) -> None:
+        left(self, *args)
+        sent.append(args)
+        if len(sent) == 2:
+            raise RuntimeError("on the way out")
+
+    def fail_back(self: Mover, *args: Any) -> None:
+        monkeypatch.setattr(Mover, "_fetch_all", fetch_all)
+        raise RuntimeError("on the way back")
+
+    monkeypatch.setattr(Mover, "_left", fail_out)
+    monkeypatch.setattr(Mover, "_fetch_all", fail_back)
+    with pytest.raises(RuntimeError, match="on the way back"):
+        phases.offload()
+    assert len(sent) > 2  # what had not left by then has left since
+    assert phases.is_away
+    assert bool((model.state_dict()["weight"] == 7).all())
+    phases.reload()
+    assert bool((model.weight == 7).all())
+    phases.close()
 
 
 def test_memory_that_torch_does_not_own_stays_or_is_refused() -> None:

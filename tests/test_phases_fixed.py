@@ -18,6 +18,7 @@ from fsdp_offload import HybridDeviceOptimizer, PhaseOffloader, swap
 from fsdp_offload.errors import ConfigError, DeviceError, DeviceMemoryError
 from fsdp_offload.moving import (
     FixedAddressRegion,
+    Mover,
     PageBlock,
     Spares,
     StorageBlock,
@@ -212,25 +213,22 @@ def test_no_room_for_what_was_replaced_loses_nothing(
     assert job.region.n_bytes <= Job().region.n_bytes + CHUNK
 
 
-@pytest.mark.parametrize("name", ["renew", "untie"])
 @pytest.mark.parametrize("at", [1, 5])
-def test_moving_out_goes_on_where_it_was_interrupted(
-    monkeypatch: pytest.MonkeyPatch, name: str, at: int
-) -> None:
-    job, original, calls = Job(), getattr(region, name), 0
+def test_moving_out_goes_on_where_it_has_failed(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
+    job, renew, calls = Job(), region.renew, 0
     del job.optimizer.state[job.model[0].weight]
     job.step()
 
-    def interrupted(storage: torch.UntypedStorage) -> None:
+    def broken(storage: torch.UntypedStorage) -> None:
         nonlocal calls
         calls += 1
         if calls == at:
-            raise KeyboardInterrupt
-        original(storage)
+            raise RuntimeError("broken")
+        renew(storage)
 
     with monkeypatch.context() as patch:
-        patch.setattr(region, name, interrupted)
-        with pytest.raises(KeyboardInterrupt):
+        patch.setattr(region, "renew", broken)
+        with pytest.raises(RuntimeError, match="broken"):
             job.phases.offload()
     assert not job.phases.is_away
     job.cycle()  # in which all leaves
@@ -611,25 +609,20 @@ def test_the_order_in_which_a_swap_without_room_brings_back(
     assert len(order) == 2
 
 
-@pytest.mark.parametrize("after", ["callback", "await_from", "come"])
-def test_an_interrupted_swap_keeps_no_memory(monkeypatch: pytest.MonkeyPatch, after: str) -> None:
+@pytest.mark.parametrize("after", ["begin_exchange", "come"])
+def test_a_swap_that_fails_keeps_no_memory(monkeypatch: pytest.MonkeyPatch, after: str) -> None:
     out, in_ = (Job(seed) for seed in range(2))
     before = [job.values() for job in (out, in_)]
     in_.phases.offload()
-    owner: Any = {"callback": contextlib.ExitStack, "await_from": Spares}.get(
-        after, offloader._Coming
-    )
-    original, struck = getattr(owner, after), []
+    original = getattr(offloader._Coming, after)
 
-    def strike(*args: Any, **options: Any) -> None:
-        original(*args, **options)
-        if not struck:
-            struck.append(True)
-            raise KeyboardInterrupt
+    def fail(*args: Any) -> None:
+        original(*args)
+        raise RuntimeError("broken")
 
     with monkeypatch.context() as patch:
-        patch.setattr(owner, after, strike)
-        with pytest.raises(KeyboardInterrupt):
+        patch.setattr(offloader._Coming, after, fail)
+        with pytest.raises(RuntimeError, match="broken"):
             swap(out=out.phases, in_=in_.phases)
     for job in (out, in_):
         assert all(each.spares is None for each in job.phases._contents.pages())
@@ -679,6 +672,50 @@ def test_a_close_without_room_leaves_all_as_it_was(monkeypatch: pytest.MonkeyPat
     assert not any(is_tied(tensor.untyped_storage()) for tensor in job.moments())
 
 
+def test_a_close_without_room_goes_on_where_it_has_stopped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    job, renew, calls = Job(fixed_address=True), region.renew, 0
+    before = job.values()
+
+    def short(storage: torch.UntypedStorage) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise torch.OutOfMemoryError("taken")
+        renew(storage)
+
+    monkeypatch.setattr(region, "renew", short)
+    with pytest.raises(DeviceMemoryError, match=r"call close\(\) again"):
+        job.phases.close()
+    job.phases.close()
+    assert not any(is_tied(t.untyped_storage()) for t in [*job.moments(), *job.model.parameters()])
+    assert job.phases.statistics().host_bytes == 0
+    assert_same(job.values(), before)
+    job.phases.close()
+
+
+def test_a_swap_without_room_leaves_both_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    out, in_ = (Job(seed) for seed in range(2))
+    before = [job.values() for job in (out, in_)]
+    in_.phases.offload()
+    back = Mover.back
+
+    def full(self: Mover, blocks: Any, **options: Any) -> Any:
+        if self is in_.phases._moves._mover:
+            raise torch.OutOfMemoryError("no room")
+        return back(self, blocks, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Mover, "back", full)
+        with pytest.raises(DeviceMemoryError):
+            swap(out=out.phases, in_=in_.phases)
+    for job, values in zip((out, in_), before, strict=True):
+        assert job.phases.is_away
+        job.phases.reload()
+        assert_same(job.values(), values)
+
+
 def test_loads_without_room_to_move_out_take_room_once(monkeypatch: pytest.MonkeyPatch) -> None:
     job = Job()
 
@@ -712,27 +749,6 @@ def test_a_load_by_torchs_own_method_waits_for_a_reload(monkeypatch: pytest.Monk
     assert order[0] == "wait"
     assert "vacate" in order
     handle.wait()
-
-
-def test_an_interrupt_between_two_ranges_leaks_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(settling, "ROOM_BYTES", 8000)
-    job = Job()
-    n_bytes, drop, calls = job.region.n_bytes, FixedAddressRegion._drop, 0
-
-    def strike(self: FixedAddressRegion, *empty: Any) -> None:
-        nonlocal calls
-        calls += 1
-        if calls == 2:
-            raise KeyboardInterrupt
-        drop(self, *empty)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(FixedAddressRegion, "_drop", strike)
-        with pytest.raises(KeyboardInterrupt):
-            job.optimizer.load_state_dict(copy.deepcopy(job.optimizer.state_dict()))
-    job.step()
-    job.cycle()
-    assert job.region.n_bytes == n_bytes
 
 
 def test_nothing_new_waits_for_no_stream(monkeypatch: pytest.MonkeyPatch) -> None:

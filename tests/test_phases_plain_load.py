@@ -1,4 +1,4 @@
-"""A plain optimizer that is loaded while away, by a load that is interrupted or raises."""
+"""A plain optimizer that is loaded while away, by a load that succeeds or raises."""
 
 from __future__ import annotations
 
@@ -13,16 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
-from torch.optim import adam as adam_file
-from torch.optim import optimizer as optimizer_file
 
 from fsdp_offload import PhaseOffloader
 from fsdp_offload.moving import absent
 from fsdp_offload.phases import plain_state
-from tests.interrupting import at_each_line
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-FILES = {str(module.__file__) for module in (plain_state, optimizer_file, adam_file)}
 
 
 class InPlace(torch.optim.SGD):
@@ -80,12 +76,6 @@ class Job:
     def load(self) -> None:
         self.optimizer.load_state_dict(copy.deepcopy(self.wanted))
 
-    def leave_as_before(self) -> None:
-        self.phases.reload()
-        # Not what tensors in host memory were interrupted in: others, of the values from before.
-        self.optimizer.load_state_dict(copy.deepcopy(self.before))
-        self.phases.offload()
-
     def check(self) -> str:
         """Which of both it has, away and back, all of it, and goes on with."""
         parameters = list(self.model.parameters())
@@ -121,46 +111,6 @@ def same(first: Any, second: Any) -> bool:
     except AssertionError:
         return False
     return True
-
-
-@pytest.mark.parametrize(
-    ("name", "n_steps", "loaded"),
-    [("adam", 1, "adam"), ("adam", 1, "amsgrad"), ("adam", 0, "fused"), ("amsgrad", 1, "adam")],
-)
-def test_a_load_is_interrupted(name: str, n_steps: int, loaded: str) -> None:
-    """All is as before, or it is loaded: nothing is half-way, and nothing is lost."""
-    job, outcomes = Job(name, n_steps, loaded), set[str]()
-    at_each_line(
-        job.load,
-        "PlainState._load",
-        FILES,
-        prepare=job.leave_as_before,
-        settle=lambda: outcomes.add(job.check()),
-        check=lambda _: outcomes.add(job.check()),
-    )
-    assert outcomes == {"before", "wanted"}
-
-
-def test_a_state_dict_is_interrupted() -> None:
-    job, tables = Job(), list[Any]()
-
-    def prepare() -> None:
-        job.leave_as_before()
-        tables.append(job.optimizer.state)
-
-    def check() -> None:
-        is_itself = job.optimizer.state is tables[-1]  # what is away cannot be printed
-        assert is_itself
-        assert job.check() == "before"
-
-    at_each_line(
-        lambda: job.optimizer.state_dict(),  # which is another method each time
-        "PlainState._show",
-        FILES,
-        prepare=prepare,
-        settle=check,
-        check=lambda _: check(),
-    )
 
 
 def fail(*_: object) -> None:

@@ -71,8 +71,7 @@ def _bring_back(
     mover: Mover,
     gateway: Gateway,
 ) -> None:
-    """Whatever interrupts this, it is tried twice: then without ``beside``, which may be all the
-    room that there is."""
+    """It is tried twice: then without ``beside``, which may be all the room that there is."""
     try:
         trip = mover.back(members, held=held)
         beside.clear()

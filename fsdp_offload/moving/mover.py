@@ -36,6 +36,7 @@ from torch import Tensor
 
 from .. import storages
 from ..device import Event, Gateway, Stream, TimedEvent, copy_all
+from ..interrupts import held_back
 from .blocks import Block
 from .places import Places, aligned
 from .rooms import Rooms
@@ -98,6 +99,10 @@ class Trip:
 
     def advance(self) -> bool:
         """Release what has left so far; whether everything is done. Does not block."""
+        with held_back():
+            return self._advance()
+
+    def _advance(self) -> bool:
         while self._legs and self._legs[0].event.query():
             self._legs[0].land()
             self._legs.popleft()
@@ -120,6 +125,7 @@ class Trip:
         if last is not None:
             stream.wait(last)
 
+    @held_back()
     def wait(self) -> None:
         """Block until all has arrived and what left has been released. Idempotent."""
         while self.release_next():
@@ -452,7 +458,7 @@ class Mover:
         while self._leaving and self._leaving[0].event.query():
             self._leaving[0].land()
             self._leaving.popleft()
-        while self._arriving and self._arriving[0][0].advance():
+        while self._arriving and self._arriving[0][0]._advance():
             self._arriving.popleft()
 
     def _land_next(self) -> bool:
@@ -505,7 +511,6 @@ class _Restored:
         if block.is_present(index):
             return
         self._rooms.take_for(block)
-        self._parts.append((block, index))  # first: from restore() on it looks present
         while True:
             try:
                 block.restore(index)
@@ -517,6 +522,7 @@ class _Restored:
                     or (self._make_room and self._make_room())
                 ):
                     raise
+        self._parts.append((block, index))
         self.n_bytes += _piece_bytes(block, index)
 
     def undo(self) -> None:

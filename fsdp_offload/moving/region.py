@@ -15,6 +15,7 @@ from torch import Tensor
 from ..config import TransferConfig
 from ..device import gateway_for
 from ..errors import AwayError, ClosedError, ConfigError, DeviceMemoryError
+from ..interrupts import held_back
 from ..plan.layout import align
 from ..storages import AddressPool, own, renew, tie, untie
 from . import pages
@@ -135,7 +136,7 @@ class FixedAddressRegion:
         self._settled: list[tuple[torch.UntypedStorage, Pages]] = []
         self._pool: AddressPool | None = None
         self.is_half_vacated = False
-        """Whether :meth:`vacate` was interrupted."""
+        """Whether :meth:`vacate` has stopped half-way."""
         self.before_hand_over: Callable[[], None] = _nothing
         """Called by :meth:`hand_over`: who moves the blocks forgets them."""
 
@@ -157,6 +158,7 @@ class FixedAddressRegion:
 
     # ---- tensors
 
+    @held_back()
     def empty(self, shape: int | Sequence[int], *, dtype: torch.dtype | None = None) -> Tensor:
         """A contiguous tensor of the region, with any content.
 
@@ -189,6 +191,7 @@ class FixedAddressRegion:
             strides = torch.empty(sizes, dtype=dtype, device="meta").stride()
             return tensor.set_(storage, 0, sizes, strides)
 
+    @held_back()
     def grow(self, n_bytes: int) -> None:
         """Take device memory for tensors of ``n_bytes`` in all ahead, in one range.
 
@@ -329,6 +332,7 @@ class FixedAddressRegion:
             if extent.block.is_present(index)
         )
 
+    @held_back()
     def reserve(self) -> None:
         """Take, and pin, host memory now instead of in the first ``pause(save=True)``.
 
@@ -339,6 +343,7 @@ class FixedAddressRegion:
         self._check_open("reserve()")
         self._mover.reserve(self.blocks())
 
+    @held_back()
     def pause(self, save: bool = True, wait: bool = True) -> Trip:
         """Give the device memory up. Paused already: nothing happens, whatever ``save`` is.
 
@@ -370,6 +375,7 @@ class FixedAddressRegion:
             self._last_out = trip
         return self._ended(trip, wait)
 
+    @held_back()
     def resume(self, wait: bool = True) -> Trip:
         """Take the device memory back, with the contents if they were saved. Not paused: nothing.
 
@@ -413,6 +419,7 @@ class FixedAddressRegion:
             back_seconds=self._last_back.seconds,
         )
 
+    @held_back()
     def close(self) -> None:
         """Give all memory back: the host's now, the device's when the last tensor is gone.
 

@@ -25,6 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from .. import shards
 from ..errors import AwayError
 from ..groups import Group
+from ..interrupts import held_back
 from ..moving import absent
 from ..patching import Patch, checked, remove_all
 
@@ -49,11 +50,10 @@ class ModuleGuard:
         self._is_loaded = False
 
     def close(self, before_use: BeforeUse, lock: threading.RLock) -> None:
-        """Let ``before_use`` know of every use, and show host tensors to state dicts. Idempotent.
+        """Let ``before_use`` know of every use, and show host tensors to state dicts.
 
         ``lock`` is held while modules have host tensors: whoever brings memory back holds it, too.
         """
-        self.open()
         modules = dict.fromkeys(module for model in self._models for module in model.modules())
         before_use = _untraced(before_use)
         checks = {
@@ -75,9 +75,8 @@ class ModuleGuard:
         tensors = [t for m in self._models for t in (*m.parameters(), *m.buffers())]
         away = {id(t): t for t in tensors if absent.is_absent(t)}
         self._steps.add(_check_steps(away, before_use), register_optimizer_step_pre_hook)
-        spoil_graphs, self._allow_graphs = shards.spoil_graphs(away.values())
+        self._allow_graphs = shards.spoil_graphs(away.values())
         self._is_loaded = False
-        spoil_graphs()
 
     def open(self) -> None:
         """Leave everything as it was. Idempotent."""
@@ -107,7 +106,7 @@ class ModuleGuard:
                     remedy="load without assign=True, or reload() first",
                 )
             self._is_loaded = True
-            with lock, host_tensors(module):
+            with lock, held_back(), host_tensors(module):
                 return original(state_dict, prefix, local_metadata, *args, **kwargs)
 
         return load
@@ -226,7 +225,7 @@ def do_nothing() -> None:
 
 def _on_host(module: nn.Module, lock: threading.RLock) -> Callable[..., Any]:
     def save(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with lock, host_tensors(module):
+        with lock, held_back(), host_tensors(module):
             return original(*args, **kwargs)
 
     return save

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from ..interrupts import held_back
 from ..moving import Trip
 
 
@@ -86,26 +87,23 @@ class Handle:
         if not self._lock.acquire(blocking=False):
             return False  # another thread waits for it
         try:
-            done = all([trip.advance() for trip in self._trips])
-            if done and not self._finish_blocks:
-                self.wait()
-            return done
+            with held_back():
+                done = all([trip.advance() for trip in self._trips])
+                if done and not self._finish_blocks:
+                    self.wait()
+                return done
         finally:
             self._lock.release()
 
     def wait(self) -> None:
         """Block until everything has arrived, and what left is the driver's again. Idempotent."""
-        with self._lock:
+        with self._lock, held_back():
             for trip in self._trips:
                 trip.wait()
-            if self._finish is not None:
-                self.seconds = self.seconds or time.perf_counter() - self._began
-                try:
-                    self._finish(self)  # interrupted, it is done again
-                except Exception:
-                    self._finish = None
-                    raise
-                self._finish = None
+            finish, self._finish = self._finish, None
+            if finish is not None:
+                self.seconds = time.perf_counter() - self._began
+                finish(self)
 
     def transfers(self) -> dict[str, Transfer]:
         """Figures by kind; wait first."""

@@ -247,7 +247,7 @@ class Moves:
     def _go_again(self, away: Sequence[tuple[Block, int]]) -> None:
         """Coming back has failed half-way: nobody has used what came, and places hold its bytes.
         What was here before has perhaps no copy."""
-        self._begun = None  # first: interrupted, this leaves what comes the next time, too
+        self._begun = None
         self._mover.wait()
         self._gateway.current_stream().synchronize()  # it may be writing what is rebuilt
         give_up(away)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
@@ -20,7 +20,8 @@ from ..config import TransferConfig
 from ..device import available_bytes, free_bytes, release_cached
 from ..errors import AwayError, ClosedError, ConfigError, DeviceMemoryError
 from ..groups import find_groups
-from ..moving import Mover, Pages, Places, Spares, Trip, collector_paused
+from ..interrupts import held_back
+from ..moving import Mover, Pages, Places, Spares, collector_paused
 from ..patching import Patch, remove_all
 from ..wrapping import gateway_of, modules_of
 from .absences import Absences
@@ -54,8 +55,10 @@ class PhaseOffloader:
     addresses that stay (``fixed_address``), from where its memory goes back to the driver while
     copies run. So work on other streams has to be waited for before, and CUDA graphs over them are
     captured afterwards. Where device memory has no room for it, or allocator settings forbid it,
-    they stay where they are. In the rare case that somebody else takes the room just then, or that
-    it is interrupted, the offloader begins with ``is_away``, and says so in the log.
+    they stay where they are. In the rare case that another process or thread takes the room just
+    then, the offloader begins with ``is_away``, and says so in the log.
+
+    Ctrl-C (SIGINT) during a move arrives when the move has ended.
 
     Args:
         model: the module or modules; FSDP2 modules are resharded by each offload.
@@ -123,16 +126,17 @@ class PhaseOffloader:
         self._is_away = self._is_closed = False
         self._lock, self._pid = threading.RLock(), os.getpid()
         self._last = _Last()
-        try:
-            self._reshard()
-            self._contents.collect()
-            self._moves.reserve()
-            self._moves.find_places()
-            self._join()
-        except BaseException:
-            self._contents.close()
-            self._places.close()
-            raise
+        with held_back():
+            try:
+                self._reshard()
+                self._contents.collect()
+                self._moves.reserve()
+                self._moves.find_places()
+                self._join()
+            except BaseException:
+                self._contents.close()
+                self._places.close()
+                raise
         self._end_hooks = weakref.finalize(
             self, own.around_load(self._forget_state, self._release_state)
         )
@@ -161,7 +165,7 @@ class PhaseOffloader:
         return self._offload(wait, None)
 
     def _offload(self, wait: bool, beside: _Coming | None) -> Handle:
-        with self._lock:
+        with self._lock, held_back():
             self._check()
             self._handle.wait()
             if not self._is_away:
@@ -189,7 +193,7 @@ class PhaseOffloader:
         return self._reload(wait, None)
 
     def _reload(self, wait: bool, make_room: Callable[[], bool] | None) -> Handle:
-        with self._lock:
+        with self._lock, held_back():
             self._check()
             self._handle.wait()
             if self._is_away:
@@ -218,7 +222,7 @@ class PhaseOffloader:
         Raises:
             DeviceMemoryError: it cannot come back; everything is as before, call again.
         """
-        with self._lock:
+        with self._lock, held_back():
             if self._is_closed:
                 return
             self.reload()
@@ -260,31 +264,23 @@ class PhaseOffloader:
         stays torch's, for that."""
         self._free_before = free_bytes(self._device)
         self._optimizer.synchronize()
-        handle: Handle | None = None
         try:
             parameters, trips, dropped = self._moves.out(
                 self._reshard, None if beside is None else beside.begin
             )
-            finish = functools.partial(self._has_left, to_driver=beside is None)
-            handle = Handle(trips, finish, dropped=dropped, finish_blocks=beside is None)
+        except BaseException:
+            if beside is not None:
+                beside.give_up()  # it has taken room
+            self._stay()
+            raise
+        finish = functools.partial(self._has_left, to_driver=beside is None)
+        handle = Handle(trips, finish, dropped=dropped, finish_blocks=beside is None)
+        try:
             if beside is not None:
                 beside.come(handle)
-            self._has_gone(handle, parameters)
-        except BaseException:
-            try:
-                if beside is not None:
-                    beside.give_up()  # it has taken room
-            finally:
-                if handle is None:
-                    self._stay()
-                else:  # all is on its way: no use, and perhaps no room, to turn back
-                    self._has_gone(handle, parameters)
-            raise
-
-    def _has_gone(self, handle: Handle, parameters: Mapping[str, Tensor]) -> None:
-        """All is away when ``handle`` is done. Idempotent."""
-        self._become_away(handle)
-        self._gradients.leave(parameters)
+        finally:  # all is on its way: no use, and perhaps no room, to turn back
+            self._become_away(handle)
+            self._gradients.leave(parameters)
 
     def _stay(self) -> None:
         """Leaving has failed half-way: bring back what has left already, or be away with it."""
@@ -299,10 +295,8 @@ class PhaseOffloader:
                 raise
 
     def _become_away(self, handle: Handle) -> None:
-        self._is_away, self._handle = True, handle  # first: reload() undoes the rest, or a part
-        self._last.is_counted = False
+        self._is_away, self._handle = True, handle
         self._guard.close(self._before_use, self._lock)
-        remove_all(self._patches)
         self._patches = []
         self._optimizer.close(self._before_use, self._patches)
         self._optimizer.before_closing(self._contents.keep_rebuilt, self._patches)
@@ -334,7 +328,7 @@ class PhaseOffloader:
                 self._contents.forget_state()
 
     def _release_state(self) -> None:
-        with self._lock:
+        with self._lock, held_back():
             self._handle.wait()  # torch's own method may have been called, which does not
             if not self._is_away:
                 self._contents.release_state()
@@ -360,17 +354,7 @@ class PhaseOffloader:
         return set()
 
     def _come_back(self, make_room: Callable[[], bool] | None) -> None:
-        trips: dict[str, Trip] | None = None
-        try:
-            trips = self._moves.back(make_room)
-            self._become_present(trips)
-        except BaseException:
-            if trips is not None:
-                self._become_present(trips)
-            raise
-
-    def _become_present(self, trips: Mapping[str, Trip]) -> None:
-        """All is here when ``trips`` are done. Idempotent."""
+        trips = self._moves.back(make_room)
         self._guard.open()
         remove_all(self._patches)
         self._gradients.come_back()
@@ -384,8 +368,7 @@ class PhaseOffloader:
         remove_all(self._patches)
         self._last.reloaded = handle.transfers()
         self._last.reload_seconds = handle.seconds
-        if not self._last.is_counted:  # an interrupted call may come here again
-            self._last.is_counted, self._last.cycles = True, self._last.cycles + 1
+        self._last.cycles += 1
 
     # ------------------------------------------------------------------ use
 
@@ -442,19 +425,21 @@ def swap(*, out: PhaseOffloader, in_: PhaseOffloader, wait: bool = True) -> tupl
         # In one order: another thread may swap them the other way.
         for each in sorted((out, in_), key=id):
             locks.enter_context(each._lock)
+        locks.enter_context(held_back())
         coming = _Coming(in_, out)
-        locks.callback(coming.end)  # first: it may be interrupted
-        coming.begin_exchange()
         try:
+            coming.begin_exchange()
             leaving = out._offload(False, coming)
         except BaseException:
             if out.is_away:
                 out.offload()  # waits for it
             raise
-    assert coming.handle is not None
-    if wait:
-        leaving.wait()
-        coming.handle.wait()
+        finally:
+            coming.end()
+        assert coming.handle is not None
+        if wait:
+            leaving.wait()
+            coming.handle.wait()
     return leaving, coming.handle
 
 
@@ -508,7 +493,7 @@ class _Coming:
 
     def end(self) -> None:
         """What leaves from now on goes to the driver."""
-        self._spares.close()  # first: then it is harmless where it is still known
+        self._spares.close()
         for pages in self._pages:
             pages.spares = None
 
@@ -521,4 +506,3 @@ class _Last:
         self.reloaded: Mapping[str, Transfer] = {}
         self.offload_seconds = self.reload_seconds = 0.0
         self.freed_bytes = self.cycles = 0
-        self.is_counted = False  # whether the last departure has become a cycle

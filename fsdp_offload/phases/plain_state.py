@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .. import shards
+from ..interrupts import held_back
 from ..moving import absent
 from ..overwriting import is_same, kept_apart
 from ..patching import Patch, remove_all
@@ -56,19 +57,18 @@ class PlainState:
             values[name] = value
         self._arrivals.clear()
 
+    @held_back()
     def _show(self, original: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         live = self._optimizer.state
         shown: defaultdict[Tensor, Any] = defaultdict(dict)
         shown.update({p: _mapped(values, absent.present) for p, values in live.items()})
+        self._optimizer.state = shown
         try:
-            self._optimizer.state = shown
-            found = original()
+            return original()
+        finally:
             self._optimizer.state = live
-        except BaseException:  # not finally, which may be interrupted itself
-            self._optimizer.state = live
-            raise
-        return found
 
+    @held_back()
     @torch.no_grad()
     def _load(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         """torch puts what it loads where the parameters are: for the time of the load, here.

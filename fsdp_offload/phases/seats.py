@@ -133,7 +133,7 @@ class FixedSeats(Seats):
         super().__init__(places)
         self._region, self._is_needed, self._may_grow = region, is_needed, True
         self._storages: list[StorageBlock] = []  # which may have seats
-        self._seats: dict[StorageBlock, Seat] = {}  # of all of them, if none has been interrupted
+        self._seats: dict[StorageBlock, Seat] = {}  # of all of them, once settled
         self._host: dict[StorageBlock, Tensor] = {}  # places of storages
         region.before_hand_over = self._forget
 

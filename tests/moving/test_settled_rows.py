@@ -204,16 +204,16 @@ def test_an_error_midway_leaves_each_whole(job: Job, monkeypatch: pytest.MonkeyP
     blocks = job.make(mib(*[29] * 8, *[0.3] * 20))
     resize, left = Storage.resize_, [5]
 
-    def interrupted(self: Storage, n_bytes: int) -> None:
+    def fail(self: Storage, n_bytes: int) -> None:
         if not left[0]:
-            raise KeyboardInterrupt
+            raise RuntimeError("broken")
         left[0] -= 1
         resize(self, n_bytes)
 
-    monkeypatch.setattr(Storage, "resize_", interrupted)
+    monkeypatch.setattr(Storage, "resize_", fail)
     for _ in range(4):
         left[0] = 5
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(RuntimeError, match="broken"):
             settle_storages(blocks, job.region)
     left[0] = 100
     settle_storages(blocks, job.region)
@@ -225,13 +225,13 @@ def test_an_error_when_a_room_is_taken(job: Job, monkeypatch: pytest.MonkeyPatch
     blocks = job.make(mib(*[29] * 8, *[0.3] * 20))
     take = job.allocator.take_and_drop
 
-    def interrupted(n_bytes: int, device: torch.device) -> int:
+    def fail(n_bytes: int, device: torch.device) -> int:
         take(n_bytes, device)
-        raise KeyboardInterrupt
+        raise RuntimeError("broken")
 
     with monkeypatch.context() as patch:
-        patch.setattr(storages, "_allocate_and_drop", interrupted)
-        with pytest.raises(KeyboardInterrupt):
+        patch.setattr(storages, "_allocate_and_drop", fail)
+        with pytest.raises(RuntimeError, match="broken"):
             settle_storages(blocks, job.region)
     assert job.region.n_bytes == 0
     settle_storages(blocks, job.region)
