@@ -13,6 +13,7 @@
     ├── StateDictError               a state dict does not fit       (also a ValueError)
     ├── StateSchemaError             the optimizer changed its state (also a RuntimeError)
     ├── SpentGradientError           a gradient was consumed already (also a RuntimeError)
+    ├── UnspentGradientError         a gradient would be lost        (also a RuntimeError)
     ├── NonFiniteGradientError       the gradients' norm is no number (also a RuntimeError)
     ├── LaneError                    an update failed half-way       (also a RuntimeError)
     ├── CheckpointError              saving or loading failed        (also a RuntimeError)
@@ -97,6 +98,10 @@ class StateSchemaError(OffloadError, RuntimeError):
 
 class SpentGradientError(OffloadError, RuntimeError):
     """A gradient was used that the optimizer has consumed already."""
+
+
+class UnspentGradientError(OffloadError, RuntimeError):
+    """A gradient that no step has consumed would be dropped; nothing was dropped."""
 
 
 class NonFiniteGradientError(OffloadError, RuntimeError):

@@ -434,8 +434,9 @@ class HybridDeviceOptimizer(Leaving, Optimizer):
                 segment.finish()
             return
         self._overlap.close(work, self._segments)
-        if self._optimizer_step_post_hooks or _global_optimizer_post_hooks:
-            self._drain()  # they may read parameters
+        hooks = (*self._optimizer_step_post_hooks.values(), *_global_optimizer_post_hooks.values())
+        if any(getattr(hook, "reads_parameters", True) for hook in hooks):
+            self._drain()
 
     def _write_back(self, snapshot: Snapshot) -> None:
         """What a class of the user's own changed in its groups and attributes, once."""

@@ -289,7 +289,7 @@ def gradient_shard(parameter: Tensor, fqn: str, expected: tuple[int, ...]) -> Te
     Raises:
         UnsupportedParameterError: the gradient is sparse, or its shape is not the shard's.
     """
-    gradient = _raw_gradient(parameter)
+    gradient = raw_gradient(parameter)
     if gradient is None:
         return None
     if gradient.layout is not torch.strided:
@@ -326,7 +326,7 @@ def whole_gradient(parameter: Tensor) -> Tensor | None:
 
     A plain shard in a DTensor's place is wrapped like the parameter.
     """
-    gradient = _raw_gradient(parameter)
+    gradient = raw_gradient(parameter)
     if (
         gradient is not None
         and gradient is not parameter.grad
@@ -336,7 +336,7 @@ def whole_gradient(parameter: Tensor) -> Tensor | None:
     return gradient
 
 
-def _raw_gradient(parameter: Tensor) -> Tensor | None:
+def raw_gradient(parameter: Tensor) -> Tensor | None:
     """``parameter.grad``, else Megatron-FSDP's ``decoupled_grad``."""
     if parameter.grad is not None:
         return parameter.grad

@@ -72,6 +72,7 @@ class Job:
             for parameter in self.model.parameters():
                 parameter.grad = torch.randn(parameter.shape)
             (optimizer or self.optimizer).step()
+        self.model.zero_grad()
 
     def load(self) -> None:
         self.optimizer.load_state_dict(copy.deepcopy(self.wanted))
@@ -263,6 +264,7 @@ def test_values_that_change_places_while_away() -> None:
     for index, parameter in enumerate(model.parameters()):
         parameter.grad = torch.full_like(parameter, index + 1.0)
     optimizer.step()
+    optimizer.zero_grad()
     expected = copy.deepcopy(optimizer.state_dict()["state"])
     with PhaseOffloader(model, optimizer).away():
         live = optimizer.state_dict()

@@ -116,7 +116,11 @@ class Contents:
         """Storages of some of the state, whose blocks may leave before :meth:`collect`: to look up
         all that leaves takes up to 50 us per parameter."""
         policies = self._policies
-        if policies.state == "keep" or policies.params == "keep" or policies.grads != "drop":
+        if (
+            policies.state == "keep"
+            or policies.params == "keep"
+            or policies.grads not in (None, "drop")
+        ):
             return []  # a kept storage stays, whoever else looks at it
         known = self._earlier["state"]
         if not known:
@@ -128,18 +132,25 @@ class Contents:
         self._storages["state"], self.blocks["state"] = storages, blocks
         return storages
 
+    def check_gradients(self, parameters: Mapping[str, Tensor]) -> None:
+        """See :meth:`.Gradients.check`."""
+        self._gradients.check(parameters)
+
     def collect(
-        self, gone: Sequence[StorageBlock] = (), others: Collection[int] = ()
-    ) -> Mapping[str, Tensor]:
-        """Look up all that leaves now, each storage once; gives all parameters by name.
+        self,
+        parameters: Mapping[str, Tensor],
+        gone: Sequence[StorageBlock] = (),
+        others: Collection[int] = (),
+    ) -> None:
+        """Look up all that leaves now, each storage once.
 
         Args:
+            parameters: of :meth:`parameters`, now.
             gone: of :meth:`take_ahead`, on its way already.
             others: storages, by identity, that another offloader is bringing back.
         """
         known = {*others, *(block.storage._cdata for block in gone)}
         earlier = {b.storage._cdata: b for found in self._earlier.values() for b in found}
-        parameters = self.parameters()
         named = self._named(parameters)
         kept = [
             tensor for kind, pairs in named.items() for _, tensor in pairs if not self._moves(kind)
@@ -155,7 +166,6 @@ class Contents:
                 found, gone if kind == "state" else (), owned
             )
         self._earlier.clear()  # it keeps memory
-        return parameters
 
     def close(self) -> None:
         """Nothing is going to leave any more; all of it is present. Idempotent."""

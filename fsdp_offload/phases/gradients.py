@@ -1,15 +1,26 @@
-"""Gradients while parameters are away: dropped, moved, or left alone."""
+"""Gradients while parameters are away: dropped, moved, or left alone.
+
+[Note: consumed]
+A gradient that is dropped must be one that ``step()`` has consumed. After each step the gradients
+that are there are noted, weakly, with their version counters. At a departure a gradient counts as
+consumed if it is one of those and nothing was written into it since: another backward makes a new
+one, or adds to it in place. One of zeros only, as ``zero_grad(set_to_none=False)`` leaves it, has
+nothing to lose.
+"""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 from .. import shards
-from ..errors import AwayError, OffloadError
+from ..errors import AwayError, OffloadError, UnspentGradientError
 from ..groups import Group
 from ..spent import StandIn
+from .optimizers import OptimizerState
 
 
 class AwayGradient(StandIn):
@@ -29,17 +40,77 @@ class Gradients:
     """``.grad`` of all parameters, and what FSDP2 keeps for a later reduction.
 
     Args:
-        policy: ``"drop"``, ``"save"`` or ``"keep"``.
+        policy: ``None``, ``"drop"``, ``"save"`` or ``"keep"``.
         groups: the FSDP2 groups of the model.
+        optimizer: whose steps consume gradients.
     """
 
-    def __init__(self, policy: str, groups: Sequence[Group]) -> None:
-        self._policy, self._groups = policy, groups
+    def __init__(
+        self, policy: str | None, groups: Sequence[Group], optimizer: OptimizerState
+    ) -> None:
+        self._policy, self._groups, self._optimizer = policy, groups, optimizer
+        self._drops = policy in (None, "drop")
+        self._consumed: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # by identity
         self._held: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def note_step(self) -> None:
+        """A step has just consumed what is there. Called only if :meth:`check` is going to ask."""
+        found = map(shards.raw_gradient, self._optimizer.parameters())
+        self._consumed = {
+            id(gradient): (weakref.ref(gradient), _version(gradient))
+            for gradient in found
+            if gradient is not None and not isinstance(gradient, StandIn)
+        }
+
+    def check(self, parameters: Mapping[str, Tensor]) -> None:
+        """Refuse to drop what no step has consumed, unless that was asked for.
+
+        Raises:
+            UnspentGradientError: there is such a gradient.
+        """
+        if self._policy is not None:
+            return
+        for name, parameter in parameters.items():
+            gradient = shards.raw_gradient(parameter)
+            if gradient is not None and not self._may_go(gradient):
+                raise self._unspent(name.partition(".")[2], parameter)
+        if any(group.waiting_gradients for group in self._groups):
+            raise UnspentGradientError(
+                "offload() with gradients that FSDP2 has not reduced",
+                reason="they were accumulated with set_requires_gradient_sync(False), and would "
+                "be dropped",
+                remedy="call step() after a backward that reduces them, or build PhaseOffloader "
+                'with grads="save", which brings them back',
+            )
+
+    def _may_go(self, gradient: Tensor) -> bool:
+        if isinstance(gradient, StandIn):
+            return True
+        find, version = self._consumed.get(id(gradient), (None, 0))
+        if find is not None and find() is gradient and _version(gradient) == version:
+            return True
+        return gradient.layout is torch.strided and not bool(shards.local(gradient).any())
+
+    def _unspent(self, fqn: str, parameter: Tensor) -> UnspentGradientError:
+        what = f"offload() with the gradient of {fqn}"
+        if any(parameter is each for each in self._optimizer.parameters()):
+            return UnspentGradientError(
+                what,
+                reason="it would be dropped, and no step() since this PhaseOffloader was built has "
+                "consumed it",
+                remedy="call step() first, or zero_grad() to drop it, or build PhaseOffloader with "
+                'grads="save", which brings it back',
+            )
+        return UnspentGradientError(
+            what,
+            reason="it would be dropped, and the PhaseOffloader has no optimizer that holds this "
+            "parameter, so it does not see whether a step() has consumed it",
+            remedy='call model.zero_grad() first, or build PhaseOffloader with grads="drop"',
+        )
 
     def named(self, parameters: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:
         """Keys and tensors of gradients that exist now and are not dropped."""
-        if self._policy == "drop":
+        if self._drops:
             return []
         found = [
             (f"grads.{name}", p.grad)
@@ -54,7 +125,7 @@ class Gradients:
     def leave(self, parameters: Mapping[str, Tensor]) -> None:
         """Their memory is under way: nobody may use them. Idempotent."""
         for name, parameter in parameters.items():
-            if self._policy == "drop":
+            if self._drops:
                 parameter.grad = None
                 shards.clear_decoupled_gradient(parameter)
             elif self._policy == "save":
@@ -63,7 +134,7 @@ class Gradients:
                     stand_in = AwayGradient(parameter, name)
                     self._held.append((parameter, gradient, stand_in))  # while somebody has it
                     parameter.grad = stand_in
-        if self._policy == "drop":
+        if self._drops:
             for group in self._groups:
                 group.drop_waiting_gradients()
 
@@ -73,3 +144,9 @@ class Gradients:
             if parameter.grad is stand_in:
                 parameter.grad = gradient
         self._held.clear()
+
+
+def _version(gradient: Tensor) -> int:
+    """Changes with each write, FSDP2's into the shard of a DTensor included."""
+    shard = shards.local(gradient)
+    return 0 if shard.is_inference() else shard._version

@@ -131,7 +131,9 @@ class Moves:
         ahead = self._mover.out(self._contents.blocks["state"])
         others = beside() if beside is not None and ahead.n_bytes else ()
         prepare()
-        parameters = self._contents.collect(gone, others)
+        parameters = self._contents.parameters()
+        self._contents.check_gradients(parameters)
+        self._contents.collect(parameters, gone, others)
         self.reserve()
         self._absences.enter(self._contents.held())
         blocks, trips = self._contents.blocks, {}

@@ -66,8 +66,9 @@ class PhaseOffloader:
         params: parameters and buffers. ``"save"``: copied out and in. ``"rebuild"``: where the
             optimizer keeps a whole fp32 master in host memory, the shard is not copied out but
             written from it; others are saved. ``"keep"``: they stay on the device.
-        grads: ``"drop"``: ``.grad`` is None afterwards. ``"save"``: comes back as it was.
-            ``"keep"``: stays on the device.
+        grads: ``None``: ``.grad`` is None afterwards; a gradient that no ``step()`` of the
+            optimizer has consumed is an error. ``"drop"``: that one is dropped, too. ``"save"``:
+            comes back as it was. ``"keep"``: stays on the device.
         state: of the optimizer: ``"save"`` or ``"keep"``.
         on_use: ``"error"``: use while away raises. ``"reload"``: it brings everything back.
         fixed_address: what comes back to the addresses that it had; it moves to new ones once, here
@@ -93,7 +94,7 @@ class PhaseOffloader:
         optimizer: Optimizer | None = None,
         *,
         params: str = "save",
-        grads: str = "drop",
+        grads: str | None = None,
         state: str = "save",
         on_use: str = "error",
         fixed_address: bool | str = "state",
@@ -116,7 +117,7 @@ class PhaseOffloader:
         self._places = places = Places(gateway, transfer)
         seats = make_seats(policies, gateway, places, transfer)
         self._groups = groups = find_groups(models)
-        self._guard, self._gradients = ModuleGuard(models, groups), Gradients(grads, groups)
+        self._guard, self._gradients = ModuleGuard(models, groups), Gradients(grads, groups, own)
         mover, absences = Mover(gateway, places), Absences(self._settle)
         rebuilt = Rebuilding(own, mover, absences, enabled=params == "rebuild")
         self._contents = Contents(models, own, self._gradients, rebuilt, seats, policies, device)
@@ -129,7 +130,7 @@ class PhaseOffloader:
         with held_back():
             try:
                 self._reshard()
-                self._contents.collect()
+                self._contents.collect(self._contents.parameters())
                 self._moves.reserve()
                 self._moves.find_places()
                 self._join()
@@ -137,9 +138,10 @@ class PhaseOffloader:
                 self._contents.close()
                 self._places.close()
                 raise
-        self._end_hooks = weakref.finalize(
-            self, own.around_load(self._forget_state, self._release_state)
-        )
+        ends = [own.around_load(self._forget_state, self._release_state)]
+        if grads is None:
+            ends.append(own.after_steps(self._gradients.note_step))
+        self._end_hooks = weakref.finalize(self, _call_all, ends)
 
     # ------------------------------------------------------------------ out and back
 
@@ -160,6 +162,7 @@ class PhaseOffloader:
             HostMemoryError, PinningError: there is something new to hold; what had begun to leave
                 is back, or if device memory is short by then, it is away.
             DeviceMemoryError: the same, of a :class:`HybridDeviceOptimizer` with new state.
+            UnspentGradientError: a gradient would be lost, see ``grads``; nothing has moved.
             ClosedError: after :meth:`close`, or in a forked process.
         """
         return self._offload(wait, None)
@@ -418,6 +421,7 @@ def swap(*, out: PhaseOffloader, in_: PhaseOffloader, wait: bool = True) -> tupl
         DeviceMemoryError: ``in_`` does not fit although ``out`` has left; both are away.
         HostMemoryError, PinningError: ``out`` has something new to hold, and stays, and ``in_`` is
             away.
+        UnspentGradientError: likewise, of a gradient that ``out`` would drop.
         ClosedError: one of them is closed; nothing was moved.
     """
     in_._check()
@@ -496,6 +500,11 @@ class _Coming:
         self._spares.close()
         for pages in self._pages:
             pages.spares = None
+
+
+def _call_all(ends: Sequence[Callable[[], None]]) -> None:
+    for end in ends:
+        end()
 
 
 class _Last:

@@ -106,6 +106,14 @@ class OptimizerState:
         other state tensors in the place of those that somebody else moves; returns what ends it."""
         return do_nothing
 
+    def after_steps(self, call: Callable[[], None]) -> Callable[[], None]:
+        """Call ``call``, a method whose object is not kept alive, after each step; returns what
+        ends it. Of a class without torch's hooks no step is seen."""
+        if not hasattr(self._optimizer, "_optimizer_step_post_hooks"):
+            return do_nothing
+        end: Callable[[], None] = self._optimizer.register_step_post_hook(_AfterStep(call)).remove
+        return end
+
     def before_closing(self, keep: Callable[[], None], patches: list[Patch]) -> None:
         """Call ``keep`` before the optimizer gives its host memory back, until ``patches``, which
         get what does it, are removed."""
@@ -165,6 +173,18 @@ class OptimizerState:
     def optimizer(self) -> Any:
         """As it was given."""
         return self._optimizer
+
+
+class _AfterStep:
+    """A step post-hook for which updates under way need not have ended."""
+
+    reads_parameters = False
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self._call = weakly(call)
+
+    def __call__(self, *_: object) -> None:
+        self._call()
 
 
 class _HookedStep(Patch):

@@ -9,7 +9,7 @@ from ..errors import ConfigError
 
 _CHOICES: Final = {
     "params": ("save", "rebuild", "keep"),
-    "grads": ("drop", "save", "keep"),
+    "grads": (None, "drop", "save", "keep"),
     "state": ("save", "keep"),
     "on_use": ("error", "reload"),
     "fixed_address": ("state", True, False),
@@ -21,7 +21,7 @@ class Policies:
     """One word per kind; see :class:`fsdp_offload.phases.PhaseOffloader`."""
 
     params: str = "save"
-    grads: str = "drop"
+    grads: str | None = None
     state: str = "save"
     on_use: str = "error"
     fixed_address: bool | str = "state"
@@ -29,7 +29,7 @@ class Policies:
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
             value = getattr(self, name)
-            if value not in choices or not isinstance(value, str | bool):  # 1 is no True here
+            if value not in choices or not isinstance(value, str | bool | None):  # 1 is no True
                 raise ConfigError(
                     f"{name}={value!r}",
                     reason="unknown choice",

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fsdp_offload import PhaseOffloader, checkpoint
-from fsdp_offload.errors import AwayError
+from fsdp_offload.errors import AwayError, UnspentGradientError
 from fsdp_offload.groups import find_groups
 from fsdp_offload.moving import absent
 from fsdp_offload.testing import RankPool
@@ -190,6 +190,66 @@ def test_gradients_that_wait_for_an_all_reduce(ranks: Ranks, grads: str) -> None
     ranks(2).run(accumulate_without_all_reduce, grads)
 
 
+def drop_what_no_step_has_consumed(size: int, overlap: str | None) -> None:
+    made = mine, optimizer = job(size)
+    if overlap is not None:
+        made = mine, optimizer = overlapped(size, overlap)
+    phases = PhaseOffloader(*made)
+
+    def is_refused(what: str) -> None:
+        try:
+            phases.offload()
+        except UnspentGradientError:
+            check(not phases.is_away and not away(mine), f"{what}: it has left")
+        else:
+            check(False, f"{what} was dropped")
+
+    models.backward(mine, 1)
+    is_refused("a gradient before step()")
+    optimizer.step()
+    with phases.away():
+        check(all(p.grad is None for p in mine.parameters()), "a gradient is left")
+    models.backward(mine, 2)
+    optimizer.step()
+    if overlap is None:  # else the gradients are the optimizer's now
+        models.backward(mine, 3)
+        is_refused("a gradient that was added to")
+    optimizer.zero_grad()
+    mine.set_requires_gradient_sync(False)
+    models.backward(mine, 4)
+    is_refused("a gradient that waits for its reduction")
+    mine.set_requires_gradient_sync(True)
+    models.backward(mine, 5)
+    optimizer.step()
+    phases.offload()
+    phases.reload()
+
+
+def overlapped(size: int, overlap: str) -> Job:
+    model = models.toy(models.flat_mesh(size))
+    inner = torch.optim.AdamW(models.groups(model))
+    return model, models.wrap(inner, model, update_on="device", overlap=overlap)
+
+
+def step_beside_an_offloader(size: int) -> None:
+    """Its hook reads no parameters, so step() does not wait for updates; for others' it does."""
+    mine, optimizer = overlapped(size, "forward")
+    phases = PhaseOffloader(mine, optimizer)
+    drained: list[None] = []
+    drain = optimizer._drain
+    optimizer._drain = lambda: (drained.append(None), drain())[1]
+    for step, expected in ((1, False), (2, True)):
+        models.backward(mine, step)
+        optimizer.zero_grad()
+        models.backward(mine, step)
+        drained.clear()
+        optimizer.step()
+        check(bool(drained) == expected, f"step {step}: {len(drained)}")
+        optimizer.zero_grad()
+        optimizer.register_step_post_hook(lambda *_: None)
+    phases.close()
+
+
 def loads_before_and_after_the_first_forward(size: int, first: bool) -> None:
     donor, mine, twin = job(size), job(size), job(size)
     train(donor, range(1, 3))
@@ -213,6 +273,9 @@ def test_what_fsdp2_does_while_parameters_are_away(ranks: Ranks) -> None:
     pool.run(use_by_hand, 2)
     for grads in ("save", "keep", "drop"):
         pool.run(accumulate_without_sync, 2, grads)
+    for overlap in (None, "forward"):
+        pool.run(drop_what_no_step_has_consumed, 2, overlap)
+    pool.run(step_beside_an_offloader, 2)
     for first in (True, False):
         pool.run(loads_before_and_after_the_first_forward, 2, first)
 
