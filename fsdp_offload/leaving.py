@@ -13,7 +13,7 @@ from .absence import OptimizerAbsence
 from .device import Gateway
 from .health import Health
 from .interrupts import held_back
-from .moving import Trip, collector_paused
+from .moving import Trip
 from .pipeline import rebuild
 from .pipeline import state as state_io
 from .pipeline.engine import Segment
@@ -105,8 +105,7 @@ class Leaving:
         """
         self._settle()
         if not self._absence.is_away:
-            with collector_paused():
-                self._at_rest(self._absence.leave)
+            self._at_rest(self._absence.leave)
         return self._absence.trip(wait=wait)
 
     @held_back()
@@ -128,11 +127,10 @@ class Leaving:
             was_read = self._state_was_read
             self._adopt_writes()
             self._state_was_read = was_read
-            with collector_paused():
-                try:
-                    self._absence.come_back(self._records, self._shown, self._segments)
-                finally:
-                    self._show_all()
+            try:
+                self._absence.come_back(self._records, self._shown, self._segments)
+            finally:
+                self._show_all()
         return self._absence.trip(wait=wait)
 
     @torch.no_grad()

@@ -181,41 +181,6 @@ def test_twice_is_a_no_op() -> None:
     assert phases.statistics().cycles == 1
 
 
-@pytest.mark.parametrize("enabled", [True, False])
-def test_the_collector_has_no_turn_between_copies_and_is_as_before(
-    monkeypatch: pytest.MonkeyPatch, enabled: bool
-) -> None:
-    model = net()
-    phases = PhaseOffloader(model)
-    seen: list[bool] = []
-
-    def noting(name: str) -> None:
-        move = getattr(phases._moves._mover, name)
-
-        def noted(*args: Any, **options: Any) -> Any:
-            seen.append(gc.isenabled())
-            return move(*args, **options)
-
-        monkeypatch.setattr(phases._moves._mover, name, noted)
-
-    noting("out")
-    noting("back")
-    (gc.enable if enabled else gc.disable)()
-    try:
-        phases.offload()
-        assert gc.isenabled() is enabled
-        phases.reload()
-        assert gc.isenabled() is enabled
-        monkeypatch.setattr(phases._moves._mover, "out", raising)
-        with pytest.raises(ZeroDivisionError):
-            phases.offload()
-        assert gc.isenabled() is enabled
-    finally:
-        gc.enable()
-    assert seen
-    assert not any(seen)
-
-
 def raising(*args: object, **options: object) -> None:
     raise ZeroDivisionError
 

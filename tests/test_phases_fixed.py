@@ -3,7 +3,6 @@ fit, and what is exchanged in a swap. Without FSDP2."""
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import gc
 import weakref
@@ -22,7 +21,6 @@ from fsdp_offload.moving import (
     PageBlock,
     Spares,
     StorageBlock,
-    collector_paused,
     mover,
     pages,
     region,
@@ -757,39 +755,3 @@ def test_nothing_new_waits_for_no_stream(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(FixedAddressRegion, "synchronize", lambda self: pytest.fail("it waits"))
     job.phases.offload(wait=False).wait()
     job.phases.reload()
-
-
-@pytest.mark.parametrize("is_enabled", [True, False])
-def test_the_collector_is_as_before_when_pausing_it_is_interrupted(
-    monkeypatch: pytest.MonkeyPatch, is_enabled: bool
-) -> None:
-    disable = gc.disable
-
-    def strike() -> None:
-        disable()
-        raise KeyboardInterrupt
-
-    (gc.enable if is_enabled else gc.disable)()
-    try:
-        with monkeypatch.context() as patch:
-            patch.setattr(gc, "disable", strike)
-            with pytest.raises(KeyboardInterrupt), collector_paused():
-                pytest.fail("it goes on")
-        assert gc.isenabled() == is_enabled
-    finally:
-        gc.enable()
-
-
-@pytest.mark.parametrize("is_enabled", [True, False])
-def test_the_collector_is_as_before_when_two_threads_have_paused_it(is_enabled: bool) -> None:
-    (gc.enable if is_enabled else gc.disable)()
-    try:
-        with contextlib.ExitStack() as first, contextlib.ExitStack() as second:
-            first.enter_context(collector_paused())
-            second.enter_context(collector_paused())
-            first.close()
-            assert not gc.isenabled()
-            second.close()
-            assert gc.isenabled() == is_enabled
-    finally:
-        gc.enable()

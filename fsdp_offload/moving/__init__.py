@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from .absent import Absence, Settle, host_view, is_absent, present
 from .blocks import Block, StorageBlock, collect, is_whole
-from .collector import collector_paused
 from .joining import SPARE_BYTES, join
 from .mover import Mover, Trip, give_up, missing_parts
 from .pages import PageBlock, Pages, Spares
@@ -28,7 +27,6 @@ __all__ = [
     "StorageBlock",
     "Trip",
     "collect",
-    "collector_paused",
     "give_up",
     "host_view",
     "is_absent",

@@ -21,7 +21,7 @@ from ..device import available_bytes, free_bytes, release_cached
 from ..errors import AwayError, ClosedError, ConfigError, DeviceMemoryError
 from ..groups import find_groups
 from ..interrupts import held_back
-from ..moving import Mover, Pages, Places, Spares, collector_paused
+from ..moving import Mover, Pages, Places, Spares
 from ..patching import Patch, remove_all
 from ..wrapping import gateway_of, modules_of
 from .absences import Absences
@@ -172,8 +172,7 @@ class PhaseOffloader:
             self._check()
             self._handle.wait()
             if not self._is_away:
-                with collector_paused():
-                    self._leave(beside)
+                self._leave(beside)
             elif beside is not None:
                 beside.come(self._handle)
             if wait:
@@ -200,8 +199,7 @@ class PhaseOffloader:
             self._check()
             self._handle.wait()
             if self._is_away:
-                with collector_paused():
-                    self._come_back(make_room)
+                self._come_back(make_room)
             if wait:
                 self._handle.wait()
             return self._handle
@@ -352,7 +350,7 @@ class PhaseOffloader:
         their storages, by identity."""
         self._handle.wait()
         if self._is_away and self._moves.may_begin(available_bytes(self._device)):
-            with collector_paused(), contextlib.suppress(DeviceMemoryError):  # it is in pieces
+            with contextlib.suppress(DeviceMemoryError):  # it is in pieces
                 return self._moves.begin_back()
         return set()
 
