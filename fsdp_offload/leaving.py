@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,7 +14,6 @@ from .device import Gateway
 from .health import Health
 from .interrupts import held_back
 from .moving import Trip
-from .pipeline import rebuild
 from .pipeline import state as state_io
 from .pipeline.engine import Segment
 from .pipeline.records import Record
@@ -35,10 +34,6 @@ class Leaving:
     _state_was_read: bool
 
     def _settle(self) -> None:
-        raise NotImplementedError
-
-    def _drain_quietly(self) -> None:
-        """Wait for all that can be waited for."""
         raise NotImplementedError
 
     def _adopt_writes(self) -> None:
@@ -132,42 +127,6 @@ class Leaving:
             finally:
                 self._show_all()
         return self._absence.trip(wait=wait)
-
-    @torch.no_grad()
-    def rebuildable(self) -> dict[Tensor, Callable[[], Tensor]]:
-        """Parameters whose shards :meth:`rebuild` gives again, bit for bit, so that nobody has to
-        keep them: those with a whole master (host lane, fp16). Outside writes are followed first.
-
-        Returns:
-            By parameter, what makes the bytes of the shard's storage in host memory (uint8, 1-D;
-            zeros beside the shard): for :func:`.moving.whereabouts.left`.
-
-        Raises:
-            SpentGradientError, LaneError: as of :meth:`offload`.
-        """
-        trusted = not self._state_was_read
-        self._settle()
-        lanes = [segment.host for segment in self._segments if segment.host is not None]
-        buckets = [bucket for lane in lanes for bucket in lane.buckets]
-        found = rebuild.rebuildable(self._records, buckets, trusted=trusted)
-        return {record.parameter: rebuild.place_of(record) for record in found}
-
-    @torch.no_grad()
-    def rebuild(self, parameters: Iterable[Tensor]) -> None:
-        """Write the shards of ``parameters``, whose memory is back, from their masters. Works while
-        this optimizer is away, and when it has failed: those masters are all there is then. Memory
-        beside a shard in its storage is left as it is.
-
-        Args:
-            parameters: of :meth:`rebuildable`.
-        """
-        self._health.check(failed_ok=True)
-        self._drain_quietly()  # interrupted, it has harmed nothing
-        wanted = set(parameters)
-        for record in self._records:
-            if record.parameter in wanted:
-                rebuild.write_shard(record)
-        self._gateway.current_stream().synchronize()  # masters may be written from here on
 
     def _at_rest(self, move: Callable[..., object]) -> None:
         """``move`` state, which is settled, while nothing uses staging; show what it replaced."""

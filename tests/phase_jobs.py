@@ -55,7 +55,6 @@ POLICIES: dict[str, dict[str, str]] = {
     "grads-kept": {"grads": "keep"},
     "params-kept": {"params": "keep"},
     "state-kept": {"state": "keep"},
-    "rebuilt": {"params": "rebuild"},
 }
 
 

@@ -30,7 +30,6 @@ from fsdp_offload import (
 from fsdp_offload.device import copy_all
 from fsdp_offload.memory import HostArena
 from fsdp_offload.moving import Block, StorageBlock, Trip, whereabouts
-from fsdp_offload.pipeline.records import MasterForm
 from fsdp_offload.testing import ADVERSARIES, StreamSimulator
 from tests.away import model_away
 from tests.twins import MATRICES, SHAPES, SMALL, assert_same, bits, two_groups
@@ -434,50 +433,6 @@ def test_step_while_the_model_is_away_is_refused() -> None:
     after = optimizer.state_dict()
     assert torch.equal(bits(after["state"][0]["exp_avg"]), bits(state["state"][0]["exp_avg"]))
     optimizer.step()
-
-
-@pytest.mark.parametrize("order", ["inside", "outside"])
-@pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
-@pytest.mark.parametrize("lanes", ["host", "mixed"])
-def test_shards_are_made_again_from_whole_masters(
-    lanes: str, dtype: torch.dtype, order: str
-) -> None:
-    wrap: dict[str, Any] = {"update_on": "host" if lanes == "host" else MIXED}
-    mine, away = build(dtype, **wrap)
-    theirs, stays = build(dtype, **wrap)
-    for index in range(5):
-        step(mine, away, index)
-        step(theirs, stays, index)
-        if index == 2:  # written from outside: masters have to follow
-            with torch.no_grad():
-                for parameters in (mine, theirs):
-                    parameters[0][:3] = 0.3
-                    parameters[2].fill_(-1.7)
-        whole = {r.parameter for r in away.records if r.form is MasterForm.WHOLE}
-        assert away.rebuildable().keys() == whole
-        assert whole
-        if order == "inside":
-            with model_away(mine, away):
-                away.offload()
-                for parameter, value in zip(mine, theirs, strict=True):
-                    assert_same(whereabouts.here(parameter.detach()), value.detach(), "in host")
-                away.reload()
-        else:
-            away.offload()
-            with model_away(mine, away):
-                pass
-            away.reload()
-        check_same(mine, theirs)
-    check_same_state(away, stays)
-
-
-def test_a_master_written_by_hand_is_compared_by_value() -> None:
-    """Its shard is not its rounding, and no checksum shows it: the shard has to be kept."""
-    mine, away = build(BF16, update_on="host")
-    step(mine, away, 1)
-    away.state[mine[0]]["master"].fill_(5.0)
-    assert mine[0] not in away.rebuildable()
-    assert mine[1] in away.rebuildable()
 
 
 # --------------------------------------------------------------------------- checkpoints

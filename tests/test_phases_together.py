@@ -65,7 +65,7 @@ def test_everything_may_begin_in_inference_mode(name: str) -> None:
     train(model, optimizer, 0)
     train(twin, other, 0)
     with torch.inference_mode():
-        phases = PhaseOffloader(model, optimizer, params="save" if name == "plain" else "rebuild")
+        phases = PhaseOffloader(model, optimizer)
         phases.offload()
     model.load_state_dict(copy.deepcopy(model.state_dict()))  # writes where the mode is off
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
@@ -148,15 +148,14 @@ def test_two_offloaders_of_a_model_leave_nothing_on_it() -> None:
 
 
 @pytest.mark.parametrize("has_room", [True, False])
-@pytest.mark.parametrize("params", ["save", "rebuild"])
 @pytest.mark.parametrize("where", ["take_ahead", "collect"])
 def test_what_another_offloader_has_away_is_its_own(
-    where: str, params: str, has_room: bool, monkeypatch: pytest.MonkeyPatch
+    where: str, has_room: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second one cannot leave, and does not bring back what it had moved before."""
     model = nn.Sequential(Net(), nn.Linear(8, 8).bfloat16())
     optimizer = OPTIMIZERS["host"](model)
-    first, second = (PhaseOffloader(model, optimizer, params=params) for _ in range(2))
+    first, second = (PhaseOffloader(model, optimizer) for _ in range(2))
     with second.away():
         pass
     for parameter in model.parameters():

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from .. import shards
 from . import whereabouts
-from .whereabouts import Place
 
 
 class Settle:
@@ -34,7 +33,7 @@ class Absence:
 
     Args:
         storage: whose memory is, or is about to be, given up.
-        place: see :data:`.whereabouts.Place`. It must not keep this object alive.
+        place: its bytes in host memory: uint8, 1-D.
         settle: waited for before each use of ``place``; one for many storages.
         is_present: whether the storage has its memory; None: whether its size is not 0.
     """
@@ -44,7 +43,7 @@ class Absence:
     def __init__(
         self,
         storage: torch.UntypedStorage,
-        place: Place,
+        place: Tensor,
         settle: Settle | None = None,
         is_present: Callable[[], bool] | None = None,
     ) -> None:
@@ -67,10 +66,6 @@ class Absence:
         if self._storage.nbytes() > 0 if self._is_present is None else self._is_present():
             self.end()
         return self._is_over
-
-    def provide(self, place: Place) -> None:
-        """The bytes are in ``place`` from now on."""
-        whereabouts.left(self._storage, place, self._wait)
 
 
 def is_absent(tensor: Tensor) -> bool:

@@ -8,7 +8,6 @@ says so with :func:`left` and :func:`returned`, so that nobody has to know who m
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,10 +15,6 @@ import torch
 from torch import Tensor
 
 from ..errors import AwayError
-
-Place = Tensor | Callable[[], Tensor]
-"""The storage's bytes in host memory: uint8, 1-D; or what makes a copy of them, for a storage
-whose values are kept in another form. Writes into such a copy are lost."""
 
 
 class _Trip(Protocol):
@@ -31,19 +26,19 @@ class _Entry:
     # Held while it is away: nobody else may get its identity. Not on its way back, where a
     # stranger with its identity would but wait for a trip that ends.
     storage: torch.UntypedStorage | None
-    place: Place | None  # None: on its way back
+    place: Tensor | None  # None: on its way back
     trip: _Trip | None
 
 
 _entries: dict[int, _Entry] = {}  # by the storage's identity
 
 
-def left(storage: torch.UntypedStorage, place: Place, trip: _Trip | None = None) -> None:
+def left(storage: torch.UntypedStorage, place: Tensor, trip: _Trip | None = None) -> None:
     """``storage`` is away: its bytes are in ``place`` once ``trip`` has ended.
 
     Args:
         storage: whose memory is given up, or about to be.
-        place: see :data:`Place`; as many bytes as the storage has when it is present.
+        place: uint8, 1-D; as many bytes as the storage has when it is present.
         trip: waited for, on the host, before the place is read.
     """
     _entries[storage._cdata] = _Entry(storage, place, trip)
@@ -98,7 +93,7 @@ def here(tensor: Tensor) -> Tensor:
     if entry.place is None:
         _entries.pop(storage._cdata, None)
         return tensor
-    return twin(tensor, entry.place if isinstance(entry.place, Tensor) else entry.place())
+    return twin(tensor, entry.place)
 
 
 def twin(tensor: Tensor, place: Tensor) -> Tensor:

@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
+from torch import Tensor
+
 from ..moving import Absence, Settle, StorageBlock, is_whole
-from ..moving.whereabouts import Place
 from ..patching import weakly
 
 
 class Holder(Protocol):
     """Who knows where the bytes of some storages are while they are away."""
 
-    def place(self, storage: StorageBlock) -> Place:
-        """Its bytes in host memory, or what makes them."""
+    def place(self, storage: StorageBlock) -> Tensor:
+        """Its bytes in host memory."""
         ...
 
     def presence(self, storage: StorageBlock) -> Callable[[], bool] | None:
@@ -47,10 +48,6 @@ class Absences:
         """Let absent be what has no memory, and nothing else: others need not have places."""
         self._by_storage = {k: each for k, each in self._by_storage.items() if not each.is_over()}
         self.enter((h, [s for s in storages if not _is_present(s, h)]) for h, storages in held)
-
-    def provide(self, storage: StorageBlock, place: Place) -> None:
-        """The bytes of one that is absent are in ``place`` from now on."""
-        self._by_storage[storage.storage._cdata].provide(place)
 
     def end(self) -> None:
         """All are, or are about to be, back."""

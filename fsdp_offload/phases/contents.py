@@ -15,7 +15,6 @@ from .absences import Holder
 from .gradients import Gradients
 from .optimizers import OptimizerState
 from .policies import Policies
-from .rebuilding import Rebuilding
 from .seats import KINDS, Owned, Seats
 
 AHEAD_BYTES: Final = 2 << 30
@@ -30,7 +29,6 @@ class Contents:
         models: parameters and buffers, each once.
         optimizer: state that others have to move.
         gradients: of ``models``.
-        rebuilding: takes parameters that leave without a copy.
         seats: by kind; closed with this.
         policies: which kinds leave.
         device: what lies elsewhere is left alone.
@@ -41,18 +39,16 @@ class Contents:
         models: Sequence[nn.Module],
         optimizer: OptimizerState,
         gradients: Gradients,
-        rebuilding: Rebuilding,
         seats: Mapping[str, Seats],
         policies: Policies,
         device: torch.device,
     ) -> None:
         self._models, self._optimizer, self._gradients = models, optimizer, gradients
-        self._rebuilding, self._seats = rebuilding, seats
-        self._policies, self._device = policies, device
+        self._seats, self._policies, self._device = seats, policies, device
         self._storages: dict[str, list[StorageBlock]] = {kind: [] for kind in KINDS}
         self._earlier: dict[str, list[StorageBlock]] = {}  # of the last departure
         self.blocks: dict[str, list[Block]] = {kind: [] for kind in KINDS}
-        """What moves, by kind, but for what is rebuilt."""
+        """What moves, by kind."""
         for kind in KINDS:
             seats[kind].on_loss = functools.partial(self._forget, kind)
 
@@ -65,15 +61,13 @@ class Contents:
         }
 
     def every_block(self) -> list[Block]:
-        """What moves, with what is rebuilt."""
-        found = [block for kind in KINDS for block in self.blocks[kind]]
-        return [*found, *self._rebuilding.blocks]
+        """What moves, of all kinds."""
+        return [block for kind in KINDS for block in self.blocks[kind]]
 
     def held(self) -> Iterator[tuple[Holder, Sequence[StorageBlock]]]:
         """Storages that can be read while they are away, and who knows where they are."""
         for kind in ("params", "state"):
             yield self._seats[kind], self._storages[kind]
-        yield self._rebuilding, self._rebuilding.blocks
 
     # ------------------------------------------------------------------ of one departure
 
@@ -81,11 +75,6 @@ class Contents:
         """What leaves is not known yet. What did so before may be in somebody else's care now."""
         self._earlier = self._storages
         self._storages, self.blocks = {k: [] for k in KINDS}, {k: [] for k in KINDS}
-        self._rebuilding.take((), ())
-
-    def keep_rebuilt(self) -> None:
-        """See :meth:`.Rebuilding.fill_all`."""
-        self._rebuilding.fill_all()
 
     def forget_state(self) -> None:
         """It is here, and about to be replaced: what it was would be kept until the next time."""
@@ -160,8 +149,6 @@ class Contents:
             found, owned = list[StorageBlock](), list[Owned]()
             if self._moves(kind):
                 found = collect(pairs, self._device, known=known, owned=owned, earlier=earlier)
-            if kind == "params":
-                found = self._rebuilding.take(found, pairs)
             self._storages[kind], self.blocks[kind] = self._seats[kind].take(
                 found, gone if kind == "state" else (), owned
             )

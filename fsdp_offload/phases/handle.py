@@ -68,7 +68,6 @@ class Handle:
         trips: Mapping[str, Trip],
         finish: Callable[[Handle], None] | None = None,
         *,
-        dropped: Trip | None = None,
         finish_blocks: bool = False,
     ) -> None:
         self.n_bytes = sum(trip.n_bytes for trip in trips.values())
@@ -76,7 +75,7 @@ class Handle:
         self.seconds = 0.0
         """From the call to its end, as the host saw it; 0 before :meth:`wait` returns."""
         self._by_kind, self._finish = dict(trips), finish
-        self._trips = [*trips.values()] + ([] if dropped is None else [dropped])
+        self._trips = list(trips.values())
         self._finish_blocks = finish_blocks
         self._began, self._lock = time.perf_counter(), threading.RLock()
 

@@ -26,7 +26,6 @@ from ..moving import (
 from .absences import Absences
 from .contents import Contents
 from .optimizers import OptimizerState, is_out_of_memory
-from .rebuilding import Rebuilding
 
 
 class Return(NamedTuple):
@@ -48,9 +47,6 @@ class Departure(NamedTuple):
     trips: Mapping[str, Trip]
     """By kind."""
 
-    dropped: Trip
-    """Of what leaves without a copy."""
-
 
 class Moves:
     """Departures and returns of ``contents``. Readers know at any time what is away.
@@ -58,7 +54,6 @@ class Moves:
     Args:
         contents: what moves.
         optimizer: whose state moves, perhaps by itself.
-        rebuilding: what leaves without a copy.
         absences: of all of it.
         mover: of the blocks.
         gateway: of their device.
@@ -68,12 +63,11 @@ class Moves:
         self,
         contents: Contents,
         optimizer: OptimizerState,
-        rebuilding: Rebuilding,
         absences: Absences,
         mover: Mover,
         gateway: Gateway,
     ) -> None:
-        self._contents, self._optimizer, self._rebuilding = contents, optimizer, rebuilding
+        self._contents, self._optimizer = contents, optimizer
         self._absences, self._mover, self._gateway = absences, mover, gateway
         self._begun: Return | None = None
 
@@ -142,7 +136,7 @@ class Moves:
         trips["state"].include(ahead)
         trips["grads"] = self._mover.out(blocks["grads"])
         trips["params"] = self._mover.out(blocks["params"])
-        return Departure(parameters, trips, self._mover.drop(self._rebuilding.blocks))
+        return Departure(parameters, trips)
 
     def turn_back(self) -> None:
         """:meth:`out` has failed half-way: bring back what had left, and wait for it."""
@@ -184,7 +178,6 @@ class Moves:
             current = self._gateway.current_stream()
             trips["params"].follow(current)
             trips["grads"].follow(current)
-            self._rebuilding.write()
             self._begun = None
             return trips
         except BaseException as error:
@@ -214,8 +207,6 @@ class Moves:
 
     def may_begin(self, available_bytes: int | None) -> bool:
         """Whether :meth:`begin_back` can be expected to work; ``None``: there is no such figure."""
-        if self._rebuilding.blocks:
-            return False  # the current stream writes some of it
         blocks = self._contents.blocks
         needed = sum(block.n_bytes for kind in ("params", "grads") for block in blocks[kind])
         return available_bytes is None or available_bytes >= needed + SPARE_BYTES
@@ -235,7 +226,6 @@ class Moves:
         """Enqueue all copies but the state's; if this raises, some are."""
         blocks, trips = self._contents.blocks, {}
         trips["params"] = self._mover.back(blocks["params"], make_room=make_room)
-        self._rebuilding.renew(make_room)
         trips["grads"] = self._mover.back(blocks["grads"], make_room=make_room, lasting=False)
         return trips
 
@@ -251,7 +241,6 @@ class Moves:
         What was here before has perhaps no copy."""
         self._begun = None
         self._mover.wait()
-        self._gateway.current_stream().synchronize()  # it may be writing what is rebuilt
         give_up(away)
         self.tell()
         release_cached(self._gateway.device)

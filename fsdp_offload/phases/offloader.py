@@ -32,7 +32,6 @@ from .handle import Handle, PhaseStatistics, Transfer
 from .moves import Moves
 from .optimizers import find_state
 from .policies import Policies
-from .rebuilding import Rebuilding
 from .seats import make_seats
 
 _log = logging.getLogger("fsdp_offload")
@@ -63,9 +62,8 @@ class PhaseOffloader:
     Args:
         model: the module or modules; FSDP2 modules are resharded by each offload.
         optimizer: a :class:`HybridDeviceOptimizer`, any ``torch.optim.Optimizer``, or None.
-        params: parameters and buffers. ``"save"``: copied out and in. ``"rebuild"``: where the
-            optimizer keeps a whole fp32 master in host memory, the shard is not copied out but
-            written from it; others are saved. ``"keep"``: they stay on the device.
+        params: parameters and buffers. ``"save"``: copied out and in. ``"keep"``: they stay on the
+            device.
         grads: ``None``: ``.grad`` is None afterwards; a gradient that no ``step()`` of the
             optimizer has consumed is an error. ``"drop"``: that one is dropped, too. ``"save"``:
             comes back as it was. ``"keep"``: stays on the device.
@@ -119,9 +117,8 @@ class PhaseOffloader:
         self._groups = groups = find_groups(models)
         self._guard, self._gradients = ModuleGuard(models, groups), Gradients(grads, groups, own)
         mover, absences = Mover(gateway, places), Absences(self._settle)
-        rebuilt = Rebuilding(own, mover, absences, enabled=params == "rebuild")
-        self._contents = Contents(models, own, self._gradients, rebuilt, seats, policies, device)
-        self._moves = Moves(self._contents, own, rebuilt, absences, mover, gateway)
+        self._contents = Contents(models, own, self._gradients, seats, policies, device)
+        self._moves = Moves(self._contents, own, absences, mover, gateway)
         self._patches: list[Patch] = []
         self._handle = Handle({})
         self._is_away = self._is_closed = False
@@ -266,7 +263,7 @@ class PhaseOffloader:
         self._free_before = free_bytes(self._device)
         self._optimizer.synchronize()
         try:
-            parameters, trips, dropped = self._moves.out(
+            parameters, trips = self._moves.out(
                 self._reshard, None if beside is None else beside.begin
             )
         except BaseException:
@@ -275,7 +272,7 @@ class PhaseOffloader:
             self._stay()
             raise
         finish = functools.partial(self._has_left, to_driver=beside is None)
-        handle = Handle(trips, finish, dropped=dropped, finish_blocks=beside is None)
+        handle = Handle(trips, finish, finish_blocks=beside is None)
         try:
             if beside is not None:
                 beside.come(handle)
@@ -300,7 +297,6 @@ class PhaseOffloader:
         self._guard.close(self._before_use, self._lock)
         self._patches = []
         self._optimizer.close(self._before_use, self._patches)
-        self._optimizer.before_closing(self._contents.keep_rebuilt, self._patches)
 
     def _reshard(self) -> None:
         for group in self._groups:

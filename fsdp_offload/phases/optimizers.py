@@ -114,17 +114,6 @@ class OptimizerState:
         end: Callable[[], None] = self._optimizer.register_step_post_hook(_AfterStep(call)).remove
         return end
 
-    def before_closing(self, keep: Callable[[], None], patches: list[Patch]) -> None:
-        """Call ``keep`` before the optimizer gives its host memory back, until ``patches``, which
-        get what does it, are removed."""
-
-        def close(original: Callable[[], None]) -> None:
-            keep()
-            original()
-
-        if callable(getattr(self._optimizer, "close", None)):
-            Patch(self._optimizer, "close", close, patches)
-
     def _end_initialisation(self, rates: Sequence[Any]) -> None:
         """Undo what ``torch.distributed.checkpoint.state_dict`` does before it lets an optimizer
         make its state by a step: gradients and rates of 0, which it leaves behind if that raises.
@@ -168,11 +157,6 @@ class OptimizerState:
         self._replace_step(step, follow, patches)
         Patch(self._optimizer, "state_dict", wait, patches)
         Patch(self._optimizer, "load_state_dict", wait, patches)
-
-    @property
-    def optimizer(self) -> Any:
-        """As it was given."""
-        return self._optimizer
 
 
 class _AfterStep:
@@ -289,7 +273,7 @@ def find_state(optimizer: Any, policies: Policies) -> OptimizerState:
     """The kind that ``optimizer`` is.
 
     Raises:
-        ConfigError: no optimizer, one that is wrapped, or ``params="rebuild"`` without masters.
+        ConfigError: no optimizer, or one that is wrapped.
     """
     if optimizer is not None and not isinstance(optimizer, Optimizer):
         raise ConfigError(
@@ -302,12 +286,6 @@ def find_state(optimizer: Any, policies: Policies) -> OptimizerState:
             f"optimizer {type(optimizer).__name__}",
             reason="it is wrapped: its HybridDeviceOptimizer holds the state",
             remedy="pass the wrapper",
-        )
-    if policies.params == "rebuild" and not hasattr(optimizer, "rebuildable"):
-        raise ConfigError(
-            f'params="rebuild" with an optimizer of type {type(optimizer).__name__}',
-            reason="only a HybridDeviceOptimizer keeps masters to write parameters from",
-            remedy='use params="save"',
         )
     if getattr(optimizer, "is_offloaded", False):  # a HybridDeviceOptimizer
         return _OwnState(optimizer) if policies.state == "save" else _Kept(optimizer)

@@ -8,7 +8,7 @@ from typing import Final
 from ..errors import ConfigError
 
 _CHOICES: Final = {
-    "params": ("save", "rebuild", "keep"),
+    "params": ("save", "keep"),
     "grads": (None, "drop", "save", "keep"),
     "state": ("save", "keep"),
     "on_use": ("error", "reload"),
@@ -35,12 +35,6 @@ class Policies:
                     reason="unknown choice",
                     remedy="use " + " or ".join(map(_quoted, choices)),
                 )
-        if self.fixed_address is True and self.params == "rebuild":
-            raise ConfigError(
-                'fixed_address=True with params="rebuild"',
-                reason="memory that is dropped and rebuilt comes back elsewhere",
-                remedy='use params="save"',
-            )
 
     def are_fixed(self, kind: str) -> bool:
         """Whether its addresses are to stay. Gradients are new in each iteration."""

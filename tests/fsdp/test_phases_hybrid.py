@@ -30,12 +30,10 @@ def job(
     return model, models.wrap(inner, model, update_on=lanes, overlap=overlap)
 
 
-def switch_after_every_step(
-    dtype: torch.dtype, overlap: str, lanes: tuple[str, ...], params: str
-) -> None:
+def switch_after_every_step(dtype: torch.dtype, overlap: str, lanes: tuple[str, ...]) -> None:
     mine, twin = job(dtype, overlap, lanes), job(dtype, overlap, lanes)
     between = overlap != "backward"  # else gradients are spent by then
-    phases = PhaseOffloader(*mine, params=params, grads="save" if between else "drop")
+    phases = PhaseOffloader(*mine, grads="save" if between else "drop")
     for step in range(1, 5):
         for model, optimizer in (mine, twin):
             models.backward(model, step)
@@ -47,36 +45,32 @@ def switch_after_every_step(
                 with phases.away():
                     check(away(model), "memory is left")
             optimizer.zero_grad()
-    check_twins(mine[1], twin[1], f"{dtype} {overlap} {lanes} {params}")
+    check_twins(mine[1], twin[1], f"{dtype} {overlap} {lanes}")
     phases.close()
 
 
 @pytest.mark.parametrize(
-    ("dtype", "overlap", "params"),
-    [(torch.bfloat16, "forward", "rebuild"), (torch.float32, "backward", "save")],
+    ("dtype", "overlap"), [(torch.bfloat16, "forward"), (torch.float32, "backward")]
 )
-def test_training_has_the_same_bits(
-    ranks: Ranks, dtype: torch.dtype, overlap: str, params: str
-) -> None:
-    ranks(2).run(switch_after_every_step, dtype, overlap, MIXED, params)
+def test_training_has_the_same_bits(ranks: Ranks, dtype: torch.dtype, overlap: str) -> None:
+    ranks(2).run(switch_after_every_step, dtype, overlap, MIXED)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("lanes", [("host",), ("streamed",), ("resident",), MIXED])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("overlap", ["step", "forward", "backward"])
-@pytest.mark.parametrize("params", ["save", "rebuild"])
 def test_every_lane_has_the_same_bits(
-    ranks: Ranks, lanes: tuple[str, ...], dtype: torch.dtype, overlap: str, params: str
+    ranks: Ranks, lanes: tuple[str, ...], dtype: torch.dtype, overlap: str
 ) -> None:
-    ranks(2).run(switch_after_every_step, dtype, overlap, lanes, params)
+    ranks(2).run(switch_after_every_step, dtype, overlap, lanes)
 
 
-def checkpoints_while_away(path: Path, dtype: torch.dtype, params: str) -> None:
+def checkpoints_while_away(path: Path, dtype: torch.dtype) -> None:
     mine = job(dtype)
     train(mine, range(1, 3))
     expected = values(mine)
-    phases = PhaseOffloader(*mine, params=params)
+    phases = PhaseOffloader(*mine)
     with phases.away():
         check_values(mine, expected, "get_state_dict")
         checkpoint.save(path / "own", *mine)
@@ -88,7 +82,7 @@ def checkpoints_while_away(path: Path, dtype: torch.dtype, params: str) -> None:
         for leaves in (False, True):
             other = job(dtype)
             train(other, range(7, 8))
-            elsewhere = PhaseOffloader(*other, params=params)
+            elsewhere = PhaseOffloader(*other)
             if leaves:
                 elsewhere.offload()
             if name == "local":
@@ -103,13 +97,7 @@ def checkpoints_while_away(path: Path, dtype: torch.dtype, params: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "params"),
-    [
-        pytest.param(torch.float32, "save", marks=pytest.mark.long),
-        (torch.bfloat16, "rebuild"),
-    ],
+    "dtype", [pytest.param(torch.float32, marks=pytest.mark.long), torch.bfloat16]
 )
-def test_checkpoints_while_away(
-    ranks: Ranks, tmp_path: Path, dtype: torch.dtype, params: str
-) -> None:
-    ranks(2).run(checkpoints_while_away, tmp_path, dtype, params)
+def test_checkpoints_while_away(ranks: Ranks, tmp_path: Path, dtype: torch.dtype) -> None:
+    ranks(2).run(checkpoints_while_away, tmp_path, dtype)

@@ -51,7 +51,7 @@ def test_training_with_switches_is_training_without(ranks: Pool, lanes: str) -> 
         ranks(1, device_type="cuda").run(phase_jobs.same_training, lanes, "all", dtype)
 
 
-@pytest.mark.parametrize("policy", [p for p in POLICIES if p not in ("all", "rebuilt")])
+@pytest.mark.parametrize("policy", [p for p in POLICIES if p != "all"])
 @pytest.mark.parametrize("lanes", ["plain", "mixed"])
 def test_policies(ranks: Pool, lanes: str, policy: str) -> None:
     ranks(1, device_type="cuda").run(phase_jobs.same_training, lanes, policy, "bfloat16")
@@ -62,10 +62,6 @@ def test_policies(ranks: Pool, lanes: str, policy: str) -> None:
 def test_training_at_fixed_addresses(ranks: Pool, lanes: str, policy: str) -> None:
     pool = ranks(1, device_type="cuda")
     pool.run(phase_jobs.same_training, lanes, policy, "float32", fixed_address=True)
-
-
-def test_parameters_are_rebuilt_from_masters(ranks: Pool) -> None:
-    ranks(1, device_type="cuda").run(phase_jobs.same_training, "host", "rebuilt", "bfloat16")
 
 
 @pytest.mark.parametrize("lanes", WRAPPED)
@@ -152,10 +148,8 @@ def test_two_gpus_train_the_same(ranks: Pool, lanes: str) -> None:
 @pytest.mark.parametrize("policy", [p for p in POLICIES if p != "all"])
 def test_two_gpus_and_policies(ranks: Pool, policy: str) -> None:
     pool = ranks(2, device_type="cuda")
-    lanes = "host" if policy == "rebuilt" else "mixed"
-    pool.run(phase_jobs.same_training, lanes, policy, "bfloat16")
-    if policy != "rebuilt":
-        pool.run(phase_jobs.same_training, lanes, policy, "float32", fixed_address=True)
+    pool.run(phase_jobs.same_training, "mixed", policy, "bfloat16")
+    pool.run(phase_jobs.same_training, "mixed", policy, "float32", fixed_address=True)
 
 
 @pytest.mark.alone

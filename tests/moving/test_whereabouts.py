@@ -48,15 +48,6 @@ def test_a_view_is_read_and_written_in_its_place() -> None:
     assert storage._cdata not in whereabouts._entries
 
 
-def test_a_copy_can_be_made_on_demand() -> None:
-    tensor = torch.zeros(5)
-    left(tensor.untyped_storage(), lambda: torch.ones(5).view(torch.uint8))
-    assert torch.equal(here(tensor), torch.ones(5))
-    returned(tensor.untyped_storage())
-    returned(tensor.untyped_storage())
-    assert here(tensor) is tensor
-
-
 def test_memory_that_nobody_knows_of_is_refused() -> None:
     tensor = torch.zeros(5)
     tensor.untyped_storage().resize_(0)
