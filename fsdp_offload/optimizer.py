@@ -554,7 +554,7 @@ class HybridDeviceOptimizer(Leaving, Optimizer):
         """As torch's: integer ids and live tensors, which the plain optimizer accepts.
 
         Parameters with bf16 or fp16 shards and an fp32 master have one more entry,
-        ``master_remainder`` (int16) or ``master`` (fp32), which plain optimizers ignore.
+        ``master_remainder`` (bits) or ``master`` (fp32), which plain optimizers ignore.
         """
         self._health.check()
         if self._own_step is not None:

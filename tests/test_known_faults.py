@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
+from torch.utils._pytree import tree_map_only
 
 from fsdp_offload import HybridDeviceOptimizer, LaneError, TransferConfig, device
 from fsdp_offload.device import CpuGateway, use_gateway
@@ -73,7 +74,13 @@ def state_of(optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:
 
 
 def assert_same(found: Any, expected: Any) -> None:
+    """bf16 by its bits: many remainders are no numbers."""
+    found, expected = (tree_map_only(Tensor, words, each) for each in (found, expected))
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def words(tensor: Tensor) -> Tensor:
+    return tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor
 
 
 # --------------------------------------------------------------------------- gradients

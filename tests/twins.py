@@ -69,9 +69,7 @@ def rounded(master: Tensor, dtype: torch.dtype) -> Tensor:
     if master.dtype == dtype or dtype != torch.bfloat16:
         return master.detach().to(dtype)
     value = torch.empty(master.numel(), dtype=dtype)
-    codec.encode_plain(
-        master.detach().reshape(-1), value, torch.empty_like(value).view(torch.int16)
-    )
+    codec.encode_plain(master.detach().reshape(-1), value, torch.empty_like(value))
     return value.view(master.shape)
 
 

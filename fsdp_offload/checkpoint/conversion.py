@@ -20,9 +20,9 @@ class Conversion:
 
     Args:
         weight: the parameter's shard, as a tensor placed like the parameter.
-        kept: what the optimizer keeps, placed likewise: the remainder (int16), the whole master
+        kept: what the optimizer keeps, placed likewise: the remainder (bf16), the whole master
             (fp32), or the weight itself (fp32 shards).
-        dtype: of what the checkpoint holds: int16, a remainder, or fp32, a whole master.
+        dtype: of what the checkpoint holds: bf16, a remainder, or fp32, a whole master.
 
     A whole master (or a weight that was saved in fp32) becomes weight and remainder, or weight and
     whole master; a remainder and the weight become a whole master, or, rounded to bf16 first, the
@@ -49,7 +49,7 @@ class Conversion:
         """Convert ``read`` and write it where it belongs."""
         weight, kept = self._piece(self.weight, item), self._piece(self.kept, item)
         flat = read.reshape(-1)
-        if self.dtype == torch.int16:
+        if self.dtype == torch.bfloat16:
             rounded = weight.cpu().to(torch.bfloat16).reshape(-1)
             master = torch.empty(flat.numel(), dtype=torch.float32)
             codec.decode(rounded, flat, master)
@@ -60,10 +60,10 @@ class Conversion:
             kept.copy_(read)
             return
         value = torch.empty(flat.numel(), dtype=torch.bfloat16)
-        remainder = torch.empty(flat.numel(), dtype=torch.int16)
+        remainder = torch.empty_like(value)
         codec.encode(flat, value, remainder)
         weight.copy_(value.view(read.shape))
-        kept.copy_(remainder.view(read.shape) if kept.dtype == torch.int16 else read)
+        kept.copy_(remainder.view(read.shape) if kept.dtype == torch.bfloat16 else read)
 
     @staticmethod
     def _piece(tensor: Tensor, item: ReadItem) -> Tensor:

@@ -43,7 +43,7 @@ class Source:
     Args:
         found: the tensors, in the order of the files.
         read: of an FQN, one of its boxes and a part of that: the part of the weight as stored, and
-            of its master (int16 remainder, or whole) where that decides; on any device.
+            of its master (remainder, or whole) where that decides; on any device.
         part_numel: of what is read at once, at most.
         threads: that read; ``None``: this rank's share of the cores.
     """
@@ -275,14 +275,14 @@ def value(weight: Tensor, master: Tensor | None, dtype: torch.dtype) -> Tensor:
 
     Args:
         weight: of any shape, as stored.
-        master: of the same shape: int16 remainder, or the whole master; ``None``: none.
+        master: of the same shape: the remainder (bf16), or the whole master; ``None``: none.
         dtype: another than the weight's only where masters count.
     """
     weight = weight.cpu().contiguous()
     if master is None or dtype == weight.dtype:
         return weight.to(dtype)
     flat, master = weight.reshape(-1), master.cpu().contiguous().reshape(-1)
-    if master.dtype == torch.int16:
+    if master.dtype == torch.bfloat16:
         whole = torch.empty(flat.numel(), dtype=torch.float32, device="cpu")
         codec.decode(flat, master, whole)
     else:

@@ -92,7 +92,7 @@ def _tensors_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _masters_of(optimizers: Sequence[Optimizer]) -> dict[Tensor, Tensor]:
-    """Remainders (int16) and whole masters by parameter, final."""
+    """Remainders and whole masters by parameter, final."""
     masters: dict[Tensor, Tensor] = {}
     for optimizer in optimizers:
         if getattr(optimizer.__dict__.get("step"), "forwards_to_wrapper", False):

@@ -27,7 +27,7 @@ from .items import table_crc
 MANIFEST: Final = "manifest.json"
 METADATA: Final = ".metadata"
 FORMAT: Final = "fsdp_offload.checkpoint"
-VERSION: Final = 1
+VERSION: Final = 2
 
 
 @dataclass(frozen=True)
@@ -70,11 +70,11 @@ class Manifest:
             intact = False
         if not intact:
             raise corrupt(path, "it is not as it was written")
-        if values["version"] > VERSION:
+        if values["version"] != VERSION:
             raise CheckpointError(
                 f"{path} of version {values['version']}",
-                reason=f"this package reads versions up to {VERSION}",
-                remedy="use the version of fsdp_offload that wrote it, or a later one",
+                reason=f"this package reads version {VERSION}",
+                remedy="load it with the version of fsdp_offload that wrote it",
             )
         values["files"] = {name: tuple(entry) for name, entry in values["files"].items()}
         names = {each.name for each in fields(cls)}  # a later release may add some

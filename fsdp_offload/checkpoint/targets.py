@@ -118,6 +118,11 @@ def _add_record(
     state_io.show(record, live)
     stored = metadata.state_dict_metadata
     state_io.check_names(record, saved)
+    if REMAINDER in saved:
+        source = places.state(fqn) + REMAINDER
+        check_shape(source, stored[source], record.parameter)
+        if isinstance(entry := stored[source], TensorStorageMetadata):
+            state_io.check_remainder(source, entry.properties.dtype)
     for kind in record.schema.kinds:
         source = places.state(fqn) + kind.name
         _add(targets, f"{STATE}{fqn}.{kind.name}", source, live[kind.name], stored[source])
@@ -128,7 +133,7 @@ def _add_record(
         return
     weight = shards.like(record.parameter, here(shards.local(record.parameter)))
     kept = live[form] if record.emits_master else weight
-    for name, dtype in ((WHOLE, torch.float32), (REMAINDER, torch.int16)):
+    for name, dtype in ((WHOLE, torch.float32), (REMAINDER, torch.bfloat16)):
         source = places.state(fqn) + name
         if name in saved and _can_convert(record, dtype):
             check_shape(source, stored[source], kept)
@@ -153,7 +158,7 @@ def _can_convert(record: Record, stored: torch.dtype) -> bool:
     """Whether a master stored as ``stored`` says something of this parameter."""
     if record.emits_master:
         return record.info.dtype == torch.bfloat16 and record.compute_dtype == torch.float32
-    return record.info.dtype == torch.float32 or stored != torch.int16
+    return record.info.dtype == torch.float32 or stored != torch.bfloat16
 
 
 def packed_options(

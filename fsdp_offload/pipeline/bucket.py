@@ -175,7 +175,7 @@ class BucketUpdate:
         self._gradients: list[Tensor] | None = None  # in the compute dtype
         self._gathered: list[Tensor] = []  # copies of the shards, side by side
         self._together: tuple[Tensor, ...] = ()  # all of them, and the masters
-        self._codes: list[tuple[Tensor, Tensor, Tensor]] = []  # (bf16, int16, fp32) each 1-D
+        self._codes: list[tuple[Tensor, Tensor, Tensor]] = []  # (bf16, bf16, fp32) each 1-D
         self._tables: PieceTables | None = None
         self._packed: list[list[PackedMoment]] = []  # per piece
         self._reduced: ReducedAdam | None = None

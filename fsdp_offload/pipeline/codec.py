@@ -1,4 +1,4 @@
-"""A bf16 value and an int16 remainder that together are exactly one fp32 master.
+"""A bf16 value and a remainder of 16 bits that together are exactly one fp32 master.
 
 [Note: remainder codec]
 ``value = (bits + 0x8000) >> 16`` and ``remainder = int16(bits - (value << 16))``: rounding half
@@ -11,6 +11,10 @@ its quiet bit.
 
 No master gives a zero with a negative remainder, but a weight that was set to zero from outside has
 the remainder of what it was: subtracting would give a NaN, so nothing is subtracted from a zero.
+
+The int16 is stored and shown as the bf16 tensor of the same bits, because neither NCCL nor gloo
+carries int16. Its values as bf16 mean nothing, and many are NaN: it may be copied, cut and sent,
+never cast or computed with. Only here and in the kernels is it an integer.
 
 Two implementations with the same bits: torch operations (any device, the plain twin) and one
 Triton kernel each way (CUDA), see :mod:`.kernels_triton`.
@@ -29,7 +33,7 @@ QUIET_BIT: Final = 0x40  # of a bf16 NaN
 
 
 def decode(value: Tensor, remainder: Tensor, master: Tensor) -> None:
-    """``master[:] = (value, remainder)``. 1-D, same numel: bf16, int16, fp32; contiguous."""
+    """``master[:] = (value, remainder)``. 1-D, same numel: bf16, bf16, fp32; contiguous."""
     if master.is_cuda and (kernels := triton_kernels()) is not None:
         kernels.decode(value, remainder, master)
     else:
@@ -37,7 +41,7 @@ def decode(value: Tensor, remainder: Tensor, master: Tensor) -> None:
 
 
 def encode(master: Tensor, value: Tensor, remainder: Tensor) -> None:
-    """``(value, remainder)[:] = master``. 1-D, same numel: fp32, bf16, int16; contiguous."""
+    """``(value, remainder)[:] = master``. 1-D, same numel: fp32, bf16, bf16; contiguous."""
     if master.is_cuda and (kernels := triton_kernels()) is not None:
         kernels.encode(master, value, remainder)
     else:
@@ -55,15 +59,16 @@ def round_to_value(master: Tensor, value: Tensor) -> None:
 def decode_plain(value: Tensor, remainder: Tensor, master: Tensor) -> None:
     """:func:`decode` in torch operations."""
     halves = master.view(torch.int16).view(-1, 2)  # (numel, 2): low, high (little endian)
-    borrow = (remainder >> 15).masked_fill_(value == 0, 0)
+    low = remainder.view(torch.int16)
+    borrow = (low >> 15).masked_fill_(value == 0, 0)
     torch.add(value.view(torch.int16), borrow, out=halves[:, 1])
-    halves[:, 0] = remainder
+    halves[:, 0] = low
 
 
 def encode_plain(master: Tensor, value: Tensor, remainder: Tensor) -> None:
     """:func:`encode` in torch operations."""
     value.view(torch.int16).copy_(_rounded(master))
-    remainder.copy_(master.view(torch.int16).view(-1, 2)[:, 0])
+    remainder.view(torch.int16).copy_(master.view(torch.int16).view(-1, 2)[:, 0])
 
 
 def _rounded(master: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -321,7 +322,7 @@ def adam(
     _ADAM.launch(
         _programs(numel),
         (
-            weight, weight if remainder is None else remainder, gradient,
+            weight, weight if remainder is None else remainder.view(torch.int16), gradient,
             average[0], scales[0], square[0], scales[1], step,
         ),
         (numel, key, first), numbers,

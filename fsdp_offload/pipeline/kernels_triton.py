@@ -127,13 +127,14 @@ def _launch(
 
 def decode(value: Tensor, remainder: Tensor, master: Tensor) -> None:
     """See :func:`.codec.decode`."""
-    _launch(_DECODE, master.numel(), value.view(torch.int16), remainder, master.view(torch.int32))
+    halves = (value.view(torch.int16), remainder.view(torch.int16))
+    _launch(_DECODE, master.numel(), *halves, master.view(torch.int32))
 
 
 def encode(master: Tensor, value: Tensor, remainder: Tensor) -> None:
     """See :func:`.codec.encode`."""
-    bits = value.view(torch.int16)
-    _launch(_ENCODE, master.numel(), master.view(torch.int32), bits, remainder, KEEP=True)
+    halves = (value.view(torch.int16), remainder.view(torch.int16))
+    _launch(_ENCODE, master.numel(), master.view(torch.int32), *halves, KEEP=True)
 
 
 def round_to_value(master: Tensor, value: Tensor) -> None:

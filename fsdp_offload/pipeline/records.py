@@ -34,11 +34,11 @@ class MasterForm(Enum):
     """How the fp32 value of a parameter is kept."""
 
     SHARD = "shard"  # the shard itself is updated
-    REMAINDER = "master_remainder"  # bf16 shard plus int16 remainder, exact
+    REMAINDER = "master_remainder"  # bf16 shard plus 16 more bits, exact: [Note: remainder codec]
     WHOLE = "master"  # a full copy in the compute dtype; the shard is its rounding
 
 
-REMAINDER_KIND = Kind(MasterForm.REMAINDER.value, torch.int16)
+REMAINDER_KIND = Kind(MasterForm.REMAINDER.value, torch.bfloat16)
 
 
 @dataclass(eq=False)

@@ -61,7 +61,7 @@ class ReducedAdam:
     Args:
         pieces: of one bucket, for which ``DirectAdam.make`` found torch's own Adam or AdamW.
         weights: their shards, bf16 with ``remainders``, fp32 without.
-        remainders: int16, or None for each.
+        remainders: bf16, or None for each.
         packed: both moments of each.
         update: :func:`adam`, or :func:`adam_plain`.
     """
@@ -243,7 +243,7 @@ def adam(
 
     Args:
         both: how the first and the second moment are kept.
-        weight: bf16 with ``remainder`` (int16), or fp32 without.
+        weight: bf16 with ``remainder`` (bf16), or fp32 without.
         gradient: floating; stays as it is.
         average: the first moment.
         square: the second.

@@ -27,7 +27,7 @@ def expose(record: Record) -> dict[str, Any]:
     """The live state of a parameter under torch's names: no copy, nothing moved.
 
     Like kinds are shaped and placed like the parameter; scalars are 0-dim tensors. A bf16 or fp16
-    parameter with an fp32 master adds ``master_remainder`` (int16) or ``master`` (fp32). What is
+    parameter with an fp32 master adds ``master_remainder`` (bits) or ``master`` (fp32). What is
     kept as codes with scales is a meta tensor here: see :func:`show`.
     """
     first = record.pieces[0]
@@ -110,6 +110,23 @@ def check(record: Record, values: Mapping[str, Any]) -> None:
     for name in (REMAINDER, WHOLE):
         if name in values and record.emits_master:
             _check_shape(record, name, values[name])
+    if REMAINDER in values and record.emits_master:
+        check_remainder(f"{REMAINDER} of {record.fqn}", values[REMAINDER].dtype)
+
+
+def check_remainder(what: str, dtype: torch.dtype) -> None:
+    """Refuse a remainder that was cast: its bits are lost.
+
+    Raises:
+        StateDictError: it is not bf16.
+    """
+    if dtype != torch.bfloat16:
+        raise StateDictError(
+            f"{what} of {dtype}",
+            reason="it holds bits, typed as torch.bfloat16, which do not survive a cast",
+            remedy="leave the dtypes of a state dict as they are, or remove this entry: then "
+            "masters are set from the weights",
+        )
 
 
 def check_names(record: Record, names: Collection[str]) -> None:
@@ -387,7 +404,7 @@ def _take_where_changed(shard: Tensor, master: Tensor) -> None:
 def _set_exactly(record: Record, shard: Tensor, master: Tensor) -> None:
     """Make the record's master equal ``master``: the shard becomes its rounding."""
     if shard.dtype == torch.bfloat16:
-        remainder = torch.empty_like(shard, dtype=torch.int16)
+        remainder = torch.empty_like(shard)
         codec.encode(master.contiguous(), shard, remainder)
         if record.form is MasterForm.REMAINDER:
             record.tensors[REMAINDER].copy_(remainder)

@@ -557,6 +557,7 @@ def test_blocks_are_small_whatever_the_tensor(tmp_path: Path) -> None:
     """Of 24 MB of fp32 masters no more than 1 MiB are made, or written, at once."""
     model = nn.Linear(3000, 2048, bias=False, dtype=torch.bfloat16)
     remainder = torch.randint(-(2**15), 2**15, model.weight.shape, dtype=torch.int16)
+    remainder = remainder.view(torch.bfloat16)
     optimizer = torch.optim.SGD(model.parameters())
     optimizer.state[model.weight]["master_remainder"] = remainder
     blocks: list[int] = []
@@ -590,7 +591,7 @@ def anonymous_bytes() -> int:
 @pytest.mark.long
 def test_a_process_grows_by_less_than_two_buckets(tmp_path: Path) -> None:
     model = nn.Linear(8192, 20_000, bias=False, dtype=torch.bfloat16)
-    remainder = torch.zeros(model.weight.shape, dtype=torch.int16)
+    remainder = torch.zeros_like(model.weight, requires_grad=False)
     optimizer = torch.optim.SGD(model.parameters())
     optimizer.state[model.weight]["master_remainder"] = remainder.fill_(3)
     real, peak = os.pwrite, 0

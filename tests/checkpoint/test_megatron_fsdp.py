@@ -199,7 +199,9 @@ def told(made: Job) -> dict[str, tuple[int, Tensor]]:
         start = parameter.megatron_fsdp_slice.start
         found[name] = (start, local(parameter).reshape(-1).clone())
         for kind, value in made[1].state[parameter].items():
-            found[f"{name}.{kind}"] = (start, local(value).reshape(-1).clone())
+            flat = local(value).reshape(-1).clone()
+            is_bits = kind == "master_remainder"  # many are no numbers
+            found[f"{name}.{kind}"] = (start, flat.view(torch.int16) if is_bits else flat)
     return found
 
 

@@ -241,7 +241,7 @@ def master_of(state: dict[str, Any], shard: Tensor) -> Tensor:
     """The fp32 master that the state of a bf16 parameter describes."""
     if "master" in state:
         return models.local(state["master"])
-    low = models.local(state["master_remainder"]).to(torch.int64)
+    low = models.local(state["master_remainder"]).view(torch.int16).to(torch.int64)
     high = shard.view(torch.int16).to(torch.int64) << 16
     return ((high + low) & 0xFFFFFFFF).to(torch.int32).view(torch.float32)
 

@@ -481,12 +481,6 @@ def resume_bf16(way: str, source: tuple[str, ...], target: tuple[str, ...], path
 
 
 DEVICE_LANES = ("streamed", "resident")
-INT16 = pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="full_state_dict gathers and broadcasts every tensor, and neither gloo nor NCCL "
-    "carries int16, the dtype of master_remainder",
-)
 OTHER_KEY = pytest.mark.xfail(
     strict=True,
     raises=AssertionError,
@@ -501,8 +495,7 @@ LANE_CHANGES = [(DEVICE_LANES, ("host",)), (("host",), DEVICE_LANES)]
 @pytest.mark.parametrize(
     ("lanes", "way"),
     [
-        *((DEVICE_LANES, way) for way in ("own", "file", "flat", DCP)),
-        pytest.param(DEVICE_LANES, "full", marks=INT16),
+        *((DEVICE_LANES, way) for way in ("own", "file", "flat", DCP, "full")),
         *((("host",), way) for way in ("own", "flat", DCP, "full")),
         pytest.param(DEVICE_LANES, "nested", marks=pytest.mark.long),
         *(pytest.param(("host",), way, marks=pytest.mark.long) for way in ("file", "nested")),

@@ -112,7 +112,7 @@ class One:
         if not spans:
             return None
         stop = spans[0].arena_start + spans[0].n_bytes
-        return self.memory[spans[0].arena_start : stop].view(torch.int16)
+        return self.memory[spans[0].arena_start : stop].view(REMAINDER_KIND.dtype)
 
     def move(self) -> None:
         """State into other memory; the old one is spoiled."""

@@ -33,15 +33,16 @@ def to_bits(master: Tensor) -> Tensor:
 
 
 def encoded(master: Tensor) -> tuple[Tensor, Tensor]:
+    """The value, and the remainder as the int16 that it is."""
     value = torch.empty(master.numel(), dtype=torch.bfloat16)
-    remainder = torch.empty(master.numel(), dtype=torch.int16)
+    remainder = torch.empty_like(value)
     codec.encode(master, value, remainder)
-    return value, remainder
+    return value, remainder.view(torch.int16)
 
 
 def decoded(value: Tensor, remainder: Tensor) -> Tensor:
     master = torch.empty(value.numel())
-    codec.decode(value, remainder, master)
+    codec.decode(value, remainder.view(torch.bfloat16), master)
     return master
 
 
@@ -184,7 +185,7 @@ def test_every_fp32_pattern_is_exact(sixteenth: int) -> None:
 
 def test_nothing_outside_the_given_range_is_written() -> None:
     master, values = torch.randn(100), torch.randn(100).bfloat16()
-    remainder = torch.full((100,), 7, dtype=torch.int16)
+    remainder = torch.full((100,), 7, dtype=torch.bfloat16)
     before = values.clone()
     codec.encode(master[10:20], values[10:20], remainder[10:20])
     outside = torch.ones(100, dtype=torch.bool)
