@@ -37,7 +37,6 @@ from .ragged import attach_boxes, boxes_of, is_ours
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
-    from torch.distributed.checkpoint.planner import WriteItem
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.placement_types import Placement
 
@@ -541,13 +540,6 @@ def _is_extremum(placements: Sequence[Placement]) -> bool:
 
 
 # --------------------------------------------------------------------------- checkpoints
-
-
-def write_items(fqn: str, tensor: Tensor) -> list[WriteItem]:
-    """What DCP's planner would write of ``tensor`` on this rank."""
-    from torch.distributed.checkpoint.planner_helpers import _create_write_items
-
-    return _create_write_items(fqn, tensor)
 
 
 def chunk_list(tensor: Tensor) -> list[ChunkStorageMetadata]:

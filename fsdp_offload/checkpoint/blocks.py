@@ -13,7 +13,7 @@ import threading
 import zlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Final, Protocol, TypeVar
+from typing import Final, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,19 +28,8 @@ _scratch = threading.local()
 _Result = TypeVar("_Result")
 
 
-class Source(Protocol):
-    """Bytes that are to be written."""
-
-    @property
-    def nbytes(self) -> int:
-        """How many."""
-
-    def block(self, start: int, stop: int) -> Tensor:
-        """Bytes ``[start, stop)``: 1-D uint8, contiguous, on any device."""
-
-
 class TensorSource:
-    """The elements of a dense tensor, row-major."""
+    """Bytes that are to be written: the elements of a dense tensor, row-major."""
 
     def __init__(self, tensor: Tensor) -> None:
         flat = tensor.detach().resolve_conj().resolve_neg()
@@ -54,7 +43,7 @@ class TensorSource:
         return self._bytes.numel()
 
     def block(self, start: int, stop: int) -> Tensor:
-        """See :class:`Source`."""
+        """Bytes ``[start, stop)``: 1-D uint8, contiguous, on any device."""
         return self._bytes[start:stop]
 
 

@@ -7,7 +7,7 @@ optimizer's class, never from what a rank holds, so they are the same on all ran
 
 [Note: masters]
 An fp32 master is never saved twice. fp32 shards are masters themselves. Of a bf16 shard the model
-section holds the upper half, so ``master_remainder`` (int16) is all that is left to say. Where a
+section holds the upper half, so ``master_remainder`` (16 bits) is all that is left to say. Where a
 lane keeps a whole master (host lane, fp16 shards), that is emitted as ``master`` (fp32).
 """
 
@@ -15,13 +15,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -31,24 +27,18 @@ from torch.optim import Optimizer
 
 from .. import shards
 from ..errors import ConfigError, StateDictError
-from ..moving.whereabouts import here
 from ..optimizer import HybridDeviceOptimizer
-from ..pipeline import codec
 from ..pipeline.records import MasterForm
-from .blocks import as_bytes
 
 REMAINDER = MasterForm.REMAINDER.value
 WHOLE = MasterForm.WHOLE.value
 STATE = "state."
 GROUPS = "param_groups."
 
-Master = Literal["auto", "fp32"]
 Models = nn.Module | Sequence[nn.Module]
 
 
-def pack_optimizer_state(
-    model: Models, optimizer: Optimizer, *, master: Master = "auto"
-) -> dict[str, Any]:
+def pack_optimizer_state(model: Models, optimizer: Optimizer) -> dict[str, Any]:
     """The state of ``optimizer``, sorted by key, for ``torch.distributed.checkpoint``.
 
     No copy, no collective, nothing is moved: tensors are parameter-shaped DTensors (plain tensors
@@ -58,19 +48,12 @@ def pack_optimizer_state(
     Args:
         model: holds the parameters; a sequence for parts of a pipeline.
         optimizer: a :class:`HybridDeviceOptimizer`, or any other (packed by torch's function).
-        master: ``"auto"``: see [Note: masters]. ``"fp32"``: a whole fp32 master, also of bf16
-            shards, as :class:`DecodedMaster` values, which only
-            :func:`fsdp_offload.checkpoint.save` can write.
 
     Raises:
-        ConfigError: a parameter is not in ``model``, or ``master`` is unknown.
+        ConfigError: a parameter is not in ``model``.
         StateDictError: state that other ranks could not take over.
         LaneError: the optimizer has failed.
     """
-    if master not in ("auto", "fp32"):
-        raise ConfigError(
-            f"master={master!r}", reason="unknown choice", remedy='use "auto" or "fp32"'
-        )
     if not isinstance(optimizer, HybridDeviceOptimizer):
         return _pack_plain(models_of(model), optimizer)
     names = names_of(models_of(model), optimizer)
@@ -80,8 +63,6 @@ def pack_optimizer_state(
         fqn = names[parameter]
         for name, value in state.get(parameter, {}).items():
             _check_value(parameter, fqn, name, value)
-            if name == REMAINDER and master == "fp32":
-                name, value = WHOLE, DecodedMaster(parameter, value)
             packed[f"{STATE}{fqn}.{name}"] = value
         for option, value in group.items():
             if option != "params":
@@ -196,57 +177,3 @@ def _pack_plain(models: tuple[nn.Module, ...], optimizer: Optimizer) -> dict[str
     if len(models) > 1:  # the position in the list is no part of a name
         packed = {re.sub(r"^(state|param_groups)\.\d+\.", r"\1.", k): v for k, v in packed.items()}
     return dict(sorted(packed.items()))
-
-
-@dataclass(frozen=True)
-class DecodedMaster:
-    """The fp32 master of a bf16 parameter, decoded block by block while it is written.
-
-    Args:
-        parameter: with a bf16 shard.
-        remainder: int16, placed like it.
-    """
-
-    parameter: Tensor
-    remainder: Tensor
-
-    def size(self) -> torch.Size:
-        """Global shape."""
-        return self.parameter.shape
-
-    def __create_write_items__(self, fqn: str, value: Any) -> list[WriteItem]:
-        """The items of the remainder, but of fp32 (protocol of DCP's planner)."""
-        return [_as_fp32(item) for item in shards.write_items(fqn, self.remainder)]
-
-    def source(self, index: MetadataIndex) -> DecodedSource:
-        """What is written for one item."""
-        value = shards.like(self.parameter, here(shards.local(self.parameter)))
-        parts = shards.chunk(value, index), shards.chunk(self.remainder, index)
-        return DecodedSource(*(part.reshape(-1) for part in parts))
-
-
-@dataclass(frozen=True)
-class DecodedSource:
-    """A ``blocks.Source`` of fp32 masters: 1-D bf16 and int16 of the same numel, any device."""
-
-    value: Tensor
-    remainder: Tensor
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the masters."""
-        return 4 * self.value.numel()
-
-    def block(self, start: int, stop: int) -> Tensor:
-        """See ``blocks.Source``; ``start`` and ``stop`` are multiples of 4."""
-        value = self.value[start // 4 : stop // 4].cpu()
-        master = torch.empty(value.numel(), dtype=torch.float32)
-        codec.decode(value, self.remainder[start // 4 : stop // 4].cpu(), master)
-        return as_bytes(master)
-
-
-def _as_fp32(item: WriteItem) -> WriteItem:
-    data = item.tensor_data
-    assert data is not None  # items of a tensor
-    properties = TensorProperties(dtype=torch.float32)
-    return replace(item, tensor_data=replace(data, properties=properties))

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.checkpoint.storage import WriteResult
@@ -39,8 +39,6 @@ from .folder import aside, prepare, prune, publish
 from .packer import (
     GROUPS,
     STATE,
-    DecodedMaster,
-    Master,
     Models,
     models_of,
     names_of,
@@ -63,7 +61,6 @@ def save(
     optimizer: Optimizer | None = None,
     *,
     extra: Mapping[str, Any] | None = None,
-    master: Master = "auto",
     overwrite: bool = False,
     keep_last: int | None = None,
     threads: int | None = None,
@@ -79,7 +76,6 @@ def save(
         optimizer: a :class:`HybridDeviceOptimizer` or a plain optimizer; ``None``: weights only.
         extra: anything else (step count, scheduler and data loader states): plain Python values
             and CPU tensors. That of rank 0 is kept.
-        master: as of :func:`pack_optimizer_state`.
         overwrite: replace a checkpoint at ``path``.
         keep_last: remove older complete checkpoints of this package beside ``path``, so that so
             many stay.
@@ -91,7 +87,7 @@ def save(
         LaneError: the optimizer has failed.
     """
     job = _Job(path, overwrite=overwrite, keep_last=keep_last, threads=threads)
-    plan = job.plan(model, optimizer, extra, master)
+    plan = job.plan(model, optimizer, extra)
 
     def write() -> list[WriteResult]:
         file = job.begin(plan)
@@ -107,7 +103,6 @@ def async_save(
     optimizer: Optimizer | None = None,
     *,
     extra: Mapping[str, Any] | None = None,
-    master: Master = "auto",
     overwrite: bool = False,
     keep_last: int | None = None,
     threads: int | None = None,
@@ -124,7 +119,6 @@ def async_save(
         model: see there.
         optimizer: see there.
         extra: see there.
-        master: see there.
         overwrite: see there.
         keep_last: see there.
         threads: see there.
@@ -140,7 +134,7 @@ def async_save(
         ConfigError, LaneError: as of :func:`save`.
     """
     job = _Job(path, overwrite=overwrite, keep_last=keep_last, threads=threads)
-    plan = job.plan(model, optimizer, extra, master)
+    plan = job.plan(model, optimizer, extra)
     files: list[RankFile] = []
 
     def stage() -> tuple[Large, ...]:
@@ -207,7 +201,6 @@ class _Job:
         model: Models,
         optimizer: Optimizer | None,
         extra: Mapping[str, Any] | None,
-        master: Master,
     ) -> SavePlan:
         """Agree on who writes what."""
         self._optimizer_name = optimizer_name(optimizer)
@@ -220,7 +213,7 @@ class _Job:
                     remedy="use 1 or more, or None to keep all",
                 )
             models = models_of(model)
-            state = _collect(models, optimizer, extra, master)
+            state = _collect(models, optimizer, extra)
             if not self.team.is_lead:
                 state.pop(EXTRA, None)
             self._planner.left_to_others = _written_elsewhere(models, optimizer, state)
@@ -267,7 +260,7 @@ class _Job:
 
 
 class _Planner(DefaultSavePlanner):
-    """torch's planner, for values that are decoded while they are written.
+    """torch's planner, for values that are flat already.
 
     Options of a group are the same objects for all of its parameters: they are pickled once.
     """
@@ -300,15 +293,6 @@ class _Planner(DefaultSavePlanner):
         self.plan = replace(plan, items=[i for i in plan.items if i.index.fqn not in left])
         return self.plan
 
-    def lookup_object(self, index: MetadataIndex) -> Any:
-        """The live tensor or value, or the source of a decoded one."""
-        value = self.state_dict[index.fqn]
-        return (
-            value.source(index)
-            if isinstance(value, DecodedMaster)
-            else super().lookup_object(index)
-        )
-
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
         """Pickle what is no tensor."""
         if write_item.type is not WriteItemType.BYTE_IO:
@@ -330,12 +314,11 @@ def _collect(
     models: Sequence[nn.Module],
     optimizer: Optimizer | None,
     extra: Mapping[str, Any] | None,
-    master: Master,
 ) -> dict[str, Any]:
     """Everything that is saved, final and readable by any thread."""
     state: dict[str, Any] = {"model": weights_of(models)}
     if optimizer is not None:
-        state["optim"] = pack_optimizer_state(models, optimizer, master=master)
+        state["optim"] = pack_optimizer_state(models, optimizer)
     if extra is not None:
         state[EXTRA] = encode(dict(extra), EXTRA)
     _gateway(models).current_stream().synchronize()
@@ -360,7 +343,7 @@ def _written_elsewhere(
     found = set()
     for key, value in state["optim"].items():
         owner = key.removeprefix(GROUPS).removeprefix(STATE).rpartition(".")[0]
-        if owner in others and not isinstance(value, DTensor | DecodedMaster):
+        if owner in others and not isinstance(value, DTensor):
             found.add(f"optim.{key}")
     return frozenset(found)
 

@@ -10,7 +10,7 @@ import torch
 from ..config import TransferConfig
 from ..device import Gateway
 from ..memory import HostArena, check_host_budget, local_ranks
-from .blocks import BLOCK_BYTES, Source, TensorSource, run_all
+from .blocks import BLOCK_BYTES, TensorSource, run_all
 
 ALIGNMENT_BYTES = 64
 
@@ -45,7 +45,7 @@ class Staging:
                 free -= aligned(sizes[index])
         return chosen
 
-    def copy(self, sources: Sequence[Source]) -> list[TensorSource]:
+    def copy(self, sources: Sequence[TensorSource]) -> list[TensorSource]:
         """Copies of ``sources``; they stay until the next call."""
         copies, jobs, offset = [], [], 0
         for source in sources:
@@ -69,7 +69,7 @@ def aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
-def _copy(source: Source, region: torch.Tensor, start: int) -> None:
+def _copy(source: TensorSource, region: torch.Tensor, start: int) -> None:
     stop = min(start + BLOCK_BYTES, source.nbytes)
     with torch.no_grad():
         region[start:stop].copy_(source.block(start, stop))

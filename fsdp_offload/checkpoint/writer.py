@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -23,7 +23,6 @@ from torch.distributed.checkpoint.storage import WriteResult
 from .archive import Frame, combine_crc
 from .blocks import (
     BLOCK_BYTES,
-    Source,
     TensorSource,
     create,
     fsync,
@@ -45,7 +44,7 @@ class Large:
     """A tensor that is written block by block."""
 
     item: WriteItem
-    source: Source
+    source: TensorSource
     frame: Frame
 
 
@@ -140,13 +139,13 @@ def _layout(
     """The bytes of all small items, where they are, and the large ones behind them."""
     head = bytearray()
     entries: list[tuple[WriteItem, Item]] = []
-    waiting: list[tuple[WriteItem, Any]] = []
+    waiting: list[tuple[WriteItem, Tensor]] = []
     for item in items:
         value = planner.resolve_data(item)
         if isinstance(value, io.BytesIO):
             entries.append((item, _plain_item(item, len(head), value.getbuffer())))
             head += value.getbuffer()
-        elif isinstance(value, Tensor) and value.nbytes <= SMALL_BYTES:
+        elif value.nbytes <= SMALL_BYTES:
             entry, data = _small_item(item, value, len(head))
             entries.append((item, entry))
             head += data
@@ -154,8 +153,8 @@ def _layout(
             waiting.append((item, value))
     offset, large = len(head), list[Large]()
     for item, value in waiting:
-        source, frame = _source(item, value, offset)
-        large.append(Large(item, source, frame))
+        frame = Frame(value.dtype, tuple(value.shape), offset)
+        large.append(Large(item, TensorSource(value), frame))
         offset += frame.nbytes
     return bytes(head), entries, tuple(large)
 
@@ -189,14 +188,6 @@ def _framed_item(
         zlib.crc32(before + after),
         crcs,
     )
-
-
-def _source(item: WriteItem, value: Tensor | Source, offset: int) -> tuple[Source, Frame]:
-    if isinstance(value, Tensor):
-        return TensorSource(value), Frame(value.dtype, tuple(value.shape), offset)
-    data = item.tensor_data
-    assert data is not None  # our planner makes sources only where the item is a tensor
-    return value, Frame(data.properties.dtype, tuple(data.chunk.sizes), offset)
 
 
 def _write_large(

@@ -229,21 +229,6 @@ def test_any_sizes_and_blocks(
 # --------------------------------------------------------------------------- sources and threads
 
 
-class Doubled:
-    """Elements that are made while they are written, as on a device: no block is kept."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor
-        self.blocks: list[tuple[int, int]] = []
-        self.nbytes = tensor.nbytes
-
-    def block(self, start: int, stop: int) -> Tensor:
-        self.blocks.append((start, stop))
-        assert start % 4 == 0
-        assert stop % 4 == 0
-        return blocks.as_bytes(self._tensor[start // 4 : stop // 4] * 2)
-
-
 def write_item(name: str, shape: tuple[int, ...]) -> WriteItem:
     size = torch.Size(shape)
     chunk = ChunkStorageMetadata(offsets=torch.Size([0] * len(shape)), sizes=size)
@@ -252,27 +237,25 @@ def write_item(name: str, shape: tuple[int, ...]) -> WriteItem:
 
 
 @pytest.mark.usefixtures("small_blocks")
-def test_elements_may_be_made_block_by_block(tmp_path: Path) -> None:
-    """A source stands for its tensor; another one of the same bytes may be written instead."""
+def test_a_copy_with_another_source_stands_for_an_entry(tmp_path: Path) -> None:
+    """Bytes that were staged are written in the place of the tensor's own."""
     value = torch.arange(1000.0)
-    source, other = Doubled(value), blocks.TensorSource(value + 1)
+    staged = blocks.TensorSource(value + 1)
 
     class Planner(DefaultSavePlanner):
         def resolve_data(self, item: WriteItem) -> Any:
-            return {"doubled": source, "staged": Doubled(value)}[item.index.fqn]
+            return value.reshape(item.tensor_data.size)  # type: ignore[union-attr]
 
-    items = [write_item("doubled", (10, 100)), write_item("staged", (1000,))]
-    plan = dcp.SavePlan(items)
-    file = RankFile(tmp_path / "__0_0.distcp", plan, Planner(), threads=2)
-    assert [entry.item.index.fqn for entry in file.large] == ["doubled", "staged"]
+    items = [write_item("as it is", (10, 100)), write_item("staged", (1000,))]
+    file = RankFile(tmp_path / "__0_0.distcp", dcp.SavePlan(items), Planner(), threads=2)
+    assert [entry.item.index.fqn for entry in file.large] == ["as it is", "staged"]
     file.write([file.large[0]])
-    file.write([dataclasses.replace(file.large[1], source=other)])
-    results = file.finish()
-    assert sorted(source.blocks) == [(at, min(at + 256, 4000)) for at in range(0, 4000, 256)]
+    file.write([dataclasses.replace(file.large[1], source=staged)])
     found = {
-        r.index.fqn: torch.load(cut(tmp_path, r.storage_data), weights_only=True) for r in results
+        r.index.fqn: torch.load(cut(tmp_path, r.storage_data), weights_only=True)
+        for r in file.finish()
     }
-    assert torch.equal(found["doubled"], (value * 2).reshape(10, 100))
+    assert torch.equal(found["as it is"], value.reshape(10, 100))
     assert torch.equal(found["staged"], value + 1)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
@@ -22,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fsdp_offload import HybridDeviceOptimizer
-from fsdp_offload.checkpoint import pack_optimizer_state, save, unpack_optimizer_state
+from fsdp_offload.checkpoint import pack_optimizer_state, unpack_optimizer_state
 from fsdp_offload.errors import ConfigError, StateDictError
 from fsdp_offload.testing import RankPool
 from tests.checkpoint import jobs
@@ -124,7 +122,6 @@ def pack_silently() -> None:
     for job in (fresh, used):
         with jobs.watching(jobs.refuse):
             packed = pack_optimizer_state(*job.pair)
-            pack_optimizer_state(*job.pair, master="fp32")
         with jobs.watching(jobs.refuse):
             unpack_optimizer_state(*job.pair, packed)
     # The watch itself: each kind of entry is seen.
@@ -193,38 +190,6 @@ def test_packing_allocates_next_to_nothing(ranks: Ranks, dtype: torch.dtype) -> 
         assert new_bytes < state_bytes / 1000
 
 
-# --------------------------------------------------------------------------- masters
-
-
-def save_masters(path: Path) -> dict[str, Tensor]:
-    job = trained(Variant(dtype=BF16))
-    save(path, *job.pair, master="fp32")
-    keys = pack_optimizer_state(*job.pair, master="fp32").keys()
-    check(not any("remainder" in key for key in keys), f"{keys}")
-    found = jobs.whole(job)
-    target = jobs.elsewhere(Variant(dtype=BF16, lanes=("resident", "host")))
-    jobs.checkpoint.load(path, *target.pair)
-    loaded = jobs.whole(target)
-    for name, value in found.items():
-        check_same(loaded[name], value, name)
-    return {n.removeprefix("master "): v for n, v in found.items() if n.startswith("master ")}
-
-
-def test_whole_masters_are_decoded_while_they_are_written(ranks: Ranks, tmp_path: Path) -> None:
-    expected = ranks(4).run(save_masters, tmp_path / "one")[0]
-
-    state = {f"optim.state.{fqn}.master": torch.full_like(v, 7) for fqn, v in expected.items()}
-    with warnings.catch_warnings(action="ignore"):  # that there is no process group
-        dcp.load(state, checkpoint_id=tmp_path / "one", no_dist=True)
-    assert len(expected) == 11
-    for fqn, value in expected.items():
-        found = state[f"optim.state.{fqn}.master"]
-        assert found.dtype == torch.float32
-        assert torch.equal(found.view(torch.int32), value.view(torch.int32)), fqn
-    stored = dcp.FileSystemReader(tmp_path / "one").read_metadata().state_dict_metadata
-    assert not [key for key in stored if "remainder" in key]
-
-
 # --------------------------------------------------------------------------- refusals
 
 
@@ -266,14 +231,6 @@ def test_a_parameter_that_the_model_lacks_is_refused() -> None:
 
     with pytest.raises(ConfigError, match="shape"):
         pack_optimizer_state(model, optimizer)
-
-
-def test_an_unknown_form_of_masters_is_refused() -> None:
-    model = nn.Linear(3, 2)
-    optimizer = models.wrap(torch.optim.AdamW(model.parameters()))
-
-    with pytest.raises(ConfigError, match="bf16"):
-        pack_optimizer_state(model, optimizer, master="bf16")  # type: ignore[arg-type]
 
 
 # --------------------------------------------------------------------------- names
