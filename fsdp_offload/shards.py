@@ -563,26 +563,6 @@ def is_first(parameter: Tensor) -> bool:
     return not any(parameter.device_mesh.get_coordinate() or (1,))
 
 
-def is_ragged(tensor: DTensor) -> bool:
-    """Whether ``tensor`` is not cut where its placements say."""
-    return boxes_of(tensor) is not None
-
-
-def gather(tensor: DTensor) -> Tensor:
-    """The whole tensor, on the mesh's device. Collective over its mesh.
-
-    Neither NCCL nor gloo know int16: its bits travel as bf16, which are copied, never computed.
-    """
-    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-
-    shard = tensor._local_tensor.to(tensor.device_mesh.device_type)
-    dtype = torch.bfloat16 if shard.dtype == torch.int16 else shard.dtype
-    meta = TensorMeta(tensor.shape, tensor.stride(), dtype)
-    spec = DTensorSpec(tensor.device_mesh, tensor.placements, tensor_meta=meta)
-    moved = DTensor(shard.view(dtype), spec, requires_grad=False)
-    return moved.full_tensor().view(tensor.dtype)
-
-
 def same_placement(parameter: Tensor, value: Tensor) -> bool:
     """Whether ``value`` is cut over ranks as ``parameter`` is (a plain local tensor counts).
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from .export import export_safetensors
 from .folder import complete_checkpoints, latest
-from .full import distribute_optimizer_state, gather_optimizer_state
 from .local import load_local, save_local
 from .packer import OptimizerState, pack_optimizer_state, unpack_optimizer_state
 from .restore import load
@@ -15,9 +14,7 @@ __all__ = [
     "OptimizerState",
     "async_save",
     "complete_checkpoints",
-    "distribute_optimizer_state",
     "export_safetensors",
-    "gather_optimizer_state",
     "latest",
     "load",
     "load_local",

@@ -6,8 +6,6 @@ import gc
 import os
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,18 +18,15 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from fsdp_offload import HybridDeviceOptimizer, checkpoint
-from fsdp_offload.checkpoint import saving, writer
+from fsdp_offload.checkpoint import saving
 from fsdp_offload.errors import (
     CheckpointError,
     ClosedError,
     ConfigError,
     LaneError,
     OffloadError,
-    StateDictError,
 )
 from fsdp_offload.testing import RankPool
-from tests.checkpoint import stand_in
-from tests.checkpoint.test_async import Gate
 from tests.checkpoint.test_interop import refusal
 from tests.fsdp import models
 from tests.fsdp.models import check, check_same
@@ -116,29 +111,6 @@ def test_a_save_beside_a_script_that_ends_is_completed(tmp_path: Path) -> None:
     loaded.to_empty(device="cpu")
     checkpoint.load(path, loaded)
     assert all(torch.equal(value, expected[name]) for name, value in loaded.state_dict().items())
-
-
-def gather_beside_a_save(path: Path) -> None:
-    """Rank 0 is late with its file, rank 1 waits for it: collectives of both must not meet."""
-    pair = sharded()
-    before = checkpoint.gather_optimizer_state(*pair)
-    with mock.patch.object(writer, "SMALL_BYTES", 0), Gate() as gate:
-        future = checkpoint.async_save(path, *pair)
-        if dist.get_rank() == 0:
-            threading.Timer(0.4, gate.opened.set).start()
-        else:
-            gate.opened.set()
-            time.sleep(0.2)
-        gathered = checkpoint.gather_optimizer_state(*pair)
-        future.result(60)
-    check(gathered.keys() == before.keys(), f"keys {sorted(gathered)}")
-    for key, value in before.items():
-        check_same(gathered[key], value, key)
-    check(bool(gathered) == (dist.get_rank() == 0), "rank 0 alone has it")
-
-
-def test_state_is_gathered_right_after_an_async_save(ranks: Ranks, tmp_path: Path) -> None:
-    ranks(2).run(gather_beside_a_save, tmp_path / "one")
 
 
 def failing_saves(root: Path) -> int:
@@ -269,8 +241,6 @@ def unknown_parameters(pair: Pair, root: Path) -> list[Callable[[], Any]]:
         lambda: checkpoint.save(root / "new", model, optimizer),
         lambda: checkpoint.async_save(root / "new", model, optimizer),
         lambda: checkpoint.load(root / "good", model, optimizer),
-        lambda: checkpoint.gather_optimizer_state(model, optimizer),
-        lambda: checkpoint.distribute_optimizer_state(model, optimizer, {}),
     ]
 
 
@@ -284,15 +254,12 @@ def wrong_size(pair: Pair, root: Path) -> list[Callable[[], Any]]:
 
 
 def closed(pair: Pair, root: Path) -> list[Callable[[], Any]]:
-    whole = checkpoint.gather_optimizer_state(*pair)
     if dist.get_rank() == 1:
         pair[1].close()
     return [
         lambda: checkpoint.save(root / "new", *pair),
         lambda: checkpoint.async_save(root / "new", *pair),
         lambda: checkpoint.load(root / "good", *pair),
-        lambda: checkpoint.gather_optimizer_state(*pair),
-        lambda: checkpoint.distribute_optimizer_state(*pair, whole),
     ]
 
 
@@ -406,42 +373,3 @@ def test_weights_that_no_stage_has_are_refused(ranks: Ranks, tmp_path: Path) -> 
     for error in ranks(2).run(lack_a_module, tmp_path / "one"):
         assert isinstance(error, CheckpointError)
         assert "unknown to this model: model.head.bias, model.head.weight." in str(error)
-
-
-def whole_of_stages() -> list[OffloadError | None]:
-    pair = stage()
-    before = values_of(pair)
-    packed = checkpoint.pack_optimizer_state(*pair)
-    whole = {k: torch.zeros_like(v) if isinstance(v, Tensor) else v for k, v in packed.items()}
-    found = [
-        refusal(lambda: checkpoint.gather_optimizer_state(*pair)),
-        refusal(lambda: checkpoint.distribute_optimizer_state(*pair, whole)),
-    ]
-    check_values(pair, before)
-    return found
-
-
-def test_stages_have_no_whole_state(ranks: Ranks) -> None:
-    """Collectives of ranks with different tensors would be mixed up."""
-    for refused in ranks(2).run(whole_of_stages):
-        assert [type(error) for error in refused] == [StateDictError] * 2
-        assert all("different keys" in str(error) for error in refused)
-
-
-# --------------------------------------------------------------------------- ragged shards
-
-
-def gather_ragged() -> OffloadError | None:
-    generator = torch.Generator().manual_seed(0)
-    full = {n: torch.randn(s, generator=generator) for n, s in (("up", (7, 3)), ("bias", (5,)))}
-    model = nn.Module()
-    for name, parameter in stand_in.Layout(models.mesh((2,), ("dp",))).make(full).items():
-        model.register_parameter(name, parameter)
-    optimizer = models.wrap(torch.optim.AdamW(model.parameters()), model)
-    return refusal(lambda: checkpoint.gather_optimizer_state(model, optimizer))
-
-
-def test_state_that_is_cut_freely_is_not_gathered(ranks: Ranks) -> None:
-    for error in ranks(2).run(gather_ragged):
-        assert isinstance(error, StateDictError)
-        assert "cut freely" in str(error)
