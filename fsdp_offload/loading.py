@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
@@ -17,6 +18,8 @@ from .pipeline.checksum import checksum
 from .pipeline.inventory import Inventory, missing_kinds
 from .pipeline.records import Record
 from .pipeline.schema import signature
+
+_log = logging.getLogger("fsdp_offload")
 
 IMPLEMENTATION_FLAGS: Final = frozenset(("foreach", "fused", "capturable", "differentiable"))
 """Group values that say how a kernel runs, not what it computes: a load keeps the current ones."""
@@ -88,6 +91,19 @@ def checked_groups(
                 )
         result.append(values)
     return result
+
+
+def name_masters(records: Sequence[Record]) -> None:
+    """Log which entries of a state dict are lost on an optimizer without this library."""
+    mastered = [record for record in records if record.emits_master]
+    if mastered:
+        entries = " and ".join(sorted({repr(record.form.value) for record in mastered}))
+        shards = "/".join(sorted({str(record.info.dtype)[6:] for record in mastered}))
+        _log.warning(
+            "state_dict() holds the fp32 masters of %d parameters in %s: an optimizer without "
+            "fsdp_offload ignores these entries and goes on from the %s weights",
+            len(mastered), entries, shards,
+        )  # fmt: skip
 
 
 def native_value(device: torch.device, name: str, value: Any) -> Any:

@@ -155,6 +155,7 @@ class HybridDeviceOptimizer(Leaving, Optimizer):
         self._own_step = None if elementwise or is_torch_class(optimizer) else OwnStep(optimizer)
         self._shown: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
         self._built = self._loaded_since_step = self._state_was_read = False
+        self._named_masters = False
         self._weights_before: Tensor | None = None
         self._followed: Tensor | None = None  # checksums of weights that masters agree with
         self._overlap: Overlap | None = None
@@ -560,6 +561,9 @@ class HybridDeviceOptimizer(Leaving, Optimizer):
         if self._own_step is not None:
             saved: dict[str, Any] = self._own_step.call("state_dict")
             return saved
+        if not self._named_masters:
+            self._named_masters = True
+            loading.name_masters(self._records)
         return super().state_dict()  # reads self.state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -22,6 +23,8 @@ from ..pipeline.records import Record
 from .conversion import Conversion
 from .naming import Places, options_by_fqn
 from .packer import GROUPS, REMAINDER, STATE, WHOLE, parameters_of
+
+_log = logging.getLogger("fsdp_offload")
 
 
 @dataclass
@@ -60,6 +63,13 @@ def plain_targets(
     """
     targets = Targets()
     saved = _saved_names(metadata, places)
+    lost = [found & {WHOLE, REMAINDER} for found in saved.values()]
+    if count := sum(map(bool, lost)):
+        _log.warning(
+            "the checkpoint has fp32 masters of %d parameters (%s): %s ignores them and goes on "
+            "from the weights",
+            count, ", ".join(sorted(set().union(*lost))), type(optimizer).__name__,
+        )  # fmt: skip
     for parameter, _ in parameters_of(optimizer):
         fqn, live = names[parameter], optimizer.state.get(parameter, {})
         # Of a parameter that is away the device has no room to spare.

@@ -1,0 +1,143 @@
+"""bf16 checkpoints of plain optimizers here, and ours there: masters are right, or named."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.optim import Optimizer
+
+from fsdp_offload import HybridDeviceOptimizer, TransferConfig, checkpoint
+from fsdp_offload.pipeline import codec
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning"),
+]
+
+Job = tuple[nn.Module, Optimizer]
+SMALL = TransferConfig(bucket_bytes=4096, slots=2, host_threads=1)
+LANES = ["streamed", "resident", "host"]
+
+
+def plain(dtype: torch.dtype = torch.bfloat16) -> Job:
+    torch.manual_seed(0)
+    model = nn.Linear(40, 30).to(dtype)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+
+
+def ours(lane: str, dtype: torch.dtype = torch.bfloat16) -> Job:
+    model, inner = plain(dtype)
+    return model, HybridDeviceOptimizer(inner, model=model, transfer=SMALL, update_on=[lane, lane])
+
+
+def train(made: Job) -> Job:
+    for step in range(3):
+        generator = torch.Generator().manual_seed(step)
+        for p in made[0].parameters():
+            p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+        made[1].step()
+        made[1].zero_grad()
+    return made
+
+
+def dicts(made: Job) -> dict[str, Any]:
+    return {"model": get_model_state_dict(made[0]), "optim": get_optimizer_state_dict(*made)}
+
+
+def check_masters(found: Job, expected: Job) -> None:
+    """Moments are the plain optimizer's, masters its weights."""
+    for mine, theirs in zip(found[0].parameters(), expected[0].parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+        state = found[1].state[mine]
+        assert torch.equal(state["exp_avg"].bfloat16(), expected[1].state[theirs]["exp_avg"])
+        master = state.get("master")
+        if master is None:
+            master = torch.empty(mine.numel())
+            codec.decode(mine.detach().view(-1), state["master_remainder"].view(-1), master)
+        assert torch.equal(master.view(mine.shape), theirs.float())
+
+
+# --------------------------------------------------------------------------- from a plain one
+
+
+@pytest.mark.parametrize("lane", LANES)
+def test_a_strict_load_by_torch_names_the_entry(lane: str, tmp_path: Path) -> None:
+    """docs/troubleshooting.md has this text."""
+    dcp.save(dicts(train(plain())), checkpoint_id=tmp_path / "one", no_dist=True)
+    with pytest.raises(CheckpointException, match=r"Missing key in checkpoint.*master"):
+        dcp.load(dicts(ours(lane)), checkpoint_id=tmp_path / "one", no_dist=True)
+
+
+@pytest.mark.parametrize("remedy", ["checkpoint.load", "allow_partial_load"])
+@pytest.mark.parametrize("lane", LANES)
+def test_both_remedies_take_masters_from_the_weights(
+    lane: str, remedy: str, tmp_path: Path
+) -> None:
+    source, path = train(plain()), tmp_path / "one"
+    dcp.save(dicts(source), checkpoint_id=path, no_dist=True)
+    target = ours(lane)
+    if remedy == "checkpoint.load":
+        checkpoint.load(path, *target)
+    else:
+        state, planner = dicts(target), DefaultLoadPlanner(allow_partial_load=True)
+        dcp.load(state, checkpoint_id=path, planner=planner, no_dist=True)
+        set_model_state_dict(target[0], state["model"])
+        set_optimizer_state_dict(*target, state["optim"])
+    check_masters(target, source)
+
+
+# --------------------------------------------------------------------------- to a plain one
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [message for message in caplog.messages if "masters" in message]
+
+
+NAMES = {"streamed": "'master_remainder'", "resident": "'master_remainder'", "host": "'master'"}
+
+
+@pytest.mark.parametrize("lane", LANES)
+def test_a_state_dict_with_masters_says_once_who_ignores_them(
+    lane: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = train(ours(lane))
+    copy.deepcopy(dicts(made))
+    (message,) = said(caplog)
+    assert NAMES[lane] in message
+    assert "without fsdp_offload" in message
+    assert "bfloat16 weights" in message
+    made[1].state_dict()
+    assert len(said(caplog)) == 1
+
+
+def test_nothing_is_said_where_nothing_is_lost(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    train(ours("streamed", torch.float32))[1].state_dict()
+    checkpoint.save(tmp_path / "one", *train(ours("streamed")))
+    assert not said(caplog)
+
+
+@pytest.mark.parametrize("lane", LANES)
+def test_a_plain_optimizer_that_loads_ours_says_what_it_ignores(
+    lane: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoint.save(tmp_path / "one", *train(ours(lane)))
+    checkpoint.load(tmp_path / "one", *plain())
+    (message,) = said(caplog)
+    assert NAMES[lane].strip("'") in message
+    assert "AdamW ignores them" in message
