@@ -5,12 +5,13 @@
 2. Every rank finds its keys, compares names and shapes, and reads options and ``extra``. Until
    here nothing was written, and an error leaves everything as it was, on all ranks.
 3. Every rank reads its tensors in place: first what is stored as it is kept, then masters that
-   are kept in another form. An error now leaves the optimizer *failed*, on all ranks.
-4. Module and optimizer take over what was read.
+   are kept in another form. An error or an interrupt now leaves the optimizer *failed*.
+4. Module and optimizer take over what was read. A Ctrl-C now waits until they have.
 """
 
 from __future__ import annotations
 
+import contextlib
 import io
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -30,6 +31,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.optim import Optimizer
 
 from ..errors import CheckpointError, OffloadError
+from ..interrupts import held_back
 from ..loading import tell_loaded
 from ..optimizer import HybridDeviceOptimizer
 from . import naming
@@ -100,14 +102,18 @@ def load(
     job, unknown = team.share(prepare)
     if strict:
         _check_all_known(folder, unknown)
-    if isinstance(optimizer, HybridDeviceOptimizer):
-        with optimizer._replacing_all("checkpoint.load()", keep=CheckpointError):
+    with contextlib.ExitStack() as taking_over:
+        if isinstance(optimizer, HybridDeviceOptimizer):
+            with optimizer._replacing_all("checkpoint.load()", keep=CheckpointError):
+                team.together(job.read)
+                # Before the reading counts as done: from here on half of a load would be a success.
+                taking_over.enter_context(held_back())
+            with optimizer._failing("checkpoint.load()", keep=OffloadError):
+                team.together(job.take_over)
+        else:
             team.together(job.read)
-        with optimizer._failing("checkpoint.load()", keep=OffloadError):
+            taking_over.enter_context(held_back())
             team.together(job.take_over)
-    else:
-        team.together(job.read)
-        team.together(job.take_over)
     return job.extra
 
 

@@ -33,6 +33,7 @@ from .. import shards
 from ..config import parse_bytes
 from ..device import Gateway, gateway_for
 from ..errors import ConfigError
+from ..interrupts import held_back
 from ..optimizer import HybridDeviceOptimizer
 from ..wrapping import gateway_of
 from .folder import aside, prepare, prune, publish
@@ -241,6 +242,7 @@ class _Job:
     def complete(self, write: Callable[[], list[WriteResult]]) -> None:
         """Write this rank's file, and publish when all ranks have."""
 
+        @held_back()
         def finish(results: list[list[WriteResult]]) -> None:
             write_metadata(aside(self._path), self._metadata, results)
             publish(self._path, world_size=self.team.size, optimizer=self._optimizer_name)

@@ -1,0 +1,121 @@
+"""Ctrl-C in a load's take-over, or in a save's commit, comes when that is done."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from fsdp_offload import HybridDeviceOptimizer, checkpoint
+from fsdp_offload.checkpoint import folder, restore
+from fsdp_offload.errors import LaneError
+from tests.checkpoint.test_saving import Pair, layers, pair_of, step, values_of
+from tests.fsdp import models
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(autouse=True)
+def _handler() -> Iterator[None]:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def interrupt() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(models.bits(found[name]), models.bits(value)), name
+
+
+def saved_and_other(path: Path) -> tuple[dict[str, torch.Tensor], Pair]:
+    torch.manual_seed(0)
+    saving = pair_of(layers(6, 6).bfloat16())
+    saving[1].param_groups[0]["lr"] = 0.25
+    checkpoint.save(path, *saving)
+    expected = values_of(saving)
+    torch.manual_seed(1)
+    loading = pair_of(layers(6, 6).bfloat16())
+    step(loading, -3.0)
+    return expected, loading
+
+
+def after_a_read(patch: pytest.MonkeyPatch) -> None:
+    """The next call after the reading counted as done."""
+    failing: Callable[..., Any] = HybridDeviceOptimizer._failing
+    calls: list[str] = []
+
+    def interrupting(self: HybridDeviceOptimizer, what: str, **options: Any) -> Any:
+        calls.append(what)
+        if len(calls) == 2:
+            interrupt()
+        return failing(self, what, **options)
+
+    patch.setattr(HybridDeviceOptimizer, "_failing", interrupting)
+
+
+def in_the_take_over(patch: pytest.MonkeyPatch) -> None:
+    """Weights are the module's, state is not yet the optimizer's."""
+    unpack = restore.unpack_optimizer_state
+
+    def interrupting(*args: Any) -> None:
+        interrupt()
+        unpack(*args)
+
+    patch.setattr(restore, "unpack_optimizer_state", interrupting)
+
+
+@pytest.mark.parametrize("place", [after_a_read, in_the_take_over])
+def test_an_interrupted_load_is_a_whole_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: Callable[..., None]
+) -> None:
+    expected, loading = saved_and_other(tmp_path / "one")
+    with monkeypatch.context() as patch:
+        place(patch)
+        with pytest.raises(KeyboardInterrupt):
+            checkpoint.load(tmp_path / "one", *loading)
+    assert loading[1].param_groups[0]["lr"] == 0.25
+    assert_same(values_of(loading), expected)
+    step(loading)
+
+
+def test_a_load_that_was_interrupted_while_it_read_has_failed(tmp_path: Path) -> None:
+    expected, loading = saved_and_other(tmp_path / "one")
+    read = restore._Load.read
+
+    def interrupting(self: Any) -> None:
+        read(self)
+        interrupt()
+
+    with mock.patch.object(restore._Load, "read", interrupting), pytest.raises(KeyboardInterrupt):
+        checkpoint.load(tmp_path / "one", *loading)
+    with pytest.raises(LaneError):
+        loading[1].state_dict()
+    checkpoint.load(tmp_path / "one", *loading)
+    assert_same(values_of(loading), expected)
+
+
+@pytest.mark.parametrize("name", ["write_whole", "_install"])
+def test_an_interrupted_commit_is_a_whole_one(tmp_path: Path, name: str) -> None:
+    pair = pair_of(layers(6, 6))
+    checkpoint.save(tmp_path / "one", *pair, extra={"turn": 1})
+    real = getattr(folder, name)
+
+    def interrupting(*args: Any) -> None:
+        interrupt()
+        real(*args)
+
+    with mock.patch.object(folder, name, interrupting), pytest.raises(KeyboardInterrupt):
+        checkpoint.save(tmp_path / "one", *pair, extra={"turn": 2}, overwrite=True)
+    assert checkpoint.load(tmp_path / "one", *pair) == {"turn": 2}
+    assert [path.name for path in tmp_path.iterdir()] == ["one"]
