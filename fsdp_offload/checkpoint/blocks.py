@@ -7,6 +7,8 @@ is not in host memory.
 
 from __future__ import annotations
 
+import _thread
+import contextlib
 import ctypes
 import os
 import threading
@@ -187,32 +189,42 @@ def thread_count() -> int:
 
 
 def run_all(jobs: Iterable[Callable[[], _Result]], *, threads: int | None = None) -> list[_Result]:
-    """Run ``jobs`` on ``threads`` threads; their results in order.
+    """Run ``jobs`` on ``threads`` threads, of which the caller's is one; their results in order.
 
-    The first error is raised when no job runs any more; jobs not yet begun are dropped. Works
-    while the interpreter ends, when an executor would take no more jobs.
+    The first error is raised when no job runs any more; jobs not yet begun are dropped.
     """
     waiting = list(enumerate(jobs))[::-1]
     results: dict[int, _Result] = {}
     errors: list[BaseException] = []
+    idle = threading.Condition()
+    running = 0
 
     def work() -> None:
-        while waiting and not errors:
-            try:
+        nonlocal running
+        while True:
+            with idle:
+                if errors or not waiting:
+                    return
                 index, job = waiting.pop()
-            except IndexError:  # another thread was faster
-                return
+                running += 1
             try:
                 results[index] = job()
             except BaseException as error:
                 errors.append(error)
+            finally:
+                with idle:
+                    running -= 1
+                    idle.notify_all()
 
-    count = min(threads or thread_count(), len(waiting))
-    workers = [threading.Thread(target=work, name="fsdp-offload-files") for _ in range(count)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
+    # Not threading.Thread, whose start() waits for ever for a thread that has no memory to begin.
+    # Nobody waits for these to begin: the caller does what they do not.
+    with contextlib.suppress(RuntimeError, MemoryError):
+        for _ in range(min(threads or thread_count(), len(waiting)) - 1):
+            _thread.start_new_thread(work, ())
+    work()
+    _scratch.__dict__.clear()  # of this thread, which lives on
+    with idle:
+        idle.wait_for(lambda: not running)
     if errors:
         raise errors[0]
     return [results[index] for index in range(len(results))]

@@ -46,7 +46,7 @@ from .packer import (
     pack_optimizer_state,
 )
 from .staging import Staging, aligned
-from .team import Team, in_background
+from .team import Background, Team
 from .writer import Large, RankFile, write_metadata
 
 _log = logging.getLogger("fsdp_offload")
@@ -137,8 +137,10 @@ def async_save(
     job = _Job(path, overwrite=overwrite, keep_last=keep_last, threads=threads)
     plan = job.plan(model, optimizer, extra)
     files: list[RankFile] = []
+    background: list[Background] = []
 
     def stage() -> tuple[Large, ...]:
+        background.append(Background())
         size = None if staging_bytes is None else parse_bytes(staging_bytes, "staging_bytes")
         files.append(job.begin(plan))
         return _stage(files[0], _staging_of(model, optimizer, files[0], size))
@@ -148,6 +150,8 @@ def async_save(
     except BaseException:
         for file in files:
             file.close()
+        for thread in background:
+            thread.dismiss()
         job.abandon()
         raise
 
@@ -155,7 +159,7 @@ def async_save(
         files[0].write(staged)
         return files[0].finish()
 
-    return in_background(lambda: job.complete(write))
+    return background[0].run(lambda: job.complete(write))
 
 
 def _staging_of(

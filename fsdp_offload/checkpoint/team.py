@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -41,7 +42,7 @@ class Team:
     def of_world(cls) -> Team:
         """The team of all ranks. Collective at its first use in a process group.
 
-        Waits for what :func:`in_background` does: two collectives at once would be mixed up.
+        Waits for what a :class:`Background` does: two collectives at once would be mixed up.
         """
         wait_for_background()
         if not (dist.is_available() and dist.is_initialized()):
@@ -149,11 +150,44 @@ class Team:
         return _result(mine)[0], [told for told, _ in answers]
 
 
-def in_background(work: Callable[[], None]) -> Future[None]:
-    """Run ``work``, which may use a team, on a thread that the interpreter waits for at exit."""
-    future: Future[None] = Future()
+class Background:
+    """A thread that waits for its work, which may use a team; the interpreter waits for it at exit.
 
-    def run() -> None:
+    It is started before there is anything to do, so that a thread that cannot be had is an error
+    before other ranks wait for what it would do.
+
+    Raises:
+        CheckpointError: the system gives no thread.
+    """
+
+    def __init__(self) -> None:
+        self._inbox: SimpleQueue[tuple[Callable[[], None], Future[None]] | None] = SimpleQueue()
+        thread = threading.Thread(target=self._serve, name="fsdp-offload-save")
+        try:
+            thread.start()
+        except RuntimeError as error:
+            raise CheckpointError(
+                "a thread for async_save",
+                reason=f"the system gives none: {error}",
+                remedy="raise the limit of memory or processes (ulimit -v, -u), or call save",
+            ) from error
+        _background.add(thread)
+
+    def run(self, work: Callable[[], None]) -> Future[None]:
+        """Begin; the future tells its end. The last call."""
+        future: Future[None] = Future()
+        self._inbox.put((work, future))
+        return future
+
+    def dismiss(self) -> None:
+        """There is nothing to do."""
+        self._inbox.put(None)
+
+    def _serve(self) -> None:
+        order = self._inbox.get()
+        if order is None:
+            return
+        work, future = order
         try:
             work()
         except BaseException as error:
@@ -162,14 +196,9 @@ def in_background(work: Callable[[], None]) -> Future[None]:
         else:
             future.set_result(None)
 
-    thread = threading.Thread(target=run, name="fsdp-offload-save")
-    _background.add(thread)
-    thread.start()
-    return future
-
 
 def wait_for_background() -> None:
-    """Block until no work of :func:`in_background` runs; its error stays in its future."""
+    """Block until no :class:`Background` works; its error stays in its future."""
     for thread in list(_background):
         if thread is not threading.current_thread():
             thread.join()

@@ -1,0 +1,83 @@
+"""Threads that cannot be had, and processes that inherit none."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from fsdp_offload import checkpoint
+from fsdp_offload.checkpoint import blocks
+from fsdp_offload.errors import CheckpointError
+from tests.checkpoint.test_saving import layers, pair_of
+
+SCRIPT = """
+import resource, sys
+import torch
+from torch import nn
+from fsdp_offload import HybridDeviceOptimizer, OffloadError, TransferConfig, checkpoint
+
+model = nn.Linear(300, 300)
+inner = torch.optim.AdamW(model.parameters())
+optimizer = HybridDeviceOptimizer(
+    inner, model=model, update_on=["streamed"] * 2, transfer=TransferConfig(host_threads=1)
+)
+with open("/proc/self/statm") as file:
+    pages = int(file.read().split()[0])
+free = int(sys.argv[2]) << 10
+resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + free,) * 2)
+try:
+    checkpoint.save(sys.argv[1], model, optimizer, threads=4)
+    print("saved")
+except OffloadError:
+    print("typed")
+"""
+
+
+@pytest.mark.parametrize(
+    "free_kib", [0, *(pytest.param(n, marks=pytest.mark.long) for n in (64, 8 << 10))]
+)
+def test_a_save_without_memory_for_threads_ends(tmp_path: Path, free_kib: int) -> None:
+    """Saved by the thread that there is, or a typed error."""
+    path, root = tmp_path / "one", Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(path), str(free_kib)],
+        cwd=root, env={**os.environ, "PYTHONPATH": str(root)},
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.stdout.split() in (["saved"], ["typed"]), done.stderr
+    saved = checkpoint.complete_checkpoints(tmp_path)
+    assert saved == ([path] if done.stdout.strip() == "saved" else [])
+
+
+def no_thread(*_: Any) -> None:
+    raise RuntimeError("can't start new thread")
+
+
+def test_the_caller_does_what_no_thread_does() -> None:
+    with mock.patch.object(blocks._thread, "start_new_thread", no_thread):
+        assert blocks.run_all([lambda i=i: i for i in range(50)], threads=8) == list(range(50))  # type: ignore[misc]
+
+
+def test_a_thread_that_never_begins_is_not_waited_for() -> None:
+    """As one that dies for want of memory before its first line."""
+    with mock.patch.object(blocks._thread, "start_new_thread", return_value=0):
+        assert blocks.run_all([lambda i=i: i for i in range(50)], threads=8) == list(range(50))  # type: ignore[misc]
+
+
+def test_an_asynchronous_save_without_a_thread_is_refused(tmp_path: Path) -> None:
+    pair = pair_of(layers(6, 6))
+    with (
+        mock.patch.object(threading.Thread, "start", no_thread),
+        pytest.raises(CheckpointError, match="can't start new thread") as caught,
+    ):
+        checkpoint.async_save(tmp_path / "one", *pair)
+    assert "ulimit" in caught.value.remedy
+    assert not list(tmp_path.iterdir())
+    checkpoint.async_save(tmp_path / "one", *pair).result(60)
