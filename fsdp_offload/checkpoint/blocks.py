@@ -121,12 +121,23 @@ def create(path: Path) -> int:
     """A descriptor of a new file; errors as of :func:`write_whole`."""
     try:
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    except (FileExistsError, FileNotFoundError) as error:
+        raise contested(path, error) from error
     except OSError as error:
         raise CheckpointError(
             f"{path}",
             reason=f"it cannot be created: {error.strerror}",
             remedy="choose a folder that this process may write to",
         ) from error
+
+
+def contested(path: Path, error: OSError) -> CheckpointError:
+    """The error for files of a save that come or go while it writes."""
+    return CheckpointError(
+        f"{path}",
+        reason=f"another job saves to the same path, or removes it: {error.strerror}",
+        remedy="give every job a path of its own",
+    )
 
 
 def fsync(descriptor: int, path: Path) -> None:

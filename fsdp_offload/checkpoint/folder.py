@@ -11,21 +11,26 @@ place, and a killed process leaves only that.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
+import logging
 import os
 import shutil
 import zlib
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Final
 
 from ..errors import CheckpointError
-from .blocks import corrupt, write_whole
+from .blocks import contested, corrupt, write_whole
 from .items import table_crc
+
+_log = logging.getLogger("fsdp_offload")
 
 MANIFEST: Final = "manifest.json"
 METADATA: Final = ".metadata"
+_REMOVED: Final = ".removed"
 FORMAT: Final = "fsdp_offload.checkpoint"
 VERSION: Final = 2
 
@@ -64,21 +69,88 @@ class Manifest:
         try:
             outer = json.loads(data)
             text = outer["manifest"]
-            intact = zlib.crc32(text.encode()) == outer["crc32"]
-            values = json.loads(text) if intact else {}
-        except (ValueError, KeyError, TypeError, AttributeError):
-            intact = False
-        if not intact:
+            values = json.loads(text) if zlib.crc32(text.encode()) == outer["crc32"] else None
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            values = None
+        if not isinstance(values, dict):
             raise corrupt(path, "it is not as it was written")
-        if values["version"] != VERSION:
+        version = values.get("version")
+        if _is_count(version) and version != VERSION:
             raise CheckpointError(
-                f"{path} of version {values['version']}",
+                f"{path} of version {version}",
                 reason=f"this package reads version {VERSION}",
                 remedy="load it with the version of fsdp_offload that wrote it",
             )
-        values["files"] = {name: tuple(entry) for name, entry in values["files"].items()}
-        names = {each.name for each in fields(cls)}  # a later release may add some
-        return cls(**{name: value for name, value in values.items() if name in names})
+        if wrong := [name for name, fits in _FIELDS.items() if not fits(values.get(name))]:
+            raise corrupt(path, f"these fields are not what a save writes: {', '.join(wrong)}")
+        files = {name: (entry[0], entry[1]) for name, entry in values["files"].items()}
+        # A later release may add fields.
+        return cls(values["sequence"], values["world_size"], values["optimizer"], files)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _are_files(value: object) -> bool:
+    """Names in the folder itself, with bytes and perhaps a checksum."""
+    return isinstance(value, dict) and all(
+        name not in ("", ".", "..")
+        and not {"/", "\0"} & set(name)
+        and isinstance(entry, list)
+        and len(entry) >= 2
+        and _is_count(entry[0])
+        and (entry[1] is None or _is_count(entry[1]))
+        for name, entry in value.items()
+    )
+
+
+_FIELDS: Final[Mapping[str, Callable[[object], bool]]] = {
+    "format": lambda value: value == FORMAT,
+    "version": _is_count,
+    "sequence": _is_count,
+    "world_size": _is_count,
+    "optimizer": lambda value: isinstance(value, str),
+    "files": _are_files,
+}
+"""What a manifest must have, and of what form."""
+
+
+def absolute(path: Path) -> Path:
+    """``path``, whatever becomes the current folder.
+
+    Raises:
+        CheckpointError: it is relative to a folder that is gone.
+    """
+    try:
+        return path.absolute()
+    except OSError as error:
+        raise CheckpointError(
+            f"{path}",
+            reason=f"the current folder, which it is relative to, is gone: {error.strerror}",
+            remedy="give an absolute path, or change to a folder that exists",
+        ) from error
+
+
+def destination(path: Path) -> Path:
+    """The absolute path of a save.
+
+    Raises:
+        CheckpointError: it is relative to a folder that is gone, or the save would move the current
+            folder away.
+    """
+    path = absolute(path)
+    if path.name in ("", ".."):
+        path = path.resolve()
+    with contextlib.suppress(OSError):  # of a current folder that is gone
+        current = Path.cwd()
+        if path.resolve() in (current, *current.parents):
+            raise CheckpointError(
+                f"{path}",
+                reason="it is, or holds, the current folder, which a save would replace",
+                remedy="name a folder that does not exist yet",
+            )
+    return path
 
 
 def aside(path: Path) -> Path:
@@ -124,6 +196,8 @@ def prepare(path: Path, *, overwrite: bool) -> Path:
         if folder.exists():
             shutil.rmtree(folder)
         folder.mkdir()
+    except FileExistsError as error:
+        raise contested(folder, error) from error
     except OSError as error:
         raise CheckpointError(
             f"{folder}",
@@ -151,7 +225,24 @@ def _is_checkpoint(path: Path) -> bool:
 
 
 def publish(path: Path, *, world_size: int, optimizer: str) -> None:
-    """Write the manifest of what stands aside, and make it the checkpoint at ``path``."""
+    """Write the manifest of what stands aside, and make it the checkpoint at ``path``.
+
+    Raises:
+        CheckpointError: the file system refused, or another job saves to the same path.
+    """
+    try:
+        _publish(path, world_size, optimizer)
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.EEXIST, errno.ENOTEMPTY):
+            raise contested(path, error) from error
+        raise CheckpointError(
+            f"{path}",
+            reason=f"it cannot be put in place: {error.strerror}",
+            remedy="choose a folder that this process may write to",
+        ) from error
+
+
+def _publish(path: Path, world_size: int, optimizer: str) -> None:
     folder = aside(path)
     files = {p.name: (p.stat().st_size, _crc_of(p)) for p in sorted(folder.iterdir())}
     known = [m.sequence for m in _complete_in(path.parent).values()]
@@ -308,9 +399,19 @@ def complete_checkpoints(folder: str | os.PathLike[str]) -> list[Path]:
 def prune(path: Path, keep_last: int) -> None:
     """Remove the oldest complete checkpoints beside ``path``, so that ``keep_last`` stay.
 
-    What is not complete, or not of this package, is left alone.
+    What is not complete, or not of this package, is left alone. Nothing is raised, because the
+    checkpoint at ``path`` is complete: what cannot be removed stays until the next save.
     """
+    # Renamed first: what a killed process leaves half removed is known by its name.
+    removed = [*path.parent.glob(f".*{_REMOVED}")]
     for old in complete_checkpoints(path.parent)[:-keep_last]:
-        # The manifest first: a half-removed folder must not look complete.
-        (old / MANIFEST).unlink()
-        shutil.rmtree(old)
+        if old not in removed:
+            removed.append(old.with_name(f".{old.name}{_REMOVED}"))
+            try:
+                old.rename(removed[-1])
+            except FileNotFoundError:
+                pass  # another process removes it
+            except OSError as error:
+                _log.warning("%s is not removed: %s", old, error.strerror)
+    for old in removed:
+        shutil.rmtree(old, ignore_errors=True)

@@ -88,8 +88,11 @@ class Table:
         text = end[-_TAIL.size - nbytes : -_TAIL.size]
         if not text or zlib.crc32(text) != crc:
             raise corrupt(path, "its table of checksums is not as it was written")
-        content = json.loads(text)
-        return cls(content["block_bytes"], tuple(_item(row) for row in content["items"]))
+        try:
+            content = json.loads(text)
+            return cls(content["block_bytes"], tuple(_item(row) for row in content["items"]))
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise corrupt(path, "its table of checksums is not what a save writes") from error
 
 
 def _pack(crcs: Sequence[int]) -> str:

@@ -72,6 +72,13 @@ def check_chunks(path: Path, metadata: Metadata) -> None:
         CheckpointCorruptError: a file is missing, or too short, or a chunk is in none.
         CheckpointError: elements are in no chunk.
     """
+    try:
+        _check_chunks(path, metadata)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise corrupt(path / METADATA, f"it is not what a save writes: {error}") from error
+
+
+def _check_chunks(path: Path, metadata: Metadata) -> None:
     sizes: dict[str, int] = {}
     for index, info in metadata.storage_data.items():
         name = info.relative_path

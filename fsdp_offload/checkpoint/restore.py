@@ -36,10 +36,18 @@ from ..loading import tell_loaded
 from ..optimizer import HybridDeviceOptimizer
 from . import naming
 from .conversion import Conversion
-from .folder import Manifest, check_files, given, resolve
+from .folder import Manifest, absolute, check_files, given, resolve
 from .packer import GROUPS, STATE, Models, models_of, names_of, unpack_optimizer_state
 from .reader import CheckpointReader, check_chunks, read_metadata
-from .saving import EXTRA, Folder, decode, optimizer_name, weights_of
+from .saving import (
+    EXTRA,
+    Folder,
+    check_count,
+    decode,
+    optimizer_name,
+    refuse_inherited,
+    weights_of,
+)
 from .targets import Targets, check_shape, packed_options, plain_targets, state_targets
 from .team import Team
 
@@ -80,11 +88,12 @@ def load(
             were read, the optimizer has failed until a load succeeds, and weights are undefined.
         StateDictError: state does not fit; nothing was written.
     """
+    refuse_inherited(optimizer)
     team = Team.of_world()
     known: list[Metadata] = []  # the lead has read it
 
     def inspect() -> tuple[Path, Manifest | None]:
-        folder = resolve(given(path).absolute())
+        folder = resolve(absolute(given(path)))
         manifest = check_files(folder)
         known.append(read_metadata(folder))
         check_chunks(folder, known[0])
@@ -93,6 +102,7 @@ def load(
     folder, manifest = team.lead(inspect)
 
     def prepare() -> tuple[_Load, list[str]]:
+        check_count("threads", threads, "for this rank's share of the cores")
         metadata = known[0] if known else read_metadata(folder)
         reader = CheckpointReader(folder, threads=threads)
         job = _Load(models_of(model), optimizer, metadata, reader)

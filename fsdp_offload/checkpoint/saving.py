@@ -36,7 +36,7 @@ from ..errors import ConfigError
 from ..interrupts import held_back
 from ..optimizer import HybridDeviceOptimizer
 from ..wrapping import gateway_of
-from .folder import aside, prepare, prune, publish
+from .folder import aside, destination, prepare, prune, publish
 from .packer import (
     GROUPS,
     STATE,
@@ -87,6 +87,7 @@ def save(
         ConfigError: an argument is wrong, or ``extra`` holds what cannot be loaded safely.
         LaneError: the optimizer has failed.
     """
+    refuse_inherited(optimizer)
     job = _Job(path, overwrite=overwrite, keep_last=keep_last, threads=threads)
     plan = job.plan(model, optimizer, extra)
 
@@ -134,6 +135,7 @@ def async_save(
         HostMemoryError: the arena does not fit.
         ConfigError, LaneError: as of :func:`save`.
     """
+    refuse_inherited(optimizer)
     job = _Job(path, overwrite=overwrite, keep_last=keep_last, threads=threads)
     plan = job.plan(model, optimizer, extra)
     files: list[RankFile] = []
@@ -193,7 +195,7 @@ class _Job:
     def __init__(
         self, path: Folder, *, overwrite: bool, keep_last: int | None, threads: int | None
     ) -> None:
-        self._path = Path(path).absolute()
+        self._path = Path(path)
         self._overwrite, self._keep_last, self._threads = overwrite, keep_last, threads
         self._planner = _Planner()
         self._metadata = Metadata({})
@@ -211,12 +213,9 @@ class _Job:
         self._optimizer_name = optimizer_name(optimizer)
 
         def local() -> SavePlan:
-            if self._keep_last is not None and self._keep_last < 1:
-                raise ConfigError(
-                    f"keep_last={self._keep_last}",
-                    reason="the checkpoint just saved is one of them",
-                    remedy="use 1 or more, or None to keep all",
-                )
+            check_count("keep_last", self._keep_last, "to keep all")
+            check_count("threads", self._threads, "for this rank's share of the cores")
+            self._path = destination(self._path)
             models = models_of(model)
             state = _collect(models, optimizer, extra)
             if not self.team.is_lead:
@@ -307,6 +306,31 @@ class _Planner(DefaultSavePlanner):
             data = encode(object, write_item.index.fqn)
             self._pickled[id(object)] = (object, data)
         return io.BytesIO(self._pickled[id(object)][1])
+
+
+def refuse_inherited(optimizer: Optimizer | None) -> None:
+    """Refuse an optimizer of the parent process before any collective: no rank answers a child.
+
+    Raises:
+        ClosedError: this process is a fork of the one that built it.
+    """
+    if isinstance(optimizer, HybridDeviceOptimizer) and not optimizer._health.is_ours:
+        optimizer.check_usable()
+
+
+def check_count(name: str, value: object, otherwise: str) -> None:
+    """Refuse what is no number of things; ``otherwise``: what None stands for.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    if value is not None and not is_count:
+        raise ConfigError(
+            f"{name}={value!r}",
+            reason="a whole number of at least 1 is expected",
+            remedy=f"use 1 or more, or None {otherwise}",
+        )
 
 
 def optimizer_name(optimizer: Optimizer | None) -> str:

@@ -101,6 +101,7 @@ def check(record: Record, values: Mapping[str, Any]) -> None:
     for kind in record.schema.kinds:
         if kind.role == "like":
             _check_shape(record, kind.name, values[kind.name])
+            _check_material(record, kind.name, values[kind.name])
         elif not _is_number(values[kind.name]):
             raise StateDictError(
                 f"state {kind.name!r} of {record.fqn}: {values[kind.name]!r}",
@@ -110,6 +111,7 @@ def check(record: Record, values: Mapping[str, Any]) -> None:
     for name in (REMAINDER, WHOLE):
         if name in values and record.emits_master:
             _check_shape(record, name, values[name])
+            _check_material(record, name, values[name])
     if REMAINDER in values and record.emits_master:
         check_remainder(f"{REMAINDER} of {record.fqn}", values[REMAINDER].dtype)
 
@@ -143,10 +145,21 @@ def check_names(record: Record, names: Collection[str]) -> None:
         )
 
 
+def _check_material(record: Record, name: str, value: Tensor) -> None:
+    """Refuse a tensor without elements of its own; :func:`expose` shows codes as one."""
+    is_coded = any(moment.name == name for moment in _coded(record))
+    if value.is_meta and not is_coded:
+        raise StateDictError(
+            f"state {name!r} of {record.fqn} on the meta device",
+            reason="it has a shape and no values",
+            remedy="load values: torch.load(...) without map_location='meta'",
+        )
+
+
 def _is_number(value: Any) -> bool:
     if isinstance(value, Tensor):
-        return value.numel() == 1
-    return isinstance(value, bool | int | float | complex)
+        return value.numel() == 1 and not value.is_complex() and not value.is_meta
+    return isinstance(value, bool | int | float)
 
 
 def _check_shape(record: Record, name: str, value: Any) -> None:

@@ -1,0 +1,314 @@
+"""What a save or a load cannot do is refused in words, before anything is written."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import pickle
+import select
+import shutil
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fsdp_offload import checkpoint
+from fsdp_offload.checkpoint import folder, saving, writer
+from fsdp_offload.errors import (
+    CheckpointCorruptError,
+    CheckpointError,
+    ClosedError,
+    ConfigError,
+    StateDictError,
+)
+from fsdp_offload.testing import RankPool
+from tests.checkpoint.test_saving import Pair, layers, pair_of, values_of
+from tests.fsdp import models
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+Ranks = Callable[..., RankPool]
+
+
+@pytest.fixture
+def pair() -> Pair:
+    return pair_of(layers(6, 6))
+
+
+def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    for name, value in expected.items():
+        assert torch.equal(models.bits(found[name]), models.bits(value)), name
+
+
+# --------------------------------------------------------------------------- arguments
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"keep_last": 1.5}, {"keep_last": True}, {"threads": -1}, {"threads": 0}, {"threads": 2.0}],
+    ids=str,
+)
+@pytest.mark.parametrize("save", [checkpoint.save, checkpoint.async_save])
+def test_what_is_no_count_is_refused_first(
+    tmp_path: Path, pair: Pair, save: Callable[..., Any], options: dict[str, Any]
+) -> None:
+    ((name, value),) = options.items()
+    with pytest.raises(ConfigError, match=f"{name}={value}"):
+        save(tmp_path / "one", *pair, **options)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_load_with_no_count_of_threads_is_refused(tmp_path: Path, pair: Pair) -> None:
+    checkpoint.save(tmp_path / "one", *pair)
+    with pytest.raises(ConfigError, match="threads=-1"):
+        checkpoint.load(tmp_path / "one", *pair, threads=-1)
+
+
+# --------------------------------------------------------------------------- the current folder
+
+
+def test_a_relative_path_where_the_current_folder_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pair: Pair
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    for call in (checkpoint.save, checkpoint.async_save, checkpoint.load):
+        with pytest.raises(CheckpointError, match="current folder") as caught:
+            call("one", *pair)
+        assert "absolute path" in caught.value.remedy
+    checkpoint.save(tmp_path / "one", *pair)
+
+
+@pytest.mark.parametrize("path", [".", "..", "../here", "/"])
+def test_the_current_folder_is_not_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pair: Pair, path: str
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    with pytest.raises(CheckpointError, match="current folder"):
+        checkpoint.save(path, *pair)
+    assert Path.cwd() == tmp_path / "here"
+    assert [p.name for p in tmp_path.iterdir()] == ["here"]
+
+
+# --------------------------------------------------------------------------- two jobs, one path
+
+
+def test_a_file_of_another_job_is_named_as_such(tmp_path: Path, pair: Pair) -> None:
+    def beside(path: Path, **options: Any) -> Path:
+        made = folder.prepare(path, **options)
+        (made / "__0_0.distcp").touch()
+        return made
+
+    with (
+        mock.patch.object(saving, "prepare", beside),
+        pytest.raises(CheckpointError, match="another job saves to the same path") as caught,
+    ):
+        checkpoint.save(tmp_path / "one", *pair)
+    assert "path of its own" in caught.value.remedy
+
+
+@pytest.mark.parametrize("place", [(writer.RankFile, "finish"), (saving, "write_metadata")])
+def test_a_save_whose_files_another_job_clears_says_so(
+    tmp_path: Path, pair: Pair, place: tuple[Any, str]
+) -> None:
+    real = getattr(*place)
+
+    def cleared(*args: Any) -> Any:
+        found = real(*args)
+        shutil.rmtree(folder.aside(tmp_path / "one"))
+        return found
+
+    with (
+        mock.patch.object(*place, cleared),
+        pytest.raises(CheckpointError, match="another job saves to the same path"),
+    ):
+        checkpoint.save(tmp_path / "one", *pair)
+    assert checkpoint.latest(tmp_path) is None
+
+
+# --------------------------------------------------------------------------- manifests
+
+FILES = {".metadata": [10, 3], "__0_0.distcp": [10, None]}
+GOOD = {
+    "format": folder.FORMAT,
+    "version": folder.VERSION,
+    "sequence": 1,
+    "world_size": 1,
+    "optimizer": "AdamW",
+    "files": FILES,
+}
+WRONG: list[Any] = [None, 3, "text", [], [GOOD]]
+WRONG += [{k: v for k, v in GOOD.items() if k != name} for name in GOOD]
+WRONG += [{**GOOD, name: value} for name in GOOD for value in (None, [], {"a": 1}, -1, True, 1.5)]
+WRONG += [
+    {**GOOD, "files": {".metadata": entry}}
+    for entry in (None, 3, [], [1], ["1", 2], [1, "2"], [-1, 2], [None, 2], {"0": 1})
+]
+WRONG += [{**GOOD, "files": {name: [1, 2]}} for name in ("", "..", "../other", "/etc/passwd")]
+
+
+@pytest.mark.parametrize("values", WRONG, ids=lambda values: json.dumps(values)[-60:])
+def test_a_manifest_of_another_form_is_corrupt(tmp_path: Path, values: Any) -> None:
+    """With a right checksum, as an attacker would make it."""
+    path = tmp_path / "one"
+    path.mkdir()
+    (path / ".metadata").write_bytes(pickle.dumps(3))
+    text = json.dumps(values)
+    data = json.dumps({"crc32": zlib.crc32(text.encode()), "manifest": text})
+    (path / "manifest.json").write_text(data)
+    assert checkpoint.latest(tmp_path) is None
+    with pytest.raises(CheckpointCorruptError):
+        checkpoint.load(path, layers(6, 6))
+
+
+def test_a_manifest_with_more_fields_is_read(tmp_path: Path, pair: Pair) -> None:
+    checkpoint.save(tmp_path / "one", *pair)
+    path = tmp_path / "one" / "manifest.json"
+    values = {**json.loads(json.loads(path.read_text())["manifest"]), "later": [1]}
+    text = json.dumps(values)
+    path.write_text(json.dumps({"crc32": zlib.crc32(text.encode()), "manifest": text}))
+    assert checkpoint.latest(tmp_path) == tmp_path / "one"
+    checkpoint.load(tmp_path / "one", *pair)
+
+
+@pytest.mark.parametrize("name", ["storage_data", "state_dict_metadata"])
+@pytest.mark.parametrize("value", [None, 3, {"a": None}, {"a": 3}, [1]], ids=str)
+def test_metadata_of_another_form_is_corrupt(
+    tmp_path: Path, pair: Pair, name: str, value: Any
+) -> None:
+    checkpoint.save(tmp_path / "one", *pair)
+    (tmp_path / "one" / "manifest.json").unlink()
+    for file in (tmp_path / "one").glob("__*"):
+        file.rename(file.with_name("data"))
+    path = tmp_path / "one" / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    setattr(metadata, name, value)
+    path.write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError):
+        checkpoint.load(tmp_path / "one", *pair)
+
+
+# --------------------------------------------------------------------------- keep_last
+
+
+def test_what_a_killed_process_left_half_removed_goes_with_the_next_save(
+    tmp_path: Path, pair: Pair
+) -> None:
+    for name in "abc":
+        checkpoint.save(tmp_path / name, *pair)
+
+    class Killed(BaseException):
+        pass
+
+    removing = shutil.rmtree
+
+    def killed(path: Path, **_: Any) -> None:
+        next(p for p in sorted(Path(path).iterdir()) if p.name.startswith("__")).unlink()
+        raise Killed
+
+    with mock.patch.object(shutil, "rmtree", killed), pytest.raises(Killed):
+        folder.prune(tmp_path / "c", 2)
+    assert len(list(tmp_path.iterdir())) == 3
+    assert shutil.rmtree is removing
+    checkpoint.save(tmp_path / "d", *pair, keep_last=2)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["c", "d"]
+
+
+def test_keep_last_beside_another_process_that_removes(tmp_path: Path, pair: Pair) -> None:
+    for name in "abc":
+        checkpoint.save(tmp_path / name, *pair)
+    real = folder.complete_checkpoints
+
+    def found(path: Path) -> list[Path]:
+        paths = real(path)
+        shutil.rmtree(tmp_path / "a", ignore_errors=True)
+        return paths
+
+    with mock.patch.object(folder, "complete_checkpoints", found):
+        checkpoint.save(tmp_path / "d", *pair, keep_last=2)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["c", "d"]
+
+
+def test_what_cannot_be_removed_fails_no_save(
+    tmp_path: Path, pair: Pair, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoint.save(tmp_path / "a", *pair)
+    real = Path.rename
+
+    def rename(self: Path, target: Path) -> Path:
+        if self.name == "a":
+            raise PermissionError(13, "Permission denied")
+        return real(self, target)
+
+    with mock.patch.object(Path, "rename", rename):
+        checkpoint.save(tmp_path / "b", *pair, keep_last=1)
+    assert "Permission denied" in caplog.text
+    assert checkpoint.latest(tmp_path) == tmp_path / "b"
+
+
+# --------------------------------------------------------------------------- forks
+
+
+def save_in_a_fork(path: Path) -> list[str]:
+    """Saves and loads by a child of each rank, which has no part in the process group."""
+    torch.manual_seed(0)
+    pair = pair_of(layers(6, 6))
+    checkpoint.save(path / "good", *pair)
+    reading, writing = os.pipe()
+    if (child := os.fork()) == 0:
+        told = []
+        for call in (
+            lambda: checkpoint.save(path / "new", *pair),
+            lambda: checkpoint.async_save(path / "new", *pair),
+            lambda: checkpoint.load(path / "good", *pair),
+        ):
+            try:
+                call()
+            except BaseException as error:
+                told.append(type(error).__name__)
+        os.write(writing, " ".join(told).encode())
+        os._exit(0)
+    answered, _, _ = select.select([reading], [], [], 20)
+    if not answered:
+        os.kill(child, 9)
+    os.waitpid(child, 0)
+    os.close(writing)
+    told = os.read(reading, 1000).decode().split()
+    dist.barrier()
+    checkpoint.load(path / "good", *pair)
+    return told
+
+
+def test_a_forked_child_is_refused_at_once(ranks: Ranks, tmp_path: Path) -> None:
+    for told in ranks(2).run(save_in_a_fork, tmp_path):
+        assert told == [ClosedError.__name__] * 3
+
+
+# --------------------------------------------------------------------------- state dicts
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("exp_avg", torch.empty(6, 6, device="meta")),
+        ("step", torch.empty((), device="meta")),
+        ("step", torch.tensor(3 + 1j)),
+        ("step", 3 + 1j),
+    ],
+    ids=["meta moment", "meta step", "complex step", "complex number"],
+)
+def test_state_without_values_is_refused(pair: Pair, name: str, value: Any) -> None:
+    saved = copy.deepcopy(pair[1].state_dict())
+    saved["state"][0][name] = value
+    before = values_of(pair)
+    with pytest.raises(StateDictError, match=name):
+        pair[1].load_state_dict(saved)
+    assert_same(values_of(pair), before)
+    pair[1].step()
