@@ -228,7 +228,7 @@ def run_all(jobs: Iterable[Callable[[], _Result]], *, threads: int | None = None
                     idle.notify_all()
 
     # Not threading.Thread, whose start() waits for ever for a thread that has no memory to begin.
-    # Nobody waits for these to begin: the caller does what they do not.
+    # No thread waits for these to begin: the caller does what they do not.
     with contextlib.suppress(RuntimeError, MemoryError):
         for _ in range(min(threads or thread_count(), len(waiting)) - 1):
             _thread.start_new_thread(work, ())
