@@ -141,3 +141,28 @@ def test_a_plain_optimizer_that_loads_ours_says_what_it_ignores(
     (message,) = said(caplog)
     assert NAMES[lane].strip("'") in message
     assert "AdamW ignores them" in message
+
+
+# --------------------------------------------------------------------------- written by hand
+
+
+@pytest.mark.parametrize(
+    ("lane", "dtype"),
+    [("host", torch.bfloat16), ("host", torch.float16), ("streamed", torch.float16)],
+    ids=str,
+)
+def test_a_save_carries_weights_that_were_written_by_hand(
+    lane: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """A load into another lane or dtype gives them, not what they were before."""
+    made = train(ours(lane, dtype))
+    with torch.no_grad():
+        for parameter in made[0].parameters():
+            parameter.fill_(0.1)
+    checkpoint.save(tmp_path / "one", *made)
+    for target in (ours("resident", dtype), ours("streamed", torch.float32)):
+        checkpoint.load(tmp_path / "one", *target)
+        for parameter in target[0].parameters():
+            # Where a weight was that number before, by chance, its master stays.
+            rounded = parameter.to(dtype)
+            assert torch.equal(rounded, torch.full_like(rounded, 0.1))
