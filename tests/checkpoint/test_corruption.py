@@ -253,7 +253,7 @@ def raised_by(call: Callable[[], object]) -> Exception | None:
 
 def is_failed(made: Job) -> bool:
     try:
-        made[1].step()
+        made[1].synchronize()
     except LaneError:
         return True
     return False
