@@ -235,8 +235,8 @@ def test_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> None:
         raise OSError("no such file")
 
-    driver_module._library.cache_clear()
-    monkeypatch.setattr(ctypes, "CDLL", missing)
+    load = driver_module._library.__wrapped__
+    monkeypatch.setattr(driver_module, "_library", lambda: load(missing))
     with pytest.raises(DeviceError, match=r"libcuda\.so\.1.*without fixed addresses"):
         Driver(CUDA)
 

@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 
 from fsdp_offload import HybridDeviceOptimizer, PrecisionConfig, TransferConfig
 from fsdp_offload.errors import ConfigError, UnsupportedOptimizerError
+from fsdp_offload.pipeline.schema import makes_its_state
 from tests.optimizer_table import ELEMENTWISE, EXTRA, FUSED, SETTINGS, TENSOR_LR, Setting, settings
 from tests.twins import MATRICES, SHAPES, SMALL, Apart, Build, Twins, bits
 
@@ -405,6 +406,8 @@ def test_groups_added_and_parameters_unfrozen_on_the_way(name: str, lane: str) -
         kwargs = {"momentum": 0.9} if name == "SGD" else {}
         return made, Setting(name, "for-loop", kwargs).build(made[:2])
 
+    if name == "Adagrad" and not makes_its_state(torch.optim.Adagrad):
+        pytest.skip("this torch's Adagrad has state for parameters of its construction alone")
     (mine, inner), (theirs, plain) = start(), start()
     wrapped = HybridDeviceOptimizer(inner, update_on=lane, transfer=SMALL)
     for step in range(6):

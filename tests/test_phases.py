@@ -1068,6 +1068,7 @@ def trained() -> tuple[nn.ParameterList, Optimizer]:
     return model, optimizer
 
 
+@pytest.mark.skipif(not can_swap(), reason="this torch cannot swap CPU storages")
 def test_pieces_that_have_no_copy_yet_stay_when_the_way_back_fails(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

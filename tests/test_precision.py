@@ -33,6 +33,7 @@ from fsdp_offload.device import gateway_for
 from fsdp_offload.pipeline import moments, reduced_adam
 from fsdp_offload.pipeline.bucket import Scratch
 from fsdp_offload.pipeline.moments import Draw
+from fsdp_offload.pipeline.schema import makes_its_state
 from fsdp_offload.testing import RankPool
 from tests.fsdp import models
 from tests.played import Played
@@ -157,6 +158,10 @@ def check_twin(
 def test_the_numbers_are_those_of_a_plain_optimizer_with_rounded_moments(
     kept: Any, settings: Settings
 ) -> None:
+    if settings[0] is torch.optim.Adagrad and not makes_its_state(torch.optim.Adagrad):
+        pytest.skip(
+            "this torch's Adagrad makes state at construction, rounded there"
+        )
     check_twin(FP32, kept, settings, "stochastic")
 
 

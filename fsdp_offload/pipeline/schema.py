@@ -299,7 +299,7 @@ _DECLARED: Final[dict[str, Callable[[_Declared], None]]] = {
 
 
 @functools.cache
-def _makes_its_state(cls: type[Optimizer]) -> bool:
+def makes_its_state(cls: type[Optimizer]) -> bool:
     """Whether ``step`` makes state that is not there, which Adagrad's does not in every version."""
     with torch.inference_mode(False), torch.device("cpu"), torch.no_grad():
         parameter = torch.zeros(1)
@@ -343,7 +343,7 @@ def schema_of(
             )
         state = _Declared(group, dtype, device)
         _DECLARED[cls.__name__](state)
-        eager = cls.__name__ == "Adagrad" and not _makes_its_state(cls)  # type: ignore[arg-type]
+        eager = cls.__name__ == "Adagrad" and not makes_its_state(cls)  # type: ignore[arg-type]
         return Schema(tuple(state.kinds), elementwise=cls.__name__ not in _WHOLE, eager=eager)
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), torch.no_grad():

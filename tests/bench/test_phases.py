@@ -15,6 +15,7 @@ import torch
 from fsdp_offload.bench import phases, table, ways
 from fsdp_offload.bench.model import Job
 from fsdp_offload.errors import ConfigError
+from fsdp_offload.storages import can_swap
 from fsdp_offload.testing import RankPool
 
 SMALL = ["--device", "cpu", "--params", "4e5", "--repeats", "2", "--cycles", "3"]
@@ -85,6 +86,9 @@ def test_one_run_on_the_cpu(
     assert rows.pop("memory-saver")["reason"].startswith("ModuleNotFoundError")
     numel = table.parameters_of(report["job"])
     for name, row in rows.items():
+        if name == "fixed" and not can_swap():  # CPU storages stay where they are in torch 2.11
+            assert "torch 2.13 or later" in row["reason"]
+            continue
         assert row["status"] == "ok", row
         assert row["same_bits"] is True
         assert row["n_bytes"] == numel * 10  # bf16, two moments in fp32; or these and a remainder
