@@ -198,7 +198,7 @@ class OffloadConfig:
 
     offload_fraction: float = 1.0
     device_budget_bytes: int | None = None
-    update_on: str | tuple[str, ...] = "auto"
+    update_on: str | tuple[str, ...] = "device"
     """Where offloaded state is updated. ``"device"``: streamed. ``"host"``: on CPU cores.
     ``"auto"``: as the planner finds fastest by measured rates; on CPU tensors streamed. Or a lane
     for each trainable parameter, in the order of ``param_groups``."""

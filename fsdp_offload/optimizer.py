@@ -86,9 +86,9 @@ class HybridDeviceOptimizer(Leaving, Optimizer):
         offload_fraction: share of state bytes, 0 to 1 (default), that leaves the device; met
             within the largest parameter.
         device_budget: instead of it, bytes (or "8GiB") of state that may stay on each device.
-        update_on: where offloaded state is updated: ``"device"``, ``"host"``, ``"auto"`` (both,
-            or the one that the measured rates of this machine favour), or one lane name per
-            trainable parameter in ``param_groups`` order.
+        update_on: where offloaded state is updated: ``"device"`` (default: the same bits on every
+            machine), ``"host"``, ``"auto"`` (both, or the one that the measured rates of this
+            machine favour), or one lane name per trainable parameter in ``param_groups`` order.
         overlap: ``"step"`` (default): all transfers run inside ``step()``. ``"forward"``: it
             returns at once, and each FSDP2 module of ``model`` waits for its own parameters.
             ``"backward"``: besides, parameters are updated as their gradients arrive. With both,
@@ -120,7 +120,7 @@ class HybridDeviceOptimizer(Leaving, Optimizer):
         elementwise: bool = False,
         offload_fraction: float | None = None,
         device_budget: int | str | None = None,
-        update_on: str | Sequence[str] = "auto",
+        update_on: str | Sequence[str] = "device",
         overlap: str = "step",
         precision: PrecisionConfig | None = None,
         transfer: TransferConfig | None = None,

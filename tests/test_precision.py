@@ -159,9 +159,7 @@ def test_the_numbers_are_those_of_a_plain_optimizer_with_rounded_moments(
     kept: Any, settings: Settings
 ) -> None:
     if settings[0] is torch.optim.Adagrad and not makes_its_state(torch.optim.Adagrad):
-        pytest.skip(
-            "this torch's Adagrad makes state at construction, rounded there"
-        )
+        pytest.skip("this torch's Adagrad makes state at construction, rounded there")
     check_twin(FP32, kept, settings, "stochastic")
 
 
