@@ -60,11 +60,11 @@ from .wrapping import (
     check_any_gradient,
     check_holds,
     check_wrappable,
+    forward_bound_steps,
     gateway_of,
     make_inert,
     modules_of,
     ordinary_tensors,
-    refuse_bound_steps,
     share_hooks,
 )
 
@@ -199,7 +199,7 @@ class HybridDeviceOptimizer(Leaving, Optimizer):
             loading.watch_module_reads(models, self, before="_before_module_read")
         if self._own_step is None:
             weakref.finalize(self, self._shown.clear)
-            refuse_bound_steps(optimizer)
+            forward_bound_steps(optimizer, self)
         self._closers.append(weakref.finalize(self, self._absence.close))
 
     # ------------------------------------------------------------------ the step

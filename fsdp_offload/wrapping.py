@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
@@ -17,7 +16,7 @@ from . import shards
 from .device import Gateway, gateway_for
 from .errors import ConfigError, DeviceError, StateSchemaError, UnsupportedParameterError
 from .fsdp import check_torch, fsdp_parameters, offloads_parameters
-from .pipeline.schema import check_supported
+from .pipeline.schema import check_supported, make_shadow, raw_step
 
 _FORWARDED: Final = ("step", "zero_grad", "state_dict", "load_state_dict", "add_param_group")
 _HOOKS: Final = (
@@ -272,23 +271,23 @@ def make_inert(inner: Optimizer, wrapper: Optimizer) -> None:
     inner.__dict__["_step_supports_amp_scaling"] = False
 
 
-def refuse_bound_steps(inner: Optimizer) -> None:
-    """Refuse a step of the inner optimizer's class that the caller took before wrapping."""
-    inner.register_step_pre_hook(functools.partial(_refuse_bound_step, weakref.ref(inner)))
+def forward_bound_steps(inner: Optimizer, wrapper: Optimizer) -> None:
+    """Let a step of the inner optimizer's class that the caller took before wrapping be the
+    wrapper's: Accelerate takes one for its GradScaler.
 
-
-def _refuse_bound_step(find_inner: Callable[[], Optimizer | None], stepped: Any, *_: Any) -> None:
-    """Refuse the class's own step on the inner optimizer. Hooks are shared; the wrapper's passes.
-
-    Raises:
-        ConfigError: the caller kept ``optimizer.step`` from before wrapping.
+    Such a step cannot be replaced, but torch lets a hook exchange its arguments. The class's code
+    then runs on a shadow without parameters, where all it does is call the closure, and that is the
+    wrapper's step. Hooks are shared, and torch has them run for this step.
     """
-    if stepped is find_inner():
-        raise ConfigError(
-            f"a step method of {type(stepped).__name__} that was kept from before wrapping",
-            reason="it knows nothing of the state, which is offloaded; nothing was updated",
-            remedy="wrap first, and take optimizer.step afterwards",
-        )
+    idle = make_shadow(inner, [])
+    step = functools.partial(raw_step(type(wrapper)), wrapper)
+
+    def exchange(stepped: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        if stepped is not inner:
+            return None  # the wrapper's own step
+        return (idle, functools.partial(step, *args[1:], **kwargs)), {}
+
+    inner.register_step_pre_hook(exchange)
 
 
 def _forwarder(name: str, wrapper: Optimizer) -> Callable[..., Any]:

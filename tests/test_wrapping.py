@@ -481,20 +481,62 @@ def test_a_facade_is_refused_with_the_line_that_works(facade: Any, name: str) ->
     wrapper.close()
 
 
-def test_a_step_method_that_was_kept_from_before_wrapping_is_refused() -> None:
+OWN_STEPS = {
+    "adamw": lambda ps: torch.optim.AdamW(ps, lr=0.01),
+    "sgd": lambda ps: torch.optim.SGD(ps, lr=0.01, momentum=0.9),
+    "muon": lambda ps: torch.optim.Muon(ps, lr=0.01),
+    "adafactor": lambda ps: torch.optim.Adafactor(ps, lr=0.01),
+}
+
+
+@pytest.mark.parametrize("kind", OWN_STEPS)
+def test_a_step_method_that_was_kept_from_before_wrapping_is_the_wrappers(kind: str) -> None:
+    def matrices(model: nn.Module) -> list[Any]:
+        return [p for p in model.parameters() if p.ndim == 2]
+
+    plain, mine = make(), make()
+    reference, inner = OWN_STEPS[kind](matrices(plain)), OWN_STEPS[kind](matrices(mine))
+    called: list[str] = []
+    for each in (reference, inner):
+        each.register_step_pre_hook(lambda *_: called.append("before"))
+    kept = inner.step
+    optimizer = HybridDeviceOptimizer(inner, mine)
+    for each in (reference, optimizer):
+        each.register_step_pre_hook(lambda *_: called.append("late"))
+        each.register_step_post_hook(lambda *_: called.append("after"))
+    for step in range(4):
+        for model in (plain, mine):
+            for p in matrices(model):
+                p.grad = torch.full_like(p, 0.5 + step)
+        reference.step()
+        expected = called.copy()
+        called.clear()
+        (kept, inner.step, optimizer.step)[step % 3]()
+        assert called == expected == ["before", "late", "after"]
+        called.clear()
+    assert optimizer.statistics().steps == 4
+    for a, b in zip(matrices(plain), matrices(mine), strict=True):
+        assert torch.equal(a, b)
+    assert reference.state[plain[0].weight].keys() <= inner.state[mine[0].weight].keys()
+    optimizer.close()
+    with pytest.raises(ClosedError):
+        kept()
+
+
+def test_a_step_method_from_before_wrapping_takes_a_closure_and_returns_its_loss() -> None:
     model = make()
     inner = adamw(model)
     kept = inner.step
     optimizer = HybridDeviceOptimizer(inner, model)
-    before = [p.detach().clone() for p in model.parameters()]
-    for p in model.parameters():
-        p.grad = torch.ones_like(p)
-    with pytest.raises(ConfigError) as caught:
-        kept()
-    explained(caught.value, "AdamW", "wrap first")
-    assert all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
-    for step in (optimizer.step, inner.step):
-        step()
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(torch.ones(3, 20)).square().sum()
+        loss.backward()
+        return loss
+
+    first, second = kept(closure), kept(closure=closure)
+    assert second.item() < first.item()
     assert optimizer.statistics().steps == 2
     optimizer.close()
 
