@@ -1,0 +1,190 @@
+"""The Trainer of transformers, and TRL's, with FSDP2: wrapped in one of four places, they train and
+resume as without."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fsdp_offload import HybridDeviceOptimizer
+from fsdp_offload.testing import RankPool
+from tests.fsdp.models import check
+from tests.packages.gloo_trainers import accelerate_with_fsdp2
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+pytest.importorskip("accelerate", reason="accelerate is not installed")
+pytestmark = pytest.mark.long
+Ranks = Callable[..., RankPool]
+VOCABULARY, STEPS = 64, 4
+
+
+def make_model() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=32,
+        tie_word_embeddings=False,
+    )
+    return LlamaForCausalLM(config)
+
+
+def rows() -> list[dict[str, Any]]:
+    generator = torch.Generator().manual_seed(1)
+    drawn = torch.randint(VOCABULARY, (32, 12), generator=generator)
+    return [{"input_ids": row, "labels": row} for row in drawn]
+
+
+def arguments(cls: Any, folder: str, full: bool, **more: Any) -> Any:
+    return cls(
+        output_dir=folder,
+        use_cpu=True,
+        fsdp=True,
+        fsdp_config={
+            "version": 2,
+            "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
+            "state_dict_type": "FULL_STATE_DICT" if full else "SHARDED_STATE_DICT",
+        },
+        max_steps=STEPS,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        learning_rate=0.01,
+        logging_steps=1,
+        eval_strategy="steps",
+        eval_steps=2,
+        save_strategy="steps",
+        save_steps=2,
+        report_to=[],
+        disable_tqdm=True,
+        seed=3,
+        **more,
+    )
+
+
+def wrapped(optimizer: Any, model: Any, options: dict[str, Any]) -> HybridDeviceOptimizer:
+    return HybridDeviceOptimizer(optimizer, model, **options)
+
+
+def by_factory(base: Any, options: dict[str, Any] | None) -> tuple[Any, dict[str, Any]]:
+    class Factory:
+        def __call__(self, model: Any, **settings: Any) -> Any:
+            inner = torch.optim.AdamW(model.parameters(), **settings)
+            return inner if options is None else wrapped(inner, model, options)
+
+    return base, {"optimizer_cls_and_kwargs": (Factory, {"lr": 0.01})}
+
+
+def by_override(base: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    class Offloading(base):  # type: ignore[misc]
+        def create_optimizer(self, model: Any = None) -> Any:
+            if self.optimizer is None:
+                super().create_optimizer(model)
+                self.optimizer = wrapped(self.optimizer, model or self.model, options)
+            return self.optimizer
+
+    return Offloading, {}
+
+
+def by_callback(base: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    from transformers import TrainerCallback
+
+    class Offload(TrainerCallback):
+        def on_train_begin(self, *_: Any, model: Any, optimizer: Any, **__: Any) -> None:
+            optimizer.optimizer = wrapped(optimizer.optimizer, model, options)
+
+    return base, {"callbacks": [Offload()]}
+
+
+def by_prepare(base: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    from accelerate.optimizer import AcceleratedOptimizer
+
+    class Offloading(base):  # type: ignore[misc]
+        def create_accelerator_and_postprocess(self) -> None:
+            super().create_accelerator_and_postprocess()
+            prepare = self.accelerator.prepare
+
+            def prepare_and_wrap(*given: Any, **settings: Any) -> Any:
+                made = prepare(*given, **settings)
+                if isinstance(made, list | tuple) and isinstance(made[1], AcceleratedOptimizer):
+                    made[1].optimizer = wrapped(made[1].optimizer, made[0], options)
+                return made
+
+            self.accelerator.prepare = prepare_and_wrap
+
+    return Offloading, {}
+
+
+WAYS: dict[str, Any] = {
+    "plain": lambda base, _: (base, {}),
+    "plain factory": lambda base, _: by_factory(base, None),
+    "factory": by_factory,
+    "create_optimizer": by_override,
+    "on_train_begin": by_callback,
+    "prepare": by_prepare,
+}
+
+
+def train(way: str, folder: str, full: bool, resume: str = "", **options: Any) -> list[Any]:
+    """What the Trainer has logged, but for times, and who was asked to step."""
+    from transformers import Trainer, TrainingArguments
+
+    with accelerate_with_fsdp2():
+        cls, more = WAYS[way](Trainer, options)
+        trainer = cls(
+            model=make_model(),
+            args=arguments(TrainingArguments, folder, full),
+            train_dataset=rows(),
+            eval_dataset=rows()[:4],
+            **more,
+        )
+        trainer.train(resume_from_checkpoint=resume or None)
+        return finished(trainer, way)
+
+
+def finished(trainer: Any, way: str) -> list[Any]:
+    if not way.startswith("plain"):
+        held = trainer.optimizer.optimizer
+        check(isinstance(held, HybridDeviceOptimizer), f"{type(held)} stepped")
+        check(held.statistics().steps > 0, "no step was its own")
+    kept = ("step", "loss", "grad_norm", "learning_rate", "eval_loss")
+    return [{k: v for k, v in row.items() if k in kept} for row in trainer.state.log_history]
+
+
+@pytest.mark.parametrize(
+    ("way", "full"),
+    [
+        ("factory", False),
+        ("create_optimizer", False),
+        ("on_train_begin", True),
+        ("prepare", False),
+        ("prepare", True),
+    ],
+)
+def test_the_trainer_trains_saves_and_resumes_the_same(
+    ranks: Ranks, tmp_path: Path, way: str, full: bool
+) -> None:
+    plain = "plain factory" if way == "factory" else "plain"
+    options = {"overlap": "forward"} if way in ("on_train_begin", "prepare") else {}
+    expected = ranks(2).run(train, plain, str(tmp_path / "plain"), full)
+    assert any("eval_loss" in row for row in expected[0])
+    assert sum("grad_norm" in row for row in expected[0]) == STEPS
+    assert ranks(2).run(train, way, str(tmp_path / "ours"), full, **options) == expected
+    pairs = [("ours", way)] if way == "factory" else [("ours", way), ("plain", way), ("ours", plain)]
+    for first, second in pairs:
+        folder = str(tmp_path / first / "checkpoint-2")
+        more = options if second == way else {}
+        again = str(tmp_path / f"{first}-{second}".replace(" ", ""))
+        assert ranks(2).run(train, second, again, full, folder, **more) == expected, (first, second)
+    assert os.listdir(tmp_path / "ours" / "checkpoint-4")
