@@ -74,6 +74,8 @@ def train(
         model, optimizer, find = prepared(accelerator, way, dtype, options)
         if load:
             accelerator.load_state(load)
+        if way == "loaded":
+            optimizer.optimizer = HybridDeviceOptimizer(optimizer.optimizer, model, **options)
         seen = []
         for step in steps:
             for micro in range(2):
@@ -132,6 +134,58 @@ def test_checkpoints_of_accelerate_resume(
     answers = ranks(2).run(save_and_go_on, str(tmp_path), first, second, torch.float32, full)
     for found, expected in answers:
         assert found == expected
+
+
+def half(
+    tmp: str, first: str, second: str, full: bool, rest: Sequence[int] = range(3, 5)
+) -> list[float]:
+    """Losses of bf16 shards after a resume of ``second`` from what ``first`` has saved."""
+    folder = f"{tmp}/{first}"
+    train(first, range(3), dtype=torch.bfloat16, full=full, save=folder)
+    return train(second, rest, dtype=torch.bfloat16, full=full, load=folder)
+
+
+@pytest.mark.parametrize("full", [False, True], ids=["sharded", "full"])
+@pytest.mark.parametrize("way", ["after", "before"])
+def test_bf16_checkpoints_of_accelerate_keep_the_master(
+    ranks: Ranks, tmp_path: Path, way: str, full: bool
+) -> None:
+    whole = ranks(2).run(train, way, range(5), dtype=torch.bfloat16)
+    resumed = ranks(2).run(half, str(tmp_path), way, way, full)
+    for all_of_them, found in zip(whole, resumed, strict=True):
+        assert found == all_of_them[-len(found) :]
+
+
+def test_a_bf16_checkpoint_with_a_master_resumes_in_the_plain_optimizer(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    for full in (False, True):
+        again = ranks(2).run(half, f"{tmp_path}/{full}", "after", "after", full)
+        plain = ranks(2).run(half, f"{tmp_path}/{full}-plain", "after", "plain", full)
+        for mine, theirs in zip(again, plain, strict=True):
+            assert theirs[0] == mine[0]
+            assert theirs == pytest.approx(mine, abs=0.05)
+
+
+def plain_into_ours(tmp: str) -> tuple[str, list[float], list[float]]:
+    """A strict load's error; losses when the script loads first and wraps afterwards; plain ones."""
+    folder = f"{tmp}/plain"
+    kept: dict[str, Any] = {"dtype": torch.bfloat16, "load": folder}
+    train("plain", range(3), dtype=torch.bfloat16, save=folder)
+    said = ""
+    try:
+        train("swapped", range(3, 5), **kept)
+    except BaseException as error:  # DCP's derives from it
+        said = str(error)
+    return said, train("loaded", range(3, 5), **kept), train("plain", range(3, 5), **kept)
+
+
+def test_a_plain_bf16_checkpoint_is_loaded_before_wrapping(ranks: Ranks, tmp_path: Path) -> None:
+    for said, loaded, plain in ranks(2).run(plain_into_ours, str(tmp_path)):
+        assert "Missing key" in said
+        assert "master_remainder" in said
+        assert loaded[0] == plain[0]
+        assert loaded == pytest.approx(plain, abs=0.05)
 
 
 def refused() -> None:

@@ -181,7 +181,9 @@ def test_the_trainer_trains_saves_and_resumes_the_same(
     assert any("eval_loss" in row for row in expected[0])
     assert sum("grad_norm" in row for row in expected[0]) == STEPS
     assert ranks(2).run(train, way, str(tmp_path / "ours"), full, **options) == expected
-    pairs = [("ours", way)] if way == "factory" else [("ours", way), ("plain", way), ("ours", plain)]
+    pairs = (
+        [("ours", way)] if way == "factory" else [("ours", way), ("plain", way), ("ours", plain)]
+    )
     for first, second in pairs:
         folder = str(tmp_path / first / "checkpoint-2")
         more = options if second == way else {}
