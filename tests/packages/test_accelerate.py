@@ -168,7 +168,7 @@ def test_a_bf16_checkpoint_with_a_master_resumes_in_the_plain_optimizer(
 
 
 def plain_into_ours(tmp: str) -> tuple[str, list[float], list[float]]:
-    """A strict load's error; losses when the script loads first and wraps afterwards; plain ones."""
+    """A strict load's error; losses when the script loads first and then wraps; plain ones."""
     folder = f"{tmp}/plain"
     kept: dict[str, Any] = {"dtype": torch.bfloat16, "load": folder}
     train("plain", range(3), dtype=torch.bfloat16, save=folder)
