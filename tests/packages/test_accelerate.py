@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp_offload import ConfigError, HybridDeviceOptimizer
+from fsdp_offload import ConfigError, HybridDeviceOptimizer, SpentGradientError
 from fsdp_offload.testing import RankPool
 from tests.fsdp.models import check
 from tests.packages.gloo_trainers import Model, accelerate_with_fsdp2, batch, loss_of
@@ -110,6 +110,19 @@ def test_training_is_the_same(ranks: Ranks, way: str, overlap: str, scaled: bool
 def test_updates_in_backward_are_the_same_without_clipping(ranks: Ranks) -> None:
     expected = ranks(2).run(train, "plain", range(4), clip=False)
     assert ranks(2).run(train, "after", range(4), clip=False, overlap="backward") == expected
+
+
+def clipped_in_backward() -> str:
+    try:
+        train("swapped", range(2), overlap="backward")
+    except SpentGradientError as error:
+        return str(error)
+    return ""
+
+
+def test_clipping_after_updates_in_backward_says_which_overlap_to_use(ranks: Ranks) -> None:
+    for said in ranks(2).run(clipped_in_backward):
+        assert 'use overlap="forward"' in said
 
 
 def save_and_go_on(

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp_offload import HybridDeviceOptimizer
+from fsdp_offload import HybridDeviceOptimizer, SpentGradientError
 from fsdp_offload.testing import RankError, RankPool
 from tests.fsdp.models import check
 from tests.packages.gloo_trainers import accelerate_with_fsdp2
@@ -194,17 +194,32 @@ def test_the_trainer_trains_saves_and_resumes_the_same(
     assert os.listdir(tmp_path / "ours" / "checkpoint-4")
 
 
-@pytest.mark.parametrize("way", ["create_optimizer", "on_train_begin"])
+def clipped_in_backward(folder: str) -> str:
+    try:
+        train("prepare", folder, False, overlap="backward")
+    except SpentGradientError as error:
+        return str(error)
+    return ""
+
+
+def test_updates_in_backward_are_refused_where_the_trainer_takes_the_norm(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    for said in ranks(2).run(clipped_in_backward, str(tmp_path)):
+        assert 'use overlap="forward"' in said
+
+
 @pytest.mark.parametrize(
-    ("optim", "package"),
+    ("optim", "package", "way"),
     [
-        ("adamw_torch_fused", "torch"),
-        ("adagrad", "torch"),
-        ("rmsprop", "torch"),
-        ("sgd", "torch"),
-        ("adamw_torch_8bit", "torchao"),
-        ("schedule_free_adamw", "schedulefree"),
-        ("adamw_bnb_8bit", "bitsandbytes"),
+        ("adamw_torch_fused", "torch", "create_optimizer"),
+        ("rmsprop", "torch", "create_optimizer"),
+        ("sgd", "torch", "on_train_begin"),
+        ("adamw_torch_8bit", "torchao", "create_optimizer"),
+        ("adamw_torch_8bit", "torchao", "on_train_begin"),
+        ("schedule_free_adamw", "schedulefree", "create_optimizer"),
+        ("schedule_free_adamw", "schedulefree", "on_train_begin"),
+        ("adamw_bnb_8bit", "bitsandbytes", "on_train_begin"),
     ],
 )
 def test_classes_of_transformers_give_the_bits_that_they_give_alone(

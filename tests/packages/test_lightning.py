@@ -1,0 +1,129 @@
+"""Lightning's ``ModelParallelStrategy``: wrapped after the strategy has moved what optimizers hold
+to the device, it trains as without, and nothing is moved."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch.distributed.fsdp import fully_shard
+
+from fsdp_offload import HybridDeviceOptimizer
+from fsdp_offload.testing import RankPool
+from tests.fsdp import models
+from tests.fsdp.models import check
+from tests.packages.gloo_trainers import Model, batch, loss_of
+
+pytest.importorskip("lightning", reason="lightning is not installed")
+pytestmark = pytest.mark.long
+Ranks = Callable[..., RankPool]
+STEPS = 5
+
+
+def make_module(way: str, options: dict[str, Any]) -> Any:
+    from lightning.pytorch import LightningModule
+
+    class Module(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen: list[float] = []
+
+        def configure_model(self) -> None:
+            if hasattr(self, "model"):
+                return
+            self.model, mesh = Model(), models.flat_mesh(2)
+            for block in self.model.blocks:
+                fully_shard(block, mesh=mesh)
+            fully_shard(self.model, mesh=mesh)
+
+        def training_step(self, tokens: Any, index: int) -> Any:
+            loss = loss_of(self.model(tokens), tokens)
+            self.seen.append(loss.item())
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            optimizer: Any = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+            if way == "inside":
+                optimizer = HybridDeviceOptimizer(optimizer, self, **options)
+            return optimizer
+
+    return Module()
+
+
+def make_strategy(way: str, options: dict[str, Any]) -> Any:
+    from lightning.pytorch.strategies import ModelParallelStrategy
+
+    class Offloading(ModelParallelStrategy):
+        def setup(self, trainer: Any) -> None:
+            super().setup(trainer)
+            module = self.lightning_module
+            self.optimizers = [HybridDeviceOptimizer(o, module, **options) for o in self.optimizers]
+
+    return (Offloading if way == "strategy" else ModelParallelStrategy)()
+
+
+def train(way: str, **options: Any) -> list[float]:
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.plugins.environments import TorchElasticEnvironment
+
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    exported = {"TORCHELASTIC_RUN_ID": "1", "GROUP_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+    with mock.patch.dict(os.environ, exported), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = Trainer(
+            accelerator="cpu",
+            devices=2,
+            strategy=make_strategy(way, options),
+            plugins=[TorchElasticEnvironment()],
+            max_steps=STEPS,
+            gradient_clip_val=None,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            use_distributed_sampler=False,
+        )
+        module = make_module(way, options)
+        trainer.fit(module, torch.utils.data.DataLoader([batch(i) for i in range(8)], None))
+    if way != "plain":
+        made = trainer.strategy.optimizers[0].statistics().steps
+        check(made == STEPS, f"{made} steps")
+    return module.seen
+
+
+@pytest.mark.parametrize(
+    ("way", "overlap"),
+    [("inside", "step"), ("strategy", "step"), ("strategy", "forward"), ("strategy", "backward")],
+)
+def test_training_is_the_same(ranks: Ranks, way: str, overlap: str) -> None:
+    expected = ranks(2).run(train, "plain")
+    assert len(expected[0]) == STEPS
+    assert ranks(2).run(train, way, overlap=overlap) == expected
+
+
+def moved_bytes(way: str) -> int:
+    """What Lightning moves in the whole of ``fit``: to the device first, to the CPU at the end."""
+    from lightning.fabric.utilities import optimizer as utilities
+
+    n_bytes = 0
+    move = utilities.move_data_to_device
+
+    def count(value: Any, device: Any) -> Any:
+        nonlocal n_bytes
+        n_bytes += value.nbytes if isinstance(value, torch.Tensor) else 0
+        return move(value, device)
+
+    with mock.patch.object(utilities, "move_data_to_device", count):
+        train(way)
+    return n_bytes
+
+
+def test_a_strategy_that_wraps_last_has_less_moved(ranks: Ranks) -> None:
+    inside, strategy = (ranks(2).run(moved_bytes, way)[0] for way in ("inside", "strategy"))
+    assert strategy < inside
