@@ -167,7 +167,10 @@ def make_shadow(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer
     """An instance of the same class with the same settings, its own groups and empty state."""
     shadow = object.__new__(type(optimizer))
     for name, value in public_attributes(optimizer).items():
-        shadow.__dict__[name] = OrderedDict() if name.endswith("_hooks") else own_copy(value)
+        shadow.__dict__[name] = own_copy(value)
+    for name in optimizer.__dict__:
+        if name.endswith("_hooks"):
+            shadow.__dict__[name] = OrderedDict()
     shadow.__dict__["state"] = defaultdict(dict)
     shadow.__dict__["param_groups"] = groups
     return shadow
@@ -182,8 +185,12 @@ def own_copy(value: Any) -> Any:
 
 
 def public_attributes(optimizer: Optimizer) -> dict[str, Any]:
-    """Instance attributes that a shadow copies."""
-    return {name: v for name, v in optimizer.__dict__.items() if name not in _PRIVATE}
+    """Instance attributes that a shadow copies. Not hooks: they may hold the wrapper."""
+    return {
+        name: value
+        for name, value in optimizer.__dict__.items()
+        if name not in _PRIVATE and not name.endswith("_hooks")
+    }
 
 
 # --------------------------------------------------------------------------- torch's own classes

@@ -163,8 +163,7 @@ def apply_own(
     """Attributes, and copies of the groups, for a class of the user's own: what one bucket
     changes in them is not seen, and changed again, by the next."""
     for name, value in snapshot.attributes.items():
-        if not name.endswith("_hooks"):
-            shadow.__dict__[name] = own_copy(value)
+        shadow.__dict__[name] = own_copy(value)
     return [{name: own_copy(value) for name, value in group.items()} for group in groups]
 
 
