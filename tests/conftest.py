@@ -6,6 +6,7 @@ import fcntl
 import gc
 import os
 import random
+import signal
 import sys
 import weakref
 from collections import OrderedDict
@@ -33,6 +34,10 @@ except ImportError:  # tests on a GPU machine do without
 else:  # a deadline per example would fail on a busy machine
     settings.register_profile("no-deadline", deadline=None)
     settings.load_profile("no-deadline")
+
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
