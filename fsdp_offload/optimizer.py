@@ -964,6 +964,8 @@ class HybridDeviceOptimizer(Leaving, Optimizer):
 
     def _drain(self) -> None:
         with contextlib.ExitStack() as waits:  # runs all of them, even if one raises
+            if self._overlap is not None:
+                waits.callback(self._overlap.let_read)  # last
             for segment in self._segments:
                 waits.callback(segment.synchronize)
             waits.callback(self._absence.arrive)

@@ -3,7 +3,8 @@
 [Note: overlap]
 ``overlap="forward"``: ``step()`` returns when the updates are enqueued. Each FSDP2 group is a
 *gate*: before its shards are read for an all-gather, the reading stream waits for the updates of
-this group alone. Gradients are kept until then, and are *spent* for everybody else.
+this group alone. Gradients are kept until then, and are *spent* for everybody else. All other code
+that uses a shard waits by itself: see [Note: gated shards].
 
 ``overlap="backward"``: besides, when a group's gradients have been reduced, they are taken, and
 the buckets that are complete, in the lanes' order, are enqueued at once. ``step()`` does the rest.
@@ -14,6 +15,7 @@ Parameters that no FSDP2 group holds have no gate: the stream that called ``step
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -22,9 +24,10 @@ from typing import Final, Protocol
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from . import shards
 from .config import OffloadConfig
 from .device import Event, Gateway, Stream, TimedEvent
-from .errors import ConfigError
+from .errors import ConfigError, DeviceError
 from .groups import Group, find_groups
 from .pipeline.engine import Segment
 from .pipeline.records import Record, Work
@@ -68,6 +71,10 @@ class Gate:
     is_asked: bool = False  # somebody waits, or has waited, for the events
     rank: int = 0  # when the forward came here, compared with other gates
     reduced: TimedEvent | None = None  # when this backward's gradients were there
+    gated: shards.Gated = field(default_factory=list)
+
+    def __del__(self) -> None:
+        shards.open_gate(self.gated)  # the optimizer is gone, and has waited for its updates
 
 
 @dataclass(frozen=True)
@@ -135,6 +142,7 @@ class Overlap:
             found = (by_parameter.pop(p, None) for p in gate.group.parameters)
             gate.records = [record for record in found if record is not None]
             gate.rank = rank
+            shards.gate([record.parameter for record in gate.records], gate.gated)
         self._ungated.records = list(by_parameter.values())
         for record in records:
             if record.parameter not in self._spent and record.parameter not in by_parameter:
@@ -198,6 +206,8 @@ class Overlap:
                     current.wait(event)
                 continue
             gate.events, gate.is_asked = events, False
+            if events:
+                shards.close_gate(gate.gated, functools.partial(_wait, weakref.ref(self), index))
             # The snapshot too: its tensors (learning rate, clipping) are of the caller's stream.
             gradients = (work.gradients[r.index] for r in gate.records)
             gate.held = [work.snapshot, *(g for g in gradients if g is not None)]
@@ -211,9 +221,15 @@ class Overlap:
         for gate in self.gates:
             self._open(gate)
 
+    def let_read(self) -> None:
+        """Nobody waits any more before a shard is used, whether or not its updates have failed."""
+        for gate in self.gates:
+            shards.open_gate(gate.gated)
+
     @staticmethod
     def _open(gate: Gate) -> None:
         gate.events, gate.held = [], []
+        shards.open_gate(gate.gated)
 
     # ------------------------------------------------------------------ the lanes' order
 
@@ -261,13 +277,31 @@ class Overlap:
 
     def before_gather(self, index: int, stream: Stream) -> None:
         """See :class:`.groups.Watcher`."""
-        owner, gate = self._find_owner(), self.gates[index]
-        gate.is_asked = True
+        self.gates[index].is_asked = True
+        self._wait(self.gates[index], stream, "forward()")
+
+    def _wait(self, gate: Gate, stream: Stream, what: str) -> None:
+        owner = self._find_owner()
         if owner is None or not gate.events:
             return
-        with owner.failing("forward()"):  # of the host lane's thread
+        with owner.failing(what):  # of the host lane's thread
             for event in gate.events:
                 stream.wait(event)
+
+    def before_use(self, index: int) -> None:
+        """The user's code is about to use a shard of this gate on the current stream."""
+        gate = self.gates[index]
+        if not gate.events:
+            return
+        try:
+            current = self._gateway.current_stream()
+        except DeviceError:
+            raise DeviceError(
+                "a parameter used inside a CUDA graph capture",
+                reason="its update is under way, and a graph cannot wait for that when it replays",
+                remedy="call synchronize() before the capture",
+            ) from None
+        self._wait(gate, current, "reading a parameter after step()")
 
     def after_gather(self, index: int) -> None:
         """See :class:`.groups.Watcher`."""
@@ -294,6 +328,13 @@ class Overlap:
         owner = self._find_owner()
         if owner is not None:
             owner.take_gradients(self.gates[index].records, reduced)
+
+
+def _wait(find: Callable[[], Overlap | None], index: int) -> None:
+    """Before a shard is used; an optimizer that is gone has waited for its updates."""
+    overlap = find()
+    if overlap is not None:
+        overlap.before_use(index)
 
 
 def _call_all(calls: Sequence[Callable[[], None]]) -> None:

@@ -32,6 +32,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from .chunks import Box, flat_boxes
 from .errors import UnsupportedParameterError
+from .gated import GatedShard, ungated
 from .ragged import attach_boxes, boxes_of, is_ours
 
 if TYPE_CHECKING:
@@ -64,15 +65,47 @@ class ShardInfo:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The shard of ``tensor``: shares its memory, carries no autograd history."""
+    """The shard of ``tensor``: shares its memory, carries no autograd history.
+
+    Updates of it may be under way: see [Note: gated shards].
+    """
     if isinstance(tensor, DTensor):
-        shard = tensor._local_tensor
+        shard = ungated(tensor._local_tensor)
         if type(shard) is not Tensor and hasattr(
             shard, "wait"
         ):  # AsyncCollectiveTensor: the collective is still in flight
             shard = shard.wait()
         return shard.detach()
     return tensor.detach()
+
+
+Gated = list[tuple[DTensor, GatedShard | None]]
+"""Parameters, and what stands for their shards where a gate has been closed once."""
+
+
+def gate(parameters: Iterable[Tensor], known: Gated) -> None:
+    """Let ``known`` have these parameters; what stands for their shards is kept."""
+    made = {id(parameter): gated for parameter, gated in known}
+    known[:] = [(p, made.get(id(p))) for p in parameters if isinstance(p, DTensor)]
+
+
+def close_gate(parameters: Gated, wait: Callable[[], None]) -> None:
+    """Let the user's code call ``wait`` before each use of a shard, until :func:`open_gate`."""
+    for index, (parameter, gated) in enumerate(parameters):
+        shard = parameter._local_tensor
+        if gated is None or shard is not ungated(gated):
+            if type(shard) is not Tensor:  # closed already, or updated by its class in step()
+                continue
+            gated = GatedShard(shard, wait)
+            parameters[index] = parameter, gated
+        parameter._local_tensor = gated
+
+
+def open_gate(parameters: Gated) -> None:
+    """Give the shards back."""
+    for parameter, gated in parameters:
+        if gated is not None and parameter._local_tensor is gated:
+            parameter._local_tensor = ungated(gated)
 
 
 def spoil_graphs(tensors: Iterable[Tensor]) -> Callable[[], None]:
@@ -211,7 +244,7 @@ def ragged_of(parameter: Tensor) -> Ragged | None:
 
 def _brought_boxes(parameter: DTensor) -> tuple[Box, ...] | None:
     """What chunk metadata say that hang on the parameter or on its local tensor."""
-    for holder in (parameter, parameter._local_tensor):
+    for holder in (parameter, ungated(parameter._local_tensor)):
         boxes = boxes_of(holder)
         if boxes is None:
             continue
@@ -625,7 +658,7 @@ def saved_names(models: Sequence[nn.Module]) -> dict[Tensor, str]:
 
 def with_history(tensor: Tensor) -> Tensor:
     """:func:`local` without its costs, to look at the shard's memory alone."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return ungated(tensor._local_tensor) if isinstance(tensor, DTensor) else tensor
 
 
 def storage_of(tensor: Tensor) -> torch.UntypedStorage:

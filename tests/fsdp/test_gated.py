@@ -1,0 +1,622 @@
+"""With updates held back, code that uses a parameter of an FSDP2 model after ``step()`` gets final
+values without ``synchronize()``; forward and backward never use what stands for a shard."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import io
+import tempfile
+import weakref
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import numpy
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint._state_dict_stager import StateDictStager
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.tensor import DTensor, Replicate
+
+from fsdp_offload import DeviceError, HybridDeviceOptimizer, LaneError, PhaseOffloader, shards
+from fsdp_offload.fsdp import fsdp_groups
+from fsdp_offload.gated import GatedShard
+from fsdp_offload.groups import Group
+from fsdp_offload.pipeline.host import HostUnit
+from fsdp_offload.testing import RankPool, StreamSimulator
+from tests.fsdp import models
+from tests.fsdp.models import check
+from tests.fsdp.test_overlap import SMALL, adamw, build, loss_of, wrap
+
+Ranks = Callable[..., RankPool]
+Parameters = list[Any]
+BOTH = pytest.mark.parametrize("overlap", ["forward", "backward"])
+
+
+def whole(value: Any) -> Any:
+    """Plain tensors, by way of what the caller got."""
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def local(value: Any) -> Tensor:
+    """The local tensor as the user's code finds it."""
+    found: Tensor = value._local_tensor
+    return found
+
+
+# --------------------------------------------------------------------------- ways of reading
+
+
+def read_gradient(ps: Parameters) -> Any:
+    """Through autograd: the derivative of half the squared norm is the parameter."""
+    (0.5 * ps[0].norm() ** 2).backward()
+    found, ps[0].grad = ps[0].grad, None
+    return found.full_tensor()
+
+
+def read_local_gradient(ps: Parameters) -> Any:
+    (0.5 * (ps[0].to_local() ** 2).sum()).backward()
+    found, ps[0].grad = ps[0].grad, None
+    return found.full_tensor()
+
+
+def saved(value: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def read_by_foreach(ps: Parameters) -> Any:
+    average = [torch.zeros_like(p) for p in ps]
+    with torch.no_grad():
+        torch._foreach_lerp_(average, ps, 0.25)
+    return average
+
+
+def read_by_lerp(ps: Parameters) -> Any:
+    average = [torch.zeros_like(p) for p in ps]
+    with torch.no_grad():
+        for mean, p in zip(average, ps, strict=True):
+            mean.lerp_(p, 0.5)
+    return average
+
+
+def read_by_averaged_model(ps: Parameters) -> Any:
+    class Holder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.found = nn.ParameterList(ps)
+
+    averaged = torch.optim.swa_utils.AveragedModel(Holder())
+    averaged.update_parameters(Holder())
+    return list(averaged.parameters())
+
+
+def read_by_dcp(ps: Parameters) -> Any:
+    """Parameters that are saved and loaded by themselves, past all hooks of modules."""
+    names = [f"{index}" for index in range(len(ps))]
+    with tempfile.TemporaryDirectory() as folder:
+        own = f"{folder}/{dist.get_rank()}"  # one folder per rank, each with its own shards
+        dcp.save(dict(zip(names, map(local, ps), strict=True)), checkpoint_id=own, no_dist=True)
+        found = {name: torch.zeros(local(p).shape) for name, p in zip(names, ps, strict=True)}
+        dcp.load(found, checkpoint_id=own, no_dist=True)
+    return list(found.values())
+
+
+def read_by_staging(ps: Parameters) -> Any:
+    stager = StateDictStager(pin_memory=False, share_memory=False)
+    return stager.stage({"parameters": list(ps)})["parameters"]
+
+
+def read_by_state_dict(ps: Parameters) -> Any:
+    holder = nn.Module()
+    holder.found = nn.ParameterList(ps)
+    return [value.clone() for value in get_model_state_dict(holder).values()]
+
+
+def read_by_another_optimizer(ps: Parameters) -> Any:
+    for p in ps:
+        p.grad = torch.ones_like(p)
+    torch.optim.AdamW(ps, lr=0.5, weight_decay=0.5).step()
+    for p in ps:
+        p.grad = None
+    return ps
+
+
+def scatter(ps: Parameters) -> Any:
+    """A collective of the user's on the local tensor."""
+    even, another = [p for p in ps if len(p) % 2 == 0]
+    mine = local(even)
+    parts = [torch.zeros(mine.shape) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, mine)
+    dist.all_reduce(mine)
+    dist.broadcast(local(another), 0)
+    return [*parts, even, another]
+
+
+@torch.no_grad()
+def in_place(change: Callable[[Any], Any], ps: Parameters) -> Any:
+    for p in ps:
+        change(p)
+    return ps
+
+
+@torch.no_grad()
+def foreach_mul(ps: Parameters) -> Any:
+    torch._foreach_mul_(ps, 0.5)
+    return ps
+
+
+@torch.no_grad()
+def assigned(ps: Parameters) -> Any:
+    local(ps[0])[0] = 7.0
+    ps[1]._local_tensor *= 3.0
+    return ps
+
+
+def inference(ps: Parameters) -> Any:
+    with torch.inference_mode():
+        return [(p * 2).full_tensor() for p in ps]
+
+
+@torch.no_grad()
+def kept_local(ps: Parameters) -> Any:
+    return [p.to_local() for p in ps]
+
+
+def numpy_of(ps: Parameters) -> Any:
+    return [torch.from_numpy(numpy.array(local(p).numpy())) for p in ps]
+
+
+def by_address(ps: Parameters) -> Any:
+    """Raw memory, found by address."""
+    import ctypes
+
+    found = []
+    for p in ps:
+        shard = local(p)
+        n_bytes = shard.numel() * shard.element_size()
+        raw = ctypes.string_at(shard.data_ptr(), n_bytes)
+        found.append(torch.frombuffer(bytearray(raw), dtype=shard.dtype) if raw else shard)
+    return found
+
+
+def by_storage(ps: Parameters) -> Any:
+    return [torch.tensor(list(local(p).untyped_storage())) for p in ps[:2]]
+
+
+def by_dlpack(ps: Parameters) -> Any:
+    return [torch.from_dlpack(local(p)).clone() for p in ps]
+
+
+@torch.compile(backend="aot_eager")
+def _compiled(p: Any) -> Any:
+    return p * 2 + 1
+
+
+READERS: dict[str, Callable[[Parameters], Any]] = {
+    "norm": lambda ps: [p.detach().norm() for p in ps],
+    "get_total_norm": lambda ps: torch.nn.utils.get_total_norm(ps),
+    "autograd": read_gradient,
+    "autograd of to_local": read_local_gradient,
+    "full_tensor": lambda ps: [p.full_tensor() for p in ps],
+    "redistribute": lambda ps: [p.redistribute(placements=[Replicate()]) for p in ps],
+    "to_local": lambda ps: [p.to_local() for p in ps],
+    "to_local without grad": kept_local,
+    "detach": lambda ps: [p.detach().clone() for p in ps],
+    "data": lambda ps: [p.data.clone() for p in ps],
+    "operation on the local tensor": lambda ps: [local(p) + 1 for p in ps],
+    "view of the local tensor": lambda ps: [local(p)[:1] for p in ps],
+    "copy": lambda ps: [copy.copy(p) for p in ps],
+    "deepcopy": lambda ps: [copy.deepcopy(p) for p in ps],
+    "deepcopy of the local tensor": lambda ps: [copy.deepcopy(local(p)) for p in ps],
+    "torch.save": lambda ps: saved([p.detach() for p in ps]),
+    "torch.save of the local tensor": lambda ps: saved([local(p) for p in ps]),
+    "torch.save of parameters": saved,
+    "print": str,
+    "print of the local tensor": lambda ps: f"{local(ps[0])} {local(ps[1])!r}",
+    "numpy": numpy_of,
+    "address": by_address,
+    "storage": by_storage,
+    "dlpack": by_dlpack,
+    "item and tolist": lambda ps: [local(ps[0]).tolist(), local(ps[0])[0, 0].item()],
+    "cpu": lambda ps: [p.cpu() for p in ps],
+    "other dtype": lambda ps: [p.to(torch.bfloat16) for p in ps],
+    "parameters_to_vector": lambda ps: nn.utils.parameters_to_vector([p.to_local() for p in ps]),
+    "stack": lambda ps: torch.stack([p.sum() for p in ps]),
+    "dcp.save": read_by_dcp,
+    "staging of dcp.async_save": read_by_staging,
+    "get_model_state_dict": read_by_state_dict,
+    "lerp_ of an average": read_by_lerp,
+    "_foreach_lerp_ of averages": read_by_foreach,
+    "AveragedModel": read_by_averaged_model,
+    "another optimizer": read_by_another_optimizer,
+    "collectives": scatter,
+    "mul_": functools.partial(in_place, lambda p: p.mul_(0.5)),
+    "data.mul_": functools.partial(in_place, lambda p: p.data.mul_(0.5)),
+    "clamp_": functools.partial(in_place, lambda p: p.clamp_(-0.01, 0.01)),
+    "copy_": functools.partial(in_place, lambda p: p.copy_(torch.full_like(p, 3.0))),
+    "copy_ of an expression": functools.partial(in_place, lambda p: p.copy_(p * p)),
+    "zero_ of the local tensor": functools.partial(in_place, lambda p: local(p).zero_()),
+    "_foreach_mul_": foreach_mul,
+    "assignment to the local tensor": assigned,
+    "inference_mode": inference,
+    "compiled": lambda ps: [_compiled(p) for p in ps[:2]],
+}
+
+
+# --------------------------------------------------------------------------- the twins
+
+
+def step(model: Any, optimizer: Any, index: int) -> None:
+    loss_of(model, index).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def sharded(model: Any) -> Parameters:
+    """Trained parameters with elements on both ranks."""
+    return [p for p in model.parameters() if p.requires_grad and len(p) > 1]
+
+
+def as_parts(value: Any) -> list[Any]:
+    if isinstance(value, (list, tuple)):
+        return [part for each in value for part in as_parts(each)]
+    value = value.to_local() if isinstance(value, DTensor) else value
+    return [value.detach().clone() if isinstance(value, Tensor) else value]
+
+
+def same(found: Any, expected: Any) -> bool:
+    pairs = zip(as_parts(found), as_parts(expected), strict=True)
+    return all(torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in pairs)
+
+
+def read_while_updates_are_held_back(name: str, overlap: str, guarded: bool) -> None:
+    """The reader's numbers, and afterwards those of the parameters, are the plain optimizer's."""
+    reader = READERS[name]
+    plain = build(dist.get_world_size())
+    reference = adamw(plain)
+    for index in range(2):
+        step(plain, reference, index)
+    expected = as_parts(reader(sharded(plain)))
+    with StreamSimulator("lazy", inline_current=True):
+        mine = build(dist.get_world_size())
+        optimizer = wrap(mine, overlap)
+        for index in range(2):
+            step(mine, optimizer, index)
+        parameters = sharded(mine)
+        found = as_parts(reader(parameters))
+        optimizer.synchronize()  # an update that comes after a write
+        with torch.no_grad():
+            found += as_parts([p + 0 for p in parameters])
+            expected += as_parts([p + 0 for p in sharded(plain)])
+        is_right = same(found, expected)
+        check(is_right or not guarded, f"{name} with {overlap}")
+        check(not is_right or guarded, f"{name} with {overlap}: nothing was held back")
+        optimizer.close()
+
+
+def each_held_back(name: str) -> None:
+    for overlap in ("forward", "backward"):
+        read_while_updates_are_held_back(name, overlap, guarded=True)
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_reading_waits(ranks: Ranks, name: str) -> None:
+    ranks(2).run(each_held_back, name)
+
+
+def without_gates(names: list[str]) -> None:
+    with mock.patch.object(shards, "close_gate"):
+        for name in names:
+            read_while_updates_are_held_back(name, "forward", guarded=False)
+
+
+def test_without_gated_shards_each_of_these_reads_old_values(ranks: Ranks) -> None:
+    ranks(2).run(without_gates, list(READERS))
+
+
+def compiled_each_time(overlap: str, backend: str) -> None:
+    """Compiled before a gate was closed and again behind it, then used in later steps."""
+    torch.compiler.reset()  # how often a function is compiled is limited, over all tests
+    read = torch.compile(lambda p: p * 2 + 1, backend=backend, fullgraph=True)
+    plain = build(dist.get_world_size())
+    reference = adamw(plain)
+    with (
+        StreamSimulator("lazy", inline_current=True),
+        torch._functorch.config.patch(enable_autograd_cache=False),  # see [Note: compiled code]
+    ):
+        mine = build(dist.get_world_size())
+        optimizer = wrap(mine, overlap)
+        for index in range(4):
+            step(plain, reference, index)
+            step(mine, optimizer, index)
+            if index == 0:
+                optimizer.synchronize()
+            for p, expected in zip(sharded(mine)[:2], sharded(plain), strict=False):
+                check(same(read(p), expected * 2 + 1), f"in step {index}")
+                check(same(read(local(p)), local(expected) * 2 + 1), f"locally in step {index}")
+        optimizer.close()
+
+
+@BOTH
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled_code_waits_in_every_step(ranks: Ranks, overlap: str, backend: str) -> None:
+    """Inductor's code takes addresses."""
+    ranks(2).run(compiled_each_time, overlap, backend)
+
+
+# --------------------------------------------------------------------------- what does not wait
+
+
+def gates(model: Any) -> set[bool]:
+    """Whether shards are gated."""
+    parameters = (p for group in fsdp_groups([model]) for p in Group(*group).parameters)
+    return {type(local(p)) is GatedShard for p in parameters if p.requires_grad}
+
+
+def look_at_metadata(overlap: str) -> None:
+    with StreamSimulator("lazy", inline_current=True) as simulator:
+        model = build(dist.get_world_size())
+        optimizer = wrap(model, overlap)
+        step(model, optimizer, 0)
+        simulator.reset_counters()
+        for p in model.parameters():
+            shard = local(p)
+            plain = shards.local(p)
+            for each in (shard, plain):
+                check(each.shape == plain.shape and each.size(0) == len(plain), "shape")
+                check(each.dtype == plain.dtype and each.device == plain.device, "dtype, device")
+                check(each.stride() == plain.stride() and each.is_contiguous(), "strides")
+                check(each.is_leaf and not each.requires_grad, "autograd")
+                check(not hasattr(each, "fsdp_pre_all_gather"), "as FSDP2 asks")
+            check(p.shape[0] == len(p) and p.is_leaf and p.requires_grad is not None, "of DTensor")
+        check(not simulator.wait_log, f"waits: {simulator.wait_log}")
+        check(gates(model) == {True}, "gated before and after")
+        optimizer.close()
+
+
+@BOTH
+def test_metadata_does_not_wait(ranks: Ranks, overlap: str) -> None:
+    ranks(2).run(look_at_metadata, overlap)
+
+
+def train_untouched(overlap: str, size: int, setting: str) -> None:
+    calls: list[str] = []
+
+    def use(original: Any, func: Any, args: Any, kwargs: Any) -> Any:
+        calls.append(str(func))
+        return original(func, args, kwargs)
+
+    plain, mine = build(size, setting=setting), build(size, setting=setting)
+    reference, optimizer = adamw(plain), wrap(mine, overlap)
+    for index in range(4):
+        step(plain, reference, index)
+        with mock.patch.object(GatedShard, "_use", functools.partial(use, GatedShard._use)):
+            step(mine, optimizer, index)
+        check(gates(mine) == {True}, "gated after step()")
+    check(not calls, f"used: {calls}")
+    models.check_twins(optimizer, reference, overlap)
+    check(gates(mine) == {False}, "the state was read, which waits for everything")
+    optimizer.close()
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("size", "setting"),
+    [(1, ""), (2, ""), (2, "prefetch in forward"), (2, "no reshard after backward"),
+     (2, "compiled")],
+)  # fmt: skip
+def test_forward_and_backward_never_use_what_stands_for_a_shard(
+    ranks: Ranks, overlap: str, size: int, setting: str
+) -> None:
+    ranks(2).run(train_untouched, overlap, size, setting)
+
+
+def open_one_by_one(overlap: str) -> None:
+    """Of a module that the forward leaves out, shards stay gated; and they do when they are used,
+    because another stream has not waited."""
+    with StreamSimulator("lazy", inline_current=True) as simulator:
+        model = build(dist.get_world_size())
+        optimizer = wrap(model, overlap)
+        step(model, optimizer, 0)
+        seen = list[set[bool]]()
+        model.blocks[0].register_forward_hook(
+            lambda *_: seen.append(gates(model.blocks[2]) | gates(model.blocks[1]))
+        )
+        loss_of(model, 1, skip=1)
+        check(seen == [{True}], f"before they are gathered: {seen}")
+        check(gates(model.blocks[2]) == gates(model.blocks[0]) == {False}, "gathered")
+        check(gates(model.blocks[1]) == {True}, "left out")
+        parameter = model.blocks[1].up.weight
+        waits = []
+        for stream in (simulator._current, simulator.stream("another")):
+            simulator._current = stream
+            simulator.reset_counters()
+            parameter.detach().norm()
+            waits.append({name for name, _ in simulator.wait_log})
+        check(waits == [{"current"}, {"another"}], f"{waits}")
+        optimizer.close()
+
+
+@BOTH
+def test_each_stream_that_uses_a_parameter_waits_until_it_is_gathered(
+    ranks: Ranks, overlap: str
+) -> None:
+    ranks(2).run(open_one_by_one, overlap)
+
+
+# --------------------------------------------------------------------------- shards come back
+
+
+def close_it(model: Any, optimizer: Any) -> None:
+    optimizer.close()
+
+
+def synchronize(model: Any, optimizer: Any) -> None:
+    optimizer.synchronize()
+
+
+def read_state(model: Any, optimizer: Any) -> None:
+    optimizer.state_dict()
+
+
+def read_weights(model: Any, optimizer: Any) -> None:
+    model.state_dict()
+
+
+def go_away(model: Any, optimizer: Any) -> None:
+    offloader = PhaseOffloader(model, optimizer)
+    offloader.offload()
+    check(gates(model) == {False}, "away")
+    offloader.reload()
+    offloader.close()
+
+
+def load(model: Any, optimizer: Any) -> None:
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
+ENDS = {
+    each.__name__: each for each in (close_it, synchronize, read_state, read_weights, go_away, load)
+}
+
+
+def come_back(name: str, overlap: str) -> None:
+    plain = build(dist.get_world_size())
+    reference = adamw(plain)
+    step(plain, reference, 0)
+    with StreamSimulator("lazy", inline_current=True):
+        mine = build(dist.get_world_size())
+        optimizer = wrap(mine, overlap)
+        step(mine, optimizer, 0)
+        kept = [local(p) for p in sharded(mine)]
+        check(gates(mine) == {True}, "after step()")
+        ENDS[name](mine, optimizer)
+        check(gates(mine) == {False}, f"after {name}")
+        check(same(sharded(mine), sharded(plain)), f"after {name}")
+        check(same([t + 0 for t in kept], sharded(plain)), "what was kept from before")
+        optimizer.close()
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_shards_come_back(ranks: Ranks, name: str) -> None:
+    for overlap in ("forward", "backward"):
+        ranks(2).run(come_back, name, overlap)
+
+
+def drop(overlap: str) -> None:
+    """Nobody has kept the optimizer, nor do gated shards keep it or the model."""
+    with StreamSimulator("lazy", inline_current=True):
+        plain, mine = build(dist.get_world_size()), build(dist.get_world_size())
+        reference, optimizer = adamw(plain), wrap(mine, overlap)
+        step(plain, reference, 0)
+        step(mine, optimizer, 0)
+        kept, dropped = local(sharded(mine)[0]), weakref.ref(optimizer)
+        del optimizer
+        gc.collect()
+        check(dropped() is None, "the optimizer is kept")
+        check(gates(mine) == {False}, "after the drop")
+        check(same(sharded(mine), sharded(plain)), "waited for")
+        check(same(kept + 0, sharded(plain)[0]), "what was kept from before")
+
+
+@BOTH
+def test_shards_come_back_when_the_optimizer_is_dropped(ranks: Ranks, overlap: str) -> None:
+    ranks(2).run(drop, overlap)
+
+
+def change_groups(overlap: str) -> None:
+    """Parameters that are unfrozen or added while others are gated, and modules converted."""
+    plain = build(dist.get_world_size())
+    with StreamSimulator("lazy", inline_current=True):
+        mine = build(dist.get_world_size())
+        pairs: list[tuple[Any, Any]] = []
+        for model in (plain, mine):
+            for frozen in (model.blocks[0].up.weight, model.blocks[1].up.weight):
+                frozen.requires_grad_(False)
+            some = [p for p in model.parameters() if p is not model.blocks[1].up.weight]
+            inner = torch.optim.AdamW(some, lr=0.02)
+            pairs.append((model, inner))
+        optimizer = HybridDeviceOptimizer(pairs[1][1], mine, overlap=overlap, transfer=SMALL)
+        pairs[1] = mine, optimizer
+        for model, stepper in pairs:
+            for index in range(4):
+                if index == 1:
+                    model.blocks[0].up.weight.requires_grad_(True)
+                elif index == 2:
+                    model.blocks[1].up.weight.requires_grad_(True)
+                    stepper.add_param_group({"params": [model.blocks[1].up.weight], "lr": 0.1})
+                elif index == 3:
+                    model.float()
+                step(model, stepper, index)
+        check(gates(mine) == {True}, "the new ones, too")
+        check(same([p + 0 for p in sharded(mine)], [p + 0 for p in sharded(plain)]), "bits")
+        optimizer.close()
+
+
+@BOTH
+def test_parameters_that_come_while_others_are_gated(ranks: Ranks, overlap: str) -> None:
+    ranks(2).run(change_groups, overlap)
+
+
+# --------------------------------------------------------------------------- errors
+
+
+def fail_before_a_reader() -> None:
+    """The first one gets the error; then weights can be read, and written for a load."""
+    model = build(dist.get_world_size())
+    optimizer = wrap(model, "forward", update_on="host")
+    step(model, optimizer, 0)
+    loss_of(model, 1).backward()
+
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError("on a host thread")
+
+    with mock.patch.object(HostUnit, "update", fail):
+        optimizer.step()
+        try:
+            for parameter in sharded(model):
+                parameter.detach().norm()
+        except LaneError as error:
+            check("reading a parameter" in error.what, error.what)
+            check("on a host thread" in error.reason, error.reason)
+            check("load a checkpoint" in error.remedy, error.remedy)
+        else:
+            raise AssertionError("nothing was raised")
+    check(gates(model) == {False}, "after the failure")
+    for parameter in sharded(model):
+        parameter.detach().zero_()
+    optimizer.close()
+
+
+def test_a_failed_update_is_raised_from_the_read(ranks: Ranks) -> None:
+    ranks(2).run(fail_before_a_reader)
+
+
+def capture() -> None:
+    with StreamSimulator("lazy", inline_current=True) as simulator:
+        model = build(dist.get_world_size())
+        optimizer = wrap(model, "forward")
+        step(model, optimizer, 0)
+        refusal = DeviceError("step() inside a CUDA graph capture", reason="", remedy="")
+        with mock.patch.object(simulator, "current_stream", side_effect=refusal):
+            try:
+                sharded(model)[0].detach().norm()
+            except DeviceError as error:
+                check("a parameter" in error.what, error.what)
+                check("synchronize()" in error.remedy, error.remedy)
+            else:
+                raise AssertionError("nothing was raised")
+        optimizer.synchronize()  # it has not failed
+        optimizer.close()
+
+
+def test_a_graph_capture_that_reads_a_parameter_is_refused(ranks: Ranks) -> None:
+    ranks(2).run(capture)
