@@ -222,7 +222,7 @@ class Overlap:
             self._open(gate)
 
     def let_read(self) -> None:
-        """Nobody waits any more before a shard is used, whether or not its updates have failed."""
+        """Shards are used without a wait from now on, whether or not updates have failed."""
         for gate in self.gates:
             shards.open_gate(gate.gated)
 

@@ -302,14 +302,10 @@ def read_while_updates_are_held_back(name: str, overlap: str, guarded: bool) -> 
         optimizer.close()
 
 
-def each_held_back(name: str) -> None:
-    for overlap in ("forward", "backward"):
-        read_while_updates_are_held_back(name, overlap, guarded=True)
-
-
+@pytest.mark.parametrize("overlap", ["forward", pytest.param("backward", marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", READERS)
-def test_reading_waits(ranks: Ranks, name: str) -> None:
-    ranks(2).run(each_held_back, name)
+def test_reading_waits(ranks: Ranks, name: str, overlap: str) -> None:
+    ranks(2).run(read_while_updates_are_held_back, name, overlap, guarded=True)
 
 
 def without_gates(names: list[str]) -> None:
@@ -319,6 +315,11 @@ def without_gates(names: list[str]) -> None:
 
 
 def test_without_gated_shards_each_of_these_reads_old_values(ranks: Ranks) -> None:
+    ranks(2).run(without_gates, ["norm", "full_tensor", "to_local", "address", "mul_"])
+
+
+@pytest.mark.long
+def test_without_gated_shards_all_reads_give_old_values(ranks: Ranks) -> None:
     ranks(2).run(without_gates, list(READERS))
 
 
@@ -345,8 +346,16 @@ def compiled_each_time(overlap: str, backend: str) -> None:
         optimizer.close()
 
 
-@BOTH
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize(
+    ("backend", "overlap"),
+    [
+        ("aot_eager", "forward"),
+        *(
+            pytest.param(*both, marks=pytest.mark.long)
+            for both in (("aot_eager", "backward"), ("inductor", "forward"))
+        ),
+    ],
+)
 def test_compiled_code_waits_in_every_step(ranks: Ranks, overlap: str, backend: str) -> None:
     """Inductor's code takes addresses."""
     ranks(2).run(compiled_each_time, overlap, backend)
@@ -411,7 +420,7 @@ def train_untouched(overlap: str, size: int, setting: str) -> None:
 @pytest.mark.parametrize(
     ("size", "setting"),
     [(1, ""), (2, ""), (2, "prefetch in forward"), (2, "no reshard after backward"),
-     (2, "compiled")],
+     pytest.param(2, "compiled", marks=pytest.mark.long)],
 )  # fmt: skip
 def test_forward_and_backward_never_use_what_stands_for_a_shard(
     ranks: Ranks, overlap: str, size: int, setting: str
