@@ -187,3 +187,59 @@ def test_forward_and_backward_send_no_tables(mesh: Any) -> None:
     )  # fmt: skip
     assert sent(mine, optimizer) == 0
     optimizer.close()
+
+
+# --------------------------------------------------------------------------- parameters are read
+
+
+def norms_of(parameters: list[Any]) -> list[Tensor]:
+    return [p.detach().norm().full_tensor() for p in parameters]
+
+
+def averages_of(parameters: list[Any]) -> list[Tensor]:
+    averages = [torch.zeros_like(p) for p in parameters]
+    torch._foreach_lerp_(averages, [p.detach() for p in parameters], 0.25)
+    return [average.to_local() for average in averages]
+
+
+def copies_on_the_host(parameters: list[Any]) -> list[Tensor]:
+    return [p.to_local().cpu() for p in parameters]
+
+
+@torch.compile
+def _compiled(tensor: Tensor) -> Tensor:
+    return tensor * 2 + 1
+
+
+def compiled(parameters: list[Any]) -> list[Tensor]:
+    return [_compiled(p.to_local()) for p in parameters[:2]]
+
+
+@pytest.mark.parametrize("late", ["h2d", "update"])
+@pytest.mark.parametrize("overlap", ["forward", "backward"])
+@pytest.mark.parametrize("read", [norms_of, averages_of, copies_on_the_host, compiled])
+def test_code_that_reads_parameters_after_a_step_waits_for_it(
+    mesh: Any, read: Any, overlap: str, late: str
+) -> None:
+    plain, mine = build(mesh, torch.float32), build(mesh, torch.float32)
+    reference = torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True)
+    optimizer = HybridDeviceOptimizer(
+        torch.optim.AdamW(mine.parameters(), lr=1e-2, fused=True),
+        mine,
+        overlap=overlap,
+        transfer=TransferConfig(bucket_bytes="1MiB", slots=3, prefetch_bytes="4MiB"),
+    )
+    sharded, gated = list(plain.parameters()), list(mine.parameters())
+    with torch.no_grad():
+        read(sharded)  # compiled code is made for plain tensors first
+    for index in range(4):
+        for model, stepped in ((plain, reference), (mine, optimizer)):
+            x = torch.full((64, 512), 0.1 * index, device="cuda")
+            model(x).backward()
+            hold_up(stepped, late)
+            stepped.step()
+            stepped.zero_grad()
+        with torch.no_grad():
+            for found, expected in zip(read(gated), read(sharded), strict=True):
+                assert torch.equal(found, expected)
+    optimizer.close()
