@@ -1,0 +1,733 @@
+"""What may happen to both sides. Each event draws what it needs from its own generator.
+
+An event that makes no sense when its turn comes (nothing was saved yet, all is frozen) does
+nothing: so events can be left out of a sequence, and the others stay what they were.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.optim import lr_scheduler
+
+from fsdp_offload import checkpoint
+from tests.optimizer_table import ELEMENTWISE
+
+from .cases import COMMON, FLAGS, Case, Event, draw_case
+from .net import like, local
+from .pair import Pair, joined, remainder_of
+
+Run = Callable[[Pair, random.Random], None]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """An event that can be drawn."""
+
+    run: Run
+    weight: float
+    before_wrapping: bool = False
+    needs: Callable[[Case], bool] = lambda case: True
+
+
+EVENTS: Final[dict[str, Kind]] = {}
+
+
+def event(weight: float, **options: Any) -> Callable[[Run], Run]:
+    """Enter a function into :data:`EVENTS` under its own name."""
+
+    def enter(run: Run) -> Run:
+        EVENTS[run.__name__] = Kind(run, weight, **options)
+        return run
+
+    return enter
+
+
+def draw(seed: int, ranks: int = 1, without: frozenset[str] = frozenset()) -> Case:
+    """The case of ``seed`` with its events. Leaving out a kind leaves all others as they are."""
+    case = draw_case(seed, ranks)
+    rng = random.Random(f"{seed} of {ranks}")
+    known = {n: k for n, k in EVENTS.items() if k.needs(case)}
+    first = [n for n, kind in known.items() if kind.before_wrapping]
+    others = [n for n, kind in known.items() if not kind.before_wrapping]
+    weights = [known[name].weight for name in others]
+    names = [rng.choice(first) for _ in range(rng.choice((0, 0, 0, 1, 2)))]
+    names.append("wrap")
+    names += rng.choices(others, weights, k=rng.randint(3, 14))
+    case.events.extend(Event(name, rng.getrandbits(32)) for name in names)
+    return case.without({i for i, e in enumerate(case.events) if e.name in without})
+
+
+# --------------------------------------------------------------------------- before wrapping
+
+
+def wrap(pair: Pair, rng: random.Random) -> None:
+    """Always there, and never left out."""
+    pair.wrap()
+
+
+@event(0, before_wrapping=True)
+def start_stepped(pair: Pair, rng: random.Random) -> None:
+    """The optimizer has stepped before it is wrapped."""
+    if pair.case.ranks == 1:
+        train(pair, rng)
+
+
+@event(0, before_wrapping=True)
+def start_frozen(pair: Pair, rng: random.Random) -> None:
+    """A parameter is frozen when its optimizer is wrapped."""
+    freeze(pair, rng)
+
+
+@event(0, before_wrapping=True)
+def start_with_step_zero(pair: Pair, rng: random.Random) -> None:
+    """State that was taken over has its step count reset."""
+    if pair.case.ranks == 1:
+        train(pair, rng)
+        step_to_zero(pair, rng)
+
+
+# --------------------------------------------------------------------------- gradients, steps
+
+
+def _generator(rng: random.Random) -> torch.Generator:
+    return torch.Generator().manual_seed(rng.getrandbits(31))
+
+
+def _present(pair: Pair, rng: random.Random) -> list[bool]:
+    likely = rng.choice((1.0, 1.0, 0.6, 0.6, 0.2))
+    return [rng.random() < likely for _ in pair.mine]
+
+
+def _gradients(pair: Pair, rng: random.Random, *, laid_out: bool = False) -> None:
+    """New gradients in the place of those that were there."""
+    present, scale = _present(pair, rng), 10.0 ** rng.randint(-1, 1)
+    layout = rng.choice(("", "", "", "transposed", "strided"))
+    # Sums over an element's neighbours depend on the order of elements in memory.
+    layout = layout if laid_out and pair.is_wrapped and pair.case.name in ELEMENTWISE else ""
+    pair.say(f"gradients of {[i for i, has in enumerate(present) if has]}")
+    if pair.mesh is None:
+        pair.set_gradients(_generator(rng), present, scale, layout=layout)
+        return
+    pair.zero_grad("wrapper")
+    pair.backward(_generator(rng), present, scale)
+
+
+@event(20)
+def train(pair: Pair, rng: random.Random) -> None:
+    """A whole iteration: gradients, now and then in two backward passes or clipped, and a step."""
+    accumulates, clips = rng.random() < 0.15, rng.random() < 0.3
+    in_backward = pair.case.overlap == "backward" and pair.is_wrapped
+    if accumulates and in_backward:
+        pair.zero_grad("wrapper")
+        with pair.wrapped.accumulate():
+            _gradients(pair, rng)
+        pair.backward(_generator(rng), _present(pair, rng), 1.0)
+    else:
+        _gradients(pair, rng, laid_out=not clips)
+        if accumulates:
+            _more(pair, rng)
+    if clips and not in_backward and pair.is_wrapped:
+        _clip(pair, rng)
+    else:
+        clips = False
+    if rng.random() < 0.1 and not clips and not in_backward:
+        pair.step(rng.getrandbits(31), closure=lambda: 1.5)
+    else:
+        pair.step(rng.getrandbits(31))
+    if clips or rng.random() < 0.5:
+        pair.zero_grad("wrapper", to_none=pair.case.overlap != "step" or rng.random() < 0.8)
+
+
+def _more(pair: Pair, rng: random.Random) -> None:
+    if pair.mesh is None:
+        pair.add_gradients(_generator(rng), in_place=rng.random() < 0.5)
+    else:
+        pair.backward(_generator(rng), _present(pair, rng), 1.0)
+
+
+def _clip(pair: Pair, rng: random.Random) -> None:
+    orders = (2.0, 2.0, 1.0, 3.0) if pair.case.ranks > 1 else (2.0, 2.0, 1.0, float("inf"))
+    if any(0 in shape for shape in pair.case.shapes):
+        orders = (2.0,)  # torch has no other norm of nothing
+    limit, order, by_wrapper = rng.choice((0.1, 1.0, 10.0)), rng.choice(orders), rng.random() < 0.6
+    pair.say(f"clipped to {limit} in norm {order} by {'the wrapper' if by_wrapper else 'torch'}")
+    pair.clip(limit, order, by_wrapper=by_wrapper)
+
+
+def _may_touch_gradients(pair: Pair) -> bool:
+    """With overlap, gradients are not there once they were used."""
+    return not pair.is_spent and pair.case.overlap != "backward"
+
+
+@event(3)
+def step_alone(pair: Pair, rng: random.Random) -> None:
+    """With whatever gradients there are."""
+    if not pair.is_spent:
+        pair.step(rng.getrandbits(31))
+
+
+@event(2)
+def gradients_alone(pair: Pair, rng: random.Random) -> None:
+    """Gradients that the next event finds."""
+    if pair.case.overlap != "backward":
+        _gradients(pair, rng)
+
+
+@event(1)
+def gradients_added(pair: Pair, rng: random.Random) -> None:
+    """A further backward."""
+    if _may_touch_gradients(pair):
+        _more(pair, rng)
+
+
+@event(2)
+def zero_grad(pair: Pair, rng: random.Random) -> None:
+    """By the wrapper, the model, or by hand."""
+    how = rng.choice(("wrapper", "model", "hand"))
+    to_none = pair.is_spent or rng.random() < 0.7
+    pair.say(f"by {how}, to None: {to_none}")
+    pair.zero_grad("wrapper" if pair.is_spent else how, to_none=to_none)
+
+
+@event(2)
+def clip_alone(pair: Pair, rng: random.Random) -> None:
+    """Clipping in any order with all the others: twice, before other gradients, after a step."""
+    if _may_touch_gradients(pair) and any(p.grad is not None for p in pair.mine):
+        _clip(pair, rng)
+
+
+# --------------------------------------------------------------------------- hyper-parameters
+
+
+def _both(pair: Pair, index: int | None, name: str, change: Callable[[Any], Any]) -> None:
+    for i, group in enumerate(pair.wrapped.param_groups):
+        if index in (None, i):
+            for each in (group, *pair.plain_groups(i)):
+                each[name] = change(each[name])
+
+
+@event(4)
+def set_lr(pair: Pair, rng: random.Random) -> None:
+    """In place where it is a tensor."""
+    factor, index = rng.choice((0.5, 1.5, 2.0)), rng.choice((None, 0))
+    pair.say(f"times {factor}")
+
+    def change(lr: Any) -> Any:
+        return lr.mul_(factor) if isinstance(lr, Tensor) else lr * factor
+
+    _both(pair, index, "lr", change)
+
+
+@event(3, needs=lambda case: case.is_torchs)
+def set_option(pair: Pair, rng: random.Random) -> None:
+    """Another hyper-parameter than lr."""
+    case = pair.case
+    known = {**FLAGS[case.name], **COMMON}
+    if pair.wrapped.param_groups[0].get("momentum") and "centered" not in known:
+        known["momentum"] = [0.3, 0.95]
+    names = sorted(name for name in known if name in pair.wrapped.param_groups[0])
+    name = rng.choice(names)
+    value, index = rng.choice(known[name]), rng.choice((None, 0))
+    pair.say(f"{name} = {value}")
+    _both(pair, index, name, lambda _: value)
+
+
+@event(1, needs=lambda case: case.name == "SGD" and not case.kwargs.get("momentum"))
+def momentum_on(pair: Pair, rng: random.Random) -> None:
+    """Momentum where there was none: state that was not needed before."""
+    _both(pair, None, "momentum", lambda _: 0.9)
+
+
+@event(3)
+def scheduler(pair: Pair, rng: random.Random) -> None:
+    """One of torch's schedulers, made now or moved on."""
+    if not pair.schedulers or rng.random() < 0.2:
+        _schedule(pair, rng.choice(("StepLR", "ExponentialLR", "CosineAnnealingLR", "LambdaLR")))
+    for each in pair.schedulers:
+        each.step()
+
+
+@event(1, needs=lambda case: case.name in ("Adam", "AdamW", "SGD", "RMSprop", "NAdam"))
+def scheduler_of_momentum(pair: Pair, rng: random.Random) -> None:
+    """OneCycleLR moves momentum or betas, too."""
+    defaults = pair.wrapped.param_groups[0]
+    if defaults.get("momentum", 1) and pair.case.name != "RMSprop":
+        _schedule(pair, "OneCycleLR")
+
+
+@event(1, needs=lambda case: case.name == "SGD" and not case.kwargs.get("momentum"))
+def scheduler_of_no_momentum(pair: Pair, rng: random.Random) -> None:
+    """OneCycleLR gives momentum to an SGD that was built without."""
+    _schedule(pair, "OneCycleLR")
+
+
+def _schedule(pair: Pair, name: str) -> None:
+    arguments: dict[str, dict[str, Any]] = {
+        "StepLR": {"step_size": 2, "gamma": 0.5},
+        "ExponentialLR": {"gamma": 0.9},
+        "CosineAnnealingLR": {"T_max": 5},
+        "LambdaLR": {"lr_lambda": _decay},
+        "OneCycleLR": {"max_lr": 0.05, "total_steps": 100},
+    }
+    if name == "OneCycleLR" and any(isinstance(g["lr"], Tensor) for g in pair.plain.param_groups):
+        return  # torch cannot on CPU tensors of another dtype
+    pair.say(name)
+    made = getattr(lr_scheduler, name)
+    for optimizer in (pair.wrapped, pair.plain):
+        for group in optimizer.param_groups:
+            group.pop("initial_lr", None)
+    pair.schedulers = [made(o, **arguments[name]) for o in (pair.wrapped, pair.plain)]
+
+
+def _decay(epoch: int) -> float:
+    return 0.95**epoch
+
+
+# --------------------------------------------------------------------------- parameters
+
+
+@event(1.5)
+def freeze(pair: Pair, rng: random.Random) -> None:
+    """One parameter needs no gradient from now on."""
+    found = [i for i in pair.order if pair.mine[i].requires_grad]
+    if len(found) < 2 or (pair.mesh is not None and pair.had_gradient):
+        return  # FSDP2 looks at it in its first forward
+    _require_grad(pair, rng.choice(found), False)
+
+
+@event(2)
+def unfreeze(pair: Pair, rng: random.Random) -> None:
+    """One parameter needs gradients again."""
+    found = [i for i in pair.order if not pair.mine[i].requires_grad]
+    if found and (pair.mesh is None or not pair.had_gradient):
+        _require_grad(pair, rng.choice(found), True)
+
+
+def _require_grad(pair: Pair, index: int, needed: bool) -> None:
+    pair.say(f"parameter {index}")
+    for tensor in (pair.mine[index], pair.carriers[index]):
+        tensor.requires_grad_(needed)
+        tensor.grad = None
+
+
+@event(1.5, needs=lambda case: bool(case.later))
+def add_group(pair: Pair, rng: random.Random) -> None:
+    """Parameters that were in no group."""
+    if pair.later:
+        pair.add_group()
+
+
+def _new_weights(pair: Pair, rng: random.Random) -> dict[int, Tensor]:
+    """For some parameters; none of them zero."""
+    generator = _generator(rng)
+    chosen = [i for i in range(len(pair.mine)) if rng.random() < 0.6]
+    pair.say(f"parameters {chosen}")
+    return {
+        i: (torch.rand(local(pair.mine[i]).shape, generator=generator) + 0.1).to(p.dtype)
+        for i, p in enumerate(pair.mine)
+        if i in chosen
+    }
+
+
+@torch.no_grad()
+def _write(pair: Pair, values: dict[int, Tensor]) -> None:
+    for i, value in values.items():
+        for parameter in (pair.mine[i], pair.carriers[i]):
+            local(parameter).copy_(value)
+
+
+@event(1)
+def weights_written_and_told(pair: Pair, rng: random.Random) -> None:
+    """By hand, and then resync(): all masters are the weights."""
+    pair.wrapped.synchronize()
+    _write(pair, _new_weights(pair, rng))
+    pair.wrapped.resync()
+    pair.reseed()
+
+
+@event(1)
+@torch.no_grad()
+def weights_written(pair: Pair, rng: random.Random) -> None:
+    """By hand, and nobody is told."""
+    pair.wrapped.synchronize()
+    values = _new_weights(pair, rng)
+    for i, value in values.items():
+        theirs = pair.theirs[i]
+        if theirs.dtype == pair.carriers[i].dtype:
+            continue
+        if pair.has_remainder(i):
+            # Weight and remainder are the master: what the rounding had cut off stays.
+            theirs.copy_(joined(value, remainder_of(theirs)))
+        else:
+            theirs.copy_(value)
+    _write(pair, values)
+
+
+@event(1, needs=lambda case: case.gives_model)
+def weights_loaded(pair: Pair, rng: random.Random) -> None:
+    """By the module's own method: all masters are the weights."""
+    if pair.has_loaded:
+        return  # masters that were loaded belong to weights that are loaded next
+    generator, weights = _generator(rng), {}
+    for name, parameter in pair.model.named_parameters():
+        piece = torch.rand(local(parameter).shape, generator=generator) + 0.1
+        weights[name] = like(parameter, piece.to(parameter.dtype))
+    for model in (pair.model, pair.twin):
+        model.load_state_dict(weights)
+    pair.reseed()
+
+
+# --------------------------------------------------------------------------- state by hand
+
+
+def _with_state(pair: Pair) -> list[int]:
+    return [i for i in pair.plain_state() if i in pair.order]
+
+
+def _is_like(pair: Pair, i: int, value: Any) -> bool:
+    theirs = pair.theirs[i]
+    return isinstance(value, Tensor) and value.shape == theirs.shape and value.dtype == theirs.dtype
+
+
+@event(2)
+@torch.no_grad()
+def state_written(pair: Pair, rng: random.Random) -> None:
+    """Tensors in place or replaced, step counts moved on."""
+    found = [i for i in _with_state(pair) if pair.plain.state[pair.theirs[i]].get("step", 1) > 0]
+    if not found:
+        return
+    i, replaces, generator = rng.choice(found), rng.random() < 0.4, _generator(rng)
+    pair.say(f"of {i}, {'replaced' if replaces else 'in place'}")
+    mine, plain = pair.wrapped.state[pair.mine[i]], pair.plain.state[pair.theirs[i]]
+    for name, value in plain.items():
+        if name == "step":
+            new: Any = value + 3
+        elif _is_like(pair, i, value) and value.dim():
+            new = (torch.rand(value.shape, generator=generator) + 0.01).to(value.dtype)
+        else:
+            continue
+        if not isinstance(value, Tensor):
+            mine[name] = plain[name] = new
+            continue
+        value.copy_(new)
+        if replaces:
+            mine[name] = like(pair.mine[i], new.clone()) if value.dim() else new.clone()
+        else:
+            local(mine[name]).copy_(new)
+
+
+@event(1)
+@torch.no_grad()
+def step_to_zero(pair: Pair, rng: random.Random) -> None:
+    """A restart of bias correction: the moments stay."""
+    for i in _with_state(pair):
+        for state in (pair.wrapped.state[pair.mine[i]], pair.plain.state[pair.theirs[i]]):
+            if isinstance(state.get("step"), Tensor):
+                state["step"].zero_()
+            elif "step" in state:
+                state["step"] = 0
+
+
+@event(1)
+@torch.no_grad()
+def state_written_early(pair: Pair, rng: random.Random) -> None:
+    """What Adagrad and others make at construction, set before the first step."""
+    generator = _generator(rng)
+    for i in _with_state(pair):
+        plain = pair.plain.state[pair.theirs[i]]
+        if plain.get("step", 1) > 0:
+            continue
+        pair.say(f"of {i}")
+        for name, value in plain.items():
+            if _is_like(pair, i, value) and value.dim():
+                value.copy_(torch.rand(value.shape, generator=generator) + 0.01)
+                local(pair.wrapped.state[pair.mine[i]][name]).copy_(value)
+
+
+def _makes_state_late(case: Case) -> bool:
+    return case.name not in ("Adagrad", "EagerMomentum")
+
+
+@event(1, needs=lambda case: _makes_state_late(case) and not case.keeps_state_itself)
+def state_dropped(pair: Pair, rng: random.Random) -> None:
+    """It starts anew."""
+    found = _with_state(pair)
+    if not found:
+        return
+    i, how = rng.choice(found), rng.choice(("clear", "del", "all"))
+    pair.say(f"of {i} by {how}")
+    wrapped = pair.wrapped.state
+    if how == "clear":
+        wrapped[pair.mine[i]].clear()
+    elif how == "del":
+        del wrapped[pair.mine[i]]
+    else:
+        wrapped.clear()
+    for each in range(len(pair.mine)) if how == "all" else [i]:
+        if each in pair.order:
+            pair.plain.state.pop(pair.theirs[each], None)
+            pair.reseed(each)
+
+
+@event(1, needs=lambda case: _makes_state_late(case) and case.keeps_state_itself)
+def own_state_dropped(pair: Pair, rng: random.Random) -> None:
+    """The same of a class whose state stays on the device."""
+    state_dropped(pair, rng)
+
+
+# --------------------------------------------------------------------------- saving and loading
+
+
+@event(1)
+def read(pair: Pair, rng: random.Random) -> None:
+    """Reading changes nothing."""
+    what = rng.choice(("state_dict", "statistics", "state", "model"))
+    if what == "state_dict":
+        pair.wrapped.state_dict()
+    elif what == "statistics":
+        pair.wrapped.statistics()
+    elif what == "model":
+        pair.model.state_dict()
+    else:
+        pair.compare(state=True)
+
+
+@dataclass
+class Saved:
+    """One moment of both sides."""
+
+    weights: list[Tensor]
+    masters: list[Tensor]
+    state: dict[int, dict[str, Any]]  # of the plain optimizer
+    groups: list[dict[str, Any]]
+    order: list[int]
+    own: dict[str, Any]  # of the wrapped one
+
+
+def _save(pair: Pair, how: str) -> Saved:
+    found = pair.wrapped.state_dict()
+    if how == "torch.save":
+        buffer = io.BytesIO()
+        torch.save(found, buffer)
+        buffer.seek(0)
+        found = torch.load(buffer, weights_only=True)
+    return Saved(
+        [local(p).clone() for p in pair.mine],
+        [p.detach().clone() for p in pair.theirs],
+        pair.plain_state(cloned=True),
+        _options(pair),
+        pair.order,
+        copy.deepcopy(found),
+    )
+
+
+def _options(pair: Pair) -> list[dict[str, Any]]:
+    groups = [pair.plain_groups(i)[0] for i in range(len(pair.groups))]
+    return [copy.deepcopy({k: v for k, v in g.items() if k != "params"}) for g in groups]
+
+
+@event(2)
+def save(pair: Pair, rng: random.Random) -> None:
+    """A state dict of each side is kept; loaded later, or never."""
+    how = rng.choice(("copy", "torch.save"))
+    pair.say(how)
+    pair.saved[rng.randrange(2)] = _save(pair, how)
+
+
+@event(2)
+def load(pair: Pair, rng: random.Random) -> None:
+    """What was kept, weights first: by hand or by the module."""
+    saved, by_module = pair.saved.get(rng.randrange(2)), rng.random() < 0.5
+    if saved is None or saved.order != pair.order:
+        return
+    pair.say(f"weights by {'the module' if by_module else 'hand'}")
+    _restore_weights(pair, saved, by_module=by_module)
+    pair.wrapped.load_state_dict(copy.deepcopy(saved.own))
+    _restore_plain(pair, saved)
+
+
+@event(1)
+def load_plain(pair: Pair, rng: random.Random) -> None:
+    """The plain optimizer's state dict: masters become the weights."""
+    saved = pair.saved.get(rng.randrange(2))
+    if saved is None or saved.order != pair.order:
+        return
+    _restore_weights(pair, saved, by_module=False)
+    pair.wrapped.load_state_dict(_as_plain_dict(pair, saved))
+    _restore_plain(pair, saved)
+    pair.reseed()
+
+
+@event(0.5)
+def load_live(pair: Pair, rng: random.Random) -> None:
+    """The optimizer's own live tensors: nothing changes."""
+    pair.wrapped.load_state_dict(pair.wrapped.state_dict())
+    pair.has_loaded = True
+
+
+@event(0.5, needs=lambda case: case.gives_model and not case.later)
+def load_by_helpers(pair: Pair, rng: random.Random) -> None:
+    """torch's get_ and set_optimizer_state_dict, in place."""
+    if pair.is_spent:
+        pair.zero_grad("wrapper")
+    if pair.unrecorded or any(p.grad is not None for p in pair.mine):
+        return  # torch refuses where it has to make state
+    found = copy.deepcopy(get_optimizer_state_dict(pair.model, pair.wrapped))
+    set_optimizer_state_dict(pair.model, pair.wrapped, found)
+    pair.has_loaded = True
+
+
+def _as_plain_dict(pair: Pair, saved: Saved) -> dict[str, Any]:
+    """What the plain optimizer's state_dict() would be, placed as the wrapped side's."""
+    position = {i: n for n, i in enumerate(pair.order)}
+    groups, start = [], 0
+    for group, options in zip(pair.groups, saved.groups, strict=True):
+        groups.append({**copy.deepcopy(options), "params": list(range(start, start + len(group)))})
+        start += len(group)
+    state = {
+        position[i]: {name: pair.like_mine(i, value) for name, value in values.items()}
+        for i, values in saved.state.items()
+    }
+    return {"state": state, "param_groups": groups}
+
+
+@torch.no_grad()
+def _restore_weights(pair: Pair, saved: Saved, *, by_module: bool) -> None:
+    pair.wrapped.synchronize()
+    if by_module:
+        named = zip(pair.model.named_parameters(), saved.weights, strict=True)
+        pair.model.load_state_dict({name: like(p, value) for (name, p), value in named})
+    else:
+        for parameter, value in zip(pair.mine, saved.weights, strict=True):
+            local(parameter).copy_(value)
+    for parameter, value in zip(pair.carriers, saved.weights, strict=True):
+        local(parameter).copy_(value)
+
+
+@torch.no_grad()
+def _restore_plain(pair: Pair, saved: Saved) -> None:
+    for theirs, value in zip(pair.theirs, saved.masters, strict=True):
+        theirs.copy_(value)
+    pair.set_plain_state(saved.state)
+    for i, options in enumerate(saved.groups):
+        for group in pair.plain_groups(i):
+            pair._set_group(group, options)
+    pair.has_loaded = True
+    pair.is_spent = False
+
+
+@event(1)
+def checkpoint_saved(pair: Pair, rng: random.Random) -> None:
+    """checkpoint.save, now and then async_save."""
+    how = rng.choice(("save", "save", "async_save"))
+    pair.say(how)
+    saved = _save(pair, "copy")
+    path = pair.folder / "checkpoint"
+    if how == "save":
+        checkpoint.save(path, pair.model, pair.wrapped, overwrite=True)
+    else:
+        checkpoint.async_save(path, pair.model, pair.wrapped, overwrite=True).result()
+    pair.saved[2] = saved
+
+
+@event(1)
+def checkpoint_loaded(pair: Pair, rng: random.Random) -> None:
+    """The last one."""
+    saved = pair.saved.get(2)
+    if saved is None or saved.order != pair.order:
+        return
+    checkpoint.load(pair.folder / "checkpoint", pair.model, pair.wrapped)
+    with torch.no_grad():
+        for parameter, value in zip(pair.carriers, saved.weights, strict=True):
+            local(parameter).copy_(value)
+    _restore_plain(pair, saved)
+
+
+@event(1)
+def rewrapped(pair: Pair, rng: random.Random) -> None:
+    """Closed, built anew in other lanes, and loaded."""
+    pair.end_phases()
+    kept = copy.deepcopy(pair.wrapped.state_dict())
+    inner = pair.rebuilt_inner()
+    pair.wrapped.close()
+    if len(pair.lanes) > 1:
+        rng.shuffle(pair.lanes)
+    elif not pair.case.plain_fused and pair.lanes != ["host"]:
+        pair.lanes = rng.choice((["resident"], ["streamed"]))
+    pair.say(f"lanes {pair.lanes}")
+    pair.rewrap(inner)
+    pair.wrapped.load_state_dict(kept)
+    pair.has_loaded, pair.is_spent = True, False
+
+
+# --------------------------------------------------------------------------- phases
+
+
+def _while_away(pair: Pair, rng: random.Random) -> None:
+    what = rng.choice(("nothing", "nothing", "state_dict", "load", "step", "zero_grad"))
+    pair.say(what)
+    if what == "state_dict":
+        pair.wrapped.state_dict()
+        pair.model.state_dict()
+    elif what == "load":
+        pair.wrapped.load_state_dict(copy.deepcopy(pair.wrapped.state_dict()))
+        pair.has_loaded = True
+    elif what == "step" and pair.had_gradient:
+        pair.refused("use while away", pair.wrapped.step)
+    elif what == "zero_grad":
+        pair.zero_grad("wrapper")
+
+
+@event(1)
+def phase(pair: Pair, rng: random.Random) -> None:
+    """A PhaseOffloader takes everything away and back."""
+    if pair.is_spent:
+        pair.zero_grad("wrapper")
+    grads = rng.choice(("save", "keep", "drop"))
+    options: dict[str, Any] = {"grads": grads}
+    if rng.random() < 0.3:
+        options["fixed_address"] = rng.choice((True, False))
+    pair.say(options)
+    with pair.away(**options):
+        if grads == "drop":
+            for carrier in pair.carriers:
+                carrier.grad = None
+        _while_away(pair, rng)
+    if rng.random() < 0.5:
+        pair.end_phases()
+
+
+@event(1)
+def phase_by_default(pair: Pair, rng: random.Random) -> None:
+    """Nothing is said of gradients: those that no step has used are not lost without a word."""
+    if pair.is_spent:
+        pair.zero_grad("wrapper")
+    has_some = any(p.grad is not None for p in pair.mine)
+
+    def leave() -> None:
+        with pair.away():
+            pass
+
+    if pair.attempt("leaving with gradients that no step has consumed", leave) and has_some:
+        gone = [i for i, p in enumerate(pair.mine) if p.grad is None]
+        pair.say(f"gradients of {gone} are gone")
+
+
+@event(1)
+def phase_of_the_optimizer(pair: Pair, rng: random.Random) -> None:
+    """optimizer.offload() and reload()."""
+    pair.wrapped.offload()
+    _while_away(pair, rng)
+    pair.wrapped.reload()

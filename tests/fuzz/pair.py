@@ -1,0 +1,464 @@
+"""A wrapped optimizer and the plain one over equal models, told the same and compared by bits."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fsdp_offload import HybridDeviceOptimizer, PhaseOffloader, PrecisionConfig, TransferConfig
+from fsdp_offload.errors import AwayError, OffloadError
+from tests.twins import MASTERS, rounded
+
+from .cases import Case
+from .net import like, local, make_net
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+FLAGS: Final = ("params", "foreach", "fused", "capturable", "differentiable", "param_names")
+"""Entries of a group that say how a kernel runs, or whose they are."""
+_INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+REFUSALS: Final[dict[str, tuple[type[OffloadError], str]]] = {
+    "use while away": (AwayError, "offloaded|away"),
+    "a first step without any gradient": (OffloadError, "gradient"),
+    "leaving with gradients that no step has consumed": (OffloadError, "gradient"),
+}
+"""Where the wrapper may raise though the plain optimizer goes on: documented, and nothing else."""
+
+
+class Mismatch(AssertionError):
+    """The two sides differ."""
+
+
+class Pair:
+    """Both sides of a case.
+
+    ``mine`` are the wrapped side's parameters, ``carriers`` the twin model's, and ``theirs`` what
+    the plain optimizer updates: the carriers' shards, or fp32 masters of them, which are rounded
+    into the carriers after each update.
+    """
+
+    def __init__(self, case: Case, folder: Path, mesh: DeviceMesh | None = None) -> None:
+        self.case, self.folder, self.mesh = case, folder, mesh
+        self.model, self.twin = make_net(case, mesh), make_net(case, mesh)
+        self.mine, self.carriers = list(self.model.parameters()), list(self.twin.parameters())
+        self.theirs = [nn.Parameter(local(p)) for p in self.carriers]
+        self.groups = [list(group) for group in case.groups]
+        self.later = list(case.later)
+        self.lanes = list(case.lanes)
+        self.is_wrapped = False
+        self.wrapped: Any = self._build(self.mine)
+        self.plain = self._build_plain()
+        self.had_gradient = self.is_spent = self.has_loaded = False
+        self.stepped, self.on_host = set[int](), set[int]()
+        self.unrecorded = set[int]()  # frozen when they were wrapped
+        self.phases: dict[str, PhaseOffloader] = {}
+        self.saved: dict[int, Any] = {}
+        self.schedulers: list[Any] = []
+        self.log: list[str] = []
+        self.loss = 0.0
+
+    def say(self, what: object) -> None:
+        """Note what an event does, for whoever reads the report of a failure."""
+        self.log.append(str(what))
+
+    @property
+    def order(self) -> list[int]:
+        """Parameters in the order of the groups."""
+        return [i for group in self.groups for i in group]
+
+    # ------------------------------------------------------------------ building
+
+    def _build(self, parameters: list[Any], *, plain: bool = False) -> Optimizer:
+        groups = [{"params": [parameters[i] for i in group]} for group in self.groups]
+        built = self.case.cls(groups, **self.case.arguments(plain=plain))
+        for group in built.param_groups[1:]:
+            group["lr"] = group["lr"] * 3
+        return built
+
+    def _build_plain(self) -> Optimizer:
+        together = self._build(self.theirs, plain=self.is_wrapped)
+        if not self.case.apart:
+            self.origins = list(range(len(self.groups)))
+            return together
+        self.origins = [g for g, group in enumerate(self.groups) for _ in group]
+        arguments = self.case.arguments(plain=self.is_wrapped)
+        apart = self.case.cls([{"params": [p]} for p in _parameters(together)], **arguments)
+        for group, origin in zip(apart.param_groups, self.origins, strict=True):
+            self._set_group(group, together.param_groups[origin], flags=True)
+        return apart
+
+    @staticmethod
+    def _set_group(group: dict[str, Any], values: dict[str, Any], *, flags: bool = False) -> None:
+        left_out = ("params",) if flags else FLAGS
+        group.update({k: copy.deepcopy(v) for k, v in values.items() if k not in left_out})
+
+    def plain_groups(self, index: int) -> list[dict[str, Any]]:
+        """The plain optimizer's groups that stand for group ``index``."""
+        groups = zip(self.plain.param_groups, self.origins, strict=True)
+        return [group for group, origin in groups if origin == index]
+
+    def wrap(self) -> None:
+        """From here on the one side is wrapped; masters of the other begin as its weights."""
+        before = self.plain_state(cloned=True)
+        self.is_wrapped = True
+        options = [self.plain.param_groups[self.origins.index(i)] for i in range(len(self.groups))]
+        for i, carrier in enumerate(self.carriers):
+            if self.case.has_master(i):
+                piece = local(carrier).float()
+                self.theirs[i] = nn.Parameter(piece, self.theirs[i].requires_grad)
+        self.plain = self._build_plain()
+        for group, origin in zip(self.plain.param_groups, self.origins, strict=True):
+            self._set_group(group, options[origin])
+        for i, state in self.plain_state(cloned=True).items():
+            if i not in self.stepped:  # what was made for half precision is made again
+                before[i] = state
+        self.set_plain_state(before)
+        self.rewrap(self.wrapped)
+
+    def rewrap(self, inner: Optimizer) -> None:
+        """Wrap ``inner`` with the lanes of now."""
+        case = self.case
+        wrap = dict(case.wrap)
+        if "offload_fraction" in wrap:
+            wrap["update_on"] = "host" if "host" in self.lanes else "device"
+            self.on_host = set(range(len(self.mine))) if "host" in self.lanes else set()
+        else:
+            trainable = [i for i in self.order if self.mine[i].requires_grad]
+            self.on_host = {i for n, i in enumerate(trainable) if self._lane(n) == "host"}
+            wrap["update_on"] = [self._lane(n) for n in range(len(trainable))]
+        self.wrapped = HybridDeviceOptimizer(
+            inner,
+            model=self.model if case.gives_model else None,
+            precision=PrecisionConfig(master="auto" if case.mastered else "none"),
+            transfer=TransferConfig(**case.transfer),
+            **wrap,
+        )
+        self.schedulers = []
+        self.unrecorded = {i for i in self.order if not self.mine[i].requires_grad}
+
+    def _lane(self, position: int) -> str:
+        return self.lanes[position % len(self.lanes)]
+
+    def has_remainder(self, index: int) -> bool:
+        """Whether weight and remainder together are the master of parameter ``index``."""
+        if index in self.unrecorded or self.case.dtypes[index] != torch.bfloat16:
+            return False
+        return self.case.has_master(index) and index not in self.on_host
+
+    def rebuilt_inner(self) -> Optimizer:
+        """A new optimizer over the wrapped side's parameters, with the options of now."""
+        inner = self._build(self.mine)
+        for group, values in zip(inner.param_groups, self.wrapped.param_groups, strict=True):
+            self._set_group(group, values)
+        return inner
+
+    def add_group(self) -> None:
+        """A group with the parameters that were left out."""
+        added, self.later = self.later, []
+        self.groups.append(added)
+        self.wrapped.add_param_group({"params": [self.mine[i] for i in added], "lr": 0.02})
+        for part in [[i] for i in added] if self.case.apart else [added]:
+            self.plain.add_param_group({"params": [self.theirs[i] for i in part], "lr": 0.02})
+            self.origins.append(len(self.groups) - 1)
+        self.schedulers = []
+
+    def close(self) -> None:
+        """Give everything back."""
+        for phases in self.phases.values():
+            phases.close()
+        if self.is_wrapped:
+            self.wrapped.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    # ------------------------------------------------------------------ gradients and steps
+
+    def set_gradients(
+        self, generator: torch.Generator, present: list[bool], scale: float, *, layout: str = ""
+    ) -> None:
+        """One process: new gradients for both, set by hand."""
+        for i, has in enumerate(present):
+            mine, carrier = self.mine[i], self.carriers[i]
+            drawn = torch.randn(mine.shape, generator=generator) * scale
+            if not (has and mine.requires_grad):
+                mine.grad = carrier.grad = None
+                continue
+            self.had_gradient = self.had_gradient or i in self.order
+            carrier.grad = drawn.to(mine.dtype)
+            mine.grad = _laid_out(drawn.to(mine.dtype), layout)
+
+    def add_gradients(self, generator: torch.Generator, *, in_place: bool) -> None:
+        """One process: a second backward adds to those that are there."""
+        for mine, carrier in zip(self.mine, self.carriers, strict=True):
+            if mine.grad is None:
+                continue
+            drawn = torch.randn(mine.shape, generator=generator).to(mine.dtype)
+            if in_place:
+                mine.grad.add_(drawn)
+            else:
+                mine.grad = mine.grad + drawn
+            carrier.grad = carrier.grad + drawn
+
+    def backward(self, generator: torch.Generator, present: list[bool], scale: float) -> None:
+        """Several processes: forward and backward of both models on equal data."""
+        data = [
+            torch.randn(p.shape, generator=generator) if has else None
+            for p, has in zip(self.mine, present, strict=True)
+        ]
+        x = torch.randn(3, generator=generator) + torch.distributed.get_rank()
+        losses = []
+        for model in (self.model, self.twin):
+            loss = model(x.clone().requires_grad_(), data).float().sum() * scale
+            losses.append(loss.item())
+            if loss.requires_grad:
+                loss.backward()
+        if losses[0] != losses[1]:
+            raise Mismatch(f"loss {losses[0]!r}, plain {losses[1]!r}")
+        found = [i for i in self.order if present[i] and self.mine[i].requires_grad]
+        self.had_gradient = self.had_gradient or bool(found)
+
+    def step(self, seed: int = 0, closure: Callable[[], Any] | None = None) -> None:
+        """Both, with the same random numbers."""
+        self.consume(lambda: self.wrapped.step(closure) if closure else self.wrapped.step(), seed)
+
+    def consume(self, wrapped_step: Callable[[], Any], seed: int = 0) -> None:
+        """A step of both, of which the wrapped one's is made by ``wrapped_step``."""
+        torch.manual_seed(seed)
+        if self.had_gradient:
+            wrapped_step()
+        elif not self.attempt("a first step without any gradient", wrapped_step):
+            return
+        torch.manual_seed(seed)
+        self.plain_step()
+        self.is_spent = self.case.overlap != "step" and self.is_wrapped
+        self.has_loaded = False
+        self.unrecorded -= {i for i in self.unrecorded if self.mine[i].requires_grad}
+
+    def plain_step(self) -> None:
+        """The plain optimizer on the carriers' gradients; their shards follow."""
+        for i, (carrier, theirs) in enumerate(zip(self.carriers, self.theirs, strict=True)):
+            theirs.grad = None
+            if carrier.grad is not None and i in self.order:
+                # torch's fused kernels take other strides for these.
+                theirs.grad = local(carrier.grad).to(theirs.dtype).contiguous()
+                self.stepped.add(i)
+        self.plain.step()
+        self.round()
+
+    @torch.no_grad()
+    def round(self) -> None:
+        """Carriers become the rounding of their masters."""
+        for carrier, theirs in zip(self.carriers, self.theirs, strict=True):
+            if theirs.dtype != carrier.dtype:
+                local(carrier).copy_(rounded(theirs, carrier.dtype))
+
+    @torch.no_grad()
+    def reseed(self, only: int | None = None) -> None:
+        """Masters of the plain side become its weights."""
+        for i, (carrier, theirs) in enumerate(zip(self.carriers, self.theirs, strict=True)):
+            if theirs.dtype != carrier.dtype and only in (None, i):
+                theirs.copy_(local(carrier))
+
+    def zero_grad(self, how: str, *, to_none: bool = True) -> None:
+        """Of both; ``how``: who is asked on the wrapped side."""
+        if how == "model":
+            self.model.zero_grad(to_none)
+        elif how == "hand":
+            for mine in self.mine:
+                mine.grad = None
+        else:
+            self.wrapped.zero_grad(to_none)
+            for i in set(range(len(self.mine))) - set(self.order):  # in no group
+                self.mine[i].grad = None
+        for i, carrier in enumerate(self.carriers):
+            if to_none or how == "hand" or (how == "wrapper" and i not in self.order):
+                carrier.grad = None
+            elif carrier.grad is not None:
+                carrier.grad = torch.zeros_like(carrier.grad)
+        self.is_spent = False
+
+    def clip(self, limit: float, order: float, *, by_wrapper: bool) -> None:
+        """Both; the norms are compared, too."""
+        mine = [self.mine[i] for i in self.order]
+        if by_wrapper:
+            norm = self.wrapped.clip_grad_norm_(limit, order)
+        else:
+            norm = nn.utils.clip_grad_norm_(mine, limit, order)
+        expected = nn.utils.clip_grad_norm_([self.carriers[i] for i in self.order], limit, order)
+        values = [n.full_tensor() if hasattr(n, "full_tensor") else n for n in (norm, expected)]
+        check_same(values[0], values[1], f"norm of order {order}")
+
+    # ------------------------------------------------------------------ what is refused
+
+    def attempt(self, reason: str, call: Callable[[], Any]) -> bool:
+        """Whether ``call`` was not refused; an error is one of :data:`REFUSALS`."""
+        kind, words = REFUSALS[reason]
+        try:
+            call()
+        except kind as error:
+            if not re.search(words, str(error)):
+                raise
+            self.say(f"refused: {error}")
+            return False
+        return True
+
+    def refused(self, reason: str, call: Callable[[], Any]) -> None:
+        """``call`` must raise the documented error."""
+        if self.attempt(reason, call):
+            raise Mismatch(f"{reason}: not refused")
+
+    # ------------------------------------------------------------------ state
+
+    def plain_state(self, *, cloned: bool = False) -> dict[int, dict[str, Any]]:
+        """By parameter, of those that have any."""
+        found = {i: self.plain.state[p] for i, p in enumerate(self.theirs) if p in self.plain.state}
+        found = {i: state for i, state in found.items() if state}
+        return copy.deepcopy(found) if cloned else found
+
+    def set_plain_state(self, saved: dict[int, dict[str, Any]]) -> None:
+        """Take over a clone, in the dtype of what the plain optimizer updates."""
+        self.plain.state.clear()
+        for i, values in saved.items():
+            self.plain.state[self.theirs[i]] = {
+                name: self._plain_value(i, value) for name, value in values.items()
+            }
+
+    def _plain_value(self, i: int, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return copy.deepcopy(value)
+        is_like = value.shape == self.theirs[i].shape and value.dtype == self.carriers[i].dtype
+        wanted = self.theirs[i].dtype if self.case.has_master(i) and is_like else value.dtype
+        return value.detach().to(wanted, copy=True)
+
+    # ------------------------------------------------------------------ comparison
+
+    @torch.no_grad()
+    def compare(self, *, state: bool) -> None:
+        """Parameters and options; ``state``: that and masters, too."""
+        if not self.is_wrapped:
+            return
+        if self.case.overlap != "step":
+            self.wrapped.synchronize()
+        for i, (mine, carrier) in enumerate(zip(self.mine, self.carriers, strict=True)):
+            check_same(local(mine), local(carrier), f"parameter {i}")
+        for i, group in enumerate(self.wrapped.param_groups):
+            for other in self.plain_groups(i):
+                self._compare_group(i, group, other)
+        if not state:
+            return
+        shown = self.wrapped.state
+        for i in self.order:
+            if i in self.unrecorded:  # their state is what it was when they were wrapped
+                continue
+            mine, theirs = self.mine[i], self.theirs[i]
+            own = {k: local(v) if isinstance(v, Tensor) else v for k, v in shown[mine].items()}
+            if self.case.has_master(i) and set(MASTERS) & own.keys():
+                check_same(master_of(local(mine), own), theirs.detach(), f"master {i}")
+            if expected := self.plain.state.get(theirs):
+                names = [name for name in own if name not in MASTERS]
+                if sorted(names) != sorted(expected):
+                    raise Mismatch(f"state of {i}: {names}, plain {sorted(expected)}")
+                for name, value in expected.items():
+                    check_same(own[name], value, f"state {name!r} of {i}")
+
+    @staticmethod
+    def _compare_group(index: int, mine: dict[str, Any], plain: dict[str, Any]) -> None:
+        names = {name for name in (*mine, *plain) if name not in FLAGS}
+        for name in sorted(names):
+            if (name in mine) != (name in plain):
+                raise Mismatch(f"group {index}: {name!r} is on one side only")
+            check_same(mine[name], plain[name], f"group {index}, {name!r}")
+
+    @contextlib.contextmanager
+    def away(self, **options: Any) -> Iterator[PhaseOffloader]:
+        """Inside, model and optimizer are offloaded."""
+        key = repr(sorted(options.items()))
+        if key not in self.phases:
+            self.phases[key] = PhaseOffloader(self.model, self.wrapped, **options)
+        phases = self.phases[key]
+        phases.offload()
+        yield phases
+        phases.reload()
+
+    def end_phases(self) -> None:
+        """Close what moves the model."""
+        for phases in self.phases.values():
+            phases.close()
+        self.phases.clear()
+
+    def like_mine(self, i: int, value: Any) -> Any:
+        """A state value of the plain side as the wrapped side keeps it."""
+        if isinstance(value, Tensor) and value.shape == self.theirs[i].shape and value.dim():
+            return like(self.mine[i], value.detach().clone())
+        return copy.deepcopy(value)
+
+
+def master_of(shard: Tensor, state: dict[str, Any]) -> Tensor:
+    """The fp32 value that a shard and its remainder, or a whole master, stand for."""
+    if "master" in state:
+        return state["master"]
+    return joined(shard, state["master_remainder"].contiguous().view(torch.int16))
+
+
+def joined(shard: Tensor, remainder: Tensor) -> Tensor:
+    """bf16 and the low half of an fp32 word, added as integers; a zero stays one."""
+    value = shard.contiguous().view(torch.int16).to(torch.int32) << 16
+    words = value + remainder.to(torch.int32)
+    return torch.where(value << 1 == 0, value, words).view(torch.float32)
+
+
+def remainder_of(master: Tensor) -> Tensor:
+    """What bf16 rounding leaves of each number: int32, to be added to the rounding's word."""
+    value = rounded(master, torch.bfloat16).contiguous().view(torch.int16).to(torch.int32) << 16
+    return master.contiguous().view(torch.int32) - value
+
+
+def check_same(mine: Any, plain: Any, what: str) -> None:
+    """Equal dtype, shape and bits; any NaN equals any other."""
+    if not isinstance(plain, Tensor) or not isinstance(mine, Tensor):
+        if isinstance(mine, Tensor) or isinstance(plain, Tensor) or mine != plain:
+            raise Mismatch(f"{what}: {mine!r}, plain {plain!r}")
+        return
+    if (mine.dtype, mine.shape) != (plain.dtype, plain.shape):
+        raise Mismatch(
+            f"{what}: {mine.dtype} {tuple(mine.shape)}, plain {plain.dtype} {tuple(plain.shape)}"
+        )
+    if torch.equal(_bits(mine), _bits(plain)):
+        return
+    wrong = (mine != plain) | (mine.signbit() != plain.signbit())
+    wrong &= ~(mine.isnan() & plain.isnan())
+    if wrong.any():
+        first = int(wrong.reshape(-1).nonzero()[0])
+        values = [t.reshape(-1)[first].item() for t in (mine, plain)]
+        raise Mismatch(
+            f"{what}: {int(wrong.sum())} of {mine.numel()} elements differ, "
+            f"element {first} is {values[0]!r}, plain {values[1]!r}"
+        )
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """As integers, so that signed zeros are told apart."""
+    flat = tensor.detach().contiguous().as_strided((tensor.numel(),), (1,))
+    return flat.view(_INTEGERS[tensor.itemsize])
+
+
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _laid_out(gradient: Tensor, layout: str) -> Tensor:
+    """A copy of other strides, where there is more than one dimension."""
+    if layout == "transposed" and gradient.dim() == 2:
+        return gradient.t().clone().t()
+    if layout == "strided" and gradient.dim():
+        return gradient.repeat_interleave(2, -1)[..., ::2]
+    return gradient.clone()

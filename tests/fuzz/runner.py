@@ -1,0 +1,201 @@
+"""Runs sequences, finds the events that a failure needs, and says how to run it again."""
+
+from __future__ import annotations
+
+import logging
+import random
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from .cases import Case, Event
+from .events import EVENTS, draw, wrap
+from .pair import Mismatch, Pair
+
+
+@dataclass
+class Failure:
+    """A sequence in which the two sides differ, and the fewest events that still do."""
+
+    seed: int
+    ranks: int
+    kept: list[int]
+    report: str
+
+    def __str__(self) -> str:
+        kept = ",".join(map(str, self.kept))
+        return (
+            f"seed {self.seed} on {self.ranks} rank(s); again:\n  python -m tests.fuzz "
+            f"--ranks {self.ranks} --seed {self.seed} --keep {kept}\n{self.report}"
+        )
+
+
+@dataclass
+class Outcome:
+    """Of many sequences."""
+
+    count: int
+    failures: list[Failure]
+    cpu_s: float  # of this process
+
+
+def run_case(case: Case) -> str | None:
+    """Why the two sides differ, if they do, with the events until then."""
+    mesh = None
+    if case.ranks > 1:
+        from tests.fsdp.models import flat_mesh
+
+        mesh = flat_mesh(case.ranks)
+    folder = _folder(case)
+    pair = Pair(case, folder, mesh)
+    lines, found = [str(case)], ""
+    for position, event in enumerate(case.events):
+        pair.log.clear()
+        found = _guarded(partial(_happen, pair, event))
+        if not found:
+            state = case.watched or position == len(case.events) - 1
+            found = _guarded(partial(pair.compare, state=state))
+        found = _agree(found)
+        lines.append(f"  {position} {event.name}: {'; '.join(pair.log)}")
+        if found:
+            break
+    closed = _guarded(pair.close)
+    found = found or _agree(closed)
+    return "\n".join([*lines, found]) if found else None
+
+
+def _happen(pair: Pair, event: Event) -> None:
+    run = wrap if event.name == "wrap" else EVENTS[event.name].run
+    run(pair, random.Random(event.seed))
+
+
+def _guarded(call: Callable[[], None]) -> str:
+    """What went wrong, or nothing."""
+    try:
+        call()
+    except Mismatch as error:
+        return f"differs: {error}"
+    except Exception:
+        return traceback.format_exc()
+    return ""
+
+
+def _agree(found: str) -> str:
+    """The same answer on all ranks."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return found
+    failed = torch.tensor([float(bool(found))])
+    dist.all_reduce(failed)
+    if not failed.item():
+        return ""
+    answers: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(answers, found)
+    return "\n".join(f"rank {r}: {text}" for r, text in enumerate(answers) if text)
+
+
+def _folder(case: Case) -> Path:
+    """An own one, the same on all ranks."""
+    names = [tempfile.mkdtemp(prefix="fuzz-", dir=_MEMORY)]
+    if case.ranks > 1:
+        own = Path(names[0])
+        dist.broadcast_object_list(names)
+        if dist.get_rank():
+            own.rmdir()
+    return Path(names[0])
+
+
+_MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
+"""Files of a sequence are written where no disk has to be waited for."""
+
+
+def shrink(case: Case, first: str) -> tuple[list[int], str]:
+    """Positions of the fewest events that are found to fail still, and their report."""
+    kept, report = list(range(len(case.events))), first
+    size = max(1, len(kept) // 2)
+    while size:
+        start = 0
+        while start < len(kept):
+            fewer = kept[:start] + kept[start + size :]
+            if _has_wrap(case, fewer) and (found := run_kept(case, fewer)):
+                kept, report = fewer, found
+            else:
+                start += size
+        size //= 2
+    return kept, report
+
+
+def _has_wrap(case: Case, kept: list[int]) -> bool:
+    return any(case.events[i].name == "wrap" for i in kept)
+
+
+def run_kept(case: Case, kept: Iterable[int]) -> str | None:
+    """Only these events."""
+    chosen = set(kept)
+    return run_case(case.without({i for i in range(len(case.events)) if i not in chosen}))
+
+
+def run_seeds(
+    seeds: Iterable[int],
+    ranks: int = 1,
+    without: Iterable[str] = (),
+    *,
+    seconds: float | None = None,
+    most_failures: int = 1,
+) -> Outcome:
+    """Run one sequence after another.
+
+    Args:
+        seeds: of the sequences.
+        ranks: in how many processes; more than one: this is one of them.
+        without: names of events that are left out.
+        seconds: begin no further sequence after them (one process only).
+        most_failures: stop after so many.
+    """
+    left_out, failures, count = frozenset(without), list[Failure](), 0
+    began, cpu = time.monotonic(), time.process_time()
+    with ready():
+        for seed in seeds:
+            if seconds is not None and time.monotonic() - began > seconds:
+                break
+            case = draw(seed, ranks, left_out)
+            count += 1
+            if report := run_case(case):
+                kept, report = shrink(case, report)
+                failures.append(Failure(seed, ranks, kept, report))
+                if len(failures) >= most_failures:
+                    break
+    return Outcome(count, failures, time.process_time() - cpu)
+
+
+def run_again(
+    seed: int, ranks: int = 1, kept: Iterable[int] | None = None, without: Iterable[str] = ()
+) -> str | None:
+    """One sequence, or some of its events: why the two sides differ, if they do."""
+    case = draw(seed, ranks, frozenset(without))
+    with ready():
+        return run_kept(case, range(len(case.events)) if kept is None else kept)
+
+
+def ready() -> ExitStack:
+    """One thread, small host buckets, no warnings of the package's."""
+    from fsdp_offload.pipeline import engine
+
+    stack = ExitStack()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    stack.callback(torch.set_num_threads, threads)
+    if hasattr(engine, "HOST_BUCKET_FACTOR"):
+        stack.enter_context(mock.patch.object(engine, "HOST_BUCKET_FACTOR", 1))
+    log = logging.getLogger("fsdp_offload")
+    stack.callback(log.setLevel, log.level)
+    log.setLevel(logging.ERROR)
+    return stack

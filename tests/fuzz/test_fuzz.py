@@ -1,0 +1,49 @@
+"""Wrapped and plain optimizers side by side: random classes, lanes, dtypes and events.
+
+``python -m tests.fuzz --help`` runs more of it, or a single sequence again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from fsdp_offload.testing import RankPool
+
+from .runner import Outcome, run_seeds
+
+Ranks = Callable[..., RankPool]
+WITHOUT: tuple[str, ...] = ()
+"""Events that are left out."""
+LONG_FROM = 10_000
+
+
+def check(outcome: Outcome) -> None:
+    """Nothing differs."""
+    assert not outcome.failures, "\n\n".join(map(str, outcome.failures))
+
+
+@pytest.mark.parametrize("first", [0, 120])
+def test_sequences_in_one_process(first: int) -> None:
+    check(run_seeds(range(first, first + 120), 1, WITHOUT))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_sequences_on_ranks(ranks: Ranks, size: int) -> None:
+    check(ranks(size).run(run_seeds, range(30), size, WITHOUT)[0])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("part", range(20))
+def test_many_sequences_in_one_process(part: int) -> None:
+    first = LONG_FROM + 1000 * part
+    check(run_seeds(range(first, first + 1000), 1, WITHOUT))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("part", range(10))
+@pytest.mark.parametrize("size", [2, 3])
+def test_many_sequences_on_ranks(ranks: Ranks, size: int, part: int) -> None:
+    first = LONG_FROM + 200 * part
+    check(ranks(size).run(run_seeds, range(first, first + 200), size, WITHOUT, timeout_s=540)[0])
