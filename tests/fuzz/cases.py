@@ -254,6 +254,8 @@ def _draw_transfer(rng: random.Random) -> dict[str, Any]:
         "slots": rng.choice((1, 2, 3)),
         "host_threads": 1,
     }
+    if rng.random() < 0.9:  # reading what is free takes a while
+        transfer["host_budget"] = 1 << 30
     if rng.random() < 0.4:
         transfer["prefetch_bytes"] = rng.choice((0, 8192, 1 << 20))
     return transfer

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import lr_scheduler
 
-from fsdp_offload import checkpoint
+from fsdp_offload import PhaseOffloader, checkpoint
 from tests.optimizer_table import ELEMENTWISE
 
 from .cases import COMMON, FLAGS, Case, Event, draw_case
@@ -124,7 +124,7 @@ def _gradients(pair: Pair, rng: random.Random, *, laid_out: bool = False) -> Non
     pair.backward(_generator(rng), present, scale)
 
 
-@event(20)
+@event(26)
 def train(pair: Pair, rng: random.Random) -> None:
     """A whole iteration: gradients, now and then in two backward passes or clipped, and a step."""
     accumulates, clips = rng.random() < 0.15, rng.random() < 0.3
@@ -577,6 +577,31 @@ def load_live(pair: Pair, rng: random.Random) -> None:
     pair.has_loaded = True
 
 
+@event(0.5, needs=lambda case: not case.keeps_state_itself)
+def load_swapped(pair: Pair, rng: random.Random) -> None:
+    """Live tensors, two of them under each other's name: what is read was not written before."""
+    places = {i: n for n, i in enumerate(pair.order)}
+    alike = [
+        (i, j)
+        for i in _with_state(pair)
+        for j in _with_state(pair)
+        if i < j and pair.theirs[i].dtype == pair.theirs[j].dtype
+    ]
+    alike = [(i, j) for i, j in alike if pair.mine[i].shape == pair.mine[j].shape]
+    if not alike or any(map(pair.case.has_master, places)):
+        return
+    i, j = rng.choice(alike)
+    pair.say(f"{i} and {j}")
+    found = pair.wrapped.state_dict()
+    state = found["state"] = dict(found["state"])
+    state[places[i]], state[places[j]] = state[places[j]], state[places[i]]
+    pair.wrapped.load_state_dict(found)
+    kept = pair.plain_state(cloned=True)
+    kept[i], kept[j] = kept[j], kept[i]
+    pair.set_plain_state(kept)
+    pair.has_loaded = True
+
+
 @event(0.5, needs=lambda case: case.gives_model and not case.later)
 def load_by_helpers(pair: Pair, rng: random.Random) -> None:
     """torch's get_ and set_optimizer_state_dict, in place."""
@@ -707,6 +732,24 @@ def phase(pair: Pair, rng: random.Random) -> None:
         _while_away(pair, rng)
     if rng.random() < 0.5:
         pair.end_phases()
+
+
+@event(0.5)
+def phase_ended_by_use(pair: Pair, rng: random.Random) -> None:
+    """What is used brings everything back."""
+    if pair.is_spent:
+        pair.zero_grad("wrapper")
+    pair.end_phases()
+    phases = PhaseOffloader(pair.model, pair.wrapped, grads="save", on_use="reload")
+    try:
+        phases.offload()
+        if pair.mesh is not None:
+            train(pair, rng)
+        elif pair.had_gradient:
+            pair.step()
+        phases.reload()
+    finally:
+        phases.close()
 
 
 @event(1)
