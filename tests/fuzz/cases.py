@@ -166,6 +166,8 @@ def draw_case(seed: int, ranks: int = 1) -> Case:
     mastered = rng.random() < 0.85 and name != "Adafactor"
     layers = _split(rng, list(range(count)))
     later = [rng.randrange(count)] if count > 2 and rng.random() < 0.3 else []
+    if name == "EagerMomentum":  # makes no state for them; and one number is taken for a count
+        later, shapes = [], [shape or (1,) for shape in shapes]
     groups = _split(rng, [i for i in range(count) if i not in later], 2)
     overlap = "step"
     if ranks > 1 and name in ELEMENTWISE:
@@ -179,6 +181,9 @@ def draw_case(seed: int, ranks: int = 1) -> Case:
     wrap: dict[str, Any] = {}
     if name == "Adafactor" or (is_own and not elementwise):  # where their state lies is no choice
         lanes, wrap["offload_fraction"] = ("streamed",), 1.0
+    elif lanes == ("host",) and (later or name in FUSED):
+        # Beside a list of lanes, parameters that come later are updated on the device.
+        wrap["offload_fraction"] = 1.0
     elif len(lanes) == 1 and rng.random() < 0.3:
         fraction = {"resident": 0.0, "streamed": 1.0, "host": 1.0}[lanes[0]]
         wrap["offload_fraction"] = rng.choice((fraction, 0.5)) if lanes[0] != "host" else fraction

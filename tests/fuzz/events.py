@@ -138,10 +138,9 @@ def train(pair: Pair, rng: random.Random) -> None:
         _gradients(pair, rng, laid_out=not clips)
         if accumulates:
             _more(pair, rng)
-    if clips and not in_backward and pair.is_wrapped:
+    clips = clips and not in_backward and pair.is_wrapped
+    if clips:
         _clip(pair, rng)
-    else:
-        clips = False
     if rng.random() < 0.1 and not clips and not in_backward:
         pair.step(rng.getrandbits(31), closure=lambda: 1.5)
     else:
@@ -607,7 +606,11 @@ def load_by_helpers(pair: Pair, rng: random.Random) -> None:
     """torch's get_ and set_optimizer_state_dict, in place."""
     if pair.is_spent:
         pair.zero_grad("wrapper")
-    if pair.unrecorded or any(p.grad is not None for p in pair.mine):
+    if not all(pair.mine[i].requires_grad for i in pair.order) or pair.unrecorded:
+        return  # torch leaves out what is frozen
+    if pair.case.keeps_state_itself and len(_with_state(pair)) < len(pair.order):
+        return  # torch makes a step to have state to fill
+    if any(p.grad is not None for p in pair.mine):
         return  # torch refuses where it has to make state
     found = copy.deepcopy(get_optimizer_state_dict(pair.model, pair.wrapped))
     set_optimizer_state_dict(pair.model, pair.wrapped, found)
@@ -702,6 +705,8 @@ def rewrapped(pair: Pair, rng: random.Random) -> None:
 
 def _while_away(pair: Pair, rng: random.Random) -> None:
     what = rng.choice(("nothing", "nothing", "state_dict", "load", "step", "zero_grad"))
+    if what == "load" and pair.case.keeps_state_itself:
+        what = "nothing"
     pair.say(what)
     if what == "state_dict":
         pair.wrapped.state_dict()

@@ -221,8 +221,7 @@ class Pair:
             losses.append(loss.item())
             if loss.requires_grad:
                 loss.backward()
-        if losses[0] != losses[1]:
-            raise Mismatch(f"loss {losses[0]!r}, plain {losses[1]!r}")
+        check_same(torch.tensor(losses[0]), torch.tensor(losses[1]), "loss")
         found = [i for i in self.order if present[i] and self.mine[i].requires_grad]
         self.had_gradient = self.had_gradient or bool(found)
 
