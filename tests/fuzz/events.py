@@ -145,7 +145,7 @@ def train(pair: Pair, rng: random.Random) -> None:
         pair.step(rng.getrandbits(31), closure=lambda: 1.5)
     else:
         pair.step(rng.getrandbits(31))
-    if clips or rng.random() < 0.5:
+    if clips or pair.mesh is None or rng.random() < 0.5:
         pair.zero_grad("wrapper", to_none=pair.case.overlap != "step" or rng.random() < 0.8)
 
 
@@ -301,7 +301,7 @@ def _decay(epoch: int) -> float:
 def freeze(pair: Pair, rng: random.Random) -> None:
     """One parameter needs no gradient from now on."""
     found = [i for i in pair.order if pair.mine[i].requires_grad]
-    if len(found) < 2 or (pair.mesh is not None and pair.had_gradient):
+    if len(found) < 2 or (pair.mesh is not None and pair.has_run):
         return  # FSDP2 looks at it in its first forward
     _require_grad(pair, rng.choice(found), False)
 
@@ -310,7 +310,7 @@ def freeze(pair: Pair, rng: random.Random) -> None:
 def unfreeze(pair: Pair, rng: random.Random) -> None:
     """One parameter needs gradients again."""
     found = [i for i in pair.order if not pair.mine[i].requires_grad]
-    if found and (pair.mesh is None or not pair.had_gradient):
+    if found and (pair.mesh is None or not pair.has_run):
         _require_grad(pair, rng.choice(found), True)
 
 
@@ -392,7 +392,7 @@ def weights_loaded(pair: Pair, rng: random.Random) -> None:
 
 
 def _with_state(pair: Pair) -> list[int]:
-    return [i for i in pair.plain_state() if i in pair.order]
+    return [i for i in pair.plain_state() if i in pair.order and i not in pair.unrecorded]
 
 
 def _is_like(pair: Pair, i: int, value: Any) -> bool:
@@ -651,7 +651,11 @@ def _restore_plain(pair: Pair, saved: Saved) -> None:
     pair.set_plain_state(saved.state)
     for i, options in enumerate(saved.groups):
         for group in pair.plain_groups(i):
-            pair._set_group(group, options)
+            if not pair.case.is_torchs and pair.case.keeps_state_itself:
+                # Loaded by the class itself: torch replaces the groups, the wrapper updates them.
+                for name in group.keys() - options.keys():
+                    del group[name]
+            pair.set_group(group, options)
     pair.has_loaded = True
     pair.is_spent = False
 
@@ -714,7 +718,7 @@ def _while_away(pair: Pair, rng: random.Random) -> None:
     elif what == "load":
         pair.wrapped.load_state_dict(copy.deepcopy(pair.wrapped.state_dict()))
         pair.has_loaded = True
-    elif what == "step" and pair.had_gradient:
+    elif what == "step" and pair.has_stepped:
         pair.refused("use while away", pair.wrapped.step)
     elif what == "zero_grad":
         pair.zero_grad("wrapper")
@@ -750,7 +754,7 @@ def phase_ended_by_use(pair: Pair, rng: random.Random) -> None:
         phases.offload()
         if pair.mesh is not None:
             train(pair, rng)
-        elif pair.had_gradient:
+        elif pair.has_stepped:
             pair.step()
         phases.reload()
     finally:

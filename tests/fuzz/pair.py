@@ -58,7 +58,7 @@ class Pair:
         self.is_wrapped = False
         self.wrapped: Any = self._build(self.mine)
         self.plain = self._build_plain()
-        self.had_gradient = self.is_spent = self.has_loaded = False
+        self.has_run = self.has_stepped = self.is_spent = self.has_loaded = False
         self.stepped, self.on_host = set[int](), set[int]()
         self.unrecorded = set[int]()  # frozen when they were wrapped
         self.phases: dict[str, PhaseOffloader] = {}
@@ -94,11 +94,12 @@ class Pair:
         arguments = self.case.arguments(plain=self.is_wrapped)
         apart = self.case.cls([{"params": [p]} for p in _parameters(together)], **arguments)
         for group, origin in zip(apart.param_groups, self.origins, strict=True):
-            self._set_group(group, together.param_groups[origin], flags=True)
+            self.set_group(group, together.param_groups[origin], flags=True)
         return apart
 
     @staticmethod
-    def _set_group(group: dict[str, Any], values: dict[str, Any], *, flags: bool = False) -> None:
+    def set_group(group: dict[str, Any], values: dict[str, Any], *, flags: bool = False) -> None:
+        """Take over clones of a group's options; ``flags``: also which kernel it is for."""
         left_out = ("params",) if flags else FLAGS
         group.update({k: copy.deepcopy(v) for k, v in values.items() if k not in left_out})
 
@@ -118,7 +119,7 @@ class Pair:
                 self.theirs[i] = nn.Parameter(piece, self.theirs[i].requires_grad)
         self.plain = self._build_plain()
         for group, origin in zip(self.plain.param_groups, self.origins, strict=True):
-            self._set_group(group, options[origin])
+            self.set_group(group, options[origin])
         for i, state in self.plain_state(cloned=True).items():
             if i not in self.stepped:  # what was made for half precision is made again
                 before[i] = state
@@ -133,7 +134,7 @@ class Pair:
             wrap["update_on"] = "host" if "host" in self.lanes else "device"
             self.on_host = set(range(len(self.mine))) if "host" in self.lanes else set()
         else:
-            trainable = [i for i in self.order if self.mine[i].requires_grad]
+            trainable = self._trainable()
             self.on_host = {i for n, i in enumerate(trainable) if self._lane(n) == "host"}
             wrap["update_on"] = [self._lane(n) for n in range(len(trainable))]
         self.wrapped = HybridDeviceOptimizer(
@@ -143,8 +144,11 @@ class Pair:
             transfer=TransferConfig(**case.transfer),
             **wrap,
         )
-        self.schedulers = []
+        self.schedulers, self.has_stepped = [], False
         self.unrecorded = {i for i in self.order if not self.mine[i].requires_grad}
+
+    def _trainable(self) -> list[int]:
+        return [i for i in self.order if self.mine[i].requires_grad]
 
     def _lane(self, position: int) -> str:
         return self.lanes[position % len(self.lanes)]
@@ -159,7 +163,7 @@ class Pair:
         """A new optimizer over the wrapped side's parameters, with the options of now."""
         inner = self._build(self.mine)
         for group, values in zip(inner.param_groups, self.wrapped.param_groups, strict=True):
-            self._set_group(group, values)
+            self.set_group(group, values)
         return inner
 
     def add_group(self) -> None:
@@ -192,7 +196,6 @@ class Pair:
             if not (has and mine.requires_grad):
                 mine.grad = carrier.grad = None
                 continue
-            self.had_gradient = self.had_gradient or i in self.order
             carrier.grad = drawn.to(mine.dtype)
             mine.grad = _laid_out(drawn.to(mine.dtype), layout)
 
@@ -222,8 +225,7 @@ class Pair:
             if loss.requires_grad:
                 loss.backward()
         check_same(torch.tensor(losses[0]), torch.tensor(losses[1]), "loss")
-        found = [i for i in self.order if present[i] and self.mine[i].requires_grad]
-        self.had_gradient = self.had_gradient or bool(found)
+        self.has_run = True
 
     def step(self, seed: int = 0, closure: Callable[[], Any] | None = None) -> None:
         """Both, with the same random numbers."""
@@ -231,11 +233,13 @@ class Pair:
 
     def consume(self, wrapped_step: Callable[[], Any], seed: int = 0) -> None:
         """A step of both, of which the wrapped one's is made by ``wrapped_step``."""
+        has = any(self.mine[i].grad is not None for i in self._trainable())
         torch.default_generator.manual_seed(seed)  # torch.manual_seed() takes 4 ms
-        if self.had_gradient:
+        if not self.is_wrapped or self.has_stepped or has:
             wrapped_step()
         elif not self.attempt("a first step without any gradient", wrapped_step):
             return
+        self.has_stepped = self.is_wrapped and (self.has_stepped or has)
         torch.default_generator.manual_seed(seed)
         self.plain_step()
         self.is_spent = self.case.overlap != "step" and self.is_wrapped
