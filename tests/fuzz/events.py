@@ -27,7 +27,7 @@ from tests.twins import rounded
 
 from .cases import COMMON, FLAGS, Case, Event, draw_case
 from .net import like, local
-from .pair import Pair, joined, remainder_of
+from .pair import LOSS, Pair, joined, remainder_of
 
 Run = Callable[[Pair, random.Random], None]
 
@@ -113,9 +113,12 @@ def _present(pair: Pair, rng: random.Random) -> list[bool]:
     return [rng.random() < likely for _ in pair.mine]
 
 
-def _gradients(pair: Pair, rng: random.Random, *, laid_out: bool = False) -> None:
+def _gradients(
+    pair: Pair, rng: random.Random, *, laid_out: bool = False, of_all: bool = False
+) -> None:
     """New gradients in the place of those that were there."""
-    present, scale = _present(pair, rng), 10.0 ** rng.randint(-1, 1)
+    present = [True] * len(pair.mine) if of_all else _present(pair, rng)
+    scale = 10.0 ** rng.randint(-1, 1)
     layout = rng.choice(("", "", "", "transposed", "strided"))
     # Sums over an element's neighbours depend on the order of elements in memory.
     layout = layout if laid_out and pair.is_wrapped and pair.case.name in ELEMENTWISE else ""
@@ -144,12 +147,23 @@ def train(pair: Pair, rng: random.Random) -> None:
     clips = clips and not in_backward and pair.is_wrapped
     if clips:
         _clip(pair, rng)
-    if rng.random() < 0.1 and not clips and not in_backward:
-        pair.step(rng.getrandbits(31), closure=lambda: 1.5)
-    else:
-        pair.step(rng.getrandbits(31))
+    pair.step(rng.getrandbits(31))
     if clips or pair.mesh is None or rng.random() < 0.5:
         pair.zero_grad("wrapper", to_none=pair.case.overlap != "step" or rng.random() < 0.8)
+
+
+@event(2)
+def train_by_closure(pair: Pair, rng: random.Random) -> None:
+    """step() calls what makes the gradients."""
+
+    def closure() -> float:
+        _gradients(pair, rng, of_all=True)
+        return LOSS
+
+    if pair.is_spent:
+        pair.zero_grad("wrapper")
+    pair.step(rng.getrandbits(31), closure)
+    pair.zero_grad("wrapper")
 
 
 def _more(pair: Pair, rng: random.Random) -> None:
@@ -558,7 +572,7 @@ def load(pair: Pair, rng: random.Random) -> None:
     pair.say(f"weights by {'the module' if by_module else 'hand'}")
     _restore_weights(pair, saved, by_module=by_module)
     pair.wrapped.load_state_dict(copy.deepcopy(saved.own))
-    _restore_plain(pair, saved)
+    _restore_plain(pair, saved, by_class=True)
 
 
 @event(1)
@@ -569,7 +583,7 @@ def load_plain(pair: Pair, rng: random.Random) -> None:
         return
     _restore_weights(pair, saved, by_module=False)
     pair.wrapped.load_state_dict(_as_plain_dict(pair, saved))
-    _restore_plain(pair, saved)
+    _restore_plain(pair, saved, by_class=True)
     pair.reseed()
 
 
@@ -649,14 +663,14 @@ def _restore_weights(pair: Pair, saved: Saved, *, by_module: bool) -> None:
 
 
 @torch.no_grad()
-def _restore_plain(pair: Pair, saved: Saved) -> None:
+def _restore_plain(pair: Pair, saved: Saved, *, by_class: bool = False) -> None:
     for theirs, value in zip(pair.theirs, saved.masters, strict=True):
         theirs.copy_(value)
     pair.set_plain_state(saved.state)
     for i, options in enumerate(saved.groups):
         for group in pair.plain_groups(i):
-            if not pair.case.is_torchs and pair.case.keeps_state_itself:
-                # Loaded by the class itself: torch replaces the groups, the wrapper updates them.
+            if by_class and not pair.case.is_torchs and pair.case.keeps_state_itself:
+                # torch replaces the groups, the wrapper's own load updates them.
                 for name in group.keys() - options.keys() - {"params"}:
                     del group[name]
             pair.set_group(group, options)

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 FLAGS: Final = ("params", "foreach", "fused", "capturable", "differentiable", "param_names")
 """Entries of a group that say how a kernel runs, or whose they are."""
+LOSS: Final = 1.5
+"""What a closure returns."""
 _INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 REFUSALS: Final[dict[str, tuple[type[OffloadError], str]]] = {
     "use while away": (AwayError, "offloaded|away"),
@@ -228,16 +230,15 @@ class Pair:
         self.has_run = True
 
     def step(self, seed: int = 0, closure: Callable[[], Any] | None = None) -> None:
-        """Both, with the same random numbers."""
-        self.consume(lambda: self.wrapped.step(closure) if closure else self.wrapped.step(), seed)
-
-    def consume(self, wrapped_step: Callable[[], Any], seed: int = 0) -> None:
-        """A step of both, of which the wrapped one's is made by ``wrapped_step``."""
-        has = any(self.mine[i].grad is not None for i in self._trainable())
+        """Both, with the same random numbers; ``closure``: makes gradients of both."""
+        has = closure is not None or any(self.mine[i].grad is not None for i in self._trainable())
         torch.default_generator.manual_seed(seed)  # torch.manual_seed() takes 4 ms
-        if not self.is_wrapped or self.has_stepped or has:
-            wrapped_step()
-        elif not self.attempt("a first step without any gradient", wrapped_step):
+        if closure is not None:
+            if (found := self.wrapped.step(closure)) != LOSS:
+                raise Mismatch(f"step() returns {found!r}, its closure {LOSS}")
+        elif not self.is_wrapped or self.has_stepped or has:
+            self.wrapped.step()
+        elif not self.attempt("a first step without any gradient", self.wrapped.step):
             return
         self.has_stepped = self.is_wrapped and (self.has_stepped or has)
         torch.default_generator.manual_seed(seed)

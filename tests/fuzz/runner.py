@@ -7,6 +7,7 @@ import random
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -186,10 +187,11 @@ def run_again(
 
 
 def ready() -> ExitStack:
-    """One thread, small host buckets, no warnings of the package's."""
+    """One thread, small host buckets, no warnings: of a scheduler that steps first, say."""
     from fsdp_offload.pipeline import engine
 
     stack = ExitStack()
+    stack.enter_context(warnings.catch_warnings(action="ignore"))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     stack.callback(torch.set_num_threads, threads)

@@ -14,7 +14,14 @@ from fsdp_offload.testing import RankPool
 from .runner import Outcome, run_seeds
 
 Ranks = Callable[..., RankPool]
-WITHOUT: tuple[str, ...] = ("phase_by_default",)
+WITHOUT: tuple[str, ...] = (
+    "momentum_on",
+    "phase_by_default",
+    "scheduler_of_no_momentum",
+    "start_with_step_zero",
+    "state_dropped",
+    "train_by_closure",
+)
 """Events that are left out."""
 LONG_FROM = 10_000
 
