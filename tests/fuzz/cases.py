@@ -241,7 +241,8 @@ def _draw_dtypes(
     weighted = [FP32, FP32, FP32, *(HALF if half_allowed else ()), FP64]
     if name == "Muon":
         weighted = [FP32, FP32, BF16]
-    if alike or rng.random() < 0.7:
+    if alike or rng.random() < 0.7 or name == "Adafactor":
+        # Adafactor takes the epsilon of the first parameter's dtype for all in a call.
         return [rng.choice(weighted[:-1] if alike else weighted)] * count
     return [rng.choice(weighted) for _ in range(count)]
 
