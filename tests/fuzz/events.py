@@ -678,6 +678,21 @@ def _restore_plain(pair: Pair, saved: Saved, *, by_class: bool = False) -> None:
     pair.is_spent = False
 
 
+@event(2, needs=lambda case: case.overlap == "backward")
+def backward_given_up(pair: Pair, rng: random.Random) -> None:
+    """After a backward that has updated parameters, a load in the place of step()."""
+    if pair.is_spent:
+        pair.zero_grad("wrapper")
+    saved = _save(pair, "copy")
+    _gradients(pair, rng, of_all=True)
+    pair.refused("use between backward and step", lambda: pair.wrapped.state)
+    pair.refused("use between backward and step", pair.wrapped.zero_grad)
+    _restore_weights(pair, saved, by_module=False)
+    pair.wrapped.load_state_dict(copy.deepcopy(saved.own))
+    _restore_plain(pair, saved)
+    pair.zero_grad("wrapper")
+
+
 @event(1)
 def checkpoint_saved(pair: Pair, rng: random.Random) -> None:
     """checkpoint.save, now and then async_save."""

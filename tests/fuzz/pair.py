@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fsdp_offload import HybridDeviceOptimizer, PhaseOffloader, PrecisionConfig, TransferConfig
-from fsdp_offload.errors import AwayError, OffloadError
+from fsdp_offload.errors import AwayError, OffloadError, SpentGradientError
 from tests.twins import MASTERS, rounded
 
 from .cases import Case
@@ -31,6 +31,7 @@ LOSS: Final = 1.5
 _INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 REFUSALS: Final[dict[str, tuple[type[OffloadError], str]]] = {
     "use while away": (AwayError, "offloaded|away"),
+    "use between backward and step": (SpentGradientError, "before step"),
     "a first step without any gradient": (OffloadError, "gradient"),
     "leaving with gradients that no step has consumed": (OffloadError, "gradient"),
 }
