@@ -27,7 +27,7 @@ from tests.twins import rounded
 
 from .cases import COMMON, FLAGS, Case, Event, draw_case
 from .net import like, local
-from .pair import LOSS, Pair, joined, remainder_of
+from .pair import LOSS, Mismatch, Pair, joined, remainder_of
 
 Run = Callable[[Pair, random.Random], None]
 
@@ -333,6 +333,7 @@ def unfreeze(pair: Pair, rng: random.Random) -> None:
 
 def _require_grad(pair: Pair, index: int, needed: bool) -> None:
     pair.say(f"parameter {index}")
+    pair.unused.discard(index)
     for tensor in (pair.mine[index], pair.carriers[index]):
         tensor.requires_grad_(needed)
         tensor.grad = None
@@ -771,6 +772,7 @@ def phase(pair: Pair, rng: random.Random) -> None:
         if grads == "drop":
             for carrier in pair.carriers:
                 carrier.grad = None
+            pair.unused.clear()
         _while_away(pair, rng)
     if rng.random() < 0.5:
         pair.end_phases()
@@ -799,15 +801,19 @@ def phase_by_default(pair: Pair, rng: random.Random) -> None:
     """Nothing is said of gradients: those that no step has used are not lost without a word."""
     if pair.is_spent:
         pair.zero_grad("wrapper")
-    has_some = any(p.grad is not None for p in pair.mine)
+    would_be_lost = pair.unused & set(pair.order)
 
     def leave() -> None:
         with pair.away():
             pass
 
-    if pair.attempt("leaving with gradients that no step has consumed", leave) and has_some:
-        gone = [i for i, p in enumerate(pair.mine) if p.grad is None]
-        pair.say(f"gradients of {gone} are gone")
+    if not pair.attempt("leaving with gradients that no step has consumed", leave):
+        return
+    if would_be_lost:
+        raise Mismatch(f"gradients of {sorted(would_be_lost)} are gone, and no step has used them")
+    for mine, carrier in zip(pair.mine, pair.carriers, strict=True):
+        if mine.grad is None:
+            carrier.grad = None
 
 
 @event(1)

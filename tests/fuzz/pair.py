@@ -62,6 +62,7 @@ class Pair:
         self.wrapped: Any = self._build(self.mine)
         self.plain = self._build_plain()
         self.has_run = self.has_stepped = self.is_spent = self.has_loaded = False
+        self.unused = set[int]()  # whose gradients no step has seen
         self.stepped, self.on_host = set[int](), set[int]()
         self.unrecorded = set[int]()  # frozen when they were wrapped
         self.phases: dict[str, PhaseOffloader] = {}
@@ -196,17 +197,20 @@ class Pair:
         for i, has in enumerate(present):
             mine, carrier = self.mine[i], self.carriers[i]
             drawn = torch.randn(mine.shape, generator=generator) * scale
+            self.unused.discard(i)
             if not (has and mine.requires_grad):
                 mine.grad = carrier.grad = None
                 continue
+            self.unused.add(i)
             carrier.grad = drawn.to(mine.dtype)
             mine.grad = _laid_out(drawn.to(mine.dtype), layout)
 
     def add_gradients(self, generator: torch.Generator, *, in_place: bool) -> None:
         """One process: a second backward adds to those that are there."""
-        for mine, carrier in zip(self.mine, self.carriers, strict=True):
+        for i, (mine, carrier) in enumerate(zip(self.mine, self.carriers, strict=True)):
             if mine.grad is None:
                 continue
+            self.unused.add(i)
             drawn = torch.randn(mine.shape, generator=generator).to(mine.dtype)
             if in_place:
                 mine.grad.add_(drawn)
@@ -229,6 +233,7 @@ class Pair:
                 loss.backward()
         check_same(torch.tensor(losses[0]), torch.tensor(losses[1]), "loss")
         self.has_run = True
+        self.unused |= {i for i, p in enumerate(self.mine) if present[i] and p.requires_grad}
 
     def step(self, seed: int = 0, closure: Callable[[], Any] | None = None) -> None:
         """Both, with the same random numbers; ``closure``: makes gradients of both."""
@@ -245,6 +250,7 @@ class Pair:
         torch.default_generator.manual_seed(seed)
         self.plain_step()
         self.is_spent = self.case.overlap != "step" and self.is_wrapped
+        self.unused -= set(self.order)
         self.has_loaded = False
         self.unrecorded -= {i for i in self.unrecorded if self.mine[i].requires_grad}
 
@@ -290,6 +296,7 @@ class Pair:
             elif carrier.grad is not None:
                 carrier.grad = torch.zeros_like(carrier.grad)
         self.is_spent = False
+        self.unused.clear()
 
     def clip(self, limit: float, order: float, *, by_wrapper: bool) -> None:
         """Both; the norms are compared, too."""
