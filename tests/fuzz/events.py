@@ -801,7 +801,8 @@ def phase_by_default(pair: Pair, rng: random.Random) -> None:
     """Nothing is said of gradients: those that no step has used are not lost without a word."""
     if pair.is_spent:
         pair.zero_grad("wrapper")
-    would_be_lost = pair.unused & set(pair.order)
+    # Nothing of an empty shard is lost.
+    would_be_lost = {i for i in pair.unused if i in pair.order and local(pair.mine[i]).numel()}
 
     def leave() -> None:
         with pair.away():

@@ -16,7 +16,6 @@ from .runner import Outcome, run_seeds
 Ranks = Callable[..., RankPool]
 WITHOUT: tuple[str, ...] = (
     "momentum_on",
-    "phase_by_default",
     "scheduler_of_no_momentum",
     "start_with_step_zero",
     "state_dropped",
