@@ -71,11 +71,9 @@ class Leaving:
                 be tried again.
             LaneError: an earlier update failed.
         """
-        self._health.check()
-        if self._absence.is_reserved(self._records, self._shown):
-            return
         self._settle()
-        self._at_rest(self._absence.reserve)
+        if not self._absence.is_reserved(self._records, self._shown):
+            self._at_rest(self._absence.reserve)
 
     @held_back()
     def offload(self, *, wait: bool = True) -> Trip:

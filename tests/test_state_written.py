@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-from fsdp_offload import HybridDeviceOptimizer, TransferConfig, checkpoint
+from fsdp_offload import HybridDeviceOptimizer, PhaseOffloader, TransferConfig, checkpoint
 from tests.twins import bits
 
 SMALL = TransferConfig(bucket_bytes=4096, slots=2, host_threads=1)
@@ -289,3 +289,27 @@ def test_state_that_nobody_has_touched_is_still_the_classs_to_make(name: str) ->
     fresh: list[Tensor] = [v for s in optimizers[1].state.values() for v in s.values()]
     assert fresh
     check_same(models, optimizers)
+
+
+# --------------------------------------------------------------------------- dropped
+
+
+@pytest.mark.parametrize("drop", ["delete", "clear"])
+@pytest.mark.parametrize(("lane", "dtype"), [*WHOLE, ("host", FP32)], ids=str)
+def test_state_dropped_before_a_phase_begins_anew_from_the_weights(
+    lane: str, dtype: torch.dtype, drop: str
+) -> None:
+    models = [make(dtype), make(dtype)]
+    stays, leaves = (wrap(model, lane) for model in models)
+    for model, optimizer in zip(models, (stays, leaves), strict=True):
+        train(model, optimizer, range(2))
+        if drop == "delete":
+            del optimizer.state[model[0].weight]
+        else:
+            optimizer.state.clear()
+    with PhaseOffloader(models[1], leaves, grads="drop").away():
+        pass
+    for model, optimizer in zip(models, (stays, leaves), strict=True):
+        train(model, optimizer, range(2, 4))
+    for mine, theirs in zip(models[1].parameters(), models[0].parameters(), strict=True):
+        assert torch.equal(bits(mine), bits(theirs))

@@ -128,7 +128,7 @@ class Moves:
         parameters = self._contents.parameters()
         self._contents.check_gradients(parameters)
         self._contents.collect(parameters, gone, others)
-        self.reserve()
+        self.reserve()  # whoever reads weights from here on looks into host memory
         self._absences.enter(self._contents.held())
         blocks, trips = self._contents.blocks, {}
         # The optimizer first: it may have updates of parameters under way.

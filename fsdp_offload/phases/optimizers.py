@@ -44,7 +44,7 @@ class OptimizerState:
         return [] if self._optimizer is None else parameters_of(self._optimizer)
 
     def reserve(self) -> None:
-        """Host memory for what it moves itself.
+        """Host memory for what it moves itself; state that it makes of weights is made by then.
 
         Raises:
             DeviceMemoryError: others have taken device memory meanwhile, and it is away.
