@@ -17,6 +17,7 @@ capture of ``step()``, copying or pickling the wrapper, use in a forked process.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import logging
 import time
@@ -252,12 +253,24 @@ class HybridDeviceOptimizer(Leaving, Optimizer):
         if closure is None and not self._had_gradient:
             self._check_first()
         began = time.perf_counter()
-        loss = self._own_step.step(closure)
+        loss = self._own_step.step(closure if self._had_gradient else self._checked(closure))
         self._shown = self._inner.state
         self._steps += 1
         self._inner.__dict__["_opt_called"] = True
         self._step_ms = (time.perf_counter() - began) * 1e3
         return loss
+
+    def _checked(self, closure: Callable[..., Any] | None) -> Callable[..., Any] | None:
+        """``closure``, after which gradients are there that a first step needs."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            assert closure is not None
+            loss = closure(*args, **kwargs)
+            if not self._had_gradient:
+                self._check_first()
+            return loss
+
+        return None if closure is None else functools.wraps(closure)(call)
 
     def _collect(self) -> Work:
         """Gradients and a snapshot; whatever can be refused is refused here."""

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fsdp_offload import HybridDeviceOptimizer
-from fsdp_offload.errors import LaneError, StateSchemaError
+from fsdp_offload.errors import ConfigError, LaneError, StateSchemaError
 from tests import own_optimizers as own
 from tests.twins import MATRICES, SHAPES, SMALL, Build, Twins
 
@@ -163,6 +163,27 @@ def test_the_class_keeps_its_methods_and_what_its_step_returns() -> None:
     assert inner.mode == "eval"
     with pytest.raises(AttributeError, match="nothing_such"):
         _ = optimizer.nothing_such
+
+
+def test_gradients_that_a_closure_makes_count_for_the_first_step() -> None:
+    """Afterwards a step without any is the class's to skip."""
+    parameter = nn.Parameter(torch.randn(9, 9))
+    wrapped = HybridDeviceOptimizer(own.Lion([parameter]))
+
+    def closure() -> float:
+        parameter.grad = torch.randn(9, 9)
+        return 1.5
+
+    assert wrapped.step(closure) == 1.5
+    wrapped.zero_grad()
+    wrapped.step()
+
+
+def test_a_first_closure_that_makes_no_gradient_is_refused() -> None:
+    model = nn.Linear(3, 3)
+    wrapped = HybridDeviceOptimizer(own.Lion(model.parameters()), model)
+    with pytest.raises(ConfigError, match="none ever had a gradient"):
+        wrapped.step(lambda: 1.5)
 
 
 def test_state_dicts_of_a_class_that_runs_its_own_step_are_its_own() -> None:
