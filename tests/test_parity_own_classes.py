@@ -281,6 +281,15 @@ def test_a_stepped_optimizer_of_an_own_class_is_taken_over(lane: str) -> None:
         assert wrapped.state[mine]["step"] == plain.state[theirs]["step"] == 4
 
 
+@pytest.mark.parametrize("shapes", [((),), ((), (3,))], ids=str)
+def test_state_of_a_0_dim_parameter_that_is_made_at_construction(shapes: Any) -> None:
+    twins = own_twins(own.EagerMomentum, shapes=shapes)
+    twins.run(3)
+    for parameter in twins.mine:
+        assert twins.wrapped.state[parameter]["momentum"].shape == parameter.shape
+        assert twins.wrapped.state[parameter]["step"].dim() == 0
+
+
 class LateState(own.Own):
     """Adds a kind of state in its third step."""
 

@@ -406,18 +406,27 @@ def _existing_state(
 ) -> dict[str, Any] | None:
     """State that the class made for one parameter of the group at construction; what has the
     parameter's dtype, in ``dtype``. Taken from a shard that is not empty, where there is one, so
-    that ranks with empty shards come to the same verdict."""
-    for parameter in sorted(group["params"], key=lambda p: shards.local(p).numel() == 0):
+    that ranks with empty shards come to the same verdict; and not from a 0-dim parameter, if there
+    is another: beside one, a tensor of its shape cannot be told from a count."""
+
+    def rank(parameter: Tensor) -> tuple[bool, bool]:
+        return parameter.dim() == 0, shards.local(parameter).numel() == 0
+
+    for parameter in sorted(group["params"], key=rank):
         if state := optimizer.state.get(parameter):
-            return {
-                name: shards.local(v).to(
-                    dtype if v.dtype == parameter.dtype and v.dim() else v.dtype
-                )
-                if isinstance(v, Tensor)
-                else v
-                for name, v in state.items()
-            }
+            return {name: _of_vector(name, v, parameter, dtype) for name, v in state.items()}
     return None
+
+
+def _of_vector(name: str, value: Any, parameter: Tensor, dtype: torch.dtype) -> Any:
+    """State of ``parameter`` as of a parameter with dimensions: its class says nothing of a 0-dim
+    one, of which only ``step`` counts as a count."""
+    if not isinstance(value, Tensor):
+        return value
+    local = shards.local(value)
+    if parameter.dim() == 0 and name != "step":
+        local = local.reshape(-1)
+    return local.to(dtype if value.dtype == parameter.dtype and local.dim() else value.dtype)
 
 
 def _run(
