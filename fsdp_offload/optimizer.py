@@ -392,7 +392,7 @@ class HybridDeviceOptimizer(Leaving, Optimizer):
         sets it. All records are made anew, in the lanes that they were in; returns whether."""
         if not self._inventory.have_outgrown(self._records):
             return False
-        self._settle()
+        self._settle_masters()
         with self._health.failing("reserving more state", self._drain_quietly), torch.no_grad():
             kept = {record.parameter: state_io.copied(record) for record in self._records}
             members = [m for m in self._inventory.trainable() if m[0] in self._reserved]
@@ -464,8 +464,7 @@ class HybridDeviceOptimizer(Leaving, Optimizer):
     def state(self) -> defaultdict[Tensor, dict[str, Any]]:
         """Live state per parameter, after all transfers: tensors over host or device memory."""
         if self._built:
-            self._settle()
-            self._follow_shards()
+            self._settle_masters()
             self._state_was_read = True
             for record in self._records:
                 state_io.show(record, self._shown[record.parameter])
@@ -480,8 +479,10 @@ class HybridDeviceOptimizer(Leaving, Optimizer):
                 remedy="use load_state_dict(), or write into the tensors in place",
             )
 
-    def _follow_shards(self) -> None:
-        """Whole masters follow weights that the caller has written, as they do in an update."""
+    def _settle_masters(self) -> None:
+        """:meth:`_settle`, and whole masters follow weights that the caller has written, as they do
+        in an update."""
+        self._settle()
         with torch.no_grad():
             for segment in self._segments:
                 for bucket in segment.host.buckets if segment.host is not None else ():

@@ -65,6 +65,21 @@ def test_momentum_may_come_and_go_in_the_middle_of_training(dtype: torch.dtype, 
     twins.compare()
 
 
+@pytest.mark.parametrize("lane", LANES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_weights_written_before_more_state_is_reserved_stay(dtype: torch.dtype, lane: str) -> None:
+    parameter = nn.Parameter(torch.randn(40, 30).to(dtype))
+    wrapped = HybridDeviceOptimizer(sgd([parameter]), update_on=[lane])
+    parameter.grad = torch.randn(40, 30).to(dtype)
+    wrapped.step()
+    written = torch.full((40, 30), 0.5, dtype=dtype)
+    with torch.no_grad():
+        parameter.copy_(written)
+    wrapped.param_groups[0].update(momentum=0.9, lr=0.0)
+    wrapped.step()
+    assert torch.equal(parameter, written)
+
+
 def test_amsgrad_switched_on_before_the_first_step_is_reserved_then() -> None:
     twins = Twins(lambda groups: torch.optim.AdamW(groups, lr=0.1))
     twins.change(amsgrad=True)

@@ -84,7 +84,7 @@ def save_local(
     held, team, folder = _offloaded(optimizer), Team.of_world(), Path(path)
 
     def prepare() -> tuple[Contents, str]:
-        held._settle()
+        held._settle_masters()
         held._gateway.current_stream().synchronize()
         return _contents(Job(model, held, team), extra), next_save_id(folder)
 

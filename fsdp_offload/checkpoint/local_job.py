@@ -114,12 +114,10 @@ class Job:
 
     def values(self) -> Table:
         """What is no tensor of a record: small, JSON alone."""
-        outside = self._written_outside()
         return {
             record.fqn: {
                 "stepped": record.pieces[0].stepped,
                 "updates": record.pieces[0].updates,
-                "written_outside": record.fqn in outside,
                 "scalars": {
                     kind.name: encode_number(record.pieces[0].state[kind.name])
                     for kind in record.schema.kinds
@@ -128,19 +126,6 @@ class Job:
             }
             for record in self.optimizer._records
         }
-
-    def _written_outside(self) -> set[str]:
-        """Host-lane parameters in buckets whose shards are not as the last update left them:
-        their masters follow at the next update, and that must outlive the snapshot."""
-        found: set[str] = set()
-        for bucket in self._host_buckets():
-            if not torch.equal(bucket.observe().cpu(), bucket.expected.cpu()):
-                found |= {part.record.fqn for part in bucket.parts}
-        return found
-
-    def _host_buckets(self) -> Iterator[Any]:
-        for segment in self.optimizer._segments:
-            yield from segment.host.buckets if segment.host is not None else ()
 
     def set_values(self, values: Table) -> None:
         """The opposite of :meth:`values`, once shards and arenas are filled."""
@@ -153,9 +138,6 @@ class Job:
                         target.fill_(decode_number(number))
                     else:
                         piece.state[name] = decode_number(number)
-        for bucket in self._host_buckets():
-            if any(values[part.record.fqn]["written_outside"] for part in bucket.parts):
-                bucket.reseed()
 
     def objects(self, extra: Any) -> dict[str, Any]:
         """What needs pickle: group values, native state that is no tensor, the caller's own."""
