@@ -404,10 +404,7 @@ class HybridDeviceOptimizer(Leaving, Optimizer):
                 del self._shown[parameter]
             self._extend(members)
             for record in self._records:
-                if len(values := kept[record.parameter]) > record.emits_master:
-                    state_io.write(record, values)
-                else:
-                    state_io.write_master(record, values)
+                state_io.write(record, kept[record.parameter])
             self._trust_shards()
         return True
 

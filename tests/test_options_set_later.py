@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CyclicLR, LRScheduler, OneCycleLR
 
-from fsdp_offload import HybridDeviceOptimizer
+from fsdp_offload import HybridDeviceOptimizer, checkpoint
 from tests.twins import SHAPES, Twins
 
 LANES = ("resident", "streamed", "host")
@@ -78,6 +80,40 @@ def test_weights_written_before_more_state_is_reserved_stay(dtype: torch.dtype, 
     wrapped.param_groups[0].update(momentum=0.9, lr=0.0)
     wrapped.step()
     assert torch.equal(parameter, written)
+
+
+@pytest.mark.parametrize("is_stepped", [False, True])
+@pytest.mark.parametrize("lane", LANES)
+def test_a_master_alone_is_loaded_where_momentum_is_needed_now(
+    lane: str, is_stepped: bool, tmp_path: Path
+) -> None:
+    """As the plain optimizer, which makes the momentum at its next step."""
+    built = [nn.Linear(20, 30).bfloat16() for _ in range(3)]
+    mine = HybridDeviceOptimizer(sgd(built[0].parameters()), built[0], update_on=[lane] * 2)
+    if is_stepped:
+        for parameter in built[0].parameters():
+            parameter.grad = torch.randn_like(parameter)
+        mine.step()
+    mine.param_groups[0]["momentum"] = 0.9
+    assert all(len(state) == 1 for state in mine.state.values())
+    checkpoint.save(tmp_path / "saved", built[0], mine)
+    saved = copy.deepcopy((built[0].state_dict(), mine.state_dict()))
+    others = []
+    for model in built[1:]:
+        inner = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.3)
+        others.append(HybridDeviceOptimizer(inner, model, update_on=[lane] * 2))
+    built[1].load_state_dict(saved[0])
+    others[0].load_state_dict(saved[1])
+    checkpoint.load(tmp_path / "saved", built[2], others[1])
+    for _ in range(2):
+        gradients = [torch.randn_like(p) for p in built[0].parameters()]
+        for model, optimizer in zip(built, (mine, *others), strict=True):
+            for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+                parameter.grad = gradient
+            optimizer.step()
+    for model in built[1:]:
+        for parameter, expected in zip(model.parameters(), built[0].parameters(), strict=True):
+            assert torch.equal(parameter, expected)
 
 
 def test_amsgrad_switched_on_before_the_first_step_is_reserved_then() -> None:

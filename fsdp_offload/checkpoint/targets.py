@@ -133,7 +133,7 @@ def _add_record(
         check_shape(source, stored[source], record.parameter)
         if isinstance(entry := stored[source], TensorStorageMetadata):
             state_io.check_remainder(source, entry.properties.dtype)
-    for kind in record.schema.kinds:
+    for kind in state_io.kinds_in(record, saved):
         source = places.state(fqn) + kind.name
         _add(targets, f"{STATE}{fqn}.{kind.name}", source, live[kind.name], stored[source])
     form = record.form.value

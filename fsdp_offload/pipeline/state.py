@@ -21,6 +21,7 @@ from .schema import StateKind
 
 REMAINDER = MasterForm.REMAINDER.value
 WHOLE = MasterForm.WHOLE.value
+MASTERS = frozenset((REMAINDER, WHOLE))
 
 
 def expose(record: Record) -> dict[str, Any]:
@@ -50,7 +51,7 @@ def copied(record: Record) -> dict[str, Any]:
     shown = expose(record)
     show(record, shown)
     if not record.pieces[0].stepped:
-        shown = {name: shown[name] for name in (REMAINDER, WHOLE) if name in shown}
+        shown = {name: shown[name] for name in MASTERS if name in shown}
     single = {kind.name for kind in record.schema.kinds if kind.role != "like"}
     return {
         name: copy.deepcopy(value)
@@ -95,10 +96,8 @@ def check(record: Record, values: Mapping[str, Any]) -> None:
     Raises:
         StateDictError: a missing kind, another shape, or another placement.
     """
-    if not values:
-        return  # a parameter that never had a gradient
     check_names(record, values)
-    for kind in record.schema.kinds:
+    for kind in kinds_in(record, values):
         if kind.role == "like":
             _check_shape(record, kind.name, values[kind.name])
             _check_material(record, kind.name, values[kind.name])
@@ -131,13 +130,19 @@ def check_remainder(what: str, dtype: torch.dtype) -> None:
         )
 
 
+def kinds_in(record: Record, names: Collection[str]) -> Sequence[StateKind]:
+    """The record's kinds; none where ``names`` has a master at most: the state of a parameter that
+    was not updated, or by options under which its class keeps nothing else."""
+    return record.schema.kinds if set(names) - MASTERS else ()
+
+
 def check_names(record: Record, names: Collection[str]) -> None:
     """Refuse a state that lacks an entry; ``names``: those that it has.
 
     Raises:
         StateDictError: a kind is missing.
     """
-    if missing := sorted({kind.name for kind in record.schema.kinds} - set(names)):
+    if missing := sorted({kind.name for kind in kinds_in(record, names)} - set(names)):
         raise StateDictError(
             f"state of {record.fqn} with keys {sorted(names)}",
             reason=f"{missing} are missing: saved by another optimizer class or other settings",
@@ -208,7 +213,8 @@ def _with_own_scalars(record: Record, values: Mapping[str, Any]) -> Mapping[str,
 
 
 def write(record: Record, values: Mapping[str, Any]) -> None:
-    """Copy checked values into the parameter's state; empty values reset it.
+    """Copy checked values into the parameter's state; without any, or with a master alone, it is
+    reset.
 
     Values may alias the state that they are written to (see :func:`apart` for that of others).
     Buffers keep their address, dtype and device.
@@ -216,7 +222,7 @@ def write(record: Record, values: Mapping[str, Any]) -> None:
     if not values:
         reset(record)
         return
-    for kind in record.schema.kinds:
+    for kind in kinds_in(record, values):
         value = values[kind.name]
         if kind.role == "like":
             _set(record, kind.name, value)
