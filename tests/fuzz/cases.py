@@ -166,8 +166,8 @@ def draw_case(seed: int, ranks: int = 1) -> Case:
     mastered = rng.random() < 0.85 and name != "Adafactor"
     layers = _split(rng, list(range(count)))
     later = [rng.randrange(count)] if count > 2 and rng.random() < 0.3 else []
-    if name == "EagerMomentum":  # makes no state for them; and one number is taken for a count
-        later, shapes = [], [shape or (1,) for shape in shapes]
+    if name == "EagerMomentum":
+        later = []  # makes no state for them
     groups = _split(rng, [i for i in range(count) if i not in later], 2)
     overlap = "step"
     if ranks > 1 and name in ELEMENTWISE:

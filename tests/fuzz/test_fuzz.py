@@ -14,13 +14,7 @@ from fsdp_offload.testing import RankPool
 from .runner import Outcome, run_seeds
 
 Ranks = Callable[..., RankPool]
-WITHOUT: tuple[str, ...] = (
-    "momentum_on",
-    "scheduler_of_no_momentum",
-    "start_with_step_zero",
-    "state_dropped",
-    "train_by_closure",
-)
+WITHOUT: tuple[str, ...] = ("start_with_step_zero",)
 """Events that are left out."""
 LONG_FROM = 10_000
 
