@@ -259,6 +259,18 @@ def test_a_step_count_set_to_zero_by_hand_and_then_saved(name: str) -> None:
     check_same(models, optimizers)
 
 
+def test_step_sizes_of_rprop_outlive_a_step_count_of_zero_without_a_gradient_before() -> None:
+    """Where signs have changed in all elements, nothing but the step sizes tells of updates."""
+    models = [make(), make()]
+    inner = [torch.optim.Rprop(model.parameters(), lr=0.01) for model in models]
+    for model, optimizer in zip(models, inner, strict=True):
+        train(model, optimizer, range(3))
+        restarted(optimizer)
+        for state in optimizer.state.values():
+            state["prev"].zero_()
+    check_same(models, [inner[0], wrapped(inner[1])])
+
+
 @pytest.mark.parametrize("when", ["before wrapping", "after wrapping", "loaded"])
 def test_sums_of_adagrad_that_were_set_before_the_first_step(when: str) -> None:
     models, inner = pair("adagrad")

@@ -438,12 +438,13 @@ def _has_stepped(record: Record, values: Mapping[str, Any]) -> bool:
 
     A fresh optimizer already has its keys, and before the first step the class must initialise the
     state itself (SGD's first momentum ignores dampening). So state counts as never updated where
-    its ``step`` is 0 and every other value is the one that is shown at construction.
+    its ``step`` is 0 and every other value is the one that is shown at construction: any, but the
+    same in all elements, of what follows an option, which may have changed meanwhile.
     """
     schema = record.schema
     if not schema.kinds or float(values.get("step", 0)) != 0:
         return True
-    kinds = [k for k in schema.kinds if k.name != "step" and not k.follows_option]
+    kinds = [k for k in schema.kinds if k.name != "step"]
     return not all(_is_initial(kind, values.get(kind.name)) for kind in kinds)
 
 
@@ -463,6 +464,8 @@ def _is_initial(kind: StateKind, value: Any) -> bool:
     found = shards.local(value)
     if found.device.type == "meta":
         return True  # never shown: not written
+    if kind.follows_option:
+        return not found.numel() or bool((found == found.reshape(-1)[0]).all())
     same = found == kind.initial
     if kind.initial == 0 and math.copysign(1.0, complex(kind.initial).real) < 0:
         same = same & (found.real if found.is_complex() else found).signbit()

@@ -451,6 +451,9 @@ def state_written(pair: Pair, rng: random.Random) -> None:
 def step_to_zero(pair: Pair, rng: random.Random) -> None:
     """A restart of bias correction: the moments stay."""
     for i in _with_state(pair):
+        told_by = [pair.plain.state[pair.theirs[i]].get(name) for name in ("prev", "ax")]
+        if any(value is not None and not value.any() for value in told_by):
+            continue  # then nothing tells that Rprop or ASGD has updated the parameter
         for state in (pair.wrapped.state[pair.mine[i]], pair.plain.state[pair.theirs[i]]):
             if isinstance(state.get("step"), Tensor):
                 state["step"].zero_()

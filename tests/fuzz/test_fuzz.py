@@ -14,8 +14,6 @@ from fsdp_offload.testing import RankPool
 from .runner import Outcome, run_seeds
 
 Ranks = Callable[..., RankPool]
-WITHOUT: tuple[str, ...] = ("start_with_step_zero",)
-"""Events that are left out."""
 LONG_FROM = 10_000
 
 
@@ -26,19 +24,19 @@ def check(outcome: Outcome) -> None:
 
 @pytest.mark.parametrize("first", [0, 130])
 def test_sequences_in_one_process(first: int) -> None:
-    check(run_seeds(range(first, first + 130), 1, WITHOUT))
+    check(run_seeds(range(first, first + 130), 1))
 
 
 @pytest.mark.parametrize(("size", "count"), [(2, 25), (3, 15)])
 def test_sequences_on_ranks(ranks: Ranks, size: int, count: int) -> None:
-    check(ranks(size).run(run_seeds, range(count), size, WITHOUT)[0])
+    check(ranks(size).run(run_seeds, range(count), size)[0])
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("part", range(20))
 def test_many_sequences_in_one_process(part: int) -> None:
     first = LONG_FROM + 1000 * part
-    check(run_seeds(range(first, first + 1000), 1, WITHOUT))
+    check(run_seeds(range(first, first + 1000), 1))
 
 
 @pytest.mark.long
@@ -46,4 +44,4 @@ def test_many_sequences_in_one_process(part: int) -> None:
 @pytest.mark.parametrize("size", [2, 3])
 def test_many_sequences_on_ranks(ranks: Ranks, size: int, part: int) -> None:
     first = LONG_FROM + 200 * part
-    check(ranks(size).run(run_seeds, range(first, first + 200), size, WITHOUT, timeout_s=540)[0])
+    check(ranks(size).run(run_seeds, range(first, first + 200), size, timeout_s=540)[0])
