@@ -19,7 +19,8 @@ class Own(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        loss = closure() if closure else None
+        with torch.enable_grad():
+            loss = closure() if closure else None
         for group in self.param_groups:
             self.begin(group)
             for parameter in group["params"]:
