@@ -375,11 +375,14 @@ def weights_written_and_told(pair: Pair, rng: random.Random) -> None:
 
 
 @event(1)
-@torch.no_grad()
 def weights_written(pair: Pair, rng: random.Random) -> None:
     """By hand, and nobody is told."""
     pair.wrapped.synchronize()
-    values = _new_weights(pair, rng)
+    _write_untold(pair, _new_weights(pair, rng))
+
+
+@torch.no_grad()
+def _write_untold(pair: Pair, values: dict[int, Tensor]) -> None:
     for i, value in values.items():
         theirs = pair.theirs[i]
         if theirs.dtype == pair.carriers[i].dtype:
@@ -577,6 +580,15 @@ def load(pair: Pair, rng: random.Random) -> None:
     _restore_weights(pair, saved, by_module=by_module)
     pair.wrapped.load_state_dict(copy.deepcopy(saved.own))
     _restore_plain(pair, saved, by_class=True)
+
+
+@event(1)
+def load_and_put_weights_back(pair: Pair, rng: random.Random) -> None:
+    """What was kept, and then by hand the weights from before: masters follow these."""
+    pair.wrapped.synchronize()
+    now = {i: local(p).detach().clone() for i, p in enumerate(pair.mine)}
+    load(pair, rng)
+    _write_untold(pair, now)
 
 
 @event(1)
@@ -797,6 +809,13 @@ def phase_ended_by_use(pair: Pair, rng: random.Random) -> None:
         phases.reload()
     finally:
         phases.close()
+
+
+@event(0.5, needs=EVENTS["state_dropped"].needs)
+def phase_after_state_was_dropped(pair: Pair, rng: random.Random) -> None:
+    """It is made anew from weights that are about to leave."""
+    state_dropped(pair, rng)
+    phase(pair, rng)
 
 
 @event(1)

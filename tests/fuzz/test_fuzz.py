@@ -9,6 +9,8 @@ from collections.abc import Callable
 
 import pytest
 
+from fsdp_offload import HybridDeviceOptimizer
+from fsdp_offload.pipeline.engine import Segment
 from fsdp_offload.testing import RankPool
 
 from .runner import Outcome, run_seeds
@@ -45,3 +47,24 @@ def test_many_sequences_in_one_process(part: int) -> None:
 def test_many_sequences_on_ranks(ranks: Ranks, size: int, part: int) -> None:
     first = LONG_FROM + 200 * part
     check(ranks(size).run(run_seeds, range(first, first + 200), size, timeout_s=540)[0])
+
+
+FAULTS: dict[str, tuple[object, str, Callable[..., object]]] = {
+    "written weights look as if updates had left them": (
+        HybridDeviceOptimizer, "_trust_shards", lambda self: None,
+    ),
+    "state that was fetched ahead is used after it was written": (
+        Segment, "discard", lambda self: None,
+    ),
+    "masters do not follow weights before they are shown": (
+        HybridDeviceOptimizer, "_settle_masters", HybridDeviceOptimizer._settle,
+    ),
+}  # fmt: skip
+"""What an owner's method does wrongly."""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("fault", FAULTS)
+def test_planted_faults_are_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(*FAULTS[fault])
+    assert run_seeds(range(3000)).failures
