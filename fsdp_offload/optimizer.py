@@ -48,6 +48,7 @@ from .overlap import Overlap, make_overlap
 from .pipeline import state as state_io
 from .pipeline.engine import Segment
 from .pipeline.gradients import count_empty_shards, gradient_of
+from .pipeline.host import HostBucket
 from .pipeline.inventory import Inventory, Member
 from .pipeline.native import OwnStep
 from .pipeline.records import MasterForm, Record, Snapshot, Work
@@ -376,6 +377,7 @@ class HybridDeviceOptimizer(Leaving, Optimizer):
         """An iteration, before its first gradient is read."""
         self._adopt_writes()
         self._follow_options()
+        self._followed = None
         if self._overlap is not None:
             with self.failing("an update of the step before"):
                 self._overlap.begin()
@@ -481,11 +483,10 @@ class HybridDeviceOptimizer(Leaving, Optimizer):
         in an update."""
         self._settle()
         with torch.no_grad():
-            for segment in self._segments:
-                for bucket in segment.host.buckets if segment.host is not None else ():
-                    if int(bucket.observe()) != int(bucket.expected):
-                        bucket.reseed()
-                        bucket.trust_shards()
+            for bucket in self._host_buckets():
+                if int(bucket.observe()) != int(bucket.expected):
+                    bucket.reseed()
+                    bucket.trust_shards()
             records = [r for r in self._records if r.form is MasterForm.WHOLE and r.lane != "host"]
             if not records:
                 return
@@ -959,6 +960,9 @@ class HybridDeviceOptimizer(Leaving, Optimizer):
         with torch.no_grad():
             for record in records:
                 state_io.write_master(record, {})
+            for bucket in self._host_buckets():
+                bucket.reseed()  # of other records, too: from here on their shards are trusted
+            self._trust_shards()
 
     def _forget_frozen_masters(self) -> None:
         """Masters that were loaded for parameters which are not trained now."""
@@ -969,7 +973,12 @@ class HybridDeviceOptimizer(Leaving, Optimizer):
                 for form in (MasterForm.REMAINDER, MasterForm.WHOLE):
                     shown.pop(form.value, None)
 
+    def _host_buckets(self) -> Iterator[HostBucket]:
+        for segment in self._segments:
+            yield from segment.host.buckets if segment.host is not None else ()
+
     def _trust_shards(self) -> None:
+        self._followed = None
         for segment in self._segments:
             segment.trust_shards()
 

@@ -99,6 +99,48 @@ def test_masters_that_are_saved_round_to_the_weights(
     optimizer.close()
 
 
+def by_step(model: nn.Module, optimizer: Any, earlier: Any) -> None:
+    train(model, optimizer, range(3, 4))
+
+
+def by_load(model: nn.Module, optimizer: Any, earlier: Any) -> None:
+    model.load_state_dict(earlier[0])
+    optimizer.load_state_dict(earlier[1])
+
+
+def by_loaded_weights(model: nn.Module, optimizer: Any, earlier: Any) -> None:
+    model.load_state_dict(earlier[0])
+
+
+def by_resync(model: nn.Module, optimizer: Any, earlier: Any) -> None:
+    clamp(model)
+    optimizer.resync()
+
+
+CHANGES = [by_step, by_load, by_loaded_weights, by_resync]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda f: f.__name__)
+@pytest.mark.parametrize(("lane", "dtype"), WHOLE, ids=str)
+def test_weights_put_back_to_what_they_were_at_the_last_read_are_followed(
+    lane: str, dtype: torch.dtype, change: Callable[..., None]
+) -> None:
+    model = make(dtype)
+    optimizer = wrap(model, lane)
+    train(model, optimizer, range(2))
+    earlier = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    train(model, optimizer, range(2, 3))
+    before = [p.detach().clone() for p in model.parameters()]
+    assert optimizer.state
+    change(model, optimizer, earlier)
+    with torch.no_grad():
+        for parameter, value in zip(model.parameters(), before, strict=True):
+            parameter.copy_(value)
+    for parameter in model.parameters():
+        assert torch.equal(optimizer.state[parameter]["master"].to(dtype), parameter)
+    optimizer.close()
+
+
 @pytest.mark.parametrize("other", WHOLE, ids=str)
 @pytest.mark.parametrize(("lane", "dtype"), WHOLE, ids=str)
 def test_weights_written_before_a_save_come_back_in_any_lane(
