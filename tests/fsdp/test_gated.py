@@ -35,6 +35,9 @@ from tests.fsdp.test_overlap import SMALL, adamw, build, loss_of, wrap
 
 Ranks = Callable[..., RankPool]
 Parameters = list[Any]
+OLD_COMPILER = pytest.mark.skipif(
+    torch.__version__ < "2.12", reason="torch.compile of 2.11 raises: docs/overlap.md says so"
+)
 BOTH = pytest.mark.parametrize("overlap", ["forward", "backward"])
 
 
@@ -200,6 +203,10 @@ def _compiled(p: Any) -> Any:
     return p * 2 + 1
 
 
+def read_by_compiled_code(ps: Parameters) -> Any:
+    return [_compiled(p) for p in ps[:2]]
+
+
 READERS: dict[str, Callable[[Parameters], Any]] = {
     "norm": lambda ps: [p.detach().norm() for p in ps],
     "get_total_norm": lambda ps: torch.nn.utils.get_total_norm(ps),
@@ -247,7 +254,6 @@ READERS: dict[str, Callable[[Parameters], Any]] = {
     "_foreach_mul_": foreach_mul,
     "assignment to the local tensor": assigned,
     "inference_mode": inference,
-    "compiled": lambda ps: [_compiled(p) for p in ps[:2]],
 }
 
 
@@ -279,7 +285,7 @@ def same(found: Any, expected: Any) -> bool:
 
 def read_while_updates_are_held_back(name: str, overlap: str, guarded: bool) -> None:
     """The reader's numbers, and afterwards those of the parameters, are the plain optimizer's."""
-    reader = READERS[name]
+    reader = READERS.get(name, read_by_compiled_code)
     plain = build(dist.get_world_size())
     reference = adamw(plain)
     for index in range(2):
@@ -303,7 +309,7 @@ def read_while_updates_are_held_back(name: str, overlap: str, guarded: bool) -> 
 
 
 @pytest.mark.parametrize("overlap", ["forward", pytest.param("backward", marks=pytest.mark.long)])
-@pytest.mark.parametrize("name", READERS)
+@pytest.mark.parametrize("name", [*READERS, pytest.param("compiled", marks=OLD_COMPILER)])
 def test_reading_waits(ranks: Ranks, name: str, overlap: str) -> None:
     ranks(2).run(read_while_updates_are_held_back, name, overlap, guarded=True)
 
@@ -346,6 +352,7 @@ def compiled_each_time(overlap: str, backend: str) -> None:
         optimizer.close()
 
 
+@OLD_COMPILER
 @pytest.mark.parametrize(
     ("backend", "overlap"),
     [

@@ -7,7 +7,9 @@ compute stream.)
 
 from __future__ import annotations
 
+import functools
 import itertools
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -206,18 +208,36 @@ def copies_on_the_host(parameters: list[Any]) -> list[Tensor]:
     return [p.to_local().cpu() for p in parameters]
 
 
-@torch.compile
-def _compiled(tensor: Tensor) -> Tensor:
-    return tensor * 2 + 1
+@functools.cache
+def compiler() -> Any:
+    """Inductor's: it is imported here, and warns of what it uses itself."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return torch.compile(lambda tensor: tensor * 2 + 1)
 
 
 def compiled(parameters: list[Any]) -> list[Tensor]:
-    return [_compiled(p.to_local()) for p in parameters[:2]]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return [compiler()(p.to_local()) for p in parameters[:2]]
 
 
 @pytest.mark.parametrize("late", ["h2d", "update"])
 @pytest.mark.parametrize("overlap", ["forward", "backward"])
-@pytest.mark.parametrize("read", [norms_of, averages_of, copies_on_the_host, compiled])
+@pytest.mark.parametrize(
+    "read",
+    [
+        norms_of,
+        averages_of,
+        copies_on_the_host,
+        pytest.param(
+            compiled,
+            marks=pytest.mark.skipif(
+                torch.__version__ < "2.12", reason="torch.compile of 2.11 raises: docs/overlap.md"
+            ),
+        ),
+    ],
+)
 def test_code_that_reads_parameters_after_a_step_waits_for_it(
     mesh: Any, read: Any, overlap: str, late: str
 ) -> None:
