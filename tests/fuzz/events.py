@@ -25,7 +25,7 @@ from fsdp_offload import PhaseOffloader, checkpoint
 from tests.optimizer_table import ELEMENTWISE
 from tests.twins import rounded
 
-from .cases import COMMON, FLAGS, Case, Event, draw_case
+from .cases import COMMON, FLAGS, HALF, Case, Event, draw_case
 from .net import like, local
 from .pair import LOSS, Mismatch, Pair, joined, remainder_of
 
@@ -78,10 +78,17 @@ def wrap(pair: Pair, rng: random.Random) -> None:
     pair.wrap()
 
 
+def _may_start(case: Case) -> bool:
+    """Fused SGD on the CPU leaves elements of half precision out (pytorch #191763): what stands in
+    its momentum is then whatever was in memory."""
+    half = any(dtype in HALF for dtype in case.dtypes)
+    return case.ranks == 1 and not (case.apart and half)
+
+
 @event(0, before_wrapping=True)
 def start_stepped(pair: Pair, rng: random.Random) -> None:
     """The optimizer has stepped before it is wrapped."""
-    if pair.case.ranks == 1:
+    if _may_start(pair.case):
         train(pair, rng)
 
 
@@ -94,7 +101,7 @@ def start_frozen(pair: Pair, rng: random.Random) -> None:
 @event(0, before_wrapping=True)
 def start_with_step_zero(pair: Pair, rng: random.Random) -> None:
     """State that was taken over has its step count reset."""
-    if pair.case.ranks == 1:
+    if _may_start(pair.case):
         train(pair, rng)
         step_to_zero(pair, rng)
 
