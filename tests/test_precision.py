@@ -34,8 +34,8 @@ from fsdp_offload.pipeline import moments, reduced_adam
 from fsdp_offload.pipeline.bucket import Scratch
 from fsdp_offload.pipeline.moments import Draw
 from fsdp_offload.pipeline.schema import makes_its_state
-from fsdp_offload.testing import RankPool
 from tests.fsdp import models
+from tests.helpers.ranks import RankPool
 from tests.played import Played
 from tests.twins import master_of, rounded
 

@@ -18,7 +18,7 @@ from fsdp_offload.bench.model import Job, sharded_model
 from fsdp_offload.bench.timing import LEAD_IN
 from fsdp_offload.errors import ConfigError
 from fsdp_offload.groups import find_groups
-from fsdp_offload.testing import RankPool
+from tests.helpers.ranks import RankPool
 
 TINY = ["--device", "cpu", "--layers", "1", "--dim", "64", "--vocabulary", "128", "--tokens", "32"]
 SHORT = ["--seq", "16", "--iterations", "3", "--warm-up", "1"]

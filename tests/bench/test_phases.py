@@ -16,7 +16,7 @@ from fsdp_offload.bench import phases, table, ways
 from fsdp_offload.bench.model import Job
 from fsdp_offload.errors import ConfigError
 from fsdp_offload.storages import can_swap
-from fsdp_offload.testing import RankPool
+from tests.helpers.ranks import RankPool
 
 SMALL = ["--device", "cpu", "--params", "4e5", "--repeats", "2", "--cycles", "3"]
 CPU = torch.device("cpu")
