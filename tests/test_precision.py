@@ -260,14 +260,6 @@ def test_the_host_lane_is_refused(kept: Any, lanes: Any) -> None:
         wrapped(BF16, kept, update_on=lanes)
 
 
-def test_a_saved_plan_with_the_host_lane_is_refused() -> None:
-    settings = (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9})  # int8 leaves it as it is
-    _, first = wrapped(BF16, None, settings, update_on="host")
-    plan = first.plan
-    with pytest.raises(ConfigError):
-        wrapped(BF16, BF16, settings, plan=plan)
-
-
 # --------------------------------------------------------------------------- saved and loaded
 
 
