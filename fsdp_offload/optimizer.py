@@ -33,7 +33,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from . import clipping, loading, shards
 from .absence import OptimizerAbsence, StateRegion
-from .config import OffloadConfig, PrecisionConfig, TransferConfig, check_keywords
+from .config import Lane, OffloadConfig, PrecisionConfig, TransferConfig, check_keywords
 from .device import Event
 from .errors import (
     ConfigError,
@@ -54,7 +54,6 @@ from .pipeline.native import OwnStep
 from .pipeline.records import MasterForm, Record, Snapshot, Work
 from .pipeline.schema import check_supported, is_torch_class
 from .pipeline.shadow import step_idle_groups
-from .plan import Plan
 from .report import Statistics, gather
 from .wrapping import (
     Members,
@@ -97,7 +96,6 @@ class HybridDeviceOptimizer(Leaving, Optimizer):
             ``.grad`` is spent from then on: using it raises :class:`SpentGradientError`.
         precision: see :class:`PrecisionConfig`.
         transfer: see :class:`TransferConfig`.
-        plan: the plan of an earlier run, whose lanes are taken over: the same bits again.
         state_region: where the resident lane's state is allocated, such as a region of fixed
             addresses; it holds nothing else. Default: torch's allocator.
 
@@ -126,7 +124,6 @@ class HybridDeviceOptimizer(Leaving, Optimizer):
         overlap: str = "step",
         precision: PrecisionConfig | None = None,
         transfer: TransferConfig | None = None,
-        plan: Plan | None = None,
         state_region: StateRegion | None = None,
         **unknown: object,
     ) -> None:
@@ -165,7 +162,6 @@ class HybridDeviceOptimizer(Leaving, Optimizer):
         self._absence = OptimizerAbsence(self._gateway, self._config.transfer, state_region)
         self._steps, self._step_ms = 0, 0.0
         super().__init__(optimizer.param_groups, optimizer.defaults)
-        self._plan = plan
         self._members = Members(self.param_groups)
         self._had_gradient = False  # of any parameter, in any step
         self._inventory = self._new_inventory()
@@ -369,9 +365,7 @@ class HybridDeviceOptimizer(Leaving, Optimizer):
             self._extend(self._inventory.trainable())
 
     def _new_inventory(self) -> Inventory:
-        return Inventory(
-            self._inner, self._models, self._config, self._gateway.device, saved=self._plan
-        )
+        return Inventory(self._inner, self._models, self._config, self._gateway.device)
 
     def _begin(self) -> Work:
         """An iteration, before its first gradient is read."""
@@ -673,9 +667,11 @@ class HybridDeviceOptimizer(Leaving, Optimizer):
         return type(self._inner)
 
     @property
-    def plan(self) -> Plan:
-        """Which parameter is in which lane, and what that should cost; see ``plan.explain()``."""
-        return self._inventory.made
+    def lanes(self) -> list[Lane]:
+        """The lane of each trainable parameter, in ``param_groups`` order. ``update_on=`` takes
+        such a list: it repeats the choice of an earlier run, and with it that run's bits."""
+        known = {record.parameter: record.lane for record in self._records}
+        return [known.get(p, "resident") for p, _ in self._inventory.trainable()]
 
     @property
     def device(self) -> torch.device:

@@ -19,7 +19,7 @@ import pytest
 
 if TYPE_CHECKING:
     from fsdp_offload.memory import HostArena
-    from fsdp_offload.testing import RankPool
+    from tests.helpers.ranks import RankPool
 
 GPU_TESTS = Path(__file__).parent / "gpu"
 # Each rank holds memory of its own: three pools cover the usual 2 and 4 ranks, and 1 or 3.
@@ -48,10 +48,11 @@ def ranks() -> Iterator[Callable[..., RankPool]]:
     """
     import torch  # which tier T0 does without
 
-    from fsdp_offload.testing import RankPool, ranks
+    from tests.helpers import ranks
+    from tests.helpers.ranks import RankPool
 
     if not torch.cuda.is_available():  # ranks with a GPU are forked from what never looks at one
-        ranks._PRELOAD += PRELOAD
+        ranks.PRELOAD += PRELOAD
     pools: OrderedDict[tuple[object, ...], RankPool] = OrderedDict()
 
     def pool_of(

@@ -10,7 +10,9 @@ import copy
 import functools
 import gc
 import itertools
+import os
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,7 +34,6 @@ from fsdp_offload import (
     checkpoint,
     swap,
 )
-from fsdp_offload.bench.machine import resident_set_bytes
 
 WIDTH = 129  # rows: uneven over 2 and 4 ranks, and not a multiple of 4
 STEPS = 4
@@ -56,6 +57,12 @@ POLICIES: dict[str, dict[str, str]] = {
     "params-kept": {"params": "keep"},
     "state-kept": {"state": "keep"},
 }
+
+
+def resident_set_bytes() -> int:
+    """Resident memory of this process."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 class Net(nn.Module):

@@ -17,10 +17,10 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from fsdp_offload import HybridDeviceOptimizer
 from fsdp_offload.clipping import coefficient, gradients_of, scale, total_norm
 from fsdp_offload.errors import ConfigError, NonFiniteGradientError
-from fsdp_offload.testing import RankPool
 from tests.fsdp import models
 from tests.fsdp.models import check, check_same
 from tests.fsdp.test_meshes import experts, experts_loss, normed, normed_loss
+from tests.helpers.ranks import RankPool
 
 Ranks = Callable[..., RankPool]
 NORMS = (2.0, 1.0, math.inf, 3.0, 0.5, -math.inf, 0.0)

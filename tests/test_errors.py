@@ -39,7 +39,8 @@ from fsdp_offload import (
 from fsdp_offload.device import CpuGateway, use_gateway
 from fsdp_offload.memory import HostArena
 from fsdp_offload.pipeline import host
-from fsdp_offload.testing import RankPool, StreamSimulator
+from fsdp_offload.testing import StreamSimulator
+from tests.helpers.ranks import RankPool
 
 pytestmark = pytest.mark.usefixtures("one_thread", "small_host_buckets")
 CPU = torch.device("cpu")

@@ -14,8 +14,7 @@ import pytest
 from fsdp_offload.fsdp import TORCH_RUN
 
 REPOSITORY = Path(__file__).parents[1]
-OPTIONAL = {"matplotlib", "torch_memory_saver", "triton"}
-"""Imported where they are there: triton by torch's GPU builds, the others by the bench."""
+OPTIONAL = {"triton"}  # comes with torch's GPU builds
 
 
 @pytest.fixture(scope="module")

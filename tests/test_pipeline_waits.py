@@ -213,15 +213,15 @@ def shows(scene: Scenario, policy: str, skip: Skip) -> bool:
 def complete(scene: Scenario) -> tuple[Simulator, frozenset[int]]:
     """The simulator of a complete run, and the numbers of the waits that are implied."""
     _, simulator = simulate(scene, "lazy")
-    numbers = range(simulator.wait_count)
+    numbers = range(len(simulator.wait_log))
     return simulator, frozenset(i for i in numbers if simulator.order.implied(i))
 
 
 def unnoticed(scene: Scenario) -> list[str]:
     """Waits that can be removed without any adversary noticing."""
     simulator, implied = complete(scene)
-    skips = [("wait", i) for i in range(simulator.wait_count) if i not in implied]
-    skips += [("sync", i) for i in range(simulator.sync_count)]
+    skips = [("wait", i) for i in range(len(simulator.wait_log)) if i not in implied]
+    skips += [("sync", i) for i in range(len(simulator.sync_log))]
     skips += [("ticket", i) for i in range(simulator.worker.n_waits)]
     return [
         f"{skip}: {simulator.wait_log[skip[1]] if skip[0] == 'wait' else ''}"

@@ -34,8 +34,8 @@ from fsdp_offload.pipeline import moments, reduced_adam
 from fsdp_offload.pipeline.bucket import Scratch
 from fsdp_offload.pipeline.moments import Draw
 from fsdp_offload.pipeline.schema import makes_its_state
-from fsdp_offload.testing import RankPool
 from tests.fsdp import models
+from tests.helpers.ranks import RankPool
 from tests.played import Played
 from tests.twins import master_of, rounded
 
@@ -258,14 +258,6 @@ def test_other_roundings_are_refused() -> None:
 def test_the_host_lane_is_refused(kept: Any, lanes: Any) -> None:
     with pytest.raises(ConfigError, match="host lane"):
         wrapped(BF16, kept, update_on=lanes)
-
-
-def test_a_saved_plan_with_the_host_lane_is_refused() -> None:
-    settings = (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9})  # int8 leaves it as it is
-    _, first = wrapped(BF16, None, settings, update_on="host")
-    plan = first.plan
-    with pytest.raises(ConfigError):
-        wrapped(BF16, BF16, settings, plan=plan)
 
 
 # --------------------------------------------------------------------------- saved and loaded

@@ -26,9 +26,9 @@ from fsdp_offload import (
     StateSchemaError,
     TransferConfig,
 )
-from fsdp_offload.testing import RankPool
 from tests.fsdp import models
 from tests.fsdp.models import check
+from tests.helpers.ranks import RankPool
 
 Ranks = Callable[..., RankPool]
 SMALL = TransferConfig(bucket_bytes=4096, slots=2, host_threads=1)

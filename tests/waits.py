@@ -18,8 +18,7 @@ from torch import Tensor
 from fsdp_offload.device import Event, gateway_for
 from fsdp_offload.pipeline import engine, host
 from fsdp_offload.pipeline.worker import Calls, Ticket
-from fsdp_offload.testing import ADVERSARIES, StreamSimulator
-from fsdp_offload.testing.simulator import SimulatedEvent, SimulatedStream
+from fsdp_offload.testing import ADVERSARIES, SimulatedEvent, SimulatedStream, StreamSimulator
 
 CPU = torch.device("cpu")
 HOST = -1  # stands where the index of a stream does, for waits of the host

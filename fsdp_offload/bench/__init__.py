@@ -1,14 +1,12 @@
-"""Benchmarks: each case returns numbers measured in one run on one machine.
+"""Benchmarks: one job, one run, one table, and all figures as JSON.
 
-``python -m fsdp_offload.bench`` trains one GPT with each optimizer in turn and compares whole
-iterations, without a synchronisation in between, with the physical bound::
+``python -m fsdp_offload.bench`` trains one GPT under FSDP2 with each optimizer in turn and compares
+whole iterations, without a synchronisation in between::
 
     python -m fsdp_offload.bench --json out.json                      # all rows, one GPU
     python -m fsdp_offload.bench --rows plain,forward,backward-bf16 --tokens 16384
     torchrun --nproc-per-node 4 -m fsdp_offload.bench --params 3.14e9 --dim 3200 --tokens 4096
-    python -m fsdp_offload.bench --rows plain,backward --trace trace.json
-    python -m fsdp_offload.bench table out.json
 
-Rows are named as in :mod:`.cases`. ``bench.accuracy`` compares the precisions of moments on a
-training run; ``bench.step``, ``bench.checkpoint`` and ``bench.local`` measure single parts.
+Rows are named as in :mod:`.rows`. ``bench.phases`` and ``bench.checkpoint`` measure how tensors
+leave the device and come back, and how long a checkpoint takes.
 """

@@ -1,9 +1,10 @@
-"""What all benchmarks share: the process group, the machine, its link, and medians."""
+"""What all benchmarks share: the process group, the machine, its link, figures of all ranks."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import json
 import os
 import platform
 import re
@@ -12,7 +13,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final
@@ -21,26 +23,25 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
-from ..config import TransferConfig
-from ..memory import HostArena
+from .model import Job
+from .table import Columns, markdown_table
 
 Row = dict[str, Any]
-COPY_BYTES = 256 << 20
-COPIES = 8
+GIB: Final = 1 << 30
+COPY_BYTES: Final = 256 << 20
+COPIES: Final = 8
+VARIABLES: Final = ("CUDA_", "NCCL_", "PYTORCH_")  # of the environment: what changes times
 
 
 @contextlib.contextmanager
-def process_group(
-    device: str, *, with_host: bool = False, timeout_s: float = 600.0
-) -> Iterator[torch.device]:
+def process_group(device: str, *, timeout_s: float = 600.0) -> Iterator[torch.device]:
     """The group of torchrun, or one of this process alone; gives this rank's device.
 
     Args:
-        device: ``"cuda"`` (NCCL) or ``"cpu"`` (gloo).
-        with_host: also gloo for CPU tensors and Python objects beside NCCL.
+        device: ``"cuda"`` (NCCL, and gloo for CPU tensors) or ``"cpu"`` (gloo).
         timeout_s: seconds after which a collective that not all ranks reach fails.
     """
-    backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl" if with_host else "nccl"
+    backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
     index = int(os.environ.get("LOCAL_RANK", "0"))
     if device == "cuda":
         torch.cuda.set_device(index)
@@ -57,72 +58,44 @@ def process_group(
             dist.destroy_process_group()
 
 
-def local_ranks() -> int:
-    """Ranks of this job on this host, as torchrun says."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+def slowest(values: Sequence[float]) -> list[float]:
+    """The largest value of all ranks, one by one; every rank passes as many."""
+    tensor = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(tensor, dist.ReduceOp.MAX)
+    found: list[float] = tensor.tolist()
+    return found
 
 
-def cores_per_rank() -> int:
-    """Cores of this process over the ranks that share them."""
-    return max(1, len(os.sched_getaffinity(0)) // local_ranks())
+def on_all_ranks(holds: bool) -> bool:
+    """Whether it holds on each rank."""
+    return not slowest([float(not holds)])[0]
 
 
-VARIABLES: Final = (
-    "CUDA_DEVICE_MAX_CONNECTIONS",
-    "CUDA_LAUNCH_BLOCKING",
-    "PYTORCH_ALLOC_CONF",
-    "PYTORCH_CUDA_ALLOC_CONF",
-)
-"""Of the environment, what changes times; and all of NCCL's but for paths."""
+def merged(row: Row) -> Row:
+    """One row of all ranks' rows: figures of the slowest or largest; the rest is this rank's."""
+    names = [name for name, value in row.items() if type(value) in (int, float)]
+    found = slowest([row[name] for name in names])
+    kinds = [type(row[name]) for name in names]
+    return row | {n: kind(v) for n, kind, v in zip(names, kinds, found, strict=True)}
 
 
-def environment(device: str = "cuda") -> Row:
+def environment(device: torch.device) -> Row:
     """Hardware, versions, commit (where git knows it), command, and variables that change times."""
-    row: Row = {"cores": len(os.sched_getaffinity(0))}
-    variables = {
-        name: value
-        for name, value in sorted(os.environ.items())
-        if (name in VARIABLES or name.startswith("NCCL_")) and "/" not in value
+    found = {
+        k: v for k, v in sorted(os.environ.items()) if k.startswith(VARIABLES) and "/" not in v
     }
-    if variables:
-        row["variables"] = variables
-    if device == "cuda":
-        row["gpu"] = torch.cuda.get_device_properties(0).name
-        row["cuda"] = torch.version.cuda
-    if commit := _commit():
-        row["commit"] = commit
-    return row | {
-        "torch": torch.__version__, "python": platform.python_version(), "command": _command()
-    }  # fmt: skip
-
-
-def _command() -> str:
-    """How this process was started; of files only the names, because folders differ."""
+    row: Row = {"cores": len(os.sched_getaffinity(0)), "variables": found}
+    if device.type == "cuda":
+        row |= {"gpu": torch.cuda.get_device_properties(0).name, "cuda": torch.version.cuda}
+    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        row["commit"] = subprocess.check_output(git, text=True, stderr=subprocess.DEVNULL).strip()
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     module = "" if spec is None else spec.name.removesuffix(".__main__")
-    words = (re.sub(r"[^=\s]*/", "", word) for word in sys.argv[1:])
-    return " ".join([f"python -m {module}", *words])
-
-
-def _commit() -> str:
-    folder = Path(__file__).parent
-    try:
-        found = subprocess.run(
-            ["git", "-C", str(folder), "rev-parse", "--short", "HEAD"],
-            capture_output=True,
-            text=True,
-            timeout=10,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return found.stdout.strip() if found.returncode == 0 else ""
-
-
-def resident_set_bytes() -> int:
-    """Resident memory of this process."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
+    words = (re.sub(r"[^=\s]*/", "", word) for word in sys.argv[1:])  # folders differ
+    command = " ".join([f"python -m {module}", *words])
+    versions = {"torch": torch.__version__, "python": platform.python_version()}
+    return row | versions | {"command": command}
 
 
 def synchronize(device: torch.device) -> None:
@@ -141,37 +114,28 @@ def free_everything(device: torch.device) -> None:
             torch._C._host_emptyCache()
 
 
-def median_ms(fn: Callable[[], object], iterations: int) -> float:
-    """Median wall milliseconds of ``fn`` with the device idle before and after."""
-    times = []
-    for _ in range(iterations):
-        torch.cuda.synchronize()
-        began = time.perf_counter()
-        fn()
-        torch.cuda.synchronize()
-        times.append((time.perf_counter() - began) * 1e3)
-    return statistics.median(times)
+def seconds_of(run: Callable[[], object], device: torch.device) -> float:
+    """Wall seconds of ``run``; all ranks begin together, with their devices idle."""
+    synchronize(device)
+    dist.barrier()
+    began = time.perf_counter()
+    run()
+    synchronize(device)
+    return time.perf_counter() - began
 
 
-def measure_link(
-    device: torch.device, iterations: int, barrier: Callable[[], object] = lambda: None
-) -> Row:
+def measure_link(device: torch.device, iterations: int) -> Row:
     """GB/s of pinned copies: to the device, from it, and both at once (sum of both ways).
 
     Args:
-        device: an accelerator.
-        iterations: of 2 GiB each way; the median counts.
-        barrier: called before each direction, so that all ranks copy at the same time.
+        device: a CUDA device.
+        iterations: of 2 GiB each way, all ranks at the same time; the median of the slowest.
     """
-    transfer = TransferConfig()
-    arenas = [
-        HostArena(COPY_BYTES, device=device, can_pin=True, transfer=transfer) for _ in range(2)
-    ]
-    up, down = (arena.tensor(0, COPY_BYTES, torch.uint8) for arena in arenas)
+    up, down = (torch.empty(COPY_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2))
     up_device, down_device = (torch.empty_like(up, device=device) for _ in range(2))
     streams = [torch.cuda.Stream(), torch.cuda.Stream()]
 
-    def run(directions: str) -> None:
+    def copy(directions: str) -> None:
         for _ in range(COPIES):
             if "h2d" in directions:
                 with torch.cuda.stream(streams[0]):
@@ -182,76 +146,26 @@ def measure_link(
 
     row: Row = {}
     for directions in ("h2d", "d2h", "h2d+d2h"):
-        barrier()
-        run(directions)
-        ms = median_ms(lambda d=directions: run(d), iterations)  # type: ignore[misc]
+        copy(directions)
+        times = [seconds_of(lambda d=directions: copy(d), device) for _ in range(iterations)]  # type: ignore[misc]
         n_bytes = COPIES * COPY_BYTES * directions.count("2")
-        row[f"{directions}_gbps"] = n_bytes / ms / 1e6
-    barrier()
-    for arena in arenas:
-        arena.close()
+        row[f"{directions}_gbps"] = n_bytes / slowest([statistics.median(times)])[0] / 1e9
     return row
 
 
-def measure_collectives(
-    device: torch.device, iterations: int, barrier: Callable[[], object] = lambda: None
+def publish(
+    device: torch.device, job: Job, rows: list[Row], link: Row, columns: Columns, path: Path | None
 ) -> Row:
-    """GB/s that a rank receives in all-gathers of 256 MiB: alone, and while pinned copies run both
-    ways. Where ranks talk over the link to the host, the second is much less; {} for one rank.
-
-    Args:
-        device: an accelerator.
-        iterations: of 2 GiB; the median counts.
-        barrier: called before each measurement.
-    """
-    ranks = dist.get_world_size()
-    if ranks == 1:
-        return {}
-    part = torch.empty(COPY_BYTES // ranks, dtype=torch.uint8, device=device)
-    whole = torch.empty(part.numel() * ranks, dtype=torch.uint8, device=device)
-    arena = HostArena(2 * COPY_BYTES, device=device, can_pin=True, transfer=TransferConfig())
-    host = arena.tensor(0, 2 * COPY_BYTES, torch.uint8).chunk(2)
-    beside = torch.empty_like(host[0], device=device), torch.empty_like(host[1], device=device)
-    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
-
-    def gather() -> None:
-        for _ in range(COPIES):
-            dist.all_gather_into_tensor(whole, part)
-
-    def gather_beside_copies() -> tuple[torch.cuda.Event, torch.cuda.Event]:
-        ends = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        for _ in range(4 * COPIES):  # outlast the collectives
-            with torch.cuda.stream(streams[0]):
-                beside[0].copy_(host[0], non_blocking=True)
-            with torch.cuda.stream(streams[1]):
-                host[1].copy_(beside[1], non_blocking=True)
-        ends[0].record()
-        gather()
-        ends[1].record()
-        return ends
-
-    n_bytes = COPIES * part.numel() * (ranks - 1)
-    barrier()
-    gather()
-    alone_ms = median_ms(gather, iterations)
-    beside_ms = []
-    for _ in range(iterations):
-        barrier()
-        ends = gather_beside_copies()
-        torch.cuda.synchronize()
-        beside_ms.append(ends[0].elapsed_time(ends[1]))
-    arena.close()
-    return {
-        "all_gather_gbps": n_bytes / alone_ms / 1e6,
-        "all_gather_beside_copies_gbps": n_bytes / statistics.median(beside_ms) / 1e6,
+    """The report of one run: rank 0 prints its table and writes it to ``path``."""
+    report: Row = {
+        "environment": environment(device),
+        "job": asdict(job) | {"ranks": dist.get_world_size()},
+        "params": job.params,
+        "link": link,
+        "rows": rows,
     }
-
-
-def show(report: dict[str, Any]) -> None:
-    """The report as text, one number per line."""
-    lines = []
-    for name, part in report.items():
-        for row in part if isinstance(part, list) else [part]:
-            cells = (f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in row.items())
-            lines.append(f"{name}: " + "  ".join(cells))
-    print("\n".join(lines))
+    if dist.get_rank() == 0:
+        print(markdown_table(report, columns), flush=True)
+        if path is not None:
+            path.write_text(json.dumps(report, indent=1) + "\n")
+    return report

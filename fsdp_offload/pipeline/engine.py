@@ -19,9 +19,9 @@ from ..errors import DeviceMemoryError
 from ..memory import ArenaStatistics, HostArena, check_host_budget, local_ranks
 from ..moving import Trip
 from ..plan import Kind, Layout, Slice, make_layout
+from ..plan.lanes import is_beside
 from ..plan.layout import align
 from ..plan.order import Job, deadline_order, slot_count
-from ..plan.prediction import is_beside
 from .bucket import BucketUpdate, Scratch
 from .cores import thread_count, thread_setup
 from .host import HostBucket, HostStaging, HostStagingSizes, ring_depth
@@ -561,7 +561,7 @@ def _host_staging_sizes(sections: list[Section], threads: int) -> HostStagingSiz
 
 
 def _is_beside(sections: list[Section]) -> bool:
-    """See :func:`.plan.prediction.is_beside`."""
+    """See :func:`.plan.lanes.is_beside`."""
 
     def payload_bytes(lane: str) -> int:
         return sum(s.layout.payload_bytes for s in sections if s.first.lane == lane)

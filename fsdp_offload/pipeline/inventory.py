@@ -14,9 +14,9 @@ from torch.optim import Optimizer
 from .. import shards
 from ..config import Lane, OffloadConfig
 from ..device import gateway_for
-from ..errors import ConfigError, DeviceError, StateSchemaError, UnsupportedParameterError
+from ..errors import DeviceError, StateSchemaError, UnsupportedParameterError
 from ..fsdp import fsdp_parameters
-from ..plan import Candidate, Plan, Rates, make_plan, replay, wants_rates
+from ..plan import Candidate, Rates, choose_lanes, wants_rates
 from .calibration import measure_rates
 from .moments import moments_of
 from .records import Record, bytes_per_element, master_form, state_kinds
@@ -48,7 +48,6 @@ class Inventory:
         models: gives names and the update order; may be empty.
         config: the user's choices.
         device: where shards live.
-        saved: a plan to follow for the parameters given at construction; added ones are planned.
     """
 
     def __init__(
@@ -57,16 +56,13 @@ class Inventory:
         models: Sequence[nn.Module],
         config: OffloadConfig,
         device: torch.device,
-        saved: Plan | None = None,
     ) -> None:
         self._optimizer, self._models = optimizer, models
         self._config, self._device = config, device
         self._schemas: dict[Any, Schema] = {}
         self._max_local_bytes: dict[Tensor, int] = {}
         self._resident_bytes = 0  # of the largest shards, over all ranks
-        self._saved, self._pending = saved, Plan((), ())
         self._kept_lanes: dict[Tensor, Lane] = {}
-        self.made = Plan((), ())  # of all parameters so far, in update order per addition
         self.names = shards.parameter_names(models)
         self._name_missing()
 
@@ -112,8 +108,7 @@ class Inventory:
         self._name_missing()
         drafts = [self._draft(*member) for member in added]
         ordered = self._in_update_order(drafts)
-        self._pending = plan = self._choose(drafts, ordered, first=first)
-        lanes = {id(draft): lane for draft, lane in zip(ordered, plan.lanes, strict=True)}
+        lanes = self._choose(drafts, ordered, first=first)
         natives = [draft for draft in ordered if draft.native]
         if natives and self._config.offload_fraction > 0:
             _log.info(
@@ -122,37 +117,35 @@ class Inventory:
                 type(self._optimizer).__name__,
                 natives[0].candidate.fqn,
             )
-        records = [self._record(d, lanes[id(d)]) for d in ordered if not d.native]
+        records = [self._record(d, lanes[d.parameter]) for d in ordered if not d.native]
         return records, [(d.parameter, d.group) for d in natives]
 
     def commit(self, records: Sequence[Record], natives: Sequence[Member]) -> None:
-        """Once memory is reserved: add the last plan, count what stays against a budget."""
-        self.made, self._pending = self.made.joined(self._pending), Plan((), ())
+        """Once memory is reserved: count what stays against a budget."""
         stay = [r.parameter for r in records if r.lane == "resident"] + [p for p, _ in natives]
         self._resident_bytes += sum(self._max_local_bytes[parameter] for parameter in stay)
 
-    def _choose(self, drafts: list[Draft], ordered: list[Draft], *, first: bool) -> Plan:
-        """The plan in update order. A saved plan or a list of lanes speaks of the first members."""
-        config, candidates = self._config, [draft.candidate for draft in ordered]
+    def _choose(
+        self, drafts: list[Draft], ordered: list[Draft], *, first: bool
+    ) -> dict[Tensor, Lane]:
+        """The lane of each parameter. A list of lanes speaks of the first members, in their order;
+        later ones are streamed beside it."""
+        config = self._config
         if kept := self._kept_lanes:
             self._kept_lanes = {}
-            return Plan(
-                tuple(candidates), tuple(kept.get(d.parameter, "resident") for d in ordered)
-            )
-        if first and self._saved is not None:
-            return replay(self._saved, candidates)
-        if first and not isinstance(config.update_on, str):  # in the order of the groups
-            given = make_plan([draft.candidate for draft in drafts], config)
-            lanes = {id(draft): lane for draft, lane in zip(drafts, given.lanes, strict=True)}
-            return Plan(tuple(candidates), tuple(lanes[id(draft)] for draft in ordered))
+            return {draft.parameter: kept.get(draft.parameter, "resident") for draft in ordered}
         if not isinstance(config.update_on, str):
-            config = replace(config, update_on="device")
-        used = self._resident_bytes
+            if first:
+                ordered = drafts
+            else:
+                config = replace(config, update_on="device")
+        candidates, used = [draft.candidate for draft in ordered], self._resident_bytes
         rates = None
         # The same decision on all ranks: it depends on global sizes only.
         if wants_rates(candidates, config, used_bytes=used):
             rates = self._rates(ordered)
-        return make_plan(candidates, config, rates, used_bytes=used)
+        lanes = choose_lanes(candidates, config, rates, used_bytes=used)
+        return {draft.parameter: lane for draft, lane in zip(ordered, lanes, strict=True)}
 
     def _rates(self, ordered: list[Draft]) -> Rates | None:
         """Measured; or ``None`` on CPU tensors and where it failed: all is streamed then."""
@@ -189,41 +182,31 @@ class Inventory:
             schema = self.schema(group, compute, on_host=False)
         form = master_form("resident", info.dtype, compute)
         per_numel = bytes_per_element(schema, form, compute, self._config.precision)
-        like_bytes = sum((kind.dtype or compute).itemsize for kind in schema.role("like"))
         candidate = Candidate(
             fqn=fqn,
             global_bytes=int(info.global_numel * per_numel),
             max_local_bytes=int(info.max_local_numel * per_numel),
             must_stay=native,
             whole=not schema.elementwise,
-            max_local_numel=info.max_local_numel,
-            host_state_bytes=info.max_local_numel * (like_bytes + compute.itemsize),
-            gradient_bytes=info.max_local_numel * compute.itemsize,
-            fast_on_host=self._fast_on_host(group, compute),
+            host_numel=info.max_local_numel if self._is_fast_on_host(group, schema, compute) else 0,
         )
         self._max_local_bytes[parameter] = candidate.max_local_bytes
         return Draft(parameter, group, info, compute, native, candidate)
 
-    def _fast_on_host(self, group: int, compute: torch.dtype) -> bool:
+    def _is_fast_on_host(self, group: int, schema: Schema, compute: torch.dtype) -> bool:
         """Whether the host lane would run a fused fp32 kernel, which rates are measured with."""
         values = self._optimizer.param_groups[group]
         fused, foreach = values.get("fused"), values.get("foreach")
         chosen = bool(fused) or (fused is None and foreach is None)
         single = {compute, self._config.precision.moments or compute} == {torch.float32}
-        return chosen and single and torch_class(self._optimizer) in FUSED_ON_CPU
+        known = torch_class(self._optimizer) in FUSED_ON_CPU
+        return chosen and single and known and schema.elementwise
 
     def _record(self, draft: Draft, lane: Any) -> Record:
         info, compute = draft.info, draft.compute_dtype
         schema = self.schema(draft.group, compute, on_host=lane == "host")
         form = master_form(lane, info.dtype, compute)
         moments = moments_of(schema, compute, self._config.precision)
-        if moments and lane == "host":  # of a saved plan; else lanes and precision were compared
-            raise ConfigError(
-                f"a plan with {self.names[draft.parameter]} in the host lane",
-                reason=f"precision.moments={self._config.precision.moments!r}, and the host lane "
-                "updates state where it lies, in the dtype of the update",
-                remedy="replay the plan with moments=None, or make another one",
-            )
         return Record(
             index=-1,  # set when the record is added
             parameter=draft.parameter,
@@ -264,9 +247,9 @@ class Inventory:
         return outgrown
 
     def start_anew(self, records: Sequence[Record]) -> None:
-        """Forget what was committed, but for lanes, which the next plan of all members keeps."""
+        """Forget what was committed, but for lanes, which all members keep."""
         self._kept_lanes = {record.parameter: record.lane for record in records}
-        self.made, self._resident_bytes = Plan((), ()), 0
+        self._resident_bytes = 0
 
     def schema_under(self, record: Record, group: dict[str, Any]) -> Schema:
         """The schema that ``record`` would have under other group values."""

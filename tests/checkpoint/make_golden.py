@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 
 from fsdp_offload import HybridDeviceOptimizer, checkpoint
 from fsdp_offload.pipeline import codec
-from fsdp_offload.testing import RankPool
+from tests.helpers.ranks import RankPool
 
 GOLDEN = Path(__file__).parents[2] / "checkpoints" / "golden"
 LR = 0.0625

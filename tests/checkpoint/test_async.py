@@ -20,11 +20,11 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from fsdp_offload import checkpoint
 from fsdp_offload.checkpoint import saving, writer
 from fsdp_offload.errors import CheckpointError, OffloadError
-from fsdp_offload.testing import RankPool
 from tests.checkpoint import jobs
 from tests.checkpoint.jobs import Job, Variant
 from tests.fsdp import models
 from tests.fsdp.models import check, check_same
+from tests.helpers.ranks import RankPool
 
 Ranks = Callable[..., RankPool]
 BF16 = torch.bfloat16

@@ -42,8 +42,8 @@ from fsdp_offload import (
 )
 from fsdp_offload.checkpoint import folder, writer
 from fsdp_offload.checkpoint.items import Item, read_table
-from fsdp_offload.testing import RankPool
 from tests.checkpoint.known import Job, Model, check_is, check_weights, job, set_to
+from tests.helpers.ranks import RankPool
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),

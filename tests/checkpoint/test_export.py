@@ -53,10 +53,10 @@ from fsdp_offload.checkpoint.naming import find_stored
 from fsdp_offload.checkpoint.reader import CheckpointReader, read_metadata
 from fsdp_offload.chunks import Box
 from fsdp_offload.pipeline import codec
-from fsdp_offload.testing import RankPool
 from tests.fsdp import models
 from tests.fsdp.models import check
 from tests.fsdp.test_meshes import parallel, parallel_loss
+from tests.helpers.ranks import RankPool
 
 Ranks = Callable[..., RankPool]
 Tensors = dict[str, Tensor]

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from fsdp_offload import checkpoint
 from fsdp_offload.checkpoint import folder
-from fsdp_offload.testing import RankPool
 from tests.checkpoint.make_golden import EXTRA, GOLDEN, LR, MAKERS, Job, dump, job, make
+from tests.helpers.ranks import RankPool
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),

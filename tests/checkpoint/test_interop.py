@@ -17,12 +17,12 @@ from torch.optim.lr_scheduler import OneCycleLR
 
 from fsdp_offload import checkpoint
 from fsdp_offload.errors import CheckpointError, OffloadError
-from fsdp_offload.testing import RankPool
 from tests.checkpoint import jobs
 from tests.checkpoint.jobs import FLAT, NESTED, Job, Variant
 from tests.fsdp import models
 from tests.fsdp.models import check, check_same
 from tests.fsdp.test_state_dict import attempt
+from tests.helpers.ranks import RankPool
 
 Ranks = Callable[..., RankPool]
 BF16 = torch.bfloat16

@@ -34,10 +34,10 @@ from fsdp_offload import (
 from fsdp_offload.checkpoint import blocks, local, local_file
 from fsdp_offload.checkpoint.local import load_local, save_local
 from fsdp_offload.checkpoint.local_job import decode_number, encode_number, first_difference
-from fsdp_offload.testing import RankError, RankPool
 from tests import own_optimizers
 from tests.fsdp import models
 from tests.fsdp.models import Toy, check
+from tests.helpers.ranks import RankError, RankPool
 
 pytestmark = pytest.mark.usefixtures("one_thread", "small_host_buckets")
 

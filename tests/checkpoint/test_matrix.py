@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsdp_offload.testing import RankPool
 from tests.checkpoint import jobs
 from tests.checkpoint.jobs import Course, Source, Variant
+from tests.helpers.ranks import RankPool
 
 Ranks = Callable[..., RankPool]
 BF16 = torch.bfloat16

@@ -20,10 +20,10 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.optim import Optimizer
 
 from fsdp_offload import HybridDeviceOptimizer, shards
-from fsdp_offload.testing import RankPool
 from tests.checkpoint import stand_in
 from tests.fsdp import models
 from tests.fsdp.models import check
+from tests.helpers.ranks import RankPool
 
 Ranks = Callable[..., RankPool]
 LANES = ("streamed", "host", "resident")

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdp_offload.checkpoint import objects
-from fsdp_offload.testing import RankPool
+from tests.helpers.ranks import RankPool
 
 
 def exchange() -> dict[str, Any]:

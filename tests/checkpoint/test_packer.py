@@ -22,11 +22,11 @@ from torch.utils._pytree import tree_leaves
 from fsdp_offload import HybridDeviceOptimizer
 from fsdp_offload.checkpoint import pack_optimizer_state, unpack_optimizer_state
 from fsdp_offload.errors import ConfigError, StateDictError
-from fsdp_offload.testing import RankPool
 from tests.checkpoint import jobs
 from tests.checkpoint.jobs import FLAT, Variant
 from tests.fsdp import models
 from tests.fsdp.models import check, check_same, local
+from tests.helpers.ranks import RankPool
 from tests.own_optimizers import Own
 
 Ranks = Callable[..., RankPool]

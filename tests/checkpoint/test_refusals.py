@@ -27,9 +27,9 @@ from fsdp_offload.errors import (
     ConfigError,
     StateDictError,
 )
-from fsdp_offload.testing import RankPool
 from tests.checkpoint.test_saving import Pair, layers, pair_of, values_of
 from tests.fsdp import models
+from tests.helpers.ranks import RankPool
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 Ranks = Callable[..., RankPool]

@@ -26,10 +26,10 @@ from fsdp_offload.errors import (
     LaneError,
     OffloadError,
 )
-from fsdp_offload.testing import RankPool
 from tests.checkpoint.test_interop import refusal
 from tests.fsdp import models
 from tests.fsdp.models import check, check_same
+from tests.helpers.ranks import RankPool
 
 Ranks = Callable[..., RankPool]
 Pair = tuple[nn.Module, HybridDeviceOptimizer]

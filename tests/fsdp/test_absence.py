@@ -19,10 +19,10 @@ from torch.nn import functional as F
 
 from fsdp_offload import AwayError, SpentGradientError, TransferConfig, checkpoint
 from fsdp_offload.moving.whereabouts import here
-from fsdp_offload.testing import RankPool
 from tests.away import model_away
 from tests.fsdp import models
 from tests.fsdp.models import check, check_same, check_same_dicts, check_twins, local
+from tests.helpers.ranks import RankPool
 
 Ranks = Callable[..., RankPool]
 MIXED = ("streamed", "host", "resident")

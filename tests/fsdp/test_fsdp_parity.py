@@ -17,9 +17,9 @@ from torch.optim import Optimizer
 
 from fsdp_offload import HybridDeviceOptimizer
 from fsdp_offload.errors import UnsupportedParameterError
-from fsdp_offload.testing import RankPool
 from tests.fsdp import models
 from tests.fsdp.models import check
+from tests.helpers.ranks import RankPool
 
 Ranks = Callable[..., RankPool]
 SIZES = (1, 2, 4)

@@ -11,9 +11,9 @@ import torch
 from fsdp_offload import HybridDeviceOptimizer, TransferConfig
 from fsdp_offload.errors import LaneError
 from fsdp_offload.pipeline import host
-from fsdp_offload.testing import RankPool
 from tests.fsdp import models
 from tests.fsdp.models import check
+from tests.helpers.ranks import RankPool
 
 Ranks = Callable[..., RankPool]
 SMALL = TransferConfig(bucket_bytes=4096, slots=2, host_threads=2)

@@ -24,9 +24,9 @@ from torch.optim import Optimizer
 
 from fsdp_offload import PhaseOffloader
 from fsdp_offload.groups import find_groups
-from fsdp_offload.testing import RankPool
 from tests.fsdp import models
 from tests.fsdp.models import check
+from tests.helpers.ranks import RankPool
 
 Ranks = Callable[..., RankPool]
 DIM = 12

@@ -17,9 +17,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPCommContex
 
 import fsdp_offload
 from fsdp_offload import HybridDeviceOptimizer, PhaseOffloader, UnsupportedTorchError, fsdp
-from fsdp_offload.testing import RankPool
 from tests.fsdp import models
 from tests.fsdp.models import check
+from tests.helpers.ranks import RankPool
 
 Ranks = Callable[..., RankPool]
 PACKAGE = Path(fsdp_offload.__file__).parent

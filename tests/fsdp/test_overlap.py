@@ -39,9 +39,9 @@ from fsdp_offload.groups import find_groups
 from fsdp_offload.overlap import REORDER_AFTER
 from fsdp_offload.pipeline.bucket import BucketUpdate
 from fsdp_offload.plain_copies import without_tables
-from fsdp_offload.testing import RankPool
 from tests.fsdp import models
 from tests.fsdp.models import check, check_same, check_same_dicts, check_twins
+from tests.helpers.ranks import RankPool
 
 Ranks = Callable[..., RankPool]
 STEPS = 6

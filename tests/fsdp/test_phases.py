@@ -25,9 +25,9 @@ from fsdp_offload import PhaseOffloader, checkpoint
 from fsdp_offload.errors import AwayError, UnspentGradientError
 from fsdp_offload.groups import find_groups
 from fsdp_offload.moving import absent
-from fsdp_offload.testing import RankPool
 from tests.fsdp import models
 from tests.fsdp.models import Toy, check, check_same, check_twins
+from tests.helpers.ranks import RankPool
 
 Ranks = Callable[..., RankPool]
 Job = tuple[Toy, Optimizer]

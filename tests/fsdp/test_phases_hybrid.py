@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from fsdp_offload import HybridDeviceOptimizer, PhaseOffloader, checkpoint
-from fsdp_offload.testing import RankPool
 from tests.fsdp import models
 from tests.fsdp.models import Toy, check, check_twins
 from tests.fsdp.test_phases import away, check_values, train, values
+from tests.helpers.ranks import RankPool
 
 Ranks = Callable[..., RankPool]
 MIXED = ("host", "streamed", "resident")

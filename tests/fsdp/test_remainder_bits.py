@@ -27,9 +27,9 @@ from torch.optim import Optimizer
 from fsdp_offload import checkpoint
 from fsdp_offload.checkpoint import pack_optimizer_state
 from fsdp_offload.errors import StateDictError
-from fsdp_offload.testing import RankPool
 from tests.fsdp import models
 from tests.fsdp.models import check, local
+from tests.helpers.ranks import RankPool
 
 Ranks = Callable[..., RankPool]
 Job = tuple[nn.Module, Optimizer]

@@ -25,9 +25,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fsdp_offload import HybridDeviceOptimizer
-from fsdp_offload.testing import RankPool
 from tests.fsdp import models
 from tests.fsdp.models import Toy, check
+from tests.helpers.ranks import RankPool
 
 Ranks = Callable[..., RankPool]
 MIXED = ("host", "streamed", "resident")

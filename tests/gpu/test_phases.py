@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
@@ -166,7 +165,7 @@ def test_two_gpus_leave(ranks: Pool, tmp_path: Path, fixed_address: Any) -> None
     pool.run(phase_jobs.swapped, 512, fixed_address=fixed_address)
 
 
-# ------------------------------------------------------------------------ benchmark and example
+# ------------------------------------------------------------------------------------- example
 
 
 def run_here(arguments: list[str]) -> str:
@@ -176,28 +175,6 @@ def run_here(arguments: list[str]) -> str:
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
-
-
-@pytest.mark.alone
-def test_benchmark(tmp_path: Path) -> None:
-    out = tmp_path / "out.json"
-    sizes = ["--params=1e8", "--repeats=2", "--cycles=10"]
-    run_here(["-m", "fsdp_offload.bench.phases", *sizes, f"--json={out}"])
-    report = json.loads(out.read_text())
-    rows = {row["name"]: row for row in report["rows"]}
-    assert rows.pop("memory-saver")["status"] in ("ok", "not available")
-    for name, row in rows.items():
-        assert row["status"] == "ok", row
-        assert row["same_bits"], name
-        if name in ("offloader", "fixed", "optimizer"):
-            assert row["freed_share"] >= 0.99, name
-            host_bytes = round(row["host_over_payload"] * row["n_bytes"])
-            rest_bytes = 2 * (4 << 20) if name == "fixed" else 0  # two regions; docs/phases.md
-            assert host_bytes <= 1.01 * row["n_bytes"] + rest_bytes, name
-    for row in report["endurance"]:
-        assert row["same_bits"], row
-        assert row["device_free_bytes_last"] >= row["device_free_bytes_first"] - (2 << 20)
-        assert row["fragmented_bytes_last"] <= row["fragmented_bytes_first"]
 
 
 def test_example() -> None:

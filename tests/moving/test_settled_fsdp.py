@@ -12,9 +12,9 @@ from torch.optim import Optimizer
 from fsdp_offload import shards
 from fsdp_offload.moving import FixedAddressRegion, collect, settle_storages
 from fsdp_offload.storages import can_swap
-from fsdp_offload.testing import RankPool
 from tests.fsdp import models
 from tests.fsdp.models import check
+from tests.helpers.ranks import RankPool
 
 Ranks = Callable[..., RankPool]
 CPU = torch.device("cpu")

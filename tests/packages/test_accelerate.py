@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from fsdp_offload import ConfigError, HybridDeviceOptimizer, SpentGradientError
-from fsdp_offload.testing import RankPool
 from tests.fsdp.models import check
+from tests.helpers.ranks import RankPool
 from tests.packages.gloo_trainers import Model, accelerate_with_fsdp2, batch, loss_of
 
 pytest.importorskip("accelerate", reason="accelerate is not installed")

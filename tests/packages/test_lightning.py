@@ -15,9 +15,9 @@ import torch
 from torch.distributed.fsdp import fully_shard
 
 from fsdp_offload import HybridDeviceOptimizer
-from fsdp_offload.testing import RankPool
 from tests.fsdp import models
 from tests.fsdp.models import check
+from tests.helpers.ranks import RankPool
 from tests.packages.gloo_trainers import Model, batch, loss_of
 
 pytest.importorskip("lightning", reason="lightning is not installed")

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
 from fsdp_offload import HybridDeviceOptimizer, PrecisionConfig
-from fsdp_offload.testing import RankPool
 from tests.fsdp import models
+from tests.helpers.ranks import RankPool
 from tests.packages.gloo_trainers import Model, batch, loss_of
 
 pytest.importorskip("torchtitan", reason="torchtitan is not installed")

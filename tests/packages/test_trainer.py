@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from fsdp_offload import HybridDeviceOptimizer, SpentGradientError
-from fsdp_offload.testing import RankError, RankPool
 from tests.fsdp.models import check
+from tests.helpers.ranks import RankError, RankPool
 from tests.packages.gloo_trainers import accelerate_with_fsdp2
 
 pytest.importorskip("transformers", reason="transformers is not installed")

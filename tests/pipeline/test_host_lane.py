@@ -22,8 +22,9 @@ from fsdp_offload.pipeline import engine, host
 from fsdp_offload.pipeline.host_lane import HostLane
 from fsdp_offload.pipeline.records import Snapshot, Work
 from fsdp_offload.pipeline.worker import InlineWorker, ThreadPool, Ticket
-from fsdp_offload.testing import ADVERSARIES, RankPool
+from fsdp_offload.testing import ADVERSARIES
 from tests import test_pipeline_waits as waits
+from tests.helpers.ranks import RankPool
 from tests.plan.known import config
 
 pytestmark = pytest.mark.usefixtures("one_thread", "small_host_buckets")

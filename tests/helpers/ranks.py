@@ -59,7 +59,7 @@ R = TypeVar("R")
 
 # Imported once by the fork server. None of these initialises a GPU: a context made there could
 # not be used by the forked ranks.
-_PRELOAD = [
+PRELOAD = [
     "torch",
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.fsdp",
@@ -193,7 +193,7 @@ class _Crew:
         # which waits for the ranks, and handlers run in the reverse order of registration.
         atexit.register(self.stop)
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(_PRELOAD)
+        context.set_forkserver_preload(PRELOAD)
         for rank in range(world_size):
             ours, theirs = context.Pipe()
             seat = _Seat(rank, world_size, backend, device_type, str(self._directory))

@@ -14,11 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
-from fsdp_offload.testing import RankError, RankPool
+from tests.helpers.ranks import RankError, RankPool
 
 ROOT = Path(__file__).parents[2]
 # Some tests make pools of their own; all stay together on one xdist worker.
@@ -114,19 +111,6 @@ def test_failing_rank_is_named_with_its_traceback(fragile: RankPool) -> None:
     assert not set(before) & set(fragile.run(pid))
 
 
-def fail_everywhere() -> None:
-    raise ValueError(f"from {dist.get_rank()}")
-
-
-def test_all_failing_ranks_are_named(fragile: RankPool) -> None:
-    with pytest.raises(RankError) as caught:
-        fragile.run(fail_everywhere)
-
-    assert caught.value.ranks == (0, 1)
-    for rank, text in caught.value.tracebacks.items():
-        assert f"ValueError: from {rank}" in text
-
-
 def hang_on(rank: int) -> int:
     while dist.get_rank() == rank:
         time.sleep(0.05)
@@ -146,18 +130,6 @@ def test_hung_rank_is_named_killed_and_replaced(fragile: RankPool) -> None:
     assert fragile.run(hang_on, -1) == [0, 1]
 
 
-def wait_alone(rank: int) -> None:
-    if dist.get_rank() == rank:
-        dist.barrier()
-
-
-def test_rank_left_alone_in_a_collective_is_named(fragile: RankPool) -> None:
-    with pytest.raises(RankError, match=r"ranks \[1\] did not answer") as caught:
-        fragile.run(wait_alone, 1, timeout_s=3)
-
-    assert "in wait_alone" in str(caught.value)
-
-
 def die_on(rank: int) -> None:
     if dist.get_rank() == rank:
         os._exit(7)
@@ -169,15 +141,6 @@ def test_dead_rank_is_named_with_its_exit_code(fragile: RankPool) -> None:
         fragile.run(die_on, 1)
 
     assert len(fragile.run(pid)) == 2
-
-
-def make_lambda() -> object:
-    return lambda: None
-
-
-def test_result_that_cannot_travel_is_the_ranks_failure(fragile: RankPool) -> None:
-    with pytest.raises(RankError, match="make_lambda"):
-        fragile.run(make_lambda)
 
 
 def test_function_that_cannot_travel_costs_no_rank(fragile: RankPool) -> None:
@@ -199,23 +162,11 @@ def test_closed_pool_starts_again() -> None:
         assert pool.run(pid) != [before]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"world_size": 0}, "at least 1, got 0"),
-        ({"world_size": 1, "device_type": "tpu"}, "'tpu'"),
-    ],
-)
-def test_wrong_arguments_are_named(arguments: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        RankPool(**arguments)
-
-
 @pytest.mark.long
 def test_pool_left_open_ends_with_the_interpreter() -> None:
     script = """
         import os
-        from fsdp_offload.testing import RankPool
+        from tests.helpers.ranks import RankPool
 
         if __name__ == "__main__":
             pool = RankPool(2)
@@ -240,8 +191,8 @@ def test_pool_left_open_ends_with_the_interpreter() -> None:
 def parent_killed_script() -> str:
     return """
         import os, signal, threading
-        from fsdp_offload.testing import RankPool
-        from tests.testing.test_ranks import hang_on, pid
+        from tests.helpers.ranks import RankPool
+        from tests.helpers.test_ranks import hang_on, pid
 
         if __name__ == "__main__":
             pool = RankPool(1)
@@ -275,37 +226,3 @@ def is_running(process: int) -> bool:
     except ProcessLookupError:
         return False
     return True
-
-
-def tiny_model() -> nn.Module:
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 3))
-
-
-def train_one_step(inputs: torch.Tensor) -> list[torch.Tensor]:
-    """The parameters, whole, after one AdamW step of a sharded model on this rank's rows."""
-    model = tiny_model()
-    for layer in (model[0], model[2]):
-        fully_shard(layer)
-    fully_shard(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    model(inputs.chunk(dist.get_world_size())[dist.get_rank()]).square().mean().backward()
-    optimizer.step()
-    whole = []
-    for parameter in model.parameters():
-        assert isinstance(parameter, DTensor)
-        whole.append(parameter.full_tensor().detach())
-    return whole
-
-
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_sharded_model_trains_as_the_whole_one(ranks: Ranks, world_size: int) -> None:
-    inputs = torch.randn(8, 5)
-    model = tiny_model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    model(inputs).square().mean().backward()
-    optimizer.step()
-
-    for parameters in ranks(world_size).run(train_one_step, inputs):
-        # A step of Adam is lr times about the gradient's sign, so 1e-4 is far below lr.
-        torch.testing.assert_close(parameters, list(model.parameters()), rtol=0, atol=1e-4)

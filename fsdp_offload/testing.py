@@ -471,16 +471,6 @@ class StreamSimulator:
 
     # ---- for tests
 
-    @property
-    def wait_count(self) -> int:
-        """How often ``stream.wait`` was called since the counters were reset."""
-        return len(self.wait_log)
-
-    @property
-    def sync_count(self) -> int:
-        """How often ``event.synchronize`` was called since the counters were reset."""
-        return len(self.sync_log)
-
     def reset_counters(self) -> None:
         """Forget the waits so far: ``skip_wait`` and ``skip_sync`` count from here."""
         self.wait_log.clear()

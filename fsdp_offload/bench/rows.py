@@ -1,0 +1,153 @@
+"""Rows by name: what a row trains with.
+
+``plain`` is the optimizer on the device. ``step``, ``forward`` and ``backward`` are ours with that
+``overlap``. ``torchao`` is its ``CPUOffloadOptimizer``; ``cpuoffload`` is FSDP2's
+``CPUOffloadPolicy`` with torch's fused AdamW on the CPU. Words joined by ``-`` change a row:
+
+====================  ======================================================================
+``clip``              clip every iteration: ours with ``optimizer.clip_grad_norm_``
+``torchclip``         clip with ``torch.nn.utils.clip_grad_norm_``
+``bf16``, ``int8``    moments in that precision
+``host``, ``auto``    ``update_on``; without them ``"device"``
+``f0.5``              ``offload_fraction``
+``p4GiB``             ``TransferConfig(prefetch_bytes=...)``
+``b64MiB``, ``s6``    ``TransferConfig(bucket_bytes=..., slots=...)``
+``again``             nothing: the row once more, to see how much the machine drifts
+====================  ======================================================================
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.optim import AdamW
+
+from ..config import PrecisionConfig, TransferConfig, parse_bytes
+from ..errors import ConfigError
+from ..optimizer import HybridDeviceOptimizer
+from .model import Job, sharded_model, unsharded_model
+
+OURS: Final = ("step", "forward", "backward")
+MAX_NORM: Final = 1.0
+LEARNING_RATE: Final = 1e-4
+DEFAULT_ROWS: Final = (
+    "plain-torchclip,step-f0-torchclip,step-torchclip,forward-torchclip,forward-torchclip-p4GiB,"
+    "backward,backward-bf16,backward-int8,torchao,cpuoffload-torchclip"
+)
+_WORDS: Final[dict[str, tuple[str, Any]]] = {
+    "clip": ("clip", "ours"),
+    "torchclip": ("clip", "torch"),
+    "bf16": ("moments", torch.bfloat16),
+    "int8": ("moments", "int8"),
+    "host": ("update_on", "host"),
+    "auto": ("update_on", "auto"),
+    "again": ("again", True),
+}
+_NUMBERS: Final[dict[str, tuple[str, Callable[[str], Any]]]] = {
+    "f": ("offload_fraction", float),
+    "p": ("prefetch_bytes", parse_bytes),
+    "b": ("bucket_bytes", parse_bytes),
+    "s": ("slots", int),
+}
+
+
+class Case(NamedTuple):
+    """One row."""
+
+    name: str
+    kind: str
+    options: dict[str, Any]
+    """What the words of the name choose."""
+
+    @classmethod
+    def parse(cls, name: str) -> Case:
+        """The case that ``name`` means.
+
+        Raises:
+            ConfigError: a word is unknown, or does not go with the kind of row.
+        """
+        kind, *words = name.split("-")
+        options = dict(_read(name, word) for word in words)
+        known = {"torchao": {"again"}, "cpuoffload": {"again", "clip"}, "plain": {"again", "clip"}}
+        if kind not in (*OURS, *known):
+            reason = f"{kind!r} is no kind of row"
+        elif kind in known and (options.keys() - known[kind] or options.get("clip") == "ours"):
+            reason = f"{kind!r} rows have no such options"
+        else:
+            return cls(name, kind, options)
+        raise ConfigError(
+            f"row {name!r}", reason=reason, remedy="see the words in fsdp_offload/bench/rows.py"
+        )
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether the row uses :class:`HybridDeviceOptimizer`."""
+        return self.kind in OURS
+
+    @property
+    def clip(self) -> str:
+        """``"none"``, ``"ours"`` or ``"torch"``."""
+        return str(self.options.get("clip", "none"))
+
+
+def _read(name: str, word: str) -> tuple[str, Any]:
+    if word in _WORDS:
+        return _WORDS[word]
+    try:
+        option, read = _NUMBERS[word[:1]]
+        return option, read(word[1:])
+    except (KeyError, ValueError):  # a ConfigError is a ValueError
+        raise ConfigError(
+            f"row {name!r}",
+            reason=f"the word {word!r} is unknown",
+            remedy=f"use {', '.join(_WORDS)}, f0.5, p4GiB, b64MiB or s6",
+        ) from None
+
+
+class Trainer(NamedTuple):
+    """What one row trains: ``clip`` runs between backward and step."""
+
+    model: nn.Module
+    optimizer: Any
+    clip: Callable[[], object]
+
+
+def make_trainer(case: Case, job: Job, device: torch.device) -> Trainer:
+    """The trainer of any row.
+
+    Raises:
+        ImportError: the peer is not installed.
+    """
+    if case.kind == "torchao":
+        model: nn.Module = unsharded_model(job, device)  # it knows no DTensors
+        peer = importlib.import_module("torchao.optim").CPUOffloadOptimizer
+        optimizer = peer(model.parameters(), AdamW, fused=True, lr=LEARNING_RATE)
+        return Trainer(model, optimizer, lambda: None)
+    is_cpu = case.kind == "cpuoffload"
+    policy = CPUOffloadPolicy(pin_memory=device.type == "cuda") if is_cpu else None
+    model = sharded_model(job, device, policy)
+    optimizer = AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
+    chosen = case.options
+    if case.is_ours:  # the others keep no master of bf16 shards
+        sizes = {k: chosen[k] for k in ("prefetch_bytes", "bucket_bytes", "slots") if k in chosen}
+        optimizer = HybridDeviceOptimizer(
+            optimizer,
+            model=model,
+            offload_fraction=chosen.get("offload_fraction"),
+            update_on=chosen.get("update_on", "device"),
+            overlap=case.kind,
+            precision=PrecisionConfig(moments=chosen.get("moments")),
+            transfer=TransferConfig(**sizes),
+        )
+    if case.clip == "ours":
+        return Trainer(model, optimizer, partial(optimizer.clip_grad_norm_, MAX_NORM))
+    if case.clip == "torch":
+        parameters = list(model.parameters())
+        return Trainer(model, optimizer, partial(nn.utils.clip_grad_norm_, parameters, MAX_NORM))
+    return Trainer(model, optimizer, lambda: None)

@@ -1,0 +1,133 @@
+"""The benchmarks end to end, with tiny models on the CPU."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fsdp_offload.bench import checkpoint, iteration, phases
+from fsdp_offload.bench.model import Job
+from fsdp_offload.bench.rows import DEFAULT_ROWS, Case
+from fsdp_offload.errors import ConfigError
+from tests.helpers.ranks import RankPool
+
+TINY = ["--device", "cpu", "--layers", "1", "--dim", "64", "--vocabulary", "128", "--tokens", "32"]
+SHORT = ["--seq", "16", "--iterations", "3", "--warm-up", "1"]
+NUMEL = 128 * 64 + 12 * 64 * 64 + 3 * 64
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_iterations(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out.json"
+    rows = "plain,torchao,step-b8192-s3-torchclip,backward-int8,step-host,step-f0,cpuoffload"
+    iteration.main([*TINY, *SHORT, "--json", str(out), "--rows", rows, "--shards", "fp32"])
+    lines = capfd.readouterr().out.splitlines()
+    assert lines[0].startswith("plain: iteration")
+    assert lines[-1].startswith("- torchao: not available: ModuleNotFoundError")
+    found = {row["name"]: row for row in json.loads(out.read_text())["rows"]}
+    del found["torchao"]
+    for row in found.values():
+        assert row["status"] == "ok", row
+        parts = row["forward_ms"] + row["backward_ms"] + row["update_ms"]
+        assert 0 < parts == pytest.approx(row["iteration_ms"], rel=0.9)
+        assert len(row["losses"]) == 4 + iteration.LEAD_IN
+    plain, step = found["plain"], found["step-b8192-s3-torchclip"]
+    assert step["exposed_ms"] == pytest.approx(step["iteration_ms"] - plain["iteration_ms"])
+    assert step["moved_bytes"] == pytest.approx(8 * NUMEL, rel=0.01)
+    assert found["backward-int8"]["moved_bytes"] < 3 * NUMEL
+    assert "host" in found["step-host"]["lanes"]
+    assert found["step-f0"]["lanes"] == {"resident": 8}
+    assert found["step-f0"]["losses"] == plain["losses"]  # fp32 shards: the same bits
+
+
+def test_a_row_that_fails_ends_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args: object, **kwargs: object) -> None:
+        raise RuntimeError("out of luck")
+
+    monkeypatch.setattr(iteration, "measure", broken)
+    report = iteration.main([*TINY, *SHORT, "--rows", "plain,step"])
+    assert [row["status"] for row in report["rows"]] == ["failed", "failed"]
+    assert report["rows"][1]["reason"] == "RuntimeError: out of luck"
+
+
+def test_no_row_begins_after_the_time_limit() -> None:
+    report = iteration.main([*TINY, *SHORT, "--rows", "plain", "--time-limit-s", "-1"])
+    assert report["rows"][0]["reason"] == "the time limit was reached"
+
+
+def rows_of_this_rank() -> list[dict[str, Any]]:
+    options = iteration.parse([*TINY, *SHORT, "--rows", "plain,step", "--shards", "fp32"])
+    rows: list[dict[str, Any]] = iteration.Run(options, torch.device("cpu")).all()["rows"]
+    return rows
+
+
+@pytest.mark.long
+def test_two_ranks_agree(ranks: Callable[..., RankPool]) -> None:
+    first, second = ranks(2).run(rows_of_this_rank)
+    for mine, other in zip(first, second, strict=True):
+        assert mine["status"] == "ok"
+        assert mine["iteration_ms"] == other["iteration_ms"]
+
+
+def test_words_of_a_name() -> None:
+    assert [Case.parse(name).name for name in DEFAULT_ROWS.split(",")] == DEFAULT_ROWS.split(",")
+    case = Case.parse("forward-clip-bf16-p4GiB-b64MiB-s6-f0.5")
+    assert (case.kind, case.clip, case.is_ours) == ("forward", "ours", True)
+    assert case.options == {
+        "clip": "ours", "moments": torch.bfloat16, "prefetch_bytes": 4 << 30,
+        "bucket_bytes": 64 << 20, "slots": 6, "offload_fraction": 0.5,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("backwards", "'backwards' is no kind of row"),
+        ("step-fp8", "the word 'fp8' is unknown"),
+        ("step-pmuch", "the word 'pmuch' is unknown"),
+        ("plain-bf16", "'plain' rows have no such options"),
+        ("torchao-torchclip", "'torchao' rows have no such options"),
+        ("cpuoffload-clip", "'cpuoffload' rows have no such options"),
+    ],
+)
+def test_a_wrong_name_is_refused(name: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        iteration.main([*TINY, "--rows", name])
+
+
+def test_a_job_is_checked() -> None:
+    for wrong in ({"tokens": 100}, {"dim": 1100}):
+        with pytest.raises(ConfigError, match="whole sequences"):
+            Job(**wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_phases() -> None:
+    report = phases.main(["--device", "cpu", "--params", "4e5", "--cycles", "3"])
+    assert [row["name"] for row in report["rows"]] == list(phases.ROWS)
+    for row in report["rows"]:
+        assert row["same_bits"] is True
+        assert row["gib"] * (1 << 30) == pytest.approx(10 * report["params"])
+        assert 1 <= row["host_over_payload"] < 1.02
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_checkpoint(tmp_path: Path) -> None:
+    report = checkpoint.main([str(tmp_path), "--device", "cpu", "--layers", "1", "--repeats", "1"])
+    assert len(report["rows"]) == 8
+    assert all(row["s"] > 0 for row in report["rows"])
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.long
+def test_as_users_start_it() -> None:
+    command = [sys.executable, "-W", "ignore", "-m", "fsdp_offload.bench", *TINY, *SHORT]
+    done = subprocess.run([*command, "--rows", "plain"], capture_output=True, text=True, check=True)
+    assert "| plain |" in done.stdout
