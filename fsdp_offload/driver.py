@@ -1,4 +1,4 @@
-"""Functions of the CUDA driver: address ranges with memory mapped into them, copies, launches.
+"""Functions of the CUDA driver: address ranges with memory mapped into them, copies.
 
 Bound by ``ctypes`` to ``libcuda.so.1``, which is there wherever torch finds a CUDA device: no
 dependency, and one call costs less than through generated bindings. The structures are part of the
@@ -7,8 +7,8 @@ driver's binary interface and have not changed since CUDA 10.2; the youngest fun
 [Note: host time of a copy]
 A step enqueues thousands of copies, and on the CPU of a GPU machine each ``Tensor.copy_`` took 13
 us, an event with its record 4 us (docs/how-it-works.md). :class:`Commands` calls the driver's
-functions behind them. They go to the same streams and events, so both kinds may be mixed;
-:class:`Launch` does the same for a kernel. They only enqueue, so they keep the interpreter lock:
+functions behind them. They go to the same streams and events, so both kinds may be mixed.
+They only enqueue, so they keep the interpreter lock:
 the host lane's threads would take it after each, and give it back later than the call lasts. (A
 stream that has no room for another command lets the call wait, and so does CUDA from or to memory
 that is not page-locked, with ``pin="never"``: all threads of Python wait with it.)
@@ -18,8 +18,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import struct
-import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final
@@ -267,94 +265,6 @@ class Commands:
         code = self._lib.cuEventRecord(event.cuda_event, stream.cuda_stream)
         if code:
             _check(code, "cuEventRecord", self.device)
-
-
-class Launch:
-    """Launches of one compiled kernel, whose parameters go through memory that is made once.
-
-    Args:
-        function: the driver's handle of it, of the device that is current when it is launched.
-        parameters: of each one the code that ``struct`` has for it: ``Q``, ``q``, ``i`` or ``f``.
-        threads: in a block.
-        shared_bytes: dynamic shared memory of a block.
-
-    Raises:
-        DeviceError: there is no such driver, or it says that the parameters are others.
-    """
-
-    _CELL_BYTES: Final = 8
-    _MOST_ADDED: Final = 8
-    """Parameters that a compiler may add behind the declared ones: pointers, which are null."""
-
-    def __init__(
-        self, function: int, parameters: Sequence[str], *, threads: int, shared_bytes: int
-    ) -> None:
-        library = _library(ctypes.PyDLL)
-        _check_parameters(library, function, parameters, self._MOST_ADDED)
-        self._call = library.cuLaunchKernel
-        self._function, self._threads, self._shared_bytes = function, threads, shared_bytes
-        cell_bytes = self._CELL_BYTES
-        cells = (f"{code}{cell_bytes - struct.calcsize(code)}x" for code in parameters)
-        self._cells = struct.Struct("<" + "".join(cells))
-        count = len(parameters) + self._MOST_ADDED
-        self._memory = ctypes.create_string_buffer(count * cell_bytes)
-        start = ctypes.addressof(self._memory)
-        self._pointers = (ctypes.c_void_p * count)(*(start + i * cell_bytes for i in range(count)))
-        self._lock = threading.Lock()
-
-    def __call__(self, programs: int, stream: int, values: Sequence[float]) -> bool:
-        """Enqueue it; False: the driver, or a value, refuses, or another thread is about to launch
-        it, or a signal handler on this one.
-
-        Args:
-            programs: blocks.
-            stream: the driver's handle.
-            values: of the parameters.
-        """
-        if not self._lock.acquire(blocking=False):
-            return False
-        try:
-            self._cells.pack_into(self._memory, 0, *values)
-            code = self._call(
-                self._function, programs, 1, 1, self._threads, 1, 1, self._shared_bytes, stream,
-                self._pointers, None,
-            )  # fmt: skip
-        except (struct.error, OverflowError):
-            return False
-        finally:
-            self._lock.release()
-        return not code
-
-
-def _check_parameters(
-    library: ctypes.CDLL, function: int, parameters: Sequence[str], most_added: int
-) -> None:
-    """Ask the driver (12.4 or later) for the size of each.
-
-    Raises:
-        DeviceError: it differs, or cannot be asked for.
-    """
-    asked = getattr(library, "cuFuncGetParamInfo", None)
-    if asked is None:
-        raise DeviceError(
-            "the CUDA driver (libcuda.so.1)",
-            reason="it does not tell the sizes of a kernel's parameters",
-            remedy="use a driver of CUDA 12.4 or later, or launch as the compiler does",
-        )
-    asked.argtypes = [_word, _size, ctypes.POINTER(_size), ctypes.POINTER(_size)]
-    asked.restype = _int
-    found: list[int] = []
-    place, n_bytes = _size(), _size()
-    while not asked(function, len(found), ctypes.byref(place), ctypes.byref(n_bytes)):
-        found.append(n_bytes.value)
-    expected = [struct.calcsize(code) for code in parameters]
-    added = found[len(expected) :]
-    if found[: len(expected)] != expected or len(added) > most_added or set(added) - {8}:
-        raise DeviceError(
-            f"a kernel whose parameters have {found} bytes",
-            reason=f"{expected} were expected",
-            remedy="launch it as its compiler does",
-        )
 
 
 _NOTHING: Final = nullcontext()

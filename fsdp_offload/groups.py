@@ -37,8 +37,8 @@ from torch import Tensor, nn
 
 from .device import Event, Gateway, Stream
 from .fsdp import fsdp_groups
+from .fsdp_copies import CopyWithoutTables
 from .patching import Patch, checked
-from .plain_copies import prepare, without_tables
 
 
 def _do_nothing(original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
@@ -70,6 +70,7 @@ class Group:
 
     def __init__(self, raw: Any, state: Any) -> None:
         self._raw, self._state = raw, state
+        self._copies = CopyWithoutTables()
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -78,7 +79,6 @@ class Group:
 
     def watch(self, index: int, watcher: Watcher, gateway: Gateway) -> Callable[[], None]:
         """Tell ``watcher``, which is not kept alive; returns what ends it."""
-        prepare(gateway.device)
         find = weakref.ref(watcher)
         methods: dict[str, Callable[..., None]] = {
             "unshard": self._unshard,
@@ -134,7 +134,7 @@ class Group:
         if watcher is not None and starts and self._world_size > 1:
             streams = raw.comm_ctx.get_all_gather_streams(async_op, raw._training_state)
             watcher.before_gather(index, gateway.adopt_stream(streams[0]))
-        with without_tables():
+        with self._copies:
             original(async_op)
 
     def _wait_for_unshard(
@@ -148,7 +148,7 @@ class Group:
         gathers = watcher is not None and self._raw._all_gather_result is not None
         if gathers and self._world_size == 1:
             watcher.before_gather(index, gateway.current_stream())  # type: ignore[union-attr]
-        with without_tables():
+        with self._copies:
             original()
         if gathers:
             watcher.after_gather(index)  # type: ignore[union-attr]
@@ -175,7 +175,7 @@ class Group:
                 original(*unused)
                 _raise_after_backward(error)
                 return
-        with without_tables(), self._reducing() as reduce_stream:
+        with self._copies, self._reducing() as reduce_stream:
             original(*unused)
         if has_new and self._reduces():
             event = self._raw._post_reduce_event  # None on the CPU, where nothing is late

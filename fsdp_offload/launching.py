@@ -5,91 +5,21 @@
 20 of the Adam kernel that took longer than all the rest of an update of one piece. The variant
 depends on dtypes, on alignment to 16 bytes, on whether integers are 1 or divisible by 16 and how
 wide they are, and on constants: where these were met before, the variant that was chosen then is
-launched, with addresses in place of tensors: by the driver's own function (:class:`.driver.Launch`)
-where the variant needs nothing else, because ``triton.compiler.CompiledKernel`` does more (hooks,
-a dictionary of metadata, the interpreter lock given back): 0.1 ms on a slow host. So it is
-with NVIDIA's backend; AMD's looks at the sizes of storages, too, and is asked each time.
-Source: ``triton/runtime/jit.py``, ``JITFunction.run``, ``triton/compiler/compiler.py`` and
-``triton/backends/nvidia/driver.py`` (Triton 3.6). Hooks on Triton's launches are not called.
+launched, with addresses in place of tensors. So it is with NVIDIA's backend; AMD's looks at the
+sizes of storages, too, and is asked each time. Source: ``triton/runtime/jit.py``,
+``JITFunction.run`` (Triton 3.6).
 """
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from .driver import Launch
-from .errors import DeviceError
-
 T = TypeVar("T")
-
-_CODES: Final = {"i32": "i", "i64": "q", "fp32": "f"}
-"""Of the types that kernels declare, but for pointers; as ``struct`` has them."""
-_WARP_THREADS: Final = 32
-_NEEDS_MORE: Final = (
-    "launch_cooperative_grid",
-    "launch_pdl",
-    "global_scratch_size",
-    "profile_scratch_size",
-)
-"""What of a variant's metadata asks for more than a grid and parameters, unless it is false."""
-
-
-class _Variant:
-    """What Triton has compiled for some arguments.
-
-    Args:
-        compiled: ``triton.compiler.CompiledKernel``.
-        constants: values of the constants.
-    """
-
-    def __init__(self, compiled: Any, constants: Sequence[Any]) -> None:
-        self._compiled, self._constants = compiled, constants
-        self._launch, self._kept = _direct(compiled)
-
-    def launch(self, programs: int, device: int, arguments: list[Any]) -> None:
-        """Enqueue it on the current stream; ``arguments``: all but the constants."""
-        if self._launch is not None:
-            values = arguments if self._kept is None else [arguments[i] for i in self._kept]
-            if self._launch(programs, _current_stream()(device), values):
-                return
-        self._compiled[programs, 1, 1](*arguments, *self._constants)
-
-
-@functools.cache
-def _current_stream() -> Callable[[int], int]:
-    """The driver's handle of the current stream, by the device's index."""
-    from triton.runtime import driver
-
-    found: Callable[[int], int] = driver.active.get_current_stream
-    return found
-
-
-def _direct(compiled: Any) -> tuple[Launch | None, list[int] | None]:
-    """How to launch a variant without Triton, and which arguments it takes (None: all); no launch
-    where it is not known how."""
-    try:
-        types, metadata = list(compiled.src.signature.values()), compiled.metadata
-        codes = ["Q" if type_[:1] == "*" else _CODES.get(type_, type_) for type_ in types]
-        kept = [index for index, code in enumerate(codes) if code != "constexpr"]
-        codes = [codes[index] for index in kept]
-        if not all(len(code) == 1 for code in codes) or metadata.num_ctas != 1:
-            return None, None
-        if any(getattr(metadata, name, False) for name in _NEEDS_MORE):
-            return None, None
-        launch = Launch(
-            int(compiled.function), codes, threads=_WARP_THREADS * metadata.num_warps,
-            shared_bytes=metadata.shared,
-        )  # fmt: skip
-        _current_stream()
-    except (ImportError, AttributeError, TypeError, ValueError, DeviceError):  # another Triton
-        return None, None
-    return launch, None if kept == list(range(len(kept))) else kept
 
 
 class Kernel:
@@ -104,7 +34,8 @@ class Kernel:
     def __init__(self, function: Any, *, ignores_integers: bool = False, **options: Any) -> None:
         self._function, self._options = function, options
         self._ignores_integers = ignores_integers
-        self._known: dict[object, _Variant] = {}
+        # By what Triton looks at: the variant (CompiledKernel), and its constants.
+        self._known: dict[object, tuple[Any, list[Any]]] = {}
 
     def launch(
         self,
@@ -143,7 +74,8 @@ class Kernel:
         )
         known = self._known.get(key)
         if known is not None:
-            known.launch(programs, device.index, [*addresses, *integers, *floats])
+            variant, values = known
+            variant[programs, 1, 1](*addresses, *integers, *floats, *values)
             return
         assert list(constants) == list(self._function.arg_names[-len(constants) :])
         compiled = self._function[programs,](
@@ -151,7 +83,7 @@ class Kernel:
         )
         # None: Triton's interpreter.
         if bits & 15 == 0 and compiled is not None and torch.version.hip is None:
-            self._known[key] = _Variant(compiled, list(constants.values()))
+            self._known[key] = compiled, list(constants.values())
 
 
 def if_usable(make: Callable[[], T]) -> T | None:

@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..kernels_table import aligned, pick, piece_of
 from ..launching import Kernel
+from .kernels_table import aligned, pick, piece_of
 from .kernels_triton import decoded, encoded
 from .moments import KEY_STEP, signed
 from .piece_table import PieceTable

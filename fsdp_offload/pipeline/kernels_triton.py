@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..kernels_table import aligned, pick, piece_of
 from ..launching import Kernel
+from .kernels_table import aligned, pick, piece_of
 from .piece_table import PieceTable
 
 BLOCK: Final = 1024

@@ -1,4 +1,4 @@
-"""Triton functions that find a program's piece in a :class:`.pipeline.piece_table.PieceTable`."""
+"""Triton functions that find a program's piece in a :class:`.piece_table.PieceTable`."""
 
 from __future__ import annotations
 

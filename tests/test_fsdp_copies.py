@@ -14,13 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from fsdp_offload import plain_copies
-from fsdp_offload.plain_copies import (
-    all_gather_copy_in,
-    chunk_cat,
-    split_with_sizes_copy,
-    without_tables,
-)
+from fsdp_offload.fsdp_copies import CopyWithoutTables, chunk_cat, split_with_sizes_copy
 
 BF16, FP16, FP32, UINT8 = torch.bfloat16, torch.float16, torch.float32, torch.uint8
 SHAPES = st.lists(st.integers(1, 6), min_size=1, max_size=3)
@@ -129,63 +123,21 @@ def test_other_parameters_are_left_to_torch(
     assert not split_with_sizes_copy(random(4, 2), [4], out=[nothing(4, 2)])
 
 
-# --------------------------------------------------------------------------- shards
-
-
-@given(
-    st.integers(1, 5),
-    st.lists(st.integers(0, 9), min_size=1, max_size=6),
-    st.sampled_from([BF16, FP32, UINT8]),
-    st.data(),
-)
-@settings(deadline=None)
-def test_shards_are_packed_as_by_torch(
-    ranks: int, sizes: list[int], dtype: torch.dtype, data: st.DataObject
-) -> None:
-    rank, numel = data.draw(st.integers(0, ranks - 1)), sum(sizes)
-    shards = [random(size, dtype=dtype) for size in sizes]
-    mine, expected = (nothing(ranks * numel, dtype=dtype) for _ in range(2))
-    found = all_gather_copy_in(shards, mine, sizes, numel, rank)
-    assert isinstance(found, tuple)
-    others = torch.ops.fsdp.all_gather_copy_in(shards, expected, sizes, numel, rank)
-    assert all(map(torch.equal, found, others))
-    assert found[0].data_ptr() == mine[rank * numel :].data_ptr() or not numel
-    assert found[1] is mine
-
-
-@pytest.mark.parametrize(
-    ("shards", "gathered"),
-    [
-        pytest.param([random(3, dtype=BF16)], nothing(6), id="cast"),
-        pytest.param([random(3, 2)[:, 0]], nothing(6), id="strided"),
-        pytest.param([random(3, 1)], nothing(6), id="another shape"),
-        pytest.param([nn.Parameter(random(3))], nothing(6), id="subclass"),
-        pytest.param([], nothing(0), id="none"),
-    ],
-)
-def test_other_shards_are_left_to_torch(shards: list[Tensor], gathered: Tensor) -> None:
-    before = gathered.clone()
-    assert not all_gather_copy_in(shards, gathered, [3] * len(shards), 3 * len(shards), 1)
-    assert torch.equal(gathered, before)
-
-
 # --------------------------------------------------------------------------- where they stand
 
 
 @pytest.fixture
 def passed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The operations of torch that were called."""
-    with without_tables():
-        pass  # from now on ours stand before them
     names: list[str] = []
-    for name in ("chunk_cat", "split_with_sizes_copy"):
-        before = getattr(torch.ops.fsdp, name)
+    for operation in ("_chunk_cat", "split_with_sizes_copy"):
+        original = getattr(torch, operation)
 
-        def call(*args: Any, name: str = name, original: Any = before._original, **kw: Any) -> Any:
+        def call(*args: Any, name: str = operation, original: Any = original, **how: Any) -> Any:
             names.append(name)
-            return original(*args, **kw)
+            return original(*args, **how)
 
-        monkeypatch.setattr(before, "_original", call)
+        monkeypatch.setattr(torch, operation, call)
     return names
 
 
@@ -198,46 +150,40 @@ def pack(gradients: Sequence[Tensor], ranks: int) -> Tensor:
 def test_only_inside_and_on_this_thread(passed: list[str]) -> None:
     gradients = [random(4, 3), random(2, 2)]
     expected = pack(gradients, 2)
-    assert passed == ["chunk_cat"]
-    with without_tables():
-        with without_tables():
+    copies = CopyWithoutTables()
+    assert passed == ["_chunk_cat"]
+    with copies:
+        with copies:
             pass
         assert torch.equal(pack(gradients, 2), expected)
-        assert passed == ["chunk_cat"]
+        assert passed == ["_chunk_cat"]
         thread = threading.Thread(target=pack, args=(gradients, 2))
         thread.start()
         thread.join()
-        assert passed == ["chunk_cat"] * 2
+        assert passed == ["_chunk_cat"] * 2
     assert torch.equal(pack(gradients, 2), expected)
-    assert passed == ["chunk_cat"] * 3
+    assert passed == ["_chunk_cat"] * 3
 
 
 def test_an_exception_inside_ends_it(passed: list[str]) -> None:
-    with pytest.raises(RuntimeError, match="inside"), without_tables():
+    with pytest.raises(RuntimeError, match="inside"), CopyWithoutTables():
         raise RuntimeError("inside")
     pack([random(4, 3)], 2)
-    assert passed == ["chunk_cat"]
+    assert passed == ["_chunk_cat"]
 
 
 def test_torch_does_what_ours_refuses(passed: list[str]) -> None:
-    with without_tables():
+    with CopyWithoutTables():
         packed = pack([random(3, 2) + 1, random(2)], 2)
     assert packed.shape == (2, 5)
     assert packed[1, 2:4].tolist() == [0, 0]  # padding
-    assert passed == ["chunk_cat"]
-
-
-def test_attributes_are_those_of_the_operation() -> None:
-    with without_tables():
-        assert torch.ops.fsdp.chunk_cat.default._schema.name == "fsdp::chunk_cat"
-        names = [argument.name for argument in torch.ops.fsdp.chunk_cat.default._schema.arguments]
-    assert names == ["tensors", "dim", "num_chunks", "out"]
+    assert passed == ["_chunk_cat"]
 
 
 def test_version_counters_stay(passed: list[str]) -> None:
     """FSDP2 keeps those of the parameters, which autograd has saved."""
     whole = nothing(6)
-    with without_tables(), torch.autograd._unsafe_preserve_version_counter((whole,)):
+    with CopyWithoutTables(), torch.autograd._unsafe_preserve_version_counter((whole,)):
         out = [whole.view(2, 3)]
         torch.ops.fsdp.split_with_sizes_copy(random(2, 3), [3], dim=1, out=out)
     assert not passed
@@ -245,30 +191,17 @@ def test_version_counters_stay(passed: list[str]) -> None:
     assert (whole >= 0).all()
 
 
-def test_a_torch_without_the_operations(monkeypatch: pytest.MonkeyPatch) -> None:
-    def operation(count: int) -> Any:
-        schema = SimpleNamespace(arguments=[None] * count)
-        return SimpleNamespace(default=SimpleNamespace(_schema=schema))
-
-    # One is gone, and one takes other arguments than ours.
-    before = {"chunk_cat": operation(4), "all_gather_copy_in": operation(9)}
-    operations = SimpleNamespace(**before)
-    monkeypatch.setattr(torch.ops, "fsdp", operations)
-    plain_copies._install.__wrapped__()
-    assert vars(operations).keys() == before.keys()
-    assert operations.chunk_cat._original is before["chunk_cat"]
-    assert operations.all_gather_copy_in is before["all_gather_copy_in"]
+def test_a_torch_without_one_of_the_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.ops, "fsdp", SimpleNamespace(chunk_cat=torch.ops.fsdp.chunk_cat))
+    with CopyWithoutTables():
+        assert pack([random(4, 3)], 2).shape == (2, 6)
 
 
 @pytest.mark.parametrize("lazy", ["conj", "neg"])
-def test_values_that_memory_does_not_hold_are_copied_by_torch(
-    monkeypatch: pytest.MonkeyPatch, lazy: str
-) -> None:
+def test_values_that_memory_does_not_hold(lazy: str) -> None:
     """Autograd gives such gradients to complex parameters."""
     tensors = [torch.randn(2, 3, dtype=torch.complex64), torch.randn(2, 2, dtype=torch.complex64)]
     tensors[1] = tensors[1].conj() if lazy == "conj" else torch._neg_view(tensors[1])
-    monkeypatch.setattr(Tensor, "is_cuda", True)
-    monkeypatch.setattr(plain_copies, "_row_kernel", lambda device: pytest.fail)
     mine = torch.zeros(2, 5, dtype=torch.complex64)
     assert chunk_cat(tensors, 0, 2, out=mine)
     assert torch.equal(mine, torch.cat(tensors, dim=1))
