@@ -1,16 +1,8 @@
 """Gradient clipping, with the bits of ``torch.nn.utils.clip_grad_norm_``.
 
-[Note: the order of torch's reductions]
-torch takes the norm of each gradient's shard, stacks those of all gradients to one vector, then,
-for each axis of the mesh over which a gradient is sharded, sends that vector through
-``x ** p``, all-reduce, ``x ** (1 / p)``, and takes the norm of the vector (infinity: the vector's
-maximum is reduced). The last steps are left to DTensor itself, which has one small tensor to
-dispatch here instead of one per parameter, so order and rounding are its own. A gradient that is
-replicated over an axis which others are sharded over counts once: its norm is divided there.
-
-Other than torch: gradients may lie on several meshes, beside plain tensors, or be empty on this
-rank (torch has no infinity norm of those); what is returned is replicated, never pending a
-reduction.
+Norms are torch's own, one per mesh. Other than in torch, gradients may lie on several meshes,
+beside plain tensors, or be empty on this rank (torch has no infinity norm of those); what is
+returned is replicated, never pending a reduction.
 
 [Note: in place]
 ``.grad`` is multiplied, as torch does. The update reads gradients anyway and could multiply there;
@@ -26,7 +18,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.nn.utils import get_total_norm
 
 from . import shards
 from .errors import AwayError, ConfigError, NonFiniteGradientError
@@ -55,8 +51,8 @@ def total_norm(
 ) -> Tensor:
     """Norm of all gradients as if they were one vector; what ``get_total_norm`` returns.
 
-    Collective over the meshes of the gradients: one all-reduce per axis that some are sharded
-    over. The host waits for nothing, unless ``error_if_nonfinite``.
+    Collective over the meshes of the gradients. The host waits for nothing, unless
+    ``error_if_nonfinite``.
 
     Args:
         gradients: DTensors or plain tensors, in the order that decides the last bits.
@@ -65,8 +61,8 @@ def total_norm(
 
     Returns:
         0-dim, in the gradients' dtype (of several: what torch promotes them to), on the device of
-        the first one. A DTensor, replicated over the first mesh, if any gradient is one. Without
-        gradients zero, fp32, on the CPU.
+        the first one. A replicated DTensor if all gradients are on one mesh. Without gradients
+        zero, fp32, on the CPU.
 
     Raises:
         ConfigError: ``norm_type`` is NaN.
@@ -77,15 +73,19 @@ def total_norm(
         raise ConfigError(
             f"norm_type={norm_type!r}", reason="not an order of a norm", remedy="use 2 or inf"
         )
-    if not gradients:
-        return torch.tensor(0.0)
-    device = shards.local(gradients[0]).device
-    norms = [shards.norm_over_mesh(group, p) for group in shards.by_mesh(gradients)]
+    meshes: dict[DeviceMesh | None, list[Tensor]] = {}
+    for gradient in gradients:
+        mesh = gradient.device_mesh if isinstance(gradient, DTensor) else None
+        meshes.setdefault(mesh, []).append(gradient)
+    norms = [_norm_over(mesh, alike, p) for mesh, alike in meshes.items()]
     if len(norms) == 1:
         total = norms[0]
-    else:
+    elif norms:
+        device = shards.local(gradients[0]).device
         parts = torch.stack([shards.local(norm).to(device) for norm in norms])
-        total = shards.replicated_like(torch.linalg.vector_norm(parts, p), norms)
+        total = torch.linalg.vector_norm(parts, p)
+    else:
+        total = torch.tensor(0.0)
     if error_if_nonfinite and not bool(shards.local(total).isfinite()):
         raise NonFiniteGradientError(
             f"total gradient norm of order {p} is {shards.local(total).item()}",
@@ -93,6 +93,34 @@ def total_norm(
             remedy="find out which gradient it is, or pass error_if_nonfinite=False",
         )
     return total
+
+
+def _norm_over(mesh: DeviceMesh | None, gradients: list[Tensor], p: float) -> Tensor:
+    """Norm of order ``p`` of tensors on ``mesh`` (None: plain ones); 0-dim, replicated."""
+    if mesh is None:
+        held = [gradient for gradient in gradients if gradient.numel()]
+        return get_total_norm(held, p) if held else gradients[0].new_zeros(())
+    if not math.isinf(p):
+        norm = get_total_norm(gradients, p)
+        assert isinstance(norm, DTensor)
+        return norm.redistribute(placements=[Replicate()] * mesh.ndim)
+    # torch's raises on ranks whose shard is empty, and the others wait for them. Elements that
+    # several ranks hold do not change a maximum, so every axis of the mesh is reduced over.
+    shards_here = [shards.local(_whole_sum(gradient)) for gradient in gradients]
+    norms = [torch.linalg.vector_norm(shard, p) for shard in shards_here if shard.numel()]
+    norms.append(shards_here[0].new_full((), 0.0 if p > 0 else math.inf))
+    extremum = torch.linalg.vector_norm(torch.stack(norms), p)
+    for axis in range(mesh.ndim):
+        operation = dist.ReduceOp.MAX if p > 0 else dist.ReduceOp.MIN
+        dist.all_reduce(extremum, operation, group=mesh.get_group(axis))
+    return DTensor.from_local(extremum, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
+def _whole_sum(gradient: Tensor) -> Tensor:
+    """The norm of a sum, which a Partial gradient is, needs the sum."""
+    if isinstance(gradient, DTensor) and any(p.is_partial() for p in gradient.placements):
+        return gradient.redistribute(placements=[Replicate()] * gradient.device_mesh.ndim)
+    return gradient
 
 
 @torch.no_grad()

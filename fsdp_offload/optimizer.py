@@ -643,11 +643,10 @@ class HybridDeviceOptimizer(Leaving, Optimizer):
     ) -> Tensor:
         """As ``torch.nn.utils.clip_grad_norm_`` over all parameters, with its bits, in place.
 
-        One all-reduce per sharded axis of each mesh. Parameters that lie on several meshes, which
-        torch refuses, count together.
+        Parameters that lie on several meshes, which torch refuses, count together.
 
         Returns:
-            The norm before clipping: 0-dim, a replicated DTensor where gradients are DTensors.
+            The norm before clipping: 0-dim, a replicated DTensor if all gradients are on one mesh.
 
         Raises:
             SpentGradientError: with ``overlap="backward"``: they have been used by then.

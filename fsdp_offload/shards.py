@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 
 from .chunks import Box, flat_boxes
 from .errors import UnsupportedParameterError
@@ -38,8 +38,6 @@ from .ragged import attach_boxes, boxes_of, is_ours
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor.placement_types import Placement
 
 
 @dataclass(frozen=True)
@@ -409,167 +407,6 @@ def like(parameter: Tensor, shard: Tensor) -> Tensor:
     if ragged is not None:
         attach_boxes(made, shard, parameter.shape, ragged.boxes, writes=ragged.writes)
     return made
-
-
-# --------------------------------------------------------------------------- norms
-
-
-_NO_MESH_YET = object()
-
-
-def by_mesh(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """``tensors`` in groups that share a mesh (plain ones: none), in order of first appearance."""
-    groups: dict[object, list[Tensor]] = {}
-    last: object = _NO_MESH_YET  # neighbours mostly share one, and hashing a mesh takes longer
-    for tensor in tensors:
-        mesh = tensor.device_mesh if isinstance(tensor, DTensor) else None
-        if mesh is not last:
-            last, group = mesh, groups.setdefault(mesh, [])
-        group.append(tensor)
-    return list(groups.values())
-
-
-def norm_over_mesh(gradients: Sequence[Tensor], p: float) -> Tensor:
-    """Norm of order ``p`` of tensors that share a mesh, as if they were one vector.
-
-    The bits of torch's ``get_total_norm`` on them (``clipping.py``, Note on the order), without
-    dispatching DTensors one by one. Collective over the axes that any of them is sharded over.
-
-    Returns:
-        0-dim; a DTensor replicated over the mesh, or a plain tensor where the inputs are.
-    """
-    first = gradients[0]
-    if not isinstance(first, DTensor):
-        plain: Tensor = torch.linalg.vector_norm(torch.stack(_local_norms(gradients, p)[0]), p)
-        return plain
-    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-
-    wholes = _without_partial([g for g in gradients if isinstance(g, DTensor)])
-    # No call per tensor where the shard is an ordinary one.
-    pieces = [t if type(t := g._local_tensor) is Tensor else local(g) for g in wholes]
-    norms, order = _local_norms(pieces, p)
-    mark = _pending_norm(first.device_mesh, norms[0], p)
-    pending_of = {
-        placements: tuple(x if x.is_replicate() else mark for x in placements)
-        for placements in {g.placements for g in wholes}
-    }
-    pending = [pending_of[wholes[i].placements] for i in order]
-    merged = _merged(pending)
-    vector = torch.stack(_aligned(norms, pending, merged, first.device_mesh))
-    meta = TensorMeta(vector.shape, vector.stride(), vector.dtype)
-    spec = DTensorSpec(first.device_mesh, merged, tensor_meta=meta)
-    norm: Tensor = torch.linalg.vector_norm(DTensor(vector, spec, requires_grad=False), p)
-    assert isinstance(norm, DTensor)
-    whole: Tensor = norm.redistribute(placements=[Replicate()] * first.device_mesh.ndim)
-    return whole
-
-
-def replicated_like(value: Tensor, norms: Sequence[Tensor]) -> Tensor:
-    """``value`` (0-dim, the same on all ranks) as a DTensor on the first mesh of ``norms``."""
-    for norm in norms:
-        if isinstance(norm, DTensor):
-            placements = [Replicate()] * norm.device_mesh.ndim
-            whole: Tensor = DTensor.from_local(value, norm.device_mesh, placements, run_check=False)
-            return whole
-    return value
-
-
-def _without_partial(gradients: list[DTensor]) -> list[DTensor]:
-    """Torch norms what is pending a reduction only when it is whole."""
-    distinct = {gradient.placements for gradient in gradients}
-    partial = {each for each in distinct if any(placement.is_partial() for placement in each)}
-    if not partial:
-        return gradients
-    return [
-        g.redistribute(placements=[Replicate()] * g.device_mesh.ndim)
-        if g.placements in partial
-        else g
-        for g in gradients
-    ]
-
-
-def _local_norms(tensors: Sequence[Tensor], p: float) -> tuple[list[Tensor], list[int]]:
-    """Norm of each plain tensor on the first one's device, and whose each is.
-
-    Torch's grouping decides the order where there are several dtypes. Empty tensors have a norm
-    of the largest (or, ``-inf``, smallest) element here, which changes nothing.
-    """
-    from torch.utils._foreach_utils import (
-        _group_tensors_by_device_and_dtype,
-        _has_foreach_support,
-    )
-
-    device = tensors[0].device
-    norms: list[Tensor] = []
-    order: list[int] = []
-    groups = _group_tensors_by_device_and_dtype([list(tensors)], with_indices=True)
-    for (group_device, dtype), ([members], indices) in groups.items():
-        present: list[Any] = members
-        if math.isinf(p):  # an empty maximum or minimum
-            neutral = torch.full((1,), 0.0 if p > 0 else math.inf, dtype=dtype, device=group_device)
-            present = [m if m.numel() else neutral for m in present]
-        if _has_foreach_support(present, group_device):
-            found: Sequence[Tensor] = torch._foreach_norm(present, p)
-        else:
-            found = [torch.linalg.vector_norm(tensor, p) for tensor in present]
-        norms += found if group_device == device else [norm.to(device) for norm in found]
-        order += indices
-    return norms, order
-
-
-def _pending_norm(mesh: DeviceMesh, like: Tensor, p: float) -> Placement:
-    """How DTensor marks norms of shards that still have to be reduced over an axis.
-
-    Asked of DTensor with one element, because the class of it differs between versions of torch.
-    """
-    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-
-    meta = TensorMeta(torch.Size([mesh.size()]), (1,), like.dtype)
-    spec = DTensorSpec(mesh, (Shard(0),) * mesh.ndim, tensor_meta=meta)
-    element = DTensor(like.new_zeros(1), spec, requires_grad=False)
-    pending: Placement = torch.linalg.vector_norm(element, p).placements[0]
-    return pending
-
-
-def _merged(pending: Sequence[tuple[Placement, ...]]) -> tuple[Placement, ...]:
-    """Per axis pending if any is: how DTensor stacks them."""
-    return tuple(
-        next((placement for placement in axis if placement.is_partial()), axis[0])
-        for axis in zip(*set(pending), strict=True)
-    )
-
-
-def _aligned(
-    norms: list[Tensor],
-    pending: Sequence[tuple[Placement, ...]],
-    merged: tuple[Placement, ...],
-    mesh: DeviceMesh,
-) -> list[Tensor]:
-    """Norms that are replicated over an axis where others are pending, divided as DTensor does."""
-    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-    from torch.distributed.tensor._redistribute import redistribute_local_tensor
-
-    odd: dict[tuple[object, ...], list[int]] = {}
-    for i, placements in enumerate(pending):
-        if placements != merged and not _is_extremum(merged):
-            odd.setdefault((placements, norms[i].dtype), []).append(i)
-    aligned = list(norms)
-    for indices in odd.values():  # as one vector each: the divisions are elementwise
-        vector = torch.stack([norms[i] for i in indices])
-        meta = TensorMeta(vector.shape, vector.stride(), vector.dtype)
-        source, target = (
-            DTensorSpec(mesh, placements, tensor_meta=meta)
-            for placements in (pending[indices[0]], merged)
-        )
-        parts = redistribute_local_tensor(vector, source, target).unbind()
-        for i, part in zip(indices, parts, strict=True):
-            aligned[i] = part
-    return aligned
-
-
-def _is_extremum(placements: Sequence[Placement]) -> bool:
-    """Whether it is a maximum or minimum that is pending: every rank may give a replicated one."""
-    return any(getattr(placement, "reduce_op", None) in ("max", "min") for placement in placements)
 
 
 # --------------------------------------------------------------------------- checkpoints

@@ -198,7 +198,7 @@ def clip_model(size: int, shape: tuple[int, ...], dtype: torch.dtype) -> list[in
         for p in (2.0, 1.0):
             check_clipping(gradients, p, f"{shape} {dtype}, step {step}")
         check(math.isfinite(total_norm(gradients, math.inf).item()), "infinity norm")
-        counts += [n_all_reduces(gradients, 2.0), n_all_reduces(gradients, math.inf)]
+        counts.append(n_all_reduces(gradients, 2.0))
         model.zero_grad()
     return counts
 
@@ -212,7 +212,7 @@ def test_fsdp_models_as_torch_with_one_all_reduce(
     ranks: Ranks, shape: tuple[int, ...], dtype: torch.dtype
 ) -> None:
     size = math.prod(shape)
-    expected = [0 if size == 1 else 1] * 4
+    expected = [0 if size == 1 else 1] * 2
 
     assert ranks(size).run(clip_model, size, shape, dtype) == [expected] * size
 
@@ -255,7 +255,7 @@ def several_meshes() -> list[Any]:
     norm = total_norm(gradients, 2.0)
     expected = torch.linalg.vector_norm(torch.cat([t.flatten() for t in tensors]))
     torch.testing.assert_close(whole(norm), expected, rtol=1e-6, atol=0)
-    check(isinstance(norm, DTensor) and norm.device_mesh.ndim == 1, "on the first mesh")
+    check(type(norm) is Tensor, "on no mesh")
     largest = total_norm(gradients, math.inf).item()
     return [norm.item(), largest, n_all_reduces(gradients, 2.0)]
 
