@@ -28,10 +28,11 @@ from fsdp_offload.fsdp import fsdp_groups
 from fsdp_offload.gated import GatedShard
 from fsdp_offload.groups import Group
 from fsdp_offload.pipeline.host import HostUnit
-from fsdp_offload.testing import RankPool, StreamSimulator
+from fsdp_offload.testing import StreamSimulator
 from tests.fsdp import models
 from tests.fsdp.models import check
 from tests.fsdp.test_overlap import SMALL, adamw, build, loss_of, wrap
+from tests.helpers.ranks import RankPool
 
 Ranks = Callable[..., RankPool]
 Parameters = list[Any]

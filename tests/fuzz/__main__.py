@@ -6,7 +6,7 @@ import argparse
 import sys
 import time
 
-from fsdp_offload.testing import RankPool
+from tests.helpers.ranks import RankPool
 
 from .events import EVENTS
 from .runner import run_again, run_seeds

@@ -11,7 +11,7 @@ import pytest
 
 from fsdp_offload import HybridDeviceOptimizer
 from fsdp_offload.pipeline.engine import Segment
-from fsdp_offload.testing import RankPool
+from tests.helpers.ranks import RankPool
 
 from .runner import Outcome, run_seeds
 
