@@ -391,7 +391,8 @@ class HybridDeviceOptimizer(Leaving, Optimizer):
         self._settle_masters()
         with self._health.failing("reserving more state", self._drain_quietly), torch.no_grad():
             kept = {record.parameter: state_io.copied(record) for record in self._records}
-            members = [m for m in self._inventory.trainable() if m[0] in self._reserved]
+            # Frozen ones, too: they keep their state, and may be unfrozen.
+            members = [m for m in self._inventory.members() if m[0] in self._reserved]
             for segment in self._segments:
                 segment.close()
             self._inventory.start_anew(self._records)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CyclicLR, LRScheduler, OneCycleLR
 
 from fsdp_offload import HybridDeviceOptimizer, checkpoint
-from tests.twins import SHAPES, Twins
+from tests.twins import SHAPES, Apart, Twins
 
 LANES = ("resident", "streamed", "host")
 PRESENT = [True] * len(SHAPES)
@@ -158,3 +159,18 @@ def test_momentum_set_by_a_scheduler_with_every_overlap(ranks: Any) -> None:
     expected = pool.run(sharded, "")
     for overlap in ("step", "forward", "backward"):
         assert pool.run(sharded, overlap) == expected, overlap
+
+
+@pytest.mark.parametrize("lane", LANES)
+def test_a_parameter_that_is_frozen_meanwhile_keeps_its_place(lane: str) -> None:
+    plain = {"plain_build": partial(Apart, fused_sgd)} if lane == "host" else {}
+    lanes = [lane] * len(SHAPES)
+    half = {"dtypes": [torch.float16], "plain_dtypes": [torch.float32]}
+    twins = Twins(sgd, update_on=lanes, **half, **plain)
+    twins.step(PRESENT)
+    twins.mine[0].requires_grad_(False)
+    twins.change(momentum=0.9)
+    twins.step([False, *PRESENT[1:]])
+    twins.mine[0].requires_grad_(True)
+    twins.step(PRESENT)
+    twins.compare()

@@ -74,14 +74,17 @@ class Inventory:
                 name = given[position] if position < len(given) else f"group{index}.{position}"
                 self.names.setdefault(parameter, name)
 
-    def trainable(self) -> list[Member]:
-        """Parameters that may get gradients, in the order of the groups."""
+    def members(self) -> list[Member]:
+        """All parameters, in the order of the groups."""
         return [
             (parameter, index)
             for index, group in enumerate(self._optimizer.param_groups)
             for parameter in group["params"]
-            if parameter.requires_grad
         ]
+
+    def trainable(self) -> list[Member]:
+        """Those that may get gradients."""
+        return [member for member in self.members() if member[0].requires_grad]
 
     def schema(self, group: int, dtype: torch.dtype, *, on_host: bool) -> Schema:
         """The schema of parameters of ``dtype`` in ``group``, made once per set of flags."""
