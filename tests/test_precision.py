@@ -30,9 +30,9 @@ from fsdp_offload import (
 )
 from fsdp_offload.checkpoint import OptimizerState, load, load_local, save, save_local
 from fsdp_offload.device import gateway_for
-from fsdp_offload.pipeline import moments, reduced_adam
+from fsdp_offload.pipeline import moments, reduced_adam, rng_key
 from fsdp_offload.pipeline.bucket import Scratch
-from fsdp_offload.pipeline.moments import Draw
+from fsdp_offload.pipeline.rng_key import RngKey
 from fsdp_offload.pipeline.schema import makes_its_state
 from tests.fsdp import models
 from tests.helpers.ranks import RankPool
@@ -119,8 +119,8 @@ def round_moments(
         for position, moment in enumerate(record.moments):
             kept = plain.state[parameter][moment.name]
             values = kept.flatten().clone()
-            seed = moments.seed_of(record.fqn)
-            draw = Draw(moments.key_of(seed, counts[record.index], position // 2), 0)
+            seed = rng_key.seed_of(record.fqn)
+            draw = RngKey(rng_key.key_of(seed, counts[record.index], position // 2), 0)
             codes = torch.empty(values.numel(), dtype=moment.dtype)
             scales = torch.empty(-(-values.numel() // 64)) if moment.has_scales else None
             moments.pack_plain(moment, values, codes, scales, None if half_only else draw)
@@ -643,7 +643,7 @@ def check_origins(size: int, shape: tuple[int, ...], names: tuple[str, ...]) -> 
         shard = models.local(record.parameter).flatten()
         if shard.numel():
             models.check(record.origin == int(shard[0]), f"{record.fqn}: {record.origin}")
-            models.check(record.seed == moments.seed_of(record.fqn), record.fqn)
+            models.check(record.seed == rng_key.seed_of(record.fqn), record.fqn)
     optimizer.close()
 
 

@@ -23,7 +23,7 @@ from .kernels import triton_kernels
 from .moments import Moment
 from .piece_table import PieceTable, PieceTables, TablePart
 from .records import REMAINDER_KIND, MasterForm, Piece, Record, Snapshot
-from .reduced_adam import PackedMoment, ReducedAdam, adam, draw_of
+from .reduced_adam import PackedMoment, ReducedAdam, adam, rng_key_of
 from .shadow import Shadow
 
 StateView = Callable[[Slice, Kind, int], Tensor]
@@ -345,7 +345,7 @@ class BucketUpdate:
             piece.updates += 1
             for each in packed:
                 is_random = each.moment.stochastic
-                each.pack(draw_of(piece, each.moment.draw // 2) if is_random else None)
+                each.pack(rng_key_of(piece, each.moment.position // 2) if is_random else None)
 
     def _unpack(self) -> None:
         if self._form is MasterForm.WHOLE:

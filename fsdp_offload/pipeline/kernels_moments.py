@@ -19,8 +19,8 @@ from torch import Tensor
 from ..launching import Kernel
 from .kernels_table import aligned, pick, piece_of
 from .kernels_triton import decoded, encoded
-from .moments import KEY_STEP, signed
 from .piece_table import PieceTable
+from .rng_key import KEY_STEP, signed
 
 COLUMNS: Final = 64
 ROWS: Final = 16
@@ -37,7 +37,7 @@ _FOURTH: Final = tl.constexpr(0x735A2D97)
 
 
 @triton.jit
-def _draw(at, key):  # type: ignore[no-untyped-def]
+def _hashed(at, key):  # type: ignore[no-untyped-def]
     """32 random bits per global index (int64): int32."""
     mixed = at.to(tl.int32) ^ key
     mixed += (at >> 32).to(tl.int32) * _GOLDEN
@@ -50,11 +50,11 @@ def _draw(at, key):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _half(drawn, HIGH: tl.constexpr):  # type: ignore[no-untyped-def]
+def _half(hashed, HIGH: tl.constexpr):  # type: ignore[no-untyped-def]
     """16 of the 32 bits."""
     if HIGH:
-        drawn = drawn >> 16
-    return drawn & 0xFFFF
+        hashed = hashed >> 16
+    return hashed & 0xFFFF
 
 
 @triton.jit
@@ -138,7 +138,7 @@ def _pack(  # type: ignore[no-untyped-def]
     at = rows[:, None] * 64 + tl.arange(0, 64)[None, :]
     inside = at < numel
     value = tl.load(values + at, mask=inside, other=0.0)
-    random = _half(_draw(at + first, key), HIGH)
+    random = _half(_hashed(at + first, key), HIGH)
     if STEPS == 0:
         _store_bf16(value, random, codes, at, inside, STOCHASTIC)
     else:
@@ -191,11 +191,11 @@ def _update(  # type: ignore[no-untyped-def]
         tl.store(remainder + at, rest, mask=inside)
     else:
         tl.store(weight + at, value, mask=inside)
-    drawn = _draw(at + first, key)
+    hashed = _hashed(at + first, key)
     if INT8:
         m = tl.where(inside, m, 0.0)
         v = tl.where(inside, v, 0.0)
-        low, high = _half(drawn, False), _half(drawn, True)
+        low, high = _half(hashed, False), _half(hashed, True)
         _store_codes(
             m, low, average, average_scales, at, rows, inside, blocks, 127, STOCHASTIC
         )  # fmt: skip
@@ -203,8 +203,8 @@ def _update(  # type: ignore[no-untyped-def]
             v, high, square, square_scales, at, rows, inside, blocks, 255, STOCHASTIC
         )  # fmt: skip
     else:
-        _store_bf16(m, _half(drawn, False), average, at, inside, STOCHASTIC)
-        _store_bf16(v, _half(drawn, True), square, at, inside, STOCHASTIC)
+        _store_bf16(m, _half(hashed, False), average, at, inside, STOCHASTIC)
+        _store_bf16(v, _half(hashed, True), square, at, inside, STOCHASTIC)
     if program == 0:
         tl.store(step, tl.load(step) + 1.0)
 
@@ -228,7 +228,7 @@ def _adam(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _key(seed, updates):  # type: ignore[no-untyped-def]
-    """See ``moments.key_of``, of the first pair; ``updates``: times its factor. All int32."""
+    """See ``rng_key.key_of``, of the first pair; ``updates``: times its factor. All int32."""
     mixed = seed + updates
     mixed = (mixed ^ ((mixed >> 16) & 0xFFFF)) * _THIRD
     mixed = (mixed ^ ((mixed >> 15) & 0x1FFFF)) * _FOURTH

@@ -15,17 +15,11 @@ not in the code. A second moment that is not zero never becomes zero, because on
 scales the step. A block with a NaN or an infinity becomes NaN as a whole. Rounding to nearest
 what was decoded gives the same codes and scales again, so decoded values can be saved for them.
 
-[Note: randomness]
-It is a hash of (parameter's name, number of its updates, index of the element in the global
-tensor), not a generator: replicas, any cut into buckets, and a resumed run draw the same. One draw
-of 32 bits serves two kinds, the lower half the first of them.
-
 Two implementations with the same bits: torch operations (the plain twin) and Triton (CUDA).
 """
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 from typing import Final
 
@@ -36,6 +30,7 @@ from ..config import PrecisionConfig
 from ..plan import Kind
 from .codec import QUIET_BIT
 from .kernels import moment_kernels
+from .rng_key import RngKey
 from .schema import Schema
 
 BLOCK_NUMEL: Final = 64
@@ -48,7 +43,6 @@ SCALE: Final = "_scale"
 
 _LARGEST: Final = 0x7E800000  # 2^126: the inverse of what is below is a normal number
 _SMALLEST: Final = 0x00800000  # of the normal numbers; kernels flush what is below to zero
-_MASK: Final = 0xFFFFFFFF
 
 
 @dataclass(frozen=True)
@@ -58,7 +52,7 @@ class Moment:
     name: str
     dtype: torch.dtype  # bf16, int8 (signed) or uint8 (never negative)
     stochastic: bool
-    draw: int  # which 16 random bits it takes: position among the moments of its parameter
+    position: int  # among the moments of its parameter; chooses its 16 random bits
 
     @property
     def has_scales(self) -> bool:
@@ -97,59 +91,9 @@ def moments_of(
         dtypes = {k.name: CODED[k.name] for k in kinds if k.name in CODED and has_step}
     stochastic = precision.rounding == "stochastic"
     return tuple(
-        Moment(name, dtype, stochastic, draw) for draw, (name, dtype) in enumerate(dtypes.items())
+        Moment(name, dtype, stochastic, position)
+        for position, (name, dtype) in enumerate(dtypes.items())
     )
-
-
-# --------------------------------------------------------------------------- random bits
-
-
-def seed_of(fqn: str) -> int:
-    """32 bits that stand for a parameter's name."""
-    return int.from_bytes(hashlib.blake2b(fqn.encode(), digest_size=4).digest(), "little")
-
-
-KEY_STEP: Final = 0x9E3779B9
-"""Between the seeds of two updates."""
-
-
-def key_of(seed: int, updates: int, pair: int) -> int:
-    """Key of the draws of one update: int32. ``pair``: of kinds, 0 for the first two."""
-    mixed = (seed + updates * KEY_STEP + pair * 0x85EBCA6B) & _MASK
-    for shift, factor in ((16, 0x21F0AAAD), (15, 0x735A2D97)):
-        mixed = ((mixed ^ (mixed >> shift)) * factor) & _MASK
-    return signed(mixed ^ (mixed >> 15))
-
-
-def signed(word: int) -> int:
-    """The low 32 bits as int32."""
-    word &= _MASK
-    return word - (1 << 32) if word >> 31 else word
-
-
-@dataclass(frozen=True)
-class Draw:
-    """Which random bits an update takes."""
-
-    key: int  # int32, from :func:`key_of`
-    first: int  # index in the global tensor of the first element
-
-    def bits(self, numel: int, half: int, device: torch.device) -> Tensor:
-        """16 bits per element, as int32 in [0, 65535]; the plain twin of the Triton hash."""
-        at = torch.arange(self.first, self.first + numel, dtype=torch.int64, device=device)
-        mixed = _low_word(at) ^ self.key
-        mixed += _low_word(at >> 32) * (0x9E3779B9 - (1 << 32))
-        mixed ^= (mixed >> 16) & 0xFFFF
-        mixed *= 0x7FEB352D
-        mixed ^= (mixed >> 15) & 0x1FFFF
-        mixed *= 0x846CA68B - (1 << 32)
-        mixed ^= (mixed >> 16) & 0xFFFF
-        return (mixed >> 16 if half else mixed) & 0xFFFF
-
-
-def _low_word(at: Tensor) -> Tensor:
-    """The lower 32 bits of int64, as int32."""
-    return at.view(torch.int32)[::2].clone()
 
 
 # --------------------------------------------------------------------------- pack and unpack
@@ -164,17 +108,17 @@ def unpack(moment: Moment, codes: Tensor, scales: Tensor | None, values: Tensor)
 
 
 def pack(
-    moment: Moment, values: Tensor, codes: Tensor, scales: Tensor | None, draw: Draw | None
+    moment: Moment, values: Tensor, codes: Tensor, scales: Tensor | None, rng_key: RngKey | None
 ) -> None:
-    """Codes (and scales) of ``values``, fp32 1-D; ``draw``: random bits, or None for nearest."""
+    """Codes (and scales) of ``values``, fp32 1-D; ``rng_key``: None for nearest."""
     if values.is_cuda and (kernels := moment_kernels()) is not None:
-        key, first = (0, 0) if draw is None else (draw.key, draw.first)
+        key, first = (0, 0) if rng_key is None else (rng_key.key, rng_key.first)
         kernels.pack_moment(
-            values, codes, scales, STEPS.get(moment.dtype, 0), key, first, moment.draw % 2,
-            stochastic=draw is not None,
+            values, codes, scales, STEPS.get(moment.dtype, 0), key, first, moment.position % 2,
+            stochastic=rng_key is not None,
         )  # fmt: skip
     else:
-        pack_plain(moment, values, codes, scales, draw)
+        pack_plain(moment, values, codes, scales, rng_key)
 
 
 def unpack_plain(moment: Moment, codes: Tensor, scales: Tensor | None, values: Tensor) -> None:
@@ -190,12 +134,12 @@ def unpack_plain(moment: Moment, codes: Tensor, scales: Tensor | None, values: T
 
 
 def pack_plain(
-    moment: Moment, values: Tensor, codes: Tensor, scales: Tensor | None, draw: Draw | None
+    moment: Moment, values: Tensor, codes: Tensor, scales: Tensor | None, rng_key: RngKey | None
 ) -> None:
     """:func:`pack` in torch operations."""
     random = None
-    if draw is not None:
-        random = draw.bits(values.numel(), moment.draw % 2, values.device)
+    if rng_key is not None:
+        random = rng_key.bits(values.numel(), moment.position % 2, values.device)
     if not moment.has_scales:
         codes.view(torch.int16).copy_(_to_bf16(values, random))
         return

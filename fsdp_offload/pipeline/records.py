@@ -26,7 +26,8 @@ from ..errors import ConfigError
 from ..plan import Entry, Kind
 from ..plan.layout import CUDA_TILE_NUMEL
 from ..shards import ShardInfo, first_index
-from .moments import Moment, moments_of, seed_of
+from .moments import Moment, moments_of
+from .rng_key import seed_of
 from .schema import Schema, public_attributes
 
 

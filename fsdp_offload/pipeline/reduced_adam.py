@@ -21,9 +21,10 @@ from torch import Tensor
 from . import codec, moments
 from .fused_adam import settings
 from .kernels import moment_kernels
-from .moments import Draw, Moment
+from .moments import Moment
 from .piece_table import PieceTable, PieceTables
 from .records import Piece, Snapshot
+from .rng_key import RngKey, key_of
 
 Kept = tuple[Tensor, Tensor | None]
 """Codes and scales."""
@@ -44,15 +45,15 @@ class PackedMoment:
         """See :func:`.moments.unpack`."""
         moments.unpack(self.moment, self.codes, self.scales, self.values)
 
-    def pack(self, draw: Draw | None) -> None:
+    def pack(self, rng_key: RngKey | None) -> None:
         """See :func:`.moments.pack`."""
-        moments.pack(self.moment, self.values, self.codes, self.scales, draw)
+        moments.pack(self.moment, self.values, self.codes, self.scales, rng_key)
 
 
-def draw_of(piece: Piece, pair: int) -> Draw:
+def rng_key_of(piece: Piece, pair: int) -> RngKey:
     """Random bits of the update that a piece is in; ``pair``: of moments."""
-    key = moments.key_of(piece.record.seed, piece.updates, pair)
-    return Draw(key, piece.record.origin + piece.start)
+    key = key_of(piece.record.seed, piece.updates, pair)
+    return RngKey(key, piece.record.origin + piece.start)
 
 
 class ReducedAdam:
@@ -130,7 +131,7 @@ class ReducedAdam:
             assert recipe is not None
             self._update(
                 both, weight, remainder, gradient, *kept,
-                piece.state["step"], draw_of(piece, 0), recipe, piece.updates,
+                piece.state["step"], rng_key_of(piece, 0), recipe, piece.updates,
             )  # fmt: skip
             piece.stepped = True
         return True
@@ -235,7 +236,7 @@ def adam(
     average: Kept,
     square: Kept,
     step: Tensor,
-    draw: Draw,
+    rng_key: RngKey,
     recipe: Recipe,
     updates: int,
 ) -> None:
@@ -248,14 +249,14 @@ def adam(
         average: the first moment.
         square: the second.
         step: 0-dim fp32; becomes one more.
-        draw: random bits.
+        rng_key: random bits.
         recipe: hyper-parameters.
         updates: of this parameter, with this one.
     """
     kernels = moment_kernels()
     assert kernels is not None
     kernels.adam(
-        weight, remainder, gradient, average, square, step, draw.key, draw.first,
+        weight, remainder, gradient, average, square, step, rng_key.key, rng_key.first,
         recipe.numbers(updates), stochastic=both[0].stochastic, **recipe.flags,
     )  # fmt: skip
 
@@ -268,7 +269,7 @@ def adam_plain(
     average: Kept,
     square: Kept,
     step: Tensor,
-    draw: Draw,
+    rng_key: RngKey,
     recipe: Recipe,
     updates: int,
 ) -> None:
@@ -297,5 +298,5 @@ def adam_plain(
     else:
         codec.encode_plain(master, weight, remainder)
     for moment, kept, values in zip(both, (average, square), (m, v), strict=True):
-        moments.pack_plain(moment, values, *kept, draw if moment.stochastic else None)
+        moments.pack_plain(moment, values, *kept, rng_key if moment.stochastic else None)
     step += 1

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from fsdp_offload import HybridDeviceOptimizer, PrecisionConfig, TransferConfig
 from fsdp_offload.pipeline import fused_adam, moments, reduced_adam
 from fsdp_offload.pipeline.kernels import moment_kernels
-from fsdp_offload.pipeline.moments import Draw, Moment
+from fsdp_offload.pipeline.moments import Moment
+from fsdp_offload.pipeline.rng_key import RngKey
 
 BF16, INT8, UINT8, FP16, FP32 = (
     torch.bfloat16, torch.int8, torch.uint8, torch.float16, torch.float32,
@@ -59,7 +60,7 @@ def room(moment: Moment, numel: int, device: str) -> tuple[Tensor, Tensor | None
 @pytest.mark.parametrize("dtype", [BF16, INT8, UINT8])
 def test_packing_has_the_bits_of_the_twin(dtype: torch.dtype, numel: int) -> None:
     assert moment_kernels() is not None
-    for half, draw in itertools.product((0, 1), (None, Draw(-77, FAR), Draw(1, 0))):
+    for half, draw in itertools.product((0, 1), (None, RngKey(-77, FAR), RngKey(1, 0))):
         moment = Moment("x", dtype, draw is not None, half)
         values = values_for(dtype, numel)
         here, there = room(moment, numel, "cpu"), room(moment, numel, "cuda")
@@ -100,7 +101,7 @@ def test_the_kernel_of_all_in_one_has_the_bits_of_its_twin(
         kept = []
         for moment in both:
             codes, scales = room(moment, numel, "cpu")
-            values = torch.randn(numel).square() if moment.draw else torch.randn(numel)
+            values = torch.randn(numel).square() if moment.position else torch.randn(numel)
             moments.pack_plain(moment, values, codes, scales, None)
             kept.append((codes.to(device), None if scales is None else scales.to(device)))
         rest = low.to(device) if weight == BF16 else None
@@ -108,8 +109,8 @@ def test_the_kernel_of_all_in_one_has_the_bits_of_its_twin(
 
     for group in (GROUP, GROUP | {"decoupled_weight_decay": False, "maximize": True}):
         here, there = operands("cpu"), operands("cuda")
-        reduced_adam.adam_plain(both, *here, Draw(99, FAR), reduced_adam.Recipe(group), 5)
-        reduced_adam.adam(both, *there, Draw(99, FAR), reduced_adam.Recipe(group), 5)
+        reduced_adam.adam_plain(both, *here, RngKey(99, FAR), reduced_adam.Recipe(group), 5)
+        reduced_adam.adam(both, *there, RngKey(99, FAR), reduced_adam.Recipe(group), 5)
         flat = [[*made[:3], *made[3], *made[4], made[5]] for made in (here, there)]
         for index, (a, b) in enumerate(zip(*flat, strict=True)):
             assert same(a, b), (index, group)

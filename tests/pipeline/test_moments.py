@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsdp_offload.pipeline import moments
-from fsdp_offload.pipeline.moments import STEPS, Draw, Moment
+from fsdp_offload.pipeline import moments, rng_key
+from fsdp_offload.pipeline.moments import STEPS, Moment
+from fsdp_offload.pipeline.rng_key import RngKey
 
 BF16, INT8, UINT8 = torch.bfloat16, torch.int8, torch.uint8
 NUMEL = 1000
@@ -31,7 +32,7 @@ def values_for(dtype: torch.dtype, numel: int = NUMEL) -> Tensor:
 
 
 def packed(
-    values: Tensor, dtype: torch.dtype, draw: Draw | None, half: int = 0
+    values: Tensor, dtype: torch.dtype, draw: RngKey | None, half: int = 0
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Codes, scales, and what they stand for."""
     moment = Moment("x", dtype, draw is not None, half)
@@ -49,7 +50,7 @@ def test_rounding_what_was_unpacked_to_nearest_gives_the_same_codes(
     dtype: torch.dtype, numel: int
 ) -> None:
     values = values_for(dtype, numel)
-    for draw in (None, Draw(7, 3)):
+    for draw in (None, RngKey(7, 3)):
         codes, scales, again = packed(values, dtype, draw)
         twice, same_scales, final = packed(again, dtype, None)
         assert torch.equal(codes.view(torch.uint8), twice.view(torch.uint8))
@@ -79,7 +80,7 @@ def test_every_code_comes_back(dtype: torch.dtype) -> None:
 def test_errors_are_bounded(dtype: torch.dtype, limit: float) -> None:
     values = values_for(dtype)
     _, scales, near = packed(values, dtype, None)
-    _, _, random = packed(values, dtype, Draw(1, 0))
+    _, _, random = packed(values, dtype, RngKey(1, 0))
     step, least = values.abs() * limit, torch.zeros(())
     if scales is not None:  # neighbours of s * (k / n)^2 are s * (2k + 1) / n^2 apart
         top = scales.repeat_interleave(64)[:NUMEL]
@@ -97,7 +98,7 @@ def test_stochastic_rounding_is_right_in_the_mean(dtype: torch.dtype) -> None:
     total, rounds = torch.zeros(64, dtype=torch.float64), 1000
     spread = 2 * torch.maximum(values.abs(), values.abs().max() * 0.02)
     for update in range(rounds):
-        draw = Draw(moments.key_of(5, update, 0), 0)
+        draw = RngKey(rng_key.key_of(5, update, 0), 0)
         total += packed(values, dtype, draw)[2]
     # A step is at most 2 % of the spread; the mean of 1000 is within 5 of its deviations.
     assert bool(((total / rounds - values).abs() <= spread * 0.02 * 5 / rounds**0.5).all())
@@ -107,7 +108,7 @@ def test_a_second_moment_never_becomes_zero_and_zero_stays() -> None:
     values = torch.zeros(64)
     values[0], values[1:20] = 1.0, 1e-12
     for update in range(20):
-        codes, _, again = packed(values, UINT8, Draw(update, 0))
+        codes, _, again = packed(values, UINT8, RngKey(update, 0))
         assert bool((codes[1:20] > 0).all())
         assert bool((again[20:] == 0).all())
 
@@ -117,7 +118,7 @@ def test_blocks_at_the_ends_of_the_range(dtype: torch.dtype) -> None:
     for largest, kept in ((1e-39, 0.0), (1.2e-38, 1.2e-38), (8e37, 8e37)):
         values = torch.full((64,), largest)
         values[1] = largest / 3
-        for draw in (None, Draw(5, 0)):
+        for draw in (None, RngKey(5, 0)):
             codes, scales, again = packed(values, dtype, draw)
             assert float(scales[0]) == float(torch.tensor(kept))
             assert bool(again.isfinite().all())
@@ -130,7 +131,7 @@ def test_blocks_at_the_ends_of_the_range(dtype: torch.dtype) -> None:
 def test_what_is_not_finite_spoils_its_block_only(dtype: torch.dtype, bad: float) -> None:
     values = values_for(dtype)
     values[200] = bad
-    for draw in (None, Draw(3, 0)):
+    for draw in (None, RngKey(3, 0)):
         again = packed(values, dtype, draw)[2]
         assert bool(again[192:256].isnan().all())
         assert bool(again[:192].isfinite().all())
@@ -141,7 +142,7 @@ def test_bf16_keeps_nan_and_infinity_and_rounds_as_torch() -> None:
     values = torch.tensor([float("nan"), float("inf"), -float("inf"), -0.0, 3.4e38, 1.00390625])
     bits = torch.tensor([0x7FFFFFFF, -1], dtype=torch.int32).view(torch.float32)
     values = torch.cat([values, bits, torch.randn(500)])
-    for draw in (None, Draw(9, 0)):
+    for draw in (None, RngKey(9, 0)):
         codes = packed(values, BF16, draw)[0]
         assert torch.equal(codes.isnan(), values.isnan())
         assert torch.equal(codes[1:4].float(), values[1:4])
@@ -151,29 +152,29 @@ def test_bf16_keeps_nan_and_infinity_and_rounds_as_torch() -> None:
 
 
 def test_random_bits_follow_the_element_and_not_the_cut() -> None:
-    whole = Draw(123, 1000).bits(300, 0, torch.device("cpu"))
+    whole = RngKey(123, 1000).bits(300, 0, torch.device("cpu"))
     for start in (0, 64, 128):
-        part = Draw(123, 1000 + start).bits(100, 0, torch.device("cpu"))
+        part = RngKey(123, 1000 + start).bits(100, 0, torch.device("cpu"))
         assert torch.equal(part, whole[start : start + 100])
 
 
 def test_random_bits_are_the_ones_that_checkpoints_were_trained_with() -> None:
     """A change of the hash changes the bits of every resumed run."""
     device = torch.device("cpu")
-    assert moments.seed_of("layers.0.weight") == 3843510026
-    assert moments.key_of(7, 1, 0) == -456573687
-    assert Draw(-5, (1 << 33) + 9).bits(4, 0, device).tolist() == [46019, 27989, 52717, 64765]
-    assert Draw(-5, (1 << 33) + 9).bits(4, 1, device).tolist() == [603, 19800, 44084, 50409]
+    assert rng_key.seed_of("layers.0.weight") == 3843510026
+    assert rng_key.key_of(7, 1, 0) == -456573687
+    assert RngKey(-5, (1 << 33) + 9).bits(4, 0, device).tolist() == [46019, 27989, 52717, 64765]
+    assert RngKey(-5, (1 << 33) + 9).bits(4, 1, device).tolist() == [603, 19800, 44084, 50409]
 
 
 def test_random_bits_are_uniform_and_independent() -> None:
     device, numel = torch.device("cpu"), 1 << 16
     draws = []
     for update in (1, 2):
-        draw = Draw(moments.key_of(1, update, 0), 0)
+        draw = RngKey(rng_key.key_of(1, update, 0), 0)
         draws += [draw.bits(numel, half, device) for half in (0, 1)]
-    draws.append(Draw(moments.key_of(2, 1, 0), 0).bits(numel, 0, device))
-    draws.append(Draw(moments.key_of(1, 1, 1), 0).bits(numel, 0, device))
+    draws.append(RngKey(rng_key.key_of(2, 1, 0), 0).bits(numel, 0, device))
+    draws.append(RngKey(rng_key.key_of(1, 1, 1), 0).bits(numel, 0, device))
     for drawn in draws:
         assert 0 <= int(drawn.min())
         assert int(drawn.max()) <= 0xFFFF
@@ -196,7 +197,7 @@ def test_to_nearest_a_squared_average_stalls_and_stochastically_it_follows() -> 
         value = torch.ones(256)
         for update in range(2000):
             value = value * 0.999 + 0.001 * 4.0
-            draw = Draw(moments.key_of(1, update, 0), 0) if stochastic else None
+            draw = RngKey(rng_key.key_of(1, update, 0), 0) if stochastic else None
             value = packed(value, BF16, draw)[2]
         followed[stochastic] = float(value.mean())
     exact = 4 - 3 * 0.999**2000

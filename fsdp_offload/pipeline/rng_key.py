@@ -1,0 +1,65 @@
+"""Random bits that round moments.
+
+A hash of (parameter's name, number of its updates, index of the element in the global tensor), not
+a generator: replicas, any cut into buckets, and a resumed run get the same bits. One hash of 32
+bits serves two kinds of state, the lower half the first of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+_MASK: Final = 0xFFFFFFFF
+
+
+def seed_of(fqn: str) -> int:
+    """32 bits that stand for a parameter's name."""
+    return int.from_bytes(hashlib.blake2b(fqn.encode(), digest_size=4).digest(), "little")
+
+
+KEY_STEP: Final = 0x9E3779B9
+"""Between the seeds of two updates."""
+
+
+def key_of(seed: int, updates: int, pair: int) -> int:
+    """Key of the random bits of one update: int32. ``pair``: of kinds, 0 for the first two."""
+    mixed = (seed + updates * KEY_STEP + pair * 0x85EBCA6B) & _MASK
+    for shift, factor in ((16, 0x21F0AAAD), (15, 0x735A2D97)):
+        mixed = ((mixed ^ (mixed >> shift)) * factor) & _MASK
+    return signed(mixed ^ (mixed >> 15))
+
+
+def signed(word: int) -> int:
+    """The low 32 bits as int32."""
+    word &= _MASK
+    return word - (1 << 32) if word >> 31 else word
+
+
+@dataclass(frozen=True)
+class RngKey:
+    """Which random bits an update takes."""
+
+    key: int  # int32, from :func:`key_of`
+    first: int  # index in the global tensor of the first element
+
+    def bits(self, numel: int, half: int, device: torch.device) -> Tensor:
+        """16 bits per element, as int32 in [0, 65535]; the plain twin of the Triton hash."""
+        at = torch.arange(self.first, self.first + numel, dtype=torch.int64, device=device)
+        mixed = _low_word(at) ^ self.key
+        mixed += _low_word(at >> 32) * (0x9E3779B9 - (1 << 32))
+        mixed ^= (mixed >> 16) & 0xFFFF
+        mixed *= 0x7FEB352D
+        mixed ^= (mixed >> 15) & 0x1FFFF
+        mixed *= 0x846CA68B - (1 << 32)
+        mixed ^= (mixed >> 16) & 0xFFFF
+        return (mixed >> 16 if half else mixed) & 0xFFFF
+
+
+def _low_word(at: Tensor) -> Tensor:
+    """The lower 32 bits of int64, as int32."""
+    return at.view(torch.int32)[::2].clone()

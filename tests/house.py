@@ -1,0 +1,215 @@
+"""Measures of the package: ``python tests/house.py`` prints them, ``test_house.py`` bounds them."""
+
+from __future__ import annotations
+
+import ast
+import re
+import tokenize
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "fsdp_offload"
+
+PRIVATE_TORCH = re.compile(
+    r"torch\._C\b|torch\.distributed\.\w+(?:\.\w+)*\._\w|torch\.ops\.fsdp|\._local_tensor\b"
+    r"|\._spec\b|_cdata\b|torch\.(?:utils|autograd|optim|serialization|storage)\S*\._[a-z]"
+    r"|fsdp_params\b|_fully_shard\b|\._swap_data_ptr_|_unsafe_\w+"
+)
+"""Names of torch that its documentation does not have, as far as a pattern can tell."""
+
+BANNED = (
+    "gateway trip leg passage ticket absence leaving departure member draft candidate part piece "
+    "segment section draw recipe whereabouts twin room seat settle spare vacate team lead"
+).split()
+"""Words of the package's own for which the field has one."""
+
+
+def sources() -> list[Path]:
+    """The modules that the wheel holds."""
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def name_of(path: Path) -> str:
+    """Dotted name of a module."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def lines() -> int:
+    """Of all modules."""
+    return sum(len(path.read_text().splitlines()) for path in sources())
+
+
+def comment_share() -> float:
+    """Lines that are, or end in, a comment."""
+    count = 0
+    for path in sources():
+        with path.open("rb") as file:
+            count += sum(t.type == tokenize.COMMENT for t in tokenize.tokenize(file.readline))
+    return count / lines()
+
+
+def files_in_root() -> list[str]:
+    """Modules that are in no folder."""
+    return sorted(path.name for path in PACKAGE.glob("*.py"))
+
+
+def classes() -> int:
+    """All of them, nested ones too."""
+    return sum(isinstance(n, ast.ClassDef) for p in sources() for n in ast.walk(tree(p)))
+
+
+def long_functions() -> list[str]:
+    """Those of more than 60 lines."""
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
+    return [
+        f"{name_of(path)}.{node.name}"
+        for path in sources()
+        for node in ast.walk(tree(path))
+        if isinstance(node, kinds) and (node.end_lineno or 0) - node.lineno >= 60
+    ]
+
+
+def tree(path: Path) -> ast.Module:
+    """Parsed."""
+    return ast.parse(path.read_text())
+
+
+def imports(*, deferred: bool) -> dict[str, set[str]]:
+    """Modules of the package that each module imports: at module level, or anywhere.
+
+    Imports for typing alone are left out.
+    """
+    known = {name_of(path) for path in sources()}
+    graph: dict[str, set[str]] = {}
+    for path in sources():
+        here = name_of(path)
+        package = here if path.name == "__init__.py" else here.rpartition(".")[0]
+        graph[here] = set()
+        for node in _imports_in(tree(path), deferred):
+            for target in _targets(node, package):
+                found = target if target in known else target.rpartition(".")[0]
+                if found in known and found != here:
+                    graph[here].add(found)
+    return graph
+
+
+def _imports_in(module: ast.Module, deferred: bool) -> Iterator[ast.Import | ast.ImportFrom]:
+    nodes: list[ast.AST] = list(module.body)
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            continue
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield node
+        elif deferred or not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            nodes += ast.iter_child_nodes(node)
+
+
+def _targets(node: ast.Import | ast.ImportFrom, package: str) -> list[str]:
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    base = node.module or ""
+    if node.level:
+        parts = package.split(".")
+        above = parts[: len(parts) - node.level + 1]
+        base = ".".join([*above, node.module] if node.module else above)
+    return [f"{base}.{alias.name}" for alias in node.names]
+
+
+def cycles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """Strongly connected modules (Tarjan), of more than one."""
+    order: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(node: str) -> None:
+        order[node] = low[node] = len(order)
+        stack.append(node)
+        for other in graph[node]:
+            if other not in order:
+                visit(other)
+            if other in stack:
+                low[node] = min(low[node], low[other])
+        if low[node] == order[node]:
+            group = stack[stack.index(node) :]
+            del stack[stack.index(node) :]
+            if len(group) > 1:
+                found.append(sorted(group))
+
+    for node in graph:
+        if node not in order:
+            visit(node)
+    return found
+
+
+def floors() -> int:
+    """Longest chain of imports at module level."""
+    graph, known = imports(deferred=False), dict[str, int]()
+
+    def height(node: str, above: tuple[str, ...] = ()) -> int:
+        if node not in known:
+            below = [height(o, (*above, node)) for o in graph[node] if o not in above]
+            known[node] = 1 + max(below, default=0)
+        return known[node]
+
+    return max(map(height, graph))
+
+
+def private_torch_files() -> list[str]:
+    """Modules whose code (not comments or docstrings) names private API of torch."""
+    found = []
+    for path in sources():
+        with path.open("rb") as file:
+            code = [
+                (t.start[0], t.string)
+                for t in tokenize.tokenize(file.readline)
+                if t.type in (tokenize.NAME, tokenize.OP)
+            ]
+        by_line = defaultdict(str)
+        for number, text in code:
+            by_line[number] += f" {text} " if text in ("import", "from") else text
+        if any(map(PRIVATE_TORCH.search, by_line.values())):
+            found.append(name_of(path))
+    return found
+
+
+def banned_words() -> dict[str, int]:
+    """How often names that the package defines have one of the words."""
+    found: dict[str, int] = defaultdict(int)
+    for path in sources():
+        names = [path.stem]
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                names.append(node.name)
+            elif isinstance(node, ast.arg):
+                names.append(node.arg)
+        for name in names:
+            words = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower().split("_")
+            for word in words:
+                singular = word.removesuffix("s")
+                if word in BANNED or singular in BANNED:
+                    found[singular if singular in BANNED else word] += 1
+    return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+
+def main() -> None:
+    """Print the measures."""
+    print(f"package lines          {lines()}")
+    print(f"comment lines          {comment_share():.1%}")
+    print(f"files, in the root     {len(sources())}, {len(files_in_root())}")
+    print(f"floors                 {floors()}")
+    print(f"cycles                 {cycles(imports(deferred=True))}")
+    print(f"classes                {classes()}")
+    print(f"functions over 60      {long_functions()}")
+    print(f"private torch API      {private_torch_files()}")
+    print(f"words, in names        {banned_words()}")
+    tests = [p for p in (ROOT / "tests").rglob("*.py")]
+    print(f"test lines             {sum(len(p.read_text().splitlines()) for p in tests)}")
+
+
+if __name__ == "__main__":
+    main()
