@@ -98,7 +98,8 @@ def total_norm(
 def _norm_over(mesh: DeviceMesh | None, gradients: list[Tensor], p: float) -> Tensor:
     """Norm of order ``p`` of tensors on ``mesh`` (None: plain ones); 0-dim, replicated."""
     if mesh is None:
-        held = [gradient for gradient in gradients if gradient.numel()]
+        # torch has no infinity norm of an empty tensor.
+        held = [g for g in gradients if g.numel()] if math.isinf(p) else gradients
         return get_total_norm(held, p) if held else gradients[0].new_zeros(())
     if not math.isinf(p):
         norm = get_total_norm(gradients, p)
