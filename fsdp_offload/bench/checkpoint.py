@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
+import os
 import shutil
 import threading
 import time
@@ -41,9 +43,15 @@ from torch.distributed.fsdp import fully_shard
 from torch.optim import Optimizer
 
 from .. import checkpoint
-from ..checkpoint.blocks import thread_count
+from ..checkpoint.files import (
+    BLOCK_BYTES,
+    memory_of,
+    read_bytes,
+    run_all,
+    thread_count,
+    write_bytes,
+)
 from ..optimizer import HybridDeviceOptimizer
-from .local import plain_read, plain_write
 from .machine import Row, environment, process_group, resident_set_bytes, show
 from .model import gpt_shapes
 
@@ -123,6 +131,34 @@ class Bench:
         dist.barrier()
 
 
+def plain_write(path: Path, memory: Tensor) -> None:
+    """Blocks by threads, then fsync."""
+    path.parent.mkdir(exist_ok=True)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+    starts = range(0, memory.numel(), BLOCK_BYTES)
+    run_all(
+        functools.partial(
+            write_bytes, descriptor, at, memory_of(memory[at : at + BLOCK_BYTES]), path
+        )
+        for at in starts
+    )
+    os.fsync(descriptor)
+    os.close(descriptor)
+
+
+def plain_read(path: Path, memory: Tensor) -> None:
+    """Blocks by threads, into memory that exists."""
+    descriptor = os.open(path, os.O_RDONLY)
+    starts = range(0, memory.numel(), BLOCK_BYTES)
+    run_all(
+        functools.partial(
+            read_bytes, descriptor, at, memory_of(memory[at : at + BLOCK_BYTES]), path
+        )
+        for at in starts
+    )
+    os.close(descriptor)
+
+
 def measure_plain_file(bench: Bench, n_bytes: int) -> None:
     """What the file system gives."""
     memory = torch.zeros(n_bytes, dtype=torch.uint8)
@@ -177,10 +213,6 @@ def measure_ours(bench: Bench, model: Job, optimizer: HybridDeviceOptimizer, n_b
         name = f"async_save, stall{when}"
         rest = bench.time(name, n_bytes, lambda: checkpoint.async_save(path, model, optimizer))
         bench.time(f"async_save, rest{when}", n_bytes, rest.result)
-        bench.clear()
-    for _ in range(bench.repeats):
-        bench.time("save_local", n_bytes, lambda: checkpoint.save_local(path, model, optimizer))
-        bench.time("load_local", n_bytes, lambda: checkpoint.load_local(path, model, optimizer))
         bench.clear()
 
 

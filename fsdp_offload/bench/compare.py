@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..checkpoint import objects
 from ..errors import ConfigError
 from .bound import baseline_of, derived
 from .cases import DEFAULT_ROWS, OURS, Case
@@ -222,7 +221,7 @@ class Run:
     def _is_late(self) -> bool:
         limit = self._options.time_limit_s
         late = limit is not None and time.perf_counter() - self._began > limit
-        return bool(objects.broadcast(late, None))
+        return bool(_gathered(late)[0])
 
     def _barrier(self) -> None:
         _gathered(None)
@@ -234,7 +233,9 @@ def _named(case: Case) -> Row:
 
 def _gathered(value: Any) -> list[Any]:
     """``value`` of every rank."""
-    return objects.all_gather(value, None)
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
 
 
 def _merged(rows: list[Row], *, smallest: bool = False) -> Row:
