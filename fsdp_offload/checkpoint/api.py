@@ -103,14 +103,7 @@ def async_save(
     reserved at the first call and kept until the optimizer, or the model without one, goes.
     Another save or a load waits for this one.
 
-    Args:
-        path: this argument and the others as of :func:`save`.
-        model: see there.
-        optimizer: see there.
-        extra: see there.
-        overwrite: see there.
-        keep_last: see there.
-        threads: see there.
+    Arguments are those of :func:`save`.
 
     Returns:
         A future that is done when the checkpoint is complete on all ranks. Call ``result()``
@@ -247,7 +240,7 @@ def coordination_group() -> dist.ProcessGroup | None:
     wait_for_saves()
     if not (dist.is_available() and dist.is_initialized()):
         return None
-    world = dist.distributed_c10d._get_default_group()
+    world = dist.group.WORLD
     if world not in _groups:
         _groups[world] = dist.new_group(backend="gloo")
     return _groups[world]

@@ -19,7 +19,6 @@ from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint.default_planner import (
     DefaultSavePlanner,
     create_default_local_save_plan,
@@ -349,10 +348,11 @@ def _write_part(
     part: Box,
 ) -> None:
     """Write a part of a box to its byte ranges; the tensor begins at ``offset`` of the file."""
-    begin = [low - base for low, base in zip(part.offsets, box.offsets, strict=True)]
-    weight = narrow_tensor_by_index(weight, begin, part.sizes)
-    if master is not None:
-        master = narrow_tensor_by_index(master, begin, part.sizes)
+    inside = tuple(
+        slice(low - base, low - base + size)
+        for low, base, size in zip(part.offsets, box.offsets, part.sizes, strict=True)
+    )
+    weight, master = weight[inside], None if master is None else master[inside]
     value, size = _value(weight, master, entry.dtype), entry.dtype.itemsize
     numel, starts = runs(entry.shape, part)
     for index, start in enumerate(starts):

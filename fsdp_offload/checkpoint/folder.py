@@ -10,6 +10,8 @@ means nothing. Until then the files stand in ``.{name}.writing`` beside the fina
 from __future__ import annotations
 
 import contextlib
+import copyreg
+import io
 import json
 import logging
 import os
@@ -20,11 +22,12 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from torch.distributed.checkpoint.metadata import (
     Metadata,
     MetadataIndex,
+    TensorProperties,
     TensorStorageMetadata,
 )
 
@@ -155,6 +158,23 @@ def prepare(path: Path, *, overwrite: bool) -> Path:
     made.parent.mkdir(parents=True, exist_ok=True)
     made.mkdir()
     return made
+
+
+class _MetadataPickler(pickle.Pickler):
+    """torch 2.15 writes strides of tensors, which earlier versions do not read, and may lack."""
+
+    def reducer_override(self, value: Any) -> Any:
+        """The first five fields of a tensor's properties, as of torch 2.11."""
+        if type(value) is not TensorProperties:
+            return NotImplemented
+        return copyreg.__newobj__, (TensorProperties,), value.__getstate__()[:5]  # type: ignore[attr-defined]
+
+
+def encode_metadata(metadata: Metadata) -> bytes:
+    """As the bytes of ``.metadata``, which torch 2.11 and later read."""
+    buffer = io.BytesIO()
+    _MetadataPickler(buffer).dump(metadata)
+    return buffer.getvalue()
 
 
 def publish(path: Path, *, world_size: int, optimizer: str) -> None:

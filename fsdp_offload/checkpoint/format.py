@@ -18,9 +18,7 @@ from __future__ import annotations
 import functools
 import os
 import struct
-import sys
 import zlib
-from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -122,13 +120,8 @@ class Table:
 
 def encode_table(items: Iterable[Checksums], block_bytes: int) -> bytes:
     """The table and the tail, as they stand in the file."""
-    words = array("I")
-    for item in items:
-        words.append(item.data_start)
-        words.extend(item.crcs)
-    if sys.byteorder == "big":
-        words.byteswap()
-    text = words.tobytes()
+    words = [word for item in items for word in (item.data_start, *item.crcs)]
+    text = struct.pack(f"<{len(words)}I", *words)
     return text + _TAIL.pack(zlib.crc32(text), len(text), block_bytes, MAGIC)
 
 
@@ -153,7 +146,4 @@ def read_table(path: Path) -> Table | None:
         raise corrupt(path, f"it cannot be read: {error.strerror}") from error
     if len(text) != nbytes or zlib.crc32(text) != crc or nbytes % 4 or not block_bytes:
         raise corrupt(path, "its table of checksums is not as it was written")
-    words = array("I", text)
-    if sys.byteorder == "big":
-        words.byteswap()
-    return Table(block_bytes, crc, words)
+    return Table(block_bytes, crc, struct.unpack(f"<{nbytes // 4}I", text))

@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
@@ -40,6 +40,14 @@ PIECE_BYTES: Final = 4 * BLOCK_BYTES
 at its edges are read twice."""
 
 Job = Callable[[], None]
+
+
+class ItemPlace(Protocol):
+    """Where an item lies, as torch's ``.metadata`` says."""
+
+    relative_path: str
+    offset: int
+    length: int
 
 
 class Reader(FileSystemReader):
@@ -204,13 +212,13 @@ class _File:
     block_bytes: int
     checksums: dict[int, Checksums]
 
-    def whole(self, info: _StorageInfo) -> bytes:
+    def whole(self, info: ItemPlace) -> bytes:
         """A whole item, verified."""
         data = bytearray(info.length)
         self.read(info, 0, memoryview(data))
         return bytes(data)
 
-    def read(self, info: _StorageInfo, start: int, into: memoryview) -> None:
+    def read(self, info: ItemPlace, start: int, into: memoryview) -> None:
         """Fill ``into`` with bytes of an item from ``start``, verified.
 
         Blocks that ``into`` covers in part are read as a whole, to compare their checksums.
@@ -236,7 +244,7 @@ class _File:
 
 
 def _tensor_jobs(
-    file: _File, info: _StorageInfo, chunk: _Chunk, request: ReadItem, planner: LoadPlanner
+    file: _File, info: ItemPlace, chunk: _Chunk, request: ReadItem, planner: LoadPlanner
 ) -> Iterator[Job]:
     """Jobs that read the wanted part of a chunk into its target."""
     data_start = file.checksums[info.offset].data_start
@@ -262,7 +270,7 @@ def _is_one_run(lengths: Sequence[int], shape: Sequence[int]) -> bool:
     return tuple(lengths[first + 1 :]) == tuple(shape[first + 1 :])
 
 
-def _block_jobs(file: _File, info: _StorageInfo, first: int, target: Tensor) -> Iterator[Job]:
+def _block_jobs(file: _File, info: ItemPlace, first: int, target: Tensor) -> Iterator[Job]:
     """One job for each block of the item that has bytes of ``target`` (1-D uint8)."""
     stop, size = first + target.numel(), file.block_bytes
     for edge in range(first // size * size, stop, size):
@@ -270,7 +278,7 @@ def _block_jobs(file: _File, info: _StorageInfo, first: int, target: Tensor) -> 
         yield functools.partial(_read_into, file, info, low, target[low - first : high - first])
 
 
-def _read_into(file: _File, info: _StorageInfo, start: int, target: Tensor) -> None:
+def _read_into(file: _File, info: ItemPlace, start: int, target: Tensor) -> None:
     if target.device.type == "cpu":
         file.read(info, start, memory_of(target))
     else:
@@ -301,7 +309,7 @@ def _moved(offsets: torch.Size, by: int) -> torch.Size:
 
 
 def _read_piece(
-    file: _File, info: _StorageInfo, chunk: _Chunk, piece: ReadItem, planner: LoadPlanner
+    file: _File, info: ItemPlace, chunk: _Chunk, piece: ReadItem, planner: LoadPlanner
 ) -> None:
     """Read what spans a piece, and copy from it what the target wants, in its dtype."""
     with torch.no_grad():

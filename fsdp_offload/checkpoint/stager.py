@@ -28,8 +28,6 @@ class Stager(AsyncStager):
         HostMemoryError: (in :meth:`stage`) the copies do not fit.
     """
 
-    _synchronize_after_execute = False  # stage() returns when the copies are there
-
     def __init__(self) -> None:
         self._arena: HostArena | None = None
         self._nbytes = 0
@@ -93,7 +91,7 @@ class Stager(AsyncStager):
         return value
 
     def synchronize_staging(self) -> None:
-        """Nothing is under way."""
+        """Nothing is under way: :meth:`stage` returns when the copies are there."""
         return
 
     def close(self) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import io
 import os
-import pickle
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -142,7 +141,7 @@ class Writer(StorageWriter):
         metadata.version = CURRENT_DCP_VERSION
         metadata.storage_data = {r.index: r.storage_data for rank in results for r in rank}
         metadata.storage_meta = StorageMeta()
-        write_whole(self._aside / folder.METADATA, pickle.dumps(metadata))
+        write_whole(self._aside / folder.METADATA, folder.encode_metadata(metadata))
         fsync_folder(self._aside)
         folder.publish(self._path, world_size=len(results), optimizer=self._optimizer_class)
         if self._keep_last is not None:

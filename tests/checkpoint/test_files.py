@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
 from fsdp_offload import CheckpointCorruptError, CheckpointError, ConfigError
@@ -420,6 +420,19 @@ def test_metadata_that_cannot_be_understood_is_told(tmp_path: Path, content: byt
     (tmp_path / ".metadata").write_bytes(content)
     with pytest.raises(CheckpointCorruptError, match=r"\.metadata"):
         read(tmp_path, {})
+
+
+def test_metadata_of_a_later_torch_have_the_fields_of_earlier_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch 2.15 has strides in them, and torch 2.13 takes five fields, no more."""
+    given: list[int] = []
+    five = TensorProperties.__getstate__
+    monkeypatch.setattr(TensorProperties, "__getstate__", lambda self: (*five(self)[:5], (3, 1)))
+    monkeypatch.setattr(TensorProperties, "__setstate__", lambda _, state: given.append(len(state)))
+    write(tmp_path / "one", {"t": torch.zeros(2, 3)})
+    dcp.FileSystemReader(tmp_path / "one").read_metadata()
+    assert given == [5]
 
 
 def test_the_crc_of_a_block_is_that_of_zlib(tmp_path: Path) -> None:
