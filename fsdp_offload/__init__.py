@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from . import checkpoint
-    from .checkpoint import OptimizerState, pack_optimizer_state
+    from .checkpoint import OptimizerState
     from .config import PrecisionConfig, TransferConfig
     from .errors import (
         AwayError,
@@ -66,7 +66,6 @@ __all__ = [
     "UnsupportedParameterError",
     "UnsupportedTorchError",
     "checkpoint",
-    "pack_optimizer_state",
     "swap",
 ]
 
@@ -78,7 +77,6 @@ _MODULES = {
     "PhaseOffloader": "phases",
     "PhaseStatistics": "phases",
     "Statistics": "report",
-    "pack_optimizer_state": "checkpoint",
     "swap": "phases",
 }
 

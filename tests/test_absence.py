@@ -467,7 +467,6 @@ def test_checkpoints_while_away(make: Any, tmp_path: Path) -> None:
     away.offload()
     checkpoint.save(tmp_path / "away", model, away)
     assert files_of(tmp_path / "away") == files_of(tmp_path / "here")
-    checkpoint.save_local(tmp_path / "local", model, away)
     away.reload()
     future = checkpoint.async_save(tmp_path / "async", model, away)
     away.offload()
@@ -477,7 +476,6 @@ def test_checkpoints_while_away(make: Any, tmp_path: Path) -> None:
     assert files_of(tmp_path / "async") == files_of(tmp_path / "here")
     for load in (
         lambda other: checkpoint.load(tmp_path / "away", *other),
-        lambda other: checkpoint.load_local(tmp_path / "local", *other),
         lambda other: other[1].load_state_dict(copy.deepcopy(expected)),
     ):
         other = net(make, offload_fraction=0.5)

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
+from .api import async_save, load, save
 from .export import export_safetensors
-from .folder import complete_checkpoints, latest
-from .local import load_local, save_local
-from .packer import OptimizerState, pack_optimizer_state, unpack_optimizer_state
-from .restore import load
-from .saving import async_save, save
-from .team import wait_for_background as wait_for_saves
+from .folder import latest
+from .reader import Reader
+from .stager import Stager
+from .state import OptimizerState
+from .writer import Writer
 
 __all__ = [
     "OptimizerState",
+    "Reader",
+    "Stager",
+    "Writer",
     "async_save",
-    "complete_checkpoints",
     "export_safetensors",
     "latest",
     "load",
-    "load_local",
-    "pack_optimizer_state",
     "save",
-    "save_local",
-    "unpack_optimizer_state",
-    "wait_for_saves",
 ]

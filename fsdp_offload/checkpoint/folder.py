@@ -2,37 +2,47 @@
 
 [Note: a complete checkpoint]
 A checkpoint is a folder with ``manifest.json``, which is written last and names every other file
-with its size and a CRC-32: of ``.metadata`` that of its bytes, of others that of their table. A
-folder is complete if its manifest is intact and all files have the sizes that it says; names and
-times of folders mean nothing. Until then the files stand in ``.{name}.writing`` beside the final
-place, and a killed process leaves only that.
+with its size and a CRC-32: of ``.metadata`` that of its bytes, of data files that of their table. A
+folder is complete if its manifest is intact and all files have the sizes that it says; its name
+means nothing. Until then the files stand in ``.{name}.writing`` beside the final place.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
+import copyreg
+import io
 import json
 import logging
 import os
+import pickle
 import shutil
+import time
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
+from torch.distributed.checkpoint.metadata import (
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from ..chunks import Box, covers
 from ..errors import CheckpointError
-from .blocks import contested, corrupt, write_whole
-from .items import table_crc
+from .files import corrupt, fsync_folder, write_whole
+from .format import read_table
 
 _log = logging.getLogger("fsdp_offload")
 
 MANIFEST: Final = "manifest.json"
 METADATA: Final = ".metadata"
-_REMOVED: Final = ".removed"
 FORMAT: Final = "fsdp_offload.checkpoint"
-VERSION: Final = 2
+VERSION: Final = 3
+_REMOVED: Final = ".removed"
 
 
 @dataclass(frozen=True)
@@ -40,16 +50,18 @@ class Manifest:
     """What a complete checkpoint consists of.
 
     Args:
-        sequence: greater than that of every complete checkpoint that was beside it.
+        time_ns: when it was completed, in nanoseconds since 1970; greater than that of every
+            complete checkpoint that lay beside it.
         world_size: ranks that wrote it.
-        optimizer: class of the (wrapped) optimizer.
-        files: bytes of every file but the manifest, and what :func:`_crc_of` says of it.
+        optimizer: class of the (wrapped) optimizer; empty: unknown.
+        files: bytes of every file but the manifest, and its CRC-32 (of ``.metadata``: of all bytes;
+            of a data file: of its table).
     """
 
-    sequence: int
+    time_ns: int
     world_size: int
     optimizer: str
-    files: Mapping[str, tuple[int, int | None]]
+    files: Mapping[str, tuple[int, int]]
     format: str = field(default=FORMAT)
     version: int = field(default=VERSION)
 
@@ -64,93 +76,29 @@ class Manifest:
 
         Raises:
             CheckpointCorruptError: they are not as they were written.
-            CheckpointError: of a later version of this package.
+            CheckpointError: of another version of this package.
         """
         try:
             outer = json.loads(data)
             text = outer["manifest"]
-            values = json.loads(text) if zlib.crc32(text.encode()) == outer["crc32"] else None
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            values = None
-        if not isinstance(values, dict):
-            raise corrupt(path, "it is not as it was written")
-        version = values.get("version")
-        if _is_count(version) and version != VERSION:
-            raise CheckpointError(
-                f"{path} of version {version}",
-                reason=f"this package reads version {VERSION}",
-                remedy="load it with the version of fsdp_offload that wrote it",
-            )
-        if wrong := [name for name, fits in _FIELDS.items() if not fits(values.get(name))]:
-            raise corrupt(path, f"these fields are not what a save writes: {', '.join(wrong)}")
-        files = {name: (entry[0], entry[1]) for name, entry in values["files"].items()}
-        # A later release may add fields.
-        return cls(values["sequence"], values["world_size"], values["optimizer"], files)
+            if zlib.crc32(text.encode()) != outer["crc32"]:
+                raise corrupt(path, "it is not as it was written")
+            values = json.loads(text)
+            if values["version"] != VERSION:
+                raise CheckpointError(
+                    f"{path} of version {values['version']}",
+                    reason=f"this package reads version {VERSION}",
+                    remedy="load it with the version of fsdp_offload that wrote it",
+                )
+            # A later release may add fields.
+            files = {name: (int(nbytes), int(crc)) for name, (nbytes, crc, *_) in
+                     values["files"].items()}  # fmt: skip
+            return cls(int(values["time_ns"]), values["world_size"], values["optimizer"], files)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise corrupt(path, f"it is not what a save writes: {error!r}") from error
 
 
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
-def _are_files(value: object) -> bool:
-    """Names in the folder itself, with bytes and perhaps a checksum."""
-    return isinstance(value, dict) and all(
-        name not in ("", ".", "..")
-        and not {"/", "\0"} & set(name)
-        and isinstance(entry, list)
-        and len(entry) >= 2
-        and _is_count(entry[0])
-        and (entry[1] is None or _is_count(entry[1]))
-        for name, entry in value.items()
-    )
-
-
-_FIELDS: Final[Mapping[str, Callable[[object], bool]]] = {
-    "format": lambda value: value == FORMAT,
-    "version": _is_count,
-    "sequence": _is_count,
-    "world_size": _is_count,
-    "optimizer": lambda value: isinstance(value, str),
-    "files": _are_files,
-}
-"""What a manifest must have, and of what form."""
-
-
-def absolute(path: Path) -> Path:
-    """``path``, whatever becomes the current folder.
-
-    Raises:
-        CheckpointError: it is relative to a folder that is gone.
-    """
-    try:
-        return path.absolute()
-    except OSError as error:
-        raise CheckpointError(
-            f"{path}",
-            reason=f"the current folder, which it is relative to, is gone: {error.strerror}",
-            remedy="give an absolute path, or change to a folder that exists",
-        ) from error
-
-
-def destination(path: Path) -> Path:
-    """The absolute path of a save.
-
-    Raises:
-        CheckpointError: it is relative to a folder that is gone, or the save would move the current
-            folder away.
-    """
-    path = absolute(path)
-    if path.name in ("", ".."):
-        path = path.resolve()
-    with contextlib.suppress(OSError):  # of a current folder that is gone
-        current = Path.cwd()
-        if path.resolve() in (current, *current.parents):
-            raise CheckpointError(
-                f"{path}",
-                reason="it is, or holds, the current folder, which a save would replace",
-                remedy="name a folder that does not exist yet",
-            )
-    return path
+# --------------------------------------------------------------------------- writing
 
 
 def aside(path: Path) -> Path:
@@ -158,17 +106,22 @@ def aside(path: Path) -> Path:
     return path.with_name(f".{path.name}.writing")
 
 
-def _replaced(path: Path) -> Path:
-    """Where the earlier checkpoint of the same name stands while it is replaced."""
-    return path.with_name(f".{path.name}.replaced")
+def destination(path: Path) -> Path:
+    """The absolute path of a save.
 
-
-def resolve(path: Path) -> Path:
-    """``path``, or what stands beside it if a process was killed just before the last rename."""
-    if not path.exists():
-        for other in (aside(path), _replaced(path)):  # the newer one first
-            if is_complete(other):
-                return other
+    Raises:
+        CheckpointError: the save would replace the current folder.
+    """
+    path = path.absolute()
+    if path.name in ("", ".."):
+        path = path.resolve()
+    current = Path.cwd()
+    if path.resolve() in (current, *current.parents):
+        raise CheckpointError(
+            f"{path}",
+            reason="it is, or holds, the current folder, which a save would replace",
+            remedy="name a folder that does not exist yet",
+        )
     return path
 
 
@@ -176,107 +129,145 @@ def prepare(path: Path, *, overwrite: bool) -> Path:
     """An empty folder to write into, once per job.
 
     Raises:
-        CheckpointError: ``path`` exists and must not be replaced, or cannot be written to.
+        CheckpointError: ``path`` exists and must not be replaced.
     """
-    if path.is_symlink() or (path.exists() and not path.is_dir()):
-        raise CheckpointError(f"{path}", reason="it is no folder", remedy="choose another path")
-    _check_free(path, overwrite=overwrite)
-    if path.exists() and any(path.iterdir()) and not _is_checkpoint(path):
+    files = [p for p in (path, *path.parents) if p.exists() and not p.is_dir()]
+    if path.is_symlink() or files:
         raise CheckpointError(
             f"{path}",
-            reason="it holds other files than a checkpoint, which overwrite=True would remove",
-            remedy="choose another folder",
+            reason=f"{files[0] if files else path} is no folder",
+            remedy="choose another path",
         )
-    folder = aside(path)
-    if is_complete(folder):
-        _install(path)  # a process was killed just before: nothing complete is ever dropped
-        _check_free(path, overwrite=overwrite)
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        if folder.exists():
-            shutil.rmtree(folder)
-        folder.mkdir()
-    except FileExistsError as error:
-        raise contested(folder, error) from error
-    except OSError as error:
-        raise CheckpointError(
-            f"{folder}",
-            reason=f"it cannot be created: {error.strerror}",
-            remedy="choose a folder that this process may write to",
-        ) from error
-    return folder
-
-
-def _check_free(path: Path, *, overwrite: bool) -> None:
-    if path.exists() and not overwrite and any(path.iterdir()):
+    made = aside(path)
+    if path.parent.is_dir() and made in _complete_in(path.parent):
+        _install(path)  # a process was killed just before: nothing complete is dropped unasked
+    names = [entry.name for entry in path.iterdir()] if path.exists() else []
+    if names and not overwrite:
         raise CheckpointError(
             f"{path}",
             reason="it exists",
             remedy="choose another folder, or pass overwrite=True",
         )
+    if names and not any(n in (MANIFEST, METADATA) or n.startswith("__") for n in names):
+        raise CheckpointError(
+            f"{path}",
+            reason="it holds other files than a checkpoint, which overwrite=True would remove",
+            remedy="choose another folder",
+        )
+    remove(made)
+    made.parent.mkdir(parents=True, exist_ok=True)
+    made.mkdir()
+    return made
 
 
-def _is_checkpoint(path: Path) -> bool:
-    """Whether a folder is a checkpoint, whoever wrote it, complete or not."""
-    return any(
-        entry.name in (MANIFEST, METADATA) or entry.name.startswith("__")
-        for entry in path.iterdir()
-    )
+class _MetadataPickler(pickle.Pickler):
+    """torch 2.15 writes strides of tensors, which earlier versions do not read, and may lack."""
+
+    def reducer_override(self, value: Any) -> Any:
+        """The first five fields of a tensor's properties, as of torch 2.11."""
+        if type(value) is not TensorProperties:
+            return NotImplemented
+        return copyreg.__newobj__, (TensorProperties,), value.__getstate__()[:5]  # type: ignore[attr-defined]
+
+
+def encode_metadata(metadata: Metadata) -> bytes:
+    """As the bytes of ``.metadata``, which torch 2.11 and later read."""
+    buffer = io.BytesIO()
+    _MetadataPickler(buffer).dump(metadata)
+    return buffer.getvalue()
 
 
 def publish(path: Path, *, world_size: int, optimizer: str) -> None:
-    """Write the manifest of what stands aside, and make it the checkpoint at ``path``.
-
-    Raises:
-        CheckpointError: the file system refused, or another job saves to the same path.
-    """
-    try:
-        _publish(path, world_size, optimizer)
-    except OSError as error:
-        if error.errno in (errno.ENOENT, errno.EEXIST, errno.ENOTEMPTY):
-            raise contested(path, error) from error
-        raise CheckpointError(
-            f"{path}",
-            reason=f"it cannot be put in place: {error.strerror}",
-            remedy="choose a folder that this process may write to",
-        ) from error
-
-
-def _publish(path: Path, world_size: int, optimizer: str) -> None:
-    folder = aside(path)
-    files = {p.name: (p.stat().st_size, _crc_of(p)) for p in sorted(folder.iterdir())}
-    known = [m.sequence for m in _complete_in(path.parent).values()]
-    manifest = Manifest(1 + max(known, default=0), world_size, optimizer, files)
-    write_whole(folder / MANIFEST, manifest.encode())
-    fsync_folder(folder)
+    """Write the manifest of what stands aside, and make it the checkpoint at ``path``."""
+    made = aside(path)
+    files = {p.name: (p.stat().st_size, _crc_of(p)) for p in sorted(made.iterdir())}
+    # A clock that was set back must not make an older checkpoint the latest one.
+    newest = max((m.time_ns for m in _complete_in(path.parent).values()), default=0)
+    manifest = Manifest(max(time.time_ns(), newest + 1), world_size, optimizer, files)
+    write_whole(made / MANIFEST, manifest.encode())
+    fsync_folder(made)
     _install(path)
 
 
 def _install(path: Path) -> None:
     """Put the complete checkpoint that stands aside in the place of ``path``."""
-    old = _replaced(path)
+    # Killed between the renames, the process leaves both, complete, for latest() to find.
+    old = path.with_name(f".{path.name}{_REMOVED}")
     if path.exists():
-        if old.exists():
-            shutil.rmtree(old)
+        remove(old)
         path.rename(old)
     aside(path).rename(path)
     fsync_folder(path.parent)
-    if old.exists():
-        shutil.rmtree(old)
+    remove(old)
 
 
-def _crc_of(path: Path) -> int | None:
+def prune(path: Path, keep_last: int) -> None:
+    """Remove the oldest complete checkpoints beside ``path``, so that ``keep_last`` stay.
+
+    What is not complete, or not of this package, is left alone. Nothing is raised, because the
+    checkpoint at ``path`` is complete: what cannot be removed stays until the next save.
+    """
+    found = _complete_in(path.parent)
+    # Renamed first: what a killed process leaves half removed is known by its name.
+    removed = [*path.parent.glob(f".*{_REMOVED}")]
+    for old in sorted(found, key=lambda each: found[each].time_ns)[:-keep_last]:
+        if old not in removed:
+            removed.append(old.with_name(f".{old.name}{_REMOVED}"))
+            try:
+                old.rename(removed[-1])
+            except FileNotFoundError:
+                pass  # another process removes it
+            except OSError as error:
+                _log.warning("%s is not removed: %s", old, error.strerror)
+    for old in removed:
+        remove(old)
+
+
+def remove(path: Path) -> None:
+    """Remove a folder, as far as the file system lets it."""
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def _crc_of(path: Path) -> int:
     """What tells a file from another of its size: of ``.metadata`` all bytes, else the table."""
-    return zlib.crc32(path.read_bytes()) if path.name == METADATA else table_crc(path)
+    if path.name == METADATA:
+        return zlib.crc32(path.read_bytes())
+    table = read_table(path)
+    if table is None:
+        raise corrupt(path, "it has no table of checksums")
+    return table.crc
 
 
-def fsync_folder(folder: Path) -> None:
-    """Make the names in ``folder`` permanent."""
-    descriptor = os.open(folder, os.O_RDONLY)
+# --------------------------------------------------------------------------- reading
+
+
+def open_checkpoint(path: Path) -> tuple[Manifest | None, Metadata]:
+    """Manifest (``None``: another program wrote the checkpoint) and metadata, verified.
+
+    Raises:
+        CheckpointCorruptError: one of them is not as it was written.
+        CheckpointError: there is no checkpoint.
+    """
+    manifest = read_manifest(path)
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        data = (path / METADATA).read_bytes()
+    except OSError as error:
+        if manifest is not None:
+            raise corrupt(path / METADATA, "it is missing") from error
+        raise CheckpointError(
+            f"{path}",
+            reason=f"it has no {METADATA}: this is no checkpoint, or its saving was interrupted",
+            remedy="name the folder of a checkpoint; fsdp_offload.checkpoint.latest() finds one",
+        ) from error
+    if manifest is not None and manifest.files.get(METADATA) != (len(data), zlib.crc32(data)):
+        raise corrupt(path / METADATA, "it is not as it was written")
+    try:
+        metadata = pickle.loads(data)
+    except Exception as error:  # changed bytes of a pickle may raise anything
+        raise corrupt(path / METADATA, f"it cannot be read: {error}") from error
+    if not isinstance(metadata, Metadata):
+        raise corrupt(path / METADATA, f"it holds a {type(metadata).__name__}")
+    return manifest, metadata
 
 
 def read_manifest(path: Path) -> Manifest | None:
@@ -292,21 +283,14 @@ def read_manifest(path: Path) -> Manifest | None:
     return Manifest.decode(data, path / MANIFEST)
 
 
-def check_files(path: Path) -> Manifest | None:
-    """Compare every file with the manifest, sizes and tables, before anything is read.
-
-    Returns:
-        The manifest, or ``None`` if another program wrote the checkpoint.
+def check_files(path: Path, manifest: Manifest | None, metadata: Metadata) -> None:
+    """Compare sizes and tables with the manifest, and chunks with tensors, before a load.
 
     Raises:
         CheckpointCorruptError: a file is missing, or not as it was written.
-        CheckpointError: there is no checkpoint.
+        CheckpointError: elements are in no chunk.
     """
-    manifest = read_manifest(path)
-    if manifest is None:
-        _check_foreign(path)
-        return None
-    for name, (nbytes, crc) in manifest.files.items():
+    for name, (nbytes, crc) in manifest.files.items() if manifest is not None else ():
         file = path / name
         try:
             found = file.stat().st_size
@@ -314,104 +298,61 @@ def check_files(path: Path) -> Manifest | None:
             raise corrupt(file, "it is missing") from None
         if found != nbytes:
             raise corrupt(file, f"it has {found} bytes, but {nbytes} were written")
-        if crc is not None and _crc_of(file) != crc:
+        if name != METADATA and _crc_of(file) != crc:
             raise corrupt(file, "it is not as it was written, or of another save")
-    return manifest
-
-
-def _check_foreign(path: Path) -> None:
-    if (path / METADATA).is_file():
-        if list(path.glob("__*.distcp")) and _of_this_package(path):
-            raise corrupt(path / MANIFEST, "it is missing")
-        return
-    if list(path.glob(f"__*{METADATA}")):
-        raise CheckpointError(
-            f"{path}",
-            reason="every rank wrote metadata of its own (use_collectives=False), which cannot "
-            "be read by another number of ranks",
-            remedy="load it with torch.distributed.checkpoint.load on as many ranks as wrote it, "
-            "and save it again with this package",
-        )
-    raise CheckpointError(
-        f"{path}",
-        reason=f"it has no {METADATA}: this is no checkpoint, or its saving was interrupted",
-        remedy="name the folder of a checkpoint; fsdp_offload.checkpoint.latest() finds one",
-    )
-
-
-def _of_this_package(path: Path) -> bool:
-    """Whether a data file ends with a table of ours: then the manifest has been lost."""
-    return any(table_crc(file) is not None for file in sorted(path.glob("__*.distcp"))[:1])
-
-
-def is_complete(path: Path) -> bool:
-    """Whether ``path`` is a complete checkpoint of this package."""
     try:
-        manifest = read_manifest(path)
-        return manifest is not None and all(
-            (path / name).stat().st_size == nbytes for name, (nbytes, _) in manifest.files.items()
-        )
-    except (CheckpointError, OSError):
-        return False
+        _check_chunks(path, metadata)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise corrupt(path / METADATA, f"it is not what a save writes: {error}") from error
 
 
-def _complete_in(folder: Path) -> dict[Path, Manifest]:
-    found: dict[Path, Manifest] = {}
-    for path in folder.iterdir() if folder.is_dir() else ():
-        if path.is_dir() and not path.is_symlink() and is_complete(path):
-            with contextlib.suppress(CheckpointError, OSError):  # another process removes it
-                if (manifest := read_manifest(path)) is not None:
-                    found[path] = manifest
-    return found
-
-
-def given(path: str | os.PathLike[str] | None) -> Path:
-    """The path that a load was given.
-
-    Raises:
-        CheckpointError: it is None, which :func:`latest` says where there is nothing.
-    """
-    if path is None:
-        raise CheckpointError(
-            "a checkpoint at None",
-            reason="latest() says None where there is no complete checkpoint",
-            remedy="load only if there is one, and begin anew otherwise",
-        )
-    return Path(path)
+def _check_chunks(path: Path, metadata: Metadata) -> None:
+    sizes: dict[str, int] = {}
+    for index, info in metadata.storage_data.items():
+        name = info.relative_path
+        if name not in sizes:
+            if not (path / name).is_file():
+                raise corrupt(path / name, "it is missing")
+            sizes[name] = (path / name).stat().st_size
+        if info.offset + info.length > sizes[name]:
+            raise corrupt(path / name, f"it ends within {index.fqn}")
+    for key, value in metadata.state_dict_metadata.items():
+        if isinstance(value, TensorStorageMetadata):
+            boxes = [Box(tuple(c.offsets), tuple(c.sizes)) for c in value.chunks]
+            for box in boxes:
+                if box.numel and MetadataIndex(key, box.offsets) not in metadata.storage_data:
+                    raise corrupt(path / METADATA, f"it names no file that has {key} at {box}")
+            if not covers(value.size, boxes):
+                raise CheckpointError(
+                    f"{path}: {key} of shape {tuple(value.size)}",
+                    reason=f"its {len(boxes)} chunks leave elements out",
+                    remedy="save it again with all ranks taking part",
+                )
 
 
 def latest(folder: str | os.PathLike[str]) -> Path | None:
     """The newest complete checkpoint of this package in ``folder``, or ``None``.
 
-    Found by content: names and times mean nothing. Ask on one rank and tell the others, or ask on
-    all before any of them saves.
+    Found by content: names mean nothing. Ask on one rank and tell the others, or ask on all before
+    any of them saves.
     """
-    found = complete_checkpoints(folder)
-    return found[-1] if found else None
-
-
-def complete_checkpoints(folder: str | os.PathLike[str]) -> list[Path]:
-    """Complete checkpoints of this package in ``folder``, oldest first."""
     found = _complete_in(Path(folder))
-    return sorted(found, key=lambda path: (found[path].sequence, path.name))
+    return max(found, key=lambda path: found[path].time_ns, default=None)
 
 
-def prune(path: Path, keep_last: int) -> None:
-    """Remove the oldest complete checkpoints beside ``path``, so that ``keep_last`` stay.
+def _complete_in(folder: Path) -> dict[Path, Manifest]:
+    """Complete checkpoints of this package in ``folder``, also under names of a killed save."""
+    found: dict[Path, Manifest] = {}
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if path.is_dir() and not path.is_symlink():
+            with contextlib.suppress(CheckpointError, OSError):  # another process may remove it
+                manifest = read_manifest(path)
+                if manifest is not None and _is_complete(path, manifest):
+                    found[path] = manifest
+    return found
 
-    What is not complete, or not of this package, is left alone. Nothing is raised, because the
-    checkpoint at ``path`` is complete: what cannot be removed stays until the next save.
-    """
-    # Renamed first: what a killed process leaves half removed is known by its name.
-    removed = [*path.parent.glob(f".*{_REMOVED}")]
-    for old in complete_checkpoints(path.parent)[:-keep_last]:
-        if old not in removed:
-            removed.append(old.with_name(f".{old.name}{_REMOVED}"))
-            try:
-                old.rename(removed[-1])
-            except FileNotFoundError:
-                pass  # another process removes it
-            except OSError as error:
-                _log.warning("%s is not removed: %s", old, error.strerror)
-    for old in removed:
-        shutil.rmtree(old, ignore_errors=True)
+
+def _is_complete(path: Path, manifest: Manifest) -> bool:
+    return all(
+        (path / name).stat().st_size == nbytes for name, (nbytes, _) in manifest.files.items()
+    )

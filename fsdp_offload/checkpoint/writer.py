@@ -1,220 +1,237 @@
-"""Writes the items of one rank to one file, of which the layout is known in advance."""
+"""A ``StorageWriter`` for ``dcp.save``: blocks of all items at once, and one rename at the end."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import io
 import os
-import pickle
 import zlib
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
-from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
 
-from .archive import Frame, combine_crc
-from .blocks import (
+from ..errors import ConfigError
+from ..interrupts import held_back
+from . import folder
+from .files import (
     BLOCK_BYTES,
-    TensorSource,
+    as_bytes,
+    check_count,
     create,
     fsync,
+    fsync_folder,
     memory_of,
+    on_host,
     run_all,
-    write_block,
     write_bytes,
     write_whole,
 )
-from .folder import METADATA, fsync_folder
-from .items import Item, Table, item_key
-
-SMALL_BYTES: Final = 64 << 10
-"""Tensors up to this size are written together: thousands of step counts are one write."""
+from .format import Checksums, aligned, encode_table, envelope
 
 
-@dataclass(frozen=True)
-class Large:
-    """A tensor that is written block by block."""
+class Writer(StorageWriter):
+    """Writes a checkpoint, for ``dcp.save(state, storage_writer=Writer(path))``.
 
-    item: WriteItem
-    source: TensorSource
-    frame: Frame
-
-
-class RankFile:
-    """The file of one rank: first :meth:`write` everything, then :meth:`finish`.
-
-    Memory: what a thread holds is one block of 8 MiB, and that only of tensors which are not in
-    host memory. The same state gives the same bytes.
+    Each rank writes one file, with several threads. The files stand in ``.{name}.writing`` beside
+    ``path`` until all ranks are done; then one rename makes them the checkpoint, so that a killed
+    job leaves ``path`` as it was. ``dcp.load`` reads it with torch's own reader, too.
 
     Args:
-        path: of the file, which must not exist. Without items, none is made.
-        plan: what to write.
-        planner: gives the values; small ones and those that are no tensors are taken at once.
+        path: the folder to make, on a file system that all ranks share.
+        overwrite: replace a checkpoint at ``path``.
+        keep_last: remove older complete checkpoints of this package beside ``path``, so that so
+            many stay.
         threads: that write; ``None``: this rank's share of the cores, at most 16.
+        optimizer_class: name of the optimizer's class, which a load compares; empty: unknown.
 
     Raises:
-        CheckpointError: the file system refused.
+        CheckpointError: (in ``dcp.save``, inside a ``CheckpointException``) ``path`` exists, or the
+            file system refused.
+        ConfigError: (likewise) an argument is wrong.
     """
 
     def __init__(
-        self, path: Path, plan: SavePlan, planner: SavePlanner, *, threads: int | None = None
+        self,
+        path: str | os.PathLike[str],
+        *,
+        overwrite: bool = False,
+        keep_last: int | None = None,
+        threads: int | None = None,
+        optimizer_class: str = "",
     ) -> None:
-        self._path, self._threads = path, threads
-        self._entries: list[tuple[WriteItem, Item]] = []
-        self.large: tuple[Large, ...] = ()
-        items = sorted(plan.items, key=lambda item: (item.index.fqn, item.index.offset or ()))
-        self._descriptor = -1
-        if items:
-            self._descriptor = create(path)
-            with self._closing_on_error():
-                head, self._entries, self.large = _layout(items, planner)
-                write_bytes(self._descriptor, 0, head, path)
+        self._path = Path(path)
+        self._overwrite, self._keep_last, self._threads = overwrite, keep_last, threads
+        self._optimizer_class = optimizer_class
+        self._aside: Path | None = None  # the coordinator's, once it has been made
 
-    def write(self, entries: Iterable[Large]) -> None:
-        """Write some of :attr:`large`; a copy with another source may stand for an entry."""
-        with self._closing_on_error():
-            self._entries += _write_large(
-                self._descriptor, list(entries), self._path, self._threads
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """The next save goes to ``checkpoint_id``, if it is given."""
+        if checkpoint_id is not None:
+            self._path = Path(checkpoint_id)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Check the arguments.
+
+        Raises:
+            CheckpointError, ConfigError: one of them is wrong.
+        """
+        if not kwargs.get("use_collectives", True):
+            raise ConfigError(
+                "use_collectives=False",
+                reason="without a common plan the checkpoint could be read by as many ranks only",
+                remedy="leave it out",
             )
+        check_count("keep_last", self._keep_last)
+        check_count("threads", self._threads)
+        self._path = folder.destination(self._path)
 
-    def finish(self) -> list[WriteResult]:
-        """Write the table, make everything permanent, and say where the items are."""
-        if self._descriptor < 0:
-            return []
-        assert len(self._entries) >= len(self.large), "write() everything first"
-        with self._closing_on_error():
-            end = max(entry.offset + entry.nbytes for _, entry in self._entries)
-            entries = sorted((entry for _, entry in self._entries), key=lambda e: e.offset)
-            table = Table(BLOCK_BYTES, tuple(entries))
-            write_bytes(self._descriptor, end, table.encode(), self._path)
-            fsync(self._descriptor, self._path)
-        self.close()
-        return [
-            WriteResult(
-                index=item.index,
-                size_in_bytes=entry.data_nbytes,
-                storage_data=_StorageInfo(self._path.name, entry.offset, entry.nbytes),
-            )
-            for item, entry in self._entries
-        ]
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """As it is."""
+        return plan
 
-    def close(self) -> None:
-        """Close the file, complete or not. Idempotent."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Make an empty folder, and tell each rank the name of its file.
 
-    @contextlib.contextmanager
-    def _closing_on_error(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException:
-            self.close()
-            raise
+        Raises:
+            CheckpointError: ``path`` exists, or the file system refused.
+        """
+        self._aside = folder.prepare(self._path, overwrite=self._overwrite)
+        return [replace(plan, storage_data=f"__{r}_0.distcp") for r, plan in enumerate(plans)]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's file.
+
+        Memory: what a thread holds is one block of 8 MiB, and that only of tensors which are not in
+        host memory. The same state gives the same bytes.
+
+        Raises:
+            CheckpointError: the file system refused.
+        """
+        results: Future[list[WriteResult]] = Future()
+        items: list[_Item] = []
+        if plan.items:
+            path = folder.aside(self._path) / plan.storage_data
+            items = _layout(plan, planner)
+            _write_file(path, items, self._threads)
+        results.set_result(
+            [
+                WriteResult(
+                    index=item.request.index,
+                    size_in_bytes=item.data.numel(),
+                    storage_data=_StorageInfo(plan.storage_data, item.offset, item.nbytes),
+                )
+                for item in items
+            ]
+        )
+        return results
+
+    @held_back()
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Write ``.metadata`` and the manifest, and put the checkpoint in its place."""
+        assert self._aside is not None, "prepare_global_plan() first"
+        metadata.version = CURRENT_DCP_VERSION
+        metadata.storage_data = {r.index: r.storage_data for rank in results for r in rank}
+        metadata.storage_meta = StorageMeta()
+        write_whole(self._aside / folder.METADATA, folder.encode_metadata(metadata))
+        fsync_folder(self._aside)
+        folder.publish(self._path, world_size=len(results), optimizer=self._optimizer_class)
+        if self._keep_last is not None:
+            folder.prune(self._path, self._keep_last)
+
+    def discard(self) -> None:
+        """After a save that failed: give the space back."""
+        if self._aside is not None:
+            folder.remove(self._aside)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether it is a path of a file system."""
+        return "://" not in str(checkpoint_id)
+
+    def storage_meta(self) -> StorageMeta | None:
+        """Nothing."""
+        return None
 
 
-def write_metadata(
-    folder: Path, metadata: Metadata, results: Iterable[Iterable[WriteResult]]
-) -> None:
-    """Write ``.metadata`` when all ranks have finished their files; ``results``: what they said."""
-    metadata.version = CURRENT_DCP_VERSION
-    metadata.storage_data = {r.index: r.storage_data for rank in results for r in rank}
-    metadata.storage_meta = StorageMeta()
-    path = folder / METADATA
-    write_whole(path, pickle.dumps(metadata))
-    fsync_folder(folder)
+@dataclass(frozen=True)
+class _Item:
+    """One item of a file: ``before``, ``data`` and ``after``, one behind the other."""
+
+    request: WriteItem
+    offset: int
+    before: bytes
+    data: Tensor  # 1-D uint8, on any device
+    after: bytes
+
+    @property
+    def nbytes(self) -> int:
+        """Of all three."""
+        return len(self.before) + self.data.numel() + len(self.after)
 
 
-def _layout(
-    items: list[WriteItem], planner: SavePlanner
-) -> tuple[bytes, list[tuple[WriteItem, Item]], tuple[Large, ...]]:
-    """The bytes of all small items, where they are, and the large ones behind them."""
-    head = bytearray()
-    entries: list[tuple[WriteItem, Item]] = []
-    waiting: list[tuple[WriteItem, Tensor]] = []
-    for item in items:
-        value = planner.resolve_data(item)
+def _layout(plan: SavePlan, planner: SavePlanner) -> list[_Item]:
+    """The items in an order that does not depend on who plans, each at a multiple of 64 bytes."""
+    items: list[_Item] = []
+    offset = 0
+    for request in sorted(plan.items, key=lambda i: (i.index.fqn, i.index.offset or ())):
+        value = planner.resolve_data(request)
         if isinstance(value, io.BytesIO):
-            entries.append((item, _plain_item(item, len(head), value.getbuffer())))
-            head += value.getbuffer()
-        elif value.nbytes <= SMALL_BYTES:
-            entry, data = _small_item(item, value, len(head))
-            entries.append((item, entry))
-            head += data
+            before, data, after = value.getvalue(), torch.empty(0, dtype=torch.uint8), b""
         else:
-            waiting.append((item, value))
-    offset, large = len(head), list[Large]()
-    for item, value in waiting:
-        frame = Frame(value.dtype, tuple(value.shape), offset)
-        large.append(Large(item, TensorSource(value), frame))
-        offset += frame.nbytes
-    return bytes(head), entries, tuple(large)
+            tensor = value.detach().resolve_conj().resolve_neg().contiguous()
+            before, after = envelope(tensor.dtype, tuple(tensor.shape))
+            data = as_bytes(tensor)
+        items.append(_Item(request, offset, before, data, after))
+        offset = aligned(offset + items[-1].nbytes)
+    return items
 
 
-def _plain_item(item: WriteItem, offset: int, data: memoryview) -> Item:
-    """An item that is no tensor: its bytes are the elements, and there is no frame."""
-    nbytes = len(data)
-    blocks = (data[at : at + BLOCK_BYTES] for at in range(0, nbytes, BLOCK_BYTES))
-    crcs = tuple(zlib.crc32(block) for block in blocks)
-    return Item(item_key(item.index), offset, nbytes, offset, nbytes, 0, crcs)
+def _write_file(path: Path, items: list[_Item], threads: int | None) -> None:
+    """All blocks of all items by several threads, then the table of their checksums."""
+    descriptor = create(path)
+    try:
+        jobs: list[Callable[[], int]] = [
+            functools.partial(_write_block, descriptor, path, item, start)
+            for item in items
+            for start in range(0, item.nbytes, BLOCK_BYTES)
+        ]
+        crcs = iter(run_all(jobs, threads=threads))
+        table = [
+            Checksums(
+                len(item.before) if item.after else 0,
+                [next(crcs) for _ in range(0, item.nbytes, BLOCK_BYTES)],
+            )
+            for item in items
+        ]
+        end = items[-1].offset + items[-1].nbytes
+        write_bytes(descriptor, end, encode_table(table, BLOCK_BYTES), path)
+        fsync(descriptor, path)
+    finally:
+        os.close(descriptor)
 
 
-def _small_item(item: WriteItem, tensor: Tensor, offset: int) -> tuple[Item, bytes]:
-    frame = Frame(tensor.dtype, tuple(tensor.shape), offset)
-    host = TensorSource(tensor.cpu())
-    data = bytes(memory_of(host.block(0, host.nbytes)))
-    crc = zlib.crc32(data)
-    before, after = frame.before(crc), frame.after(crc)
-    return _framed_item(item, frame, before, after, (crc,)), before + data + after
-
-
-def _framed_item(
-    item: WriteItem, frame: Frame, before: bytes, after: bytes, crcs: tuple[int, ...]
-) -> Item:
-    return Item(
-        item_key(item.index),
-        frame.offset,
-        frame.nbytes,
-        frame.data_offset,
-        frame.data_nbytes,
-        zlib.crc32(before + after),
-        crcs,
-    )
-
-
-def _write_large(
-    descriptor: int, large: list[Large], path: Path, threads: int | None
-) -> list[tuple[WriteItem, Item]]:
-    jobs = [
-        functools.partial(_write_one, descriptor, entry, start, path)
-        for entry in large
-        for start in range(0, entry.source.nbytes, BLOCK_BYTES)
-    ]
-    crcs = iter(run_all(jobs, threads=threads))
-    entries = []
-    for entry in large:
-        nbytes, frame = entry.source.nbytes, entry.frame
-        starts = range(0, nbytes, BLOCK_BYTES)
-        found = tuple(next(crcs) for _ in starts)
-        whole = 0
-        for start, crc in zip(starts, found, strict=True):
-            whole = combine_crc(whole, crc, min(BLOCK_BYTES, nbytes - start))
-        before, after = frame.before(whole), frame.after(whole)
-        write_bytes(descriptor, frame.offset, before, path)
-        write_bytes(descriptor, frame.data_offset + nbytes, after, path)
-        entries.append((entry.item, _framed_item(entry.item, frame, before, after, found)))
-    return entries
-
-
-def _write_one(descriptor: int, entry: Large, start: int, path: Path) -> int:
-    with torch.no_grad():
-        block = entry.source.block(start, min(start + BLOCK_BYTES, entry.source.nbytes))
-        return write_block(descriptor, entry.frame.data_offset + start, block, path)
+def _write_block(descriptor: int, path: Path, item: _Item, start: int) -> int:
+    """Write the bytes of an item from ``start`` to the end of their block; their CRC-32."""
+    stop = min(start + BLOCK_BYTES, item.nbytes)
+    crc, at = 0, 0
+    for part in (item.before, item.data, item.after):
+        low, high = max(start - at, 0), min(stop - at, len(part))
+        if low < high:
+            memory = (
+                memory_of(on_host(part[low:high]))
+                if isinstance(part, Tensor)
+                else memoryview(part)[low:high]
+            )
+            write_bytes(descriptor, item.offset + at + low, memory, path)
+            crc = zlib.crc32(memory, crc)
+        at += len(part)
+    return crc

@@ -131,10 +131,10 @@ def save_on_two_ranks(path: Path) -> dict[str, Tensor]:
 
 
 MAKERS: dict[str, Callable[[Path], dict[str, Tensor]]] = {
-    "v2_fp32_streamed": lambda path: save_ours(path, torch.float32, "streamed"),
-    "v2_bf16_remainder": lambda path: save_ours(path, torch.bfloat16, "streamed"),
-    "v2_bf16_host_master": lambda path: save_ours(path, torch.bfloat16, "host"),
-    "v2_bf16_two_ranks": save_on_two_ranks,
+    "v3_fp32_streamed": lambda path: save_ours(path, torch.float32, "streamed"),
+    "v3_bf16_remainder": lambda path: save_ours(path, torch.bfloat16, "streamed"),
+    "v3_bf16_host_master": lambda path: save_ours(path, torch.bfloat16, "host"),
+    "v3_bf16_two_ranks": save_on_two_ranks,
     "torch_adamw_flat": lambda path: save_by_torch(path, flat=True),
     "torch_adamw_nested": lambda path: save_by_torch(path, flat=False),
 }

@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from fsdp_offload import checkpoint
-from fsdp_offload.checkpoint import saving, writer
+from fsdp_offload.checkpoint import Stager, Writer, writer
 from fsdp_offload.errors import CheckpointError, OffloadError
 from tests.checkpoint import jobs
 from tests.checkpoint.jobs import Job, Variant
@@ -38,31 +38,25 @@ def trained(variant: Variant) -> Job:
 
 
 def files_of(path: Path) -> dict[str, bytes]:
-    """The content of a checkpoint; manifests count saves and are left out."""
+    """The content of a checkpoint; manifests have the time and are left out."""
     return {f.name: f.read_bytes() for f in path.iterdir() if f.name != "manifest.json"}
 
 
 class Gate:
-    """Holds the writing threads until it is opened; what was asked for is counted."""
+    """Holds the saving thread until it is opened."""
 
     def __init__(self) -> None:
-        self.opened, self.waiting, self.large_bytes = threading.Event(), 0, 0
-        self._real = writer.RankFile.write
-
-    def write(self, file: writer.RankFile, entries: Any) -> None:
-        """Stands for ``RankFile.write``."""
-        entries = list(entries)
-        if threading.current_thread().name == "fsdp-offload-save":
-            self.waiting += 1
-            self.large_bytes += sum(entry.source.nbytes for entry in entries)
-            assert self.opened.wait(60), "nobody opened the gate"
-        self._real(file, entries)
+        self.opened = threading.Event()
 
     def __enter__(self) -> Gate:
-        gate = self
-        self._patch = mock.patch.object(
-            writer.RankFile, "write", lambda file, entries: gate.write(file, entries)
-        )
+        gate, real = self, Writer.write_data
+
+        def write_data(writer: Writer, *args: Any) -> Any:
+            if threading.current_thread().name == "fsdp-offload-save":
+                assert gate.opened.wait(60), "the gate stayed closed"
+            return real(writer, *args)
+
+        self._patch = mock.patch.object(Writer, "write_data", write_data)
         self._patch.start()
         return self
 
@@ -74,24 +68,18 @@ class Gate:
 # --------------------------------------------------------------------------- the same bytes
 
 
-def save_both_ways(variant: Variant, root: Path, staging: int | None, large: int) -> None:
-    """Twice, as the arena is used again; elements of every size class are moved by the arena."""
+def save_both_ways(variant: Variant, root: Path) -> None:
+    """Twice, as the memory for copies is used again."""
     job = trained(variant)
-    with mock.patch.object(writer, "SMALL_BYTES", large):
-        for turn, first in enumerate((4, 7)):
-            checkpoint.save(root / f"sync {turn}", *job.pair, extra={"turn": turn})
-            with Gate() as gate:
-                future = checkpoint.async_save(
-                    root / f"async {turn}",
-                    *job.pair,
-                    extra={"turn": turn},
-                    staging_bytes=staging,
-                )
-                jobs.train(job, range(first, first + 3))
-                check(not future.done(), "it did not wait for the gate")
-                check(not (root / f"async {turn}").exists(), "it was published too early")
-            check(future.result(60) is None, "a result")
-            check_staged(gate.large_bytes, staging)
+    for turn, first in enumerate((4, 7)):
+        checkpoint.save(root / f"sync {turn}", *job.pair, extra={"turn": turn})
+        with Gate():
+            path = root / f"async {turn}"
+            future = checkpoint.async_save(path, *job.pair, extra={"turn": turn})
+            jobs.train(job, range(first, first + 3))
+            check(not future.done(), "it did not wait for the gate")
+            check(not path.exists(), "it was published too early")
+        check(future.result(60) is None, "a result")
     dist.barrier()
     for turn in range(2):
         found, expected = (files_of(root / f"{how} {turn}") for how in ("async", "sync"))
@@ -102,31 +90,19 @@ def save_both_ways(variant: Variant, root: Path, staging: int | None, large: int
         check(not list(root.glob(".*")), f"left behind: {list(root.glob('.*'))}")
 
 
-def check_staged(nbytes: int, staging: int | None) -> None:
-    """What the thread wrote from the arena."""
-    if staging is None:
-        check(nbytes > 8000, f"only {nbytes} bytes went through the arena")
-    else:
-        check(nbytes <= staging, f"{nbytes} bytes came from an arena of {staging}")
-        check(bool(nbytes) == bool(staging), f"{nbytes} bytes came from an arena of {staging}")
-
-
 @pytest.mark.parametrize(
-    ("variant", "staging"),
+    "variant",
     [
-        (OURS_BF16, None),
-        pytest.param(Variant(), None, marks=pytest.mark.long),
-        pytest.param(Variant(wrapped=False), None, marks=pytest.mark.long),
-        (OURS_BF16, 4000),
-        (OURS_BF16, 0),
+        OURS_BF16,
+        pytest.param(Variant(), marks=pytest.mark.long),
+        pytest.param(Variant(wrapped=False), marks=pytest.mark.long),
     ],
     ids=str,
 )
 def test_bytes_are_those_of_a_save_at_that_step(
-    ranks: Ranks, tmp_path: Path, variant: Variant, staging: int | None
+    ranks: Ranks, tmp_path: Path, variant: Variant
 ) -> None:
-    """Also where the arena is too small, and what does not fit is written before the return."""
-    ranks(2).run(save_both_ways, variant, tmp_path, staging, 100)
+    ranks(2).run(save_both_ways, variant, tmp_path)
 
 
 def load_async(root: Path) -> None:
@@ -163,10 +139,8 @@ def save_twice(root: Path) -> None:
         check(first.done(), "the second save did not wait for the first")
         checkpoint.save(root / "third", *job.pair)
         check(second.done(), "a save did not wait for the one before")
-    checkpoint.wait_for_saves()
     dist.barrier()
-    names = [path.name for path in checkpoint.complete_checkpoints(root)]
-    check(names == ["first", "second", "third"], f"{names}")
+    check(checkpoint.latest(root) == root / "third", "the last save is not the latest")
 
 
 def test_saves_wait_for_each_other(ranks: Ranks, tmp_path: Path) -> None:
@@ -181,7 +155,7 @@ def fail_in_the_thread(root: Path) -> tuple[str, list[str], bool]:
     job = trained(Variant())
     checkpoint.save(root / "before", *job.pair)
     before = jobs.whole(job)
-    with mock.patch.object(writer, "SMALL_BYTES", 100), Gate():
+    with Gate():
         future = checkpoint.async_save(root / "broken", *job.pair)
         if dist.get_rank() == 1:
             real, failing = os.fsync, OSError(28, "No space left on device")
@@ -211,36 +185,45 @@ def test_an_error_of_one_rank_reaches_the_future_of_all(ranks: Ranks, tmp_path: 
         assert went_on
 
 
-def fail_before_the_thread(root: Path) -> str:
-    """Staging fails on one rank; none may start to write."""
+def fail_while_copying(root: Path) -> str:
+    """Staging fails on one rank; none may publish, and none may wait for it for ever."""
     job = trained(Variant())
-    stage = saving._stage
+    stage = Stager.stage
 
     def failing(*args: Any) -> Any:
         if dist.get_rank() == 1:
-            raise CheckpointError("staging", reason="it broke", remedy="none")
+            raise ValueError("it broke")
         return stage(*args)
 
-    with mock.patch.object(saving, "_stage", failing):
-        try:
-            checkpoint.async_save(root / "broken", *job.pair)
-        except CheckpointError as error:
-            dist.barrier()
-            check(not list(root.iterdir()), f"left behind: {list(root.iterdir())}")
-            return f"{error}"
-    return ""
+    with mock.patch.object(Stager, "stage", failing):
+        future = checkpoint.async_save(root / "broken", *job.pair)
+    with pytest.raises(CheckpointError) as caught:
+        future.result(60)
+    dist.barrier()
+    check(not list(root.iterdir()), f"left behind: {list(root.iterdir())}")
+    return str(caught.value)
 
 
-def test_an_error_before_the_thread_is_raised_on_all_ranks(ranks: Ranks, tmp_path: Path) -> None:
-    told = ranks(2).run(fail_before_the_thread, tmp_path)
+def test_an_error_while_copying_reaches_the_future_of_all(ranks: Ranks, tmp_path: Path) -> None:
+    told = ranks(2).run(fail_while_copying, tmp_path)
 
     assert all("it broke" in each for each in told)
     assert "rank 1" in told[0]
 
 
-def test_a_size_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(OffloadError, match="staging_bytes"):
-        checkpoint.async_save(tmp_path / "one", nn.Linear(2, 2), staging_bytes="much")
+def test_without_a_thread_the_save_is_done_by_the_caller(tmp_path: Path) -> None:
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == "fsdp-offload-save":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with mock.patch.object(threading.Thread, "start", refuse):
+        future = checkpoint.async_save(tmp_path / "one", nn.Linear(2, 2))
+
+    assert future.done()
+    assert checkpoint.latest(tmp_path) == tmp_path / "one"
 
 
 # --------------------------------------------------------------------------- groups
@@ -270,7 +253,7 @@ def test_nothing_is_sent_over_the_default_group(ranks: Ranks, tmp_path: Path) ->
 # --------------------------------------------------------------------------- torch's async_save
 
 
-def by_torch(root: Path, process: bool) -> None:
+def by_torch(root: Path, process: bool, plugins: bool) -> None:
     job = trained(OURS_BF16)
     expected = jobs.whole(job)
     model, optimizer = get_model_state_dict(job.model), checkpoint.OptimizerState(*job.pair)
@@ -280,6 +263,7 @@ def by_torch(root: Path, process: bool) -> None:
         checkpoint_id=root,
         process_group=dist.new_group(backend="gloo"),  # training uses the default one meanwhile
         async_checkpointer_type=kind.PROCESS if process else kind.THREAD,
+        **({"storage_writer": Writer(root), "async_stager": Stager()} if plugins else {}),
     )
     jobs.train(job, jobs.AFTER)
     future.result()
@@ -289,11 +273,14 @@ def by_torch(root: Path, process: bool) -> None:
         check_same(value, expected[name], name)
 
 
-@pytest.mark.parametrize("process", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("process", "plugins"),
+    [(False, False), (False, True), pytest.param(True, False, marks=pytest.mark.long)],
+)
 def test_async_save_of_torch_takes_the_state_of_that_step(
-    ranks: Ranks, tmp_path: Path, process: bool
+    ranks: Ranks, tmp_path: Path, process: bool, plugins: bool
 ) -> None:
-    ranks(2).run(by_torch, tmp_path / "one", process)
+    ranks(2).run(by_torch, tmp_path / "one", process, plugins)
 
 
 # --------------------------------------------------------------------------- one process

@@ -41,7 +41,7 @@ from fsdp_offload import (
     checkpoint,
 )
 from fsdp_offload.checkpoint import folder, writer
-from fsdp_offload.checkpoint.items import Item, read_table
+from fsdp_offload.checkpoint.format import read_table
 from tests.checkpoint.known import Job, Model, check_is, check_weights, job, set_to
 from tests.helpers.ranks import RankPool
 
@@ -110,7 +110,8 @@ def extend(path: Path, other: Path, rng: random.Random) -> set[str]:
 
 
 def remove(path: Path, other: Path, rng: random.Random) -> set[str]:
-    file = any_file(path, rng)
+    """Not the manifest: without it, checksums of blocks are compared all the same."""
+    file = rng.choice([file for file in sorted(path.iterdir()) if file.name != "manifest.json"])
     file.unlink()
     return {file.name}
 
@@ -150,29 +151,51 @@ def bits_of_table(path: Path, other: Path, rng: random.Random) -> set[str]:
 
 
 def bits_of_elements(path: Path, other: Path, rng: random.Random) -> set[str]:
-    """Anywhere in the items: elements, frames, values; of those that a load reads."""
+    """Anywhere in the elements and values that a load reads."""
     file = data_file(path, rng)
     item = rng.choice([item for item in items_of(file) if not is_spare(item)])
-    return change(file, item.offset + rng.randrange(item.nbytes), rng)
+    return change(file, item.data_offset + rng.randrange(item.data_nbytes), rng)
 
 
 def bits_of_elements_of_weights(path: Path, other: Path, rng: random.Random) -> set[str]:
     file = data_file(path, rng)
-    weights = [item for item in items_of(file) if item.key[0].startswith("model.")]
+    weights = [item for item in items_of(file) if item.key.startswith("model.")]
     item = rng.choice([item for item in weights if not is_spare(item)])
-    return change(file, item.offset + rng.randrange(item.nbytes), rng)
+    return change(file, item.data_offset + rng.randrange(item.data_nbytes), rng)
+
+
+@dataclass(frozen=True)
+class Item:
+    """One item of a data file."""
+
+    key: str
+    offset: int
+    nbytes: int
+    data_offset: int
+    data_nbytes: int
 
 
 def is_spare(item: Item) -> bool:
     """Options of a group stand there for each of its parameters and are read once; empty chunks
     are not read at all."""
-    return item.key[0].startswith("optim.param_groups.") or not item.data_nbytes
+    return item.key.startswith("optim.param_groups.") or not item.data_nbytes
 
 
-def items_of(path: Path) -> tuple[Item, ...]:
+def items_of(path: Path) -> list[Item]:
+    metadata = pickle.loads((path.parent / ".metadata").read_bytes())
+    infos = {i: f for i, f in metadata.storage_data.items() if f.relative_path == path.name}
     table = read_table(path)
     assert table is not None
-    return table.items
+    checksums = table.of([(info.offset, info.length) for info in infos.values()], path)
+    items = []
+    for index, info in infos.items():
+        stored, nbytes = metadata.state_dict_metadata[index.fqn], info.length
+        if isinstance(stored, TensorStorageMetadata):
+            (sizes,) = (c.sizes for c in stored.chunks if c.offsets == index.offset)
+            nbytes = sizes.numel() * stored.properties.dtype.itemsize
+        start = info.offset + checksums[info.offset].data_start
+        items.append(Item(index.fqn, info.offset, info.length, start, nbytes))
+    return items
 
 
 KINDS: dict[str, Callable[[Path, Path, random.Random], set[str]]] = {
@@ -202,7 +225,7 @@ def save_known(path: Path, step: int, *, rows: int = 301) -> None:
 
 def save_both(root: Path) -> None:
     # So that large items are several blocks.
-    with mock.patch.multiple(writer, BLOCK_BYTES=16 << 10, SMALL_BYTES=1 << 10):
+    with mock.patch.object(writer, "BLOCK_BYTES", 16 << 10):
         save_known(root / "good", SAVED)
         save_known(root / "other", OTHER)
 
@@ -332,7 +355,7 @@ WEIGHTS = [c for c in FEW if c.seed == 0 or c.kind.startswith("bits of elements"
 @pytest.mark.parametrize("corruption", WEIGHTS, ids=str)
 def test_weights_alone(saved: Path, tmp_path: Path, corruption: Corruption) -> None:
     found = load_weights(saved, tmp_path / "broken", corruption)
-    if corruption.kind != "bits of elements":  # of state: bytes that nobody reads
+    if corruption.kind != "bits of elements":  # of state: bytes that this does not read
         assert found == "refused"
 
 
@@ -348,7 +371,7 @@ def test_bytes_that_nobody_reads_do_not_matter(saved: Path, tmp_path: Path, load
     """A change in the state of a large tensor, and weights alone are loaded; and the whole not."""
     shutil.copytree(saved / "good", tmp_path / "broken")
     file = tmp_path / "broken" / "__1_0.distcp"
-    (item,) = (item for item in items_of(file) if item.key[0] == "optim.state.large.exp_avg")
+    (item,) = (item for item in items_of(file) if item.key == "optim.state.large.exp_avg")
     change(file, item.data_offset + item.data_nbytes // 2, random.Random(0))
     model = Model()
     checkpoint.load(tmp_path / "broken", model)
@@ -368,7 +391,7 @@ def test_options_that_are_broken_are_not_taken_over(
         shutil.copytree(saved / "good", path)
         for file in sorted(path.glob("*.distcp")):
             for item in items_of(file):
-                if item.key[0] == f"optim.param_groups.{fqn}.lr":
+                if item.key == f"optim.param_groups.{fqn}.lr":
                     change(file, item.offset + item.nbytes // 2, random.Random(0))
                     names = {file.name}
         outcomes.append(load_broken(loading, path, names, told_before=True))
@@ -376,11 +399,22 @@ def test_options_that_are_broken_are_not_taken_over(
     assert "refused" in outcomes
 
 
+def test_without_its_manifest_a_checkpoint_is_loaded_and_compared(
+    saved: Path, tmp_path: Path, loading: Job
+) -> None:
+    shutil.copytree(saved / "good", tmp_path / "bad")
+    (tmp_path / "bad" / "manifest.json").unlink()
+    load_good(loading, tmp_path / "bad")
+    names = bits_of_elements(tmp_path / "bad", saved / "other", random.Random(0))
+    assert load_broken(loading, tmp_path / "bad", names, told_before=False) != "loaded"
+    load_good(loading, saved / "good")
+
+
 def test_a_failed_optimizer_stays_failed_until_a_load_succeeds(saved: Path, tmp_path: Path) -> None:
     made = job()
     shutil.copytree(saved / "good", tmp_path / "bad")
     file = tmp_path / "bad" / "__0_0.distcp"
-    (item,) = (i for i in items_of(file) if i.key[0] == "optim.state.large.exp_avg_sq")
+    (item,) = (i for i in items_of(file) if i.key == "optim.state.large.exp_avg_sq")
     change(file, item.data_offset + 5, random.Random(0))
     for _ in range(2):
         assert load_broken_again(made, tmp_path / "bad") == "failed"
@@ -581,7 +615,7 @@ def test_a_checkpoint_of_ranks_that_did_not_talk_is_refused(
     ranks: Ranks, tmp_path: Path, loading: Job
 ) -> None:
     ranks(2).run(save_without_collectives, tmp_path / "own")
-    found = load_broken(loading, tmp_path / "own", {"use_collectives=False"}, told_before=True)
+    found = load_broken(loading, tmp_path / "own", {"no .metadata"}, told_before=True)
     assert found == "refused"
 
 

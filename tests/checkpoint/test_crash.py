@@ -74,7 +74,7 @@ class Clock:
 def child(rank: int, world: int, root: Path, store: Path, life: Life, told: Connection) -> None:
     """Load the latest checkpoint, if any, and save until killed."""
     torch.set_num_threads(1)
-    writer.BLOCK_BYTES, writer.SMALL_BYTES = 16 << 10, 1 << 10  # so that there are many blocks
+    writer.BLOCK_BYTES = 16 << 10  # so that there are many blocks
     if world > 1:
         dist.init_process_group("gloo", store=dist.FileStore(str(store), world), rank=rank,
                                 world_size=world)  # fmt: skip

@@ -65,13 +65,18 @@ def refusal(fn: Callable[[], Any]) -> OffloadError | None:
 # --------------------------------------------------------------------------- torch's functions
 
 
-def stateful(variant: Variant, path: Path) -> None:
+def stateful(variant: Variant, path: Path, writer: bool, reader: bool) -> None:
     """The shape of torch's tutorial: one Stateful per object."""
     saving, loading = trained(variant), jobs.elsewhere(variant)
     before = jobs.addresses(loading.optimizer)
-    for act, job in ((dcp.save, saving), (dcp.load, loading)):
-        model = get_model_state_dict(job.model)
-        act({"model": model, "optim": checkpoint.OptimizerState(*job.pair)}, checkpoint_id=path)
+    save: dict[str, Any] = {"storage_writer": checkpoint.Writer(path)} if writer else {}
+    load: dict[str, Any] = {"storage_reader": checkpoint.Reader(path)} if reader else {}
+    for act, job, plugin in ((dcp.save, saving, save), (dcp.load, loading, load)):
+        state = {
+            "model": get_model_state_dict(job.model),
+            "optim": checkpoint.OptimizerState(*job.pair),
+        }
+        act(state, **(plugin or {"checkpoint_id": path}))
     check(jobs.addresses(loading.optimizer) == before, "loading moved the state")
     check_arrived(loading, saving)
     check_goes_on(loading, saving)
@@ -80,8 +85,14 @@ def stateful(variant: Variant, path: Path) -> None:
 @pytest.mark.parametrize(
     "variant", [OURS_BF16, pytest.param(OURS, marks=pytest.mark.long)], ids=str
 )
-def test_optimizer_state_is_a_stateful(ranks: Ranks, tmp_path: Path, variant: Variant) -> None:
-    ranks(2).run(stateful, variant, tmp_path)
+@pytest.mark.parametrize(
+    ("writer", "reader"), [(False, False), (True, True), (True, False), (False, True)]
+)
+def test_optimizer_state_is_a_stateful(
+    ranks: Ranks, tmp_path: Path, variant: Variant, writer: bool, reader: bool
+) -> None:
+    """With torch's writer and reader, and with ours, in any pair."""
+    ranks(2).run(stateful, variant, tmp_path / "one", writer, reader)
 
 
 def by_torch_alone(how: str, path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -12,8 +12,9 @@ from unittest import mock
 import pytest
 import torch
 
-from fsdp_offload import HybridDeviceOptimizer, checkpoint
-from fsdp_offload.checkpoint import folder, restore
+from fsdp_offload import checkpoint
+from fsdp_offload.checkpoint import folder, state
+from fsdp_offload.checkpoint import loading as loading_module
 from fsdp_offload.errors import LaneError
 from tests.checkpoint.test_saving import Pair, layers, pair_of, step, values_of
 from tests.fsdp import models
@@ -50,40 +51,20 @@ def saved_and_other(path: Path) -> tuple[dict[str, torch.Tensor], Pair]:
     return expected, loading
 
 
-def after_a_read(patch: pytest.MonkeyPatch) -> None:
-    """The next call after the reading counted as done."""
-    failing: Callable[..., Any] = HybridDeviceOptimizer._failing
-    calls: list[str] = []
-
-    def interrupting(self: HybridDeviceOptimizer, what: str, **options: Any) -> Any:
-        calls.append(what)
-        if len(calls) == 2:
-            interrupt()
-        return failing(self, what, **options)
-
-    patch.setattr(HybridDeviceOptimizer, "_failing", interrupting)
-
-
-def in_the_take_over(patch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_in_the_take_over_comes_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Weights are the module's, state is not yet the optimizer's."""
-    unpack = restore.unpack_optimizer_state
+    expected, loading = saved_and_other(tmp_path / "one")
+    unpack = state.unpack
 
     def interrupting(*args: Any) -> None:
         interrupt()
         unpack(*args)
 
-    patch.setattr(restore, "unpack_optimizer_state", interrupting)
-
-
-@pytest.mark.parametrize("place", [after_a_read, in_the_take_over])
-def test_an_interrupted_load_is_a_whole_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: Callable[..., None]
-) -> None:
-    expected, loading = saved_and_other(tmp_path / "one")
-    with monkeypatch.context() as patch:
-        place(patch)
-        with pytest.raises(KeyboardInterrupt):
-            checkpoint.load(tmp_path / "one", *loading)
+    monkeypatch.setattr(loading_module, "unpack", interrupting)
+    with pytest.raises(KeyboardInterrupt):
+        checkpoint.load(tmp_path / "one", *loading)
     assert loading[1].param_groups[0]["lr"] == 0.25
     assert_same(values_of(loading), expected)
     step(loading)
@@ -91,14 +72,19 @@ def test_an_interrupted_load_is_a_whole_one(
 
 def test_a_load_that_was_interrupted_while_it_read_has_failed(tmp_path: Path) -> None:
     expected, loading = saved_and_other(tmp_path / "one")
-    read = restore._Load.read
+    read, parts = checkpoint.Reader.read_data, []
 
-    def interrupting(self: Any) -> None:
-        read(self)
-        interrupt()
+    def interrupting(self: Any, plan: Any, planner: Any) -> Any:
+        done = read(self, plan, planner)
+        parts.append(plan)
+        if planner.state_dict.keys() & {"model.0.weight"}:
+            interrupt()
+        return done
 
-    with mock.patch.object(restore._Load, "read", interrupting), pytest.raises(KeyboardInterrupt):
+    patched = mock.patch.object(checkpoint.Reader, "read_data", interrupting)
+    with patched, pytest.raises(KeyboardInterrupt):
         checkpoint.load(tmp_path / "one", *loading)
+    assert parts
     with pytest.raises(LaneError):
         loading[1].state_dict()
     checkpoint.load(tmp_path / "one", *loading)

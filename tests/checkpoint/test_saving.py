@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import subprocess
 import sys
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from fsdp_offload import HybridDeviceOptimizer, checkpoint
-from fsdp_offload.checkpoint import saving
+from fsdp_offload.checkpoint.planner import FlatSavePlanner
 from fsdp_offload.errors import (
     CheckpointError,
     ClosedError,
@@ -93,7 +92,7 @@ checkpoint.async_save(sys.argv[1], model)
 
 
 def test_a_save_beside_a_script_that_ends_is_completed(tmp_path: Path) -> None:
-    """Nobody waits for it: the script has no other line."""
+    """The script has no other line."""
     path = tmp_path / "one"
     root = Path(__file__).parents[2]
     done = subprocess.run(
@@ -103,7 +102,7 @@ def test_a_save_beside_a_script_that_ends_is_completed(tmp_path: Path) -> None:
     )  # fmt: skip
 
     assert done.returncode == 0, done.stderr
-    assert checkpoint.complete_checkpoints(tmp_path) == [path], done.stderr
+    assert checkpoint.latest(tmp_path) == path, done.stderr
     torch.manual_seed(0)
     expected = layers(*[400] * 100).state_dict()
     with torch.device("meta"):
@@ -111,34 +110,6 @@ def test_a_save_beside_a_script_that_ends_is_completed(tmp_path: Path) -> None:
     loaded.to_empty(device="cpu")
     checkpoint.load(path, loaded)
     assert all(torch.equal(value, expected[name]) for name, value in loaded.state_dict().items())
-
-
-def failing_saves(root: Path) -> int:
-    """How many files are open after saves that one rank could not copy."""
-    pair = sharded()
-    checkpoint.async_save(root / "good", *pair).result(60)
-    stage = saving._stage
-
-    def failing(*args: Any) -> Any:
-        if dist.get_rank() == 1:
-            raise CheckpointError("staging", reason="it broke", remedy="none")
-        return stage(*args)
-
-    gc.collect()
-    before = set(os.listdir("/proc/self/fd"))
-    with mock.patch.object(saving, "_stage", failing):
-        for turn in range(3):
-            error = refusal(lambda: checkpoint.async_save(root / f"bad {turn}", *pair))  # noqa: B023
-            check("it broke" in str(error), f"{error}")
-            del error
-    gc.collect()
-    dist.barrier()
-    check([p.name for p in root.iterdir()] == ["good"], f"left behind: {list(root.iterdir())}")
-    return len(set(os.listdir("/proc/self/fd")) - before)
-
-
-def test_a_save_that_could_not_begin_leaves_no_file_open(ranks: Ranks, tmp_path: Path) -> None:
-    assert ranks(2).run(failing_saves, tmp_path) == [0, 0]
 
 
 # --------------------------------------------------------------------------- folders
@@ -153,23 +124,29 @@ def test_links_are_no_checkpoints_of_their_own(tmp_path: Path) -> None:
     (run / "far").symlink_to(tmp_path / "elsewhere" / "old")
 
     checkpoint.save(run / "2", model, keep_last=2)
-    assert checkpoint.complete_checkpoints(run) == [run / "1", run / "2"]
+    assert {path.name for path in run.iterdir()} == {"1", "2", "best", "far"}
     checkpoint.save(run / "3", model, keep_last=1)
 
-    assert checkpoint.complete_checkpoints(run) == [run / "3"]
+    assert {path.name for path in run.iterdir()} == {"3", "best", "far"}
     assert (run / "best").is_symlink()
     assert checkpoint.load(tmp_path / "elsewhere" / "old", model) == {}
 
 
-@pytest.mark.parametrize("call", [checkpoint.save, checkpoint.async_save])
+@pytest.mark.parametrize("later", [False, True])
 def test_nothing_is_left_of_a_plan_that_fails(
-    tmp_path: Path, call: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, later: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     failing = mock.Mock(side_effect=ValueError("plans do not fit"))
-    monkeypatch.setattr(saving._Planner, "create_global_plan", failing)
+    monkeypatch.setattr(FlatSavePlanner, "create_global_plan", failing)
+
+    def call() -> None:
+        if later:
+            checkpoint.async_save(tmp_path / "one", nn.Linear(2, 2)).result()
+        else:
+            checkpoint.save(tmp_path / "one", nn.Linear(2, 2))
 
     with pytest.raises(CheckpointError, match="plans do not fit") as caught:
-        call(tmp_path / "one", nn.Linear(2, 2))
+        call()
 
     assert isinstance(caught.value.__cause__, ValueError)
     assert failing.called
@@ -183,7 +160,7 @@ def test_what_was_killed_before_the_last_rename_is_not_replaced_unasked(tmp_path
 
     with pytest.raises(CheckpointError, match="it exists"):
         checkpoint.save(path, model, extra={"save": 2})
-    assert checkpoint.load(path, model) == {"save": 1}
+    assert checkpoint.load(path, model) == {"save": 1}  # put in place by the call
 
     path.rename(tmp_path / ".one.writing")
     checkpoint.save(path, model, extra={"save": 2}, overwrite=True)
@@ -239,7 +216,7 @@ def unknown_parameters(pair: Pair, root: Path) -> list[Callable[[], Any]]:
     model, optimizer = (layers(5, 5) if dist.get_rank() else pair[0]), pair[1]
     return [
         lambda: checkpoint.save(root / "new", model, optimizer),
-        lambda: checkpoint.async_save(root / "new", model, optimizer),
+        lambda: checkpoint.async_save(root / "new", model, optimizer).result(60),
         lambda: checkpoint.load(root / "good", model, optimizer),
     ]
 
@@ -248,17 +225,12 @@ def wrong_count(pair: Pair, root: Path) -> list[Callable[[], Any]]:
     return [lambda: checkpoint.save(root / "new", *pair, keep_last=0 if dist.get_rank() else 3)]
 
 
-def wrong_size(pair: Pair, root: Path) -> list[Callable[[], Any]]:
-    size = "much" if dist.get_rank() else 0
-    return [lambda: checkpoint.async_save(root / "new", *pair, staging_bytes=size)]
-
-
 def closed(pair: Pair, root: Path) -> list[Callable[[], Any]]:
     if dist.get_rank() == 1:
         pair[1].close()
     return [
         lambda: checkpoint.save(root / "new", *pair),
-        lambda: checkpoint.async_save(root / "new", *pair),
+        lambda: checkpoint.async_save(root / "new", *pair).result(60),
         lambda: checkpoint.load(root / "good", *pair),
     ]
 
@@ -281,7 +253,6 @@ def refused_on_rank_1(
     [
         (unknown_parameters, ConfigError, "the model does not"),
         (wrong_count, ConfigError, "keep_last=0"),
-        (wrong_size, ConfigError, "staging_bytes='much'"),
         (closed, ClosedError, "a closed optimizer"),
     ],
 )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,9 +12,7 @@ from unittest import mock
 import pytest
 
 from fsdp_offload import checkpoint
-from fsdp_offload.checkpoint import blocks
-from fsdp_offload.errors import CheckpointError
-from tests.checkpoint.test_saving import layers, pair_of
+from fsdp_offload.checkpoint import files
 
 SCRIPT = """
 import resource, sys
@@ -52,8 +49,7 @@ def test_a_save_without_memory_for_threads_ends(tmp_path: Path, free_kib: int) -
         capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     assert done.stdout.split() in (["saved"], ["typed"]), done.stderr
-    saved = checkpoint.complete_checkpoints(tmp_path)
-    assert saved == ([path] if done.stdout.strip() == "saved" else [])
+    assert checkpoint.latest(tmp_path) == (path if done.stdout.strip() == "saved" else None)
 
 
 def no_thread(*_: Any) -> None:
@@ -61,23 +57,11 @@ def no_thread(*_: Any) -> None:
 
 
 def test_the_caller_does_what_no_thread_does() -> None:
-    with mock.patch.object(blocks._thread, "start_new_thread", no_thread):
-        assert blocks.run_all([lambda i=i: i for i in range(50)], threads=8) == list(range(50))  # type: ignore[misc]
+    with mock.patch.object(files._thread, "start_new_thread", no_thread):
+        assert files.run_all([lambda i=i: i for i in range(50)], threads=8) == list(range(50))  # type: ignore[misc]
 
 
 def test_a_thread_that_never_begins_is_not_waited_for() -> None:
     """As one that dies for want of memory before its first line."""
-    with mock.patch.object(blocks._thread, "start_new_thread", return_value=0):
-        assert blocks.run_all([lambda i=i: i for i in range(50)], threads=8) == list(range(50))  # type: ignore[misc]
-
-
-def test_an_asynchronous_save_without_a_thread_is_refused(tmp_path: Path) -> None:
-    pair = pair_of(layers(6, 6))
-    with (
-        mock.patch.object(threading.Thread, "start", no_thread),
-        pytest.raises(CheckpointError, match="can't start new thread") as caught,
-    ):
-        checkpoint.async_save(tmp_path / "one", *pair)
-    assert "ulimit" in caught.value.remedy
-    assert not list(tmp_path.iterdir())
-    checkpoint.async_save(tmp_path / "one", *pair).result(60)
+    with mock.patch.object(files._thread, "start_new_thread", return_value=0):
+        assert files.run_all([lambda i=i: i for i in range(50)], threads=8) == list(range(50))  # type: ignore[misc]

@@ -75,20 +75,16 @@ def checkpoints_while_away(path: Path, dtype: torch.dtype) -> None:
         check_values(mine, expected, "get_state_dict")
         checkpoint.save(path / "own", *mine)
         future = checkpoint.async_save(path / "async", *mine)
-        checkpoint.save_local(path / "local", *mine)
     train(mine, range(4, 6))
     future.result()
-    for name in ("own", "async", "local"):
+    for name in ("own", "async"):
         for leaves in (False, True):
             other = job(dtype)
             train(other, range(7, 8))
             elsewhere = PhaseOffloader(*other)
             if leaves:
                 elsewhere.offload()
-            if name == "local":
-                checkpoint.load_local(path / name, *other)
-            else:
-                checkpoint.load(path / name, *other)
+            checkpoint.load(path / name, *other)
             check(away(other[0]) == leaves, "a load took device memory")
             elsewhere.reload()
             check_values(other, expected, f"{name}, {leaves}")

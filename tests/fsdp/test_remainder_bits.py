@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.optim import Optimizer
 
 from fsdp_offload import checkpoint
-from fsdp_offload.checkpoint import pack_optimizer_state
+from fsdp_offload.checkpoint import OptimizerState
 from fsdp_offload.errors import StateDictError
 from tests.fsdp import models
 from tests.fsdp.models import check, local
@@ -217,7 +217,7 @@ def load_cast(path: Path) -> list[str]:
         values[REMAINDER] = values[REMAINDER].float()
     packed = {
         name: value.float() if name.endswith(REMAINDER) else value
-        for name, value in pack_optimizer_state(*saving).items()
+        for name, value in OptimizerState(*saving).state_dict().items()
     }
     weights = get_model_state_dict(saving[0])
     dcp.save({"model": weights, "optim": packed}, checkpoint_id=path)

@@ -1,0 +1,343 @@
+"""``save``, ``async_save`` and ``load``: DCP's own steps with this package's plugins.
+
+[Note: collectives]
+Those of DCP, of small objects: a save gathers the plans, scatters the deduplicated ones, gathers
+where items were written and broadcasts the outcome; a load gathers and scatters plans and gathers
+the outcome. They travel over a gloo group of their own, so that they do not meet those of the
+training. Packing and chunk metadata need none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
+from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
+
+from ..errors import OffloadError
+from .files import memory_of, typed, typed_error
+from .loading import JobLoadPlanner, JobReader
+from .planner import FlatSavePlanner
+from .stager import Stager
+from .state import Models, class_name, collect, models_of, refuse_inherited
+from .writer import Writer
+
+_log = logging.getLogger("fsdp_offload")
+
+Folder = str | os.PathLike[str]
+
+# One per process group that ranks were started with: making one is a collective.
+_groups: weakref.WeakKeyDictionary[object, dist.ProcessGroup] = weakref.WeakKeyDictionary()
+# Of what an async_save is given; reserving memory anew each time would take longer than the copy.
+_stagers: weakref.WeakKeyDictionary[Any, Stager] = weakref.WeakKeyDictionary()
+# Saves under way: another save or a load of this process waits, its collectives would meet theirs.
+_under_way: set[threading.Thread] = set()
+
+
+def save(
+    path: Folder,
+    model: Models,
+    optimizer: Optimizer | None = None,
+    *,
+    extra: Mapping[str, Any] | None = None,
+    overwrite: bool = False,
+    keep_last: int | None = None,
+    threads: int | None = None,
+) -> None:
+    """Save weights, optimizer state and ``extra`` as one checkpoint. All ranks call it.
+
+    Written aside and renamed when complete, so that whatever happens ``path`` is a complete
+    checkpoint or does not exist. ``torch.distributed.checkpoint.load`` reads it too.
+
+    Args:
+        path: the folder to make, on a file system that all ranks share.
+        model: the model, or the parts of a pipeline.
+        optimizer: a :class:`HybridDeviceOptimizer` or a plain optimizer; ``None``: weights only.
+        extra: anything else (step count, scheduler and data loader states): plain Python values
+            and CPU tensors. That of rank 0 is kept.
+        overwrite: replace a checkpoint at ``path``.
+        keep_last: remove older complete checkpoints of this package beside ``path``, so that so
+            many stay.
+        threads: that write; ``None``: this rank's share of the cores, at most 16.
+
+    Raises:
+        CheckpointError: ``path`` exists, or the file system refused. Raised on all ranks.
+        ConfigError: an argument is wrong, or ``extra`` holds what cannot be loaded safely.
+        LaneError: the optimizer has failed.
+    """
+    refuse_inherited(optimizer)
+    group = coordination_group()
+    writer = _writer(path, optimizer, overwrite=overwrite, keep_last=keep_last, threads=threads)
+    planner = FlatSavePlanner(lambda: collect(models_of(model), optimizer, extra))
+    run_save(writer, planner, group)
+
+
+def async_save(
+    path: Folder,
+    model: Models,
+    optimizer: Optimizer | None = None,
+    *,
+    extra: Mapping[str, Any] | None = None,
+    overwrite: bool = False,
+    keep_last: int | None = None,
+    threads: int | None = None,
+) -> Future[None]:
+    """As :func:`save`, but training goes on while a thread writes.
+
+    State and weights are copied into host memory (page-locked where a device is used) that is
+    reserved at the first call and kept until the optimizer, or the model without one, goes.
+    Another save or a load waits for this one.
+
+    Arguments are those of :func:`save`.
+
+    Returns:
+        A future that is done when the checkpoint is complete on all ranks. Call ``result()``
+        before the process group is destroyed: it raises what :func:`save` would, and
+        HostMemoryError where the copies do not fit.
+    """
+    refuse_inherited(optimizer)
+    group = coordination_group()
+    writer = _writer(path, optimizer, overwrite=overwrite, keep_last=keep_last, threads=threads)
+    owner = models_of(model)[0] if optimizer is None else optimizer
+    if owner not in _stagers:
+        _stagers[owner] = Stager()
+        weakref.finalize(owner, _stagers[owner].close)
+    staged: dict[str, Any] = {}
+    failure: OffloadError | None = None
+    try:
+        with typed():
+            staged = _stagers[owner].stage(collect(models_of(model), optimizer, extra))
+    except OffloadError as error:
+        failure = error
+
+    def given() -> dict[str, Any]:
+        # Raised in DCP's first step: other ranks do not wait for this one.
+        if failure is not None:
+            raise failure
+        return staged
+
+    return _in_background(lambda: run_save(writer, FlatSavePlanner(given), group))
+
+
+def load(
+    path: Folder | None,
+    model: Models,
+    optimizer: Optimizer | None = None,
+    *,
+    strict: bool = True,
+    model_prefix: str | None = None,
+    optimizer_prefix: str | None = None,
+    threads: int | None = None,
+) -> dict[str, Any]:
+    """Load a checkpoint in place: any world size, mesh, lane and fraction. All ranks call it.
+
+    Reads what :func:`save` wrote, and what ``torch.distributed.checkpoint`` wrote of plain
+    optimizers (flat or nested), with the prefixes that :mod:`.layout` lists.
+
+    Args:
+        path: folder of the checkpoint.
+        model: the model, or the parts of a pipeline.
+        optimizer: a :class:`HybridDeviceOptimizer` or a plain optimizer; ``None``: weights only,
+            after which the masters of a :class:`HybridDeviceOptimizer` of ``model`` are its new
+            weights.
+        strict: refuse weights that only one side has, and another class of optimizer.
+        model_prefix: what stands before the FQNs of weights, if not one of those.
+        optimizer_prefix: what stands before ``state.{fqn}``, likewise.
+        threads: that read; ``None``: this rank's share of the cores, at most 16.
+
+    Returns:
+        The ``extra`` that was saved; empty if there was none.
+
+    Raises:
+        CheckpointError: there is no checkpoint, or it is of another model or optimizer; nothing
+            was written.
+        CheckpointCorruptError: a file is not as it was written. If that was found while tensors
+            were read, the optimizer has failed until a load succeeds, and weights are undefined.
+        StateDictError: state does not fit; nothing was written.
+    """
+    refuse_inherited(optimizer)
+    group = coordination_group()
+    stack = contextlib.ExitStack
+    with raised_on_all(group), stack() as uninterrupted, stack() as until_all_have:
+        reader = JobReader(
+            path,
+            threads=threads,
+            optimizer=optimizer,
+            until_all_have=until_all_have,
+            uninterrupted=uninterrupted,
+        )
+        planner = JobLoadPlanner(
+            models_of(model),
+            optimizer,
+            reader,
+            strict=strict,
+            model_prefix=model_prefix,
+            optimizer_prefix=optimizer_prefix,
+        )
+        _load(reader, planner, group)
+    return planner.extra
+
+
+def _writer(path: Folder, optimizer: Optimizer | None, **options: Any) -> Writer:
+    return Writer(path, optimizer_class=class_name(optimizer), **options)
+
+
+def _in_background(work: Callable[[], None]) -> Future[None]:
+    """Do ``work`` on a thread that the interpreter waits for when it ends."""
+    future: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:
+            _log.error("saving in the background failed: %s", error)
+            future.set_exception(error)
+        else:
+            future.set_result(None)
+        finally:
+            _under_way.discard(thread)
+
+    thread = threading.Thread(target=run, name="fsdp-offload-save")
+    _under_way.add(thread)
+    try:
+        thread.start()
+    except RuntimeError as error:  # not raised: other ranks' threads wait for what this one does
+        _log.warning("async_save writes before it returns: no thread can be started (%s)", error)
+        run()
+    return future
+
+
+def wait_for_saves() -> None:
+    """Block until no ``async_save`` of this process writes; errors stay in their futures."""
+    for thread in list(_under_way):
+        if thread is not threading.current_thread():
+            thread.join()
+
+
+# --------------------------------------------------------------------------- DCP
+
+
+def coordination_group() -> dist.ProcessGroup | None:
+    """A gloo group of all ranks, made at its first use; ``None`` without a process group.
+
+    Waits for saves under way: the collectives of two at once would be mixed up.
+    """
+    wait_for_saves()
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    world = dist.group.WORLD
+    if world not in _groups:
+        _groups[world] = dist.new_group(backend="gloo")
+    return _groups[world]
+
+
+def run_save(writer: Writer, planner: SavePlanner, group: dist.ProcessGroup | None) -> None:
+    """Save what the planner has.
+
+    Raises:
+        OffloadError: on all ranks, if it failed on one.
+    """
+    try:
+        with raised_on_all(group):
+            _save(writer, planner, group)
+    except BaseException:
+        writer.discard()
+        raise
+
+
+def _save(writer: StorageWriter, planner: SavePlanner, group: dist.ProcessGroup | None) -> None:
+    """``dcp.save`` of what the planner has."""
+    if group is not None:
+        with _without_numpy():
+            dcp_save({}, storage_writer=writer, planner=planner, process_group=group)
+        return
+    # DCP's steps for one process. dcp.save would warn that there is no process group.
+    planner.set_up_planner({}, writer.storage_meta(), is_coordinator=True)
+    writer.set_up_storage_writer(True)
+    plan = writer.prepare_local_plan(planner.create_local_plan())
+    plans, metadata = planner.create_global_plan([plan])
+    plan = planner.finish_plan(writer.prepare_global_plan(plans)[0])
+    writer.finish(metadata, [writer.write_data(plan, planner).wait()])
+
+
+def _load(reader: StorageReader, planner: LoadPlanner, group: dist.ProcessGroup | None) -> None:
+    """``dcp.load`` into what the planner has."""
+    if group is not None:
+        with _without_numpy():
+            dcp_load({}, storage_reader=reader, planner=planner, process_group=group)
+        return
+    metadata = reader.read_metadata()
+    planner.set_up_planner({}, metadata, is_coordinator=True)
+    reader.set_up_storage_reader(metadata, True)
+    plan = reader.prepare_local_plan(planner.create_local_plan())
+    plan = reader.prepare_global_plan(planner.create_global_plan([plan]))[0]
+    reader.read_data(planner.finish_plan(plan), planner).wait()
+
+
+@contextlib.contextmanager
+def raised_on_all(group: dist.ProcessGroup | None) -> Iterator[None]:
+    """DCP's exceptions, which tell the errors of all ranks, as one typed error.
+
+    Raises:
+        OffloadError: this rank's, or else that of the first rank that has one.
+    """
+    try:
+        with typed():
+            yield
+    except CheckpointException as error:
+        rank = 0 if group is None else dist.get_rank(group)
+        failed = rank if rank in error.failures else min(error.failures)
+        cause = error.failures[failed][0]
+        if failed == rank and not isinstance(cause, Exception):
+            raise cause from error  # KeyboardInterrupt
+        found = typed_error(cause)
+        if failed != rank:
+            what = f"rank {failed}: {found.what}"
+            found = type(found)(what, reason=found.reason, remedy=found.remedy)
+        raise found from error
+
+
+class _Bytes:
+    """What torch's object collectives want of a NumPy array."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+
+    def tobytes(self) -> bytes:
+        """The elements' bytes."""
+        return bytes(memory_of(self._tensor.contiguous()))
+
+
+class _NumpyBytes(TorchFunctionMode):
+    """Inside, on this thread, ``Tensor.numpy()`` gives :class:`_Bytes`."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is Tensor.numpy:
+            return _Bytes(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+def _without_numpy() -> contextlib.AbstractContextManager[Any]:
+    """Lets torch's object collectives, which go by way of NumPy, work where it is not installed."""
+    try:
+        torch.empty(0).numpy()
+    except RuntimeError:
+        return _NumpyBytes()
+    return contextlib.nullcontext()

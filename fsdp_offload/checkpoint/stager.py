@@ -1,0 +1,105 @@
+"""Host memory that holds a copy of what is being saved, so that training may go on."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.staging import AsyncStager
+
+from .. import shards
+from ..config import TransferConfig
+from ..device import gateway_for
+from ..memory import HostArena, check_host_budget, local_ranks
+from .files import BLOCK_BYTES, as_bytes, run_all
+from .format import aligned
+
+
+class Stager(AsyncStager):
+    """Copies a state dict into page-locked host memory, for ``dcp.async_save(async_stager=...)``.
+
+    The memory is reserved at the first call, exactly as much as is needed, and kept until
+    :meth:`close`. The copies stay until the next call: one save at a time.
+
+    Raises:
+        HostMemoryError: (in :meth:`stage`) the copies do not fit.
+    """
+
+    def __init__(self) -> None:
+        self._arena: HostArena | None = None
+        self._nbytes = 0
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """``state_dict`` with a copy in place of each tensor; dicts and lists are new ones."""
+        found: list[Tensor] = []
+
+        def note(tensor: Tensor) -> Tensor:
+            found.append(tensor)
+            return tensor
+
+        self._replace(state_dict, note)
+        self._reserve(found)
+        jobs: list[Callable[[], None]] = []
+        offset = 0
+
+        def copy(tensor: Tensor) -> Tensor:
+            nonlocal offset
+            assert self._arena is not None
+            source = tensor.detach().resolve_conj().resolve_neg().contiguous()
+            target = self._arena.tensor(offset, source.numel(), source.dtype).view(source.shape)
+            offset += aligned(source.nbytes)
+            given, taken = as_bytes(source), as_bytes(target)
+            jobs.extend(
+                functools.partial(_copy, given, taken, start)
+                for start in range(0, source.nbytes, BLOCK_BYTES)
+            )
+            return target
+
+        staged = self._replace(state_dict, copy)
+        for device in {tensor.device for tensor in found}:
+            # Other threads read, on streams of their own.
+            gateway_for(device).current_stream().synchronize()
+        run_all(jobs)
+        return staged  # type: ignore[no-any-return]
+
+    def _reserve(self, tensors: list[Tensor]) -> None:
+        nbytes = sum(aligned(tensor.numel() * tensor.element_size()) for tensor in tensors)
+        if self._arena is not None and nbytes <= self._nbytes:
+            return
+        self.close()
+        check_host_budget(nbytes, local_ranks=local_ranks(), budget_bytes=None)
+        devices = {tensor.device for tensor in tensors if tensor.device.type != "cpu"}
+        gateway = gateway_for(min(devices, key=str, default=torch.device("cpu")))
+        self._arena = HostArena(
+            nbytes,
+            device=gateway.device,
+            can_pin=gateway.can_pin,
+            transfer=TransferConfig(pin="prefer"),
+        )
+        self._nbytes = nbytes
+
+    def _replace(self, value: Any, copy: Callable[[Tensor], Tensor]) -> Any:
+        if isinstance(value, dict):
+            return {key: self._replace(each, copy) for key, each in value.items()}
+        if isinstance(value, list | tuple) and type(value) in (list, tuple):
+            return type(value)(self._replace(each, copy) for each in value)
+        if isinstance(value, Tensor):
+            return shards.like(value, copy(shards.local(value)))
+        return value
+
+    def synchronize_staging(self) -> None:
+        """Nothing is under way: :meth:`stage` returns when the copies are there."""
+        return
+
+    def close(self) -> None:
+        """Give the memory back; the copies are gone."""
+        if self._arena is not None:
+            self._arena.close()
+        self._arena, self._nbytes = None, 0
+
+
+def _copy(source: Tensor, target: Tensor, start: int) -> None:
+    target[start : start + BLOCK_BYTES].copy_(source[start : start + BLOCK_BYTES])

@@ -1,0 +1,299 @@
+"""What is saved of a job: optimizer state as a flat dict of FQNs, weights, and plain values.
+
+[Note: keys]
+They are those of torch's flattened optimizer state dict: ``state.{fqn}.{name}`` and
+``param_groups.{fqn}.{option}``, sorted. They follow from the groups and from the schema of the
+optimizer's class, never from what a rank holds, so they are the same on all ranks without asking.
+
+[Note: masters]
+An fp32 master is never saved twice. fp32 shards are masters themselves. Of a bf16 shard the model
+section holds the upper half, so ``master_remainder`` (16 bits) is all that is left to say. Where a
+lane keeps a whole master (host lane, fp16 shards), that is emitted as ``master`` (fp32).
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+)
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from .. import shards
+from ..device import Gateway, gateway_for
+from ..errors import ConfigError, StateDictError
+from ..moving import present
+from ..optimizer import HybridDeviceOptimizer
+from ..pipeline.records import MasterForm
+from ..wrapping import gateway_of
+
+REMAINDER = MasterForm.REMAINDER.value
+WHOLE = MasterForm.WHOLE.value
+STATE = "state."
+GROUPS = "param_groups."
+EXTRA = "extra"
+
+Models = nn.Module | Sequence[nn.Module]
+
+
+def pack(model: Models, optimizer: Optimizer) -> dict[str, Any]:
+    """The state of ``optimizer``, sorted by key, for ``torch.distributed.checkpoint``.
+
+    No copy, no collective, nothing is moved: tensors are parameter-shaped DTensors (plain tensors
+    for plain parameters) around the live state, so a load into them is a load into the optimizer;
+    :func:`unpack` completes it. Packing twice gives the same.
+
+    Args:
+        model: holds the parameters; a sequence for parts of a pipeline.
+        optimizer: a :class:`HybridDeviceOptimizer`, or any other (packed by torch's function).
+
+    Raises:
+        ConfigError: a parameter is not in ``model``.
+        StateDictError: state that other ranks could not take over.
+        LaneError: the optimizer has failed.
+    """
+    if not isinstance(optimizer, HybridDeviceOptimizer):
+        return _pack_plain(models_of(model), optimizer)
+    names = names_of(models_of(model), optimizer)
+    packed: dict[str, Any] = {}
+    state = optimizer.state
+    for parameter, group in parameters_of(optimizer):
+        fqn = names[parameter]
+        for name, value in state.get(parameter, {}).items():
+            _check_value(parameter, fqn, name, value)
+            packed[f"{STATE}{fqn}.{name}"] = value
+        for option, value in group.items():
+            if option != "params":
+                packed[f"{GROUPS}{fqn}.{option}"] = _plain(value)
+    return dict(sorted(packed.items()))
+
+
+def unpack(model: Models, optimizer: Optimizer, packed: Mapping[str, Any]) -> None:
+    """Load what :func:`pack` returned; values may be the live state itself.
+
+    Options that are missing keep their value; parameters without any state get none.
+
+    Raises:
+        ConfigError: a parameter is not in ``model``.
+        StateDictError: keys, shapes or placements do not fit; nothing was written.
+    """
+    names = names_of(models_of(model), optimizer)
+    state: dict[str, dict[str, Any]] = {}
+    options_of: dict[str, dict[str, Any]] = {}
+    for key, value in packed.items():
+        for prefix, found in ((STATE, state), (GROUPS, options_of)):
+            if key.startswith(prefix):
+                fqn, _, name = key.removeprefix(prefix).rpartition(".")
+                found.setdefault(fqn, {})[name] = value
+    groups = []
+    for group in optimizer.param_groups:
+        fqns = [names[parameter] for parameter in group["params"]]
+        options = options_of.get(fqns[0] if fqns else "", {})
+        groups.append({**group, **options, "params": fqns})
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+class OptimizerState:
+    """Optimizer state as a ``Stateful``, for ``dcp.save({"optim": OptimizerState(...)})``.
+
+    The same keys and bytes as torch's ``get_optimizer_state_dict`` with
+    ``flatten_optimizer_state_dict=True``, without its first step on a fresh optimizer.
+
+    Args:
+        model: holds the parameters; a sequence for parts of a pipeline.
+        optimizer: a :class:`HybridDeviceOptimizer`, or any other.
+
+    Raises:
+        ConfigError: (of both methods) a parameter is not in ``model``.
+        StateDictError: (likewise) state that other ranks could not take over, or that does not fit.
+    """
+
+    def __init__(self, model: Models, optimizer: Optimizer) -> None:
+        self._model, self._optimizer = model, optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        """Live state: DTensors shaped like the parameters (plain tensors for plain parameters)."""
+        return pack(self._model, self._optimizer)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over what :meth:`state_dict` returned; its values may be the live state."""
+        unpack(self._model, self._optimizer, state_dict)
+
+
+def models_of(model: Models) -> tuple[nn.Module, ...]:
+    """One or several modules as a tuple."""
+    return (model,) if isinstance(model, nn.Module) else tuple(model)
+
+
+def _single(models: tuple[nn.Module, ...]) -> nn.Module:
+    return models[0] if len(models) == 1 else nn.ModuleList(models)
+
+
+def parameters_of(optimizer: Optimizer) -> Iterator[tuple[Tensor, dict[str, Any]]]:
+    """Every parameter with its group."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            yield parameter, group
+
+
+def names_of(models: Sequence[nn.Module], optimizer: Optimizer) -> dict[Tensor, str]:
+    """The FQN of each parameter of ``optimizer``.
+
+    Raises:
+        ConfigError: a parameter is in none of ``models``.
+    """
+    names = shards.saved_names(models)
+    for parameter, _ in parameters_of(optimizer):
+        if parameter not in names:
+            raise ConfigError(
+                f"a parameter of shape {tuple(parameter.shape)}",
+                reason="the optimizer holds it, but the model does not, so it has no name",
+                remedy="pass the model whose parameters the optimizer was built with; after a "
+                "forward under no_grad, call model.reshard() first",
+            )
+    return names
+
+
+def _plain(value: Any) -> Any:
+    """NumPy's scalars, which schedules leave in groups, as Python's."""
+    is_numpy = type(value).__module__ == "numpy" and getattr(value, "shape", None) == ()
+    return value.item() if is_numpy else value
+
+
+def _check_value(parameter: Tensor, fqn: str, name: str, value: Any) -> None:
+    """Refuse state of a sharded parameter that would be saved as if all ranks had the same."""
+    if not isinstance(value, Tensor):
+        return
+    if isinstance(parameter, DTensor) and not isinstance(value, DTensor) and value.dim() > 0:
+        raise StateDictError(
+            f"state {name!r} of {fqn} with shape {tuple(value.shape)}",
+            reason="it belongs to this rank's shard and is not cut as the parameter is, so other "
+            "ranks could not take it over",
+            remedy="gather this state by the means of the optimizer's package",
+        )
+
+
+def _pack_plain(models: tuple[nn.Module, ...], optimizer: Optimizer) -> dict[str, Any]:
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    packed = get_optimizer_state_dict(_single(models), optimizer, options=options)
+    if len(models) > 1:  # the position in the list is no part of a name
+        packed = {re.sub(r"^(state|param_groups)\.\d+\.", r"\1.", k): v for k, v in packed.items()}
+    return dict(sorted(packed.items()))
+
+
+# --------------------------------------------------------------------------- weights and values
+
+
+def readable(tensor: Tensor) -> Tensor:
+    """``tensor``, or one like it over host memory while an offloader has moved it away."""
+    return present(tensor)
+
+
+def weights_of(models: Sequence[nn.Module]) -> dict[str, Any]:
+    """Parameters and buffers of all models by FQN: the live ones.
+
+    Raises:
+        ConfigError: two models have the same name.
+    """
+    weights: dict[str, Any] = {}
+    for model in models:
+        part = get_model_state_dict(model)
+        if twice := sorted(weights.keys() & part.keys()):
+            raise ConfigError(
+                f"weights {twice[:5]} of two of the models",
+                reason="they have the same names, and one set would be lost",
+                remedy="give the models different names, as parts of one module have",
+            )
+        weights.update(part)
+    return weights
+
+
+def gateway_of_models(models: Sequence[nn.Module]) -> Gateway:
+    """Of the device that holds what is saved; a rank of a pipeline may hold nothing."""
+    tensors: list[Tensor] = [parameter for model in models for parameter in model.parameters()]
+    tensors = tensors or [buffer for model in models for buffer in model.buffers()]
+    return gateway_of(tensors) if tensors else gateway_for(torch.device("cpu"))
+
+
+def collect(
+    models: Sequence[nn.Module], optimizer: Optimizer | None, extra: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """Sections of what is saved, final and readable by any thread.
+
+    Options and step counts are left to the first rank of the parameter's mesh, which has the
+    same: all of them would travel to the coordinator.
+    """
+    state: dict[str, Any] = {"model": weights_of(models)}
+    if optimizer is not None:
+        packed = pack(models, optimizer)
+        names = names_of(models, optimizer)
+        others = {name for parameter, name in names.items() if not shards.is_first(parameter)}
+        state["optim"] = {
+            key: value
+            for key, value in packed.items()
+            if isinstance(value, DTensor) or _owner(key) not in others
+        }
+    if extra is not None:
+        state[EXTRA] = encode(dict(extra), EXTRA)
+    gateway_of_models(models).current_stream().synchronize()
+    return state
+
+
+def _owner(key: str) -> str:
+    return key.removeprefix(GROUPS).removeprefix(STATE).rpartition(".")[0]
+
+
+def class_name(optimizer: Optimizer | None) -> str:
+    """What a checkpoint calls the (wrapped) class; empty without an optimizer."""
+    if isinstance(optimizer, HybridDeviceOptimizer):
+        return optimizer.inner_class.__qualname__
+    return "" if optimizer is None else type(optimizer).__qualname__
+
+
+def refuse_inherited(optimizer: Optimizer | None) -> None:
+    """Refuse an optimizer of the parent process before any collective: no rank answers a child.
+
+    Raises:
+        ClosedError: this process is a fork of the one that built it.
+    """
+    if isinstance(optimizer, HybridDeviceOptimizer) and not optimizer._health.is_ours:
+        optimizer.check_usable()
+
+
+def encode(value: Any, what: str) -> bytes:
+    """``value`` as ``torch.save`` writes it.
+
+    Raises:
+        ConfigError: ``torch.load(weights_only=True)``, which is all that a load uses, refuses it.
+    """
+    buffer = io.BytesIO()
+    try:
+        torch.save(value, buffer)
+        buffer.seek(0)
+        decode(buffer)
+    except Exception as error:
+        raise ConfigError(
+            f"{what} of type {type(value).__name__}",
+            reason=f"it cannot be loaded without running code of its own: {error}",
+            remedy="keep numbers, strings, lists, dicts and tensors in it, such as state_dict()s",
+        ) from error
+    return buffer.getvalue()
+
+
+def decode(data: io.BytesIO) -> Any:
+    """What :func:`encode` was given; no code of its own is run.
+
+    Raises:
+        Exception: whatever torch raises of other data.
+    """
+    with torch.serialization.safe_globals([io.BytesIO]):  # some modules' extra state is one
+        return torch.load(data, weights_only=True, map_location="cpu")

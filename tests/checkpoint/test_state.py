@@ -1,0 +1,339 @@
+"""What packed optimizer state is: torch's keys, the live memory, no collective and no copy."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from fsdp_offload import HybridDeviceOptimizer
+from fsdp_offload.checkpoint.state import pack, unpack
+from fsdp_offload.errors import ConfigError, StateDictError
+from tests.checkpoint import jobs
+from tests.checkpoint.jobs import FLAT, Variant
+from tests.fsdp import models
+from tests.fsdp.models import check, check_same, local
+from tests.helpers.ranks import RankPool
+from tests.own_optimizers import Own
+
+Ranks = Callable[..., RankPool]
+BF16 = torch.bfloat16
+
+
+def trained(variant: Variant) -> jobs.Job:
+    """After steps in which block 1 never had a gradient."""
+    job = jobs.make(variant)
+    jobs.train(job, range(1, jobs.LAST_BEFORE + 1))
+    return job
+
+
+# --------------------------------------------------------------------------- keys and memory
+
+
+def compare_with_torch(variant: Variant) -> list[str]:
+    job = trained(variant)
+    packed = pack(*job.pair)
+    expected = get_optimizer_state_dict(*job.pair, options=FLAT)
+    check(packed.keys() == expected.keys(), f"keys {packed.keys() ^ expected.keys()}")
+    check(list(packed) == sorted(packed), "not sorted")
+    for key, value in expected.items():
+        check_same(packed[key], value, key)
+    return list(packed)
+
+
+@pytest.mark.parametrize("variant", [Variant(), Variant(dtype=BF16), Variant(mesh="tp")], ids=str)
+def test_keys_and_values_are_those_of_torch_on_all_ranks(ranks: Ranks, variant: Variant) -> None:
+    """Also where shards are empty, and for parameters that never had a gradient."""
+    keys = ranks(4).run(compare_with_torch, variant)
+
+    assert all(each == keys[0] for each in keys)
+    last = "up.bias" if variant.mesh == "tp" else "blocks.1.up.bias"
+    assert {f"state.{last}.{name}" for name in ("step", "exp_avg", "exp_avg_sq")} <= {*keys[0]}
+
+
+def look_at_memory(dtype: torch.dtype) -> int:
+    job = trained(Variant(dtype=dtype))
+    live = {
+        local(value).data_ptr()
+        for record in job.optimizer.records
+        for value in record.tensors.values()
+        if value.numel()
+    }
+    packed, again = (pack(*job.pair) for _ in range(2))
+    empty = 0
+    for key, value in packed.items():
+        check_same(again[key], value, f"{key}, packed twice")
+        if not isinstance(value, DTensor):
+            continue
+        piece, empty = local(value), empty + (local(value).numel() == 0)
+        check(local(again[key]).data_ptr() == piece.data_ptr(), f"{key} moved")
+        check(piece.numel() == 0 or piece.data_ptr() in live, f"{key} is a copy")
+        check(piece.storage_offset() == 0, f"{key} at offset {piece.storage_offset()}")
+        size, needed = piece.untyped_storage().nbytes(), piece.numel() * piece.itemsize
+        check(size == needed, f"{key}: {size} bytes of storage under {needed}")
+    return empty
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+def test_values_are_the_live_state_in_storages_of_its_size(
+    ranks: Ranks, dtype: torch.dtype
+) -> None:
+    empty = ranks(4).run(look_at_memory, dtype)
+
+    assert empty[0] == 0
+    assert empty[3] > 0, "no shard was empty"
+
+
+def unpack_by_hand(plain: bool) -> None:
+    source, target = trained(Variant()), jobs.elsewhere(Variant(wrapped=not plain))
+    packed = copy.deepcopy(pack(*source.pair))
+    before = jobs.addresses(target.optimizer)
+    unpack(*target.pair, packed)
+    check(plain or jobs.addresses(target.optimizer) == before, "the state moved")
+    found, expected = jobs.whole(target), jobs.whole(source)
+    for name, value in expected.items():
+        if not name.startswith("weight"):
+            check_same(found[name], value, name)
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_packed_state_is_unpacked_into_both_kinds(ranks: Ranks, plain: bool) -> None:
+    ranks(2).run(unpack_by_hand, plain)
+
+
+# --------------------------------------------------------------------------- cost
+
+
+def pack_silently() -> None:
+    fresh, used = jobs.make(Variant()), trained(Variant(dtype=BF16))
+    for job in (fresh, used):
+        with jobs.watching(jobs.refuse):
+            packed = pack(*job.pair)
+        with jobs.watching(jobs.refuse):
+            unpack(*job.pair, packed)
+    # The watch itself: each kind of entry is seen.
+    weight = next(iter(fresh.model.parameters()))
+    for issue in (
+        lambda: dist.barrier(),
+        lambda: dist.all_gather_object([None] * dist.get_world_size(), 1),
+        lambda: dist.group.WORLD.allreduce([torch.ones(1)]).wait(),
+        lambda: weight.full_tensor(),
+    ):
+        with pytest.raises(AssertionError, match="was called"), jobs.watching(jobs.refuse):
+            issue()
+
+
+def test_packing_and_unpacking_issue_no_collective(ranks: Ranks) -> None:
+    ranks(2).run(pack_silently)
+
+
+class Storages(TorchDispatchMode):
+    """Sums the bytes of storages that operators make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.new_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        known = {_storage(value) for value in tree_leaves((args, kwargs or {}))}
+        result = func(*args, **(kwargs or {}))
+        for value in tree_leaves(result):
+            if _storage(value) is not None and _storage(value) not in known:
+                self.new_bytes += local(value).untyped_storage().nbytes()
+        return result
+
+
+def _storage(value: Any) -> int | None:
+    """Which storage, by its identity. Of a DTensor, operators on its shard are not seen."""
+    return local(value).untyped_storage()._cdata if isinstance(value, Tensor) else None
+
+
+WIDE = 512  # 2 MB per kind of state
+
+
+def wide(dtype: torch.dtype = torch.float32) -> tuple[nn.Module, HybridDeviceOptimizer]:
+    model = fully_shard(nn.Linear(2 * WIDE, WIDE).to(dtype), mesh=models.flat_mesh(2))
+    optimizer = models.wrap(torch.optim.AdamW(model.parameters(), lr=0.1), model)
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 0.3)
+    optimizer.step()
+    return model, optimizer
+
+
+def measure_packing(dtype: torch.dtype) -> tuple[int, int]:
+    pair = wide(dtype)
+    with Storages() as storages:
+        packed = pack(*pair)
+    with Storages() as control:
+        copies = [local(v).clone() for v in packed.values() if isinstance(v, DTensor)]
+    check(control.new_bytes == sum(c.nbytes for c in copies), "the count counts nothing")
+    return storages.new_bytes, control.new_bytes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+def test_packing_allocates_next_to_nothing(ranks: Ranks, dtype: torch.dtype) -> None:
+    for new_bytes, state_bytes in ranks(2).run(measure_packing, dtype):
+        assert state_bytes > 2 * WIDE * WIDE * 4
+        assert new_bytes < state_bytes / 1000
+
+
+# --------------------------------------------------------------------------- refusals
+
+
+def refused(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Exception | None:
+    """What a call raised, so that it can be looked at outside."""
+    try:
+        fn(*args, **kwargs)
+    except (ConfigError, StateDictError) as error:
+        return error
+    return None
+
+
+def pack_factored() -> Exception | None:
+    """A class that reads its shard: torch's own Adafactor does not step on DTensors."""
+    model = fully_shard(nn.Linear(6, 8), mesh=models.flat_mesh(2))
+    optimizer = models.wrap(LocalRows(model.parameters()), model)
+    model(torch.ones(2, 6)).sum().backward()
+    optimizer.step()
+    return refused(pack, model, optimizer)
+
+
+class LocalRows(Own):
+    """A mean per row of this rank's shard."""
+
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        state.setdefault("row", local(p).new_zeros(len(local(p)))).add_(1.0)
+
+
+def test_state_of_a_shard_that_is_not_cut_like_it_is_refused(ranks: Ranks) -> None:
+    for error in ranks(2).run(pack_factored):
+        assert isinstance(error, StateDictError)
+        assert "'row'" in error.what
+        assert "gather" in error.remedy
+
+
+def test_a_parameter_that_the_model_lacks_is_refused() -> None:
+    model, other = nn.Linear(3, 2), nn.Linear(3, 2)
+    optimizer = models.wrap(torch.optim.AdamW([*model.parameters(), *other.parameters()]))
+
+    with pytest.raises(ConfigError, match="shape"):
+        pack(model, optimizer)
+
+
+# --------------------------------------------------------------------------- names
+
+
+def test_tied_weights_are_packed_once() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, bias=False))
+    model[1].weight = model[0].weight
+    packed = pack(model, models.wrap(torch.optim.AdamW(model.parameters()), model))
+
+    assert [key for key in packed if key.endswith("exp_avg")] == [
+        "state.0.bias.exp_avg",
+        "state.0.weight.exp_avg",
+    ]
+
+
+def wrapped_by_torch() -> nn.Module:
+    """With what other tools put between the names of modules."""
+    inner = nn.Sequential(nn.Linear(4, 4), checkpoint_wrapper(nn.Linear(4, 4)))
+    inner[0] = torch.compile(inner[0], backend="eager")
+    return torch.compile(inner, backend="eager")
+
+
+def test_names_are_those_that_torch_saves() -> None:
+    model = wrapped_by_torch()
+    optimizer = models.wrap(torch.optim.AdamW(model.parameters()), model)
+    packed = pack(model, optimizer)
+
+    assert "_orig_mod.0._orig_mod.weight" in dict(model.named_parameters())
+    assert packed.keys() == get_optimizer_state_dict(model, optimizer, options=FLAT).keys()
+    assert {"state.0.weight.step", "state.1.weight.step"} <= packed.keys()
+
+
+def test_parts_of_a_pipeline_are_packed_together() -> None:
+    parts = [nn.Sequential(nn.Linear(3, 3)), nn.ModuleDict({"last": nn.Linear(3, 1)})]
+    both = [parameter for part in parts for parameter in part.parameters()]
+    packed = pack(parts, models.wrap(torch.optim.AdamW(both), parts))
+
+    assert {"state.0.weight.step", "state.last.weight.step"} <= packed.keys()
+
+
+def test_a_plain_optimizer_is_packed_by_torch() -> None:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    packed = pack(model, optimizer)
+
+    assert list(packed) == sorted(get_optimizer_state_dict(model, optimizer, options=FLAT))
+
+
+def test_parts_of_a_pipeline_have_the_same_names_in_a_plain_optimizer() -> None:
+    parts = [nn.Sequential(nn.Linear(3, 3)), nn.ModuleDict({"last": nn.Linear(3, 1)})]
+    both = [parameter for part in parts for parameter in part.parameters()]
+    packed = pack(parts, torch.optim.AdamW(both, fused=False, foreach=False))
+    ours = models.wrap(torch.optim.AdamW(both, foreach=False), parts)
+
+    assert packed.keys() == pack(parts, ours).keys()
+
+
+def test_packed_state_can_be_pickled_and_copied() -> None:
+    """As savers of others do, from views of an arena."""
+    model = nn.Linear(3, 2)
+    packed = pack(model, models.wrap(torch.optim.AdamW(model.parameters()), model))
+
+    assert len(pickle.dumps(packed)) < 20_000
+    assert copy.deepcopy(packed).keys() == packed.keys()
+
+
+# --------------------------------------------------------------------------- collectives of a save
+
+
+def list_collectives(path: Path) -> dict[str, list[str]]:
+    """The outermost calls of each action, and that all of them are over one group."""
+    job = trained(Variant())
+    jobs.checkpoint.save(path / "first", *job.pair)  # makes the group
+    calls: list[str] = []
+
+    def note(name: str, _: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if "group" in kwargs:
+            if "_object" in name:
+                calls.append(name)
+            check(kwargs["group"] is not dist.group.WORLD, f"{name} over the default group")
+            check(dist.get_backend(kwargs["group"]) == "gloo", f"{name} not over gloo")
+
+    found: dict[str, list[str]] = {}
+    actions: dict[str, Callable[[], Any]] = {
+        "save": lambda: jobs.checkpoint.save(path / "second", *job.pair),
+        "async_save": lambda: jobs.checkpoint.async_save(path / "third", *job.pair).result(),
+        "load": lambda: jobs.checkpoint.load(path / "second", *job.pair),
+    }
+    for name, act in actions.items():
+        calls.clear()
+        with jobs.watching(note):
+            act()
+        found[name] = list(calls)
+    return found
+
+
+def test_saves_and_loads_issue_few_collectives_of_objects(ranks: Ranks, tmp_path: Path) -> None:
+    """The documentation states these."""
+    plan = ["gather_object", "scatter_object_list"]
+    for found in ranks(2).run(list_collectives, tmp_path):
+        assert found == {
+            "save": [*plan, "gather_object", "broadcast_object_list"],
+            "async_save": [*plan, "gather_object", "broadcast_object_list"],
+            "load": [*plan, "all_gather_object"],
+        }
