@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from .arena import ArenaStatistics, HostArena
-from .budget import HostMemory, available_host_bytes, check_host_budget, local_ranks
+from .budget import check_host_budget, local_ranks
 
 __all__ = [
     "ArenaStatistics",
     "HostArena",
-    "HostMemory",
-    "available_host_bytes",
     "check_host_budget",
     "local_ranks",
 ]
