@@ -32,7 +32,7 @@ from fsdp_offload.memory import HostArena
 from fsdp_offload.moving import Block, StorageBlock, Trip, whereabouts
 from fsdp_offload.testing import ADVERSARIES, StreamSimulator
 from tests.away import model_away
-from tests.twins import MATRICES, SHAPES, SMALL, assert_same, bits, two_groups
+from tests.helpers.side_by_side import MATRICES, SHAPES, SMALL, assert_same, bits, two_groups
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16

@@ -29,7 +29,7 @@ from fsdp_offload.memory import HostArena
 from fsdp_offload.memory.arena import _mappings
 from fsdp_offload.pipeline.shadow import Shadow
 from fsdp_offload.testing import StreamSimulator
-from tests.twins import bits
+from tests.helpers.side_by_side import bits
 
 pytestmark = pytest.mark.usefixtures("one_thread", "small_host_buckets")
 LANES = ("resident", "streamed", "host")

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CyclicLR, LRScheduler, OneCycleLR
 
 from fsdp_offload import HybridDeviceOptimizer, checkpoint
-from tests.twins import SHAPES, Apart, Twins
+from tests.helpers.side_by_side import SHAPES, Apart, SideBySide
 
 LANES = ("resident", "streamed", "host")
 PRESENT = [True] * len(SHAPES)
@@ -29,9 +29,9 @@ def fused_sgd(groups: Any) -> Optimizer:
     return torch.optim.SGD(groups, lr=0.1, fused=True)
 
 
-def twins_of(lane: str, build: Any = sgd, **wrap: Any) -> Twins:
+def twins_of(lane: str, build: Any = sgd, **wrap: Any) -> SideBySide:
     plain = {"plain_build": fused_sgd} if lane == "host" and build is sgd else {}
-    return Twins(build, update_on=[lane] * len(SHAPES), **plain, **wrap)
+    return SideBySide(build, update_on=[lane] * len(SHAPES), **plain, **wrap)
 
 
 def one_cycle(optimizer: Optimizer) -> LRScheduler:
@@ -118,14 +118,14 @@ def test_a_master_alone_is_loaded_where_momentum_is_needed_now(
 
 
 def test_amsgrad_switched_on_before_the_first_step_is_reserved_then() -> None:
-    twins = Twins(lambda groups: torch.optim.AdamW(groups, lr=0.1))
+    twins = SideBySide(lambda groups: torch.optim.AdamW(groups, lr=0.1))
     twins.change(amsgrad=True)
     twins.run(4)
     assert "max_exp_avg_sq" in twins.wrapped.state[twins.mine[0]]
 
 
 def test_amsgrad_switched_off_before_the_first_step_leaves_its_entry_unused() -> None:
-    twins = Twins(lambda groups: torch.optim.AdamW(groups, lr=0.1, amsgrad=True))
+    twins = SideBySide(lambda groups: torch.optim.AdamW(groups, lr=0.1, amsgrad=True))
     twins.change(amsgrad=False)
     for _ in range(3):
         twins.step(PRESENT)
@@ -166,7 +166,7 @@ def test_a_parameter_that_is_frozen_meanwhile_keeps_its_place(lane: str) -> None
     plain = {"plain_build": partial(Apart, fused_sgd)} if lane == "host" else {}
     lanes = [lane] * len(SHAPES)
     half = {"dtypes": [torch.float16], "plain_dtypes": [torch.float32]}
-    twins = Twins(sgd, update_on=lanes, **half, **plain)
+    twins = SideBySide(sgd, update_on=lanes, **half, **plain)
     twins.step(PRESENT)
     twins.mine[0].requires_grad_(False)
     twins.change(momentum=0.9)

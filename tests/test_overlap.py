@@ -30,8 +30,8 @@ from fsdp_offload.pipeline.records import Snapshot, Work
 from fsdp_offload.pipeline.streamed import StreamedLane
 from fsdp_offload.spent import is_spent
 from fsdp_offload.testing import StreamSimulator
+from tests.helpers.fake_fsdp import FakeFsdp
 from tests.own_optimizers import Lion
-from tests.played import Played
 
 CPU = torch.device("cpu")
 SMALL = TransferConfig(bucket_bytes=4096, slots=2, host_threads=1, prefetch_bytes=3 * 4096)
@@ -50,7 +50,7 @@ class Job:
             for numels in ((300, 64), (900,), (130, 500), (260,))
         ]
         self.parameters = [p for group in groups for p in group]
-        self.played = Played(gateway or gateway_for(CPU), groups)
+        self.played = FakeFsdp(gateway or gateway_for(CPU), groups)
         lr = lr.clone() if isinstance(lr, Tensor) else lr
         inner = torch.optim.AdamW(self.parameters, lr=lr)
         self.optimizer: Any = inner
@@ -94,7 +94,7 @@ def test_without_an_fsdp2_module_there_is_nothing_to_hide_under(overlap: str, mo
 @pytest.mark.parametrize("cls", [Lion, getattr(torch.optim, "Muon", torch.optim.Adafactor)])
 def test_classes_that_cannot_be_updated_piece_by_piece_are_refused(overlap: str, cls: Any) -> None:
     matrix = nn.Parameter(torch.ones(8, 8))
-    played = Played(gateway_for(CPU), [[matrix]])
+    played = FakeFsdp(gateway_for(CPU), [[matrix]])
     with pytest.raises(ConfigError, match=cls.__name__):
         played.wrap(cls([matrix]), overlap=overlap)
     assert played.groups[0]._watched == []

@@ -1,9 +1,9 @@
 """The waits of ``overlap="forward"`` and ``"backward"``: as ``test_pipeline_waits``, beside an
 FSDP2 that the test plays.
 
-Its groups gather, compute and reduce on streams of their own (:mod:`tests.played`); under the
-simulator a gather that does not wait for its updates reads old or half-written weights, and a
-gradient that is dropped too early is filled with NaN. Only waits of this package are removed.
+Its groups gather, compute and reduce on streams of their own (:mod:`tests.helpers.fake_fsdp`);
+under the simulator a gather that does not wait for its updates reads old or half-written weights,
+and a gradient that is dropped too early is filled with NaN. Only waits of this package are removed.
 
 Not to be seen here: work that is not launched, such as clones of learning rates on the device.
 """
@@ -22,8 +22,8 @@ from fsdp_offload import TransferConfig
 from fsdp_offload.device import CpuGateway, gateway_for, use_gateway
 from fsdp_offload.pipeline.worker import InlineWorker
 from fsdp_offload.testing import ADVERSARIES
-from tests.played import Played, scale
-from tests.waits import CPU, NOTHING, Simulator, Skip, adversaries, be_lazy, same
+from tests.helpers.fake_fsdp import FakeFsdp, scale
+from tests.helpers.removed_waits import CPU, NOTHING, Simulator, Skip, adversaries, be_lazy, same
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -109,7 +109,7 @@ class Job:
         self.trained = [p for group in groups for p in group] + loose
         groups[1] += self.late
         self.scene, self.plain = scene, plain
-        self.played = Played(gateway, groups, loose, one_rank=scene.one_rank, ahead=scene.ahead)
+        self.played = FakeFsdp(gateway, groups, loose, one_rank=scene.one_rank, ahead=scene.ahead)
         for parameter in self.late:
             parameter.requires_grad_(False)
         inner = torch.optim.AdamW(self.trained, lr=0.05, fused=True)

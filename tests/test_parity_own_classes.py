@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from fsdp_offload import HybridDeviceOptimizer
 from fsdp_offload.errors import ConfigError, LaneError, StateSchemaError
 from tests import own_optimizers as own
-from tests.twins import MATRICES, SHAPES, SMALL, Build, Twins
+from tests.helpers.side_by_side import MATRICES, SHAPES, SMALL, Build, SideBySide
 
 LANES = ("resident", "streamed", "host")
 NOT_EMPTY = tuple(shape for shape in SHAPES if 0 not in shape)
@@ -52,12 +52,12 @@ def make(cls: type[Optimizer], **changed: Any) -> Build:
     return build
 
 
-def own_twins(cls: type[Optimizer], **wrap: Any) -> Twins:
+def own_twins(cls: type[Optimizer], **wrap: Any) -> SideBySide:
     """Of a class that the caller calls element-wise."""
-    return Twins(make(cls), elementwise=True, **wrap)
+    return SideBySide(make(cls), elementwise=True, **wrap)
 
 
-def compare_settings(twins: Twins) -> None:
+def compare_settings(twins: SideBySide) -> None:
     """What a class counts in its groups and attributes is written back."""
     for mine, plain in zip(twins.wrapped.param_groups, twins.plain.param_groups, strict=True):
         assert {k: v for k, v in mine.items() if k != "params"} == {
@@ -109,7 +109,7 @@ def test_classes_that_are_not_torchs_run_their_own_step(
     cls: type[Optimizer], dtype: torch.dtype
 ) -> None:
     shapes = MATRICES if cls in (own.Orthogonal, own.Transposing) else NOT_EMPTY
-    twins = Twins(make(cls), shapes=shapes, dtypes=[dtype])
+    twins = SideBySide(make(cls), shapes=shapes, dtypes=[dtype])
     assert twins.lanes() == {"native"}
     twins.run()
     compare_settings(twins)
@@ -119,7 +119,7 @@ def test_classes_that_are_not_torchs_run_their_own_step(
 def test_what_a_trial_would_not_show_stays_as_without_wrapping(cls: type[Optimizer]) -> None:
     """Factors above a size, a phase that begins later, values kept in attributes by parameter,
     state swapped, an optimizer inside, state of dicts."""
-    twins = Twins(make(cls), shapes=((70, 50), (9,), (33, 31)))
+    twins = SideBySide(make(cls), shapes=((70, 50), (9,), (33, 31)))
     for step in range(6):
         if step == 3:
             twins.change(clip=0.5)
@@ -129,7 +129,7 @@ def test_what_a_trial_would_not_show_stays_as_without_wrapping(cls: type[Optimiz
 
 
 def test_noise_is_drawn_in_the_same_order_as_without_wrapping() -> None:
-    twins = Twins(make(own.Langevin))
+    twins = SideBySide(make(own.Langevin))
     twins.set_gradients([True] * len(SHAPES))
     for optimizer in (twins.wrapped, twins.plain):
         torch.manual_seed(3)
@@ -187,12 +187,12 @@ def test_a_first_closure_that_makes_no_gradient_is_refused() -> None:
 
 
 def test_state_dicts_of_a_class_that_runs_its_own_step_are_its_own() -> None:
-    twins = Twins(make(own.Factored), shapes=NOT_EMPTY)
+    twins = SideBySide(make(own.Factored), shapes=NOT_EMPTY)
     for _ in range(3):
         twins.step([True, False, True, True, True, True])
     saved = twins.wrapped.state_dict()
     torch.testing.assert_close(saved, twins.plain.state_dict(), rtol=0, atol=0)
-    other = Twins(make(own.Factored), shapes=NOT_EMPTY)
+    other = SideBySide(make(own.Factored), shapes=NOT_EMPTY)
     with torch.no_grad():
         for source, mine, theirs in zip(twins.mine, other.mine, other.theirs, strict=True):
             mine.copy_(source)
@@ -213,7 +213,7 @@ def test_state_dicts_of_a_class_that_runs_its_own_step_are_its_own() -> None:
 def test_state_that_is_dropped_begins_anew(how: str) -> None:
     """Of a class of torch's that keeps its own state, and of one that runs its own step."""
     for build in (lambda ps: torch.optim.Adafactor(ps, lr=0.1), own.Factored):
-        twins = Twins(build, shapes=((9, 5), (4,)))
+        twins = SideBySide(build, shapes=((9, 5), (4,)))
         twins.run(3)
         for optimizer, parameters in ((twins.wrapped, twins.mine), (twins.plain, twins.theirs)):
             state = optimizer.state

@@ -25,8 +25,8 @@ from torch.optim import Optimizer
 from fsdp_offload import HybridDeviceOptimizer, PrecisionConfig, TransferConfig
 from fsdp_offload.errors import ConfigError, UnsupportedOptimizerError
 from fsdp_offload.pipeline.schema import makes_its_state
+from tests.helpers.side_by_side import MATRICES, SHAPES, SMALL, Apart, Build, SideBySide, bits
 from tests.optimizer_table import ELEMENTWISE, EXTRA, FUSED, SETTINGS, TENSOR_LR, Setting, settings
-from tests.twins import MATRICES, SHAPES, SMALL, Apart, Build, Twins, bits
 
 LANES = ("resident", "streamed", "host")
 FRACTIONS = (0.0, 0.25, 0.5, 1.0)
@@ -107,7 +107,7 @@ def sampled(names: Any, *implementations: str) -> list[Setting]:
 
 
 def check_device_lanes(setting: Setting, fraction: float, transfer: TransferConfig) -> None:
-    twins = Twins(
+    twins = SideBySide(
         build(setting),
         plain_build=reference(setting),
         shapes=shapes_for(setting),
@@ -166,7 +166,7 @@ def test_one_optimizer_with_all_settings_of_its_class_as_groups(name: str, lanes
     given = (
         [LANES[i % 3] for i in range(len(shapes))] if lanes == "mixed" else [lanes] * len(shapes)
     )
-    twins = Twins(make, shapes=shapes, update_on=given)
+    twins = SideBySide(make, shapes=shapes, update_on=given)
     assert twins.lanes() == set(given)
     twins.run()
 
@@ -175,7 +175,7 @@ def test_one_optimizer_with_all_settings_of_its_class_as_groups(name: str, lanes
 
 
 def check_host_lane(setting: Setting, transfer: TransferConfig) -> None:
-    twins = Twins(
+    twins = SideBySide(
         build(setting),
         plain_build=reference(setting, on_host=True),
         shapes=shapes_for(setting, LARGER),
@@ -207,7 +207,7 @@ def test_host_lane_equals_torchs_cpu_kernel_in_full(setting: Setting, bucket_byt
 def test_whole_matrix_optimizers_have_no_host_lane() -> None:
     setting = settings("open", names=["Muon"])[0]
     with pytest.raises(ConfigError, match="works on whole matrices"):
-        Twins(build(setting), shapes=MATRICES, update_on="host")
+        SideBySide(build(setting), shapes=MATRICES, update_on="host")
 
 
 # --------------------------------------------------------------------------- half precision
@@ -215,7 +215,7 @@ def test_whole_matrix_optimizers_have_no_host_lane() -> None:
 
 def check_masters(setting: Setting, lane: str, dtype: torch.dtype) -> None:
     shapes = shapes_for(setting, LARGER if lane == "host" else SHAPES)
-    twins = Twins(
+    twins = SideBySide(
         build(setting),
         plain_build=reference(setting, on_host=lane == "host"),
         shapes=shapes,
@@ -274,7 +274,7 @@ def test_without_masters_half_precision_equals_plain_torch(
 ) -> None:
     """The host lane keeps to the for-loop here: fused SGD skips elements of half precision."""
     setting = Setting(name, "open", SETTINGS[name][-1])
-    twins = Twins(
+    twins = SideBySide(
         build(setting),
         shapes=LARGER if lane == "host" else SHAPES,
         dtypes=[dtype],
@@ -289,7 +289,7 @@ def test_without_masters_half_precision_equals_plain_torch(
 def test_adafactor_keeps_its_own_state_and_equals_plain_torch_in_bf16(master: str) -> None:
     setting = Setting("Adafactor", "open", {})
     precision = PrecisionConfig(master=master)  # type: ignore[arg-type]
-    Twins(build(setting), shapes=shapes_for(setting), dtypes=[BF16], precision=precision).run()
+    SideBySide(build(setting), shapes=shapes_for(setting), dtypes=[BF16], precision=precision).run()
 
 
 @pytest.mark.parametrize("lane", LANES)
@@ -322,7 +322,7 @@ def test_lanes_and_dtypes_mixed_in_one_optimizer(name: str, turn: int) -> None:
     """Every dtype in every lane, one step for all of them."""
     dtypes = (FP32, BF16, FP16, FP64)
     lanes = [LANES[(i + i // 12 + turn) % 3] for i in range(12)]
-    twins = Twins(
+    twins = SideBySide(
         build(Setting(name, "for-loop", SETTINGS[name][-1])),
         shapes=[(5 + 3 * i, 30) for i in range(12)],
         dtypes=dtypes,
@@ -337,7 +337,7 @@ def test_lanes_and_dtypes_mixed_in_one_optimizer(name: str, turn: int) -> None:
 def test_lanes_mixed_for_whole_matrices(turn: int) -> None:
     lanes = [("resident", "streamed")[(i + turn) % 2] for i in range(len(MATRICES))]
     for dtype in (FP32, BF16):
-        Twins(
+        SideBySide(
             build(Setting("Muon", "open", {})),
             shapes=MATRICES,
             dtypes=[dtype],
@@ -349,7 +349,7 @@ def test_lanes_mixed_for_whole_matrices(turn: int) -> None:
 @pytest.mark.parametrize(("name", "lane"), [*zip(sorted(ELEMENTWISE), itertools.cycle(LANES))])
 def test_complex_parameters(name: str, lane: str) -> None:
     setting = Setting(name, "for-loop", SETTINGS[name][-1])
-    Twins(
+    SideBySide(
         build(setting), shapes=[(40, 30), (9,), (3, 65)], dtypes=[torch.complex64],
         update_on=[lane] * 3,
     ).run()  # fmt: skip
@@ -371,7 +371,7 @@ def test_complex_parameters(name: str, lane: str) -> None:
 )
 def test_hyper_parameters_changed_midway(name: str, changes: dict[str, Any], lane: str) -> None:
     kwargs = {"momentum": 0.9} if name == "SGD" else {}
-    twins = Twins(
+    twins = SideBySide(
         build(Setting(name, "for-loop", kwargs)), shapes=LARGER, update_on=[lane] * len(LARGER)
     )
     for step in range(5):
@@ -383,7 +383,7 @@ def test_hyper_parameters_changed_midway(name: str, changes: dict[str, Any], lan
 
 @pytest.mark.parametrize("lane", LANES)
 def test_lr_may_turn_from_a_number_into_a_tensor_and_back(lane: str) -> None:
-    twins = Twins(
+    twins = SideBySide(
         build(Setting("AdamW", "for-loop", {})), shapes=LARGER, update_on=[lane] * len(LARGER)
     )
     for lr in (0.1, TENSOR_LR, 1, torch.tensor(0.3), 0.01):
@@ -501,7 +501,7 @@ def test_large_parameters_on_several_threads(
     torch.set_num_threads(threads)
     transfer = TransferConfig(bucket_bytes="256KiB", host_threads=2)
     setting = Setting(name, implementation, SETTINGS[name][-1])
-    twins = Twins(
+    twins = SideBySide(
         build(setting),
         shapes=[(100_003,), (333, 301)],
         update_on=[lane] * 2,
@@ -597,7 +597,7 @@ def test_two_equal_tensors_with_other_bits_are_told_apart() -> None:
 
 def test_the_runs_cut_parameters_and_share_buckets() -> None:
     """What the runs above rely on."""
-    twins = Twins(build(Setting("AdamW", "open", {})))
+    twins = SideBySide(build(Setting("AdamW", "open", {})))
     pieces: dict[Tensor, int] = {}
     for record in twins.wrapped._records:
         pieces[record.parameter] = len(record.pieces)

@@ -33,7 +33,7 @@ from fsdp_offload import HybridDeviceOptimizer, TransferConfig
 from fsdp_offload.device import CpuGateway, gateway_for, use_gateway
 from fsdp_offload.pipeline.records import Work
 from fsdp_offload.testing import ADVERSARIES
-from tests.waits import (
+from tests.helpers.removed_waits import (
     CPU,
     NOTHING,
     Call,

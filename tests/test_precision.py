@@ -34,9 +34,9 @@ from fsdp_offload.pipeline.bucket import Scratch
 from fsdp_offload.pipeline.rng_key import RngKey
 from fsdp_offload.pipeline.schema import makes_its_state
 from tests.fsdp import models
+from tests.helpers.fake_fsdp import FakeFsdp
 from tests.helpers.ranks import RankPool
-from tests.played import Played
-from tests.twins import master_of, rounded
+from tests.helpers.side_by_side import master_of, rounded
 
 SHAPES = ((70, 50), (129,), (), (0, 5), (7, 3, 4), (64,))
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -467,7 +467,7 @@ def test_the_kernel_has_the_same_bits_beside_backward(
             for _ in range(6)
         ]
         parameters = [parameter for group in groups for parameter in group]
-        played = Played(gateway_for(torch.device("cpu")), groups)
+        played = FakeFsdp(gateway_for(torch.device("cpu")), groups)
         optimizer = played.wrap(
             torch.optim.AdamW(parameters, lr=0.01, fused=True),
             overlap=overlap,
@@ -531,13 +531,13 @@ def test_no_room_for_scratch_memory_updates_nothing(
     for _ in range(2):
         torch.manual_seed(0)
         parameters = [nn.Parameter(torch.randn(n).to(BF16)) for n in (700, 300)]
-        played = Played(gateway_for(torch.device("cpu")), [[p] for p in parameters])
+        played = FakeFsdp(gateway_for(torch.device("cpu")), [[p] for p in parameters])
         inner = torch.optim.AdamW(parameters, lr=0.01, fused=True)
         precision = PrecisionConfig(moments=BF16)
         optimizer = played.wrap(inner, overlap=overlap, transfer=SMALL, precision=precision)
         made.append((played, parameters, optimizer))
 
-    def iterate(played: Played, optimizer: HybridDeviceOptimizer, step: int) -> None:
+    def iterate(played: FakeFsdp, optimizer: HybridDeviceOptimizer, step: int) -> None:
         played.forward()
         played.backward(step)
         optimizer.step()

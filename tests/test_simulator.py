@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from fsdp_offload.device import CpuGateway, Event, Gateway, Stream, gateway_for, use_gateway
 from fsdp_offload.errors import ConfigError, DeviceError
 from fsdp_offload.testing import ADVERSARIES, StreamSimulator
+from tests.helpers.policies import POLICIES
 
 CPU = torch.device("cpu")
 N_BUCKETS, N_SLOTS, N_STEPS, NUMEL = 5, 2, 2, 4
@@ -108,7 +109,7 @@ def dropped_early() -> Toy:
     return Toy(persistent_gradients=False, drop_early=True)
 
 
-@pytest.mark.parametrize("policy", ADVERSARIES)
+@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("make", [Toy, temporary])
 def test_complete_waits_give_the_cpu_gateways_numbers(
     policy: str, make: Callable[[], Toy], expected: torch.Tensor

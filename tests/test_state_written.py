@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from fsdp_offload import HybridDeviceOptimizer, PhaseOffloader, TransferConfig, checkpoint
-from tests.twins import bits
+from tests.helpers.side_by_side import bits
 
 SMALL = TransferConfig(bucket_bytes=4096, slots=2, host_threads=1)
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

@@ -22,8 +22,8 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim import lr_scheduler
 
 from fsdp_offload import PhaseOffloader, checkpoint
+from tests.helpers.side_by_side import rounded
 from tests.optimizer_table import ELEMENTWISE
-from tests.twins import rounded
 
 from .cases import COMMON, FLAGS, HALF, Case, Event, draw_case
 from .net import like, local

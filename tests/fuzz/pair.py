@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from fsdp_offload import HybridDeviceOptimizer, PhaseOffloader, PrecisionConfig, TransferConfig
 from fsdp_offload.errors import AwayError, OffloadError, SpentGradientError
-from tests.twins import MASTERS, rounded
+from tests.helpers.side_by_side import MASTERS, rounded
 
 from .cases import Case
 from .net import like, local, make_net

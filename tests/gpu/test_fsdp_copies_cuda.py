@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fsdp_offload.fsdp_copies import chunk_cat, split_with_sizes_copy
-from tests.profiled import copies_to_device
+from tests.helpers.profile import copies_to_device
 
 BF16, FP32 = torch.bfloat16, torch.float32
 LAYER = ((768, 256), (256, 256), (1024, 256), (256, 1024), (256,), (256,))

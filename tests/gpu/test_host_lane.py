@@ -17,7 +17,7 @@ from fsdp_offload import HybridDeviceOptimizer, TransferConfig
 from fsdp_offload.device import AcceleratorGateway
 from fsdp_offload.pipeline import host
 from tests.gpu import test_overlap
-from tests.twins import bits
+from tests.helpers.side_by_side import bits
 
 mesh = test_overlap.mesh
 STEPS, SLEEP = 6, test_overlap.SLEEP

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_offload import HybridDeviceOptimizer, TransferConfig
 from fsdp_offload.pipeline import codec
 from tests.fsdp.models import bits
-from tests.profiled import copies_to_device
+from tests.helpers.profile import copies_to_device
 
 SMALL = TransferConfig(bucket_bytes=64 << 10, slots=3)
 WIDTH = 129  # not a multiple of 4 and uneven over 2 and 4 ranks

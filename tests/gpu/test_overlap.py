@@ -23,7 +23,7 @@ from torch.distributed.fsdp import fully_shard
 
 from fsdp_offload import HybridDeviceOptimizer, TransferConfig
 from tests.fsdp.models import bits
-from tests.profiled import copies_to_device
+from tests.helpers.profile import copies_to_device
 
 STEPS = 8
 SLEEP = 20_000_000  # cycles: about 10 ms

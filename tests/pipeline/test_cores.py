@@ -16,7 +16,7 @@ from fsdp_offload.errors import ConfigError
 from fsdp_offload.pipeline import cores
 from fsdp_offload.pipeline.cores import cores_of_rank, share, sibling_groups, thread_setup
 from fsdp_offload.pipeline.engine import host_threads
-from tests.plan.known import config
+from tests.helpers.config import config
 
 CUDA = [torch.device("cuda", i) for i in range(4)]
 SOCKETS = (frozenset({0, 1, 2, 3, 8, 9, 10, 11}), frozenset({4, 5, 6, 7, 12, 13, 14, 15}))

@@ -24,8 +24,8 @@ from fsdp_offload.pipeline.records import Snapshot, Work
 from fsdp_offload.pipeline.worker import InlineWorker, ThreadPool, Ticket
 from fsdp_offload.testing import ADVERSARIES
 from tests import test_pipeline_waits as waits
+from tests.helpers.config import config
 from tests.helpers.ranks import RankPool
-from tests.plan.known import config
 
 pytestmark = pytest.mark.usefixtures("one_thread", "small_host_buckets")
 CPU = torch.device("cpu")

@@ -16,7 +16,7 @@ from fsdp_offload.errors import DeviceError
 from fsdp_offload.pipeline import inventory
 from fsdp_offload.pipeline.inventory import Inventory
 from fsdp_offload.plan import Rates, lanes
-from tests.plan.known import config
+from tests.helpers.config import config
 
 CPU = torch.device("cpu")
 AdamW = torch.optim.AdamW

@@ -8,7 +8,7 @@ import pytest
 
 from fsdp_offload.plan import Candidate, Rates, choose_lanes, wants_rates
 from fsdp_offload.plan.lanes import MOST_ON_HOST, step_seconds
-from tests.plan.known import config
+from tests.helpers.config import config
 
 # Of the machines in docs/reference.md: the link with both ways at once, the same beside half of the
 # cores, and what these update.

@@ -23,7 +23,7 @@ from fsdp_offload.device import Event, Gateway, Stream
 from fsdp_offload.groups import Watcher
 
 
-class PlayedGroup:
+class FakeGroup:
     """What :func:`fsdp_offload.groups.find_groups` finds, and what the test plays with."""
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
@@ -52,7 +52,7 @@ def _forget(watched: list[Any], entry: Any) -> None:
         watched.remove(entry)
 
 
-class Played:
+class FakeFsdp:
     """A model's groups and streams.
 
     Args:
@@ -74,7 +74,7 @@ class Played:
     ) -> None:
         self.gateway, self.loose = gateway, list(loose)
         self.one_rank, self.ahead = one_rank, ahead
-        self.groups = [PlayedGroup(parameters) for parameters in groups]
+        self.groups = [FakeGroup(parameters) for parameters in groups]
         self.gather, self.reduce = gateway.stream("gather"), gateway.stream("reduce")
         self.loose_used: list[Tensor] = []
 
@@ -108,7 +108,7 @@ class Played:
         for used, parameter in zip(self.loose_used, self.loose, strict=True):
             self.current.launch(copy, used, parameter)
 
-    def _unshard(self, group: PlayedGroup) -> None:
+    def _unshard(self, group: FakeGroup) -> None:
         if group.gathered:
             return
         group.gathered = [torch.empty_like(p, requires_grad=False) for p in group.parameters]
@@ -118,7 +118,7 @@ class Played:
         self._copy(group, self.gather)
         group.event = self.gather.record()
 
-    def _wait_for_unshard(self, group: PlayedGroup) -> None:
+    def _wait_for_unshard(self, group: FakeGroup) -> None:
         if self.one_rank:
             group.tell("before_gather", self.current)
             self._copy(group, self.current)
@@ -128,7 +128,7 @@ class Played:
         group.tell("after_gather")
 
     @staticmethod
-    def _copy(group: PlayedGroup, stream: Stream) -> None:
+    def _copy(group: FakeGroup, stream: Stream) -> None:
         for gathered, parameter in zip(group.gathered, group.parameters, strict=True):
             stream.launch(copy, gathered, parameter)
 
@@ -158,7 +158,7 @@ class Played:
         return self.current if self.one_rank else self.reduce
 
     def _backward_of(
-        self, group: PlayedGroup, step: int, without: Collection[Tensor], is_last: bool
+        self, group: FakeGroup, step: int, without: Collection[Tensor], is_last: bool
     ) -> None:
         self._unshard(group)
         self._wait_for_unshard(group)

@@ -102,7 +102,7 @@ class Apart:
             part.step()
 
 
-class Twins:
+class SideBySide:
     """Runs both optimizers in step and compares them.
 
     Args:
