@@ -13,7 +13,6 @@ from .. import shards
 from ..chunks import Box
 from ..device import gateway_for
 from ..errors import CheckpointError, UnsupportedParameterError
-from ..moving.whereabouts import here
 from ..pipeline.state import REMAINDER, WHOLE
 from .blocks import BLOCK_BYTES
 from .export_files import Source, narrow
@@ -32,14 +31,15 @@ def open_model(
         CheckpointError: a tensor is on the meta device.
         UnsupportedParameterError: a tensor is sparse, partial or packed, or of an unknown dtype.
     """
-    tensors, masters = _tensors_of(model), _masters_of(optimizers)
+    tensors, masters = _tensors_of(model, keep_vars=True), _masters_of(optimizers)
+    shown = _tensors_of(model)  # in host memory, where the model is offloaded
     found: list[Found] = []
     held: dict[str, dict[Box, tuple[Tensor, Tensor | None]]] = {}
     first: dict[int, str] = {}
     for fqn, tensor in tensors.items():
         _check_exportable(fqn, tensor)
         dtype = file_dtype(fqn, tensor.dtype, wanted, is_weight=isinstance(tensor, nn.Parameter))
-        held[fqn] = _held(tensor, masters.get(tensor))
+        held[fqn] = _held(shown[fqn], masters.get(tensor))
         tied = first.setdefault(id(tensor), fqn)
         shape, boxes = tuple(tensor.shape), tuple(held[fqn])
         found.append(Found(fqn, shape, dtype, None if tied == fqn else tied, boxes))
@@ -56,7 +56,7 @@ def open_model(
 
 def _held(tensor: Tensor, master: Tensor | None) -> dict[Box, tuple[Tensor, Tensor | None]]:
     """Views of this rank's shard and of its master, by box; empty boxes are left out."""
-    shard = here(shards.local(tensor))
+    shard = shards.local(tensor)
     if master is not None:
         master = shards.local(master).reshape(shard.shape)
     ragged = shards.ragged_of(tensor)
@@ -77,12 +77,12 @@ def _held(tensor: Tensor, master: Tensor | None) -> dict[Box, tuple[Tensor, Tens
     return held
 
 
-def _tensors_of(model: nn.Module) -> dict[str, Tensor]:
+def _tensors_of(model: nn.Module, *, keep_vars: bool = False) -> dict[str, Tensor]:
     """Parameters and persistent buffers by FQN, tied ones under every name; sharded."""
     if isinstance(model, nn.parallel.DistributedDataParallel):
         model = model.module
     tensors: dict[str, Tensor] = {}
-    for key, tensor in model.state_dict(keep_vars=True).items():
+    for key, tensor in model.state_dict(keep_vars=keep_vars).items():
         if not isinstance(tensor, Tensor) or key.endswith("_extra_state"):
             continue
         for wrapper in _WRAPPERS:

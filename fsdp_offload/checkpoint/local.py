@@ -84,6 +84,7 @@ def save_local(
     held, team, folder = _offloaded(optimizer), Team.of_world(), Path(path)
 
     def prepare() -> tuple[Contents, str]:
+        held.check_loadable("save_local()")
         held._settle_masters()
         held._gateway.current_stream().synchronize()
         return _contents(Job(model, held, team), extra), next_save_id(folder)
@@ -137,6 +138,7 @@ def load_local(
 
     def survey() -> tuple[tuple[Path, Job, dict[str, _Fitting]], dict[str, OffloadError | None]]:
         held._health.check(failed_ok=True)
+        held.check_loadable("load_local()")
         folder, job, found = given(path), Job(model, held, team), dict[str, _Fitting]()
         return (folder, job, found), _survey(folder, job, found)
 
@@ -328,7 +330,7 @@ def _fill(job: Job, saved: _Fitting) -> None:
 def _native_entry(job: Job, made: Table) -> tuple[Entry, Tensor, Table]:
     """Memory for one state tensor of a native or frozen parameter, and the tensor over it."""
     parameter = next(p for p, name in job.names.items() if name == made["fqn"])
-    device = torch.device("cpu") if made["on_host"] else job.optimizer.state_device
+    device = torch.device("cpu") if made["on_host"] else job.optimizer.device
     dtype = getattr(torch, made["dtype"].removeprefix("torch."))
     memory = torch.empty(made["local_shape"], dtype=dtype, device=device)
     tensor = memory

@@ -13,9 +13,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from .. import shards
-from ..absence import unrecorded
+from ..core.storage import present
+from ..device_state import unrecorded
 from ..errors import ConfigError, UnsupportedParameterError
-from ..moving.whereabouts import here
 from ..optimizer import HybridDeviceOptimizer
 from ..pipeline.records import Record
 from ..plan.layout import align
@@ -179,7 +179,7 @@ class Job:
                             "entry": entry,
                             "fqn": fqn,
                             "name": name,
-                            "on_host": self.optimizer.is_on_host(state, name),
+                            "on_host": value.device.type == "cpu",
                             **_tensor_table(value),
                         }
                     )
@@ -258,7 +258,7 @@ def _dense(name: str, tensor: Tensor) -> Iterator[Entry]:
     """
     shard = shards.local(tensor)
     if type(shard) in (Tensor, nn.Parameter) and shard.layout is torch.strided:
-        shard = here(shard)
+        shard = present(shard)
         if shard.device.type == "meta":
             raise _unreadable(name, shard, "it is on the meta device")
         contiguous = shard.is_contiguous()

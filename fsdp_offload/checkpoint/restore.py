@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.optim import Optimizer
 
+from ..core.offloadable import check_loadable
 from ..errors import CheckpointError, OffloadError
 from ..interrupts import held_back
 from ..loading import tell_loaded
@@ -164,10 +165,12 @@ class _Load:
         strict: bool,
     ) -> None:
         """Find keys, compare them, and read what is not kept in place."""
+        check_loadable("checkpoint.load()", self.models, self.optimizer)
         stored = self.metadata.state_dict_metadata
         self.weights = weights_of(self.models)
         if isinstance(self.optimizer, HybridDeviceOptimizer):
             self.optimizer.check_usable(failed_ok=True)
+            self.optimizer.check_loadable("checkpoint.load()")
         places = self._places(manifest, model_prefix, optimizer_prefix)
         self._prepare_weights(places, strict=strict)
         if self.optimizer is not None:

@@ -15,8 +15,6 @@ from torch.optim import Optimizer
 
 from .. import shards
 from ..errors import StateDictError
-from ..moving import is_absent, present
-from ..moving.whereabouts import here
 from ..optimizer import HybridDeviceOptimizer
 from ..pipeline import state as state_io
 from ..pipeline.records import Record
@@ -72,8 +70,7 @@ def plain_targets(
         )  # fmt: skip
     for parameter, _ in parameters_of(optimizer):
         fqn, live = names[parameter], optimizer.state.get(parameter, {})
-        # Of a parameter that is away the device has no room to spare.
-        device = torch.device("cpu") if is_absent(parameter) else shards.local(parameter).device
+        device = shards.local(parameter).device
         _add_native(targets, parameter, fqn, saved.get(fqn, set()), metadata, places, device, live)
     return targets
 
@@ -98,7 +95,7 @@ def state_targets(
     for parameter, _ in parameters_of(optimizer):
         if parameter not in recorded:
             fqn = names[parameter]
-            device = optimizer.state_device
+            device = optimizer.device
             _add_native(targets, parameter, fqn, saved.get(fqn, set()), metadata, places, device)
     return targets
 
@@ -141,7 +138,7 @@ def _add_record(
         source = places.state(fqn) + form
         _add(targets, f"{STATE}{fqn}.{form}", source, live[form], stored[source])
         return
-    weight = shards.like(record.parameter, here(shards.local(record.parameter)))
+    weight = shards.like(record.parameter, shards.local(record.parameter))
     kept = live[form] if record.emits_master else weight
     for name, dtype in ((WHOLE, torch.float32), (REMAINDER, torch.bfloat16)):
         source = places.state(fqn) + name
@@ -215,8 +212,6 @@ def _add_native(
         source = places.state(fqn) + name
         entry = metadata.state_dict_metadata[source]
         value: Any = live.get(name)
-        if isinstance(value, Tensor):
-            value = present(value)
         if isinstance(entry, TensorStorageMetadata) and not isinstance(value, Tensor):
             dtype = entry.properties.dtype
             if entry.size == parameter.shape and name != "step":
