@@ -29,9 +29,14 @@ if TYPE_CHECKING:
         UnsupportedParameterError,
         UnsupportedTorchError,
     )
-    from .moving import FixedAddressRegion, RegionStatistics
     from .optimizer import HybridDeviceOptimizer
-    from .phases import PhaseOffloader, PhaseStatistics, swap
+    from .phases import (
+        FixedAddressRegion,
+        PhaseOffloader,
+        PhaseStatistics,
+        RegionStatistics,
+        swap,
+    )
     from .report import Statistics
 
 __version__ = "0.1.0"
@@ -70,8 +75,8 @@ __all__ = [
 ]
 
 _MODULES = {
-    "FixedAddressRegion": "moving",
-    "RegionStatistics": "moving",
+    "FixedAddressRegion": "phases",
+    "RegionStatistics": "phases",
     "HybridDeviceOptimizer": "optimizer",
     "OptimizerState": "checkpoint",
     "PhaseOffloader": "phases",

@@ -25,8 +25,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.utils import get_total_norm
 
 from . import shards
+from .core.storage import is_empty
 from .errors import AwayError, ConfigError, NonFiniteGradientError
-from .moving.whereabouts import is_away
 
 
 def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
@@ -36,7 +36,7 @@ def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
         AwayError: one is offloaded.
     """
     found = [g for p in parameters if (g := shards.whole_gradient(p)) is not None]
-    if any(is_away(shards.local(gradient)) for gradient in found):
+    if any(is_empty(shards.local(gradient)) for gradient in found):
         raise AwayError(
             "the norm of gradients that are offloaded",
             reason="their device memory was given up",

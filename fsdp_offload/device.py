@@ -558,16 +558,6 @@ def free_bytes(device: torch.device) -> int | None:
     return int(module.mem_get_info(device)[0])  # type: ignore[union-attr]
 
 
-def available_bytes(device: torch.device) -> int | None:
-    """What torch could give out on ``device``: :func:`free_bytes`, and what its allocator has
-    cached, which need not be in one piece."""
-    free = free_bytes(device)
-    if free is None:
-        return None
-    module = torch.get_device_module(device)
-    return free + int(module.memory_reserved(device)) - int(module.memory_allocated(device))
-
-
 def release_cached(device: torch.device) -> None:
     """Let torch's allocator give unused memory back to the driver, so that others can have it."""
     if device.type != "cpu":

@@ -72,7 +72,6 @@ _SIGNATURES: Final[dict[str, list[Any]]] = {
     "cuMemMap": [_word, _size, _size, _word, _word],
     "cuMemUnmap": [_word, _size],
     "cuMemSetAccess": [_word, _size, ctypes.POINTER(_Access), _size],
-    "cuMemRetainAllocationHandle": [ctypes.POINTER(_word), _word],
     "cuDevicePrimaryCtxRetain": [ctypes.POINTER(_word), _int],
     "cuCtxGetCurrent": [ctypes.POINTER(_word)],
     "cuCtxPushCurrent_v2": [_word],
@@ -169,33 +168,13 @@ class Driver:
         return int(code) or self._put(address, n_bytes, handle.value)
 
     def unmap(self, address: int, n_bytes: int) -> None:
-        """Take away what one :meth:`map` or :meth:`put` put there. All work on it has completed.
+        """Take away what one :meth:`map` put there. All work on it has completed.
 
         Raises:
             DeviceError: the driver refused; it is still there.
         """
         code = self._lib.cuMemUnmap(address, n_bytes)
         _check(code, f"unmapping {n_bytes} bytes", self.device)
-
-    def take(self, address: int, n_bytes: int) -> int:
-        """:meth:`unmap`, but the memory is kept: a handle for :meth:`put` or :meth:`release`."""
-        handle = _word()
-        code = self._lib.cuMemRetainAllocationHandle(ctypes.byref(handle), address)
-        _check(code, f"a handle of {n_bytes} bytes", self.device)
-        try:
-            self.unmap(address, n_bytes)
-        except BaseException:
-            self.release(handle.value)
-            raise
-        return handle.value
-
-    def put(self, address: int, n_bytes: int, handle: int) -> None:
-        """Put what :meth:`take` has kept, of as many bytes, there. The handle is used up.
-
-        Raises:
-            DeviceError: the driver refused. Nothing is mapped, and the memory is the driver's.
-        """
-        _check(self._put(address, n_bytes, handle), f"mapping {n_bytes} bytes", self.device)
 
     def _put(self, address: int, n_bytes: int, handle: int) -> int:
         code = self._lib.cuMemMap(address, n_bytes, 0, handle, 0)
@@ -207,10 +186,6 @@ class Driver:
         if code:
             self._lib.cuMemUnmap(address, n_bytes)
         return int(code)
-
-    def release(self, handle: int) -> None:
-        """Give the driver what :meth:`take` has kept."""
-        self._lib.cuMemRelease(handle)
 
 
 class Commands:

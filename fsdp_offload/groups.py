@@ -38,11 +38,6 @@ from torch import Tensor, nn
 from .device import Event, Gateway, Stream
 from .fsdp import fsdp_groups
 from .fsdp_copies import CopyWithoutTables
-from .patching import Patch, checked
-
-
-def _do_nothing(original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-    """Instead of the method."""
 
 
 class Watcher(Protocol):
@@ -105,19 +100,6 @@ class Group:
     def drop_waiting_gradients(self) -> None:
         """Forget :attr:`waiting_gradients`."""
         self._drop_new_gradients()
-
-    def close(self, before_use: Callable[[str], None], patches: list[Patch]) -> None:
-        """Call ``before_use`` before shards are read by anybody, until ``patches``, which get what
-        does, are removed.
-
-        Besides, FSDP2 must not look whether a load has replaced its shards: it compares addresses,
-        and a storage without memory has none.
-        """
-        check = checked(before_use, "unshard()")
-        for name in ("lazy_init", "unshard"):
-            Patch(self._raw, name, check, patches)
-        for fsdp_param in self._raw.fsdp_params:
-            Patch(fsdp_param, "reset_sharded_param", _do_nothing, patches)
 
     # ------------------------------------------------------------------ the replaced methods
 

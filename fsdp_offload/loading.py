@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from . import shards
+from .core.storage import present
 from .errors import StateDictError
-from .moving.whereabouts import here
 from .pipeline.checksum import checksum
 from .pipeline.inventory import Inventory, missing_kinds
 from .pipeline.records import Record
@@ -167,5 +167,5 @@ def _remove(handles: list[Any]) -> None:
 
 def weight_checksums(records: Sequence[Record]) -> Tensor:
     """A checksum of each record's shard: 1-D int64, on the CPU."""
-    found = [checksum(here(shards.local(r.parameter)).reshape(-1)) for r in records]
+    found = [checksum(present(shards.local(r.parameter)).reshape(-1)) for r in records]
     return torch.stack([value.cpu() for value in found])

@@ -32,19 +32,23 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from . import clipping, loading, shards
-from .absence import OptimizerAbsence, StateRegion
 from .config import Lane, OffloadConfig, PrecisionConfig, TransferConfig, check_keywords
+from .core import storage as storages
+from .core.offloadable import HostCopies
 from .device import Event
+from .device_state import DeviceState, tensors_on
 from .errors import (
+    AwayError,
     ConfigError,
     DeviceError,
+    DeviceMemoryError,
     LaneError,
     SpentGradientError,
 )
 from .health import Health
 from .interrupts import held_back
-from .leaving import Leaving
 from .overlap import Overlap, make_overlap
+from .phases.transfer import Handle, StorageBlock, Transfer, collect
 from .pipeline import state as state_io
 from .pipeline.engine import Segment
 from .pipeline.gradients import count_empty_shards, gradient_of
@@ -72,7 +76,7 @@ from .wrapping import (
 _log = logging.getLogger("fsdp_offload")
 
 
-class HybridDeviceOptimizer(Leaving, Optimizer):
+class HybridDeviceOptimizer(Optimizer):
     """Wraps ``optimizer`` and keeps its state in host memory.
 
     Args:
@@ -96,8 +100,6 @@ class HybridDeviceOptimizer(Leaving, Optimizer):
             ``.grad`` is spent from then on: using it raises :class:`SpentGradientError`.
         precision: see :class:`PrecisionConfig`.
         transfer: see :class:`TransferConfig`.
-        state_region: where the resident lane's state is allocated, such as a region of fixed
-            addresses; it holds nothing else. Default: torch's allocator.
 
     Raises:
         ConfigError: an argument is wrong, or the optimizer holds no parameter of ``model``;
@@ -111,6 +113,7 @@ class HybridDeviceOptimizer(Leaving, Optimizer):
     """
 
     is_offloaded = True
+    """Not an optimizer that another one may wrap."""
 
     def __init__(
         self,
@@ -124,7 +127,6 @@ class HybridDeviceOptimizer(Leaving, Optimizer):
         overlap: str = "step",
         precision: PrecisionConfig | None = None,
         transfer: TransferConfig | None = None,
-        state_region: StateRegion | None = None,
         **unknown: object,
     ) -> None:
         check_keywords(unknown, inspect.signature(type(self)).parameters)
@@ -158,8 +160,8 @@ class HybridDeviceOptimizer(Leaving, Optimizer):
         self._weights_before: Tensor | None = None
         self._followed: Tensor | None = None  # checksums of weights that masters agree with
         self._overlap: Overlap | None = None
-        self._region = state_region
-        self._absence = OptimizerAbsence(self._gateway, self._config.transfer, state_region)
+        self._device_state = DeviceState()
+        self._transfer: Transfer | None = None  # until it is needed: it has streams
         self._steps, self._step_ms = 0, 0.0
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self._members = Members(self.param_groups)
@@ -198,7 +200,6 @@ class HybridDeviceOptimizer(Leaving, Optimizer):
         if self._own_step is None:
             weakref.finalize(self, self._shown.clear)
             forward_bound_steps(optimizer, self)
-        self._closers.append(weakref.finalize(self, self._absence.close))
 
     # ------------------------------------------------------------------ the step
 
@@ -325,7 +326,7 @@ class HybridDeviceOptimizer(Leaving, Optimizer):
             is_new = not self._steps and (self._overlap is None or not self._overlap.has_taken)
             if not is_new or self._is_needed(gone):
                 raise changed_groups_error(gone, self._inventory.names)
-            self._absence.check("a change of param_groups")
+            self._device_state.check("a change of param_groups")
             self._reserve_anew()
         self._members = Members(self.param_groups)
 
@@ -357,8 +358,9 @@ class HybridDeviceOptimizer(Leaving, Optimizer):
         for holder in (self._closers, self._segments, self._records, self._reserved, self._shown):
             holder.clear()
         self._gateway, self._followed = gateway, None
-        self._absence = OptimizerAbsence(self._gateway, self._config.transfer, self._region)
-        self._closers.append(weakref.finalize(self, self._absence.close))
+        if self._transfer is not None:
+            self._transfer.close()
+            self._transfer = None
         self._shown.update(state)
         self._inventory = self._new_inventory()
         with ordinary_tensors():
@@ -477,6 +479,9 @@ class HybridDeviceOptimizer(Leaving, Optimizer):
         """:meth:`_settle`, and whole masters follow weights that the caller has written, as they do
         in an update."""
         self._settle()
+        gone = (storages.is_empty(shards.with_history(r.parameter)) for r in self._records)
+        if self.is_away or any(gone):
+            return  # nothing can have been written into what has no memory
         with torch.no_grad():
             for bucket in self._host_buckets():
                 if int(bucket.observe()) != int(bucket.expected):
@@ -505,7 +510,7 @@ class HybridDeviceOptimizer(Leaving, Optimizer):
                 if shown:
                     shown.update(apart)
                     state_io.adopt_writes(record, shown)
-                else:
+                elif not self.is_away:  # else once its weight can be read
                     state_io.reset(record)
                     self._shown[record.parameter] = state_io.expose(record)
         self._state_was_read = False
@@ -583,8 +588,8 @@ class HybridDeviceOptimizer(Leaving, Optimizer):
             StateDictError: groups, keys, shapes or placements do not fit; nothing was written.
         """
         self._health.check(failed_ok=True)
+        self._device_state.check("load_state_dict()")
         if self._own_step is not None:
-            self._absence.check("load_state_dict()")
             self._own_step.call("load_state_dict", state_dict)
             self.param_groups, self._shown = self._inner.param_groups, self._inner.state
             return
@@ -629,8 +634,8 @@ class HybridDeviceOptimizer(Leaving, Optimizer):
             found = saved.get(saved_id, {})
             if parameter in recorded or not (found or parameter in self._shown):
                 continue
-            fresh = {n: loading.native_value(self.state_device, n, v) for n, v in found.items()}
-            self._shown[parameter].clear()  # of what is away it is seen that it was replaced
+            fresh = {n: loading.native_value(self._gateway.device, n, v) for n, v in found.items()}
+            self._shown[parameter].clear()
             if not fresh:
                 del self._shown[parameter]
             else:
@@ -704,6 +709,7 @@ class HybridDeviceOptimizer(Leaving, Optimizer):
         Not needed for loads into the module given as ``model=``, and host-lane writes are
         noticed by value; without it bf16 masters are at most half a bf16 ulp off.
         """
+        self._device_state.check("resync()")
         self._settle()
         self._set_masters_from_weights(self._records)
         self._forget_frozen_masters()
@@ -713,7 +719,8 @@ class HybridDeviceOptimizer(Leaving, Optimizer):
         return gather(
             self._segments,
             self._records,
-            self._absence,
+            self._device_state,
+            self._transfer,
             self._natives(),
             self._shown,
             steps=self._steps,
@@ -731,7 +738,6 @@ class HybridDeviceOptimizer(Leaving, Optimizer):
             return
         self._drain_quietly()
         self._health.close()
-        self._absence.close()
         if self._own_step is None:
             self._shown.clear()
         self._give_back()
@@ -756,6 +762,150 @@ class HybridDeviceOptimizer(Leaving, Optimizer):
             remedy="save state_dict() and load it into a new wrapper",
         )
 
+    # ------------------------------------------------------------------ phases
+
+    @property
+    def is_away(self) -> bool:
+        """Whether device memory was given up, by :meth:`offload` or a ``PhaseOffloader``."""
+        return self._device_state.is_away
+
+    @held_back()
+    def reserve_offload(self) -> None:
+        """Take the host memory of :meth:`offload` now, for the state that exists now.
+
+        Raises:
+            SpentGradientError: between a backward that updated parameters and ``step()``.
+            HostMemoryError, PinningError: as of the constructor; nothing was taken.
+            LaneError: an earlier update failed.
+        """
+        self._health.check()
+        if not self.is_away:
+            self._settle()
+            self._reserve_offload()
+
+    def _reserve_offload(self) -> tuple[Transfer, list[StorageBlock]]:
+        if self._transfer is None:
+            self._transfer = Transfer(self._gateway, self._config.transfer)
+        arenas = [a for segment in self._segments for a in segment.arena_statistics()]
+        blocks = collect(self.device_tensors())
+        self._transfer.reserve(blocks, taken_bytes=sum(arena.n_bytes for arena in arenas))
+        return self._transfer, blocks
+
+    @held_back()
+    def offload(self, *, wait: bool = True) -> Handle:
+        """Give up all device memory of the optimizer; its state stays readable, in host memory.
+
+        State on the device is copied to page-locked host memory, which is taken at the first
+        call and kept until :meth:`close`; staging buffers are just released. Until
+        :meth:`reload`, ``step()`` and loads raise; ``state``, state dicts and checkpoints show
+        host memory. State tensors that were read before must not be used meanwhile. Released
+        memory is torch's; ``torch.cuda.empty_cache()`` gives it to other processes. While it is
+        away already nothing happens.
+
+        Args:
+            wait: until the copies have ended. If not, memory is released as they end: call
+                ``is_done()`` or ``wait()`` of what this returns.
+
+        Raises:
+            SpentGradientError: between a backward that updated parameters and ``step()``.
+            HostMemoryError, PinningError: no room in host memory; nothing was touched.
+            LaneError: an earlier update failed.
+        """
+        self._health.check()
+        if not self.is_away:
+            self.prepare_offload()
+            transfer, blocks = self._reserve_offload()
+            staging = collect(("staging", tensor) for tensor in self.staging_buffers())
+            transfer.out([("state", blocks)], dropped=staging)
+            self.set_away(transfer)
+        return self._last_transfer(wait=wait)
+
+    @held_back()
+    def reload(self, *, wait: bool = True) -> Handle:
+        """Take device memory again and bring the state back. When it is back already, nothing
+        happens.
+
+        Args:
+            wait: until the copies have ended. If not, ``step()`` follows them on the device, and
+                whatever reads state waits for them.
+
+        Raises:
+            DeviceMemoryError: not enough device memory: all stays away, and a later call works.
+            AwayError: a ``PhaseOffloader`` has it away.
+            ClosedError: after :meth:`close`.
+        """
+        self._health.check(failed_ok=True)
+        if self.is_away:
+            transfer = self._transfer
+            if transfer is None or not transfer.is_away:
+                raise AwayError(
+                    "reload() of an optimizer",
+                    reason="a PhaseOffloader has offloaded it",
+                    remedy="call reload() of that one",
+                )
+            self.prepare_reload()
+            try:
+                handle = transfer.back()
+            except torch.OutOfMemoryError as error:
+                raise DeviceMemoryError(
+                    f"optimizer state of {transfer.away_bytes} bytes",
+                    reason=f"the device has no room for it ({error}); nothing of it is lost",
+                    remedy="free device memory, then call reload() again",
+                ) from error
+            self.set_present(handle.arrival())
+        return self._last_transfer(wait=wait)
+
+    def _last_transfer(self, *, wait: bool) -> Handle:
+        handle = Handle() if self._transfer is None else self._transfer.handle
+        if wait:
+            handle.wait()
+        return handle
+
+    def prepare_offload(self) -> None:
+        """See :class:`.Offloadable`."""
+        self._settle_masters()  # while they can see the weights
+        for segment in self._segments:
+            segment.idle()
+
+    def prepare_reload(self) -> None:
+        """See :class:`.Offloadable`."""
+        if not self._health.closed:
+            self._device_state.wait()
+            self._adopt_shown()
+
+    def device_tensors(self) -> list[tuple[str, Tensor]]:
+        """See :class:`.Offloadable`."""
+        return tensors_on(self._gateway.device, self._records, self._shown)
+
+    def staging_buffers(self) -> list[Tensor]:
+        """See :class:`.Offloadable`."""
+        return [tensor for segment in self._segments for tensor in segment.staging()]
+
+    def set_away(self, copies: HostCopies) -> None:
+        """See :class:`.Offloadable`."""
+        self._device_state.leave(self._records, self._shown, copies)
+        self._show_all()
+
+    def set_present(self, arrival: Event | None) -> None:
+        """See :class:`.Offloadable`."""
+        self._device_state.come_back(arrival)
+        ready = self._gateway.current_stream().record()
+        for segment in self._segments:
+            segment.follow(ready if arrival is None else arrival, ready)
+        self._show_all()
+
+    def _show_all(self) -> None:
+        """State tensors are others than before."""
+        for record in self._records:
+            if shown := self._shown.get(record.parameter):  # else the caller has dropped it
+                shown.update(state_io.expose(record))
+
+    def _adopt_shown(self) -> None:
+        """:meth:`_adopt_writes`; what was shown may be written into again."""
+        was_read = self._state_was_read
+        self._adopt_writes()
+        self._state_was_read = was_read
+
     # ------------------------------------------------------------------ for local snapshots
 
     def _settle(self) -> None:
@@ -776,9 +926,7 @@ class HybridDeviceOptimizer(Leaving, Optimizer):
             )
         for segment in self._segments:
             segment.discard()
-        was_read = self._state_was_read
-        self._adopt_writes()
-        self._state_was_read = was_read
+        self._adopt_shown()
 
     def _start_over(self) -> None:
         """All state is about to be replaced: an iteration that has begun is given up."""
@@ -790,6 +938,23 @@ class HybridDeviceOptimizer(Leaving, Optimizer):
             self._overlap.open_all()  # an update that failed is waited for no more
             self._overlap.clear_spent()
         self._health.recover()
+
+    def check_present(self, what: str) -> None:
+        """Refuse ``what`` while the optimizer is failed, closed or away.
+
+        Raises:
+            AwayError, ClosedError, LaneError: it is.
+        """
+        self._health.check()
+        self._device_state.check(what)
+
+    def check_loadable(self, what: str) -> None:
+        """Refuse a load while away; a failed optimizer is what a load is for.
+
+        Raises:
+            AwayError: it is.
+        """
+        self._device_state.check(what)
 
     def check_usable(self, *, failed_ok: bool = False) -> None:
         """Refuse use of an optimizer that is closed, inherited by a fork, or failed.
@@ -806,6 +971,7 @@ class HybridDeviceOptimizer(Leaving, Optimizer):
         Errors make the optimizer failed; those of class ``keep`` stay what they are.
         """
         self._health.check(failed_ok=True)
+        self._device_state.check(what)
         self._start_over()
         with self._failing(what, keep=keep), torch.no_grad():
             yield
@@ -849,7 +1015,6 @@ class HybridDeviceOptimizer(Leaving, Optimizer):
                 self._gateway,
                 show_progress=rank0,
                 native_state=self._shown,
-                allocate_state=None if self._region is None else self._in_region,
             )
             try:
                 shown = self._first_state(records, frozen)
@@ -867,10 +1032,6 @@ class HybridDeviceOptimizer(Leaving, Optimizer):
         self._shown.update(shown)
         self._reserved.update(parameter for parameter, _ in added)
         self._inventory.commit(records, natives)
-
-    def _in_region(self, numel: int, dtype: torch.dtype) -> Tensor:
-        assert self._region is not None
-        return self._region.empty((numel,), dtype=dtype)
 
     @staticmethod
     def _first_state(
@@ -921,6 +1082,8 @@ class HybridDeviceOptimizer(Leaving, Optimizer):
 
     def _before_module_load(self) -> None:
         """See :meth:`_after_module_load`."""
+        if self._mastered():
+            self._device_state.check("a load into the model")
         self._weights_before = None
         # torch's helpers show the state, load weights and state into it in place, and only then
         # call the load methods, the module's first. So where state was shown, masters may have
@@ -984,7 +1147,7 @@ class HybridDeviceOptimizer(Leaving, Optimizer):
                 waits.callback(self._overlap.let_read)  # last
             for segment in self._segments:
                 waits.callback(segment.synchronize)
-            waits.callback(self._absence.arrive)
+            waits.callback(self._device_state.wait)
         if self._overlap is not None:
             self._overlap.open_all()
 
@@ -1003,3 +1166,5 @@ class HybridDeviceOptimizer(Leaving, Optimizer):
         self._segments.clear()
         self._records.clear()
         self._reserved.clear()
+        if self._transfer is not None:
+            self._transfer.close()

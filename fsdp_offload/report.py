@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from .absence import OptimizerAbsence
+from .device_state import DeviceState
+from .phases.transfer import Transfer
 from .pipeline.engine import Segment
 from .pipeline.native import States, native_bytes
 from .pipeline.records import Record
@@ -55,7 +56,8 @@ class Statistics:
 def gather(
     segments: Sequence[Segment],
     records: Sequence[Record],
-    absence: OptimizerAbsence,
+    place: DeviceState,
+    transfer: Transfer | None,
     natives: Sequence[Tensor],
     state: States,
     *,
@@ -63,6 +65,8 @@ def gather(
     step_ms: float,
 ) -> Statistics:
     """Add up what all segments hold."""
+    # Else a PhaseOffloader has it.
+    own = transfer if transfer is not None and transfer.is_away else None
     lanes: dict[str, int] = {}
     device_bytes = 0
     for record in records:
@@ -75,14 +79,14 @@ def gather(
     return Statistics(
         steps=steps,
         parameters=lanes,
-        device_state_bytes=0 if absence.is_away else device_bytes,
+        device_state_bytes=0 if place.has_left else device_bytes,
         host_state_bytes=sum(s.payload_bytes for s in segments),
         host_arena_bytes=sum(a.n_bytes for a in arenas),
         pinned=bool(arenas) and all(a.pinned for a in arenas),
         pin_seconds=sum(a.touch_seconds + a.pin_seconds for a in arenas),
-        is_away=absence.is_away,
-        away_bytes=absence.away_bytes,
-        offload_reserved_bytes=absence.reserved_bytes,
+        is_away=place.is_away,
+        away_bytes=(own.away_bytes if own else device_bytes) if place.has_left else 0,
+        offload_reserved_bytes=0 if transfer is None else transfer.buffers.n_bytes,
         staging_bytes=sum(s.staging_bytes for s in segments),
         buckets=sum(s.bucket_count for s in segments),
         moved_bytes=sum(s.moved_bytes for s in segments),

@@ -106,23 +106,6 @@ def open_gate(parameters: Gated) -> None:
             parameter._local_tensor = ungated(gated)
 
 
-def spoil_graphs(tensors: Iterable[Tensor]) -> Callable[[], None]:
-    """Let a backward raise RuntimeError that would read one of ``tensors``, which have no memory;
-    gives what takes that back.
-
-    Only torch's version counters tell it: they count a write that there was not.
-    """
-    found = [t for t in tensors if not t.is_inference()]
-    found += [local(t) for t in found if isinstance(t, DTensor)]
-    versions = tuple(tensor._version for tensor in found)
-
-    def allow() -> None:
-        torch._C._autograd._unsafe_set_version_counter(tuple(found), versions)
-
-    torch.autograd.graph.increment_version(found)
-    return allow
-
-
 def _is_plain(shard: Tensor) -> bool:
     return type(shard) in (Tensor, nn.Parameter)
 

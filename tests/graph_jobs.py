@@ -136,7 +136,7 @@ def model_and_update(device: torch.device) -> None:
             parameter.grad = torch.full_like(parameter, 1e-3)
         optimizer.step()  # makes the state
     model, optimizer = models[0], optimizers[0]
-    phases = PhaseOffloader(model, optimizer, grads="keep", fixed_address=True)
+    phases = PhaseOffloader(model, optimizer, grads="keep", keep_addresses=True)
     x, out = torch.randn(4, 256, device=device), torch.empty(4, 8, device=device)
     with torch.no_grad():
         forward = graph_of(lambda: out.copy_(model(x)), device)

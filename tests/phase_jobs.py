@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import gc
 import itertools
 import os
@@ -27,7 +26,6 @@ from torch.optim import Optimizer
 from fsdp_offload import (
     AwayError,
     DeviceMemoryError,
-    FixedAddressRegion,
     HybridDeviceOptimizer,
     PhaseOffloader,
     TransferConfig,
@@ -170,15 +168,6 @@ def free_bytes() -> int:
     return torch.cuda.mem_get_info()[0]
 
 
-def cached_segments() -> list[tuple[int, int, int]]:
-    """Stream, size and bytes in use of each segment that torch's allocator has cached parts of."""
-    return [
-        (segment["stream"], segment["total_size"], segment["allocated_size"])
-        for segment in torch.cuda.memory_snapshot()
-        if segment["allocated_size"] < segment["total_size"]
-    ]
-
-
 def storages(net: Net, optimizer: Optimizer) -> list[torch.UntypedStorage]:
     """Of the shards and the state on the device, each once."""
     tensors = [*net.parameters(), *(v for s in optimizer.state.values() for v in s.values())]
@@ -191,9 +180,7 @@ def storages(net: Net, optimizer: Optimizer) -> list[torch.UntypedStorage]:
 # ------------------------------------------------------------------------------------- the jobs
 
 
-def same_training(
-    lanes: str, policy: str, dtype: str, *, fixed_address: bool | str = "state"
-) -> None:
+def same_training(lanes: str, policy: str, dtype: str, *, keep_addresses: bool = False) -> None:
     """A switch after every step, and with gradients that survive it one before, changes no bit."""
     results = []
     for switched in (False, True):
@@ -202,7 +189,7 @@ def same_training(
         options = POLICIES[policy]
         phases = None
         if switched:
-            phases = PhaseOffloader(net, optimizer, fixed_address=fixed_address, **options)  # type: ignore[arg-type]
+            phases = PhaseOffloader(net, optimizer, keep_addresses=keep_addresses, **options)
 
         def switch(where: str, phases: Any = phases, options: Any = options) -> None:
             if phases is not None and (
@@ -253,15 +240,12 @@ def trained(lanes: str, width: int = WIDTH, **options: Any) -> tuple[Net, Optimi
     return net, optimizer, PhaseOffloader(net, optimizer, **options)
 
 
-def frees_its_payload(lanes: str, width: int, *, fixed_address: bool | str) -> float:
-    """Smallest share of the payload that the driver had more while away, over three cycles."""
-    net, optimizer, phases = trained(lanes, width, fixed_address=fixed_address)
+def frees_its_payload(lanes: str, width: int, *, keep_addresses: bool) -> list[float]:
+    """Shares of the payload that the driver had more while away, over three cycles."""
+    net, optimizer, phases = trained(lanes, width, keep_addresses=keep_addresses)
     before, shares = snapshot(net, optimizer), []
     moved = storages(net, optimizer)
     n_bytes = sum(storage.nbytes() for storage in moved)
-    if device_here().type == "cuda":
-        cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-        assert cached < 0.05 * n_bytes, f"{cached} bytes left to give back: {cached_segments()}"
     for _ in range(3):
         if device_here().type == "cuda":
             torch.cuda.empty_cache()
@@ -271,40 +255,12 @@ def frees_its_payload(lanes: str, width: int, *, fixed_address: bool | str) -> f
         else:
             phases.offload()
             shares.append(1.0)
-        if lanes == "plain" and not fixed_address:
+        if lanes == "plain" and not keep_addresses:
             assert {storage.nbytes() for storage in moved} == {0}
         phases.reload()
         check_same(snapshot(net, optimizer), before, f"cycle of {lanes}")
     close(phases, optimizer)
-    return min(shares)
-
-
-def lies_in_few_segments(width: int) -> tuple[int, int]:
-    """Segments of parameters and a plain optimizer's state, after construction and a cycle. CUDA.
-
-    Each is the driver's while they are away, and holds nothing else but small rests.
-    """
-    net, optimizer, phases = trained("plain", width, fixed_address=False)
-    before, counts = snapshot(net, optimizer), []
-    moved = [s for s in storages(net, optimizer) if s.nbytes() > 1 << 20]
-    for _ in range(3):
-        segments = {
-            segment["address"]: segment
-            for segment in torch.cuda.memory_snapshot()
-            for storage in moved
-            if 0 <= storage.data_ptr() - segment["address"] < segment["total_size"]
-        }
-        counts.append(len(segments))
-        whole = sum(segment["total_size"] for segment in segments.values())
-        rest = whole - sum(storage.nbytes() for storage in moved)
-        assert 0 <= rest <= len(segments) * (2 << 20), rest
-        phases.offload()
-        there = {segment["address"] for segment in torch.cuda.memory_snapshot()}
-        assert not there & segments.keys()
-        phases.reload()
-        check_same(snapshot(net, optimizer), before, "cycle")
-    close(phases, optimizer)
-    return counts[0], max(counts[1:])
+    return shares
 
 
 def use_while_away(lanes: str) -> None:
@@ -328,20 +284,8 @@ def use_while_away(lanes: str) -> None:
     close(phases, optimizer)
 
 
-def reload_on_use(lanes: str) -> None:
-    """``on_use="reload"``: forward brings everything back by itself."""
-    net, optimizer, phases = trained(lanes, on_use="reload")
-    wanted = net(inputs(0, torch.float32)).detach().clone()
-    net.reshard()  # type: ignore[attr-defined]
-    phases.offload()
-    found = net(inputs(0, torch.float32)).detach().clone()
-    assert torch.equal(found, wanted)
-    assert not phases.is_away
-    close(phases, optimizer)
-
-
 def state_while_away(lanes: str, folder: str) -> None:
-    """State dicts and a checkpoint come from host memory; a load goes there."""
+    """State dicts and a checkpoint come from host memory; a load is refused."""
     net, optimizer, phases = trained(lanes)
     before = snapshot(net, optimizer)
     phases.offload()
@@ -359,10 +303,11 @@ def state_while_away(lanes: str, folder: str) -> None:
     if isinstance(optimizer, HybridDeviceOptimizer):
         train(net, optimizer, range(1), lambda where: None)
         phases.offload()
-        with without_device_memory():
+        with pytest.raises(AwayError, match=r"checkpoint\.load"):
             checkpoint.load(f"{folder}/{lanes}-async", net, optimizer)
         phases.reload()
-        check_same(snapshot(net, optimizer), before, f"after a load while away, {lanes}")
+        checkpoint.load(f"{folder}/{lanes}-async", net, optimizer)
+        check_same(snapshot(net, optimizer), before, f"after a load, {lanes}")
     close(phases, optimizer)
 
 
@@ -380,9 +325,9 @@ def without_device_memory() -> Iterator[None]:
     assert grown <= (0 if dist.get_world_size() == 1 else 4096), f"{grown} bytes"
 
 
-def no_room_to_come_back(width: int, *, fixed_address: bool | str) -> None:
+def no_room_to_come_back(width: int, *, keep_addresses: bool) -> None:
     """Another allocation has taken the memory: an error, everything stays away, a retry works."""
-    net, optimizer, phases = trained("resident", width, fixed_address=fixed_address)
+    net, optimizer, phases = trained("resident", width, keep_addresses=keep_addresses)
     before = snapshot(net, optimizer)
     phases.offload()
     torch.cuda.empty_cache()
@@ -401,10 +346,10 @@ def no_room_to_come_back(width: int, *, fixed_address: bool | str) -> None:
     close(phases, optimizer)
 
 
-def used_at_once(width: int, *, fixed_address: bool | str) -> None:
+def used_at_once(width: int, *, keep_addresses: bool) -> None:
     """``reload(wait=False)`` and a forward right behind it; ``offload(wait=False)`` under a kernel
     that is still writing."""
-    net, optimizer, phases = trained("resident", width, fixed_address=fixed_address)
+    net, optimizer, phases = trained("resident", width, keep_addresses=keep_addresses)
     x = torch.ones(4, width, device=device_here())
     wanted = net(x).detach().clone()
     net.reshard()  # type: ignore[attr-defined]
@@ -447,9 +392,7 @@ def save_under_way(lanes: str, folder: str) -> None:
 
 def gives_host_memory_back() -> None:
     """``close()`` unmaps what was page-locked: the process shrinks by it."""
-    # Without a GPU state at fixed addresses is host memory, too, which moves to the heap then.
-    options = {} if device_here().type == "cuda" else {"fixed_address": False}
-    _, optimizer, phases = trained("plain", 1024, **options)
+    _, optimizer, phases = trained("plain", 1024)
     with phases.away():
         pass
     held, size = phases.statistics().host_bytes, resident_set_bytes()
@@ -464,23 +407,9 @@ def held_up() -> None:
         torch.cuda._sleep(200_000_000)
 
 
-def chunks_of_a_quarter(job: Callable[..., None]) -> Callable[..., None]:
-    """Have four chunks to a matrix of ``width`` by ``width`` fp32 elements."""
-
-    @functools.wraps(job)
-    def run(width: int, **options: Any) -> None:
-        with pytest.MonkeyPatch.context() as patch:
-            defaults = FixedAddressRegion.__init__.__kwdefaults__
-            patch.setitem(defaults, "chunk_bytes", width * width)
-            job(width, **options)
-
-    return run
-
-
-@chunks_of_a_quarter
-def swapped(width: int, *, fixed_address: bool | str) -> None:
+def swapped(width: int, *, keep_addresses: bool) -> None:
     """Two jobs take turns; each keeps its bits, and neither takes more memory for it."""
-    jobs = [trained("plain", width, fixed_address=fixed_address) for _ in range(2)]
+    jobs = [trained("plain", width, keep_addresses=keep_addresses) for _ in range(2)]
     with torch.no_grad():
         for parameter in jobs[1][0].parameters():
             local(parameter).neg_()
@@ -509,28 +438,18 @@ def free_after_all() -> int:
     return free_bytes()
 
 
-@chunks_of_a_quarter
-def loads(width: int, *, fixed_address: bool | str) -> None:
-    """State that a load while it is here has replaced leaves nothing behind."""
-    net, optimizer, phases = trained("plain", width, fixed_address=fixed_address)
-    state_bytes = sum(
-        local(value).nbytes for values in optimizer.state.values() for value in values.values()
-    )
+def loads(width: int, *, keep_addresses: bool) -> None:
+    """State that a load has replaced leaves nothing behind, but for its room at kept addresses."""
+    net, optimizer, phases = trained("plain", width, keep_addresses=keep_addresses)
     with phases.away():
         pass
-    before, held = snapshot(net, optimizer), phases.statistics().host_bytes
-    loaded, cycled = [], []
+    before, free = snapshot(net, optimizer), []
     for _ in range(4):
         optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
         check_same(snapshot(net, optimizer), before, "loaded")
-        loaded.append(free_after_all())
         with phases.away():
             pass
         check_same(snapshot(net, optimizer), before, "back")
-        assert phases.statistics().host_bytes == held
-        cycled.append(free_after_all())
-    slack_bytes = state_bytes // 10 + (4 << 20)  # segments that others share
-    for free in (loaded, cycled):
-        assert max(free) - min(free) < slack_bytes, (loaded, cycled)
-    assert abs(loaded[-1] - cycled[-1]) < slack_bytes, (loaded, cycled)
+        free.append(free_after_all())
+    assert max(free) - min(free) < (32 << 20), free  # segments that others share
     close(phases, optimizer)

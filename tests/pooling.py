@@ -11,8 +11,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from fsdp_offload import storages
-from fsdp_offload.moving import FixedAddressRegion, pages
+from fsdp_offload.core import storage as storages
+from fsdp_offload.phases import pages
+from fsdp_offload.phases.fixed import FixedMemory
 from fsdp_offload.plan.layout import align
 
 MIB = 1 << 20
@@ -68,7 +69,7 @@ class Allocator:
         self.segments.append((address, address + wanted))
         return wanted, address
 
-    def take_and_drop(self, n_bytes: int, device: torch.device) -> int:
+    def take_and_drop(self, n_bytes: int, **_: object) -> Dropped:
         assert self.active is not None
         size, address = self.take(n_bytes)
         free = self.active.free[size <= MIB]
@@ -77,7 +78,14 @@ class Allocator:
             free.remove(rest)
             size += rest[0]
         free.append((size, address))
-        return address
+        return Dropped(address)
+
+
+class Dropped:
+    """In place of a tensor of the pool that is not kept."""
+
+    def __init__(self, address: int) -> None:
+        self.data_ptr = lambda: address
 
 
 class Storage:
@@ -101,13 +109,6 @@ class Storage:
 
     def resize_(self, n_bytes: int) -> None:
         self.address = self._allocator.take(n_bytes)[1]
-
-
-class Block:
-    """In place of a ``StorageBlock``."""
-
-    def __init__(self, key: str, storage: Storage) -> None:
-        self.key, self.storage, self.n_bytes = key, storage, storage.nbytes()
 
 
 class NoPages:
@@ -168,16 +169,15 @@ def allocator_in_place(patch: pytest.MonkeyPatch) -> Allocator:
     patch.setattr(torch.cuda, "MemPool", lambda allocator: Pool())
     patch.setattr(torch.cuda, "use_mem_pool", use)
     patch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    patch.setattr(storages, "_allocate_and_drop", made.take_and_drop)
+    patch.setattr(storages.torch, "empty", made.take_and_drop)
     patch.setattr(storages, "cuts_segments", lambda device: True)
     return made
 
 
-def region_in_place(patch: pytest.MonkeyPatch) -> tuple[FixedAddressRegion, Driver]:
-    """A region of a CUDA device with a torch that cannot swap, all of it modelled."""
+def memory_in_place(patch: pytest.MonkeyPatch) -> tuple[FixedMemory, Driver]:
+    """Fixed memory of a CUDA device with a torch that cannot swap, all of it modelled."""
     driver = Driver()
-    region = FixedAddressRegion("seats", "cpu")
-    region.device = Storage.device
     patch.setattr(pages, "make", driver.make)
+    patch.setattr(pages, "check", lambda device: None)
     patch.setattr(storages, "can_swap", lambda: False)
-    return region, driver
+    return FixedMemory("state", Storage.device), driver

@@ -11,7 +11,7 @@ import torch
 from fsdp_offload import driver as driver_module
 from fsdp_offload.driver import Commands, Driver
 from fsdp_offload.errors import DeviceError
-from fsdp_offload.moving.pages import DevicePages, Spares
+from fsdp_offload.phases.pages import DevicePages
 
 CUDA = torch.device("cuda", 1)
 UNIT = 2 << 20
@@ -85,12 +85,6 @@ class Library:
         assert self.mapped.pop(address) == n
         if not self._is_used(self.memory.pop(address)):
             self.left += n
-
-    def _cuMemRetainAllocationHandle(self, out: Any, address: int) -> None:
-        self.calls += 1
-        out._obj.value = self.calls
-        self.handles[self.calls] = self.mapped[address]
-        self.kept[self.calls] = self.memory[address]
 
     def _cuMemSetAccess(self, address: int, n: int, access: Any, count: int) -> None:
         assert access._obj.location.id == 1
@@ -166,69 +160,6 @@ def test_a_refused_unmapping_leaves_the_chunk(library: Library) -> None:
         pages.unmap(0)
     assert pages.is_mapped(0)
     library.fail.clear()
-
-
-def test_memory_that_a_chunk_leaves_is_another_ones(library: Library) -> None:
-    driver = Driver(CUDA)
-    first, second = (DevicePages(driver, 4 * UNIT - 1, 2 * UNIT) for _ in range(2))
-    second.unmap(0)
-    library.left = UNIT  # not enough for a chunk
-    before = dict(library.memory)
-    spares = Spares()
-    spares.await_from([first])
-    second.spares = spares
-    with pytest.raises(torch.OutOfMemoryError, match="left yet"):
-        second.map(0)
-    first.unmap(1)
-    second.map(0)
-    assert library.memory[second.address] == before[first.address + 2 * UNIT]
-    first.unmap(0)
-    second.unmap(1)
-    assert library.left == UNIT  # both are kept
-    assert spares.close()
-    assert not spares.close()
-    assert library.left == 5 * UNIT
-    first.map(1)
-    second.unmap(0)  # from now on it is the driver's at once
-    assert library.left == 5 * UNIT
-    assert not library.handles
-    del first, second
-    assert library.left == 7 * UNIT
-    assert not library.mapped
-
-
-@pytest.mark.parametrize("call", ["cuMemMap", "cuMemSetAccess"])
-def test_memory_that_cannot_be_put_is_the_drivers(library: Library, call: str) -> None:
-    driver = Driver(CUDA)
-    first, second = (DevicePages(driver, UNIT, UNIT) for _ in range(2))
-    second.unmap(0)
-    second.spares = Spares()
-    second.spares.await_from([first])
-    first.unmap(0)
-    left = library.left
-    library.fail[call] = 999
-    with pytest.raises(DeviceError, match="answered 999"):
-        second.map(0)
-    assert not second.is_mapped(0)
-    assert library.left == left + UNIT
-    assert not library.handles
-    library.fail.clear()
-    second.map(0)
-
-
-@pytest.mark.parametrize("call", ["cuMemRetainAllocationHandle", "cuMemUnmap"])
-def test_memory_that_cannot_be_taken_stays(library: Library, call: str) -> None:
-    pages = DevicePages(Driver(CUDA), UNIT, UNIT)
-    spares = Spares()
-    spares.await_from([pages])
-    library.fail[call] = 1
-    with pytest.raises(DeviceError, match="answered 1"):
-        pages.unmap(0)
-    assert pages.is_mapped(0)
-    assert not library.handles
-    library.fail.clear()
-    pages.unmap(0)
-    assert spares.take(UNIT) is not None
 
 
 def test_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:

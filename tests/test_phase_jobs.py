@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp_offload.storages import can_swap
+from fsdp_offload.core.storage import can_swap
 from tests import graph_jobs, phase_jobs
 
 SWAPS = pytest.mark.skipif(not can_swap(), reason="this torch cannot swap CPU storages")
@@ -36,7 +36,6 @@ def test_every_lane_and_policy(ranks: Pool) -> None:
 def test_state_machine(ranks: Pool, tmp_path: Path, lanes: str) -> None:
     pool = ranks(2)
     pool.run(phase_jobs.use_while_away, lanes)
-    pool.run(phase_jobs.reload_on_use, lanes)
     pool.run(phase_jobs.state_while_away, lanes, str(tmp_path))
     if lanes != "plain":
         pool.run(phase_jobs.optimizer_alone, lanes, "float32")
@@ -47,16 +46,16 @@ def test_close_gives_host_memory_back(ranks: Pool) -> None:
     ranks(2).run(phase_jobs.gives_host_memory_back)
 
 
-ADDRESSES = ["state", False, pytest.param(True, marks=SWAPS)]
+ADDRESSES = [False, pytest.param(True, marks=SWAPS)]
 
 
-@pytest.mark.parametrize("fixed_address", ADDRESSES)
-def test_cycles(ranks: Pool, fixed_address: bool | str) -> None:
+@pytest.mark.parametrize("keep_addresses", ADDRESSES)
+def test_cycles(ranks: Pool, keep_addresses: bool) -> None:
     pool = ranks(2)
-    pool.run(phase_jobs.frees_its_payload, "plain", 64, fixed_address=fixed_address)
-    pool.run(phase_jobs.used_at_once, 64, fixed_address=fixed_address)
-    pool.run(phase_jobs.swapped, 64, fixed_address=fixed_address)
-    pool.run(phase_jobs.loads, 64, fixed_address=fixed_address)
+    pool.run(phase_jobs.frees_its_payload, "plain", 64, keep_addresses=keep_addresses)
+    pool.run(phase_jobs.used_at_once, 64, keep_addresses=keep_addresses)
+    pool.run(phase_jobs.swapped, 64, keep_addresses=keep_addresses)
+    pool.run(phase_jobs.loads, 64, keep_addresses=keep_addresses)
 
 
 JOBS = ["region_with_cache", "update_in_a_region", pytest.param("model_and_update", marks=SWAPS)]

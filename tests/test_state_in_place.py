@@ -94,9 +94,11 @@ def shifted(optimizer: torch.optim.Optimizer, model: nn.Module, how: str) -> Non
     optimizer.load_state_dict({**live, "state": state})
 
 
-@pytest.mark.parametrize("how", ["loaded", "dropped", "by hand"])
+@pytest.mark.parametrize(
+    ("how", "is_away"),
+    [("loaded", False), ("dropped", False), ("by hand", False), ("by hand", True)],
+)
 @pytest.mark.parametrize("lane", LANES)
-@pytest.mark.parametrize("is_away", [False, True])
 def test_state_that_changes_places_is_not_overwritten(lane: str, how: str, is_away: bool) -> None:
     models = []
     for _ in range(2):

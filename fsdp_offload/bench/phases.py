@@ -9,8 +9,9 @@ Usage::
 Each rank holds the shards of ``--params`` bf16 parameters and their fp32 AdamW state (2.5 and
 9.9 GiB with the default), a GPT's tensors under FSDP2. All ranks move at the same time; seconds are
 those of the slowest; between leaving and coming back lie 0.1 s, in which a job would generate.
-``offloader`` is :class:`PhaseOffloader`, ``fixed`` the same at fixed addresses, ``swap`` two of
-these that take each other's place.
+``offloader`` is :class:`PhaseOffloader`, ``fixed`` the same with ``keep_addresses=True``, ``swap``
+two of these that take each other's place, ``loop`` what jobs write by hand: a loop over tensors and
+page-locked buffers that are taken in the first cycle and kept.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from ..device import release_cached
 from ..phases import PhaseOffloader, swap
 from . import machine
 from .machine import GIB, Row, seconds_of, slowest
@@ -38,13 +40,13 @@ AWAY_S: Final = 0.1
 """After torch's allocator has given memory back, the first copies to new memory take longer for
 about 20 ms (likely the driver clears what it got); a job is away for longer than that."""
 SMALL: Final[dict[str, Any]] = {"dim": 128, "vocabulary": 512, "seq": 128, "tokens": 128}
-ROWS: Final = ("offloader", "fixed", "swap")
+ROWS: Final = ("offloader", "fixed", "swap", "loop")
 
 
 class Payload:
     """A model, its AdamW with fp32 state as large as after a step, and what moves them."""
 
-    def __init__(self, job: Job, device: torch.device, *, fixed: bool = False) -> None:
+    def __init__(self, job: Job, device: torch.device, name: str) -> None:
         self.device = device
         model = sharded_model(job, device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
@@ -55,8 +57,12 @@ class Payload:
                 state[name] = torch.zeros_like(parameter, dtype=torch.float32)
                 tensors.append(state[name])
             optimizer.state[parameter] = state
-        options: dict[str, Any] = {"fixed_address": True} if fixed else {}
-        self.phases = PhaseOffloader(model, optimizer, **options)
+        # The loop's tensors are held by nothing else.
+        self.phases = (
+            None
+            if name == "loop"
+            else PhaseOffloader(model, optimizer, keep_addresses=name == "fixed")
+        )
         local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
         self.tensors = [t.detach() for t in local if t.numel()]
 
@@ -79,20 +85,49 @@ class Payload:
         return found
 
 
+class PinnedLoop:
+    """Copies each tensor to a buffer of its own and drops it; it comes back as another tensor."""
+
+    def __init__(self, payload: Payload) -> None:
+        self.payload, self.buffers = payload, list[Tensor]()
+
+    def offload(self) -> None:
+        """All memory is the driver's when this returns."""
+        tensors, pin = self.payload.tensors, self.payload.device.type == "cuda"
+        if not self.buffers:
+            self.buffers = [torch.empty_like(t, device="cpu", pin_memory=pin) for t in tensors]
+        for buffer, tensor in zip(self.buffers, tensors, strict=True):
+            buffer.copy_(tensor, non_blocking=True)
+        machine.synchronize(self.payload.device)
+        tensors.clear()
+        release_cached(self.payload.device)
+
+    def reload(self) -> None:
+        """Tensors can be used when this returns."""
+        device = self.payload.device
+        self.payload.tensors += [b.to(device, non_blocking=True, copy=True) for b in self.buffers]
+        machine.synchronize(device)
+
+
 def measure(name: str, job: Job, device: torch.device, cycles: int, link: Row) -> Row:
     """The first cycle, the median and the slowest of the next ones, and what they leave behind."""
-    one = Payload(job, device, fixed=name == "fixed")
+    one = Payload(job, device, name)
     one.fill()
-    leave: Callable[[], object] = one.phases.offload
-    come_back: Callable[[], object] = one.phases.reload
     payloads = [one]
-    if name == "swap":
+    if one.phases is None:
+        loop = PinnedLoop(one)
+        leave: Callable[[], object] = loop.offload
+        come_back: Callable[[], object] = loop.reload
+    elif name == "swap":
         one.phases.offload()
-        payloads.append(other := Payload(job, device))
+        payloads.append(other := Payload(job, device, name))
+        assert other.phases is not None
         other.phases.offload()
         one.phases.reload()
         leave = partial(swap, out=one.phases, in_=other.phases)
         come_back = partial(swap, out=other.phases, in_=one.phases)
+    else:
+        leave, come_back = one.phases.offload, one.phases.reload
     n_bytes = sum(tensor.nbytes for tensor in one.tensors)
     times: dict[str, list[float]] = {"out": [], "back": []}
     freed = []
@@ -116,10 +151,12 @@ def measure(name: str, job: Job, device: torch.device, cycles: int, link: Row) -
             row[f"worst_{way}_of_link"] = moved / max(later) / 1e9 / gbps
     if device.type == "cuda" and name != "swap":
         row["freed_share"] = -max(slowest([-share for share in freed]))
-    row["host_over_payload"] = one.phases.statistics().host_bytes / n_bytes
+    if one.phases is not None:
+        row["host_over_payload"] = one.phases.statistics().host_bytes / n_bytes
     row["same_bits"] = machine.on_all_ranks(one.is_filled())
     for payload in payloads:
-        payload.phases.close()
+        if payload.phases is not None:
+            payload.phases.close()
     return row
 
 

@@ -58,7 +58,7 @@ from .safetensors import (
     runs,
     split,
 )
-from .state import REMAINDER, WHOLE, gateway_of_models, readable
+from .state import REMAINDER, WHOLE, gateway_of_models
 from .writer import Writer
 
 STEP_BYTES: Final = 1 << 20
@@ -374,13 +374,14 @@ def _find_in_model(
     masters = _masters_of(optimizers)
     found: list[Source] = []
     first: dict[int, str] = {}
-    for fqn, tensor in _tensors_of(model).items():
+    held = _tensors_of(model)  # over host memory, where an offloader has moved it away
+    for fqn, tensor in _tensors_of(model, keep_vars=True).items():
         _check_exportable(fqn, tensor)
         dtype = _file_dtype(fqn, tensor.dtype, wanted, is_weight=isinstance(tensor, nn.Parameter))
         tied = first.setdefault(id(tensor), fqn)
         entry = Entry(fqn, tuple(tensor.shape), dtype, None if tied == fqn else tied)
         # As a tensor of its own: a ragged shard tells its boxes by what is attached.
-        shown = shards.like(tensor, readable(shards.local(tensor)))
+        shown = shards.like(tensor, shards.local(held[fqn]))
         items = create_default_local_save_plan({fqn: shown}, is_coordinator=True).items
         read = functools.partial(_read_shard, shown, masters.get(tensor))
         found.append(Source(entry, items, read))
@@ -395,12 +396,12 @@ def _read_shard(
     return shards.chunk(weight, index), None if master is None else shards.chunk(master, index)
 
 
-def _tensors_of(model: nn.Module) -> dict[str, Tensor]:
+def _tensors_of(model: nn.Module, *, keep_vars: bool = False) -> dict[str, Tensor]:
     """Parameters and persistent buffers by FQN, tied ones under every name; sharded."""
     if isinstance(model, nn.parallel.DistributedDataParallel):
         model = model.module
     tensors: dict[str, Tensor] = {}
-    for key, tensor in model.state_dict(keep_vars=True).items():
+    for key, tensor in model.state_dict(keep_vars=keep_vars).items():
         if isinstance(tensor, Tensor) and not key.endswith("_extra_state"):
             tensors[_WRAPPERS.sub("", key)] = tensor
     return tensors

@@ -33,6 +33,7 @@ from torch.futures import Future
 from torch.optim import Optimizer
 
 from .. import shards
+from ..core.offloadable import check_loadable
 from ..errors import CheckpointError, OffloadError, StateDictError
 from ..interrupts import held_back
 from ..loading import tell_loaded
@@ -53,7 +54,6 @@ from .state import (
     decode,
     names_of,
     parameters_of,
-    readable,
     unpack,
     weights_of,
 )
@@ -102,9 +102,11 @@ class JobLoadPlanner(FlatLoadPlanner):
             ClosedError: see ``load``.
         """
         with typed():
+            check_loadable("checkpoint.load()", self._models, self._optimizer)
             stored = self._reader.metadata.state_dict_metadata
             if isinstance(self._optimizer, HybridDeviceOptimizer):
                 self._optimizer.check_usable(failed_ok=True)
+                self._optimizer.check_loadable("checkpoint.load()")
             self._weights = weights_of(self._models)
             layout = find_layout(stored, self._weights, **self._prefixes)
             unknown = self._plan_weights(layout)
@@ -232,8 +234,7 @@ class JobLoadPlanner(FlatLoadPlanner):
             )  # fmt: skip
         for parameter, _ in parameters_of(optimizer):
             fqn, live = names[parameter], optimizer.state.get(parameter, {})
-            # Of a parameter that is away the device has no room to spare.
-            device = readable(shards.local(parameter)).device
+            device = shards.local(parameter).device
             self._plan_unmanaged(parameter, fqn, saved.get(fqn, set()), layout, device, live)
 
     def _plan_offloaded(
@@ -246,7 +247,7 @@ class JobLoadPlanner(FlatLoadPlanner):
             fqn = names[parameter]
             found = saved.get(fqn, set())
             if parameter not in records:
-                device = optimizer.state_device
+                device = optimizer.device
                 self._plan_unmanaged(parameter, fqn, found, layout, device)
             elif found:  # else it never had a gradient: its state is reset
                 self._plan_record(records[parameter], fqn, found, layout)
@@ -268,7 +269,7 @@ class JobLoadPlanner(FlatLoadPlanner):
         if record.emits_master and form in saved:
             self._add(f"{STATE}{fqn}.{form}", start + form, live[form])
             return
-        weight = shards.like(record.parameter, readable(shards.local(record.parameter)))
+        weight = shards.like(record.parameter, shards.local(record.parameter))
         kept = live[form] if record.emits_master else weight
         for name, dtype in ((WHOLE, torch.float32), (REMAINDER, torch.bfloat16)):
             if name in saved and _can_convert(record, dtype):
@@ -300,8 +301,6 @@ class JobLoadPlanner(FlatLoadPlanner):
             source = layout.state(fqn) + name
             entry = self._reader.metadata.state_dict_metadata[source]
             value: Any = live.get(name)
-            if isinstance(value, Tensor):
-                value = readable(value)
             if isinstance(entry, TensorStorageMetadata) and not isinstance(value, Tensor):
                 dtype = entry.properties.dtype
                 if entry.size == parameter.shape and name != "step":

@@ -31,7 +31,6 @@ from torch.optim import Optimizer
 from .. import shards
 from ..device import Gateway, gateway_for
 from ..errors import ConfigError, StateDictError
-from ..moving import present
 from ..optimizer import HybridDeviceOptimizer
 from ..pipeline.records import MasterForm
 from ..wrapping import gateway_of
@@ -191,11 +190,6 @@ def _pack_plain(models: tuple[nn.Module, ...], optimizer: Optimizer) -> dict[str
 
 
 # --------------------------------------------------------------------------- weights and values
-
-
-def readable(tensor: Tensor) -> Tensor:
-    """``tensor``, or one like it over host memory while an offloader has moved it away."""
-    return present(tensor)
 
 
 def weights_of(models: Sequence[nn.Module]) -> dict[str, Any]:

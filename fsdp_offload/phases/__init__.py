@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from .handle import Handle, PhaseStatistics, Transfer
-from .offloader import PhaseOffloader, swap
+from .offloader import PhaseOffloader, PhaseStatistics, swap
+from .region import FixedAddressRegion, RegionStatistics
+from .transfer import Figures, Handle
 
-__all__ = ["Handle", "PhaseOffloader", "PhaseStatistics", "Transfer", "swap"]
+__all__ = [
+    "Figures",
+    "FixedAddressRegion",
+    "Handle",
+    "PhaseOffloader",
+    "PhaseStatistics",
+    "RegionStatistics",
+    "swap",
+]

@@ -15,12 +15,14 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from .. import shards
 from ..errors import AwayError, OffloadError, UnspentGradientError
 from ..groups import Group
 from ..spent import StandIn
-from .optimizers import OptimizerState
+from .guard import WeakHook, parameters_of, remove_all
 
 
 class AwayGradient(StandIn):
@@ -46,16 +48,21 @@ class Gradients:
     """
 
     def __init__(
-        self, policy: str | None, groups: Sequence[Group], optimizer: OptimizerState
+        self, policy: str | None, groups: Sequence[Group], optimizer: Optimizer | None
     ) -> None:
         self._policy, self._groups, self._optimizer = policy, groups, optimizer
         self._drops = policy in (None, "drop")
         self._consumed: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # by identity
         self._held: list[tuple[Tensor, Tensor, Tensor]] = []
+        handles: list[RemovableHandle] = []
+        if policy is None and optimizer is not None:
+            handles.append(optimizer.register_step_post_hook(WeakHook(self._note_step)))
+        self.close = weakref.finalize(self, remove_all, handles)
+        """Ends the watching of steps, once."""
 
-    def note_step(self) -> None:
-        """A step has just consumed what is there. Called only if :meth:`check` is going to ask."""
-        found = map(shards.raw_gradient, self._optimizer.parameters())
+    def _note_step(self, *_: object) -> None:
+        """A step has just consumed what is there."""
+        found = map(shards.raw_gradient, parameters_of(self._optimizer))
         self._consumed = {
             id(gradient): (weakref.ref(gradient), _version(gradient))
             for gradient in found
@@ -93,7 +100,7 @@ class Gradients:
 
     def _unspent(self, fqn: str, parameter: Tensor) -> UnspentGradientError:
         what = f"offload() with the gradient of {fqn}"
-        if any(parameter is each for each in self._optimizer.parameters()):
+        if any(parameter is each for each in parameters_of(self._optimizer)):
             return UnspentGradientError(
                 what,
                 reason="it would be dropped, and no step() since this PhaseOffloader was built has "

@@ -1,256 +1,257 @@
-"""What modules do while their memory is away.
+"""What models and optimizers do while their memory is away: refuse use, show host copies.
 
-[Note: two places per module]
-``state_dict`` and ``load_state_dict`` end in one method per module that reads or writes the
-module's own tensors, whatever stands around it (wrappers, torch.distributed.checkpoint). While
-that method runs, the module's tables hold host tensors, so overrides of it work as well. Nothing
-of it outlives the call, whether it returns or raises.
+Each mechanism is a hook of torch's on a module or an optimizer, no replaced method: forward and
+``step()`` are refused before they touch anything, loads are refused, state dicts get host copies in
+the place of what is away.
 """
 
 from __future__ import annotations
 
-import sys
-import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NoReturn
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from .. import shards
-from ..errors import AwayError
-from ..groups import Group
-from ..interrupts import held_back
-from ..moving import absent
-from ..patching import Patch, checked, remove_all
+from ..core.offloadable import HostCopies, LoadHook
+from ..device import Event, Gateway
+from ..errors import AwayError, ConfigError
 
-BeforeUse = Callable[[str], None]
-"""Called with what is about to happen: it raises, or brings everything back."""
+_NEEDED_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_state_dict_post_hooks")
 
 
-class ModuleGuard:
-    """Stands before all modules of ``models`` from :meth:`close` to :meth:`open`.
+class WeakHook:
+    """A hook that does not keep its method's object alive, and does nothing without it.
+
+    Args:
+        method: bound.
+    """
+
+    reads_parameters = False  # a step post-hook: updates under way need not have ended for it
+
+    def __init__(self, method: Callable[..., None]) -> None:
+        self._find = weakref.WeakMethod(method)
+
+    def __call__(self, *arguments: Any) -> None:
+        method = self._find()
+        if method is not None:
+            method(*arguments)
+
+
+def remove_all(handles: Iterable[RemovableHandle]) -> None:
+    """Undo the registrations of hooks. Idempotent."""
+    for handle in handles:
+        handle.remove()
+
+
+def _refuse(what: str) -> NoReturn:
+    raise AwayError(
+        what, reason="its memory is offloaded", remedy="call reload() of its PhaseOffloader first"
+    )
+
+
+class ModelGuard:
+    """Hooks on all modules of ``models`` from :meth:`close` to :meth:`open`.
 
     Args:
         models: with all of their modules.
-        groups: the FSDP2 groups in them.
+        owner: kept alive while they are closed: it alone can bring their memory back.
     """
 
-    def __init__(self, models: Sequence[nn.Module], groups: Sequence[Group]) -> None:
-        self._models, self._groups = models, groups
-        self._patches: list[Patch] = []
-        self._undo: list[Callable[[], None]] = []
-        self._steps = StepHook()
-        self._allow_graphs: Callable[[], None] = do_nothing
-        self._is_loaded = False
+    def __init__(self, models: Sequence[nn.Module], owner: object) -> None:
+        self._models, self._owner = models, owner
+        self._handles: list[RemovableHandle] = []
+        self._copies: HostCopies | None = None
 
-    def close(self, before_use: BeforeUse, lock: threading.RLock) -> None:
-        """Let ``before_use`` know of every use, and show host tensors to state dicts.
-
-        ``lock`` is held while modules have host tensors: whoever brings memory back holds it, too.
-        """
-        modules = dict.fromkeys(module for model in self._models for module in model.modules())
-        before_use = _untraced(before_use)
-        checks = {
-            "forward": checked(before_use, "a compiled forward"),
-            "_apply": checked(before_use, "a move or cast of the model"),
-            "__reduce_ex__": checked(before_use, "a copy of the model"),
-        }
-        forward = _Forward(before_use)
-        for module in modules:
-            # At the front: FSDP2's own hook reads the shards.
-            self._undo.append(module.register_forward_pre_hook(forward, prepend=True).remove)
-            for name, check in checks.items():
-                # What torch.compile has made looks at no hooks, but at whether this is replaced.
-                self._patch(module, name, check)
-            self._patch(module, "_save_to_state_dict", _on_host(module, lock))
-            self._patch(module, "_load_from_state_dict", self._into_host(module, lock))
-        for group in self._groups:
-            group.close(before_use, self._patches)
-        tensors = [t for m in self._models for t in (*m.parameters(), *m.buffers())]
-        away = {id(t): t for t in tensors if absent.is_absent(t)}
-        self._steps.add(_check_steps(away, before_use), register_optimizer_step_pre_hook)
-        self._allow_graphs = shards.spoil_graphs(away.values())
-        self._is_loaded = False
+    def close(self, copies: HostCopies) -> None:
+        """Memory is away from now on: ``copies`` has what state dicts show."""
+        self._copies = copies
+        for module in dict.fromkeys(m for model in self._models for m in model.modules()):
+            show = module.register_state_dict_post_hook(_BoundHook(self._show))
+            # At the front: hooks of others look at values.
+            module._state_dict_hooks.move_to_end(show.id, last=False)  # type: ignore[attr-defined]
+            self._handles += [
+                show,
+                # Likewise: FSDP2's own hook reads the shards.
+                module.register_forward_pre_hook(_BoundHook(self._before_forward), prepend=True),
+                module.register_load_state_dict_pre_hook(LoadHook(_refuse)),
+            ]
 
     def open(self) -> None:
-        """Leave everything as it was. Idempotent."""
-        remove_all(self._patches)
-        for undo in self._undo:
-            undo()
-        self._steps.remove()
-        if not self._is_loaded:  # else graphs from before have other values in mind
-            self._allow_graphs()
-        self._allow_graphs = do_nothing
-        self._patches.clear()
-        self._undo.clear()
+        """It is back. Idempotent."""
+        remove_all(self._handles)
+        self._handles.clear()
+        self._copies = None
 
-    def _into_host(self, module: nn.Module, lock: threading.RLock) -> Callable[..., Any]:
-        def load(
-            original: Callable[..., Any],
-            state_dict: Any,
-            prefix: str,
-            local_metadata: dict[str, Any],
-            *args: Any,
-            **kwargs: Any,
-        ) -> Any:
-            if local_metadata.get("assign_to_params_buffers"):
-                raise AwayError(
-                    "load_state_dict(assign=True) of an offloaded model",
-                    reason="it would put other tensors in the place of those that come back",
-                    remedy="load without assign=True, or reload() first",
-                )
-            self._is_loaded = True
-            with lock, held_back(), host_tensors(module):
-                return original(state_dict, prefix, local_metadata, *args, **kwargs)
+    def _before_forward(self, module: nn.Module, args: object) -> None:
+        _refuse(f"forward of {type(module).__name__}")
 
-        return load
-
-    def _patch(self, module: nn.Module, name: str, replacement: Callable[..., Any]) -> None:
-        Patch(module, name, replacement, self._patches)
-
-
-class StepHook:
-    """What torch calls before steps of one optimizer, or of all, however a step is reached: a
-    method that was bound before, or that is called by its class, passes a :class:`Patch` by."""
-
-    def __init__(self) -> None:
-        self._before: Callable[[Optimizer], None] | None = None
-        self._handle: RemovableHandle | None = None
-        self._n_running = 0
-
-    def add(
-        self,
-        before: Callable[[Optimizer], None],
-        register: Callable[[Callable[..., None]], RemovableHandle],
+    def _show(
+        self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: object
     ) -> None:
-        """Call ``before`` from now on, instead of what was called so far.
-
-        Args:
-            before: kept alive until :meth:`remove`, but not by torch.
-            register: what takes a hook; always the same.
-        """
-        self._before = before
-        if self._handle is None:
-            self._handle = register(_Entry(weakref.ref(self)))
-
-    def remove(self) -> None:
-        """Call nothing any more. Idempotent."""
-        self._before = None
-        # While torch goes over its table, only the last entry may be taken out: it looks for none
-        # behind that. Another one stays, without effect, for the next add() and remove().
-        if self._handle is None or (self._n_running and not self._is_last(self._handle)):
+        """Replace what the module has put there; the outermost, also under names of its own."""
+        copies = self._copies
+        if copies is None:
             return
-        self._handle.remove()
-        self._handle = None
-
-    def __del__(self) -> None:
-        if self._handle is not None:
-            self._handle.remove()
-
-    @staticmethod
-    def _is_last(handle: RemovableHandle) -> bool:
-        table = handle.hooks_dict_ref()
-        return not table or next(reversed(table)) == handle.id
-
-    def run(self, optimizer: Optimizer) -> None:
-        """A step of ``optimizer`` begins. What a call has put in its own place is called, too."""
-        called = None
-        self._n_running += 1
-        try:
-            while self._before is not None and self._before is not called:
-                called = self._before
-                called(optimizer)
-        finally:
-            self._n_running -= 1
+        copies.wait()
+        if any(module is model for model in self._models):
+            keys = [key for key in state_dict if key.startswith(prefix)]
+        else:
+            keys = [prefix + name for name in (*module._parameters, *module._buffers)]
+        for key in keys:
+            value = state_dict.get(key)
+            # A Parameter: keep_vars=True asks for the objects, not for what they hold.
+            if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+                state_dict[key] = _shown(copies, value)
 
 
-class _Entry:
-    """In torch's table of hooks; without effect in a copy."""
+class _BoundHook:
+    """A hook that is not copied with its module: what it guards does not lie in the copy."""
 
-    def __init__(self, find: Callable[[], StepHook | None] | None = None) -> None:
-        self._find = find
+    def __init__(self, call: Callable[..., None]) -> None:
+        self._call = call
 
-    def __call__(self, optimizer: Optimizer, *call: object) -> None:
-        hook = None if self._find is None else self._find()
-        if hook is not None:
-            hook.run(optimizer)
+    def __call__(self, *arguments: Any) -> None:
+        self._call(*arguments)
 
-    def __reduce__(self) -> tuple[type[_Entry], tuple[()]]:
-        return _Entry, ()
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        _refuse("a copy of a model")
 
-
-class _Forward:
-    """A forward pre-hook; without effect in a copy."""
-
-    def __init__(self, before_use: BeforeUse | None = None) -> None:
-        self._before_use = before_use
-
-    def __call__(self, module: nn.Module, args: object) -> None:
-        if self._before_use is not None:
-            self._before_use(f"forward of {type(module).__name__}")
-
-    def __reduce__(self) -> tuple[type[_Forward], tuple[()]]:
-        return _Forward, ()
+    def __reduce__(self) -> NoReturn:
+        _refuse("a pickle of a model")
 
 
-def _untraced(before_use: BeforeUse) -> BeforeUse:
-    """The same, called by compiled code instead of being compiled with it."""
-    if "torch._dynamo" not in sys.modules:  # slow to import, and nothing is compiled
-        return before_use
-    found: BeforeUse = torch.compiler.disable(before_use)
-    return found
+class PlainOptimizer:
+    """Any ``torch.optim.Optimizer`` as an :class:`.Offloadable`; its hooks stay until
+    :meth:`close`.
 
+    Args:
+        optimizer: not a :class:`HybridDeviceOptimizer`.
+        gateway: of its device.
 
-def _check_steps(away: Mapping[int, Tensor], before_use: BeforeUse) -> Callable[[Optimizer], None]:
-    """Let ``before_use`` know of steps of any optimizer that has tensors of ``away``, by identity.
-    They are kept alive."""
-
-    def check(optimizer: Optimizer) -> None:
-        users = (p for group in optimizer.param_groups for p in group["params"])
-        if any(id(p) in away and p.grad is not None for p in users):
-            before_use(f"step() of {type(optimizer).__name__}")
-
-    return check
-
-
-def do_nothing() -> None:
-    """There are no graphs to allow, there is nothing to end, or nobody to tell."""
-
-
-def _on_host(module: nn.Module, lock: threading.RLock) -> Callable[..., Any]:
-    def save(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with lock, held_back(), host_tensors(module):
-            return original(*args, **kwargs)
-
-    return save
-
-
-@contextmanager
-def host_tensors(module: nn.Module) -> Iterator[None]:
-    """Inside, parameters and buffers of the module itself that are away are host tensors.
-
-    Over the memory that holds their bytes: what is written arrives when they come back.
+    Raises:
+        ConfigError: it lacks torch's hooks.
     """
-    swapped: list[tuple[dict[str, Any], str, Tensor, Tensor]] = []
-    tables: list[dict[str, Any]] = [module._parameters, module._buffers]
-    try:
-        for table in tables:
-            for name, tensor in list(table.items()):
-                view = None if tensor is None else absent.host_view(tensor)
-                if view is None:
-                    continue
-                if isinstance(tensor, nn.Parameter):
-                    view = nn.Parameter(view, requires_grad=tensor.requires_grad)
-                swapped.append((table, name, tensor, view))
-                table[name] = view
-        yield
-    finally:
-        for table, name, tensor, view in swapped:
-            if table.get(name) is view:  # else the module has replaced it itself
-                table[name] = tensor
+
+    def __init__(self, optimizer: Optimizer, gateway: Gateway) -> None:
+        if not all(hasattr(optimizer, name) for name in _NEEDED_HOOKS):
+            raise ConfigError(
+                f"optimizer {type(optimizer).__name__}",
+                reason="it has none of torch's hooks: its class does not call Optimizer.__init__",
+                remedy="pass the optimizer that it wraps",
+            )
+        self._optimizer, self._gateway = optimizer, gateway
+        self._copies: HostCopies | None = None
+        self._arrival: Event | None = None
+        self._is_followed = False  # whether the caller's stream has waited for that
+        self._rates: list[Any] = []
+        handles = [
+            optimizer.register_step_pre_hook(WeakHook(self._before_step)),
+            optimizer.register_state_dict_post_hook(WeakHook(self._show)),
+            optimizer.register_load_state_dict_pre_hook(LoadHook(WeakHook(self._before_load))),
+        ]
+        self.close = weakref.finalize(self, remove_all, handles)
+        """Removes the hooks, once."""
+
+    @property
+    def is_away(self) -> bool:
+        """See :class:`.Offloadable`."""
+        return self._copies is not None
+
+    def prepare_offload(self) -> None:
+        """See :class:`.Offloadable`: its work is on the current stream."""
+
+    def prepare_reload(self) -> None:
+        """See :class:`.Offloadable`: state is where the caller has put it."""
+
+    def device_tensors(self) -> list[tuple[str, Tensor]]:
+        """See :class:`.Offloadable`."""
+        state = self._optimizer.state
+        return [
+            (f"{index}.{path}", tensor)
+            for index, parameter in enumerate(parameters_of(self._optimizer))
+            for path, tensor in _leaves(state.get(parameter, {}))
+        ]
+
+    def staging_buffers(self) -> Sequence[Tensor]:
+        """See :class:`.Offloadable`."""
+        return ()
+
+    def set_away(self, copies: HostCopies) -> None:
+        """See :class:`.Offloadable`."""
+        self._copies = copies
+        self._rates = [group.get("lr") for group in self._optimizer.param_groups]
+
+    def set_present(self, arrival: Event | None) -> None:
+        """See :class:`.Offloadable`."""
+        self._copies, self._arrival, self._is_followed = None, arrival, False
+
+    def _before_step(self, *_: object) -> None:
+        if self._copies is not None:
+            self._end_initialisation()
+            _refuse(f"step() of {type(self._optimizer).__name__}")
+        if self._arrival is not None and not self._is_followed:
+            self._gateway.current_stream().wait(self._arrival)
+            self._is_followed = True
+
+    def _end_initialisation(self) -> None:
+        """Undo what ``torch.distributed.checkpoint.state_dict`` does before it lets an optimizer
+        make its state by a step: gradients and rates of 0, which it leaves behind if that raises.
+        """
+        groups, rates = self._optimizer.param_groups, self._rates
+        is_zero = all(group.get("lr") == 0.0 for group in groups)
+        if self._optimizer.state or not is_zero or all(rate == 0.0 for rate in rates):
+            return
+        for group, rate in zip(groups, rates, strict=False):
+            if rate is not None:
+                group["lr"] = rate
+        self._optimizer.zero_grad()
+
+    def _show(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        copies = self._copies
+        if copies is not None:
+            copies.wait()
+            state_dict["state"] = _mapped(state_dict["state"], lambda t: _shown(copies, t))
+        elif self._arrival is not None:
+            self._arrival.synchronize()
+
+    def _before_load(self, what: str) -> None:
+        if self._copies is not None:
+            _refuse(f"{what} of {type(self._optimizer).__name__}")
+        if self._arrival is not None:
+            self._arrival.synchronize()
+
+
+def _shown(copies: HostCopies, tensor: Tensor) -> Tensor:
+    copy = copies.of(tensor)
+    return tensor if copy is None else copy
+
+
+def parameters_of(optimizer: Optimizer | None) -> list[Tensor]:
+    """Those that it updates."""
+    groups = [] if optimizer is None else optimizer.param_groups
+    return [parameter for group in groups for parameter in group["params"]]
+
+
+def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
+    if isinstance(value, Tensor):
+        yield path, value
+    elif isinstance(value, dict):
+        for name, each in value.items():
+            yield from _leaves(each, f"{path}.{name}")
+    elif isinstance(value, list | tuple):
+        for index, each in enumerate(value):
+            yield from _leaves(each, f"{path}.{index}")
+
+
+def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """The same structure with other tensors."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, dict):
+        return {name: _mapped(each, change) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_mapped(each, change) for each in value)
+    return value

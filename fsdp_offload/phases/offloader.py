@@ -3,59 +3,83 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import logging
 import os
 import threading
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NoReturn
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final, NoReturn
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
+from .. import shards
 from ..config import TransferConfig
-from ..device import available_bytes, free_bytes, release_cached
-from ..errors import AwayError, ClosedError, ConfigError, DeviceMemoryError
+from ..core import storage as storages
+from ..core.offloadable import Offloadable
+from ..device import Gateway, free_bytes, release_cached
+from ..errors import ClosedError, ConfigError, DeviceMemoryError, UnsupportedParameterError
 from ..groups import find_groups
 from ..interrupts import held_back
-from ..moving import Mover, Pages, Places, Spares
-from ..patching import Patch, remove_all
 from ..wrapping import gateway_of, modules_of
-from .absences import Absences
-from .contents import Contents
+from .fixed import FixedMemory, movable
 from .gradients import Gradients
-from .guard import ModuleGuard
-from .handle import Handle, PhaseStatistics, Transfer
-from .moves import Moves
-from .optimizers import find_state
-from .policies import Policies
-from .seats import make_seats
+from .guard import ModelGuard, PlainOptimizer
+from .transfer import Block, Figures, Handle, StorageBlock, Transfer, collect
 
-_log = logging.getLogger("fsdp_offload")
+KINDS: Final = ("params", "grads", "state")
+"""In the order in which they travel."""
+
+_CHOICES: Final[dict[str, tuple[object, ...]]] = {
+    "params": ("save", "keep"),
+    "grads": (None, "drop", "save", "keep"),
+    "state": ("save", "keep"),
+    "keep_addresses": (True, False),
+}
+
+
+@dataclass(frozen=True)
+class PhaseStatistics:
+    """Figures of the last offload and the last reload that were waited for."""
+
+    offloaded: Mapping[str, Figures]
+    """By kind: ``params``, ``grads``, ``state``."""
+
+    reloaded: Mapping[str, Figures]
+    """The same, back."""
+
+    offload_seconds: float
+    """From the call to its end, as the host saw it."""
+
+    reload_seconds: float
+    """The same, back."""
+
+    freed_bytes: int
+    """Device memory that the last offload gave back, as the driver saw it; 0 on a CPU."""
+
+    host_bytes: int
+    """Host memory held for what leaves."""
+
+    pinned_bytes: int
+    """Page-locked part of ``host_bytes``."""
+
+    pin_seconds: float
+    """To obtain and page-lock it."""
+
+    cycles: int
+    """Reloads that have ended."""
 
 
 class PhaseOffloader:
     """Moves what a model and its optimizer keep on the device to host memory, and back.
 
-    While it is away, ``state_dict``, checkpoints and loads work from and into host memory; forward
-    and ``optimizer.step()`` raise :class:`AwayError`, or bring everything back first. Objects stay
-    the same: parameters, gradients, views and DTensors; only their memory goes.
+    While it is away, ``state_dict`` and checkpoints work from host memory; forward,
+    ``optimizer.step()`` and loads raise :class:`AwayError`. Objects stay the same: parameters,
+    gradients, views and DTensors; only their memory goes.
 
-    Seen are calls of modules, of FSDP2 and of optimizers. A tensor that is used by other ways
-    while it is away (``print(model.weight)``, a kernel over it) has no memory, and the process may
-    die of it.
-
-    Addresses of parameters change with each cycle, and once at construction: storages that torch
-    has allocated one by one leave and come back there, about 1 GiB at a time, to lie in few
-    segments, which the driver takes back faster. The state of a plain optimizer moves once to
-    addresses that stay (``fixed_address``), from where its memory goes back to the driver while
-    copies run. So work on other streams has to be waited for before, and CUDA graphs over them are
-    captured afterwards. Where device memory has no room for it, or allocator settings forbid it,
-    they stay where they are. In the rare case that another process or thread takes the room just
-    then, the offloader begins with ``is_away``, and says so in the log.
+    Seen are calls of modules and of ``optimizer``. A tensor that is used by other ways while it is
+    away (``print(model.weight)``, a kernel over it) has no memory, and the process may die of it.
 
     Ctrl-C (SIGINT) during a move arrives when the move has ended.
 
@@ -68,22 +92,19 @@ class PhaseOffloader:
             optimizer has consumed is an error. ``"drop"``: that one is dropped, too. ``"save"``:
             comes back as it was. ``"keep"``: stays on the device.
         state: of the optimizer: ``"save"`` or ``"keep"``.
-        on_use: ``"error"``: use while away raises. ``"reload"``: it brings everything back.
-        fixed_address: what comes back to the addresses that it had; it moves to new ones once, here
-            or when it is first seen. ``"state"``: a plain optimizer's state, where the device and
-            torch can do it and there is room. ``True``: parameters and buffers, too, or an error.
-            ``False``: nothing. The state of a :class:`HybridDeviceOptimizer` has ``state_region=``.
+        keep_addresses: move parameters, buffers and state that exist now to new addresses, once,
+            here; they come back to these. Else addresses change with each cycle.
         transfer: how to obtain host memory (``pin``, ``huge_pages``, ``numa``, ``host_budget``).
 
     Raises:
-        ConfigError: an argument is wrong.
-        DeviceError: several devices, or none that torch can use.
-        UnsupportedParameterError: a storage that cannot be given up and restored.
+        ConfigError: an argument is wrong, or another PhaseOffloader keeps addresses of the same
+            tensors.
+        DeviceError: several devices, one that torch cannot use, or that cannot keep addresses.
+        UnsupportedParameterError: memory that torch does not own.
         UnsupportedTorchError: this version of torch lacks a private name of FSDP2.
         HostMemoryError: host memory is short; nothing has changed.
         PinningError: the driver refused to page-lock it; nothing has changed.
-        DeviceMemoryError: others took device memory while a :class:`HybridDeviceOptimizer`'s state
-            was moved (see its ``reserve_offload()``), which is away: ``optimizer.reload()``.
+        DeviceMemoryError: ``keep_addresses`` needs some 0.5 GiB beside; nothing has changed.
     """
 
     def __init__(
@@ -94,13 +115,12 @@ class PhaseOffloader:
         params: str = "save",
         grads: str | None = None,
         state: str = "save",
-        on_use: str = "error",
-        fixed_address: bool | str = "state",
+        keep_addresses: bool = False,
         transfer: TransferConfig | None = None,
     ) -> None:
-        self._policies = policies = Policies(params, grads, state, on_use, fixed_address)
+        self._policies = {"params": params, "grads": grads, "state": state}
+        _check_choices(**self._policies, keep_addresses=keep_addresses)
         self._models = models = modules_of(model)
-        self._optimizer = own = find_state(optimizer, policies)
         tensors = [t for m in models for t in (*m.parameters(), *m.buffers())]
         if not tensors:
             raise ConfigError(
@@ -108,37 +128,33 @@ class PhaseOffloader:
                 reason="there is nothing to move",
                 remedy="pass the module that holds them",
             )
+        _check_optimizer(optimizer)
         parameters = [t for t in tensors if isinstance(t, nn.Parameter)]
         self._gateway = gateway = gateway_of(parameters or tensors)
         self._device = device = gateway.device
-        transfer = transfer or TransferConfig()
-        self._places = places = Places(gateway, transfer)
-        seats = make_seats(policies, gateway, places, transfer)
+        self._optimizer = _offloadable(optimizer, gateway)
         self._groups = groups = find_groups(models)
-        self._guard, self._gradients = ModuleGuard(models, groups), Gradients(grads, groups, own)
-        mover, absences = Mover(gateway, places), Absences(self._settle)
-        self._contents = Contents(models, own, self._gradients, seats, policies, device)
-        self._moves = Moves(self._contents, own, absences, mover, gateway)
-        self._patches: list[Patch] = []
-        self._handle = Handle({})
-        self._is_away = self._is_closed = False
+        self._gradients = Gradients(grads, groups, optimizer)
+        self._fixed = {
+            kind: FixedMemory(kind, device)
+            for kind in ("params", "state")
+            if keep_addresses and self._policies[kind] == "save"
+        }
+        self._transfer = Transfer(gateway, transfer or TransferConfig(), self._locate)
+        self._guard = ModelGuard(models, self)
+        self._is_away = self._is_closed = self._has_optimizer = False
         self._lock, self._pid = threading.RLock(), os.getpid()
-        self._last = _Last()
+        self._last = PhaseStatistics({}, {}, 0.0, 0.0, 0, 0, 0, 0.0, 0)
+        self._free_before: int | None = None
         with held_back():
             try:
-                self._reshard()
-                self._contents.collect(self._contents.parameters())
-                self._moves.reserve()
-                self._moves.find_places()
-                self._join()
+                self._prepare()
+                self._keep_addresses()
+                batches = list(self._batches(self._parameters()))
+                self._transfer.reserve([block for _, blocks in batches for block in blocks])
             except BaseException:
-                self._contents.close()
-                self._places.close()
+                self._give_back()
                 raise
-        ends = [own.around_load(self._forget_state, self._release_state)]
-        if grads is None:
-            ends.append(own.after_steps(self._gradients.note_step))
-        self._end_hooks = weakref.finalize(self, _call_all, ends)
 
     # ------------------------------------------------------------------ out and back
 
@@ -150,31 +166,27 @@ class PhaseOffloader:
     def offload(self, *, wait: bool = True) -> Handle:
         """Copy everything to host memory and give its device memory up. Does nothing while away.
 
+        If this raises, everything is on the device as before.
+
         Args:
             wait: return when the memory is the driver's again. Else copies run beside what
                 follows; memory becomes torch's as :meth:`Handle.is_done` finds them complete, and
                 the driver's with :meth:`Handle.wait`.
 
         Raises:
-            HostMemoryError, PinningError: there is something new to hold; what had begun to leave
-                is back, or if device memory is short by then, it is away.
-            DeviceMemoryError: the same, of a :class:`HybridDeviceOptimizer` with new state.
-            UnspentGradientError: a gradient would be lost, see ``grads``; nothing has moved.
+            HostMemoryError, PinningError: there is something new to hold.
+            UnspentGradientError: a gradient would be lost, see ``grads``.
+            UnsupportedParameterError: there is memory that torch does not own.
             ClosedError: after :meth:`close`, or in a forked process.
         """
-        return self._offload(wait, None)
-
-    def _offload(self, wait: bool, beside: _Coming | None) -> Handle:
         with self._lock, held_back():
             self._check()
-            self._handle.wait()
             if not self._is_away:
-                self._leave(beside)
-            elif beside is not None:
-                beside.come(self._handle)
+                self._leave()
+            handle = self._transfer.handle
             if wait:
-                self._handle.wait()
-            return self._handle
+                handle.wait()
+            return handle
 
     def reload(self, *, wait: bool = True) -> Handle:
         """Bring everything back, parameters first. Does nothing while it is here.
@@ -189,17 +201,17 @@ class PhaseOffloader:
                 again when there is room.
             ClosedError: in a forked process.
         """
-        return self._reload(wait, None)
+        return self._reload(wait)
 
-    def _reload(self, wait: bool, make_room: Callable[[], bool] | None) -> Handle:
+    def _reload(self, wait: bool, make_room: Callable[[], bool] | None = None) -> Handle:
         with self._lock, held_back():
             self._check()
-            self._handle.wait()
             if self._is_away:
                 self._come_back(make_room)
+            handle = self._transfer.handle
             if wait:
-                self._handle.wait()
-            return self._handle
+                handle.wait()
+            return handle
 
     @contextlib.contextmanager
     def away(self) -> Iterator[Handle]:
@@ -217,35 +229,35 @@ class PhaseOffloader:
     def close(self) -> None:
         """Bring everything back and give all host memory up. Idempotent.
 
+        With ``keep_addresses`` tensors get ordinary memory, and other addresses.
+
         Raises:
-            DeviceMemoryError: it cannot come back; everything is as before, call again.
+            DeviceMemoryError: it cannot come back, or needs room; call again when there is some.
         """
         with self._lock, held_back():
             if self._is_closed:
                 return
             self.reload()
             try:
-                self._contents.close()
+                for fixed in self._fixed.values():
+                    fixed.vacate()
             except torch.OutOfMemoryError as error:
-                raise self._moves.no_room_to_close(error) from error
-            self._places.close()
-            self._end_hooks()
+                raise DeviceMemoryError(
+                    "close() of a PhaseOffloader with keep_addresses=True",
+                    reason=f"no room for {fixed.extents.name} at other addresses ({error})",
+                    remedy="free device memory, then call it again; everything is on the device",
+                ) from error
+            self._give_back()
             self._is_closed = True  # last: what has failed half-way goes on in the next call
 
     def statistics(self) -> PhaseStatistics:
         """Figures of the moves that have ended."""
-        arenas = self._places.statistics()
-        last = self._last
-        return PhaseStatistics(
-            offloaded=dict(last.offloaded),
-            reloaded=dict(last.reloaded),
-            offload_seconds=last.offload_seconds,
-            reload_seconds=last.reload_seconds,
-            freed_bytes=last.freed_bytes,
+        arenas = self._transfer.buffers.statistics()
+        return replace(
+            self._last,
             host_bytes=sum(arena.n_bytes for arena in arenas),
             pinned_bytes=sum(arena.n_bytes for arena in arenas if arena.pinned),
             pin_seconds=sum(arena.touch_seconds + arena.pin_seconds for arena in arenas),
-            cycles=last.cycles,
         )
 
     def __reduce__(self) -> NoReturn:
@@ -257,130 +269,169 @@ class PhaseOffloader:
 
     # ------------------------------------------------------------------ leaving
 
-    def _leave(self, beside: _Coming | None) -> None:
-        """``beside``: comes as soon as copies are under way, before all else is done; then memory
-        stays torch's, for that."""
+    def _leave(self) -> None:
+        # The user may have offloaded the optimizer alone: then it also comes back alone.
+        optimizer = self._optimizer
+        self._has_optimizer = optimizer is not None and not optimizer.is_away
+        self._prepare()
+        parameters = self._parameters()
+        self._gradients.check(parameters)
         self._free_before = free_bytes(self._device)
-        self._optimizer.synchronize()
-        try:
-            parameters, trips = self._moves.out(
-                self._reshard, None if beside is None else beside.begin
-            )
-        except BaseException:
-            if beside is not None:
-                beside.give_up()  # it has taken room
-            self._stay()
-            raise
-        finish = functools.partial(self._has_left, to_driver=beside is None)
-        handle = Handle(trips, finish, finish_blocks=beside is None)
-        try:
-            if beside is not None:
-                beside.come(handle)
-        finally:  # all is on its way: no use, and perhaps no room, to turn back
-            self._become_away(handle)
-            self._gradients.leave(parameters)
+        self._transfer.out(self._batches(parameters), self._staging(), self._has_left)
+        # Everything is on its way: what follows only says so, and cannot fail.
+        self._is_away = True
+        self._guard.close(self._transfer)
+        if self._has_optimizer and optimizer is not None:
+            optimizer.set_away(self._transfer)
+        self._gradients.leave(parameters)
 
-    def _stay(self) -> None:
-        """Leaving has failed half-way: bring back what has left already, or be away with it."""
-        try:
-            self._moves.turn_back()
-        except BaseException as error:
-            self._moves.stay_away()  # nothing is lost, and reload() tries again
-            self._become_away(Handle({}))
-            if self._policies.grads == "save":
-                self._gradients.leave(self._contents.parameters())
-            if not isinstance(error, torch.OutOfMemoryError | DeviceMemoryError):
-                raise
-
-    def _become_away(self, handle: Handle) -> None:
-        self._is_away, self._handle = True, handle
-        self._guard.close(self._before_use, self._lock)
-        self._patches = []
-        self._optimizer.close(self._before_use, self._patches)
-
-    def _reshard(self) -> None:
+    def _prepare(self) -> None:
+        """Finish what is under way, and let FSDP2 give up gathered parameters."""
+        if self._optimizer is not None:
+            self._optimizer.prepare_offload()
         for group in self._groups:
             group.settle()
-        for model in self._models:
-            for module in model.modules():
-                if isinstance(module, FSDPModule):
-                    module.reshard()
+        for module in (module for model in self._models for module in model.modules()):
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
-    def _join(self) -> None:
-        error = self._moves.join()
-        if error is not None:
-            # Its bytes are in host memory, which raising would give up.
-            _log.warning("the offloader begins with is_away: %r; call reload()", error)
-            self._become_away(Handle({}))
+    def _staging(self) -> list[Block]:
+        if not self._has_optimizer or self._optimizer is None or self._policies["state"] != "save":
+            return []
+        return [*collect(("staging", tensor) for tensor in self._optimizer.staging_buffers())]
 
-    def _settle(self) -> None:
-        """Somebody reads host memory: it holds the bytes when this returns."""
-        with self._lock:
-            handle = self._handle
-        handle.wait()
-
-    def _forget_state(self) -> None:
-        with self._lock:
-            if not self._is_away:
-                self._contents.forget_state()
-
-    def _release_state(self) -> None:
-        with self._lock, held_back():
-            self._handle.wait()  # torch's own method may have been called, which does not
-            if not self._is_away:
-                self._contents.release_state()
-
-    def _has_left(self, handle: Handle, *, to_driver: bool) -> None:
-        if to_driver:
-            release_cached(self._device)
-        self._last.offloaded = handle.transfers()
-        self._last.offload_seconds = handle.seconds
+    def _has_left(self, handle: Handle) -> None:
+        release_cached(self._device)
         free = free_bytes(self._device)
-        if free is not None and self._free_before is not None:
-            self._last.freed_bytes = free - self._free_before
+        known = free is not None and self._free_before is not None
+        self._last = replace(
+            self._last,
+            offloaded=_by_kind(handle),
+            offload_seconds=handle.seconds,
+            freed_bytes=free - self._free_before if known else 0,  # type: ignore[operator]
+        )
+
+    # ------------------------------------------------------------------ what leaves
+
+    def _parameters(self) -> dict[str, Tensor]:
+        return {
+            f"{index}.{name}": parameter
+            for index, model in enumerate(self._models)
+            for name, parameter in model.named_parameters()
+        }
+
+    def _named(self, kind: str, parameters: Mapping[str, Tensor]) -> Iterable[tuple[str, Tensor]]:
+        if kind == "grads":
+            return self._gradients.named(parameters)
+        if kind == "state":
+            return () if self._optimizer is None else self._optimizer.device_tensors()
+        buffers = (
+            (f"{index}.buffer.{name}", buffer)
+            for index, model in enumerate(self._models)
+            for name, buffer in model.named_buffers()
+        )
+        return (*parameters.items(), *buffers)
+
+    def _batches(self, parameters: Mapping[str, Tensor]) -> Iterator[tuple[str, list[Block]]]:
+        """Kinds with what leaves of them; each storage once, and none that a kept kind shows."""
+        known: set[int] = set()
+        moving = [kind for kind in KINDS if self._policies[kind] != "keep"]
+        for kind in KINDS:
+            if kind not in moving:
+                self._collect(kind, parameters, known)
+        for kind in moving:
+            fixed = self._fixed.get(kind)
+            chunks = [] if fixed is None else fixed.extents.chunks()
+            yield kind, [*chunks, *self._collect(kind, parameters, known)]
+
+    def _collect(
+        self, kind: str, parameters: Mapping[str, Tensor], known: set[int]
+    ) -> list[StorageBlock]:
+        """Storages on the device that ``known``, which is extended, does not have."""
+        found: list[StorageBlock] = []
+        fixed = list(self._fixed.values())
+        is_kept = self._policies[kind] == "keep"
+        for name, tensor in self._named(kind, parameters):
+            for below, part in _parts(tensor):
+                storage = part.untyped_storage()
+                identity = storages.identity(storage)
+                if storage.device != self._device or not storage.nbytes() or identity in known:
+                    continue
+                known.add(identity)
+                if is_kept or not movable(storage, fixed):
+                    continue
+                if not storage.resizable():
+                    if self._device.type == "cpu":
+                        continue  # nothing is lost by leaving it
+                    raise UnsupportedParameterError(
+                        f"{kind} {name}",
+                        reason="torch does not own its memory, so it cannot be given up",
+                        remedy="clone() it once after loading",
+                    )
+                found.append(StorageBlock(f"{kind}.{name}{below}", storage))
+        return found
+
+    def _keep_addresses(self) -> None:
+        if not self._fixed:
+            return
+        self._gateway.current_stream().synchronize()
+        batches = dict(self._batches(self._parameters()))
+        try:
+            for kind, fixed in self._fixed.items():
+                blocks = (block for block in batches[kind] if isinstance(block, StorageBlock))
+                fixed.move_in([block.storage for block in blocks])
+        except BaseException as error:
+            for fixed in self._fixed.values():
+                fixed.vacate()
+            if not isinstance(error, torch.OutOfMemoryError):
+                raise
+            raise DeviceMemoryError(
+                "PhaseOffloader(keep_addresses=True)",
+                reason=f"no device memory to move tensors with ({error}); all is as before",
+                remedy="free some, or leave keep_addresses out",
+            ) from error
+        self._gateway.current_stream().synchronize()
+        release_cached(self._device)
+
+    def _locate(self, storage: torch.UntypedStorage) -> tuple[str, int] | None:
+        found = (fixed.extents.locate(storage) for fixed in self._fixed.values())
+        return next((place for place in found if place is not None), None)
 
     # ------------------------------------------------------------------ coming back
 
-    def _begin_to_come(self) -> set[int]:
-        """Let copies begin that a later :meth:`_reload` waits for, if there is room for them; gives
-        their storages, by identity."""
-        self._handle.wait()
-        if self._is_away and self._moves.may_begin(available_bytes(self._device)):
-            with contextlib.suppress(DeviceMemoryError):  # it is in pieces
-                return self._moves.begin_back()
-        return set()
-
     def _come_back(self, make_room: Callable[[], bool] | None) -> None:
-        trips = self._moves.back(make_room)
-        self._guard.open()
-        remove_all(self._patches)
-        self._gradients.come_back()
-        self._contents.forget_gradients()
-        self._handle = Handle(trips, self._has_returned)
-        self._patches = []
-        self._optimizer.follow(self._handle, trips["state"], self._gateway, self._patches)
+        optimizer = self._optimizer if self._has_optimizer else None
+        if optimizer is not None:
+            optimizer.prepare_reload()
+        try:
+            handle = self._transfer.back(make_room, self._has_returned)
+        except torch.OutOfMemoryError as error:
+            raise DeviceMemoryError(
+                f"reload of {self._transfer.away_bytes} bytes",
+                reason=f"the device has no room for them ({error}); they are in host memory",
+                remedy="free device memory, in other processes too, then call reload() again",
+            ) from error
         self._is_away = False
+        self._guard.open()
+        if (arrival := handle.arrival("params", "grads")) is not None:
+            self._gateway.current_stream().wait(arrival)
+        if optimizer is not None:
+            optimizer.set_present(handle.arrival())
+        self._gradients.come_back()
 
     def _has_returned(self, handle: Handle) -> None:
-        remove_all(self._patches)
-        self._last.reloaded = handle.transfers()
-        self._last.reload_seconds = handle.seconds
-        self._last.cycles += 1
-
-    # ------------------------------------------------------------------ use
-
-    def _before_use(self, what: str) -> None:
-        """Something is used that is away, or shares a model with what is."""
-        if not self._is_away:
-            return
-        if self._policies.on_use == "reload":
-            self.reload(wait=False)
-            return
-        raise AwayError(
-            what,
-            reason="the model's memory is offloaded",
-            remedy='reload() first, or build PhaseOffloader with on_use="reload"',
+        self._last = replace(
+            self._last,
+            reloaded=_by_kind(handle),
+            reload_seconds=handle.seconds,
+            cycles=self._last.cycles + 1,
         )
+
+    def _give_back(self) -> None:
+        self._transfer.close()
+        self._gradients.close()
+        if isinstance(self._optimizer, PlainOptimizer):
+            self._optimizer.close()
 
     def _check(self) -> None:
         if self._is_closed:
@@ -396,15 +447,11 @@ class PhaseOffloader:
 
 
 def swap(*, out: PhaseOffloader, in_: PhaseOffloader, wait: bool = True) -> tuple[Handle, Handle]:
-    """Let one set leave while another comes, each in the other's room.
-
-    Memory that ``out`` leaves stays with torch's allocator: for ``in_``, and for the next swap.
-    Memory at fixed addresses is exchanged chunk by chunk; what ``in_`` does not take of it goes to
-    the driver.
+    """Let one set leave while another comes: an offload and a reload beside each other.
 
     Args:
         out: goes away.
-        in_: comes back.
+        in_: comes back; where device memory is short, into what ``out`` has left.
         wait: as of :meth:`PhaseOffloader.reload`. The call itself waits for as much of ``out`` to
             leave as ``in_`` needs room for.
 
@@ -413,99 +460,68 @@ def swap(*, out: PhaseOffloader, in_: PhaseOffloader, wait: bool = True) -> tupl
 
     Raises:
         DeviceMemoryError: ``in_`` does not fit although ``out`` has left; both are away.
-        HostMemoryError, PinningError: ``out`` has something new to hold, and stays, and ``in_`` is
-            away.
-        UnspentGradientError: likewise, of a gradient that ``out`` would drop.
+        HostMemoryError, PinningError, UnspentGradientError: ``out`` cannot leave, see
+            :meth:`PhaseOffloader.offload`; it stays, and ``in_`` is away.
         ClosedError: one of them is closed; nothing was moved.
     """
     in_._check()
-    with contextlib.ExitStack() as locks:
+    with contextlib.ExitStack() as entered:
         # In one order: another thread may swap them the other way.
         for each in sorted((out, in_), key=id):
-            locks.enter_context(each._lock)
-        locks.enter_context(held_back())
-        coming = _Coming(in_, out)
+            entered.enter_context(each._lock)
+        entered.enter_context(held_back())
+        leaving = out.offload(wait=False)
         try:
-            coming.begin_exchange()
-            leaving = out._offload(False, coming)
+            coming = in_._reload(False, leaving.release_next)
         except BaseException:
-            if out.is_away:
-                out.offload()  # waits for it
+            leaving.wait()
             raise
-        finally:
-            coming.end()
-        assert coming.handle is not None
         if wait:
             leaving.wait()
-            coming.handle.wait()
-    return leaving, coming.handle
+            coming.wait()
+    return leaving, coming
 
 
-class _Coming:
-    """The way back of one offloader, which is locked, while another one leaves.
-
-    Args:
-        offloader: comes, to fixed addresses with the memory that ``out`` has at such ones.
-        out: locked, too.
-    """
-
-    def __init__(self, offloader: PhaseOffloader, out: PhaseOffloader) -> None:
-        self._offloader, self._out = offloader, out
-        self._pages: list[Pages] = []  # that take part in the exchange
-        self._spares = Spares()
-        self.handle: Handle | None = None
-
-    def begin_exchange(self) -> None:
-        """From now on memory that leaves fixed addresses is kept for what comes, until
-        :meth:`end`."""
-        if self._offloader._device == self._out._device:
-            self._pages = self._out._contents.pages()
-            self._spares.await_from(self._pages)
-
-    def begin(self) -> set[int]:
-        """The first copies out are under way. To look all the others up takes as long as some
-        GiB need on the link: what has room does not wait for that.
-
-        Returns:
-            Storages that come, by identity.
-        """
-        return self._offloader._begin_to_come()
-
-    def come(self, leaving: Handle) -> None:
-        """All copies out are under way; ``leaving`` can make room."""
-
-        def make_room() -> bool:
-            # None is left to leave, so what has not found memory there gets the driver's.
-            return leaving._release_next() or self._spares.close()
-
-        if self._pages:
-            found = self._offloader._contents.pages()
-            self._pages += found
-            for pages in found:
-                pages.spares = self._spares
-        self.handle = self._offloader._reload(False, make_room)
-
-    def give_up(self) -> None:
-        """What had begun stays away."""
-        self._offloader._moves.give_up_begun()
-
-    def end(self) -> None:
-        """What leaves from now on goes to the driver."""
-        self._spares.close()
-        for pages in self._pages:
-            pages.spares = None
+def _by_kind(handle: Handle) -> dict[str, Figures]:
+    found = handle.figures()
+    return {kind: found.get(kind, Figures(0, 0.0)) for kind in KINDS}
 
 
-def _call_all(ends: Sequence[Callable[[], None]]) -> None:
-    for end in ends:
-        end()
+def _parts(tensor: Tensor) -> list[tuple[str, Tensor]]:
+    """The plain, strided tensors that hold its elements here, with a name each."""
+    shard = shards.with_history(tensor)
+    if type(shard) in (Tensor, nn.Parameter) and shard.layout is torch.strided:  # nearly always
+        return [("", shard)]
+    return shards.plain_parts(tensor)
 
 
-class _Last:
-    """Figures of the moves that have ended."""
+def _offloadable(optimizer: Any, gateway: Gateway) -> Offloadable | None:
+    if optimizer is None or isinstance(optimizer, Offloadable):
+        return optimizer
+    return PlainOptimizer(optimizer, gateway)
 
-    def __init__(self) -> None:
-        self.offloaded: Mapping[str, Transfer] = {}
-        self.reloaded: Mapping[str, Transfer] = {}
-        self.offload_seconds = self.reload_seconds = 0.0
-        self.freed_bytes = self.cycles = 0
+
+def _check_choices(**given: object) -> None:
+    for name, choices in _CHOICES.items():
+        value = given[name]
+        if value not in choices or not isinstance(value, str | bool | None):  # 1 is no True
+            quoted = (f'"{each}"' if isinstance(each, str) else str(each) for each in choices)
+            raise ConfigError(
+                f"{name}={value!r}", reason="unknown choice", remedy="use " + " or ".join(quoted)
+            )
+
+
+def _check_optimizer(optimizer: object) -> None:
+    """Refuse what is no optimizer, or one that is wrapped."""
+    if optimizer is not None and not isinstance(optimizer, Optimizer):
+        raise ConfigError(
+            f"optimizer of type {type(optimizer).__name__}",
+            reason="not a torch.optim.Optimizer",
+            remedy="pass the optimizer itself, or None",
+        )
+    if getattr(getattr(optimizer, "__dict__", {}).get("step"), "forwards_to_wrapper", False):
+        raise ConfigError(
+            f"optimizer {type(optimizer).__name__}",
+            reason="it is wrapped: its HybridDeviceOptimizer holds the state",
+            remedy="pass the wrapper",
+        )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -17,7 +17,6 @@ from ..config import OffloadConfig
 from ..device import Event, Gateway
 from ..errors import DeviceMemoryError
 from ..memory import ArenaStatistics, HostArena, check_host_budget, local_ranks
-from ..moving import Trip
 from ..plan import Kind, Layout, Slice, make_layout
 from ..plan.lanes import is_beside
 from ..plan.layout import align
@@ -116,10 +115,8 @@ class Segment:
         *,
         show_progress: bool,
         native_state: States,
-        allocate_state: Callable[[int, torch.dtype], Tensor] | None = None,
     ) -> None:
         self.gateway, self.config = gateway, config
-        self._allocate_state = allocate_state
         self._added = list(added)
         transfer = config.transfer
         sections = make_sections(added, config)
@@ -181,8 +178,6 @@ class Segment:
 
     def _on_device(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Zeros for state of the resident lane."""
-        if numel and self._allocate_state is not None:
-            return self._allocate_state(numel, dtype).zero_()
         return torch.zeros(numel, dtype=dtype, device=self.gateway.device)
 
     def _make_tensors(self, sections: list[Section], arena: HostArena) -> None:
@@ -478,12 +473,12 @@ class Segment:
         if self.streamed is not None:
             self.streamed.finish_transfers()
 
-    def follow(self, ready: Event, trip: Trip) -> None:
-        """Use device memory only after ``ready``, and state on the device after ``trip``."""
+    def follow(self, *events: Event) -> None:
+        """Use device memory, and state there, only after ``events``."""
         lanes = [lane for lane in (self.streamed, self.host) if lane is not None]
         for stream in (self.update, *(s for lane in lanes for s in lane.streams)):
-            stream.wait(ready)
-        trip.follow(self.update)
+            for event in events:
+                stream.wait(event)
 
     @property
     def bucket_count(self) -> int:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from .. import shards
+from ..core.storage import is_empty
 from ..errors import AwayError, StateSchemaError
-from ..moving.whereabouts import is_away
 from .records import Record
 
 
@@ -22,7 +22,7 @@ def gradient_of(record: Record) -> Tensor | None:
     """
     shard = shards.with_history(record.parameter)
     storage = shard.untyped_storage()
-    if is_away(shard, storage):
+    if is_empty(shard, storage):
         raise AwayError(
             f"the shard of {record.fqn}",
             reason="its device memory is offloaded, and an update writes into it",
@@ -31,7 +31,7 @@ def gradient_of(record: Record) -> Tensor | None:
     gradient = shards.gradient_shard(record.parameter, record.fqn, record.info.local_shape)
     if gradient is None:
         return None
-    if is_away(gradient):
+    if is_empty(gradient):
         raise AwayError(
             f"the gradient of {record.fqn}",
             reason="its device memory is offloaded",

@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .. import shards
+from ..core.storage import present
 from ..device import Event, Gateway, PendingEvent
 from ..memory import HostArena
-from ..moving.whereabouts import here, is_away
 from ..plan import Bucket, Kind, Layout, Slice
 from ..plan.layout import kind_range, split
 from . import codec
@@ -246,19 +246,15 @@ class HostBucket:
         self.expected = self.observe()
 
     def observe(self) -> Tensor:
-        """The shards' checksum; the device must be idle. On the CPU where shards, or the memory
-        to gather them in, are away."""
-        if not any(map(is_away, (*self.shards, self.observed))):
-            return self._observe()
-        observed = torch.zeros(self.master.numel(), dtype=self.observed.dtype, device="cpu")
-        for part, shard in zip(self._cut(observed), self.shards, strict=True):
-            part.copy_(here(shard))
-        return checksum(observed)
+        """The shards' checksum; the device must be idle."""
+        for shard in self.shards:
+            present(shard)
+        return self._observe()
 
     def reseed(self) -> None:
         """Take the shards' values over where a master does not round to its shard."""
         for master, shard in zip(self.master_parts, self.shards, strict=True):
-            reseed_master(here(shard).cpu(), master)
+            reseed_master(present(shard).cpu(), master)
 
 
 def reseed_master(shard: Tensor, master: Tensor) -> None:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from .. import shards
+from ..core.storage import present
 from ..errors import StateDictError
-from ..moving.whereabouts import here
 from ..overwriting import is_same, kept_apart
 from . import codec, moments
 from .moments import Moment
@@ -349,7 +349,7 @@ def write_master(record: Record, values: Mapping[str, Any]) -> None:
     """
     if record.form is MasterForm.SHARD:
         return
-    shard = here(shards.local(record.parameter)).reshape(-1)
+    shard = present(shards.local(record.parameter)).reshape(-1)
     saved = {
         name: shards.local(values[name]).reshape(-1)
         for name in (REMAINDER, WHOLE)
@@ -384,7 +384,7 @@ def seeds_master(record: Record, values: Mapping[str, Any]) -> bool:
 
 def follow_shard(record: Record) -> None:
     """Where a whole master does not round to its shard, the caller wrote the shard: take that."""
-    _reseed_where_changed(record, here(shards.local(record.parameter)).reshape(-1))
+    _reseed_where_changed(record, present(shards.local(record.parameter)).reshape(-1))
 
 
 def agreeing(record: Record, values: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -392,7 +392,7 @@ def agreeing(record: Record, values: Mapping[str, Any]) -> Mapping[str, Any]:
     it does not round to the weight, is the weight."""
     if WHOLE not in values or not record.emits_master:
         return values
-    shard = here(shards.local(record.parameter)).reshape(-1)
+    shard = present(shards.local(record.parameter)).reshape(-1)
     saved = shards.local(values[WHOLE]).reshape(-1)
     master = saved.to(shard.device, record.compute_dtype, copy=True)
     _take_where_changed(shard, master)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 from collections.abc import Callable
@@ -17,9 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.nn import functional as F
 
-from fsdp_offload import AwayError, SpentGradientError, TransferConfig, checkpoint
-from fsdp_offload.moving.whereabouts import here
-from tests.away import model_away
+from fsdp_offload import AwayError, PhaseOffloader, SpentGradientError, TransferConfig, checkpoint
 from tests.fsdp import models
 from tests.fsdp.models import check, check_same, check_same_dicts, check_twins, local
 from tests.helpers.ranks import RankPool
@@ -59,8 +58,12 @@ def switch_after_every_step(size: int, overlap: str, dtype: torch.dtype, wait: b
             check_same_dicts(away.state_dict(), stays.state_dict(), "state while away")
             saved = get_optimizer_state_dict(one, away)
             check_same_dicts(saved, get_optimizer_state_dict(two, stays), "torch's state")
-            set_optimizer_state_dict(one, away, saved)
+            with pytest.raises(AwayError):
+                set_optimizer_state_dict(one, away, saved)
+            saved = copy.deepcopy(saved)
         away.reload(wait=wait)
+        if step == 2:
+            set_optimizer_state_dict(one, away, saved)
     away.synchronize()
     check_twins(away, stays, f"{overlap}, {dtype}")
     for p, q in zip(one.parameters(), two.parameters(), strict=True):
@@ -86,19 +89,17 @@ def both_away(dtype: torch.dtype) -> None:
     """Uneven shards are parts of padded storages."""
     one, away = make(2, "forward", dtype)
     two, stays = make(2, "forward", dtype)
+    phases = PhaseOffloader(one, away)
     for step in range(4):
         train(one, away, step)
         train(two, stays, step)
-        held, others = list(one.parameters()), list(two.parameters())
         stays.synchronize()  # its shards are read below
-        away.offload(wait=False)
-        with model_away(held):
-            for p, q in zip(held, others, strict=True):
-                check_same(here(local(p.detach())), local(q.detach()), "a shard in host memory")
-            if step == 1:
-                away.load_state_dict(away.state_dict())
-                stays.load_state_dict(stays.state_dict())
-        away.reload(wait=False)
+        phases.offload(wait=False)
+        shown, expected = one.state_dict(), two.state_dict()
+        for name, value in expected.items():
+            check_same(local(shown[name]), local(value), f"{name} in host memory")
+        check_same_dicts(away.state_dict(), stays.state_dict(), "state while away")
+        phases.reload(wait=False)
     check_twins(away, stays, f"{dtype}")
     for p, q in zip(one.parameters(), two.parameters(), strict=True):
         check_same(p.detach(), q.detach(), "a parameter")
@@ -162,9 +163,7 @@ def save_and_load(path: Path) -> None:
     away.offload()
     checkpoint.save(path / "away", one, away)
     two, other = make(2, "step", BF16, offload_fraction=0.0, update_on="device")
-    other.offload()
     checkpoint.load(path / "away", two, other)
-    other.reload()
     away.reload()
     for step in range(2, 4):
         train(one, away, step)

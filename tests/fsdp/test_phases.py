@@ -24,7 +24,6 @@ from torch.optim import Optimizer
 from fsdp_offload import PhaseOffloader, checkpoint
 from fsdp_offload.errors import AwayError, UnspentGradientError
 from fsdp_offload.groups import find_groups
-from fsdp_offload.moving import absent
 from tests.fsdp import models
 from tests.fsdp.models import Toy, check, check_same, check_twins
 from tests.helpers.ranks import RankPool
@@ -123,8 +122,6 @@ def use_by_hand(size: int) -> None:
     mine, twin = job(size), job(size)
     early = PhaseOffloader(*mine)
     early.offload()  # before FSDP2's lazy initialisation
-    refused(mine[0].unshard, "unshard()")
-    refused(mine[0].blocks[0].unshard, "unshard() of a block")
     refused(lambda: models.backward(mine[0], 1), "forward")
     refused(lambda: mine[0].blocks[0](torch.zeros(1, models.WIDTH)), "forward of a block")
     refused(mine[1].step, "step()")
@@ -138,7 +135,6 @@ def use_by_hand(size: int) -> None:
         check(all(isinstance(p, DTensor) for p in mine[0].parameters()), "still unsharded")
         pending = [group._raw._all_gather_result for group in find_groups([mine[0]])]
         check(pending == [None] * len(pending), "a gather is pending, and its buffer is left")
-        refused(mine[0].unshard, "unshard()")
     for made in (mine, twin):
         train(made, range(3, 5))
     check_twins(mine[1], twin[1], "after unshard by hand")
@@ -250,7 +246,8 @@ def step_beside_an_offloader(size: int) -> None:
     phases.close()
 
 
-def loads_before_and_after_the_first_forward(size: int, first: bool) -> None:
+def loads_around_the_first_forward(size: int, first: bool) -> None:
+    """FSDP2 looks whether a load has replaced its shards."""
     donor, mine, twin = job(size), job(size), job(size)
     train(donor, range(1, 3))
     saved = {n: v.clone() for n, v in donor[0].state_dict().items()}
@@ -258,11 +255,13 @@ def loads_before_and_after_the_first_forward(size: int, first: bool) -> None:
         if first:
             train(made, range(1, 2))
     phases = PhaseOffloader(*mine)
-    phases.offload()
-    mine[0].load_state_dict(saved)
-    check(away(mine[0]), "a load took device memory")
-    phases.reload()
-    twin[0].load_state_dict(saved)
+    with phases.away():
+        refused(lambda: mine[0].load_state_dict(saved), "a load")
+        refused(lambda: set_model_state_dict(mine[0], saved), "a load through torch")
+    for made in (mine, twin):
+        made[0].load_state_dict(saved)
+    with phases.away():
+        pass
     for made in (mine, twin):
         train(made, range(3, 5))
     check_twins(mine[1], twin[1], f"loaded, first={first}")
@@ -277,7 +276,7 @@ def test_what_fsdp2_does_while_parameters_are_away(ranks: Ranks) -> None:
         pool.run(drop_what_no_step_has_consumed, 2, overlap)
     pool.run(step_beside_an_offloader, 2)
     for first in (True, False):
-        pool.run(loads_before_and_after_the_first_forward, 2, first)
+        pool.run(loads_around_the_first_forward, 2, first)
 
 
 # --------------------------------------------------------------------------- checkpoints
@@ -306,7 +305,8 @@ def checkpoints_while_away(size: int, path: Path) -> None:
     with phases.away():
         check_values(mine, expected, "get_state_dict")
         shown = get_model_state_dict(mine[0])
-        check(not any(absent.is_absent(v) for v in shown.values()), "an empty storage is shown")
+        there = [models.local(v).untyped_storage().nbytes() > 0 for v in shown.values()]
+        check(all(there), "an empty storage is shown")
         model, optimizer = get_state_dict(*mine)
         dcp.save({"model": model, "optim": optimizer}, checkpoint_id=path / "dcp")
         checkpoint.save(path / "own", *mine)
@@ -320,38 +320,16 @@ def checkpoints_while_away(size: int, path: Path) -> None:
         other = job(size)
         checkpoint.load(path / name, *other)
         check_values(other, expected, name)
-    for name in ("own", "dcp"):
-        other = job(size)
-        train(other, range(7, 8))
-        elsewhere = PhaseOffloader(*other)
-        elsewhere.offload()
-        if name == "own":
-            checkpoint.load(path / name, *other)
-        else:
-            model, optimizer = get_state_dict(*other)
-            target = {"model": model, "optim": optimizer}
-            dcp.load(target, checkpoint_id=path / name)
-            set_state_dict(
-                *other, model_state_dict=target["model"], optim_state_dict=target["optim"]
-            )
-        check(away(other[0]), "a load took device memory")
-        elsewhere.reload()
-        check_values(other, expected, f"{name}, loaded while away")
-        train(other, range(4, 6))
-        check_twins(other[1], mine[1], f"{name}, trained on")
-    whole = job(size)
-    with PhaseOffloader(*whole).away():
-        set_model_state_dict(whole[0], shown_copy(expected))
-    check_same(next(whole[0].parameters()), expected[f"model.{first_name(whole[0])}"], "set")
+    other = job(size)
+    train(other, range(7, 8))
+    with PhaseOffloader(*other).away():
+        refused(lambda: checkpoint.load(path / "own", *other), "checkpoint.load()")
+    model, optimizer = get_state_dict(*other)
+    target = {"model": model, "optim": optimizer}
+    dcp.load(target, checkpoint_id=path / "dcp")
+    set_state_dict(*other, model_state_dict=target["model"], optim_state_dict=target["optim"])
+    check_values(other, expected, "dcp")
     dist.barrier()
-
-
-def first_name(model: nn.Module) -> str:
-    return next(iter(model.state_dict()))
-
-
-def shown_copy(expected: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {n[6:]: v.clone() for n, v in expected.items() if n.startswith("model.")}
 
 
 def test_checkpoints_while_away(ranks: Ranks, tmp_path: Path) -> None:

@@ -44,7 +44,8 @@ def test_phases(tmp_path: Path) -> None:
         assert row["same_bits"], row["name"]
         if row["name"] != "swap":
             assert row["freed_share"] >= 0.99, row["name"]
-            # Two regions end with memory for the rest of a chunk; see docs/phases.md.
-            rest_gib = 2 * (4 << 20) / (1 << 30) if row["name"] == "fixed" else 0
+        if row["name"] in ("offloader", "fixed"):
+            # Rows are rounded up to what the driver maps; see docs/phases.md.
+            rest_gib = (64 << 20) / (1 << 30) if row["name"] == "fixed" else 0
             limit_gib = 1.01 * row["gib"] + rest_gib
             assert row["host_over_payload"] * row["gib"] <= limit_gib, row["name"]

@@ -19,29 +19,24 @@ from tests.phase_jobs import LANES, POLICIES
 REPOSITORY = Path(__file__).parents[2]
 WIDE = 4096  # five matrices of 64 MiB, their gradients and moments: 0.75 GiB that leave
 WRAPPED = [lanes for lanes in LANES if lanes != "plain"]
-ADDRESSES = pytest.mark.parametrize(
-    "fixed_address", ["state", False, True], ids=["state", "resized", "fixed"]
-)
+ADDRESSES = pytest.mark.parametrize("keep_addresses", [False, True], ids=["default", "keep"])
 
 Pool = Callable[..., Any]
+
+
+def check_shares(found: list[list[float]]) -> None:
+    """In the first cycle storages may share segments of torch's allocator with what stays."""
+    for first, *later in found:
+        assert 0.9 <= first < 1.2
+        assert all(0.99 <= share < 1.2 for share in later), later
 
 
 @pytest.mark.alone
 @ADDRESSES
 @pytest.mark.parametrize("lanes", ["plain", "resident"])
-def test_the_driver_has_the_memory_meanwhile(ranks: Pool, lanes: str, fixed_address: Any) -> None:
+def test_the_driver_has_the_memory_meanwhile(ranks: Pool, lanes: str, keep_addresses: bool) -> None:
     pool = ranks(1, device_type="cuda")
-    for share in pool.run(phase_jobs.frees_its_payload, lanes, WIDE, fixed_address=fixed_address):
-        assert 0.99 <= share < 1.2
-
-
-@pytest.mark.alone
-def test_storages_lie_in_few_segments(ranks: Pool) -> None:
-    pool = ranks(1, device_type="cuda")
-    for first, second in pool.run(phase_jobs.lies_in_few_segments, WIDE):
-        # Four matrices of 64 MiB and eight moments: a room for parameters, and one for state.
-        assert first <= 2
-        assert second <= 2
+    check_shares(pool.run(phase_jobs.frees_its_payload, lanes, WIDE, keep_addresses=keep_addresses))
 
 
 @pytest.mark.parametrize("lanes", LANES)
@@ -58,9 +53,9 @@ def test_policies(ranks: Pool, lanes: str, policy: str) -> None:
 
 @pytest.mark.parametrize("policy", ["all", "grads-saved"])
 @pytest.mark.parametrize("lanes", ["plain", "mixed"])
-def test_training_at_fixed_addresses(ranks: Pool, lanes: str, policy: str) -> None:
+def test_training_at_keep_addresseses(ranks: Pool, lanes: str, policy: str) -> None:
     pool = ranks(1, device_type="cuda")
-    pool.run(phase_jobs.same_training, lanes, policy, "float32", fixed_address=True)
+    pool.run(phase_jobs.same_training, lanes, policy, "float32", keep_addresses=True)
 
 
 @pytest.mark.parametrize("lanes", WRAPPED)
@@ -71,11 +66,6 @@ def test_the_optimizer_alone(ranks: Pool, lanes: str) -> None:
 @pytest.mark.parametrize("lanes", LANES)
 def test_use_while_away_raises(ranks: Pool, lanes: str) -> None:
     ranks(1, device_type="cuda").run(phase_jobs.use_while_away, lanes)
-
-
-@pytest.mark.parametrize("lanes", ["plain", "mixed"])
-def test_use_brings_it_back_where_asked(ranks: Pool, lanes: str) -> None:
-    ranks(1, device_type="cuda").run(phase_jobs.reload_on_use, lanes)
 
 
 @pytest.mark.alone
@@ -95,26 +85,26 @@ def test_close_gives_host_memory_back(ranks: Pool) -> None:
 
 @pytest.mark.alone
 @ADDRESSES
-def test_no_room_to_come_back(ranks: Pool, fixed_address: Any) -> None:
+def test_no_room_to_come_back(ranks: Pool, keep_addresses: bool) -> None:
     pool = ranks(1, device_type="cuda")
-    pool.run(phase_jobs.no_room_to_come_back, WIDE, fixed_address=fixed_address)
+    pool.run(phase_jobs.no_room_to_come_back, WIDE, keep_addresses=keep_addresses)
 
 
 @ADDRESSES
-def test_used_at_once(ranks: Pool, fixed_address: Any) -> None:
-    ranks(1, device_type="cuda").run(phase_jobs.used_at_once, WIDE, fixed_address=fixed_address)
+def test_used_at_once(ranks: Pool, keep_addresses: bool) -> None:
+    ranks(1, device_type="cuda").run(phase_jobs.used_at_once, WIDE, keep_addresses=keep_addresses)
 
 
 @pytest.mark.alone
 @ADDRESSES
-def test_two_jobs_take_turns(ranks: Pool, fixed_address: Any) -> None:
-    ranks(1, device_type="cuda").run(phase_jobs.swapped, 2048, fixed_address=fixed_address)
+def test_two_jobs_take_turns(ranks: Pool, keep_addresses: bool) -> None:
+    ranks(1, device_type="cuda").run(phase_jobs.swapped, 2048, keep_addresses=keep_addresses)
 
 
 @pytest.mark.alone
 @ADDRESSES
-def test_loads_take_no_more_room(ranks: Pool, fixed_address: Any) -> None:
-    ranks(1, device_type="cuda").run(phase_jobs.loads, 2048, fixed_address=fixed_address)
+def test_loads_take_no_more_room(ranks: Pool, keep_addresses: bool) -> None:
+    ranks(1, device_type="cuda").run(phase_jobs.loads, 2048, keep_addresses=keep_addresses)
 
 
 @pytest.mark.alone
@@ -126,7 +116,7 @@ def test_a_graph_of_an_update_replays_after_every_pause() -> None:
     graph_jobs.update_in_a_region(torch.device("cuda", 0))
 
 
-def test_graphs_survive_an_offloader_with_fixed_addresses() -> None:
+def test_graphs_survive_an_offloader_with_keep_addresseses() -> None:
     graph_jobs.model_and_update(torch.device("cuda", 0))
 
 
@@ -148,21 +138,21 @@ def test_two_gpus_train_the_same(ranks: Pool, lanes: str) -> None:
 def test_two_gpus_and_policies(ranks: Pool, policy: str) -> None:
     pool = ranks(2, device_type="cuda")
     pool.run(phase_jobs.same_training, "mixed", policy, "bfloat16")
-    pool.run(phase_jobs.same_training, "mixed", policy, "float32", fixed_address=True)
+    pool.run(phase_jobs.same_training, "mixed", policy, "float32", keep_addresses=True)
 
 
 @pytest.mark.alone
 @pytest.mark.gpus(2)
 @ADDRESSES
-def test_two_gpus_leave(ranks: Pool, tmp_path: Path, fixed_address: Any) -> None:
+def test_two_gpus_leave(ranks: Pool, tmp_path: Path, keep_addresses: bool) -> None:
     pool = ranks(2, device_type="cuda")
     for _ in range(2):  # the second job's storages lie in what the first one's have left
-        shares = pool.run(phase_jobs.frees_its_payload, "plain", WIDE, fixed_address=fixed_address)
-        assert min(shares) >= 0.99
+        job = phase_jobs.frees_its_payload
+        check_shares(pool.run(job, "plain", WIDE, keep_addresses=keep_addresses))
     pool.run(phase_jobs.use_while_away, "mixed")
-    pool.run(phase_jobs.used_at_once, WIDE, fixed_address=fixed_address)
+    pool.run(phase_jobs.used_at_once, WIDE, keep_addresses=keep_addresses)
     pool.run(phase_jobs.state_while_away, "mixed", str(tmp_path))
-    pool.run(phase_jobs.swapped, 512, fixed_address=fixed_address)
+    pool.run(phase_jobs.swapped, 512, keep_addresses=keep_addresses)
 
 
 # ------------------------------------------------------------------------------------- example

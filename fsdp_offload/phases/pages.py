@@ -12,13 +12,11 @@ as zeros.
 
 from __future__ import annotations
 
+import abc
 import mmap
-import threading
 import weakref
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from typing import Final, Protocol
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -32,97 +30,46 @@ CHUNK_BYTES: Final = 256 << 20
 256 MiB that are fresh from the driver (H200); so the fewer, the better."""
 
 
-class Spares:
-    """Memory of chunks that go, for chunks of the same sizes that come at the same time.
+class Pages(abc.ABC):
+    """An address range of one device, all of it mapped at first.
 
-    Memory that is fresh from the driver makes the copies beside it slower, because it is cleared.
-
-    All pages are of one device.
+    Args:
+        n_bytes: rounded up to whole units.
+        chunk_bytes: of each part that is mapped as one; the last one may be smaller.
+        unit_bytes: what the device maps at least.
     """
 
-    def __init__(self) -> None:
-        self._coming: Counter[int] = Counter()  # chunks by size
-        self._found: dict[int, list[int]] = {}  # handles by size
-        self._drop: Callable[[int], None] | None = None
-        self._lock, self._is_closed = threading.Lock(), False
-
-    def await_from(self, leaving: Iterable[Pages]) -> None:
-        """Have the memory of chunks that go; what is mapped now is waited for."""
-        for pages in leaving:
-            pages.spares = self
-            self._coming.update(
-                stop - start
-                for index, (start, stop) in enumerate(pages.chunks)
-                if pages.is_mapped(index)
-            )
-
-    def put(self, n_bytes: int, handle: int, drop: Callable[[int], None]) -> None:
-        """The memory of a chunk that went, and what gives it to the driver."""
-        with self._lock:
-            if not self._is_closed:
-                self._coming[n_bytes] -= 1
-                self._found.setdefault(n_bytes, []).append(handle)
-                self._drop = drop
-                return
-        drop(handle)
-
-    def take(self, n_bytes: int) -> int | None:
-        """A handle of that much memory; None: there is none, and none will come.
-
-        Raises:
-            torch.OutOfMemoryError: there is none yet.
-        """
-        with self._lock:
-            if found := self._found.get(n_bytes):
-                return found.pop()
-            if not self._is_closed and self._coming[n_bytes] > 0:
-                raise torch.OutOfMemoryError(f"no {n_bytes} bytes have left yet")
-        return None
-
-    def close(self) -> bool:
-        """Wait for no more, and give the driver what is left; whether it was open."""
-        with self._lock:
-            was_open, self._is_closed = not self._is_closed, True
-            left = [handle for found in self._found.values() for handle in found]
-            self._found.clear()
-        for handle in left:
-            assert self._drop is not None
-            self._drop(handle)
-        return was_open
-
-
-class Pages(Protocol):
-    """An address range of one device, all of it mapped at first."""
-
     address: int
-    n_bytes: int
-    chunks: Sequence[tuple[int, int]]
-    """``(start, stop)`` in bytes, ascending, without gaps."""
-    spares: Spares | None
-    """Where memory goes and comes from before it is the driver's."""
 
+    def __init__(self, n_bytes: int, chunk_bytes: int, unit_bytes: int) -> None:
+        self.n_bytes, step = align(n_bytes, unit_bytes), align(chunk_bytes, unit_bytes)
+        self.chunks = [
+            (start, min(start + step, self.n_bytes)) for start in range(0, self.n_bytes, step)
+        ]
+        """``(start, stop)`` in bytes, ascending, without gaps."""
+
+    @abc.abstractmethod
     def is_mapped(self, index: int) -> bool:
         """Whether the chunk has memory."""
-        ...
 
+    @abc.abstractmethod
     def map(self, index: int) -> None:
         """Give the chunk memory, with any content. It has none.
 
         Raises:
-            torch.OutOfMemoryError: there is none, or ``spares`` has none yet; it stays without.
+            torch.OutOfMemoryError: there is none; it stays without.
         """
-        ...
 
+    @abc.abstractmethod
     def unmap(self, index: int) -> None:
         """Give its memory up. All work on it has completed."""
-        ...
 
+    @abc.abstractmethod
     def tensor(self, start: int, n_bytes: int) -> Tensor:
         """1-D uint8 over part of the range, a storage of its own that keeps the range alive.
 
         The part is mapped now.
         """
-        ...
 
 
 def make(device: torch.device, n_bytes: int, chunk_bytes: int = CHUNK_BYTES) -> Pages:
@@ -154,22 +101,12 @@ def check(device: torch.device) -> Driver | None:
     )
 
 
-def _cut(n_bytes: int, chunk_bytes: int, unit_bytes: int) -> list[tuple[int, int]]:
-    """Chunks of ``chunk_bytes``, the last one shorter; each a multiple of ``unit_bytes``."""
-    total, step = align(n_bytes, unit_bytes), align(chunk_bytes, unit_bytes)
-    return [(start, min(start + step, total)) for start in range(0, total, step)]
-
-
-class DevicePages:
+class DevicePages(Pages):
     """:class:`Pages` of a CUDA device; see :func:`make` for what it raises."""
 
     def __init__(self, driver: Driver, n_bytes: int, chunk_bytes: int) -> None:
-        self.chunks: Sequence[tuple[int, int]] = _cut(
-            n_bytes, chunk_bytes, driver.granularity_bytes
-        )
-        self.n_bytes = self.chunks[-1][1]
+        super().__init__(n_bytes, chunk_bytes, driver.granularity_bytes)
         self.address = driver.reserve(self.n_bytes)
-        self.spares: Spares | None = None
         self._driver = driver
         self._mapped: dict[int, tuple[int, int]] = {}  # (address, bytes) by chunk
         self._give_back = weakref.finalize(
@@ -184,34 +121,20 @@ class DevicePages:
             raise
 
     def is_mapped(self, index: int) -> bool:
-        """See :class:`Pages`."""
         return index in self._mapped
 
     def map(self, index: int) -> None:
-        """See :class:`Pages`."""
         assert index not in self._mapped, index
         start, stop = self.chunks[index]
-        place, spares = (self.address + start, stop - start), self.spares
-        handle = None if spares is None else spares.take(stop - start)
-        if handle is None:
-            self._driver.map(*place)
-        else:
-            self._driver.put(*place, handle)
+        place = (self.address + start, stop - start)
+        self._driver.map(*place)
         self._mapped[index] = place
 
     def unmap(self, index: int) -> None:
-        """See :class:`Pages`."""
-        place, spares = self._mapped[index], self.spares  # another thread may end a swap
-        if spares is None:
-            self._driver.unmap(*place)
-            del self._mapped[index]
-        else:
-            handle = self._driver.take(*place)
-            del self._mapped[index]
-            spares.put(place[1], handle, self._driver.release)
+        self._driver.unmap(*self._mapped[index])
+        del self._mapped[index]
 
     def tensor(self, start: int, n_bytes: int) -> Tensor:
-        """See :class:`Pages`."""
         part = _Part(self, self.address + start, n_bytes)
         with torch.inference_mode(False):
             return torch.as_tensor(part, device=self._driver.device)
@@ -246,7 +169,7 @@ def _give_back(
         return
 
 
-class HostPages:
+class HostPages(Pages):
     """:class:`Pages` of host memory.
 
     Raises:
@@ -254,8 +177,7 @@ class HostPages:
     """
 
     def __init__(self, n_bytes: int, chunk_bytes: int) -> None:
-        self.chunks: Sequence[tuple[int, int]] = _cut(n_bytes, chunk_bytes, mmap.PAGESIZE)
-        self.n_bytes = self.chunks[-1][1]
+        super().__init__(n_bytes, chunk_bytes, mmap.PAGESIZE)
         try:
             self._mapping = mmap.mmap(-1, self.n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, OverflowError) as error:
@@ -267,65 +189,39 @@ class HostPages:
         with suppress(OSError, AttributeError):  # whole chunks go, never a part of a huge page
             self._mapping.madvise(mmap.MADV_NOHUGEPAGE)
         self.address = torch.frombuffer(self._mapping, dtype=torch.uint8, count=1).data_ptr()
-        self.spares: Spares | None = None
         self._mapped = set(range(len(self.chunks)))
 
     def is_mapped(self, index: int) -> bool:
-        """See :class:`Pages`."""
         return index in self._mapped
 
     def map(self, index: int) -> None:
-        """See :class:`Pages`."""
         assert index not in self._mapped, index
-        start, stop = self.chunks[index]
-        spares = self.spares
-        if spares is not None:
-            spares.take(stop - start)
         self._mapped.add(index)
 
     def unmap(self, index: int) -> None:
-        """See :class:`Pages`."""
         start, stop = self.chunks[index]
         self._mapping.madvise(mmap.MADV_DONTNEED, start, stop - start)
         self._mapped.remove(index)
-        spares = self.spares
-        if spares is not None:  # the kernel's already: a count of chunks
-            spares.put(stop - start, 0, _nothing)
 
     def tensor(self, start: int, n_bytes: int) -> Tensor:
-        """See :class:`Pages`."""
         with torch.inference_mode(False):
             return torch.frombuffer(self._mapping, dtype=torch.uint8, count=n_bytes, offset=start)
 
 
-def _nothing(_: int) -> None:
-    """Gives up what is no memory."""
+class Chunk:
+    """One chunk of pages as a :class:`~.transfer.Block`: unmapped and mapped; the address stays."""
 
+    def __init__(self, key: str, pages: Pages, index: int) -> None:
+        self.key = key
+        self._pages, self._index = pages, index
+        self._start, stop = pages.chunks[index]
+        self.n_bytes = stop - self._start
 
-class PageBlock:
-    """Pages as a block (``blocks.py``): its pieces are the chunks.
+    def view(self) -> Tensor:
+        return self._pages.tensor(self._start, self.n_bytes)
 
-    ``release`` and ``restore`` unmap and map; the address stays.
-    """
+    def release(self) -> None:
+        self._pages.unmap(self._index)
 
-    def __init__(self, key: str, pages: Pages) -> None:
-        self.key, self.pages = key, pages
-        self.n_bytes, self.pieces = pages.n_bytes, pages.chunks
-        self._bytes = pages.tensor(0, pages.n_bytes)
-
-    def is_present(self, index: int) -> bool:
-        """See :class:`~fsdp_offload.moving.blocks.Block`."""
-        return self.pages.is_mapped(index)
-
-    def view(self, index: int) -> Tensor:
-        """See :class:`~fsdp_offload.moving.blocks.Block`."""
-        start, stop = self.pieces[index]
-        return self._bytes[start:stop]
-
-    def release(self, index: int) -> None:
-        """See :class:`~fsdp_offload.moving.blocks.Block`."""
-        self.pages.unmap(index)
-
-    def restore(self, index: int) -> None:
-        """See :class:`~fsdp_offload.moving.blocks.Block`."""
-        self.pages.map(index)
+    def restore(self) -> None:
+        self._pages.map(self._index)

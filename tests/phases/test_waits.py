@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from typing import Any
 
@@ -10,11 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_offload import PhaseOffloader, swap
-from fsdp_offload.phases import contents, offloader, optimizers
 from fsdp_offload.testing import ADVERSARIES, StreamSimulator
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-SHAPES = (300_000, 40, 270_000, 7)
+SHAPES = (600_000, 40, 270_000, 7)  # one travels alone, three together
 
 
 class Launching(torch.optim.SGD):
@@ -81,6 +81,19 @@ def test_numbers_are_right_under_every_policy(policy: str, wait: bool) -> None:
     assert not simulator.late_uses
 
 
+@pytest.mark.parametrize("policy", ADVERSARIES)
+def test_copies_end_although_nobody_waits_for_them(policy: str) -> None:
+    with StreamSimulator(policy) as simulator:
+        job = SwappedJob(simulator.current_stream(), 1000)
+        job.write()
+        job.phases.offload()
+        job.phases.reload(wait=False)
+        del job.phases
+        gc.collect()
+        assert job.is_right()
+    assert not simulator.late_uses
+
+
 def test_what_follows_an_offload_is_not_delayed() -> None:
     with StreamSimulator("immediate:0") as simulator:  # the current stream runs whatever it may
         phases = PhaseOffloader(model())
@@ -95,24 +108,18 @@ def test_what_follows_an_offload_is_not_delayed() -> None:
 
 
 def test_the_state_is_waited_for_by_the_step_alone() -> None:
-    followed = []
-    with StreamSimulator("lazy") as simulator, pytest.MonkeyPatch.context() as patch:
+    with StreamSimulator("lazy") as simulator:
         module = model()
         optimizer = Launching(module.parameters(), simulator.current_stream())
         phases = PhaseOffloader(module, optimizer)
         phases.offload()
-        original = optimizers.Trip.follow
-        patch.setattr(
-            optimizers.Trip, "follow", lambda t, s: (followed.append(t.n_bytes), original(t, s))[1]
-        )
+        waited = len(simulator.wait_log)
         phases.reload(wait=False)
-        assert followed == [4 * sum(SHAPES), 0]  # parameters, and no gradients
-        optimizer.step()
-        assert followed[2:] == [sum(b.n_bytes for b in phases._contents.blocks["state"])]
-        assert followed[2] >= 4 * sum(SHAPES)
+        assert [who for who, _ in simulator.wait_log[waited:]].count("current") == 1
+        for count in (2, 2):  # once
+            optimizer.step()
+            assert [who for who, _ in simulator.wait_log[waited:]].count("current") == count
         phases.reload()
-        optimizer.step()
-        assert len(followed) == 3
 
 
 @pytest.mark.parametrize("policy", ADVERSARIES)
@@ -146,8 +153,6 @@ class SwappedJob:
         self.optimizer = Launching(self.module.parameters(), current)
         self.phases = PhaseOffloader(self.module, self.optimizer)
         self.seen = [torch.zeros(n) for n in SHAPES]
-        with self.phases.away():  # from now on it knows what may leave ahead
-            pass
 
     def write(self) -> None:
         self.value += 100
@@ -181,30 +186,15 @@ def swap_jobs(simulator: StreamSimulator, *, wait: bool) -> bool:
     return right
 
 
-@pytest.fixture
-def came_early(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Whether what came in a swap was on its way before all copies out were; some can be."""
-    monkeypatch.setattr(contents, "AHEAD_BYTES", 1)
-    come, early = offloader._Coming.come, list[bool]()
-
-    def noted(coming: Any, leaving: Any) -> None:
-        early.append(coming._offloader._moves._begun is not None)
-        come(coming, leaving)
-
-    monkeypatch.setattr(offloader._Coming, "come", noted)
-    return early
-
-
 @pytest.mark.parametrize("wait", [True, False])
 @pytest.mark.parametrize("policy", ADVERSARIES)
-def test_swapped_jobs_under_every_policy(policy: str, wait: bool, came_early: list[bool]) -> None:
+def test_swapped_jobs_under_every_policy(policy: str, wait: bool) -> None:
     with StreamSimulator(policy) as simulator:
         assert swap_jobs(simulator, wait=wait)
     assert not simulator.late_uses
-    assert came_early == [True] * 3
 
 
-def test_what_leaves_does_not_wait_for_what_comes(came_early: list[bool]) -> None:
+def test_what_leaves_does_not_wait_for_what_comes() -> None:
     with StreamSimulator("lazy") as simulator:
         here, away = (SwappedJob(simulator.current_stream(), v) for v in (1000, 2000))
         away.phases.offload()
@@ -212,94 +202,6 @@ def test_what_leaves_does_not_wait_for_what_comes(came_early: list[bool]) -> Non
         leaving.wait()
         assert not coming.is_done()
         coming.wait()
-    assert came_early == [True]
-
-
-@pytest.mark.parametrize("fails", ["collect", "reserve"])
-def test_what_had_begun_stays_away_if_the_other_cannot_leave(
-    fails: str, came_early: list[bool], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with StreamSimulator("lazy") as simulator:
-        here, away = (SwappedJob(simulator.current_stream(), v) for v in (1000, 2000))
-        away.write()
-        away.phases.offload()
-        here.write()
-        owner = here.phases._contents if fails == "collect" else here.phases._moves
-        with monkeypatch.context() as patch:
-            patch.setattr(owner, fails, raising)
-            with pytest.raises(ZeroDivisionError):
-                swap(out=here.phases, in_=away.phases, wait=False)
-        assert not here.phases.is_away
-        assert here.is_right()
-        assert away.phases.is_away
-        assert all(p.untyped_storage().nbytes() == 0 for p in away.module.parameters())
-        away.phases.reload()
-        assert away.is_right()
-    assert not simulator.late_uses
-    assert came_early == []
-
-
-class Shared(nn.Module):
-    """A parameter that is another module's, too, and one of its own."""
-
-    def __init__(self, shared: nn.Parameter) -> None:
-        super().__init__()
-        self.shared, self.own = shared, nn.Parameter(torch.zeros(SHAPES[0]))
-
-
-@pytest.mark.parametrize("policy", ADVERSARIES)
-def test_what_comes_early_is_not_taken_for_what_leaves(policy: str, came_early: list[bool]) -> None:
-    """Where two models share a parameter, it is the one's with which it has left."""
-    with StreamSimulator(policy) as simulator:
-        shared = nn.Parameter(torch.zeros(SHAPES[2]))
-        first, second = Shared(shared), Shared(shared)
-        optimizer = torch.optim.SGD([first.own], lr=0.1, momentum=0.9)
-        first.own.grad = torch.zeros_like(first.own)
-        optimizer.step()
-        optimizer.zero_grad()
-        here, away = PhaseOffloader(first, optimizer), PhaseOffloader(second)
-        with here.away():
-            pass
-        simulator.current_stream().launch(fill, shared.data, 7.0)
-        away.offload()
-        for _ in range(2):
-            swap(out=here, in_=away, wait=False)
-            seen = torch.zeros_like(shared)
-            simulator.current_stream().launch(copy_to, seen, shared.data)
-            simulator.current_stream().synchronize()
-            assert float(seen.min()) == float(seen.max()) == 7
-            swap(out=away, in_=here)
-    assert not simulator.late_uses
-    assert came_early == [True, False] * 2  # the second has no state that could leave ahead
-
-
-def test_nobody_else_finds_what_comes_early_before_it_is_followed(
-    came_early: list[bool], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = list[bool]()
-    with StreamSimulator("lazy") as simulator:
-        here, away = (SwappedJob(simulator.current_stream(), v) for v in (1000, 2000))
-        away.phases.offload()
-        collect = here.phases._contents.collect
-
-        def look(*args: Any) -> Any:
-            def use() -> None:
-                found.append(away.phases.is_away)
-                with away.phases._lock:  # as whoever uses it does
-                    found.append(away.phases.is_away)
-
-            thread = threading.Thread(target=use)
-            thread.start()
-            thread.join(0.2)
-            threads.append(thread)
-            return collect(*args)
-
-        threads = list[threading.Thread]()
-        monkeypatch.setattr(here.phases._contents, "collect", look)
-        swap(out=here.phases, in_=away.phases)
-        threads[0].join()
-    assert found == [True, False]
-    assert came_early == [True]
 
 
 def test_two_threads_swap_in_opposite_directions() -> None:
@@ -321,29 +223,33 @@ def test_two_threads_swap_in_opposite_directions() -> None:
     assert first.is_away is not second.is_away
 
 
-def raising(*args: Any) -> None:
-    raise ZeroDivisionError
+def goes_wrong(policy: str, **skipped: int) -> bool:
+    """Whether numbers are wrong without a wait, or memory goes under a copy."""
+    try:
+        with StreamSimulator(policy, **skipped) as broken:
+            return not run(broken, wait=False) or bool(broken.late_uses)
+    except AssertionError:
+        return True
 
 
-def is_noticed(index: int) -> bool:
-    """Whether numbers are wrong under some policy without this wait."""
-    for policy in ADVERSARIES:
-        try:
-            with StreamSimulator(policy, skip_wait=index) as broken:
-                if not run(broken, wait=False) or broken.late_uses:
-                    return True
-        except AssertionError:
-            return True
-    return False
-
-
-def test_waits_are_needed() -> None:
+def test_every_wait_is_needed() -> None:
     with StreamSimulator("lazy") as simulator:
         run(simulator, wait=False)
-    log = list(enumerate(simulator.wait_log))
-    leaving = [i for i, (who, whom) in log if who != "current" and whom == "current"]
-    coming = [i for i, (who, _) in log if who == "current"]
-    # State leaves before the parameters, so that its wait implies theirs.
-    assert any(is_noticed(index) for index in leaving)
-    # In two cycles the caller follows parameters, and then state.
-    assert sum(is_noticed(index) for index in coming) >= 4
+    unnoticed = [
+        pair
+        for index, pair in enumerate(simulator.wait_log)
+        if not any(goes_wrong(policy, skip_wait=index) for policy in ADVERSARIES)
+    ]
+    # On the way back memory that torch's allocator has cached is waited for, which the simulator
+    # has none of.
+    assert unnoticed == [("phase_in", "current")] * 2
+
+
+def test_memory_goes_after_its_copy() -> None:
+    with StreamSimulator("lazy") as simulator:
+        run(simulator, wait=False)
+    noticed = [
+        any(goes_wrong(policy, skip_sync=index) for policy in ADVERSARIES)
+        for index in range(len(simulator.sync_log))
+    ]
+    assert sum(noticed) == 2 * 4  # in each cycle two groups of parameters, and two of state

@@ -7,7 +7,7 @@ import functools
 import gc
 import itertools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +23,16 @@ from fsdp_offload import (
     HostMemoryError,
     HybridDeviceOptimizer,
     LaneError,
+    PhaseOffloader,
     PrecisionConfig,
     TransferConfig,
     checkpoint,
 )
 from fsdp_offload.device import copy_all
 from fsdp_offload.memory import HostArena
-from fsdp_offload.moving import Block, StorageBlock, Trip, whereabouts
+from fsdp_offload.phases import buffers, transfer
+from fsdp_offload.phases.transfer import StorageBlock
+from fsdp_offload.pipeline.engine import Segment
 from fsdp_offload.testing import ADVERSARIES, StreamSimulator
 from tests.away import model_away
 from tests.helpers.side_by_side import MATRICES, SHAPES, SMALL, assert_same, bits, two_groups
@@ -210,50 +213,6 @@ def test_use_while_away_is_refused_before_anything_is_touched() -> None:
     step(mine, away, 1)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_a_load_while_away_arrives_with_the_reload(case: str) -> None:
-    dtype, wrap = CASES[case]
-    source, other = build(dtype, **wrap)
-    for index in range(3):
-        step(source, other, index)
-    saved = copy.deepcopy(other.state_dict())
-    mine, away = build(dtype, **wrap)
-    step(mine, away, 9)
-    away.offload()
-    with torch.no_grad():
-        for target, value in zip(mine, source, strict=True):
-            target.copy_(value)
-    away.load_state_dict(saved)
-    check_same_state(away, other)
-    assert device_bytes(away) == 0
-    away.reload()
-    check_same_state(away, other)
-    for index in range(3, 6):
-        step(mine, away, index)
-        step(source, other, index)
-    check_same(mine, source)
-
-
-def test_native_state_loaded_while_away_replaces_what_was_there() -> None:
-    options: Any = {"make": adafactor, "shapes": MATRICES}
-    source, other = build(**options)
-    mine, away = build(**options)
-    step(source, other, 0)
-    for index in range(3):
-        step(mine, away, index)
-    away.offload()
-    with torch.no_grad():
-        for target, value in zip(mine, source, strict=True):
-            target.copy_(value)
-    away.load_state_dict(copy.deepcopy(other.state_dict()))
-    away.reload()
-    check_same_state(away, other)
-    for index in range(3, 6):
-        step(mine, away, index)
-        step(source, other, index)
-    check_same(mine, source)
-
-
 def test_state_written_while_away_comes_back() -> None:
     mine, away = build(offload_fraction=0.5)
     step(mine, away, 1)
@@ -280,12 +239,12 @@ def test_no_device_memory_at_reload_leaves_all_in_host_memory(
     count = 0
     restore = StorageBlock.restore
 
-    def fail(self: StorageBlock, index: int) -> None:
+    def fail(self: StorageBlock) -> None:
         nonlocal count
         count += 1
         if count == fails_at + 1:
             raise torch.OutOfMemoryError("taken by somebody else")
-        restore(self, index)
+        restore(self)
 
     with monkeypatch.context() as patch:
         patch.setattr(StorageBlock, "restore", fail)
@@ -301,15 +260,14 @@ def test_no_device_memory_at_reload_leaves_all_in_host_memory(
     check_same_state(away, stays)
 
 
-@pytest.mark.parametrize("comes_back", [True, False])
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, ZeroDivisionError])
 @pytest.mark.parametrize(
     ("is_packed", "fails_at"), [(True, 1), (True, 2), (False, 1), (False, 2), (False, 6)]
 )
 def test_an_exception_while_it_leaves(
-    is_packed: bool, error: Any, fails_at: int, comes_back: bool, monkeypatch: pytest.MonkeyPatch
+    is_packed: bool, error: Any, fails_at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is whole on the device again, or, without room for that, whole in host memory."""
+    """All of it stays on the device."""
     mine, away = build(offload_fraction=0.5)
     theirs, stays = build(offload_fraction=0.5)
     step(mine, away, 0)
@@ -322,20 +280,14 @@ def test_an_exception_while_it_leaves(
             raise error("broken")
         copy_all(targets, sources)
 
-    def no_room(*_: Any) -> None:
-        raise torch.OutOfMemoryError("no room")
-
     with monkeypatch.context() as patch:
-        patch.setattr("fsdp_offload.moving.mover.copy_all", fail)
+        patch.setattr(transfer, "copy_all", fail)
         if not is_packed:
-            patch.setattr("fsdp_offload.moving.mover.PACK_BELOW_BYTES", 0)
-        if not comes_back:
-            patch.setattr(StorageBlock, "restore", no_room)
-        with pytest.raises(DeviceMemoryError if error is torch.OutOfMemoryError else error):
+            patch.setattr(transfer, "PACK_BELOW_BYTES", 0)
+        with pytest.raises(error):
             away.offload()
-    assert away.is_away is not comes_back
+    assert not away.is_away
     check_same_state(away, stays)
-    away.reload()
     for index in range(1, 3):
         step(mine, away, index)
         step(theirs, stays, index)
@@ -365,16 +317,47 @@ def test_host_memory_counts_against_the_budget_and_is_given_back() -> None:
     assert away.statistics().offload_reserved_bytes == reserved
     away.offload()
     away.close()
-    assert away._absence.reserved_bytes == 0
+    assert away.statistics().offload_reserved_bytes == 0
 
 
-def test_a_failed_optimizer_is_not_offloaded_and_can_be_reloaded(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.mark.parametrize(
+    "load",
+    [
+        lambda model, optimizer: optimizer.load_state_dict(optimizer.state_dict()),
+        lambda model, optimizer: optimizer.resync(),
+        lambda model, optimizer: model.load_state_dict(model.state_dict()),
+    ],
+    ids=["optimizer", "resync", "model"],
+)
+def test_loads_while_away_are_refused(load: Any) -> None:
+    """Of weights, too: the masters would have to follow."""
+    model = nn.Linear(30, 30).bfloat16()
+    away = HybridDeviceOptimizer(adamw(model.parameters()), model, offload_fraction=0.0)
+    step(list(model.parameters()), away, 1)
+    before = copy.deepcopy((model.state_dict(), away.state_dict()["state"]))
+    away.offload()
+    with pytest.raises(AwayError, match=r"reload\(\) first"):
+        load(model, away)
+    away.reload()
+    after = model.state_dict(), away.state_dict()["state"]
+    torch.testing.assert_close(after, before, rtol=0, atol=0)
+    load(model, away)
+
+
+def test_state_that_is_dropped_while_away_is_made_anew() -> None:
+    mine, away = build(BF16, offload_fraction=0.5)
+    step(mine, away, 1)
+    away.offload()
+    away.state.clear()
+    away.reload()
+    step(mine, away, 2)
+    assert max(float(state["step"]) for state in away.state.values()) == 1
+
+
+def test_a_failed_optimizer_is_not_offloaded(monkeypatch: pytest.MonkeyPatch) -> None:
     mine, away = build(offload_fraction=0.5)
     step(mine, away, 0)
     saved = copy.deepcopy(away.state_dict())
-    away.offload()
 
     def fail(*_: Any) -> None:
         raise ValueError("broken")
@@ -386,40 +369,32 @@ def test_a_failed_optimizer_is_not_offloaded_and_can_be_reloaded(
     with pytest.raises(LaneError):
         away.offload()
     away.load_state_dict(saved)
+    away.offload()
     away.reload()
     step(mine, away, 1)
 
 
-# --------------------------------------------------------------------------- beside the model
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_a_model_that_is_away_too(case: str) -> None:
-    """Loads write masters and weights in host memory; checksums follow without the device."""
-    dtype, wrap = CASES[case]
-    source, other = build(dtype, **wrap)
-    mine, away = build(dtype, **wrap)
-    for index in range(2):
-        step(source, other, index)
-    step(mine, away, 9)
+def test_what_a_phase_offloader_has_away_is_its_own() -> None:
+    model, away = net(offload_fraction=0.5)
+    parameters = list(model.parameters())
+    step(parameters, away, 1)
+    phases = PhaseOffloader(model, away, grads="drop")
     away.offload()
-    with model_away(mine):
-        assert whereabouts.is_away(mine[0])
-        with torch.no_grad():
-            for target, value in zip(mine, source, strict=True):
-                whereabouts.here(target.detach()).copy_(value)
-        away.load_state_dict(copy.deepcopy(other.state_dict()))
-        check_same_state(away, other)
-        away.resync()
-        other.resync()
-        check_same_state(away, other)
+    phases.offload()  # the optimizer has gone by itself, and comes back by itself
+    phases.reload()
+    with pytest.raises(AwayError):
+        away.step()
     away.reload()
-    check_same(mine, source)
-    for index in range(2, 5):
-        step(mine, away, index)
-        step(source, other, index)
-    check_same(mine, source)
-    check_same_state(away, other)
+    step(parameters, away, 2)
+    phases.offload()
+    away.offload()
+    with pytest.raises(AwayError, match="a PhaseOffloader has offloaded it"):
+        away.reload()
+    phases.reload()
+    step(parameters, away, 3)
+
+
+# --------------------------------------------------------------------------- beside the model
 
 
 def test_step_while_the_model_is_away_is_refused() -> None:
@@ -474,19 +449,17 @@ def test_checkpoints_while_away(make: Any, tmp_path: Path) -> None:
     step(parameters, away, 2)
     future.result()
     assert files_of(tmp_path / "async") == files_of(tmp_path / "here")
-    for load in (
-        lambda other: checkpoint.load(tmp_path / "away", *other),
-        lambda other: other[1].load_state_dict(copy.deepcopy(expected)),
-    ):
-        other = net(make, offload_fraction=0.5)
-        step(list(other[0].parameters()), other[1], 3)
-        other[1].offload()
-        load(other)
-        other[1].reload()
-        found = other[1].state_dict()["state"]
-        for index, state in expected["state"].items():
-            for name, value in state.items():
-                assert_same(found[index][name], value, f"{name} of {index}")
+    other = net(make, offload_fraction=0.5)
+    step(list(other[0].parameters()), other[1], 3)
+    other[1].offload()
+    with pytest.raises(AwayError):
+        checkpoint.load(tmp_path / "away", *other)
+    other[1].reload()
+    checkpoint.load(tmp_path / "away", *other)
+    found = other[1].state_dict()["state"]
+    for index, state in expected["state"].items():
+        for name, value in state.items():
+            assert_same(found[index][name], value, f"{name} of {index}")
 
 
 # --------------------------------------------------------------------------- streams
@@ -546,78 +519,10 @@ def test_every_order_that_streams_allow_gives_the_same_bits(
 def test_a_step_that_does_not_follow_the_reload_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     wrap = {"offload_fraction": 0.0}
     expected, _ = simulated("immediate", True, FP32, wrap)
-    monkeypatch.setattr(Trip, "follow", lambda self, stream: None)
-    found, _ = simulated("lag:move_in", False, FP32, wrap)
+    monkeypatch.setattr(Segment, "follow", lambda self, *events: None)
+    found, _ = simulated("lag:phase_in", False, FP32, wrap)
     same = (torch.equal(bits(a), bits(b)) for a, b in zip(found, expected, strict=True))
     assert not all(same)
-
-
-# --------------------------------------------------------------------------- a region
-
-
-class FakeBlock:
-    """Two pieces of one buffer whose address stays; without memory it reads 0x7F."""
-
-    def __init__(self, memory: Tensor) -> None:
-        self.key, self.n_bytes, self.memory = "region", memory.numel(), memory
-        self.pieces = ((0, 4096), (4096, memory.numel()))
-        self.present = [True, True]
-
-    def is_present(self, index: int) -> bool:
-        return self.present[index]
-
-    def view(self, index: int) -> Tensor:
-        assert self.present[index]
-        start, stop = self.pieces[index]
-        return self.memory[start:stop]
-
-    def release(self, index: int) -> None:
-        self.view(index).fill_(0x7F)
-        self.present[index] = False
-
-    def restore(self, index: int) -> None:
-        self.present[index] = True
-
-
-class FakeRegion:
-    def __init__(self) -> None:
-        self.block = FakeBlock(torch.zeros(1 << 20, dtype=torch.uint8))
-        self.used = 0
-
-    def empty(self, shape: Sequence[int], *, dtype: torch.dtype) -> Tensor:
-        numel = int(torch.Size(shape).numel())
-        start, self.used = self.used, self.used + -(-numel * dtype.itemsize // 256) * 256
-        return self.block.memory[start : start + numel * dtype.itemsize].view(dtype).view(shape)
-
-    def blocks(self) -> list[Block]:
-        return [self.block]
-
-
-@pytest.mark.parametrize("dtype", [FP32, BF16])
-def test_resident_state_in_a_region_of_fixed_addresses(dtype: torch.dtype) -> None:
-    region = FakeRegion()
-    mine, away = build(dtype, offload_fraction=0.5, state_region=region)
-    theirs, stays = build(dtype, offload_fraction=0.5)
-    held = [r.tensors for r in away.records if r.lane == "resident"]
-    before = [t.data_ptr() for tensors in held for t in tensors.values()]
-    assert held
-    assert region.used >= sum(t.numel() for tensors in held for t in tensors.values())
-    for index in range(4):
-        step(mine, away, index)
-        step(theirs, stays, index)
-        away.offload()
-        assert region.block.present == [False, False]
-        check_same_state(away, stays)
-        away.state[mine[-1]]["exp_avg"].mul_(2)
-        stays.state[theirs[-1]]["exp_avg"].mul_(2)
-        for tensors in held:
-            for tensor in tensors.values():  # exact and alone: nothing else is saved with it
-                assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.itemsize
-                assert tensor.storage_offset() == 0
-        away.reload()
-        assert [t.data_ptr() for tensors in held for t in tensors.values()] == before
-        check_same(mine, theirs)
-    check_same_state(away, stays)
 
 
 # --------------------------------------------------------------------------- given back
@@ -634,7 +539,7 @@ def test_host_memory_goes_with_the_optimizer_even_while_it_is_away(
             made.append(weakref.ref(self))
             super().__init__(*args, **settings)
 
-    monkeypatch.setattr("fsdp_offload.moving.places.HostArena", Noted)
+    monkeypatch.setattr(buffers, "HostArena", Noted)
     mine, away = build(offload_fraction=0.5)
     step(mine, away, 1)
     away.offload(wait=False)

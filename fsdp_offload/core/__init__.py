@@ -1,0 +1,1 @@
+"""Ground floor: what every folder may import, and what imports torch alone."""

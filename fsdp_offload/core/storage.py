@@ -1,0 +1,253 @@
+"""The only file that touches private API of torch's storages and of its CUDA allocator.
+
+[Note: other memory for a storage]
+A storage object is what all views, aliases and DTensors of some memory share. To move them all to
+addresses of our choice, the object is given other memory. torch 2.13 exchanges the memory of two
+storages. Earlier versions can only *resize* a storage, which allocates from the current memory pool
+and copies; so on CUDA a pool is used whose memory we give. Its allocator is called with the
+allocator's lock and the GIL held. Python code there could be interrupted by a thread that holds the
+GIL while it waits for the lock; so the callback is a built-in method (``dict.get``), which cannot
+be interrupted. Memory is given back by its owner, not through the pool, whose callback for that
+does nothing.
+
+[Note: storages that share]
+A storage moved alone gets what the allocator takes for it: 20 MiB for one of 7. So storages are
+moved together, and what is rounded is their sum: the allocator takes one segment for it and, as
+that is dropped at once, cuts them from it. Requests up to 1 MiB have segments of 2 MiB, several in
+each, whatever is done.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from ..errors import AwayError
+
+_MIB: Final = 1 << 20
+_kept: list[object] = []  # torch keeps bare pointers to allocators and their functions
+
+
+# --------------------------------------------------------------------------- identity and presence
+
+
+def identity(storage: torch.UntypedStorage) -> int:
+    """The same for every Python object of one storage, as long as one of them lives."""
+    return int(storage._cdata)
+
+
+def is_empty(tensor: Tensor, storage: torch.UntypedStorage | None = None) -> bool:
+    """Whether a plain tensor's memory was given up by a resize: never, if it is sparse. Cheap.
+
+    ``storage``: its own, if it is at hand.
+    """
+    try:  # asking for the layout first would take half as long again, at each call
+        storage = tensor.untyped_storage() if storage is None else storage
+    except NotImplementedError:  # sparse: its values are other tensors, which stay
+        return False
+    return storage.nbytes() == 0 and tensor.numel() > 0 and tensor.layout is torch.strided
+
+
+def present(tensor: Tensor) -> Tensor:
+    """``tensor``, plain, whose memory is about to be read or written.
+
+    Raises:
+        AwayError: it was given up.
+    """
+    if is_empty(tensor):
+        raise AwayError(
+            f"a tensor of shape {tuple(tensor.shape)}, {tensor.dtype}",
+            reason="its device memory is offloaded",
+            remedy="call reload() first",
+        )
+    return tensor
+
+
+@torch.inference_mode(False)  # it may outlive the mode, and is written to then
+def view_over(memory: Tensor, like: Tensor) -> Tensor:
+    """A tensor like ``like`` over a copy of its storage.
+
+    Args:
+        memory: the copy, 1-D uint8; all bytes of the storage.
+        like: plain; its dtype, shape, strides and offset are taken.
+    """
+    start = memory.storage_offset()
+    # Exactly these bytes, so that torch.save takes nothing else with them.
+    storage = memory.untyped_storage()[start : start + memory.numel()]
+    made = torch.empty(0, dtype=like.dtype, device=memory.device)
+    return made.set_(storage, like.storage_offset(), like.size(), like.stride())
+
+
+# --------------------------------------------------------------------------- whose memory it is
+
+
+def tie(storage: torch.UntypedStorage, owner: object) -> None:
+    """Say that ``owner`` gives the storage its memory: it lives as long as the storage."""
+    storage._fsdp_offload_memory = owner  # type: ignore[attr-defined]
+
+
+def untie(storage: torch.UntypedStorage) -> None:
+    """Undo :func:`tie`. Idempotent."""
+    vars(storage).pop("_fsdp_offload_memory", None)
+
+
+def owner_of(storage: torch.UntypedStorage) -> Any:
+    """What it was tied to, or None."""
+    return getattr(storage, "_fsdp_offload_memory", None)
+
+
+# --------------------------------------------------------------------------- other memory
+
+
+def can_swap() -> bool:
+    """Whether two storages can exchange their memory."""
+    return hasattr(torch.UntypedStorage, "_swap_data_ptr_")
+
+
+def swap_memory(storage: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
+    """Exchange the memory of two storages of equal size, and whether it is resizable."""
+    storage._swap_data_ptr_(other)  # type: ignore[attr-defined]
+
+
+def renew(storage: torch.UntypedStorage) -> None:
+    """Give the storage ordinary memory of torch's, with its content, on the current stream.
+
+    Raises:
+        torch.OutOfMemoryError: there is none; it is as before.
+    """
+    n_bytes = storage.nbytes()
+    if n_bytes == 0:
+        return
+    if storage.resizable():
+        storage.resize_(n_bytes)  # the same size: other memory, and a copy
+        return
+    fresh = torch.UntypedStorage(n_bytes, device=storage.device)  # swapped flags, too
+    fresh.copy_(storage)
+    swap_memory(storage, fresh)
+
+
+class AddressPool:
+    """A pool of torch's CUDA allocator that takes memory where it is told to.
+
+    Args:
+        device: ``cuda`` with an index.
+        memory: gives the address of device memory of a size in bytes, which stays.
+    """
+
+    def __init__(self, device: torch.device, memory: Callable[[int], int]) -> None:
+        self._device, self._memory = device, memory
+        self._spare: dict[int, int] = {}  # address by size: what the next segment gets
+        allocate = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_size_t)(self._spare.get)
+        release = ctypes.CDLL(None).getpid  # any function without effect
+        self._allocator = torch._C._cuda_customAllocator(_pointer(allocate), _pointer(release))
+        with torch.cuda.device(device):
+            self._pool = torch.cuda.MemPool(self._allocator)
+        self._can_share = cuts_segments(device)
+        _kept.append((allocate, self._allocator))
+
+    def move(self, storage: torch.UntypedStorage) -> bool:
+        """Give the storage memory of the pool, with its content, on the current stream.
+
+        Returns:
+            False: torch's allocator wanted a segment of another size than it is known to; the
+            storage is as before.
+        """
+        size = self._provide(storage.nbytes())
+        if not self._resize(storage):
+            return False
+        self._note(storage.data_ptr(), size)
+        return True
+
+    def move_together(self, found: Sequence[torch.UntypedStorage]) -> bool:
+        """:meth:`move` for storages, none of them small, without rounding for each.
+
+        Returns:
+            False: torch's allocator does not cut segments as it is known to; each storage is as
+            before, or moved.
+        """
+        if not self._can_share:
+            return False
+        n_bytes = sum(block_bytes(storage.nbytes()) for storage in found)
+        size = self._provide(n_bytes)
+        try:
+            with torch.cuda.use_mem_pool(self._pool, self._device):
+                # Dropped at once: the pool has cached memory at this address from now on.
+                address = torch.empty(n_bytes, dtype=torch.uint8, device=self._device).data_ptr()
+        except torch.OutOfMemoryError:
+            self._can_share = False
+            return False
+        self._note(address, size)
+        self._can_share = all(self._resize(storage) for storage in found)
+        return self._can_share
+
+    def _provide(self, n_bytes: int) -> int:
+        """Have memory for the segment that a request may need; its size."""
+        size = segment_bytes(n_bytes)
+        if size not in self._spare:
+            self._spare[size] = self._memory(size)
+        return size
+
+    def _note(self, address: int, size: int) -> None:
+        """Forget the memory of that size if it was used, not a part of an earlier segment."""
+        spare = self._spare[size]
+        if spare <= address < spare + size:
+            del self._spare[size]
+
+    def _resize(self, storage: torch.UntypedStorage) -> bool:
+        try:
+            with torch.cuda.use_mem_pool(self._pool, self._device):
+                storage.resize_(storage.nbytes())  # the same size: other memory, and a copy
+        except torch.OutOfMemoryError:
+            return False
+        return True
+
+
+def _pointer(function: Any) -> int:
+    address = ctypes.cast(function, ctypes.c_void_p).value
+    assert address is not None
+    return address
+
+
+def segment_bytes(n_bytes: int) -> int:
+    """What torch's caching allocator asks for, when it has no room for ``n_bytes``."""
+    if is_small(n_bytes):
+        return 2 * _MIB
+    if n_bytes < 10 * _MIB:  # more than is asked for, for later requests
+        return 20 * _MIB
+    return -(-n_bytes // (2 * _MIB)) * 2 * _MIB
+
+
+def is_small(n_bytes: int) -> bool:
+    """Whether the allocator has segments of their own for requests of that size."""
+    return n_bytes <= _MIB
+
+
+def block_bytes(n_bytes: int) -> int:
+    """What the allocator cuts from a segment for a request."""
+    return max(-(-n_bytes // 512), 1) * 512
+
+
+def cuts_segments(device: torch.device) -> bool:
+    """Whether the allocator cuts large requests, exactly, from a larger segment that it has cached.
+
+    Settings can forbid that, or make it useless: expandable segments are one anyway.
+    """
+    if device.type != "cuda" or torch.cuda.get_allocator_backend() != "native":
+        return False
+    settings = _allocator_settings().replace(" ", "").lower()
+    others = ("max_split_size_mb", "roundup_power2_divisions", "expandable_segments:true")
+    return not any(name in settings for name in others)
+
+
+def _allocator_settings() -> str:
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+    found = [os.environ.get(name, "") for name in names]
+    read = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
+    if read is not None:  # what was set later
+        found.append(str(read()))
+    return ",".join(found)

@@ -1,0 +1,136 @@
+"""State of a ``HybridDeviceOptimizer`` that lies on the device: listed, and replaced while away.
+
+[Note: away, state is host memory]
+What holds a state tensor on the device (a record, a piece, the class's own dict) holds its host
+copy instead while it is away. So whatever reads state (``state``, state dicts, checkpoints) goes to
+host memory without knowing. Views that the lanes cut at construction stay: the storage object is
+the same, and nothing looks at them between steps.
+
+What leaves is the resident lane's state, what classes keep by themselves, and step counts that a
+kernel wants on the device. What stays: a checksum and a flag per host bucket.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import shards
+from .core import storage as storages
+from .core.offloadable import HostCopies
+from .device import Event
+from .errors import AwayError
+from .pipeline.records import Record
+
+Shown = Mapping[Tensor, dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Held:
+    """A tensor that may have to leave, as ``holder[name]``."""
+
+    key: str  # the same at each offload
+    holder: dict[str, Any]
+    name: str
+
+
+def held_by(records: Sequence[Record], shown: Shown) -> Iterator[Held]:
+    """All state tensors that can lie on the device."""
+    for record in records:
+        key = f"{record.index}"
+        if record.lane == "resident":
+            for name in record.tensors:
+                yield Held(f"{key}.{name}", record.tensors, name)
+        if record.lane != "host":
+            for kind in record.schema.role("scalar"):
+                for index, piece in enumerate(record.pieces):
+                    yield Held(f"{key}.{kind.name}.{index}", piece.state, kind.name)
+    for index, (_, state) in enumerate(unrecorded(records, shown)):
+        for name, value in state.items():
+            if isinstance(value, Tensor):
+                yield Held(f"own.{index}.{name}", state, name)
+
+
+def unrecorded(records: Sequence[Record], shown: Shown) -> list[tuple[Tensor, dict[str, Any]]]:
+    """State without a record: kept by the class itself, or of frozen parameters."""
+    recorded = {record.parameter for record in records}
+    return [(p, state) for p, state in shown.items() if p not in recorded]
+
+
+def tensors_on(
+    device: torch.device, records: Sequence[Record], shown: Shown
+) -> list[tuple[str, Tensor]]:
+    """Plain tensors of state on ``device``, without weights and gradients, which a class may keep
+    in its state and which are not the optimizer's to move."""
+    foreign: set[int] = set()
+    for parameter in {*shown, *(record.parameter for record in records)}:
+        for tensor in (parameter, parameter.grad):
+            if tensor is not None:
+                parts = shards.plain_parts(tensor)
+                foreign.update(storages.identity(part.untyped_storage()) for _, part in parts)
+    return [
+        (f"{held.key}{below}", part)
+        for held in held_by(records, shown)
+        for below, part in shards.plain_parts(held.holder[held.name])
+        if part.device == device and storages.identity(part.untyped_storage()) not in foreign
+    ]
+
+
+class DeviceState:
+    """Whether state is away, and its host copies."""
+
+    def __init__(self) -> None:
+        self._copies: HostCopies | None = None
+        self._arrival: Event | None = None
+        self._replaced: list[tuple[Held, Tensor]] = []
+
+    @property
+    def is_away(self) -> bool:
+        """Whether device memory was given up."""
+        return self._copies is not None
+
+    @property
+    def has_left(self) -> bool:
+        """Whether some of it is in host memory for now."""
+        return bool(self._replaced)
+
+    def check(self, what: str) -> None:
+        """Refuse ``what`` while it is.
+
+        Raises:
+            AwayError: it is.
+        """
+        if self._copies is not None:
+            raise AwayError(
+                f"{what} of an optimizer that is offloaded",
+                reason="its device memory was given up; nothing was touched",
+                remedy="call reload() first, of the optimizer or of its PhaseOffloader",
+            )
+
+    def leave(self, records: Sequence[Record], shown: Shown, copies: HostCopies) -> None:
+        """Put host copies in the place of what ``copies`` has."""
+        for held in list(held_by(records, shown)):
+            original = held.holder[held.name]
+            if (copy := copies.of(original)) is not None:
+                held.holder[held.name] = copy
+                self._replaced.append((held, original))
+        self._copies, self._arrival = copies, None
+
+    def come_back(self, arrival: Event | None) -> None:
+        """Put the tensors back, whose content is there after ``arrival``."""
+        for held, original in self._replaced:
+            held.holder[held.name] = original
+        self._replaced.clear()
+        self._copies, self._arrival = None, arrival
+
+    def wait(self) -> None:
+        """Block until the copies, out or back, are complete."""
+        if self._copies is not None:
+            self._copies.wait()
+        if self._arrival is not None:
+            self._arrival.synchronize()
+            self._arrival = None

@@ -1,0 +1,137 @@
+"""Host memory of what is offloaded: exact, page-locked, kept by key.
+
+[Note: sizes that change]
+What a key stands for may have another size at each offload: FSDP2 reduces the gradients of a group
+in one buffer, and its size depends on which parameters took part. A buffer serves whatever fits.
+One that is outgrown is replaced, and an arena of which no buffer is in use is given back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+import torch
+from torch import Tensor
+
+from ..config import TransferConfig
+from ..device import Gateway
+from ..memory import ArenaStatistics, HostArena, check_host_budget, local_ranks
+from ..plan.layout import align
+
+ALIGNMENT_BYTES: Final = 64
+"""Of each buffer; those that were taken together lie side by side."""
+
+
+class Sized(Protocol):
+    """What has a buffer."""
+
+    key: str
+    n_bytes: int
+
+
+def aligned(n_bytes: int) -> int:
+    """What a buffer takes of an arena."""
+    return align(n_bytes, ALIGNMENT_BYTES)
+
+
+@dataclass
+class _Buffer:
+    arena: HostArena
+    start: int  # bytes
+    capacity_bytes: int
+
+
+class HostBuffers:
+    """Host memory by key. Taken by :meth:`reserve`, given back by :meth:`close`.
+
+    Args:
+        gateway: of the device that is copied from.
+        transfer: how to obtain memory (``pin``, ``huge_pages``, ``numa``, ``host_budget``).
+    """
+
+    def __init__(self, gateway: Gateway, transfer: TransferConfig) -> None:
+        self._gateway, self._transfer = gateway, transfer
+        self._by_key: dict[str, _Buffer] = {}
+        self._arenas: list[HostArena] = []
+
+    def reserve(self, items: Iterable[Sized], taken_bytes: int = 0) -> None:
+        """Have a buffer for each item; new ones lie side by side, in order.
+
+        Args:
+            items: with different keys.
+            taken_bytes: host memory of this rank that ``host_budget`` counts besides.
+
+        Raises:
+            HostMemoryError: it does not fit; nothing was taken.
+            PinningError: the driver refused; it was given back.
+        """
+        missing = [item for item in items if not self._fits(item)]
+        n_bytes = sum(aligned(item.n_bytes) for item in missing)
+        if not n_bytes:
+            return
+        self._check_budget(n_bytes, taken_bytes)
+        arena = HostArena(
+            n_bytes,
+            device=self._gateway.device,
+            can_pin=self._gateway.can_pin,
+            transfer=self._transfer,
+            show_progress=False,
+        )
+        start = 0
+        for item in missing:
+            self._by_key[item.key] = _Buffer(arena, start, aligned(item.n_bytes))
+            start += aligned(item.n_bytes)
+        self._arenas.append(arena)
+        self._drop_unused()
+
+    def _fits(self, item: Sized) -> bool:
+        buffer = self._by_key.get(item.key)
+        return buffer is not None and item.n_bytes <= buffer.capacity_bytes
+
+    def _check_budget(self, n_bytes: int, taken_bytes: int) -> None:
+        budget, ranks = self._transfer.host_budget, local_ranks()
+        taken = (taken_bytes + self.n_bytes) * ranks  # the budget is that of all ranks
+        check_host_budget(
+            n_bytes,
+            local_ranks=ranks,
+            budget_bytes=None if budget is None else max(int(budget) - taken, 0),
+        )
+
+    def _drop_unused(self) -> None:
+        """Close arenas without a buffer in use; a tensor over one keeps its memory mapped."""
+        used = {id(buffer.arena) for buffer in self._by_key.values()}
+        for arena in [arena for arena in self._arenas if id(arena) not in used]:
+            self._arenas.remove(arena)
+            arena.close()
+
+    def of(self, item: Sized) -> Tensor:
+        """The item's buffer: 1-D uint8, ``n_bytes`` long, a storage of its own."""
+        return self.span(item.key, 0, item.n_bytes)
+
+    def span(self, key: str, start: int, n_bytes: int) -> Tensor:
+        """1-D uint8 from byte ``start`` of a buffer on, also over buffers that lie behind it."""
+        buffer = self._by_key[key]
+        return buffer.arena.tensor(buffer.start + start, n_bytes, torch.uint8)
+
+    def are_side_by_side(self, item: Sized, following: Sized) -> bool:
+        """Whether one copy can fill both, each rounded up to ``ALIGNMENT_BYTES``."""
+        first, second = self._by_key[item.key], self._by_key[following.key]
+        return first.arena is second.arena and first.start + aligned(item.n_bytes) == second.start
+
+    @property
+    def n_bytes(self) -> int:
+        """Host memory taken."""
+        return sum(arena.n_bytes for arena in self.statistics())
+
+    def statistics(self) -> Sequence[ArenaStatistics]:
+        """Of each arena."""
+        return [arena.statistics() for arena in self._arenas]
+
+    def close(self) -> None:
+        """Give all memory back; a tensor over it keeps it mapped. Idempotent."""
+        self._by_key.clear()
+        for arena in self._arenas:
+            arena.close()
+        self._arenas.clear()

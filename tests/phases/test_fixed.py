@@ -1,0 +1,296 @@
+"""Addresses that stay: storages swapped into a region, or moved through a pool of torch's allocator
+(stood in)."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fsdp_offload import FixedAddressRegion, HybridDeviceOptimizer, PhaseOffloader
+from fsdp_offload.core import storage as storages
+from fsdp_offload.core.storage import AddressPool, can_swap
+from fsdp_offload.errors import AwayError, ConfigError, DeviceError, DeviceMemoryError
+from fsdp_offload.phases import fixed
+from fsdp_offload.phases.pages import HostPages
+from tests.away import has_memory
+from tests.pooling import MIB, Allocator, Storage, allocator_in_place, memory_in_place
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+CUDA = torch.device("cuda", 0)
+CHUNK = 4096
+SWAPS = pytest.mark.skipif(not can_swap(), reason="this torch cannot swap CPU storages")
+
+
+@pytest.fixture(autouse=True)
+def _small_rows(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    if "allocator" not in request.fixturenames:
+        monkeypatch.setattr(fixed, "ROW_BYTES", 6000)
+        monkeypatch.setattr(fixed.FixedMemory.__init__, "__defaults__", (CHUNK,))
+
+
+class Job:
+    """A model with a tied weight, a view, a buffer; an optimizer with state; a twin that stays."""
+
+    def __init__(self, *, wrapped: bool) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(40, 40), nn.BatchNorm1d(40), nn.Linear(40, 40))
+        self.model[2].weight = self.model[0].weight
+        self.view = self.model[0].weight.detach()[3:5]
+        self.twin = copy.deepcopy(self.model)
+        self.optimizer, self.other = (self.build(m, wrapped) for m in (self.model, self.twin))
+        self.steps = 0
+        self.train()
+
+    @staticmethod
+    def build(model: nn.Module, wrapped: bool) -> Any:
+        plain = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+        return HybridDeviceOptimizer(plain, model, offload_fraction=0.5) if wrapped else plain
+
+    def train(self) -> None:
+        self.steps += 1
+        x = torch.randn(8, 40, generator=torch.Generator().manual_seed(self.steps))
+        for model, optimizer in ((self.model, self.optimizer), (self.twin, self.other)):
+            model(x).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def tensors(self) -> list[Tensor]:
+        state = [v for s in self.optimizer.state.values() for v in s.values()]
+        return [*self.model.parameters(), *self.model.buffers(), *state]
+
+    def addresses(self) -> list[int]:
+        return [tensor.data_ptr() for tensor in self.tensors()]
+
+    def check(self) -> None:
+        for mine, other in ((self.model, self.twin), (self.optimizer, self.other)):
+            torch.testing.assert_close(mine.state_dict(), other.state_dict(), rtol=0, atol=0)
+
+
+@SWAPS
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_addresses_stay_and_so_do_bits(wrapped: bool) -> None:
+    job = Job(wrapped=wrapped)
+    tensors, before = list(job.model.parameters()), job.addresses()
+    phases = PhaseOffloader(job.model, job.optimizer, keep_addresses=True)
+    job.check()
+    found = job.addresses()
+    assert sum(a != b for a, b in zip(before, found, strict=True)) > 5  # the arena's stay
+    for _ in range(3):
+        with phases.away():
+            assert not any(map(has_memory, job.model.parameters()))
+            job.check()
+            with pytest.raises(AwayError):
+                job.optimizer.step()
+        assert job.addresses() == found
+        job.check()
+        job.train()
+    assert all(a is b for a, b in zip(tensors, job.model.parameters(), strict=True))
+    assert job.view.data_ptr() == job.model[0].weight.data_ptr() + 3 * 40 * 4
+    payload = sum({t.data_ptr(): t.nbytes + 512 for t in job.tensors()}.values())
+    assert phases.statistics().host_bytes <= payload + 20 * CHUNK
+    phases.close()
+    job.check()
+    job.train()
+    job.check()
+    assert not set(job.addresses()) & set(found) - set(before)
+    with PhaseOffloader(job.model, job.optimizer).away():
+        assert not any(map(has_memory, job.model.parameters()))
+    job.check()
+
+
+@SWAPS
+def test_what_an_offloader_has_left_behind_is_moved_by_the_next() -> None:
+    job = Job(wrapped=False)
+    first = PhaseOffloader(job.model, job.optimizer, keep_addresses=True)
+    with pytest.raises(ConfigError, match=r"another PhaseOffloader keeps its address.*close\(\)"):
+        PhaseOffloader(job.model, job.optimizer)
+    with first.away():
+        pass
+    del first
+    gc.collect()
+    second = PhaseOffloader(job.model, job.optimizer)
+    with second.away():
+        assert not any(tensor.untyped_storage().nbytes() for tensor in job.model.parameters())
+    job.check()
+
+
+@SWAPS
+def test_tensors_of_a_region_are_left_to_it() -> None:
+    region = FixedAddressRegion("own", "cpu")
+    model = nn.Linear(8, 8)
+    model.register_buffer("cache", region.empty((4, 4)).fill_(3))
+    for keep_addresses in (False, True):
+        phases = PhaseOffloader(model, keep_addresses=keep_addresses)
+        with phases.away():
+            assert not has_memory(model.weight)
+            assert bool((model.cache == 3).all())
+        phases.close()
+
+
+@SWAPS
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_without_room_nothing_moves(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    job, made, left = Job(wrapped=False), HostPages.__init__, [at]
+
+    def full(self: HostPages, *arguments: Any) -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            raise torch.OutOfMemoryError("full")
+        made(self, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(HostPages, "__init__", full)
+        with pytest.raises(DeviceMemoryError, match=r"full.*all is as before"):
+            PhaseOffloader(job.model, job.optimizer, keep_addresses=True)
+    job.check()
+    assert all(storages.owner_of(t.untyped_storage()) is None for t in job.tensors())
+    with PhaseOffloader(job.model, job.optimizer).away():
+        pass
+    job.check()
+
+
+@SWAPS
+def test_close_without_room_goes_on_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    job, left = Job(wrapped=False), [3]
+    phases = PhaseOffloader(job.model, job.optimizer, keep_addresses=True)
+    renew = storages.renew
+
+    def short(storage: torch.UntypedStorage) -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            raise torch.OutOfMemoryError("full")
+        renew(storage)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(storages, "renew", short)
+        with pytest.raises(DeviceMemoryError, match="everything is on the device"):
+            phases.close()
+    job.check()
+    phases.close()
+    job.train()
+    job.check()
+
+
+def test_a_torch_that_cannot_swap_is_refused_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storages, "can_swap", lambda: False)
+    with pytest.raises(DeviceError, match=r"torch 2\.13 or later"):
+        PhaseOffloader(nn.Linear(2, 2), keep_addresses=True)
+
+
+# ---------------------------------------------------------------- through torch's allocator
+
+
+@pytest.fixture
+def allocator(monkeypatch: pytest.MonkeyPatch) -> Allocator:
+    return allocator_in_place(monkeypatch)
+
+
+def test_the_pool_takes_memory_where_it_is_told(allocator: Allocator) -> None:
+    given: dict[int, int] = {}
+
+    def memory(n: int) -> int:
+        address = (len(given) + 1) << 32
+        given[address] = n
+        return address
+
+    pool: Any = AddressPool(CUDA, memory)
+    moved = [Storage(allocator, n * MIB) for n in (30, 3, 12, 1, 1, 40)]
+    assert all(pool.move(storage) for storage in moved)
+    assert list(given.values()) == [n * MIB for n in (30, 20, 12, 2, 2, 40)]
+    first, second, _, _, _, sixth = given
+    addresses = [storage.address for storage in moved]
+    # The third lies behind the second, and one small storage behind the other.
+    assert addresses[:3] == [first, second, second + 3 * MIB]
+    assert addresses[4] == addresses[3] + MIB
+    assert addresses[5] == sixth
+
+
+def test_a_segment_of_unknown_size_is_refused_and_nothing_moves(allocator: Allocator) -> None:
+    allocator.small_segment = 4 * MIB
+    pool: Any = AddressPool(CUDA, lambda n: 1 << 32)
+    storage = Storage(allocator, 100)
+    before = storage.address
+    assert not pool.move(storage)
+    assert storage.address == before
+
+
+@pytest.mark.parametrize("behaviour", ["cuts", "does not cut"])
+@pytest.mark.parametrize("sizes", [(29, 60), (7, 200), (2.1, 300), (0.3, 50), (600, 2)])
+def test_storages_move_through_the_pool(
+    allocator: Allocator, sizes: Any, behaviour: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None lies on another one, each in memory that is counted, and nothing unused is kept."""
+    allocator.cuts = behaviour == "cuts"
+    memory, driver = memory_in_place(monkeypatch)
+    size, count = int(sizes[0] * MIB), sizes[1]
+    moved: list[Any] = [Storage(allocator, size) for _ in range(count)]
+    memory.move_in(moved)
+    starts = sorted(storage.address for storage in moved)
+    assert all(b - a >= size for a, b in itertools.pairwise(starts))
+    assert all(memory.extents.locate(storage) is not None for storage in moved)
+    assert memory.extents.n_bytes == driver.held_bytes
+    if behaviour == "cuts" and size > MIB:
+        assert memory.extents.n_bytes <= 1.005 * count * size + 4 * MIB
+    memory.vacate()
+    assert all(memory.extents.locate(storage) is None for storage in moved)
+    gc.collect()
+    assert driver.held_bytes == 0
+
+
+def test_an_allocator_that_rounds_is_refused(
+    allocator: Allocator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    allocator.rounds = True
+    memory, _ = memory_in_place(monkeypatch)
+    moved: list[Any] = [Storage(allocator, 29 * MIB) for _ in range(3)]
+    with pytest.raises(DeviceError, match="roundup_power2_divisions"):
+        memory.move_in(moved)
+    memory.vacate()
+
+
+@SWAPS
+def test_renewed_storages_keep_their_content() -> None:
+    for made in (torch.arange(10.0), torch.frombuffer(bytearray(40), dtype=torch.float32)):
+        before, address = made.clone(), made.data_ptr()
+        view = made[2:]
+        storages.renew(made.untyped_storage())
+        assert made.data_ptr() != address
+        assert made.untyped_storage().resizable()
+        assert torch.equal(made, before)
+        assert view.data_ptr() == made.data_ptr() + 8
+
+
+@pytest.mark.parametrize(
+    ("variable", "setting", "cuts"),
+    [
+        ("PYTORCH_ALLOC_CONF", "", True),
+        ("PYTORCH_ALLOC_CONF", "garbage_collection_threshold:0.8", True),
+        ("PYTORCH_ALLOC_CONF", "max_split_size_mb:128", False),
+        ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True", False),
+        ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments: false", True),
+        ("PYTORCH_ALLOC_CONF", "roundup_power2_divisions:4", False),
+    ],
+)
+def test_settings_under_which_segments_are_not_cut(
+    monkeypatch: pytest.MonkeyPatch, variable: str, setting: str, cuts: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
+    monkeypatch.setattr(torch._C, "_accelerator_getAllocatorSettings", lambda: "", raising=False)
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(variable, setting)
+    assert storages.cuts_segments(CUDA) == cuts
+    monkeypatch.delenv(variable)
+    monkeypatch.setattr(
+        torch._C, "_accelerator_getAllocatorSettings", lambda: setting, raising=False
+    )
+    assert storages.cuts_segments(CUDA) == cuts
+    assert not storages.cuts_segments(torch.device("cpu"))
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")
+    assert not storages.cuts_segments(CUDA)

@@ -1,0 +1,881 @@
+"""Phases in one process, without FSDP2: kinds, policies, use while away, failures."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import os
+import pickle
+import threading
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+)
+from torch.optim import Optimizer
+
+from fsdp_offload import (
+    HybridDeviceOptimizer,
+    PhaseOffloader,
+    TransferConfig,
+    checkpoint,
+    swap,
+)
+from fsdp_offload.core.storage import can_swap
+from fsdp_offload.device import copy_all
+from fsdp_offload.errors import (
+    AwayError,
+    ClosedError,
+    ConfigError,
+    DeviceMemoryError,
+    HostMemoryError,
+    UnsupportedParameterError,
+)
+from fsdp_offload.memory import HostArena
+from fsdp_offload.phases import buffers, fixed, offloader, transfer
+from fsdp_offload.phases.pages import Chunk
+from fsdp_offload.phases.transfer import Handle, StorageBlock
+from tests.away import has_memory
+
+
+class Net(nn.Module):
+    """Tied weights, a view as a buffer, a frozen parameter, buffers of two dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 8)
+        self.body = nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6), nn.Linear(6, 8))
+        self.head = nn.Linear(8, 11, bias=False)
+        self.head.weight = self.embed.weight
+        self.frozen = nn.Parameter(torch.randn(8), requires_grad=False)
+        self.register_buffer("corner", self.frozen.data[2:5])
+        self.register_buffer("scratch", torch.randn(3), persistent=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.body(self.embed(tokens)) + self.frozen)
+
+
+def net(seed: int = 0) -> Net:
+    torch.manual_seed(seed)
+    return Net()
+
+
+def train(model: nn.Module, optimizer: Optimizer, steps: range, between: Any = None) -> None:
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        tokens = torch.randint(11, (5,), generator=generator)
+        nn.functional.cross_entropy(model(tokens), tokens).backward()
+        optimizer.step()
+        if between is not None:
+            between(step)
+        optimizer.zero_grad()
+
+
+def tensors_of(model: nn.Module) -> list[Tensor]:
+    return [*model.parameters(), *model.buffers()]
+
+
+def all_present(tensors: list[Tensor]) -> bool:
+    return all(map(has_memory, tensors))
+
+
+def all_away(tensors: list[Tensor]) -> bool:
+    return not any(map(has_memory, tensors))
+
+
+SWAPS = pytest.mark.skipif(not can_swap(), reason="this torch cannot swap CPU storages")
+ADDRESSES = pytest.mark.parametrize(
+    "keep_addresses", [False, pytest.param(True, marks=SWAPS)], ids=["default", "keep"]
+)
+
+
+def owners(tensor: Tensor) -> int:
+    """Of its storage."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
+def assert_same(first: Any, second: Any) -> None:
+    torch.testing.assert_close(first, second, rtol=0, atol=0, equal_nan=True)
+
+
+OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
+    "fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "amsgrad": lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True),
+}
+
+
+@pytest.fixture
+def arenas(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[HostArena]]:
+    """Every arena that blocks get from here on."""
+    found: list[weakref.ref[HostArena]] = []
+
+    def build(*args: Any, **settings: Any) -> HostArena:
+        arena = HostArena(*args, **settings)
+        found.append(weakref.ref(arena))
+        return arena
+
+    monkeypatch.setattr(buffers, "HostArena", build)
+    return found
+
+
+# ---------------------------------------------------------------------- out and back
+
+
+@ADDRESSES
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_training_with_a_phase_after_every_step_has_the_same_bits(
+    name: str, keep_addresses: bool
+) -> None:
+    plain, moved = net(), net()
+    first = OPTIMIZERS[name](plain.parameters())
+    second = OPTIMIZERS[name](moved.parameters())
+    train(plain, first, range(6))
+    phases = PhaseOffloader(moved, second, keep_addresses=keep_addresses)
+    objects = [id(t) for t in tensors_of(moved)]
+
+    def switch(step: int) -> None:
+        with phases.away():
+            assert all_away(tensors_of(moved))
+            state = [v for s in second.state.values() for v in s.values()]
+            assert all_away([v for v in state if isinstance(v, Tensor)])
+
+    train(moved, second, range(6), switch)
+    assert_same(moved.state_dict(), plain.state_dict())
+    assert_same(second.state_dict(), first.state_dict())
+    assert [id(t) for t in tensors_of(moved)] == objects
+    assert moved.head.weight is moved.embed.weight
+    assert moved.corner.data_ptr() == moved.frozen.data_ptr() + 8
+    assert phases.statistics().cycles == 6
+
+
+def test_each_storage_moves_once() -> None:
+    model = net()
+    phases = PhaseOffloader(model)
+    expected = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors_of(model)}
+    assert phases.offload().n_bytes == sum(expected.values())
+    assert phases.statistics().offloaded["params"].n_bytes == sum(expected.values())
+    phases.reload()
+    assert phases.statistics().reloaded["params"].n_bytes == sum(expected.values())
+
+
+def test_twice_is_a_no_op() -> None:
+    model = net()
+    before = copy.deepcopy(model.state_dict())
+    phases = PhaseOffloader(model)
+    phases.reload()
+    first = phases.offload()
+    assert phases.offload() is first
+    assert phases.is_away
+    phases.reload()
+    assert phases.reload().is_done()
+    assert not phases.is_away
+    assert_same(model.state_dict(), before)
+    assert phases.statistics().cycles == 1
+
+
+@pytest.mark.parametrize("grads", ["drop", "save", "keep"])
+@pytest.mark.parametrize("params", ["save", "keep"])
+@pytest.mark.parametrize("state", ["save", "keep"])
+def test_policies_move_what_they_name(params: str, grads: str, state: str) -> None:
+    model = net()
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    phases = PhaseOffloader(model, optimizer, params=params, grads=grads, state=state)
+    train(model, optimizer, range(2))
+    nn.functional.cross_entropy(model(torch.arange(5)), torch.arange(5)).backward()
+    gradients = [p.grad for p in model.parameters()]
+    values = [None if g is None else g.clone() for g in gradients]
+    moments = [s["momentum_buffer"] for s in optimizer.state.values()]
+    live = [g for g in gradients if g is not None]
+    phases.offload()
+    assert (all_away if params == "save" else all_present)(tensors_of(model))
+    assert (all_away if state == "save" else all_present)(moments)
+    if grads == "keep":
+        assert [p.grad for p in model.parameters()] == gradients or all_present(live)
+    elif grads == "save":
+        assert all_away(live)
+        with pytest.raises(AwayError, match="gradient of"):
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        with pytest.raises(AwayError):
+            model.zero_grad(set_to_none=False)
+    else:
+        assert all(p.grad is None for p in model.parameters())
+    phases.reload()
+    if grads == "drop":
+        assert all(p.grad is None for p in model.parameters())
+    else:
+        assert all(p.grad is g for p, g in zip(model.parameters(), gradients, strict=True))
+        assert_same(
+            [p.grad for p in model.parameters() if p.grad is not None],
+            [v for v in values if v is not None],
+        )
+
+
+def test_gradients_dropped_while_away_stay_dropped() -> None:
+    model = net()
+    phases = PhaseOffloader(model, grads="save")
+    nn.functional.cross_entropy(model(torch.arange(5)), torch.arange(5)).backward()
+    with phases.away():
+        model.zero_grad()
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_gradients_that_came_back_are_not_held() -> None:
+    model = nn.Linear(4, 4)
+    phases = PhaseOffloader(model, grads="save")
+    model.weight.grad = torch.ones(4, 4)
+    with phases.away():
+        pass
+    gradient = model.weight.grad
+    model.zero_grad()
+    assert owners(gradient) == owners(torch.empty(1))
+
+
+def test_exceptions_inside_away_still_reload() -> None:
+    phases = PhaseOffloader(net())
+    with pytest.raises(KeyError), phases.away():
+        raise KeyError("inside")
+    assert not phases.is_away
+
+
+def test_an_inner_away_leaves_the_reload_to_the_outer_one() -> None:
+    phases = PhaseOffloader(net())
+    with phases.away():
+        with phases.away():
+            assert phases.is_away
+        assert phases.is_away
+    assert not phases.is_away
+
+
+def test_the_body_of_away_may_close() -> None:
+    model = net()
+    before = copy.deepcopy(model.state_dict())
+    phases = PhaseOffloader(model)
+    with phases.away():
+        phases.close()
+    assert_same(model.state_dict(), before)
+
+
+def test_host_memory_is_taken_once_and_given_back(arenas: Any) -> None:
+    model = net()
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    train(model, optimizer, range(1))
+    phases = PhaseOffloader(model, optimizer)
+    held = phases.statistics().host_bytes
+    payload = sum(
+        {
+            t.untyped_storage()._cdata: t.untyped_storage().nbytes()
+            for t in [
+                *tensors_of(model),
+                *(v for s in optimizer.state.values() for v in s.values()),
+            ]
+        }.values()
+    )
+    assert payload <= held
+    train(model, optimizer, range(1, 30), lambda _: (phases.offload(), phases.reload()))
+    assert phases.statistics().host_bytes == held
+    assert len(arenas) == 1
+    phases.offload()
+    shown = model.state_dict()
+    phases.close()
+    phases.close()
+    assert not phases.is_away
+    assert phases.statistics().host_bytes == 0
+    with pytest.raises(ClosedError):
+        phases.offload()
+    del shown
+    gc.collect()
+    assert all(arena() is None or arena()._mapping is None for arena in arenas)
+    train(model, optimizer, range(30, 32))
+
+
+def test_state_made_later_moves_too() -> None:
+    model = net()
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    phases = PhaseOffloader(model, optimizer)
+    held = phases.statistics().host_bytes
+    train(model, optimizer, range(1))
+    phases.offload()
+    assert all_away([s["exp_avg"] for s in optimizer.state.values()])
+    assert phases.statistics().host_bytes > held
+    phases.reload()
+
+
+def test_state_that_was_replaced_does_not_leave() -> None:
+    model = net()
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    train(model, optimizer, range(1))
+    phases = PhaseOffloader(model, optimizer)
+    values = next(iter(optimizer.state.values()))
+    mine = values["exp_avg"]
+    values["exp_avg"] = mine + 1
+    with phases.away():
+        assert all_present([mine])
+        assert owners(mine) == owners(torch.empty(1))  # whoever replaced it decides how long
+        assert all_away([values["exp_avg"]])
+        shown = next(iter(optimizer.state_dict()["state"].values()))
+        assert torch.equal(shown["exp_avg"], mine + 1)
+    assert torch.equal(values["exp_avg"], mine + 1)
+
+
+def test_state_that_is_a_kept_gradient_stays() -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    train(model, optimizer, range(1))
+    optimizer.zero_grad()
+    phases = PhaseOffloader(model, optimizer, grads="keep")
+    (parameter, values), *others = optimizer.state.items()
+    parameter.grad = values["momentum_buffer"]
+    before = copy.deepcopy(optimizer.state_dict()["state"])
+    with phases.away():
+        assert all_present([values["momentum_buffer"]])
+        assert all_away([each["momentum_buffer"] for _, each in others])
+        assert_same(optimizer.state_dict()["state"], before)
+    assert_same(optimizer.state_dict()["state"], before)
+
+
+def test_dropping_the_last_reference_frees_memory(arenas: Any) -> None:
+    model = net()
+    phases = PhaseOffloader(model)
+    phases.offload()
+    phases.reload()
+    del phases
+    gc.collect()
+    assert [arena() for arena in arenas] == [None]
+
+
+def test_memory_that_is_away_outlives_the_offloader() -> None:
+    model = net()
+    before = copy.deepcopy(model.state_dict())
+    PhaseOffloader(model).offload()
+    gc.collect()
+    assert_same(model.state_dict(), before)
+    with pytest.raises(AwayError):
+        model(torch.arange(5))
+
+
+def test_a_model_dropped_while_away_leaves_nothing(arenas: Any) -> None:
+    model = net()
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    train(model, optimizer, range(1))
+    PhaseOffloader(model, optimizer).offload()
+    del model, optimizer
+    gc.collect()
+    assert [arena() for arena in arenas] == [None]
+
+
+def test_hooks_go_with_the_offloader() -> None:
+    model = net()
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    hooks = (
+        optimizer._optimizer_step_pre_hooks,
+        optimizer._optimizer_step_post_hooks,
+        optimizer._optimizer_state_dict_post_hooks,
+        optimizer._optimizer_load_state_dict_pre_hooks,
+    )
+    phases = PhaseOffloader(model, optimizer)
+    assert all(map(len, hooks))
+    copy.deepcopy((model, optimizer))
+    del phases
+    gc.collect()
+    assert not any(map(len, hooks))
+    PhaseOffloader(model, optimizer).close()
+    assert not any(map(len, hooks))
+
+
+# ---------------------------------------------------------------------- use while away
+
+
+@pytest.fixture
+def away() -> tuple[Net, Optimizer, PhaseOffloader]:
+    model = net()
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    train(model, optimizer, range(2))
+    phases = PhaseOffloader(model, optimizer)
+    phases.offload()
+    return model, optimizer, phases
+
+
+Away = tuple[Net, Optimizer, PhaseOffloader]
+
+USES: dict[str, Callable[[Net, Optimizer], object]] = {
+    "forward": lambda m, o: m(torch.arange(5)),
+    "part": lambda m, o: m.body[2](torch.zeros(1, 6)),
+    "step": lambda m, o: o.step(),
+    "bound step": lambda m, o: type(o).step(o),
+    "load": lambda m, o: m.load_state_dict(net(1).state_dict()),
+    "load of a part": lambda m, o: m.body.load_state_dict(net(1).body.state_dict()),
+    "load through torch": lambda m, o: set_model_state_dict(m, net(1).state_dict()),
+    "optimizer load": lambda m, o: o.load_state_dict(o.state_dict()),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_use_while_away_raises_and_harms_nothing(use: str, away: Away) -> None:
+    model, optimizer, phases = away
+    before = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(AwayError, match="Remedy"):
+        USES[use](model, optimizer)
+    assert phases.is_away
+    phases.reload()
+    assert_same((model.state_dict(), optimizer.state_dict()), before)
+    USES[use](model, optimizer)
+
+
+def test_a_checkpoint_is_not_loaded_while_away(away: Away, tmp_path: Path) -> None:
+    model, optimizer, phases = away
+    checkpoint.save(tmp_path, model, optimizer)
+    before = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+    for arguments in ((model,), (model, optimizer), (net(), optimizer)):
+        with pytest.raises(AwayError, match=r"checkpoint\.load\(\)"):
+            checkpoint.load(tmp_path, *arguments)
+    phases.reload()
+    assert_same((model.state_dict(), optimizer.state_dict()), before)
+    checkpoint.load(tmp_path, model, optimizer)
+    assert_same((model.state_dict(), optimizer.state_dict()), before)
+
+
+def test_torch_makes_no_state_while_away() -> None:
+    """It would leave a rate of 0, and gradients, as its first step is refused."""
+    model = net()
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    with PhaseOffloader(model, optimizer).away(), pytest.raises(AwayError):
+        get_optimizer_state_dict(model, optimizer)
+    assert optimizer.param_groups[0]["lr"] == 0.01
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_nothing_is_left_on_modules(away: Away) -> None:
+    model, _, phases = away
+    phases.reload()
+    for (name, module), twin in zip(model.named_modules(), net().modules(), strict=True):
+        assert module.__dict__.keys() == twin.__dict__.keys(), name
+        assert not module._forward_pre_hooks
+        assert not module._state_dict_hooks
+        assert not module._load_state_dict_pre_hooks
+
+
+def test_copies_of_a_model_that_is_away_are_refused(away: Away) -> None:
+    for copied in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(AwayError, match="of a model"):
+            copied(away[0].body)
+
+
+def test_a_scheduler_built_while_away_steps_on(away: Away) -> None:
+    model, optimizer, phases = away
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    with pytest.raises(AwayError):
+        optimizer.step()
+    phases.reload()
+    train(model, optimizer, range(2), lambda _: scheduler.step())
+    assert optimizer.param_groups[0]["lr"] == 0.0025
+
+
+def test_two_offloaders_of_one_model(away: Away) -> None:
+    """The second has nothing to move; both have to come back."""
+    model, optimizer, phases = away
+    other = PhaseOffloader(model, optimizer)
+    before = copy.deepcopy((model.state_dict(), optimizer.state_dict()["state"]))
+    assert other.offload().n_bytes == 0
+    phases.reload()
+    with pytest.raises(AwayError):
+        model(torch.arange(5))
+    other.reload()
+    assert_same((model.state_dict(), optimizer.state_dict()["state"]), before)
+    train(model, optimizer, range(2, 3))
+    with other.away():
+        assert all_away(tensors_of(model))
+
+
+def test_a_forked_process_is_told() -> None:
+    phases = PhaseOffloader(net())
+    phases.offload()
+    child = os.fork()
+    if child == 0:
+        try:
+            phases.reload()
+        except ClosedError:
+            os._exit(7)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    phases.reload()
+
+
+def test_other_threads_read_while_phases_switch() -> None:
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
+    expected = copy.deepcopy(model.state_dict())
+    phases, failures, stop = PhaseOffloader(model), [], threading.Event()
+
+    def read() -> None:
+        while not stop.is_set():
+            try:
+                assert_same(
+                    {n: v.clone() for n, v in model.state_dict().items()}, expected
+                ) if phases.is_away else None
+            except AssertionError as error:
+                failures.append(error)
+
+    phases.offload()
+    thread = threading.Thread(target=read)
+    thread.start()
+    for _ in range(20):
+        model.state_dict()
+        phases.offload(wait=False).wait()
+    stop.set()
+    thread.join()
+    phases.reload()
+    assert not failures
+    assert_same(model.state_dict(), expected)
+    assert all(isinstance(p, nn.Parameter) for p in model.parameters())
+
+
+def rss_bytes() -> int:
+    gc.collect()  # what earlier tests have left may go at any time
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_host_memory_is_flat_over_cycles_and_goes_with_close() -> None:
+    model = nn.Linear(3072, 3072)  # more than malloc ever keeps for itself
+    payload = model.weight.nbytes
+    phases = PhaseOffloader(model)
+    with phases.away():
+        pass
+    before = rss_bytes()
+    for _ in range(8):
+        phases.offload()
+        phases.reload()
+    held = rss_bytes()
+    assert held - before < 2 * payload  # one payload was seen to come and go, eight are a leak
+    phases.close()
+    assert held - rss_bytes() > 0.9 * payload
+
+
+# ---------------------------------------------------------------------- state dicts
+
+
+def test_state_dict_while_away_is_in_host_memory(away: Away) -> None:
+    model, optimizer, phases = away
+    shown, state = model.state_dict(), optimizer.state_dict()
+    part = model.body.state_dict(prefix="x.")
+    through_dcp = get_model_state_dict(model)
+    assert all_present([*shown.values(), *through_dcp.values()])
+    assert shown["embed.weight"].data_ptr() == shown["head.weight"].data_ptr()
+    assert model.state_dict(keep_vars=True)["frozen"] is model.frozen
+    values = copy.deepcopy((shown, state, part, through_dcp))
+    saved = io.BytesIO()
+    torch.save(shown["corner"], saved)  # its bytes and its storage's, not those of the whole arena
+    assert len(saved.getvalue()) < 4096
+    assert all_away(tensors_of(model))
+    phases.reload()
+    assert_same(values[0], model.state_dict())
+    assert_same(values[1], optimizer.state_dict())
+    assert_same(values[2], model.body.state_dict(prefix="x."))
+    assert_same(values[3], get_model_state_dict(model))
+
+
+def test_state_dict_hooks_of_others_see_values() -> None:
+    model, sums = net(), []
+
+    def add(module: nn.Module, state: Any, prefix: str, metadata: Any) -> None:
+        sums.append(sum(v.sum() for name, v in state.items() if name.startswith(prefix)))
+
+    model.body.register_state_dict_post_hook(add)
+    with PhaseOffloader(model).away():
+        model.state_dict()
+    model.state_dict()
+    assert_same(sums[0], sums[1])
+
+
+def test_what_is_written_into_a_state_dict_comes_back(away: Away) -> None:
+    model, optimizer, phases = away
+    other = copy.deepcopy(net(5).state_dict())
+    for name, value in model.state_dict().items():
+        value.copy_(other[name])
+    parameter, states = next(iter(optimizer.state)), optimizer.state_dict()["state"]
+    next(iter(states.values()))["exp_avg"].fill_(7)
+    assert all_away(tensors_of(model))
+    phases.reload()
+    assert_same(model.state_dict(), other)
+    assert bool((optimizer.state[parameter]["exp_avg"] == 7).all())
+
+
+def test_checkpoint_while_away(away: Away, tmp_path: Path) -> None:
+    model, optimizer, phases = away
+    checkpoint.save(tmp_path / "a", model, optimizer)
+    future = checkpoint.async_save(tmp_path / "b", model, optimizer)
+    checkpoint.export_safetensors(model, tmp_path / "c")
+    phases.reload()
+    checkpoint.export_safetensors(model, tmp_path / "d")
+    assert (tmp_path / "c/model.safetensors").read_bytes() == (
+        tmp_path / "d/model.safetensors"
+    ).read_bytes()
+    train(model, optimizer, range(2, 3))  # what was saved is from before
+    future.result()
+    results = []
+    for name in "ab":
+        other = net(3)
+        fresh = OPTIMIZERS["adamw"](other.parameters())
+        checkpoint.load(tmp_path / name, other, fresh)
+        train(other, fresh, range(2, 3))
+        results.append((other.state_dict(), fresh.state_dict()["state"]))
+    expected = model.state_dict(), optimizer.state_dict()["state"]
+    assert_same(results, [expected, expected])
+
+
+SPARSE = {"coo": Tensor.to_sparse, "csr": Tensor.to_sparse_csr}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+@pytest.mark.parametrize("layout", SPARSE)
+def test_a_sparse_buffer_stays(layout: str) -> None:
+    model: Any = nn.Linear(4, 4)
+    model.register_buffer("edges", SPARSE[layout](torch.eye(4) * 3))
+    phases, edges = PhaseOffloader(model), model.edges
+    expected = {name: each.to_dense().clone() for name, each in model.state_dict().items()}
+    with phases.away():
+        assert all_away([model.weight])
+        shown = {name: each.to_dense().clone() for name, each in model.state_dict().items()}
+    assert model.edges is edges
+    back = {name: each.to_dense() for name, each in model.state_dict().items()}
+    assert_same([shown, back], [expected, expected])
+
+
+# ---------------------------------------------------------------------- failures
+
+
+def test_host_memory_short_changes_nothing() -> None:
+    model = net()
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    with pytest.raises(HostMemoryError):
+        PhaseOffloader(model, transfer=TransferConfig(host_budget=100))
+    held = sum(t.untyped_storage().nbytes() + 64 for t in tensors_of(model))
+    phases = PhaseOffloader(model, optimizer, transfer=TransferConfig(host_budget=held))
+    train(model, optimizer, range(1))
+    with pytest.raises(HostMemoryError):
+        phases.offload()
+    assert not phases.is_away
+    assert all_present(tensors_of(model))
+    train(model, optimizer, range(1, 2))
+
+
+BLOCKS = {False: StorageBlock, True: Chunk}
+
+
+def failing(call: Callable[[Any], Any], at: int, error: BaseException) -> Callable[[Any], Any]:
+    """``call``, which raises in one of its calls."""
+    left = iter(range(at, -1, -1))
+
+    def fail(block: Any) -> Any:
+        if next(left, -1) == 0:
+            raise error
+        return call(block)
+
+    return fail
+
+
+def trained() -> tuple[nn.ParameterList, Optimizer]:
+    model = nn.ParameterList([nn.Parameter(torch.randn(n)) for n in (9, 300_000, 600_000, 5)])
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer
+
+
+def everything(model: nn.Module, optimizer: Optimizer) -> Any:
+    return copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+
+
+@pytest.mark.parametrize("method", ["view", "restore"])
+@pytest.mark.parametrize("at", [0, 1, 3, 6])
+@ADDRESSES
+def test_what_cannot_come_back_stays_away(
+    at: int, method: str, keep_addresses: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In each of the copies back, and each time that memory is taken; a later call brings all."""
+    monkeypatch.setattr(fixed.FixedMemory.__init__, "__defaults__", (1 << 19,))
+    model, optimizer = trained()
+    before = everything(model, optimizer)
+    phases = PhaseOffloader(model, optimizer, keep_addresses=keep_addresses)
+    phases.offload()
+    block = BLOCKS[keep_addresses]
+    for _ in range(2):
+        with monkeypatch.context() as patch:
+            error = torch.OutOfMemoryError("taken")
+            patch.setattr(block, method, failing(getattr(block, method), at, error))
+            with pytest.raises(DeviceMemoryError, match=r"reload of \d+ bytes: .*taken"):
+                phases.reload()
+        assert phases.is_away
+        assert all_away(tensors_of(model))
+        assert_same(everything(model, optimizer), before)
+    phases.reload()
+    assert_same(everything(model, optimizer), before)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("at", [0, 1, 3, 6])
+@ADDRESSES
+def test_what_cannot_leave_stays(
+    at: int, keep_addresses: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever copy out fails."""
+    monkeypatch.setattr(fixed.FixedMemory.__init__, "__defaults__", (1 << 19,))
+    model, optimizer = trained()
+    before = everything(model, optimizer)
+    phases = PhaseOffloader(model, optimizer, keep_addresses=keep_addresses)
+    block = BLOCKS[keep_addresses]
+    with monkeypatch.context() as patch:
+        patch.setattr(block, "view", failing(block.view, at, ZeroDivisionError()))
+        with pytest.raises(ZeroDivisionError):
+            phases.offload()
+    assert not phases.is_away
+    assert all_present(tensors_of(model))
+    assert_same(everything(model, optimizer), before)
+    with phases.away():
+        assert_same(everything(model, optimizer), before)
+    optimizer.step()
+
+
+def phases_storages(model: nn.Module) -> list[int]:
+    return [tensor.untyped_storage()._cdata for tensor in tensors_of(model)]
+
+
+def test_without_memory_to_pack_in_each_travels_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, copied = net(), []
+    before = copy.deepcopy(model.state_dict())
+    phases = PhaseOffloader(model)
+
+    def none(*_: Any) -> Tensor:
+        raise torch.OutOfMemoryError("full")
+
+    def noted(targets: list[Tensor], sources: list[Tensor]) -> None:
+        copied.append(len(targets))
+        copy_all(targets, sources)
+
+    monkeypatch.setattr(transfer, "copy_all", noted)
+    phases.offload()
+    phases.reload()
+    assert sorted(copied)[:2] == [1, 1]  # gathered, and scattered again
+    monkeypatch.setattr(type(phases._gateway), "allocate", none)
+    copied.clear()
+    phases.offload()
+    phases.reload()
+    assert min(copied) == sum(1 for _ in dict.fromkeys(phases_storages(model)))
+    assert_same(model.state_dict(), before)
+
+
+def test_memory_that_torch_does_not_own_stays_or_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = nn.Linear(2, 2)
+    model.weight.data = torch.frombuffer(bytearray(16), dtype=torch.float32).view(2, 2)
+    phases = PhaseOffloader(model)
+    with phases.away():  # no device: nothing is lost by leaving it
+        assert all_present([model.weight])
+        assert all_away([model.bias])
+    parts = [("", Tensor())]
+
+    class OnDevice:
+        device = torch.device("cuda", 0)
+        resizable = staticmethod(lambda: False)
+        nbytes = staticmethod(lambda: 16)
+        _cdata = 1
+
+    monkeypatch.setattr(parts[0][1], "untyped_storage", OnDevice, raising=False)
+    monkeypatch.setattr(offloader, "_parts", lambda tensor: parts)
+    monkeypatch.setattr(phases, "_device", OnDevice.device)
+    monkeypatch.setattr(offloader, "free_bytes", lambda device: None)
+    with pytest.raises(UnsupportedParameterError, match=r"weight.*clone\(\)"):
+        phases.offload()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"params": "drop"},
+        {"grads": "rebuild"},
+        {"state": "drop"},
+        {"keep_addresses": "state"},
+        {"keep_addresses": 1},
+        {"optimizer": "adamw"},
+    ],
+    ids=str,
+)
+def test_wrong_arguments(arguments: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        PhaseOffloader(net(), **arguments)
+
+
+def test_wrong_models_optimizers_and_copies() -> None:
+    with pytest.raises(ConfigError, match="nothing to move"):
+        PhaseOffloader(nn.ReLU())
+    model = net()
+
+    class Outer(torch.optim.Optimizer):
+        def __init__(self, inner: Optimizer) -> None:
+            self.inner, self.param_groups = inner, inner.param_groups
+
+    with pytest.raises(ConfigError, match=r"hooks.*pass the optimizer that it wraps"):
+        PhaseOffloader(model, Outer(OPTIMIZERS["sgd"](model.parameters())))
+    inner = OPTIMIZERS["sgd"](model.parameters())
+    HybridDeviceOptimizer(inner, model)
+    with pytest.raises(ConfigError, match="pass the wrapper"):
+        PhaseOffloader(model, inner)
+    phases = PhaseOffloader(model)
+    for copied in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(ConfigError):
+            copied(phases)
+
+
+# ---------------------------------------------------------------------- swap
+
+
+def test_swap_reuses_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = net(1), net(2)
+    before = copy.deepcopy((first.state_dict(), second.state_dict()))
+    a, b = PhaseOffloader(first), PhaseOffloader(second)
+    b.offload()
+    restore = StorageBlock.restore
+    tensors = [*tensors_of(first), *tensors_of(second)]
+    room = sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
+
+    def short(block: StorageBlock) -> None:
+        found = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+        if sum(found.values()) + block.n_bytes > room:
+            raise torch.OutOfMemoryError("full")
+        restore(block)
+
+    monkeypatch.setattr(StorageBlock, "restore", short)
+    for _ in range(3):
+        out, in_ = swap(out=a, in_=b)
+        assert out.n_bytes == in_.n_bytes > 0
+        assert (a.is_away, b.is_away) == (True, False)
+        a, b = b, a
+    swap(out=b, in_=a, wait=False)
+    a.offload()
+    b.reload()
+    monkeypatch.setattr(StorageBlock, "restore", failing(restore, 2, torch.OutOfMemoryError("x")))
+    monkeypatch.setattr(Handle, "release_next", lambda handle: False)
+    with pytest.raises(DeviceMemoryError):
+        swap(out=b, in_=a)
+    assert (a.is_away, b.is_away) == (True, True)
+    monkeypatch.undo()
+    b._transfer.handle.wait()
+    a.reload()
+    b.reload()
+    assert_same((first.state_dict(), second.state_dict()), before)
+    a.close()
+    with pytest.raises(ClosedError):
+        swap(out=b, in_=a)
+    assert not b.is_away
