@@ -87,7 +87,7 @@ class Group:
 
     # ------------------------------------------------------------------ while shards are away
 
-    def settle(self) -> None:
+    def finish_gather(self) -> None:
         """Finish an all-gather that was started by hand: afterwards ``reshard()`` frees it."""
         if self._raw._all_gather_result is not None:
             self._raw.wait_for_unshard()

@@ -1,4 +1,4 @@
-"""What an optimizer with device memory of its own and whoever moves that memory know of each other.
+"""What an optimizer and the offloader of its device memory know of each other.
 
 :class:`.PhaseOffloader` moves the memory of any :class:`Offloadable`; ``HybridDeviceOptimizer`` is
 one. Neither imports the other.
@@ -30,7 +30,7 @@ class HostCopies(Protocol):
 
 @runtime_checkable
 class Offloadable(Protocol):
-    """An optimizer that lists its device memory, which somebody else copies out and in."""
+    """An optimizer that lists its device memory, which an offloader copies out and in."""
 
     @property
     def is_away(self) -> bool:

@@ -53,7 +53,7 @@ class FixedMemory:
 
         Raises:
             torch.OutOfMemoryError: there is no room for a row beside; those that were moved stay
-                here until :meth:`vacate`.
+                here until :meth:`move_out`.
             DeviceError: likewise, torch's allocator was told to round sizes.
         """
         if storages.can_swap():
@@ -101,7 +101,7 @@ class FixedMemory:
         storages.tie(storage, _Place(pages, weakref.ref(self)))
         self._moved.append(storage)
 
-    def vacate(self) -> None:
+    def move_out(self) -> None:
         """Give all storages ordinary memory again, an extent at a time. It is present.
 
         Raises:
@@ -118,7 +118,7 @@ class FixedMemory:
 
 
 def movable(storage: torch.UntypedStorage, mine: Sequence[FixedMemory]) -> bool:
-    """Whether a storage moves by itself: not one in a region, which somebody else pauses.
+    """Whether a storage moves by itself: not one in a region, which its owner pauses.
 
     One that a PhaseOffloader has left behind gets ordinary memory.
 

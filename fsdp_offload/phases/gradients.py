@@ -130,7 +130,7 @@ class Gradients:
         return found
 
     def leave(self, parameters: Mapping[str, Tensor]) -> None:
-        """Their memory is under way: nobody may use them. Idempotent."""
+        """Their memory is under way: each use of them raises. Idempotent."""
         for name, parameter in parameters.items():
             if self._drops:
                 parameter.grad = None
@@ -139,7 +139,7 @@ class Gradients:
                 gradient = parameter.grad
                 if gradient is not None and not isinstance(gradient, StandIn):
                     stand_in = AwayGradient(parameter, name)
-                    self._held.append((parameter, gradient, stand_in))  # while somebody has it
+                    self._held.append((parameter, gradient, stand_in))  # while an offloader has it
                     parameter.grad = stand_in
         if self._drops:
             for group in self._groups:

@@ -156,7 +156,7 @@ class PhaseOffloader:
                 self._give_back()
                 raise
 
-    # ------------------------------------------------------------------ out and back
+    # ------------------------------------------------------------------ surface
 
     @property
     def is_away(self) -> bool:
@@ -203,11 +203,11 @@ class PhaseOffloader:
         """
         return self._reload(wait)
 
-    def _reload(self, wait: bool, make_room: Callable[[], bool] | None = None) -> Handle:
+    def _reload(self, wait: bool, free_more: Callable[[], bool] | None = None) -> Handle:
         with self._lock, held_back():
             self._check()
             if self._is_away:
-                self._come_back(make_room)
+                self._come_back(free_more)
             handle = self._transfer.handle
             if wait:
                 handle.wait()
@@ -240,7 +240,7 @@ class PhaseOffloader:
             self.reload()
             try:
                 for fixed in self._fixed.values():
-                    fixed.vacate()
+                    fixed.move_out()
             except torch.OutOfMemoryError as error:
                 raise DeviceMemoryError(
                     "close() of a PhaseOffloader with keep_addresses=True",
@@ -267,7 +267,7 @@ class PhaseOffloader:
             remedy="build one for the other model",
         )
 
-    # ------------------------------------------------------------------ leaving
+    # ------------------------------------------------------------------ out
 
     def _leave(self) -> None:
         # The user may have offloaded the optimizer alone: then it also comes back alone.
@@ -290,7 +290,7 @@ class PhaseOffloader:
         if self._optimizer is not None:
             self._optimizer.prepare_offload()
         for group in self._groups:
-            group.settle()
+            group.finish_gather()
         for module in (module for model in self._models for module in model.modules()):
             if isinstance(module, FSDPModule):
                 module.reshard()
@@ -352,7 +352,7 @@ class PhaseOffloader:
         fixed = list(self._fixed.values())
         is_kept = self._policies[kind] == "keep"
         for name, tensor in self._named(kind, parameters):
-            for below, part in _parts(tensor):
+            for below, part in _dense(tensor):
                 storage = part.untyped_storage()
                 identity = storages.identity(storage)
                 if storage.device != self._device or not storage.nbytes() or identity in known:
@@ -382,7 +382,7 @@ class PhaseOffloader:
                 fixed.move_in([block.storage for block in blocks])
         except BaseException as error:
             for fixed in self._fixed.values():
-                fixed.vacate()
+                fixed.move_out()
             if not isinstance(error, torch.OutOfMemoryError):
                 raise
             raise DeviceMemoryError(
@@ -397,14 +397,14 @@ class PhaseOffloader:
         found = (fixed.extents.locate(storage) for fixed in self._fixed.values())
         return next((place for place in found if place is not None), None)
 
-    # ------------------------------------------------------------------ coming back
+    # ------------------------------------------------------------------ back
 
-    def _come_back(self, make_room: Callable[[], bool] | None) -> None:
+    def _come_back(self, free_more: Callable[[], bool] | None) -> None:
         optimizer = self._optimizer if self._has_optimizer else None
         if optimizer is not None:
             optimizer.prepare_reload()
         try:
-            handle = self._transfer.back(make_room, self._has_returned)
+            handle = self._transfer.back(free_more, self._has_returned)
         except torch.OutOfMemoryError as error:
             raise DeviceMemoryError(
                 f"reload of {self._transfer.away_bytes} bytes",
@@ -470,16 +470,16 @@ def swap(*, out: PhaseOffloader, in_: PhaseOffloader, wait: bool = True) -> tupl
         for each in sorted((out, in_), key=id):
             entered.enter_context(each._lock)
         entered.enter_context(held_back())
-        leaving = out.offload(wait=False)
+        going = out.offload(wait=False)
         try:
-            coming = in_._reload(False, leaving.release_next)
+            coming = in_._reload(False, going.release_next)
         except BaseException:
-            leaving.wait()
+            going.wait()
             raise
         if wait:
-            leaving.wait()
+            going.wait()
             coming.wait()
-    return leaving, coming
+    return going, coming
 
 
 def _by_kind(handle: Handle) -> dict[str, Figures]:
@@ -487,7 +487,7 @@ def _by_kind(handle: Handle) -> dict[str, Figures]:
     return {kind: found.get(kind, Figures(0, 0.0)) for kind in KINDS}
 
 
-def _parts(tensor: Tensor) -> list[tuple[str, Tensor]]:
+def _dense(tensor: Tensor) -> list[tuple[str, Tensor]]:
     """The plain, strided tensors that hold its elements here, with a name each."""
     shard = shards.with_history(tensor)
     if type(shard) in (Tensor, nn.Parameter) and shard.layout is torch.strided:  # nearly always

@@ -34,7 +34,7 @@ class Extent:
         ]
         self.used_bytes = 0
 
-    def has_room(self, n_bytes: int) -> bool:
+    def fits(self, n_bytes: int) -> bool:
         """Whether :meth:`take` can give that much."""
         return self.used_bytes + n_bytes <= self.pages.n_bytes
 
@@ -82,9 +82,9 @@ class Extents:
         self._n_made += 1
         return extent
 
-    def with_room(self, n_bytes: int) -> Extent:
+    def that_fits(self, n_bytes: int) -> Extent:
         """The first that has room, or another one; raises as :meth:`grow`."""
-        found = (extent for extent in self._extents if extent.has_room(n_bytes))
+        found = (extent for extent in self._extents if extent.fits(n_bytes))
         return next(found, None) or self.grow(n_bytes)
 
     def drop(self, extent: Extent) -> None:
@@ -172,7 +172,7 @@ class FixedAddressRegion:
     The region grows with :meth:`empty`. What a tensor took is not given out again when it dies:
     all memory goes back when the region and all of its tensors are gone.
 
-    While it is paused, nobody may use its tensors: on a GPU a kernel stops with an illegal access.
+    The caller does not use its tensors while it is paused: a kernel stops with an illegal access.
 
     Args:
         name: for statistics and error messages.
@@ -261,7 +261,7 @@ class FixedAddressRegion:
             if not n_bytes:
                 return tensor
             try:
-                extent = self._extents.with_room(n_bytes)
+                extent = self._extents.that_fits(n_bytes)
             except torch.OutOfMemoryError as error:
                 raise DeviceMemoryError(
                     f"growing region {self.name!r} by {n_bytes} bytes",

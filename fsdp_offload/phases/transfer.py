@@ -123,7 +123,7 @@ class Figures:
         return self.n_bytes / self.seconds / 1e9 if self.seconds else 0.0
 
 
-class _Leg(NamedTuple):
+class _Copies(NamedTuple):
     """The copies of one kind."""
 
     n_bytes: int
@@ -136,22 +136,22 @@ class Handle:
 
     def __init__(
         self,
-        legs: Mapping[str, _Leg] | None = None,
-        leaving: Iterable[tuple[Event, Sequence[Block]]] = (),
+        copies: Mapping[str, _Copies] | None = None,
+        releases: Iterable[tuple[Event, Sequence[Block]]] = (),
         *,
         began: float = 0.0,
         used: object = None,
         finish: Callable[[Handle], None] | None = None,
     ) -> None:
-        self._legs = dict(legs or {})
-        self.n_bytes = sum(leg.n_bytes for leg in self._legs.values())
+        self._by_kind = dict(copies or {})
+        self.n_bytes = sum(each.n_bytes for each in self._by_kind.values())
         """Bytes that are copied."""
         self.seconds = 0.0
         """From the call to its end, as the host saw it; 0 before :meth:`wait` returns."""
-        self._leaving = deque(leaving)  # in order of the copies; released as these complete
+        self._releases = deque(releases)  # in order of the copies; released as these complete
         self._used = used  # what copies read and write besides, kept until they have completed
         self._began, self._finish = began, finish
-        self._is_over, self._lock = not self._legs and not self._leaving, threading.RLock()
+        self._is_over, self._lock = not self._by_kind and not self._releases, threading.RLock()
 
     def is_done(self) -> bool:
         """Whether everything has arrived. Does not block; what has left so far is given up, to
@@ -161,9 +161,11 @@ class Handle:
             return False  # another thread waits for it
         try:
             with held_back():
-                while self._leaving and self._leaving[0][0].query():
+                while self._releases and self._releases[0][0].query():
                     self._release()
-                return not self._leaving and all(leg.last.query() for leg in self._legs.values())
+                return not self._releases and all(
+                    each.last.query() for each in self._by_kind.values()
+                )
         finally:
             self._lock.release()
 
@@ -174,8 +176,8 @@ class Handle:
                 return
             while self.release_next():
                 pass
-            for leg in self._legs.values():
-                leg.last.synchronize()
+            for each in self._by_kind.values():
+                each.last.synchronize()
             self._is_over, self._used = True, None
             self.seconds = time.perf_counter() - self._began
             if self._finish is not None:
@@ -185,27 +187,27 @@ class Handle:
     def release_next(self) -> bool:
         """Wait for the next memory that leaves and give it up; False: none is left to leave."""
         with self._lock:
-            if not self._leaving:
+            if not self._releases:
                 return False
-            self._leaving[0][0].synchronize()
+            self._releases[0][0].synchronize()
             self._release()
             return True
 
     def _release(self) -> None:
-        for block in self._leaving[0][1]:
+        for block in self._releases[0][1]:
             block.release()
-        self._leaving.popleft()
+        self._releases.popleft()
 
     def arrival(self, *kinds: str) -> Event | None:
         """The end of the copies of ``kinds``, or of all; None: there are none."""
-        found = [leg.last for kind, leg in self._legs.items() if not kinds or kind in kinds]
+        found = [each.last for kind, each in self._by_kind.items() if not kinds or kind in kinds]
         return found[-1] if found else None  # one stream: the last is behind the others
 
     def figures(self) -> dict[str, Figures]:
         """By kind, of those that were copied; wait first."""
         return {
-            kind: Figures(leg.n_bytes, leg.first.elapsed_time(leg.last) / 1e3)
-            for kind, leg in self._legs.items()
+            kind: Figures(each.n_bytes, each.first.elapsed_time(each.last) / 1e3)
+            for kind, each in self._by_kind.items()
         }
 
 
@@ -232,9 +234,9 @@ class Transfer:
         self._out, self._in = gateway.stream("phase_out"), gateway.stream("phase_in")
         self._away: dict[str, list[Block]] = {}  # by kind, in the order of the way back
         self._dropped: list[Block] = []
-        self._copies: dict[int, StorageBlock] = {}  # that are away, by the storage's identity
+        self._blocks_away: dict[int, StorageBlock] = {}  # that are away, by the storage's identity
         self._kernels_are_loaded = False
-        # Copies that nobody has waited for still use staging and host buffers.
+        # Copies that the caller has not waited for still use staging and host buffers.
         weakref.finalize(self, _synchronize, (self._out, self._in), os.getpid()).atexit = False
 
     @property
@@ -279,9 +281,8 @@ class Transfer:
     ) -> Handle:
         """Copy blocks to their host buffers and give up their device memory.
 
-        Until :meth:`Handle.wait` nobody may write to them. Work on them that streams other than
-        the caller's current one have under way has to be waited for before. If this raises,
-        nothing was given up.
+        Until :meth:`Handle.wait` the caller does not write to them, and before it has waited for
+        work on them by streams other than its current one. If this raises, nothing was given up.
 
         Args:
             batches: kinds with their blocks; copies of one run while the next is looked up.
@@ -295,8 +296,8 @@ class Transfer:
         assert not self._away, list(self._away)
         assert not self._dropped
         began = time.perf_counter()
-        legs: dict[str, _Leg] = {}
-        leaving: list[tuple[Event, Sequence[Block]]] = []
+        copies: dict[str, _Copies] = {}
+        releases: list[tuple[Event, Sequence[Block]]] = []
         used: list[Tensor | None] = []
         away: dict[str, list[Block]] = {}
         try:
@@ -305,28 +306,28 @@ class Transfer:
             for kind, blocks in batches:
                 away[kind] = ordered = _in_order(blocks)
                 if ordered:
-                    legs[kind] = self._send(ordered, leaving, used)
+                    copies[kind] = self._send(ordered, releases, used)
         except BaseException:
             self._out.synchronize()  # what the copies read, and write, may go from here on
             raise
         if dropped:
-            leaving.append((self._gateway.current_stream().record(), dropped))
+            releases.append((self._gateway.current_stream().record(), dropped))
         self._away, self._dropped = away, list(dropped)
         every = (block for blocks in away.values() for block in blocks)
-        self._copies = {
+        self._blocks_away = {
             storages.identity(block.storage): block
             for block in every
             if isinstance(block, StorageBlock)
         }
-        self.handle = Handle(legs, leaving, began=began, used=used, finish=finish)
+        self.handle = Handle(copies, releases, began=began, used=used, finish=finish)
         return self.handle
 
     def _send(
         self,
         blocks: Sequence[Block],
-        leaving: list[tuple[Event, Sequence[Block]]],
+        releases: list[tuple[Event, Sequence[Block]]],
         used: list[Tensor | None],
-    ) -> _Leg:
+    ) -> _Copies:
         self.reserve(blocks)
         groups = list(self._groups(blocks))
         staging = self._staging(groups)
@@ -341,14 +342,14 @@ class Transfer:
                 for targets, sources in _by_width(parts, views):
                     self._out.launch(copy_all, targets, sources)
                 self._out.launch(copy_all, [self._joined(group)], [whole])
-            leaving.append((self._out.record(), group))
-        return _Leg(sum(b.n_bytes for b in blocks), first, self._out.record_timed())
+            releases.append((self._out.record(), group))
+        return _Copies(sum(b.n_bytes for b in blocks), first, self._out.record_timed())
 
     # ------------------------------------------------------------------ back
 
     def back(
         self,
-        make_room: Callable[[], bool] | None = None,
+        free_more: Callable[[], bool] | None = None,
         finish: Callable[[Handle], None] | None = None,
     ) -> Handle:
         """Bring everything back. Host buffers stay reserved.
@@ -357,7 +358,7 @@ class Transfer:
         everything is away as before.
 
         Args:
-            make_room: called where device memory is short, until it returns False: whether it gave
+            free_more: called where device memory is short, until it returns False: whether it gave
                 some back.
             finish: called by :meth:`Handle.wait` when everything has arrived.
 
@@ -366,7 +367,7 @@ class Transfer:
         """
         self.handle.wait()
         began = time.perf_counter()
-        legs: dict[str, _Leg] = {}
+        copies: dict[str, _Copies] = {}
         used: list[Tensor | None] = []
         taken: list[Block] = []
 
@@ -376,7 +377,7 @@ class Transfer:
                     block.restore()
                     break
                 except torch.OutOfMemoryError:
-                    if make_room is None or not make_room():
+                    if free_more is None or not free_more():
                         raise
             taken.append(block)
 
@@ -385,7 +386,7 @@ class Transfer:
             self._in.wait(self._gateway.current_stream().record())
             for kind, blocks in self._away.items():
                 if blocks:
-                    legs[kind] = self._fetch(blocks, restore, used)
+                    copies[kind] = self._fetch(blocks, restore, used)
             for block in self._dropped:
                 restore(block)
         except BaseException:
@@ -393,8 +394,8 @@ class Transfer:
             for block in taken:
                 block.release()
             raise
-        self._away, self._dropped, self._copies = {}, [], {}
-        self.handle = Handle(legs, began=began, used=used, finish=finish)
+        self._away, self._dropped, self._blocks_away = {}, [], {}
+        self.handle = Handle(copies, began=began, used=used, finish=finish)
         return self.handle
 
     def _fetch(
@@ -402,7 +403,7 @@ class Transfer:
         blocks: Sequence[Block],
         restore: Callable[[Block], None],
         used: list[Tensor | None],
-    ) -> _Leg:
+    ) -> _Copies:
         groups = list(self._groups(blocks))
         staging = self._staging(groups)
         used.append(staging)
@@ -419,7 +420,7 @@ class Transfer:
                 self._fill(waiting.popleft(), staging)
         for group in waiting:
             self._fill(group, staging)
-        return _Leg(sum(b.n_bytes for b in blocks), first, self._in.record_timed())
+        return _Copies(sum(b.n_bytes for b in blocks), first, self._in.record_timed())
 
     def _fill(self, group: Sequence[Block], staging: Tensor | None) -> None:
         views = [block.view() for block in group]
@@ -452,7 +453,7 @@ class Transfer:
         return shards.like(tensor, found) if replaced else None
 
     def _copy_of(self, storage: torch.UntypedStorage) -> Tensor | None:
-        block = self._copies.get(storages.identity(storage))
+        block = self._blocks_away.get(storages.identity(storage))
         if block is not None:
             return self.buffers.of(block)
         place = None if self._locate is None or not self._away else self._locate(storage)
@@ -465,7 +466,7 @@ class Transfer:
     def close(self) -> None:
         """Give host memory back; what is away is lost. Idempotent."""
         self.handle.wait()
-        self._away, self._dropped, self._copies = {}, [], {}
+        self._away, self._dropped, self._blocks_away = {}, [], {}
         self.buffers.close()
 
     # ------------------------------------------------------------------ packing

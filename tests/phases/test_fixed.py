@@ -237,7 +237,7 @@ def test_storages_move_through_the_pool(
     assert memory.extents.n_bytes == driver.held_bytes
     if behaviour == "cuts" and size > MIB:
         assert memory.extents.n_bytes <= 1.005 * count * size + 4 * MIB
-    memory.vacate()
+    memory.move_out()
     assert all(memory.extents.locate(storage) is None for storage in moved)
     gc.collect()
     assert driver.held_bytes == 0
@@ -251,7 +251,7 @@ def test_an_allocator_that_rounds_is_refused(
     moved: list[Any] = [Storage(allocator, 29 * MIB) for _ in range(3)]
     with pytest.raises(DeviceError, match="roundup_power2_divisions"):
         memory.move_in(moved)
-    memory.vacate()
+    memory.move_out()
 
 
 @SWAPS

@@ -793,7 +793,7 @@ def test_memory_that_torch_does_not_own_stays_or_is_refused(
         _cdata = 1
 
     monkeypatch.setattr(parts[0][1], "untyped_storage", OnDevice, raising=False)
-    monkeypatch.setattr(offloader, "_parts", lambda tensor: parts)
+    monkeypatch.setattr(offloader, "_dense", lambda tensor: parts)
     monkeypatch.setattr(phases, "_device", OnDevice.device)
     monkeypatch.setattr(offloader, "free_bytes", lambda device: None)
     with pytest.raises(UnsupportedParameterError, match=r"weight.*clone\(\)"):
