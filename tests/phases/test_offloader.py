@@ -311,6 +311,20 @@ def test_state_made_later_moves_too() -> None:
     phases.reload()
 
 
+def test_what_is_added_or_grows_later_has_a_buffer_of_its_own(arenas: Any) -> None:
+    model = net()
+    phases = PhaseOffloader(model)
+    for numel in (5, 9, 4000, 7):
+        model.register_buffer("late", torch.randn(numel))
+        before = copy.deepcopy(model.state_dict())
+        with phases.away():
+            assert_same(model.state_dict(), before)
+        assert_same(model.state_dict(), before)
+    held = phases.statistics().host_bytes
+    assert held == sum(arena().statistics().n_bytes for arena in arenas if arena() is not None)
+    assert held <= sum(t.untyped_storage().nbytes() + 64 for t in tensors_of(model)) + 4000 * 4
+
+
 def test_state_that_was_replaced_does_not_leave() -> None:
     model = net()
     optimizer = OPTIMIZERS["adamw"](model.parameters())

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_offload import PhaseOffloader, swap
+from fsdp_offload.phases.transfer import StorageBlock
 from fsdp_offload.testing import ADVERSARIES, StreamSimulator
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -90,6 +91,32 @@ def test_copies_end_although_nobody_waits_for_them(policy: str) -> None:
         job.phases.reload(wait=False)
         del job.phases
         gc.collect()
+        assert job.is_right()
+    assert not simulator.late_uses
+
+
+@pytest.mark.parametrize("policy", ADVERSARIES)
+def test_a_failed_offload_leaves_no_copy_under_way(
+    policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One could write into staging memory that the caller has by then."""
+    with StreamSimulator(policy) as simulator:
+        job = SwappedJob(simulator.current_stream(), 1000)
+        job.write()
+        view, left = StorageBlock.view, iter(range(5, -1, -1))  # behind all of the parameters
+
+        def fail(block: StorageBlock) -> Tensor:
+            if next(left, -1) == 0:
+                raise ZeroDivisionError
+            return view(block)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(StorageBlock, "view", fail)
+            with pytest.raises(ZeroDivisionError):
+                job.phases.offload()
+        assert job.is_right()
+        with job.phases.away():
+            pass
         assert job.is_right()
     assert not simulator.late_uses
 
