@@ -42,11 +42,11 @@ from ..pipeline import codec
 from ..progress import progress as bar_over
 from .api import coordination_group, run_save
 from .files import fsync, memory_of, run_all, typed, write_bytes
-from .folder import aside
 from .layout import MODEL_PREFIXES, Layout, find_layout
 from .planner import read_values
 from .reader import Reader
 from .safetensors import (
+    ASIDE,
     CODES,
     Entry,
     File,
@@ -275,10 +275,15 @@ class ExportWriter(Writer):
         self._shown = shown
         self._files: tuple[File, ...] = ()
 
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Any folder will do, the current one, too."""
+        self._path = self._path.absolute()
+
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Make the files."""
         self._files = plans[0].planner_data
-        self._aside = create_files(self._path, self._files)
+        self._aside = self._path / ASIDE  # what discard() removes
+        create_files(self._path, self._files)
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -310,7 +315,7 @@ class ExportWriter(Writer):
         planner: ExportPlanner,
         advance: Callable[[int], None],
     ) -> None:
-        path = aside(self._path) / file.name
+        path = self._path / ASIDE / file.name
         descriptor = os.open(path, os.O_WRONLY)
         try:
             for entry, item in boxes:
