@@ -42,11 +42,11 @@ from ..pipeline import codec
 from ..progress import progress as bar_over
 from .api import coordination_group, run_save
 from .files import fsync, memory_of, run_all, typed, write_bytes
-from .folder import aside
 from .layout import MODEL_PREFIXES, Layout, find_layout
 from .planner import read_values
 from .reader import Reader
 from .safetensors import (
+    ASIDE,
     CODES,
     Entry,
     File,
@@ -58,7 +58,7 @@ from .safetensors import (
     runs,
     split,
 )
-from .state import REMAINDER, WHOLE, gateway_of_models
+from .state import REMAINDER, WHOLE, wait_for
 from .writer import Writer
 
 STEP_BYTES: Final = 1 << 20
@@ -84,27 +84,21 @@ def export_safetensors(
 ) -> tuple[Path, ...]:
     """Write the weights into folder ``out``: ``model.safetensors``, or several with an index.
 
-    ``source`` is the model, sharded or not, and then all ranks call this and see the same folder;
-    or the folder of a checkpoint in ``torch.distributed.checkpoint``'s format, which one process
-    reads alone: no process group, no device, no model.
-
     Args:
-        source: see above.
-        out: see above.
-        optimizer: of a model: holds the fp32 masters of bf16 and fp16 weights. Several are
-            allowed. A checkpoint has its own.
+        source: the model, sharded or not, and then all ranks call this and see the same folder; or
+            the folder of a checkpoint of DCP, which one process reads alone, without the model.
+        out: made where it does not exist.
+        optimizer: of a model: holds its fp32 masters. Several are allowed.
         dtype: ``"fp32"``: masters, exactly; weights without one are widened. ``"bf16"``: the
             weights that the training computed with. ``None``: as stored. Integers, buffers and
-            quantised weights keep their dtype. A checkpoint does not tell what is a buffer: where
-            it has optimizer state, what the optimizer does not know keeps its dtype too.
+            quantised weights keep their dtype, and of a checkpoint what its optimizer lacks.
         max_shard_bytes: of one file's elements; a tensor is never cut.
         progress: show a bar on the first rank; ``None``: if stderr is a terminal.
         names: the name in the file for an FQN: a mapping (others keep theirs), or a function,
             whose ``None`` leaves the tensor out. Of a model's tied weights the first name is
             written, and others only where a mapping has them.
-        model_prefix: what stands before the FQNs of weights in a checkpoint; ``None``:
-            ``"model."`` if a section of that name was saved, else nothing.
-        optimizer_prefix: what stands before ``state.{fqn}``; ``None``: a usual one.
+        model_prefix: before the FQNs of weights in a checkpoint; ``None``: ``"model."`` or none.
+        optimizer_prefix: before ``state.{fqn}``; ``None``: a usual one.
 
     Returns:
         The files, the index last.
@@ -117,13 +111,12 @@ def export_safetensors(
         CheckpointCorruptError: the checkpoint is not as it was written.
     """
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or ())
-    is_model = isinstance(source, nn.Module)
+    prefixes = (model_prefix, optimizer_prefix)
 
     def find() -> list[Source]:  # in DCP's local step: errors of one rank are raised on all
-        _check_options(source, optimizers, dtype, (model_prefix, optimizer_prefix))
+        _check_options(source, optimizers, dtype, prefixes)
         if isinstance(source, nn.Module):
             return _find_in_model(source, optimizers, _DTYPES[dtype])
-        prefixes = (model_prefix, optimizer_prefix)
         return _find_in_checkpoint(Reader(source), prefixes, _DTYPES[dtype])
 
     def layout(entries: Sequence[Entry]) -> tuple[File, ...]:
@@ -131,7 +124,7 @@ def export_safetensors(
 
     planner = ExportPlanner(find, layout)
     shown = sys.stderr.isatty() if progress is None else progress
-    group = coordination_group() if is_model else None
+    group = coordination_group() if isinstance(source, nn.Module) else None
     run_save(ExportWriter(Path(out), shown=shown), planner, group)
     return tuple(Path(out) / name for name in names_of(planner.plan.planner_data))
 
@@ -275,10 +268,15 @@ class ExportWriter(Writer):
         self._shown = shown
         self._files: tuple[File, ...] = ()
 
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Any folder will do, the current one, too."""
+        self._path = self._path.absolute()
+
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Make the files."""
         self._files = plans[0].planner_data
-        self._aside = create_files(self._path, self._files)
+        self._aside = self._path / ASIDE  # what discard() removes
+        create_files(self._path, self._files)
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -310,13 +308,13 @@ class ExportWriter(Writer):
         planner: ExportPlanner,
         advance: Callable[[int], None],
     ) -> None:
-        path = aside(self._path) / file.name
+        path = self._path / ASIDE / file.name
         descriptor = os.open(path, os.O_WRONLY)
         try:
             for entry, item in boxes:
                 weight, master = planner.sources[entry.fqn].read(item.index)
                 write = functools.partial(
-                    _write_part, descriptor, path, entry, file.offsets[entry.fqn], weight, master
+                    _write_rows, descriptor, path, entry, file.offsets[entry.fqn], weight, master
                 )
                 box = _box_of(item)
                 # A row may be more than this: a thread holds about three times as much.
@@ -337,7 +335,7 @@ def _box_of(item: WriteItem) -> Box:
     return Box(tuple(item.tensor_data.chunk.offsets), tuple(item.tensor_data.chunk.sizes))
 
 
-def _write_part(
+def _write_rows(
     descriptor: int,
     path: Path,
     entry: Entry,
@@ -385,8 +383,7 @@ def _find_in_model(
         items = create_default_local_save_plan({fqn: shown}, is_coordinator=True).items
         read = functools.partial(_read_shard, shown, masters.get(tensor))
         found.append(Source(entry, items, read))
-    # Other threads read, on streams of their own.
-    gateway_of_models([model]).current_stream().synchronize()
+    wait_for([model])
     return found
 
 

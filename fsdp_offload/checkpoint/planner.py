@@ -103,7 +103,7 @@ class FlatLoadPlanner(DefaultLoadPlanner):
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False)
-        self.piecewise: frozenset[str] = frozenset()  # what Reader asks for
+        self.sliced: frozenset[str] = frozenset()  # what Reader asks for
 
     def set_up_planner(
         self,
@@ -114,7 +114,7 @@ class FlatLoadPlanner(DefaultLoadPlanner):
         """Take ``state_dict`` as it is."""
         self.original_state_dict = self.state_dict = state_dict
         self.metadata, self.is_coordinator = metadata, is_coordinator
-        self.piecewise = frozenset(k for k, v in state_dict.items() if isinstance(v, Conversion))
+        self.sliced = frozenset(k for k, v in state_dict.items() if isinstance(v, Conversion))
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Unpickle a value; classes other than torch's own are refused."""
@@ -129,7 +129,7 @@ class FlatLoadPlanner(DefaultLoadPlanner):
             ) from error
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        """Where the elements go: the live tensor, or memory for a piece to be converted."""
+        """Where the elements go: the live tensor, or memory for a slice to be converted."""
         target = self.state_dict[read_item.dest_index.fqn]
         if isinstance(target, Conversion):
             return target.scratch(read_item)
@@ -191,7 +191,7 @@ class Conversion:
 
     def apply(self, item: ReadItem, read: Tensor) -> None:
         """Convert ``read`` and write it where it belongs."""
-        weight, kept = self._piece(self.weight, item), self._piece(self.kept, item)
+        weight, kept = self._slice(self.weight, item), self._slice(self.kept, item)
         flat = read.reshape(-1)
         if self.dtype == torch.bfloat16:
             rounded = weight.cpu().to(torch.bfloat16).reshape(-1)
@@ -210,7 +210,7 @@ class Conversion:
         kept.copy_(remainder.view(read.shape) if kept.dtype == torch.bfloat16 else read)
 
     @staticmethod
-    def _piece(tensor: Tensor, item: ReadItem) -> Tensor:
+    def _slice(tensor: Tensor, item: ReadItem) -> Tensor:
         found: Any = shards.chunk(tensor, item.dest_index)
         for dim, (start, length) in enumerate(zip(item.dest_offsets, item.lengths, strict=True)):
             found = found.narrow(dim, start, length)

@@ -35,7 +35,7 @@ from .files import (
 )
 from .format import Checksums, Table, read_table
 
-PIECE_BYTES: Final = 4 * BLOCK_BYTES
+SLICE_BYTES: Final = 4 * BLOCK_BYTES
 """What one thread reads at once where elements are converted or lie in another order: the blocks
 at its edges are read twice."""
 
@@ -117,7 +117,7 @@ class Reader(FileSystemReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read all items of ``plan``.
 
-        Keys that the planner has in an attribute ``piecewise`` are read in pieces of 32 MiB, each
+        Keys that the planner has in an attribute ``sliced`` are read in slices of 32 MiB, each
         of which it resolves and commits for itself.
 
         Raises:
@@ -252,7 +252,7 @@ def _tensor_jobs(
         raise corrupt(
             file.path, f"{request.storage_index.fqn} has no {chunk.nbytes} bytes of elements"
         )
-    if request.dest_index.fqn not in getattr(planner, "piecewise", ()):
+    if request.dest_index.fqn not in getattr(planner, "sliced", ()):
         target = planner.resolve_tensor(request).detach()
         in_order = _is_one_run(request.lengths, chunk.shape)
         if in_order and target.dtype == chunk.dtype and target.is_contiguous():
@@ -260,8 +260,8 @@ def _tensor_jobs(
             yield from _block_jobs(file, info, first, as_bytes(target))
             planner.commit_tensor(request, target)  # nothing to do but for planners of others
             return
-    for piece in _pieces(chunk, request):
-        yield functools.partial(_read_piece, file, info, chunk, piece, planner)
+    for rows in _slices(chunk, request):
+        yield functools.partial(_read_slice, file, info, chunk, rows, planner)
 
 
 def _is_one_run(lengths: Sequence[int], shape: Sequence[int]) -> bool:
@@ -287,13 +287,13 @@ def _read_into(file: _File, info: ItemPlace, start: int, target: Tensor) -> None
         target.copy_(block)
 
 
-def _pieces(chunk: _Chunk, request: ReadItem) -> Iterator[ReadItem]:
-    """``request`` cut along its first dimension into reads of about ``PIECE_BYTES``."""
+def _slices(chunk: _Chunk, request: ReadItem) -> Iterator[ReadItem]:
+    """``request`` cut along its first dimension into reads of about ``SLICE_BYTES``."""
     if not request.lengths:
         yield request
         return
     row_bytes = math.prod(chunk.shape[1:]) * chunk.dtype.itemsize
-    rows = max(1, PIECE_BYTES // max(1, row_bytes))
+    rows = max(1, SLICE_BYTES // max(1, row_bytes))
     for start in range(0, request.lengths[0], rows):
         count = min(rows, request.lengths[0] - start)
         yield replace(
@@ -308,21 +308,21 @@ def _moved(offsets: torch.Size, by: int) -> torch.Size:
     return torch.Size((offsets[0] + by, *offsets[1:]))
 
 
-def _read_piece(
-    file: _File, info: ItemPlace, chunk: _Chunk, piece: ReadItem, planner: LoadPlanner
+def _read_slice(
+    file: _File, info: ItemPlace, chunk: _Chunk, rows: ReadItem, planner: LoadPlanner
 ) -> None:
-    """Read what spans a piece, and copy from it what the target wants, in its dtype."""
+    """Read what spans these rows, and copy from it what the target wants, in its dtype."""
     with torch.no_grad():
-        target = planner.resolve_tensor(piece).detach()
+        target = planner.resolve_tensor(rows).detach()
         if not target.numel():
             return
-        first = chunk.first_byte(piece.storage_offsets)
+        first = chunk.first_byte(rows.storage_offsets)
         last = chunk.first_byte(
-            [at + n - 1 for at, n in zip(piece.storage_offsets, piece.lengths, strict=True)]
+            [at + n - 1 for at, n in zip(rows.storage_offsets, rows.lengths, strict=True)]
         )
         flat = torch.empty((last - first) // chunk.dtype.itemsize + 1, dtype=chunk.dtype)
         start = file.checksums[info.offset].data_start + first
         file.read(info, start, memory_of(as_bytes(flat)))
         strides = [math.prod(chunk.shape[dim + 1 :]) for dim in range(len(chunk.shape))]
-        target.copy_(flat.as_strided(tuple(piece.lengths), strides))
-        planner.commit_tensor(piece, target)
+        target.copy_(flat.as_strided(tuple(rows.lengths), strides))
+        planner.commit_tensor(rows, target)

@@ -18,9 +18,11 @@ import torch
 from ..chunks import Box
 from ..errors import CheckpointError, ConfigError
 from .files import create, fsync_folder, write_bytes
-from .folder import aside, remove
+from .folder import remove
 
 INDEX: Final = "model.safetensors.index.json"
+ASIDE: Final = ".export.writing"
+"""Where files stand until all are complete: within the folder, which may be a mount point."""
 CODES: Final = {
     torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16",
     torch.uint16: "U16", torch.int32: "I32", torch.uint32: "U32", torch.int64: "I64",
@@ -163,8 +165,8 @@ def names_of(files: Sequence[File]) -> list[str]:
     return [file.name for file in files] + ([INDEX] if len(files) > 1 else [])
 
 
-def create_files(folder: Path, files: Sequence[File]) -> Path:
-    """Make the files of an export aside, of full size, with their headers; returns where.
+def create_files(folder: Path, files: Sequence[File]) -> None:
+    """Make the files of an export, of full size and with their headers, in ``ASIDE``.
 
     Raises:
         CheckpointError: the folder is a file.
@@ -175,7 +177,7 @@ def create_files(folder: Path, files: Sequence[File]) -> Path:
             reason="it is a file, and a folder is needed",
             remedy="name a folder, which may not exist yet",
         )
-    made = aside(folder)
+    made = folder / ASIDE
     remove(made)  # of an export that was killed
     made.mkdir(parents=True)
     weights = {entry.name: file.name for file in files for entry in file.entries}
@@ -191,19 +193,14 @@ def create_files(folder: Path, files: Sequence[File]) -> Path:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-    return made
 
 
 def publish_files(folder: Path, files: Sequence[File]) -> None:
-    """Move complete files from aside into ``folder``, and remove an earlier export there.
+    """Give complete files their places in ``folder``, and remove an earlier export there.
 
     The index goes first and comes last, so that at no time it names files of two exports.
     """
-    made = aside(folder)
-    if not folder.exists():
-        made.rename(folder)
-        fsync_folder(folder.parent)
-        return
+    made = folder / ASIDE
     (folder / INDEX).unlink(missing_ok=True)
     for path in folder.iterdir():
         if _OUR_FILES.fullmatch(path.name):

@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from .. import shards
-from ..device import Gateway, gateway_for
+from ..device import gateway_for
 from ..errors import ConfigError, StateDictError
 from ..optimizer import HybridDeviceOptimizer
 from ..pipeline.records import MasterForm
@@ -211,11 +211,15 @@ def weights_of(models: Sequence[nn.Module]) -> dict[str, Any]:
     return weights
 
 
-def gateway_of_models(models: Sequence[nn.Module]) -> Gateway:
-    """Of the device that holds what is saved; a rank of a pipeline may hold nothing."""
+def wait_for(models: Sequence[nn.Module]) -> None:
+    """Block until their device is done: threads read on streams of their own.
+
+    A rank of a pipeline may hold nothing.
+    """
     tensors: list[Tensor] = [parameter for model in models for parameter in model.parameters()]
     tensors = tensors or [buffer for model in models for buffer in model.buffers()]
-    return gateway_of(tensors) if tensors else gateway_for(torch.device("cpu"))
+    gateway = gateway_of(tensors) if tensors else gateway_for(torch.device("cpu"))
+    gateway.current_stream().synchronize()
 
 
 def collect(
@@ -238,7 +242,7 @@ def collect(
         }
     if extra is not None:
         state[EXTRA] = encode(dict(extra), EXTRA)
-    gateway_of_models(models).current_stream().synchronize()
+    wait_for(models)
     return state
 
 

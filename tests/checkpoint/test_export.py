@@ -210,6 +210,8 @@ def test_a_model_is_written_as_stored(tmp_path: Path) -> None:
     model = Net()
 
     written = export_safetensors(model, tmp_path / "new" / "folder")
+    with contextlib.chdir(tmp_path / "new" / "folder"):  # again, into the current folder
+        assert export_safetensors(model, ".") == (Path("model.safetensors"),)
 
     assert written == (tmp_path / "new" / "folder" / "model.safetensors",)
     assert left_in(tmp_path / "new" / "folder") == ["model.safetensors"]
@@ -484,13 +486,13 @@ def test_a_failure_while_naming_leaves_no_half_export(tmp_path: Path, renames: i
 
 
 def test_what_a_killed_export_left_is_replaced(tmp_path: Path) -> None:
-    (tmp_path / ".out.writing").mkdir()
-    (tmp_path / ".out.writing" / "model.safetensors").write_bytes(b"x" * 10_000)
+    (tmp_path / "out" / ".export.writing").mkdir(parents=True)
+    (tmp_path / "out" / ".export.writing" / "model.safetensors").write_bytes(b"x" * 10_000)
     model = Net()
 
     export_safetensors(model, tmp_path / "out")
 
-    assert left_in(tmp_path) == ["out"]
+    assert left_in(tmp_path / "out") == ["model.safetensors"]
     assert not differences(load(tmp_path / "out"), once(model))
 
 
@@ -696,7 +698,7 @@ def check_export(folder: Path, expected: Tensors) -> None:
     dist.barrier()
     wrong = differences(load(folder), expected)
     check(not wrong, f"{wrong}")
-    check(not list(folder.parent.glob(f".{folder.name}.*")), "temporary files stayed")
+    check(not list(folder.glob(".*")), "temporary files stayed")
 
 
 def export_sharded(folder: Path, kind: str, max_shard_bytes: int) -> None:

@@ -37,7 +37,7 @@ DATA = "__0_0.distcp"
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A few hundred elements are many blocks."""
     monkeypatch.setattr(writer, "BLOCK_BYTES", BLOCK)
-    monkeypatch.setattr(reader, "PIECE_BYTES", 4 * BLOCK)
+    monkeypatch.setattr(reader, "SLICE_BYTES", 4 * BLOCK)
 
 
 def some_state() -> dict[str, Any]:
@@ -280,7 +280,7 @@ def test_any_box_is_read_across_blocks(
     folder = tmp_path_factory.mktemp("box") / "one"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(writer, "BLOCK_BYTES", data.draw(st.sampled_from([3, 16, 64, 1024])))
-        patch.setattr(reader, "PIECE_BYTES", data.draw(st.sampled_from([1, 64, 4096])))
+        patch.setattr(reader, "SLICE_BYTES", data.draw(st.sampled_from([1, 64, 4096])))
         write(folder, {"t": whole})
         found = read_box(folder, "t", values, starts)
     box = tuple(slice(a, b) for a, b in zip(starts, stops, strict=True))

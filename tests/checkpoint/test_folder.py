@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import shutil
+import time
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -90,6 +91,15 @@ def test_the_latest_is_found_by_content_not_by_name_or_time_of_the_folder(tmp_pa
     assert folder.latest(tmp_path) == tmp_path / "a"
     (tmp_path / "a").rename(tmp_path / "moved")
     assert folder.latest(tmp_path) == tmp_path / "moved"
+
+
+def test_the_latest_is_the_last_one_although_the_clock_was_set_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, now in (("a", 3000), ("b", 1000), ("c", 2000)):
+        monkeypatch.setattr(time, "time_ns", lambda now=now: now)
+        save(tmp_path / name, name)
+        assert folder.latest(tmp_path) == tmp_path / name
 
 
 @pytest.mark.parametrize("nothing", ["", "absent", "z/absent"])

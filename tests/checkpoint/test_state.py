@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fsdp_offload import HybridDeviceOptimizer
-from fsdp_offload.checkpoint.state import pack, unpack
+from fsdp_offload.checkpoint.state import collect, pack, unpack
 from fsdp_offload.errors import ConfigError, StateDictError
 from tests.checkpoint import jobs
 from tests.checkpoint.jobs import FLAT, Variant
@@ -299,6 +299,20 @@ def test_packed_state_can_be_pickled_and_copied() -> None:
 
 
 # --------------------------------------------------------------------------- collectives of a save
+
+
+def left_to_plan() -> list[str]:
+    job = trained(Variant(dtype=BF16))
+    state = collect([job.model], job.optimizer, None)
+    return [key for key, value in state["optim"].items() if not isinstance(value, DTensor)]
+
+
+def test_options_and_step_counts_are_planned_by_one_rank(ranks: Ranks) -> None:
+    """All ranks have the same, and plans travel to the coordinator."""
+    first, second = ranks(2).run(left_to_plan)
+
+    assert {key.rpartition(".")[2] for key in first} >= {"lr", "betas", "step"}
+    assert second == []
 
 
 def list_collectives(path: Path) -> dict[str, list[str]]:
