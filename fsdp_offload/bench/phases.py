@@ -9,8 +9,7 @@ Usage::
 Each rank holds the shards of ``--params`` bf16 parameters and their fp32 AdamW state (2.5 and
 9.9 GiB with the default), a GPT's tensors under FSDP2. All ranks move at the same time; seconds are
 those of the slowest; between leaving and coming back lie 0.1 s, in which a job would generate.
-``offloader`` is :class:`PhaseOffloader`, ``fixed`` the same at fixed addresses, ``swap`` two of
-these that take each other's place.
+``offloader`` is :class:`PhaseOffloader`, ``fixed`` the same at fixed addresses.
 """
 
 from __future__ import annotations
@@ -18,8 +17,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -28,17 +26,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..phases import PhaseOffloader, swap
+from ..phases import PhaseOffloader
 from . import machine
 from .machine import GIB, Row, seconds_of, slowest
 from .model import Job, layers_for, sharded_model
-from .table import PHASES
+from .table import PHASES, markdown_table
 
 AWAY_S: Final = 0.1
 """After torch's allocator has given memory back, the first copies to new memory take longer for
 about 20 ms (likely the driver clears what it got); a job is away for longer than that."""
 SMALL: Final[dict[str, Any]] = {"dim": 128, "vocabulary": 512, "seq": 128, "tokens": 128}
-ROWS: Final = ("offloader", "fixed", "swap")
+ROWS: Final = ("offloader", "fixed")
 
 
 class Payload:
@@ -81,45 +79,32 @@ class Payload:
 
 def measure(name: str, job: Job, device: torch.device, cycles: int, link: Row) -> Row:
     """The first cycle, the median and the slowest of the next ones, and what they leave behind."""
-    one = Payload(job, device, fixed=name == "fixed")
-    one.fill()
-    leave: Callable[[], object] = one.phases.offload
-    come_back: Callable[[], object] = one.phases.reload
-    payloads = [one]
-    if name == "swap":
-        one.phases.offload()
-        payloads.append(other := Payload(job, device))
-        other.phases.offload()
-        one.phases.reload()
-        leave = partial(swap, out=one.phases, in_=other.phases)
-        come_back = partial(swap, out=other.phases, in_=one.phases)
-    n_bytes = sum(tensor.nbytes for tensor in one.tensors)
+    payload = Payload(job, device, fixed=name == "fixed")
+    payload.fill()
+    n_bytes = sum(tensor.nbytes for tensor in payload.tensors)
     times: dict[str, list[float]] = {"out": [], "back": []}
     freed = []
     for _ in range(cycles):
         machine.free_everything(device)
         before = _free_bytes(device)
-        times["out"].append(seconds_of(leave, device))
+        times["out"].append(seconds_of(payload.phases.offload, device))
         freed.append((_free_bytes(device) - before) / n_bytes)
         if device.type == "cuda":
             time.sleep(AWAY_S)
-        times["back"].append(seconds_of(come_back, device))
+        times["back"].append(seconds_of(payload.phases.reload, device))
     row: Row = {"name": name, "status": "ok", "gib": n_bytes / GIB, "cycles": cycles}
     for way, raw in (("out", "d2h"), ("back", "h2d")):
         first, *later = slowest(times[way])
-        moved = n_bytes * len(payloads)  # in a swap as much comes as leaves
         row |= {f"first_{way}_s": first, f"{way}_s": statistics.median(later)}
-        row[f"{way}_gbps"] = moved / row[f"{way}_s"] / 1e9
+        row[f"{way}_gbps"] = n_bytes / row[f"{way}_s"] / 1e9
         if link:
-            gbps = link["h2d+d2h_gbps" if name == "swap" else f"{raw}_gbps"]
-            row[f"{way}_of_link"] = row[f"{way}_gbps"] / gbps
-            row[f"worst_{way}_of_link"] = moved / max(later) / 1e9 / gbps
-    if device.type == "cuda" and name != "swap":
+            row[f"{way}_of_link"] = row[f"{way}_gbps"] / link[f"{raw}_gbps"]
+            row[f"worst_{way}_of_link"] = n_bytes / max(later) / 1e9 / link[f"{raw}_gbps"]
+    if device.type == "cuda":
         row["freed_share"] = -max(slowest([-share for share in freed]))
-    row["host_over_payload"] = one.phases.statistics().host_bytes / n_bytes
-    row["same_bits"] = machine.on_all_ranks(one.is_filled())
-    for payload in payloads:
-        payload.phases.close()
+    row["host_over_payload"] = payload.phases.statistics().host_bytes / n_bytes
+    row["same_bits"] = machine.on_all_ranks(payload.is_filled())
+    payload.phases.close()
     return row
 
 
@@ -147,7 +132,10 @@ def main(argv: Sequence[str] | None = None) -> Row:
         for name in options.rows.split(","):
             machine.free_everything(device)
             rows.append(measure(name, job, device, options.cycles, link))
-        return machine.publish(device, job, rows, link, PHASES, options.json)
+        report = machine.publish(device, job, rows, link, options.json)
+        if dist.get_rank() == 0:
+            print(markdown_table(report, PHASES))
+    return report
 
 
 if __name__ == "__main__":
