@@ -111,6 +111,9 @@ def test_phases() -> None:
     report = phases.main(["--device", "cpu", "--params", "4e5", "--cycles", "3"])
     assert [row["name"] for row in report["rows"]] == list(phases.ROWS)
     for row in report["rows"]:
+        if row["name"] == "fixed" and row["status"] != "ok":
+            assert "torch 2.13 or later" in row["reason"]
+            continue
         assert row["same_bits"] is True
         assert row["gib"] * (1 << 30) == pytest.approx(10 * report["params"])
         assert 1 <= row["host_over_payload"] < 1.02
