@@ -16,7 +16,7 @@ import argparse
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,24 +34,16 @@ from ..optimizer import HybridDeviceOptimizer
 from . import machine
 from .machine import Row, seconds_of, slowest
 from .model import Job, sharded_model
-from .table import CHECKPOINTS
+from .table import CHECKPOINTS, markdown_table
 
+Calls = tuple[Callable[[], object], Callable[[], object], Callable[[], Any]]
 FLAT = torch_state.StateDictOptions(flatten_optimizer_state_dict=True)
 THREADS = 8
 SMALL: dict[str, Any] = {"dim": 64, "vocabulary": 128, "tokens": 32, "seq": 16}
 
 
-class Calls(NamedTuple):
-    """One way to save and load."""
-
-    save: Callable[[], object]
-    load: Callable[[], object]
-    begin: Callable[[], Any]
-    """Begins to save; its ``result()`` waits for the end."""
-
-
 def torch_calls(model: nn.Module, optimizer: Optimizer, path: Path) -> Calls:
-    """torch's functions."""
+    """torch's functions: save, load, begin to save."""
     group = dist.new_group(backend="gloo")
 
     def state() -> dict[str, Any]:
@@ -64,19 +56,10 @@ def torch_calls(model: nn.Module, optimizer: Optimizer, path: Path) -> Calls:
         torch_state.set_model_state_dict(model, loaded["model"])
         torch_state.set_optimizer_state_dict(model, optimizer, loaded["optim"], options=FLAT)
 
-    return Calls(
+    return (
         lambda: dcp_save(state(), storage_writer=FileSystemWriter(path, thread_count=THREADS)),
         load,
         lambda: dcp_async_save(state(), checkpoint_id=path, process_group=group),
-    )
-
-
-def our_calls(model: nn.Module, optimizer: HybridDeviceOptimizer, path: Path) -> Calls:
-    """The library's own."""
-    return Calls(
-        lambda: checkpoint.save(path, model, optimizer),
-        lambda: checkpoint.load(path, model, optimizer),
-        lambda: checkpoint.async_save(path, model, optimizer),
     )
 
 
@@ -85,6 +68,7 @@ def measure(
 ) -> list[Row]:
     """Rows of one way; ``n_bytes`` are this rank's."""
     seconds: dict[str, list[float]] = {}
+    save, load, begin_save = calls
     pending: list[Any] = []
 
     def clear() -> None:
@@ -92,17 +76,17 @@ def measure(
             shutil.rmtree(path, ignore_errors=True)
 
     def begin() -> None:
-        pending.append(calls.begin())
+        pending.append(begin_save())
 
     steps: dict[str, Callable[[], object]] = {
-        "save": calls.save,
-        "load": calls.load,
+        "save": save,
+        "load": load,
         "async_save, stall": begin,
         "async_save, rest": lambda: pending.pop().result(),
     }
     for _ in range(repeats):
         for what, run in steps.items():
-            if run is not calls.load and not pending:
+            if run is not load and not pending:
                 seconds_of(clear, device)
             seconds.setdefault(what, []).append(slowest([seconds_of(run, device)])[0])
     total = n_bytes * dist.get_world_size()
@@ -144,10 +128,18 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         rows = measure("torch", calls, local_bytes(model, plain), path, device, repeats)
         ours = HybridDeviceOptimizer(plain, model=model)
         our_bytes = local_bytes(model, ours)
-        rows += measure("ours", our_calls(model, ours, path), our_bytes, path, device, repeats)
+        calls = (
+            lambda: checkpoint.save(path, model, ours),
+            lambda: checkpoint.load(path, model, ours),
+            lambda: checkpoint.async_save(path, model, ours),
+        )
+        rows += measure("ours", calls, our_bytes, path, device, repeats)
         ours.close()
         shutil.rmtree(folder, ignore_errors=True)
-        return machine.publish(device, job, rows, {}, CHECKPOINTS, options.json)
+        report = machine.publish(device, job, rows, {}, options.json)
+        if dist.get_rank() == 0:
+            print(markdown_table(report, CHECKPOINTS))
+    return report
 
 
 if __name__ == "__main__":

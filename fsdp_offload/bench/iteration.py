@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import statistics
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
@@ -148,74 +146,35 @@ def derived(row: Row, rows: Sequence[Row]) -> Row:
     return found
 
 
-class Run:
-    """Rows of one run on one machine, and what they are compared with."""
+def run_row(
+    case: Case, job: Job, batches: Sequence[tuple[Tensor, Tensor]], options: argparse.Namespace
+) -> Row:
+    """Build, measure, free; a row that fails on one rank has failed on all of them."""
+    made: list[Trainer] = []
+    # torchrun's default is one; updates on the CPU need what there is.
+    threads = torch.get_num_threads()
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks))
 
-    def __init__(self, options: argparse.Namespace, device: torch.device) -> None:
-        self._options, self._device = options, device
-        self._began = time.perf_counter()
-        sizes = ("layers", "dim", "vocabulary", "tokens", "seq", "shards")
-        self._job = Job(**{name: getattr(options, name) for name in sizes})
-        self._batches = synthetic_batches(self._job, device)
-        self._link: Row | None = None
-        self._rows: list[Row] = []
+    def build() -> Row:
+        began = time.perf_counter()
+        made.append(make_trainer(case, job, batches[0][0].device))
+        return {"construction_s": time.perf_counter() - began}
 
-    def report(self) -> dict[str, Any]:
-        """Everything so far."""
-        names = ("warm_up", "iterations", "deterministic")
-        sizes = {name: getattr(self._options, name) for name in names}
-        return {
-            "environment": machine.environment(self._device),
-            "job": asdict(self._job) | {"ranks": dist.get_world_size()} | sizes,
-            "params": self._job.params,
-            "link": self._link,
-            "rows": [row | derived(row, self._rows) for row in self._rows],
-        }
+    def train() -> Row:
+        row = measure(made[0], batches, options.warm_up, options.iterations)
+        return row | (traffic_of(made[0].optimizer) if case.is_ours else {})
 
-    def all(self) -> dict[str, Any]:
-        """Measure the link, then every row until the time is over."""
-        if self._device.type == "cuda":
-            self._link = machine.measure_link(self._device, 10)
-        for case in map(Case.parse, self._options.rows.split(",")):
-            machine.free_everything(self._device)
-            limit = self._options.time_limit_s
-            row: Row = {"status": "not run", "reason": "the time limit was reached"}
-            if on_all_ranks(limit is None or time.perf_counter() - self._began < limit):
-                row = self._row(case)
-            self._rows.append({"name": case.name, "kind": case.kind, "clip": case.clip} | row)
-            if dist.get_rank() == 0:
-                print(line_of(self.report()["rows"][-1], ITERATIONS), flush=True)
-                if self._options.json:
-                    self._options.json.write_text(json.dumps(self.report(), indent=1) + "\n")
-        return self.report()
-
-    def _row(self, case: Case) -> Row:
-        """Build, measure, free; a row that fails on one rank has failed on all of them."""
-        made: list[Trainer] = []
-        # torchrun's default is one; updates on the CPU need what there is.
-        threads = torch.get_num_threads()
-        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks))
-
-        def build() -> Row:
-            began = time.perf_counter()
-            made.append(make_trainer(case, self._job, self._device))
-            return {"construction_s": time.perf_counter() - began}
-
-        def train() -> Row:
-            row = measure(made[0], self._batches, self._options.warm_up, self._options.iterations)
-            return row | (traffic_of(made[0].optimizer) if case.is_ours else {})
-
-        row = _attempt(build, "not available")
-        if row["status"] == "ok":
-            row |= _attempt(train, "failed")
-        if row["status"] == "ok":
-            row = machine.merged(row)
-        if made and case.is_ours:
-            with contextlib.suppress(OffloadError):  # the row says it already
-                made[0].optimizer.close()
-        torch.set_num_threads(threads)
-        return row
+    row = _attempt(build, "not available")
+    if row["status"] == "ok":
+        row |= _attempt(train, "failed")
+    if row["status"] == "ok":
+        row = machine.merged(row)
+    if made and case.is_ours:
+        with contextlib.suppress(OffloadError):  # the row says it already
+            made[0].optimizer.close()
+    torch.set_num_threads(threads)
+    return {"name": case.name, "kind": case.kind, "clip": case.clip} | row
 
 
 def _attempt(run: Callable[[], Row], failure: str) -> Row:
@@ -248,7 +207,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--shards", choices=("bf16", "fp32"), default="bf16")
     add("--deterministic", action="store_true", help="kernels whose bits repeat, to compare losses")
     add("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--time-limit-s", type=float, help="no row begins after that")
     add("--json", type=Path, help="all figures; written after each row")
     options = parser.parse_args(argv)
     if options.params is not None:
@@ -266,7 +224,19 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     with machine.process_group(options.device, timeout_s=300) as device:
-        report = Run(options, device).all()
+        sizes = ("layers", "dim", "vocabulary", "tokens", "seq", "shards")
+        job = Job(**{name: getattr(options, name) for name in sizes})
+        batches = synthetic_batches(job, device)
+        link = machine.measure_link(device, 10) if device.type == "cuda" else {}
+        rows: list[Row] = []
+        report: Row = {}
+        for name in options.rows.split(","):
+            machine.free_everything(device)
+            rows.append(run_row(Case.parse(name), job, batches, options))
+            found = [row | derived(row, rows) for row in rows]
+            report = machine.publish(device, job, found, link, options.json)
+            if dist.get_rank() == 0:
+                print(line_of(found[-1], ITERATIONS), flush=True)
         if dist.get_rank() == 0:
             print(markdown_table(report, ITERATIONS), flush=True)
     return report

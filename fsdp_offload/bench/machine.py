@@ -24,7 +24,6 @@ import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from .model import Job
-from .table import Columns, markdown_table
 
 Row = dict[str, Any]
 GIB: Final = 1 << 30
@@ -81,10 +80,9 @@ def merged(row: Row) -> Row:
 
 def environment(device: torch.device) -> Row:
     """Hardware, versions, commit (where git knows it), command, and variables that change times."""
-    found = {
-        k: v for k, v in sorted(os.environ.items()) if k.startswith(VARIABLES) and "/" not in v
-    }
-    row: Row = {"cores": len(os.sched_getaffinity(0)), "variables": found}
+    chosen = sorted(name for name in os.environ if name.startswith(VARIABLES))
+    variables = {name: os.environ[name] for name in chosen if "/" not in os.environ[name]}
+    row: Row = {"cores": len(os.sched_getaffinity(0)), "variables": variables}
     if device.type == "cuda":
         row |= {"gpu": torch.cuda.get_device_properties(0).name, "cuda": torch.version.cuda}
     git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
@@ -153,10 +151,8 @@ def measure_link(device: torch.device, iterations: int) -> Row:
     return row
 
 
-def publish(
-    device: torch.device, job: Job, rows: list[Row], link: Row, columns: Columns, path: Path | None
-) -> Row:
-    """The report of one run: rank 0 prints its table and writes it to ``path``."""
+def publish(device: torch.device, job: Job, rows: list[Row], link: Row, path: Path | None) -> Row:
+    """The report of one run, or of its rows so far; rank 0 writes it to ``path``."""
     report: Row = {
         "environment": environment(device),
         "job": asdict(job) | {"ranks": dist.get_world_size()},
@@ -164,8 +160,6 @@ def publish(
         "link": link,
         "rows": rows,
     }
-    if dist.get_rank() == 0:
-        print(markdown_table(report, columns), flush=True)
-        if path is not None:
-            path.write_text(json.dumps(report, indent=1) + "\n")
+    if dist.get_rank() == 0 and path is not None:
+        path.write_text(json.dumps(report, indent=1) + "\n")
     return report

@@ -34,7 +34,7 @@ from ..phases import PhaseOffloader, swap
 from . import machine
 from .machine import GIB, Row, seconds_of, slowest
 from .model import Job, layers_for, sharded_model
-from .table import PHASES
+from .table import PHASES, markdown_table
 
 AWAY_S: Final = 0.1
 """After torch's allocator has given memory back, the first copies to new memory take longer for
@@ -184,7 +184,10 @@ def main(argv: Sequence[str] | None = None) -> Row:
         for name in options.rows.split(","):
             machine.free_everything(device)
             rows.append(measure(name, job, device, options.cycles, link))
-        return machine.publish(device, job, rows, link, PHASES, options.json)
+        report = machine.publish(device, job, rows, link, options.json)
+        if dist.get_rank() == 0:
+            print(markdown_table(report, PHASES))
+    return report
 
 
 if __name__ == "__main__":

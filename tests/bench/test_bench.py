@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from fsdp_offload.bench import checkpoint, iteration, phases
-from fsdp_offload.bench.model import Job
+from fsdp_offload.bench.model import Job, synthetic_batches
 from fsdp_offload.bench.rows import DEFAULT_ROWS, Case
 from fsdp_offload.errors import ConfigError
 from tests.helpers.ranks import RankPool
@@ -57,15 +57,13 @@ def test_a_row_that_fails_ends_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
     assert report["rows"][1]["reason"] == "RuntimeError: out of luck"
 
 
-def test_no_row_begins_after_the_time_limit() -> None:
-    report = iteration.main([*TINY, *SHORT, "--rows", "plain", "--time-limit-s", "-1"])
-    assert report["rows"][0]["reason"] == "the time limit was reached"
-
-
 def rows_of_this_rank() -> list[dict[str, Any]]:
-    options = iteration.parse([*TINY, *SHORT, "--rows", "plain,step", "--shards", "fp32"])
-    rows: list[dict[str, Any]] = iteration.Run(options, torch.device("cpu")).all()["rows"]
-    return rows
+    options = iteration.parse([*TINY, *SHORT, "--rows", "plain", "--shards", "fp32"])
+    job = Job(layers=1, dim=64, vocabulary=128, tokens=32, seq=16)
+    batches = synthetic_batches(job, torch.device("cpu"))
+    return [
+        iteration.run_row(Case.parse(name), job, batches, options) for name in ("plain", "step")
+    ]
 
 
 @pytest.mark.long
@@ -113,6 +111,9 @@ def test_phases() -> None:
     report = phases.main(["--device", "cpu", "--params", "4e5", "--cycles", "3"])
     assert [row["name"] for row in report["rows"]] == list(phases.ROWS)
     for row in report["rows"]:
+        if row["name"] == "fixed" and row["status"] != "ok":
+            assert "torch 2.13 or later" in row["reason"]
+            continue
         assert row["same_bits"] is True
         assert row["gib"] * (1 << 30) == pytest.approx(10 * report["params"])
         assert 1 <= row["host_over_payload"] < 1.02

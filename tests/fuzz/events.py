@@ -585,6 +585,8 @@ def load(pair: Pair, rng: random.Random) -> None:
     if saved is None or saved.order != pair.order:
         return
     pair.say(f"weights by {'the module' if by_module else 'hand'}")
+    if pair.is_spent:
+        pair.zero_grad("wrapper")  # a load drops them
     _restore_weights(pair, saved, by_module=by_module)
     pair.wrapped.load_state_dict(copy.deepcopy(saved.own))
     _restore_plain(pair, saved, by_class=True)
