@@ -73,6 +73,7 @@ def losses(output: str) -> dict[int, float]:
     return {int(step): float(loss) for step, loss in found}
 
 
+@pytest.mark.long
 def test_gpt_trains_on_two_ranks_and_goes_on_on_one(tmp_path: Path) -> None:
     schedule = ("--schedule-steps", 30)
     first = train_gpt(2, "--steps", 20, *schedule, "--save", tmp_path)
@@ -113,6 +114,7 @@ def test_minimal_saves_and_resumes_on_two_ranks_without_numpy(
     assert sorted(losses(output)) == [5, 6]
 
 
+@pytest.mark.long
 def test_minimal_goes_on_after_a_kill(tmp_path: Path) -> None:
     command = [str(EXAMPLES / "minimal.py"), "--folder", str(tmp_path)]
     lines = []
@@ -151,6 +153,7 @@ def rewards(output: str) -> list[float]:
 RL = (str(EXAMPLES / "rl_phases.py"), "--batch=32", "--length=24", "--warm-up=120")
 
 
+@pytest.mark.long
 def test_policy_learns_although_it_leaves_in_every_iteration() -> None:
     output = finish(start([*RL, "--iterations=16"]))
     found = rewards(output)

@@ -91,6 +91,7 @@ checkpoint.async_save(sys.argv[1], model)
 """
 
 
+@pytest.mark.long
 def test_a_save_beside_a_script_that_ends_is_completed(tmp_path: Path) -> None:
     """The script has no other line."""
     path = tmp_path / "one"

@@ -70,7 +70,7 @@ def switch_after_every_step(size: int, overlap: str, dtype: torch.dtype, wait: b
         check_same(p.detach(), q.detach(), "a parameter")
 
 
-@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("dtype", [pytest.param(FP32, marks=pytest.mark.long), BF16])
 @pytest.mark.parametrize("overlap", ["step", "forward", "backward"])
 def test_a_phase_switch_after_every_step(ranks: Ranks, overlap: str, dtype: torch.dtype) -> None:
     ranks(2).run(switch_after_every_step, 2, overlap, dtype, overlap != "step")

@@ -202,6 +202,7 @@ def parent_killed_script() -> str:
     """
 
 
+@pytest.mark.long
 def test_busy_rank_ends_with_a_killed_parent() -> None:
     ended = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(parent_killed_script())],

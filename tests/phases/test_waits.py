@@ -272,6 +272,7 @@ def test_every_wait_is_needed() -> None:
     assert unnoticed == [("phase_in", "current")] * 2
 
 
+@pytest.mark.long
 def test_memory_goes_after_its_copy() -> None:
     with StreamSimulator("lazy") as simulator:
         run(simulator, wait=False)
