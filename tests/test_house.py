@@ -1,0 +1,18 @@
+"""The package does not grow back: measures of ``house.py``, each with what it may be at most."""
+
+from __future__ import annotations
+
+from tests import house
+
+
+def test_there_are_no_cycles_even_with_imports_inside_of_functions() -> None:
+    assert house.cycles(house.imports(deferred=True)) == []
+
+
+def test_measures_stay_below_what_they_are() -> None:
+    assert house.lines() <= 21_200
+    assert len(house.files_in_root()) <= 26
+    assert house.floors() <= 21
+    assert house.classes() <= 202
+    assert house.long_functions() == []
+    assert len(house.private_torch_files()) <= 8
