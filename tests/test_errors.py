@@ -418,9 +418,12 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
             raise PinningError(f"{n_bytes} bytes", reason="no more", remedy="ask for less")
         registered[address] = n_bytes
 
+    def unpin(address: int, n_bytes: int, device: torch.device | None = None) -> None:
+        registered.pop(address, None)  # an arena of another test may be collected meanwhile
+
     registered_at_most = [0]
     monkeypatch.setattr(device, "pin", pin)
-    monkeypatch.setattr(device, "unpin", lambda address, n, device=None: registered.pop(address))
+    monkeypatch.setattr(device, "unpin", unpin)
     monkeypatch.setattr(device, "limit", registered_at_most, raising=False)
     return registered
 
