@@ -765,6 +765,7 @@ print(*seen)
 """
 
 
+@pytest.mark.long
 def test_the_host_lane_ignores_omp_num_threads_and_shares_cores_among_local_ranks() -> None:
     """torchrun exports ``OMP_NUM_THREADS=1``."""
     done = subprocess.run(

@@ -524,10 +524,10 @@ def test_bf16_masters_survive_a_resume(
     ("source", "target", "way"),
     [
         *((*both, way) for both in LANE_CHANGES for way in ("own", "nested")),
-        *(pytest.param(*LANE_CHANGES[0], way, marks=OTHER_KEY) for way in ("flat", DCP, "full")),
-        pytest.param(*LANE_CHANGES[1], "flat", marks=OTHER_KEY),
+        *(pytest.param(*both, "flat", marks=OTHER_KEY) for both in LANE_CHANGES),
         *(
-            pytest.param(*LANE_CHANGES[1], way, marks=[OTHER_KEY, pytest.mark.long])
+            pytest.param(*both, way, marks=[OTHER_KEY, pytest.mark.long])
+            for both in LANE_CHANGES
             for way in (DCP, "full")
         ),
     ],

@@ -29,7 +29,7 @@ def test_sequences_in_one_process(first: int) -> None:
     check(run_seeds(range(first, first + 130), 1))
 
 
-@pytest.mark.parametrize(("size", "count"), [(2, 25), (3, 15)])
+@pytest.mark.parametrize(("size", "count"), [(2, 40), pytest.param(3, 40, marks=pytest.mark.long)])
 def test_sequences_on_ranks(ranks: Ranks, size: int, count: int) -> None:
     check(ranks(size).run(run_seeds, range(count), size)[0])
 
