@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from . import checkpoint
     from .checkpoint import OptimizerState
-    from .config import PrecisionConfig, TransferConfig
-    from .errors import (
+    from .core.config import PrecisionConfig, TransferConfig
+    from .core.errors import (
         AwayError,
         CheckpointCorruptError,
         CheckpointError,
@@ -29,15 +29,9 @@ if TYPE_CHECKING:
         UnsupportedParameterError,
         UnsupportedTorchError,
     )
-    from .optimizer import HybridDeviceOptimizer
-    from .phases import (
-        FixedAddressRegion,
-        PhaseOffloader,
-        PhaseStatistics,
-        RegionStatistics,
-        swap,
-    )
-    from .report import Statistics
+    from .optimizer.hybrid import HybridDeviceOptimizer
+    from .optimizer.statistics import Statistics
+    from .phases import FixedAddressRegion, PhaseOffloader, PhaseStatistics, RegionStatistics, swap
 
 __version__ = "0.1.0"
 
@@ -77,11 +71,11 @@ __all__ = [
 _MODULES = {
     "FixedAddressRegion": "phases",
     "RegionStatistics": "phases",
-    "HybridDeviceOptimizer": "optimizer",
+    "HybridDeviceOptimizer": "optimizer.hybrid",
     "OptimizerState": "checkpoint",
     "PhaseOffloader": "phases",
     "PhaseStatistics": "phases",
-    "Statistics": "report",
+    "Statistics": "optimizer.statistics",
     "swap": "phases",
 }
 
@@ -94,7 +88,7 @@ def __getattr__(name: str) -> object:
 
     if name == "checkpoint":
         return import_module(".checkpoint", __name__)
-    module = "errors" if name.endswith("Error") else _MODULES.get(name, "config")
+    module = "core.errors" if name.endswith("Error") else _MODULES.get(name, "core.config")
     return getattr(import_module(f".{module}", __name__), name)
 
 

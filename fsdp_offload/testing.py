@@ -1,6 +1,6 @@
 """A stream simulator: a forgotten wait, or an operand dropped too early, gives wrong numbers.
 
-:class:`StreamSimulator` is a gateway (see :mod:`fsdp_offload.device`) without any device. What is
+:class:`StreamSimulator` is a gateway (see :mod:`.core.backend`) without any device. What is
 launched on a stream is queued, and runs only when the host waits for something, in an order that a
 *policy* chooses among all orders that the events allow. Code whose events are complete gives the
 same numbers under every policy; code that forgot one gives other numbers under some policy, every
@@ -69,8 +69,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from fsdp_offload.device import Event, PendingEvent, Turns, copy_all, use_gateway
-from fsdp_offload.errors import ConfigError, DeviceError
+from fsdp_offload.core.backend import Event, PendingEvent, Turns, copy_all, use_gateway
+from fsdp_offload.core.errors import ConfigError, DeviceError
 
 ADVERSARIES: tuple[str, ...] = (
     "lazy",

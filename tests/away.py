@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from fsdp_offload import TransferConfig
 from fsdp_offload.core import storage as storages
-from fsdp_offload.device import CpuGateway
+from fsdp_offload.core.backend import CpuGateway
+from fsdp_offload.memory.transfer import Transfer, collect
 from fsdp_offload.phases.pages import Pages
-from fsdp_offload.phases.transfer import Transfer, collect
 
 
 @contextmanager

@@ -146,15 +146,27 @@ def cycles(graph: dict[str, set[str]]) -> list[list[str]]:
     return found
 
 
-def floors() -> int:
-    """Longest chain of imports at module level."""
-    graph, known = imports(deferred=False), dict[str, int]()
+def folders() -> dict[str, set[str]]:
+    """Folders that each folder imports, deferred imports too; a module of the root is its own."""
+    found: dict[str, set[str]] = {}
+    for module, targets in imports(deferred=True).items():
+        here = _folder(module)
+        found.setdefault(here, set()).update(map(_folder, targets))
+        found[here].discard(here)
+    return found
 
-    def height(node: str, above: tuple[str, ...] = ()) -> int:
-        if node not in known:
-            below = [height(o, (*above, node)) for o in graph[node] if o not in above]
-            known[node] = 1 + max(below, default=0)
-        return known[node]
+
+def _folder(module: str) -> str:
+    return ".".join(module.split(".")[:2])
+
+
+def floors() -> int:
+    """Longest chain of folders that import one another; there must be no cycle among them."""
+    graph = folders()
+    assert cycles(graph) == []
+
+    def height(node: str) -> int:
+        return 1 + max(map(height, graph[node]), default=0)
 
     return max(map(height, graph))
 

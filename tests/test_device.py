@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp_offload.device import TURN_BYTES, _TakingTurns, _TorchCommands, in_turns
+from fsdp_offload.core.backend import TURN_BYTES, _TakingTurns, _TorchCommands, in_turns
 
 
 class Stream:

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp_offload import driver as driver_module
-from fsdp_offload.driver import Commands, Driver
-from fsdp_offload.errors import DeviceError
+from fsdp_offload.core import cuda_driver as driver_module
+from fsdp_offload.core.cuda_driver import Commands, Driver
+from fsdp_offload.core.errors import DeviceError
 from fsdp_offload.phases.pages import DevicePages
 
 CUDA = torch.device("cuda", 1)

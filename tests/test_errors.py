@@ -33,11 +33,11 @@ from fsdp_offload import (
     TransferConfig,
     UnsupportedOptimizerError,
     UnsupportedParameterError,
-    device,
-    wrapping,
 )
-from fsdp_offload.device import CpuGateway, use_gateway
+from fsdp_offload.core import backend
+from fsdp_offload.core.backend import CpuGateway, use_gateway
 from fsdp_offload.memory import HostArena
+from fsdp_offload.optimizer import wrapping
 from fsdp_offload.pipeline import host
 from fsdp_offload.testing import StreamSimulator
 from tests.helpers.ranks import RankPool
@@ -339,7 +339,7 @@ def test_parameters_without_memory_are_refused() -> None:
 def test_a_device_that_is_missing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     cuda = torch.device("cuda", 0)
-    monkeypatch.setattr(wrapping, "gateway_for", lambda _: device.gateway_for(cuda))
+    monkeypatch.setattr(wrapping, "gateway_for", lambda _: backend.gateway_for(cuda))
     refusal = Refusal()
     with pytest.raises(DeviceError) as caught:
         HybridDeviceOptimizer(refusal.inner)
@@ -422,9 +422,9 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
         registered.pop(address, None)  # an arena of another test may be collected meanwhile
 
     registered_at_most = [0]
-    monkeypatch.setattr(device, "pin", pin)
-    monkeypatch.setattr(device, "unpin", unpin)
-    monkeypatch.setattr(device, "limit", registered_at_most, raising=False)
+    monkeypatch.setattr(backend, "pin", pin)
+    monkeypatch.setattr(backend, "unpin", unpin)
+    monkeypatch.setattr(backend, "limit", registered_at_most, raising=False)
     return registered
 
 
@@ -437,7 +437,7 @@ def test_when_pinning_is_refused_all_memory_is_given_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The host lane's second piece of memory is its ring of gradient buffers."""
-    device.limit[0] = limit  # type: ignore[attr-defined]
+    backend.limit[0] = limit  # type: ignore[attr-defined]
     refusal = Refusal()
     with use_gateway(_Pinning(CPU)), pytest.raises(PinningError) as caught:
         wrap(refusal.inner, lane)
@@ -582,7 +582,7 @@ def test_a_group_that_cannot_be_added_leaves_everything_as_it_was(
 ) -> None:
     model, twin_model = Model(), Model()
     twin = torch.optim.AdamW(twin_model.parameters(), lr=0.1)
-    device.limit[0] = 1  # type: ignore[attr-defined]
+    backend.limit[0] = 1  # type: ignore[attr-defined]
     with use_gateway(_Pinning(CPU)):
         optimizer = wrap(torch.optim.AdamW(model.parameters(), lr=0.1), "streamed")
     numbers = torch.randn(20)[::2] if bad == "strided" else torch.randn(20)

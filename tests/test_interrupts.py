@@ -1,4 +1,4 @@
-"""SIGINT inside of :func:`fsdp_offload.interrupts.held_back`."""
+"""SIGINT inside of :func:`fsdp_offload.core.interrupts.held_back`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from fsdp_offload.interrupts import held_back
+from fsdp_offload.core.interrupts import held_back
 
 
 def strike() -> None:
@@ -101,7 +101,7 @@ def test_an_ignored_signal_stays_ignored() -> None:
 
 def test_the_systems_handler_ends_the_process_at_the_end() -> None:
     script = (
-        "import signal; from fsdp_offload.interrupts import held_back\n"
+        "import signal; from fsdp_offload.core.interrupts import held_back\n"
         "signal.signal(signal.SIGINT, signal.SIG_DFL)\n"
         "with held_back():\n"
         "    signal.raise_signal(signal.SIGINT)\n"

@@ -18,12 +18,13 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.utils._pytree import tree_map_only
 
-from fsdp_offload import HybridDeviceOptimizer, LaneError, TransferConfig, device
-from fsdp_offload.device import CpuGateway, use_gateway
+from fsdp_offload import HybridDeviceOptimizer, LaneError, TransferConfig
+from fsdp_offload.core import backend
+from fsdp_offload.core.backend import CpuGateway, use_gateway
 from fsdp_offload.memory import HostArena
 from fsdp_offload.pipeline import engine
-from fsdp_offload.pipeline.codec import decode_plain
 from fsdp_offload.testing import ADVERSARIES, StreamSimulator
+from fsdp_offload.update.codec import decode_plain
 
 pytestmark = pytest.mark.usefixtures("one_thread", "small_host_buckets")
 CPU = torch.device("cpu")
@@ -411,8 +412,8 @@ def test_pinned_memory_is_allocated_once_and_not_per_tensor(
 ) -> None:
     """The host lane's second one is its ring of gradient buffers."""
     pinned: list[int] = []
-    monkeypatch.setattr(device, "pin", lambda address, n_bytes, device: pinned.append(n_bytes))
-    monkeypatch.setattr(device, "unpin", lambda address, n_bytes, device: None)
+    monkeypatch.setattr(backend, "pin", lambda address, n_bytes, device: pinned.append(n_bytes))
+    monkeypatch.setattr(backend, "unpin", lambda address, n_bytes, device: None)
     made: list[int] = []
 
     class CountedArena(HostArena):

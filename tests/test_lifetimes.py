@@ -13,7 +13,7 @@ from torch import nn
 
 from fsdp_offload import HybridDeviceOptimizer, LaneError, TransferConfig
 from fsdp_offload.pipeline import worker
-from fsdp_offload.pipeline.records import Work
+from fsdp_offload.update.records import Work
 
 SMALL = TransferConfig(bucket_bytes=4096, slots=2, host_threads=8)
 

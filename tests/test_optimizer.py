@@ -27,8 +27,8 @@ import fsdp_offload
 from fsdp_offload import HybridDeviceOptimizer, TransferConfig
 from fsdp_offload.memory import HostArena
 from fsdp_offload.memory.arena import _mappings
-from fsdp_offload.pipeline.shadow import Shadow
 from fsdp_offload.testing import StreamSimulator
+from fsdp_offload.update.shadow import Shadow
 from tests.helpers.side_by_side import bits
 
 pytestmark = pytest.mark.usefixtures("one_thread", "small_host_buckets")

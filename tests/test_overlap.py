@@ -19,17 +19,17 @@ from fsdp_offload import (
     LaneError,
     SpentGradientError,
     TransferConfig,
-    device,
 )
-from fsdp_offload.device import gateway_for
-from fsdp_offload.overlap import Times
+from fsdp_offload.core import backend
+from fsdp_offload.core.backend import gateway_for
+from fsdp_offload.core.spent import is_spent
 from fsdp_offload.pipeline import streamed
 from fsdp_offload.pipeline.engine import Segment
 from fsdp_offload.pipeline.host import HostUnit
-from fsdp_offload.pipeline.records import Snapshot, Work
+from fsdp_offload.pipeline.overlap import Times
 from fsdp_offload.pipeline.streamed import StreamedLane
-from fsdp_offload.spent import is_spent
 from fsdp_offload.testing import StreamSimulator
+from fsdp_offload.update.records import Snapshot, Work
 from tests.helpers.fake_fsdp import FakeFsdp
 from tests.own_optimizers import Lion
 
@@ -528,13 +528,13 @@ def test_bulk_takes_turns_where_others_copy_meanwhile(
     monkeypatch: pytest.MonkeyPatch, overlap: str
 ) -> None:
     taken: list[int] = []
-    copy = device._CpuStream.copy_in_turns
+    copy = backend._CpuStream.copy_in_turns
 
     def noted(stream: Any, targets: Any, sources: Any) -> None:
         taken.append(len(targets))
         copy(stream, targets, sources)
 
-    monkeypatch.setattr(device._CpuStream, "copy_in_turns", noted)
+    monkeypatch.setattr(backend._CpuStream, "copy_in_turns", noted)
     job = Job(overlap)
     job.train(2)
     assert (len(taken) > 0) == (overlap != "step")

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_offload import TransferConfig
-from fsdp_offload.device import CpuGateway, gateway_for, use_gateway
+from fsdp_offload.core.backend import CpuGateway, gateway_for, use_gateway
 from fsdp_offload.pipeline.worker import InlineWorker
 from fsdp_offload.testing import ADVERSARIES
 from tests.helpers.fake_fsdp import FakeFsdp, scale

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fsdp_offload.overwriting import is_same, kept_apart
+from fsdp_offload.update.overwriting import is_same, kept_apart
 
 PARTS = 6
 

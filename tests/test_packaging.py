@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from fsdp_offload.fsdp import TORCH_RUN
+from fsdp_offload.core.fsdp import TORCH_RUN
 
 REPOSITORY = Path(__file__).parents[1]
 OPTIONAL = {"triton"}  # comes with torch's GPU builds

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fsdp_offload import HybridDeviceOptimizer
-from fsdp_offload.errors import ConfigError, LaneError, StateSchemaError
+from fsdp_offload.core.errors import ConfigError, LaneError, StateSchemaError
 from tests import own_optimizers as own
 from tests.helpers.side_by_side import MATRICES, SHAPES, SMALL, Build, SideBySide
 

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fsdp_offload import HybridDeviceOptimizer, PrecisionConfig, TransferConfig
-from fsdp_offload.errors import ConfigError, UnsupportedOptimizerError
-from fsdp_offload.pipeline.schema import makes_its_state
+from fsdp_offload.core.errors import ConfigError, UnsupportedOptimizerError
+from fsdp_offload.update.schema import makes_its_state
 from tests.helpers.side_by_side import MATRICES, SHAPES, SMALL, Apart, Build, SideBySide, bits
 from tests.optimizer_table import ELEMENTWISE, EXTRA, FUSED, SETTINGS, TENSOR_LR, Setting, settings
 

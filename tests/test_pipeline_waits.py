@@ -30,9 +30,9 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_offload import HybridDeviceOptimizer, TransferConfig
-from fsdp_offload.device import CpuGateway, gateway_for, use_gateway
-from fsdp_offload.pipeline.records import Work
+from fsdp_offload.core.backend import CpuGateway, gateway_for, use_gateway
 from fsdp_offload.testing import ADVERSARIES
+from fsdp_offload.update.records import Work
 from tests.helpers.removed_waits import (
     CPU,
     NOTHING,

@@ -28,11 +28,11 @@ from fsdp_offload import (
     TransferConfig,
 )
 from fsdp_offload.checkpoint import OptimizerState, load, save
-from fsdp_offload.device import gateway_for
-from fsdp_offload.pipeline import moments, reduced_adam, rng_key
-from fsdp_offload.pipeline.bucket import Scratch
-from fsdp_offload.pipeline.rng_key import RngKey
-from fsdp_offload.pipeline.schema import makes_its_state
+from fsdp_offload.core.backend import gateway_for
+from fsdp_offload.update import moments, reduced_adam, rng_key
+from fsdp_offload.update.bucket import Scratch
+from fsdp_offload.update.rng_key import RngKey
+from fsdp_offload.update.schema import makes_its_state
 from tests.fsdp import models
 from tests.helpers.fake_fsdp import FakeFsdp
 from tests.helpers.ranks import RankPool
@@ -392,7 +392,7 @@ class OnCpu:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls = 0
         monkeypatch.setattr(reduced_adam.ReducedAdam, "is_for", staticmethod(self._fits))
-        from fsdp_offload.pipeline import bucket
+        from fsdp_offload.update import bucket
 
         monkeypatch.setattr(bucket, "adam", self._update)
 

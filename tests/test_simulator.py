@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdp_offload.device import CpuGateway, Event, Gateway, Stream, gateway_for, use_gateway
-from fsdp_offload.errors import ConfigError, DeviceError
+from fsdp_offload.core.backend import CpuGateway, Event, Gateway, Stream, gateway_for, use_gateway
+from fsdp_offload.core.errors import ConfigError, DeviceError
 from fsdp_offload.testing import ADVERSARIES, StreamSimulator
 from tests.helpers.policies import POLICIES
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_offload import SpentGradientError
-from fsdp_offload.spent import SpentGradient, is_spent
+from fsdp_offload.core.spent import SpentGradient, is_spent
 
 USES: dict[str, Callable[[Tensor], Any]] = {
     "norm": lambda g: g.norm(),

@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from .. import checkpoint
-from ..optimizer import HybridDeviceOptimizer
+from ..optimizer.hybrid import HybridDeviceOptimizer
 from . import machine
 from .machine import Row, seconds_of, slowest
 from .model import Job, sharded_model

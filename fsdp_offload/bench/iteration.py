@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import OffloadError
-from ..optimizer import HybridDeviceOptimizer
+from ..core.errors import OffloadError
+from ..optimizer.hybrid import HybridDeviceOptimizer
 from . import machine
 from .machine import GIB, Row, on_all_ranks
 from .model import Job, layers_for, synthetic_batches

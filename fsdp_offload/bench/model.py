@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.nn import functional as F
 
-from ..errors import ConfigError
+from ..core.errors import ConfigError
 
 BATCHES = 4  # so that neighbouring iterations do not see the same tokens
 

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..device import release_cached
+from ..core.backend import release_cached
 from ..phases import PhaseOffloader, swap
 from . import machine
 from .machine import GIB, Row, seconds_of, slowest

@@ -28,9 +28,9 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.optim import AdamW
 
-from ..config import PrecisionConfig, TransferConfig, parse_bytes
-from ..errors import ConfigError
-from ..optimizer import HybridDeviceOptimizer
+from ..core.config import PrecisionConfig, TransferConfig, parse_bytes
+from ..core.errors import ConfigError
+from ..optimizer.hybrid import HybridDeviceOptimizer
 from .model import Job, sharded_model, unsharded_model
 
 OURS: Final = ("step", "forward", "backward")

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
-from ..errors import OffloadError
+from ..core.errors import OffloadError
 from .files import memory_of, typed, typed_error
 from .loading import JobLoadPlanner, JobReader
 from .planner import FlatSavePlanner

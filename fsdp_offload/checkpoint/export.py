@@ -34,12 +34,12 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from torch.optim import Optimizer
 
-from .. import shards
-from ..chunks import Box
-from ..config import parse_bytes
-from ..errors import CheckpointError, ConfigError, UnsupportedParameterError
-from ..pipeline import codec
-from ..progress import progress as bar_over
+from ..core import dtensor
+from ..core.chunks import Box
+from ..core.config import parse_bytes
+from ..core.errors import CheckpointError, ConfigError, UnsupportedParameterError
+from ..core.progress import progress as bar_over
+from ..update import codec
 from .api import coordination_group, run_save
 from .files import fsync, memory_of, run_all, typed, write_bytes
 from .layout import MODEL_PREFIXES, Layout, find_layout
@@ -379,7 +379,7 @@ def _find_in_model(
         tied = first.setdefault(id(tensor), fqn)
         entry = Entry(fqn, tuple(tensor.shape), dtype, None if tied == fqn else tied)
         # As a tensor of its own: a ragged shard tells its boxes by what is attached.
-        shown = shards.like(tensor, shards.local(held[fqn]))
+        shown = dtensor.like(tensor, dtensor.local(held[fqn]))
         items = create_default_local_save_plan({fqn: shown}, is_coordinator=True).items
         read = functools.partial(_read_shard, shown, masters.get(tensor))
         found.append(Source(entry, items, read))
@@ -390,7 +390,7 @@ def _find_in_model(
 def _read_shard(
     weight: Tensor, master: Tensor | None, index: MetadataIndex
 ) -> tuple[Tensor, Tensor | None]:
-    return shards.chunk(weight, index), None if master is None else shards.chunk(master, index)
+    return dtensor.chunk(weight, index), None if master is None else dtensor.chunk(master, index)
 
 
 def _tensors_of(model: nn.Module, *, keep_vars: bool = False) -> dict[str, Tensor]:
@@ -419,7 +419,7 @@ def _masters_of(optimizers: Sequence[Optimizer]) -> dict[Tensor, Tensor]:
 
 def _check_exportable(fqn: str, tensor: Tensor) -> None:
     """Refuse what has no elements of its own here."""
-    shard = shards.local(tensor)
+    shard = dtensor.local(tensor)
     if shard.device.type == "meta":
         raise CheckpointError(
             f"{fqn} on the meta device",

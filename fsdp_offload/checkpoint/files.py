@@ -20,7 +20,7 @@ from typing import Final, TypeVar
 import torch
 from torch import Tensor
 
-from ..errors import CheckpointCorruptError, CheckpointError, ConfigError, OffloadError
+from ..core.errors import CheckpointCorruptError, CheckpointError, ConfigError, OffloadError
 from ..memory import local_ranks
 
 BLOCK_BYTES: Final = 8 << 20

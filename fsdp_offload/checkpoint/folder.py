@@ -31,8 +31,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from ..chunks import Box, covers
-from ..errors import CheckpointError
+from ..core.chunks import Box, covers
+from ..core.errors import CheckpointError
 from .files import corrupt, fsync_folder, write_whole
 from .format import read_table
 

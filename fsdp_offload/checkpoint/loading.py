@@ -32,14 +32,14 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.futures import Future
 from torch.optim import Optimizer
 
-from .. import shards
+from ..core import dtensor
+from ..core.errors import CheckpointError, OffloadError, StateDictError
+from ..core.interrupts import held_back
 from ..core.offloadable import check_loadable
-from ..errors import CheckpointError, OffloadError, StateDictError
-from ..interrupts import held_back
-from ..loading import tell_loaded
-from ..optimizer import HybridDeviceOptimizer
-from ..pipeline import state as state_io
-from ..pipeline.records import Record
+from ..optimizer.hybrid import HybridDeviceOptimizer
+from ..optimizer.loading import tell_loaded
+from ..update import state as state_io
+from ..update.records import Record
 from .files import typed
 from .layout import Layout, find_layout
 from .planner import Conversion, FlatLoadPlanner, read_values
@@ -234,7 +234,7 @@ class JobLoadPlanner(FlatLoadPlanner):
             )  # fmt: skip
         for parameter, _ in parameters_of(optimizer):
             fqn, live = names[parameter], optimizer.state.get(parameter, {})
-            device = shards.local(parameter).device
+            device = dtensor.local(parameter).device
             self._plan_unmanaged(parameter, fqn, saved.get(fqn, set()), layout, device, live)
 
     def _plan_offloaded(
@@ -269,7 +269,7 @@ class JobLoadPlanner(FlatLoadPlanner):
         if record.emits_master and form in saved:
             self._add(f"{STATE}{fqn}.{form}", start + form, live[form])
             return
-        weight = shards.like(record.parameter, shards.local(record.parameter))
+        weight = dtensor.like(record.parameter, dtensor.local(record.parameter))
         kept = live[form] if record.emits_master else weight
         for name, dtype in ((WHOLE, torch.float32), (REMAINDER, torch.bfloat16)):
             if name in saved and _can_convert(record, dtype):
@@ -304,9 +304,9 @@ class JobLoadPlanner(FlatLoadPlanner):
             if isinstance(entry, TensorStorageMetadata) and not isinstance(value, Tensor):
                 dtype = entry.properties.dtype
                 if entry.size == parameter.shape and name != "step":
-                    shard = shards.local(parameter)
+                    shard = dtensor.local(parameter)
                     value = torch.zeros_like(shard, dtype=dtype, device=device)
-                    value = shards.like(parameter, value)
+                    value = dtensor.like(parameter, value)
                 else:
                     value = torch.zeros(entry.size, dtype=dtype)
             self._add(f"{STATE}{fqn}.{name}", source, value)

@@ -18,9 +18,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import ReadItem, SavePlan, WriteItem, WriteItemType
 
-from .. import shards
-from ..errors import CheckpointError, ConfigError
-from ..pipeline import codec
+from ..core import dtensor
+from ..core.errors import CheckpointError, ConfigError
+from ..update import codec
 from .files import typed
 from .reader import Reader
 from .state import EXTRA, decode, encode
@@ -183,7 +183,7 @@ class Conversion:
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         """What this rank needs (protocol of DCP's planner)."""
-        return shards.chunk_list(self.kept)
+        return dtensor.chunk_list(self.kept)
 
     def scratch(self, item: ReadItem) -> Tensor:
         """Memory for the elements of one read: as stored, on the CPU."""
@@ -211,7 +211,7 @@ class Conversion:
 
     @staticmethod
     def _slice(tensor: Tensor, item: ReadItem) -> Tensor:
-        found: Any = shards.chunk(tensor, item.dest_index)
+        found: Any = dtensor.chunk(tensor, item.dest_index)
         for dim, (start, length) in enumerate(zip(item.dest_offsets, item.lengths, strict=True)):
             found = found.narrow(dim, start, length)
         return found  # type: ignore[no-any-return]

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
-from ..errors import CheckpointError, OffloadError
+from ..core.errors import CheckpointError, OffloadError
 from . import folder
 from .files import (
     BLOCK_BYTES,

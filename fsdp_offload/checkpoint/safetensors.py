@@ -15,8 +15,8 @@ from typing import Any, Final
 
 import torch
 
-from ..chunks import Box
-from ..errors import CheckpointError, ConfigError
+from ..core.chunks import Box
+from ..core.errors import CheckpointError, ConfigError
 from .files import create, fsync_folder, write_bytes
 from .folder import remove
 

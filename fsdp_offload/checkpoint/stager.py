@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.staging import AsyncStager
 
-from .. import shards
-from ..config import TransferConfig
-from ..device import gateway_for
+from ..core import dtensor
+from ..core.backend import gateway_for
+from ..core.config import TransferConfig
 from ..memory import HostArena, check_host_budget, local_ranks
 from .files import BLOCK_BYTES, as_bytes, run_all
 from .format import aligned
@@ -87,7 +87,7 @@ class Stager(AsyncStager):
         if isinstance(value, list | tuple) and type(value) in (list, tuple):
             return type(value)(self._replace(each, copy) for each in value)
         if isinstance(value, Tensor):
-            return shards.like(value, copy(shards.local(value)))
+            return dtensor.like(value, copy(dtensor.local(value)))
         return value
 
     def synchronize_staging(self) -> None:

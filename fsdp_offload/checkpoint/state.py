@@ -28,12 +28,12 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from .. import shards
-from ..device import gateway_for
-from ..errors import ConfigError, StateDictError
-from ..optimizer import HybridDeviceOptimizer
-from ..pipeline.records import MasterForm
-from ..wrapping import gateway_of
+from ..core import dtensor
+from ..core.arguments import gateway_of
+from ..core.backend import gateway_for
+from ..core.errors import ConfigError, StateDictError
+from ..optimizer.hybrid import HybridDeviceOptimizer
+from ..update.records import MasterForm
 
 REMAINDER = MasterForm.REMAINDER.value
 WHOLE = MasterForm.WHOLE.value
@@ -150,7 +150,7 @@ def names_of(models: Sequence[nn.Module], optimizer: Optimizer) -> dict[Tensor, 
     Raises:
         ConfigError: a parameter is in none of ``models``.
     """
-    names = shards.saved_names(models)
+    names = dtensor.saved_names(models)
     for parameter, _ in parameters_of(optimizer):
         if parameter not in names:
             raise ConfigError(
@@ -234,7 +234,7 @@ def collect(
     if optimizer is not None:
         packed = pack(models, optimizer)
         names = names_of(models, optimizer)
-        others = {name for parameter, name in names.items() if not shards.is_first(parameter)}
+        others = {name for parameter, name in names.items() if not dtensor.is_first(parameter)}
         state["optim"] = {
             key: value
             for key, value in packed.items()

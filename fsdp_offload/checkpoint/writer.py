@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from ..errors import ConfigError
-from ..interrupts import held_back
+from ..core.errors import ConfigError
+from ..core.interrupts import held_back
 from . import folder
 from .files import (
     BLOCK_BYTES,

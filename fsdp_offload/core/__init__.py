@@ -1,1 +1,1 @@
-"""Ground floor: what every folder may import, and what imports torch alone."""
+"""Ground floor: imports torch alone. Private torch API is touched here, and nowhere else."""

@@ -12,7 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..device import Event
+from .backend import Event
 
 
 class HostCopies(Protocol):

@@ -27,7 +27,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from ..errors import AwayError
+from .errors import AwayError
 
 _MIB: Final = 1 << 20
 _kept: list[object] = []  # torch keeps bare pointers to allocators and their functions

@@ -28,10 +28,10 @@ from typing import Final
 
 import torch
 
-from .. import device as gateway
-from ..config import MIB, TransferConfig
-from ..errors import HostMemoryError, PinningError
-from ..progress import progress
+from ..core import backend as gateway
+from ..core.config import MIB, TransferConfig
+from ..core.errors import HostMemoryError, PinningError
+from ..core.progress import progress
 from .budget import local_ranks, size_text
 
 HUGE_PAGE_BYTES: Final = 2 * MIB

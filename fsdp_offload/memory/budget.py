@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from ..errors import ConfigError, HostMemoryError
+from ..core.errors import ConfigError, HostMemoryError
 
 PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
 _ROOT: Final = Path("/")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from ..memory.transfer import Figures, Handle
 from .offloader import PhaseOffloader, PhaseStatistics, swap
 from .region import FixedAddressRegion, RegionStatistics
-from .transfer import Figures, Handle
 
 __all__ = [
     "Figures",

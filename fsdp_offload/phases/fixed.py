@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 import torch
 
 from ..core import storage as storages
-from ..errors import ConfigError, DeviceError
+from ..core.errors import ConfigError, DeviceError
 from ..plan.layout import align
 from .pages import CHUNK_BYTES, Pages
 from .region import ALIGNMENT_BYTES, Extents

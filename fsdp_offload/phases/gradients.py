@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from .. import shards
-from ..errors import AwayError, OffloadError, UnspentGradientError
-from ..groups import Group
-from ..spent import StandIn
+from ..core import dtensor
+from ..core.errors import AwayError, OffloadError, UnspentGradientError
+from ..core.fsdp_groups import Group
+from ..core.spent import StandIn
 from .guard import WeakHook, parameters_of, remove_all
 
 
@@ -62,7 +62,7 @@ class Gradients:
 
     def _note_step(self, *_: object) -> None:
         """A step has just consumed what is there."""
-        found = map(shards.raw_gradient, parameters_of(self._optimizer))
+        found = map(dtensor.raw_gradient, parameters_of(self._optimizer))
         self._consumed = {
             id(gradient): (weakref.ref(gradient), _version(gradient))
             for gradient in found
@@ -78,7 +78,7 @@ class Gradients:
         if self._policy is not None:
             return
         for name, parameter in parameters.items():
-            gradient = shards.raw_gradient(parameter)
+            gradient = dtensor.raw_gradient(parameter)
             if gradient is not None and not self._may_go(gradient):
                 raise self._unspent(name.partition(".")[2], parameter)
         if any(group.waiting_gradients for group in self._groups):
@@ -96,7 +96,7 @@ class Gradients:
         find, version = self._consumed.get(id(gradient), (None, 0))
         if find is not None and find() is gradient and _version(gradient) == version:
             return True
-        return gradient.layout is torch.strided and not bool(shards.local(gradient).any())
+        return gradient.layout is torch.strided and not bool(dtensor.local(gradient).any())
 
     def _unspent(self, fqn: str, parameter: Tensor) -> UnspentGradientError:
         what = f"offload() with the gradient of {fqn}"
@@ -134,7 +134,7 @@ class Gradients:
         for name, parameter in parameters.items():
             if self._drops:
                 parameter.grad = None
-                shards.clear_decoupled_gradient(parameter)
+                dtensor.clear_decoupled_gradient(parameter)
             elif self._policy == "save":
                 gradient = parameter.grad
                 if gradient is not None and not isinstance(gradient, StandIn):
@@ -155,5 +155,5 @@ class Gradients:
 
 def _version(gradient: Tensor) -> int:
     """Changes with each write, FSDP2's into the shard of a DTensor included."""
-    shard = shards.local(gradient)
+    shard = dtensor.local(gradient)
     return 0 if shard.is_inference() else shard._version

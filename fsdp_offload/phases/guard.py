@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from ..core.backend import Event, Gateway
+from ..core.errors import AwayError, ConfigError
 from ..core.offloadable import HostCopies, LoadHook
-from ..device import Event, Gateway
-from ..errors import AwayError, ConfigError
 
 _NEEDED_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_state_dict_post_hooks")
 

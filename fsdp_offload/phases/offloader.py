@@ -14,19 +14,19 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
-from .. import shards
-from ..config import TransferConfig
+from ..core import dtensor
 from ..core import storage as storages
+from ..core.arguments import gateway_of, modules_of
+from ..core.backend import Gateway, free_bytes, release_cached
+from ..core.config import TransferConfig
+from ..core.errors import ClosedError, ConfigError, DeviceMemoryError, UnsupportedParameterError
+from ..core.fsdp_groups import find_groups
+from ..core.interrupts import held_back
 from ..core.offloadable import Offloadable
-from ..device import Gateway, free_bytes, release_cached
-from ..errors import ClosedError, ConfigError, DeviceMemoryError, UnsupportedParameterError
-from ..groups import find_groups
-from ..interrupts import held_back
-from ..wrapping import gateway_of, modules_of
+from ..memory.transfer import Block, Figures, Handle, StorageBlock, Transfer, collect
 from .fixed import FixedMemory, movable
 from .gradients import Gradients
 from .guard import ModelGuard, PlainOptimizer
-from .transfer import Block, Figures, Handle, StorageBlock, Transfer, collect
 
 KINDS: Final = ("params", "grads", "state")
 """In the order in which they travel."""
@@ -489,10 +489,10 @@ def _by_kind(handle: Handle) -> dict[str, Figures]:
 
 def _dense(tensor: Tensor) -> list[tuple[str, Tensor]]:
     """The plain, strided tensors that hold its elements here, with a name each."""
-    shard = shards.with_history(tensor)
+    shard = dtensor.with_history(tensor)
     if type(shard) in (Tensor, nn.Parameter) and shard.layout is torch.strided:  # nearly always
         return [("", shard)]
-    return shards.plain_parts(tensor)
+    return dtensor.plain_parts(tensor)
 
 
 def _offloadable(optimizer: Any, gateway: Gateway) -> Offloadable | None:

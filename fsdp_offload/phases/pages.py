@@ -21,8 +21,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from ..driver import Driver
-from ..errors import DeviceError, HostMemoryError
+from ..core.cuda_driver import Driver
+from ..core.errors import DeviceError, HostMemoryError
 from ..plan.layout import align
 
 CHUNK_BYTES: Final = 256 << 20
@@ -209,7 +209,7 @@ class HostPages(Pages):
 
 
 class Chunk:
-    """One chunk of pages as a :class:`~.transfer.Block`: unmapped and mapped; the address stays."""
+    """One chunk of pages as a :class:`~..memory.transfer.Block`: unmapped and mapped, in place."""
 
     def __init__(self, key: str, pages: Pages, index: int) -> None:
         self.key = key

@@ -10,15 +10,15 @@ from typing import Final, NoReturn
 import torch
 from torch import Tensor
 
-from ..config import TransferConfig
+from ..core.backend import gateway_for
+from ..core.config import TransferConfig
+from ..core.errors import AwayError, ClosedError, ConfigError, DeviceMemoryError
+from ..core.interrupts import held_back
 from ..core.storage import tie
-from ..device import gateway_for
-from ..errors import AwayError, ClosedError, ConfigError, DeviceMemoryError
-from ..interrupts import held_back
+from ..memory.transfer import Figures, Handle, Transfer
 from ..plan.layout import align
 from . import pages
 from .pages import Chunk, Pages
-from .transfer import Figures, Handle, Transfer
 
 ALIGNMENT_BYTES: Final = 512
 """Of each tensor, as in torch's own allocator."""

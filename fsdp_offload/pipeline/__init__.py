@@ -1,7 +1,5 @@
-"""The three lanes, the shadow engine and the state codecs.
+"""Buckets on streams: what is fetched, updated and written back, and who waits for whom.
 
-``records`` (what is known of a parameter and of a step) and ``schema`` (what state a class keeps)
-are the ground; ``shadow`` calls the class's own step; ``bucket``, ``streamed`` and ``host`` are the
-lanes; ``engine`` builds them and runs a step; ``inventory`` decides what goes where; ``state``
-shows, checks and writes state.
+``engine`` builds the lanes and runs a step; ``streamed`` and ``host`` are the lanes; ``overlap``
+runs them beside forward and backward; ``inventory`` decides what goes where.
 """

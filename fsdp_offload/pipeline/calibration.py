@@ -23,9 +23,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..config import MIB, TransferConfig
-from ..device import Gateway
-from ..errors import DeviceError
+from ..core.backend import Gateway
+from ..core.config import MIB, TransferConfig
+from ..core.errors import DeviceError
 from ..memory import HostArena
 from ..plan import Rates
 from .cores import thread_count

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from ..device import Gateway, cores_near, parse_cpu_list
+from ..core.backend import Gateway, cores_near, parse_cpu_list
 from ..memory import local_ranks
 
 

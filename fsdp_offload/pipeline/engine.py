@@ -13,23 +13,23 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..config import OffloadConfig
-from ..device import Event, Gateway
-from ..errors import DeviceMemoryError
+from ..core.backend import Event, Gateway
+from ..core.config import OffloadConfig
+from ..core.errors import DeviceMemoryError
 from ..memory import ArenaStatistics, HostArena, check_host_budget, local_ranks
 from ..plan import Kind, Layout, Slice, make_layout
 from ..plan.lanes import is_beside
 from ..plan.layout import align
 from ..plan.order import Job, deadline_order, slot_count
-from .bucket import BucketUpdate, Scratch
+from ..update.bucket import BucketUpdate, Scratch
+from ..update.records import MasterForm, Record, Snapshot, Work
+from ..update.schema import is_torch_class
+from ..update.state import fill_initial, write_master
 from .cores import thread_count, thread_setup
 from .host import HostBucket, HostStaging, HostStagingSizes, ring_depth
 from .host_lane import HostLane
 from .link import copier
 from .native import NativeUpdate, States
-from .records import MasterForm, Record, Snapshot, Work
-from .schema import is_torch_class
-from .state import fill_initial, write_master
 from .streamed import StreamedBucket, StreamedLane
 from .worker import InlineWorker, ThreadPool, Worker
 

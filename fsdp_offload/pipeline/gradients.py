@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from .. import shards
+from ..core import dtensor
+from ..core.errors import AwayError, StateSchemaError
 from ..core.storage import is_empty
-from ..errors import AwayError, StateSchemaError
-from .records import Record
+from ..update.records import Record
 
 
 def gradient_of(record: Record) -> Tensor | None:
@@ -18,9 +18,9 @@ def gradient_of(record: Record) -> Tensor | None:
     Raises:
         AwayError: the shard or its gradient is offloaded.
         StateSchemaError: the shard is not where it was when the optimizer was wrapped.
-        UnsupportedParameterError: see :func:`.shards.gradient_shard`.
+        UnsupportedParameterError: see :func:`.core.dtensor.gradient_shard`.
     """
-    shard = shards.with_history(record.parameter)
+    shard = dtensor.with_history(record.parameter)
     storage = shard.untyped_storage()
     if is_empty(shard, storage):
         raise AwayError(
@@ -28,7 +28,7 @@ def gradient_of(record: Record) -> Tensor | None:
             reason="its device memory is offloaded, and an update writes into it",
             remedy="reload the model first",
         )
-    gradient = shards.gradient_shard(record.parameter, record.fqn, record.info.local_shape)
+    gradient = dtensor.gradient_shard(record.parameter, record.fqn, record.info.local_shape)
     if gradient is None:
         return None
     if is_empty(gradient):
@@ -37,7 +37,7 @@ def gradient_of(record: Record) -> Tensor | None:
             reason="its device memory is offloaded",
             remedy="reload the model first",
         )
-    if shards.memory_of(shard, storage) != record.memory:
+    if dtensor.memory_of(shard, storage) != record.memory:
         raise StateSchemaError(
             f"shard of {record.fqn}",
             reason="its memory was replaced after wrapping, and updates are in place",
@@ -64,4 +64,4 @@ def count_empty_shards(
         return  # a step without any gradient
     for record in empty:
         if gradients[record.index] is None:
-            gradients[record.index] = shards.local(record.parameter).reshape(-1)
+            gradients[record.index] = dtensor.local(record.parameter).reshape(-1)

@@ -18,19 +18,19 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .. import shards
+from ..core import dtensor
+from ..core.backend import Event, Gateway, PendingEvent
 from ..core.storage import present
-from ..device import Event, Gateway, PendingEvent
 from ..memory import HostArena
 from ..plan import Bucket, Kind, Layout, Slice
 from ..plan.layout import kind_range, split
-from . import codec
-from .bucket import copy_present, make_piece
-from .checksum import checksum
+from ..update import codec
+from ..update.bucket import copy_present, make_piece
+from ..update.checksum import checksum
+from ..update.records import MasterForm, Part, Record, Work
+from ..update.schema import FUSED_ON_CPU, host_flags, torch_class
+from ..update.shadow import Shadow
 from .link import Copy
-from .records import MasterForm, Part, Record, Work
-from .schema import FUSED_ON_CPU, host_flags, torch_class
-from .shadow import Shadow
 from .worker import Calls, Ticket
 
 UNIT_NUMEL: Final = 15 << 17
@@ -147,7 +147,7 @@ class HostBucket:
         span = next(s for s in bucket.spans if s.kind == self._master_kind)
         self.sent_bytes = span.n_bytes
         self.shards = [
-            shards.local(r.parameter).view(-1)[s.start : s.stop]
+            dtensor.local(r.parameter).view(-1)[s.start : s.stop]
             for r, s in zip(members, bucket.slices, strict=True)
         ]
         self.parts = [Part(r, s.start, s.stop) for r, s in zip(members, bucket.slices, strict=True)]

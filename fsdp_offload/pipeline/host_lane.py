@@ -17,7 +17,7 @@ A bucket's way back can be enqueued only when host threads have updated it, so s
 for them. :meth:`HostLane.run` does on the caller's thread: ``step()`` ends when all is enqueued.
 :meth:`HostLane.offer` leaves it to one thread of the lane's own, the *driver*, and never blocks:
 a host thread that ends an update tells the driver, which enqueues the way back. Who needs the
-shards waits for a bucket's :class:`~fsdp_offload.device.PendingEvent`. Buckets are enqueued and
+shards waits for a bucket's :class:`~..core.backend.PendingEvent`. Buckets are enqueued and
 return in the order in which they were offered. Everything below :meth:`HostLane.offer` belongs to
 one thread at a time: the driver's, or the caller's if there is none.
 
@@ -39,10 +39,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..device import Event, Gateway, PendingEvent, Stream
-from ..errors import LaneError
+from ..core.backend import Event, Gateway, PendingEvent, Stream
+from ..core.errors import LaneError
+from ..update.records import Work
 from .host import HostBucket, HostStaging
-from .records import Work
 from .worker import InlineWorker, ThreadPool, Ticket, Worker
 
 

@@ -11,16 +11,24 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .. import shards
-from ..config import Lane, OffloadConfig
-from ..device import gateway_for
-from ..errors import DeviceError, StateSchemaError, UnsupportedParameterError
-from ..fsdp import fsdp_parameters
+from ..core import dtensor
+from ..core.backend import gateway_for
+from ..core.config import Lane, OffloadConfig
+from ..core.errors import DeviceError, StateSchemaError, UnsupportedParameterError
+from ..core.fsdp import fsdp_parameters
 from ..plan import Candidate, Rates, choose_lanes, wants_rates
+from ..update.moments import moments_of
+from ..update.records import Record, bytes_per_element, master_form, state_kinds
+from ..update.schema import (
+    FUSED_ON_CPU,
+    Schema,
+    has_schema,
+    host_flags,
+    schema_of,
+    signature,
+    torch_class,
+)
 from .calibration import measure_rates
-from .moments import moments_of
-from .records import Record, bytes_per_element, master_form, state_kinds
-from .schema import FUSED_ON_CPU, Schema, has_schema, host_flags, schema_of, signature, torch_class
 
 _log = logging.getLogger("fsdp_offload")
 
@@ -34,7 +42,7 @@ class Draft:
 
     parameter: Tensor
     group: int
-    info: shards.ShardInfo
+    info: dtensor.ShardInfo
     compute_dtype: torch.dtype
     native: bool
     candidate: Candidate
@@ -63,7 +71,7 @@ class Inventory:
         self._max_local_bytes: dict[Tensor, int] = {}
         self._resident_bytes = 0  # of the largest shards, over all ranks
         self._kept_lanes: dict[Tensor, Lane] = {}
-        self.names = shards.parameter_names(models)
+        self.names = dtensor.parameter_names(models)
         self._name_missing()
 
     def _name_missing(self) -> None:
@@ -154,7 +162,7 @@ class Inventory:
         """Measured; or ``None`` on CPU tensors and where it failed: all is streamed then."""
         if self._device.type == "cpu":
             return None
-        groups = shards.mesh_groups(draft.parameter for draft in ordered)
+        groups = dtensor.mesh_groups(draft.parameter for draft in ordered)
         try:
             return measure_rates(gateway_for(self._device), self._config.transfer, groups)
         except DeviceError as error:
@@ -169,7 +177,7 @@ class Inventory:
 
     def _draft(self, parameter: Tensor, group: int) -> Draft:
         fqn = self.names[parameter]
-        info = shards.shard_info(parameter, fqn)
+        info = dtensor.shard_info(parameter, fqn)
         compute = self._config.precision.compute_dtype(info.dtype)
         # A tensor subclass may be treated in a way of its own; Adafactor's state has shapes that
         # depend on the parameter's. Both keep what the class makes.
@@ -221,7 +229,7 @@ class Inventory:
             lane=lane,
             form=form,
             kinds=state_kinds(info, schema, form, compute, moments),
-            memory=shards.memory_of(draft.parameter),
+            memory=dtensor.memory_of(draft.parameter),
             moments=moments,
         )
 

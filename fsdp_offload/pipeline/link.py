@@ -17,7 +17,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from .kernels import triton_kernels
+from ..update.kernels import triton_kernels
 
 Copy = Callable[[Tensor, Tensor], None]
 """(source, target), 1-D, contiguous, of one dtype, one on the host: on the current stream."""

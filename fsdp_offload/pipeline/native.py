@@ -1,7 +1,7 @@
 """What is updated as the class does it, on the device, with the state that the class makes.
 
-:class:`NativeUpdate`: parameters of torch's classes whose state is not declared in :mod:`.schema`
-(tensor-subclass shards, Adafactor). A shadow steps the parameters themselves, whole.
+:class:`NativeUpdate`: parameters of torch's classes whose state :mod:`..update.schema` does not
+declare (tensor-subclass shards, Adafactor). A shadow steps the parameters themselves, whole.
 
 :class:`OwnStep`: a class that is not torch's. Its own methods run, on the optimizer itself.
 """
@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .. import shards
-from ..config import OffloadConfig
-from .records import Snapshot
-from .schema import make_shadow, raw_step
+from ..core import dtensor
+from ..core.config import OffloadConfig
+from ..update.records import Snapshot
+from ..update.schema import make_shadow, raw_step
 
 _log = logging.getLogger("fsdp_offload")
 
@@ -81,7 +81,7 @@ class OwnStep:
         if config.offload_fraction == 0:
             return
         parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
-        local = [shards.local(p) for p in parameters]
+        local = [dtensor.local(p) for p in parameters]
         _log.warning(
             "%s is not a class of torch.optim: it runs its own step, and its state stays on %s "
             "(%d parameters of %d bytes on this rank, and as much again for each state tensor of "

@@ -36,13 +36,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..device import Event, Gateway, Stream, TimedEvent, in_turns
+from ..core.backend import Event, Gateway, Stream, TimedEvent, in_turns
 from ..memory import HostArena
 from ..plan import Bucket, Kind, Layout, Slice
 from ..plan.layout import kind_range
 from ..plan.order import SlotUse, slot_use
-from .bucket import BucketUpdate, Scratch
-from .records import REMAINDER_KIND, MasterForm, Record, Work
+from ..update.bucket import BucketUpdate, Scratch
+from ..update.records import REMAINDER_KIND, MasterForm, Record, Work
 
 MARK_EVERY: Final = 8
 """Buckets between two readings of the clock."""

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ..errors import LaneError
+from ..core.errors import LaneError
 
 JOIN_SECONDS = 10.0
 

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from ..config import MIB, Lane, OffloadConfig
-from ..errors import ConfigError
+from ..core.config import MIB, Lane, OffloadConfig
+from ..core.errors import ConfigError
 
 HOST_BYTES_PER_NUMEL: Final = 8
 """What the host lane sends over the link per element: an fp32 gradient and an fp32 parameter."""

@@ -15,7 +15,7 @@ import torch
 from fsdp_offload.bench import checkpoint, iteration, phases
 from fsdp_offload.bench.model import Job, synthetic_batches
 from fsdp_offload.bench.rows import DEFAULT_ROWS, Case
-from fsdp_offload.errors import ConfigError
+from fsdp_offload.core.errors import ConfigError
 from tests.helpers.ranks import RankPool
 
 TINY = ["--device", "cpu", "--layers", "1", "--dim", "64", "--vocabulary", "128", "--tokens", "32"]

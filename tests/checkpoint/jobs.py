@@ -34,8 +34,8 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_offload import HybridDeviceOptimizer, checkpoint
-from fsdp_offload.pipeline import codec
-from fsdp_offload.pipeline.records import MasterForm, Record
+from fsdp_offload.update import codec
+from fsdp_offload.update.records import MasterForm, Record
 from tests.fsdp import models
 from tests.fsdp.models import Block, Toy, local
 

@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from fsdp_offload import HybridDeviceOptimizer, checkpoint
-from fsdp_offload.pipeline import codec
+from fsdp_offload.update import codec
 from tests.helpers.ranks import RankPool
 
 GOLDEN = Path(__file__).parents[2] / "checkpoints" / "golden"

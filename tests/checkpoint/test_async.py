@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from fsdp_offload import checkpoint
 from fsdp_offload.checkpoint import Stager, Writer, writer
-from fsdp_offload.errors import CheckpointError, OffloadError
+from fsdp_offload.core.errors import CheckpointError, OffloadError
 from tests.checkpoint import jobs
 from tests.checkpoint.jobs import Job, Variant
 from tests.fsdp import models

@@ -33,10 +33,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fsdp_offload import shards
-from fsdp_offload.chunks import Box, covers, flat_boxes
-from fsdp_offload.errors import UnsupportedParameterError
-from fsdp_offload.ragged import attach_ragged
+from fsdp_offload.core import dtensor
+from fsdp_offload.core.chunks import Box, covers, flat_boxes
+from fsdp_offload.core.errors import UnsupportedParameterError
+from fsdp_offload.core.ragged import attach_ragged
 from tests.checkpoint import stand_in
 
 MOST_DIMS = 4
@@ -332,8 +332,8 @@ def canonical(
         parameter = DTensor(
             torch.empty(local_shape, dtype=torch.bfloat16), spec, requires_grad=False
         )
-        assert shards.ragged_of(parameter) is None
-        states.append(shards.like(parameter, torch.empty(local_shape)))
+        assert dtensor.ragged_of(parameter) is None
+        states.append(dtensor.like(parameter, torch.empty(local_shape)))
     return states
 
 
@@ -385,7 +385,7 @@ def fsdp_in_tp_state() -> list[Tensor]:
     fully_shard(layer, mesh=mesh["outer", "dp"])
     assert layer.weight.placements[0] == Replicate()
     assert isinstance(layer.weight.placements[1], _StridedShard)
-    return [shards.like(p, shards.local(p).double()) for p in layer.parameters()]
+    return [dtensor.like(p, dtensor.local(p).double()) for p in layer.parameters()]
 
 
 def test_shards_of_real_fsdp_within_tp_tile() -> None:
@@ -416,9 +416,9 @@ def ragged(
         parameter = DTensor(torch.empty(stop - start), spec, requires_grad=False)
         parameter.megatron_fsdp_dist_index = index
         parameter.megatron_fsdp_slice = slice(start, stop)
-        bound = shards.shard_info(parameter, "w").max_local_numel
+        bound = dtensor.shard_info(parameter, "w").max_local_numel
         assert max(b - a for a, b in spans) <= bound <= math.prod(shape)
-        states.append(shards.like(parameter, torch.empty(stop - start)))
+        states.append(dtensor.like(parameter, torch.empty(stop - start)))
     return states
 
 
@@ -455,7 +455,7 @@ def test_a_slice_of_another_length_than_the_shard_is_refused() -> None:
     parameter = DTensor(torch.empty(6), spec, requires_grad=False)
     parameter.megatron_fsdp_slice = slice(0, 9)
     with pytest.raises(UnsupportedParameterError, match="6 elements on this rank"):
-        shards.shard_info(parameter, "w")
+        dtensor.shard_info(parameter, "w")
 
 
 def test_chunk_metadata_that_a_parameter_brings_are_kept() -> None:
@@ -464,12 +464,12 @@ def test_chunk_metadata_that_a_parameter_brings_are_kept() -> None:
     parameter = DTensor(torch.empty(1, 3), spec, requires_grad=False)
     donor = attach_ragged(torch.empty(3), torch.empty(3), SHAPE, 9, 12)
     parameter._local_tensor.__create_chunk_list__ = donor.__create_chunk_list__
-    state = shards.like(parameter, torch.empty(1, 3))
+    state = dtensor.like(parameter, torch.empty(1, 3))
 
     assert [tuple(chunk.offsets) for chunk in _create_chunk_list(state)] == [(3, 0)]
     parameter._local_tensor.__create_chunk_list__ = lambda: 2 * donor.__create_chunk_list__()
     with pytest.raises(UnsupportedParameterError, match="several chunks"):
-        shards.like(parameter, torch.empty(1, 3))
+        dtensor.like(parameter, torch.empty(1, 3))
 
 
 def test_other_cuts_are_another_placement() -> None:
@@ -481,7 +481,7 @@ def test_other_cuts_are_another_placement() -> None:
         return parameter
 
     parameter, other = made(3), made(6)
-    state = shards.like(parameter, torch.empty(1, 3))
-    assert shards.same_placement(parameter, state)
-    assert not shards.same_placement(other, state)
-    assert shards.same_placement(other, torch.zeros_like(state))  # tells nothing of its cuts
+    state = dtensor.like(parameter, torch.empty(1, 3))
+    assert dtensor.same_placement(parameter, state)
+    assert not dtensor.same_placement(other, state)
+    assert dtensor.same_placement(other, torch.zeros_like(state))  # tells nothing of its cuts

@@ -41,8 +41,8 @@ from fsdp_offload import (
 )
 from fsdp_offload.checkpoint import export, export_safetensors
 from fsdp_offload.checkpoint.safetensors import CODES, INDEX, Entry, plan_files, runs, split
-from fsdp_offload.chunks import Box
-from fsdp_offload.pipeline import codec
+from fsdp_offload.core.chunks import Box
+from fsdp_offload.update import codec
 from tests.fsdp import models
 from tests.fsdp.models import check
 from tests.fsdp.test_meshes import parallel, parallel_loss

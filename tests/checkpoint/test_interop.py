@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_op
 from torch.optim.lr_scheduler import OneCycleLR
 
 from fsdp_offload import checkpoint
-from fsdp_offload.errors import CheckpointError, OffloadError
+from fsdp_offload.core.errors import CheckpointError, OffloadError
 from tests.checkpoint import jobs
 from tests.checkpoint.jobs import FLAT, NESTED, Job, Variant
 from tests.fsdp import models

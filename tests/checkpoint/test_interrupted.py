@@ -15,7 +15,7 @@ import torch
 from fsdp_offload import checkpoint
 from fsdp_offload.checkpoint import folder, state
 from fsdp_offload.checkpoint import loading as loading_module
-from fsdp_offload.errors import LaneError
+from fsdp_offload.core.errors import LaneError
 from tests.checkpoint.test_saving import Pair, layers, pair_of, step, values_of
 from tests.fsdp import models
 

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from fsdp_offload import checkpoint
 from fsdp_offload.checkpoint import Reader
-from fsdp_offload.errors import CheckpointError
+from fsdp_offload.core.errors import CheckpointError
 from tests.checkpoint.test_saving import layers, pair_of, step, values_of
 from tests.fsdp import models
 

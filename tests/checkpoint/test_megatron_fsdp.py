@@ -19,7 +19,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.optim import Optimizer
 
-from fsdp_offload import HybridDeviceOptimizer, shards
+from fsdp_offload import HybridDeviceOptimizer
+from fsdp_offload.core import dtensor
 from tests.checkpoint import stand_in
 from tests.fsdp import models
 from tests.fsdp.models import check
@@ -187,7 +188,7 @@ def entries(made: Job) -> dict[str, Any]:
     """What a job gives to DCP: weights with their boxes, and the live state."""
     saved = {}
     for name, parameter in made[0].items():
-        saved[name] = shards.like(parameter, local(parameter))
+        saved[name] = dtensor.like(parameter, local(parameter))
         saved |= {f"{name}.{kind}": v for kind, v in made[1].state[parameter].items()}
     return saved
 
@@ -249,7 +250,7 @@ def save(size: int, path: Path, way: str, dtype: torch.dtype) -> dict[str, tuple
         for name, parameter in made[
             0
         ].items():  # torch cannot stage a DTensor over part of a buffer
-            saved[name] = shards.like(parameter, local(parameter).clone())
+            saved[name] = dtensor.like(parameter, local(parameter).clone())
         future = dcp.async_save(saved, checkpoint_id=path)
         with torch.no_grad():  # staging has copied what is written here
             for value in saved.values():

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim import Optimizer
 
 from fsdp_offload import HybridDeviceOptimizer, TransferConfig, checkpoint
-from fsdp_offload.pipeline import codec
+from fsdp_offload.update import codec
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from fsdp_offload import checkpoint
 from fsdp_offload.checkpoint import Writer, folder
-from fsdp_offload.errors import (
+from fsdp_offload.core.errors import (
     CheckpointCorruptError,
     CheckpointError,
     ClosedError,

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 
 from fsdp_offload import HybridDeviceOptimizer, checkpoint
 from fsdp_offload.checkpoint.planner import FlatSavePlanner
-from fsdp_offload.errors import (
+from fsdp_offload.core.errors import (
     CheckpointError,
     ClosedError,
     ConfigError,

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from fsdp_offload import HybridDeviceOptimizer
 from fsdp_offload.checkpoint.state import collect, pack, unpack
-from fsdp_offload.errors import ConfigError, StateDictError
+from fsdp_offload.core.errors import ConfigError, StateDictError
 from tests.checkpoint import jobs
 from tests.checkpoint.jobs import FLAT, Variant
 from tests.fsdp import models

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.optim import Optimizer
 
 from fsdp_offload import HybridDeviceOptimizer
-from fsdp_offload.errors import UnsupportedParameterError
+from fsdp_offload.core.errors import UnsupportedParameterError
 from tests.fsdp import models
 from tests.fsdp.models import check
 from tests.helpers.ranks import RankPool

@@ -23,10 +23,11 @@ from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor, Replicate
 
-from fsdp_offload import DeviceError, HybridDeviceOptimizer, LaneError, PhaseOffloader, shards
-from fsdp_offload.fsdp import fsdp_groups
-from fsdp_offload.gated import GatedShard
-from fsdp_offload.groups import Group
+from fsdp_offload import DeviceError, HybridDeviceOptimizer, LaneError, PhaseOffloader
+from fsdp_offload.core import dtensor
+from fsdp_offload.core.fsdp import fsdp_groups
+from fsdp_offload.core.fsdp_groups import Group
+from fsdp_offload.core.gated import GatedShard
 from fsdp_offload.pipeline.host import HostUnit
 from fsdp_offload.testing import StreamSimulator
 from tests.fsdp import models
@@ -316,7 +317,7 @@ def test_reading_waits(ranks: Ranks, name: str, overlap: str) -> None:
 
 
 def without_gates(names: list[str]) -> None:
-    with mock.patch.object(shards, "close_gate"):
+    with mock.patch.object(dtensor, "close_gate"):
         for name in names:
             read_while_updates_are_held_back(name, "forward", guarded=False)
 
@@ -386,7 +387,7 @@ def look_at_metadata(overlap: str) -> None:
         simulator.reset_counters()
         for p in model.parameters():
             shard = local(p)
-            plain = shards.local(p)
+            plain = dtensor.local(p)
             for each in (shard, plain):
                 check(each.shape == plain.shape and each.size(0) == len(plain), "shape")
                 check(each.dtype == plain.dtype and each.device == plain.device, "dtype, device")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fsdp_offload import HybridDeviceOptimizer, TransferConfig
-from fsdp_offload.errors import LaneError
+from fsdp_offload.core.errors import LaneError
 from fsdp_offload.pipeline import host
 from tests.fsdp import models
 from tests.fsdp.models import check

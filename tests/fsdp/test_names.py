@@ -16,7 +16,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPCommContext, FSDPParamGroup
 
 import fsdp_offload
-from fsdp_offload import HybridDeviceOptimizer, PhaseOffloader, UnsupportedTorchError, fsdp
+from fsdp_offload import HybridDeviceOptimizer, PhaseOffloader, UnsupportedTorchError
+from fsdp_offload.core import fsdp
 from tests.fsdp import models
 from tests.fsdp.models import check
 from tests.helpers.ranks import RankPool

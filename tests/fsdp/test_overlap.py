@@ -34,10 +34,10 @@ from fsdp_offload import (
     TransferConfig,
     checkpoint,
 )
-from fsdp_offload.fsdp import fsdp_groups
-from fsdp_offload.groups import find_groups
-from fsdp_offload.overlap import REORDER_AFTER
-from fsdp_offload.pipeline.bucket import BucketUpdate
+from fsdp_offload.core.fsdp import fsdp_groups
+from fsdp_offload.core.fsdp_groups import find_groups
+from fsdp_offload.pipeline.overlap import REORDER_AFTER
+from fsdp_offload.update.bucket import BucketUpdate
 from tests.fsdp import models
 from tests.fsdp.models import check, check_same, check_same_dicts, check_twins
 from tests.helpers.ranks import RankPool

@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 
 from fsdp_offload import checkpoint
 from fsdp_offload.checkpoint import OptimizerState
-from fsdp_offload.errors import StateDictError
+from fsdp_offload.core.errors import StateDictError
 from tests.fsdp import models
 from tests.fsdp.models import check, local
 from tests.helpers.ranks import RankPool

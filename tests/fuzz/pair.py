@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fsdp_offload import HybridDeviceOptimizer, PhaseOffloader, PrecisionConfig, TransferConfig
-from fsdp_offload.errors import AwayError, OffloadError, SpentGradientError
+from fsdp_offload.core.errors import AwayError, OffloadError, SpentGradientError
 from tests.helpers.side_by_side import MASTERS, rounded
 
 from .cases import Case

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-import fsdp_offload.device
-from fsdp_offload.config import MIB, TransferConfig
-from fsdp_offload.device import cores_near
-from fsdp_offload.errors import PinningError
+from fsdp_offload.core import backend
+from fsdp_offload.core.backend import cores_near
+from fsdp_offload.core.config import MIB, TransferConfig
+from fsdp_offload.core.errors import PinningError
 from fsdp_offload.memory import HostArena
 
 NUMEL = 8 * MIB + 3  # of fp32: more than 32 MiB, not a multiple of a page
@@ -73,10 +73,10 @@ def test_a_refusal_leaves_the_device_usable(arena: HostArena) -> None:
     """Registering twice is what the driver refuses most reliably."""
     address = arena.tensor(0, 1, torch.uint8).data_ptr()
     with pytest.raises(PinningError, match="cudaHostRegister answered 712"):
-        fsdp_offload.device.pin(address, 4096, torch.device("cuda", 0))
+        backend.pin(address, 4096, torch.device("cuda", 0))
     # A code left in the runtime would be reported by the next kernel launch.
     assert torch.ones(1000, device="cuda").sum().item() == 1000
-    fsdp_offload.device.unpin(1 << 12, 4096)
+    backend.unpin(1 << 12, 4096)
     assert torch.ones(1000, device="cuda").sum().item() == 1000
 
 
@@ -96,7 +96,7 @@ def test_a_forked_child_does_not_unregister(arena: HostArena) -> None:
 def test_a_process_that_never_closes_ends_cleanly() -> None:
     script = """
 import torch
-from fsdp_offload.config import TransferConfig
+from fsdp_offload.core.config import TransferConfig
 from fsdp_offload.memory import HostArena
 arena = HostArena(
     64 << 20, device=torch.device("cuda", 0), can_pin=True, transfer=TransferConfig()

@@ -13,8 +13,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from fsdp_offload import HybridDeviceOptimizer, TransferConfig, shards
-from fsdp_offload.device import gateway_for
+from fsdp_offload import HybridDeviceOptimizer, TransferConfig
+from fsdp_offload.core import dtensor
+from fsdp_offload.core.backend import gateway_for
 from fsdp_offload.pipeline import inventory
 from fsdp_offload.pipeline.calibration import measure_rates
 
@@ -62,7 +63,7 @@ def measured_on_a_mesh() -> tuple[float, tuple[float, ...]]:
     warm()
     mesh = init_device_mesh("cuda", (torch.distributed.get_world_size(),))
     parameter = nn.Parameter(distribute_tensor(torch.zeros(8, 4, device="cuda"), mesh, [Shard(0)]))
-    groups = shards.mesh_groups([parameter])
+    groups = dtensor.mesh_groups([parameter])
     torch.distributed.all_reduce(torch.ones(1, device="cuda"), group=groups[0])
     gateway: Any = gateway_for(torch.device("cuda", torch.cuda.current_device()))
     began = time.perf_counter()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_offload import HybridDeviceOptimizer, TransferConfig
-from fsdp_offload.device import AcceleratorGateway
+from fsdp_offload.core.backend import AcceleratorGateway
 from fsdp_offload.pipeline import host
 from tests.gpu import test_overlap
 from tests.helpers.side_by_side import bits

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_offload import HybridDeviceOptimizer, PrecisionConfig, TransferConfig
-from fsdp_offload.launching import Kernel
-from fsdp_offload.pipeline.kernels import triton_kernels
+from fsdp_offload.update.kernels import triton_kernels
+from fsdp_offload.update.launching import Kernel
 from tests.helpers.side_by_side import bits
 
 SMALL = TransferConfig(bucket_bytes=64 << 10, slots=3)

@@ -51,7 +51,7 @@ def test_every_word_crosses_in_both_directions(numel: int, dtype: torch.dtype) -
 QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 WAITING = """
 import torch
-from fsdp_offload.device import gateway_for
+from fsdp_offload.core.backend import gateway_for
 cuda = torch.device("cuda")
 gateway = gateway_for(cuda)
 bulk = gateway.bulk_stream("bulk")

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_offload import HybridDeviceOptimizer, PrecisionConfig, TransferConfig
-from fsdp_offload.pipeline import fused_adam, moments, reduced_adam
-from fsdp_offload.pipeline.kernels import moment_kernels
-from fsdp_offload.pipeline.moments import Moment
-from fsdp_offload.pipeline.rng_key import RngKey
+from fsdp_offload.update import fused_adam, moments, reduced_adam
+from fsdp_offload.update.kernels import moment_kernels
+from fsdp_offload.update.moments import Moment
+from fsdp_offload.update.rng_key import RngKey
 
 BF16, INT8, UINT8, FP16, FP32 = (
     torch.bfloat16, torch.int8, torch.uint8, torch.float16, torch.float32,

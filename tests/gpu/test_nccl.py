@@ -21,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from fsdp_offload import HybridDeviceOptimizer, TransferConfig
-from fsdp_offload.pipeline import codec
+from fsdp_offload.update import codec
 from tests.fsdp.models import bits
 from tests.helpers.profile import copies_to_device
 

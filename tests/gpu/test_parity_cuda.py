@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_offload import HybridDeviceOptimizer, PrecisionConfig, TransferConfig
-from fsdp_offload.pipeline import codec
-from fsdp_offload.pipeline.checksum import checksum, checksum_plain
-from fsdp_offload.pipeline.kernels import triton_kernels
+from fsdp_offload.update import codec
+from fsdp_offload.update.checksum import checksum, checksum_plain
+from fsdp_offload.update.kernels import triton_kernels
 
 SHAPES = [(300, 70), (7,), (0,), (129, 65), (1000,), (64, 64), (3, 5, 7)]
 SMALL = TransferConfig(bucket_bytes=64 << 10, slots=3)

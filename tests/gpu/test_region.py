@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from fsdp_offload import FixedAddressRegion, PhaseOffloader
-from fsdp_offload.errors import DeviceMemoryError
-from fsdp_offload.phases.transfer import StorageBlock
+from fsdp_offload.core.errors import DeviceMemoryError
+from fsdp_offload.memory.transfer import StorageBlock
 
 pytestmark = pytest.mark.alone
 MIB = 1 << 20

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from fsdp_offload import HybridDeviceOptimizer, TransferConfig
-from fsdp_offload.pipeline import fused_adam
-from fsdp_offload.pipeline.bucket import BucketUpdate
+from fsdp_offload.update import fused_adam
+from fsdp_offload.update.bucket import BucketUpdate
 from tests.fsdp.models import bits
 
 SHAPES = [(300, 70), (7,), (0,), (129, 65), (1000,), (64, 64), (3, 5, 7)]

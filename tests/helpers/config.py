@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fsdp_offload.config import OffloadConfig
+from fsdp_offload.core.config import OffloadConfig
 
 
 def config(update_on: Any = "auto", **given: Any) -> OffloadConfig:

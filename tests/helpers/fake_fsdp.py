@@ -18,13 +18,14 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from fsdp_offload import HybridDeviceOptimizer, overlap
-from fsdp_offload.device import Event, Gateway, Stream
-from fsdp_offload.groups import Watcher
+from fsdp_offload import HybridDeviceOptimizer
+from fsdp_offload.core.backend import Event, Gateway, Stream
+from fsdp_offload.core.fsdp_groups import Watcher
+from fsdp_offload.pipeline import overlap
 
 
 class FakeGroup:
-    """What :func:`fsdp_offload.groups.find_groups` finds, and what the test plays with."""
+    """What ``core.fsdp_groups.find_groups`` finds, and what the test plays with."""
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         self.parameters = list(parameters)
@@ -34,7 +35,7 @@ class FakeGroup:
         self._watched: list[tuple[int, Callable[[], Watcher | None]]] = []
 
     def watch(self, index: int, watcher: Watcher, gateway: Gateway) -> Callable[[], None]:
-        """As :meth:`fsdp_offload.groups.Group.watch`."""
+        """As :meth:`fsdp_offload.core.fsdp_groups.Group.watch`."""
         entry = (index, weakref.ref(watcher))
         self._watched.append(entry)
         return functools.partial(_forget, self._watched, entry)

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsdp_offload.device import Event, gateway_for
+from fsdp_offload.core.backend import Event, gateway_for
 from fsdp_offload.pipeline import engine, host
 from fsdp_offload.pipeline.worker import Calls, Ticket
 from fsdp_offload.testing import ADVERSARIES, SimulatedEvent, SimulatedStream, StreamSimulator

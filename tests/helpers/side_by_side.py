@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fsdp_offload import HybridDeviceOptimizer, TransferConfig
-from fsdp_offload.pipeline import codec
+from fsdp_offload.update import codec
 
 SMALL: Final = TransferConfig(bucket_bytes=4096, slots=2, host_threads=1)
 """512 elements of two fp32 kinds per bucket: large parameters are cut, small ones share one."""

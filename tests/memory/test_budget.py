@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_offload.errors import ConfigError, HostMemoryError
+from fsdp_offload.core.errors import ConfigError, HostMemoryError
 from fsdp_offload.memory import check_host_budget, local_ranks
 from fsdp_offload.memory.budget import PAGE_BYTES, HostMemory, host_memory
 

@@ -19,7 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fsdp_offload import HybridDeviceOptimizer
-from fsdp_offload.errors import ConfigError
+from fsdp_offload.core.errors import ConfigError
 
 SHAPES = ((64, 96), (33,), (16, 8, 3), (20, 20))
 STEPS = 12

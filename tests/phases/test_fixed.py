@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from fsdp_offload import FixedAddressRegion, HybridDeviceOptimizer, PhaseOffloader
 from fsdp_offload.core import storage as storages
+from fsdp_offload.core.errors import AwayError, ConfigError, DeviceError, DeviceMemoryError
 from fsdp_offload.core.storage import AddressPool, can_swap
-from fsdp_offload.errors import AwayError, ConfigError, DeviceError, DeviceMemoryError
 from fsdp_offload.phases import fixed
 from fsdp_offload.phases.pages import HostPages
 from tests.away import has_memory

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from fsdp_offload import FixedAddressRegion, HybridDeviceOptimizer, PhaseOffloader, swap
+from fsdp_offload.memory.transfer import StorageBlock
 from fsdp_offload.phases import pages
-from fsdp_offload.phases.transfer import StorageBlock
-from fsdp_offload.pipeline import state as state_io
+from fsdp_offload.update import state as state_io
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

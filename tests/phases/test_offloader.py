@@ -23,16 +23,9 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
-from fsdp_offload import (
-    HybridDeviceOptimizer,
-    PhaseOffloader,
-    TransferConfig,
-    checkpoint,
-    swap,
-)
-from fsdp_offload.core.storage import can_swap
-from fsdp_offload.device import copy_all
-from fsdp_offload.errors import (
+from fsdp_offload import HybridDeviceOptimizer, PhaseOffloader, TransferConfig, checkpoint, swap
+from fsdp_offload.core.backend import copy_all
+from fsdp_offload.core.errors import (
     AwayError,
     ClosedError,
     ConfigError,
@@ -40,10 +33,11 @@ from fsdp_offload.errors import (
     HostMemoryError,
     UnsupportedParameterError,
 )
-from fsdp_offload.memory import HostArena
-from fsdp_offload.phases import buffers, fixed, offloader, transfer
+from fsdp_offload.core.storage import can_swap
+from fsdp_offload.memory import HostArena, buffers, transfer
+from fsdp_offload.memory.transfer import Handle, StorageBlock
+from fsdp_offload.phases import fixed, offloader
 from fsdp_offload.phases.pages import Chunk
-from fsdp_offload.phases.transfer import Handle, StorageBlock
 from tests.away import has_memory
 
 

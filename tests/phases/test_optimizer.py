@@ -28,10 +28,9 @@ from fsdp_offload import (
     TransferConfig,
     checkpoint,
 )
-from fsdp_offload.device import copy_all
-from fsdp_offload.memory import HostArena
-from fsdp_offload.phases import buffers, transfer
-from fsdp_offload.phases.transfer import StorageBlock
+from fsdp_offload.core.backend import copy_all
+from fsdp_offload.memory import HostArena, buffers, transfer
+from fsdp_offload.memory.transfer import StorageBlock
 from fsdp_offload.pipeline.engine import Segment
 from fsdp_offload.testing import ADVERSARIES, StreamSimulator
 from tests.away import model_away
@@ -363,7 +362,7 @@ def test_a_failed_optimizer_is_not_offloaded(monkeypatch: pytest.MonkeyPatch) ->
         raise ValueError("broken")
 
     with monkeypatch.context() as patch:
-        patch.setattr("fsdp_offload.pipeline.state.write", fail)
+        patch.setattr("fsdp_offload.update.state.write", fail)
         with pytest.raises(LaneError):
             away.load_state_dict(saved)
     with pytest.raises(LaneError):

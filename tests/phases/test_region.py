@@ -14,8 +14,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from fsdp_offload.config import TransferConfig
-from fsdp_offload.errors import (
+from fsdp_offload.core.config import TransferConfig
+from fsdp_offload.core.errors import (
     AwayError,
     ClosedError,
     ConfigError,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_offload import PhaseOffloader, swap
-from fsdp_offload.phases.transfer import StorageBlock
+from fsdp_offload.memory.transfer import StorageBlock
 from fsdp_offload.testing import ADVERSARIES, StreamSimulator
 
 pytestmark = pytest.mark.usefixtures("one_thread")

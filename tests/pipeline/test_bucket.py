@@ -10,11 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fsdp_offload import shards
-from fsdp_offload.config import PrecisionConfig
-from fsdp_offload.pipeline import fused_adam
-from fsdp_offload.pipeline.bucket import BucketUpdate, Scratch
-from fsdp_offload.pipeline.records import (
+from fsdp_offload.core import dtensor
+from fsdp_offload.core.config import PrecisionConfig
+from fsdp_offload.plan import Kind, Slice, make_layout
+from fsdp_offload.plan.layout import kind_range
+from fsdp_offload.update import fused_adam
+from fsdp_offload.update.bucket import BucketUpdate, Scratch
+from fsdp_offload.update.records import (
     REMAINDER_KIND,
     MasterForm,
     Record,
@@ -22,10 +24,8 @@ from fsdp_offload.pipeline.records import (
     master_form,
     state_kinds,
 )
-from fsdp_offload.pipeline.schema import schema_of
-from fsdp_offload.pipeline.state import write_master
-from fsdp_offload.plan import Kind, Slice, make_layout
-from fsdp_offload.plan.layout import kind_range
+from fsdp_offload.update.schema import schema_of
+from fsdp_offload.update.state import write_master
 
 CPU = torch.device("cpu")
 NUMELS = (70, 5, 192, 0, 33)
@@ -79,7 +79,7 @@ class One:
         )
 
     def _record(self, index: int, parameter: nn.Parameter) -> Record:
-        info = shards.shard_info(parameter, f"p{index}")
+        info = dtensor.shard_info(parameter, f"p{index}")
         compute = PrecisionConfig().compute_dtype(info.dtype)
         group = next(
             i
@@ -89,7 +89,7 @@ class One:
         schema = schema_of(self.optimizer, self.optimizer.param_groups[group], compute, CPU)
         form = master_form("streamed", info.dtype, compute)
         kinds = state_kinds(info, schema, form, compute)
-        memory = shards.memory_of(parameter)
+        memory = dtensor.memory_of(parameter)
         return Record(
             index, parameter, f"p{index}", group, info, schema, compute, "streamed", form, kinds,
             memory,

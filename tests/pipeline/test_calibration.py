@@ -15,10 +15,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from fsdp_offload import shards
-from fsdp_offload.config import MIB, TransferConfig
-from fsdp_offload.device import CpuGateway
-from fsdp_offload.errors import DeviceError
+from fsdp_offload.core import dtensor
+from fsdp_offload.core.backend import CpuGateway
+from fsdp_offload.core.config import MIB, TransferConfig
+from fsdp_offload.core.errors import DeviceError
 from fsdp_offload.memory import HostArena
 from fsdp_offload.pipeline import calibration
 from fsdp_offload.pipeline.calibration import Effort, Probe, measure_rates
@@ -110,7 +110,7 @@ def parameters(*meshes: Any) -> list[nn.Parameter]:
 def least_of_four() -> Any:
     hybrid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     made = parameters(hybrid, hybrid["shard"], hybrid)
-    groups = shards.mesh_groups([*made, nn.Parameter(torch.zeros(2))])
+    groups = dtensor.mesh_groups([*made, nn.Parameter(torch.zeros(2))])
     assert len(groups) == 2
     rank = dist.get_rank()  # each rank is the slowest in one way, but for the last
     both = 90.0 - 10 * (rank == 1), 9.0 - (rank == 2)
@@ -125,7 +125,7 @@ def test_the_slowest_rank_of_the_whole_mesh_counts(ranks: Ranks) -> None:
 
 
 def fail_on_rank_1(part: str) -> str:
-    groups = shards.mesh_groups(parameters(init_device_mesh("cpu", (2,))))
+    groups = dtensor.mesh_groups(parameters(init_device_mesh("cpu", (2,))))
 
     def fail(*_: object) -> None:
         raise RuntimeError("no such luck")

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from fsdp_offload import HybridDeviceOptimizer, TransferConfig
-from fsdp_offload.device import CpuGateway
-from fsdp_offload.errors import ConfigError
+from fsdp_offload.core.backend import CpuGateway
+from fsdp_offload.core.errors import ConfigError
 from fsdp_offload.pipeline import cores
 from fsdp_offload.pipeline.cores import cores_of_rank, share, sibling_groups, thread_setup
 from fsdp_offload.pipeline.engine import host_threads

@@ -16,13 +16,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fsdp_offload import HybridDeviceOptimizer, LaneError, TransferConfig, device
-from fsdp_offload.device import CpuGateway, Event, PendingEvent, gateway_for
+from fsdp_offload import HybridDeviceOptimizer, LaneError, TransferConfig
+from fsdp_offload.core import backend
+from fsdp_offload.core.backend import CpuGateway, Event, PendingEvent, gateway_for
 from fsdp_offload.pipeline import engine, host
 from fsdp_offload.pipeline.host_lane import HostLane
-from fsdp_offload.pipeline.records import Snapshot, Work
 from fsdp_offload.pipeline.worker import InlineWorker, ThreadPool, Ticket
 from fsdp_offload.testing import ADVERSARIES
+from fsdp_offload.update.records import Snapshot, Work
 from tests import test_pipeline_waits as waits
 from tests.helpers.config import config
 from tests.helpers.ranks import RankPool
@@ -302,7 +303,7 @@ def test_a_failure_of_one_bucket_does_not_write_later_ones(
 def test_a_driver_that_is_gone_is_an_error_and_no_hang(
     job: Job, hold: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(device, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(backend, "POLL_SECONDS", 0.01)
     written = job.offer_all(job.work(0))
     monkeypatch.setattr(ThreadPool, "alive", lambda self: False)
 

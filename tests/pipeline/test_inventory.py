@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp_offload import HybridDeviceOptimizer, shards
-from fsdp_offload.config import Lane
-from fsdp_offload.errors import DeviceError
+from fsdp_offload import HybridDeviceOptimizer
+from fsdp_offload.core import dtensor
+from fsdp_offload.core.config import Lane
+from fsdp_offload.core.errors import DeviceError
 from fsdp_offload.pipeline import inventory
 from fsdp_offload.pipeline.inventory import Inventory
 from fsdp_offload.plan import Rates, lanes
@@ -96,7 +97,7 @@ def test_a_list_of_lanes_is_in_the_order_of_the_groups() -> None:
     given: list[Lane] = ["host", "resident"] * 6
     reverse = list(net.parameters())[::-1]
     found = made_lanes(Inventory(AdamW(reverse), [net], config(given), CPU))
-    names = shards.parameter_names([net])
+    names = dtensor.parameter_names([net])
     assert [found[names[p]] for p in reverse] == given
     assert list(found) == list(names.values())
     optimizer = HybridDeviceOptimizer(AdamW(reverse), net, update_on=given)

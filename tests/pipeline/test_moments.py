@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsdp_offload.pipeline import moments, rng_key
-from fsdp_offload.pipeline.moments import STEPS, Moment
-from fsdp_offload.pipeline.rng_key import RngKey
+from fsdp_offload.update import moments, rng_key
+from fsdp_offload.update.moments import STEPS, Moment
+from fsdp_offload.update.rng_key import RngKey
 
 BF16, INT8, UINT8 = torch.bfloat16, torch.int8, torch.uint8
 NUMEL = 1000

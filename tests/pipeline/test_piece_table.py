@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsdp_offload.pipeline.piece_table import PieceTable, PieceTables, addresses_of
+from fsdp_offload.update.piece_table import PieceTable, PieceTables, addresses_of
 
 WIDTH = 11
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fsdp_offload.errors import StateSchemaError, UnsupportedOptimizerError
-from fsdp_offload.pipeline.schema import (
+from fsdp_offload.core.errors import StateSchemaError, UnsupportedOptimizerError
+from fsdp_offload.update.schema import (
     Schema,
     StateKind,
     check_supported,
@@ -22,7 +22,7 @@ from fsdp_offload.pipeline.schema import (
     signature,
     torch_class,
 )
-from fsdp_offload.pipeline.schema import _Recorder as Recorder
+from fsdp_offload.update.schema import _Recorder as Recorder
 from tests import own_optimizers as own
 from tests.optimizer_table import ELEMENTWISE, SETTINGS, Setting, settings
 

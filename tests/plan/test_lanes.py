@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdp_offload.config import Lane, OffloadConfig
-from fsdp_offload.errors import ConfigError
+from fsdp_offload.core.config import Lane, OffloadConfig
+from fsdp_offload.core.errors import ConfigError
 from fsdp_offload.plan import Candidate, choose_lanes
 
 SIZES = st.one_of(st.sampled_from([0, 1, 8]), st.integers(0, 1 << 40))

@@ -35,7 +35,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from .device import Event, Gateway, Stream
+from .backend import Event, Gateway, Stream
 from .fsdp import fsdp_groups
 from .fsdp_copies import CopyWithoutTables
 

@@ -35,11 +35,11 @@ from typing import Final, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from .. import shards
-from ..config import TransferConfig
+from ..core import dtensor
 from ..core import storage as storages
-from ..device import Event, Gateway, Stream, TimedEvent, copy_all
-from ..interrupts import held_back
+from ..core.backend import Event, Gateway, Stream, TimedEvent, copy_all
+from ..core.config import TransferConfig
+from ..core.interrupts import held_back
 from .buffers import HostBuffers, aligned
 
 PACK_BELOW_BYTES: Final = 2 << 20
@@ -448,9 +448,9 @@ class Transfer:
 
         if tensor.layout is not torch.strided:
             return None
-        shard = shards.local(tensor)
-        found = shards.rebuilt(shard, host)
-        return shards.like(tensor, found) if replaced else None
+        shard = dtensor.local(tensor)
+        found = dtensor.rebuilt(shard, host)
+        return dtensor.like(tensor, found) if replaced else None
 
     def _copy_of(self, storage: torch.UntypedStorage) -> Tensor | None:
         block = self._blocks_away.get(storages.identity(storage))

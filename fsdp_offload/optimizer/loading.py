@@ -11,13 +11,13 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from . import shards
-from .core.storage import present
-from .errors import StateDictError
-from .pipeline.checksum import checksum
-from .pipeline.inventory import Inventory, missing_kinds
-from .pipeline.records import Record
-from .pipeline.schema import signature
+from ..core import dtensor
+from ..core.errors import StateDictError
+from ..core.storage import present
+from ..pipeline.inventory import Inventory, missing_kinds
+from ..update.checksum import checksum
+from ..update.records import Record
+from ..update.schema import signature
 
 _log = logging.getLogger("fsdp_offload")
 
@@ -167,5 +167,5 @@ def _remove(handles: list[Any]) -> None:
 
 def weight_checksums(records: Sequence[Record]) -> Tensor:
     """A checksum of each record's shard: 1-D int64, on the CPU."""
-    found = [checksum(present(shards.local(r.parameter)).reshape(-1)) for r in records]
+    found = [checksum(present(dtensor.local(r.parameter)).reshape(-1)) for r in records]
     return torch.stack([value.cpu() for value in found])

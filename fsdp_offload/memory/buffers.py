@@ -15,10 +15,10 @@ from typing import Final, Protocol
 import torch
 from torch import Tensor
 
-from ..config import TransferConfig
-from ..device import Gateway
-from ..memory import ArenaStatistics, HostArena, check_host_budget, local_ranks
+from ..core.backend import Gateway
+from ..core.config import TransferConfig
 from ..plan.layout import align
+from . import ArenaStatistics, HostArena, check_host_budget, local_ranks
 
 ALIGNMENT_BYTES: Final = 64
 """Of each buffer; those that were taken together lie side by side."""

@@ -233,7 +233,7 @@ def _brought_boxes(parameter: DTensor) -> tuple[Box, ...] | None:
             raise UnsupportedParameterError(
                 f"a parameter of shape {tuple(parameter.shape)} with chunks {boxes}",
                 reason="chunk metadata of others do not say how several chunks lie in the shard",
-                remedy="describe it with fsdp_offload.ragged.attach_ragged",
+                remedy="describe it with fsdp_offload.core.ragged.attach_ragged",
             )
         return boxes
     return None

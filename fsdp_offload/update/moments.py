@@ -26,7 +26,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from ..config import PrecisionConfig
+from ..core.config import PrecisionConfig
 from ..plan import Kind
 from .codec import QUIET_BIT
 from .kernels import moment_kernels

@@ -24,9 +24,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.utils import get_total_norm
 
-from . import shards
-from .core.storage import is_empty
-from .errors import AwayError, ConfigError, NonFiniteGradientError
+from ..core import dtensor
+from ..core.errors import AwayError, ConfigError, NonFiniteGradientError
+from ..core.storage import is_empty
 
 
 def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
@@ -35,8 +35,8 @@ def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
     Raises:
         AwayError: one is offloaded.
     """
-    found = [g for p in parameters if (g := shards.whole_gradient(p)) is not None]
-    if any(is_empty(shards.local(gradient)) for gradient in found):
+    found = [g for p in parameters if (g := dtensor.whole_gradient(p)) is not None]
+    if any(is_empty(dtensor.local(gradient)) for gradient in found):
         raise AwayError(
             "the norm of gradients that are offloaded",
             reason="their device memory was given up",
@@ -81,14 +81,14 @@ def total_norm(
     if len(norms) == 1:
         total = norms[0]
     elif norms:
-        device = shards.local(gradients[0]).device
-        parts = torch.stack([shards.local(norm).to(device) for norm in norms])
+        device = dtensor.local(gradients[0]).device
+        parts = torch.stack([dtensor.local(norm).to(device) for norm in norms])
         total = torch.linalg.vector_norm(parts, p)
     else:
         total = torch.tensor(0.0)
-    if error_if_nonfinite and not bool(shards.local(total).isfinite()):
+    if error_if_nonfinite and not bool(dtensor.local(total).isfinite()):
         raise NonFiniteGradientError(
-            f"total gradient norm of order {p} is {shards.local(total).item()}",
+            f"total gradient norm of order {p} is {dtensor.local(total).item()}",
             reason="gradients cannot be scaled by a norm that is not finite",
             remedy="find out which gradient it is, or pass error_if_nonfinite=False",
         )
@@ -107,7 +107,7 @@ def _norm_over(mesh: DeviceMesh | None, gradients: list[Tensor], p: float) -> Te
         return norm.redistribute(placements=[Replicate()] * mesh.ndim)
     # torch's raises on ranks whose shard is empty, and the others wait for them. Elements that
     # several ranks hold do not change a maximum, so every axis of the mesh is reduced over.
-    shards_here = [shards.local(_whole_sum(gradient)) for gradient in gradients]
+    shards_here = [dtensor.local(_whole_sum(gradient)) for gradient in gradients]
     norms = [torch.linalg.vector_norm(shard, p) for shard in shards_here if shard.numel()]
     norms.append(shards_here[0].new_full((), 0.0 if p > 0 else math.inf))
     extremum = torch.linalg.vector_norm(torch.stack(norms), p)
@@ -139,7 +139,7 @@ def coefficient(total_norm: Tensor, max_norm: float) -> Tensor:
         raise ConfigError(
             f"max_norm={max_norm!r}", reason="not a norm", remedy="use a number of 0 or more"
         )
-    return torch.clamp(limit / (shards.local(total_norm) + 1e-6), max=1.0)
+    return torch.clamp(limit / (dtensor.local(total_norm) + 1e-6), max=1.0)
 
 
 @torch.no_grad()
@@ -147,7 +147,7 @@ def scale(gradients: Sequence[Tensor], coefficient: Tensor) -> None:
     """Multiply ``gradients`` in place by ``coefficient``, with the rounding of torch's clipping."""
     alike = defaultdict[tuple[torch.device, torch.dtype], list[Tensor]](list)
     for gradient in gradients:
-        shard = shards.local(gradient)
+        shard = dtensor.local(gradient)
         alike[shard.device, shard.dtype].append(shard)
     for (device, _), some in alike.items():
         torch._foreach_mul_(some, coefficient.to(device))

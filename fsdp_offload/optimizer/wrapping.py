@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -12,11 +12,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from . import shards
-from .device import Gateway, gateway_for
-from .errors import ConfigError, DeviceError, StateSchemaError, UnsupportedParameterError
-from .fsdp import check_torch, fsdp_parameters, offloads_parameters
-from .pipeline.schema import check_supported, make_shadow, raw_step
+from ..core import dtensor
+from ..core.errors import ConfigError, StateSchemaError
+from ..core.fsdp import fsdp_parameters
+from ..update.schema import check_supported, make_shadow, raw_step
 
 _FORWARDED: Final = ("step", "zero_grad", "state_dict", "load_state_dict", "add_param_group")
 _HOOKS: Final = (
@@ -95,41 +94,13 @@ def _refuse_facade(optimizer: object) -> None:
         )
 
 
-def modules_of(model: nn.Module | Sequence[nn.Module] | None) -> list[nn.Module]:
-    """The modules given as ``model=``.
-
-    Raises:
-        ConfigError: something else was given.
-        UnsupportedParameterError: one was sharded with ``CPUOffloadPolicy``.
-        UnsupportedTorchError: see :func:`check_torch`.
-    """
-    models: list[Any] = [] if model is None else [model]
-    if isinstance(model, Iterable) and not isinstance(model, nn.Module):
-        models = list(model)
-    for each in models:
-        if not isinstance(each, nn.Module):
-            raise ConfigError(
-                f"model of type {type(each).__name__}",
-                reason="not a torch.nn.Module",
-                remedy="pass the module whose parameters the optimizer holds, or several",
-            )
-    check_torch(models)
-    if offloads_parameters(models):
-        raise UnsupportedParameterError(
-            "a model sharded with CPUOffloadPolicy",
-            reason="it keeps parameters and gradients on the CPU, so no state is on the device",
-            remedy="call fully_shard without offload_policy",
-        )
-    return models
-
-
 def check_holds(optimizer: Optimizer, models: Sequence[nn.Module]) -> None:
     """Refuse an optimizer that holds nothing of the models: it would never see a gradient.
 
     Raises:
         ConfigError: it was built before ``fully_shard``, or for another model.
     """
-    named = shards.parameter_names(models)
+    named = dtensor.parameter_names(models)
     held = [p for group in optimizer.param_groups for p in group["params"]]
     if not named or any(parameter in named for parameter in held):
         return
@@ -165,8 +136,8 @@ def check_any_gradient(
         ConfigError: parameters were replaced in ``models``; or none has a gradient at all.
     """
     held = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-    now = {name: parameter for parameter, name in shards.parameter_names(models).items()}
-    without = [p for p in held if shards.whole_gradient(p) is None]
+    now = {name: parameter for parameter, name in dtensor.parameter_names(models).items()}
+    without = [p for p in held if dtensor.whole_gradient(p) is None]
     replaced = [p for p in without if now.get(names.get(p, ""), p) is not p]
     if replaced:
         raise ConfigError(
@@ -214,33 +185,6 @@ def changed_groups_error(gone: Sequence[Tensor], names: Mapping[Tensor, str]) ->
         "belongs to a parameter and its group",
         remedy="put them back; to stop training some, call requires_grad_(False) on them",
     )
-
-
-def gateway_of(parameters: Iterable[Tensor]) -> Gateway:
-    """The gateway of the one device that all shards live on.
-
-    Raises:
-        DeviceError: several devices, or one that torch cannot use here.
-        UnsupportedParameterError: DTensors of a GPU mesh with shards on the CPU.
-    """
-    devices: dict[torch.device, Tensor] = {}
-    for parameter in parameters:
-        shard = shards.local(parameter)
-        mesh_type = shards.mesh_device_type(parameter)
-        if mesh_type != shard.device.type:
-            raise UnsupportedParameterError(
-                f"a shard on {shard.device} of a {mesh_type} mesh",
-                reason="CPUOffloadPolicy (or a move by hand) keeps it off its device",
-                remedy="call fully_shard without offload_policy",
-            )
-        devices.setdefault(shard.device, parameter)
-    if len(devices) > 1:
-        raise DeviceError(
-            f"parameters on {', '.join(sorted(map(str, devices)))}",
-            reason="one optimizer streams over one device's link",
-            remedy="move them to one device, or wrap one optimizer per device",
-        )
-    return gateway_for(next(iter(devices)))
 
 
 @contextlib.contextmanager

@@ -6,7 +6,7 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator
 
-from .errors import ClosedError, LaneError, OffloadError
+from ..core.errors import ClosedError, LaneError, OffloadError
 
 _START_OVER = "load a checkpoint (model, then optimizer) or build both anew"
 

@@ -19,12 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import shards
-from .core import storage as storages
-from .core.offloadable import HostCopies
-from .device import Event
-from .errors import AwayError
-from .pipeline.records import Record
+from ..core import dtensor
+from ..core import storage as storages
+from ..core.backend import Event
+from ..core.errors import AwayError
+from ..core.offloadable import HostCopies
+from ..update.records import Record
 
 Shown = Mapping[Tensor, dict[str, Any]]
 
@@ -70,12 +70,12 @@ def tensors_on(
     for parameter in {*shown, *(record.parameter for record in records)}:
         for tensor in (parameter, parameter.grad):
             if tensor is not None:
-                parts = shards.plain_parts(tensor)
+                parts = dtensor.plain_parts(tensor)
                 foreign.update(storages.identity(part.untyped_storage()) for _, part in parts)
     return [
         (f"{held.key}{below}", part)
         for held in held_by(records, shown)
-        for below, part in shards.plain_parts(held.holder[held.name])
+        for below, part in dtensor.plain_parts(held.holder[held.name])
         if part.device == device and storages.identity(part.untyped_storage()) not in foreign
     ]
 

@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..config import Lane, PrecisionConfig
-from ..device import Event
-from ..errors import ConfigError
+from ..core.backend import Event
+from ..core.config import Lane, PrecisionConfig
+from ..core.dtensor import ShardInfo, first_index
+from ..core.errors import ConfigError
 from ..plan import Entry, Kind
 from ..plan.layout import CUDA_TILE_NUMEL
-from ..shards import ShardInfo, first_index
 from .moments import Moment, moments_of
 from .rng_key import seed_of
 from .schema import Schema, public_attributes

@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launching import Kernel
 from .kernels_table import aligned, pick, piece_of
+from .launching import Kernel
 from .piece_table import PieceTable
 
 BLOCK: Final = 1024
@@ -149,7 +149,7 @@ def checksum(bits: Tensor, total: Tensor) -> None:
 
 
 def copy_across(source: Tensor, target: Tensor) -> None:
-    """See :func:`.link.copy_by_kernel`; 1-D, of one dtype, one of them on the device."""
+    """See :func:`..pipeline.link.copy_by_kernel`; 1-D, of one dtype, one of them on the device."""
     out = source.is_cuda
     operands = (source, target) if out else (target, source)
     numel = source.numel()

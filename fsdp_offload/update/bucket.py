@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .. import shards
+from ..core import dtensor
 from ..plan import Bucket, Kind, Slice
 from . import codec
 from .kernels import triton_kernels
@@ -115,7 +115,7 @@ def shaped(record: Record, flat: Tensor) -> Tensor:
     """A flat view in the form that the class sees: whole parameters in shape and placement."""
     if record.schema.elementwise:
         return flat
-    return shards.like(record.parameter, flat.view(record.info.local_shape))
+    return dtensor.like(record.parameter, flat.view(record.info.local_shape))
 
 
 def copy_present(
@@ -168,7 +168,7 @@ class BucketUpdate:
         self._whole_master = Kind(MasterForm.WHOLE.value, first.compute_dtype)
         self._is_shaped = not first.schema.elementwise
         self._shards = [
-            shards.local(records[s.entry.index].parameter).view(-1)[s.start : s.stop]
+            dtensor.local(records[s.entry.index].parameter).view(-1)[s.start : s.stop]
             for s in bucket.slices
         ]
         self._masters: list[Tensor] = self._shards

@@ -16,9 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launching import Kernel
 from .kernels_table import aligned, pick, piece_of
 from .kernels_triton import decoded, encoded
+from .launching import Kernel
 from .piece_table import PieceTable
 from .rng_key import KEY_STEP, signed
 

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import shards
+from ..core import dtensor
+from ..core.errors import StateDictError
 from ..core.storage import present
-from ..errors import StateDictError
-from ..overwriting import is_same, kept_apart
 from . import codec, moments
 from .moments import Moment
+from .overwriting import is_same, kept_apart
 from .records import MasterForm, Record
 from .schema import StateKind
 
@@ -37,11 +37,11 @@ def expose(record: Record) -> dict[str, Any]:
         if kind.role in ("scalar", "number"):
             shown[kind.name] = first.state[kind.name]
         else:
-            shown[kind.name] = shards.like(record.parameter, _shown_values(record, kind.name))
+            shown[kind.name] = dtensor.like(record.parameter, _shown_values(record, kind.name))
     if record.emits_master:
         name = record.form.value
         view = record.tensors[name].view(record.info.local_shape)
-        shown[name] = shards.like(record.parameter, view)
+        shown[name] = dtensor.like(record.parameter, view)
     return shown
 
 
@@ -56,7 +56,7 @@ def copied(record: Record) -> dict[str, Any]:
     return {
         name: copy.deepcopy(value)
         if name in single
-        else shards.like(record.parameter, shards.local(value).clone())
+        else dtensor.like(record.parameter, dtensor.local(value).clone())
         for name, value in shown.items()
     }
 
@@ -87,7 +87,7 @@ def show(record: Record, shown: dict[str, Any]) -> None:
         scales = record.tensors[moment.scale_kind.name]
         moments.unpack(moment, codes, scales, values)
         view = values.view(record.info.local_shape)
-        shown[moment.name] = shards.like(record.parameter, view)
+        shown[moment.name] = dtensor.like(record.parameter, view)
 
 
 def check(record: Record, values: Mapping[str, Any]) -> None:
@@ -175,8 +175,8 @@ def _check_shape(record: Record, name: str, value: Any) -> None:
             reason="a tensor is expected",
             remedy="load a checkpoint of the same optimizer class",
         )
-    found = tuple(shards.local(value).shape)
-    if found != shape or not shards.same_placement(record.parameter, value):
+    found = tuple(dtensor.local(value).shape)
+    if found != shape or not dtensor.same_placement(record.parameter, value):
         raise StateDictError(
             f"state {name!r} of {record.fqn} with shard shape {found} of {tuple(value.shape)}",
             reason=f"this rank holds a shard of shape {shape} of {record.info.global_shape}",
@@ -194,13 +194,13 @@ def apart(
     targets = [records[i].tensors[name] for i, name in places]
     given = [values[i].get(name) for i, name in places]
     sources = [
-        shards.local(value) if isinstance(value, Tensor) else target
+        dtensor.local(value) if isinstance(value, Tensor) else target
         for target, value in zip(targets, given, strict=True)
     ]
     result = list[Mapping[str, Any]](values)
     for (i, name), before, after in zip(places, sources, kept_apart(targets, sources), strict=True):
         if after is not before:
-            result[i] = {**result[i], name: shards.like(records[i].parameter, after)}
+            result[i] = {**result[i], name: dtensor.like(records[i].parameter, after)}
     return [_with_own_scalars(*pair) for pair in zip(records, result, strict=True)]
 
 
@@ -248,7 +248,7 @@ def _set(record: Record, name: str, value: Tensor) -> None:
     for moment in _coded(record):
         if moment.name == name:
             codes = record.tensors[name]
-            source = shards.local(value).reshape(-1)
+            source = dtensor.local(value).reshape(-1)
             if source.device.type == "meta":  # never shown: nobody wrote it
                 return
             source = source.to(codes.device, torch.float32).contiguous()
@@ -269,7 +269,7 @@ def count_updates(record: Record) -> None:
 
 def _copy(kept: Tensor, value: Tensor) -> None:
     """``kept[:] = value``, unless it is the same memory: loads in place end here too."""
-    source = shards.local(value).reshape(-1)
+    source = dtensor.local(value).reshape(-1)
     if not is_same(kept, source):
         kept.copy_(source)
 
@@ -349,9 +349,9 @@ def write_master(record: Record, values: Mapping[str, Any]) -> None:
     """
     if record.form is MasterForm.SHARD:
         return
-    shard = present(shards.local(record.parameter)).reshape(-1)
+    shard = present(dtensor.local(record.parameter)).reshape(-1)
     saved = {
-        name: shards.local(values[name]).reshape(-1)
+        name: dtensor.local(values[name]).reshape(-1)
         for name in (REMAINDER, WHOLE)
         if name in values
     }
@@ -384,7 +384,7 @@ def seeds_master(record: Record, values: Mapping[str, Any]) -> bool:
 
 def follow_shard(record: Record) -> None:
     """Where a whole master does not round to its shard, the caller wrote the shard: take that."""
-    _reseed_where_changed(record, present(shards.local(record.parameter)).reshape(-1))
+    _reseed_where_changed(record, present(dtensor.local(record.parameter)).reshape(-1))
 
 
 def agreeing(record: Record, values: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -392,12 +392,12 @@ def agreeing(record: Record, values: Mapping[str, Any]) -> Mapping[str, Any]:
     it does not round to the weight, is the weight."""
     if WHOLE not in values or not record.emits_master:
         return values
-    shard = present(shards.local(record.parameter)).reshape(-1)
-    saved = shards.local(values[WHOLE]).reshape(-1)
+    shard = present(dtensor.local(record.parameter)).reshape(-1)
+    saved = dtensor.local(values[WHOLE]).reshape(-1)
     master = saved.to(shard.device, record.compute_dtype, copy=True)
     _take_where_changed(shard, master)
     view = master.view(record.info.local_shape)
-    return {**values, WHOLE: shards.like(record.parameter, view)}
+    return {**values, WHOLE: dtensor.like(record.parameter, view)}
 
 
 def _reseed_where_changed(record: Record, shard: Tensor) -> None:
@@ -461,7 +461,7 @@ def _is_initial(kind: StateKind, value: Any) -> bool:
     others take for a zero."""
     if not isinstance(value, Tensor):
         return value is None or bool(value == kind.initial)
-    found = shards.local(value)
+    found = dtensor.local(value)
     if found.device.type == "meta":
         return True  # never shown: not written
     if kind.follows_option:

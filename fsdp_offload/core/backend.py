@@ -27,7 +27,7 @@ from typing import Any, Final, Protocol
 
 import torch
 
-from .driver import Commands as DriverCommands
+from .cuda_driver import Commands as DriverCommands
 from .errors import DeviceError, PinningError
 
 POLL_SECONDS: Final = 1.0
@@ -240,7 +240,7 @@ class Gateway(Protocol):
 
 
 class _TorchCommands:
-    """What :class:`.driver.Commands` does, on any accelerator, by torch's own calls."""
+    """What :class:`.cuda_driver.Commands` does, on any accelerator, by torch's own calls."""
 
     def here(self) -> AbstractContextManager[object]:
         return nullcontext()

@@ -3,8 +3,9 @@
 [Note: private names]
 FSDP2 has no public way to its parameter groups (torch/distributed/fsdp/_fully_shard). What this
 package reads, replaces or writes there is listed in :data:`NAMES` and used in this file and in
-:mod:`.groups` alone. :func:`check_torch` tries every one of them where an optimizer or an offloader
-is built: a version of torch without one of them is refused there, not in the middle of a backward.
+:mod:`.fsdp_groups` alone. :func:`check_torch` tries every one of them where an optimizer or an
+offloader is built: a version of torch without one of them is refused there, not in the middle of a
+backward.
 """
 
 from __future__ import annotations

@@ -31,13 +31,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
-from . import clipping, loading, shards
-from .config import Lane, OffloadConfig, PrecisionConfig, TransferConfig, check_keywords
-from .core import storage as storages
-from .core.offloadable import HostCopies
-from .device import Event
-from .device_state import DeviceState, tensors_on
-from .errors import (
+from ..core import dtensor
+from ..core import storage as storages
+from ..core.arguments import gateway_of, modules_of
+from ..core.backend import Event
+from ..core.config import Lane, OffloadConfig, PrecisionConfig, TransferConfig, check_keywords
+from ..core.errors import (
     AwayError,
     ConfigError,
     DeviceError,
@@ -45,20 +44,23 @@ from .errors import (
     LaneError,
     SpentGradientError,
 )
-from .health import Health
-from .interrupts import held_back
-from .overlap import Overlap, make_overlap
-from .phases.transfer import Handle, StorageBlock, Transfer, collect
-from .pipeline import state as state_io
-from .pipeline.engine import Segment
-from .pipeline.gradients import count_empty_shards, gradient_of
-from .pipeline.host import HostBucket
-from .pipeline.inventory import Inventory, Member
-from .pipeline.native import OwnStep
-from .pipeline.records import MasterForm, Record, Snapshot, Work
-from .pipeline.schema import check_supported, is_torch_class
-from .pipeline.shadow import step_idle_groups
-from .report import Statistics, gather
+from ..core.interrupts import held_back
+from ..core.offloadable import HostCopies
+from ..memory.transfer import Handle, StorageBlock, Transfer, collect
+from ..pipeline.engine import Segment
+from ..pipeline.gradients import count_empty_shards, gradient_of
+from ..pipeline.host import HostBucket
+from ..pipeline.inventory import Inventory, Member
+from ..pipeline.native import OwnStep
+from ..pipeline.overlap import Overlap, make_overlap
+from ..update import state as state_io
+from ..update.records import MasterForm, Record, Snapshot, Work
+from ..update.schema import check_supported, is_torch_class
+from ..update.shadow import step_idle_groups
+from . import clipping, loading
+from .device_state import DeviceState, tensors_on
+from .lifecycle import Health
+from .statistics import Statistics, gather
 from .wrapping import (
     Members,
     changed_groups_error,
@@ -66,9 +68,7 @@ from .wrapping import (
     check_holds,
     check_wrappable,
     forward_bound_steps,
-    gateway_of,
     make_inert,
-    modules_of,
     ordinary_tensors,
     share_hooks,
 )
@@ -296,9 +296,9 @@ class HybridDeviceOptimizer(Optimizer):
         The decision is this rank's own, so shards that are empty here say nothing.
         """
         held = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
-        found = any(shards.whole_gradient(p) is not None for p in held)
-        if found or any(shards.local(p).numel() for p in held):
-            if not any(map(shards.never_has_gradient, held)):
+        found = any(dtensor.whole_gradient(p) is not None for p in held)
+        if found or any(dtensor.local(p).numel() for p in held):
+            if not any(map(dtensor.never_has_gradient, held)):
                 check_any_gradient(self._inner, self._models, self._inventory.names)
         self._had_gradient = found
 
@@ -479,7 +479,7 @@ class HybridDeviceOptimizer(Optimizer):
         """:meth:`_settle`, and whole masters follow weights that the caller has written, as they do
         in an update."""
         self._settle()
-        gone = (storages.is_empty(shards.with_history(r.parameter)) for r in self._records)
+        gone = (storages.is_empty(dtensor.with_history(r.parameter)) for r in self._records)
         if self.is_away or any(gone):
             return  # nothing can have been written into what has no memory
         with torch.no_grad():
@@ -552,7 +552,7 @@ class HybridDeviceOptimizer(Optimizer):
         super().zero_grad(set_to_none)
         for group in self.param_groups:
             for parameter in group["params"]:
-                shards.clear_decoupled_gradient(parameter)
+                dtensor.clear_decoupled_gradient(parameter)
 
     def _refuse_if_taken(self, what: str) -> None:
         """Refuse what would leave an iteration that has begun in backward half done."""
@@ -960,7 +960,7 @@ class HybridDeviceOptimizer(Optimizer):
         """Refuse use of an optimizer that is closed, inherited by a fork, or failed.
 
         Raises:
-            ClosedError, LaneError: see :class:`.health.Health`.
+            ClosedError, LaneError: see :class:`.lifecycle.Health`.
         """
         self._health.check(failed_ok=failed_ok)
 
@@ -1025,7 +1025,7 @@ class HybridDeviceOptimizer(Optimizer):
         self._segments.append(segment)
         self._records = everything
         self._never_have_gradients = [
-            r for r in everything if shards.never_has_gradient(r.parameter)
+            r for r in everything if dtensor.never_has_gradient(r.parameter)
         ]
         if self._overlap is not None:
             self._overlap.attach(everything, self._segments)

@@ -24,17 +24,17 @@ from typing import Final, Protocol
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from . import shards
-from .config import OffloadConfig
-from .device import Event, Gateway, Stream, TimedEvent
-from .errors import ConfigError, DeviceError
-from .groups import Group, find_groups
-from .pipeline.engine import Segment
-from .pipeline.records import Record, Work
-from .pipeline.schema import is_torch_class, works_on_matrices
-from .pipeline.streamed import Mark, best_ms_per_byte
-from .plan.order import assumed_ready_ms
-from .spent import SpentGradient, another_backward_error, is_spent
+from ..core import dtensor
+from ..core.backend import Event, Gateway, Stream, TimedEvent
+from ..core.config import OffloadConfig
+from ..core.errors import ConfigError, DeviceError
+from ..core.fsdp_groups import Group, find_groups
+from ..core.spent import SpentGradient, another_backward_error, is_spent
+from ..plan.order import assumed_ready_ms
+from ..update.records import Record, Work
+from ..update.schema import is_torch_class, works_on_matrices
+from .engine import Segment
+from .streamed import Mark, best_ms_per_byte
 
 ASSUMED_MS_PER_BYTE: Final = 1 / 50e6
 """Of the link, each way, until it has been measured: PCIe 5 x16."""
@@ -71,10 +71,10 @@ class Gate:
     is_asked: bool = False  # somebody waits, or has waited, for the events
     rank: int = 0  # when the forward came here, compared with other gates
     reduced: TimedEvent | None = None  # when this backward's gradients were there
-    gated: shards.Gated = field(default_factory=list)
+    gated: dtensor.Gated = field(default_factory=list)
 
     def __del__(self) -> None:
-        shards.open_gate(self.gated)  # the optimizer is gone, and has waited for its updates
+        dtensor.open_gate(self.gated)  # the optimizer is gone, and has waited for its updates
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ class Overlap:
             found = (by_parameter.pop(p, None) for p in gate.group.parameters)
             gate.records = [record for record in found if record is not None]
             gate.rank = rank
-            shards.gate([record.parameter for record in gate.records], gate.gated)
+            dtensor.gate([record.parameter for record in gate.records], gate.gated)
         self._ungated.records = list(by_parameter.values())
         for record in records:
             if record.parameter not in self._spent and record.parameter not in by_parameter:
@@ -207,7 +207,7 @@ class Overlap:
                 continue
             gate.events, gate.is_asked = events, False
             if events:
-                shards.close_gate(gate.gated, functools.partial(_wait, weakref.ref(self), index))
+                dtensor.close_gate(gate.gated, functools.partial(_wait, weakref.ref(self), index))
             # The snapshot too: its tensors (learning rate, clipping) are of the caller's stream.
             gradients = (work.gradients[r.index] for r in gate.records)
             gate.held = [work.snapshot, *(g for g in gradients if g is not None)]
@@ -224,12 +224,12 @@ class Overlap:
     def let_read(self) -> None:
         """Shards are used without a wait from now on, whether or not updates have failed."""
         for gate in self.gates:
-            shards.open_gate(gate.gated)
+            dtensor.open_gate(gate.gated)
 
     @staticmethod
     def _open(gate: Gate) -> None:
         gate.events, gate.held = [], []
-        shards.open_gate(gate.gated)
+        dtensor.open_gate(gate.gated)
 
     # ------------------------------------------------------------------ the lanes' order
 
@@ -276,7 +276,7 @@ class Overlap:
     # ------------------------------------------------------------------ Watcher
 
     def before_gather(self, index: int, stream: Stream) -> None:
-        """See :class:`.groups.Watcher`."""
+        """See :class:`..core.fsdp_groups.Watcher`."""
         self.gates[index].is_asked = True
         self._wait(self.gates[index], stream, "forward()")
 
@@ -304,7 +304,7 @@ class Overlap:
         self._wait(gate, current, "reading a parameter after step()")
 
     def after_gather(self, index: int) -> None:
-        """See :class:`.groups.Watcher`."""
+        """See :class:`..core.fsdp_groups.Watcher`."""
         gate = self.gates[index]
         if gate.events and gate.is_asked:  # else the gather began before the updates did
             gate.rank = self._passed
@@ -312,7 +312,7 @@ class Overlap:
             self._open(gate)
 
     def before_reduce(self, index: int) -> None:
-        """See :class:`.groups.Watcher`."""
+        """See :class:`..core.fsdp_groups.Watcher`."""
         for record in self.gates[index].records:
             if is_spent(record.parameter.grad):
                 if (owner := self._find_owner()) is not None:
@@ -320,7 +320,7 @@ class Overlap:
                 raise another_backward_error(record.fqn, is_stepped=not self.has_taken)
 
     def after_reduce(self, index: int, reduced: Event, stream: Stream) -> None:
-        """See :class:`.groups.Watcher`."""
+        """See :class:`..core.fsdp_groups.Watcher`."""
         if not self._in_backward or self._accumulating or not self.gates[index].records:
             return
         if self._steps + 1 in REORDER_AFTER:

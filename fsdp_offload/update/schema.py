@@ -8,9 +8,9 @@ from one of them and overrides any of its methods but ``__init__`` counts as not
 [Note: classes that are not torch's]
 Nothing that one can try out tells what such a class does with a parameter: it may keep factors
 above a size, begin a phase after some steps, or read what another parameter left. So it runs its
-own step on the device (:mod:`.native`), unless the caller says ``elementwise=True``. Then its step
-runs twice on a scratch vector with different data, which shows the entries of its state; each must
-be shaped like the parameter, a 0-dim tensor or a number.
+own step on the device (``pipeline/native.py``), unless the caller says ``elementwise=True``. Then
+its step runs twice on a scratch vector with different data, which shows the entries of its state;
+each must be shaped like the parameter, a 0-dim tensor or a number.
 
 Lazily created state is not always zero (SGD's first momentum, Rprop, ASGD, NAdam), so initial
 values are for display, and for telling whether state was ever written; the class initialises its
@@ -30,8 +30,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .. import shards
-from ..errors import StateSchemaError, UnsupportedOptimizerError
+from ..core import dtensor
+from ..core.errors import StateSchemaError, UnsupportedOptimizerError
 
 FUSED_ON_CPU: Final = (
     torch.optim.Adam,
@@ -410,7 +410,7 @@ def _existing_state(
     is another: beside one, a tensor of its shape cannot be told from a count."""
 
     def rank(parameter: Tensor) -> tuple[bool, bool]:
-        return parameter.dim() == 0, shards.local(parameter).numel() == 0
+        return parameter.dim() == 0, dtensor.local(parameter).numel() == 0
 
     for parameter in sorted(group["params"], key=rank):
         if state := optimizer.state.get(parameter):
@@ -423,7 +423,7 @@ def _of_vector(name: str, value: Any, parameter: Tensor, dtype: torch.dtype) -> 
     one, of which only ``step`` counts as a count."""
     if not isinstance(value, Tensor):
         return value
-    local = shards.local(value)
+    local = dtensor.local(value)
     if parameter.dim() == 0 and name != "step":
         local = local.reshape(-1)
     return local.to(dtype if value.dtype == parameter.dtype and local.dim() else value.dtype)

@@ -7,12 +7,12 @@ from types import ModuleType
 
 import torch
 
-from ..launching import if_usable
+from .launching import if_usable
 
 
 @functools.cache
 def triton_kernels() -> ModuleType | None:
-    """The module of CUDA kernels, or None as of :func:`.launching.if_usable`.
+    """The module of CUDA kernels, or None as of :func:`.update.launching.if_usable`.
 
     Asked for when there is a CUDA tensor to work on.
     """

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from ..memory.transfer import Transfer
+from ..pipeline.engine import Segment
+from ..pipeline.native import States, native_bytes
+from ..update.records import Record
 from .device_state import DeviceState
-from .phases.transfer import Transfer
-from .pipeline.engine import Segment
-from .pipeline.native import States, native_bytes
-from .pipeline.records import Record
 
 
 @dataclass(frozen=True)

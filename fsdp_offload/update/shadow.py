@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..errors import StateSchemaError
+from ..core.errors import StateSchemaError
 from .fused_adam import DirectAdam
 from .records import Piece, Snapshot
 from .schema import is_torch_class, make_shadow, own_copy, raw_step

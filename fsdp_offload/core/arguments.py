@@ -1,0 +1,69 @@
+"""What the caller passes: models and parameters, checked before anything is built."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import dtensor
+from .backend import Gateway, gateway_for
+from .errors import ConfigError, DeviceError, UnsupportedParameterError
+from .fsdp import check_torch, offloads_parameters
+
+
+def modules_of(model: nn.Module | Sequence[nn.Module] | None) -> list[nn.Module]:
+    """The modules given as ``model=``.
+
+    Raises:
+        ConfigError: something else was given.
+        UnsupportedParameterError: one was sharded with ``CPUOffloadPolicy``.
+        UnsupportedTorchError: see :func:`check_torch`.
+    """
+    models: list[Any] = [] if model is None else [model]
+    if isinstance(model, Iterable) and not isinstance(model, nn.Module):
+        models = list(model)
+    for each in models:
+        if not isinstance(each, nn.Module):
+            raise ConfigError(
+                f"model of type {type(each).__name__}",
+                reason="not a torch.nn.Module",
+                remedy="pass the module whose parameters the optimizer holds, or several",
+            )
+    check_torch(models)
+    if offloads_parameters(models):
+        raise UnsupportedParameterError(
+            "a model sharded with CPUOffloadPolicy",
+            reason="it keeps parameters and gradients on the CPU, so no state is on the device",
+            remedy="call fully_shard without offload_policy",
+        )
+    return models
+
+
+def gateway_of(parameters: Iterable[Tensor]) -> Gateway:
+    """The gateway of the one device that all shards live on.
+
+    Raises:
+        DeviceError: several devices, or one that torch cannot use here.
+        UnsupportedParameterError: DTensors of a GPU mesh with shards on the CPU.
+    """
+    devices: dict[torch.device, Tensor] = {}
+    for parameter in parameters:
+        shard = dtensor.local(parameter)
+        mesh_type = dtensor.mesh_device_type(parameter)
+        if mesh_type != shard.device.type:
+            raise UnsupportedParameterError(
+                f"a shard on {shard.device} of a {mesh_type} mesh",
+                reason="CPUOffloadPolicy (or a move by hand) keeps it off its device",
+                remedy="call fully_shard without offload_policy",
+            )
+        devices.setdefault(shard.device, parameter)
+    if len(devices) > 1:
+        raise DeviceError(
+            f"parameters on {', '.join(sorted(map(str, devices)))}",
+            reason="one optimizer streams over one device's link",
+            remedy="move them to one device, or wrap one optimizer per device",
+        )
+    return gateway_for(next(iter(devices)))
