@@ -1,6 +1,6 @@
 """A stream simulator: a forgotten wait, or an operand dropped too early, gives wrong numbers.
 
-:class:`StreamSimulator` is a gateway (see :mod:`.core.backend`) without any device. What is
+:class:`StreamSimulator` is a backend (see :mod:`.core.backend`) without any device. What is
 launched on a stream is queued, and runs only when the host waits for something, in an order that a
 *policy* chooses among all orders that the events allow. Code whose events are complete gives the
 same numbers under every policy; code that forgot one gives other numbers under some policy, every
@@ -69,7 +69,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from fsdp_offload.core.backend import Event, PendingEvent, Turns, copy_all, use_gateway
+from fsdp_offload.core.backend import Event, PendingEvent, Turns, copy_all, use_backend
 from fsdp_offload.core.errors import ConfigError, DeviceError
 
 ADVERSARIES: tuple[str, ...] = (
@@ -388,7 +388,7 @@ def _parse_policy(text: str) -> _Policy:
 
 
 class StreamSimulator:
-    """A gateway whose streams run only when the host waits; see the module's description.
+    """A backend whose streams run only when the host waits; see the module's description.
 
     Args:
         policy: what runs, and in which order, when the host waits.
@@ -425,7 +425,7 @@ class StreamSimulator:
         self._installed = ExitStack()
 
     def __enter__(self) -> StreamSimulator:
-        self._installed.enter_context(use_gateway(self))
+        self._installed.enter_context(use_backend(self))
         return self
 
     def __exit__(
@@ -436,7 +436,7 @@ class StreamSimulator:
     ) -> None:
         self._installed.close()
 
-    # ---- the gateway
+    # ---- the backend
 
     def stream(self, name: str) -> SimulatedStream:
         """A new stream with an empty queue."""

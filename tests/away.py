@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fsdp_offload import TransferConfig
 from fsdp_offload.core import storage as storages
-from fsdp_offload.core.backend import CpuGateway
+from fsdp_offload.core.backend import CpuBackend
 from fsdp_offload.memory.transfer import Transfer, collect
 from fsdp_offload.phases.pages import Pages
 
@@ -18,7 +18,7 @@ from fsdp_offload.phases.pages import Pages
 @contextmanager
 def model_away(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
     """Inside, the weights, plain ones, have no memory."""
-    transfer = Transfer(CpuGateway(torch.device("cpu")), TransferConfig())
+    transfer = Transfer(CpuBackend(torch.device("cpu")), TransferConfig())
     transfer.out([("params", collect((str(i), p.detach()) for i, p in enumerate(parameters)))])
     transfer.wait()
     yield

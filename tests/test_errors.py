@@ -35,7 +35,7 @@ from fsdp_offload import (
     UnsupportedParameterError,
 )
 from fsdp_offload.core import backend
-from fsdp_offload.core.backend import CpuGateway, use_gateway
+from fsdp_offload.core.backend import CpuBackend, use_backend
 from fsdp_offload.memory import HostArena
 from fsdp_offload.optimizer import wrapping
 from fsdp_offload.pipeline import host
@@ -339,7 +339,7 @@ def test_parameters_without_memory_are_refused() -> None:
 def test_a_device_that_is_missing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     cuda = torch.device("cuda", 0)
-    monkeypatch.setattr(wrapping, "gateway_for", lambda _: backend.gateway_for(cuda))
+    monkeypatch.setattr(wrapping, "backend_for", lambda _: backend.backend_for(cuda))
     refusal = Refusal()
     with pytest.raises(DeviceError) as caught:
         HybridDeviceOptimizer(refusal.inner)
@@ -404,7 +404,7 @@ def test_a_shard_whose_memory_was_replaced_is_refused_before_anything_is_updated
 # --------------------------------------------------------------------------- pinning
 
 
-class _Pinning(CpuGateway):
+class _Pinning(CpuBackend):
     can_pin = True
 
 
@@ -439,7 +439,7 @@ def test_when_pinning_is_refused_all_memory_is_given_back(
     """The host lane's second piece of memory is its ring of gradient buffers."""
     backend.limit[0] = limit  # type: ignore[attr-defined]
     refusal = Refusal()
-    with use_gateway(_Pinning(CPU)), pytest.raises(PinningError) as caught:
+    with use_backend(_Pinning(CPU)), pytest.raises(PinningError) as caught:
         wrap(refusal.inner, lane)
 
     assert_explains(caught.value, "bytes")
@@ -455,7 +455,7 @@ def test_when_pinning_is_refused_all_memory_is_given_back(
 def test_pageable_memory_is_used_only_when_it_was_asked_for(driver: dict[int, int]) -> None:
     model, twin_model = Model(), Model()
     inner = torch.optim.AdamW(model.parameters(), lr=0.1)
-    with use_gateway(_Pinning(CPU)), pytest.warns(RuntimeWarning, match="pageable"):
+    with use_backend(_Pinning(CPU)), pytest.warns(RuntimeWarning, match="pageable"):
         optimizer = wrap(inner, "streamed", transfer=TransferConfig(pin="prefer"))
     train(model, optimizer, range(2))
     train(twin_model, torch.optim.AdamW(twin_model.parameters(), lr=0.1), range(2))
@@ -583,7 +583,7 @@ def test_a_group_that_cannot_be_added_leaves_everything_as_it_was(
     model, twin_model = Model(), Model()
     twin = torch.optim.AdamW(twin_model.parameters(), lr=0.1)
     backend.limit[0] = 1  # type: ignore[attr-defined]
-    with use_gateway(_Pinning(CPU)):
+    with use_backend(_Pinning(CPU)):
         optimizer = wrap(torch.optim.AdamW(model.parameters(), lr=0.1), "streamed")
     numbers = torch.randn(20)[::2] if bad == "strided" else torch.randn(20)
     with pytest.raises(UnsupportedParameterError if bad == "strided" else PinningError):

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map_only
 
 from fsdp_offload import HybridDeviceOptimizer, LaneError, TransferConfig
 from fsdp_offload.core import backend
-from fsdp_offload.core.backend import CpuGateway, use_gateway
+from fsdp_offload.core.backend import CpuBackend, use_backend
 from fsdp_offload.memory import HostArena
 from fsdp_offload.pipeline import engine
 from fsdp_offload.testing import ADVERSARIES, StreamSimulator
@@ -116,10 +116,10 @@ def test_zeroing_gradients_in_place_after_the_step_does_not_reach_updates_in_fli
     """``zero_grad(set_to_none=False)`` writes on the caller's stream."""
 
     def run(policy: str | None) -> list[Tensor]:
-        with use_gateway(CpuGateway(CPU)) if policy is None else StreamSimulator(policy) as gateway:
+        with use_backend(CpuBackend(CPU)) if policy is None else StreamSimulator(policy) as backend:
             model = Model(torch.bfloat16)
             optimizer = wrap(torch.optim.AdamW(model.parameters(), lr=0.1), lane)
-            current = gateway.current_stream()
+            current = backend.current_stream()
             for step in range(2):
                 fill_gradients(model, step)
                 optimizer.step()
@@ -402,7 +402,7 @@ def test_state_is_not_held_twice_when_a_stepped_optimizer_is_wrapped(lane: str) 
     assert statistics.device_state_bytes + statistics.host_state_bytes == payload
 
 
-class _Pinning(CpuGateway):
+class _Pinning(CpuBackend):
     can_pin = True
 
 
@@ -423,7 +423,7 @@ def test_pinned_memory_is_allocated_once_and_not_per_tensor(
 
     monkeypatch.setattr(engine, "HostArena", CountedArena)
     parameters = nn.ParameterList(nn.Parameter(torch.randn(100)) for _ in range(50))
-    with use_gateway(_Pinning(CPU)):
+    with use_backend(_Pinning(CPU)):
         optimizer = wrap(torch.optim.AdamW(parameters), lane)
     n_allocations = len(made)
     train(parameters, optimizer, range(2))
@@ -445,7 +445,7 @@ def test_hyper_parameters_changed_after_the_step_do_not_reach_buckets_in_flight(
     """As schedulers do; a tensor lr is filled in place."""
 
     def run(policy: str | None) -> list[Tensor]:
-        with use_gateway(CpuGateway(CPU)) if policy is None else StreamSimulator(policy):
+        with use_backend(CpuBackend(CPU)) if policy is None else StreamSimulator(policy):
             model = Model()
             lr = torch.tensor(0.1) if as_tensor else 0.1
             optimizer = wrap(torch.optim.AdamW(model.parameters(), lr=lr), lane)

@@ -21,7 +21,7 @@ from fsdp_offload import (
     TransferConfig,
 )
 from fsdp_offload.core import backend
-from fsdp_offload.core.backend import gateway_for
+from fsdp_offload.core.backend import backend_for
 from fsdp_offload.core.spent import is_spent
 from fsdp_offload.pipeline import streamed
 from fsdp_offload.pipeline.engine import Segment
@@ -42,7 +42,7 @@ class Job:
     """A played model of four groups and its optimizer."""
 
     def __init__(
-        self, overlap: str | None, gateway: Any = None, lr: Any = 0.05, **how: Any
+        self, overlap: str | None, backend: Any = None, lr: Any = 0.05, **how: Any
     ) -> None:
         generator = torch.Generator().manual_seed(0)
         groups = [
@@ -50,7 +50,7 @@ class Job:
             for numels in ((300, 64), (900,), (130, 500), (260,))
         ]
         self.parameters = [p for group in groups for p in group]
-        self.played = FakeFsdp(gateway or gateway_for(CPU), groups)
+        self.played = FakeFsdp(backend or backend_for(CPU), groups)
         lr = lr.clone() if isinstance(lr, Tensor) else lr
         inner = torch.optim.AdamW(self.parameters, lr=lr)
         self.optimizer: Any = inner
@@ -94,7 +94,7 @@ def test_without_an_fsdp2_module_there_is_nothing_to_hide_under(overlap: str, mo
 @pytest.mark.parametrize("cls", [Lion, getattr(torch.optim, "Muon", torch.optim.Adafactor)])
 def test_classes_that_cannot_be_updated_piece_by_piece_are_refused(overlap: str, cls: Any) -> None:
     matrix = nn.Parameter(torch.ones(8, 8))
-    played = FakeFsdp(gateway_for(CPU), [[matrix]])
+    played = FakeFsdp(backend_for(CPU), [[matrix]])
     with pytest.raises(ConfigError, match=cls.__name__):
         played.wrap(cls([matrix]), overlap=overlap)
     assert played.groups[0]._watched == []

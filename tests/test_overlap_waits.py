@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_offload import TransferConfig
-from fsdp_offload.core.backend import CpuGateway, gateway_for, use_gateway
+from fsdp_offload.core.backend import CpuBackend, backend_for, use_backend
 from fsdp_offload.pipeline.worker import InlineWorker
 from fsdp_offload.testing import ADVERSARIES
 from tests.helpers.fake_fsdp import FakeFsdp, scale
@@ -97,7 +97,7 @@ MORE = [
 class Job:
     """Parameters, their optimizer and what is played around them."""
 
-    def __init__(self, scene: Scenario, gateway: Any, *, plain: bool) -> None:
+    def __init__(self, scene: Scenario, backend: Any, *, plain: bool) -> None:
         generator = torch.Generator().manual_seed(0)
 
         def make(numel: int) -> nn.Parameter:
@@ -109,7 +109,7 @@ class Job:
         self.trained = [p for group in groups for p in group] + loose
         groups[1] += self.late
         self.scene, self.plain = scene, plain
-        self.played = FakeFsdp(gateway, groups, loose, one_rank=scene.one_rank, ahead=scene.ahead)
+        self.played = FakeFsdp(backend, groups, loose, one_rank=scene.one_rank, ahead=scene.ahead)
         for parameter in self.late:
             parameter.requires_grad_(False)
         inner = torch.optim.AdamW(self.trained, lr=0.05, fused=True)
@@ -192,13 +192,13 @@ def run(scene: Scenario, policy: str, skip: Skip = NOTHING) -> tuple[list[Tensor
 @cache
 def expected_of(scene: Scenario) -> list[Tensor]:
     """fp32: the plain optimizer's numbers; bf16: those of ``overlap="step"``."""
-    with use_gateway(CpuGateway(CPU)):
-        return Job(scene, gateway_for(CPU), plain=True).train()
+    with use_backend(CpuBackend(CPU)):
+        return Job(scene, backend_for(CPU), plain=True).train()
 
 
 @pytest.fixture(autouse=True)
 def _lazy_host_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CpuGateway, "worker", InlineWorker(), raising=False)
+    monkeypatch.setattr(CpuBackend, "worker", InlineWorker(), raising=False)
     be_lazy(monkeypatch)
 
 

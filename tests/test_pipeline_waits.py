@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_offload import HybridDeviceOptimizer, TransferConfig
-from fsdp_offload.core.backend import CpuGateway, gateway_for, use_gateway
+from fsdp_offload.core.backend import CpuBackend, backend_for, use_backend
 from fsdp_offload.testing import ADVERSARIES
 from fsdp_offload.update.records import Work
 from tests.helpers.removed_waits import (
@@ -135,7 +135,7 @@ def build(scene: Scenario) -> tuple[list[nn.Parameter], HybridDeviceOptimizer]:
 
 def backward(scene: Scenario, parameters: list[nn.Parameter], step: int) -> None:
     """Gradients that depend on the parameters, written on the caller's stream."""
-    current = gateway_for(CPU).current_stream()
+    current = backend_for(CPU).current_stream()
     absent = scene.absent[step] if scene.absent else frozenset[int]()
     for index, parameter in enumerate(parameters):
         if index in absent:
@@ -153,11 +153,11 @@ def after_step(scene: Scenario, parameters: list[nn.Parameter]) -> None:
         if scene.gradients == "dropped":
             parameter.grad = None
         elif scene.gradients == "zeroed" and parameter.grad is not None:
-            gateway_for(CPU).current_stream().launch(zero, parameter.grad)
+            backend_for(CPU).current_stream().launch(zero, parameter.grad)
 
 
 def train(scene: Scenario, *, drain: bool = False) -> list[Tensor]:
-    """Parameters and state after the scenario's steps, under whatever gateway is in use.
+    """Parameters and state after the scenario's steps, under whatever backend is in use.
 
     Parameters are read by the caller's stream, or with ``drain`` by the host after ``.state``.
     """
@@ -170,7 +170,7 @@ def train(scene: Scenario, *, drain: bool = False) -> list[Tensor]:
             added = make_parameters(ADDED_NUMELS, scene.dtype)
             optimizer.add_param_group({"params": added, "lr": 0.02})
             parameters = parameters + added
-    current = gateway_for(CPU).current_stream()
+    current = backend_for(CPU).current_stream()
     found = [torch.zeros_like(p) for p in parameters]
     if not drain:
         for target, parameter in zip(found, parameters, strict=True):
@@ -186,8 +186,8 @@ def train(scene: Scenario, *, drain: bool = False) -> list[Tensor]:
 
 @cache
 def expected_of(scene: Scenario) -> list[Tensor]:
-    """The CPU gateway's numbers: every launch runs at once."""
-    with use_gateway(CpuGateway(CPU)):
+    """The CPU backend's numbers: every launch runs at once."""
+    with use_backend(CpuBackend(CPU)):
         return train(scene)
 
 
@@ -247,7 +247,7 @@ def gradients_dropped_early(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("scene", SCENARIOS, ids=str)
-def test_complete_waits_give_the_cpu_gateways_numbers_under_all_adversaries(
+def test_complete_waits_give_the_cpu_backends_numbers_under_all_adversaries(
     scene: Scenario,
 ) -> None:
     for policy in ADVERSARIES:

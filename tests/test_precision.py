@@ -28,7 +28,7 @@ from fsdp_offload import (
     TransferConfig,
 )
 from fsdp_offload.checkpoint import OptimizerState, load, save
-from fsdp_offload.core.backend import gateway_for
+from fsdp_offload.core.backend import backend_for
 from fsdp_offload.update import moments, reduced_adam, rng_key
 from fsdp_offload.update.bucket import Scratch
 from fsdp_offload.update.rng_key import RngKey
@@ -467,7 +467,7 @@ def test_the_kernel_has_the_same_bits_beside_backward(
             for _ in range(6)
         ]
         parameters = [parameter for group in groups for parameter in group]
-        played = FakeFsdp(gateway_for(torch.device("cpu")), groups)
+        played = FakeFsdp(backend_for(torch.device("cpu")), groups)
         optimizer = played.wrap(
             torch.optim.AdamW(parameters, lr=0.01, fused=True),
             overlap=overlap,
@@ -531,7 +531,7 @@ def test_no_room_for_scratch_memory_updates_nothing(
     for _ in range(2):
         torch.manual_seed(0)
         parameters = [nn.Parameter(torch.randn(n).to(BF16)) for n in (700, 300)]
-        played = FakeFsdp(gateway_for(torch.device("cpu")), [[p] for p in parameters])
+        played = FakeFsdp(backend_for(torch.device("cpu")), [[p] for p in parameters])
         inner = torch.optim.AdamW(parameters, lr=0.01, fused=True)
         precision = PrecisionConfig(moments=BF16)
         optimizer = played.wrap(inner, overlap=overlap, transfer=SMALL, precision=precision)

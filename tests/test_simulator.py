@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdp_offload.core.backend import CpuGateway, Event, Gateway, Stream, gateway_for, use_gateway
+from fsdp_offload.core.backend import Backend, CpuBackend, Event, Stream, backend_for, use_backend
 from fsdp_offload.core.errors import ConfigError, DeviceError
 from fsdp_offload.testing import ADVERSARIES, StreamSimulator
 from tests.helpers.policies import POLICIES
@@ -39,13 +39,13 @@ class Toy:
     """Momentum SGD whose momentum travels through slots; backward feeds it bucket by bucket."""
 
     def __init__(self, *, drop_early: bool = False, persistent_gradients: bool = True) -> None:
-        self.gateway: Gateway = gateway_for(CPU)
-        self.h2d, self.compute, self.d2h = map(self.gateway.stream, ("h2d", "update", "d2h"))
-        self.current = self.gateway.current_stream()
+        self.backend: Backend = backend_for(CPU)
+        self.h2d, self.compute, self.d2h = map(self.backend.stream, ("h2d", "update", "d2h"))
+        self.current = self.backend.current_stream()
         start = torch.arange(N_BUCKETS * NUMEL, dtype=torch.float32).view(N_BUCKETS, NUMEL)
         self.parameters = [row.clone() for row in start / 7]
         self.state = [row.clone() for row in start.flip(0) / 3]
-        self.slots = [self.gateway.allocate(4 * NUMEL).view(torch.float32) for _ in range(N_SLOTS)]
+        self.slots = [self.backend.allocate(4 * NUMEL).view(torch.float32) for _ in range(N_SLOTS)]
         self.free: list[Event | None] = [None] * N_SLOTS
         self.updated: Event | None = None
         self.gradients = [torch.zeros(NUMEL) for _ in range(N_BUCKETS)]
@@ -90,7 +90,7 @@ class Toy:
 
 @pytest.fixture(scope="module")
 def expected() -> torch.Tensor:
-    with use_gateway(CpuGateway(CPU)):
+    with use_backend(CpuBackend(CPU)):
         return Toy().run()
 
 
@@ -111,7 +111,7 @@ def dropped_early() -> Toy:
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("make", [Toy, temporary])
-def test_complete_waits_give_the_cpu_gateways_numbers(
+def test_complete_waits_give_the_cpu_backends_numbers(
     policy: str, make: Callable[[], Toy], expected: torch.Tensor
 ) -> None:
     result, simulator = simulate(policy, make)
@@ -316,18 +316,18 @@ def test_a_deadlock_names_the_streams_and_their_waits() -> None:
     assert "stream 'a' is inside of" in message
 
 
-def test_events_of_other_gateways_are_refused() -> None:
+def test_events_of_other_backends_are_refused() -> None:
     stream = StreamSimulator().stream("a")
-    for other in (StreamSimulator(), CpuGateway(CPU)):
+    for other in (StreamSimulator(), CpuBackend(CPU)):
         with pytest.raises(DeviceError, match="does not belong to this simulator"):
             stream.wait(other.stream("b").record())
 
 
 def test_the_with_block_installs_the_simulator() -> None:
     with StreamSimulator() as simulator:
-        assert gateway_for(torch.device("cuda")) is simulator
+        assert backend_for(torch.device("cuda")) is simulator
         assert simulator.current_stream() is simulator.current_stream()
-    assert gateway_for(CPU) is not simulator
+    assert backend_for(CPU) is not simulator
 
 
 def test_memory_comes_uninitialised() -> None:
@@ -549,8 +549,8 @@ def mix(target: torch.Tensor, source: torch.Tensor, salt: int) -> None:
 class Program:
     """Runs steps on four streams with a wait for every conflicting use of a buffer."""
 
-    def __init__(self, gateway: Gateway) -> None:
-        self.streams = [gateway.current_stream(), *(gateway.stream(name) for name in "abc")]
+    def __init__(self, backend: Backend) -> None:
+        self.streams = [backend.current_stream(), *(backend.stream(name) for name in "abc")]
         self.buffers = [torch.full((2,), index) for index in range(N_BUFFERS)]
         self.writes: list[list[Event]] = [[] for _ in self.buffers]
         self.uses: list[list[Event]] = [[] for _ in self.buffers]
@@ -595,7 +595,7 @@ class Program:
 def test_programs_with_complete_waits_do_not_depend_on_the_policy(
     steps: list[Step], seed: int
 ) -> None:
-    expected = Program(CpuGateway(CPU)).run(steps)
+    expected = Program(CpuBackend(CPU)).run(steps)
     for policy in [*ADVERSARIES, f"random:{seed}"]:
         simulator = StreamSimulator(policy)
         assert Program(simulator).run(steps) == expected, policy

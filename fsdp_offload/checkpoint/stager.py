@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.staging import AsyncStager
 
 from ..core import dtensor
-from ..core.backend import gateway_for
+from ..core.backend import backend_for
 from ..core.config import TransferConfig
 from ..memory import HostArena, check_host_budget, local_ranks
 from .files import BLOCK_BYTES, as_bytes, run_all
@@ -61,7 +61,7 @@ class Stager(AsyncStager):
         staged = self._replace(state_dict, copy)
         for device in {tensor.device for tensor in found}:
             # Other threads read, on streams of their own.
-            gateway_for(device).current_stream().synchronize()
+            backend_for(device).current_stream().synchronize()
         run_all(jobs)
         return staged  # type: ignore[no-any-return]
 
@@ -72,11 +72,11 @@ class Stager(AsyncStager):
         self.close()
         check_host_budget(nbytes, local_ranks=local_ranks(), budget_bytes=None)
         devices = {tensor.device for tensor in tensors if tensor.device.type != "cpu"}
-        gateway = gateway_for(min(devices, key=str, default=torch.device("cpu")))
+        backend = backend_for(min(devices, key=str, default=torch.device("cpu")))
         self._arena = HostArena(
             nbytes,
-            device=gateway.device,
-            can_pin=gateway.can_pin,
+            device=backend.device,
+            can_pin=backend.can_pin,
             transfer=TransferConfig(pin="prefer"),
         )
         self._nbytes = nbytes

@@ -29,8 +29,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ..core import dtensor
-from ..core.arguments import gateway_of
-from ..core.backend import gateway_for
+from ..core.arguments import backend_of
+from ..core.backend import backend_for
 from ..core.errors import ConfigError, StateDictError
 from ..optimizer.hybrid import HybridDeviceOptimizer
 from ..update.records import MasterForm
@@ -218,8 +218,8 @@ def wait_for(models: Sequence[nn.Module]) -> None:
     """
     tensors: list[Tensor] = [parameter for model in models for parameter in model.parameters()]
     tensors = tensors or [buffer for model in models for buffer in model.buffers()]
-    gateway = gateway_of(tensors) if tensors else gateway_for(torch.device("cpu"))
-    gateway.current_stream().synchronize()
+    backend = backend_of(tensors) if tensors else backend_for(torch.device("cpu"))
+    backend.current_stream().synchronize()
 
 
 def collect(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from . import dtensor
-from .backend import Gateway, gateway_for
+from .backend import Backend, backend_for
 from .errors import ConfigError, DeviceError, UnsupportedParameterError
 from .fsdp import check_torch, offloads_parameters
 
@@ -42,8 +42,8 @@ def modules_of(model: nn.Module | Sequence[nn.Module] | None) -> list[nn.Module]
     return models
 
 
-def gateway_of(parameters: Iterable[Tensor]) -> Gateway:
-    """The gateway of the one device that all shards live on.
+def backend_of(parameters: Iterable[Tensor]) -> Backend:
+    """The backend of the one device that all shards live on.
 
     Raises:
         DeviceError: several devices, or one that torch cannot use here.
@@ -66,4 +66,4 @@ def gateway_of(parameters: Iterable[Tensor]) -> Gateway:
             reason="one optimizer streams over one device's link",
             remedy="move them to one device, or wrap one optimizer per device",
         )
-    return gateway_for(next(iter(devices)))
+    return backend_for(next(iter(devices)))

@@ -1,7 +1,7 @@
-"""The only gateway to streams, events and pinning.
+"""The only backend to streams, events and pinning.
 
 Everything that runs beside the host's own thread is *launched* on a :class:`Stream`:
-``stream.launch(fn, *operands)`` runs ``fn(*operands)`` in order on that stream. Three gateways
+``stream.launch(fn, *operands)`` runs ``fn(*operands)`` in order on that stream. Three backends
 implement the same interface: the accelerator (CUDA streams), the CPU (every launch runs at once)
 and the stream simulator of :mod:`fsdp_offload.testing` (launches are queued and run only when
 something waits for them). A launched function must get every tensor it reads or writes as an
@@ -197,7 +197,7 @@ def in_turns(
     return turns
 
 
-class Gateway(Protocol):
+class Backend(Protocol):
     """One device as the pipeline sees it."""
 
     device: torch.device
@@ -364,7 +364,7 @@ class _TakingTurns(_AcceleratorStream):
         self.raw.wait_event(self._ends[(last - 1) % count])
 
 
-class AcceleratorGateway:
+class AcceleratorBackend:
     """Streams and events of ``torch.cuda`` (or another device module with the same surface)."""
 
     has_threads = True
@@ -484,7 +484,7 @@ class _CpuStream:
         return None
 
 
-class CpuGateway:
+class CpuBackend:
     """CPU tensors as the "device": every launch runs at once, on the calling thread."""
 
     can_pin = False
@@ -517,22 +517,22 @@ class CpuGateway:
 
 # --------------------------------------------------------------------------- choosing one
 
-_override: Gateway | None = None
+_override: Backend | None = None
 
 
 @contextmanager
-def use_gateway(gateway: Gateway) -> Iterator[Gateway]:
-    """Make optimizers built inside the block use ``gateway`` (the stream simulator does)."""
+def use_backend(backend: Backend) -> Iterator[Backend]:
+    """Make optimizers built inside the block use ``backend`` (the stream simulator does)."""
     global _override
-    previous, _override = _override, gateway
+    previous, _override = _override, backend
     try:
-        yield gateway
+        yield backend
     finally:
         _override = previous
 
 
-def gateway_for(device: torch.device) -> Gateway:
-    """The gateway for ``device``.
+def backend_for(device: torch.device) -> Backend:
+    """The backend for ``device``.
 
     Raises:
         DeviceError: the device type is not usable in this process.
@@ -540,8 +540,8 @@ def gateway_for(device: torch.device) -> Gateway:
     if _override is not None:
         return _override
     if device.type == "cpu":
-        return CpuGateway(device)
-    return AcceleratorGateway(device)
+        return CpuBackend(device)
+    return AcceleratorBackend(device)
 
 
 # --------------------------------------------------------------------------- device memory

@@ -35,7 +35,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from .backend import Event, Gateway, Stream
+from .backend import Backend, Event, Stream
 from .fsdp import fsdp_groups
 from .fsdp_copies import CopyWithoutTables
 
@@ -72,7 +72,7 @@ class Group:
         """Its sharded parameters, in FSDP2's order."""
         return [fsdp_param.sharded_param for fsdp_param in self._raw.fsdp_params]
 
-    def watch(self, index: int, watcher: Watcher, gateway: Gateway) -> Callable[[], None]:
+    def watch(self, index: int, watcher: Watcher, backend: Backend) -> Callable[[], None]:
         """Tell ``watcher``, which is not kept alive; returns what ends it."""
         find = weakref.ref(watcher)
         methods: dict[str, Callable[..., None]] = {
@@ -82,7 +82,7 @@ class Group:
         }
         for name, method in methods.items():
             original = getattr(self._raw, name)
-            self._raw.__dict__[name] = functools.partial(method, find, index, gateway, original)
+            self._raw.__dict__[name] = functools.partial(method, find, index, backend, original)
         return functools.partial(_unwatch, weakref.ref(self._raw), find, tuple(methods))
 
     # ------------------------------------------------------------------ while shards are away
@@ -107,7 +107,7 @@ class Group:
         self,
         find: Callable[[], Watcher | None],
         index: int,
-        gateway: Gateway,
+        backend: Backend,
         original: Callable[[bool], None],
         async_op: bool = False,
     ) -> None:
@@ -115,7 +115,7 @@ class Group:
         starts = raw._all_gather_result is None and not raw.is_unsharded
         if watcher is not None and starts and self._world_size > 1:
             streams = raw.comm_ctx.get_all_gather_streams(async_op, raw._training_state)
-            watcher.before_gather(index, gateway.adopt_stream(streams[0]))
+            watcher.before_gather(index, backend.adopt_stream(streams[0]))
         with self._copies:
             original(async_op)
 
@@ -123,13 +123,13 @@ class Group:
         self,
         find: Callable[[], Watcher | None],
         index: int,
-        gateway: Gateway,
+        backend: Backend,
         original: Callable[[], None],
     ) -> None:
         watcher = find()
         gathers = watcher is not None and self._raw._all_gather_result is not None
         if gathers and self._world_size == 1:
-            watcher.before_gather(index, gateway.current_stream())  # type: ignore[union-attr]
+            watcher.before_gather(index, backend.current_stream())  # type: ignore[union-attr]
         with self._copies:
             original()
         if gathers:
@@ -139,7 +139,7 @@ class Group:
         self,
         find: Callable[[], Watcher | None],
         index: int,
-        gateway: Gateway,
+        backend: Backend,
         original: Callable[..., None],
         *unused: Any,
     ) -> None:
@@ -161,8 +161,8 @@ class Group:
             original(*unused)
         if has_new and self._reduces():
             event = self._raw._post_reduce_event  # None on the CPU, where nothing is late
-            stream = gateway.adopt_stream(reduce_stream)
-            watcher.after_reduce(index, gateway.adopt_event(event), stream)
+            stream = backend.adopt_stream(reduce_stream)
+            watcher.after_reduce(index, backend.adopt_event(event), stream)
 
     # ------------------------------------------------------------------ what FSDP2 is about to do
 

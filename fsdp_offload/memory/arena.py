@@ -28,7 +28,7 @@ from typing import Final
 
 import torch
 
-from ..core import backend as gateway
+from ..core import backend as backend
 from ..core.config import MIB, TransferConfig
 from ..core.errors import HostMemoryError, PinningError
 from ..core.progress import progress
@@ -167,7 +167,7 @@ class HostArena:
         """Write to every page from several threads, so that it exists and lies near ``device``."""
         assert self._mapping is not None
         start = time.perf_counter()
-        cores = gateway.cores_near(device) if numa else frozenset(os.sched_getaffinity(0))
+        cores = backend.cores_near(device) if numa else frozenset(os.sched_getaffinity(0))
         threads = _thread_count(len(cores))
         step = min(_CALL_BYTES, _round_up(-(-self._n_bytes // threads), HUGE_PAGE_BYTES))
         chunks = range(0, self._n_bytes, step)
@@ -205,7 +205,7 @@ class HostArena:
         start = time.perf_counter()
         address = _address(self._mapping)
         try:
-            gateway.pin(address, self._n_bytes, device)
+            backend.pin(address, self._n_bytes, device)
         except PinningError as error:
             if required:
                 self._mapping = None
@@ -228,7 +228,7 @@ class HostArena:
 def _unpin(pid: int, address: int, n_bytes: int, device: torch.device, mapping: mmap.mmap) -> None:
     """Never raises. Does nothing in a forked child: it has neither the memory nor the context."""
     if os.getpid() == pid:
-        gateway.unpin(address, n_bytes, device)
+        backend.unpin(address, n_bytes, device)
 
 
 def _map(n_bytes: int, *, huge_pages: bool) -> tuple[mmap.mmap, bool]:

@@ -15,7 +15,7 @@ from typing import Final, Protocol
 import torch
 from torch import Tensor
 
-from ..core.backend import Gateway
+from ..core.backend import Backend
 from ..core.config import TransferConfig
 from ..plan.layout import align
 from . import ArenaStatistics, HostArena, check_host_budget, local_ranks
@@ -47,12 +47,12 @@ class HostBuffers:
     """Host memory by key. Taken by :meth:`reserve`, given back by :meth:`close`.
 
     Args:
-        gateway: of the device that is copied from.
+        backend: of the device that is copied from.
         transfer: how to obtain memory (``pin``, ``huge_pages``, ``numa``, ``host_budget``).
     """
 
-    def __init__(self, gateway: Gateway, transfer: TransferConfig) -> None:
-        self._gateway, self._transfer = gateway, transfer
+    def __init__(self, backend: Backend, transfer: TransferConfig) -> None:
+        self._backend, self._transfer = backend, transfer
         self._by_key: dict[str, _Buffer] = {}
         self._arenas: list[HostArena] = []
 
@@ -74,8 +74,8 @@ class HostBuffers:
         self._check_budget(n_bytes, taken_bytes)
         arena = HostArena(
             n_bytes,
-            device=self._gateway.device,
-            can_pin=self._gateway.can_pin,
+            device=self._backend.device,
+            can_pin=self._backend.can_pin,
             transfer=self._transfer,
             show_progress=False,
         )

@@ -37,7 +37,7 @@ from torch import Tensor
 
 from ..core import dtensor
 from ..core import storage as storages
-from ..core.backend import Event, Gateway, Stream, TimedEvent, copy_all
+from ..core.backend import Backend, Event, Stream, TimedEvent, copy_all
 from ..core.config import TransferConfig
 from ..core.interrupts import held_back
 from .buffers import HostBuffers, aligned
@@ -215,7 +215,7 @@ class Transfer:
     """Moves blocks of one device out and back. Calls come from one thread at a time.
 
     Args:
-        gateway: where streams and device memory come from.
+        backend: where streams and device memory come from.
         config: how to obtain host memory (``pin``, ``huge_pages``, ``numa``, ``host_budget``).
         locate: of a storage that is no block of its own: the key of the block in which it begins,
             or that of one before, and its first byte from there on; None where it is in none.
@@ -223,15 +223,15 @@ class Transfer:
 
     def __init__(
         self,
-        gateway: Gateway,
+        backend: Backend,
         config: TransferConfig,
         locate: Callable[[torch.UntypedStorage], tuple[str, int] | None] | None = None,
     ) -> None:
-        self.buffers = HostBuffers(gateway, config)
+        self.buffers = HostBuffers(backend, config)
         self.handle = Handle()
         """Of the last transfer."""
-        self._gateway, self._locate = gateway, locate
-        self._out, self._in = gateway.stream("phase_out"), gateway.stream("phase_in")
+        self._backend, self._locate = backend, locate
+        self._out, self._in = backend.stream("phase_out"), backend.stream("phase_in")
         self._away: dict[str, list[Block]] = {}  # by kind, in the order of the way back
         self._dropped: list[Block] = []
         self._blocks_away: dict[int, StorageBlock] = {}  # that are away, by the storage's identity
@@ -263,12 +263,12 @@ class Transfer:
         """CUDA loads a kernel with its first launch, which then waits for all copies under way:
         40 ms of the first offload, measured on an H200."""
         try:
-            memory = self._gateway.allocate(6 * 8)
+            memory = self._backend.allocate(6 * 8)
         except torch.OutOfMemoryError:
             return  # then nothing is packed either
         views = [memory[start : start + n] for n in (8, 7) for start in range(0, 6 * 8, 8)]
         for targets, sources in _by_width(views[::2], views[1::2]):
-            self._gateway.current_stream().launch(copy_all, targets, sources)
+            self._backend.current_stream().launch(copy_all, targets, sources)
         self._kernels_are_loaded = True
 
     # ------------------------------------------------------------------ out
@@ -302,7 +302,7 @@ class Transfer:
         away: dict[str, list[Block]] = {}
         try:
             # Whatever memory is read, or taken for staging, below was last used before now.
-            self._out.wait(self._gateway.current_stream().record())
+            self._out.wait(self._backend.current_stream().record())
             for kind, blocks in batches:
                 away[kind] = ordered = _in_order(blocks)
                 if ordered:
@@ -311,7 +311,7 @@ class Transfer:
             self._out.synchronize()  # what the copies read, and write, may go from here on
             raise
         if dropped:
-            releases.append((self._gateway.current_stream().record(), dropped))
+            releases.append((self._backend.current_stream().record(), dropped))
         self._away, self._dropped = away, list(dropped)
         every = (block for blocks in away.values() for block in blocks)
         self._blocks_away = {
@@ -383,7 +383,7 @@ class Transfer:
 
         try:
             # Memory that is taken below was freed before now, in order of the caller's stream.
-            self._in.wait(self._gateway.current_stream().record())
+            self._in.wait(self._backend.current_stream().record())
             for kind, blocks in self._away.items():
                 if blocks:
                     copies[kind] = self._fetch(blocks, restore, used)
@@ -492,7 +492,7 @@ class Transfer:
         if not sizes:
             return None
         try:
-            return self._gateway.allocate(max(sizes))
+            return self._backend.allocate(max(sizes))
         except torch.OutOfMemoryError:
             return None
 

@@ -33,7 +33,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from ..core import dtensor
 from ..core import storage as storages
-from ..core.arguments import gateway_of, modules_of
+from ..core.arguments import backend_of, modules_of
 from ..core.backend import Event
 from ..core.config import Lane, OffloadConfig, PrecisionConfig, TransferConfig, check_keywords
 from ..core.errors import (
@@ -146,7 +146,7 @@ class HybridDeviceOptimizer(Optimizer):
                 "HybridDeviceOptimizer without model=: no parameter names, no overlap with forward "
                 "and backward, and loads into the module are not noticed"
             )
-        self._gateway = gateway_of(p for group in optimizer.param_groups for p in group["params"])
+        self._backend = backend_of(p for group in optimizer.param_groups for p in group["params"])
         self._inner, self._health = optimizer, Health()
         self._segments: list[Segment] = []
         self._closers: list[Callable[[], object]] = []  # each gives memory back, once
@@ -178,13 +178,13 @@ class HybridDeviceOptimizer(Optimizer):
 
     def _build(self) -> None:
         """Reserve state and take that of the wrapped optimizer over."""
-        self._overlap = make_overlap(self, self._inner, self._models, self._config, self._gateway)
+        self._overlap = make_overlap(self, self._inner, self._models, self._config, self._backend)
         if self._own_step is None:
             self._extend(self._inventory.trainable())
             self._take_over()
         else:
             self._shown = self._inner.state
-            self._own_step.warn(self._config, self._gateway.device)
+            self._own_step.warn(self._config, self._backend.device)
 
     def _connect(self) -> None:
         """Let the wrapped optimizer and the models speak to this one."""
@@ -221,7 +221,7 @@ class HybridDeviceOptimizer(Optimizer):
         self.check_present("step()")
         if self._own_step is not None:
             return self._step_by_class(closure)
-        self._gateway.current_stream()  # refuses a graph capture before anything is touched
+        self._backend.current_stream()  # refuses a graph capture before anything is touched
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -229,7 +229,7 @@ class HybridDeviceOptimizer(Optimizer):
         began = time.perf_counter()
         work = self._collect()
         with self._health.failing("step()", self._drain_quietly):
-            start = self._gateway.current_stream().record()
+            start = self._backend.current_stream().record()
             work.ready = [start if event is None else event for event in work.ready]
             for segment in self._segments:
                 segment.run(work, start)
@@ -352,12 +352,12 @@ class HybridDeviceOptimizer(Optimizer):
                 state[record.parameter] = {
                     n: v.clone() if isinstance(v, Tensor) else v for n, v in shown.items()
                 }
-        gateway = gateway_of(kept.values())
+        backend = backend_of(kept.values())
         for close in self._closers:
             close()
         for holder in (self._closers, self._segments, self._records, self._reserved, self._shown):
             holder.clear()
-        self._gateway, self._followed = gateway, None
+        self._backend, self._followed = backend, None
         if self._transfer is not None:
             self._transfer.close()
             self._transfer = None
@@ -367,7 +367,7 @@ class HybridDeviceOptimizer(Optimizer):
             self._extend(self._inventory.trainable())
 
     def _new_inventory(self) -> Inventory:
-        return Inventory(self._inner, self._models, self._config, self._gateway.device)
+        return Inventory(self._inner, self._models, self._config, self._backend.device)
 
     def _begin(self) -> Work:
         """An iteration, before its first gradient is read."""
@@ -426,7 +426,7 @@ class HybridDeviceOptimizer(Optimizer):
         work = self._overlap.work
         if work is None:
             work = self._overlap.work = self._begin()
-            start = self._gateway.current_stream().record()
+            start = self._backend.current_stream().record()
             for segment in self._segments:
                 segment.begin(start)
         with self.failing("backward()"):
@@ -634,7 +634,7 @@ class HybridDeviceOptimizer(Optimizer):
             found = saved.get(saved_id, {})
             if parameter in recorded or not (found or parameter in self._shown):
                 continue
-            fresh = {n: loading.native_value(self._gateway.device, n, v) for n, v in found.items()}
+            fresh = {n: loading.native_value(self._backend.device, n, v) for n, v in found.items()}
             self._shown[parameter].clear()
             if not fresh:
                 del self._shown[parameter]
@@ -681,7 +681,7 @@ class HybridDeviceOptimizer(Optimizer):
     @property
     def device(self) -> torch.device:
         """Where the shards live."""
-        return self._gateway.device
+        return self._backend.device
 
     @property
     def records(self) -> Sequence[Record]:
@@ -785,7 +785,7 @@ class HybridDeviceOptimizer(Optimizer):
 
     def _reserve_offload(self) -> tuple[Transfer, list[StorageBlock]]:
         if self._transfer is None:
-            self._transfer = Transfer(self._gateway, self._config.transfer)
+            self._transfer = Transfer(self._backend, self._config.transfer)
         arenas = [a for segment in self._segments for a in segment.arena_statistics()]
         blocks = collect(self.device_tensors())
         self._transfer.reserve(blocks, taken_bytes=sum(arena.n_bytes for arena in arenas))
@@ -875,7 +875,7 @@ class HybridDeviceOptimizer(Optimizer):
 
     def device_tensors(self) -> list[tuple[str, Tensor]]:
         """See :class:`.Offloadable`."""
-        return tensors_on(self._gateway.device, self._records, self._shown)
+        return tensors_on(self._backend.device, self._records, self._shown)
 
     def staging_buffers(self) -> list[Tensor]:
         """See :class:`.Offloadable`."""
@@ -889,7 +889,7 @@ class HybridDeviceOptimizer(Optimizer):
     def set_present(self, arrival: Event | None) -> None:
         """See :class:`.Offloadable`."""
         self._device_state.come_back(arrival)
-        ready = self._gateway.current_stream().record()
+        ready = self._backend.current_stream().record()
         for segment in self._segments:
             segment.follow(ready if arrival is None else arrival, ready)
         self._show_all()
@@ -1012,7 +1012,7 @@ class HybridDeviceOptimizer(Optimizer):
                 records,
                 natives,
                 self._config,
-                self._gateway,
+                self._backend,
                 show_progress=rank0,
                 native_state=self._shown,
             )
@@ -1053,11 +1053,11 @@ class HybridDeviceOptimizer(Optimizer):
         return contextlib.nullcontext() if self._overlap is None else self._overlap.accumulate()
 
     def _check_device(self, added: list[Member]) -> None:
-        gateway = gateway_of(parameter for parameter, _ in added)
-        if gateway.device != self._gateway.device:
+        backend = backend_of(parameter for parameter, _ in added)
+        if backend.device != self._backend.device:
             raise DeviceError(
-                f"parameters on {gateway.device}",
-                reason=f"this optimizer streams over the link of {self._gateway.device}",
+                f"parameters on {backend.device}",
+                reason=f"this optimizer streams over the link of {self._backend.device}",
                 remedy="move them there, or wrap another optimizer for them",
             )
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from ..core.backend import Event, Gateway
+from ..core.backend import Backend, Event
 from ..core.errors import AwayError, ConfigError
 from ..core.offloadable import HostCopies, LoadHook
 
@@ -129,20 +129,20 @@ class PlainOptimizer:
 
     Args:
         optimizer: not a :class:`HybridDeviceOptimizer`.
-        gateway: of its device.
+        backend: of its device.
 
     Raises:
         ConfigError: it lacks torch's hooks.
     """
 
-    def __init__(self, optimizer: Optimizer, gateway: Gateway) -> None:
+    def __init__(self, optimizer: Optimizer, backend: Backend) -> None:
         if not all(hasattr(optimizer, name) for name in _NEEDED_HOOKS):
             raise ConfigError(
                 f"optimizer {type(optimizer).__name__}",
                 reason="it has none of torch's hooks: its class does not call Optimizer.__init__",
                 remedy="pass the optimizer that it wraps",
             )
-        self._optimizer, self._gateway = optimizer, gateway
+        self._optimizer, self._backend = optimizer, backend
         self._copies: HostCopies | None = None
         self._arrival: Event | None = None
         self._is_followed = False  # whether the caller's stream has waited for that
@@ -193,7 +193,7 @@ class PlainOptimizer:
             self._end_initialisation()
             _refuse(f"step() of {type(self._optimizer).__name__}")
         if self._arrival is not None and not self._is_followed:
-            self._gateway.current_stream().wait(self._arrival)
+            self._backend.current_stream().wait(self._arrival)
             self._is_followed = True
 
     def _end_initialisation(self) -> None:

@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 
 from ..core import dtensor
 from ..core import storage as storages
-from ..core.arguments import gateway_of, modules_of
-from ..core.backend import Gateway, free_bytes, release_cached
+from ..core.arguments import backend_of, modules_of
+from ..core.backend import Backend, free_bytes, release_cached
 from ..core.config import TransferConfig
 from ..core.errors import ClosedError, ConfigError, DeviceMemoryError, UnsupportedParameterError
 from ..core.fsdp_groups import find_groups
@@ -130,9 +130,9 @@ class PhaseOffloader:
             )
         _check_optimizer(optimizer)
         parameters = [t for t in tensors if isinstance(t, nn.Parameter)]
-        self._gateway = gateway = gateway_of(parameters or tensors)
-        self._device = device = gateway.device
-        self._optimizer = _offloadable(optimizer, gateway)
+        self._backend = backend = backend_of(parameters or tensors)
+        self._device = device = backend.device
+        self._optimizer = _offloadable(optimizer, backend)
         self._groups = groups = find_groups(models)
         self._gradients = Gradients(grads, groups, optimizer)
         self._fixed = {
@@ -140,7 +140,7 @@ class PhaseOffloader:
             for kind in ("params", "state")
             if keep_addresses and self._policies[kind] == "save"
         }
-        self._transfer = Transfer(gateway, transfer or TransferConfig(), self._locate)
+        self._transfer = Transfer(backend, transfer or TransferConfig(), self._locate)
         self._guard = ModelGuard(models, self)
         self._is_away = self._is_closed = self._has_optimizer = False
         self._lock, self._pid = threading.RLock(), os.getpid()
@@ -374,7 +374,7 @@ class PhaseOffloader:
     def _keep_addresses(self) -> None:
         if not self._fixed:
             return
-        self._gateway.current_stream().synchronize()
+        self._backend.current_stream().synchronize()
         batches = dict(self._batches(self._parameters()))
         try:
             for kind, fixed in self._fixed.items():
@@ -390,7 +390,7 @@ class PhaseOffloader:
                 reason=f"no device memory to move tensors with ({error}); all is as before",
                 remedy="free some, or leave keep_addresses out",
             ) from error
-        self._gateway.current_stream().synchronize()
+        self._backend.current_stream().synchronize()
         release_cached(self._device)
 
     def _locate(self, storage: torch.UntypedStorage) -> tuple[str, int] | None:
@@ -414,7 +414,7 @@ class PhaseOffloader:
         self._is_away = False
         self._guard.open()
         if (arrival := handle.arrival("params", "grads")) is not None:
-            self._gateway.current_stream().wait(arrival)
+            self._backend.current_stream().wait(arrival)
         if optimizer is not None:
             optimizer.set_present(handle.arrival())
         self._gradients.come_back()
@@ -495,10 +495,10 @@ def _dense(tensor: Tensor) -> list[tuple[str, Tensor]]:
     return dtensor.plain_parts(tensor)
 
 
-def _offloadable(optimizer: Any, gateway: Gateway) -> Offloadable | None:
+def _offloadable(optimizer: Any, backend: Backend) -> Offloadable | None:
     if optimizer is None or isinstance(optimizer, Offloadable):
         return optimizer
-    return PlainOptimizer(optimizer, gateway)
+    return PlainOptimizer(optimizer, backend)
 
 
 def _check_choices(**given: object) -> None:

@@ -10,7 +10,7 @@ from typing import Final, NoReturn
 import torch
 from torch import Tensor
 
-from ..core.backend import gateway_for
+from ..core.backend import backend_for
 from ..core.config import TransferConfig
 from ..core.errors import AwayError, ClosedError, ConfigError, DeviceMemoryError
 from ..core.interrupts import held_back
@@ -199,9 +199,9 @@ class FixedAddressRegion:
             raise ConfigError(
                 f"chunk_bytes={chunk_bytes!r}", reason="no size", remedy="use bytes above 0"
             )
-        gateway = gateway_for(_device(device))
-        self.name, self.device = name, gateway.device
-        self._gateway, self._config = gateway, transfer or TransferConfig()
+        backend = backend_for(_device(device))
+        self.name, self.device = name, backend.device
+        self._backend, self._config = backend, transfer or TransferConfig()
         self._extents = Extents(name, self.device, chunk_bytes)
         self._transfer: Transfer | None = None  # until it is needed: it has streams
         self._is_paused = self._is_closed = False
@@ -337,7 +337,7 @@ class FixedAddressRegion:
                     "are still in host memory",
                 ) from error
             if (arrival := handle.arrival()) is not None:
-                self._gateway.current_stream().wait(arrival)
+                self._backend.current_stream().wait(arrival)
             self._last_back = handle if handle.n_bytes else self._last_back
             self._is_paused = False
         return _ended(mover.handle, wait)
@@ -367,7 +367,7 @@ class FixedAddressRegion:
 
     def _mover(self) -> Transfer:
         if self._transfer is None:
-            self._transfer = Transfer(self._gateway, self._config)
+            self._transfer = Transfer(self._backend, self._config)
         return self._transfer
 
     def _check_open(self, what: str) -> None:

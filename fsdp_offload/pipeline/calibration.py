@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..core.backend import Gateway
+from ..core.backend import Backend
 from ..core.config import MIB, TransferConfig
 from ..core.errors import DeviceError
 from ..memory import HostArena
@@ -49,7 +49,7 @@ class Effort:
 
 
 def measure_rates(
-    gateway: Gateway,
+    backend: Backend,
     transfer: TransferConfig,
     groups: Sequence[dist.ProcessGroup] = (),
     *,
@@ -58,7 +58,7 @@ def measure_rates(
     """The rates of this machine. Collective over ``groups``.
 
     Args:
-        gateway: the device.
+        backend: the device.
         transfer: how host memory is obtained, and the host lane's threads.
         groups: of the meshes that the parameters live on, in one order on all of their ranks.
         effort: memory and time.
@@ -71,17 +71,17 @@ def measure_rates(
     error: Exception | None = None
     values = [0.0, 0.0, 0.0]
     try:
-        gateway.current_stream().synchronize()
-        probe = Probe(gateway, transfer, effort or Effort())
+        backend.current_stream().synchronize()
+        probe = Probe(backend, transfer, effort or Effort())
     except Exception as caught:  # this rank takes part to the end: others wait for it
         error = caught
-    _least(groups, gateway.device, [0.0])
+    _least(groups, backend.device, [0.0])
     try:
         if probe is not None:
             values[0] = probe.link_gbps()
     except Exception as caught:
         error = caught
-    _least(groups, gateway.device, [0.0])
+    _least(groups, backend.device, [0.0])
     try:
         if probe is not None and error is None:
             values[1:] = probe.beside()
@@ -89,14 +89,14 @@ def measure_rates(
         error = caught
     if probe is not None:
         probe.close()
-    if gateway.device.type != "cpu":
+    if backend.device.type != "cpu":
         torch.accelerator.empty_cache()
     if error is not None:
         values = [0.0, 0.0, 0.0]
-    rates = Rates(*_least(groups, gateway.device, values))
+    rates = Rates(*_least(groups, backend.device, values))
     if not all(rates):
         raise DeviceError(
-            f"rates of {gateway.device}",
+            f"rates of {backend.device}",
             reason=str(error) if error is not None else "another rank could not measure them",
             remedy='use update_on="device" or "host", or a list of lanes, which need none',
         ) from error
@@ -122,7 +122,7 @@ def _least(
 class Probe:
     """Copies both ways between page-locked memory and the device, and threads of the host lane."""
 
-    def __init__(self, gateway: Gateway, transfer: TransferConfig, effort: Effort) -> None:
+    def __init__(self, backend: Backend, transfer: TransferConfig, effort: Effort) -> None:
         self._effort = effort
         threads = thread_count(transfer.host_threads, beside=True)
         share = effort.host_bytes // 4 // _KINDS // threads // 64 * 64
@@ -130,26 +130,26 @@ class Probe:
         self._arenas: list[HostArena] = []
         self._pool: ThreadPool | None = None
         try:
-            host = self._arena(gateway, effort.link_bytes, transfer, pin=gateway.can_pin)
-            units = self._arena(gateway, 4 * _KINDS * unit * threads, transfer, pin=False)
+            host = self._arena(backend, effort.link_bytes, transfer, pin=backend.can_pin)
+            units = self._arena(backend, 4 * _KINDS * unit * threads, transfer, pin=False)
             memories = units.view(torch.float32).view(threads, _KINDS, unit)
             self._steps = [_adamw_step(memory) for memory in memories]
             self._pool = ThreadPool(threads, 1)
-            device = gateway.allocate(effort.link_bytes)
+            device = backend.allocate(effort.link_bytes)
         except BaseException:
             self.close()
             raise
         pairs = zip(host.split(effort.chunk_bytes), device.split(effort.chunk_bytes), strict=True)
         self._chunks = list(pairs)  # one way those of even numbers, the other the odd ones
-        self._h2d = gateway.stream("calibrate_h2d")
-        self._d2h = gateway.stream("calibrate_d2h")
+        self._h2d = backend.stream("calibrate_h2d")
+        self._d2h = backend.stream("calibrate_d2h")
         self._sent = 0
         self._copy(8)  # the first copies are slow
 
     def _arena(
-        self, gateway: Gateway, n_bytes: int, transfer: TransferConfig, *, pin: bool
+        self, backend: Backend, n_bytes: int, transfer: TransferConfig, *, pin: bool
     ) -> Tensor:
-        arena = HostArena(n_bytes, device=gateway.device, can_pin=pin, transfer=transfer)
+        arena = HostArena(n_bytes, device=backend.device, can_pin=pin, transfer=transfer)
         self._arenas.append(arena)
         return arena.tensor(0, n_bytes, torch.uint8)
 

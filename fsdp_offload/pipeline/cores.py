@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from ..core.backend import Gateway, cores_near, parse_cpu_list
+from ..core.backend import Backend, cores_near, parse_cpu_list
 from ..memory import local_ranks
 
 
@@ -33,17 +33,17 @@ def thread_count(wanted: int | None, *, beside: bool = False) -> int:
     return wanted or max(1, share // 2 if beside else share)
 
 
-def thread_setup(gateway: Gateway, *, bind: bool) -> Callable[[], None]:
+def thread_setup(backend: Backend, *, bind: bool) -> Callable[[], None]:
     """What each new thread of the host lane does first; never raises for want of permission.
 
     Args:
-        gateway: whose device the thread works for.
+        backend: whose device the thread works for.
         bind: whether it is bound to :func:`cores_of_rank`.
     """
-    cores = cores_of_rank(gateway.device) if bind else frozenset[int]()
+    cores = cores_of_rank(backend.device) if bind else frozenset[int]()
 
     def setup() -> None:
-        gateway.enter_thread()
+        backend.enter_thread()
         if cores:
             with contextlib.suppress(OSError):  # a sandbox that forbids it: slower, not wrong
                 os.sched_setaffinity(0, cores)  # 0: this thread alone

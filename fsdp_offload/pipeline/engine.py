@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..core.backend import Event, Gateway
+from ..core.backend import Backend, Event
 from ..core.config import OffloadConfig
 from ..core.errors import DeviceMemoryError
 from ..memory import ArenaStatistics, HostArena, check_host_budget, local_ranks
@@ -111,12 +111,12 @@ class Segment:
         added: Sequence[Record],
         natives: list[tuple[Tensor, int]],
         config: OffloadConfig,
-        gateway: Gateway,
+        backend: Backend,
         *,
         show_progress: bool,
         native_state: States,
     ) -> None:
-        self.gateway, self.config = gateway, config
+        self.backend, self.config = backend, config
         self._added = list(added)
         transfer = config.transfer
         sections = make_sections(added, config)
@@ -137,7 +137,7 @@ class Segment:
         self.worker: Worker | None = None
         self.streamed: StreamedLane | None = None
         self.host: HostLane | None = None
-        self.update = gateway.stream("update")
+        self.update = backend.stream("update")
         self._resident_updated: Event | None = None
         self._host_written: Event | None = None
         self._without_scratch: list[BucketUpdate] = []  # one of each kind, while there is none
@@ -152,13 +152,13 @@ class Segment:
             if host:
                 memory = self._arena(sizes.host_bytes, show_progress=False)
                 pinned = all(each.pinned for each in self.arena_statistics())
-                across = copier(gateway.device, pinned=pinned)
-                staging = HostStaging(gateway, memory, sizes, across)
+                across = copier(backend.device, pinned=pinned)
+                staging = HostStaging(backend, memory, sizes, across)
                 self.host = self._host(optimizer, host, records, arena, staging, pool)
             self.native = NativeUpdate(optimizer, natives, native_state) if natives else None
             # Slots and scratch may be memory that pending work of the caller's stream still
             # uses: the allocator orders reuse on that stream only.
-            gateway.current_stream().synchronize()
+            backend.current_stream().synchronize()
         except BaseException:
             self.close()
             raise
@@ -168,8 +168,8 @@ class Segment:
     def _arena(self, n_bytes: int, show_progress: bool) -> HostArena:
         arena = HostArena(
             n_bytes,
-            device=self.gateway.device,
-            can_pin=self.gateway.can_pin,
+            device=self.backend.device,
+            can_pin=self.backend.can_pin,
             transfer=self.config.transfer,
             show_progress=show_progress,
         )
@@ -178,7 +178,7 @@ class Segment:
 
     def _on_device(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Zeros for state of the resident lane."""
-        return torch.zeros(numel, dtype=dtype, device=self.gateway.device)
+        return torch.zeros(numel, dtype=dtype, device=self.backend.device)
 
     def _make_tensors(self, sections: list[Section], arena: HostArena) -> None:
         """The authoritative state tensors: flat, own storage, offset 0."""
@@ -201,7 +201,7 @@ class Segment:
             for s in sections
             if s.first.lane != "host"
         ]
-        return Scratch(self.gateway.allocate(max(sizes, default=0)))
+        return Scratch(self.backend.allocate(max(sizes, default=0)))
 
     def _resident(
         self, optimizer: Optimizer, sections: list[Section], records: list[Record]
@@ -252,9 +252,9 @@ class Segment:
                 slot_bytes,
                 records[largest.slices[0].entry.index].fqn,
             )
-        slots = [self.gateway.allocate(slot_bytes) for _ in range(count)]
+        slots = [self.backend.allocate(slot_bytes) for _ in range(count)]
         lane = StreamedLane(
-            self.gateway,
+            self.backend,
             self.update,
             slots,
             kept=kept,
@@ -294,9 +294,9 @@ class Segment:
         staging: HostStaging,
         pool: tuple[int, int],
     ) -> HostLane:
-        setup = thread_setup(self.gateway, bind=self.config.transfer.bind_threads)
-        self.worker = ThreadPool(*pool, setup) if self.gateway.has_threads else InlineWorker()
-        lane = HostLane(self.gateway, staging, self.worker, setup)
+        setup = thread_setup(self.backend, bind=self.config.transfer.bind_threads)
+        self.worker = ThreadPool(*pool, setup) if self.backend.has_threads else InlineWorker()
+        lane = HostLane(self.backend, staging, self.worker, setup)
         pairs = [(s.layout, bucket) for s in sections for bucket in s.layout.buckets]
         lane.buckets = [
             HostBucket(optimizer, layout, bucket, records, arena, staging, i)
@@ -324,7 +324,7 @@ class Segment:
         except torch.OutOfMemoryError as error:
             raise DeviceMemoryError(
                 f"an update of moments in fewer bits by the optimizer's class on "
-                f"{self.gateway.device}",
+                f"{self.backend.device}",
                 reason=f"there is no room for {self.scratch.memory.nbytes} bytes of scratch memory",
                 remedy="free device memory and call step() again, or keep hyper-parameters as "
                 "numbers and fused=True, which needs none",
@@ -373,7 +373,7 @@ class Segment:
 
     def finish(self) -> None:
         """Make the caller's stream wait for every update of :meth:`run`."""
-        current = self.gateway.current_stream()
+        current = self.backend.current_stream()
         if self._host_written is not None:
             current.wait(self._host_written)
         for bucket in self.host.buckets if self.host is not None else ():

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..core import dtensor
-from ..core.backend import Event, Gateway, PendingEvent
+from ..core.backend import Backend, Event, PendingEvent
 from ..core.storage import present
 from ..memory import HostArena
 from ..plan import Bucket, Kind, Layout, Slice
@@ -79,23 +79,23 @@ class HostStaging:
     """Buffers between device and host, shared by all host buckets.
 
     Args:
-        gateway: of the device.
+        backend: of the device.
         host: takes ``sizes.host_bytes``.
         sizes: what the buffers have to hold.
         across: how their contents, and masters, cross the link.
     """
 
     def __init__(
-        self, gateway: Gateway, host: HostArena, sizes: HostStagingSizes, across: Copy
+        self, backend: Backend, host: HostArena, sizes: HostStagingSizes, across: Copy
     ) -> None:
         numel_bytes, depth = sizes.numel_bytes, sizes.depth
         self.depth = depth
         # On the device, each used by one stream: on the way out gradients and copies of the shards,
         # on the way back masters and what is written into the shards.
-        self.gradients = gateway.allocate(numel_bytes)
-        self.observed = gateway.allocate(sizes.shard_bytes)
-        self.masters = gateway.allocate(numel_bytes)
-        self.rounded = gateway.allocate(sizes.shard_bytes)
+        self.gradients = backend.allocate(numel_bytes)
+        self.observed = backend.allocate(sizes.shard_bytes)
+        self.masters = backend.allocate(numel_bytes)
+        self.rounded = backend.allocate(sizes.shard_bytes)
         self.across = across
         self.flag_memory = host.tensor(depth * numel_bytes, depth * FLAG_STRIDE, FLAG_DTYPE)
         self.host_gradients = [

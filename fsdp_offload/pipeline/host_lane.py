@@ -39,7 +39,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..core.backend import Event, Gateway, PendingEvent, Stream
+from ..core.backend import Backend, Event, PendingEvent, Stream
 from ..core.errors import LaneError
 from ..update.records import Work
 from .host import HostBucket, HostStaging
@@ -62,7 +62,7 @@ class HostLane:
     """All host buckets, in order.
 
     Args:
-        gateway: where streams come from.
+        backend: where streams come from.
         staging: shared by all buckets.
         worker: the host threads.
         setup: what a thread of the lane does first.
@@ -70,17 +70,17 @@ class HostLane:
 
     def __init__(
         self,
-        gateway: Gateway,
+        backend: Backend,
         staging: HostStaging,
         worker: Worker,
         setup: Callable[[], None] = lambda: None,
     ) -> None:
         self.staging, self.worker = staging, worker
         self.buckets: list[HostBucket] = []
-        self._gateway, self._setup = gateway, setup
+        self._backend, self._setup = backend, setup
         self._driver: Worker | None = None  # from the first offer on
-        self._out = gateway.stream("host_out")
-        self._back = gateway.stream("host_back")
+        self._out = backend.stream("host_out")
+        self._back = backend.stream("host_back")
         self._under_way: deque[_Passage] = deque()
         self._waited: set[Event] = set()  # of one iteration: the stream out is behind them
         self._waited_in: weakref.ref[Work] | None = None
@@ -170,7 +170,7 @@ class HostLane:
         return written
 
     def _make_driver(self) -> Worker:
-        if not self._gateway.has_threads:
+        if not self._backend.has_threads:
             return InlineWorker()
         return ThreadPool(1, 1, self._setup, name="host-driver")
 
@@ -181,7 +181,7 @@ class HostLane:
 
     def _advance(self, written: PendingEvent) -> None:
         """Somebody waits for it: see :class:`PendingEvent`."""
-        if not self._gateway.has_threads:  # nobody else will
+        if not self._backend.has_threads:  # nobody else will
             self._guarded(lambda: self._return_until(written))
         elif self._driver is None or not (self._driver.alive() and self.worker.alive()):
             raise LaneError(
@@ -238,7 +238,7 @@ class HostLane:
             return
         self._guarded(lambda: self._push(passage))
         driver, ticket = self._driver, passage.ticket
-        if self._gateway.has_threads and driver is not None and ticket is not None:
+        if self._backend.has_threads and driver is not None and ticket is not None:
             ticket.when_done(lambda: _submit(driver, self._guarded, self._return_updated))
 
     def _guarded(self, do: Callable[[], None]) -> None:

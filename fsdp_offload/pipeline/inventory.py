@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..core import dtensor
-from ..core.backend import gateway_for
+from ..core.backend import backend_for
 from ..core.config import Lane, OffloadConfig
 from ..core.errors import DeviceError, StateSchemaError, UnsupportedParameterError
 from ..core.fsdp import fsdp_parameters
@@ -164,7 +164,7 @@ class Inventory:
             return None
         groups = dtensor.mesh_groups(draft.parameter for draft in ordered)
         try:
-            return measure_rates(gateway_for(self._device), self._config.transfer, groups)
+            return measure_rates(backend_for(self._device), self._config.transfer, groups)
         except DeviceError as error:
             _log.warning('update_on="auto" streams all offloaded state: %s', error)
             return None

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..core import dtensor
-from ..core.backend import Event, Gateway, Stream, TimedEvent
+from ..core.backend import Backend, Event, Stream, TimedEvent
 from ..core.config import OffloadConfig
 from ..core.errors import ConfigError, DeviceError
 from ..core.fsdp_groups import Group, find_groups
@@ -112,15 +112,15 @@ class Overlap:
     Args:
         owner: the optimizer; not kept alive.
         groups: of its models.
-        gateway: where streams come from.
+        backend: where streams come from.
         in_backward: whether gradients are taken in backward.
     """
 
     def __init__(
-        self, owner: Owner, groups: Sequence[Group], gateway: Gateway, *, in_backward: bool
+        self, owner: Owner, groups: Sequence[Group], backend: Backend, *, in_backward: bool
     ) -> None:
         self._find_owner = weakref.ref(owner)
-        self._gateway, self._in_backward = gateway, in_backward
+        self._backend, self._in_backward = backend, in_backward
         self.gates = [Gate(group) for group in groups]
         self._ungated = Gate(None)
         self._spent: dict[Tensor, SpentGradient] = {}
@@ -130,7 +130,7 @@ class Overlap:
         self._watched: Times | None = None
         self.work: Work | None = None
         """The iteration that has begun in backward; ``step()`` ends it."""
-        ends = [group.watch(i, self, gateway) for i, group in enumerate(groups)]
+        ends = [group.watch(i, self, backend) for i, group in enumerate(groups)]
         self.unwatch: Callable[[], None] = weakref.finalize(self, _call_all, ends)
 
     def attach(self, records: Sequence[Record], segments: Sequence[Segment]) -> None:
@@ -189,7 +189,7 @@ class Overlap:
 
     def begin(self) -> None:
         """Before an iteration's first update: what the last one left behind is waited for."""
-        current = self._gateway.current_stream()
+        current = self._backend.current_stream()
         for gate in self.gates:
             if gate.events:  # the forward has not come here since
                 for event in gate.events:
@@ -198,7 +198,7 @@ class Overlap:
 
     def close(self, work: Work, segments: Sequence[Segment]) -> None:
         """After ``step()`` has enqueued all updates: close the gates, spend the gradients."""
-        current = self._gateway.current_stream()
+        current = self._backend.current_stream()
         for index, gate in enumerate(self._all_gates()):
             events = [event for segment in segments for event in segment.updated(index)]
             if gate.group is None:
@@ -294,7 +294,7 @@ class Overlap:
         if not gate.events:
             return
         try:
-            current = self._gateway.current_stream()
+            current = self._backend.current_stream()
         except DeviceError:
             raise DeviceError(
                 "a parameter used inside a CUDA graph capture",
@@ -347,7 +347,7 @@ def make_overlap(
     inner: Optimizer,
     models: Sequence[nn.Module],
     config: OffloadConfig,
-    gateway: Gateway,
+    backend: Backend,
 ) -> Overlap | None:
     """What ``config.overlap`` asks for; None where ``step()`` waits for everything.
 
@@ -372,4 +372,4 @@ def make_overlap(
             "beside other work",
             remedy='use overlap="step"',
         )
-    return Overlap(owner, groups, gateway, in_backward=mode == "backward")
+    return Overlap(owner, groups, backend, in_backward=mode == "backward")

@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..core.backend import Event, Gateway, Stream, TimedEvent, in_turns
+from ..core.backend import Backend, Event, Stream, TimedEvent, in_turns
 from ..memory import HostArena
 from ..plan import Bucket, Kind, Layout, Slice
 from ..plan.layout import kind_range
@@ -126,7 +126,7 @@ class StreamedLane:
 
     def __init__(
         self,
-        gateway: Gateway,
+        backend: Backend,
         update: Stream,
         slots: list[Tensor],
         *,
@@ -143,10 +143,10 @@ class StreamedLane:
         self._holds: list[int | None] = [None] * len(slots)  # bucket whose state needs no transfer
         self.prefetches = prefetches
         # Alone on the link, whole spans on one stream are faster.
-        self._shared_h2d = gateway.bulk_stream("h2d") if takes_turns else None
-        self._h2d: Stream = self._shared_h2d or gateway.stream("h2d")
+        self._shared_h2d = backend.bulk_stream("h2d") if takes_turns else None
+        self._h2d: Stream = self._shared_h2d or backend.stream("h2d")
         self._update = update
-        self._d2h = gateway.stream("d2h")
+        self._d2h = backend.stream("d2h")
         self._free: list[Event | None] = [None] * len(slots)
         self._arrived: list[Event | None] = [None] * len(slots)
         self._head = 0  # next position to be updated

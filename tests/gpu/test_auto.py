@@ -15,7 +15,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from fsdp_offload import HybridDeviceOptimizer, TransferConfig
 from fsdp_offload.core import dtensor
-from fsdp_offload.core.backend import gateway_for
+from fsdp_offload.core.backend import backend_for
 from fsdp_offload.pipeline import inventory
 from fsdp_offload.pipeline.calibration import measure_rates
 
@@ -33,12 +33,12 @@ def warm() -> None:
 
 def test_rates_are_measured_in_a_second_and_device_memory_is_given_back() -> None:
     warm()
-    gateway = gateway_for(torch.device("cuda"))
+    backend = backend_for(torch.device("cuda"))
     gc.collect()  # what other tests have left
     torch.cuda.empty_cache()
     allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
     began = time.perf_counter()
-    rates = measure_rates(gateway, TRANSFER)
+    rates = measure_rates(backend, TRANSFER)
     seconds = time.perf_counter() - began
     print(f"{seconds:.2f} s: {rates}")
     assert seconds <= 1.0
@@ -65,9 +65,9 @@ def measured_on_a_mesh() -> tuple[float, tuple[float, ...]]:
     parameter = nn.Parameter(distribute_tensor(torch.zeros(8, 4, device="cuda"), mesh, [Shard(0)]))
     groups = dtensor.mesh_groups([parameter])
     torch.distributed.all_reduce(torch.ones(1, device="cuda"), group=groups[0])
-    gateway: Any = gateway_for(torch.device("cuda", torch.cuda.current_device()))
+    backend: Any = backend_for(torch.device("cuda", torch.cuda.current_device()))
     began = time.perf_counter()
-    rates = measure_rates(gateway, TRANSFER, groups)
+    rates = measure_rates(backend, TRANSFER, groups)
     return time.perf_counter() - began, tuple(rates)
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_offload import HybridDeviceOptimizer, TransferConfig
-from fsdp_offload.core.backend import AcceleratorGateway
+from fsdp_offload.core.backend import AcceleratorBackend
 from fsdp_offload.pipeline import host
 from tests.gpu import test_overlap
 from tests.helpers.side_by_side import bits
@@ -221,8 +221,8 @@ def test_clipping_has_the_bits_of_torch(mesh: Any, dtype: torch.dtype) -> None:
 
 
 def test_threads_select_the_device(mesh: Any) -> None:
-    gateway = AcceleratorGateway(torch.device("cuda", 0))
-    gateway.enter_thread()
+    backend = AcceleratorBackend(torch.device("cuda", 0))
+    backend.enter_thread()
     assert torch.cuda.current_device() == 0
 
 

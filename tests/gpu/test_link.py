@@ -51,10 +51,10 @@ def test_every_word_crosses_in_both_directions(numel: int, dtype: torch.dtype) -
 QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 WAITING = """
 import torch
-from fsdp_offload.core.backend import gateway_for
+from fsdp_offload.core.backend import backend_for
 cuda = torch.device("cuda")
-gateway = gateway_for(cuda)
-bulk = gateway.bulk_stream("bulk")
+backend = backend_for(cuda)
+bulk = backend.bulk_stream("bulk")
 parts = 64
 host = torch.empty(parts << 24, dtype=torch.uint8).pin_memory().split(1 << 24)
 there = torch.empty(parts << 24, dtype=torch.uint8, device=cuda).split(1 << 24)

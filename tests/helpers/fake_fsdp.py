@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fsdp_offload import HybridDeviceOptimizer
-from fsdp_offload.core.backend import Event, Gateway, Stream
+from fsdp_offload.core.backend import Backend, Event, Stream
 from fsdp_offload.core.fsdp_groups import Watcher
 from fsdp_offload.pipeline import overlap
 
@@ -34,7 +34,7 @@ class FakeGroup:
         self.event: Event | None = None
         self._watched: list[tuple[int, Callable[[], Watcher | None]]] = []
 
-    def watch(self, index: int, watcher: Watcher, gateway: Gateway) -> Callable[[], None]:
+    def watch(self, index: int, watcher: Watcher, backend: Backend) -> Callable[[], None]:
         """As :meth:`fsdp_offload.core.fsdp_groups.Group.watch`."""
         entry = (index, weakref.ref(watcher))
         self._watched.append(entry)
@@ -57,7 +57,7 @@ class FakeFsdp:
     """A model's groups and streams.
 
     Args:
-        gateway: whose streams are used.
+        backend: whose streams are used.
         groups: parameters of each group, in the order of the forward.
         loose: parameters that no group holds.
         one_rank: nothing is gathered or reduced.
@@ -66,17 +66,17 @@ class FakeFsdp:
 
     def __init__(
         self,
-        gateway: Gateway,
+        backend: Backend,
         groups: Sequence[Sequence[Tensor]],
         loose: Sequence[Tensor] = (),
         *,
         one_rank: bool = False,
         ahead: bool = False,
     ) -> None:
-        self.gateway, self.loose = gateway, list(loose)
+        self.backend, self.loose = backend, list(loose)
         self.one_rank, self.ahead = one_rank, ahead
         self.groups = [FakeGroup(parameters) for parameters in groups]
-        self.gather, self.reduce = gateway.stream("gather"), gateway.stream("reduce")
+        self.gather, self.reduce = backend.stream("gather"), backend.stream("reduce")
         self.loose_used: list[Tensor] = []
 
     def wrap(self, inner: torch.optim.Optimizer, **settings: Any) -> HybridDeviceOptimizer:
@@ -87,7 +87,7 @@ class FakeFsdp:
     @property
     def current(self) -> Stream:
         """The compute stream."""
-        return self.gateway.current_stream()
+        return self.backend.current_stream()
 
     # ------------------------------------------------------------------ forward
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsdp_offload.core.backend import Event, gateway_for
+from fsdp_offload.core.backend import Event, backend_for
 from fsdp_offload.pipeline import engine, host
 from fsdp_offload.pipeline.worker import Calls, Ticket
 from fsdp_offload.testing import ADVERSARIES, SimulatedEvent, SimulatedStream, StreamSimulator
@@ -226,7 +226,7 @@ def adversaries(skip: Skip, order: Order) -> list[str]:
 
 def be_lazy(monkeypatch: pytest.MonkeyPatch) -> None:
     """A lazy host thread, many more buckets than buffers, several units of work in each."""
-    monkeypatch.setattr(engine, "InlineWorker", lambda: gateway_for(CPU).worker)  # type: ignore[attr-defined]
+    monkeypatch.setattr(engine, "InlineWorker", lambda: backend_for(CPU).worker)  # type: ignore[attr-defined]
     monkeypatch.setattr(engine, "HOST_BUCKET_FACTOR", 1)
     monkeypatch.setattr(engine, "HOST_DEPTH", 2)
     monkeypatch.setattr(host, "UNIT_NUMEL", 128)

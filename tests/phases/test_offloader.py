@@ -775,7 +775,7 @@ def test_without_memory_to_pack_in_each_travels_alone(monkeypatch: pytest.Monkey
     phases.offload()
     phases.reload()
     assert sorted(copied)[:2] == [1, 1]  # gathered, and scattered again
-    monkeypatch.setattr(type(phases._gateway), "allocate", none)
+    monkeypatch.setattr(type(phases._backend), "allocate", none)
     copied.clear()
     phases.offload()
     phases.reload()

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from fsdp_offload.core import dtensor
-from fsdp_offload.core.backend import CpuGateway
+from fsdp_offload.core.backend import CpuBackend
 from fsdp_offload.core.config import MIB, TransferConfig
 from fsdp_offload.core.errors import DeviceError
 from fsdp_offload.memory import HostArena
@@ -37,7 +37,7 @@ def test_rates_are_measured_and_all_is_given_back(monkeypatch: pytest.MonkeyPatc
             super().__init__(n_bytes, **settings)
             held.extend([weakref.ref(self), weakref.ref(self._mapping)])
 
-    class Gateway(CpuGateway):
+    class Backend(CpuBackend):
         def allocate(self, n_bytes: int) -> torch.Tensor:
             made = super().allocate(n_bytes)
             held.append(weakref.ref(made.untyped_storage()))
@@ -45,7 +45,7 @@ def test_rates_are_measured_and_all_is_given_back(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(calibration, "HostArena", Noted)
     before = threading.active_count()
-    rates = measure_rates(Gateway(CPU), TRANSFER, effort=TINY)
+    rates = measure_rates(Backend(CPU), TRANSFER, effort=TINY)
     assert all(value > 0 for value in rates)
     assert rates.beside_gbps <= rates.link_gbps
     assert len(held) == 5
@@ -54,7 +54,7 @@ def test_rates_are_measured_and_all_is_given_back(monkeypatch: pytest.MonkeyPatc
 
 
 def test_all_threads_work_beside_the_link() -> None:
-    probe = Probe(CpuGateway(CPU), TransferConfig(host_threads=3), TINY)
+    probe = Probe(CpuBackend(CPU), TransferConfig(host_threads=3), TINY)
     working: set[int] = set()
     steps = probe._steps
 
@@ -90,7 +90,7 @@ def test_an_error_in_a_host_thread_is_raised_at_once(
     before = threading.active_count()
     # Found late, it would be another error: that a thread does not get a core.
     with pytest.raises(DeviceError, match=r"in a thread.*Remedy") as caught:
-        measure_rates(CpuGateway(CPU), TRANSFER, effort=TINY)
+        measure_rates(CpuBackend(CPU), TRANSFER, effort=TINY)
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
     assert threading.active_count() == before
 
@@ -117,7 +117,7 @@ def least_of_four() -> Any:
     link = mock.patch.object(Probe, "link_gbps", return_value=100.0 - 10 * (rank == 0))
     beside = mock.patch.object(Probe, "beside", return_value=both)
     with link, beside:
-        return tuple(measure_rates(CpuGateway(CPU), TRANSFER, groups, effort=TINY))
+        return tuple(measure_rates(CpuBackend(CPU), TRANSFER, groups, effort=TINY))
 
 
 def test_the_slowest_rank_of_the_whole_mesh_counts(ranks: Ranks) -> None:
@@ -134,7 +134,7 @@ def fail_on_rank_1(part: str) -> str:
     try:
         if dist.get_rank() == 1:
             patch.start()
-        measure_rates(CpuGateway(CPU), TRANSFER, groups, effort=TINY)
+        measure_rates(CpuBackend(CPU), TRANSFER, groups, effort=TINY)
     except DeviceError as error:
         return error.reason
     finally:

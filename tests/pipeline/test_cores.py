@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fsdp_offload import HybridDeviceOptimizer, TransferConfig
-from fsdp_offload.core.backend import CpuGateway
+from fsdp_offload.core.backend import CpuBackend
 from fsdp_offload.core.errors import ConfigError
 from fsdp_offload.pipeline import cores
 from fsdp_offload.pipeline.cores import cores_of_rank, share, sibling_groups, thread_setup
@@ -115,7 +115,7 @@ def test_only_the_thread_itself_is_bound(bind: bool, monkeypatch: pytest.MonkeyP
     before = os.sched_getaffinity(0)
     one = frozenset({min(before)})
     monkeypatch.setattr(cores, "cores_of_rank", lambda device: one)
-    setup = thread_setup(CpuGateway(torch.device("cpu")), bind=bind)
+    setup = thread_setup(CpuBackend(torch.device("cpu")), bind=bind)
     found: list[set[int]] = []
 
     def run() -> None:
@@ -135,7 +135,7 @@ def test_a_system_that_forbids_it_is_no_error(monkeypatch: pytest.MonkeyPatch) -
         raise PermissionError
 
     monkeypatch.setattr(os, "sched_setaffinity", forbid)
-    thread_setup(CpuGateway(torch.device("cpu")), bind=True)()
+    thread_setup(CpuBackend(torch.device("cpu")), bind=True)()
 
 
 @pytest.mark.parametrize("bind", [True, False])

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from fsdp_offload import HybridDeviceOptimizer, LaneError, TransferConfig
 from fsdp_offload.core import backend
-from fsdp_offload.core.backend import CpuGateway, Event, PendingEvent, gateway_for
+from fsdp_offload.core.backend import CpuBackend, Event, PendingEvent, backend_for
 from fsdp_offload.pipeline import engine, host
 from fsdp_offload.pipeline.host_lane import HostLane
 from fsdp_offload.pipeline.worker import InlineWorker, ThreadPool, Ticket
@@ -64,7 +64,7 @@ class Job:
         return Work(gradients, snapshot, [None] * len(NUMELS))
 
     def offer_all(self, work: Work) -> list[PendingEvent]:
-        work.ready = [CpuGateway(CPU).current_stream().record()] * len(NUMELS)
+        work.ready = [CpuBackend(CPU).current_stream().record()] * len(NUMELS)
         self.lane.offer(work, complete=True)
         return [b.written for b in self.lane.buckets if b.written is not None]
 
@@ -113,7 +113,7 @@ def test_offered_buckets_have_the_bits_of_the_plain_optimizer(dtype: torch.dtype
 
 
 def test_buckets_are_offered_once_as_their_gradients_arrive(job: Job) -> None:
-    now = CpuGateway(CPU).current_stream().record()
+    now = CpuBackend(CPU).current_stream().record()
     for step in range(3):
         work, seen = job.work(step), []
         for index in reversed(range(len(NUMELS))):  # as in backward
@@ -189,7 +189,7 @@ def test_the_driver_is_one_thread_made_at_the_first_offer() -> None:
 def test_each_thread_enters_the_device_before_it_works(monkeypatch: pytest.MonkeyPatch) -> None:
     entered: list[str] = []
     monkeypatch.setattr(
-        CpuGateway, "enter_thread", lambda self: entered.append(threading.current_thread().name)
+        CpuBackend, "enter_thread", lambda self: entered.append(threading.current_thread().name)
     )
     job = Job(threads=2)
     job.offer_all(job.work(0))
@@ -272,7 +272,7 @@ def test_work_goes_on_after_an_abort_once_everything_was_written_anew(
 
 def test_an_aborted_iteration_leaves_nothing_to_the_next(job: Job) -> None:
     work = job.work(0)
-    now = CpuGateway(CPU).current_stream().record()
+    now = CpuBackend(CPU).current_stream().record()
     work.ready[-1] = now
     job.lane.offer(work, complete=False)
     job.optimizer.synchronize()
@@ -386,7 +386,7 @@ def test_a_dropped_optimizer_frees_its_lane_without_the_cyclic_collector(
 
 
 def test_a_pending_event_runs_what_is_left_on_the_waiting_thread() -> None:
-    done: Event = CpuGateway(CPU).current_stream().record()
+    done: Event = CpuBackend(CPU).current_stream().record()
     pending = PendingEvent(lambda event: event.settle(done))
 
     assert not pending.is_recorded()
@@ -396,7 +396,7 @@ def test_a_pending_event_runs_what_is_left_on_the_waiting_thread() -> None:
 
 
 def test_a_pending_event_that_was_settled_does_not_fail_any_more() -> None:
-    done: Event = CpuGateway(CPU).current_stream().record()
+    done: Event = CpuBackend(CPU).current_stream().record()
     pending = PendingEvent(lambda event: None)
     pending.settle(done)
     pending.fail(ValueError("late"))
@@ -434,7 +434,7 @@ def beside_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
         if lane is None:
             return
         lane.offer(work, complete=True)
-        current = segment.gateway.current_stream()
+        current = segment.backend.current_stream()
         for bucket in lane.buckets:
             if bucket.written is not None:
                 current.wait(bucket.written)
@@ -443,7 +443,7 @@ def beside_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         engine,
         "InlineWorker",
-        lambda: getattr(gateway_for(CPU), "worker", None) or InlineWorker(),
+        lambda: getattr(backend_for(CPU), "worker", None) or InlineWorker(),
     )
     monkeypatch.setattr(engine, "HOST_DEPTH", 2)
     monkeypatch.setattr(host, "UNIT_NUMEL", 128)

@@ -125,6 +125,6 @@ def test_where_measuring_fails_all_is_streamed_and_said_so(
     made = inventory_of(model())
     drafts = [made._draft(*member) for member in made.trainable()]
     made._device = torch.device("meta")  # any that is not the CPU
-    monkeypatch.setattr(inventory, "gateway_for", lambda device: None)
+    monkeypatch.setattr(inventory, "backend_for", lambda device: None)
     assert set(made._choose(drafts, drafts, first=True).values()) == {"streamed"}
     assert "no such luck" in caplog.text
