@@ -71,6 +71,7 @@ import torch
 
 from fsdp_offload.core.backend import Event, PendingEvent, Turns, copy_all, use_backend
 from fsdp_offload.core.errors import ConfigError, DeviceError
+from fsdp_offload.core.storage import identity, owners
 
 ADVERSARIES: tuple[str, ...] = (
     "lazy",
@@ -99,10 +100,8 @@ class _Memory:
         self.reused = False  # the poison ran: later uses are errors of the program
 
     def references(self) -> tuple[int, int]:
-        # Private: torch has no public count of a storage's owners. The first figure counts tensors,
-        # the second whoever holds the Python storage object itself.
-        count = torch._C._storage_Use_Count(self.storage._cdata)
-        return count, sys.getrefcount(self.storage)
+        # The first figure counts tensors, the second holders of the Python storage object itself.
+        return owners(self.storage), sys.getrefcount(self.storage)
 
     def is_held_outside(self) -> bool:
         count, python_count = self.references()
@@ -590,7 +589,7 @@ class StreamSimulator:
 
     def _memory_of(self, tensor: torch.Tensor) -> _Memory:
         storage = tensor.untyped_storage()
-        memory = self._memories.setdefault(storage._cdata, _Memory(storage))
+        memory = self._memories.setdefault(identity(storage), _Memory(storage))
         if tensor.is_floating_point() or tensor.is_complex():
             memory.fill = 0xFF
         return memory
@@ -608,7 +607,7 @@ class StreamSimulator:
     def _forget_unused(self, memories: tuple[_Memory, ...]) -> None:
         for memory in memories:
             if memory.users == 0:
-                self._memories.pop(memory.storage._cdata, None)
+                self._memories.pop(identity(memory.storage), None)
 
 
 def _chain(event: SimulatedEvent) -> Iterator[SimulatedStream]:

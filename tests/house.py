@@ -13,14 +13,15 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "fsdp_offload"
 
 PRIVATE_TORCH = re.compile(
-    r"torch\._C\b|torch\.distributed\.\w+(?:\.\w+)*\._\w|torch\.ops\.fsdp|\._local_tensor\b"
+    r"torch\._C\b(?!\.DisableTorchFunctionSubclass)"  # which documentation has
+    r"|torch\.distributed\.\w+(?:\.\w+)*\._\w|torch\.ops\.fsdp|\._local_tensor\b"
     r"|\._spec\b|_cdata\b|torch\.(?:utils|autograd|optim|serialization|storage)\S*\._[a-z]"
     r"|fsdp_params\b|_fully_shard\b|\._swap_data_ptr_|_unsafe_\w+"
 )
 """Names of torch that its documentation does not have, as far as a pattern can tell."""
 
 BANNED = (
-    "backend trip leg passage ticket absence leaving departure member draft candidate part piece "
+    "gateway trip leg passage ticket absence leaving departure member draft candidate part piece "
     "segment section draw recipe whereabouts twin room seat settle spare vacate team lead"
 ).split()
 """Words of the package's own for which the field has one."""

@@ -34,10 +34,9 @@ from fsdp_offload import (
     UnsupportedOptimizerError,
     UnsupportedParameterError,
 )
-from fsdp_offload.core import backend
+from fsdp_offload.core import arguments, backend
 from fsdp_offload.core.backend import CpuBackend, use_backend
 from fsdp_offload.memory import HostArena
-from fsdp_offload.optimizer import wrapping
 from fsdp_offload.pipeline import host
 from fsdp_offload.testing import StreamSimulator
 from tests.helpers.ranks import RankPool
@@ -339,7 +338,7 @@ def test_parameters_without_memory_are_refused() -> None:
 def test_a_device_that_is_missing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     cuda = torch.device("cuda", 0)
-    monkeypatch.setattr(wrapping, "backend_for", lambda _: backend.backend_for(cuda))
+    monkeypatch.setattr(arguments, "backend_for", lambda _: backend.backend_for(cuda))
     refusal = Refusal()
     with pytest.raises(DeviceError) as caught:
         HybridDeviceOptimizer(refusal.inner)

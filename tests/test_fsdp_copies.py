@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from fsdp_offload.core.fsdp_copies import CopyWithoutTables, chunk_cat, split_with_sizes_copy
+from fsdp_offload.core.fsdp import CopyWithoutTables, chunk_cat, split_with_sizes_copy
 
 BF16, FP16, FP32, UINT8 = torch.bfloat16, torch.float16, torch.float32, torch.uint8
 SHAPES = st.lists(st.integers(1, 6), min_size=1, max_size=3)

@@ -108,8 +108,8 @@ def free_everything(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
-        if hasattr(torch._C, "_host_emptyCache"):
-            torch._C._host_emptyCache()
+        if hasattr(torch.accelerator, "empty_host_cache"):  # torch 2.13
+            torch.accelerator.empty_host_cache()
 
 
 def seconds_of(run: Callable[[], object], device: torch.device) -> float:

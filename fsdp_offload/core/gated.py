@@ -27,6 +27,8 @@ from typing import Any, Final, Self
 import torch
 from torch import Tensor
 
+from .storage import refuse_addresses
+
 _METADATA: Final[frozenset[Any]] = frozenset(
     [
         getattr(Tensor, name).__get__
@@ -58,7 +60,7 @@ class GatedShard(Tensor):
             cls, shard.shape, strides=shard.stride(), dtype=shard.dtype, device=shard.device
         )
         made._shard, made._wait = shard, wait
-        torch._C._set_throw_on_mutable_data_ptr(made)  # for C++ that asks for the address
+        refuse_addresses(made)  # for C++ that asks for one
         return made
 
     @property

@@ -41,6 +41,16 @@ def identity(storage: torch.UntypedStorage) -> int:
     return int(storage._cdata)
 
 
+def owners(storage: torch.UntypedStorage) -> int:
+    """How many tensors, in Python or C++, hold a storage."""
+    return int(torch._C._storage_Use_Count(storage._cdata))
+
+
+def refuse_addresses(tensor: Tensor) -> None:
+    """Let C++ that asks for the address of a tensor without memory raise, not read address 0."""
+    torch._C._set_throw_on_mutable_data_ptr(tensor)
+
+
 def is_empty(tensor: Tensor, storage: torch.UntypedStorage | None = None) -> bool:
     """Whether a plain tensor's memory was given up by a resize: never, if it is sparse. Cheap.
 

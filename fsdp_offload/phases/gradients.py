@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..core import dtensor
 from ..core.errors import AwayError, OffloadError, UnspentGradientError
-from ..core.fsdp_groups import Group
+from ..core.fsdp import Group
 from ..core.spent import StandIn
 from .guard import WeakHook, parameters_of, remove_all
 

@@ -20,7 +20,7 @@ from ..core.arguments import backend_of, modules_of
 from ..core.backend import Backend, free_bytes, release_cached
 from ..core.config import TransferConfig
 from ..core.errors import ClosedError, ConfigError, DeviceMemoryError, UnsupportedParameterError
-from ..core.fsdp_groups import find_groups
+from ..core.fsdp import find_groups
 from ..core.interrupts import held_back
 from ..core.offloadable import Offloadable
 from ..memory.transfer import Block, Figures, Handle, StorageBlock, Transfer, collect

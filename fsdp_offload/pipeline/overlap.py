@@ -28,7 +28,7 @@ from ..core import dtensor
 from ..core.backend import Backend, Event, Stream, TimedEvent
 from ..core.config import OffloadConfig
 from ..core.errors import ConfigError, DeviceError
-from ..core.fsdp_groups import Group, find_groups
+from ..core.fsdp import Group, find_groups
 from ..core.spent import SpentGradient, another_backward_error, is_spent
 from ..plan.order import assumed_ready_ms
 from ..update.records import Record, Work
@@ -276,7 +276,7 @@ class Overlap:
     # ------------------------------------------------------------------ Watcher
 
     def before_gather(self, index: int, stream: Stream) -> None:
-        """See :class:`..core.fsdp_groups.Watcher`."""
+        """See :class:`..core.fsdp.Watcher`."""
         self.gates[index].is_asked = True
         self._wait(self.gates[index], stream, "forward()")
 
@@ -304,7 +304,7 @@ class Overlap:
         self._wait(gate, current, "reading a parameter after step()")
 
     def after_gather(self, index: int) -> None:
-        """See :class:`..core.fsdp_groups.Watcher`."""
+        """See :class:`..core.fsdp.Watcher`."""
         gate = self.gates[index]
         if gate.events and gate.is_asked:  # else the gather began before the updates did
             gate.rank = self._passed
@@ -312,7 +312,7 @@ class Overlap:
             self._open(gate)
 
     def before_reduce(self, index: int) -> None:
-        """See :class:`..core.fsdp_groups.Watcher`."""
+        """See :class:`..core.fsdp.Watcher`."""
         for record in self.gates[index].records:
             if is_spent(record.parameter.grad):
                 if (owner := self._find_owner()) is not None:
@@ -320,7 +320,7 @@ class Overlap:
                 raise another_backward_error(record.fqn, is_stepped=not self.has_taken)
 
     def after_reduce(self, index: int, reduced: Event, stream: Stream) -> None:
-        """See :class:`..core.fsdp_groups.Watcher`."""
+        """See :class:`..core.fsdp.Watcher`."""
         if not self._in_backward or self._accumulating or not self.gates[index].records:
             return
         if self._steps + 1 in REORDER_AFTER:

@@ -25,8 +25,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from fsdp_offload import DeviceError, HybridDeviceOptimizer, LaneError, PhaseOffloader
 from fsdp_offload.core import dtensor
-from fsdp_offload.core.fsdp import fsdp_groups
-from fsdp_offload.core.fsdp_groups import Group
+from fsdp_offload.core.fsdp import Group, fsdp_groups
 from fsdp_offload.core.gated import GatedShard
 from fsdp_offload.pipeline.host import HostUnit
 from fsdp_offload.testing import StreamSimulator

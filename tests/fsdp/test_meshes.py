@@ -23,7 +23,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.optim import Optimizer
 
 from fsdp_offload import PhaseOffloader
-from fsdp_offload.core.fsdp_groups import find_groups
+from fsdp_offload.core.fsdp import find_groups
 from tests.fsdp import models
 from tests.fsdp.models import check
 from tests.helpers.ranks import RankPool

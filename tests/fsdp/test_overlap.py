@@ -34,8 +34,7 @@ from fsdp_offload import (
     TransferConfig,
     checkpoint,
 )
-from fsdp_offload.core.fsdp import fsdp_groups
-from fsdp_offload.core.fsdp_groups import find_groups
+from fsdp_offload.core.fsdp import find_groups, fsdp_groups
 from fsdp_offload.pipeline.overlap import REORDER_AFTER
 from fsdp_offload.update.bucket import BucketUpdate
 from tests.fsdp import models

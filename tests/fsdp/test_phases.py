@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from fsdp_offload import PhaseOffloader, checkpoint
 from fsdp_offload.core.errors import AwayError, UnspentGradientError
-from fsdp_offload.core.fsdp_groups import find_groups
+from fsdp_offload.core.fsdp import find_groups
 from tests.fsdp import models
 from tests.fsdp.models import Toy, check, check_same, check_twins
 from tests.helpers.ranks import RankPool

@@ -20,12 +20,12 @@ from torch import Tensor
 
 from fsdp_offload import HybridDeviceOptimizer
 from fsdp_offload.core.backend import Backend, Event, Stream
-from fsdp_offload.core.fsdp_groups import Watcher
+from fsdp_offload.core.fsdp import Watcher
 from fsdp_offload.pipeline import overlap
 
 
 class FakeGroup:
-    """What ``core.fsdp_groups.find_groups`` finds, and what the test plays with."""
+    """What ``core.fsdp.find_groups`` finds, and what the test plays with."""
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         self.parameters = list(parameters)
@@ -35,7 +35,7 @@ class FakeGroup:
         self._watched: list[tuple[int, Callable[[], Watcher | None]]] = []
 
     def watch(self, index: int, watcher: Watcher, backend: Backend) -> Callable[[], None]:
-        """As :meth:`fsdp_offload.core.fsdp_groups.Group.watch`."""
+        """As :meth:`fsdp_offload.core.fsdp.Group.watch`."""
         entry = (index, weakref.ref(watcher))
         self._watched.append(entry)
         return functools.partial(_forget, self._watched, entry)
