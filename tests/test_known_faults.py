@@ -362,7 +362,7 @@ def test_after_a_resume_step_counts_on_in_every_bucket(lane: str, dtype: torch.d
 
     assert_same(values(resumed_model), values(model))
     assert_same(state_of(resumed), state_of(optimizer))
-    steps = [float(p.state["step"]) for record in resumed._records for p in record.pieces]
+    steps = [float(p.state["step"]) for record in resumed._params for p in record.slices]
     assert len(steps) > 3
     assert set(steps) == {5.0}
 
@@ -377,7 +377,7 @@ def test_saving_neither_copies_nor_moves_the_state(lane: str) -> None:
     train(model, optimizer, range(1))
     saved = optimizer.state_dict()["state"]
 
-    for index, record in enumerate(optimizer._records):
+    for index, record in enumerate(optimizer._params):
         for name, tensor in record.tensors.items():
             assert saved[index][name].data_ptr() == tensor.data_ptr()
             assert saved[index][name].device == CPU
@@ -516,7 +516,7 @@ def _lanes_by_name(fraction: float | None, budget: int | None) -> tuple[dict[str
     optimizer = HybridDeviceOptimizer(
         inner, model=model, offload_fraction=fraction, device_budget=budget
     )
-    lanes = {record.fqn: record.lane for record in optimizer._records}
+    lanes = {record.fqn: record.lane for record in optimizer._params}
     sizes = [p.to_local().numel() for p in model.parameters()]
     optimizer.close()
     return lanes, sizes

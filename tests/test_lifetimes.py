@@ -13,7 +13,7 @@ from torch import nn
 
 from fsdp_offload import HybridDeviceOptimizer, LaneError, TransferConfig
 from fsdp_offload.pipeline import worker
-from fsdp_offload.update.records import Work
+from fsdp_offload.update.params import Work
 
 SMALL = TransferConfig(bucket_bytes=4096, slots=2, host_threads=8)
 
@@ -61,8 +61,8 @@ def test_no_step_is_held_by_the_next(lane: str, works: list[weakref.ref[Work]]) 
 def test_a_dropped_optimizer_frees_its_state_when_it_is_collected(lane: str) -> None:
     model, optimizer = make(lane, torch.optim.AdamW)
     step(model, optimizer)
-    records = [weakref.ref(record) for record in optimizer._records]
-    tensors = [weakref.ref(t) for r in optimizer._records for t in r.tensors.values()]
+    records = [weakref.ref(record) for record in optimizer._params]
+    tensors = [weakref.ref(t) for r in optimizer._params for t in r.tensors.values()]
     del optimizer
     gc.collect()
     assert [t() for t in tensors if t() is not None] == []

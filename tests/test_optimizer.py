@@ -330,7 +330,7 @@ def test_groups_with_names_keep_them() -> None:
 
     assert optimizer.param_groups[0]["param_names"] == names
     assert optimizer.state_dict()["param_groups"][0]["param_names"] == names
-    assert [record.fqn for record in optimizer._records] == names
+    assert [record.fqn for record in optimizer._params] == names
 
 
 @each_lane
@@ -505,7 +505,7 @@ def state_bytes(optimizer: HybridDeviceOptimizer, lane: str) -> int:
     """Bytes of the state that users see, of parameters in a lane, scalars not counted."""
     return sum(
         value.numel() * value.itemsize
-        for record in optimizer._records
+        for record in optimizer._params
         if record.lane == lane
         for value in optimizer.state[record.parameter].values()
         if value.dim()
@@ -535,7 +535,7 @@ def test_statistics_are_what_tensors_add_up_to(
     assert statistics.host_arena_bytes == sum(a()._n_bytes for a in arenas)  # type: ignore[union-attr]
     assert statistics.host_arena_bytes >= statistics.host_state_bytes
     assert not statistics.pinned
-    pieces = sum(len(record.pieces) for record in optimizer._records)
+    pieces = sum(len(record.slices) for record in optimizer._params)
     assert 5 < statistics.buckets <= pieces
 
     train(model, optimizer, range(2))
@@ -574,7 +574,7 @@ def test_a_device_budget_is_not_exceeded_and_is_used(update_on: str, budget: int
     )
     allowed = {"16KiB": 16 << 10, "1GiB": 1 << 30}.get(str(budget), budget)
     statistics = optimizer.statistics()
-    away = [r for r in optimizer._records if r.lane != "resident"]
+    away = [r for r in optimizer._params if r.lane != "resident"]
 
     assert statistics.device_state_bytes <= int(allowed)
     for record in away:  # none of them would fit into what is left

@@ -29,7 +29,7 @@ from fsdp_offload.pipeline.host import HostUnit
 from fsdp_offload.pipeline.overlap import Times
 from fsdp_offload.pipeline.streamed import StreamedLane
 from fsdp_offload.testing import StreamSimulator
-from fsdp_offload.update.records import Snapshot, Work
+from fsdp_offload.update.params import Snapshot, Work
 from tests.helpers.fake_fsdp import FakeFsdp
 from tests.own_optimizers import Lion
 
@@ -404,7 +404,7 @@ def test_a_dropped_optimizer_frees_its_state_and_its_hooks(
     job.train(2)
     if in_the_middle:
         job.backward(2)
-    tensors = [weakref.ref(t) for r in job.optimizer._records for t in r.tensors.values()]
+    tensors = [weakref.ref(t) for r in job.optimizer._params for t in r.tensors.values()]
     overlapping = weakref.ref(job.optimizer._overlap)
     job.optimizer = None
     gc.collect()

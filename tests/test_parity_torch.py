@@ -599,8 +599,8 @@ def test_the_runs_cut_parameters_and_share_buckets() -> None:
     """What the runs above rely on."""
     twins = SideBySide(build(Setting("AdamW", "open", {})))
     pieces: dict[Tensor, int] = {}
-    for record in twins.wrapped._records:
-        pieces[record.parameter] = len(record.pieces)
+    for record in twins.wrapped._params:
+        pieces[record.parameter] = len(record.slices)
     assert pieces[twins.mine[0]] > 4
     assert pieces[twins.mine[-1]] > 1
     assert twins.wrapped.statistics().buckets < sum(pieces.values())

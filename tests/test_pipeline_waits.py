@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from fsdp_offload import HybridDeviceOptimizer, TransferConfig
 from fsdp_offload.core.backend import CpuBackend, backend_for, use_backend
 from fsdp_offload.testing import ADVERSARIES
-from fsdp_offload.update.records import Work
+from fsdp_offload.update.params import Work
 from tests.helpers.removed_waits import (
     CPU,
     NOTHING,

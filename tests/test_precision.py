@@ -110,7 +110,7 @@ def round_moments(
     plain: Optimizer, mine: HybridDeviceOptimizer, counts: list[int], half_only: bool
 ) -> None:
     """What the wrapped optimizer does to the state of the plain one after a step."""
-    for record in mine.records:
+    for record in mine.params:
         parameter = plain.param_groups[0]["params"][int(record.fqn.split(".")[-1])]
         if parameter.grad is None:
             continue
@@ -181,7 +181,7 @@ def test_random_bits_do_not_depend_on_buckets(kept: Any) -> None:
             fill(model, step)
             optimizer.step()
         outcomes.append(all_bits(model, optimizer))
-        assert (len(optimizer.records[0].pieces) > 1) == (transfer is SMALL)
+        assert (len(optimizer.params[0].slices) > 1) == (transfer is SMALL)
     assert_same(*outcomes)
 
 
@@ -189,10 +189,10 @@ def all_bits(model: nn.Module, optimizer: HybridDeviceOptimizer) -> dict[str, Te
     """Weights, and everything that is kept, codes and scales included."""
     found = {name: p.detach().clone() for name, p in model.named_parameters()}
     optimizer.synchronize()
-    for record in optimizer.records:
+    for record in optimizer.params:
         for name, tensor in record.tensors.items():
             found[f"{record.fqn} {name}"] = tensor.clone()
-        found[f"{record.fqn} step"] = record.pieces[0].state["step"].clone()
+        found[f"{record.fqn} step"] = record.slices[0].state["step"].clone()
     return found
 
 
@@ -209,7 +209,7 @@ def test_memory_is_what_it_says() -> None:
     for kept in (None, BF16, "int8"):
         _, optimizer = wrapped(BF16, kept)
         sizes[kept] = sum(
-            t.numel() * t.itemsize for r in optimizer.records for t in r.tensors.values()
+            t.numel() * t.itemsize for r in optimizer.params for t in r.tensors.values()
         )
     numel = sum(p.numel() for p in Model(BF16).parameters())
     assert sizes[None] == numel * 10
@@ -225,9 +225,9 @@ def test_int8_is_for_the_moments_of_adam_and_others_keep_their_dtype() -> None:
     model, optimizer = wrapped(FP32, "int8", (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}))
     fill(model, 0)
     optimizer.step()
-    assert all(not record.moments for record in optimizer.records)
+    assert all(not record.moments for record in optimizer.params)
     _, optimizer = wrapped(FP32, "int8", (torch.optim.AdamW, {"amsgrad": True}))
-    dtypes = {k.name: k.dtype for k, _ in optimizer.records[0].kinds}
+    dtypes = {k.name: k.dtype for k, _ in optimizer.params[0].kinds}
     assert dtypes["exp_avg"] == torch.int8
     assert dtypes["max_exp_avg_sq"] == FP32
 
@@ -238,7 +238,7 @@ def test_where_the_update_is_not_in_fp32_nothing_changes(kept: Any) -> None:
     precision = PrecisionConfig(master="none", moments=kept)
     inner = torch.optim.AdamW(model.parameters(), fused=True)
     optimizer = HybridDeviceOptimizer(inner, model=model, precision=precision)
-    assert all(not record.moments for record in optimizer.records)
+    assert all(not record.moments for record in optimizer.params)
 
 
 @pytest.mark.parametrize("moments_", [torch.float16, torch.float32, torch.int8, "bf16", 8])
@@ -352,9 +352,9 @@ def test_state_of_plain_adamw_is_rounded_to_nearest(
     way((model, plain), target, tmp_path)
     mine, optimizer = target
     expected = copy.deepcopy({i: plain.state[p] for i, p in enumerate(model.parameters())})
-    for record in optimizer.records:
+    for record in optimizer.params:
         index = int(record.fqn.split(".")[-1])
-        assert record.pieces[0].updates == int(expected[index]["step"])
+        assert record.slices[0].updates == int(expected[index]["step"])
         for moment in record.moments:
             values = expected[index][moment.name].flatten()
             codes = torch.empty(values.numel(), dtype=moment.dtype)
@@ -398,7 +398,7 @@ class OnCpu:
 
     @staticmethod
     def _fits(pieces: Any) -> bool:
-        names = {moment.name for moment in pieces[0].record.moments}
+        names = {moment.name for moment in pieces[0].param.moments}
         return names == {"exp_avg", "exp_avg_sq"} and len(pieces[0].state) == 3
 
     def _update(self, *args: Any) -> None:
@@ -425,12 +425,12 @@ def test_the_kernel_of_all_in_one_follows_the_class(
         at_once.step()
         assert twin.calls > 5
     by_class.step()
-    for a, b in zip(by_class.records, at_once.records, strict=True):
-        assert (a.pieces[0].updates, a.pieces[0].stepped) == (
-            b.pieces[0].updates,
-            b.pieces[0].stepped,
+    for a, b in zip(by_class.params, at_once.params, strict=True):
+        assert (a.slices[0].updates, a.slices[0].stepped) == (
+            b.slices[0].updates,
+            b.slices[0].stepped,
         )
-        assert torch.equal(a.pieces[0].state["step"], b.pieces[0].state["step"])
+        assert torch.equal(a.slices[0].state["step"], b.slices[0].state["step"])
         x, y = (
             master_of(r.parameter, made.state[r.parameter])
             for r, made in ((a, by_class), (b, at_once))
@@ -480,7 +480,7 @@ def test_the_kernel_has_the_same_bits_beside_backward(
             optimizer.step()
             optimizer.zero_grad()
         optimizer.synchronize()
-        tensors = [t for record in optimizer.records for t in record.tensors.values()]
+        tensors = [t for record in optimizer.params for t in record.tensors.values()]
         found.append([*(p.detach() for p in parameters), *(t.clone() for t in tensors)])
     found = [[t.view(torch.int16) if t.dtype == BF16 else t for t in each] for each in found]
     assert twin.calls > 2 * 8 * len(parameters)
@@ -626,7 +626,7 @@ def check_origins(size: int, shape: tuple[int, ...], names: tuple[str, ...]) -> 
     optimizer = HybridDeviceOptimizer(
         torch.optim.AdamW(model.parameters()), model=model, precision=PrecisionConfig(moments=BF16)
     )
-    for record in optimizer.records:
+    for record in optimizer.params:
         shard = models.local(record.parameter).flatten()
         if shard.numel():
             models.check(record.origin == int(shard[0]), f"{record.fqn}: {record.origin}")

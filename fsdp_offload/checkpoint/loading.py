@@ -39,7 +39,7 @@ from ..core.offloadable import check_loadable
 from ..optimizer.hybrid import HybridDeviceOptimizer
 from ..optimizer.loading import tell_loaded
 from ..update import state as state_io
-from ..update.records import Record
+from ..update.params import ParamState
 from .files import typed
 from .layout import Layout, find_layout
 from .planner import Conversion, FlatLoadPlanner, read_values
@@ -242,49 +242,49 @@ class JobLoadPlanner(FlatLoadPlanner):
     ) -> None:
         """For the offloaded state, which is read in place, and what the class keeps itself."""
         saved = layout.state_names(self._reader.metadata.state_dict_metadata)
-        records = {record.parameter: record for record in optimizer.records}
+        params = {param.parameter: param for param in optimizer.params}
         for parameter, _ in parameters_of(optimizer):
             fqn = names[parameter]
             found = saved.get(fqn, set())
-            if parameter not in records:
+            if parameter not in params:
                 device = optimizer.device
                 self._plan_unmanaged(parameter, fqn, found, layout, device)
             elif found:  # else it never had a gradient: its state is reset
-                self._plan_record(records[parameter], fqn, found, layout)
+                self._plan_record(params[parameter], fqn, found, layout)
 
-    def _plan_record(self, record: Record, fqn: str, saved: set[str], layout: Layout) -> None:
+    def _plan_record(self, param: ParamState, fqn: str, saved: set[str], layout: Layout) -> None:
         stored = self._reader.metadata.state_dict_metadata
-        live = state_io.expose(record)
-        state_io.show(record, live)
-        state_io.check_names(record, saved)
+        live = state_io.expose(param)
+        state_io.show(param, live)
+        state_io.check_names(param, saved)
         start = layout.state(fqn)
         if REMAINDER in saved:
             entry = stored[start + REMAINDER]
-            _check_shape(start + REMAINDER, entry, record.parameter)
+            _check_shape(start + REMAINDER, entry, param.parameter)
             if isinstance(entry, TensorStorageMetadata):
                 state_io.check_remainder(start + REMAINDER, entry.properties.dtype)
-        for kind in state_io.kinds_in(record, saved):
+        for kind in state_io.kinds_in(param, saved):
             self._add(f"{STATE}{fqn}.{kind.name}", start + kind.name, live[kind.name])
-        form = record.form.value
-        if record.emits_master and form in saved:
+        form = param.form.value
+        if param.emits_master and form in saved:
             self._add(f"{STATE}{fqn}.{form}", start + form, live[form])
             return
-        weight = dtensor.like(record.parameter, dtensor.local(record.parameter))
-        kept = live[form] if record.emits_master else weight
+        weight = dtensor.like(param.parameter, dtensor.local(param.parameter))
+        kept = live[form] if param.emits_master else weight
         for name, dtype in ((WHOLE, torch.float32), (REMAINDER, torch.bfloat16)):
-            if name in saved and _can_convert(record, dtype):
+            if name in saved and _can_convert(param, dtype):
                 _check_shape(start + name, stored[start + name], kept)
                 same = kept.dtype == dtype
                 self._converted[start + name] = kept if same else Conversion(weight, kept, dtype)
                 break
         else:
             source = layout.weight(fqn)
-            if not (record.emits_master and _is_fp32(stored.get(source))):
+            if not (param.emits_master and _is_fp32(stored.get(source))):
                 return  # the master becomes the weight
             # Read as a master, not as the weight, which the conversion writes.
             self._direct.pop(source, None)
             self._converted[source] = Conversion(weight, kept, torch.float32)
-        if record.emits_master:
+        if param.emits_master:
             self._packed[f"{STATE}{fqn}.{form}"] = kept
 
     def _plan_unmanaged(
@@ -372,11 +372,11 @@ def _is_fp32(stored: object) -> bool:
     return isinstance(stored, TensorStorageMetadata) and stored.properties.dtype == torch.float32
 
 
-def _can_convert(record: Record, stored: torch.dtype) -> bool:
+def _can_convert(param: ParamState, stored: torch.dtype) -> bool:
     """Whether a master stored as ``stored`` says something of this parameter."""
-    if record.emits_master:
-        return record.info.dtype == torch.bfloat16 and record.compute_dtype == torch.float32
-    return record.info.dtype == torch.float32 or stored != torch.bfloat16
+    if param.emits_master:
+        return param.info.dtype == torch.bfloat16 and param.compute_dtype == torch.float32
+    return param.info.dtype == torch.float32 or stored != torch.bfloat16
 
 
 def _check_shape(key: str, stored: Any, value: Any) -> None:

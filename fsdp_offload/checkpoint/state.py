@@ -33,7 +33,7 @@ from ..core.arguments import backend_of
 from ..core.backend import backend_for
 from ..core.errors import ConfigError, StateDictError
 from ..optimizer.hybrid import HybridDeviceOptimizer
-from ..update.records import MasterForm
+from ..update.params import MasterForm
 
 REMAINDER = MasterForm.REMAINDER.value
 WHOLE = MasterForm.WHOLE.value

@@ -1,7 +1,7 @@
 """State of a ``HybridDeviceOptimizer`` that lies on the device: listed, and replaced while away.
 
 [Note: away, state is host memory]
-What holds a state tensor on the device (a record, a piece, the class's own dict) holds its host
+What holds a state tensor on the device (a parameter, a slice, the class's own dict) holds its host
 copy instead while it is away. So whatever reads state (``state``, state dicts, checkpoints) goes to
 host memory without knowing. Views that the lanes cut at construction stay: the storage object is
 the same, and nothing looks at them between steps.
@@ -24,7 +24,7 @@ from ..core import storage as storages
 from ..core.backend import Event
 from ..core.errors import AwayError
 from ..core.offloadable import HostCopies
-from ..update.records import Record
+from ..update.params import ParamState
 
 Shown = Mapping[Tensor, dict[str, Any]]
 
@@ -38,43 +38,43 @@ class Held:
     name: str
 
 
-def held_by(records: Sequence[Record], shown: Shown) -> Iterator[Held]:
+def held_by(params: Sequence[ParamState], shown: Shown) -> Iterator[Held]:
     """All state tensors that can lie on the device."""
-    for record in records:
-        key = f"{record.index}"
-        if record.lane == "resident":
-            for name in record.tensors:
-                yield Held(f"{key}.{name}", record.tensors, name)
-        if record.lane != "host":
-            for kind in record.schema.role("scalar"):
-                for index, piece in enumerate(record.pieces):
-                    yield Held(f"{key}.{kind.name}.{index}", piece.state, kind.name)
-    for index, (_, state) in enumerate(unrecorded(records, shown)):
+    for param in params:
+        key = f"{param.index}"
+        if param.lane == "resident":
+            for name in param.tensors:
+                yield Held(f"{key}.{name}", param.tensors, name)
+        if param.lane != "host":
+            for kind in param.schema.role("scalar"):
+                for index, sliced in enumerate(param.slices):
+                    yield Held(f"{key}.{kind.name}.{index}", sliced.state, kind.name)
+    for index, (_, state) in enumerate(unmanaged(params, shown)):
         for name, value in state.items():
             if isinstance(value, Tensor):
                 yield Held(f"own.{index}.{name}", state, name)
 
 
-def unrecorded(records: Sequence[Record], shown: Shown) -> list[tuple[Tensor, dict[str, Any]]]:
-    """State without a record: kept by the class itself, or of frozen parameters."""
-    recorded = {record.parameter for record in records}
+def unmanaged(params: Sequence[ParamState], shown: Shown) -> list[tuple[Tensor, dict[str, Any]]]:
+    """State that is not managed: kept by the class itself, or of frozen parameters."""
+    recorded = {param.parameter for param in params}
     return [(p, state) for p, state in shown.items() if p not in recorded]
 
 
 def tensors_on(
-    device: torch.device, records: Sequence[Record], shown: Shown
+    device: torch.device, params: Sequence[ParamState], shown: Shown
 ) -> list[tuple[str, Tensor]]:
     """Plain tensors of state on ``device``, without weights and gradients, which a class may keep
     in its state and which are not the optimizer's to move."""
     foreign: set[int] = set()
-    for parameter in {*shown, *(record.parameter for record in records)}:
+    for parameter in {*shown, *(param.parameter for param in params)}:
         for tensor in (parameter, parameter.grad):
             if tensor is not None:
                 parts = dtensor.plain_parts(tensor)
                 foreign.update(storages.identity(part.untyped_storage()) for _, part in parts)
     return [
         (f"{held.key}{below}", part)
-        for held in held_by(records, shown)
+        for held in held_by(params, shown)
         for below, part in dtensor.plain_parts(held.holder[held.name])
         if part.device == device and storages.identity(part.untyped_storage()) not in foreign
     ]
@@ -111,9 +111,9 @@ class DeviceState:
                 remedy="call reload() first, of the optimizer or of its PhaseOffloader",
             )
 
-    def leave(self, records: Sequence[Record], shown: Shown, copies: HostCopies) -> None:
+    def leave(self, params: Sequence[ParamState], shown: Shown, copies: HostCopies) -> None:
         """Put host copies in the place of what ``copies`` has."""
-        for held in list(held_by(records, shown)):
+        for held in list(held_by(params, shown)):
             original = held.holder[held.name]
             if (copy := copies.of(original)) is not None:
                 held.holder[held.name] = copy

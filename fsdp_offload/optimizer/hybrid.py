@@ -24,6 +24,7 @@ import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
@@ -50,11 +51,11 @@ from ..memory.transfer import Handle, StorageBlock, Transfer, collect
 from ..pipeline.engine import Segment
 from ..pipeline.gradients import count_empty_shards, gradient_of
 from ..pipeline.host import HostBucket
-from ..pipeline.inventory import Inventory, Member
+from ..pipeline.inventory import Inventory, Placed
 from ..pipeline.native import OwnStep
 from ..pipeline.overlap import Overlap, make_overlap
 from ..update import state as state_io
-from ..update.records import MasterForm, Record, Snapshot, Work
+from ..update.params import MasterForm, ParamState, Snapshot, Work
 from ..update.schema import check_supported, is_torch_class
 from ..update.shadow import step_idle_groups
 from . import clipping, loading
@@ -150,8 +151,8 @@ class HybridDeviceOptimizer(Optimizer):
         self._inner, self._health = optimizer, Health()
         self._segments: list[Segment] = []
         self._closers: list[Callable[[], object]] = []  # each gives memory back, once
-        self._records: list[Record] = []
-        self._never_have_gradients: list[Record] = []
+        self._params: list[ParamState] = []
+        self._never_have_gradients: list[ParamState] = []
         self._reserved: set[Tensor] = set()
         self._own_step = None if elementwise or is_torch_class(optimizer) else OwnStep(optimizer)
         self._shown: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
@@ -283,11 +284,11 @@ class HybridDeviceOptimizer(Optimizer):
             work = self._begin()
         else:
             work.snapshot.check_unchanged(self.param_groups)
-        work.grow(len(self._records))
-        for record in self._records:
-            if work.ready[record.index] is None:
-                work.gradients[record.index] = gradient_of(record)
-        count_empty_shards(self._records, self._never_have_gradients, work.gradients)
+        work.grow(len(self._params))
+        for param in self._params:
+            if work.ready[param.index] is None:
+                work.gradients[param.index] = gradient_of(param)
+        count_empty_shards(self._params, self._never_have_gradients, work.gradients)
         return work
 
     def _check_first(self) -> None:
@@ -335,7 +336,7 @@ class HybridDeviceOptimizer(Optimizer):
         kept = {id(p) for group in self.param_groups for p in group["params"]}
         lost = {p for p in gone if id(p) not in kept}
         return any(
-            record.parameter in lost and not state_io.is_fresh(record) for record in self._records
+            param.parameter in lost and not state_io.is_fresh(param) for param in self._params
         )
 
     def _reserve_anew(self) -> None:
@@ -343,19 +344,19 @@ class HybridDeviceOptimizer(Optimizer):
         self._drain_quietly()
         self._adopt_writes()
         kept = {id(p): p for group in self.param_groups for p in group["params"]}
-        recorded = {record.parameter for record in self._records}
+        recorded = {param.parameter for param in self._params}
         state = {p: s for p, s in self._shown.items() if s and id(p) in kept and p not in recorded}
-        for record in self._records:
-            if id(record.parameter) in kept and not state_io.is_fresh(record):
-                shown = state_io.expose(record)
-                state_io.show(record, shown)
-                state[record.parameter] = {
+        for param in self._params:
+            if id(param.parameter) in kept and not state_io.is_fresh(param):
+                shown = state_io.expose(param)
+                state_io.show(param, shown)
+                state[param.parameter] = {
                     n: v.clone() if isinstance(v, Tensor) else v for n, v in shown.items()
                 }
         backend = backend_of(kept.values())
         for close in self._closers:
             close()
-        for holder in (self._closers, self._segments, self._records, self._reserved, self._shown):
+        for holder in (self._closers, self._segments, self._params, self._reserved, self._shown):
             holder.clear()
         self._backend, self._followed = backend, None
         if self._transfer is not None:
@@ -382,28 +383,28 @@ class HybridDeviceOptimizer(Optimizer):
         for segment in self._segments:
             segment.prepare(snapshot)
         work = Work([], snapshot)
-        work.grow(len(self._records))
+        work.grow(len(self._params))
         return work
 
     def _follow_options(self) -> bool:
         """Reserve state that options have come to need, such as SGD's momentum where a scheduler
-        sets it. All records are made anew, in the lanes that they were in; returns whether."""
-        if not self._inventory.have_outgrown(self._records):
+        sets it. All parameters are made anew, in the lanes that they were in; returns whether."""
+        if not self._inventory.have_outgrown(self._params):
             return False
         self._settle_masters()
         with self._health.failing("reserving more state", self._drain_quietly), torch.no_grad():
-            kept = {record.parameter: state_io.copied(record) for record in self._records}
+            kept = {param.parameter: state_io.copied(param) for param in self._params}
             # Frozen ones, too: they keep their state, and may be unfrozen.
-            members = [m for m in self._inventory.members() if m[0] in self._reserved]
+            again = [p for p in self._inventory.parameters() if p[0] in self._reserved]
             for segment in self._segments:
                 segment.close()
-            self._inventory.start_anew(self._records)
-            self._segments, self._records = [], []
+            self._inventory.start_anew(self._params)
+            self._segments, self._params = [], []
             for parameter in kept:
                 del self._shown[parameter]
-            self._extend(members)
-            for record in self._records:
-                state_io.write(record, kept[record.parameter])
+            self._extend(again)
+            for param in self._params:
+                state_io.write(param, kept[param.parameter])
             self._trust_shards()
         return True
 
@@ -411,16 +412,16 @@ class HybridDeviceOptimizer(Optimizer):
         """An exception inside makes the optimizer failed and is raised as :class:`LaneError`."""
         return self._health.failing(what, self._drain_quietly)
 
-    def take_gradients(self, records: Sequence[Record], reduced: Event) -> None:
-        """In backward: gradients of ``records`` are final after ``reduced``; update with them."""
+    def take_gradients(self, params: Sequence[ParamState], reduced: Event) -> None:
+        """In backward: gradients of ``params`` are final after ``reduced``; update with them."""
         self.check_present("an update in backward()")
         assert self._overlap is not None
         if self._overlap.work is None and self._follow_options():
-            by_parameter = {record.parameter: record for record in self._records}
-            records = [by_parameter[record.parameter] for record in records]
-        gradients = [(record, gradient_of(record)) for record in records]
+            by_parameter = {param.parameter: param for param in self._params}
+            params = [by_parameter[param.parameter] for param in params]
+        gradients = [(param, gradient_of(param)) for param in params]
         # Where there is none now, it is decided at step() that there is none.
-        taken = [(record, gradient) for record, gradient in gradients if gradient is not None]
+        taken = [(param, gradient) for param, gradient in gradients if gradient is not None]
         if not taken:
             return
         work = self._overlap.work
@@ -430,10 +431,10 @@ class HybridDeviceOptimizer(Optimizer):
             for segment in self._segments:
                 segment.begin(start)
         with self.failing("backward()"):
-            for record, gradient in taken:
-                work.gradients[record.index] = gradient
-                work.ready[record.index] = reduced
-            self._overlap.spend(records)
+            for param, gradient in taken:
+                work.gradients[param.index] = gradient
+                work.ready[param.index] = reduced
+            self._overlap.spend(params)
             for segment in self._segments:
                 segment.offer(work)
 
@@ -462,8 +463,8 @@ class HybridDeviceOptimizer(Optimizer):
         if self._built:
             self._settle_masters()
             self._state_was_read = True
-            for record in self._records:
-                state_io.show(record, self._shown[record.parameter])
+            for param in self._params:
+                state_io.show(param, self._shown[param.parameter])
         return self._shown
 
     @state.setter
@@ -479,7 +480,7 @@ class HybridDeviceOptimizer(Optimizer):
         """:meth:`_settle`, and whole masters follow weights that the caller has written, as they do
         in an update."""
         self._settle()
-        gone = (storages.is_empty(dtensor.with_history(r.parameter)) for r in self._records)
+        gone = (storages.is_empty(dtensor.with_history(r.parameter)) for r in self._params)
         if self.is_away or any(gone):
             return  # nothing can have been written into what has no memory
         with torch.no_grad():
@@ -487,15 +488,15 @@ class HybridDeviceOptimizer(Optimizer):
                 if int(bucket.observe()) != int(bucket.expected):
                     bucket.reseed()
                     bucket.trust_shards()
-            records = [r for r in self._records if r.form is MasterForm.WHOLE and r.lane != "host"]
-            if not records:
+            params = [r for r in self._params if r.form is MasterForm.WHOLE and r.lane != "host"]
+            if not params:
                 return
             # On the device: a loop that reads the state of one parameter after the other would
             # else compare all masters each time.
-            now = loading.weight_checksums(records)
+            now = loading.weight_checksums(params)
             if self._followed is None or not torch.equal(now, self._followed):
-                for record in records:
-                    state_io.follow_shard(record)
+                for param in params:
+                    state_io.follow_shard(param)
             self._followed = now
 
     def _adopt_writes(self) -> None:
@@ -503,16 +504,16 @@ class HybridDeviceOptimizer(Optimizer):
         if not self._state_was_read:
             return
         with torch.no_grad():
-            found = [self._shown.get(record.parameter) or {} for record in self._records]
-            for record, shown, apart in zip(
-                self._records, found, state_io.apart(self._records, found), strict=True
+            found = [self._shown.get(param.parameter) or {} for param in self._params]
+            for param, shown, apart in zip(
+                self._params, found, state_io.apart(self._params, found), strict=True
             ):
                 if shown:
                     shown.update(apart)
-                    state_io.adopt_writes(record, shown)
+                    state_io.adopt_writes(param, shown)
                 elif not self.is_away:  # else once its weight can be read
-                    state_io.reset(record)
-                    self._shown[record.parameter] = state_io.expose(record)
+                    state_io.reset(param)
+                    self._shown[param.parameter] = state_io.expose(param)
         self._state_was_read = False
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -575,7 +576,7 @@ class HybridDeviceOptimizer(Optimizer):
             return saved
         if not self._named_masters:
             self._named_masters = True
-            loading.name_masters(self._records)
+            loading.name_masters(self._params)
         return super().state_dict()  # reads self.state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -599,26 +600,26 @@ class HybridDeviceOptimizer(Optimizer):
             replaced = pre_hook(self, loaded)
             loaded = loaded if replaced is None else replaced
         ids = loading.match_ids(self.param_groups, loaded)
-        entries = [loaded["state"].get(ids[r.parameter], {}).items() for r in self._records]
+        entries = [loaded["state"].get(ids[r.parameter], {}).items() for r in self._params]
         # Where a flattened checkpoint lacks an entry, torch's unflattening puts an empty dict.
         values: Sequence[Mapping[str, Any]]
         values = [{n: v for n, v in found if not isinstance(v, dict)} for found in entries]
         saved = loaded["param_groups"]
-        groups = loading.checked_groups(self.param_groups, saved, self._inventory, self._records)
-        for record, found in zip(self._records, values, strict=True):
-            state_io.check(record, found)
+        groups = loading.checked_groups(self.param_groups, saved, self._inventory, self._params)
+        for param, found in zip(self._params, values, strict=True):
+            state_io.check(param, found)
         self._start_over()
         with self._health.failing("load_state_dict()", self._drain_quietly), torch.no_grad():
-            values = state_io.apart(self._records, values)
+            values = state_io.apart(self._params, values)
             for group, loaded_group in zip(self.param_groups, groups, strict=True):
                 group.update(loaded_group)
-            for record, found in zip(self._records, values, strict=True):
-                state_io.write(record, found)
-                self._shown[record.parameter].update(state_io.expose(record))
+            for param, found in zip(self._params, values, strict=True):
+                state_io.write(param, found)
+                self._shown[param.parameter].update(state_io.expose(param))
             self._load_natives(loaded["state"], ids)
             self._trust_shards()
         self._loaded_since_step = True
-        seeded = [state_io.seeds_master(*pair) for pair in zip(self._records, values, strict=True)]
+        seeded = [state_io.seeds_master(*pair) for pair in zip(self._params, values, strict=True)]
         if any(seeded):
             _log.warning(
                 "%d parameters came without a saved fp32 master: masters were set from the weights",
@@ -628,8 +629,8 @@ class HybridDeviceOptimizer(Optimizer):
             post_hook(self)
 
     def _load_natives(self, saved: Mapping[Any, Any], ids: Mapping[Tensor, Any]) -> None:
-        """State that has no record: of native parameters, and of frozen ones."""
-        recorded = {record.parameter for record in self._records}
+        """State that is not managed: of native parameters, and of frozen ones."""
+        recorded = {param.parameter for param in self._params}
         for parameter, saved_id in ids.items():
             found = saved.get(saved_id, {})
             if parameter in recorded or not (found or parameter in self._shown):
@@ -675,7 +676,7 @@ class HybridDeviceOptimizer(Optimizer):
     def lanes(self) -> list[Lane]:
         """The lane of each trainable parameter, in ``param_groups`` order. ``update_on=`` takes
         such a list: it repeats the choice of an earlier run, and with it that run's bits."""
-        known = {record.parameter: record.lane for record in self._records}
+        known = {param.parameter: param.lane for param in self._params}
         return [known.get(p, "resident") for p, _ in self._inventory.trainable()]
 
     @property
@@ -684,9 +685,9 @@ class HybridDeviceOptimizer(Optimizer):
         return self._backend.device
 
     @property
-    def records(self) -> Sequence[Record]:
+    def params(self) -> Sequence[ParamState]:
         """What is offloaded, per parameter, in update order; for checkpoints."""
-        return self._records
+        return self._params
 
     def check_options(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Refuse options of a checkpoint, one mapping per group, that need other state.
@@ -695,7 +696,7 @@ class HybridDeviceOptimizer(Optimizer):
             StateDictError: such as ``amsgrad`` where it was off when the optimizer was built.
         """
         saved = [dict(group) for group in groups]
-        loading.checked_groups(self.param_groups, saved, self._inventory, self._records)
+        loading.checked_groups(self.param_groups, saved, self._inventory, self._params)
 
     def synchronize(self) -> None:
         """Block until parameters and state are final and host memory may be read."""
@@ -711,14 +712,14 @@ class HybridDeviceOptimizer(Optimizer):
         """
         self._device_state.check("resync()")
         self._settle()
-        self._set_masters_from_weights(self._records)
+        self._set_masters_from_weights(self._params)
         self._forget_frozen_masters()
 
     def statistics(self) -> Statistics:
         """What is held where, and what the last step did."""
         return gather(
             self._segments,
-            self._records,
+            self._params,
             self._device_state,
             self._transfer,
             self._natives(),
@@ -729,7 +730,7 @@ class HybridDeviceOptimizer(Optimizer):
 
     def _natives(self) -> list[Tensor]:
         """Trainable parameters whose state the class makes and keeps."""
-        recorded = {record.parameter for record in self._records}
+        recorded = {param.parameter for param in self._params}
         return [p for p, _ in self._inventory.trainable() if p not in recorded]
 
     def close(self) -> None:
@@ -875,7 +876,7 @@ class HybridDeviceOptimizer(Optimizer):
 
     def device_tensors(self) -> list[tuple[str, Tensor]]:
         """See :class:`.Offloadable`."""
-        return tensors_on(self._backend.device, self._records, self._shown)
+        return tensors_on(self._backend.device, self._params, self._shown)
 
     def staging_buffers(self) -> list[Tensor]:
         """See :class:`.Offloadable`."""
@@ -883,7 +884,7 @@ class HybridDeviceOptimizer(Optimizer):
 
     def set_away(self, copies: HostCopies) -> None:
         """See :class:`.Offloadable`."""
-        self._device_state.leave(self._records, self._shown, copies)
+        self._device_state.leave(self._params, self._shown, copies)
         self._show_all()
 
     def set_present(self, arrival: Event | None) -> None:
@@ -896,9 +897,9 @@ class HybridDeviceOptimizer(Optimizer):
 
     def _show_all(self) -> None:
         """State tensors are others than before."""
-        for record in self._records:
-            if shown := self._shown.get(record.parameter):  # else the caller has dropped it
-                shown.update(state_io.expose(record))
+        for param in self._params:
+            if shown := self._shown.get(param.parameter):  # else the caller has dropped it
+                shown.update(state_io.expose(param))
 
     def _adopt_shown(self) -> None:
         """:meth:`_adopt_writes`; what was shown may be written into again."""
@@ -975,8 +976,8 @@ class HybridDeviceOptimizer(Optimizer):
         self._start_over()
         with self._failing(what, keep=keep), torch.no_grad():
             yield
-            for record in self._records:
-                self._shown[record.parameter] = state_io.expose(record)
+            for param in self._params:
+                self._shown[param.parameter] = state_io.expose(param)
             self._trust_shards()
         self._loaded_since_step, self._weights_before = True, None
 
@@ -992,24 +993,24 @@ class HybridDeviceOptimizer(Optimizer):
 
     # ------------------------------------------------------------------ building and failing
 
-    def _extend(self, added: list[Member]) -> None:
-        """Reserve state for members; on error everything is as before."""
+    def _extend(self, added: list[Placed]) -> None:
+        """Reserve state for parameters; on error everything is as before."""
         if not added:
             return
         self._check_device(added)
-        records, natives = self._inventory.plan(added, first=not self._segments)
+        params, natives = self._inventory.plan(added, first=not self._segments)
         frozen = {m[0]: self._shown[m[0]] for m in added if self._shown.get(m[0])}
-        for record in records:
-            state_io.check(record, frozen.get(record.parameter, {}))
-        everything = [*self._records, *records]
-        for index, record in enumerate(everything):
-            record.index = index
+        for param in params:
+            state_io.check(param, frozen.get(param.parameter, {}))
+        everything = [*self._params, *params]
+        for index, param in enumerate(everything):
+            param.spec = replace(param.spec, index=index)
         rank0 = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
         with torch.no_grad():
             segment = Segment(
                 self._inner,
                 everything,
-                records,
+                params,
                 natives,
                 self._config,
                 self._backend,
@@ -1017,13 +1018,13 @@ class HybridDeviceOptimizer(Optimizer):
                 native_state=self._shown,
             )
             try:
-                shown = self._first_state(records, frozen)
+                shown = self._first_state(params, frozen)
             except BaseException:
                 segment.close()
                 raise
         self._closers.append(weakref.finalize(self, segment.close))
         self._segments.append(segment)
-        self._records = everything
+        self._params = everything
         self._never_have_gradients = [
             r for r in everything if dtensor.never_has_gradient(r.parameter)
         ]
@@ -1031,18 +1032,18 @@ class HybridDeviceOptimizer(Optimizer):
             self._overlap.attach(everything, self._segments)
         self._shown.update(shown)
         self._reserved.update(parameter for parameter, _ in added)
-        self._inventory.commit(records, natives)
+        self._inventory.commit(params, natives)
 
     @staticmethod
     def _first_state(
-        records: list[Record], frozen: Mapping[Tensor, dict[str, Any]]
+        params: list[ParamState], frozen: Mapping[Tensor, dict[str, Any]]
     ) -> dict[Tensor, dict[str, Any]]:
-        """What is shown of new members; ``frozen``: trained before, frozen, now trained again."""
-        for record in records:
-            if found := frozen.get(record.parameter):
+        """What is shown of new ones; ``frozen``: trained before, frozen, now trained again."""
+        for param in params:
+            if found := frozen.get(param.parameter):
                 # Its weight may have been replaced meanwhile, and nobody compared the two.
-                state_io.write(record, state_io.agreeing(record, found))
-        return {record.parameter: state_io.expose(record) for record in records}
+                state_io.write(param, state_io.agreeing(param, found))
+        return {param.parameter: state_io.expose(param) for param in params}
 
     def accumulate(self) -> contextlib.AbstractContextManager[None]:
         """Inside, backward passes only add to ``.grad``: for all micro-batches but the last.
@@ -1052,7 +1053,7 @@ class HybridDeviceOptimizer(Optimizer):
         """
         return contextlib.nullcontext() if self._overlap is None else self._overlap.accumulate()
 
-    def _check_device(self, added: list[Member]) -> None:
+    def _check_device(self, added: list[Placed]) -> None:
         backend = backend_of(parameter for parameter, _ in added)
         if backend.device != self._backend.device:
             raise DeviceError(
@@ -1063,13 +1064,13 @@ class HybridDeviceOptimizer(Optimizer):
 
     def _take_over(self) -> None:
         """Copy state that the wrapped optimizer already has; it drops its own afterwards."""
-        known = {record.parameter for record in self._records}
-        for record in self._records:
-            state_io.check(record, self._inner.state.get(record.parameter, {}))
+        known = {param.parameter for param in self._params}
+        for param in self._params:
+            state_io.check(param, self._inner.state.get(param.parameter, {}))
         with torch.no_grad():
-            for record in self._records:
-                if found := self._inner.state.get(record.parameter):
-                    state_io.write(record, found)
+            for param in self._params:
+                if found := self._inner.state.get(param.parameter):
+                    state_io.write(param, found)
             for parameter, found in self._inner.state.items():
                 if parameter not in known:
                     self._shown[parameter].update(found)
@@ -1099,28 +1100,28 @@ class HybridDeviceOptimizer(Optimizer):
         for segment in self._segments:
             segment.discard()
         before, self._weights_before = self._weights_before, None
-        records = self._mastered()
+        params = self._mastered()
         if before is not None:
-            changed = (loading.weight_checksums(records) != before).tolist()
-            records = [r for r, differs in zip(records, changed, strict=True) if differs]
+            changed = (loading.weight_checksums(params) != before).tolist()
+            params = [r for r, differs in zip(params, changed, strict=True) if differs]
         else:
             self._forget_frozen_masters()
-        self._set_masters_from_weights(records)
+        self._set_masters_from_weights(params)
 
     def _ignores_module_loads(self) -> bool:
         """After a load of ours, until the next step, masters belong to the weights to come."""
         health = self._health
         return health.closed or self._loaded_since_step or not health.is_ours
 
-    def _mastered(self) -> list[Record]:
-        return [r for r in self._records if r.form is not MasterForm.SHARD]
+    def _mastered(self) -> list[ParamState]:
+        return [r for r in self._params if r.form is not MasterForm.SHARD]
 
-    def _set_masters_from_weights(self, records: list[Record]) -> None:
+    def _set_masters_from_weights(self, params: list[ParamState]) -> None:
         with torch.no_grad():
-            for record in records:
-                state_io.write_master(record, {})
+            for param in params:
+                state_io.write_master(param, {})
             for bucket in self._host_buckets():
-                bucket.reseed()  # of other records, too: from here on their shards are trusted
+                bucket.reseed()  # of other parameters, too: from here on their shards are trusted
             self._trust_shards()
 
     def _forget_frozen_masters(self) -> None:
@@ -1164,7 +1165,7 @@ class HybridDeviceOptimizer(Optimizer):
         for segment in self._segments:
             segment.close()
         self._segments.clear()
-        self._records.clear()
+        self._params.clear()
         self._reserved.clear()
         if self._transfer is not None:
             self._transfer.close()

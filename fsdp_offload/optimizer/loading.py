@@ -16,7 +16,7 @@ from ..core.errors import StateDictError
 from ..core.storage import present
 from ..pipeline.inventory import Inventory, missing_kinds
 from ..update.checksum import checksum
-from ..update.records import Record
+from ..update.params import ParamState
 from ..update.schema import signature
 
 _log = logging.getLogger("fsdp_offload")
@@ -66,7 +66,7 @@ def match_ids(groups: Groups, loaded: Mapping[str, Any]) -> dict[Tensor, Any]:
 
 
 def checked_groups(
-    groups: Groups, saved: Groups, inventory: Inventory, records: Sequence[Record]
+    groups: Groups, saved: Groups, inventory: Inventory, params: Sequence[ParamState]
 ) -> Groups:
     """Group values to take over.
 
@@ -81,9 +81,9 @@ def checked_groups(
             if name not in ("params", "param_names") and name not in IMPLEMENTATION_FLAGS
         }
         after = {**group, **values}
-        record = next((r for r in records if r.group == index), None)
-        if record is not None and signature(after) != signature(group):
-            if missing := missing_kinds(record, inventory.schema_under(record, after)):
+        param = next((r for r in params if r.group == index), None)
+        if param is not None and signature(after) != signature(group):
+            if missing := missing_kinds(param, inventory.schema_under(param, after)):
                 raise StateDictError(
                     f"param_groups[{index}] of the checkpoint",
                     reason=f"its flags need state {missing}, which is not reserved",
@@ -93,12 +93,12 @@ def checked_groups(
     return result
 
 
-def name_masters(records: Sequence[Record]) -> None:
+def name_masters(params: Sequence[ParamState]) -> None:
     """Log which entries of a state dict are lost on an optimizer without this library."""
-    mastered = [record for record in records if record.emits_master]
+    mastered = [param for param in params if param.emits_master]
     if mastered:
-        entries = " and ".join(sorted({repr(record.form.value) for record in mastered}))
-        shards = "/".join(sorted({str(record.info.dtype)[6:] for record in mastered}))
+        entries = " and ".join(sorted({repr(param.form.value) for param in mastered}))
+        shards = "/".join(sorted({str(param.info.dtype)[6:] for param in mastered}))
         _log.warning(
             "state_dict() holds the fp32 masters of %d parameters in %s: an optimizer without "
             "fsdp_offload ignores these entries and goes on from the %s weights",
@@ -165,7 +165,7 @@ def _remove(handles: list[Any]) -> None:
         handle.remove()
 
 
-def weight_checksums(records: Sequence[Record]) -> Tensor:
-    """A checksum of each record's shard: 1-D int64, on the CPU."""
-    found = [checksum(present(dtensor.local(r.parameter)).reshape(-1)) for r in records]
+def weight_checksums(params: Sequence[ParamState]) -> Tensor:
+    """A checksum of each parameter's shard: 1-D int64, on the CPU."""
+    found = [checksum(present(dtensor.local(r.parameter)).reshape(-1)) for r in params]
     return torch.stack([value.cpu() for value in found])

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..memory.transfer import Transfer
 from ..pipeline.engine import Segment
 from ..pipeline.native import States, native_bytes
-from ..update.records import Record
+from ..update.params import ParamState
 from .device_state import DeviceState
 
 
@@ -55,7 +55,7 @@ class Statistics:
 
 def gather(
     segments: Sequence[Segment],
-    records: Sequence[Record],
+    params: Sequence[ParamState],
     place: DeviceState,
     transfer: Transfer | None,
     natives: Sequence[Tensor],
@@ -69,9 +69,9 @@ def gather(
     own = transfer if transfer is not None and transfer.is_away else None
     lanes: dict[str, int] = {}
     device_bytes = 0
-    for record in records:
-        lanes[record.lane] = lanes.get(record.lane, 0) + 1
-        device_bytes += record.entry.state_bytes if record.lane == "resident" else 0
+    for param in params:
+        lanes[param.lane] = lanes.get(param.lane, 0) + 1
+        device_bytes += param.spec.state_bytes if param.lane == "resident" else 0
     if natives:
         lanes["native"] = len(natives)
         device_bytes += native_bytes(natives, state)

@@ -22,7 +22,7 @@ from ..plan.lanes import is_beside
 from ..plan.layout import align
 from ..plan.order import Job, deadline_order, slot_count
 from ..update.bucket import BucketUpdate, Scratch
-from ..update.records import MasterForm, Record, Snapshot, Work
+from ..update.params import MasterForm, ParamState, Snapshot, Work
 from ..update.schema import is_torch_class
 from ..update.state import fill_initial, write_master
 from .cores import thread_count, thread_setup
@@ -59,34 +59,34 @@ class _GatePart:
 
 @dataclass(frozen=True)
 class Section:
-    """Records that share a lane and every dtype, laid out together."""
+    """Parameters that share a lane and every dtype, laid out together."""
 
-    members: list[Record]
+    members: list[ParamState]
     layout: Layout
 
     @property
-    def first(self) -> Record:
+    def first(self) -> ParamState:
         """A representative."""
         return self.members[0]
 
 
-def make_sections(records: Sequence[Record], config: OffloadConfig) -> list[Section]:
-    """Group records by lane and dtypes (order kept) and lay each group out in one arena."""
+def make_sections(params: Sequence[ParamState], config: OffloadConfig) -> list[Section]:
+    """Group parameters by lane and dtypes (order kept) and lay each group out in one arena."""
     host_factor = HOST_BUCKET_FACTOR if config.overlap == "step" else 1
 
-    def key(record: Record) -> tuple[str, ...]:
-        kinds = tuple(kind.name for kind, _ in record.kinds) if record.moments else ()
-        parts = (record.lane, record.info.dtype, record.compute_dtype, record.form, kinds)
-        return (*map(str, parts), str(record.schema.elementwise))
+    def key(param: ParamState) -> tuple[str, ...]:
+        kinds = tuple(kind.name for kind, _ in param.kinds) if param.moments else ()
+        parts = (param.lane, param.info.dtype, param.compute_dtype, param.form, kinds)
+        return (*map(str, parts), str(param.schema.elementwise))
 
-    order = {k: i for i, k in reversed(list(enumerate(map(key, records))))}
-    ordered = sorted(records, key=lambda record: order[key(record)])  # stable
+    order = {k: i for i, k in reversed(list(enumerate(map(key, params))))}
+    ordered = sorted(params, key=lambda param: order[key(param)])  # stable
     sections, stop = [], 0
     for _, group in groupby(ordered, key=key):
         members = list(group)
         start = 0 if members[0].lane == "resident" else stop
         layout = make_layout(
-            [r.entry for r in members],
+            [r.spec for r in members],
             bucket_bytes=config.bucket_bytes * (host_factor if members[0].lane == "host" else 1),
             arena_start=start,
         )
@@ -107,8 +107,8 @@ class Segment:
     def __init__(
         self,
         optimizer: Optimizer,
-        records: list[Record],
-        added: Sequence[Record],
+        params: list[ParamState],
+        added: Sequence[ParamState],
         natives: list[tuple[Tensor, int]],
         config: OffloadConfig,
         backend: Backend,
@@ -146,15 +146,15 @@ class Segment:
             arena = self._arena(self.host_bytes, show_progress)
             self._make_tensors(sections, arena)
             self.scratch = self._scratch(sections)
-            self.resident = self._resident(optimizer, sections, records)
-            self.streamed = self._streamed(optimizer, sections, records, arena)
+            self.resident = self._resident(optimizer, sections, params)
+            self.streamed = self._streamed(optimizer, sections, params, arena)
             self._release_scratch()
             if host:
                 memory = self._arena(sizes.host_bytes, show_progress=False)
                 pinned = all(each.pinned for each in self.arena_statistics())
                 across = copier(backend.device, pinned=pinned)
                 staging = HostStaging(backend, memory, sizes, across)
-                self.host = self._host(optimizer, host, records, arena, staging, pool)
+                self.host = self._host(optimizer, host, params, arena, staging, pool)
             self.native = NativeUpdate(optimizer, natives, native_state) if natives else None
             # Slots and scratch may be memory that pending work of the caller's stream still
             # uses: the allocator orders reuse on that stream only.
@@ -183,17 +183,17 @@ class Segment:
     def _make_tensors(self, sections: list[Section], arena: HostArena) -> None:
         """The authoritative state tensors: flat, own storage, offset 0."""
         for section in sections:
-            for record in section.members:
-                for kind, numel in record.kinds:
-                    if record.lane == "resident":
+            for param in section.members:
+                for kind, numel in param.kinds:
+                    if param.lane == "resident":
                         tensor = self._on_device(numel, kind.dtype)
                     else:
-                        offset = section.layout.offsets[record.index, kind.name]
+                        offset = section.layout.offsets[param.index, kind.name]
                         tensor = arena.tensor(offset, numel, kind.dtype)
-                    record.tensors[kind.name] = tensor
-                fill_initial(record, only_shown=True)
-                if record.form is MasterForm.WHOLE:
-                    write_master(record, {})
+                    param.tensors[kind.name] = tensor
+                fill_initial(param, only_shown=True)
+                if param.form is MasterForm.WHOLE:
+                    write_master(param, {})
 
     def _scratch(self, sections: list[Section]) -> Scratch:
         sizes = [
@@ -204,17 +204,17 @@ class Segment:
         return Scratch(self.backend.allocate(max(sizes, default=0)))
 
     def _resident(
-        self, optimizer: Optimizer, sections: list[Section], records: list[Record]
+        self, optimizer: Optimizer, sections: list[Section], params: list[ParamState]
     ) -> list[BucketUpdate]:
-        def view(piece: Slice, kind: Kind, numel: int) -> Tensor:
-            tensor = records[piece.entry.index].tensors[kind.name]
-            if not piece.entry.cuttable:
+        def view(slice_: Slice, kind: Kind, numel: int) -> Tensor:
+            tensor = params[slice_.spec.index].tensors[kind.name]
+            if not slice_.spec.cuttable:
                 return tensor
             step = kind.block_numel
-            return tensor[piece.start // step : -(-piece.stop // step)]
+            return tensor[slice_.start // step : -(-slice_.stop // step)]
 
         return [
-            BucketUpdate(optimizer, bucket, records, view, self.scratch)
+            BucketUpdate(optimizer, bucket, params, view, self.scratch)
             for section in sections
             if section.first.lane == "resident"
             for bucket in section.layout.buckets
@@ -224,7 +224,7 @@ class Segment:
         self,
         optimizer: Optimizer,
         sections: list[Section],
-        records: list[Record],
+        params: list[ParamState],
         arena: HostArena,
     ) -> StreamedLane | None:
         pairs = [
@@ -250,7 +250,7 @@ class Segment:
                 "%d slots of %d bytes: the largest bucket starts with %s",
                 count,
                 slot_bytes,
-                records[largest.slices[0].entry.index].fqn,
+                params[largest.slices[0].spec.index].fqn,
             )
         slots = [self.backend.allocate(slot_bytes) for _ in range(count)]
         lane = StreamedLane(
@@ -266,7 +266,7 @@ class Segment:
                 optimizer,
                 layout,
                 bucket,
-                records,
+                params,
                 arena,
                 slots[i % count],
                 self.scratch,
@@ -289,7 +289,7 @@ class Segment:
         self,
         optimizer: Optimizer,
         sections: list[Section],
-        records: list[Record],
+        params: list[ParamState],
         arena: HostArena,
         staging: HostStaging,
         pool: tuple[int, int],
@@ -299,7 +299,7 @@ class Segment:
         lane = HostLane(self.backend, staging, self.worker, setup)
         pairs = [(s.layout, bucket) for s in sections for bucket in s.layout.buckets]
         lane.buckets = [
-            HostBucket(optimizer, layout, bucket, records, arena, staging, i)
+            HostBucket(optimizer, layout, bucket, params, arena, staging, i)
             for i, (layout, bucket) in enumerate(pairs)
         ]
         return lane
@@ -354,7 +354,7 @@ class Segment:
             if self.native is not None:
                 self.update.launch(self.native.run, work.snapshot)
             for bucket in self.resident:
-                gradients = work.of(bucket.pieces)
+                gradients = work.of(bucket.bucket.slices)
                 if any(gradient is not None for gradient in gradients):
                     self.update.launch(bucket.run, gradients, work.snapshot)
             if self.native is not None or self.resident:
@@ -382,9 +382,9 @@ class Segment:
         current.wait(self.update.record())
 
     def watch_gates(self, gates: Sequence[frozenset[int]]) -> None:
-        """``gates``: sets of records whose updates are asked for by :meth:`updated`; the last
+        """``gates``: sets of parameters whose updates are asked for by :meth:`updated`; the last
         one has the native parameters besides."""
-        resident = {p.record.index for bucket in self.resident for p in bucket.pieces}
+        resident = {s.spec.index for bucket in self.resident for s in bucket.bucket.slices}
         native = gates[-1] if self.native is not None else None
         host = self.host.buckets if self.host else []
         streamed = self.streamed.buckets if self.streamed else []
@@ -425,8 +425,8 @@ class Segment:
         """Choose the order of the streamed buckets, between two iterations.
 
         Args:
-            ready_ms: per record, when its gradient is there, since the backward's first.
-            ranks: per record, when the forward needs it compared with others.
+            ready_ms: per parameter, when its gradient is there, since the backward's first.
+            ranks: per parameter, when the forward needs it compared with others.
             ms_per_byte: of the link, in each direction while both are busy.
         """
         if self.streamed is None:
@@ -525,9 +525,9 @@ class Segment:
         for arena in self.arenas:
             arena.close()
         # It is unmapped when the last view of it is gone; slots and scratch are freed likewise.
-        for record in self._added:  # records and pieces refer to each other
-            record.tensors.clear()
-            record.pieces.clear()
+        for param in self._added:  # parameters and slices refer to each other
+            param.tensors.clear()
+            param.slices.clear()
         self.resident, self.streamed, self.host, self.native = [], None, None, None
         self._without_scratch = []
         self.scratch = Scratch(torch.empty(0, dtype=torch.uint8))
@@ -541,8 +541,8 @@ def _host_staging_sizes(sections: list[Section], threads: int) -> HostStagingSiz
         threads: that update at once.
     """
     layouts = [(s.layout, s.first) for s in sections]
-    numel_bytes = [x.scratch_numel * record.compute_dtype.itemsize for x, record in layouts]
-    shard_bytes = [x.scratch_numel * record.info.dtype.itemsize for x, record in layouts]
+    numel_bytes = [x.scratch_numel * param.compute_dtype.itemsize for x, param in layouts]
+    shard_bytes = [x.scratch_numel * param.info.dtype.itemsize for x, param in layouts]
     return HostStagingSizes(
         align(max(numel_bytes, default=0), 256),
         align(max(shard_bytes, default=0), 256),

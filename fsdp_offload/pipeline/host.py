@@ -25,9 +25,9 @@ from ..memory import HostArena
 from ..plan import Bucket, Kind, Layout, Slice
 from ..plan.layout import kind_range, split
 from ..update import codec
-from ..update.bucket import copy_present, make_piece
+from ..update.bucket import copy_present, slice_state
 from ..update.checksum import checksum
-from ..update.records import MasterForm, Part, Record, Work
+from ..update.params import MasterForm, ParamState, Work
 from ..update.schema import FUSED_ON_CPU, host_flags, torch_class
 from ..update.shadow import Shadow
 from .link import Copy
@@ -114,13 +114,13 @@ class HostUnit:
     """Pieces that one thread updates in one call."""
 
     shadow: Shadow
-    received: list[Tensor]  # gradients in host memory, per piece
+    received: list[Tensor]  # gradients in host memory, per slice
 
     def update(self, work: Work) -> None:
         """Step the arena in place."""
         gradients = [
-            None if work.gradients[piece.record.index] is None else received
-            for piece, received in zip(self.shadow.pieces, self.received, strict=True)
+            None if work.gradients[sliced.param.index] is None else received
+            for sliced, received in zip(self.shadow.slices, self.received, strict=True)
         ]
         self.shadow.step(gradients, work.snapshot)
 
@@ -133,14 +133,14 @@ class HostBucket:
         optimizer: Optimizer,
         layout: Layout,
         bucket: Bucket,
-        records: list[Record],
+        params: list[ParamState],
         arena: HostArena,
         staging: HostStaging,
         index: int,
     ) -> None:
         self.index, self.bucket = index, bucket
-        self.indices = sorted({s.entry.index for s in bucket.slices})
-        members = [records[s.entry.index] for s in bucket.slices]
+        self.indices = sorted({s.spec.index for s in bucket.slices})
+        members = [params[s.spec.index] for s in bucket.slices]
         compute, shard = members[0].compute_dtype, members[0].info.dtype
         self._rounds_by_codec = shard == torch.bfloat16 and compute == torch.float32
         self._master_kind = Kind(MasterForm.WHOLE.value, compute)
@@ -150,15 +150,14 @@ class HostBucket:
             dtensor.local(r.parameter).view(-1)[s.start : s.stop]
             for r, s in zip(members, bucket.slices, strict=True)
         ]
-        self.parts = [Part(r, s.start, s.stop) for r, s in zip(members, bucket.slices, strict=True)]
         self.master = arena.tensor(span.arena_start, span.n_bytes // compute.itemsize, compute)
-        self.master_parts = self._cut(self.master)
+        self.master_slices = self._cut(self.master)
         self._across = staging.across
         self._use_staging(staging, compute, shard)
         self.expected = self._observe()  # checksum of the shards as we last wrote them: 0-dim
         self.written: PendingEvent | None = None
         """After it, the shards are as the last iteration leaves them; None: it left them alone."""
-        self.units = self._make_units(optimizer, layout, records, arena)
+        self.units = self._make_units(optimizer, layout, params, arena)
 
     def _cut(self, flat: Tensor) -> list[Tensor]:
         """Each slice's part of memory that is laid out like the masters."""
@@ -172,37 +171,35 @@ class HostBucket:
             return memory[: numel * dtype.itemsize].view(dtype)
 
         self.sent = flat(staging.gradients, compute)
-        self.sent_pieces = self._cut(self.sent)
+        self.sent_slices = self._cut(self.sent)
         self.observed = flat(staging.observed, shard)
-        self.observed_pieces = self._cut(self.observed)
+        self.observed_slices = self._cut(self.observed)
         self.received = flat(staging.host_gradients[slot], compute)
         self.returned = flat(staging.masters, compute)
         self.rounded = flat(staging.rounded, shard)
-        self.rounded_pieces = self._cut(self.rounded)
+        self.rounded_slices = self._cut(self.rounded)
         self.flag = torch.zeros(1, dtype=FLAG_DTYPE, device=self.sent.device)
         self.host_flag = staging.flag_memory[slot * FLAG_STRIDE :][:1]
 
     def _make_units(
-        self, optimizer: Optimizer, layout: Layout, records: list[Record], arena: HostArena
+        self, optimizer: Optimizer, layout: Layout, params: list[ParamState], arena: HostArena
     ) -> list[HostUnit]:
-        def view(piece: Slice, kind: Kind, numel: int) -> Tensor:
-            start, stop = kind_range(piece, kind, numel, layout.offsets)
+        def view(slice_: Slice, kind: Kind, numel: int) -> Tensor:
+            start, stop = kind_range(slice_, kind, numel, layout.offsets)
             return arena.tensor(start, (stop - start) // kind.itemsize, kind.dtype)
 
         overrides = {
             index: host_overrides(optimizer, optimizer.param_groups[index], self.master.dtype)
-            for index in {part.record.group for part in self.parts}
+            for index in {params[s.spec.index].group for s in self.bucket.slices}
         }
         units = []
         for slices in split(self.bucket, UNIT_NUMEL):
-            pieces = [
-                make_piece(
-                    records[s.entry.index], s, view(s, self._master_kind, s.entry.numel), view
-                )
+            states = [
+                slice_state(params[s.spec.index], s, view(s, self._master_kind, s.spec.numel), view)
                 for s in slices
             ]
             received = [self.received[s.scratch_start : s.scratch_start + s.numel] for s in slices]
-            shadow = Shadow(optimizer, pieces, overrides, on_host=True)
+            shadow = Shadow(optimizer, states, overrides, on_host=True)
             units.append(HostUnit(shadow, received))
         return units
 
@@ -210,14 +207,14 @@ class HostBucket:
 
     def send_gradients(self, gradients: list[Tensor | None]) -> None:
         """Cast gradients into host memory; tell whether the shards are as we last wrote them."""
-        copy_present(self.sent_pieces, gradients, gradients)
+        copy_present(self.sent_slices, gradients, gradients)
         torch.sub(self._observe(), self.expected, out=self.flag[0])
         self._across(self.sent, self.received)
         self._across(self.flag, self.host_flag)
 
     def _observe(self) -> Tensor:
         self.observed.zero_()  # gaps between parameters are zero, as in the arena
-        torch._foreach_copy_(self.observed_pieces, self.shards)
+        torch._foreach_copy_(self.observed_slices, self.shards)
         return checksum(self.observed)
 
     # -- on the stream back
@@ -229,7 +226,7 @@ class HostBucket:
             codec.round_to_value(self.returned, self.rounded)
         else:
             self.rounded.copy_(self.returned)
-        copy_present(self.shards, self.rounded_pieces, gradients)
+        copy_present(self.shards, self.rounded_slices, gradients)
         self.expected = checksum(self.rounded)
 
     # -- on the host threads
@@ -253,7 +250,7 @@ class HostBucket:
 
     def reseed(self) -> None:
         """Take the shards' values over where a master does not round to its shard."""
-        for master, shard in zip(self.master_parts, self.shards, strict=True):
+        for master, shard in zip(self.master_slices, self.shards, strict=True):
             reseed_master(present(shard).cpu(), master)
 
 

@@ -41,7 +41,7 @@ from torch import Tensor
 
 from ..core.backend import Backend, Event, PendingEvent, Stream
 from ..core.errors import LaneError
-from ..update.records import Work
+from ..update.params import Work
 from .host import HostBucket, HostStaging
 from .worker import InlineWorker, ThreadPool, Ticket, Worker
 
@@ -106,7 +106,7 @@ class HostLane:
             The event after which all shards are written, or None if there was nothing to do.
         """
         self._begin(work)
-        active = [(b, work.of(b.parts)) for b in self.buckets]
+        active = [(b, work.of(b.bucket.slices)) for b in self.buckets]
         active = [(b, g) for b, g in active if any(x is not None for x in g)]
         first = max(1, min(self.staging.depth - 1, len(active)))
         for count, (bucket, gradients) in enumerate(active, start=1):
@@ -133,7 +133,7 @@ class HostLane:
             if not complete and any(work.ready[index] is None for index in bucket.indices):
                 self._left.append(bucket)
                 continue
-            gradients = work.of(bucket.parts)
+            gradients = work.of(bucket.bucket.slices)
             if all(gradient is None for gradient in gradients):
                 bucket.written = None
                 continue

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,9 +16,9 @@ from ..core.backend import backend_for
 from ..core.config import Lane, OffloadConfig
 from ..core.errors import DeviceError, StateSchemaError, UnsupportedParameterError
 from ..core.fsdp import fsdp_parameters
-from ..plan import Candidate, Rates, choose_lanes, wants_rates
+from ..plan import ParamSpec, Rates, choose_lanes, wants_rates
 from ..update.moments import moments_of
-from ..update.records import Record, bytes_per_element, master_form, state_kinds
+from ..update.params import ParamState, bytes_per_element, cut_at, master_form, state_kinds
 from ..update.schema import (
     FUSED_ON_CPU,
     Schema,
@@ -32,20 +32,8 @@ from .calibration import measure_rates
 
 _log = logging.getLogger("fsdp_offload")
 
-Member = tuple[Tensor, int]
+Placed = tuple[Tensor, int]
 """A parameter and the index of its param_group."""
-
-
-@dataclass
-class Draft:
-    """A parameter before its lane is known."""
-
-    parameter: Tensor
-    group: int
-    info: dtensor.ShardInfo
-    compute_dtype: torch.dtype
-    native: bool
-    candidate: Candidate
 
 
 class Inventory:
@@ -82,17 +70,17 @@ class Inventory:
                 name = given[position] if position < len(given) else f"group{index}.{position}"
                 self.names.setdefault(parameter, name)
 
-    def members(self) -> list[Member]:
-        """All parameters, in the order of the groups."""
+    def parameters(self) -> list[Placed]:
+        """All of them, in the order of the groups."""
         return [
             (parameter, index)
             for index, group in enumerate(self._optimizer.param_groups)
             for parameter in group["params"]
         ]
 
-    def trainable(self) -> list[Member]:
+    def trainable(self) -> list[Placed]:
         """Those that may get gradients."""
-        return [member for member in self.members() if member[0].requires_grad]
+        return [placed for placed in self.parameters() if placed[0].requires_grad]
 
     def schema(self, group: int, dtype: torch.dtype, *, on_host: bool) -> Schema:
         """The schema of parameters of ``dtype`` in ``group``, made once per set of flags."""
@@ -108,74 +96,79 @@ class Inventory:
         values = {**group, **host_flags(group)}
         return schema_of(self._optimizer, values, dtype, torch.device("cpu"))
 
-    def plan(self, added: list[Member], *, first: bool) -> tuple[list[Record], list[Member]]:
-        """Records with their lanes, in update order, and the members that stay native.
+    def plan(self, added: list[Placed], *, first: bool) -> tuple[list[ParamState], list[Placed]]:
+        """Parameters with their lanes, in update order, and the parameters that stay native.
 
         Args:
-            added: new members, in the order of the groups.
+            added: new parameters, in the order of the groups.
             first: whether they are the ones given at construction; an explicit list of lanes
                 speaks of those only.
         """
         self._name_missing()
-        drafts = [self._draft(*member) for member in added]
-        ordered = self._in_update_order(drafts)
-        lanes = self._choose(drafts, ordered, first=first)
-        natives = [draft for draft in ordered if draft.native]
+        specs = {parameter: self._measured(parameter, group) for parameter, group in added}
+        ordered = self._in_update_order(added)
+        lanes = self._choose(specs, [parameter for parameter, _ in ordered], first=first)
+        natives = [placed for placed in ordered if specs[placed[0]].must_stay]
         if natives and self._config.offload_fraction > 0:
             _log.info(
                 "%d parameters keep their state on the device, as %s makes it (%s, ...)",
                 len(natives),
                 type(self._optimizer).__name__,
-                natives[0].candidate.fqn,
+                self.names[natives[0][0]],
             )
-        records = [self._record(d, lanes[d.parameter]) for d in ordered if not d.native]
-        return records, [(d.parameter, d.group) for d in natives]
+        params = [
+            self._state(parameter, group, specs[parameter], lanes[parameter])
+            for parameter, group in ordered
+            if not specs[parameter].must_stay
+        ]
+        return params, natives
 
-    def commit(self, records: Sequence[Record], natives: Sequence[Member]) -> None:
+    def commit(self, params: Sequence[ParamState], natives: Sequence[Placed]) -> None:
         """Once memory is reserved: count what stays against a budget."""
-        stay = [r.parameter for r in records if r.lane == "resident"] + [p for p, _ in natives]
+        stay = [r.parameter for r in params if r.lane == "resident"] + [p for p, _ in natives]
         self._resident_bytes += sum(self._max_local_bytes[parameter] for parameter in stay)
 
     def _choose(
-        self, drafts: list[Draft], ordered: list[Draft], *, first: bool
+        self, specs: dict[Tensor, ParamSpec], ordered: list[Tensor], *, first: bool
     ) -> dict[Tensor, Lane]:
-        """The lane of each parameter. A list of lanes speaks of the first members, in their order;
-        later ones are streamed beside it."""
+        """The lane of each parameter. A list of lanes speaks of the first ones, in the order of
+        ``specs``; later ones are streamed beside it."""
         config = self._config
         if kept := self._kept_lanes:
             self._kept_lanes = {}
-            return {draft.parameter: kept.get(draft.parameter, "resident") for draft in ordered}
+            return {parameter: kept.get(parameter, "resident") for parameter in ordered}
         if not isinstance(config.update_on, str):
             if first:
-                ordered = drafts
+                ordered = list(specs)
             else:
                 config = replace(config, update_on="device")
-        candidates, used = [draft.candidate for draft in ordered], self._resident_bytes
+        some, used = [specs[parameter] for parameter in ordered], self._resident_bytes
         rates = None
         # The same decision on all ranks: it depends on global sizes only.
-        if wants_rates(candidates, config, used_bytes=used):
+        if wants_rates(some, config, used_bytes=used):
             rates = self._rates(ordered)
-        lanes = choose_lanes(candidates, config, rates, used_bytes=used)
-        return {draft.parameter: lane for draft, lane in zip(ordered, lanes, strict=True)}
+        lanes = choose_lanes(some, config, rates, used_bytes=used)
+        return dict(zip(ordered, lanes, strict=True))
 
-    def _rates(self, ordered: list[Draft]) -> Rates | None:
+    def _rates(self, parameters: list[Tensor]) -> Rates | None:
         """Measured; or ``None`` on CPU tensors and where it failed: all is streamed then."""
         if self._device.type == "cpu":
             return None
-        groups = dtensor.mesh_groups(draft.parameter for draft in ordered)
+        groups = dtensor.mesh_groups(parameters)
         try:
             return measure_rates(backend_for(self._device), self._config.transfer, groups)
         except DeviceError as error:
             _log.warning('update_on="auto" streams all offloaded state: %s', error)
             return None
 
-    def _in_update_order(self, drafts: list[Draft]) -> list[Draft]:
+    def _in_update_order(self, added: list[Placed]) -> list[Placed]:
         """Outside FSDP first, then the models' order, then the rest as given."""
         order = {parameter: i for i, parameter in enumerate(self.names)}
         managed = fsdp_parameters(self._models)
-        return sorted(drafts, key=lambda d: (d.parameter in managed, order[d.parameter]))
+        return sorted(added, key=lambda placed: (placed[0] in managed, order[placed[0]]))
 
-    def _draft(self, parameter: Tensor, group: int) -> Draft:
+    def _measured(self, parameter: Tensor, group: int) -> ParamSpec:
+        """What the choice of its lane goes by."""
         fqn = self.names[parameter]
         info = dtensor.shard_info(parameter, fqn)
         compute = self._config.precision.compute_dtype(info.dtype)
@@ -193,16 +186,15 @@ class Inventory:
             schema = self.schema(group, compute, on_host=False)
         form = master_form("resident", info.dtype, compute)
         per_numel = bytes_per_element(schema, form, compute, self._config.precision)
-        candidate = Candidate(
+        self._max_local_bytes[parameter] = int(info.max_local_numel * per_numel)
+        return ParamSpec(
             fqn=fqn,
             global_bytes=int(info.global_numel * per_numel),
-            max_local_bytes=int(info.max_local_numel * per_numel),
+            max_local_bytes=self._max_local_bytes[parameter],
             must_stay=native,
             whole=not schema.elementwise,
             host_numel=info.max_local_numel if self._is_fast_on_host(group, schema, compute) else 0,
         )
-        self._max_local_bytes[parameter] = candidate.max_local_bytes
-        return Draft(parameter, group, info, compute, native, candidate)
 
     def _is_fast_on_host(self, group: int, schema: Schema, compute: torch.dtype) -> bool:
         """Whether the host lane would run a fused fp32 kernel, which rates are measured with."""
@@ -213,27 +205,33 @@ class Inventory:
         known = torch_class(self._optimizer) in FUSED_ON_CPU
         return chosen and single and known and schema.elementwise
 
-    def _record(self, draft: Draft, lane: Any) -> Record:
-        info, compute = draft.info, draft.compute_dtype
-        schema = self.schema(draft.group, compute, on_host=lane == "host")
+    def _state(self, parameter: Tensor, group: int, spec: ParamSpec, lane: Lane) -> ParamState:
+        info = dtensor.shard_info(parameter, spec.fqn)
+        compute = self._config.precision.compute_dtype(info.dtype)
+        schema = self.schema(group, compute, on_host=lane == "host")
         form = master_form(lane, info.dtype, compute)
         moments = moments_of(schema, compute, self._config.precision)
-        return Record(
-            index=-1,  # set when the record is added
-            parameter=draft.parameter,
-            fqn=self.names[draft.parameter],
-            group=draft.group,
+        cuttable, cut_numel = cut_at(info, lane, elementwise=schema.elementwise)
+        return ParamState(
+            parameter=parameter,
+            spec=replace(
+                spec,
+                numel=info.local_numel,
+                kinds=state_kinds(info, schema, form, compute, moments),
+                cuttable=cuttable,
+                cut_numel=cut_numel,
+            ),
+            group=group,
             info=info,
             schema=schema,
             compute_dtype=compute,
             lane=lane,
             form=form,
-            kinds=state_kinds(info, schema, form, compute, moments),
-            memory=dtensor.memory_of(draft.parameter),
+            memory=dtensor.memory_of(parameter),
             moments=moments,
         )
 
-    def have_outgrown(self, records: Sequence[Record]) -> bool:
+    def have_outgrown(self, params: Sequence[ParamState]) -> bool:
         """Whether options need state that is not reserved: a scheduler has set SGD's momentum.
 
         Raises:
@@ -242,34 +240,34 @@ class Inventory:
         """
         checked: dict[Any, Schema] = {}
         outgrown = False
-        for record in records:
-            key = (record.group, record.compute_dtype, record.lane == "host")
+        for param in params:
+            key = (param.group, param.compute_dtype, param.lane == "host")
             if key not in checked:
                 checked[key] = self.schema(*key[:2], on_host=key[2])
-            if not (missing := missing_kinds(record, checked[key])):
+            if not (missing := missing_kinds(param, checked[key])):
                 continue
             outgrown = True
-            if record.schema.kinds and record.pieces[0].stepped:
+            if param.schema.kinds and param.slices[0].stepped:
                 raise StateSchemaError(
-                    f"param_groups[{record.group}]",
-                    reason=f"its options now need {missing}, and {record.fqn} was updated without",
+                    f"param_groups[{param.group}]",
+                    reason=f"its options now need {missing}, and {param.fqn} was updated without",
                     remedy="set options such as amsgrad or momentum before the first step",
                 )
         return outgrown
 
-    def start_anew(self, records: Sequence[Record]) -> None:
-        """Forget what was committed, but for lanes, which all members keep."""
-        self._kept_lanes = {record.parameter: record.lane for record in records}
+    def start_anew(self, params: Sequence[ParamState]) -> None:
+        """Forget what was committed, but for lanes, which all parameters keep."""
+        self._kept_lanes = {param.parameter: param.lane for param in params}
         self._resident_bytes = 0
 
-    def schema_under(self, record: Record, group: dict[str, Any]) -> Schema:
-        """The schema that ``record`` would have under other group values."""
-        return self._make_schema(group, record.compute_dtype, on_host=record.lane == "host")
+    def schema_under(self, param: ParamState, group: dict[str, Any]) -> Schema:
+        """The schema that ``param`` would have under other group values."""
+        return self._make_schema(group, param.compute_dtype, on_host=param.lane == "host")
 
 
-def missing_kinds(record: Record, schema: Schema) -> list[str]:
-    """Names of entries of ``schema`` that are not reserved for ``record``, sorted."""
-    if schema is record.schema:
+def missing_kinds(param: ParamState, schema: Schema) -> list[str]:
+    """Names of entries of ``schema`` that are not reserved for ``param``, sorted."""
+    if schema is param.schema:
         return []
-    reserved = {kind.name for kind in record.schema.kinds}
+    reserved = {kind.name for kind in param.schema.kinds}
     return sorted(kind.name for kind in schema.kinds if kind.name not in reserved)

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from ..core import dtensor
 from ..core.config import OffloadConfig
-from ..update.records import Snapshot
+from ..update.params import Snapshot
 from ..update.schema import make_shadow, raw_step
 
 _log = logging.getLogger("fsdp_offload")

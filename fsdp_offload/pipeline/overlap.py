@@ -31,7 +31,7 @@ from ..core.errors import ConfigError, DeviceError
 from ..core.fsdp import Group, find_groups
 from ..core.spent import SpentGradient, another_backward_error, is_spent
 from ..plan.order import assumed_ready_ms
-from ..update.records import Record, Work
+from ..update.params import ParamState, Work
 from ..update.schema import is_torch_class, works_on_matrices
 from .engine import Segment
 from .streamed import Mark, best_ms_per_byte
@@ -51,7 +51,7 @@ class Owner(Protocol):
         """An exception inside makes the optimizer failed."""
         ...
 
-    def take_gradients(self, records: Sequence[Record], reduced: Event) -> None:
+    def take_gradients(self, params: Sequence[ParamState], reduced: Event) -> None:
         """Their gradients are final after ``reduced``: update what is complete."""
         ...
 
@@ -65,7 +65,7 @@ class Gate:
     """One FSDP2 group: what must have happened before its shards are read."""
 
     group: Group | None  # None: the parameters that no group holds
-    records: list[Record] = field(default_factory=list)
+    params: list[ParamState] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
     held: list[object] = field(default_factory=list)  # what the updates read
     is_asked: bool = False  # somebody waits, or has waited, for the events
@@ -133,23 +133,23 @@ class Overlap:
         ends = [group.watch(i, self, backend) for i, group in enumerate(groups)]
         self.unwatch: Callable[[], None] = weakref.finalize(self, _call_all, ends)
 
-    def attach(self, records: Sequence[Record], segments: Sequence[Segment]) -> None:
-        """Tell gates and segments of each other, whenever records are added."""
-        by_parameter = {record.parameter: record for record in records}
+    def attach(self, params: Sequence[ParamState], segments: Sequence[Segment]) -> None:
+        """Tell gates and segments of each other, whenever parameters are added."""
+        by_parameter = {param.parameter: param for param in params}
         self._spent = {p: spent for p, spent in self._spent.items() if p in by_parameter}
         for rank, gate in enumerate(self.gates):
             assert gate.group is not None
             found = (by_parameter.pop(p, None) for p in gate.group.parameters)
-            gate.records = [record for record in found if record is not None]
+            gate.params = [param for param in found if param is not None]
             gate.rank = rank
-            dtensor.gate([record.parameter for record in gate.records], gate.gated)
-        self._ungated.records = list(by_parameter.values())
-        for record in records:
-            if record.parameter not in self._spent and record.parameter not in by_parameter:
-                spent = SpentGradient(record.parameter, record.fqn)
+            dtensor.gate([param.parameter for param in gate.params], gate.gated)
+        self._ungated.params = list(by_parameter.values())
+        for param in params:
+            if param.parameter not in self._spent and param.parameter not in by_parameter:
+                spent = SpentGradient(param.parameter, param.fqn)
                 spent.in_backward = self._in_backward
-                self._spent[record.parameter] = spent
-        members = [frozenset(r.index for r in gate.records) for gate in self._all_gates()]
+                self._spent[param.parameter] = spent
+        members = [frozenset(r.index for r in gate.params) for gate in self._all_gates()]
         for segment in segments:
             segment.watch_gates(members)
         self._reorder(segments, self._assumed_ready_ms(), ASSUMED_MS_PER_BYTE)
@@ -173,11 +173,11 @@ class Overlap:
         finally:
             self._accumulating -= 1
 
-    def spend(self, records: Sequence[Record]) -> None:
+    def spend(self, params: Sequence[ParamState]) -> None:
         """From here on their gradients belong to the optimizer."""
-        for record in records:
-            if record.parameter.grad is not None:
-                record.parameter.grad = self._spent.get(record.parameter)
+        for param in params:
+            if param.parameter.grad is not None:
+                param.parameter.grad = self._spent.get(param.parameter)
 
     def clear_spent(self) -> None:
         """What ``zero_grad()`` does for stand-ins."""
@@ -209,9 +209,9 @@ class Overlap:
             if events:
                 dtensor.close_gate(gate.gated, functools.partial(_wait, weakref.ref(self), index))
             # The snapshot too: its tensors (learning rate, clipping) are of the caller's stream.
-            gradients = (work.gradients[r.index] for r in gate.records)
+            gradients = (work.gradients[r.index] for r in gate.params)
             gate.held = [work.snapshot, *(g for g in gradients if g is not None)]
-            self.spend(gate.records)
+            self.spend(gate.params)
         self.work, self._passed = None, 0
         self._steps += 1
         self._reorder_when_measured(segments)
@@ -237,7 +237,7 @@ class Overlap:
         """Per gate, before anything was measured."""
         if not self._in_backward:
             return [0.0] * len(self.gates)
-        sizes = [float(sum(r.entry.state_bytes for r in gate.records)) for gate in self.gates]
+        sizes = [float(sum(r.spec.state_bytes for r in gate.params)) for gate in self.gates]
         return assumed_ready_ms(
             sizes, sum(sizes) * ASSUMED_MS_PER_BYTE, backward_share=ASSUMED_BACKWARD_SHARE
         )
@@ -263,15 +263,15 @@ class Overlap:
     def _reorder(
         self, segments: Sequence[Segment], ready_ms: Sequence[float], ms_per_byte: float
     ) -> None:
-        count = sum(len(gate.records) for gate in self._all_gates())
+        count = sum(len(gate.params) for gate in self._all_gates())
         # Ungated parameters: the stream of step() waits for them, so they come first.
-        by_record, ranks = [max(ready_ms, default=0.0)] * count, [-1] * count
+        by_param, ranks = [max(ready_ms, default=0.0)] * count, [-1] * count
         for gate, ready in zip(self.gates, ready_ms, strict=True):
-            for record in gate.records:
-                by_record[record.index], ranks[record.index] = ready, gate.rank
+            for param in gate.params:
+                by_param[param.index], ranks[param.index] = ready, gate.rank
         for segment in segments:
             if not segment.has_begun:
-                segment.reorder(by_record, ranks, ms_per_byte)
+                segment.reorder(by_param, ranks, ms_per_byte)
 
     # ------------------------------------------------------------------ Watcher
 
@@ -313,21 +313,21 @@ class Overlap:
 
     def before_reduce(self, index: int) -> None:
         """See :class:`..core.fsdp.Watcher`."""
-        for record in self.gates[index].records:
-            if is_spent(record.parameter.grad):
+        for param in self.gates[index].params:
+            if is_spent(param.parameter.grad):
                 if (owner := self._find_owner()) is not None:
                     owner.check_usable()
-                raise another_backward_error(record.fqn, is_stepped=not self.has_taken)
+                raise another_backward_error(param.fqn, is_stepped=not self.has_taken)
 
     def after_reduce(self, index: int, reduced: Event, stream: Stream) -> None:
         """See :class:`..core.fsdp.Watcher`."""
-        if not self._in_backward or self._accumulating or not self.gates[index].records:
+        if not self._in_backward or self._accumulating or not self.gates[index].params:
             return
         if self._steps + 1 in REORDER_AFTER:
             self.gates[index].reduced = stream.record_timed()
         owner = self._find_owner()
         if owner is not None:
-            owner.take_gradients(self.gates[index].records, reduced)
+            owner.take_gradients(self.gates[index].params, reduced)
 
 
 def _wait(find: Callable[[], Overlap | None], index: int) -> None:
@@ -353,7 +353,7 @@ def make_overlap(
 
     Raises:
         ConfigError: there is nothing that the updates could be hidden under, or ``inner`` cannot
-            be updated piece by piece.
+            be updated slice by slice.
     """
     mode = config.overlap
     if mode == "step":
@@ -368,7 +368,7 @@ def make_overlap(
     if not is_torch_class(inner) or works_on_matrices(inner):
         raise ConfigError(
             f"overlap={mode!r} with {type(inner).__name__}",
-            reason="only element-wise classes of torch.optim can be updated piece by piece, "
+            reason="only element-wise classes of torch.optim can be updated slice by slice, "
             "beside other work",
             remedy='use overlap="step"',
         )

@@ -42,7 +42,7 @@ from ..plan import Bucket, Kind, Layout, Slice
 from ..plan.layout import kind_range
 from ..plan.order import SlotUse, slot_use
 from ..update.bucket import BucketUpdate, Scratch
-from ..update.records import REMAINDER_KIND, MasterForm, Record, Work
+from ..update.params import REMAINDER_KIND, MasterForm, ParamState, Work
 
 MARK_EVERY: Final = 8
 """Buckets between two readings of the clock."""
@@ -64,23 +64,23 @@ class StreamedBucket:
         optimizer: Optimizer,
         layout: Layout,
         bucket: Bucket,
-        records: list[Record],
+        params: list[ParamState],
         arena: HostArena,
         slot: Tensor,  # uint8, 1-D
         scratch: Scratch,
     ) -> None:
-        self.indices = sorted({s.entry.index for s in bucket.slices})
+        self.indices = sorted({s.spec.index for s in bucket.slices})
         self._layout, self.bucket = layout, bucket
         self._spans = [span for span in bucket.spans if span.n_bytes]
         self.in_arena = [
             arena.tensor(span.arena_start, span.n_bytes, torch.uint8) for span in self._spans
         ]
         self.arena_turns = in_turns(self.in_arena)
-        self._has_remainder = records[bucket.slices[0].entry.index].form is MasterForm.REMAINDER
+        self._has_remainder = params[bucket.slices[0].spec.index].form is MasterForm.REMAINDER
         self._by_kind = {span.kind: span for span in bucket.spans}
         self._use_slot(slot)
         self.update = BucketUpdate(
-            optimizer, bucket, records, self._view, scratch, flat_remainder=self._remainder()
+            optimizer, bucket, params, self._view, scratch, flat_remainder=self._remainder()
         )
         self.updated: Event | None = None
         """After it, the shards are as the last iteration leaves them."""
@@ -99,9 +99,9 @@ class StreamedBucket:
         ]
         self.slot_turns = in_turns(self.in_slot)
 
-    def _view(self, piece: Slice, kind: Kind, numel: int) -> Tensor:
+    def _view(self, slice_: Slice, kind: Kind, numel: int) -> Tensor:
         span = self._by_kind[kind]
-        start, stop = kind_range(piece, kind, numel, self._layout.offsets)
+        start, stop = kind_range(slice_, kind, numel, self._layout.offsets)
         shift = span.slot_start - span.arena_start
         return self._slot[start + shift : stop + shift].view(kind.dtype)
 
@@ -193,7 +193,7 @@ class StreamedLane:
             self.prefetch()
             if not complete and any(work.ready[index] is None for index in bucket.indices):
                 return
-            gradients = work.of(bucket.update.pieces)
+            gradients = work.of(bucket.bucket.slices)
             if all(gradient is None for gradient in gradients):
                 self._skip(bucket)
                 continue

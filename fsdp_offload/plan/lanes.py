@@ -8,11 +8,11 @@ rates.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from ..core.config import MIB, Lane, OffloadConfig
 from ..core.errors import ConfigError
+from .layout import ParamSpec
 
 HOST_BYTES_PER_NUMEL: Final = 8
 """What the host lane sends over the link per element: an fp32 gradient and an fp32 parameter."""
@@ -29,18 +29,6 @@ FEW_STREAMED: Final = 0.1
 """Up to that much of the host lane's bytes, a streamed lane does not take cores from it."""
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """A parameter as the choice of lanes sees it; all numbers are equal on all ranks."""
-
-    fqn: str
-    global_bytes: int  # state bytes of the whole parameter
-    max_local_bytes: int  # state bytes of its largest shard
-    must_stay: bool = False  # tensor subclasses, state of unknown shape, coupled parameters
-    whole: bool = False  # updated as a whole matrix: no host lane
-    host_numel: int = 0  # elements of its largest shard, if "auto" may give it the host lane
-
-
 class Rates(NamedTuple):
     """Speeds of one rank while all ranks of its host do the same; 1 GB is 10^9 bytes."""
 
@@ -53,16 +41,16 @@ class Rates(NamedTuple):
 
 
 def choose_lanes(
-    candidates: Sequence[Candidate],
+    specs: Sequence[ParamSpec],
     config: OffloadConfig,
     rates: Rates | None = None,
     *,
     used_bytes: int = 0,
 ) -> tuple[Lane, ...]:
-    """One lane per candidate; ``used_bytes`` of a device budget are taken already.
+    """One lane per spec; ``used_bytes`` of a device budget are taken already.
 
     Args:
-        candidates: in update order, or as ``config.update_on`` lists lanes.
+        specs: in update order, or as ``config.update_on`` lists lanes.
         config: the user's choices.
         rates: needed by ``update_on="auto"`` alone, which streams without them.
         used_bytes: of a device budget that earlier parameters take.
@@ -76,18 +64,18 @@ def choose_lanes(
         ConfigError: a list of lanes of the wrong length, or a lane a parameter cannot live in.
     """
     if not isinstance(config.update_on, str):
-        return _given_lanes(candidates, config.update_on)
+        return _given_lanes(specs, config.update_on)
     if config.device_budget_bytes is not None:
-        sizes = [c.max_local_bytes for c in candidates]
+        sizes = [c.max_local_bytes for c in specs]
         allowance = float(config.device_budget_bytes - used_bytes)
     else:
-        sizes = [c.global_bytes for c in candidates]
+        sizes = [c.global_bytes for c in specs]
         allowance = (1.0 - config.offload_fraction) * sum(sizes)
     away: Lane = "host" if config.update_on == "host" else "streamed"
     lanes: list[Lane] = []
-    allowance -= sum(size for c, size in zip(candidates, sizes, strict=True) if c.must_stay)
-    for candidate, size in zip(candidates, sizes, strict=True):
-        if candidate.must_stay:
+    allowance -= sum(size for c, size in zip(specs, sizes, strict=True) if c.must_stay)
+    for spec, size in zip(specs, sizes, strict=True):
+        if spec.must_stay:
             lanes.append("resident")
         elif size > 0 and size <= allowance:
             lanes.append("resident")
@@ -95,14 +83,14 @@ def choose_lanes(
         else:
             # Nothing to move: with a fraction of 0 everything is resident, also empty parameters.
             keep = size == 0 and config.device_budget_bytes is None and config.offload_fraction == 0
-            lanes.append("resident" if keep else _checked(candidate, away))
+            lanes.append("resident" if keep else _checked(spec, away))
     if config.update_on == "auto" and rates is not None:
-        for index in _host_run(candidates, lanes, rates):
+        for index in _host_run(specs, lanes, rates):
             lanes[index] = "host"
     return tuple(lanes)
 
 
-def wants_rates(candidates: Sequence[Candidate], config: OffloadConfig, *, used_bytes: int) -> bool:
+def wants_rates(specs: Sequence[ParamSpec], config: OffloadConfig, *, used_bytes: int) -> bool:
     """Whether :func:`choose_lanes` has a choice that is worth measuring for.
 
     Beside forward and backward two lanes were never faster than one: the link is busy for less of
@@ -110,8 +98,8 @@ def wants_rates(candidates: Sequence[Candidate], config: OffloadConfig, *, used_
     """
     if config.update_on != "auto" or config.overlap != "step":
         return False
-    lanes = choose_lanes(candidates, config, used_bytes=used_bytes)
-    pairs = zip(candidates, lanes, strict=True)
+    lanes = choose_lanes(specs, config, used_bytes=used_bytes)
+    pairs = zip(specs, lanes, strict=True)
     movable = (c for c, lane in pairs if lane == "streamed" and c.host_numel)
     return sum(c.max_local_bytes for c in movable) >= MIN_BYTES
 
@@ -136,60 +124,60 @@ def step_seconds(streamed_bytes: int, host_numel: int, rates: Rates) -> float:
     return host_s + left_bytes / (rates.link_gbps * 1e9)
 
 
-def _host_run(candidates: Sequence[Candidate], lanes: Sequence[Lane], rates: Rates) -> list[int]:
-    """Which streamed candidates go to the host lane instead: the run with the shortest step.
+def _host_run(specs: Sequence[ParamSpec], lanes: Sequence[Lane], rates: Rates) -> list[int]:
+    """Which streamed specs go to the host lane instead: the run with the shortest step.
 
     It ends the update order: there gradients come first in backward and parameters are needed last
     in forward, so the lane with the longest way has the most time. A parameter that is too large
     for :data:`MOST_ON_HOST`, such as an output projection, is passed over.
     """
     streamed = [i for i, lane in enumerate(lanes) if lane == "streamed"]
-    n_bytes, on_host = sum(candidates[i].max_local_bytes for i in streamed), 0
-    movable = [i for i in streamed if candidates[i].host_numel]
-    limit = MOST_ON_HOST * sum(candidates[i].host_numel for i in movable)
+    n_bytes, on_host = sum(specs[i].max_local_bytes for i in streamed), 0
+    movable = [i for i in streamed if specs[i].host_numel]
+    limit = MOST_ON_HOST * sum(specs[i].host_numel for i in movable)
     best_s = (1 - MIN_GAIN) * step_seconds(n_bytes, 0, rates)
     run: list[int] = []
     best = 0
     for index in reversed(movable):
-        candidate = candidates[index]
-        if candidate.host_numel > limit:
+        spec = specs[index]
+        if spec.host_numel > limit:
             continue
-        if on_host + candidate.host_numel > limit:
+        if on_host + spec.host_numel > limit:
             break
         run.append(index)
-        on_host += candidate.host_numel
-        n_bytes -= candidate.max_local_bytes
+        on_host += spec.host_numel
+        n_bytes -= spec.max_local_bytes
         if (seconds := step_seconds(n_bytes, on_host, rates)) < best_s:
             best_s, best = seconds, len(run)
     return run[:best]
 
 
-def _given_lanes(candidates: Sequence[Candidate], given: tuple[str, ...]) -> tuple[Lane, ...]:
-    if len(given) != len(candidates):
+def _given_lanes(specs: Sequence[ParamSpec], given: tuple[str, ...]) -> tuple[Lane, ...]:
+    if len(given) != len(specs):
         raise ConfigError(
             f"update_on with {len(given)} lanes",
-            reason=f"the optimizer has {len(candidates)} trainable parameters",
+            reason=f"the optimizer has {len(specs)} trainable parameters",
             remedy="give one lane per parameter, in the order of param_groups",
         )
-    return tuple(_checked(c, lane) for c, lane in zip(candidates, given, strict=True))
+    return tuple(_checked(c, lane) for c, lane in zip(specs, given, strict=True))
 
 
-def _checked(candidate: Candidate, lane: str) -> Lane:
-    """``lane``, if ``candidate`` can live in it.
+def _checked(spec: ParamSpec, lane: str) -> Lane:
+    """``lane``, if ``spec`` can live in it.
 
     Raises:
         ConfigError: it cannot.
     """
-    if candidate.must_stay and lane != "resident":
+    if spec.must_stay and lane != "resident":
         raise ConfigError(
-            f"lane {lane!r} for {candidate.fqn}",
+            f"lane {lane!r} for {spec.fqn}",
             reason="its shard is a tensor subclass, its state has no known shape, or its "
             "optimizer couples all parameters",
             remedy='give it the lane "resident"',
         )
-    if candidate.whole and lane == "host":
+    if spec.whole and lane == "host":
         raise ConfigError(
-            f"lane 'host' for {candidate.fqn}",
+            f"lane 'host' for {spec.fqn}",
             reason="its optimizer works on whole matrices, which may communicate on the device",
             remedy='use update_on="device"',
         )

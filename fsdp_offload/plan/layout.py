@@ -7,17 +7,17 @@ Within a kind, parameters follow the section's order, each starting at a multipl
 So each parameter's state of a kind is one contiguous run, and a *bucket*, a contiguous range of
 the order, is one contiguous range per kind: one copy each way.
 
-Parameters are cut only at multiples of ``Entry.cut_numel`` elements from their start, because the
-compiler may contract multiplications and additions differently in each unrolled copy of a
-kernel's body, and an element must stay in its copy. Fused CPU kernels process vectors and then a
-scalar tail: 64 elements. CUDA's multi-tensor kernels (ATen/native/cuda/MultiTensorApply.cuh)
-walk a tensor in tiles of 512 threads times 4: 2048 elements. They also choose one of two bodies
-for a whole tensor, by whether its numel is a multiple of 4, so on CUDA a parameter whose numel is
-not is never cut.
+Parameters are cut only at multiples of ``ParamSpec.cut_numel`` elements, because the compiler may
+contract multiplications and additions differently in each unrolled copy of a kernel's body, and an
+element must stay in its copy. Fused CPU kernels process vectors and then a scalar tail: 64
+elements. CUDA's multi-tensor kernels (ATen/native/cuda/MultiTensorApply.cuh) walk a tensor in tiles
+of 512 threads times 4: 2048 elements. They also choose one of two bodies for a whole tensor, by
+whether its numel is a multiple of 4, so on CUDA a parameter whose numel is not is never cut.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -51,14 +51,23 @@ class Kind:
 
 
 @dataclass(frozen=True)
-class Entry:
-    """One parameter of a section."""
+class ParamSpec:
+    """One parameter as plans see it: sizes, no tensor.
 
-    index: int  # which parameter of the optimizer
-    numel: int  # elements of its shard; may be 0
-    kinds: tuple[tuple[Kind, int], ...]  # (kind, elements): numel, or less for factored state
+    The second half is what the choice of lanes goes by: the same on all ranks.
+    """
+
+    index: int = -1  # which parameter of the optimizer; -1 until it has a place there
+    numel: int = 0  # elements of its shard
+    kinds: tuple[tuple[Kind, int], ...] = ()  # (kind, elements): numel, or less if factored
     cuttable: bool = True
     cut_numel: int = ALIGN_NUMEL  # cuts lie at multiples of this
+    fqn: str = ""
+    global_bytes: int = 0  # state bytes of the whole parameter
+    max_local_bytes: int = 0  # state bytes of its largest shard
+    must_stay: bool = False  # tensor subclasses, state of unknown shape, coupled parameters
+    whole: bool = False  # updated as a whole matrix: no host lane
+    host_numel: int = 0  # elements of its largest shard, if "auto" may give it the host lane
 
     @property
     def state_bytes(self) -> int:
@@ -70,10 +79,15 @@ class Entry:
 class Slice:
     """Elements ``[start, stop)`` of one parameter's shard."""
 
-    entry: Entry
+    spec: ParamSpec
     start: int
     stop: int
     scratch_start: int  # where it begins in scratch memory of the bucket, in elements
+
+    @functools.cached_property
+    def cut(self) -> slice | None:
+        """The elements in a 1-D tensor of the whole shard; None: it is all of them."""
+        return None if self.numel == self.spec.numel else slice(self.start, self.stop)
 
     @property
     def numel(self) -> int:
@@ -127,31 +141,31 @@ class Layout:
         return max((bucket.scratch_numel for bucket in self.buckets), default=0)
 
 
-def make_layout(entries: Sequence[Entry], *, bucket_bytes: int, arena_start: int = 0) -> Layout:
-    """Lay ``entries`` out from byte ``arena_start`` on and cut them into buckets.
+def make_layout(specs: Sequence[ParamSpec], *, bucket_bytes: int, arena_start: int = 0) -> Layout:
+    """Lay ``specs`` out from byte ``arena_start`` on and cut them into buckets.
 
     Args:
-        entries: parameters in the section's order.
+        specs: parameters in the section's order.
         bucket_bytes: state bytes that a bucket may hold; a parameter that cannot be cut may
             exceed it.
         arena_start: first byte; rounded up to the slot alignment.
     """
-    offsets, arena_start, arena_stop = _place(entries, align(arena_start, SLOT_ALIGN_BYTES))
-    buckets = [_finish(slices, offsets) for slices in _cut(entries, bucket_bytes)]
+    offsets, arena_start, arena_stop = _place(specs, align(arena_start, SLOT_ALIGN_BYTES))
+    buckets = [_finish(slices, offsets) for slices in _cut(specs, bucket_bytes)]
     return Layout(
         buckets=tuple(buckets),
         offsets=offsets,
         arena_start=arena_start,
         arena_stop=arena_stop,
-        payload_bytes=sum(entry.state_bytes for entry in entries),
+        payload_bytes=sum(spec.state_bytes for spec in specs),
     )
 
 
-def _place(entries: Sequence[Entry], start: int) -> tuple[dict[tuple[int, str], int], int, int]:
+def _place(specs: Sequence[ParamSpec], start: int) -> tuple[dict[tuple[int, str], int], int, int]:
     kinds: dict[Kind, list[tuple[int, int]]] = {}
-    for entry in entries:
-        for kind, numel in entry.kinds:
-            kinds.setdefault(kind, []).append((entry.index, numel))
+    for spec in specs:
+        for kind, numel in spec.kinds:
+            kinds.setdefault(kind, []).append((spec.index, numel))
     offsets: dict[tuple[int, str], int] = {}
     cursor = stop = start
     for kind, members in kinds.items():
@@ -163,28 +177,28 @@ def _place(entries: Sequence[Entry], start: int) -> tuple[dict[tuple[int, str], 
     return offsets, start, stop
 
 
-def _cut(entries: Sequence[Entry], bucket_bytes: int) -> list[list[Slice]]:
+def _cut(specs: Sequence[ParamSpec], bucket_bytes: int) -> list[list[Slice]]:
     """Slices of each bucket: filled in order, large parameters cut at the bucket's end."""
     buckets: list[list[Slice]] = [[]]
     free, scratch = bucket_bytes, 0
-    for entry in entries:
+    for spec in specs:
         # At least 4 bytes per element count, so that scratch memory stays in proportion for
         # optimizers with little or no state.
-        per_numel = max(4, -(-entry.state_bytes // max(entry.numel, 1)))
+        per_numel = max(4, -(-spec.state_bytes // max(spec.numel, 1)))
         start = 0
         while True:
-            room = free // per_numel // entry.cut_numel * entry.cut_numel
-            rest = entry.numel - start
-            if rest > room and buckets[-1] and (room <= 0 or not entry.cuttable):
+            room = free // per_numel // spec.cut_numel * spec.cut_numel
+            rest = spec.numel - start
+            if rest > room and buckets[-1] and (room <= 0 or not spec.cuttable):
                 buckets.append([])
                 free, scratch = bucket_bytes, 0
                 continue
-            take = min(rest, max(room, entry.cut_numel)) if entry.cuttable else rest
-            buckets[-1].append(Slice(entry, start, start + take, scratch))
+            take = min(rest, max(room, spec.cut_numel)) if spec.cuttable else rest
+            buckets[-1].append(Slice(spec, start, start + take, scratch))
             scratch += align(take, ALIGN_NUMEL)
             free -= align(take, ALIGN_NUMEL) * per_numel
             start += take
-            if start >= entry.numel:
+            if start >= spec.numel:
                 break
     return [bucket for bucket in buckets if bucket]
 
@@ -192,9 +206,9 @@ def _cut(entries: Sequence[Entry], bucket_bytes: int) -> list[list[Slice]]:
 def _finish(slices: list[Slice], offsets: dict[tuple[int, str], int]) -> Bucket:
     """Add the spans: per kind, from the first slice that has it to the end of the last one."""
     bounds: dict[Kind, tuple[int, int]] = {}
-    for piece in slices:
-        for kind, numel in piece.entry.kinds:
-            start, stop = kind_range(piece, kind, numel, offsets)
+    for slice_ in slices:
+        for kind, numel in slice_.spec.kinds:
+            start, stop = kind_range(slice_, kind, numel, offsets)
             first, _ = bounds.get(kind, (start, stop))
             bounds[kind] = (first, stop)
     spans, slot = [], 0
@@ -215,25 +229,25 @@ def split(bucket: Bucket, unit_numel: int) -> list[list[Slice]]:
     units: list[list[Slice]] = [[]]
     filled = 0
     for whole in bucket.slices:
-        step = unit_numel if whole.entry.cuttable else max(whole.numel, 1)
-        step = align(step, whole.entry.cut_numel)
+        step = unit_numel if whole.spec.cuttable else max(whole.numel, 1)
+        step = align(step, whole.spec.cut_numel)
         for start in range(whole.start, max(whole.stop, whole.start + 1), step):
             stop = min(whole.stop, start + step)
             if filled and filled + stop - start > unit_numel:
                 units.append([])
                 filled = 0
             scratch_start = whole.scratch_start + start - whole.start
-            units[-1].append(Slice(whole.entry, start, stop, scratch_start))
+            units[-1].append(Slice(whole.spec, start, stop, scratch_start))
             filled += stop - start
     return units
 
 
 def kind_range(
-    piece: Slice, kind: Kind, numel: int, offsets: dict[tuple[int, str], int]
+    slice_: Slice, kind: Kind, numel: int, offsets: dict[tuple[int, str], int]
 ) -> tuple[int, int]:
-    """Arena bytes ``[start, stop)`` of one slice's state of one kind (``numel`` of the entry)."""
-    base = offsets[piece.entry.index, kind.name]
-    if not piece.entry.cuttable:
+    """Arena bytes ``[start, stop)`` of one slice's state of one kind (``numel`` of the spec)."""
+    base = offsets[slice_.spec.index, kind.name]
+    if not slice_.spec.cuttable:
         return base, base + numel * kind.itemsize
-    start, stop = piece.start // kind.block_numel, -(-piece.stop // kind.block_numel)
+    start, stop = slice_.start // kind.block_numel, -(-slice_.stop // kind.block_numel)
     return base + start * kind.itemsize, base + stop * kind.itemsize

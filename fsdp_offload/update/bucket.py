@@ -1,7 +1,7 @@
 """One bucket on the device: masters are unpacked, the shadow steps, masters are packed.
 
 Serves the resident lane (state views on the device) and the streamed lane (views of a slot).
-Where the masters are kept by remainder, on CUDA, and every piece has a gradient, one kernel
+Where the masters are kept by remainder, on CUDA, and every slice has a gradient, one kernel
 unpacks all masters and casts all gradients, and one packs; else it takes several calls.
 """
 
@@ -19,10 +19,10 @@ from torch.optim import Optimizer
 from ..core import dtensor
 from ..plan import Bucket, Kind, Slice
 from . import codec
+from .address_table import AddressTable, AddressTables, TableRows
 from .kernels import triton_kernels
 from .moments import Moment
-from .piece_table import PieceTable, PieceTables, TablePart
-from .records import REMAINDER_KIND, MasterForm, Piece, Record, Snapshot
+from .params import REMAINDER_KIND, MasterForm, ParamState, SliceState, Snapshot
 from .reduced_adam import PackedMoment, ReducedAdam, adam, rng_key_of
 from .shadow import Shadow
 
@@ -56,11 +56,11 @@ class Scratch:
         return numel * ((2 + moments) * compute.itemsize + shard.itemsize)
 
     @classmethod
-    def bytes_of(cls, record: Record, numel: int) -> int:
-        """Bytes for a bucket of ``numel`` elements of parameters like ``record``."""
-        if record.form is MasterForm.SHARD:
-            return numel * len(record.moments) * record.compute_dtype.itemsize
-        return cls.bytes_for(numel, record.compute_dtype, record.info.dtype, len(record.moments))
+    def bytes_of(cls, param: ParamState, numel: int) -> int:
+        """Bytes for a bucket of ``numel`` elements of parameters like ``param``."""
+        if param.form is MasterForm.SHARD:
+            return numel * len(param.moments) * param.compute_dtype.itemsize
+        return cls.bytes_for(numel, param.compute_dtype, param.info.dtype, len(param.moments))
 
     def cut(self, numel: int, dtypes: Sequence[torch.dtype]) -> list[Tensor]:
         """One 1-D view of ``numel`` elements per dtype, one behind the other."""
@@ -72,50 +72,50 @@ class Scratch:
         return views
 
 
-def make_piece(
-    record: Record,
-    piece: Slice,
+def slice_state(
+    param: ParamState,
+    slice_: Slice,
     tensor: Tensor,
     view: StateView,
     unpacked: Mapping[str, Tensor] | None = None,
-) -> Piece:
-    """A piece whose like kinds are views and whose scalars are its own.
+) -> SliceState:
+    """A slice whose like kinds are views and whose scalars are its own.
 
     Whole parameters (not cuttable) keep their own shape and placement. ``unpacked``: memory for
     the moments that are kept in fewer bits.
     """
-    views = {**state_views(record, piece, view), **(unpacked or {})}
+    views = {**state_views(param, slice_, view), **(unpacked or {})}
     state: dict[str, Any] = {}
-    for entry in record.schema.kinds:
-        if entry.role == "number":
-            state[entry.name] = 0
-        elif entry.role == "scalar":
-            device = tensor.device if entry.on_device else torch.device("cpu")
-            state[entry.name] = torch.full((), entry.initial, dtype=entry.dtype, device=device)
+    for kind in param.schema.kinds:
+        if kind.role == "number":
+            state[kind.name] = 0
+        elif kind.role == "scalar":
+            device = tensor.device if kind.on_device else torch.device("cpu")
+            state[kind.name] = torch.full((), kind.initial, dtype=kind.dtype, device=device)
         else:
-            state[entry.name] = views[entry.name]
-    tensor = shaped(record, tensor)
-    made = Piece(record, piece.start, piece.stop, tensor, state, stepped=record.schema.eager)
-    record.pieces.append(made)
+            state[kind.name] = views[kind.name]
+    tensor = shaped(param, tensor)
+    made = SliceState(param, slice_, tensor, state, stepped=param.schema.eager)
+    param.slices.append(made)
     return made
 
 
-def state_views(record: Record, piece: Slice, view: StateView) -> dict[str, Tensor]:
+def state_views(param: ParamState, slice_: Slice, view: StateView) -> dict[str, Tensor]:
     """The like kinds of one slice, as the class sees them, but for those in fewer bits."""
-    reduced = {moment.name for moment in record.moments}
-    like = {entry.name for entry in record.schema.role("like")} - reduced
+    reduced = {moment.name for moment in param.moments}
+    like = {kind.name for kind in param.schema.role("like")} - reduced
     return {
-        kind.name: shaped(record, view(piece, kind, numel))
-        for kind, numel in record.kinds
+        kind.name: shaped(param, view(slice_, kind, numel))
+        for kind, numel in param.kinds
         if kind.name in like
     }
 
 
-def shaped(record: Record, flat: Tensor) -> Tensor:
+def shaped(param: ParamState, flat: Tensor) -> Tensor:
     """A flat view in the form that the class sees: whole parameters in shape and placement."""
-    if record.schema.elementwise:
+    if param.schema.elementwise:
         return flat
-    return dtensor.like(record.parameter, flat.view(record.info.local_shape))
+    return dtensor.like(param.parameter, flat.view(param.info.local_shape))
 
 
 def copy_present(
@@ -123,7 +123,7 @@ def copy_present(
     sources: Sequence[Tensor | None],
     gradients: Sequence[Tensor | None],
 ) -> None:
-    """Copy (and cast) each source into its target where the piece has a gradient.
+    """Copy (and cast) each source into its target where the slice has a gradient.
 
     Args:
         targets: 1-D, contiguous, of one dtype.
@@ -141,12 +141,12 @@ def copy_present(
 class BucketUpdate:
     """The update of one bucket on the device.
 
-    All records of the bucket share shard dtype, compute dtype and :class:`MasterForm`.
+    All parameters of the bucket share shard dtype, compute dtype and :class:`MasterForm`.
 
     Args:
         optimizer: the wrapped optimizer.
         bucket: which slices of which parameters.
-        records: all records; slices name them by index.
+        params: all parameters; slices name them by index.
         view: where the state of a slice lies; see :meth:`bind`.
         scratch: shared by all buckets that are updated on one stream.
         flat_remainder: see :meth:`bind`.
@@ -156,19 +156,19 @@ class BucketUpdate:
         self,
         optimizer: Optimizer,
         bucket: Bucket,
-        records: list[Record],
+        params: list[ParamState],
         view: StateView,
         scratch: Scratch,
         *,
         flat_remainder: Tensor | None = None,
     ) -> None:
-        first = records[bucket.slices[0].entry.index]
+        first = params[bucket.slices[0].spec.index]
         self.bucket = bucket
         self._form = first.form
         self._whole_master = Kind(MasterForm.WHOLE.value, first.compute_dtype)
         self._is_shaped = not first.schema.elementwise
         self._shards = [
-            dtensor.local(records[s.entry.index].parameter).view(-1)[s.start : s.stop]
+            dtensor.local(params[s.spec.index].parameter).view(-1)[s.start : s.stop]
             for s in bucket.slices
         ]
         self._masters: list[Tensor] = self._shards
@@ -176,24 +176,24 @@ class BucketUpdate:
         self._gathered: list[Tensor] = []  # copies of the shards, side by side
         self._together: tuple[Tensor, ...] = ()  # all of them, and the masters
         self._codes: list[tuple[Tensor, Tensor, Tensor]] = []  # (bf16, bf16, fp32) each 1-D
-        self._tables: PieceTables | None = None
-        self._packed: list[list[PackedMoment]] = []  # per piece
+        self._tables: AddressTables | None = None
+        self._packed: list[list[PackedMoment]] = []  # per slice
         self._reduced: ReducedAdam | None = None
         unpacked = self._cut_scratch(scratch, first)
         if self._form is MasterForm.WHOLE:
             self._masters = self._whole_masters(view)
-        self.pieces = [
-            make_piece(records[s.entry.index], s, master, view, values)
+        self.slices = [
+            slice_state(params[s.spec.index], s, master, view, values)
             for s, master, values in zip(bucket.slices, self._masters, unpacked, strict=True)
         ]
-        self._shadow = Shadow(optimizer, self.pieces, {})
+        self._shadow = Shadow(optimizer, self.slices, {})
         self.bind(view, flat_remainder)
 
     def bind(self, view: StateView, flat_remainder: Tensor | None = None) -> None:
         """Point the update at state in other memory: another slot. Nothing may be in flight.
 
         State of like kinds, remainders and whole masters are looked up again; scalars such as
-        ``step`` stay with the pieces, and so does whether they have stepped.
+        ``step`` stay with the slices, and so does whether they have stepped.
 
         Args:
             view: (slice, kind, elements of the kind in the parameter) -> 1-D view of the state.
@@ -202,18 +202,18 @@ class BucketUpdate:
         """
         if self._form is MasterForm.WHOLE:
             self._masters = self._whole_masters(view)
-            for piece, master in zip(self.pieces, self._masters, strict=True):
-                piece.tensor = shaped(piece.record, master)
-        for piece, part in zip(self.pieces, self.bucket.slices, strict=True):
-            piece.state.update(state_views(piece.record, part, view))
+            for sliced, master in zip(self.slices, self._masters, strict=True):
+                sliced.tensor = shaped(sliced.param, master)
+        for sliced in self.slices:
+            sliced.state.update(state_views(sliced.param, sliced.slice, view))
         if self._form is MasterForm.REMAINDER:
             self._bind_remainders(view, flat_remainder)
         self._packed = [
-            [self._packed_moment(piece, part, moment, view) for moment in piece.record.moments]
-            for piece, part in zip(self.pieces, self.bucket.slices, strict=True)
+            [self._packed_moment(sliced, moment, view) for moment in sliced.param.moments]
+            for sliced in self.slices
         ]
         self._shadow.rebind()
-        if self._shadow.is_direct and ReducedAdam.is_for(self.pieces):
+        if self._shadow.is_direct and ReducedAdam.is_for(self.slices):
             self._reduced = self._one_kernel(view)
 
     @property
@@ -227,23 +227,23 @@ class BucketUpdate:
 
     def _one_kernel(self, view: StateView) -> ReducedAdam | None:
         """The update without scratch memory, for masters that need none."""
-        remainders: list[Tensor | None] = [None] * len(self.pieces)
+        remainders: list[Tensor | None] = [None] * len(self.slices)
         if self._form is MasterForm.WHOLE:
             return None
         if self._form is MasterForm.REMAINDER:
-            remainders = [view(s, REMAINDER_KIND, s.entry.numel) for s in self.bucket.slices]
-        return ReducedAdam(self.pieces, self._shards, remainders, self._packed, adam)
+            remainders = [view(s, REMAINDER_KIND, s.spec.numel) for s in self.bucket.slices]
+        return ReducedAdam(self.slices, self._shards, remainders, self._packed, adam)
 
     def _whole_masters(self, view: StateView) -> list[Tensor]:
-        return [view(s, self._whole_master, s.entry.numel) for s in self.bucket.slices]
+        return [view(s, self._whole_master, s.spec.numel) for s in self.bucket.slices]
 
     def _bind_remainders(self, view: StateView, flat_remainder: Tensor | None) -> None:
-        remainders = [view(s, REMAINDER_KIND, s.entry.numel) for s in self.bucket.slices]
+        remainders = [view(s, REMAINDER_KIND, s.spec.numel) for s in self.bucket.slices]
         flat = self._flat_master
         if flat.is_cuda and flat.dtype == torch.float32 and not self._is_shaped:
             slices = self.bucket.slices
             make = functools.partial(table_of, slices, self._shards, remainders)
-            self._tables = PieceTables([part.numel for part in slices], make)
+            self._tables = AddressTables([each.numel for each in slices], make)
         if flat_remainder is not None and len(self.bucket.slices) > FEW:
             # Many small shards: one gather, one kernel, one scatter.
             if not self._gathered:  # once: released memory cannot be cut
@@ -256,15 +256,15 @@ class BucketUpdate:
             self._codes = list(zip(self._shards, remainders, self._masters, strict=True))
 
     @staticmethod
-    def _packed_moment(piece: Piece, part: Slice, moment: Moment, view: StateView) -> PackedMoment:
+    def _packed_moment(sliced: SliceState, moment: Moment, view: StateView) -> PackedMoment:
         tensors: list[Tensor | None] = [
-            view(part, kind, numel) for kind, numel in moment.kinds(part.entry.numel)
+            view(sliced.slice, kind, numel) for kind, numel in moment.kinds(sliced.slice.spec.numel)
         ]
         codes, scales = (*tensors, None)[:2]
         assert codes is not None
-        return PackedMoment(moment, codes, scales, piece.state[moment.name])
+        return PackedMoment(moment, codes, scales, sliced.state[moment.name])
 
-    def _cut_scratch(self, scratch: Scratch, first: Record) -> list[dict[str, Tensor]]:
+    def _cut_scratch(self, scratch: Scratch, first: ParamState) -> list[dict[str, Tensor]]:
         """Point gradients, and masters kept by remainder, at scratch memory; returns that of the
         moments by name, for each slice."""
         compute, names = first.compute_dtype, [moment.name for moment in first.moments]
@@ -288,7 +288,7 @@ class BucketUpdate:
         return [flat[s.scratch_start : s.scratch_start + s.numel] for s in self.bucket.slices]
 
     def run(self, gradients: list[Tensor | None], snapshot: Snapshot) -> None:
-        """Update the bucket's parameters and state. ``gradients``: per piece, 1-D or None."""
+        """Update the bucket's parameters and state. ``gradients``: per slice, 1-D or None."""
         if self._reduced is not None and self._reduced.run(gradients, snapshot):
             return
         self._unpack_moments(gradients)
@@ -303,14 +303,14 @@ class BucketUpdate:
             self._pack(gradients, is_complete)
         self._pack_moments(gradients)
 
-    def _parts_at_once(self, gradients: Sequence[Tensor | None]) -> list[TablePart] | None:
-        """See :meth:`.PieceTables.parts`; None also where Triton is missing."""
+    def _parts_at_once(self, gradients: Sequence[Tensor | None]) -> list[TableRows] | None:
+        """See :meth:`.AddressTables.parts`; None also where Triton is missing."""
         if self._tables is None or triton_kernels() is None:
             return None
         return self._tables.parts(gradients)
 
     def _unpack_at_once(
-        self, parts: Sequence[TablePart], gradients: Sequence[Tensor | None]
+        self, parts: Sequence[TableRows], gradients: Sequence[Tensor | None]
     ) -> list[Tensor | None]:
         """:meth:`_unpack` and :meth:`_prepare`."""
         kernels, given = triton_kernels(), gradients[0]
@@ -324,7 +324,7 @@ class BucketUpdate:
             )  # fmt: skip
         return list(self._gradients)
 
-    def _pack_at_once(self, parts: Sequence[TablePart]) -> None:
+    def _pack_at_once(self, parts: Sequence[TableRows]) -> None:
         """:meth:`_pack`."""
         kernels = triton_kernels()
         assert kernels is not None
@@ -332,20 +332,20 @@ class BucketUpdate:
             kernels.pack_table(part.table, part.rows, self._flat_master)
 
     def _unpack_moments(self, gradients: list[Tensor | None]) -> None:
-        for piece, gradient, packed in zip(self.pieces, gradients, self._packed, strict=True):
-            if gradient is not None and piece.stepped:
+        for sliced, gradient, packed in zip(self.slices, gradients, self._packed, strict=True):
+            if gradient is not None and sliced.stepped:
                 for each in packed:
                     each.unpack()
 
     def _pack_moments(self, gradients: list[Tensor | None]) -> None:
         """Round the moments of parameters that had a gradient."""
-        for piece, gradient, packed in zip(self.pieces, gradients, self._packed, strict=True):
+        for sliced, gradient, packed in zip(self.slices, gradients, self._packed, strict=True):
             if gradient is None or not packed:
                 continue
-            piece.updates += 1
+            sliced.updates += 1
             for each in packed:
                 is_random = each.moment.stochastic
-                each.pack(rng_key_of(piece, each.moment.position // 2) if is_random else None)
+                each.pack(rng_key_of(sliced, each.moment.position // 2) if is_random else None)
 
     def _unpack(self) -> None:
         if self._form is MasterForm.WHOLE:
@@ -364,8 +364,8 @@ class BucketUpdate:
             gradients = list(self._gradients)
         if not is_complete or self._is_shaped:
             gradients = [
-                None if had is None or gradient is None else shaped(piece.record, gradient)
-                for had, gradient, piece in zip(given, gradients, self.pieces, strict=True)
+                None if had is None or gradient is None else shaped(sliced.param, gradient)
+                for had, gradient, sliced in zip(given, gradients, self.slices, strict=True)
             ]
         return gradients
 
@@ -387,10 +387,10 @@ def table_of(
     weights: Sequence[Tensor],
     remainders: Sequence[Tensor],
     members: Sequence[int],
-) -> PieceTable:
+) -> AddressTable:
     """Rows: weight, remainder; elements, place in scratch memory. ``members``: which slices."""
     kernels = triton_kernels()
     assert kernels is not None
     tensors = [(weights[i], remainders[i]) for i in members]
     numbers = [[slices[i].scratch_start] for i in members]
-    return PieceTable(tensors, numbers, tile_numel=kernels.BLOCK)
+    return AddressTable(tensors, numbers, tile_numel=kernels.BLOCK)

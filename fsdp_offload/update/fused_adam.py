@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.optim import Adam, AdamW, Optimizer
 
-from .records import Piece
+from .params import SliceState
 from .schema import raw_step, torch_class
 
 _AVERAGE, _SQUARE, _LARGEST = "exp_avg", "exp_avg_sq", "max_exp_avg_sq"
@@ -42,55 +42,55 @@ class _Part:
 
 
 class DirectAdam:
-    """The direct calls for the pieces of one bucket; :meth:`make` says for which."""
+    """The direct calls for the slices of one bucket; :meth:`make` says for which."""
 
-    def __init__(self, pieces: Sequence[Piece], device: torch.device) -> None:
-        self._pieces, self._device = pieces, device
+    def __init__(self, slices: Sequence[SliceState], device: torch.device) -> None:
+        self._slices, self._device = slices, device
         self.refresh()
 
     @classmethod
-    def make(cls, optimizer: Optimizer, pieces: Sequence[Piece]) -> DirectAdam | None:
+    def make(cls, optimizer: Optimizer, slices: Sequence[SliceState]) -> DirectAdam | None:
         """For ``torch.optim.Adam`` or ``AdamW`` with torch's own step, over flat real
         tensors of one device; None for everything else."""
         step = raw_step(type(optimizer))
         is_torch_step = (step.__module__, step.__qualname__) == ("torch.optim.adam", "Adam.step")
-        if torch_class(optimizer) not in (Adam, AdamW) or not is_torch_step or not pieces:
+        if torch_class(optimizer) not in (Adam, AdamW) or not is_torch_step or not slices:
             return None
-        device = pieces[0].tensor.device
+        device = slices[0].tensor.device
         usual = all(
-            type(piece.tensor) is Tensor
-            and piece.record.schema.elementwise
-            and piece.tensor.device == device
-            and piece.tensor.dtype in _REAL
-            and piece.state.keys() - {_LARGEST} == _STATE
-            and piece.state["step"].device == device
+            type(sliced.tensor) is Tensor
+            and sliced.param.schema.elementwise
+            and sliced.tensor.device == device
+            and sliced.tensor.dtype in _REAL
+            and sliced.state.keys() - {_LARGEST} == _STATE
+            and sliced.state["step"].device == device
             and all(
-                piece.state[name].dtype == piece.tensor.dtype
-                for name in piece.state.keys() - {"step"}
+                sliced.state[name].dtype == sliced.tensor.dtype
+                for name in sliced.state.keys() - {"step"}
             )
-            for piece in pieces
+            for sliced in slices
         )
-        return cls(pieces, device) if usual else None
+        return cls(slices, device) if usual else None
 
     def refresh(self) -> None:
-        """Collect the tensors of the pieces: at construction, and when they were bound anew."""
+        """Collect the tensors of the slices: at construction, and when they were bound anew."""
         positions: dict[tuple[int, torch.dtype, bool], list[int]] = {}
-        for position, piece in enumerate(self._pieces):
-            key = (piece.record.group, piece.tensor.dtype, _LARGEST in piece.state)
+        for position, sliced in enumerate(self._slices):
+            key = (sliced.param.group, sliced.tensor.dtype, _LARGEST in sliced.state)
             positions.setdefault(key, []).append(position)
         self._parts = [self._part(key[0], some) for key, some in sorted(positions.items(), key=_by)]
 
     def _part(self, group: int, positions: list[int]) -> _Part:
-        pieces = [self._pieces[position] for position in positions]
+        slices = [self._slices[position] for position in positions]
         return _Part(
             group,
             positions,
-            [piece.tensor for piece in pieces],
-            [piece.state[_AVERAGE] for piece in pieces],
-            [piece.state[_SQUARE] for piece in pieces],
-            [piece.state[_LARGEST] for piece in pieces if _LARGEST in piece.state],
-            [piece.state["step"] for piece in pieces],
-            pieces[0].tensor.dtype,
+            [sliced.tensor for sliced in slices],
+            [sliced.state[_AVERAGE] for sliced in slices],
+            [sliced.state[_SQUARE] for sliced in slices],
+            [sliced.state[_LARGEST] for sliced in slices if _LARGEST in sliced.state],
+            [sliced.state["step"] for sliced in slices],
+            slices[0].tensor.dtype,
         )
 
     def run(
@@ -99,11 +99,11 @@ class DirectAdam:
         groups: Sequence[Mapping[str, Any]],
         overrides: Mapping[int, Mapping[str, Any]],
     ) -> bool:
-        """Update all pieces that have a gradient; False, and nothing done, if the class has to."""
-        for piece, gradient in zip(self._pieces, gradients, strict=True):
+        """Update all slices that have a gradient; False, and nothing done, if the class has to."""
+        for sliced, gradient in zip(self._slices, gradients, strict=True):
             if gradient is None:
                 continue
-            if not piece.stepped or gradient.dtype != piece.tensor.dtype:
+            if not sliced.stepped or gradient.dtype != sliced.tensor.dtype:
                 return False
         calls = []
         for part in self._parts:

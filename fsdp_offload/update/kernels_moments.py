@@ -16,10 +16,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .kernels_table import aligned, pick, piece_of
+from .address_table import AddressTable
+from .kernels_table import aligned, pick, row_of
 from .kernels_triton import decoded, encoded
 from .launching import Kernel
-from .piece_table import PieceTable
 from .rng_key import KEY_STEP, signed
 
 COLUMNS: Final = 64
@@ -157,7 +157,7 @@ def _update(  # type: ignore[no-untyped-def]
     DECOUPLED: tl.constexpr, DECAY: tl.constexpr, INT8: tl.constexpr, STOCHASTIC: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
-    """See ``reduced_adam.adam_plain``; ``program``: which ``ROWS`` blocks of the piece."""
+    """See ``reduced_adam.adam_plain``; ``program``: which ``ROWS`` blocks of the slice."""
     rows = program.to(tl.int64) * ROWS + tl.arange(0, ROWS)
     at = rows[:, None] * 64 + tl.arange(0, 64)[None, :]
     inside = at < numel
@@ -217,7 +217,7 @@ def _adam(  # type: ignore[no-untyped-def]
     DECOUPLED: tl.constexpr, DECAY: tl.constexpr, INT8: tl.constexpr, STOCHASTIC: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
-    """One piece."""
+    """One slice."""
     _update(
         weight, remainder, gradient, average, average_scales, square, square_scales, step,
         tl.program_id(0), numel, key, first,
@@ -244,11 +244,11 @@ def _adam_table(  # type: ignore[no-untyped-def]
     DECOUPLED: tl.constexpr, DECAY: tl.constexpr, INT8: tl.constexpr, STOCHASTIC: tl.constexpr,
     WIDTH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Up to eight pieces; ``table``: see :func:`.reduced_adam.table_of`."""
+    """Up to eight slices; ``table``: see :func:`.reduced_adam.table_of`."""
     program = tl.program_id(0)
-    piece = piece_of(program, table, WIDTH)
-    gradient = pick(piece, g0, g1, g2, g3, g4, g5, g6, g7)
-    row = table + piece * WIDTH
+    which = row_of(program, table, WIDTH)
+    gradient = pick(which, g0, g1, g2, g3, g4, g5, g6, g7)
+    row = table + which * WIDTH
     weight_type: tl.constexpr = tl.bfloat16 if BF16_WEIGHT else tl.float32
     gradient_type: tl.constexpr = tl.bfloat16 if BF16_GRADIENT else tl.float32
     average_type: tl.constexpr = tl.int8 if INT8 else tl.bfloat16
@@ -332,17 +332,17 @@ def adam(
 
 
 def adam_of_table(
-    table: PieceTable,
+    table: AddressTable,
     rows: Tensor,
     gradients: Sequence[int],
     updates: int,
     numbers: tuple[float, ...],
     **flags: bool,
 ) -> None:
-    """:func:`adam` of all pieces of a table (see :func:`.reduced_adam.table_of`).
+    """:func:`adam` of all slices of a table (see :func:`.reduced_adam.table_of`).
 
-    ``rows``: of the table. ``gradients``: :func:`.piece_table.addresses_of`. ``updates``: of each
-    piece, with this one. ``flags``: the constants BF16_WEIGHT, BF16_GRADIENT, MAXIMIZE, DECOUPLED,
+    ``rows``: of the table. ``gradients``: :func:`.address_table.addresses_of`. ``updates``: of each
+    which, with this one. ``flags``: the constants BF16_WEIGHT, BF16_GRADIENT, MAXIMIZE, DECOUPLED,
     DECAY, INT8 and STOCHASTIC, in this order.
     """
     _ADAM_TABLE.launch(

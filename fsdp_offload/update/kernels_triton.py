@@ -10,9 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .kernels_table import aligned, pick, piece_of
+from .address_table import AddressTable
+from .kernels_table import aligned, pick, row_of
 from .launching import Kernel
-from .piece_table import PieceTable
 
 BLOCK: Final = 1024
 LINK_BLOCK: Final = 8192
@@ -84,17 +84,17 @@ def _unpack_table(  # type: ignore[no-untyped-def]
     g4: tl.int64, g5: tl.int64, g6: tl.int64, g7: tl.int64,
     BF16_GRADIENT: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """``_decode`` of up to eight pieces, and their gradients in fp32: into scratch."""
+    """``_decode`` of up to eight slices, and their gradients in fp32: into scratch."""
     program = tl.program_id(0)
-    piece = piece_of(program, table, WIDTH)
-    row = table + piece * WIDTH
+    which = row_of(program, table, WIDTH)
+    row = table + which * WIDTH
     at = (program - tl.load(row).to(tl.int32)).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < tl.multiple_of(tl.load(row + 3), 16)
     into = tl.multiple_of(tl.load(row + 4), 16) + at
     high = tl.load(aligned(tl.load(row + 1), tl.int16) + at, mask=inside, other=0)
     low = tl.load(aligned(tl.load(row + 2), tl.int16) + at, mask=inside, other=0)
     tl.store(master + into, decoded(high, low), mask=inside)
-    gradient = pick(piece, g0, g1, g2, g3, g4, g5, g6, g7)
+    gradient = pick(which, g0, g1, g2, g3, g4, g5, g6, g7)
     gradient_type: tl.constexpr = tl.bfloat16 if BF16_GRADIENT else tl.float32
     g = tl.load(aligned(gradient, gradient_type) + at, mask=inside, other=0)
     tl.store(cast + into, g.to(tl.float32), mask=inside)
@@ -102,9 +102,9 @@ def _unpack_table(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _pack_table(table, master, WIDTH: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """``_encode`` of up to eight pieces."""
+    """``_encode`` of up to eight slices."""
     program = tl.program_id(0)
-    row = table + piece_of(program, table, WIDTH) * WIDTH
+    row = table + row_of(program, table, WIDTH) * WIDTH
     at = (program - tl.load(row).to(tl.int32)).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < tl.multiple_of(tl.load(row + 3), 16)
     bits = tl.load(master + tl.multiple_of(tl.load(row + 4), 16) + at, mask=inside, other=0)
@@ -159,7 +159,7 @@ def copy_across(source: Tensor, target: Tensor) -> None:
 
 
 def unpack_table(
-    table: PieceTable,
+    table: AddressTable,
     rows: Tensor,
     gradients: Sequence[int],
     master: Tensor,
@@ -167,12 +167,12 @@ def unpack_table(
     *,
     bf16_gradient: bool,
 ) -> None:
-    """Masters and gradients of all pieces of a table, in fp32, side by side.
+    """Masters and gradients of all slices of a table, in fp32, side by side.
 
     Args:
         table: see :func:`.bucket.table_of`.
         rows: of the table.
-        gradients: :func:`.piece_table.addresses_of`.
+        gradients: :func:`.address_table.addresses_of`.
         master: 1-D fp32, written.
         cast: likewise, for the gradients.
         bf16_gradient: or fp32.
@@ -183,8 +183,8 @@ def unpack_table(
     )  # fmt: skip
 
 
-def pack_table(table: PieceTable, rows: Tensor, master: Tensor) -> None:
-    """Weights and remainders of all pieces of a table, from :func:`unpack_table`'s masters."""
+def pack_table(table: AddressTable, rows: Tensor, master: Tensor) -> None:
+    """Weights and remainders of all slices of a table, from :func:`unpack_table`'s masters."""
     _PACK_TABLE.launch(
         table.programs, (rows, master.view(torch.int32)), WIDTH=table.width, BLOCK=BLOCK
     )

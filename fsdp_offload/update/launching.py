@@ -2,7 +2,7 @@
 
 [Note: cached launches]
 ``kernel[grid](...)`` looks at every argument of every launch, to choose a compiled variant: for the
-20 of the Adam kernel that took longer than all the rest of an update of one piece. The variant
+20 of the Adam kernel that took longer than all the rest of an update of one slice. The variant
 depends on dtypes, on alignment to 16 bytes, on whether integers are 1 or divisible by 16 and how
 wide they are, and on constants: where these were met before, the variant that was chosen then is
 launched, with addresses in place of tensors. So it is with NVIDIA's backend; AMD's looks at the

@@ -1,4 +1,4 @@
-"""Adam and AdamW with moments in fewer bits: one kernel per piece does everything (CUDA).
+"""Adam and AdamW with moments in fewer bits: one kernel per slice does everything (CUDA).
 
 [Note: one kernel]
 Unpacked, an element costs about 70 bytes of device memory traffic: master, gradient and moments
@@ -19,22 +19,22 @@ import torch
 from torch import Tensor
 
 from . import codec, moments
+from .address_table import AddressTable, AddressTables
 from .fused_adam import settings
 from .kernels import moment_kernels
 from .moments import Moment
-from .piece_table import PieceTable, PieceTables
-from .records import Piece, Snapshot
+from .params import SliceState, Snapshot
 from .rng_key import RngKey, key_of
 
 Kept = tuple[Tensor, Tensor | None]
 """Codes and scales."""
-Operands = tuple[Piece, list[Moment], Tensor, Tensor | None, list[Kept]]
-"""A piece, how its moments are kept, its weight, remainder, and both moments."""
+Operands = tuple[SliceState, list[Moment], Tensor, Tensor | None, list[Kept]]
+"""A slice, how its moments are kept, its weight, remainder, and both moments."""
 
 
 @dataclass(frozen=True)
 class PackedMoment:
-    """Where one moment of one piece is kept, and where it is unpacked to."""
+    """Where one moment of one slice is kept, and where it is unpacked to."""
 
     moment: Moment
     codes: Tensor
@@ -50,17 +50,17 @@ class PackedMoment:
         moments.pack(self.moment, self.values, self.codes, self.scales, rng_key)
 
 
-def rng_key_of(piece: Piece, pair: int) -> RngKey:
-    """Random bits of the update that a piece is in; ``pair``: of moments."""
-    key = key_of(piece.record.seed, piece.updates, pair)
-    return RngKey(key, piece.record.origin + piece.start)
+def rng_key_of(sliced: SliceState, pair: int) -> RngKey:
+    """Random bits of the update that a slice is in; ``pair``: of moments."""
+    key = key_of(sliced.param.seed, sliced.updates, pair)
+    return RngKey(key, sliced.param.origin + sliced.slice.start)
 
 
 class ReducedAdam:
-    """Updates the pieces of a bucket without scratch memory.
+    """Updates the slices of a bucket without scratch memory.
 
     Args:
-        pieces: of one bucket, for which ``DirectAdam.make`` found torch's own Adam or AdamW.
+        slices: of one bucket, for which ``DirectAdam.make`` found torch's own Adam or AdamW.
         weights: their shards, bf16 with ``remainders``, fp32 without.
         remainders: bf16, or None for each.
         packed: both moments of each.
@@ -69,38 +69,38 @@ class ReducedAdam:
 
     def __init__(
         self,
-        pieces: Sequence[Piece],
+        slices: Sequence[SliceState],
         weights: Sequence[Tensor],
         remainders: Sequence[Tensor | None],
         packed: Sequence[Sequence[PackedMoment]],
         update: Callable[..., None],
     ) -> None:
-        self._pieces, self._update = pieces, update
-        self.groups = frozenset(piece.record.group for piece in pieces)
+        self._slices, self._update = slices, update
+        self.groups = frozenset(sliced.param.group for sliced in slices)
         self._operands: list[Operands] = [
             (
-                piece,
+                sliced,
                 [each.moment for each in both],
                 weight,
                 remainder,
                 [(each.codes, each.scales) for each in both],
             )
-            for piece, weight, remainder, both in zip(
-                pieces, weights, remainders, packed, strict=True
+            for sliced, weight, remainder, both in zip(
+                slices, weights, remainders, packed, strict=True
             )
         ]
         numels = [weight.numel() for weight in weights]
-        self._tables = PieceTables(numels, functools.partial(table_of, self._operands))
+        self._tables = AddressTables(numels, functools.partial(table_of, self._operands))
 
     @staticmethod
-    def is_for(pieces: Sequence[Piece]) -> bool:
+    def is_for(slices: Sequence[SliceState]) -> bool:
         """Whether there is a kernel: both moments in fewer bits, on CUDA, no ``amsgrad``."""
         names = {"exp_avg", "exp_avg_sq"}
         fits = all(
-            {m.name for m in p.record.moments} == names and p.state.keys() == names | {"step"}
-            for p in pieces
+            {m.name for m in p.param.moments} == names and p.state.keys() == names | {"step"}
+            for p in slices
         )
-        on_cuda = pieces[0].tensor.device.type == "cuda"
+        on_cuda = slices[0].tensor.device.type == "cuda"
         return fits and on_cuda and moment_kernels() is not None
 
     def fits(self, snapshot: Snapshot) -> bool:
@@ -108,11 +108,11 @@ class ReducedAdam:
         return None not in self._recipes(snapshot).values()
 
     def _recipes(self, snapshot: Snapshot) -> dict[int, Recipe | None]:
-        device = self._pieces[0].tensor.device
+        device = self._slices[0].tensor.device
         return {index: _recipe(snapshot, index, device) for index in self.groups}
 
     def run(self, gradients: Sequence[Tensor | None], snapshot: Snapshot) -> bool:
-        """Update all pieces that have a gradient; False, and nothing done, if it has to be done
+        """Update all slices that have a gradient; False, and nothing done, if it has to be done
         by the class: hyper-parameters in tensors, or another implementation."""
         recipes = self._recipes(snapshot)
         if None in recipes.values():
@@ -125,22 +125,22 @@ class ReducedAdam:
         for operands, gradient in zip(self._operands, gradients, strict=True):
             if gradient is None:
                 continue
-            piece, both, weight, remainder, kept = operands
-            piece.updates += 1
-            recipe = recipes[piece.record.group]
+            sliced, both, weight, remainder, kept = operands
+            sliced.updates += 1
+            recipe = recipes[sliced.param.group]
             assert recipe is not None
             self._update(
                 both, weight, remainder, gradient, *kept,
-                piece.state["step"], rng_key_of(piece, 0), recipe, piece.updates,
+                sliced.state["step"], rng_key_of(sliced, 0), recipe, sliced.updates,
             )  # fmt: skip
-            piece.stepped = True
+            sliced.stepped = True
         return True
 
     def _run_at_once(self, gradients: Sequence[Tensor | None], recipe: Recipe) -> bool:
-        """:meth:`run` with one launch for up to eight pieces; False, and nothing done, where
+        """:meth:`run` with one launch for up to eight slices; False, and nothing done, where
         something is out of the ordinary."""
-        updates, given = self._pieces[0].updates, gradients[0]
-        if given is None or any(p.updates != updates for p in self._pieces):
+        updates, given = self._slices[0].updates, gradients[0]
+        if given is None or any(p.updates != updates for p in self._slices):
             return False
         parts = self._tables.parts(gradients)
         if parts is None:
@@ -157,13 +157,13 @@ class ReducedAdam:
         assert kernels is not None
         for part in parts:
             kernels.adam_of_table(*part, updates + 1, recipe.numbers(updates + 1), **flags)
-        for piece in self._pieces:
-            piece.updates += 1
-            piece.stepped = True
+        for sliced in self._slices:
+            sliced.updates += 1
+            sliced.stepped = True
         return True
 
 
-def table_of(operands: Sequence[Operands], members: Sequence[int]) -> PieceTable:
+def table_of(operands: Sequence[Operands], members: Sequence[int]) -> AddressTable:
     """Rows: weight, remainder, codes and scales of both moments, step; elements, index of the first
     one in the global tensor, seed. What there is none of has the weight's address.
 
@@ -172,11 +172,11 @@ def table_of(operands: Sequence[Operands], members: Sequence[int]) -> PieceTable
     kernels = moment_kernels()
     assert kernels is not None
     tensors, numbers = [], []
-    for piece, _, weight, remainder, kept in (operands[i] for i in members):
-        own = [weight, remainder, *kept[0], *kept[1], piece.state["step"]]
+    for sliced, _, weight, remainder, kept in (operands[i] for i in members):
+        own = [weight, remainder, *kept[0], *kept[1], sliced.state["step"]]
         tensors.append([weight if tensor is None else tensor for tensor in own])
-        numbers.append([piece.record.origin + piece.start, piece.record.seed])
-    return PieceTable(tensors, numbers, tile_numel=kernels.TILE_NUMEL, free=(1, 2))
+        numbers.append([sliced.param.origin + sliced.slice.start, sliced.param.seed])
+    return AddressTable(tensors, numbers, tile_numel=kernels.TILE_NUMEL, free=(1, 2))
 
 
 class Recipe:
@@ -240,7 +240,7 @@ def adam(
     recipe: Recipe,
     updates: int,
 ) -> None:
-    """One update of one piece, in place; 1-D, contiguous, of one numel.
+    """One update of one slice, in place; 1-D, contiguous, of one numel.
 
     Args:
         both: how the first and the second moment are kept.

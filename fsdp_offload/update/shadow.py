@@ -5,9 +5,9 @@ A shadow is an instance of the wrapped class with the same settings whose parame
 views and whose state entries point at slots, scratch, the arena or the device. Its step function
 is called as torch would call it, so the arithmetic is torch's own. Rules that keep it exact:
 
-* pieces are separate tensors in one call, never one tensor over two parameters;
-* each piece has its own scalars; a piece without gradient is left out of the call;
-* a piece that has not stepped gets an empty state, the class initialises it, and the result is
+* slices are separate tensors in one call, never one tensor over two parameters;
+* each slice has its own scalars; a slice without gradient is left out of the call;
+* a slice that has not stepped gets an empty state, the class initialises it, and the result is
   copied into the views (lazy state is not always zero);
 * the implementation (``fused``, ``foreach``) is the one torch would choose on that device.
 """
@@ -23,16 +23,16 @@ from torch.optim import Optimizer
 
 from ..core.errors import StateSchemaError
 from .fused_adam import DirectAdam
-from .records import Piece, Snapshot
+from .params import SliceState, Snapshot
 from .schema import is_torch_class, make_shadow, own_copy, raw_step
 
 
 class Shadow:
-    """One shadow optimizer over the pieces of one bucket.
+    """One shadow optimizer over the slices of one bucket.
 
     Args:
         optimizer: the wrapped optimizer; only its class and settings are used.
-        pieces: the bucket's pieces, in order.
+        slices: the bucket's slices, in order.
         overrides: per group, values that differ from the user's (``fused=True`` in the host
             lane).
         on_host: read the snapshot's CPU copies of tensor hyper-parameters.
@@ -41,52 +41,52 @@ class Shadow:
     def __init__(
         self,
         optimizer: Optimizer,
-        pieces: list[Piece],
+        slices: list[SliceState],
         overrides: dict[int, dict[str, Any]],
         *,
         on_host: bool = False,
     ) -> None:
-        self.pieces = pieces
+        self.slices = slices
         self._overrides, self._on_host = overrides, on_host
         self._trusted = is_torch_class(optimizer)
         self._step = raw_step(type(optimizer))
-        self._group_indices = sorted({piece.record.group for piece in pieces})
+        self._group_indices = sorted({sliced.param.group for sliced in slices})
         groups = [
-            {"params": [p.tensor for p in pieces if p.record.group == index]}
+            {"params": [p.tensor for p in slices if p.param.group == index]}
             for index in self._group_indices
         ]
         self._shadow = make_shadow(optimizer, groups)
         self._shadow.state = defaultdict(dict)
-        self._direct = DirectAdam.make(optimizer, pieces)
+        self._direct = DirectAdam.make(optimizer, slices)
 
     @property
     def is_direct(self) -> bool:
-        """Whether these are pieces that :class:`DirectAdam` knows how to update."""
+        """Whether these are slices that :class:`DirectAdam` knows how to update."""
         return self._direct is not None
 
     def rebind(self) -> None:
-        """Take over tensors and state that the pieces got anew."""
+        """Take over tensors and state that the slices got anew."""
         self._shadow.state.clear()
         for group, index in zip(self._shadow.param_groups, self._group_indices, strict=True):
-            group["params"] = [p.tensor for p in self.pieces if p.record.group == index]
+            group["params"] = [p.tensor for p in self.slices if p.param.group == index]
         if self._direct is not None:
             self._direct.refresh()
 
     def step(self, gradients: list[Tensor | None], snapshot: Snapshot) -> None:
-        """Update all pieces that have a gradient (shaped like the piece's tensor)."""
+        """Update all slices that have a gradient (shaped like the slice's tensor)."""
         groups = snapshot.host_groups if self._on_host else snapshot.groups
         if self._direct is not None and self._direct.run(gradients, groups, self._overrides):
             return
         present = [
-            (piece, gradient)
-            for piece, gradient in zip(self.pieces, gradients, strict=True)
+            (sliced, gradient)
+            for sliced, gradient in zip(self.slices, gradients, strict=True)
             if gradient is not None
         ]
-        # Never pieces with and without state in one call: fused SGD mistakes them.
+        # Never slices with and without state in one call: fused SGD mistakes them.
         first = [pair for pair in present if not pair[0].stepped]
         later = [pair for pair in present if pair[0].stepped]
         calls = [first, later]
-        if not self.pieces[0].record.schema.elementwise:
+        if not self.slices[0].param.schema.elementwise:
             # Whole matrices may communicate, and buckets are cut differently on every rank: one
             # call each, so that all ranks keep one order.
             calls = [[pair] for pair in present]
@@ -97,24 +97,24 @@ class Shadow:
                 indices = self._group_indices
                 collect_changes(self._shadow, indices, groups, snapshot, self._overrides)
 
-    def _call(self, present: list[tuple[Piece, Tensor]]) -> None:
+    def _call(self, present: list[tuple[SliceState, Tensor]]) -> None:
         state = self._shadow.state
-        for piece, gradient in present:
-            piece.tensor.grad = gradient
-            if piece.stepped:
+        for sliced, gradient in present:
+            sliced.tensor.grad = gradient
+            if sliced.stepped:
                 # A class of the user's own may put new values there, which are adopted below.
-                state[piece.tensor] = piece.state if self._trusted else dict(piece.state)
+                state[sliced.tensor] = sliced.state if self._trusted else dict(sliced.state)
             else:
-                state.pop(piece.tensor, None)
+                state.pop(sliced.tensor, None)
         try:
             with torch.no_grad():
                 self._step(self._shadow)
         finally:
-            for piece, _ in present:
-                piece.tensor.grad = None
-        for piece, _ in present:
-            if not (piece.stepped and self._trusted):
-                self._adopt(piece)
+            for sliced, _ in present:
+                sliced.tensor.grad = None
+        for sliced, _ in present:
+            if not (sliced.stepped and self._trusted):
+                self._adopt(sliced)
 
     def _apply(self, snapshot: Snapshot) -> None:
         groups = snapshot.host_groups if self._on_host else snapshot.groups
@@ -124,37 +124,37 @@ class Shadow:
             group.update(groups[index])
             group.update(self._overrides.get(index, {}))
 
-    def _adopt(self, piece: Piece) -> None:
-        """Copy state that the class created or replaced into the piece's own tensors."""
-        got = self._shadow.state[piece.tensor]
+    def _adopt(self, sliced: SliceState) -> None:
+        """Copy state that the class created or replaced into the slice's own tensors."""
+        got = self._shadow.state[sliced.tensor]
         if self._trusted and not got:
             return  # SGD without momentum now: the class makes the buffer when it needs it
         # An option of torch's that was switched off before the first step leaves an entry unused.
-        if got.keys() != piece.state.keys() and not (
-            self._trusted and got.keys() < piece.state.keys()
+        if got.keys() != sliced.state.keys() and not (
+            self._trusted and got.keys() < sliced.state.keys()
         ):
             raise StateSchemaError(
-                f"state of {piece.record.fqn} with keys {sorted(got)}",
-                reason=f"{sorted(piece.state)} were reserved when the optimizer was wrapped",
+                f"state of {sliced.param.fqn} with keys {sorted(got)}",
+                reason=f"{sorted(sliced.state)} were reserved when the optimizer was wrapped",
                 remedy="leave elementwise=True out, if the class is not torch's; else wrap again",
             )
         for name, value in got.items():
-            target = piece.state[name]
+            target = sliced.state[name]
             if isinstance(target, Tensor):
                 if value is target:
                     continue
                 if not isinstance(value, Tensor) or value.shape != target.shape:
                     raise StateSchemaError(
-                        f"state {name!r} of {piece.record.fqn}",
+                        f"state {name!r} of {sliced.param.fqn}",
                         reason=f"shape {getattr(value, 'shape', None)}, "
                         f"but {tuple(target.shape)} was reserved",
                         remedy="leave elementwise=True out",
                     )
                 target.copy_(value)
             else:
-                piece.state[name] = value
-        piece.stepped = True
-        self._shadow.state[piece.tensor] = piece.state
+                sliced.state[name] = value
+        sliced.stepped = True
+        self._shadow.state[sliced.tensor] = sliced.state
 
 
 def apply_own(

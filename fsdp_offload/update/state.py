@@ -16,7 +16,7 @@ from ..core.storage import present
 from . import codec, moments
 from .moments import Moment
 from .overwriting import is_same, kept_apart
-from .records import MasterForm, Record
+from .params import MasterForm, ParamState
 from .schema import StateKind
 
 REMAINDER = MasterForm.REMAINDER.value
@@ -24,95 +24,95 @@ WHOLE = MasterForm.WHOLE.value
 MASTERS = frozenset((REMAINDER, WHOLE))
 
 
-def expose(record: Record) -> dict[str, Any]:
+def expose(param: ParamState) -> dict[str, Any]:
     """The live state of a parameter under torch's names: no copy, nothing moved.
 
     Like kinds are shaped and placed like the parameter; scalars are 0-dim tensors. A bf16 or fp16
     parameter with an fp32 master adds ``master_remainder`` (bits) or ``master`` (fp32). What is
     kept as codes with scales is a meta tensor here: see :func:`show`.
     """
-    first = record.pieces[0]
+    first = param.slices[0]
     shown: dict[str, Any] = {}
-    for kind in record.schema.kinds:
+    for kind in param.schema.kinds:
         if kind.role in ("scalar", "number"):
             shown[kind.name] = first.state[kind.name]
         else:
-            shown[kind.name] = dtensor.like(record.parameter, _shown_values(record, kind.name))
-    if record.emits_master:
-        name = record.form.value
-        view = record.tensors[name].view(record.info.local_shape)
-        shown[name] = dtensor.like(record.parameter, view)
+            shown[kind.name] = dtensor.like(param.parameter, _shown_values(param, kind.name))
+    if param.emits_master:
+        name = param.form.value
+        view = param.tensors[name].view(param.info.local_shape)
+        shown[name] = dtensor.like(param.parameter, view)
     return shown
 
 
-def copied(record: Record) -> dict[str, Any]:
+def copied(param: ParamState) -> dict[str, Any]:
     """What :func:`write` needs to make the same state in other memory; of a parameter that never
     stepped, the master alone."""
-    shown = expose(record)
-    show(record, shown)
-    if not record.pieces[0].stepped:
+    shown = expose(param)
+    show(param, shown)
+    if not param.slices[0].stepped:
         shown = {name: shown[name] for name in MASTERS if name in shown}
-    single = {kind.name for kind in record.schema.kinds if kind.role != "like"}
+    single = {kind.name for kind in param.schema.kinds if kind.role != "like"}
     return {
         name: copy.deepcopy(value)
         if name in single
-        else dtensor.like(record.parameter, dtensor.local(value).clone())
+        else dtensor.like(param.parameter, dtensor.local(value).clone())
         for name, value in shown.items()
     }
 
 
-def _coded(record: Record) -> list[Moment]:
+def _coded(param: ParamState) -> list[Moment]:
     """Moments whose elements are no numbers by themselves."""
-    return [moment for moment in record.moments if moment.has_scales]
+    return [moment for moment in param.moments if moment.has_scales]
 
 
-def _shown_values(record: Record, name: str) -> Tensor:
+def _shown_values(param: ParamState, name: str) -> Tensor:
     """A like kind in the shard's shape."""
-    shape = record.info.local_shape
-    if any(moment.name == name for moment in _coded(record)):
+    shape = param.info.local_shape
+    if any(moment.name == name for moment in _coded(param)):
         return torch.empty(shape, dtype=torch.float32, device="meta")
-    return record.tensors[name].view(shape)
+    return param.tensors[name].view(shape)
 
 
-def show(record: Record, shown: dict[str, Any]) -> None:
+def show(param: ParamState, shown: dict[str, Any]) -> None:
     """Complete an :func:`expose` for a reader: numbers, and in the place of codes their values.
 
     Those are copies (fp32), which :func:`adopt_writes` encodes again; that is exact.
     """
-    for kind in record.schema.role("number"):
-        shown[kind.name] = record.pieces[0].state[kind.name]
-    for moment in _coded(record):
-        codes = record.tensors[moment.name]
+    for kind in param.schema.role("number"):
+        shown[kind.name] = param.slices[0].state[kind.name]
+    for moment in _coded(param):
+        codes = param.tensors[moment.name]
         values = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
-        scales = record.tensors[moment.scale_kind.name]
+        scales = param.tensors[moment.scale_kind.name]
         moments.unpack(moment, codes, scales, values)
-        view = values.view(record.info.local_shape)
-        shown[moment.name] = dtensor.like(record.parameter, view)
+        view = values.view(param.info.local_shape)
+        shown[moment.name] = dtensor.like(param.parameter, view)
 
 
-def check(record: Record, values: Mapping[str, Any]) -> None:
+def check(param: ParamState, values: Mapping[str, Any]) -> None:
     """Refuse values that do not fit, before anything is written.
 
     Raises:
         StateDictError: a missing kind, another shape, or another placement.
     """
-    check_names(record, values)
-    for kind in kinds_in(record, values):
+    check_names(param, values)
+    for kind in kinds_in(param, values):
         if kind.role == "like":
-            _check_shape(record, kind.name, values[kind.name])
-            _check_material(record, kind.name, values[kind.name])
+            _check_shape(param, kind.name, values[kind.name])
+            _check_material(param, kind.name, values[kind.name])
         elif not _is_number(values[kind.name]):
             raise StateDictError(
-                f"state {kind.name!r} of {record.fqn}: {values[kind.name]!r}",
+                f"state {kind.name!r} of {param.fqn}: {values[kind.name]!r}",
                 reason="a single number is expected",
                 remedy="load a checkpoint of the same optimizer class",
             )
     for name in (REMAINDER, WHOLE):
-        if name in values and record.emits_master:
-            _check_shape(record, name, values[name])
-            _check_material(record, name, values[name])
-    if REMAINDER in values and record.emits_master:
-        check_remainder(f"{REMAINDER} of {record.fqn}", values[REMAINDER].dtype)
+        if name in values and param.emits_master:
+            _check_shape(param, name, values[name])
+            _check_material(param, name, values[name])
+    if REMAINDER in values and param.emits_master:
+        check_remainder(f"{REMAINDER} of {param.fqn}", values[REMAINDER].dtype)
 
 
 def check_remainder(what: str, dtype: torch.dtype) -> None:
@@ -130,32 +130,32 @@ def check_remainder(what: str, dtype: torch.dtype) -> None:
         )
 
 
-def kinds_in(record: Record, names: Collection[str]) -> Sequence[StateKind]:
-    """The record's kinds; none where ``names`` has a master at most: the state of a parameter that
-    was not updated, or by options under which its class keeps nothing else."""
-    return record.schema.kinds if set(names) - MASTERS else ()
+def kinds_in(param: ParamState, names: Collection[str]) -> Sequence[StateKind]:
+    """The parameter's kinds; none where ``names`` has a master at most: the state of one that was
+    not updated, or by options under which its class keeps nothing else."""
+    return param.schema.kinds if set(names) - MASTERS else ()
 
 
-def check_names(record: Record, names: Collection[str]) -> None:
+def check_names(param: ParamState, names: Collection[str]) -> None:
     """Refuse a state that lacks an entry; ``names``: those that it has.
 
     Raises:
         StateDictError: a kind is missing.
     """
-    if missing := sorted({kind.name for kind in kinds_in(record, names)} - set(names)):
+    if missing := sorted({kind.name for kind in kinds_in(param, names)} - set(names)):
         raise StateDictError(
-            f"state of {record.fqn} with keys {sorted(names)}",
+            f"state of {param.fqn} with keys {sorted(names)}",
             reason=f"{missing} are missing: saved by another optimizer class or other settings",
             remedy="load a checkpoint of the same optimizer class and flags",
         )
 
 
-def _check_material(record: Record, name: str, value: Tensor) -> None:
+def _check_material(param: ParamState, name: str, value: Tensor) -> None:
     """Refuse a tensor without elements of its own; :func:`expose` shows codes as one."""
-    is_coded = any(moment.name == name for moment in _coded(record))
+    is_coded = any(moment.name == name for moment in _coded(param))
     if value.is_meta and not is_coded:
         raise StateDictError(
-            f"state {name!r} of {record.fqn} on the meta device",
+            f"state {name!r} of {param.fqn} on the meta device",
             reason="it has a shape and no values",
             remedy="load values: torch.load(...) without map_location='meta'",
         )
@@ -167,31 +167,31 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, bool | int | float)
 
 
-def _check_shape(record: Record, name: str, value: Any) -> None:
-    shape = record.info.local_shape
+def _check_shape(param: ParamState, name: str, value: Any) -> None:
+    shape = param.info.local_shape
     if not isinstance(value, Tensor):
         raise StateDictError(
-            f"state {name!r} of {record.fqn} of type {type(value).__name__}",
+            f"state {name!r} of {param.fqn} of type {type(value).__name__}",
             reason="a tensor is expected",
             remedy="load a checkpoint of the same optimizer class",
         )
     found = tuple(dtensor.local(value).shape)
-    if found != shape or not dtensor.same_placement(record.parameter, value):
+    if found != shape or not dtensor.same_placement(param.parameter, value):
         raise StateDictError(
-            f"state {name!r} of {record.fqn} with shard shape {found} of {tuple(value.shape)}",
-            reason=f"this rank holds a shard of shape {shape} of {record.info.global_shape}",
+            f"state {name!r} of {param.fqn} with shard shape {found} of {tuple(value.shape)}",
+            reason=f"this rank holds a shard of shape {shape} of {param.info.global_shape}",
             remedy="load through torch.distributed.checkpoint, or set_optimizer_state_dict, "
             "which reshard; or the checkpoint is of another model",
         )
 
 
 def apart(
-    records: Sequence[Record], values: Sequence[Mapping[str, Any]]
+    params: Sequence[ParamState], values: Sequence[Mapping[str, Any]]
 ) -> Sequence[Mapping[str, Any]]:
     """The same values, of which none is overwritten before it is written: one that lies in state
     of something else (of another parameter, in a state dict of live tensors) is a clone."""
-    places = [(i, name) for i, record in enumerate(records) for name in record.tensors]
-    targets = [records[i].tensors[name] for i, name in places]
+    places = [(i, name) for i, param in enumerate(params) for name in param.tensors]
+    targets = [params[i].tensors[name] for i, name in places]
     given = [values[i].get(name) for i, name in places]
     sources = [
         dtensor.local(value) if isinstance(value, Tensor) else target
@@ -200,19 +200,19 @@ def apart(
     result = list[Mapping[str, Any]](values)
     for (i, name), before, after in zip(places, sources, kept_apart(targets, sources), strict=True):
         if after is not before:
-            result[i] = {**result[i], name: dtensor.like(records[i].parameter, after)}
-    return [_with_own_scalars(*pair) for pair in zip(records, result, strict=True)]
+            result[i] = {**result[i], name: dtensor.like(params[i].parameter, after)}
+    return [_with_own_scalars(*pair) for pair in zip(params, result, strict=True)]
 
 
-def _with_own_scalars(record: Record, values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Scalars that are tensors as clones, unless they are the record's."""
-    own = record.pieces[0].state
-    found = {kind.name: values.get(kind.name) for kind in record.schema.role("scalar")}
+def _with_own_scalars(param: ParamState, values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Scalars that are tensors as clones, unless they are the parameter's."""
+    own = param.slices[0].state
+    found = {kind.name: values.get(kind.name) for kind in param.schema.role("scalar")}
     foreign = {n: v for n, v in found.items() if isinstance(v, Tensor) and v is not own[n]}
     return {**values, **{n: v.clone() for n, v in foreign.items()}} if foreign else values
 
 
-def write(record: Record, values: Mapping[str, Any]) -> None:
+def write(param: ParamState, values: Mapping[str, Any]) -> None:
     """Copy checked values into the parameter's state; without any, or with a master alone, it is
     reset.
 
@@ -220,51 +220,51 @@ def write(record: Record, values: Mapping[str, Any]) -> None:
     Buffers keep their address, dtype and device.
     """
     if not values:
-        reset(record)
+        reset(param)
         return
-    for kind in kinds_in(record, values):
+    for kind in kinds_in(param, values):
         value = values[kind.name]
         if kind.role == "like":
-            _set(record, kind.name, value)
+            _set(param, kind.name, value)
             continue
-        for piece in record.pieces:
+        for sliced in param.slices:
             if kind.role == "number":
-                piece.state[kind.name] = value.item() if isinstance(value, Tensor) else value
+                sliced.state[kind.name] = value.item() if isinstance(value, Tensor) else value
             elif isinstance(value, Tensor):
-                piece.state[kind.name].copy_(value.reshape(()))
+                sliced.state[kind.name].copy_(value.reshape(()))
             else:
-                piece.state[kind.name].fill_(value)
-    if _has_stepped(record, values):
-        for piece in record.pieces:
-            piece.stepped = True
+                sliced.state[kind.name].fill_(value)
+    if _has_stepped(param, values):
+        for sliced in param.slices:
+            sliced.stepped = True
     else:
-        _initialise(record)  # what the class made for the shard may be of a lower precision
-    count_updates(record)
-    write_master(record, values)
+        _initialise(param)  # what the class made for the shard may be of a lower precision
+    count_updates(param)
+    write_master(param, values)
 
 
-def _set(record: Record, name: str, value: Tensor) -> None:
+def _set(param: ParamState, name: str, value: Tensor) -> None:
     """Write a like kind; what is kept in fewer bits is rounded to nearest."""
-    for moment in _coded(record):
+    for moment in _coded(param):
         if moment.name == name:
-            codes = record.tensors[name]
+            codes = param.tensors[name]
             source = dtensor.local(value).reshape(-1)
             if source.device.type == "meta":  # never shown: nobody wrote it
                 return
             source = source.to(codes.device, torch.float32).contiguous()
-            moments.pack(moment, source, codes, record.tensors[moment.scale_kind.name], None)
+            moments.pack(moment, source, codes, param.tensors[moment.scale_kind.name], None)
             return
-    _copy(record.tensors[name], value)
+    _copy(param.tensors[name], value)
 
 
-def count_updates(record: Record) -> None:
+def count_updates(param: ParamState) -> None:
     """Let random bits go on where the written ``step`` says; without one they begin anew."""
-    if not record.moments:
+    if not param.moments:
         return
-    first = record.pieces[0].state
+    first = param.slices[0].state
     count = int(float(first["step"])) if "step" in first else 0
-    for piece in record.pieces:
-        piece.updates = count
+    for sliced in param.slices:
+        sliced.updates = count
 
 
 def _copy(kept: Tensor, value: Tensor) -> None:
@@ -274,138 +274,138 @@ def _copy(kept: Tensor, value: Tensor) -> None:
         kept.copy_(source)
 
 
-def adopt_writes(record: Record, shown: dict[str, Any]) -> None:
+def adopt_writes(param: ParamState, shown: dict[str, Any]) -> None:
     """Follow what was written into ``shown`` (an earlier :func:`expose`) from outside.
 
-    Tensors of the arena are the state itself, but each piece has scalars of its own, state that
+    Tensors of the arena are the state itself, but each slice has scalars of its own, state that
     was set by hand must not be initialised again, and another object put in the place of a
     tensor gives its values. Afterwards ``shown`` has the live ones again.
 
     Raises:
         StateDictError: such an object has another shape; nothing was taken over.
     """
-    for kind in record.schema.kinds:
+    for kind in param.schema.kinds:
         if kind.role == "like" and shown.get(kind.name) is not None:
-            _check_shape(record, kind.name, shown[kind.name])
-    for kind in record.schema.kinds:
+            _check_shape(param, kind.name, shown[kind.name])
+    for kind in param.schema.kinds:
         value = shown.get(kind.name)
         if value is None:
             continue
         if kind.role == "like":
-            _set(record, kind.name, value)
+            _set(param, kind.name, value)
             continue
-        for piece in record.pieces:
+        for sliced in param.slices:
             if kind.role == "number":
-                piece.state[kind.name] = value
+                sliced.state[kind.name] = value
             elif not isinstance(value, Tensor):
-                piece.state[kind.name].fill_(value)
-            elif piece.state[kind.name] is not value:
-                piece.state[kind.name].copy_(value)
-    if not record.pieces[0].stepped and _has_stepped(record, shown):
-        for piece in record.pieces:
-            piece.stepped = True
+                sliced.state[kind.name].fill_(value)
+            elif sliced.state[kind.name] is not value:
+                sliced.state[kind.name].copy_(value)
+    if not param.slices[0].stepped and _has_stepped(param, shown):
+        for sliced in param.slices:
+            sliced.stepped = True
     if "step" in shown:
-        count_updates(record)
-    shown.update(expose(record))
+        count_updates(param)
+    shown.update(expose(param))
 
 
-def reset(record: Record) -> None:
+def reset(param: ParamState) -> None:
     """State as at construction: the class initialises it again at the next gradient."""
-    _initialise(record)
-    write_master(record, {})
+    _initialise(param)
+    write_master(param, {})
 
 
-def _initialise(record: Record) -> None:
-    for kind in record.schema.kinds:
-        for piece in record.pieces:
+def _initialise(param: ParamState) -> None:
+    for kind in param.schema.kinds:
+        for sliced in param.slices:
             if kind.role == "number":
-                piece.state[kind.name] = 0
+                sliced.state[kind.name] = 0
             elif kind.role == "scalar":
-                piece.state[kind.name].fill_(kind.initial)
-    fill_initial(record)
-    for piece in record.pieces:
-        piece.stepped, piece.updates = record.schema.eager, 0
+                sliced.state[kind.name].fill_(kind.initial)
+    fill_initial(param)
+    for sliced in param.slices:
+        sliced.stepped, sliced.updates = param.schema.eager, 0
 
 
-def fill_initial(record: Record, *, only_shown: bool = False) -> None:
+def fill_initial(param: ParamState, *, only_shown: bool = False) -> None:
     """Like kinds as they are shown before the first step; ``only_shown``: of zeroed memory, what
     zeros do not show yet."""
-    coded = {moment.name: moment for moment in _coded(record)}
-    for kind in record.schema.role("like"):
-        if only_shown and not record.schema.shows_initial(kind):
+    coded = {moment.name: moment for moment in _coded(param)}
+    for kind in param.schema.role("like"):
+        if only_shown and not param.schema.shows_initial(kind):
             continue
-        tensor = record.tensors[kind.name]
+        tensor = param.tensors[kind.name]
         if moment := coded.get(kind.name):
             values = torch.full(tensor.shape, kind.initial, device=tensor.device)
-            moments.pack(moment, values, tensor, record.tensors[moment.scale_kind.name], None)
+            moments.pack(moment, values, tensor, param.tensors[moment.scale_kind.name], None)
         else:
             tensor.fill_(kind.initial)
 
 
-def write_master(record: Record, values: Mapping[str, Any]) -> None:
+def write_master(param: ParamState, values: Mapping[str, Any]) -> None:
     """Set the master from a saved master, a saved remainder, or (neither) from the shard.
 
     A shard that is away is read, and written, in host memory.
     """
-    if record.form is MasterForm.SHARD:
+    if param.form is MasterForm.SHARD:
         return
-    shard = present(dtensor.local(record.parameter)).reshape(-1)
+    shard = present(dtensor.local(param.parameter)).reshape(-1)
     saved = {
         name: dtensor.local(values[name]).reshape(-1)
         for name in (REMAINDER, WHOLE)
         if name in values
     }
-    if not record.emits_master:  # host lane of fp32 shards: the shard says it all
-        record.tensors[WHOLE].copy_(shard)
+    if not param.emits_master:  # host lane of fp32 shards: the shard says it all
+        param.tensors[WHOLE].copy_(shard)
         return
-    own = record.tensors.get(WHOLE)
+    own = param.tensors.get(WHOLE)
     if WHOLE in saved and own is not None and is_same(own, saved[WHOLE]):
-        _reseed_where_changed(record, shard)
+        _reseed_where_changed(param, shard)
     elif WHOLE in saved:
-        _set_exactly(record, shard, saved[WHOLE].to(shard.device, record.compute_dtype))
+        _set_exactly(param, shard, saved[WHOLE].to(shard.device, param.compute_dtype))
     elif REMAINDER in saved and shard.dtype == torch.bfloat16:
         remainder = saved[REMAINDER].to(shard.device).contiguous()
-        if record.form is MasterForm.REMAINDER:
-            record.tensors[REMAINDER].copy_(remainder)
+        if param.form is MasterForm.REMAINDER:
+            param.tensors[REMAINDER].copy_(remainder)
         else:
-            master = torch.empty_like(shard, dtype=record.compute_dtype)
+            master = torch.empty_like(shard, dtype=param.compute_dtype)
             codec.decode(shard, remainder, master)
-            record.tensors[WHOLE].copy_(master)
-    elif record.form is MasterForm.REMAINDER:
-        record.tensors[REMAINDER].zero_()
+            param.tensors[WHOLE].copy_(master)
+    elif param.form is MasterForm.REMAINDER:
+        param.tensors[REMAINDER].zero_()
     else:
-        record.tensors[WHOLE].copy_(shard)
+        param.tensors[WHOLE].copy_(shard)
 
 
-def seeds_master(record: Record, values: Mapping[str, Any]) -> bool:
+def seeds_master(param: ParamState, values: Mapping[str, Any]) -> bool:
     """Whether loading ``values`` has to take the master from the weight: none was saved."""
-    return bool(values) and record.emits_master and not {REMAINDER, WHOLE} & values.keys()
+    return bool(values) and param.emits_master and not {REMAINDER, WHOLE} & values.keys()
 
 
-def follow_shard(record: Record) -> None:
+def follow_shard(param: ParamState) -> None:
     """Where a whole master does not round to its shard, the caller wrote the shard: take that."""
-    _reseed_where_changed(record, present(dtensor.local(record.parameter)).reshape(-1))
+    _reseed_where_changed(param, present(dtensor.local(param.parameter)).reshape(-1))
 
 
-def agreeing(record: Record, values: Mapping[str, Any]) -> Mapping[str, Any]:
+def agreeing(param: ParamState, values: Mapping[str, Any]) -> Mapping[str, Any]:
     """Saved ``values`` beside a weight that may have been written since: their whole master, where
     it does not round to the weight, is the weight."""
-    if WHOLE not in values or not record.emits_master:
+    if WHOLE not in values or not param.emits_master:
         return values
-    shard = present(dtensor.local(record.parameter)).reshape(-1)
+    shard = present(dtensor.local(param.parameter)).reshape(-1)
     saved = dtensor.local(values[WHOLE]).reshape(-1)
-    master = saved.to(shard.device, record.compute_dtype, copy=True)
+    master = saved.to(shard.device, param.compute_dtype, copy=True)
     _take_where_changed(shard, master)
-    view = master.view(record.info.local_shape)
-    return {**values, WHOLE: dtensor.like(record.parameter, view)}
+    view = master.view(param.info.local_shape)
+    return {**values, WHOLE: dtensor.like(param.parameter, view)}
 
 
-def _reseed_where_changed(record: Record, shard: Tensor) -> None:
+def _reseed_where_changed(param: ParamState, shard: Tensor) -> None:
     """Where the live master does not round to the weight, the weight is the newer of the two.
 
     torch's partial loads pass on the live master as if it had been loaded with the weights.
     """
-    master = record.tensors[WHOLE]
+    master = param.tensors[WHOLE]
     _take_where_changed(shard.to(master.device), master)
 
 
@@ -420,20 +420,20 @@ def _take_where_changed(shard: Tensor, master: Tensor) -> None:
         codec.reseed_where_changed(shard, master)
 
 
-def _set_exactly(record: Record, shard: Tensor, master: Tensor) -> None:
-    """Make the record's master equal ``master``: the shard becomes its rounding."""
+def _set_exactly(param: ParamState, shard: Tensor, master: Tensor) -> None:
+    """Make the parameter's master equal ``master``: the shard becomes its rounding."""
     if shard.dtype == torch.bfloat16:
         remainder = torch.empty_like(shard)
         codec.encode(master.contiguous(), shard, remainder)
-        if record.form is MasterForm.REMAINDER:
-            record.tensors[REMAINDER].copy_(remainder)
+        if param.form is MasterForm.REMAINDER:
+            param.tensors[REMAINDER].copy_(remainder)
             return
     else:
         shard.copy_(master)
-    record.tensors[WHOLE].copy_(master)
+    param.tensors[WHOLE].copy_(master)
 
 
-def _has_stepped(record: Record, values: Mapping[str, Any]) -> bool:
+def _has_stepped(param: ParamState, values: Mapping[str, Any]) -> bool:
     """Whether state is other than what a parameter without any update shows.
 
     A fresh optimizer already has its keys, and before the first step the class must initialise the
@@ -441,18 +441,18 @@ def _has_stepped(record: Record, values: Mapping[str, Any]) -> bool:
     its ``step`` is 0 and every other value is the one that is shown at construction: any, but the
     same in all elements, of what follows an option, which may have changed meanwhile.
     """
-    schema = record.schema
+    schema = param.schema
     if not schema.kinds or float(values.get("step", 0)) != 0:
         return True
     kinds = [k for k in schema.kinds if k.name != "step"]
     return not all(_is_initial(kind, values.get(kind.name)) for kind in kinds)
 
 
-def is_fresh(record: Record) -> bool:
+def is_fresh(param: ParamState) -> bool:
     """Whether the parameter has never been updated, here or where its state came from."""
-    if record.schema.eager:
-        return not _has_stepped(record, expose(record))
-    return not record.pieces[0].stepped
+    if param.schema.eager:
+        return not _has_stepped(param, expose(param))
+    return not param.slices[0].stepped
 
 
 def _is_initial(kind: StateKind, value: Any) -> bool:

@@ -35,7 +35,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_offload import HybridDeviceOptimizer, checkpoint
 from fsdp_offload.update import codec
-from fsdp_offload.update.records import MasterForm, Record
+from fsdp_offload.update.params import MasterForm, ParamState
 from tests.fsdp import models
 from tests.fsdp.models import Block, Toy, local
 
@@ -197,7 +197,7 @@ def whole(job: Job) -> dict[str, Any]:
     fp32 shards are masters themselves; a copy that the host lane has is compared with them.
     """
     names = {p: name for name, p in job.model.named_parameters()}
-    records = {r.parameter: r for r in getattr(job.optimizer, "records", ())}
+    records = {r.parameter: r for r in getattr(job.optimizer, "params", ())}
     found: dict[str, Any] = {f"weight {name}": gather(p) for p, name in names.items()}
     state = job.optimizer.state
     for group in job.optimizer.param_groups:
@@ -221,7 +221,7 @@ def options(group: Mapping[str, Any]) -> dict[str, Any]:
     return {k: copy.deepcopy(v) for k, v in sorted(group.items()) if k not in left_out}
 
 
-def master(record: Record, entry: Mapping[str, Any]) -> Tensor | None:
+def master(record: ParamState, entry: Mapping[str, Any]) -> Tensor | None:
     """The fp32 master of a bf16 parameter, placed like it."""
     if record.form is MasterForm.WHOLE and record.emits_master:
         return entry["master"]

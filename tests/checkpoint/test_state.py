@@ -68,7 +68,7 @@ def look_at_memory(dtype: torch.dtype) -> int:
     job = trained(Variant(dtype=dtype))
     live = {
         local(value).data_ptr()
-        for record in job.optimizer.records
+        for record in job.optimizer.params
         for value in record.tensors.values()
         if value.numel()
     }

@@ -561,13 +561,13 @@ def drop(overlap: str) -> None:
     model = build(2)
     optimizer = wrap(model, overlap)
     train(model, optimizer, steps=range(2))
-    tensors = [weakref.ref(t) for r in optimizer._records for t in r.tensors.values()]
+    tensors = [weakref.ref(t) for r in optimizer._params for t in r.tensors.values()]
     del optimizer
     gc.collect()
     check(not any(t() is not None for t in tensors), "something else keeps the state")
     model.optimizer = wrap(model, overlap)  # as trainers that are modules do
     train(model, model.optimizer, steps=range(2))
-    tensors = [weakref.ref(t) for r in model.optimizer._records for t in r.tensors.values()]
+    tensors = [weakref.ref(t) for r in model.optimizer._params for t in r.tensors.values()]
     del model
     gc.collect()
     check(not any(t() is not None for t in tensors), "a model keeps its optimizer alive")
@@ -584,7 +584,7 @@ def replaced_parameters(overlap: str) -> None:
     model.load_state_dict({n: v.clone() for n, v in model.state_dict().items()}, assign=True)
     model.head.weight = model.embed.weight  # which the load has untied
     optimizer = wrap(model, overlap)
-    ungated = [r.fqn for r in optimizer._overlap._ungated.records]
+    ungated = [r.fqn for r in optimizer._overlap._ungated.params]
     check(not ungated, f"no group holds {ungated}")
     train(model, optimizer, steps=range(2))
     optimizer.close()

@@ -84,9 +84,9 @@ def check_same_state(mine: HybridDeviceOptimizer, theirs: HybridDeviceOptimizer)
 def device_bytes(optimizer: HybridDeviceOptimizer) -> int:
     """Memory of everything that the optimizer keeps on the device."""
     found = {t.untyped_storage()._cdata: t for s in optimizer._segments for t in s.staging()}
-    for record in optimizer._records:
+    for record in optimizer._params:
         if record.lane == "resident":
-            for piece in record.pieces:
+            for piece in record.slices:
                 for value in (*record.tensors.values(), *piece.state.values()):
                     if isinstance(value, Tensor) and value.untyped_storage().resizable():
                         found[value.untyped_storage()._cdata] = value
@@ -542,7 +542,7 @@ def test_host_memory_goes_with_the_optimizer_even_while_it_is_away(
     mine, away = build(offload_fraction=0.5)
     step(mine, away, 1)
     away.offload(wait=False)
-    held = [weakref.ref(t) for record in away.records for t in record.tensors.values()]
+    held = [weakref.ref(t) for record in away.params for t in record.tensors.values()]
     assert made
     if closes:
         away.close()

@@ -12,15 +12,16 @@ from torch.optim import Optimizer
 
 from fsdp_offload.core import dtensor
 from fsdp_offload.core.config import PrecisionConfig
-from fsdp_offload.plan import Kind, Slice, make_layout
+from fsdp_offload.plan import Kind, ParamSpec, Slice, make_layout
 from fsdp_offload.plan.layout import kind_range
 from fsdp_offload.update import fused_adam
 from fsdp_offload.update.bucket import BucketUpdate, Scratch
-from fsdp_offload.update.records import (
+from fsdp_offload.update.params import (
     REMAINDER_KIND,
     MasterForm,
-    Record,
+    ParamState,
     Snapshot,
+    cut_at,
     master_form,
     state_kinds,
 )
@@ -58,27 +59,27 @@ class One:
             nn.Parameter(torch.randn(n, generator=generator).to(dtype)) for n in numels
         ]
         self.optimizer = build(self.parameters)
-        self.records = [self._record(i, p) for i, p in enumerate(self.parameters)]
-        self.layout = make_layout([r.entry for r in self.records], bucket_bytes=1 << 20)
+        self.params = [self._state(i, p) for i, p in enumerate(self.parameters)]
+        self.layout = make_layout([r.spec for r in self.params], bucket_bytes=1 << 20)
         (self.bucket,) = self.layout.buckets
-        first = self.records[0]
+        first = self.params[0]
         scratch_bytes = Scratch.bytes_for(self.bucket.scratch_numel, first.compute_dtype, dtype)
         self.memory = torch.zeros(self.layout.arena_stop, dtype=torch.uint8)
         self._use(self.memory)
-        for record in self.records:
+        for record in self.params:
             if record.form is MasterForm.WHOLE:
                 write_master(record, {})
         scratch = Scratch(torch.full((scratch_bytes,), 0xFF, dtype=torch.uint8))
         self.update = BucketUpdate(
             self.optimizer,
             self.bucket,
-            self.records,
+            self.params,
             self._view,
             scratch,
             flat_remainder=self._remainder(),
         )
 
-    def _record(self, index: int, parameter: nn.Parameter) -> Record:
+    def _state(self, index: int, parameter: nn.Parameter) -> ParamState:
         info = dtensor.shard_info(parameter, f"p{index}")
         compute = PrecisionConfig().compute_dtype(info.dtype)
         group = next(
@@ -88,16 +89,21 @@ class One:
         )
         schema = schema_of(self.optimizer, self.optimizer.param_groups[group], compute, CPU)
         form = master_form("streamed", info.dtype, compute)
-        kinds = state_kinds(info, schema, form, compute)
+        spec = ParamSpec(
+            index,
+            info.local_numel,
+            state_kinds(info, schema, form, compute),
+            *cut_at(info, "streamed", elementwise=schema.elementwise),
+            fqn=f"p{index}",
+        )
         memory = dtensor.memory_of(parameter)
-        return Record(
-            index, parameter, f"p{index}", group, info, schema, compute, "streamed", form, kinds,
-            memory,
+        return ParamState(
+            parameter, spec, group, info, schema, compute, "streamed", form, memory
         )  # fmt: skip
 
     def _use(self, memory: Tensor) -> None:
         self.memory = memory
-        for record in self.records:
+        for record in self.params:
             for kind, numel in record.kinds:
                 start = self.layout.offsets[record.index, kind.name]
                 stop = start + numel * kind.itemsize
@@ -129,8 +135,8 @@ class One:
     def bits(self) -> list[Tensor]:
         """Shards, state and step counts, as bytes."""
         found = [p.detach().view(torch.uint8) for p in self.parameters]
-        found += [r.tensors[k.name].view(torch.uint8) for r in self.records for k, _ in r.kinds]
-        return found + [p.state["step"].view(1) for p in self.update.pieces if "step" in p.state]
+        found += [r.tensors[k.name].view(torch.uint8) for r in self.params for k, _ in r.kinds]
+        return found + [p.state["step"].view(1) for p in self.update.slices if "step" in p.state]
 
 
 def gradients_of(one: One, step: int, *, missing: bool = False) -> list[Tensor | None]:

@@ -23,7 +23,7 @@ from fsdp_offload.pipeline import engine, host
 from fsdp_offload.pipeline.host_lane import HostLane
 from fsdp_offload.pipeline.worker import InlineWorker, ThreadPool, Ticket
 from fsdp_offload.testing import ADVERSARIES
-from fsdp_offload.update.records import Snapshot, Work
+from fsdp_offload.update.params import Snapshot, Work
 from tests import test_pipeline_waits as waits
 from tests.helpers.config import config
 from tests.helpers.ranks import RankPool
@@ -370,7 +370,7 @@ def test_a_dropped_optimizer_frees_its_lane_without_the_cyclic_collector(
         monkeypatch.setattr(host.HostUnit, "update", explode)
     job.offer_all(job.work(0))
     lane = weakref.ref(job.lane)
-    tensors = [weakref.ref(t) for r in job.optimizer._records for t in r.tensors.values()]
+    tensors = [weakref.ref(t) for r in job.optimizer._params for t in r.tensors.values()]
     gc.collect()
     gc.disable()
     try:

@@ -123,8 +123,8 @@ def test_where_measuring_fails_all_is_streamed_and_said_so(
     monkeypatch.setattr(inventory, "measure_rates", fail)
     monkeypatch.setattr(lanes, "MIN_BYTES", 1)
     made = inventory_of(model())
-    drafts = [made._draft(*member) for member in made.trainable()]
+    specs = {p: made._measured(p, group) for p, group in made.trainable()}
     made._device = torch.device("meta")  # any that is not the CPU
     monkeypatch.setattr(inventory, "backend_for", lambda device: None)
-    assert set(made._choose(drafts, drafts, first=True).values()) == {"streamed"}
+    assert set(made._choose(specs, list(specs), first=True).values()) == {"streamed"}
     assert "no such luck" in caplog.text

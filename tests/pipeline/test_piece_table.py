@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsdp_offload.update.piece_table import PieceTable, PieceTables, addresses_of
+from fsdp_offload.update.address_table import AddressTable, AddressTables, addresses_of
 
 WIDTH = 11
 
@@ -24,9 +24,9 @@ def piece(numel: int, *, shift: int = 0) -> list[Tensor]:
     return [weight, *[tensor(numel, dtype) for dtype in dtypes], tensor(1, torch.float32, 4)]
 
 
-def table_of(pieces: list[list[Tensor]]) -> PieceTable:
+def table_of(pieces: list[list[Tensor]]) -> AddressTable:
     numbers = [[100 * i, 7 + i] for i in range(len(pieces))]
-    return PieceTable(pieces, numbers, tile_numel=1024, free=(1, 2))
+    return AddressTable(pieces, numbers, tile_numel=1024, free=(1, 2))
 
 
 def test_a_row_says_where_a_piece_lies_and_which_programs_it_has() -> None:
@@ -86,13 +86,13 @@ class All:
     """Tables of pieces of ``NUMELS``, and which of them were made."""
 
     def __init__(self) -> None:
-        self.pieces = [piece(numel) for numel in NUMELS]
+        self.slices = [piece(numel) for numel in NUMELS]
         self.made: list[list[int]] = []
-        self.tables = PieceTables(NUMELS, self._make)
+        self.tables = AddressTables(NUMELS, self._make)
 
-    def _make(self, members: list[int]) -> PieceTable:
+    def _make(self, members: list[int]) -> AddressTable:
         self.made.append(members)
-        return table_of([self.pieces[i] for i in members])
+        return table_of([self.slices[i] for i in members])
 
     @staticmethod
     def gradients(dtype: torch.dtype = torch.bfloat16) -> list[Tensor | None]:
@@ -111,7 +111,7 @@ def test_filled_pieces_lie_in_tables_of_eight(dtype: torch.dtype) -> None:
     for part, members in zip(parts, every.made, strict=True):
         rows = part.rows.view(-1, WIDTH).tolist()
         for row, i in zip(rows, members, strict=True):
-            assert row[1] == every.pieces[i][0].data_ptr()
+            assert row[1] == every.slices[i][0].data_ptr()
             assert row[8] == NUMELS[i]
         assert part.gradients == [gradients[i].data_ptr() for i in members]
         assert part.table.count == len(members)
@@ -127,7 +127,7 @@ def test_tables_are_made_once() -> None:
 
 
 def test_without_filled_pieces_there_is_nothing_to_launch() -> None:
-    tables = PieceTables([0, 0], lambda members: pytest.fail("there is nothing to make one of"))
+    tables = AddressTables([0, 0], lambda members: pytest.fail("there is nothing to make one of"))
     assert tables.parts([torch.empty(0), torch.empty(0)]) == []
 
 
@@ -149,6 +149,6 @@ def test_one_gradient_or_piece_that_is_not_aligned_is_enough(at: int) -> None:
     every, gradients = All(), All.gradients()
     gradients[at] = tensor(NUMELS[at], torch.bfloat16, 8)
     assert every.tables.parts(gradients) is None
-    every.pieces[at] = piece(NUMELS[at], shift=4)
-    every.tables = PieceTables(NUMELS, every._make)
+    every.slices[at] = piece(NUMELS[at], shift=4)
+    every.tables = AddressTables(NUMELS, every._make)
     assert every.tables.parts(All.gradients()) is None

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from fsdp_offload.plan import Candidate, Rates, choose_lanes, wants_rates
+from fsdp_offload.plan import ParamSpec, Rates, choose_lanes, wants_rates
 from fsdp_offload.plan.lanes import MOST_ON_HOST, step_seconds
 from tests.helpers.config import config
 
@@ -21,12 +21,13 @@ MACHINES = {
 }
 
 
-def candidate(fqn: str, numel: int, **given: Any) -> Candidate:
+def candidate(fqn: str, numel: int, **given: Any) -> ParamSpec:
     """bf16 AdamW: two moments and the remainder."""
-    return Candidate(fqn, 10 * numel, 10 * numel, **{"host_numel": numel, **given})
+    sizes = {"global_bytes": 10 * numel, "max_local_bytes": 10 * numel, "host_numel": numel}
+    return ParamSpec(fqn=fqn, **{**sizes, **given})
 
 
-def gpt() -> list[Candidate]:
+def gpt() -> list[ParamSpec]:
     """1.33 G parameters: an embedding, 24 blocks of 2048, a norm."""
     blocks = [candidate(f"{i}.{j}", n << 22) for i in range(24) for j, n in enumerate((3, 1, 4, 4))]
     return [candidate("embedding", 60000 * 2048), *blocks, candidate("norm", 2048)]

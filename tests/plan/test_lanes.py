@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from fsdp_offload.core.config import Lane, OffloadConfig
 from fsdp_offload.core.errors import ConfigError
-from fsdp_offload.plan import Candidate, choose_lanes
+from fsdp_offload.plan import ParamSpec, choose_lanes
 
 SIZES = st.one_of(st.sampled_from([0, 1, 8]), st.integers(0, 1 << 40))
 
@@ -19,13 +19,22 @@ def config(**given: Any) -> OffloadConfig:
     return OffloadConfig.make(**{**arguments, "update_on": "auto", "overlap": "step", **given})
 
 
+def spec(fqn: str, global_bytes: int, max_local_bytes: int, **given: bool) -> ParamSpec:
+    return ParamSpec(
+        fqn=fqn,
+        global_bytes=global_bytes,
+        max_local_bytes=max_local_bytes,
+        **given,  # type: ignore[arg-type]
+    )
+
+
 @st.composite
-def candidates(draw: st.DrawFn, *, must_stay: bool = False) -> list[Candidate]:
+def specs(draw: st.DrawFn, *, must_stay: bool = False) -> list[ParamSpec]:
     """Whole parameters and their largest shard, cut over 1 to 8 ranks."""
     ranks = draw(st.integers(1, 8))
     sizes = draw(st.lists(SIZES, max_size=12))
     return [
-        Candidate(
+        ParamSpec(
             fqn=f"p{index}",
             global_bytes=size,
             max_local_bytes=-(-size // ranks),
@@ -35,13 +44,13 @@ def candidates(draw: st.DrawFn, *, must_stay: bool = False) -> list[Candidate]:
     ]
 
 
-def bytes_in(lane: Lane, made: list[Candidate], lanes: tuple[Lane, ...]) -> int:
+def bytes_in(lane: Lane, made: list[ParamSpec], lanes: tuple[Lane, ...]) -> int:
     return sum(c.global_bytes for c, each in zip(made, lanes, strict=True) if each == lane)
 
 
-@given(candidates(), st.floats(0, 1))
+@given(specs(), st.floats(0, 1))
 def test_the_share_that_leaves_is_met_within_the_largest_parameter(
-    made: list[Candidate], fraction: float
+    made: list[ParamSpec], fraction: float
 ) -> None:
     lanes = choose_lanes(made, config(offload_fraction=fraction))
     total = sum(c.global_bytes for c in made)
@@ -52,22 +61,22 @@ def test_the_share_that_leaves_is_met_within_the_largest_parameter(
     assert left <= asked + max((c.global_bytes for c in made), default=0) + rounding
 
 
-@given(candidates(must_stay=True))
-def test_a_fraction_of_0_keeps_everything_and_empty_parameters_too(made: list[Candidate]) -> None:
+@given(specs(must_stay=True))
+def test_a_fraction_of_0_keeps_everything_and_empty_parameters_too(made: list[ParamSpec]) -> None:
     assert set(choose_lanes(made, config(offload_fraction=0))) <= {"resident"}
     assert set(choose_lanes(made, config(offload_fraction=0.0, update_on="host"))) <= {"resident"}
 
 
-@given(candidates(), st.sampled_from(["auto", "device", "host"]))
-def test_a_fraction_of_1_keeps_nothing(made: list[Candidate], update_on: str) -> None:
+@given(specs(), st.sampled_from(["auto", "device", "host"]))
+def test_a_fraction_of_1_keeps_nothing(made: list[ParamSpec], update_on: str) -> None:
     away = "host" if update_on == "host" else "streamed"
     assert set(choose_lanes(made, config(update_on=update_on))) <= {away}
     assert set(choose_lanes(made, config(offload_fraction=1, update_on=update_on))) <= {away}
 
 
-@given(candidates(), SIZES, st.sampled_from(["device", "host"]))
+@given(specs(), SIZES, st.sampled_from(["device", "host"]))
 def test_a_budget_is_never_exceeded_and_nothing_that_fits_leaves(
-    made: list[Candidate], budget: int, update_on: str
+    made: list[ParamSpec], budget: int, update_on: str
 ) -> None:
     lanes = choose_lanes(made, config(device_budget=budget, update_on=update_on))
     pairs = list(zip(made, lanes, strict=True))
@@ -79,9 +88,9 @@ def test_a_budget_is_never_exceeded_and_nothing_that_fits_leaves(
             assert candidate.max_local_bytes == 0 or candidate.max_local_bytes > budget - held
 
 
-@given(candidates(must_stay=True), SIZES)
+@given(specs(must_stay=True), SIZES)
 def test_what_must_stay_stays_and_counts_against_the_budget(
-    made: list[Candidate], budget: int
+    made: list[ParamSpec], budget: int
 ) -> None:
     lanes = choose_lanes(made, config(device_budget=budget, update_on="host"))
     pairs = list(zip(made, lanes, strict=True))
@@ -91,25 +100,27 @@ def test_what_must_stay_stays_and_counts_against_the_budget(
     assert chosen <= max(0, budget - needed)
 
 
-@given(candidates(must_stay=True), st.floats(0, 1))
+@given(specs(must_stay=True), st.floats(0, 1))
 def test_the_choice_is_a_function_of_global_sizes_alone(
-    made: list[Candidate], fraction: float
+    made: list[ParamSpec], fraction: float
 ) -> None:
     """Every rank must choose the same, whatever the shards are."""
-    sharded = [Candidate(c.fqn, c.global_bytes, c.global_bytes // 3, c.must_stay) for c in made]
+    sharded = [
+        spec(c.fqn, c.global_bytes, c.global_bytes // 3, must_stay=c.must_stay) for c in made
+    ]
     chosen = config(offload_fraction=fraction)
     assert choose_lanes(made, chosen) == choose_lanes(made, chosen) == choose_lanes(sharded, chosen)
 
 
-@given(candidates(), st.data())
-def test_given_lanes_are_taken_as_they_are(made: list[Candidate], data: st.DataObject) -> None:
+@given(specs(), st.data())
+def test_given_lanes_are_taken_as_they_are(made: list[ParamSpec], data: st.DataObject) -> None:
     kinds = st.sampled_from(["resident", "streamed", "host"])
     lanes = data.draw(st.lists(kinds, min_size=len(made), max_size=len(made)))
     assert choose_lanes(made, config(update_on=lanes)) == tuple(lanes)
 
 
 def test_a_large_parameter_leaves_and_later_smaller_ones_are_still_kept() -> None:
-    made = [Candidate(f"p{size}", size, size) for size in (30, 60, 5, 5)]
+    made = [spec(f"p{size}", size, size) for size in (30, 60, 5, 5)]
     lanes = choose_lanes(made, config(offload_fraction=0.5))
     assert lanes == ("resident", "streamed", "resident", "resident")
     assert choose_lanes(made, config(device_budget=34)) == (
@@ -122,14 +133,14 @@ def test_a_large_parameter_leaves_and_later_smaller_ones_are_still_kept() -> Non
 
 @pytest.mark.parametrize("count", [0, 1, 3])
 def test_a_list_of_another_length_is_refused_with_both_numbers(count: int) -> None:
-    made = [Candidate("a", 1, 1), Candidate("b", 1, 1)]
+    made = [spec("a", 1, 1), spec("b", 1, 1)]
     with pytest.raises(ConfigError, match=rf"{count} lanes.*2 trainable parameters"):
         choose_lanes(made, config(update_on=["streamed"] * count))
 
 
 @pytest.mark.parametrize("lane", ["streamed", "host"])
 def test_a_given_lane_that_a_parameter_cannot_live_in_is_refused(lane: str) -> None:
-    stays = Candidate("model.fp8", 1, 1, must_stay=True)
+    stays = spec("model.fp8", 1, 1, must_stay=True)
     with pytest.raises(ConfigError, match=r"model\.fp8.*resident"):
         choose_lanes([stays], config(update_on=[lane]))
     assert choose_lanes([stays], config(update_on=["resident"])) == ("resident",)
@@ -137,12 +148,12 @@ def test_a_given_lane_that_a_parameter_cannot_live_in_is_refused(lane: str) -> N
 
 @pytest.mark.parametrize("update_on", ["host", ["host"]])
 def test_whole_matrices_have_no_host_lane(update_on: str | list[str]) -> None:
-    whole = Candidate("model.matrix", 1, 1, whole=True)
+    whole = spec("model.matrix", 1, 1, whole=True)
     with pytest.raises(ConfigError, match=r"model\.matrix.*whole matrices"):
         choose_lanes([whole], config(update_on=update_on))
     assert choose_lanes([whole], config(update_on="device")) == ("streamed",)
     assert choose_lanes([whole], config(update_on=["resident"])) == ("resident",)
 
 
-def test_no_candidates_give_no_lanes() -> None:
+def test_no_specs_give_no_lanes() -> None:
     assert choose_lanes([], config()) == choose_lanes([], config(update_on=[])) == ()

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdp_offload.plan import Bucket, Entry, Kind, Layout, Slice, make_layout
+from fsdp_offload.plan import Bucket, Kind, Layout, ParamSpec, Slice, make_layout
 from fsdp_offload.plan.layout import (
     ALIGN_NUMEL,
     CUDA_TILE_NUMEL,
@@ -28,7 +28,7 @@ SMALLEST_BUCKET = 4096
 
 
 @st.composite
-def entries(draw: st.DrawFn) -> list[Entry]:
+def entries(draw: st.DrawFn) -> list[ParamSpec]:
     """Parameters of one section: empty, tiny, at and around the cuts, larger than a bucket; with
     all kinds, some or none of them."""
     numels = st.one_of(
@@ -42,7 +42,7 @@ def entries(draw: st.DrawFn) -> list[Entry]:
         if not cuttable and draw(st.booleans()):  # factored state
             kinds = tuple((kind, draw(st.integers(0, numel))) for kind, _ in kinds)
         unit = draw(st.sampled_from([ALIGN_NUMEL, ALIGN_NUMEL, CUDA_TILE_NUMEL]))
-        made.append(Entry(index * 3 + 1, numel, kinds, cuttable, unit))
+        made.append(ParamSpec(index * 3 + 1, numel, kinds, cuttable, unit))
     return made
 
 
@@ -55,22 +55,22 @@ def slices_of(layout: Layout) -> Iterator[tuple[Bucket, Slice]]:
 
 def in_slice(piece: Slice, kind: Kind) -> int | None:
     """Elements of ``kind`` that belong to the slice, or None if its parameter has none."""
-    for each, numel in piece.entry.kinds:
+    for each, numel in piece.spec.kinds:
         if each == kind:
-            return piece.numel if piece.entry.cuttable else numel
+            return piece.numel if piece.spec.cuttable else numel
     return None
 
 
 @given(entries(), bucket_sizes, st.integers(0, 1000))
 def test_every_element_is_in_exactly_one_slice_in_the_given_order(
-    made: list[Entry], bucket_bytes: int, start: int
+    made: list[ParamSpec], bucket_bytes: int, start: int
 ) -> None:
     layout = make_layout(made, bucket_bytes=bucket_bytes, arena_start=start)
     pieces: dict[int, list[Slice]] = defaultdict(list)
     order = []
     for _, piece in slices_of(layout):
-        pieces[piece.entry.index].append(piece)
-        order.append(piece.entry.index)
+        pieces[piece.spec.index].append(piece)
+        order.append(piece.spec.index)
     assert list(dict.fromkeys(order)) == [entry.index for entry in made]
     assert order == sorted(order)
     for entry in made:
@@ -82,17 +82,19 @@ def test_every_element_is_in_exactly_one_slice_in_the_given_order(
 
 @given(entries(), bucket_sizes)
 def test_parameters_are_cut_only_at_multiples_of_their_unit(
-    made: list[Entry], bucket_bytes: int
+    made: list[ParamSpec], bucket_bytes: int
 ) -> None:
     for _, piece in slices_of(make_layout(made, bucket_bytes=bucket_bytes)):
-        entry = piece.entry
+        entry = piece.spec
         for at in {piece.start, piece.stop} - {0, entry.numel}:
             assert entry.cuttable
             assert at % entry.cut_numel == 0
 
 
 @given(entries(), st.integers(0, 1000))
-def test_state_never_overlaps_and_starts_at_multiples_of_64(made: list[Entry], start: int) -> None:
+def test_state_never_overlaps_and_starts_at_multiples_of_64(
+    made: list[ParamSpec], start: int
+) -> None:
     layout = make_layout(made, bucket_bytes=SMALLEST_BUCKET, arena_start=start)
     assert layout.arena_start == align(start, SLOT_ALIGN_BYTES)
     assert len(layout.offsets) == sum(len(entry.kinds) for entry in made)
@@ -118,7 +120,7 @@ def test_state_never_overlaps_and_starts_at_multiples_of_64(made: list[Entry], s
 
 
 @given(entries())
-def test_a_kind_of_all_parameters_is_one_run(made: list[Entry]) -> None:
+def test_a_kind_of_all_parameters_is_one_run(made: list[ParamSpec]) -> None:
     layout = make_layout(made, bucket_bytes=SMALLEST_BUCKET)
     begins = [
         (layout.offsets[entry.index, kind.name], kind.name)
@@ -132,17 +134,17 @@ def test_a_kind_of_all_parameters_is_one_run(made: list[Entry]) -> None:
 
 @given(entries(), bucket_sizes)
 def test_spans_cover_the_state_of_their_slices_exactly(
-    made: list[Entry], bucket_bytes: int
+    made: list[ParamSpec], bucket_bytes: int
 ) -> None:
     layout = make_layout(made, bucket_bytes=bucket_bytes)
     for bucket in layout.buckets:
-        kinds = {kind for piece in bucket.slices for kind, _ in piece.entry.kinds}
+        kinds = {kind for piece in bucket.slices for kind, _ in piece.spec.kinds}
         assert {span.kind for span in bucket.spans} == kinds
         for span in bucket.spans:
             ranges = [
                 kind_range(piece, kind, numel, layout.offsets)
                 for piece in bucket.slices
-                for kind, numel in piece.entry.kinds
+                for kind, numel in piece.spec.kinds
                 if kind == span.kind
             ]
             assert span.arena_start == ranges[0][0]
@@ -161,7 +163,7 @@ def test_spans_cover_the_state_of_their_slices_exactly(
 
 @given(entries(), bucket_sizes)
 def test_spans_lie_apart_in_a_slot_and_are_aligned_there(
-    made: list[Entry], bucket_bytes: int
+    made: list[ParamSpec], bucket_bytes: int
 ) -> None:
     for bucket in make_layout(made, bucket_bytes=bucket_bytes).buckets:
         end = 0
@@ -175,7 +177,7 @@ def test_spans_lie_apart_in_a_slot_and_are_aligned_there(
 
 @given(entries(), bucket_sizes)
 def test_scratch_and_slot_offsets_agree_for_kinds_that_all_slices_have(
-    made: list[Entry], bucket_bytes: int
+    made: list[ParamSpec], bucket_bytes: int
 ) -> None:
     """Flat remainders and masters of a bucket are read with one kernel over scratch memory."""
     layout = make_layout(made, bucket_bytes=bucket_bytes)
@@ -190,59 +192,59 @@ def test_scratch_and_slot_offsets_agree_for_kinds_that_all_slices_have(
             if numels != [piece.numel for piece in bucket.slices]:
                 continue
             for piece in bucket.slices:
-                start, _ = kind_range(piece, span.kind, piece.entry.numel, layout.offsets)
+                start, _ = kind_range(piece, span.kind, piece.spec.numel, layout.offsets)
                 assert start - span.arena_start == piece.scratch_start * span.kind.itemsize
 
 
 @given(entries(), bucket_sizes)
 def test_buckets_fit_unless_one_slice_cannot_be_smaller(
-    made: list[Entry], bucket_bytes: int
+    made: list[ParamSpec], bucket_bytes: int
 ) -> None:
     for bucket in make_layout(made, bucket_bytes=bucket_bytes).buckets:
         filled = [piece for piece in bucket.slices if piece.numel]
-        if len(filled) == 1 and filled[0].numel <= smallest_cut(filled[0].entry):
+        if len(filled) == 1 and filled[0].numel <= smallest_cut(filled[0].spec):
             continue
         # Kinds with fewer elements than the parameter are padded each.
         slack = sum(
             ALIGN_NUMEL * kind.itemsize
             for piece in bucket.slices
-            for kind, numel in piece.entry.kinds
-            if numel != piece.entry.numel
+            for kind, numel in piece.spec.kinds
+            if numel != piece.spec.numel
         )
         assert bucket.state_bytes <= bucket_bytes + slack
 
 
-def smallest_cut(entry: Entry) -> int:
+def smallest_cut(entry: ParamSpec) -> int:
     return entry.cut_numel if entry.cuttable else entry.numel
 
 
 @given(entries(), bucket_sizes)
 def test_scratch_memory_stays_in_proportion_also_without_state(
-    made: list[Entry], bucket_bytes: int
+    made: list[ParamSpec], bucket_bytes: int
 ) -> None:
     """Four bytes of a bucket are counted per element at least."""
     for bucket in make_layout(made, bucket_bytes=bucket_bytes).buckets:
-        needed = max(min(smallest_cut(p.entry), p.numel) for p in bucket.slices)
+        needed = max(min(smallest_cut(p.spec), p.numel) for p in bucket.slices)
         assert bucket.scratch_numel <= max(bucket_bytes // 4, align(needed, ALIGN_NUMEL))
 
 
 @given(entries(), bucket_sizes)
-def test_buckets_are_filled(made: list[Entry], bucket_bytes: int) -> None:
+def test_buckets_are_filled(made: list[ParamSpec], bucket_bytes: int) -> None:
     """A bucket is closed only where the next slice did not fit into it."""
     buckets = make_layout(made, bucket_bytes=bucket_bytes).buckets
     for bucket, after in itertools.pairwise(buckets):
-        used = sum(align(p.numel, ALIGN_NUMEL) * bytes_counted(p.entry) for p in bucket.slices)
-        entry = after.slices[0].entry
+        used = sum(align(p.numel, ALIGN_NUMEL) * bytes_counted(p.spec) for p in bucket.slices)
+        entry = after.slices[0].spec
         wanted = align(max(smallest_cut(entry), entry.cut_numel), ALIGN_NUMEL)
         assert used + wanted * bytes_counted(entry) > bucket_bytes
 
 
-def bytes_counted(entry: Entry) -> int:
+def bytes_counted(entry: ParamSpec) -> int:
     return max(8, -(-entry.state_bytes // max(entry.numel, 1)))
 
 
 @given(entries(), st.integers(0, 1000))
-def test_the_arena_is_payload_and_alignment(made: list[Entry], start: int) -> None:
+def test_the_arena_is_payload_and_alignment(made: list[ParamSpec], start: int) -> None:
     layout = make_layout(made, bucket_bytes=SMALLEST_BUCKET, arena_start=start)
     runs = [(kind, numel) for entry in made for kind, numel in entry.kinds]
     payload = sum(kind.itemsize * numel for kind, numel in runs)
@@ -253,7 +255,7 @@ def test_the_arena_is_payload_and_alignment(made: list[Entry], start: int) -> No
 
 
 @given(entries(), bucket_sizes)
-def test_the_same_entries_give_the_same_layout(made: list[Entry], bucket_bytes: int) -> None:
+def test_the_same_entries_give_the_same_layout(made: list[ParamSpec], bucket_bytes: int) -> None:
     once, again = (make_layout(made, bucket_bytes=bucket_bytes) for _ in range(2))
     assert once == again
     assert once.slot_bytes == max((b.slot_bytes for b in once.buckets), default=0)
@@ -262,7 +264,9 @@ def test_the_same_entries_give_the_same_layout(made: list[Entry], bucket_bytes: 
 
 @settings(max_examples=20)
 @given(entries(), entries())
-def test_sections_one_after_another_do_not_overlap(first: list[Entry], second: list[Entry]) -> None:
+def test_sections_one_after_another_do_not_overlap(
+    first: list[ParamSpec], second: list[ParamSpec]
+) -> None:
     a = make_layout(first, bucket_bytes=SMALLEST_BUCKET)
     b = make_layout(second, bucket_bytes=SMALLEST_BUCKET, arena_start=a.arena_stop)
     assert b.arena_start >= a.arena_stop
@@ -272,9 +276,9 @@ def test_sections_one_after_another_do_not_overlap(first: list[Entry], second: l
 def test_small_parameters_share_a_bucket_and_a_large_one_fills_its_rest() -> None:
     kinds = (KINDS[0], Kind("exp_avg_sq", torch.float32))
     sizes = [10, 100, 1000]
-    made = [Entry(i, n, tuple((kind, n) for kind in kinds)) for i, n in enumerate(sizes)]
+    made = [ParamSpec(i, n, tuple((kind, n) for kind in kinds)) for i, n in enumerate(sizes)]
     first, second, third = make_layout(made, bucket_bytes=SMALLEST_BUCKET).buckets
-    cuts = [(p.entry.index, p.start, p.stop, p.scratch_start) for p in first.slices]
+    cuts = [(p.spec.index, p.start, p.stop, p.scratch_start) for p in first.slices]
     assert cuts == [(0, 0, 10, 0), (1, 0, 100, 64), (2, 0, 320, 192)]
     assert [(s.arena_start, s.n_bytes) for s in first.spans] == [(0, 2048), (4864, 2048)]
     assert [(p.start, p.stop) for p in (*second.slices, *third.slices)] == [(320, 832), (832, 1000)]
@@ -283,7 +287,9 @@ def test_small_parameters_share_a_bucket_and_a_large_one_fills_its_rest() -> Non
 
 @pytest.mark.parametrize("cuttable", [True, False])
 def test_an_optimizer_without_state_still_has_slices_and_scratch(cuttable: bool) -> None:
-    layout = make_layout([Entry(0, 0, (), cuttable), Entry(1, 9, (), cuttable)], bucket_bytes=4096)
+    layout = make_layout(
+        [ParamSpec(0, 0, (), cuttable), ParamSpec(1, 9, (), cuttable)], bucket_bytes=4096
+    )
     assert [piece.numel for _, piece in slices_of(layout)] == [0, 9]
     assert (layout.payload_bytes, layout.slot_bytes, layout.arena_stop) == (0, 0, 0)
     assert layout.scratch_numel == ALIGN_NUMEL

@@ -1,6 +1,6 @@
-"""Several pieces of a bucket for one kernel: a table on the device says where each of them lies.
+"""Several slices of a bucket for one kernel: a table on the device says where each of them lies.
 
-A launch costs the host more than the kernel takes on the device for a small piece, and the pieces
+A launch costs the host more than the kernel takes on the device for a small slice, and the slices
 of a bucket differ in nothing but addresses and a few numbers. Only gradients lie elsewhere in every
 step; their addresses go along with the launch.
 """
@@ -18,16 +18,16 @@ _READ: Final = frozenset((torch.bfloat16, torch.float32))
 """Dtypes of gradients that kernels read."""
 
 
-class PieceTable:
-    """Up to ``MOST`` pieces, none of them empty.
+class AddressTable:
+    """Up to ``MOST`` slices, none of them empty.
 
-    A row is (int64): the piece's first program; addresses; elements; numbers. Rows without a piece
+    A row is (int64): the slice's first program; addresses; elements; numbers. Rows without one
     begin after all programs.
 
     Args:
-        tensors: per piece, equally many: what has an address in its row; the first one has as many
-            elements as the piece.
-        numbers: per piece, equally many.
+        tensors: per slice, equally many: what has an address in its row; the first one has as many
+            elements as the slice.
+        numbers: per slice, equally many.
         tile_numel: elements that one program works on.
         free: how many addresses, the last ones, and numbers likewise, may be any.
     """
@@ -44,12 +44,12 @@ class PieceTable:
     ) -> None:
         assert 0 < len(tensors) <= self.MOST
         self._tensors = [tensor for row in tensors for tensor in row]
-        self._per_piece, self._free = len(tensors[0]), free
+        self._per_slice, self._free = len(tensors[0]), free
         self._numbers = [[row[0].numel(), *own] for row, own in zip(tensors, numbers, strict=True)]
         tiles = [-(-own[0] // tile_numel) for own in self._numbers]
         assert all(tiles)
         *self._starts, self.programs = accumulate(tiles, initial=0)
-        self.width = 1 + self._per_piece + len(self._numbers[0])
+        self.width = 1 + self._per_slice + len(self._numbers[0])
         device = tensors[0][0].device
         self._rows = torch.empty(self.MOST * self.width, dtype=torch.int64, device=device)
         self._addresses: list[int] = []  # that are on the device
@@ -69,7 +69,7 @@ class PieceTable:
         return self._rows if self._fits else None
 
     def _write(self, addresses: list[int]) -> None:
-        size, values, looked_at = self._per_piece, list[int](), list[int]()
+        size, values, looked_at = self._per_slice, list[int](), list[int]()
         for index, numbers in enumerate(self._numbers):
             own = addresses[index * size : (index + 1) * size]
             values += [self._starts[index], *own, *numbers]
@@ -82,28 +82,28 @@ class PieceTable:
         self._addresses = addresses
 
 
-class TablePart(NamedTuple):
-    """What a launch for the pieces of one table takes."""
+class TableRows(NamedTuple):
+    """What a launch for the slices of one table takes."""
 
-    table: PieceTable
+    table: AddressTable
     rows: Tensor
     gradients: list[int]  # addresses
 
 
-class PieceTables:
-    """All pieces of a bucket, up to ``PieceTable.MOST`` in a table; empty ones are in none.
+class AddressTables:
+    """All slices of a bucket, up to ``AddressTable.MOST`` in a table; empty ones are in none.
 
     Args:
-        numels: elements of each piece.
-        make: the table of the pieces with these indices; called when it is first used.
+        numels: elements of each slice.
+        make: the table of the slices with these indices; called when it is first used.
     """
 
-    def __init__(self, numels: Sequence[int], make: Callable[[list[int]], PieceTable]) -> None:
+    def __init__(self, numels: Sequence[int], make: Callable[[list[int]], AddressTable]) -> None:
         # No method of the tables' owner: a cycle would keep device memory until it is collected.
         self._numels, self._make = numels, make
-        self._tables: list[tuple[list[int], PieceTable]] | None = None  # with indices of pieces
+        self._tables: list[tuple[list[int], AddressTable]] | None = None  # with indices of slices
 
-    def parts(self, gradients: Sequence[Tensor | None]) -> list[TablePart] | None:
+    def parts(self, gradients: Sequence[Tensor | None]) -> list[TableRows] | None:
         """One per table; None where something is out of the ordinary: a gradient is missing, they
         are of several dtypes or of one that kernels do not read, or something is not aligned."""
         present = [gradient for gradient in gradients if gradient is not None]
@@ -117,13 +117,13 @@ class PieceTables:
             rows, addresses = table.rows(), addresses_of([present[i] for i in members])
             if rows is None or addresses is None:
                 return None
-            parts.append(TablePart(table, rows, addresses))
+            parts.append(TableRows(table, rows, addresses))
         return parts
 
-    def _make_all(self) -> list[tuple[list[int], PieceTable]]:
+    def _make_all(self) -> list[tuple[list[int], AddressTable]]:
         filled = [index for index, numel in enumerate(self._numels) if numel]
-        starts = range(0, len(filled), PieceTable.MOST)
-        members = [filled[start : start + PieceTable.MOST] for start in starts]
+        starts = range(0, len(filled), AddressTable.MOST)
+        members = [filled[start : start + AddressTable.MOST] for start in starts]
         return [(some, self._make(some)) for some in members]
 
 
@@ -134,4 +134,4 @@ def addresses_of(gradients: Sequence[Tensor]) -> list[int] | None:
         address = gradient.data_ptr()
         bits |= address
         addresses.append(address)
-    return None if bits & 15 else addresses + [0] * (PieceTable.MOST - len(addresses))
+    return None if bits & 15 else addresses + [0] * (AddressTable.MOST - len(addresses))

@@ -1,10 +1,10 @@
 """What the pipeline knows of one parameter, and of one step.
 
 [Note: who owns what]
-A :class:`Record` stands for one trainable parameter for as long as the optimizer lives. Its
+A :class:`ParamState` stands for one trainable parameter for as long as the optimizer lives. Its
 ``tensors`` are the authoritative state: flat, shard-sized, in the arena (streamed, host) or on
-the device (resident). Its *pieces* are slices of it in buckets: each piece has its own scalars
-(``step``), because the class advances them once per call, and all pieces of a parameter advance
+the device (resident). Its *slices* are parts of it in buckets: each has its own scalars
+(``step``), because the class advances them once per call, and all slices of a parameter advance
 together. A :class:`Work` is one call of ``step()``: gradients and a snapshot of the groups.
 """
 
@@ -24,8 +24,8 @@ from ..core.backend import Event
 from ..core.config import Lane, PrecisionConfig
 from ..core.dtensor import ShardInfo, first_index
 from ..core.errors import ConfigError
-from ..plan import Entry, Kind
-from ..plan.layout import CUDA_TILE_NUMEL
+from ..plan import Kind, ParamSpec, Slice
+from ..plan.layout import ALIGN_NUMEL, CUDA_TILE_NUMEL
 from .moments import Moment, moments_of
 from .rng_key import seed_of
 from .schema import Schema, public_attributes
@@ -43,31 +43,36 @@ REMAINDER_KIND = Kind(MasterForm.REMAINDER.value, torch.bfloat16)
 
 
 @dataclass(eq=False)
-class Record:
+class ParamState:
     """One trainable parameter."""
 
-    index: int  # position among all records; also the index in layouts
     parameter: Tensor
-    fqn: str
+    spec: ParamSpec  # its index is the position among all of them
     group: int  # which param_group
     info: ShardInfo
     schema: Schema
     compute_dtype: torch.dtype
     lane: Lane
     form: MasterForm
-    kinds: tuple[tuple[Kind, int], ...]
     memory: tuple[int, int]  # of the shard, see shards.memory_of; updates are in place
     moments: tuple[Moment, ...] = ()  # like kinds that are kept in fewer bits
     tensors: dict[str, Tensor] = field(default_factory=dict)  # 1-D, numel of the kind
-    pieces: list[Piece] = field(default_factory=list)
+    slices: list[SliceState] = field(default_factory=list)
 
     @property
-    def entry(self) -> Entry:
-        """This parameter as layouts see it."""
-        numel, cuttable = self.info.local_numel, self.schema.elementwise
-        if self.lane == "host" or self.info.device.type == "cpu":
-            return Entry(self.index, numel, self.kinds, cuttable)
-        return Entry(self.index, numel, self.kinds, cuttable and numel % 4 == 0, CUDA_TILE_NUMEL)
+    def index(self) -> int:
+        """Position among all parameters."""
+        return self.spec.index
+
+    @property
+    def fqn(self) -> str:
+        """Its name in the model."""
+        return self.spec.fqn
+
+    @property
+    def kinds(self) -> tuple[tuple[Kind, int], ...]:
+        """What is kept of it, each with its elements on this rank."""
+        return self.spec.kinds
 
     @functools.cached_property
     def seed(self) -> int:
@@ -90,28 +95,22 @@ class Record:
 
 
 @dataclass(eq=False)
-class Part:
-    """Elements ``[start, stop)`` of one parameter's shard."""
-
-    record: Record
-    start: int
-    stop: int
-
-    @functools.cached_property
-    def cut(self) -> slice | None:
-        """The elements in a 1-D tensor of the whole shard; None: it is all of them."""
-        is_whole = self.stop - self.start == self.record.info.local_numel
-        return None if is_whole else slice(self.start, self.stop)
-
-
-@dataclass(eq=False)
-class Piece(Part):
+class SliceState:
     """One slice of one parameter, as the shadow optimizer sees it."""
 
+    param: ParamState
+    slice: Slice
     tensor: Tensor  # the shadow's parameter: a view of shard, slot, scratch or arena
     state: dict[str, Any]  # the shadow's state: views for like kinds, own scalars and numbers
     stepped: bool = False  # False: the class initialises the state itself at the next update
     updates: int = 0  # of this parameter so far, where moments are kept in fewer bits
+
+
+def cut_at(info: ShardInfo, lane: Lane, *, elementwise: bool) -> tuple[bool, int]:
+    """Whether a parameter may be cut, and at multiples of how many elements (plan/layout.py)."""
+    if lane == "host" or info.device.type == "cpu":
+        return elementwise, ALIGN_NUMEL
+    return elementwise and info.local_numel % 4 == 0, CUDA_TILE_NUMEL
 
 
 def master_form(lane: Lane, shard: torch.dtype, compute: torch.dtype) -> MasterForm:
@@ -228,23 +227,23 @@ class Snapshot:
 class Work:
     """One call of ``step()``."""
 
-    gradients: list[Tensor | None]  # per record: 1-D, contiguous, or None
+    gradients: list[Tensor | None]  # per param: 1-D, contiguous, or None
     snapshot: Snapshot
     ready: list[Event | None] = field(default_factory=list)
-    """Per record, after which its gradient may be read; None: not known to be complete yet."""
+    """Per parameter, after which its gradient may be read; None: not known to be complete yet."""
 
     def grow(self, count: int) -> None:
-        """Make room for ``count`` records: some were added."""
+        """Make room for ``count`` params: some were added."""
         missing = count - len(self.gradients)
         self.gradients += [None] * missing
         self.ready += [None] * missing
 
-    def of(self, pieces: Sequence[Part]) -> list[Tensor | None]:
-        """The gradient of each piece."""
+    def of(self, slices: Sequence[Slice]) -> list[Tensor | None]:
+        """The gradient of each slice."""
         found: list[Tensor | None] = []
-        for piece in pieces:
-            gradient = self.gradients[piece.record.index]
-            if gradient is not None and piece.cut is not None:
-                gradient = gradient[piece.cut]
+        for each in slices:
+            gradient = self.gradients[each.spec.index]
+            if gradient is not None and each.cut is not None:
+                gradient = gradient[each.cut]
             found.append(gradient)
         return found
