@@ -24,7 +24,7 @@ from fsdp_offload.core import backend
 from fsdp_offload.core.backend import backend_for
 from fsdp_offload.core.spent import is_spent
 from fsdp_offload.pipeline import streamed
-from fsdp_offload.pipeline.engine import Segment
+from fsdp_offload.pipeline.engine import Engine
 from fsdp_offload.pipeline.host import HostUnit
 from fsdp_offload.pipeline.overlap import Times
 from fsdp_offload.pipeline.streamed import StreamedLane
@@ -264,7 +264,7 @@ def kept_bytes(job: Job) -> int:
 def test_kept_buckets_are_sent_once(prefetch: int, kept: int) -> None:
     transfer = TransferConfig(bucket_bytes=4096, slots=2, prefetch_bytes=prefetch * 5000)
     job, plain = Job("backward", transfer=transfer), Job(None)
-    (segment,) = job.optimizer._segments
+    (segment,) = job.optimizer._engines
     bucket_bytes = {each.bucket.state_bytes for each in segment.streamed.buckets}
     job.train(1)
     assert kept_bytes(job) == 0
@@ -472,18 +472,18 @@ def test_the_order_follows_the_measured_times_with_the_same_bits(
 ) -> None:
     monkeypatch.setattr(streamed, "MARK_EVERY", 1)
     seen: list[list[float]] = []
-    original = Segment.reorder
+    original = Engine.reorder
 
-    def reorder(self: Segment, ready_ms: Any, ranks: Any, ms_per_byte: float) -> None:
+    def reorder(self: Engine, ready_ms: Any, ranks: Any, ms_per_byte: float) -> None:
         seen.append(list(ready_ms))
         original(self, ready_ms, ranks, ms_per_byte)
 
-    monkeypatch.setattr(Segment, "reorder", reorder)
+    monkeypatch.setattr(Engine, "reorder", reorder)
     plain = Job(None)
     plain.train(8)
     job = Job(overlap)
     job.train(8)
-    lane = job.optimizer._segments[0].streamed
+    lane = job.optimizer._engines[0].streamed
     assert sorted(lane.order) == list(range(len(lane.buckets)))
     job.assert_like(plain)
 

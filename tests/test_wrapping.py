@@ -617,7 +617,7 @@ def test_the_wrapper_lives_as_long_as_what_it_wraps(lane: str) -> None:
         assert torch.equal(a, b)
     held = wrapper()
     assert held is not None
-    arenas = [weakref.ref(a) for segment in held._segments for a in segment.arenas]
+    arenas = [weakref.ref(a) for segment in held._engines for a in segment.arenas]
     tensors = [weakref.ref(t) for r in held.params for t in r.tensors.values()]
     del held, inner, each
     gc.collect()

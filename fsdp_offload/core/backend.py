@@ -60,28 +60,28 @@ class PendingEvent:
 
     def __init__(self, advance: Callable[[PendingEvent], None]) -> None:
         self._advance = advance
-        self._settled = threading.Event()
+        self._ended = threading.Event()
         self._event: Event | None = None
         self._error: BaseException | None = None
 
-    def settle(self, event: Event) -> None:
+    def complete(self, event: Event) -> None:
         """It has been recorded."""
         self._event = event
-        self._settle()
+        self._end()
 
     def fail(self, error: BaseException) -> None:
         """It never will be: whoever waits gets ``error``."""
-        if not self._settled.is_set():
+        if not self._ended.is_set():
             self._error = error
-            self._settle()
+            self._end()
 
-    def _settle(self) -> None:
+    def _end(self) -> None:
         self._advance = _nothing  # it may refer to whoever keeps this event
-        self._settled.set()
+        self._ended.set()
 
     def is_recorded(self) -> bool:
         """Whether :meth:`recorded` returns, or raises, at once."""
-        return self._settled.is_set()
+        return self._ended.is_set()
 
     def recorded(self) -> Event:
         """The event itself: blocks the calling thread until it has been recorded.
@@ -89,9 +89,9 @@ class PendingEvent:
         Raises:
             BaseException: what kept the other thread from recording it.
         """
-        while not self._settled.is_set():
+        while not self._ended.is_set():
             self._advance(self)
-            self._settled.wait(timeout=POLL_SECONDS)
+            self._ended.wait(timeout=POLL_SECONDS)
         if self._event is None:
             assert self._error is not None
             raise self._error
@@ -99,7 +99,7 @@ class PendingEvent:
 
     def query(self) -> bool:
         """See :class:`Event`. True after a failure, too: there is nothing to wait for."""
-        return self._settled.is_set() and (self._event is None or self._event.query())
+        return self._ended.is_set() and (self._event is None or self._event.query())
 
     def synchronize(self) -> None:
         """See :class:`Event`; raises as :meth:`recorded` does."""

@@ -502,7 +502,7 @@ def memory_of(parameter: Tensor, storage: torch.UntypedStorage | None = None) ->
     return storage._cdata, int(shard.storage_offset())
 
 
-def plain_parts(tensor: Tensor) -> list[tuple[str, Tensor]]:
+def plain_tensors(tensor: Tensor) -> list[tuple[str, Tensor]]:
     """The plain tensors that a tensor, a DTensor or a subclass is made of, with a name each.
 
     What is made of none, or of memory that is not strided, has no parts.
@@ -510,7 +510,7 @@ def plain_parts(tensor: Tensor) -> list[tuple[str, Tensor]]:
     if type(tensor) is Tensor and tensor.layout is torch.strided:  # nearly always
         return [("", tensor)]
     if isinstance(tensor, DTensor):
-        return plain_parts(local(tensor))
+        return plain_tensors(local(tensor))
     if type(tensor) in (Tensor, nn.Parameter):
         return [("", tensor.detach())] if tensor.layout is torch.strided else []
     if not hasattr(tensor, "__tensor_flatten__"):
@@ -519,12 +519,12 @@ def plain_parts(tensor: Tensor) -> list[tuple[str, Tensor]]:
     return [
         (f".{name}{below}", part)
         for name in names
-        for below, part in plain_parts(getattr(tensor, name))
+        for below, part in plain_tensors(getattr(tensor, name))
     ]
 
 
 def rebuilt(tensor: Tensor, replace: Callable[[Tensor], Tensor]) -> Tensor:
-    """``tensor`` with each of its :func:`plain_parts` replaced by one of the same shape."""
+    """``tensor`` with each of its :func:`plain_tensors` replaced by one of the same shape."""
     if isinstance(tensor, DTensor):
         return DTensor(rebuilt(local(tensor), replace), tensor._spec, requires_grad=False)
     if type(tensor) in (Tensor, nn.Parameter):

@@ -70,12 +70,12 @@ def tensors_on(
     for parameter in {*shown, *(param.parameter for param in params)}:
         for tensor in (parameter, parameter.grad):
             if tensor is not None:
-                parts = dtensor.plain_parts(tensor)
+                parts = dtensor.plain_tensors(tensor)
                 foreign.update(storages.identity(part.untyped_storage()) for _, part in parts)
     return [
         (f"{held.key}{below}", part)
         for held in held_by(params, shown)
-        for below, part in dtensor.plain_parts(held.holder[held.name])
+        for below, part in dtensor.plain_tensors(held.holder[held.name])
         if part.device == device and storages.identity(part.untyped_storage()) not in foreign
     ]
 

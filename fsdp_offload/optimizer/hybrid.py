@@ -48,7 +48,7 @@ from ..core.errors import (
 from ..core.interrupts import held_back
 from ..core.offloadable import HostCopies
 from ..memory.transfer import Handle, StorageBlock, Transfer, collect
-from ..pipeline.engine import Segment
+from ..pipeline.engine import Engine
 from ..pipeline.gradients import count_empty_shards, gradient_of
 from ..pipeline.host import HostBucket
 from ..pipeline.inventory import Inventory, Placed
@@ -63,7 +63,7 @@ from .device_state import DeviceState, tensors_on
 from .lifecycle import Health
 from .statistics import Statistics, gather
 from .wrapping import (
-    Members,
+    GroupedParameters,
     changed_groups_error,
     check_any_gradient,
     check_holds,
@@ -149,7 +149,7 @@ class HybridDeviceOptimizer(Optimizer):
             )
         self._backend = backend_of(p for group in optimizer.param_groups for p in group["params"])
         self._inner, self._health = optimizer, Health()
-        self._segments: list[Segment] = []
+        self._engines: list[Engine] = []
         self._closers: list[Callable[[], object]] = []  # each gives memory back, once
         self._params: list[ParamState] = []
         self._never_have_gradients: list[ParamState] = []
@@ -165,7 +165,7 @@ class HybridDeviceOptimizer(Optimizer):
         self._transfer: Transfer | None = None  # until it is needed: it has streams
         self._steps, self._step_ms = 0, 0.0
         super().__init__(optimizer.param_groups, optimizer.defaults)
-        self._members = Members(self.param_groups)
+        self._grouped = GroupedParameters(self.param_groups)
         self._had_gradient = False  # of any parameter, in any step
         self._inventory = self._new_inventory()
         try:
@@ -232,11 +232,11 @@ class HybridDeviceOptimizer(Optimizer):
         with self._health.failing("step()", self._drain_quietly):
             start = self._backend.current_stream().record()
             work.ready = [start if event is None else event for event in work.ready]
-            for segment in self._segments:
-                segment.run(work, start)
+            for engine in self._engines:
+                engine.run(work, start)
             self._end_updates(work)
-            for segment in self._segments:
-                segment.prefetch()
+            for engine in self._engines:
+                engine.prefetch()
             step_idle_groups(self._inner, work.snapshot)
             self._write_back(work.snapshot)
         self._steps += 1
@@ -321,15 +321,15 @@ class HybridDeviceOptimizer(Optimizer):
                 reason="the wrapper and the optimizer that it wraps share one list of groups",
                 remedy="change groups in place: optimizer.param_groups[:] = ...",
             )
-        if self._members.are_same(self.param_groups):
+        if self._grouped.are_same(self.param_groups):
             return
-        if gone := self._members.gone(self.param_groups):
+        if gone := self._grouped.gone(self.param_groups):
             is_new = not self._steps and (self._overlap is None or not self._overlap.has_taken)
             if not is_new or self._is_needed(gone):
                 raise changed_groups_error(gone, self._inventory.names)
             self._device_state.check("a change of param_groups")
             self._reserve_anew()
-        self._members = Members(self.param_groups)
+        self._grouped = GroupedParameters(self.param_groups)
 
     def _is_needed(self, gone: Sequence[Tensor]) -> bool:
         """Whether parameters that no group has any more come with state of an earlier run."""
@@ -356,7 +356,7 @@ class HybridDeviceOptimizer(Optimizer):
         backend = backend_of(kept.values())
         for close in self._closers:
             close()
-        for holder in (self._closers, self._segments, self._params, self._reserved, self._shown):
+        for holder in (self._closers, self._engines, self._params, self._reserved, self._shown):
             holder.clear()
         self._backend, self._followed = backend, None
         if self._transfer is not None:
@@ -378,10 +378,10 @@ class HybridDeviceOptimizer(Optimizer):
         if self._overlap is not None:
             with self.failing("an update of the step before"):
                 self._overlap.begin()
-        host = any(segment.host is not None for segment in self._segments)
+        host = any(engine.host is not None for engine in self._engines)
         snapshot = Snapshot.take(self._inner, self.param_groups, host=host)
-        for segment in self._segments:
-            segment.prepare(snapshot)
+        for engine in self._engines:
+            engine.prepare(snapshot)
         work = Work([], snapshot)
         work.grow(len(self._params))
         return work
@@ -391,15 +391,15 @@ class HybridDeviceOptimizer(Optimizer):
         sets it. All parameters are made anew, in the lanes that they were in; returns whether."""
         if not self._inventory.have_outgrown(self._params):
             return False
-        self._settle_masters()
+        self._finish_and_follow()
         with self._health.failing("reserving more state", self._drain_quietly), torch.no_grad():
             kept = {param.parameter: state_io.copied(param) for param in self._params}
             # Frozen ones, too: they keep their state, and may be unfrozen.
             again = [p for p in self._inventory.parameters() if p[0] in self._reserved]
-            for segment in self._segments:
-                segment.close()
+            for engine in self._engines:
+                engine.close()
             self._inventory.start_anew(self._params)
-            self._segments, self._params = [], []
+            self._engines, self._params = [], []
             for parameter in kept:
                 del self._shown[parameter]
             self._extend(again)
@@ -428,23 +428,23 @@ class HybridDeviceOptimizer(Optimizer):
         if work is None:
             work = self._overlap.work = self._begin()
             start = self._backend.current_stream().record()
-            for segment in self._segments:
-                segment.begin(start)
+            for engine in self._engines:
+                engine.begin(start)
         with self.failing("backward()"):
             for param, gradient in taken:
                 work.gradients[param.index] = gradient
                 work.ready[param.index] = reduced
             self._overlap.spend(params)
-            for segment in self._segments:
-                segment.offer(work)
+            for engine in self._engines:
+                engine.offer(work)
 
     def _end_updates(self, work: Work) -> None:
         """Whom the updates that are under way concern, and what becomes of the gradients."""
         if self._overlap is None:
-            for segment in self._segments:
-                segment.finish()
+            for engine in self._engines:
+                engine.finish()
             return
-        self._overlap.close(work, self._segments)
+        self._overlap.close(work, self._engines)
         hooks = (*self._optimizer_step_post_hooks.values(), *_global_optimizer_post_hooks.values())
         if any(getattr(hook, "reads_parameters", True) for hook in hooks):
             self._drain()
@@ -461,7 +461,7 @@ class HybridDeviceOptimizer(Optimizer):
     def state(self) -> defaultdict[Tensor, dict[str, Any]]:
         """Live state per parameter, after all transfers: tensors over host or device memory."""
         if self._built:
-            self._settle_masters()
+            self._finish_and_follow()
             self._state_was_read = True
             for param in self._params:
                 state_io.show(param, self._shown[param.parameter])
@@ -476,10 +476,10 @@ class HybridDeviceOptimizer(Optimizer):
                 remedy="use load_state_dict(), or write into the tensors in place",
             )
 
-    def _settle_masters(self) -> None:
-        """:meth:`_settle`, and whole masters follow weights that the caller has written, as they do
+    def _finish_and_follow(self) -> None:
+        """:meth:`_finish`, and whole masters follow weights that the caller has written, as they do
         in an update."""
-        self._settle()
+        self._finish()
         gone = (storages.is_empty(dtensor.with_history(r.parameter)) for r in self._params)
         if self.is_away or any(gone):
             return  # nothing can have been written into what has no memory
@@ -528,7 +528,7 @@ class HybridDeviceOptimizer(Optimizer):
         super().add_param_group(param_group)
         if not self._built:
             return
-        self._members = Members(self.param_groups)
+        self._grouped = GroupedParameters(self.param_groups)
         group = len(self.param_groups) - 1
         try:
             check_supported(self._inner)
@@ -536,7 +536,7 @@ class HybridDeviceOptimizer(Optimizer):
                 self._extend([m for m in self._inventory.trainable() if m[1] == group])
         except BaseException:
             self.param_groups.pop()
-            self._members = Members(self.param_groups)
+            self._grouped = GroupedParameters(self.param_groups)
             raise
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -711,14 +711,14 @@ class HybridDeviceOptimizer(Optimizer):
         noticed by value; without it bf16 masters are at most half a bf16 ulp off.
         """
         self._device_state.check("resync()")
-        self._settle()
+        self._finish()
         self._set_masters_from_weights(self._params)
         self._forget_frozen_masters()
 
     def statistics(self) -> Statistics:
         """What is held where, and what the last step did."""
         return gather(
-            self._segments,
+            self._engines,
             self._params,
             self._device_state,
             self._transfer,
@@ -781,13 +781,13 @@ class HybridDeviceOptimizer(Optimizer):
         """
         self._health.check()
         if not self.is_away:
-            self._settle()
+            self._finish()
             self._reserve_offload()
 
     def _reserve_offload(self) -> tuple[Transfer, list[StorageBlock]]:
         if self._transfer is None:
             self._transfer = Transfer(self._backend, self._config.transfer)
-        arenas = [a for segment in self._segments for a in segment.arena_statistics()]
+        arenas = [a for engine in self._engines for a in engine.arena_statistics()]
         blocks = collect(self.device_tensors())
         self._transfer.reserve(blocks, taken_bytes=sum(arena.n_bytes for arena in arenas))
         return self._transfer, blocks
@@ -864,9 +864,9 @@ class HybridDeviceOptimizer(Optimizer):
 
     def prepare_offload(self) -> None:
         """See :class:`.Offloadable`."""
-        self._settle_masters()  # while they can see the weights
-        for segment in self._segments:
-            segment.idle()
+        self._finish_and_follow()  # while they can see the weights
+        for engine in self._engines:
+            engine.idle()
 
     def prepare_reload(self) -> None:
         """See :class:`.Offloadable`."""
@@ -880,7 +880,7 @@ class HybridDeviceOptimizer(Optimizer):
 
     def staging_buffers(self) -> list[Tensor]:
         """See :class:`.Offloadable`."""
-        return [tensor for segment in self._segments for tensor in segment.staging()]
+        return [tensor for engine in self._engines for tensor in engine.staging()]
 
     def set_away(self, copies: HostCopies) -> None:
         """See :class:`.Offloadable`."""
@@ -891,8 +891,8 @@ class HybridDeviceOptimizer(Optimizer):
         """See :class:`.Offloadable`."""
         self._device_state.come_back(arrival)
         ready = self._backend.current_stream().record()
-        for segment in self._segments:
-            segment.follow(ready if arrival is None else arrival, ready)
+        for engine in self._engines:
+            engine.follow(ready if arrival is None else arrival, ready)
         self._show_all()
 
     def _show_all(self) -> None:
@@ -909,7 +909,7 @@ class HybridDeviceOptimizer(Optimizer):
 
     # ------------------------------------------------------------------ for local snapshots
 
-    def _settle(self) -> None:
+    def _finish(self) -> None:
         """Finish all transfers and follow outside writes: memory then says what the state is,
         and may be written into.
 
@@ -925,15 +925,15 @@ class HybridDeviceOptimizer(Optimizer):
                 reason="backward has updated some parameters, and step() is to update the others",
                 remedy="call step() first",
             )
-        for segment in self._segments:
-            segment.discard()
+        for engine in self._engines:
+            engine.discard()
         self._adopt_shown()
 
     def _start_over(self) -> None:
         """All state is about to be replaced: an iteration that has begun is given up."""
         self._drain_quietly()
-        for segment in self._segments:
-            segment.abort()
+        for engine in self._engines:
+            engine.abort()
         if self._overlap is not None:
             self._overlap.work = None
             self._overlap.open_all()  # an update that failed is waited for no more
@@ -998,7 +998,7 @@ class HybridDeviceOptimizer(Optimizer):
         if not added:
             return
         self._check_device(added)
-        params, natives = self._inventory.plan(added, first=not self._segments)
+        params, natives = self._inventory.plan(added, first=not self._engines)
         frozen = {m[0]: self._shown[m[0]] for m in added if self._shown.get(m[0])}
         for param in params:
             state_io.check(param, frozen.get(param.parameter, {}))
@@ -1007,7 +1007,7 @@ class HybridDeviceOptimizer(Optimizer):
             param.spec = replace(param.spec, index=index)
         rank0 = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
         with torch.no_grad():
-            segment = Segment(
+            engine = Engine(
                 self._inner,
                 everything,
                 params,
@@ -1020,16 +1020,16 @@ class HybridDeviceOptimizer(Optimizer):
             try:
                 shown = self._first_state(params, frozen)
             except BaseException:
-                segment.close()
+                engine.close()
                 raise
-        self._closers.append(weakref.finalize(self, segment.close))
-        self._segments.append(segment)
+        self._closers.append(weakref.finalize(self, engine.close))
+        self._engines.append(engine)
         self._params = everything
         self._never_have_gradients = [
             r for r in everything if dtensor.never_has_gradient(r.parameter)
         ]
         if self._overlap is not None:
-            self._overlap.attach(everything, self._segments)
+            self._overlap.attach(everything, self._engines)
         self._shown.update(shown)
         self._reserved.update(parameter for parameter, _ in added)
         self._inventory.commit(params, natives)
@@ -1097,8 +1097,8 @@ class HybridDeviceOptimizer(Optimizer):
         if self._ignores_module_loads():
             return
         self._drain_quietly()
-        for segment in self._segments:
-            segment.discard()
+        for engine in self._engines:
+            engine.discard()
         before, self._weights_before = self._weights_before, None
         params = self._mastered()
         if before is not None:
@@ -1134,20 +1134,20 @@ class HybridDeviceOptimizer(Optimizer):
                     shown.pop(form.value, None)
 
     def _host_buckets(self) -> Iterator[HostBucket]:
-        for segment in self._segments:
-            yield from segment.host.buckets if segment.host is not None else ()
+        for engine in self._engines:
+            yield from engine.host.buckets if engine.host is not None else ()
 
     def _trust_shards(self) -> None:
         self._followed = None
-        for segment in self._segments:
-            segment.trust_shards()
+        for engine in self._engines:
+            engine.trust_shards()
 
     def _drain(self) -> None:
         with contextlib.ExitStack() as waits:  # runs all of them, even if one raises
             if self._overlap is not None:
                 waits.callback(self._overlap.let_read)  # last
-            for segment in self._segments:
-                waits.callback(segment.synchronize)
+            for engine in self._engines:
+                waits.callback(engine.synchronize)
             waits.callback(self._device_state.wait)
         if self._overlap is not None:
             self._overlap.open_all()
@@ -1162,9 +1162,9 @@ class HybridDeviceOptimizer(Optimizer):
             self._overlap.unwatch()
             self._overlap.clear_spent()
             self._overlap = None  # hooks that others have wrapped pass on from here
-        for segment in self._segments:
-            segment.close()
-        self._segments.clear()
+        for engine in self._engines:
+            engine.close()
+        self._engines.clear()
         self._params.clear()
         self._reserved.clear()
         if self._transfer is not None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ..memory.transfer import Transfer
-from ..pipeline.engine import Segment
+from ..pipeline.engine import Engine
 from ..pipeline.native import States, native_bytes
 from ..update.params import ParamState
 from .device_state import DeviceState
@@ -54,7 +54,7 @@ class Statistics:
 
 
 def gather(
-    segments: Sequence[Segment],
+    engines: Sequence[Engine],
     params: Sequence[ParamState],
     place: DeviceState,
     transfer: Transfer | None,
@@ -64,7 +64,7 @@ def gather(
     steps: int,
     step_ms: float,
 ) -> Statistics:
-    """Add up what all segments hold."""
+    """Add up what all engines hold."""
     # Else a PhaseOffloader has it.
     own = transfer if transfer is not None and transfer.is_away else None
     lanes: dict[str, int] = {}
@@ -75,21 +75,21 @@ def gather(
     if natives:
         lanes["native"] = len(natives)
         device_bytes += native_bytes(natives, state)
-    arenas = [a for segment in segments for a in segment.arena_statistics() if a.n_bytes]
+    arenas = [a for engine in engines for a in engine.arena_statistics() if a.n_bytes]
     return Statistics(
         steps=steps,
         parameters=lanes,
         device_state_bytes=0 if place.has_left else device_bytes,
-        host_state_bytes=sum(s.payload_bytes for s in segments),
+        host_state_bytes=sum(s.payload_bytes for s in engines),
         host_arena_bytes=sum(a.n_bytes for a in arenas),
         pinned=bool(arenas) and all(a.pinned for a in arenas),
         pin_seconds=sum(a.touch_seconds + a.pin_seconds for a in arenas),
         is_away=place.is_away,
         away_bytes=(own.away_bytes if own else device_bytes) if place.has_left else 0,
         offload_reserved_bytes=0 if transfer is None else transfer.buffers.n_bytes,
-        staging_bytes=sum(s.staging_bytes for s in segments),
-        buckets=sum(s.bucket_count for s in segments),
-        moved_bytes=sum(s.moved_bytes for s in segments),
-        fetched_bytes=sum(s.fetched_bytes for s in segments),
+        staging_bytes=sum(s.staging_bytes for s in engines),
+        buckets=sum(s.bucket_count for s in engines),
+        moved_bytes=sum(s.moved_bytes for s in engines),
+        fetched_bytes=sum(s.fetched_bytes for s in engines),
         step_ms=step_ms,
     )

@@ -157,7 +157,7 @@ def check_any_gradient(
     )
 
 
-class Members:
+class GroupedParameters:
     """Which parameter is in which group of an optimizer, as it was when it was last looked at."""
 
     def __init__(self, groups: Sequence[Mapping[str, Any]]) -> None:

@@ -492,7 +492,7 @@ def _dense(tensor: Tensor) -> list[tuple[str, Tensor]]:
     shard = dtensor.with_history(tensor)
     if type(shard) in (Tensor, nn.Parameter) and shard.layout is torch.strided:  # nearly always
         return [("", shard)]
-    return dtensor.plain_parts(tensor)
+    return dtensor.plain_tensors(tensor)
 
 
 def _offloadable(optimizer: Any, backend: Backend) -> Offloadable | None:

@@ -49,7 +49,7 @@ DEFAULT_DEVICE_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)
-class _GatePart:
+class _GateUpdates:
     """What of a gate is in which lane."""
 
     streamed: list[int]  # buckets
@@ -58,19 +58,19 @@ class _GatePart:
 
 
 @dataclass(frozen=True)
-class Section:
+class DtypeGroup:
     """Parameters that share a lane and every dtype, laid out together."""
 
-    members: list[ParamState]
+    params: list[ParamState]
     layout: Layout
 
     @property
     def first(self) -> ParamState:
         """A representative."""
-        return self.members[0]
+        return self.params[0]
 
 
-def make_sections(params: Sequence[ParamState], config: OffloadConfig) -> list[Section]:
+def make_dtype_groups(params: Sequence[ParamState], config: OffloadConfig) -> list[DtypeGroup]:
     """Group parameters by lane and dtypes (order kept) and lay each group out in one arena."""
     host_factor = HOST_BUCKET_FACTOR if config.overlap == "step" else 1
 
@@ -81,22 +81,22 @@ def make_sections(params: Sequence[ParamState], config: OffloadConfig) -> list[S
 
     order = {k: i for i, k in reversed(list(enumerate(map(key, params))))}
     ordered = sorted(params, key=lambda param: order[key(param)])  # stable
-    sections, stop = [], 0
+    dtype_groups, stop = [], 0
     for _, group in groupby(ordered, key=key):
-        members = list(group)
-        start = 0 if members[0].lane == "resident" else stop
+        params = list(group)
+        start = 0 if params[0].lane == "resident" else stop
         layout = make_layout(
-            [r.spec for r in members],
-            bucket_bytes=config.bucket_bytes * (host_factor if members[0].lane == "host" else 1),
+            [r.spec for r in params],
+            bucket_bytes=config.bucket_bytes * (host_factor if params[0].lane == "host" else 1),
             arena_start=start,
         )
-        if members[0].lane != "resident":
+        if params[0].lane != "resident":
             stop = layout.arena_stop
-        sections.append(Section(members, layout))
-    return sections
+        dtype_groups.append(DtypeGroup(params, layout))
+    return dtype_groups
 
 
-class Segment:
+class Engine:
     """Memory and lanes of the parameters that were added together.
 
     Raises:
@@ -119,12 +119,12 @@ class Segment:
         self.backend, self.config = backend, config
         self._added = list(added)
         transfer = config.transfer
-        sections = make_sections(added, config)
-        away = [s for s in sections if s.first.lane != "resident"]
+        dtype_groups = make_dtype_groups(added, config)
+        away = [s for s in dtype_groups if s.first.lane != "resident"]
         self.host_bytes = max((s.layout.arena_stop for s in away), default=0)
         self.payload_bytes = sum(s.layout.payload_bytes for s in away)
-        host = [s for s in sections if s.first.lane == "host"]
-        threads = host_threads(config, beside=_is_beside(sections)) if host else 1
+        host = [s for s in dtype_groups if s.first.lane == "host"]
+        threads = host_threads(config, beside=_is_beside(dtype_groups)) if host else 1
         # A class of the user's own may keep what its instances share: one thread at a time.
         pool = (threads, 1) if is_torch_class(optimizer) else (1, threads)
         sizes = _host_staging_sizes(host, pool[0])
@@ -141,13 +141,13 @@ class Segment:
         self._resident_updated: Event | None = None
         self._host_written: Event | None = None
         self._without_scratch: list[BucketUpdate] = []  # one of each kind, while there is none
-        self._gates: list[_GatePart] = []
+        self._gates: list[_GateUpdates] = []
         try:
             arena = self._arena(self.host_bytes, show_progress)
-            self._make_tensors(sections, arena)
-            self.scratch = self._scratch(sections)
-            self.resident = self._resident(optimizer, sections, params)
-            self.streamed = self._streamed(optimizer, sections, params, arena)
+            self._make_tensors(dtype_groups, arena)
+            self.scratch = self._scratch(dtype_groups)
+            self.resident = self._resident(optimizer, dtype_groups, params)
+            self.streamed = self._streamed(optimizer, dtype_groups, params, arena)
             self._release_scratch()
             if host:
                 memory = self._arena(sizes.host_bytes, show_progress=False)
@@ -180,31 +180,31 @@ class Segment:
         """Zeros for state of the resident lane."""
         return torch.zeros(numel, dtype=dtype, device=self.backend.device)
 
-    def _make_tensors(self, sections: list[Section], arena: HostArena) -> None:
+    def _make_tensors(self, dtype_groups: list[DtypeGroup], arena: HostArena) -> None:
         """The authoritative state tensors: flat, own storage, offset 0."""
-        for section in sections:
-            for param in section.members:
+        for group in dtype_groups:
+            for param in group.params:
                 for kind, numel in param.kinds:
                     if param.lane == "resident":
                         tensor = self._on_device(numel, kind.dtype)
                     else:
-                        offset = section.layout.offsets[param.index, kind.name]
+                        offset = group.layout.offsets[param.index, kind.name]
                         tensor = arena.tensor(offset, numel, kind.dtype)
                     param.tensors[kind.name] = tensor
                 fill_initial(param, only_shown=True)
                 if param.form is MasterForm.WHOLE:
                     write_master(param, {})
 
-    def _scratch(self, sections: list[Section]) -> Scratch:
+    def _scratch(self, dtype_groups: list[DtypeGroup]) -> Scratch:
         sizes = [
             Scratch.bytes_of(s.first, s.layout.scratch_numel)
-            for s in sections
+            for s in dtype_groups
             if s.first.lane != "host"
         ]
         return Scratch(self.backend.allocate(max(sizes, default=0)))
 
     def _resident(
-        self, optimizer: Optimizer, sections: list[Section], params: list[ParamState]
+        self, optimizer: Optimizer, dtype_groups: list[DtypeGroup], params: list[ParamState]
     ) -> list[BucketUpdate]:
         def view(slice_: Slice, kind: Kind, numel: int) -> Tensor:
             tensor = params[slice_.spec.index].tensors[kind.name]
@@ -215,23 +215,23 @@ class Segment:
 
         return [
             BucketUpdate(optimizer, bucket, params, view, self.scratch)
-            for section in sections
-            if section.first.lane == "resident"
-            for bucket in section.layout.buckets
+            for group in dtype_groups
+            if group.first.lane == "resident"
+            for bucket in group.layout.buckets
         ]
 
     def _streamed(
         self,
         optimizer: Optimizer,
-        sections: list[Section],
+        dtype_groups: list[DtypeGroup],
         params: list[ParamState],
         arena: HostArena,
     ) -> StreamedLane | None:
         pairs = [
-            (section.layout, bucket)
-            for section in sections
-            if section.first.lane == "streamed"
-            for bucket in section.layout.buckets
+            (group.layout, bucket)
+            for group in dtype_groups
+            if group.first.lane == "streamed"
+            for bucket in group.layout.buckets
         ]
         if not pairs:
             return None
@@ -288,7 +288,7 @@ class Segment:
     def _host(
         self,
         optimizer: Optimizer,
-        sections: list[Section],
+        dtype_groups: list[DtypeGroup],
         params: list[ParamState],
         arena: HostArena,
         staging: HostStaging,
@@ -297,7 +297,7 @@ class Segment:
         setup = thread_setup(self.backend, bind=self.config.transfer.bind_threads)
         self.worker = ThreadPool(*pool, setup) if self.backend.has_threads else InlineWorker()
         lane = HostLane(self.backend, staging, self.worker, setup)
-        pairs = [(s.layout, bucket) for s in sections for bucket in s.layout.buckets]
+        pairs = [(s.layout, bucket) for s in dtype_groups for bucket in s.layout.buckets]
         lane.buckets = [
             HostBucket(optimizer, layout, bucket, params, arena, staging, i)
             for i, (layout, bucket) in enumerate(pairs)
@@ -389,7 +389,7 @@ class Segment:
         host = self.host.buckets if self.host else []
         streamed = self.streamed.buckets if self.streamed else []
         self._gates = [
-            _GatePart(
+            _GateUpdates(
                 [i for i, bucket in enumerate(streamed) if not gate.isdisjoint(bucket.indices)],
                 resident=gate is native or not gate.isdisjoint(resident),
                 host=[i for i, b in enumerate(host) if not gate.isdisjoint(b.indices)],
@@ -533,14 +533,14 @@ class Segment:
         self.scratch = Scratch(torch.empty(0, dtype=torch.uint8))
 
 
-def _host_staging_sizes(sections: list[Section], threads: int) -> HostStagingSizes:
+def _host_staging_sizes(dtype_groups: list[DtypeGroup], threads: int) -> HostStagingSizes:
     """What the buffers of the host lane have to hold.
 
     Args:
-        sections: those of the host lane.
+        dtype_groups: those of the host lane.
         threads: that update at once.
     """
-    layouts = [(s.layout, s.first) for s in sections]
+    layouts = [(s.layout, s.first) for s in dtype_groups]
     numel_bytes = [x.scratch_numel * param.compute_dtype.itemsize for x, param in layouts]
     shard_bytes = [x.scratch_numel * param.info.dtype.itemsize for x, param in layouts]
     return HostStagingSizes(
@@ -555,11 +555,11 @@ def _host_staging_sizes(sections: list[Section], threads: int) -> HostStagingSiz
     )
 
 
-def _is_beside(sections: list[Section]) -> bool:
+def _is_beside(dtype_groups: list[DtypeGroup]) -> bool:
     """See :func:`.plan.lanes.is_beside`."""
 
     def payload_bytes(lane: str) -> int:
-        return sum(s.layout.payload_bytes for s in sections if s.first.lane == lane)
+        return sum(s.layout.payload_bytes for s in dtype_groups if s.first.lane == lane)
 
     return is_beside(payload_bytes("streamed"), payload_bytes("host"))
 

@@ -140,15 +140,15 @@ class HostBucket:
     ) -> None:
         self.index, self.bucket = index, bucket
         self.indices = sorted({s.spec.index for s in bucket.slices})
-        members = [params[s.spec.index] for s in bucket.slices]
-        compute, shard = members[0].compute_dtype, members[0].info.dtype
+        own = [params[s.spec.index] for s in bucket.slices]
+        compute, shard = own[0].compute_dtype, own[0].info.dtype
         self._rounds_by_codec = shard == torch.bfloat16 and compute == torch.float32
         self._master_kind = Kind(MasterForm.WHOLE.value, compute)
         span = next(s for s in bucket.spans if s.kind == self._master_kind)
         self.sent_bytes = span.n_bytes
         self.shards = [
             dtensor.local(r.parameter).view(-1)[s.start : s.stop]
-            for r, s in zip(members, bucket.slices, strict=True)
+            for r, s in zip(own, bucket.slices, strict=True)
         ]
         self.master = arena.tensor(span.arena_start, span.n_bytes // compute.itemsize, compute)
         self.master_slices = self._cut(self.master)

@@ -47,7 +47,7 @@ from .worker import InlineWorker, ThreadPool, Ticket, Worker
 
 
 @dataclass(eq=False)
-class _Passage:
+class _Update:
     """A bucket on its way through the lane."""
 
     bucket: HostBucket
@@ -81,7 +81,7 @@ class HostLane:
         self._driver: Worker | None = None  # from the first offer on
         self._out = backend.stream("host_out")
         self._back = backend.stream("host_back")
-        self._under_way: deque[_Passage] = deque()
+        self._under_way: deque[_Update] = deque()
         self._waited: set[Event] = set()  # of one iteration: the stream out is behind them
         self._waited_in: weakref.ref[Work] | None = None
         self._failure: LaneError | None = None
@@ -166,7 +166,7 @@ class HostLane:
         written = PendingEvent(self._advance)
         with self._lock:
             self._promised.add(written)
-        self._driver.submit(self._drive, _Passage(bucket, gradients, work, ready, written))
+        self._driver.submit(self._drive, _Update(bucket, gradients, work, ready, written))
         return written
 
     def _make_driver(self) -> Worker:
@@ -231,13 +231,13 @@ class HostLane:
 
     # ------------------------------------------------------------------ on the driver
 
-    def _drive(self, passage: _Passage) -> None:
+    def _drive(self, update: _Update) -> None:
         """Enqueue one bucket's way out."""
         if self._failure is not None:
-            self._settle(passage, None)
+            self._complete(update, None)
             return
-        self._guarded(lambda: self._push(passage))
-        driver, ticket = self._driver, passage.ticket
+        self._guarded(lambda: self._push(update))
+        driver, ticket = self._driver, update.ticket
         if self._backend.has_threads and driver is not None and ticket is not None:
             ticket.when_done(lambda: _submit(driver, self._guarded, self._return_updated))
 
@@ -265,15 +265,15 @@ class HostLane:
         while self._under_way and not written.is_recorded():
             self._return_oldest()
 
-    def _settle(self, passage: _Passage, event: Event | None) -> None:
-        if passage.written is None:
+    def _complete(self, update: _Update, event: Event | None) -> None:
+        if update.written is None:
             return
         with self._lock:
-            self._promised.discard(passage.written)
+            self._promised.discard(update.written)
         if event is not None:
-            passage.written.settle(event)
+            update.written.complete(event)
         elif self._failure is not None:
-            passage.written.fail(self._failure)
+            update.written.fail(self._failure)
 
     # ------------------------------------------------------------------ on either
 
@@ -289,49 +289,49 @@ class HostLane:
         Blocks until the latter has been updated. Arguments are those of :meth:`submit`.
         """
         self.moved_bytes += bucket.sent_bytes
-        self._push(_Passage(bucket, gradients, work, list(ready)))
+        self._push(_Update(bucket, gradients, work, list(ready)))
 
     def flush(self) -> None:
         """Wait for all updates under way and enqueue the way back."""
         while self._under_way:
             self._return_oldest()
 
-    def _push(self, passage: _Passage) -> None:
-        self._fetch(passage)
-        self._under_way.append(passage)
+    def _push(self, update: _Update) -> None:
+        self._fetch(update)
+        self._under_way.append(update)
         if len(self._under_way) >= self.staging.depth:
             self._return_oldest()
 
     def _return_oldest(self) -> None:
-        passage = self._under_way[0]
-        assert passage.ticket is not None
-        passage.ticket.wait(self.worker.alive)
+        update = self._under_way[0]
+        assert update.ticket is not None
+        update.ticket.wait(self.worker.alive)
         self._under_way.popleft()
-        self._settle(passage, self._return(passage))
+        self._complete(update, self._return(update))
 
-    def _fetch(self, passage: _Passage) -> None:
-        bucket = passage.bucket
+    def _fetch(self, update: _Update) -> None:
+        bucket = update.bucket
         slot = bucket.index % self.staging.depth
         if (user := self.staging.host_user[slot]) is not None:
             user.wait(self.worker.alive)
-        self._wait_for_gradients(passage)
-        self._out.launch(bucket.send_gradients, passage.gradients)
+        self._wait_for_gradients(update)
+        self._out.launch(bucket.send_gradients, update.gradients)
         arrived = self._out.record()
-        passage.ticket = self.worker.submit(bucket.update, arrived, passage.work)
-        self.staging.host_user[slot] = passage.ticket
+        update.ticket = self.worker.submit(bucket.update, arrived, update.work)
+        self.staging.host_user[slot] = update.ticket
 
-    def _wait_for_gradients(self, passage: _Passage) -> None:
+    def _wait_for_gradients(self, update: _Update) -> None:
         """Let the stream out wait, once for each event of an iteration."""
-        if self._waited_in is None or self._waited_in() is not passage.work:
-            self._waited_in = weakref.ref(passage.work)
+        if self._waited_in is None or self._waited_in() is not update.work:
+            self._waited_in = weakref.ref(update.work)
             self._waited.clear()
-        for event in passage.ready:
+        for event in update.ready:
             if event not in self._waited:
                 self._waited.add(event)
                 self._out.wait(event)
 
-    def _return(self, passage: _Passage) -> Event:
-        self._back.launch(passage.bucket.write_shards, passage.gradients)
+    def _return(self, update: _Update) -> Event:
+        self._back.launch(update.bucket.write_shards, update.gradients)
         return self._back.record()
 
 

@@ -31,25 +31,25 @@ class NativeUpdate:
 
     Args:
         optimizer: the wrapped optimizer.
-        members: (parameter, index of its param_group), in order.
+        placed: (parameter, index of its param_group), in order.
         state: what the optimizer shows as its state; the class reads and writes it itself, so
             what the caller puts there or deletes counts as it does without wrapping.
     """
 
     def __init__(
-        self, optimizer: Optimizer, members: list[tuple[Tensor, int]], state: States
+        self, optimizer: Optimizer, placed: list[tuple[Tensor, int]], state: States
     ) -> None:
-        self.parameters = [parameter for parameter, _ in members]
-        self._indices = sorted({group for _, group in members})
+        self.parameters = [parameter for parameter, _ in placed]
+        self._indices = sorted({group for _, group in placed})
         groups: list[dict[str, Any]] = [
-            {"params": [p for p, group in members if group == index]} for index in self._indices
+            {"params": [p for p, group in placed if group == index]} for index in self._indices
         ]
         self._shadow = make_shadow(optimizer, groups)
         self._step = raw_step(type(optimizer))
         self._shadow.__dict__["state"] = state
 
     def run(self, snapshot: Snapshot) -> None:
-        """Step every member that has a gradient."""
+        """Step every parameter that has a gradient."""
         for group, index in zip(self._shadow.param_groups, self._indices, strict=True):
             group.update(snapshot.groups[index])
         with torch.no_grad():

@@ -33,7 +33,7 @@ from ..core.spent import SpentGradient, another_backward_error, is_spent
 from ..plan.order import assumed_ready_ms
 from ..update.params import ParamState, Work
 from ..update.schema import is_torch_class, works_on_matrices
-from .engine import Segment
+from .engine import Engine
 from .streamed import Mark, best_ms_per_byte
 
 ASSUMED_MS_PER_BYTE: Final = 1 / 50e6
@@ -133,8 +133,8 @@ class Overlap:
         ends = [group.watch(i, self, backend) for i, group in enumerate(groups)]
         self.unwatch: Callable[[], None] = weakref.finalize(self, _call_all, ends)
 
-    def attach(self, params: Sequence[ParamState], segments: Sequence[Segment]) -> None:
-        """Tell gates and segments of each other, whenever parameters are added."""
+    def attach(self, params: Sequence[ParamState], engines: Sequence[Engine]) -> None:
+        """Tell gates and engines of each other, whenever parameters are added."""
         by_parameter = {param.parameter: param for param in params}
         self._spent = {p: spent for p, spent in self._spent.items() if p in by_parameter}
         for rank, gate in enumerate(self.gates):
@@ -149,10 +149,10 @@ class Overlap:
                 spent = SpentGradient(param.parameter, param.fqn)
                 spent.in_backward = self._in_backward
                 self._spent[param.parameter] = spent
-        members = [frozenset(r.index for r in gate.params) for gate in self._all_gates()]
-        for segment in segments:
-            segment.watch_gates(members)
-        self._reorder(segments, self._assumed_ready_ms(), ASSUMED_MS_PER_BYTE)
+        indices = [frozenset(r.index for r in gate.params) for gate in self._all_gates()]
+        for engine in engines:
+            engine.watch_gates(indices)
+        self._reorder(engines, self._assumed_ready_ms(), ASSUMED_MS_PER_BYTE)
 
     def _all_gates(self) -> list[Gate]:
         return [*self.gates, self._ungated]
@@ -196,11 +196,11 @@ class Overlap:
                     current.wait(event)
                 self._open(gate)
 
-    def close(self, work: Work, segments: Sequence[Segment]) -> None:
+    def close(self, work: Work, engines: Sequence[Engine]) -> None:
         """After ``step()`` has enqueued all updates: close the gates, spend the gradients."""
         current = self._backend.current_stream()
         for index, gate in enumerate(self._all_gates()):
-            events = [event for segment in segments for event in segment.updated(index)]
+            events = [event for engine in engines for event in engine.updated(index)]
             if gate.group is None:
                 for event in events:
                     current.wait(event)
@@ -214,7 +214,7 @@ class Overlap:
             self.spend(gate.params)
         self.work, self._passed = None, 0
         self._steps += 1
-        self._reorder_when_measured(segments)
+        self._reorder_when_measured(engines)
 
     def open_all(self) -> None:
         """Everything has been waited for, or is written anew."""
@@ -242,10 +242,10 @@ class Overlap:
             sizes, sum(sizes) * ASSUMED_MS_PER_BYTE, backward_share=ASSUMED_BACKWARD_SHARE
         )
 
-    def _reorder_when_measured(self, segments: Sequence[Segment]) -> None:
+    def _reorder_when_measured(self, engines: Sequence[Engine]) -> None:
         """Follow the times of an earlier iteration, as soon as the device has gone through it."""
         if self._steps in REORDER_AFTER:
-            lanes = [s.streamed for s in segments if s.streamed is not None]
+            lanes = [s.streamed for s in engines if s.streamed is not None]
             self._watched = Times(
                 [gate.reduced for gate in self.gates], [lane.marks for lane in lanes]
             )
@@ -256,12 +256,12 @@ class Overlap:
         ready_ms, ms_per_byte = self._watched.ready_ms(), self._watched.ms_per_byte()
         self._watched = None
         if not self._in_backward:
-            self._reorder(segments, [0.0] * len(self.gates), ASSUMED_MS_PER_BYTE)
+            self._reorder(engines, [0.0] * len(self.gates), ASSUMED_MS_PER_BYTE)
         elif ready_ms and ms_per_byte:
-            self._reorder(segments, ready_ms, ms_per_byte)
+            self._reorder(engines, ready_ms, ms_per_byte)
 
     def _reorder(
-        self, segments: Sequence[Segment], ready_ms: Sequence[float], ms_per_byte: float
+        self, engines: Sequence[Engine], ready_ms: Sequence[float], ms_per_byte: float
     ) -> None:
         count = sum(len(gate.params) for gate in self._all_gates())
         # Ungated parameters: the stream of step() waits for them, so they come first.
@@ -269,9 +269,9 @@ class Overlap:
         for gate, ready in zip(self.gates, ready_ms, strict=True):
             for param in gate.params:
                 by_param[param.index], ranks[param.index] = ready, gate.rank
-        for segment in segments:
-            if not segment.has_begun:
-                segment.reorder(by_param, ranks, ms_per_byte)
+        for engine in engines:
+            if not engine.has_begun:
+                engine.reorder(by_param, ranks, ms_per_byte)
 
     # ------------------------------------------------------------------ Watcher
 

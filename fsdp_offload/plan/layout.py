@@ -1,9 +1,9 @@
 """Where every byte of state lies and how it is cut into buckets: pure arithmetic.
 
 [Note: arena layout]
-A *section* is a list of parameters in one fixed order that share a lane, a shard dtype and a
+A *dtype group* is a list of parameters in one fixed order that share a lane, a shard dtype and a
 compute dtype. Its part of the arena is *kind-major*: all ``exp_avg``, then all ``exp_avg_sq``, ...
-Within a kind, parameters follow the section's order, each starting at a multiple of 64 elements.
+Within a kind, parameters follow the group's order, each starting at a multiple of 64 elements.
 So each parameter's state of a kind is one contiguous run, and a *bucket*, a contiguous range of
 the order, is one contiguous range per kind: one copy each way.
 
@@ -107,7 +107,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Bucket:
-    """A contiguous range of a section's order."""
+    """A contiguous range of a group's order."""
 
     slices: tuple[Slice, ...]
     spans: tuple[Span, ...]
@@ -122,7 +122,7 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Layout:
-    """A section's place in the arena and its buckets."""
+    """A dtype group's place in the arena and its buckets."""
 
     buckets: tuple[Bucket, ...]
     offsets: dict[tuple[int, str], int] = field(hash=False)  # (parameter, kind) -> arena byte
@@ -145,7 +145,7 @@ def make_layout(specs: Sequence[ParamSpec], *, bucket_bytes: int, arena_start: i
     """Lay ``specs`` out from byte ``arena_start`` on and cut them into buckets.
 
     Args:
-        specs: parameters in the section's order.
+        specs: parameters in the group's order.
         bucket_bytes: state bytes that a bucket may hold; a parameter that cannot be cut may
             exceed it.
         arena_start: first byte; rounded up to the slot alignment.
@@ -168,9 +168,9 @@ def _place(specs: Sequence[ParamSpec], start: int) -> tuple[dict[tuple[int, str]
             kinds.setdefault(kind, []).append((spec.index, numel))
     offsets: dict[tuple[int, str], int] = {}
     cursor = stop = start
-    for kind, members in kinds.items():
+    for kind, numels in kinds.items():
         cursor = align(stop, SLOT_ALIGN_BYTES)
-        for index, numel in members:
+        for index, numel in numels:
             offsets[index, kind.name] = cursor
             stop = cursor + numel * kind.itemsize
             cursor += align(numel, ALIGN_NUMEL // kind.block_numel) * kind.itemsize

@@ -103,7 +103,7 @@ class AddressTables:
         self._numels, self._make = numels, make
         self._tables: list[tuple[list[int], AddressTable]] | None = None  # with indices of slices
 
-    def parts(self, gradients: Sequence[Tensor | None]) -> list[TableRows] | None:
+    def rows_of(self, gradients: Sequence[Tensor | None]) -> list[TableRows] | None:
         """One per table; None where something is out of the ordinary: a gradient is missing, they
         are of several dtypes or of one that kernels do not read, or something is not aligned."""
         present = [gradient for gradient in gradients if gradient is not None]
@@ -112,19 +112,19 @@ class AddressTables:
             return None
         if self._tables is None:
             self._tables = self._make_all()
-        parts = []
-        for members, table in self._tables:
-            rows, addresses = table.rows(), addresses_of([present[i] for i in members])
+        found = []
+        for indices, table in self._tables:
+            rows, addresses = table.rows(), addresses_of([present[i] for i in indices])
             if rows is None or addresses is None:
                 return None
-            parts.append(TableRows(table, rows, addresses))
-        return parts
+            found.append(TableRows(table, rows, addresses))
+        return found
 
     def _make_all(self) -> list[tuple[list[int], AddressTable]]:
         filled = [index for index, numel in enumerate(self._numels) if numel]
         starts = range(0, len(filled), AddressTable.MOST)
-        members = [filled[start : start + AddressTable.MOST] for start in starts]
-        return [(some, self._make(some)) for some in members]
+        indices = [filled[start : start + AddressTable.MOST] for start in starts]
+        return [(some, self._make(some)) for some in indices]
 
 
 def addresses_of(gradients: Sequence[Tensor]) -> list[int] | None:

@@ -292,10 +292,10 @@ class BucketUpdate:
         if self._reduced is not None and self._reduced.run(gradients, snapshot):
             return
         self._unpack_moments(gradients)
-        parts = self._parts_at_once(gradients)
-        if parts is not None:
-            self._shadow.step(self._unpack_at_once(parts, gradients), snapshot)
-            self._pack_at_once(parts)
+        tables = self._table_rows(gradients)
+        if tables is not None:
+            self._shadow.step(self._unpack_at_once(tables, gradients), snapshot)
+            self._pack_at_once(tables)
         else:
             is_complete = all(gradient is not None for gradient in gradients)
             self._unpack()
@@ -303,33 +303,33 @@ class BucketUpdate:
             self._pack(gradients, is_complete)
         self._pack_moments(gradients)
 
-    def _parts_at_once(self, gradients: Sequence[Tensor | None]) -> list[TableRows] | None:
-        """See :meth:`.AddressTables.parts`; None also where Triton is missing."""
+    def _table_rows(self, gradients: Sequence[Tensor | None]) -> list[TableRows] | None:
+        """See :meth:`.AddressTables.rows_of`; None also where Triton is missing."""
         if self._tables is None or triton_kernels() is None:
             return None
-        return self._tables.parts(gradients)
+        return self._tables.rows_of(gradients)
 
     def _unpack_at_once(
-        self, parts: Sequence[TableRows], gradients: Sequence[Tensor | None]
+        self, tables: Sequence[TableRows], gradients: Sequence[Tensor | None]
     ) -> list[Tensor | None]:
         """:meth:`_unpack` and :meth:`_prepare`."""
         kernels, given = triton_kernels(), gradients[0]
         assert kernels is not None
         assert given is not None
         assert self._gradients is not None
-        for part in parts:
+        for rows in tables:
             kernels.unpack_table(
-                *part, self._flat_master, self._flat_gradient,
+                *rows, self._flat_master, self._flat_gradient,
                 bf16_gradient=given.dtype == torch.bfloat16,
             )  # fmt: skip
         return list(self._gradients)
 
-    def _pack_at_once(self, parts: Sequence[TableRows]) -> None:
+    def _pack_at_once(self, tables: Sequence[TableRows]) -> None:
         """:meth:`_pack`."""
         kernels = triton_kernels()
         assert kernels is not None
-        for part in parts:
-            kernels.pack_table(part.table, part.rows, self._flat_master)
+        for rows in tables:
+            kernels.pack_table(rows.table, rows.rows, self._flat_master)
 
     def _unpack_moments(self, gradients: list[Tensor | None]) -> None:
         for sliced, gradient, packed in zip(self.slices, gradients, self._packed, strict=True):
@@ -386,11 +386,11 @@ def table_of(
     slices: Sequence[Slice],
     weights: Sequence[Tensor],
     remainders: Sequence[Tensor],
-    members: Sequence[int],
+    indices: Sequence[int],
 ) -> AddressTable:
-    """Rows: weight, remainder; elements, place in scratch memory. ``members``: which slices."""
+    """Rows: weight, remainder; elements, place in scratch memory. ``indices``: which slices."""
     kernels = triton_kernels()
     assert kernels is not None
-    tensors = [(weights[i], remainders[i]) for i in members]
-    numbers = [[slices[i].scratch_start] for i in members]
+    tensors = [(weights[i], remainders[i]) for i in indices]
+    numbers = [[slices[i].scratch_start] for i in indices]
     return AddressTable(tensors, numbers, tile_numel=kernels.BLOCK)

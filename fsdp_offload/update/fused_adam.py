@@ -28,7 +28,7 @@ _REAL: Final = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
-class _Part:
+class _Call:
     """Pieces of one group and one dtype: one call."""
 
     group: int
@@ -78,11 +78,13 @@ class DirectAdam:
         for position, sliced in enumerate(self._slices):
             key = (sliced.param.group, sliced.tensor.dtype, _LARGEST in sliced.state)
             positions.setdefault(key, []).append(position)
-        self._parts = [self._part(key[0], some) for key, some in sorted(positions.items(), key=_by)]
+        self._calls = [
+            self._call_of(key[0], some) for key, some in sorted(positions.items(), key=_by)
+        ]
 
-    def _part(self, group: int, positions: list[int]) -> _Part:
+    def _call_of(self, group: int, positions: list[int]) -> _Call:
         slices = [self._slices[position] for position in positions]
-        return _Part(
+        return _Call(
             group,
             positions,
             [sliced.tensor for sliced in slices],
@@ -106,18 +108,18 @@ class DirectAdam:
             if not sliced.stepped or gradient.dtype != sliced.tensor.dtype:
                 return False
         calls = []
-        for part in self._parts:
-            group = groups[part.group]
-            if part.group in overrides:
-                group = {**group, **overrides[part.group]}
+        for call in self._calls:
+            group = groups[call.group]
+            if call.group in overrides:
+                group = {**group, **overrides[call.group]}
             values = settings(group, self._device)
-            if values is None or values["amsgrad"] != bool(part.largest):
+            if values is None or values["amsgrad"] != bool(call.largest):
                 return False
-            calls.append((part, values, bool(group["decoupled_weight_decay"])))
+            calls.append((call, values, bool(group["decoupled_weight_decay"])))
         with torch.no_grad():
-            for part, values, decoupled in calls:
-                some = [gradients[position] for position in part.positions]
-                _call(part, some, values, decoupled)
+            for call, values, decoupled in calls:
+                some = [gradients[position] for position in call.positions]
+                _call(call, some, values, decoupled)
         return True
 
 
@@ -127,15 +129,15 @@ def _by(entry: tuple[tuple[int, torch.dtype, bool], list[int]]) -> tuple[int, in
 
 
 def _call(
-    part: _Part, gradients: list[Tensor | None], values: dict[str, Any], decoupled: bool
+    call: _Call, gradients: list[Tensor | None], values: dict[str, Any], decoupled: bool
 ) -> None:
     lists: list[list[Any]] = [
-        part.parameters,
+        call.parameters,
         gradients,
-        part.averages,
-        part.squares,
-        part.largest,
-        part.steps,
+        call.averages,
+        call.squares,
+        call.largest,
+        call.steps,
     ]
     if any(gradient is None for gradient in gradients):
         present = [i for i, gradient in enumerate(gradients) if gradient is not None]

@@ -105,81 +105,81 @@ class ReducedAdam:
 
     def fits(self, snapshot: Snapshot) -> bool:
         """Whether :meth:`run` does the update with these hyper-parameters."""
-        return None not in self._recipes(snapshot).values()
+        return None not in self._constants(snapshot).values()
 
-    def _recipes(self, snapshot: Snapshot) -> dict[int, Recipe | None]:
+    def _constants(self, snapshot: Snapshot) -> dict[int, AdamConstants | None]:
         device = self._slices[0].tensor.device
-        return {index: _recipe(snapshot, index, device) for index in self.groups}
+        return {index: _constants_of(snapshot, index, device) for index in self.groups}
 
     def run(self, gradients: Sequence[Tensor | None], snapshot: Snapshot) -> bool:
         """Update all slices that have a gradient; False, and nothing done, if it has to be done
         by the class: hyper-parameters in tensors, or another implementation."""
-        recipes = self._recipes(snapshot)
-        if None in recipes.values():
+        by_group = self._constants(snapshot)
+        if None in by_group.values():
             return False
         if self._update is adam and len(self.groups) == 1:
-            (recipe,) = recipes.values()
-            assert recipe is not None
-            if self._run_at_once(gradients, recipe):
+            (constants,) = by_group.values()
+            assert constants is not None
+            if self._run_at_once(gradients, constants):
                 return True
         for operands, gradient in zip(self._operands, gradients, strict=True):
             if gradient is None:
                 continue
             sliced, both, weight, remainder, kept = operands
             sliced.updates += 1
-            recipe = recipes[sliced.param.group]
-            assert recipe is not None
+            constants = by_group[sliced.param.group]
+            assert constants is not None
             self._update(
                 both, weight, remainder, gradient, *kept,
-                sliced.state["step"], rng_key_of(sliced, 0), recipe, sliced.updates,
+                sliced.state["step"], rng_key_of(sliced, 0), constants, sliced.updates,
             )  # fmt: skip
             sliced.stepped = True
         return True
 
-    def _run_at_once(self, gradients: Sequence[Tensor | None], recipe: Recipe) -> bool:
+    def _run_at_once(self, gradients: Sequence[Tensor | None], constants: AdamConstants) -> bool:
         """:meth:`run` with one launch for up to eight slices; False, and nothing done, where
         something is out of the ordinary."""
         updates, given = self._slices[0].updates, gradients[0]
         if given is None or any(p.updates != updates for p in self._slices):
             return False
-        parts = self._tables.parts(gradients)
-        if parts is None:
+        tables = self._tables.rows_of(gradients)
+        if tables is None:
             return False
         _, both, _, remainder, _ = self._operands[0]
         flags = {
             "BF16_WEIGHT": remainder is not None,
             "BF16_GRADIENT": given.dtype == torch.bfloat16,
-            **recipe.flags,
+            **constants.flags,
             "INT8": both[0].has_scales,
             "STOCHASTIC": both[0].stochastic,
         }
         kernels = moment_kernels()
         assert kernels is not None
-        for part in parts:
-            kernels.adam_of_table(*part, updates + 1, recipe.numbers(updates + 1), **flags)
+        for rows in tables:
+            kernels.adam_of_table(*rows, updates + 1, constants.numbers(updates + 1), **flags)
         for sliced in self._slices:
             sliced.updates += 1
             sliced.stepped = True
         return True
 
 
-def table_of(operands: Sequence[Operands], members: Sequence[int]) -> AddressTable:
+def table_of(operands: Sequence[Operands], indices: Sequence[int]) -> AddressTable:
     """Rows: weight, remainder, codes and scales of both moments, step; elements, index of the first
     one in the global tensor, seed. What there is none of has the weight's address.
 
-    ``members``: which of the ``operands``.
+    ``indices``: which of the ``operands``.
     """
     kernels = moment_kernels()
     assert kernels is not None
     tensors, numbers = [], []
-    for sliced, _, weight, remainder, kept in (operands[i] for i in members):
+    for sliced, _, weight, remainder, kept in (operands[i] for i in indices):
         own = [weight, remainder, *kept[0], *kept[1], sliced.state["step"]]
         tensors.append([weight if tensor is None else tensor for tensor in own])
         numbers.append([sliced.param.origin + sliced.slice.start, sliced.param.seed])
     return AddressTable(tensors, numbers, tile_numel=kernels.TILE_NUMEL, free=(1, 2))
 
 
-class Recipe:
+class AdamConstants:
     """The hyper-parameters of one group in one step, as the kernel takes them."""
 
     def __init__(self, group: Mapping[str, Any]) -> None:
@@ -198,16 +198,16 @@ class Recipe:
         return self._numbers[updates]
 
 
-def _recipe(snapshot: Snapshot, index: int, device: torch.device) -> Recipe | None:
+def _constants_of(snapshot: Snapshot, index: int, device: torch.device) -> AdamConstants | None:
     """Of a group; None where the class has to update it."""
-    key = (Recipe, index)
+    key = (AdamConstants, index)
     if key not in snapshot.derived:
         group = snapshot.groups[index]
         values = settings(group, device)
         fits = values and not values["amsgrad"] and not isinstance(values["lr"], Tensor)
-        snapshot.derived[key] = Recipe(group) if fits else None
-    recipe: Recipe | None = snapshot.derived[key]
-    return recipe
+        snapshot.derived[key] = AdamConstants(group) if fits else None
+    constants: AdamConstants | None = snapshot.derived[key]
+    return constants
 
 
 def numbers_of(group: Mapping[str, Any], updates: int) -> tuple[float, ...]:
@@ -237,7 +237,7 @@ def adam(
     square: Kept,
     step: Tensor,
     rng_key: RngKey,
-    recipe: Recipe,
+    constants: AdamConstants,
     updates: int,
 ) -> None:
     """One update of one slice, in place; 1-D, contiguous, of one numel.
@@ -250,14 +250,14 @@ def adam(
         square: the second.
         step: 0-dim fp32; becomes one more.
         rng_key: random bits.
-        recipe: hyper-parameters.
+        constants: hyper-parameters.
         updates: of this parameter, with this one.
     """
     kernels = moment_kernels()
     assert kernels is not None
     kernels.adam(
         weight, remainder, gradient, average, square, step, rng_key.key, rng_key.first,
-        recipe.numbers(updates), stochastic=both[0].stochastic, **recipe.flags,
+        constants.numbers(updates), stochastic=both[0].stochastic, **constants.flags,
     )  # fmt: skip
 
 
@@ -270,11 +270,11 @@ def adam_plain(
     square: Kept,
     step: Tensor,
     rng_key: RngKey,
-    recipe: Recipe,
+    constants: AdamConstants,
     updates: int,
 ) -> None:
     """:func:`adam` in torch operations; the slow twin, for tests."""
-    numbers, flags = recipe.numbers(updates), recipe.flags
+    numbers, flags = constants.numbers(updates), constants.flags
     beta1, rest1, beta2, rest2, eps, decay, step_size, inverse_root = numbers
     master = weight
     if remainder is not None:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from fsdp_offload import HybridDeviceOptimizer
-from fsdp_offload.pipeline.engine import Segment
+from fsdp_offload.pipeline.engine import Engine
 from tests.helpers.ranks import RankPool
 
 from .runner import Outcome, run_seeds
@@ -54,10 +54,10 @@ FAULTS: dict[str, tuple[object, str, Callable[..., object]]] = {
         HybridDeviceOptimizer, "_trust_shards", lambda self: None,
     ),
     "state that was fetched ahead is used after it was written": (
-        Segment, "discard", lambda self: None,
+        Engine, "discard", lambda self: None,
     ),
     "masters do not follow weights before they are shown": (
-        HybridDeviceOptimizer, "_settle_masters", HybridDeviceOptimizer._settle,
+        HybridDeviceOptimizer, "_finish_and_follow", HybridDeviceOptimizer._finish,
     ),
 }  # fmt: skip
 """What an owner's method does wrongly."""

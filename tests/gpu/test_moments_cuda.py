@@ -109,8 +109,8 @@ def test_the_kernel_of_all_in_one_has_the_bits_of_its_twin(
 
     for group in (GROUP, GROUP | {"decoupled_weight_decay": False, "maximize": True}):
         here, there = operands("cpu"), operands("cuda")
-        reduced_adam.adam_plain(both, *here, RngKey(99, FAR), reduced_adam.Recipe(group), 5)
-        reduced_adam.adam(both, *there, RngKey(99, FAR), reduced_adam.Recipe(group), 5)
+        reduced_adam.adam_plain(both, *here, RngKey(99, FAR), reduced_adam.AdamConstants(group), 5)
+        reduced_adam.adam(both, *there, RngKey(99, FAR), reduced_adam.AdamConstants(group), 5)
         flat = [[*made[:3], *made[3], *made[4], made[5]] for made in (here, there)]
         for index, (a, b) in enumerate(zip(*flat, strict=True)):
             assert same(a, b), (index, group)

@@ -45,7 +45,7 @@ def train(
         loss.backward()
         if clip is not None:
             clip(0.05)
-        for segment in getattr(optimizer, "_segments", ()):
+        for segment in getattr(optimizer, "_engines", ()):
             segment.update.launch(torch.cuda._sleep, SLEEP)
         optimizer.step()
         ask_for_small_tensors()

@@ -110,7 +110,7 @@ def test_masters_at_once_have_the_bits_of_masters_one_by_one(
         at_once.optimizer.step()
         before = len(counts)
         with monkeypatch.context() as patch:
-            patch.setattr(BucketUpdate, "_parts_at_once", lambda *args: None)
+            patch.setattr(BucketUpdate, "_table_rows", lambda *args: None)
             one_by_one.optimizer.step()
         assert len(counts) == before
     assert max(counts) == 8, "several pieces went at once"

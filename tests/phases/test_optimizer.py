@@ -31,7 +31,7 @@ from fsdp_offload import (
 from fsdp_offload.core.backend import copy_all
 from fsdp_offload.memory import HostArena, buffers, transfer
 from fsdp_offload.memory.transfer import StorageBlock
-from fsdp_offload.pipeline.engine import Segment
+from fsdp_offload.pipeline.engine import Engine
 from fsdp_offload.testing import ADVERSARIES, StreamSimulator
 from tests.away import model_away
 from tests.helpers.side_by_side import MATRICES, SHAPES, SMALL, assert_same, bits, two_groups
@@ -83,7 +83,7 @@ def check_same_state(mine: HybridDeviceOptimizer, theirs: HybridDeviceOptimizer)
 
 def device_bytes(optimizer: HybridDeviceOptimizer) -> int:
     """Memory of everything that the optimizer keeps on the device."""
-    found = {t.untyped_storage()._cdata: t for s in optimizer._segments for t in s.staging()}
+    found = {t.untyped_storage()._cdata: t for s in optimizer._engines for t in s.staging()}
     for record in optimizer._params:
         if record.lane == "resident":
             for piece in record.slices:
@@ -518,7 +518,7 @@ def test_every_order_that_streams_allow_gives_the_same_bits(
 def test_a_step_that_does_not_follow_the_reload_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     wrap = {"offload_fraction": 0.0}
     expected, _ = simulated("immediate", True, FP32, wrap)
-    monkeypatch.setattr(Segment, "follow", lambda self, *events: None)
+    monkeypatch.setattr(Engine, "follow", lambda self, *events: None)
     found, _ = simulated("lag:phase_in", False, FP32, wrap)
     same = (torch.equal(bits(a), bits(b)) for a, b in zip(found, expected, strict=True))
     assert not all(same)

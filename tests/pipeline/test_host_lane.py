@@ -46,7 +46,7 @@ class Job:
             update_on="host",
             transfer=TransferConfig(bucket_bytes=4096, host_threads=threads),
         )
-        lane = self.optimizer._segments[0].host
+        lane = self.optimizer._engines[0].host
         assert lane is not None
         self.lane: HostLane = lane
 
@@ -387,7 +387,7 @@ def test_a_dropped_optimizer_frees_its_lane_without_the_cyclic_collector(
 
 def test_a_pending_event_runs_what_is_left_on_the_waiting_thread() -> None:
     done: Event = CpuBackend(CPU).current_stream().record()
-    pending = PendingEvent(lambda event: event.settle(done))
+    pending = PendingEvent(lambda event: event.complete(done))
 
     assert not pending.is_recorded()
     assert not pending.query()
@@ -398,7 +398,7 @@ def test_a_pending_event_runs_what_is_left_on_the_waiting_thread() -> None:
 def test_a_pending_event_that_was_settled_does_not_fail_any_more() -> None:
     done: Event = CpuBackend(CPU).current_stream().record()
     pending = PendingEvent(lambda event: None)
-    pending.settle(done)
+    pending.complete(done)
     pending.fail(ValueError("late"))
 
     assert pending.recorded() is done
@@ -425,9 +425,9 @@ def test_tickets_call_back_whether_asked_before_or_after_their_end() -> None:
 @pytest.fixture
 def beside_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
     """Segments offer to the host lane, as with ``overlap="forward"``, and wait for each bucket."""
-    run: Callable[..., None] = engine.Segment.run
+    run: Callable[..., None] = engine.Engine.run
 
-    def offer(segment: engine.Segment, work: Work, start: Event) -> None:
+    def offer(segment: engine.Engine, work: Work, start: Event) -> None:
         lane, segment.host = segment.host, None
         run(segment, work, start)
         segment.host = lane
@@ -439,7 +439,7 @@ def beside_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
             if bucket.written is not None:
                 current.wait(bucket.written)
 
-    monkeypatch.setattr(engine.Segment, "run", offer)
+    monkeypatch.setattr(engine.Engine, "run", offer)
     monkeypatch.setattr(
         engine,
         "InlineWorker",
@@ -527,7 +527,7 @@ def test_closing_after_a_failure_waits_for_the_streamed_lanes_copies(
 ) -> None:
     """Else its slots would be freed under them."""
     optimizer = beside(["streamed", "host"], monkeypatch)
-    segment = optimizer._segments[0]
+    segment = optimizer._engines[0]
     lane, streamed = segment.host, segment.streamed
     assert lane is not None
     assert streamed is not None

@@ -104,7 +104,7 @@ def test_filled_pieces_lie_in_tables_of_eight(dtype: torch.dtype) -> None:
     every = All()
     gradients = every.gradients(dtype)
     assert not every.made
-    parts = every.tables.parts(gradients)
+    parts = every.tables.rows_of(gradients)
     filled = [i for i in range(19) if i not in EMPTY]
     assert every.made == [filled[:8], filled[8:]]
     assert parts is not None
@@ -119,7 +119,7 @@ def test_filled_pieces_lie_in_tables_of_eight(dtype: torch.dtype) -> None:
 
 def test_tables_are_made_once() -> None:
     every = All()
-    first, again = (every.tables.parts(every.gradients()) for _ in "ab")
+    first, again = (every.tables.rows_of(every.gradients()) for _ in "ab")
     assert len(every.made) == 2
     assert first is not None
     assert again is not None
@@ -128,7 +128,7 @@ def test_tables_are_made_once() -> None:
 
 def test_without_filled_pieces_there_is_nothing_to_launch() -> None:
     tables = AddressTables([0, 0], lambda members: pytest.fail("there is nothing to make one of"))
-    assert tables.parts([torch.empty(0), torch.empty(0)]) == []
+    assert tables.rows_of([torch.empty(0), torch.empty(0)]) == []
 
 
 @pytest.mark.parametrize("at", [0, 1, 18])
@@ -136,19 +136,19 @@ def test_without_filled_pieces_there_is_nothing_to_launch() -> None:
 def test_pieces_whose_gradients_differ_have_no_parts(other: torch.dtype | None, at: int) -> None:
     every, gradients = All(), All.gradients()
     gradients[at] = None if other is None else tensor(NUMELS[at], other)
-    assert every.tables.parts(gradients) is None
+    assert every.tables.rows_of(gradients) is None
     assert not every.made
 
 
 def test_gradients_that_kernels_do_not_read_have_no_parts() -> None:
-    assert All().tables.parts(All.gradients(torch.float16)) is None
+    assert All().tables.rows_of(All.gradients(torch.float16)) is None
 
 
 @pytest.mark.parametrize("at", [1, 17])
 def test_one_gradient_or_piece_that_is_not_aligned_is_enough(at: int) -> None:
     every, gradients = All(), All.gradients()
     gradients[at] = tensor(NUMELS[at], torch.bfloat16, 8)
-    assert every.tables.parts(gradients) is None
+    assert every.tables.rows_of(gradients) is None
     every.slices[at] = piece(NUMELS[at], shift=4)
     every.tables = AddressTables(NUMELS, every._make)
-    assert every.tables.parts(All.gradients()) is None
+    assert every.tables.rows_of(All.gradients()) is None
