@@ -475,10 +475,20 @@ class HybridDeviceOptimizer(Optimizer):
                 remedy="use load_state_dict(), or write into the tensors in place",
             )
 
-    def _settle_masters(self) -> None:
+    def state_to_read(self) -> Mapping[Tensor, Mapping[str, Any]]:
+        """What :attr:`state` shows, for a caller who does not write into it: what was fetched ahead
+        stays, and nobody looks for writes in the next step."""
+        self._settle_masters(for_writing=False)
+        shown = dict(self._shown)
+        for record in self._records:
+            shown[record.parameter] = state_io.expose(record)
+            state_io.show(record, shown[record.parameter])
+        return shown
+
+    def _settle_masters(self, *, for_writing: bool = True) -> None:
         """:meth:`_settle`, and whole masters follow weights that the caller has written, as they do
         in an update."""
-        self._settle()
+        self._settle(for_writing=for_writing)
         gone = (storages.is_empty(dtensor.with_history(r.parameter)) for r in self._records)
         if self.is_away or any(gone):
             return  # nothing can have been written into what has no memory
@@ -494,6 +504,7 @@ class HybridDeviceOptimizer(Optimizer):
             # else compare all masters each time.
             now = loading.weight_checksums(records)
             if self._followed is None or not torch.equal(now, self._followed):
+                self._discard()
                 for record in records:
                     state_io.follow_shard(record)
             self._followed = now
@@ -908,9 +919,9 @@ class HybridDeviceOptimizer(Optimizer):
 
     # ------------------------------------------------------------------ for local snapshots
 
-    def _settle(self) -> None:
+    def _settle(self, *, for_writing: bool = True) -> None:
         """Finish all transfers and follow outside writes: memory then says what the state is,
-        and may be written into.
+        and, with ``for_writing``, may be written into.
 
         Raises:
             SpentGradientError: between a backward that updated parameters and ``step()``.
@@ -924,9 +935,14 @@ class HybridDeviceOptimizer(Optimizer):
                 reason="backward has updated some parameters, and step() is to update the others",
                 remedy="call step() first",
             )
+        if for_writing:
+            self._discard()
+        self._adopt_shown()
+
+    def _discard(self) -> None:
+        """Forget state that was fetched ahead: it is about to be written into."""
         for segment in self._segments:
             segment.discard()
-        self._adopt_shown()
 
     def _start_over(self) -> None:
         """All state is about to be replaced: an iteration that has begun is given up."""
@@ -1096,8 +1112,7 @@ class HybridDeviceOptimizer(Optimizer):
         if self._ignores_module_loads():
             return
         self._drain_quietly()
-        for segment in self._segments:
-            segment.discard()
+        self._discard()
         before, self._weights_before = self._weights_before, None
         records = self._mastered()
         if before is not None:
