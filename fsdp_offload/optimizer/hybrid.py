@@ -475,15 +475,19 @@ class HybridDeviceOptimizer(Optimizer):
                 remedy="use load_state_dict(), or write into the tensors in place",
             )
 
-    def state_to_read(self) -> Mapping[Tensor, Mapping[str, Any]]:
+    def state_to_read(self) -> dict[Tensor, dict[str, Any]]:
         """What :attr:`state` shows, for a caller who does not write into it: what was fetched ahead
         stays, and nobody looks for writes in the next step."""
         self._settle_masters(for_writing=False)
-        shown = dict(self._shown)
+        return {**self._shown, **self.exposed_state()}
+
+    def exposed_state(self) -> dict[Tensor, dict[str, Any]]:
+        """State that is offloaded, by parameter, as its memory is now: without waiting, also after
+        a failure, for a load that writes all of it."""
+        exposed = {record.parameter: state_io.expose(record) for record in self._records}
         for record in self._records:
-            shown[record.parameter] = state_io.expose(record)
-            state_io.show(record, shown[record.parameter])
-        return shown
+            state_io.show(record, exposed[record.parameter])
+        return exposed
 
     def _settle_masters(self, *, for_writing: bool = True) -> None:
         """:meth:`_settle`, and whole masters follow weights that the caller has written, as they do
