@@ -31,8 +31,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..core.errors import OffloadError
 from .files import memory_of, typed, typed_error
-from .loading import JobLoadPlanner, JobReader
-from .planner import FlatSavePlanner
+from .planner import FlatSavePlanner, JobLoadPlanner, JobReader
 from .stager import Stager
 from .state import Models, class_name, collect, models_of, refuse_inherited
 from .writer import Writer
@@ -172,23 +171,16 @@ def load(
     """
     refuse_inherited(optimizer)
     group = coordination_group()
-    stack = contextlib.ExitStack
-    with raised_on_all(group), stack() as uninterrupted, stack() as until_all_have:
-        reader = JobReader(
-            path,
-            threads=threads,
-            optimizer=optimizer,
-            until_all_have=until_all_have,
-            uninterrupted=uninterrupted,
-        )
-        planner = JobLoadPlanner(
-            models_of(model),
-            optimizer,
-            reader,
-            strict=strict,
-            model_prefix=model_prefix,
-            optimizer_prefix=optimizer_prefix,
-        )
+    reader = JobReader(path, threads=threads, optimizer=optimizer)
+    planner = JobLoadPlanner(
+        models_of(model),
+        optimizer,
+        reader,
+        strict=strict,
+        model_prefix=model_prefix,
+        optimizer_prefix=optimizer_prefix,
+    )
+    with raised_on_all(group), reader.uninterrupted, reader.until_all_have:
         _load(reader, planner, group)
     return planner.extra
 

@@ -2,18 +2,19 @@
 
 [Note: an export]
 The export of a model is a save of DCP: the planner lays out the files from what all ranks have, and
-the writer puts every rank's boxes straight into their byte ranges; no tensor is gathered. The
-export of a checkpoint is one process's: the same files, of which the boxes are read from chunks.
+every rank writes its chunks straight into their byte ranges, which the library ``safetensors``
+cannot do; no tensor is gathered. The export of a checkpoint is one process's: the same files.
 """
 
 from __future__ import annotations
 
 import functools
+import json
+import math
 import os
 import re
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -23,62 +24,52 @@ from torch.distributed.checkpoint.default_planner import (
     DefaultSavePlanner,
     create_default_local_save_plan,
 )
-from torch.distributed.checkpoint.metadata import (
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from torch.optim import Optimizer
 
 from ..core import dtensor
-from ..core.chunks import Box
 from ..core.config import parse_bytes
 from ..core.errors import CheckpointError, ConfigError, UnsupportedParameterError
-from ..core.progress import progress as bar_over
 from ..update import codec
 from .api import coordination_group, run_save
-from .files import fsync, memory_of, run_all, typed, write_bytes
-from .layout import MODEL_PREFIXES, Layout, find_layout
-from .planner import read_values
+from .files import fsync, fsync_folder, memory_of, run_all, typed, write_bytes, write_whole
+from .folder import remove
+from .layout import MODEL_PREFIXES, find_layout
+from .planner import check_same, read_values
 from .reader import Reader
-from .safetensors import (
-    ASIDE,
-    CODES,
-    Entry,
-    File,
-    Names,
-    create_files,
-    names_of,
-    plan_files,
-    publish_files,
-    runs,
-    split,
-)
-from .state import REMAINDER, WHOLE, wait_for
+from .state import REMAINDER, WHOLE, state_to_read, wait_for, weights_of
 from .writer import Writer
 
+INDEX: Final = "model.safetensors.index.json"
+ASIDE: Final = ".export.writing"
+"""Where files stand until all are complete: within the folder, which may be a mount point."""
 STEP_BYTES: Final = 1 << 20
 """Of a file, converted and written at once."""
+CODES: Final = {
+    torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16",
+    torch.uint16: "U16", torch.int32: "I32", torch.uint32: "U32", torch.int64: "I64",
+    torch.uint64: "U64", torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32",
+    torch.float64: "F64", torch.complex64: "C64", torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2", torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ", torch.float8_e8m0fnu: "F8_E8M0",
+}  # fmt: skip
 _DTYPES: Final = {None: None, "bf16": torch.bfloat16, "fp32": torch.float32}
 _CONVERTED: Final = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 """Other floating dtypes are quantised: without their scales a conversion makes no sense."""
-_WRAPPERS: Final = re.compile(r"_orig_mod\.|_checkpoint_wrapped_module\.")
-"""What torch.compile and activation checkpointing put into names."""
+_OUR_FILES: Final = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 
 
 def export_safetensors(
     source: nn.Module | str | os.PathLike[str],
     out: str | os.PathLike[str],
     *,
-    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    optimizer: Optimizer | None = None,
     dtype: Literal["bf16", "fp32"] | None = None,
     max_shard_bytes: int | str = "5GB",
-    progress: bool | None = None,
-    names: Names | None = None,
+    names: Mapping[str, str | None] | None = None,
     model_prefix: str | None = None,
     optimizer_prefix: str | None = None,
 ) -> tuple[Path, ...]:
@@ -88,15 +79,13 @@ def export_safetensors(
         source: the model, sharded or not, and then all ranks call this and see the same folder; or
             the folder of a checkpoint of DCP, which one process reads alone, without the model.
         out: made where it does not exist.
-        optimizer: of a model: holds its fp32 masters. Several are allowed.
+        optimizer: of a model: holds its fp32 masters.
         dtype: ``"fp32"``: masters, exactly; weights without one are widened. ``"bf16"``: the
             weights that the training computed with. ``None``: as stored. Integers, buffers and
             quantised weights keep their dtype, and of a checkpoint what its optimizer lacks.
         max_shard_bytes: of one file's elements; a tensor is never cut.
-        progress: show a bar on the first rank; ``None``: if stderr is a terminal.
-        names: the name in the file for an FQN: a mapping (others keep theirs), or a function,
-            whose ``None`` leaves the tensor out. Of a model's tied weights the first name is
-            written, and others only where a mapping has them.
+        names: the name in the file for an FQN (others keep theirs), ``None``: left out. Of a
+            model's tied weights the first name is written, and others only if they are listed.
         model_prefix: before the FQNs of weights in a checkpoint; ``None``: ``"model."`` or none.
         optimizer_prefix: before ``state.{fqn}``; ``None``: a usual one.
 
@@ -104,53 +93,342 @@ def export_safetensors(
         The files, the index last.
 
     Raises:
-        ConfigError: an argument is wrong.
+        ConfigError: an argument is wrong, or ranks have different tensors of one name.
         UnsupportedParameterError: a tensor cannot be stored.
         CheckpointError: weights are missing, the file system refused, or another rank failed.
             Then nothing new stands in ``out`` under a final name.
         CheckpointCorruptError: the checkpoint is not as it was written.
     """
-    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or ())
-    prefixes = (model_prefix, optimizer_prefix)
 
-    def find() -> list[Source]:  # in DCP's local step: errors of one rank are raised on all
-        _check_options(source, optimizers, dtype, prefixes)
+    def find() -> _Found:  # in DCP's local step: errors of one rank are raised on all
+        _check_options(source, optimizer, dtype, (model_prefix, optimizer_prefix))
         if isinstance(source, nn.Module):
-            return _find_in_model(source, optimizers, _DTYPES[dtype])
-        return _find_in_checkpoint(Reader(source), prefixes, _DTYPES[dtype])
+            return _find_in_model(source, optimizer, _DTYPES[dtype])
+        return _find_in_checkpoint(Reader(source), model_prefix, optimizer_prefix, _DTYPES[dtype])
 
-    def layout(entries: Sequence[Entry]) -> tuple[File, ...]:
-        return plan_files(entries, names, parse_bytes(max_shard_bytes, "max_shard_bytes"))
+    def layout(entries: Sequence[Entry]) -> list[File]:
+        return plan_files(entries, names or {}, parse_bytes(max_shard_bytes, "max_shard_bytes"))
 
-    planner = ExportPlanner(find, layout)
-    shown = sys.stderr.isatty() if progress is None else progress
+    writer = _ExportWriter(out)
     group = coordination_group() if isinstance(source, nn.Module) else None
-    run_save(ExportWriter(Path(out), shown=shown), planner, group)
-    return tuple(Path(out) / name for name in names_of(planner.plan.planner_data))
+    run_save(writer, _ExportPlanner(find, layout), group)
+    return tuple(Path(out) / name for name in _names_of(writer.files))
 
 
 def _check_options(
-    source: object, optimizers: Sequence[Any], dtype: object, prefixes: Sequence[Any]
+    source: object, optimizer: object, dtype: Any, prefixes: tuple[Any, Any]
 ) -> None:
     if dtype not in _DTYPES:
         raise ConfigError(
             f"dtype={dtype!r}", reason="unknown choice", remedy='use "bf16", "fp32" or None'
         )
-    wrong = [each for each in optimizers if not isinstance(each, Optimizer)]
+    fits = isinstance(source, str | os.PathLike) and optimizer is None
     if isinstance(source, nn.Module):
-        if wrong or any(prefix is not None for prefix in prefixes):
-            raise ConfigError(
-                f"a model with optimizers {optimizers} and prefixes {prefixes}",
-                reason="masters are those of a torch.optim.Optimizer, and only keys of a "
-                "checkpoint have prefixes",
-                remedy="pass the optimizer of the model, or several; names= renames tensors",
-            )
-    elif not isinstance(source, str | os.PathLike) or optimizers:
+        fits = isinstance(optimizer, Optimizer | None) and prefixes == (None, None)
+    if not fits:
         raise ConfigError(
-            f"source of type {type(source).__name__} with optimizers {optimizers}",
-            reason="it is no torch.nn.Module, and a checkpoint has its own masters",
-            remedy="pass the model that is trained, or only the path of its checkpoint",
+            f"source of type {type(source).__name__} with optimizer {optimizer} and prefixes "
+            f"{prefixes}",
+            reason="the masters of a torch.nn.Module are in its torch.optim.Optimizer, those of a "
+            "checkpoint in the same folder, and only keys of a checkpoint have prefixes",
+            remedy="pass the model and its optimizer, or only the path of a checkpoint",
         )
+
+
+# --------------------------------------------------------------------------- files
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor: its whole shape, its dtype in the file, and whether another FQN, which comes
+    first, has the same parameter."""
+
+    fqn: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    is_tied: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Of all elements."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass
+class File:
+    """One file: a header, then its tensors, by the names that they have there, without gaps."""
+
+    name: str
+    entries: Mapping[str, Entry]
+    header: bytes = b""  # length (8 bytes, little-endian) and JSON
+    offsets: dict[str, int] = field(default_factory=dict)  # of the first element, by FQN
+
+    def __post_init__(self) -> None:
+        table: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers asks for it
+        stop = 0
+        for name, entry in self.entries.items():
+            start, stop = stop, stop + entry.nbytes
+            code = CODES[entry.dtype]
+            table[name] = {"dtype": code, "shape": entry.shape, "data_offsets": [start, stop]}
+            self.offsets[entry.fqn] = start
+        text = json.dumps(table, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        self.header = len(text).to_bytes(8, "little") + text
+        self.offsets = {fqn: len(self.header) + at for fqn, at in self.offsets.items()}
+
+    @property
+    def nbytes(self) -> int:
+        """Of all tensors."""
+        return sum(entry.nbytes for entry in self.entries.values())
+
+
+def plan_files(
+    found: Sequence[Entry], names: Mapping[str, str | None], max_bytes: int
+) -> list[File]:
+    """Name the tensors, and cut them, in their order, into files of at most ``max_bytes``.
+
+    A larger tensor gets a file of its own. In a file the widest dtypes come first, so that every
+    tensor begins at a multiple of its element's size.
+
+    Raises:
+        ConfigError: ``names`` has an unknown FQN, or one name for two tensors.
+    """
+    batches: list[dict[str, Entry]] = [{}]
+    filled = 0
+    for name, entry in _named(found, names).items():
+        if batches[-1] and filled + entry.nbytes > max_bytes:
+            batches.append({})
+            filled = 0
+        batches[-1][name] = entry
+        filled += entry.nbytes
+    count, files = len(batches), []
+    for index, batch in enumerate(batches, 1):
+        name = f"model-{index:05d}-of-{count:05d}" if count > 1 else "model"
+        ordered = dict(sorted(batch.items(), key=lambda item: -item[1].dtype.itemsize))
+        files.append(File(f"{name}.safetensors", ordered))
+    return files
+
+
+def _named(found: Sequence[Entry], names: Mapping[str, str | None]) -> dict[str, Entry]:
+    entries: dict[str, Entry] = {}
+    for entry in found:
+        name = names.get(entry.fqn, None if entry.is_tied else entry.fqn)
+        if name is None:
+            continue
+        if name in entries or name == "__metadata__":
+            raise ConfigError(
+                f"the name {name!r} for {entry.fqn}",
+                reason=f"it stands for {entries[name].fqn}" if name in entries else "reserved",
+                remedy="give every tensor a name of its own",
+            )
+        entries[name] = entry
+    if not entries or names.keys() - {entry.fqn for entry in found}:
+        raise ConfigError(
+            f"names for {list(names)[:4]}",
+            reason="there are no such weights, or none is left",
+            remedy=f"use FQNs of the model, such as {[entry.fqn for entry in found][:4]}",
+        )
+    return entries
+
+
+def _names_of(files: Sequence[File]) -> list[str]:
+    """Of all files of an export, the index last; one file alone has none."""
+    return [file.name for file in files] + ([INDEX] if len(files) > 1 else [])
+
+
+def _create_files(made: Path, files: Sequence[File]) -> None:
+    """Make files of full size, with their headers, in an empty folder."""
+    remove(made)  # of an export that was killed
+    made.mkdir(parents=True)
+    total = sum(file.nbytes for file in files)
+    weights = {name: file.name for file in files for name in file.entries}
+    index = json.dumps({"metadata": {"total_size": total}, "weight_map": weights}, indent=2)
+    contents = [(file.header, len(file.header) + file.nbytes) for file in files]
+    for name, (begin, nbytes) in zip(
+        _names_of(files), [*contents, (index.encode(), len(index))], strict=False
+    ):
+        write_whole(made / name, begin)
+        os.truncate(made / name, nbytes)
+
+
+def _publish_files(folder: Path, files: Sequence[File]) -> None:
+    """Give complete files their places, and remove an earlier export there.
+
+    The index goes first and comes last, so that at no time it names files of two exports.
+    """
+    (folder / INDEX).unlink(missing_ok=True)
+    for path in folder.iterdir():
+        if _OUR_FILES.fullmatch(path.name):
+            path.unlink()
+    try:
+        for name in _names_of(files):
+            (folder / ASIDE / name).rename(folder / name)
+    except OSError:
+        for name in _names_of(files):  # rather no export than half of one
+            (folder / name).unlink(missing_ok=True)
+        raise
+    (folder / ASIDE).rmdir()
+    fsync_folder(folder)
+
+
+# --------------------------------------------------------------------------- DCP
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What one process knows of the tensors.
+
+    Args:
+        entries: all of them.
+        tensors: by FQN, for DCP to ask which chunks this process can read.
+        read: a chunk: the weight as stored, and its master if there is one; on any device.
+    """
+
+    entries: Sequence[Entry]
+    tensors: Mapping[str, Tensor]
+    read: Callable[[MetadataIndex], tuple[Tensor, Tensor | None]]
+
+
+class _ExportPlanner(DefaultSavePlanner):
+    """Lays out the files of an export from the tensors of all ranks."""
+
+    def __init__(
+        self, find: Callable[[], _Found], layout: Callable[[Sequence[Entry]], list[File]]
+    ) -> None:
+        super().__init__(flatten_state_dict=False)
+        self._find, self._layout = find, layout
+
+    def set_up_planner(self, *_: Any, **__: Any) -> None:
+        """Nothing: the tensors are found in the next step."""
+
+    def create_local_plan(self) -> SavePlan:
+        """The chunks, and what the layout needs to know."""
+        with typed():
+            self.found = self._find()
+        plan = create_default_local_save_plan(dict(self.found.tensors), is_coordinator=True)
+        return replace(plan, planner_data=self.found.entries)
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """Every rank learns the files; of ranks that hold the same chunk, one writes it."""
+        check_same(all_plans)
+        union: dict[str, Entry] = {}
+        for entry in (entry for plan in all_plans for entry in plan.planner_data):
+            union.setdefault(entry.fqn, entry)
+        files = self._layout(list(union.values()))
+        with typed():
+            plans, metadata = super().create_global_plan(all_plans)
+        return [replace(plan, planner_data=files) for plan in plans], metadata
+
+
+class _ExportWriter(Writer):
+    """Writes what an :class:`_ExportPlanner` has planned."""
+
+    files: Sequence[File] = ()
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Any folder will do, the current one, too."""
+        self._path = self._path.absolute()
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Make the files."""
+        self._aside = self._path / ASIDE  # what discard() removes
+        _create_files(self._aside, plans[0].planner_data)
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's chunks, and make them permanent."""
+        assert isinstance(planner, _ExportPlanner)
+        self.files = plan.planner_data
+        for file in self.files:
+            items = [item for item in plan.items if item.index.fqn in file.offsets]
+            if items:
+                _write_chunks(self._path / ASIDE / file.name, file, items, planner.found)
+        done: Future[list[WriteResult]] = Future()
+        done.set_result([])
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Give the files their names."""
+        _publish_files(self._path, self.files)
+
+
+def _write_chunks(path: Path, file: File, items: Sequence[WriteItem], found: _Found) -> None:
+    """Convert and write chunks of tensors."""
+    entries = {entry.fqn: entry for entry in file.entries.values()}
+    descriptor = os.open(path, os.O_WRONLY)
+    try:
+        for item in items:
+            assert item.tensor_data is not None  # the planner has tensors only
+            entry, offset = entries[item.index.fqn], file.offsets[item.index.fqn]
+            begin = tuple(item.tensor_data.chunk.offsets)
+            weight, master = found.read(item.index)
+            write = functools.partial(_write_box, descriptor, path, offset)
+            _write_rows(write, entry, begin, weight, master)
+        fsync(descriptor, path)
+    finally:
+        os.close(descriptor)
+
+
+def _write_rows(
+    write: Callable[[Sequence[int], Sequence[int], Tensor], None],
+    entry: Entry,
+    begin: tuple[int, ...],
+    weight: Tensor,
+    master: Tensor | None,
+) -> None:
+    """Convert and write one chunk, a few rows at a time, by several threads."""
+    shape = entry.shape or (1,)
+    if not entry.shape:  # one row of one element
+        begin, weight = (0,), weight[None]
+        master = None if master is None else master[None]
+    # A row may be more than this: a thread holds about three times as much.
+    rows = max(1, STEP_BYTES // max(1, entry.dtype.itemsize * weight[:1].numel()))
+
+    def convert_and_write(start: int) -> None:
+        bits = None if master is None else master[start : start + rows]
+        value = _value(weight[start : start + rows], bits, entry.dtype)
+        write(shape, (begin[0] + start, *begin[1:]), value)
+
+    run_all(functools.partial(convert_and_write, start) for start in range(0, len(weight), rows))
+
+
+def _write_box(
+    descriptor: int,
+    path: Path,
+    offset: int,
+    shape: Sequence[int],
+    begin: Sequence[int],
+    box: Tensor,
+) -> None:
+    """Write a box that begins at index ``begin`` of a tensor, which begins at ``offset``."""
+    row_bytes = math.prod(shape[1:]) * box.element_size()
+    if not box.dim() or tuple(box.shape[1:]) == tuple(shape[1:]):  # without gaps in the file, too
+        write_bytes(descriptor, offset + row_bytes * sum(begin[:1]), memory_of(box), path)
+        return
+    for index, below in enumerate(box, begin[0]):
+        _write_box(descriptor, path, offset + row_bytes * index, shape[1:], begin[1:], below)
+
+
+def _value(weight: Tensor, master: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """A box as it is written: contiguous, on the CPU, of ``dtype``.
+
+    Args:
+        weight: of any shape, as stored.
+        master: of the same shape: the remainder (bf16), or the whole master; ``None``: none.
+        dtype: another than the weight's only where masters count.
+    """
+    weight = weight.detach().cpu().contiguous()
+    if master is None or dtype == weight.dtype:
+        return weight.to(dtype)
+    master = master.detach().cpu().contiguous()
+    if master.dtype == torch.bfloat16:
+        whole = torch.empty(weight.numel(), dtype=torch.float32, device="cpu")
+        codec.decode(weight.reshape(-1), master.reshape(-1), whole)
+        master = whole.view(weight.shape)
+    return master.to(dtype)
+
+
+# --------------------------------------------------------------------------- where weights are
 
 
 def _file_dtype(
@@ -168,280 +446,61 @@ def _file_dtype(
     return wanted
 
 
-def _value(weight: Tensor, master: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """A part as it is written: contiguous, on the CPU, of ``dtype``.
-
-    Args:
-        weight: of any shape, as stored.
-        master: of the same shape: the remainder (bf16), or the whole master; ``None``: none.
-        dtype: another than the weight's only where masters count.
-    """
-    weight = weight.cpu().contiguous()
-    if master is None or dtype == weight.dtype:
-        return weight.to(dtype)
-    master = master.cpu().contiguous()
-    if master.dtype == torch.bfloat16:
-        whole = torch.empty(weight.numel(), dtype=torch.float32, device="cpu")
-        codec.decode(weight.reshape(-1), master.reshape(-1), whole)
-        master = whole.view(weight.shape)
-    return master.to(dtype)
-
-
-@dataclass(frozen=True)
-class Source:
-    """One tensor, as one process knows it.
-
-    Args:
-        entry: what the file will have.
-        items: the boxes of it that this process can read.
-        read: of an item: the weight as stored, and the master where that decides; on any device.
-    """
-
-    entry: Entry
-    items: Sequence[WriteItem]
-    read: Callable[[MetadataIndex], tuple[Tensor, Tensor | None]]
-
-
-class ExportPlanner(DefaultSavePlanner):
-    """Lays out the files of an export from the tensors of all ranks.
-
-    Args:
-        find: gives the tensors of this rank.
-        layout: from all tensors to files.
-    """
-
-    def __init__(
-        self,
-        find: Callable[[], Sequence[Source]],
-        layout: Callable[[Sequence[Entry]], tuple[File, ...]],
-    ) -> None:
-        super().__init__(flatten_state_dict=False)
-        self._find, self._layout = find, layout
-        self.sources: dict[str, Source] = {}
-
-    def set_up_planner(
-        self,
-        state_dict: dict[str, Any],
-        storage_meta: StorageMeta | None = None,
-        is_coordinator: bool = False,
-    ) -> None:
-        """Nothing: the tensors are found in the next step."""
-
-    def create_local_plan(self) -> SavePlan:
-        """The boxes, and what the layout needs to know."""
-        with typed():
-            self.sources = {source.entry.fqn: source for source in self._find()}
-        items = [item for source in self.sources.values() for item in source.items]
-        return SavePlan(items, planner_data=[source.entry for source in self.sources.values()])
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Every rank learns the files; of ranks that hold the same box, one writes it.
-
-        Raises:
-            CheckpointError: ranks have different tensors of one FQN, or do not cover one.
-            ConfigError: ``names`` are wrong.
-        """
-        union: dict[str, Entry] = {}
-        for entry in (entry for plan in all_plans for entry in plan.planner_data):
-            if union.setdefault(entry.fqn, entry) != entry:
-                raise CheckpointError(
-                    f"{entry.fqn} of shape {entry.shape}, {entry.dtype}",
-                    reason=f"another rank has {union[entry.fqn]}",
-                    remedy="give tensors of different pipeline stages different names",
-                )
-        files = self._layout(list(union.values()))
-        with typed():
-            plans, metadata = super().create_global_plan(all_plans)
-        return [replace(plan, planner_data=files) for plan in plans], metadata
-
-
-class ExportWriter(Writer):
-    """Writes what an :class:`ExportPlanner` has planned.
-
-    Args:
-        folder: for the files.
-        shown: show a bar on the first rank.
-    """
-
-    def __init__(self, folder: Path, *, shown: bool) -> None:
-        super().__init__(folder)
-        self._shown = shown
-        self._files: tuple[File, ...] = ()
-
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Any folder will do, the current one, too."""
-        self._path = self._path.absolute()
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Make the files."""
-        self._files = plans[0].planner_data
-        self._aside = self._path / ASIDE  # what discard() removes
-        create_files(self._path, self._files)
-        return plans
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's boxes, and make them permanent."""
-        assert isinstance(planner, ExportPlanner)
-        boxes: dict[str, list[WriteItem]] = {}
-        for item in plan.items:
-            boxes.setdefault(item.index.fqn, []).append(item)
-        total = sum(
-            _box_of(item).numel * entry.dtype.itemsize
-            for file in plan.planner_data
-            for entry in file.entries
-            for item in boxes.get(entry.fqn, ())
-        )
-        is_first = self._aside is not None
-        with bar_over(total if self._shown and is_first else 0, "exporting") as bar:
-            for file in plan.planner_data:
-                mine = [(e, item) for e in file.entries for item in boxes.get(e.fqn, ())]
-                if mine:
-                    self._write_file(file, mine, planner, bar.advance)
-        done: Future[list[WriteResult]] = Future()
-        done.set_result([])
-        return done
-
-    def _write_file(
-        self,
-        file: File,
-        boxes: Sequence[tuple[Entry, WriteItem]],
-        planner: ExportPlanner,
-        advance: Callable[[int], None],
-    ) -> None:
-        path = self._path / ASIDE / file.name
-        descriptor = os.open(path, os.O_WRONLY)
-        try:
-            for entry, item in boxes:
-                weight, master = planner.sources[entry.fqn].read(item.index)
-                write = functools.partial(
-                    _write_rows, descriptor, path, entry, file.offsets[entry.fqn], weight, master
-                )
-                box = _box_of(item)
-                # A row may be more than this: a thread holds about three times as much.
-                parts = split(box, STEP_BYTES // entry.dtype.itemsize)
-                run_all(functools.partial(write, box, part) for part in parts)
-                advance(box.numel * entry.dtype.itemsize)
-            fsync(descriptor, path)
-        finally:
-            os.close(descriptor)
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Give the files their names."""
-        publish_files(self._path, self._files)
-
-
-def _box_of(item: WriteItem) -> Box:
-    assert item.tensor_data is not None, item
-    return Box(tuple(item.tensor_data.chunk.offsets), tuple(item.tensor_data.chunk.sizes))
-
-
-def _write_rows(
-    descriptor: int,
-    path: Path,
-    entry: Entry,
-    offset: int,
-    weight: Tensor,
-    master: Tensor | None,
-    box: Box,
-    part: Box,
-) -> None:
-    """Write a part of a box to its byte ranges; the tensor begins at ``offset`` of the file."""
-    inside = tuple(
-        slice(low - base, low - base + size)
-        for low, base, size in zip(part.offsets, box.offsets, part.sizes, strict=True)
-    )
-    weight, master = weight[inside], None if master is None else master[inside]
-    value, size = _value(weight, master, entry.dtype), entry.dtype.itemsize
-    numel, starts = runs(entry.shape, part)
-    for index, start in enumerate(starts):
-        data = memory_of(value)[index * numel * size : (index + 1) * numel * size]
-        write_bytes(descriptor, offset + start * size, data, path)
-
-
-# --------------------------------------------------------------------------- a model
-
-
 def _find_in_model(
-    model: nn.Module, optimizers: Sequence[Optimizer], wanted: torch.dtype | None
-) -> list[Source]:
+    model: nn.Module, optimizer: Optimizer | None, wanted: torch.dtype | None
+) -> _Found:
     """The shards that this process holds, and their masters; nothing is copied.
 
     Raises:
-        CheckpointError, UnsupportedParameterError: a tensor has no elements of its own here.
+        UnsupportedParameterError: a tensor has no elements of its own here.
     """
-    masters = _masters_of(optimizers)
-    found: list[Source] = []
-    first: dict[int, str] = {}
-    held = _tensors_of(model)  # over host memory, where an offloader has moved it away
-    for fqn, tensor in _tensors_of(model, keep_vars=True).items():
-        _check_exportable(fqn, tensor)
-        dtype = _file_dtype(fqn, tensor.dtype, wanted, is_weight=isinstance(tensor, nn.Parameter))
-        tied = first.setdefault(id(tensor), fqn)
-        entry = Entry(fqn, tuple(tensor.shape), dtype, None if tied == fqn else tied)
-        # As a tensor of its own: a ragged shard tells its boxes by what is attached.
-        shown = dtensor.like(tensor, dtensor.local(held[fqn]))
-        items = create_default_local_save_plan({fqn: shown}, is_coordinator=True).items
-        read = functools.partial(_read_shard, shown, masters.get(tensor))
-        found.append(Source(entry, items, read))
-    wait_for([model])
-    return found
-
-
-def _read_shard(
-    weight: Tensor, master: Tensor | None, index: MetadataIndex
-) -> tuple[Tensor, Tensor | None]:
-    return dtensor.chunk(weight, index), None if master is None else dtensor.chunk(master, index)
-
-
-def _tensors_of(model: nn.Module, *, keep_vars: bool = False) -> dict[str, Tensor]:
-    """Parameters and persistent buffers by FQN, tied ones under every name; sharded."""
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        model = model.module
+    state = {} if optimizer is None else state_to_read(optimizer)
+    parameters = dtensor.parameters_by_saved_name(model)
+    entries: list[Entry] = []
     tensors: dict[str, Tensor] = {}
-    for key, tensor in model.state_dict(keep_vars=keep_vars).items():
-        if isinstance(tensor, Tensor) and not key.endswith("_extra_state"):
-            tensors[_WRAPPERS.sub("", key)] = tensor
-    return tensors
+    masters: dict[str, Tensor] = {}
+    owners: set[Tensor] = set()
+    for fqn, held in weights_of([model]).items():
+        if not isinstance(held, Tensor) or fqn.endswith("_extra_state"):
+            continue
+        owner = parameters.get(fqn, held)
+        _check_exportable(fqn, owner)
+        dtype = _file_dtype(fqn, held.dtype, wanted, is_weight=fqn in parameters)
+        entries.append(Entry(fqn, tuple(held.shape), dtype, owner in owners))
+        owners.add(owner)
+        # Placed like the parameter, which alone may tell where its shard was cut.
+        tensors[fqn] = dtensor.like(owner, dtensor.local(held))
+        for name in {REMAINDER, WHOLE} & state.get(owner, {}).keys():
+            masters[fqn] = state[owner][name]
+    wait_for([model])
 
+    def read(index: MetadataIndex) -> tuple[Tensor, Tensor | None]:
+        master = masters.get(index.fqn)
+        weight = dtensor.chunk(tensors[index.fqn], index)
+        return weight, None if master is None else dtensor.chunk(master, index)
 
-def _masters_of(optimizers: Sequence[Optimizer]) -> dict[Tensor, Tensor]:
-    """Remainders and whole masters by parameter, final."""
-    masters: dict[Tensor, Tensor] = {}
-    for optimizer in optimizers:
-        if getattr(optimizer.__dict__.get("step"), "forwards_to_wrapper", False):
-            optimizer.state_dict()  # the wrapper's: waits for its transfers
-        for parameter, state in optimizer.state.items():
-            for name in (REMAINDER, WHOLE):
-                if isinstance(found := state.get(name), Tensor):
-                    masters[parameter] = found
-    return masters
+    return _Found(entries, tensors, read)
 
 
 def _check_exportable(fqn: str, tensor: Tensor) -> None:
     """Refuse what has no elements of its own here."""
     shard = dtensor.local(tensor)
-    if shard.device.type == "meta":
-        raise CheckpointError(
-            f"{fqn} on the meta device",
-            reason="its weights are missing: they were never made or loaded",
-            remedy="materialise the model (to_empty, then initialise or load) before exporting",
-        )
     placements = getattr(tensor, "placements", ())
     packed = type(shard) not in (Tensor, nn.Parameter, nn.Buffer)
-    if tensor.layout is not torch.strided or packed or any(p.is_partial() for p in placements):
+    strange = tensor.layout is not torch.strided or any(p.is_partial() for p in placements)
+    if shard.is_meta or packed or strange:
         raise UnsupportedParameterError(
-            f"{fqn} of type {type(shard).__name__}, layout {tensor.layout}, placed {placements}",
+            f"{fqn} of type {type(shard).__name__} on {shard.device}, layout {tensor.layout}, "
+            f"placed {placements}",
             reason="only dense shards with values of their own can be written",
-            remedy="convert it to a plain tensor, redistribute it, or leave it out of the model",
+            remedy="initialise or load it, convert it to a plain tensor, redistribute it, or leave "
+            "it out of the model",
         )
-
-
-# --------------------------------------------------------------------------- a checkpoint
 
 
 def _find_in_checkpoint(
-    reader: Reader, prefixes: tuple[str | None, str | None], wanted: torch.dtype | None
-) -> list[Source]:
+    reader: Reader, prefix: str | None, optimizer_prefix: str | None, wanted: torch.dtype | None
+) -> _Found:
     """The weights in a checkpoint and their masters; one whole tensor of each is read at a time.
 
     Raises:
@@ -450,83 +509,51 @@ def _find_in_checkpoint(
     """
     reader.set_up_storage_reader(reader.read_metadata(), True)
     stored = reader.metadata.state_dict_metadata
-    tensors = {k: v for k, v in stored.items() if isinstance(v, TensorStorageMetadata)}
-    layout = _layout_of(reader.metadata, tensors, *prefixes)
-    weights = {
-        key.removeprefix(layout.model or ""): key
-        for key in tensors
-        if layout.is_weight(key) and not key.endswith("_extra_state")
+    sizes = {k: v for k, v in stored.items() if isinstance(v, TensorStorageMetadata)}
+    if prefix is None:
+        # Where each key stood in the nested dict that was saved, as far as it is known.
+        paths = reader.metadata.planner_data or {key: tuple(key.split(".")) for key in sizes}
+        prefix = "model." if any(p[0] == "model" and len(p) > 1 for p in paths.values()) else ""
+    fqns = [key.removeprefix(prefix) for key in sizes if key.startswith(prefix)]
+    # State of "model." fits weights of "ema.", too: the caller has to say that it is theirs.
+    known = fqns if optimizer_prefix is not None or prefix in MODEL_PREFIXES else []
+    layout = find_layout(stored, known, model_prefix=prefix, optimizer_prefix=optimizer_prefix)
+    layout = replace(layout, model=prefix)
+    keys = {
+        fqn: [prefix + fqn]
+        for fqn in fqns
+        if layout.is_weight(prefix + fqn) and not fqn.endswith("_extra_state")
     }
-    if not weights:
+    if not keys:
         raise CheckpointError(
-            f"a checkpoint without tensors under {layout.model!r}",
+            f"a checkpoint without tensors under {prefix!r}",
             reason="weights are missing: no tensor has such a key",
             remedy="name the checkpoint of a model, or what its keys begin with (model_prefix=)",
         )
-    masters = _stored_masters(tensors, weights, layout, wanted)
-    start = f"{layout.optimizer}param_groups.{layout.inner}"
-    trained = {k.removeprefix(start).rpartition(".")[0] for k in stored if k.startswith(start)}
-    trained |= layout.state_names(stored).keys()
-    found: list[Source] = []
-    for fqn, key in weights.items():
-        stored_dtype, size = tensors[key].properties.dtype, tensors[key].size
-        is_weight = fqn in trained or not trained & weights.keys()
-        dtype = _file_dtype(fqn, stored_dtype, wanted, is_weight=is_weight)
-        whole = torch.empty(size, dtype=stored_dtype, device="meta")
-        items = create_default_local_save_plan({fqn: whole}, is_coordinator=True).items
-        master = masters.get(fqn) if dtype != stored_dtype else None
-        read = functools.partial(_read_whole, reader, key, master)
-        found.append(Source(Entry(fqn, tuple(size), dtype), items, read))
-    return found
-
-
-def _layout_of(
-    metadata: Metadata,
-    tensors: Mapping[str, TensorStorageMetadata],
-    model: str | None,
-    optimizer: str | None,
-) -> Layout:
-    """Where the keys of weights and masters are."""
-    if model is None:
-        # Where each key stood in the nested dict that was saved, as far as it is known.
-        paths = metadata.planner_data or {key: tuple(key.split(".")) for key in tensors}
-        sections = {path[0] for path in paths.values() if len(path) > 1}
-        model = "model." if "model" in sections else ""
-    # State of "model." fits weights of "ema.", too: the caller has to say that it is theirs.
-    if optimizer is None and model not in MODEL_PREFIXES:
-        return Layout(model, None)
-    fqns = [key.removeprefix(model) for key in tensors if key.startswith(model)]
-    keys = metadata.state_dict_metadata
-    return find_layout(keys, fqns, model_prefix=model, optimizer_prefix=optimizer)
-
-
-def _stored_masters(
-    tensors: Mapping[str, TensorStorageMetadata],
-    weights: Mapping[str, str],
-    layout: Layout,
-    wanted: torch.dtype | None,
-) -> dict[str, str]:
-    """Keys of masters by FQN."""
-    masters = {
-        fqn: layout.state(fqn) + name
-        for fqn, names in layout.state_names(tensors).items()
-        for name in (REMAINDER, WHOLE)
-        if name in names and fqn in weights
-    }
-    lost = {k for k in tensors if k.endswith((f".{REMAINDER}", f".{WHOLE}"))}
-    lost -= {key for fqn, key in masters.items() if tensors[key].size == tensors[weights[fqn]].size}
-    if wanted == torch.float32 and lost - set(weights.values()):
+    names = layout.state_names(stored)
+    lost = {key for key in sizes if key.endswith((f".{REMAINDER}", f".{WHOLE}"))}
+    for fqn, found in keys.items():
+        found += [layout.state(fqn) + n for n in (REMAINDER, WHOLE) if n in names.get(fqn, ())]
+        lost -= {key for key in found if sizes[key].size == sizes[prefix + fqn].size}
+    if lost and wanted == torch.float32:
         raise CheckpointError(
             f"masters {sorted(lost)[:4]}",
             reason="it is not known whose they are, so fp32 weights would not be exact",
             remedy="name theirs with optimizer_prefix=, save optimizer state by FQN "
             '(get_optimizer_state_dict), or export with dtype="bf16" or None',
         )
-    return masters
+    trained = (names.keys() | layout.option_owners(stored)) & keys.keys()
+    entries, tensors = [], {}
+    for fqn in keys:
+        stored_as = sizes[prefix + fqn].properties.dtype
+        tensors[fqn] = torch.empty(sizes[prefix + fqn].size, dtype=stored_as, device="meta")
+        dtype = _file_dtype(fqn, stored_as, wanted, is_weight=fqn in trained or not trained)
+        if dtype == stored_as:
+            del keys[fqn][1:]
+        entries.append(Entry(fqn, tuple(tensors[fqn].shape), dtype))
 
+    def read(index: MetadataIndex) -> tuple[Tensor, Tensor | None]:
+        weight, *masters = read_values(reader, keys[index.fqn][:2]).values()
+        return weight, masters[0] if masters else None
 
-def _read_whole(
-    reader: Reader, weight: str, master: str | None, _: MetadataIndex
-) -> tuple[Tensor, Tensor | None]:
-    values = read_values(reader, [weight] if master is None else [weight, master])
-    return values[weight], None if master is None else values[master]
+    return _Found(entries, tensors, read)

@@ -67,6 +67,14 @@ class Layout:
                 found.setdefault(fqn, set()).add(name)
         return found
 
+    def option_owners(self, keys: Collection[str]) -> set[str]:
+        """FQNs of parameters whose options are there by name."""
+        start = f"{self.optimizer}{_GROUPS}.{self.inner}"
+        found = (
+            key.removeprefix(start).rpartition(".")[0] for key in keys if key.startswith(start)
+        )
+        return set() if self.optimizer is None else set(found)
+
     def option_keys(self, keys: Collection[str], fqns: Collection[str]) -> list[str]:
         """Keys that hold options of the groups of ``fqns``, in any of the three forms."""
         start = f"{self.optimizer}{_GROUPS}"

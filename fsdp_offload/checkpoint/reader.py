@@ -117,15 +117,13 @@ class Reader(FileSystemReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read all items of ``plan``.
 
-        Keys that the planner has in an attribute ``sliced`` are read in slices of 32 MiB, each
-        of which it resolves and commits for itself.
-
         Raises:
             CheckpointCorruptError: a file is not as it was written.
             CheckpointError: the file system refused.
         """
         foreign: list[ReadItem] = []
         jobs: list[Job] = []
+        targets: list[tuple[ReadItem, Tensor]] = []
         with ExitStack() as files:
             opened: dict[str, _File] = {}
             for request in plan.items:
@@ -139,9 +137,13 @@ class Reader(FileSystemReader):
                 if request.type is LoadItemType.BYTE_IO:
                     planner.load_bytes(request, io.BytesIO(opened[name].whole(info)))
                 else:
+                    target = planner.resolve_tensor(request)
+                    targets.append((request, target))
                     chunk = self._chunk(request)
-                    jobs += _tensor_jobs(opened[name], info, chunk, request, planner)
+                    jobs += _tensor_jobs(opened[name], info, chunk, request, target.detach())
             run_all(jobs, threads=self._threads)
+        for request, target in targets:
+            planner.commit_tensor(request, target)  # planners of others may do something
         if foreign:
             self._read_foreign(replace(plan, items=foreign), planner)
         done: Future[None] = Future()
@@ -244,24 +246,20 @@ class _File:
 
 
 def _tensor_jobs(
-    file: _File, info: ItemPlace, chunk: _Chunk, request: ReadItem, planner: LoadPlanner
+    file: _File, info: ItemPlace, chunk: _Chunk, request: ReadItem, target: Tensor
 ) -> Iterator[Job]:
-    """Jobs that read the wanted part of a chunk into its target."""
+    """Jobs that read the wanted part of a chunk into ``target``."""
     data_start = file.checksums[info.offset].data_start
     if data_start + chunk.nbytes > info.length:
         raise corrupt(
             file.path, f"{request.storage_index.fqn} has no {chunk.nbytes} bytes of elements"
         )
-    if request.dest_index.fqn not in getattr(planner, "sliced", ()):
-        target = planner.resolve_tensor(request).detach()
-        in_order = _is_one_run(request.lengths, chunk.shape)
-        if in_order and target.dtype == chunk.dtype and target.is_contiguous():
-            first = data_start + chunk.first_byte(request.storage_offsets)
-            yield from _block_jobs(file, info, first, as_bytes(target))
-            planner.commit_tensor(request, target)  # nothing to do but for planners of others
-            return
-    for rows in _slices(chunk, request):
-        yield functools.partial(_read_slice, file, info, chunk, rows, planner)
+    in_order = _is_one_run(request.lengths, chunk.shape)
+    if in_order and target.dtype == chunk.dtype and target.is_contiguous():
+        first = data_start + chunk.first_byte(request.storage_offsets)
+        yield from _block_jobs(file, info, first, as_bytes(target))
+    elif target.numel():
+        yield from _row_jobs(file, info, chunk, request, target)
 
 
 def _is_one_run(lengths: Sequence[int], shape: Sequence[int]) -> bool:
@@ -287,42 +285,32 @@ def _read_into(file: _File, info: ItemPlace, start: int, target: Tensor) -> None
         target.copy_(block)
 
 
-def _slices(chunk: _Chunk, request: ReadItem) -> Iterator[ReadItem]:
-    """``request`` cut along its first dimension into reads of about ``SLICE_BYTES``."""
-    if not request.lengths:
-        yield request
+def _row_jobs(
+    file: _File, info: ItemPlace, chunk: _Chunk, request: ReadItem, target: Tensor
+) -> Iterator[Job]:
+    """Jobs that read about ``SLICE_BYTES`` of rows each, and copy from them what is wanted."""
+    if not target.dim():
+        yield functools.partial(_read_rows, file, info, chunk, (), target)
         return
     row_bytes = math.prod(chunk.shape[1:]) * chunk.dtype.itemsize
     rows = max(1, SLICE_BYTES // max(1, row_bytes))
-    for start in range(0, request.lengths[0], rows):
-        count = min(rows, request.lengths[0] - start)
-        yield replace(
-            request,
-            storage_offsets=_moved(request.storage_offsets, start),
-            dest_offsets=_moved(request.dest_offsets, start),
-            lengths=torch.Size((count, *request.lengths[1:])),
+    first, *others = request.storage_offsets
+    for start in range(0, len(target), rows):
+        offsets = (first + start, *others)
+        yield functools.partial(
+            _read_rows, file, info, chunk, offsets, target[start : start + rows]
         )
 
 
-def _moved(offsets: torch.Size, by: int) -> torch.Size:
-    return torch.Size((offsets[0] + by, *offsets[1:]))
-
-
-def _read_slice(
-    file: _File, info: ItemPlace, chunk: _Chunk, rows: ReadItem, planner: LoadPlanner
+def _read_rows(
+    file: _File, info: ItemPlace, chunk: _Chunk, offsets: Sequence[int], target: Tensor
 ) -> None:
-    """Read what spans these rows, and copy from it what the target wants, in its dtype."""
+    """Read what spans the box of ``target`` that begins at ``offsets``, in the target's dtype."""
+    first = chunk.first_byte(offsets)
+    last = chunk.first_byte([at + n - 1 for at, n in zip(offsets, target.shape, strict=True)])
+    flat = torch.empty((last - first) // chunk.dtype.itemsize + 1, dtype=chunk.dtype)
+    start = file.checksums[info.offset].data_start + first
+    file.read(info, start, memory_of(as_bytes(flat)))
+    strides = [math.prod(chunk.shape[dim + 1 :]) for dim in range(len(chunk.shape))]
     with torch.no_grad():
-        target = planner.resolve_tensor(rows).detach()
-        if not target.numel():
-            return
-        first = chunk.first_byte(rows.storage_offsets)
-        last = chunk.first_byte(
-            [at + n - 1 for at, n in zip(rows.storage_offsets, rows.lengths, strict=True)]
-        )
-        flat = torch.empty((last - first) // chunk.dtype.itemsize + 1, dtype=chunk.dtype)
-        start = file.checksums[info.offset].data_start + first
-        file.read(info, start, memory_of(as_bytes(flat)))
-        strides = [math.prod(chunk.shape[dim + 1 :]) for dim in range(len(chunk.shape))]
-        target.copy_(flat.as_strided(tuple(rows.lengths), strides))
-        planner.commit_tensor(rows, target)
+        target.copy_(flat.as_strided(tuple(target.shape), strides))

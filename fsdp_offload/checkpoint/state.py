@@ -44,7 +44,7 @@ EXTRA = "extra"
 Models = nn.Module | Sequence[nn.Module]
 
 
-def pack(model: Models, optimizer: Optimizer) -> dict[str, Any]:
+def pack(model: Models, optimizer: Optimizer, *, for_writing: bool = True) -> dict[str, Any]:
     """The state of ``optimizer``, sorted by key, for ``torch.distributed.checkpoint``.
 
     No copy, no collective, nothing is moved: tensors are parameter-shaped DTensors (plain tensors
@@ -54,6 +54,7 @@ def pack(model: Models, optimizer: Optimizer) -> dict[str, Any]:
     Args:
         model: holds the parameters; a sequence for parts of a pipeline.
         optimizer: a :class:`HybridDeviceOptimizer`, or any other (packed by torch's function).
+        for_writing: the caller may write into the tensors, which the next step then looks for.
 
     Raises:
         ConfigError: a parameter is not in ``model``.
@@ -64,7 +65,7 @@ def pack(model: Models, optimizer: Optimizer) -> dict[str, Any]:
         return _pack_plain(models_of(model), optimizer)
     names = names_of(models_of(model), optimizer)
     packed: dict[str, Any] = {}
-    state = optimizer.state
+    state = optimizer.state if for_writing else state_to_read(optimizer)
     for parameter, group in parameters_of(optimizer):
         fqn = names[parameter]
         for name, value in state.get(parameter, {}).items():
@@ -74,6 +75,13 @@ def pack(model: Models, optimizer: Optimizer) -> dict[str, Any]:
             if option != "params":
                 packed[f"{GROUPS}{fqn}.{option}"] = _plain(value)
     return dict(sorted(packed.items()))
+
+
+def state_to_read(optimizer: Optimizer) -> Mapping[Tensor, Mapping[str, Any]]:
+    """State by parameter, final, for a caller who does not write into it."""
+    if isinstance(optimizer, HybridDeviceOptimizer):
+        return optimizer.state_to_read()
+    return optimizer.state
 
 
 def unpack(model: Models, optimizer: Optimizer, packed: Mapping[str, Any]) -> None:
@@ -232,7 +240,7 @@ def collect(
     """
     state: dict[str, Any] = {"model": weights_of(models)}
     if optimizer is not None:
-        packed = pack(models, optimizer)
+        packed = pack(models, optimizer, for_writing=False)
         names = names_of(models, optimizer)
         others = {name for parameter, name in names.items() if not dtensor.is_first(parameter)}
         state["optim"] = {

@@ -476,6 +476,14 @@ def saved_names(models: Sequence[nn.Module]) -> dict[Tensor, str]:
     return names
 
 
+def parameters_by_saved_name(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters by FQN as state dicts spell it, tied ones under every name."""
+    from torch.distributed.checkpoint.state_dict import _get_fqns
+
+    named = model.named_parameters(remove_duplicate=False)
+    return {fqn: parameter for name, parameter in named for fqn in _get_fqns(model, name)}
+
+
 def with_history(tensor: Tensor) -> Tensor:
     """:func:`local` without its costs, to look at the shard's memory alone."""
     return ungated(tensor._local_tensor) if isinstance(tensor, DTensor) else tensor

@@ -476,10 +476,24 @@ class HybridDeviceOptimizer(Optimizer):
                 remedy="use load_state_dict(), or write into the tensors in place",
             )
 
-    def _finish_and_follow(self) -> None:
+    def state_to_read(self) -> dict[Tensor, dict[str, Any]]:
+        """What :attr:`state` shows, for a caller who does not write into it: what was fetched ahead
+        stays, and nobody looks for writes in the next step."""
+        self._finish_and_follow(for_writing=False)
+        return {**self._shown, **self.exposed_state()}
+
+    def exposed_state(self) -> dict[Tensor, dict[str, Any]]:
+        """State that is offloaded, by parameter, as its memory is now: without waiting, also after
+        a failure, for a load that writes all of it."""
+        exposed = {param.parameter: state_io.expose(param) for param in self._params}
+        for param in self._params:
+            state_io.show(param, exposed[param.parameter])
+        return exposed
+
+    def _finish_and_follow(self, *, for_writing: bool = True) -> None:
         """:meth:`_finish`, and whole masters follow weights that the caller has written, as they do
         in an update."""
-        self._finish()
+        self._finish(for_writing=for_writing)
         gone = (storages.is_empty(dtensor.with_history(r.parameter)) for r in self._params)
         if self.is_away or any(gone):
             return  # nothing can have been written into what has no memory
@@ -495,6 +509,7 @@ class HybridDeviceOptimizer(Optimizer):
             # else compare all masters each time.
             now = loading.weight_checksums(params)
             if self._followed is None or not torch.equal(now, self._followed):
+                self._discard()
                 for param in params:
                     state_io.follow_shard(param)
             self._followed = now
@@ -909,9 +924,9 @@ class HybridDeviceOptimizer(Optimizer):
 
     # ------------------------------------------------------------------ for local snapshots
 
-    def _finish(self) -> None:
+    def _finish(self, *, for_writing: bool = True) -> None:
         """Finish all transfers and follow outside writes: memory then says what the state is,
-        and may be written into.
+        and, with ``for_writing``, may be written into.
 
         Raises:
             SpentGradientError: between a backward that updated parameters and ``step()``.
@@ -925,9 +940,14 @@ class HybridDeviceOptimizer(Optimizer):
                 reason="backward has updated some parameters, and step() is to update the others",
                 remedy="call step() first",
             )
+        if for_writing:
+            self._discard()
+        self._adopt_shown()
+
+    def _discard(self) -> None:
+        """Forget state that was fetched ahead: it is about to be written into."""
         for engine in self._engines:
             engine.discard()
-        self._adopt_shown()
 
     def _start_over(self) -> None:
         """All state is about to be replaced: an iteration that has begun is given up."""
@@ -1097,8 +1117,7 @@ class HybridDeviceOptimizer(Optimizer):
         if self._ignores_module_loads():
             return
         self._drain_quietly()
-        for engine in self._engines:
-            engine.discard()
+        self._discard()
         before, self._weights_before = self._weights_before, None
         params = self._mastered()
         if before is not None:

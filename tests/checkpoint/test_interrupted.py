@@ -14,7 +14,7 @@ import torch
 
 from fsdp_offload import checkpoint
 from fsdp_offload.checkpoint import folder, state
-from fsdp_offload.checkpoint import loading as loading_module
+from fsdp_offload.checkpoint import planner as planner_module
 from fsdp_offload.core.errors import LaneError
 from tests.checkpoint.test_saving import Pair, layers, pair_of, step, values_of
 from tests.fsdp import models
@@ -62,7 +62,7 @@ def test_an_interrupt_in_the_take_over_comes_after_it(
         interrupt()
         unpack(*args)
 
-    monkeypatch.setattr(loading_module, "unpack", interrupting)
+    monkeypatch.setattr(planner_module, "unpack", interrupting)
     with pytest.raises(KeyboardInterrupt):
         checkpoint.load(tmp_path / "one", *loading)
     assert loading[1].param_groups[0]["lr"] == 0.25

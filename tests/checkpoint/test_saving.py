@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
-from fsdp_offload import HybridDeviceOptimizer, checkpoint
+from fsdp_offload import HybridDeviceOptimizer, TransferConfig, checkpoint
+from fsdp_offload.checkpoint import export_safetensors
 from fsdp_offload.checkpoint.planner import FlatSavePlanner
 from fsdp_offload.core.errors import (
     CheckpointError,
@@ -25,6 +26,8 @@ from fsdp_offload.core.errors import (
     LaneError,
     OffloadError,
 )
+from fsdp_offload.optimizer import loading
+from fsdp_offload.pipeline.overlap import REORDER_AFTER
 from tests.checkpoint.test_interop import refusal
 from tests.fsdp import models
 from tests.fsdp.models import check, check_same
@@ -207,6 +210,48 @@ def test_ranks_with_other_shapes_under_one_name_are_refused(ranks: Ranks, tmp_pa
         assert isinstance(error, ConfigError)
         assert "model.0.weight of shapes (4, 4) and (5, 5)" in str(error)
     assert not list(tmp_path.iterdir())
+
+
+def kept_bytes(optimizer: HybridDeviceOptimizer) -> int:
+    """State that the last step had on the device before it began."""
+    figures = optimizer.statistics()
+    return figures.moved_bytes - figures.fetched_bytes
+
+
+def save_between_steps(root: Path) -> None:
+    """Buckets are kept on the device from one step to the next, also over a save."""
+    model = models.toy(models.flat_mesh(2), dtype=torch.bfloat16)
+    transfer = TransferConfig(bucket_bytes=4096, slots=2, prefetch_bytes=1 << 20)
+    inner = torch.optim.AdamW(model.parameters(), lr=0.01)
+    optimizer = models.wrap(inner, model, overlap="backward", transfer=transfer)
+
+    def train(iteration: int) -> int:
+        models.backward(model, iteration)
+        optimizer.step()
+        optimizer.zero_grad()
+        return kept_bytes(optimizer)
+
+    for iteration in range(max(REORDER_AFTER) + 1):
+        train(iteration)
+    kept = [train(2)]
+    checkpoint.save(root / "one", model, optimizer)
+    kept.append(train(3))
+    checkpoint.async_save(root / "two", model, optimizer).result(60)
+    kept.append(train(4))
+    export_safetensors(model, root / "export", optimizer=optimizer, dtype="fp32")
+    kept.append(train(6))
+    check(0 < kept[0] == min(kept), f"{kept}")
+
+    checkpoint.save(root / "three", model, optimizer)
+    refuse = mock.Mock(side_effect=AssertionError("weights were looked at"))
+    with mock.patch.object(loading, "weight_checksums", refuse):
+        model.load_state_dict(model.state_dict())
+    optimizer.state  # noqa: B018 - the caller may write into it, so nothing is kept
+    check(train(7) < kept[0], "what may have been written was kept")
+
+
+def test_a_save_leaves_the_next_step_as_it_was(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(2).run(save_between_steps, tmp_path)
 
 
 # --------------------------------------------------------------------------- errors of one rank
