@@ -24,9 +24,9 @@ from fsdp_offload.pipeline.host_lane import HostLane
 from fsdp_offload.pipeline.worker import InlineWorker, ThreadPool, Ticket
 from fsdp_offload.testing import ADVERSARIES
 from fsdp_offload.update.records import Snapshot, Work
-from tests import test_pipeline_waits as waits
 from tests.helpers.config import config
 from tests.helpers.ranks import RankPool
+from tests.pipeline import test_pipeline_waits as waits
 
 pytestmark = pytest.mark.usefixtures("one_thread", "small_host_buckets")
 CPU = torch.device("cpu")

@@ -25,8 +25,16 @@ from torch.optim import Optimizer
 from fsdp_offload import HybridDeviceOptimizer, PrecisionConfig, TransferConfig
 from fsdp_offload.core.errors import ConfigError, UnsupportedOptimizerError
 from fsdp_offload.update.schema import makes_its_state
+from tests.helpers.optimizer_table import (
+    ELEMENTWISE,
+    EXTRA,
+    FUSED,
+    SETTINGS,
+    TENSOR_LR,
+    Setting,
+    settings,
+)
 from tests.helpers.side_by_side import MATRICES, SHAPES, SMALL, Apart, Build, SideBySide, bits
-from tests.optimizer_table import ELEMENTWISE, EXTRA, FUSED, SETTINGS, TENSOR_LR, Setting, settings
 
 LANES = ("resident", "streamed", "host")
 FRACTIONS = (0.0, 0.25, 0.5, 1.0)

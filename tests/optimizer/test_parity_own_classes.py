@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from fsdp_offload import HybridDeviceOptimizer
 from fsdp_offload.core.errors import ConfigError, LaneError, StateSchemaError
-from tests import own_optimizers as own
+from tests.helpers import own_optimizers as own
 from tests.helpers.side_by_side import MATRICES, SHAPES, SMALL, Build, SideBySide
 
 LANES = ("resident", "streamed", "host")

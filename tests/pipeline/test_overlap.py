@@ -31,7 +31,7 @@ from fsdp_offload.pipeline.streamed import StreamedLane
 from fsdp_offload.testing import StreamSimulator
 from fsdp_offload.update.records import Snapshot, Work
 from tests.helpers.fake_fsdp import FakeFsdp
-from tests.own_optimizers import Lion
+from tests.helpers.own_optimizers import Lion
 
 CPU = torch.device("cpu")
 SMALL = TransferConfig(bucket_bytes=4096, slots=2, host_threads=1, prefetch_bytes=3 * 4096)

@@ -23,8 +23,8 @@ from fsdp_offload.update.schema import (
     torch_class,
 )
 from fsdp_offload.update.schema import _Recorder as Recorder
-from tests import own_optimizers as own
-from tests.optimizer_table import ELEMENTWISE, SETTINGS, Setting, settings
+from tests.helpers import own_optimizers as own
+from tests.helpers.optimizer_table import ELEMENTWISE, SETTINGS, Setting, settings
 
 CPU = torch.device("cpu")
 SHAPE = (16, 12)
