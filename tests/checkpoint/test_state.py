@@ -26,8 +26,8 @@ from tests.checkpoint import jobs
 from tests.checkpoint.jobs import FLAT, Variant
 from tests.fsdp import models
 from tests.fsdp.models import check, check_same, local
+from tests.helpers.own_optimizers import Own
 from tests.helpers.ranks import RankPool
-from tests.own_optimizers import Own
 
 Ranks = Callable[..., RankPool]
 BF16 = torch.bfloat16

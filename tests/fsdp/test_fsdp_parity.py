@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.optim import Optimizer
 
 from fsdp_offload import HybridDeviceOptimizer
@@ -133,99 +133,6 @@ def test_every_optimizer_equals_the_plain_one_in_all_lanes(
     ranks: Ranks, size: int, name: str
 ) -> None:
     ranks(max(size, 2)).run(replay, size, name, variants_of(name, size, ALL))
-
-
-# --------------------------------------------------------------------------- real training
-
-
-def train(size: int, name: str, variants: list[str], steps: int, policy: dict[str, Any]) -> None:
-    """Forward, backward and step of twin models: losses, parameters, state and addresses."""
-    mesh = models.flat_mesh(size)
-    plain_model = models.toy(mesh, **policy)
-    plain = build(name, plain_model)
-    for variant in variants:
-        model = models.toy(mesh, **policy)
-        wrapped = models.wrap(build(name, model), model, **VARIANTS[variant])
-        addresses = [models.local(p).data_ptr() for p in model.parameters()]
-        for step in range(1, steps + 1):
-            losses = [models.backward(m, step) for m in (plain_model, model)]
-            check(losses[0] == losses[1], f"{name}, {variant}, step {step}: losses {losses}")
-            models.change_lr([plain, wrapped], step)
-            for optimizer in (plain, wrapped):
-                optimizer.step()
-                optimizer.zero_grad()
-            if step in (1, 2, steps):
-                models.check_twins(wrapped, plain, f"{name}, {variant}, step {step}")
-        now = [models.local(p).data_ptr() for p in model.parameters()]
-        check(addresses == now, f"{name}, {variant}: a shard moved")
-        wrapped.close()
-        plain_model = models.toy(mesh, **policy)
-        plain = build(name, plain_model)
-
-
-@pytest.mark.parametrize(
-    ("size", "name", "variants", "steps"),
-    [
-        (1, "AdamW fused", ["mixed"], 7),  # with the last change of lr
-        (2, "AdamW", ["half", "streamed"], 7),
-        (2, "AdamW fused", ["host", "mixed"], 7),
-        (2, "Muon", ["streamed"], 4),
-        (4, "SGD dampening", ["mixed"], 4),
-        (4, "AdamW fused", ["streamed"], 4),
-    ],
-)
-def test_training_equals_the_plain_optimizer(
-    ranks: Ranks, size: int, name: str, variants: list[str], steps: int
-) -> None:
-    ranks(max(size, 2)).run(train, size, name, variants, steps, {})
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("name", [name for name in SETTINGS if name not in ON_SHARDS_ONLY])
-def test_training_equals_the_plain_optimizer_for_every_class(
-    ranks: Ranks, size: int, name: str
-) -> None:
-    variants = variants_of(name, size, ALL)
-    ranks(max(size, 2)).run(train, size, name, variants, 10, {}, timeout_s=300)
-
-
-def train_in_mixed_precision() -> None:
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    train(2, "AdamW fused", ["mixed"], 4, {"mp_policy": policy})
-
-
-def test_mixed_precision_policy_with_fp32_shards_equals_plain(ranks: Ranks) -> None:
-    ranks(2).run(train_in_mixed_precision)
-
-
-# --------------------------------------------------------------------------- host lane, left open
-
-
-def host_lane_left_open(name: str, variant: str) -> None:
-    mesh = models.flat_mesh(2)
-    model = models.toy(mesh)
-    wrapped = models.wrap(build(name, model), model, **VARIANTS[variant])
-    twin = build(name, model)
-    for group in twin.param_groups:
-        group["fused"] = True
-    fused = models.on_shards(twin)
-    for step, gradients in enumerate(models.tape(2)[:4], start=1):
-        models.play(model, gradients)
-        models.copy_gradients(wrapped, fused)
-        models.change_lr([wrapped, fused], step)
-        wrapped.step()
-        fused.step()
-        models.check_twins(wrapped, fused, f"{name}, step {step}", placed=False)
-    check(wrapped.param_groups[0]["fused"] is None, "the user's own choice was overwritten")
-    wrapped.close()
-
-
-@pytest.mark.parametrize("name", FUSED_IN_HOST_LANE)
-def test_the_host_lane_takes_the_fused_kernel_where_the_user_left_it_open(
-    ranks: Ranks, name: str
-) -> None:
-    ranks(2).run(host_lane_left_open, name, "host")
 
 
 # --------------------------------------------------------------------------- bf16 shards

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor, Replicate
 
-from fsdp_offload import DeviceError, HybridDeviceOptimizer, LaneError, PhaseOffloader
+from fsdp_offload import DeviceError, LaneError, PhaseOffloader
 from fsdp_offload.core import dtensor
 from fsdp_offload.core.fsdp import Group, fsdp_groups
 from fsdp_offload.core.gated import GatedShard
@@ -31,7 +31,7 @@ from fsdp_offload.pipeline.host import HostUnit
 from fsdp_offload.testing import StreamSimulator
 from tests.fsdp import models
 from tests.fsdp.models import check
-from tests.fsdp.test_overlap import SMALL, adamw, build, loss_of, wrap
+from tests.fsdp.test_overlap import adamw, build, loss_of, wrap
 from tests.helpers.ranks import RankPool
 
 Ranks = Callable[..., RankPool]
@@ -40,11 +40,6 @@ OLD_COMPILER = pytest.mark.skipif(
     torch.__version__ < "2.12", reason="torch.compile of 2.11 raises: docs/overlap.md says so"
 )
 BOTH = pytest.mark.parametrize("overlap", ["forward", "backward"])
-
-
-def whole(value: Any) -> Any:
-    """Plain tensors, by way of what the caller got."""
-    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def local(value: Any) -> Tensor:
@@ -321,10 +316,6 @@ def without_gates(names: list[str]) -> None:
             read_while_updates_are_held_back(name, "forward", guarded=False)
 
 
-def test_without_gated_shards_each_of_these_reads_old_values(ranks: Ranks) -> None:
-    ranks(2).run(without_gates, ["norm", "full_tensor", "to_local", "address", "mul_"])
-
-
 @pytest.mark.long
 def test_without_gated_shards_all_reads_give_old_values(ranks: Ranks) -> None:
     ranks(2).run(without_gates, list(READERS))
@@ -547,40 +538,6 @@ def drop(overlap: str) -> None:
 @BOTH
 def test_shards_come_back_when_the_optimizer_is_dropped(ranks: Ranks, overlap: str) -> None:
     ranks(2).run(drop, overlap)
-
-
-def change_groups(overlap: str) -> None:
-    """Parameters that are unfrozen or added while others are gated, and modules converted."""
-    plain = build(dist.get_world_size())
-    with StreamSimulator("lazy", inline_current=True):
-        mine = build(dist.get_world_size())
-        pairs: list[tuple[Any, Any]] = []
-        for model in (plain, mine):
-            for frozen in (model.blocks[0].up.weight, model.blocks[1].up.weight):
-                frozen.requires_grad_(False)
-            some = [p for p in model.parameters() if p is not model.blocks[1].up.weight]
-            inner = torch.optim.AdamW(some, lr=0.02)
-            pairs.append((model, inner))
-        optimizer = HybridDeviceOptimizer(pairs[1][1], mine, overlap=overlap, transfer=SMALL)
-        pairs[1] = mine, optimizer
-        for model, stepper in pairs:
-            for index in range(4):
-                if index == 1:
-                    model.blocks[0].up.weight.requires_grad_(True)
-                elif index == 2:
-                    model.blocks[1].up.weight.requires_grad_(True)
-                    stepper.add_param_group({"params": [model.blocks[1].up.weight], "lr": 0.1})
-                elif index == 3:
-                    model.float()
-                step(model, stepper, index)
-        check(gates(mine) == {True}, "the new ones, too")
-        check(same([p + 0 for p in sharded(mine)], [p + 0 for p in sharded(plain)]), "bits")
-        optimizer.close()
-
-
-@BOTH
-def test_parameters_that_come_while_others_are_gated(ranks: Ranks, overlap: str) -> None:
-    ranks(2).run(change_groups, overlap)
 
 
 # --------------------------------------------------------------------------- errors

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import gc
 import itertools
 import weakref
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -19,8 +17,7 @@ import torch.distributed as dist
 import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.tensor import Shard
 from torch.nn import functional as F
@@ -29,16 +26,12 @@ from torch.nn.utils import clip_grad_norm_
 from fsdp_offload import (
     ConfigError,
     HybridDeviceOptimizer,
-    LaneError,
     SpentGradientError,
     TransferConfig,
-    checkpoint,
 )
 from fsdp_offload.core.fsdp import find_groups, fsdp_groups
-from fsdp_offload.pipeline.overlap import REORDER_AFTER
-from fsdp_offload.update.bucket import BucketUpdate
 from tests.fsdp import models
-from tests.fsdp.models import check, check_same, check_same_dicts, check_twins
+from tests.fsdp.models import check, check_same, check_twins
 from tests.helpers.ranks import RankPool
 
 Ranks = Callable[..., RankPool]
@@ -243,8 +236,6 @@ DEFAULT = (
     "several blocks in a group",
     "bf16 mixed",
 )
-ONE_RANK = ("as it is", "skipped block", "micro-batches in accumulate()", "evaluation", "mixed")
-FOUR_RANKS = ("skipped block", "reshard to two", "bf16 mixed")
 
 
 def run_cases(overlap: str, size: int, names: tuple[str, ...]) -> None:
@@ -272,72 +263,7 @@ def test_the_bits_on_one_rank_alone(ranks: Ranks, overlap: str) -> None:
     ranks(2).run(run_cases, overlap, 1, ("as it is",))
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("overlap", BOTH)
-def test_the_bits_on_one_rank(ranks: Ranks, overlap: str) -> None:
-    names = (*ONE_RANK, "clipping") if overlap == "forward" else ONE_RANK
-    ranks(2).run(run_cases, overlap, 1, names)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("overlap", BOTH)
-def test_the_bits_on_four_ranks(ranks: Ranks, overlap: str) -> None:
-    ranks(4).run(run_cases, overlap, 4, FOUR_RANKS)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("overlap", BOTH)
-def test_the_bits_with_replicas(ranks: Ranks, overlap: str) -> None:
-    how: dict[str, Any] = {"build_how": {"hybrid": True}, "skips": True}
-    ranks(4).run(twins, overlap, 4, **how)
-    ranks(4).run(twins, overlap, 4, **how, accumulate="sync")
-
-
 # --------------------------------------------------------------------------- looking in between
-
-
-def look(overlap: str, dtype: torch.dtype) -> None:
-    """State dicts right after ``step()``, of the model, of a part and of the optimizer."""
-    plain, mine = build(2, dtype=dtype), build(2, dtype=dtype)
-    reference = adamw(plain) if dtype == FP32 else wrap(plain, "step")
-    optimizer = wrap(mine, overlap)
-    for step in range(STEPS):
-        for model, stepper in ((plain, reference), (mine, optimizer)):
-            loss_of(model, step).backward()
-            stepper.step()
-        what = f"step {step}"
-        if step % 3 == 0:
-            check_same_dicts(mine.state_dict(), plain.state_dict(), what)
-        elif step % 3 == 1:
-            check_same_dicts(optimizer.state_dict(), reference.state_dict(), what)
-        else:
-            parts = [m.blocks[2].state_dict() for m in (mine, plain)]
-            check_same_dicts(*parts, what)
-        for stepper in (reference, optimizer):
-            stepper.zero_grad()
-    check_twins(optimizer, reference, "at the end")
-    optimizer.close()
-
-
-@pytest.mark.parametrize("overlap", BOTH)
-def test_state_dicts_right_after_the_step(ranks: Ranks, overlap: str) -> None:
-    ranks(2).run(look, overlap, BF16 if overlap == "forward" else FP32)
-
-
-def write_state(overlap: str) -> None:
-    """What is written into state between two steps reaches the next one, prefetched or not."""
-    plain, mine = build(2), build(2)
-    reference, optimizer = adamw(plain), wrap(mine, overlap)
-    for part in range(3):
-        steps = range(2 * part, 2 * part + 2)
-        train(plain, reference, steps=steps)
-        train(mine, optimizer, steps=steps)
-        for model, stepper in ((plain, reference), (mine, optimizer)):
-            state = stepper.state
-            for parameter in list(model.parameters())[part + 1 :: 3]:
-                models.local(state[parameter]["exp_avg"]).mul_(0.5)
-    check_twins(optimizer, reference, "at the end")
-    optimizer.close()
 
 
 def post_hooks(overlap: str) -> None:
@@ -362,106 +288,8 @@ def post_hooks(overlap: str) -> None:
 
 
 @pytest.mark.parametrize("overlap", MORE)
-def test_written_state_and_post_hooks(ranks: Ranks, overlap: str) -> None:
-    ranks(2).run(write_state, overlap)
+def test_post_hooks(ranks: Ranks, overlap: str) -> None:
     ranks(2).run(post_hooks, overlap)
-
-
-def scale_losses() -> None:
-    """GradScaler with an overflow at step 2, with and without unscaling before."""
-    pair = [build(2), build(2)]
-    steppers: list[Any] = [adamw(pair[0]), wrap(pair[1], "forward")]
-    scalers = [torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2) for _ in pair]
-    for step in range(STEPS):
-        for model, stepper, scaler in zip(pair, steppers, scalers, strict=True):
-            scaler.scale(loss_of(model, step)).backward()
-            if step == 2 and dist.get_rank() == 1:
-                models.local(model.blocks[2].down.weight.grad)[0, 0] = torch.inf
-            if step % 2:
-                scaler.unscale_(stepper)
-                clip_grad_norm_(model.parameters(), 0.1)
-            scaler.step(stepper)
-            scaler.update()
-            stepper.zero_grad()
-    check(scalers[0].get_scale() == scalers[1].get_scale(), "scales differ")
-    check_twins(steppers[1], steppers[0], "at the end")
-    steppers[1].close()
-
-
-def test_grad_scaler_in_forward_mode(ranks: Ranks) -> None:
-    ranks(2).run(scale_losses)
-
-
-# --------------------------------------------------------------------------- saving and loading
-
-
-def save_by_torch(folder: Path, model: Any, optimizer: Any) -> None:
-    state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
-    torch.distributed.checkpoint.save(state, checkpoint_id=folder)
-
-
-def load_by_torch(folder: Path, model: Any, optimizer: Any) -> None:
-    state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
-    torch.distributed.checkpoint.load(state, checkpoint_id=folder)
-    set_state_dict(
-        model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
-    )
-
-
-WAYS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
-    "ours": (checkpoint.save, checkpoint.load),
-    "torch's": (save_by_torch, load_by_torch),
-}
-
-
-def resume(overlap: str, dtype: torch.dtype, way: str, path: str) -> None:
-    """Saved right after a step; loaded into a new job, and in the middle of the old one."""
-    save, load = WAYS[way]
-    folder = Path(path)
-    mine, expected = build(2, dtype=dtype), build(2, dtype=dtype)
-    optimizer, reference = wrap(mine, overlap), wrap(expected, "step")
-    train(expected, reference)
-    train(mine, optimizer, steps=range(2))
-    loss_of(mine, 20).backward()
-    optimizer.step()
-    save(folder / "one", mine, optimizer)
-    optimizer.zero_grad()
-    other = build(2, dtype=dtype)
-    resumed = wrap(other, overlap)
-    train(other, resumed, steps=range(90, 92))
-    loss_of(other, 7).backward()  # in backward mode an iteration that is given up has begun
-    if overlap == "forward" or way == "ours":
-        load(folder / "one", other, resumed)
-    else:
-        resumed.step()
-        load(folder / "one", other, resumed)
-    for model, stepper in ((mine, optimizer), (other, resumed)):
-        stepper.zero_grad()
-        train(model, stepper, steps=range(3, STEPS))
-        check_twins(stepper, reference, f"{way}, goes on")
-    train(mine, optimizer, steps=range(70, 72))
-    load(folder / "one", mine, optimizer)
-    train(mine, optimizer, steps=range(3, STEPS))
-    check_twins(optimizer, reference, f"{way}, loaded in the middle")
-    optimizer.close(), resumed.close(), reference.close()
-
-
-@pytest.mark.parametrize(
-    ("overlap", "way", "dtype"),
-    [
-        ("backward", "ours", BF16),
-        *(
-            pytest.param(overlap, way, dtype, marks=pytest.mark.long)
-            for overlap in BOTH
-            for way in WAYS
-            for dtype in (FP32, BF16)
-        ),
-    ],
-)
-def test_a_resumed_run_goes_on_with_the_same_bits(
-    ranks: Ranks, tmp_path: Path, overlap: str, way: str, dtype: torch.dtype
-) -> None:
-    ranks(2).run(resume, overlap, dtype, way, str(tmp_path))
 
 
 # --------------------------------------------------------------------------- several optimizers
@@ -495,32 +323,9 @@ def two_optimizers(overlap: str) -> None:
     pairs[1][1].close()
 
 
-def alternate() -> None:
-    """An optimizer none of whose parameters had a gradient has nothing to step for."""
-    model = build(2)
-    block = models.wrap(
-        torch.optim.AdamW(model.blocks[1].parameters(), fused=True),
-        model,
-        overlap="backward",
-        transfer=SMALL,
-    )
-    loss_of(model, 0, skip=1).backward()
-    check(not block._overlap.has_taken, "an iteration began without a gradient")
-    block.zero_grad()
-    block.param_groups[0]["lr"] = 0.5
-    model.zero_grad()
-    loss_of(model, 1).backward()
-    block.step()
-    block.close()
-
-
 @pytest.mark.parametrize("overlap", MORE)
 def test_two_optimizers_over_one_model(ranks: Ranks, overlap: str) -> None:
     ranks(2).run(two_optimizers, overlap)
-
-
-def test_an_optimizer_without_gradients_begins_no_iteration(ranks: Ranks) -> None:
-    ranks(2).run(alternate)
 
 
 def watched_methods(model: Any) -> list[str]:
@@ -573,11 +378,6 @@ def drop(overlap: str) -> None:
     check(not any(t() is not None for t in tensors), "a model keeps its optimizer alive")
 
 
-@pytest.mark.parametrize("overlap", [pytest.param("step", marks=pytest.mark.long), *MORE])
-def test_a_dropped_optimizer_frees_its_state(ranks: Ranks, overlap: str) -> None:
-    ranks(2).run(drop, overlap)
-
-
 def replaced_parameters(overlap: str) -> None:
     """``load_state_dict(assign=True)`` puts other parameters there before the first forward."""
     model = build(2)
@@ -592,59 +392,6 @@ def replaced_parameters(overlap: str) -> None:
 
 def test_parameters_replaced_before_wrapping_are_found_in_their_groups(ranks: Ranks) -> None:
     ranks(2).run(replaced_parameters, "backward")
-
-
-def noting(calls: list[str], name: str, original: Any, *args: Any, **how: Any) -> Any:
-    calls.append(name)
-    return original(*args, **how)
-
-
-def count_tables(size: int) -> None:
-    """Models whose shards are even; the plain one is not watched."""
-
-    def even() -> Any:
-        torch.manual_seed(0)
-        model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
-        for part in (*model, model):
-            fully_shard(part, mesh=models.flat_mesh(size))
-        return model
-
-    def losses(model: Any, optimizer: Any) -> list[float]:
-        found = []
-        for step in range(3):
-            loss = (model(torch.full((2, 8), step + dist.get_rank() + 1.0)) ** 2).sum()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            found.append(float(loss))
-        return found
-
-    plain, mine, calls = even(), even(), list[str]()
-    optimizer = HybridDeviceOptimizer(
-        torch.optim.AdamW(mine.parameters(), fused=True), model=mine, overlap="backward",
-        transfer=SMALL,
-    )  # fmt: skip
-    # What FSDP2's operations call: torch 2.15 has another one for gradients, which is left to it.
-    names = ["split_with_sizes_copy"]
-    if not hasattr(torch.ops.fsdp, "chunk_cat_mixed_dtype"):
-        names.append("_chunk_cat")
-    with contextlib.ExitStack() as stack:
-        for name in names:
-            call = functools.partial(noting, calls, name, getattr(torch, name))
-            stack.enter_context(mock.patch.object(torch, name, call))
-        found = losses(mine, optimizer)
-        check(not calls, f"tables: {calls}")
-        expected = losses(plain, torch.optim.AdamW(plain.parameters(), fused=True))
-        for name in names:  # one rank gathers nothing
-            alone = size == 1 and name != "_chunk_cat"
-            check(alone or name in calls, f"an unwatched model: {calls}")
-    check(found == expected, f"losses {found}, plain {expected}")
-    optimizer.close()
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_watched_groups_copy_without_tables(ranks: Ranks, size: int) -> None:
-    ranks(2).run(count_tables, size)
 
 
 def where_reduced(size: int, hook: bool) -> None:
@@ -703,28 +450,6 @@ def finalize_by_hand(overlap: str) -> None:
 @pytest.mark.parametrize("overlap", BOTH)
 def test_backward_that_the_caller_finalizes(ranks: Ranks, overlap: str) -> None:
     ranks(2).run(finalize_by_hand, overlap)
-
-
-def unfreeze(overlap: str) -> None:
-    """A parameter of a group is trained from the third step on, without anything being told."""
-    plain, mine = build(2), build(2)
-    for model in (plain, mine):
-        model.blocks[0].up.weight.requires_grad_(False)
-    reference, optimizer = adamw(plain), wrap(mine, overlap)
-    for step in range(STEPS):
-        for model, stepper in ((plain, reference), (mine, optimizer)):
-            if step == 2:
-                model.blocks[0].up.weight.requires_grad_(True)
-            loss_of(model, step).backward()
-            stepper.step()
-            stepper.zero_grad()
-    check_twins(optimizer, reference, "at the end")
-    optimizer.close()
-
-
-@pytest.mark.parametrize("overlap", MORE)
-def test_a_parameter_unfrozen_while_training(ranks: Ranks, overlap: str) -> None:
-    ranks(2).run(unfreeze, overlap)
 
 
 # --------------------------------------------------------------------------- refused
@@ -849,19 +574,6 @@ class Recomputed(models.Block):
         return torch.utils.checkpoint.checkpoint(super().forward, x, use_reentrant=True)
 
 
-def use_twice(overlap: str) -> None:
-    """Autograd adds both uses before the one reduction, so nothing is taken too early."""
-    pair = []
-    for _ in range(2):
-        torch.manual_seed(0)
-        pair.append(models.shard(Twice(), models.flat_mesh(2)))
-    reference, optimizer = adamw(pair[0]), wrap(pair[1], overlap)
-    losses = train(pair[1], optimizer), train(pair[0], reference)
-    check(losses[0] == losses[1], f"losses {losses}")
-    check_twins(optimizer, reference, "used twice")
-    optimizer.close()
-
-
 def reduce_twice() -> None:
     """Two reductions in one backward: the first one was taken, so the second is refused."""
     model = Twice()
@@ -872,54 +584,5 @@ def reduce_twice() -> None:
     optimizer.close()
 
 
-@pytest.mark.parametrize("overlap", MORE)
-def test_a_module_used_twice(ranks: Ranks, overlap: str) -> None:
-    ranks(2).run(use_twice, overlap)
-
-
 def test_gradients_that_come_in_two_parts_are_refused_in_backward_mode(ranks: Ranks) -> None:
     ranks(2).run(reduce_twice)
-
-
-def fail_in_backward() -> None:
-    """An update that raises: backward() raises, everything refuses, a load makes it usable."""
-    expected, mine = build(2), build(2)
-    reference, optimizer = adamw(expected), wrap(mine, "backward")
-    train(expected, reference, steps=range(STEPS))
-    # Fewer steps than until the order follows measured times: then the third bucket would be
-    # another one on each rank, and they would stop between different collectives.
-    train(mine, optimizer, steps=range(min(REORDER_AFTER) - 1))
-    weights = {name: models.local(p).clone() for name, p in mine.named_parameters()}
-    saved = copy.deepcopy(optimizer.state_dict())
-    original, calls = BucketUpdate.run, itertools.count()
-
-    def run(self: BucketUpdate, *args: Any) -> None:
-        if next(calls) == 2:
-            raise ZeroDivisionError("in the third bucket")
-        original(self, *args)
-
-    BucketUpdate.run = run  # type: ignore[method-assign]
-    try:
-        expect(LaneError, "in the third bucket", lambda: loss_of(mine, 30).backward())
-    finally:
-        BucketUpdate.run = original  # type: ignore[method-assign]
-    mine.reset_iter_state()
-    for use in (optimizer.step, optimizer.zero_grad, optimizer.state_dict, optimizer.synchronize):
-        expect(LaneError, "load a checkpoint", use)
-    expect(LaneError, "load a checkpoint", lambda: loss_of(mine, 30).backward())
-    mine.reset_iter_state()
-    for name, parameter in mine.named_parameters():
-        models.local(parameter).copy_(weights[name])
-    optimizer.load_state_dict(saved)
-    optimizer.zero_grad()
-    train(mine, optimizer, steps=range(min(REORDER_AFTER) - 1, STEPS))
-    check_twins(optimizer, reference, "after the load")
-    optimizer.close()
-
-
-@pytest.mark.skipif(
-    not hasattr(torch.distributed.fsdp.FSDPModule, "reset_iter_state"),
-    reason="this torch cannot go on after an exception in backward",
-)
-def test_a_failure_in_backward_surfaces_there_and_a_load_makes_up_for_it(ranks: Ranks) -> None:
-    ranks(2).run(fail_in_backward)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -102,25 +101,6 @@ def through_collectives() -> None:
     check_bits(placed.redistribute(mesh, [Replicate()]).to_local(), every, "distribute_tensor")
 
 
-def through_copies() -> None:
-    every = patterns()
-    buffer = io.BytesIO()
-    torch.save(every, buffer)
-    buffer.seek(0)
-    check_bits(torch.load(buffer, weights_only=True), every, "torch.save")
-    for what, found in {
-        "to": every.to("cpu", copy=True),
-        "copy_": torch.empty_like(every).copy_(every),
-        "strided copy_": torch.empty_like(every).t().copy_(every.t()).t(),
-        "contiguous": every.t().contiguous().t(),
-        "clone": every[:, 1:].clone(),
-        "cat": torch.cat([every[:7], every[7:]]),
-        "deepcopy": copy.deepcopy(every),
-        "where": torch.where(torch.ones_like(every, dtype=torch.bool), every, 0),
-    }.items():
-        check_bits(found, every[:, 1:] if what == "clone" else every, what)
-
-
 def through_files(path: Path) -> None:
     mesh = models.flat_mesh(dist.get_world_size())
     rows = patterns().chunk(dist.get_world_size())[dist.get_rank()]
@@ -136,10 +116,6 @@ def through_files(path: Path) -> None:
 
 def test_every_pattern_passes_collectives(ranks: Ranks) -> None:
     ranks(2).run(through_collectives)
-
-
-def test_every_pattern_passes_copies(ranks: Ranks) -> None:
-    ranks(2).run(through_copies)
 
 
 def test_every_pattern_passes_dcp(ranks: Ranks, tmp_path: Path) -> None:

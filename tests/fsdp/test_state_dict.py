@@ -8,7 +8,6 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -24,7 +23,6 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from fsdp_offload import HybridDeviceOptimizer
 from tests.fsdp import models
 from tests.fsdp.models import Toy, check
 from tests.helpers.ranks import RankPool
@@ -232,18 +230,6 @@ def test_a_resumed_run_equals_an_uninterrupted_one(
     ranks(2).run(resume, way, source, target, "AdamW", tmp_path)
 
 
-# From wrapper to wrapper the next test has both classes by default.
-@pytest.mark.parametrize(
-    ("source", "target"),
-    [*DIRECTIONS[:2], pytest.param(*DIRECTIONS[2], marks=pytest.mark.long)],
-)
-@pytest.mark.parametrize("name", ["SGD", "NAdam"])
-def test_a_resumed_run_of_another_class_equals_an_uninterrupted_one(
-    ranks: Ranks, tmp_path: Path, name: str, source: str, target: str
-) -> None:
-    ranks(2).run(resume, "flat", source, target, name, tmp_path)
-
-
 # State exists from construction, so what the wrapper saves of a parameter that never had a gradient
 # is zeros. Plain SGD takes them for a momentum and applies dampening to the first gradient.
 NEVER_STEPPED = pytest.mark.xfail(
@@ -332,22 +318,6 @@ def test_dcp_loads_at_another_world_size(
             assert same or loaded[name] == value, name
 
 
-def load_alone(path: Path) -> dict[str, Any]:
-    """Each rank is a job of world size 1."""
-    made = job("wrapper", size=1, lr=0.5)
-    state = checkpoint(made, FLAT)
-    dcp.load(state, checkpoint_id=path, no_dist=True)
-    set_model_state_dict(made[0], state["model"])
-    set_optimizer_state_dict(*made, state["optimizer"], options=FLAT)
-    train(made, range(3, 4))
-    return state
-
-
-def test_dcp_loads_on_one_rank_what_four_have_saved(ranks: Ranks, tmp_path: Path) -> None:
-    ranks(4).run(save_job, "wrapper", "dcp flat", 4, tmp_path)
-    ranks(2).run(load_alone, tmp_path)
-
-
 # --------------------------------------------------------------------------- what a state dict is
 
 
@@ -381,89 +351,7 @@ def test_state_is_placed_like_its_parameter_in_storage_of_its_own(ranks: Ranks) 
     ranks(2).run(describe_state)
 
 
-def ask_before_the_first_step() -> None:
-    for options in (NESTED, FLAT, FULL):
-        model, optimizer = made = job("wrapper")
-        before = [models.bits(p).clone() for p in model.parameters()]
-        refuse = mock.Mock(side_effect=AssertionError("a step was run"))
-        with mock.patch.object(HybridDeviceOptimizer, "step", refuse):
-            found = get_optimizer_state_dict(*made, options=options)
-            set_optimizer_state_dict(*made, copy.deepcopy(found), options=options)
-        check(refuse.call_count == 0, "a step was run")
-        same = zip(before, model.parameters(), strict=True)
-        check(all(torch.equal(b, models.bits(p)) for b, p in same), "a parameter changed")
-        check(all(p.grad is None for p in model.parameters()), "a gradient was made")
-        check(optimizer.statistics().steps == 0, "a step was counted")
-        steps = [v for path, v in models.flat_items(found) if path.endswith("step")]
-        check(len(steps) in (0, 16) and not any(steps), f"steps {steps}")
-
-
-def test_asking_for_the_state_of_a_fresh_wrapper_runs_no_dummy_step(ranks: Ranks) -> None:
-    ranks(2).run(ask_before_the_first_step)
-
-
-def load_names() -> None:
-    source, target = job("wrapper"), job("wrapper", lr=0.5)
-    train(source, range(1, 3))
-    target[1].load_state_dict(save_nested(source, Path()))
-    models.check_same_dicts(target[1].state_dict(), source[1].state_dict(), "by name")
-
-
-def test_parameter_names_are_accepted_as_ids(ranks: Ranks) -> None:
-    ranks(2).run(load_names)
-
-
-# --------------------------------------------------------------------------- taking over
-
-
-def wrap_after_two_steps(name: str) -> None:
-    stepped, plain = job("plain", name), job("plain", name)
-    for made in (stepped, plain):
-        train(made, range(1, 3))
-    model, inner = stepped
-    expected = copy.deepcopy(inner.state_dict())
-    wrapped = models.wrap(inner, model, update_on=MIXED)
-    models.check_same_dicts(wrapped.state_dict(), expected, "taken over")
-    models.check_same_dicts(inner.state_dict(), expected, "through the inner one")
-    for step in range(3, 6):
-        train(plain, range(step, step + 1))
-        train((model, wrapped if step % 2 else inner), range(step, step + 1))
-        models.check_twins(wrapped, plain[1], f"{name}, step {step}")
-    check(wrapped.statistics().steps == 3, "the inner one does not forward step()")
-    inner.load_state_dict(expected)
-    models.check_same_dicts(wrapped.state_dict(), expected, "loaded through the inner one")
-
-
-@pytest.mark.parametrize("name", CLASSES)
-def test_a_wrapper_takes_over_a_stepped_optimizer_which_then_forwards(
-    ranks: Ranks, name: str
-) -> None:
-    ranks(2).run(wrap_after_two_steps, name)
-
-
 # --------------------------------------------------------------------------- bf16 shards
-
-
-def resume_zero_momentum(source: str) -> None:
-    """A parameter that was updated, but whose momentum is zero: dampening applies to it."""
-    uninterrupted, saving = job("plain", "SGD"), job(source, "SGD")
-    resumed = job("wrapper", "SGD")
-    for made in (uninterrupted, saving):
-        models.backward(made[0], 2)
-        for parameter in models.parameters_of(made[1]):
-            if parameter.grad is not None:
-                parameter.grad.zero_()
-        made[1].step()
-        made[1].zero_grad()
-    load_own(resumed, save_own(saving, Path()))
-    for made in (uninterrupted, resumed):
-        train(made, range(3, 4))
-    models.check_twins(resumed[1], uninterrupted[1], "step 3")
-
-
-@pytest.mark.parametrize("source", ["plain", "wrapper"])
-def test_a_momentum_of_zeros_is_loaded_as_a_momentum(ranks: Ranks, source: str) -> None:
-    attempt(ranks, resume_zero_momentum, source)
 
 
 def resume_bf16(way: str, source: tuple[str, ...], target: tuple[str, ...], path: Path) -> None:
@@ -536,47 +424,3 @@ def test_bf16_masters_survive_a_change_of_lanes(
     ranks: Ranks, tmp_path: Path, source: tuple[str, ...], target: tuple[str, ...], way: str
 ) -> None:
     attempt(ranks, resume_bf16, way, source, target, tmp_path)
-
-
-def load_plain_bf16(way: str, path: Path) -> None:
-    """Moments come from the checkpoint, masters from the weights."""
-    plain = job("plain", dtype=torch.bfloat16)
-    train(plain, range(1, 3))
-    made = job("wrapper", dtype=torch.bfloat16, lanes=MIXED)
-    train(made, range(20, 21))
-    set_model_state_dict(made[0], copy.deepcopy(get_model_state_dict(plain[0])))
-    WAYS[way][1](made, WAYS[way][0](plain, path))
-    state = made[1].state
-    pairs = zip(models.parameters_of(made[1]), models.parameters_of(plain[1]), strict=True)
-    for mine, theirs in pairs:
-        models.check_same(mine, theirs, "weight")
-        for name, value in plain[1].state.get(theirs, {}).items():
-            models.check_same(state[mine][name], value.to(state[mine][name].dtype), name)
-        if "master" in state[mine]:
-            models.check_same(state[mine]["master"], theirs.detach().float(), "master")
-        if "master_remainder" in state[mine]:
-            check(not models.local(state[mine]["master_remainder"]).any(), "a stale remainder")
-
-
-@pytest.mark.parametrize("way", ["own", "nested", "flat"])
-def test_a_plain_bf16_state_dict_is_accepted(ranks: Ranks, tmp_path: Path, way: str) -> None:
-    ranks(2).run(load_plain_bf16, way, tmp_path)
-
-
-def give_plain_bf16(way: str, path: Path) -> None:
-    made = job("wrapper", dtype=torch.bfloat16, lanes=MIXED)
-    train(made, range(1, 3))
-    plain = job("plain", dtype=torch.bfloat16, lr=0.5)
-    WAYS[way][1](plain, WAYS[way][0](made, path))
-    state = made[1].state
-    pairs = zip(models.parameters_of(made[1]), models.parameters_of(plain[1]), strict=True)
-    for mine, theirs in pairs:
-        for name in ("step", "exp_avg", "exp_avg_sq") if mine in state else ():
-            found = plain[1].state[theirs][name]
-            models.check_same(found, state[mine][name].to(found.dtype), name)
-    train(plain, range(3, 4))
-
-
-@pytest.mark.parametrize("way", ["own", "nested", "flat"])
-def test_a_plain_bf16_optimizer_accepts_ours(ranks: Ranks, tmp_path: Path, way: str) -> None:
-    ranks(2).run(give_plain_bf16, way, tmp_path)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -16,7 +15,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.utils import clip_grad_norm_
-from torch.optim import Optimizer, lr_scheduler
+from torch.optim import Optimizer
 
 from tests.fsdp import models
 from tests.fsdp.models import check
@@ -63,38 +62,6 @@ def test_gradient_accumulation(ranks: Ranks, reduce_each: bool) -> None:
     ranks(2).run(accumulate, reduce_each)
 
 
-def clip() -> None:
-    pair = twins()
-    for step in range(1, 4):
-        norms = []
-        for model, optimizer in pair:
-            models.backward(model, step)
-            norms.append(clip_grad_norm_(model.parameters(), 0.1).full_tensor())
-            optimizer.step()
-            optimizer.zero_grad()
-        check(norms[0] > 0.1, f"nothing to clip: {norms[0]}")
-        check(torch.equal(*norms), f"norms {norms}")
-        check_pair(pair, f"step {step}")
-
-
-def test_clip_grad_norm(ranks: Ranks) -> None:
-    ranks(2).run(clip)
-
-
-def zero_gradients_in_place() -> None:
-    pair = twins()
-    for step in range(1, 4):
-        for model, optimizer in pair:
-            optimizer.zero_grad(set_to_none=False)
-            models.backward(model, step)
-            optimizer.step()
-        check_pair(pair, f"step {step}")
-
-
-def test_zero_grad_without_set_to_none(ranks: Ranks) -> None:
-    ranks(2).run(zero_gradients_in_place)
-
-
 # --------------------------------------------------------------------------- GradScaler
 
 
@@ -133,68 +100,6 @@ def test_grad_scaler_skips_the_step_on_all_ranks_after_an_overflow_on_one(
     results = ranks(2).run(scale_losses, fused, False)
 
     assert results[0] == results[1] == [64, 128, 64, 64, 128, 128]
-
-
-def test_grad_scaler_may_be_given_the_wrapped_optimizer(ranks: Ranks) -> None:
-    results = ranks(2).run(scale_losses, True, True)
-
-    assert results[0] == results[1]
-
-
-# --------------------------------------------------------------------------- schedulers
-
-SCHEDULERS: dict[str, Callable[[Optimizer], Any]] = {
-    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda epoch: 0.5**epoch),
-    "StepLR": lambda o: lr_scheduler.StepLR(o, 2, 0.1),
-    "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, 4),
-    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, 0.02, total_steps=6),
-}
-
-
-def schedule(name: str, when: str, on: str, tensor_lr: bool) -> None:
-    """``when``: the scheduler is built before or after wrapping; ``on``: which optimizer."""
-    mesh, rates, pair = models.flat_mesh(2), [], []
-    options = {"foreach": False, "fused": False}
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for wrapped in (False, True):
-            model = models.toy(mesh)
-            groups = models.groups(model)
-            for group in groups if tensor_lr else ():
-                group["lr"] = torch.tensor(group["lr"])
-            inner = optimizer = torch.optim.AdamW(groups, **options)
-            scheduler = SCHEDULERS[name](inner) if when == "before" else None
-            if wrapped:
-                optimizer = models.wrap(inner, model, update_on=LANES[::2])
-            if scheduler is None:
-                scheduler = SCHEDULERS[name](inner if on == "inner" else optimizer)
-            rates.append([])
-            for step in range(1, 5):
-                models.backward(model, step)
-                optimizer.step()
-                scheduler.step()
-                optimizer.zero_grad()
-                rates[-1].append([float(group["lr"]) for group in optimizer.param_groups])
-            pair.append((model, optimizer))
-    check(rates[0] == rates[1], f"rates {rates}")
-    check(len({tuple(r) for r in rates[0]}) > 1, "the scheduler changed nothing")
-    check_pair(pair, f"{name} built {when} wrapping on the {on} optimizer")
-
-
-@pytest.mark.parametrize(
-    ("name", "when", "on", "tensor_lr"),
-    [
-        ("LambdaLR", "before", "inner", False),
-        ("StepLR", "after", "inner", False),
-        ("CosineAnnealingLR", "after", "wrapper", False),
-        ("OneCycleLR", "before", "inner", False),
-        ("CosineAnnealingLR", "before", "inner", True),
-    ],
-)
-def test_schedulers_work_without_a_warning(
-    ranks: Ranks, name: str, when: str, on: str, tensor_lr: bool
-) -> None:
-    ranks(2).run(schedule, name, when, on, tensor_lr)
 
 
 # --------------------------------------------------------------------------- no collective

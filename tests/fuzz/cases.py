@@ -12,8 +12,15 @@ import torch
 from torch.optim import Optimizer
 
 from fsdp_offload import HybridDeviceOptimizer
-from tests import own_optimizers as own
-from tests.optimizer_table import ELEMENTWISE, EXTRA, FOREACH, FUSED, IMPLEMENTATIONS, SETTINGS
+from tests.helpers import own_optimizers as own
+from tests.helpers.optimizer_table import (
+    ELEMENTWISE,
+    EXTRA,
+    FOREACH,
+    FUSED,
+    IMPLEMENTATIONS,
+    SETTINGS,
+)
 
 LANES: Final = ("resident", "streamed", "host")
 FP32, FP64, BF16, FP16 = torch.float32, torch.float64, torch.bfloat16, torch.float16

@@ -163,11 +163,6 @@ def through_whole_states(dtype: str) -> None:
     close(made)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_whole_states_of_two_memories(ranks: Callable[..., Any], dtype: str) -> None:
-    ranks(1, device_type="cuda").run(through_whole_states, dtype)
-
-
 @pytest.mark.gpus(2)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_whole_states_over_ranks(ranks: Callable[..., Any], dtype: str) -> None:

@@ -23,7 +23,6 @@ from torch.distributed.tensor import DTensor
 from fsdp_offload import HybridDeviceOptimizer, TransferConfig
 from fsdp_offload.update import codec
 from tests.fsdp.models import bits
-from tests.helpers.profile import copies_to_device
 
 SMALL = TransferConfig(bucket_bytes=64 << 10, slots=3)
 WIDTH = 129  # not a multiple of 4 and uneven over 2 and 4 ranks
@@ -195,37 +194,3 @@ def test_a_checkpoint_loads_on_another_number_of_ranks(
                 assert all(
                     torch.equal(bits(a), bits(b)) for a, b in zip(saved, loaded, strict=True)
                 )
-
-
-def send_tables() -> None:
-    """Even shards, twice: two steps whose forward and backward are profiled."""
-
-    def sent(wrapped: bool) -> int:
-        torch.manual_seed(0)
-        net = nn.Sequential(*(nn.Linear(256, 256) for _ in range(3))).cuda()
-        for layer in net:
-            fully_shard(layer)
-        fully_shard(net)
-        optimizer: Any = torch.optim.AdamW(net.parameters(), fused=True)
-        if wrapped:
-            optimizer = HybridDeviceOptimizer(
-                optimizer, model=net, overlap="backward", offload_fraction=0.0
-            )
-        x = torch.randn(8, 256, device="cuda")
-        for _ in range(3):
-            net(x).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        count = copies_to_device(lambda: net(x).sum().backward())
-        optimizer.step()
-        if wrapped:
-            optimizer.close()
-        return count
-
-    assert sent(wrapped=False) > 0
-    assert sent(wrapped=True) == 0
-
-
-@pytest.mark.gpus(2)
-def test_watched_groups_send_no_tables(ranks: Callable[..., Any]) -> None:
-    ranks(2, device_type="cuda").run(send_tables)

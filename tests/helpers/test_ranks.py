@@ -66,20 +66,6 @@ def test_ranks_are_kept_and_each_call_starts_from_the_same_state(ranks: Ranks) -
     assert len({draw for _, _, draw, *_ in first}) == 1
 
 
-def view_and_base() -> dict[str, torch.Tensor]:
-    base = torch.arange(6.0)
-    return {"base": base, "view": base[2:4]}
-
-
-def test_tensors_arrive_as_plain_values_that_outlive_the_rank() -> None:
-    with RankPool(1) as pool:
-        (result,) = pool.run(view_and_base)
-
-    assert not result["base"].is_shared()
-    result["base"][2] = 7.0
-    assert result["view"].tolist() == [7.0, 3.0]
-
-
 class Complaint(Exception):
     def __init__(self, first: int, second: int) -> None:  # such exceptions cannot be unpickled
         super().__init__(f"complaint {first} {second}")
@@ -141,51 +127,6 @@ def test_dead_rank_is_named_with_its_exit_code(fragile: RankPool) -> None:
         fragile.run(die_on, 1)
 
     assert len(fragile.run(pid)) == 2
-
-
-def test_function_that_cannot_travel_costs_no_rank(fragile: RankPool) -> None:
-    before = fragile.run(pid)
-
-    with pytest.raises(Exception, match=r"lambda|local object"):
-        fragile.run(lambda: None)
-
-    assert fragile.run(pid) == before
-
-
-def test_closed_pool_starts_again() -> None:
-    pool = RankPool(1)
-    (before,) = pool.run(pid)
-    pool.close()
-    pool.close()
-    assert not is_running(before)
-    with pool:
-        assert pool.run(pid) != [before]
-
-
-@pytest.mark.long
-def test_pool_left_open_ends_with_the_interpreter() -> None:
-    script = """
-        import os
-        from tests.helpers.ranks import RankPool
-
-        if __name__ == "__main__":
-            pool = RankPool(2)
-            print(*pool.run(os.getpid))
-    """
-    ended = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        cwd=ROOT,
-        check=True,
-    )
-
-    assert ended.stderr == ""
-    pids = [int(word) for word in ended.stdout.split()]
-    assert len(pids) == 2
-    for old in pids:
-        assert not is_running(old)
 
 
 def parent_killed_script() -> str:

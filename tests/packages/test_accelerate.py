@@ -169,17 +169,6 @@ def test_bf16_checkpoints_of_accelerate_keep_the_master(
         assert found == all_of_them[-len(found) :]
 
 
-def test_a_bf16_checkpoint_with_a_master_resumes_in_the_plain_optimizer(
-    ranks: Ranks, tmp_path: Path
-) -> None:
-    for full in (False, True):
-        again = ranks(2).run(half, f"{tmp_path}/{full}", "after", "after", full)
-        plain = ranks(2).run(half, f"{tmp_path}/{full}-plain", "after", "plain", full)
-        for mine, theirs in zip(again, plain, strict=True):
-            assert theirs[0] == mine[0]
-            assert theirs == pytest.approx(mine, abs=0.05)
-
-
 def plain_into_ours(tmp: str) -> tuple[str, list[float], list[float]]:
     """A strict load's error; losses when the script loads first and then wraps; plain ones."""
     folder = f"{tmp}/plain"

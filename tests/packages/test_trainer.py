@@ -13,7 +13,7 @@ import torch
 
 from fsdp_offload import HybridDeviceOptimizer, SpentGradientError
 from tests.fsdp.models import check
-from tests.helpers.ranks import RankError, RankPool
+from tests.helpers.ranks import RankPool
 from tests.packages.gloo_trainers import accelerate_with_fsdp2
 
 pytest.importorskip("transformers", reason="transformers is not installed")
@@ -207,30 +207,6 @@ def test_updates_in_backward_are_refused_where_the_trainer_takes_the_norm(
 ) -> None:
     for said in ranks(2).run(clipped_in_backward, str(tmp_path)):
         assert 'use overlap="forward"' in said
-
-
-@pytest.mark.parametrize(
-    ("optim", "package", "way"),
-    [
-        ("adamw_torch_fused", "torch", "create_optimizer"),
-        ("rmsprop", "torch", "create_optimizer"),
-        ("sgd", "torch", "on_train_begin"),
-        ("adamw_torch_8bit", "torchao", "create_optimizer"),
-        ("adamw_torch_8bit", "torchao", "on_train_begin"),
-        ("schedule_free_adamw", "schedulefree", "create_optimizer"),
-        ("schedule_free_adamw", "schedulefree", "on_train_begin"),
-        ("adamw_bnb_8bit", "bitsandbytes", "on_train_begin"),
-    ],
-)
-def test_classes_of_transformers_give_the_bits_that_they_give_alone(
-    ranks: Ranks, tmp_path: Path, optim: str, package: str, way: str
-) -> None:
-    pytest.importorskip(package, reason=f"{package} is not installed")
-    try:
-        expected = ranks(2).run(train, "plain", str(tmp_path / "plain"), False, optim=optim)
-    except RankError as error:
-        pytest.skip(f"{optim} does not run alone here: {str(error).strip().splitlines()[-1]}")
-    assert ranks(2).run(train, way, str(tmp_path / "ours"), False, optim=optim) == expected
 
 
 def fine_tune(way: str, folder: str, resume: str = "", **options: Any) -> list[Any]:

@@ -19,7 +19,7 @@ from fsdp_offload.core.storage import AddressPool, can_swap
 from fsdp_offload.phases import fixed
 from fsdp_offload.phases.pages import HostPages
 from tests.away import has_memory
-from tests.pooling import MIB, Allocator, Storage, allocator_in_place, memory_in_place
+from tests.helpers.pooling import MIB, Allocator, Storage, allocator_in_place, memory_in_place
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CUDA = torch.device("cuda", 0)

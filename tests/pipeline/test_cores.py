@@ -12,7 +12,6 @@ from torch import nn
 
 from fsdp_offload import HybridDeviceOptimizer, TransferConfig
 from fsdp_offload.core.backend import CpuBackend
-from fsdp_offload.core.errors import ConfigError
 from fsdp_offload.pipeline import cores
 from fsdp_offload.pipeline.cores import cores_of_rank, share, sibling_groups, thread_setup
 from fsdp_offload.pipeline.engine import host_threads
@@ -69,13 +68,6 @@ def test_who_shares_cores_is_not_guessed(unknown: str, machine: pytest.MonkeyPat
     assert cores_of_rank(device) == SOCKETS[0]
 
 
-def test_a_lone_rank_has_all_cores_near_its_device(machine: pytest.MonkeyPatch) -> None:
-    machine.setenv("LOCAL_WORLD_SIZE", "1")
-    machine.setenv("LOCAL_RANK", "0")
-
-    assert cores_of_rank(CUDA[3]) == SOCKETS[1]
-
-
 def test_ranks_without_an_accelerator_divide_all_cores(machine: pytest.MonkeyPatch) -> None:
     everything = SOCKETS[0] | SOCKETS[1]
     machine.setattr(cores, "cores_near", lambda device: everything)
@@ -95,10 +87,6 @@ def test_shares_are_disjoint_complete_and_even(n_groups: int, count: int) -> Non
 
     assert sorted(core for part in parts for core in part) == list(range(n_groups))
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
-
-
-def test_fewer_cores_than_ranks_are_shared() -> None:
-    assert share([(0,), (1,)], 3, 4) == {0, 1}
 
 
 def test_siblings_come_from_the_system_and_stay_within_what_is_allowed(tmp_path: Path) -> None:
@@ -165,17 +153,3 @@ def test_beside_a_streamed_lane_the_host_lane_has_half_of_the_share(
     machine.setenv("LOCAL_WORLD_SIZE", str(ranks))
     assert host_threads(config(), beside=False) == alone
     assert host_threads(config(), beside=True) == both
-
-
-@pytest.mark.parametrize("threads", [1, 2, 6, 40])
-@pytest.mark.parametrize("beside", [False, True])
-def test_it_has_the_threads_that_the_user_gave(
-    threads: int, beside: bool, machine: pytest.MonkeyPatch
-) -> None:
-    transfer = TransferConfig(host_threads=threads)
-    assert host_threads(config(transfer=transfer), beside=beside) == threads
-
-
-def test_the_choice_is_yes_or_no() -> None:
-    with pytest.raises(ConfigError, match="bind_threads"):
-        TransferConfig(bind_threads=1)  # type: ignore[arg-type]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import os
 import threading
@@ -21,12 +20,11 @@ from fsdp_offload.core import backend
 from fsdp_offload.core.backend import CpuBackend, Event, PendingEvent, backend_for
 from fsdp_offload.pipeline import engine, host
 from fsdp_offload.pipeline.host_lane import HostLane
-from fsdp_offload.pipeline.worker import InlineWorker, ThreadPool, Ticket
+from fsdp_offload.pipeline.worker import InlineWorker, ThreadPool
 from fsdp_offload.testing import ADVERSARIES
 from fsdp_offload.update.params import Snapshot, Work
-from tests import test_pipeline_waits as waits
-from tests.helpers.config import config
 from tests.helpers.ranks import RankPool
+from tests.pipeline import test_pipeline_waits as waits
 
 pytestmark = pytest.mark.usefixtures("one_thread", "small_host_buckets")
 CPU = torch.device("cpu")
@@ -101,17 +99,6 @@ def drivers() -> list[threading.Thread]:
 # --------------------------------------------------------------------------- numbers
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_offered_buckets_have_the_bits_of_the_plain_optimizer(dtype: torch.dtype) -> None:
-    job = Job(dtype=dtype)
-    for step in range(5):
-        for written in job.offer_all(job.work(step)):
-            written.synchronize()
-        job.plain.step()
-        job.check()
-    job.optimizer.close()
-
-
 def test_buckets_are_offered_once_as_their_gradients_arrive(job: Job) -> None:
     now = CpuBackend(CPU).current_stream().record()
     for step in range(3):
@@ -129,25 +116,6 @@ def test_buckets_are_offered_once_as_their_gradients_arrive(job: Job) -> None:
         job.check()
 
 
-def test_buckets_without_gradients_are_left_alone_and_waited_for_by_nobody(job: Job) -> None:
-    work = job.work(0, absent=frozenset(range(1, len(NUMELS))))
-    written = job.offer_all(work)
-
-    touched = [bucket for bucket in job.lane.buckets if 0 in bucket.indices]
-    assert len(written) == len(touched) < len(job.lane.buckets)
-    job.lane.synchronize()
-    job.plain.step()
-    job.check()
-
-
-def test_moved_bytes_are_those_of_one_iteration(job: Job) -> None:
-    for step in range(2):
-        job.offer_all(job.work(step))
-        job.lane.synchronize()
-        assert job.lane.moved_bytes >= sum(NUMELS) * 4
-        assert job.lane.moved_bytes == sum(b.sent_bytes for b in job.lane.buckets)
-
-
 # --------------------------------------------------------------------------- who waits
 
 
@@ -163,13 +131,6 @@ def test_offering_never_blocks_and_waiting_does(job: Job, hold: threading.Event)
         event.synchronize()
     job.plain.step()
     job.check()
-
-
-def test_buckets_return_in_the_order_in_which_they_were_offered(job: Job) -> None:
-    written = job.offer_all(job.work(0))
-    written[-1].recorded()
-
-    assert all(event.is_recorded() for event in written)
 
 
 def test_the_driver_is_one_thread_made_at_the_first_offer() -> None:
@@ -213,11 +174,6 @@ def test_buffers_hold_enough_units_for_all_threads() -> None:
             depth = host.ring_depth(threads, bucket_numel=numel, buckets=500, least=6)
             assert (depth - 1) * units >= 1.5 * threads
             assert depth == 6 or (depth - 2) * units < 1.5 * threads
-
-
-@pytest.mark.parametrize(("buckets", "expected"), [(1, 2), (4, 4), (100, 6)])
-def test_there_are_no_more_buffers_than_buckets(buckets: int, expected: int) -> None:
-    assert host.ring_depth(1, bucket_numel=100, buckets=buckets, least=6) == expected
 
 
 # --------------------------------------------------------------------------- failures
@@ -270,36 +226,6 @@ def test_work_goes_on_after_an_abort_once_everything_was_written_anew(
         job.check()
 
 
-def test_an_aborted_iteration_leaves_nothing_to_the_next(job: Job) -> None:
-    work = job.work(0)
-    now = CpuBackend(CPU).current_stream().record()
-    work.ready[-1] = now
-    job.lane.offer(work, complete=False)
-    job.optimizer.synchronize()
-    assert 0 < len(job.lane._left) < len(job.lane.buckets)
-    job.lane.abort()
-
-    assert len(job.offer_all(job.work(1))) == len(job.lane.buckets)
-
-
-def test_a_failure_of_one_bucket_does_not_write_later_ones(
-    job: Job, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    update = host.HostUnit.update
-
-    def fail_in_the_second(unit: host.HostUnit, work: Work) -> None:
-        if unit in job.lane.buckets[1].units:
-            explode()
-        update(unit, work)
-
-    monkeypatch.setattr(host.HostUnit, "update", fail_in_the_second)
-    written = job.offer_all(job.work(0))
-    written[0].synchronize()
-    for event in written[1:]:
-        with pytest.raises(LaneError):
-            event.recorded()
-
-
 def test_a_driver_that_is_gone_is_an_error_and_no_hang(
     job: Job, hold: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -349,18 +275,6 @@ def test_a_forked_process_that_waits_gets_an_error(ranks: Callable[..., RankPool
 # --------------------------------------------------------------------------- lifetimes
 
 
-def test_nothing_of_an_iteration_outlives_it(job: Job) -> None:
-    seen = []
-    for step in range(4):
-        work = job.work(step)
-        seen.append(weakref.ref(work))
-        job.offer_all(work)
-        job.lane.synchronize()
-        del work
-
-    assert [ref() for ref in seen] == [None] * 4
-
-
 @pytest.mark.parametrize("fails", [False, True], ids=["usual", "failed"])
 def test_a_dropped_optimizer_frees_its_lane_without_the_cyclic_collector(
     fails: bool, monkeypatch: pytest.MonkeyPatch
@@ -393,30 +307,6 @@ def test_a_pending_event_runs_what_is_left_on_the_waiting_thread() -> None:
     assert not pending.query()
     assert pending.recorded() is done
     assert pending.query()
-
-
-def test_a_pending_event_that_was_settled_does_not_fail_any_more() -> None:
-    done: Event = CpuBackend(CPU).current_stream().record()
-    pending = PendingEvent(lambda event: None)
-    pending.complete(done)
-    pending.fail(ValueError("late"))
-
-    assert pending.recorded() is done
-
-
-def test_tickets_call_back_whether_asked_before_or_after_their_end() -> None:
-    called: list[str] = []
-    ticket = Ticket()
-    ticket.expect(1)
-    ticket.when_done(lambda: called.append("before"))
-    ticket.finish(None)
-    assert called == []
-    assert not ticket.is_done()
-    ticket.finish(None)
-    assert ticket.is_done()
-    ticket.when_done(lambda: called.append("after"))
-
-    assert called == ["before", "after"]
 
 
 # --------------------------------------------------------------------------- simulator
@@ -512,16 +402,6 @@ def test_beside_a_streamed_lane_half_of_the_threads_and_a_driver(
     assert sum(name.startswith("driver") for name in names) == driving
 
 
-def test_a_single_thread_is_told_of_only_where_there_is_one_core(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    for cores, told in ((2, 0), (1, 1)):
-        monkeypatch.setattr(os, "sched_getaffinity", lambda _, cores=cores: set(range(cores)))
-        caplog.clear()
-        assert engine.host_threads(config(), beside=True) == 1
-        assert sum("has 1 thread" in message for message in caplog.messages) == told
-
-
 def test_closing_after_a_failure_waits_for_the_streamed_lanes_copies(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -536,17 +416,3 @@ def test_closing_after_a_failure_waits_for_the_streamed_lanes_copies(
     monkeypatch.setattr(streamed, "finish_transfers", lambda: waited.append(True))
     optimizer.close()
     assert waited
-
-
-def test_a_dead_driver_does_not_keep_the_streams_from_being_waited_for(job: Job) -> None:
-    job.offer_all(job.work(0))
-    driver = job.lane._driver
-    assert driver is not None
-    driver.stop()
-    waited: list[str] = []
-    for name in ("_out", "_back"):
-        stream = getattr(job.lane, name)
-        stream.synchronize = functools.partial(waited.append, name)
-    with pytest.raises(LaneError):
-        job.lane.synchronize()
-    assert waited == ["_out", "_back"]

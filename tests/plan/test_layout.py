@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fsdp_offload.plan import Bucket, Kind, Layout, ParamSpec, Slice, make_layout
@@ -219,16 +219,6 @@ def smallest_cut(entry: ParamSpec) -> int:
 
 
 @given(entries(), bucket_sizes)
-def test_scratch_memory_stays_in_proportion_also_without_state(
-    made: list[ParamSpec], bucket_bytes: int
-) -> None:
-    """Four bytes of a bucket are counted per element at least."""
-    for bucket in make_layout(made, bucket_bytes=bucket_bytes).buckets:
-        needed = max(min(smallest_cut(p.spec), p.numel) for p in bucket.slices)
-        assert bucket.scratch_numel <= max(bucket_bytes // 4, align(needed, ALIGN_NUMEL))
-
-
-@given(entries(), bucket_sizes)
 def test_buckets_are_filled(made: list[ParamSpec], bucket_bytes: int) -> None:
     """A bucket is closed only where the next slice did not fit into it."""
     buckets = make_layout(made, bucket_bytes=bucket_bytes).buckets
@@ -254,25 +244,6 @@ def test_the_arena_is_payload_and_alignment(made: list[ParamSpec], start: int) -
     assert 0 <= overhead <= padding + len(KINDS) * SLOT_ALIGN_BYTES
 
 
-@given(entries(), bucket_sizes)
-def test_the_same_entries_give_the_same_layout(made: list[ParamSpec], bucket_bytes: int) -> None:
-    once, again = (make_layout(made, bucket_bytes=bucket_bytes) for _ in range(2))
-    assert once == again
-    assert once.slot_bytes == max((b.slot_bytes for b in once.buckets), default=0)
-    assert once.scratch_numel == max((b.scratch_numel for b in once.buckets), default=0)
-
-
-@settings(max_examples=20)
-@given(entries(), entries())
-def test_sections_one_after_another_do_not_overlap(
-    first: list[ParamSpec], second: list[ParamSpec]
-) -> None:
-    a = make_layout(first, bucket_bytes=SMALLEST_BUCKET)
-    b = make_layout(second, bucket_bytes=SMALLEST_BUCKET, arena_start=a.arena_stop)
-    assert b.arena_start >= a.arena_stop
-    assert all(offset >= a.arena_stop for offset in b.offsets.values())
-
-
 def test_small_parameters_share_a_bucket_and_a_large_one_fills_its_rest() -> None:
     kinds = (KINDS[0], Kind("exp_avg_sq", torch.float32))
     sizes = [10, 100, 1000]
@@ -293,10 +264,3 @@ def test_an_optimizer_without_state_still_has_slices_and_scratch(cuttable: bool)
     assert [piece.numel for _, piece in slices_of(layout)] == [0, 9]
     assert (layout.payload_bytes, layout.slot_bytes, layout.arena_stop) == (0, 0, 0)
     assert layout.scratch_numel == ALIGN_NUMEL
-
-
-def test_no_entries_give_no_bucket() -> None:
-    layout = make_layout([], bucket_bytes=4096, arena_start=300)
-    assert layout.buckets == ()
-    assert (layout.arena_start, layout.arena_stop) == (512, 512)
-    assert (layout.slot_bytes, layout.scratch_numel, layout.payload_bytes) == (0, 0, 0)

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -22,9 +22,8 @@ from fsdp_offload.update.schema import (
     signature,
     torch_class,
 )
-from fsdp_offload.update.schema import _Recorder as Recorder
-from tests import own_optimizers as own
-from tests.optimizer_table import ELEMENTWISE, SETTINGS, Setting, settings
+from tests.helpers import own_optimizers as own
+from tests.helpers.optimizer_table import ELEMENTWISE, SETTINGS, Setting, settings
 
 CPU = torch.device("cpu")
 SHAPE = (16, 12)
@@ -108,18 +107,6 @@ def test_initial_values_are_those_that_the_class_sets(
     assert {kind.name: kind.initial for kind in schema.kinds} == expected
 
 
-@pytest.mark.parametrize("name", sorted(ELEMENTWISE - {"Adagrad", "SGD"}))
-def test_declared_initial_values_are_those_that_the_class_sets(name: str) -> None:
-    """Adagrad sets them at construction, SGD's depend on the gradient."""
-    for setting in settings("open", names=[name]):
-        optimizer = setting.build([p := parameter()])
-        optimizer.state = defaultdict(Recorder)
-        optimizer.step()
-        for kind in schema_for(optimizer).kinds:
-            first = optimizer.state[p].first[kind.name]
-            assert bool((first == kind.initial).all()), (setting, kind)
-
-
 # --------------------------------------------------------------------------- whose class it is
 
 
@@ -180,18 +167,6 @@ def test_state_of_own_classes_is_found(cls: type[Optimizer], expected: dict[str,
     assert {kind.name: kind.role for kind in schema.kinds} == expected
     assert schema.elementwise
     assert schema.eager == (cls is own.EagerMomentum)
-
-
-def test_state_made_at_construction_keeps_its_filling_and_takes_the_dtype_of_the_update() -> None:
-    optimizer = own.EagerMomentum([parameter(torch.bfloat16)])
-    kinds = {kind.name: kind for kind in schema_for(optimizer, torch.float32).kinds}
-    assert kinds["momentum"].initial == 0.25
-    assert kinds["momentum"].dtype == torch.float32
-
-
-def test_state_of_another_shape_is_refused_with_its_name() -> None:
-    with pytest.raises(StateSchemaError, match=r"'norms' of Blocks.*shape \(24,\).*elementwise"):
-        schema_for(own.Blocks([parameter()]))
 
 
 # --------------------------------------------------------------------------- nothing is touched
@@ -314,24 +289,6 @@ def test_signatures_change_with_flags_and_with_a_number_becoming_zero_only() -> 
     assert hash(of(eps=1e-8)) == hash(of(eps=1e-3))
 
 
-@pytest.mark.parametrize(
-    ("name", "off", "on"),
-    [
-        ("Adam", {"amsgrad": False}, {"amsgrad": True}),
-        ("SGD", {"momentum": 0.0}, {"momentum": 0.5}),
-        ("RMSprop", {"centered": False}, {"centered": True}),
-        ("RMSprop", {"momentum": 0}, {"momentum": 0.5}),
-    ],
-)
-def test_options_that_change_the_state_change_the_signature(
-    name: str, off: dict[str, Any], on: dict[str, Any]
-) -> None:
-    built = [Setting(name, "open", kwargs).build([parameter()]) for kwargs in (off, on)]
-    first, second = (signature(optimizer.param_groups[0]) for optimizer in built)
-    assert first != second
-    assert schema_for(built[0]).kinds != schema_for(built[1]).kinds
-
-
 # --------------------------------------------------------------------------- what is refused
 
 
@@ -344,15 +301,6 @@ def test_classes_that_cannot_be_cut_are_refused_with_the_reason(name: str, deriv
         check_supported(cls([parameter()]))
 
 
-@pytest.mark.parametrize("name", sorted(ELEMENTWISE))
-def test_differentiable_is_refused_in_any_group(name: str) -> None:
-    optimizer = Setting(name, "open", {}).build([{"params": [parameter()]} for _ in range(2)])
-    check_supported(optimizer)
-    optimizer.param_groups[1]["differentiable"] = True
-    with pytest.raises(UnsupportedOptimizerError, match="differentiable=True: autograd"):
-        check_supported(optimizer)
-
-
 def test_a_step_that_fails_on_a_scratch_parameter_is_a_typed_error_with_its_cause() -> None:
     class Fails(own.Own):
         def update(self, *_: Any) -> None:
@@ -361,13 +309,3 @@ def test_a_step_that_fails_on_a_scratch_parameter_is_a_typed_error_with_its_caus
     with pytest.raises(StateSchemaError, match=r"Fails .*its step failed.*seven") as caught:
         schema_for(Fails([parameter()]))
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
-
-
-def test_a_class_that_reads_state_which_nobody_makes_is_a_typed_error() -> None:
-    with pytest.raises(StateSchemaError, match=r"Failing .*its step failed.*missing"):
-        schema_for(own.Failing([parameter()]))
-
-
-def test_state_that_is_neither_tensor_nor_number_is_refused_with_its_name() -> None:
-    with pytest.raises(StateSchemaError, match=r"'preconditioners' of ListState .*a list"):
-        schema_for(own.ListState([parameter()]))

@@ -9,7 +9,6 @@ is multiplied out in the tests marked ``long``.
 
 from __future__ import annotations
 
-import copy
 import itertools
 import subprocess
 import sys
@@ -23,10 +22,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fsdp_offload import HybridDeviceOptimizer, PrecisionConfig, TransferConfig
-from fsdp_offload.core.errors import ConfigError, UnsupportedOptimizerError
-from fsdp_offload.update.schema import makes_its_state
+from tests.helpers.optimizer_table import (
+    ELEMENTWISE,
+    EXTRA,
+    FUSED,
+    SETTINGS,
+    Setting,
+    settings,
+)
 from tests.helpers.side_by_side import MATRICES, SHAPES, SMALL, Apart, Build, SideBySide, bits
-from tests.optimizer_table import ELEMENTWISE, EXTRA, FUSED, SETTINGS, TENSOR_LR, Setting, settings
 
 LANES = ("resident", "streamed", "host")
 FRACTIONS = (0.0, 0.25, 0.5, 1.0)
@@ -204,12 +208,6 @@ def test_host_lane_equals_torchs_cpu_kernel_in_full(setting: Setting, bucket_byt
     check_host_lane(setting, TransferConfig(bucket_bytes=bucket_bytes, host_threads=2))
 
 
-def test_whole_matrix_optimizers_have_no_host_lane() -> None:
-    setting = settings("open", names=["Muon"])[0]
-    with pytest.raises(ConfigError, match="works on whole matrices"):
-        SideBySide(build(setting), shapes=MATRICES, update_on="host")
-
-
 # --------------------------------------------------------------------------- half precision
 
 
@@ -240,11 +238,6 @@ def has_lane(setting: Setting, lane: str) -> bool:
 @pytest.mark.parametrize(("setting", "lane"), rotated(sampled(WITH_MASTERS, "fused"), LANES))
 def test_bf16_masters_follow_the_optimizer_on_fp32_parameters(setting: Setting, lane: str) -> None:
     check_masters(setting, lane if has_lane(setting, lane) else "streamed", BF16)
-
-
-@pytest.mark.parametrize(("name", "lane"), [*zip(sorted(ELEMENTWISE), itertools.cycle(LANES))])
-def test_fp16_masters_follow_the_optimizer_on_fp32_parameters(name: str, lane: str) -> None:
-    check_masters(Setting(name, "open", SETTINGS[name][-1]), lane, FP16)
 
 
 @pytest.mark.long
@@ -333,19 +326,6 @@ def test_lanes_and_dtypes_mixed_in_one_optimizer(name: str, turn: int) -> None:
     twins.run()
 
 
-@pytest.mark.parametrize("turn", range(2))
-def test_lanes_mixed_for_whole_matrices(turn: int) -> None:
-    lanes = [("resident", "streamed")[(i + turn) % 2] for i in range(len(MATRICES))]
-    for dtype in (FP32, BF16):
-        SideBySide(
-            build(Setting("Muon", "open", {})),
-            shapes=MATRICES,
-            dtypes=[dtype],
-            plain_dtypes=[FP32],
-            update_on=lanes,
-        ).run()
-
-
 @pytest.mark.parametrize(("name", "lane"), [*zip(sorted(ELEMENTWISE), itertools.cycle(LANES))])
 def test_complex_parameters(name: str, lane: str) -> None:
     setting = Setting(name, "for-loop", SETTINGS[name][-1])
@@ -356,40 +336,6 @@ def test_complex_parameters(name: str, lane: str) -> None:
 
 
 # --------------------------------------------------------------------------- changes on the way
-
-
-@pytest.mark.parametrize("lane", LANES)
-@pytest.mark.parametrize(
-    ("name", "changes"),
-    [
-        ("AdamW", {"betas": (0.5, 0.7), "eps": 1e-3, "weight_decay": 0.0, "maximize": True}),
-        ("SGD", {"momentum": 0.3, "dampening": 0.2, "weight_decay": 0.4, "maximize": True}),
-        ("RMSprop", {"alpha": 0.5, "eps": 1e-3, "weight_decay": 0.2}),
-        ("ASGD", {"lambd": 0.5, "alpha": 0.9, "t0": 3}),
-        ("Rprop", {"etas": (0.4, 1.3), "step_sizes": (1e-3, 1.0)}),
-    ],
-)
-def test_hyper_parameters_changed_midway(name: str, changes: dict[str, Any], lane: str) -> None:
-    kwargs = {"momentum": 0.9} if name == "SGD" else {}
-    twins = SideBySide(
-        build(Setting(name, "for-loop", kwargs)), shapes=LARGER, update_on=[lane] * len(LARGER)
-    )
-    for step in range(5):
-        if step == 2:
-            twins.change(**changes)
-        twins.step([True] * len(LARGER))
-        twins.compare()
-
-
-@pytest.mark.parametrize("lane", LANES)
-def test_lr_may_turn_from_a_number_into_a_tensor_and_back(lane: str) -> None:
-    twins = SideBySide(
-        build(Setting("AdamW", "for-loop", {})), shapes=LARGER, update_on=[lane] * len(LARGER)
-    )
-    for lr in (0.1, TENSOR_LR, 1, torch.tensor(0.3), 0.01):
-        twins.change(lr=lr)
-        twins.step([True] * len(LARGER))
-        twins.compare()
 
 
 def test_the_users_tensor_lr_is_read_at_every_step_and_never_written() -> None:
@@ -403,38 +349,6 @@ def test_the_users_tensor_lr_is_read_at_every_step_and_never_written() -> None:
     assert wrapped.param_groups[0]["lr"] is lr
     assert lr.item() == 1.0
     assert torch.equal(parameter, torch.full((3,), -1.5))
-
-
-@pytest.mark.parametrize("lane", ["device", "host"])
-@pytest.mark.parametrize("name", ["AdamW", "SGD", "Adagrad"])
-def test_groups_added_and_parameters_unfrozen_on_the_way(name: str, lane: str) -> None:
-    def start() -> tuple[list[nn.Parameter], Optimizer]:
-        torch.manual_seed(1)
-        made = [nn.Parameter(torch.randn(50, 40)) for _ in range(4)]
-        made[1].requires_grad_(False)
-        kwargs = {"momentum": 0.9} if name == "SGD" else {}
-        return made, Setting(name, "for-loop", kwargs).build(made[:2])
-
-    if name == "Adagrad" and not makes_its_state(torch.optim.Adagrad):
-        pytest.skip("this torch's Adagrad has state for parameters of its construction alone")
-    (mine, inner), (theirs, plain) = start(), start()
-    wrapped = HybridDeviceOptimizer(inner, update_on=lane, transfer=SMALL)
-    for step in range(6):
-        if step == 2:
-            mine[1].requires_grad_(True)
-        if step == 4:
-            for optimizer, parameters in ((wrapped, mine), (plain, theirs)):
-                optimizer.add_param_group({"params": parameters[2:], "lr": 0.5})
-        live = 1 + (step >= 2) + 2 * (step >= 4)
-        for a, b in zip(mine[:live], theirs[:live], strict=True):
-            a.grad = torch.randn(50, 40)
-            b.grad = a.grad.clone()
-        wrapped.step()
-        plain.step()
-    for a, b in zip(mine, theirs, strict=True):
-        assert torch.equal(a, b)
-        for key, value in plain.state[b].items():
-            assert torch.equal(wrapped.state[a][key], value)
 
 
 # --------------------------------------------------------------------------- odd gradients
@@ -525,34 +439,6 @@ def test_a_device_budget_counts_masters(dtype: torch.dtype) -> None:
         kept = min(10, budget // per_parameter)
         assert statistics.device_state_bytes == kept * per_parameter
         assert statistics.parameters.get("resident", 0) == kept
-
-
-@pytest.mark.parametrize("name", sorted(ELEMENTWISE))
-def test_wrapping_and_reading_state_change_nothing(name: str) -> None:
-    parameters = [nn.Parameter(torch.randn(30, 40)) for _ in range(3)]
-    before = copy.deepcopy(parameters)
-    optimizer = Setting(name, "open", {}).build(parameters)
-    groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
-    wrapped = HybridDeviceOptimizer(optimizer, transfer=SMALL)
-    assert all(torch.equal(p, q) for p, q in zip(parameters, before, strict=True))
-    again = [{k: v for k, v in g.items() if k != "params"} for g in wrapped.param_groups]
-    assert again == groups
-    assert wrapped.state_dict()["param_groups"][0]["params"] == [0, 1, 2]
-    assert wrapped.state.keys() <= set(parameters)
-    assert all(torch.equal(p, q) for p, q in zip(parameters, before, strict=True))
-
-
-@pytest.mark.parametrize("name", ["Adam", "ASGD", "RMSprop"])
-def test_capturable_on_cpu_tensors_is_refused_when_wrapping_as_torch_does_when_stepping(
-    name: str,
-) -> None:
-    parameter = nn.Parameter(torch.randn(3))
-    parameter.grad = torch.randn(3)
-    optimizer = getattr(torch.optim, name)([parameter], capturable=True)
-    with pytest.raises(AssertionError, match="capturable"):
-        optimizer.step()
-    with pytest.raises(UnsupportedOptimizerError, match="capturable"):
-        HybridDeviceOptimizer(getattr(torch.optim, name)([parameter], capturable=True))
 
 
 TABLE = """

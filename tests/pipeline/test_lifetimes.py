@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import threading
-import weakref
 
 import pytest
 import torch
@@ -13,60 +11,14 @@ from torch import nn
 
 from fsdp_offload import HybridDeviceOptimizer, LaneError, TransferConfig
 from fsdp_offload.pipeline import worker
-from fsdp_offload.update.params import Work
 
 SMALL = TransferConfig(bucket_bytes=4096, slots=2, host_threads=8)
-
-
-@pytest.fixture
-def works(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[Work]]:
-    """A reference to each step's work."""
-    seen: list[weakref.ref[Work]] = []
-    made = Work.__init__
-
-    def noted(self: Work, *args: object, **kwargs: object) -> None:
-        made(self, *args, **kwargs)  # type: ignore[arg-type]
-        seen.append(weakref.ref(self))
-
-    monkeypatch.setattr(Work, "__init__", noted)
-    return seen
-
-
-def make(
-    lane: str, cls: type[torch.optim.Optimizer] = torch.optim.SGD
-) -> tuple[nn.Module, HybridDeviceOptimizer]:
-    model = nn.Sequential(*(nn.Linear(40, 40) for _ in range(6)))
-    inner = cls(model.parameters(), lr=0.1)  # type: ignore[call-arg]
-    return model, HybridDeviceOptimizer(inner, model=model, update_on=lane, transfer=SMALL)
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     for p in model.parameters():
         p.grad = torch.ones_like(p)
     optimizer.step()
-
-
-@pytest.mark.parametrize("lane", ["device", "host"])
-def test_no_step_is_held_by_the_next(lane: str, works: list[weakref.ref[Work]]) -> None:
-    model, optimizer = make(lane)
-    for _ in range(12):
-        step(model, optimizer)
-    optimizer.synchronize()
-    assert len(works) == 12
-    assert [work() for work in works] == [None] * 12
-    optimizer.close()
-
-
-@pytest.mark.parametrize("lane", ["device", "host"])
-def test_a_dropped_optimizer_frees_its_state_when_it_is_collected(lane: str) -> None:
-    model, optimizer = make(lane, torch.optim.AdamW)
-    step(model, optimizer)
-    records = [weakref.ref(record) for record in optimizer._params]
-    tensors = [weakref.ref(t) for r in optimizer._params for t in r.tensors.values()]
-    del optimizer
-    gc.collect()
-    assert [t() for t in tensors if t() is not None] == []
-    assert all(record() is None for record in records)
 
 
 def test_a_model_loaded_in_a_forked_child_leaves_the_parents_memory_alone() -> None:

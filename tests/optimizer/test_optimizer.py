@@ -21,7 +21,6 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
-from torch.utils._pytree import tree_map
 
 import fsdp_offload
 from fsdp_offload import HybridDeviceOptimizer, TransferConfig
@@ -29,75 +28,29 @@ from fsdp_offload.memory import HostArena
 from fsdp_offload.memory.arena import _mappings
 from fsdp_offload.testing import StreamSimulator
 from fsdp_offload.update.shadow import Shadow
-from tests.helpers.side_by_side import bits
+from tests.helpers.training import (
+    SMALL,
+    Model,
+    assert_same,
+    each_lane,
+    fill_gradients,
+    pair,
+    train,
+    values,
+    wrap,
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread", "small_host_buckets")
-LANES = ("resident", "streamed", "host")
-SMALL = TransferConfig(bucket_bytes=4096, slots=2, host_threads=2)
-each_lane = pytest.mark.parametrize("lane", LANES)
-
-
-class Model(nn.Module):
-    def __init__(self, seed: int = 0, shapes: tuple[Any, ...] = ((40, 60), (130,))) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(seed)
-        self.weights = nn.ParameterList(
-            nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes
-        )
-
-
-def fill_gradients(model: nn.Module, step: int) -> None:
-    generator = torch.Generator().manual_seed(100 + step)
-    for parameter in model.parameters():
-        gradient = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
-        parameter.grad = gradient if parameter.requires_grad else None
-
-
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
-    for step in steps:
-        fill_gradients(model, step)
-        optimizer.step()
-
-
-def values(model: nn.Module) -> list[Tensor]:
-    return [p.detach().clone() for p in model.parameters()]
-
-
-def assert_same(found: Any, expected: Any) -> None:
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
-
-
-def comparable(value: Any) -> Any:
-    """Remainders are bits that may look like NaN."""
-    return bits(value) if isinstance(value, Tensor) else value
-
-
-def wrap(inner: torch.optim.Optimizer, lane: str, **settings: Any) -> HybridDeviceOptimizer:
-    lanes = [lane for group in inner.param_groups for p in group["params"] if p.requires_grad]
-    return HybridDeviceOptimizer(inner, update_on=lanes, transfer=SMALL, **settings)
-
-
-def pair(
-    lane: str, cls: Any = torch.optim.SGD, **settings: Any
-) -> tuple[Model, HybridDeviceOptimizer, Model, torch.optim.Optimizer]:
-    """A wrapped optimizer and the plain one with the kernel that the lane would choose."""
-    settings = {"lr": 0.1, **settings}
-    if cls is torch.optim.SGD:
-        settings = {"momentum": 0.9, "fused": lane == "host" or None, **settings}
-    model, twin_model = Model(), Model()
-    optimizer = wrap(cls(model.parameters(), **settings), lane)
-    return model, optimizer, twin_model, cls(twin_model.parameters(), **settings)
 
 
 # --------------------------------------------------------------------------- an Optimizer
 
 
-@each_lane
-def test_it_is_an_optimizer_that_shares_groups_and_defaults(lane: str) -> None:
+def test_it_is_an_optimizer_that_shares_groups_and_defaults() -> None:
     inner = torch.optim.AdamW(Model().parameters(), lr=0.1)
     groups, group, defaults = inner.param_groups, inner.param_groups[0], dict(inner.defaults)
     keys = dict(group)
-    optimizer = wrap(inner, lane)
+    optimizer = wrap(inner, "streamed")
 
     assert isinstance(optimizer, torch.optim.Optimizer)
     assert optimizer.param_groups[0] is inner.param_groups[0] is group
@@ -130,31 +83,18 @@ def test_after_wrapping_the_inner_optimizer_forwards_to_the_wrapper(lane: str) -
     assert inner.step(lambda: 5.0) == 5.0
 
 
-@each_lane
-def test_the_closures_loss_is_returned_and_its_gradients_are_used(lane: str) -> None:
-    model, optimizer, twin_model, twin = pair(lane)
-    losses = []
-    for each, its_optimizer in ((model, optimizer), (twin_model, twin)):
-
-        def closure(each: Model = each, its_optimizer: Any = its_optimizer) -> Tensor:
-            its_optimizer.zero_grad()
-            loss = torch.stack([p.square().sum() for p in each.parameters()]).sum()
-            loss.backward()
-            return loss
-
-        losses.append([its_optimizer.step(closure) for _ in range(3)])
-
-    assert_same(losses[0], losses[1])
-    assert_same(values(model), values(twin_model))
-    assert optimizer.step() is None
-
-
 # --------------------------------------------------------------------------- schedulers
 
 
-@pytest.mark.parametrize("built", ["before", "on inner", "on wrapper"])
-@pytest.mark.parametrize("kind", ["lambda", "one cycle", "tensor"])
-@each_lane
+@pytest.mark.parametrize(
+    ("lane", "kind", "built"),
+    [
+        ("resident", "lambda", "before"),
+        ("streamed", "one cycle", "on inner"),
+        ("streamed", "tensor", "on wrapper"),
+        ("host", "one cycle", "before"),
+    ],
+)
 def test_schedulers_work_on_either_optimizer(lane: str, kind: str, built: str) -> None:
     """Warnings are errors: none that ``lr_scheduler.step()`` came first, either."""
 
@@ -187,26 +127,10 @@ def test_schedulers_work_on_either_optimizer(lane: str, kind: str, built: str) -
     assert scheduler.get_last_lr() == twin_scheduler.get_last_lr()
 
 
-@each_lane
-def test_hyper_parameters_can_be_changed_by_hand_at_any_step(lane: str) -> None:
-    model, optimizer, twin_model, twin = pair(lane)
-    for step in range(4):
-        for each, its in ((model, optimizer), (twin_model, twin)):
-            group = its.param_groups[0]
-            group["lr"], group["weight_decay"] = 0.1 / (1 + step), 0.01 * step
-            group["nesterov"] = step == 2
-            train(each, its, range(step, step + 1))
-
-    assert_same(values(model), values(twin_model))
-
-
 # --------------------------------------------------------------------------- hooks
 
 
-@each_lane
-def test_step_hooks_run_once_per_step_with_the_wrapper_wherever_they_were_registered(
-    lane: str,
-) -> None:
+def test_step_hooks_run_once_per_step_with_the_wrapper_wherever_they_were_registered() -> None:
     model = Model()
     inner = torch.optim.AdamW(model.parameters())
     seen: list[tuple[str, object]] = []
@@ -216,7 +140,7 @@ def test_step_hooks_run_once_per_step_with_the_wrapper_wherever_they_were_regist
 
     inner.register_step_pre_hook(note("pre, inner before"))
     inner.register_step_post_hook(note("post, inner before"))
-    optimizer = wrap(inner, lane)
+    optimizer = wrap(inner, "streamed")
     optimizer.register_step_pre_hook(note("pre, wrapper"))
     optimizer.register_step_post_hook(note("post, wrapper"))
     inner.register_step_post_hook(note("post, inner after"))
@@ -239,30 +163,9 @@ def test_step_hooks_run_once_per_step_with_the_wrapper_wherever_they_were_regist
             handle.remove()
 
 
-@each_lane
-def test_pre_hooks_may_change_gradients_and_post_hooks_see_the_new_parameters(lane: str) -> None:
-    model, optimizer, twin_model, twin = pair(lane)
-    seen: list[Tensor] = []
-
-    def halve(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                parameter.grad.mul_(0.5)
-
-    for its in (optimizer, twin):
-        its.register_step_pre_hook(halve)
-    optimizer.register_step_post_hook(lambda *_: seen.extend(values(model)))
-    train(model, optimizer, range(1))
-    train(twin_model, twin, range(1))
-
-    assert_same(values(model), values(twin_model))
-    assert_same(seen, values(model))
-
-
-@each_lane
 @pytest.mark.parametrize("on_inner", [False, True], ids=["on wrapper", "on inner before"])
-def test_state_dict_hooks_run_and_may_replace_the_state_dict(lane: str, on_inner: bool) -> None:
-    model = Model()
+def test_state_dict_hooks_run_and_may_replace_the_state_dict(on_inner: bool) -> None:
+    model, lane = Model(), "streamed"
     inner = torch.optim.AdamW(model.parameters(), lr=0.1)
     optimizer = None if on_inner else wrap(inner, lane)
     target, calls = optimizer or inner, []
@@ -293,8 +196,7 @@ def test_state_dict_hooks_run_and_may_replace_the_state_dict(lane: str, on_inner
 # --------------------------------------------------------------------------- groups
 
 
-@each_lane
-@pytest.mark.parametrize("on_inner", [False, True], ids=["on wrapper", "on inner"])
+@pytest.mark.parametrize(("lane", "on_inner"), [("host", False), ("streamed", True)])
 def test_a_group_can_be_added_at_any_time(lane: str, on_inner: bool) -> None:
     model, optimizer, twin_model, twin = pair(lane)
     train(model, optimizer, range(2))
@@ -311,17 +213,6 @@ def test_a_group_can_be_added_at_any_time(lane: str, on_inner: bool) -> None:
     assert_same(optimizer.state_dict(), twin.state_dict())
 
 
-def test_a_group_that_torch_refuses_leaves_everything_as_it_was() -> None:
-    model = Model()
-    optimizer = HybridDeviceOptimizer(torch.optim.AdamW(model.parameters()))
-    before = optimizer.statistics()
-    with pytest.raises(ValueError, match="more than one parameter group"):
-        optimizer.add_param_group({"params": [model.weights[0]]})
-
-    assert len(optimizer.param_groups) == 1
-    assert optimizer.statistics() == before
-
-
 def test_groups_with_names_keep_them() -> None:
     model = Model()
     optimizer = HybridDeviceOptimizer(torch.optim.AdamW(model.named_parameters()))
@@ -333,73 +224,11 @@ def test_groups_with_names_keep_them() -> None:
     assert [record.fqn for record in optimizer._params] == names
 
 
-@each_lane
-@pytest.mark.parametrize("history", ["fresh", "looked at", "trained before", "loaded"])
-def test_a_parameter_that_is_unfrozen_after_wrapping_is_trained_as_by_the_plain_optimizer(
-    lane: str, history: str
-) -> None:
-    # The host lane would choose the fused kernel, which is broken in the plain optimizer here.
-    foreach = False if lane == "host" else None
-    settings = {"lr": 0.1, "momentum": 0.9, "dampening": 0.5, "foreach": foreach}
-    model, twin_model = Model(), Model()
-    inner = torch.optim.SGD(model.parameters(), **settings)
-    twin = torch.optim.SGD(twin_model.parameters(), **settings)
-    if history == "trained before":
-        train(model, inner, range(2))
-        train(twin_model, twin, range(2))
-    for each in (model, twin_model):
-        each.weights[1].requires_grad_(False)
-    optimizer = wrap(inner, lane)
-    if history == "looked at":
-        assert optimizer.state[model.weights[1]] == {}
-    if history == "loaded":
-        other = Model(seed=3)
-        source = torch.optim.SGD(other.parameters(), **settings)
-        train(other, source, range(2))
-        for its in (optimizer, twin):
-            its.load_state_dict(copy.deepcopy(source.state_dict()))
-    assert_same(optimizer.state_dict()["state"].get(1, {}), twin.state_dict()["state"].get(1, {}))
-    train(model, optimizer, range(2, 4))
-    train(twin_model, twin, range(2, 4))
-    for each in (model, twin_model):
-        each.weights[1].requires_grad_(True)
-    train(model, optimizer, range(4, 7))
-    train(twin_model, twin, range(4, 7))
-
-    assert_same(values(model), values(twin_model))
-    assert_same(optimizer.state_dict(), twin.state_dict())
-
-
 # --------------------------------------------------------------------------- state dicts
 
 
-@each_lane
-@pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.Rprop, torch.optim.NAdam])
-def test_state_dicts_go_both_ways_between_the_wrapper_and_the_plain_optimizer(
-    lane: str, cls: Any
-) -> None:
-    model, optimizer, twin_model, twin = pair(lane, cls)
-    train(model, optimizer, range(3))
-    train(twin_model, twin, range(3))
-    expected = copy.deepcopy(twin.state_dict())
-    assert_same(optimizer.state_dict(), expected)
-
-    back_model = Model()
-    back_model.load_state_dict(model.state_dict())
-    back = cls(back_model.parameters(), lr=0.7)
-    back.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    there_model, there, _, _ = pair(lane, cls, lr=0.7)
-    there_model.load_state_dict(model.state_dict())
-    there.load_state_dict(expected)
-    for each, its in ((twin_model, twin), (back_model, back), (there_model, there)):
-        train(each, its, range(3, 5))
-
-    assert_same(values(back_model), values(twin_model))
-    assert_same(values(there_model), values(twin_model))
-
-
-@each_lane
-def test_ids_may_be_numbers_or_names(lane: str) -> None:
+def test_ids_may_be_numbers_or_names() -> None:
+    lane = "streamed"
     model, optimizer, *_ = pair(lane, torch.optim.AdamW)
     train(model, optimizer, range(2))
     saved = copy.deepcopy(optimizer.state_dict())
@@ -419,19 +248,6 @@ def test_ids_may_be_numbers_or_names(lane: str) -> None:
 
 
 @each_lane
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_loading_its_own_live_state_dict_changes_nothing(lane: str, dtype: torch.dtype) -> None:
-    model = Model().to(dtype)
-    optimizer = wrap(torch.optim.AdamW(model.parameters(), lr=0.1), lane)
-    train(model, optimizer, range(2))
-    before, saved = values(model), copy.deepcopy(optimizer.state_dict())
-    optimizer.load_state_dict(optimizer.state_dict())
-
-    assert_same(values(model), before)
-    assert_same(tree_map(comparable, optimizer.state_dict()), tree_map(comparable, saved))
-
-
-@each_lane
 def test_a_saved_state_dict_loads_with_weights_only(lane: str) -> None:
     model, optimizer, *_ = pair(lane, torch.optim.AdamW)
     train(model, optimizer, range(2))
@@ -448,8 +264,8 @@ def test_a_saved_state_dict_loads_with_weights_only(lane: str) -> None:
     assert_same(other.state_dict(), optimizer.state_dict())
 
 
-@each_lane
-def test_a_loaded_tensor_lr_is_not_shared_with_the_dict_it_came_from(lane: str) -> None:
+def test_a_loaded_tensor_lr_is_not_shared_with_the_dict_it_came_from() -> None:
+    lane = "streamed"
     _, optimizer, *_ = pair(lane, torch.optim.AdamW, lr=torch.tensor(0.5))
     saved = optimizer.state_dict()
     _, other, *_ = pair(lane, torch.optim.AdamW, lr=torch.tensor(0.1))
@@ -472,9 +288,15 @@ def test_a_load_takes_hyper_parameters_and_leaves_the_choice_of_kernel() -> None
 # --------------------------------------------------------------------------- GradScaler
 
 
-@each_lane
-@pytest.mark.parametrize("fused", [False, True], ids=["for-loop", "fused"])
-@pytest.mark.parametrize("through", ["wrapper", "inner"])
+@pytest.mark.parametrize(
+    ("lane", "fused", "through"),
+    [
+        ("resident", False, "wrapper"),
+        ("streamed", True, "wrapper"),
+        ("streamed", False, "inner"),
+        ("host", True, "inner"),
+    ],
+)
 def test_a_grad_scaler_unscales_and_skips_steps_with_infinite_gradients(
     lane: str, fused: bool, through: str
 ) -> None:
@@ -565,38 +387,6 @@ def test_staging_is_slots_and_scratch_of_the_size_that_was_asked_for() -> None:
     assert sizes == [8192, 2 * 8192, 4 * 8192]
 
 
-@pytest.mark.parametrize("update_on", ["device", "host"])
-@pytest.mark.parametrize("budget", [0, 1000, 6000, "16KiB", "1GiB"])
-def test_a_device_budget_is_not_exceeded_and_is_used(update_on: str, budget: int | str) -> None:
-    model = Model(shapes=((40, 10), (130,), (20, 30), (7,)))
-    optimizer = HybridDeviceOptimizer(
-        torch.optim.AdamW(model.parameters()), device_budget=budget, update_on=update_on
-    )
-    allowed = {"16KiB": 16 << 10, "1GiB": 1 << 30}.get(str(budget), budget)
-    statistics = optimizer.statistics()
-    away = [r for r in optimizer._params if r.lane != "resident"]
-
-    assert statistics.device_state_bytes <= int(allowed)
-    for record in away:  # none of them would fit into what is left
-        assert statistics.device_state_bytes + 8 * record.parameter.numel() > int(allowed)
-    assert {record.lane for record in away} <= {"streamed" if update_on == "device" else "host"}
-
-
-@pytest.mark.parametrize("fraction", [0.0, 0.25, 0.5, 0.75, 1.0, 1])
-def test_the_fraction_is_met_within_the_largest_parameter(fraction: float) -> None:
-    model = Model(shapes=((40, 10), (130,), (20, 30), (7,), (200,), (333,)))
-    optimizer = HybridDeviceOptimizer(
-        torch.optim.AdamW(model.parameters()), offload_fraction=fraction
-    )
-    statistics = optimizer.statistics()
-    total = 8 * sum(p.numel() for p in model.parameters())
-
-    assert statistics.device_state_bytes + statistics.host_state_bytes == total
-    assert fraction * total <= statistics.host_state_bytes < fraction * total + 8 * 600
-    if fraction in (0, 1):
-        assert statistics.host_state_bytes == fraction * total
-
-
 # --------------------------------------------------------------------------- giving back
 
 
@@ -625,8 +415,9 @@ def test_close_gives_everything_back_and_may_be_called_again(
     assert optimizer.statistics().host_arena_bytes == 0
 
 
-@each_lane
-@pytest.mark.parametrize("stepped", [False, True], ids=["fresh", "stepped"])
+@pytest.mark.parametrize(
+    ("lane", "stepped"), [("resident", True), ("streamed", False), ("host", True)]
+)
 def test_a_wrapper_that_is_dropped_without_close_gives_everything_back(
     lane: str, stepped: bool, arenas: list[weakref.ref[HostArena]]
 ) -> None:
@@ -739,47 +530,6 @@ def test_only_the_host_lanes_own_threads_get_their_number_of_kernel_threads(
     assert answers == [before, before]
 
 
-OMP = """
-import os, threading, torch
-from torch import nn
-from fsdp_offload import HybridDeviceOptimizer
-seen = []
-class Own(torch.optim.SGD):
-    def step(self, closure=None):
-        if threading.current_thread() is not threading.main_thread():
-            seen.append(torch.get_num_threads())
-        super().step()
-os.sched_getaffinity = lambda _: set(range(12))
-for ranks in "1", "4":
-    os.environ["LOCAL_WORLD_SIZE"] = ranks
-    for cls in (Own, torch.optim.SGD):
-        p = nn.Parameter(torch.zeros(100))
-        p.grad = torch.ones(100)
-        inner = cls([p], lr=0.1)
-        optimizer = HybridDeviceOptimizer(inner, elementwise=True, update_on="host")
-        optimizer.step()
-        seen.append(sum(t.name.startswith("fsdp_offload-host") for t in threading.enumerate()))
-        optimizer.close()
-    assert torch.get_num_threads() == 1, torch.get_num_threads()
-print(*seen)
-"""
-
-
-@pytest.mark.long
-def test_the_host_lane_ignores_omp_num_threads_and_shares_cores_among_local_ranks() -> None:
-    """torchrun exports ``OMP_NUM_THREADS=1``."""
-    done = subprocess.run(
-        [sys.executable, "-c", OMP],
-        env={"OMP_NUM_THREADS": "1", "PYTHONPATH": ":".join(sys.path)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    # On one rank of this host 12 kernel threads of one, then 12 threads; on each of four 3.
-    assert done.stdout.strip() == "12 1 12 3 1 3"
-
-
 def test_one_host_thread_gives_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     def build(threads: int, update_on: str) -> None:
         transfer = TransferConfig(host_threads=threads)
@@ -795,41 +545,6 @@ def test_one_host_thread_gives_a_warning(caplog: pytest.LogCaptureFixture) -> No
 
     assert len(caplog.records) == 1
     assert "host_threads" in caplog.text
-
-
-# --------------------------------------------------------------------------- a user's own class
-
-
-class Counting(torch.optim.SGD):
-    """Keeps a counter and a list of its own, and changes a group value."""
-
-    def __init__(self, params: Any, lr: float) -> None:
-        super().__init__(params, lr=lr, momentum=0.9)
-        self.n_steps, self.log = 0, []
-        for group in self.param_groups:
-            group["seen"] = 0
-
-    def step(self, closure: None = None) -> None:
-        self.n_steps += 1
-        self.log.append(self.n_steps)
-        for group in self.param_groups:
-            group["seen"] += 1
-        super().step()
-
-
-@each_lane
-def test_what_a_class_changes_in_itself_and_its_groups_changes_once_per_step(lane: str) -> None:
-    model, twin_model = Model(), Model()
-    inner, twin = Counting(model.parameters(), lr=0.1), Counting(twin_model.parameters(), lr=0.1)
-    optimizer = wrap(inner, lane, elementwise=True)
-    assert (inner.n_steps, inner.log) == (0, []), "wrapping ran steps on the optimizer itself"
-    assert optimizer.statistics().buckets > 1
-    train(model, optimizer, range(3))
-    train(twin_model, twin, range(3))
-
-    assert (inner.n_steps, inner.log) == (3, [1, 2, 3]) == (twin.n_steps, twin.log)
-    assert optimizer.param_groups[0]["seen"] == 3
-    assert_same(values(model), values(twin_model))
 
 
 # --------------------------------------------------------------------------- the package

@@ -265,22 +265,3 @@ def test_whatever_is_unusual_is_left_to_the_class(spy: Spy, build: Build) -> Non
     for step in range(2):
         one.step(gradients_of(one, step))
     assert not spy.calls
-
-
-def test_a_step_of_the_class_that_was_replaced_is_called(
-    spy: Spy, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    called = []
-    step = torch.optim.Adam.step
-
-    def replaced(self: Optimizer, closure: Any = None) -> None:
-        called.append(self)
-        step.__wrapped__(self)
-
-    monkeypatch.setattr(torch.optim.AdamW, "step", replaced)
-    one = One(adamw(), FP32)
-    called.clear()  # the probe's
-    for number in range(2):
-        one.step(gradients_of(one, number))
-    assert len(called) == 2
-    assert not spy.calls

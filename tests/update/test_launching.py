@@ -85,14 +85,3 @@ def test_what_is_not_aligned_is_left_to_triton() -> None:
     for _ in range(3):
         launch(kernel, words(4), 48)
     assert (function.compiled, function.launched) == (4, [])
-
-
-def test_an_empty_grid_launches_nothing() -> None:
-    function = Function()
-    Kernel(function).launch(0, (words(), words()), (0,), (1.0,), FLAG=True, BLOCK=64)
-    assert (function.compiled, function.launched) == (0, [])
-
-
-def test_constants_come_in_the_order_of_the_kernel() -> None:
-    with pytest.raises(AssertionError):
-        Kernel(Function()).launch(1, (words(), words()), (8,), (1.0,), BLOCK=64, FLAG=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -91,16 +90,6 @@ def test_parameters_are_unpacked_as_by_torch(
     assert all(map(torch.equal, mine, expected))
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP32, UINT8, torch.float64, torch.complex128])
-@pytest.mark.parametrize("shift", [0, 1, 8])
-def test_parts_of_whole_words(dtype: torch.dtype, shift: int) -> None:
-    sizes = [8, 24, 16]
-    gathered = random(3 * 48 + shift, dtype=dtype)[shift:].view(3, 48)
-    mine = [nothing(3 * size + shift, dtype=dtype)[shift:].view(3, size) for size in sizes]
-    assert split_with_sizes_copy(gathered, sizes, dim=1, out=mine)
-    assert all(map(torch.equal, mine, gathered.split(sizes, dim=1)))
-
-
 @pytest.mark.parametrize(
     ("gathered", "sizes", "out"),
     [
@@ -165,13 +154,6 @@ def test_only_inside_and_on_this_thread(passed: list[str]) -> None:
     assert passed == ["_chunk_cat"] * 3
 
 
-def test_an_exception_inside_ends_it(passed: list[str]) -> None:
-    with pytest.raises(RuntimeError, match="inside"), CopyWithoutTables():
-        raise RuntimeError("inside")
-    pack([random(4, 3)], 2)
-    assert passed == ["_chunk_cat"]
-
-
 def test_torch_does_what_ours_refuses(passed: list[str]) -> None:
     with CopyWithoutTables():
         packed = pack([random(3, 2) + 1, random(2)], 2)
@@ -189,12 +171,6 @@ def test_version_counters_stay(passed: list[str]) -> None:
     assert not passed
     assert whole._version == 0
     assert (whole >= 0).all()
-
-
-def test_a_torch_without_one_of_the_operations(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.ops, "fsdp", SimpleNamespace(chunk_cat=torch.ops.fsdp.chunk_cat))
-    with CopyWithoutTables():
-        assert pack([random(4, 3)], 2).shape == (2, 6)
 
 
 @pytest.mark.parametrize("lazy", ["conj", "neg"])

@@ -117,20 +117,6 @@ def test_filled_pieces_lie_in_tables_of_eight(dtype: torch.dtype) -> None:
         assert part.table.count == len(members)
 
 
-def test_tables_are_made_once() -> None:
-    every = All()
-    first, again = (every.tables.rows_of(every.gradients()) for _ in "ab")
-    assert len(every.made) == 2
-    assert first is not None
-    assert again is not None
-    assert [part.table for part in first] == [part.table for part in again]
-
-
-def test_without_filled_pieces_there_is_nothing_to_launch() -> None:
-    tables = AddressTables([0, 0], lambda members: pytest.fail("there is nothing to make one of"))
-    assert tables.rows_of([torch.empty(0), torch.empty(0)]) == []
-
-
 @pytest.mark.parametrize("at", [0, 1, 18])
 @pytest.mark.parametrize("other", [None, torch.float32, torch.float16])
 def test_pieces_whose_gradients_differ_have_no_parts(other: torch.dtype | None, at: int) -> None:
@@ -138,10 +124,6 @@ def test_pieces_whose_gradients_differ_have_no_parts(other: torch.dtype | None, 
     gradients[at] = None if other is None else tensor(NUMELS[at], other)
     assert every.tables.rows_of(gradients) is None
     assert not every.made
-
-
-def test_gradients_that_kernels_do_not_read_have_no_parts() -> None:
-    assert All().tables.rows_of(All.gradients(torch.float16)) is None
 
 
 @pytest.mark.parametrize("at", [1, 17])

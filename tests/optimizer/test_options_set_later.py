@@ -68,21 +68,6 @@ def test_momentum_may_come_and_go_in_the_middle_of_training(dtype: torch.dtype, 
     twins.compare()
 
 
-@pytest.mark.parametrize("lane", LANES)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_weights_written_before_more_state_is_reserved_stay(dtype: torch.dtype, lane: str) -> None:
-    parameter = nn.Parameter(torch.randn(40, 30).to(dtype))
-    wrapped = HybridDeviceOptimizer(sgd([parameter]), update_on=[lane])
-    parameter.grad = torch.randn(40, 30).to(dtype)
-    wrapped.step()
-    written = torch.full((40, 30), 0.5, dtype=dtype)
-    with torch.no_grad():
-        parameter.copy_(written)
-    wrapped.param_groups[0].update(momentum=0.9, lr=0.0)
-    wrapped.step()
-    assert torch.equal(parameter, written)
-
-
 @pytest.mark.parametrize("is_stepped", [False, True])
 @pytest.mark.parametrize("lane", LANES)
 def test_a_master_alone_is_loaded_where_momentum_is_needed_now(
@@ -122,15 +107,6 @@ def test_amsgrad_switched_on_before_the_first_step_is_reserved_then() -> None:
     twins.change(amsgrad=True)
     twins.run(4)
     assert "max_exp_avg_sq" in twins.wrapped.state[twins.mine[0]]
-
-
-def test_amsgrad_switched_off_before_the_first_step_leaves_its_entry_unused() -> None:
-    twins = SideBySide(lambda groups: torch.optim.AdamW(groups, lr=0.1, amsgrad=True))
-    twins.change(amsgrad=False)
-    for _ in range(3):
-        twins.step(PRESENT)
-    for mine, theirs in zip(twins.mine, twins.theirs, strict=True):
-        assert torch.equal(mine, theirs)
 
 
 def sharded(overlap: str) -> list[float]:

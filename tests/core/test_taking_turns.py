@@ -124,26 +124,6 @@ def test_copies_to_the_same_targets_may_be_kept_in_order(seed: int) -> None:
     assert log == ["again", "other", "other"] * 6
 
 
-def test_what_is_launched_comes_after_all_copies_and_before_later_ones() -> None:
-    for seed in range(40):
-        machine, log = Machine(seed), list[str]()
-        turns = turns_of(machine, log)
-
-        def note(name: str, machine: Machine = machine, log: list[str] = log) -> None:
-            assert machine.current is not None
-            machine.current.queue.append(("call", lambda: log.append(name)))
-
-        first: Any = [[f"a{i}"] for i in range(5)]
-        last: Any = [[f"b{i}"] for i in range(5)]
-        turns.copy_in_turns(first, first)
-        turns.launch(note, "launched")
-        turns.copy_in_turns(last, last)
-        machine.run()
-        place = log.index("launched")
-        assert sorted(log[:place]) == [f"a{i}" for i in range(5)]
-        assert sorted(log[place + 1 :]) == [f"b{i}" for i in range(5)]
-
-
 @pytest.mark.parametrize(
     "numel", [0, 1, 5, TURN_BYTES - 1, TURN_BYTES, TURN_BYTES + 1, 3 * TURN_BYTES + 7]
 )
@@ -171,12 +151,3 @@ def test_small_tensors_share_a_turn() -> None:
         [third],
         [TURN_BYTES - third + 1],
     ]
-
-
-def test_turns_of_another_size() -> None:
-    turns = in_turns([torch.empty(10, dtype=torch.uint8)], 4)
-    assert [[part.numel() for part in turn] for turn in turns] == [[4], [4], [2]]
-
-
-def test_nothing_to_copy_is_one_empty_turn() -> None:
-    assert in_turns([]) == [[]]

@@ -17,12 +17,10 @@ from fsdp_offload import (
     ConfigError,
     HybridDeviceOptimizer,
     LaneError,
-    SpentGradientError,
     TransferConfig,
 )
 from fsdp_offload.core import backend
 from fsdp_offload.core.backend import backend_for
-from fsdp_offload.core.spent import is_spent
 from fsdp_offload.pipeline import streamed
 from fsdp_offload.pipeline.engine import Engine
 from fsdp_offload.pipeline.host import HostUnit
@@ -31,7 +29,7 @@ from fsdp_offload.pipeline.streamed import StreamedLane
 from fsdp_offload.testing import StreamSimulator
 from fsdp_offload.update.params import Snapshot, Work
 from tests.helpers.fake_fsdp import FakeFsdp
-from tests.own_optimizers import Lion
+from tests.helpers.own_optimizers import Lion
 
 CPU = torch.device("cpu")
 SMALL = TransferConfig(bucket_bytes=4096, slots=2, host_threads=1, prefetch_bytes=3 * 4096)
@@ -100,30 +98,6 @@ def test_classes_that_cannot_be_updated_piece_by_piece_are_refused(overlap: str,
     assert played.groups[0]._watched == []
 
 
-def test_what_would_split_an_iteration_is_refused_and_the_iteration_can_be_ended() -> None:
-    plain, job = Job(None), Job("backward")
-    for each in (plain, job):
-        each.train(2)
-        each.backward(2)
-    optimizer = job.optimizer
-    extra = nn.Parameter(torch.ones(5))
-    uses: list[Callable[[], Any]] = [
-        optimizer.zero_grad,
-        optimizer.state_dict,
-        optimizer.resync,
-        lambda: optimizer.state,
-        lambda: optimizer.add_param_group({"params": [extra]}),
-        lambda: job.backward(3),
-    ]
-    for use in uses:
-        with pytest.raises(SpentGradientError, match="Remedy"):
-            use()
-    assert len(optimizer.param_groups) == 1
-    plain.optimizer.step()
-    optimizer.step()
-    job.assert_like(plain)
-
-
 @pytest.mark.parametrize("lr", [0.05, torch.tensor(0.05)], ids=["float", "tensor"])
 def test_hyper_parameters_changed_before_the_step_are_refused_until_restored(lr: Any) -> None:
     plain, job = Job(None, lr=lr), Job("backward", lr=lr)
@@ -146,26 +120,6 @@ def test_hyper_parameters_changed_before_the_step_are_refused_until_restored(lr:
     job.optimizer.step()
     plain.optimizer.step()
     job.assert_like(plain)
-
-
-@BOTH
-def test_a_step_without_new_gradients_is_refused(overlap: str) -> None:
-    job = Job(overlap)
-    job.backward(0)
-    job.optimizer.step()
-    with pytest.raises(SpentGradientError):
-        job.optimizer.step()
-
-
-def test_forward_mode_leaves_gradients_alone_until_the_step() -> None:
-    job = Job("forward")
-    job.backward(0)
-    norms = [float(p.grad.norm()) for p in job.parameters if p.grad is not None]
-    assert len(norms) == len(job.parameters)
-    job.optimizer.zero_grad()  # skips the update
-    assert all(p.grad is None for p in job.parameters)
-    job.train(1)
-    assert job.optimizer.statistics().steps == 1
 
 
 def test_a_failure_in_backward_makes_the_optimizer_failed_until_a_load(
@@ -232,25 +186,6 @@ def _failure_on_a_host_thread(
     return caught.value.what
 
 
-def test_an_iteration_that_has_begun_is_given_up_by_a_load() -> None:
-    plain, job = Job(None), Job("backward")
-    plain.train(2)
-    job.train(2)
-    weights = [p.detach().clone() for p in job.parameters]
-    saved = torch.utils._pytree.tree_map(
-        lambda v: v.clone() if isinstance(v, Tensor) else v, job.optimizer.state_dict()
-    )
-    job.backward(5, unused=(0,))
-    job.optimizer.load_state_dict(saved)
-    for parameter, value in zip(job.parameters, weights, strict=True):
-        parameter.data.copy_(value)
-    assert not any(is_spent(p.grad) for p in job.parameters)
-    job.optimizer.zero_grad()
-    plain.train(2, first=2)
-    job.train(2, first=2)
-    job.assert_like(plain)
-
-
 # --------------------------------------------------------------------------- kept buckets
 
 
@@ -274,12 +209,6 @@ def test_kept_buckets_are_sent_once(prefetch: int, kept: int) -> None:
     assert kept * min(bucket_bytes) <= kept_bytes(job) <= kept * max(bucket_bytes)
     job.assert_like(plain)
     assert kept_bytes(job) > 0 or not kept
-
-
-def test_nothing_is_kept_where_the_link_is_idle_in_backward() -> None:
-    job = Job("forward", transfer=TransferConfig(bucket_bytes=4096, slots=2, prefetch_bytes=16384))
-    job.train(3)
-    assert kept_bytes(job) == 0
 
 
 @pytest.mark.parametrize("write", ["state", "load", "offload", "failure"])
@@ -348,19 +277,6 @@ def _views(job: Job, held: list[weakref.ref[Tensor]]) -> list[weakref.ref[Tensor
 
 
 @BOTH
-def test_a_group_that_the_forward_leaves_out_lets_its_gradients_go_at_the_next_iteration(
-    overlap: str,
-) -> None:
-    job = Job(overlap)
-    job.train(1)
-    gate = job.optimizer._overlap.gates[1]
-    assert len(gate.held) == 2, "a gradient and the snapshot"
-    job.backward(1, unused=(1,))
-    job.optimizer.step()
-    assert not any(isinstance(held, Tensor) for held in gate.held)
-
-
-@BOTH
 def test_what_the_snapshot_holds_lives_until_every_gate_is_open(overlap: str) -> None:
     """A learning rate on the device is read by updates that are still to run, and its memory is
     the compute stream's."""
@@ -411,18 +327,6 @@ def test_a_dropped_optimizer_frees_its_state_and_its_hooks(
     assert [t() for t in tensors if t() is not None] == []
     assert overlapping() is None
     assert all(group._watched == [] for group in job.played.groups)
-
-
-@BOTH
-def test_hooks_of_a_closed_optimizer_do_nothing(overlap: str) -> None:
-    job = Job(overlap)
-    job.train(2)
-    group = job.played.groups[0]
-    watched = list(group._watched)
-    job.optimizer.close()
-    group._watched.extend(watched)  # as hooks that another optimizer has wrapped
-    job.backward(2)
-    assert not any(is_spent(p.grad) for p in job.parameters)
 
 
 # --------------------------------------------------------------------------- order and waits

@@ -80,19 +80,6 @@ def check_half_ulp(master: Tensor) -> None:
     assert bool(to_nearest[~exact.isnan()].all())
 
 
-@pytest.mark.parametrize("remainder", REMAINDERS)
-def test_every_value_with_a_remainder_is_one_master_and_comes_back(remainder: int) -> None:
-    """Not for NaN, and not where the remainder leads across the sign: no master encodes so."""
-    values = all_values()
-    master = decoded(values, torch.full((1 << 16,), remainder, dtype=torch.int16))
-    again, kept = encoded(master)
-    magnitude = values.view(torch.int16).int() & 0x7FFF
-    possible = ~values.isnan() & ~master.isnan() & ((magnitude > 0) | (remainder >= 0))
-    assert int(possible.sum()) >= 65536 - 2 * 129
-    same = (again.view(torch.int16) == values.view(torch.int16)) & (kept == remainder)
-    assert bool(same[possible].all())
-
-
 def test_decoding_adds_the_remainder_to_the_bits_of_the_value() -> None:
     values = all_values()
     for remainder in REMAINDERS:
@@ -155,13 +142,6 @@ def test_nan_patterns_stay_nan(pattern: int) -> None:
         assert bool(value.isnan())
 
 
-def test_nans_of_arithmetic_stay_nan() -> None:
-    zero, inf = torch.zeros(1), torch.full((1,), torch.inf)
-    for made in (zero / zero, inf - inf, zero * inf, (-zero - 1).sqrt(), zero.log().cos()):
-        assert bool(made.isnan())
-        check_round_trip(made)
-
-
 def test_a_sample_of_every_exponent_is_exact_and_within_half_an_ulp() -> None:
     """16.7 million patterns: every high half with 256 low halves, the boundaries among them."""
     generator = torch.Generator().manual_seed(0)
@@ -181,21 +161,6 @@ def test_every_fp32_pattern_is_exact(sixteenth: int) -> None:
     """And so within half an ulp: the remainder is the distance in fp32 patterns."""
     for block in range(sixteenth << 28, (sixteenth + 1) << 28, BLOCK):
         check_round_trip(from_bits(torch.arange(block, block + BLOCK)))
-
-
-def test_nothing_outside_the_given_range_is_written() -> None:
-    master, values = torch.randn(100), torch.randn(100).bfloat16()
-    remainder = torch.full((100,), 7, dtype=torch.bfloat16)
-    before = values.clone()
-    codec.encode(master[10:20], values[10:20], remainder[10:20])
-    outside = torch.ones(100, dtype=torch.bool)
-    outside[10:20] = False
-    assert torch.equal(values[outside], before[outside])
-    assert bool((remainder[outside] == 7).all())
-    target = torch.full((100,), 3.0)
-    codec.decode(values[10:20], remainder[10:20], target[10:20])
-    assert torch.equal(target[10:20], master[10:20])
-    assert bool((target[outside] == 3.0).all())
 
 
 def test_empty_tensors_are_fine() -> None:
@@ -238,20 +203,3 @@ def test_masters_of_weights_written_from_outside_are_replaced_one_by_one() -> No
     codec.reseed_where_changed(shard, master)
     assert master.tolist() == expected
     assert bool(master[3].signbit())
-
-
-def test_a_master_beyond_the_range_of_fp16_is_kept_while_its_shard_is_infinite() -> None:
-    master = torch.tensor([70000.0, -70000.0, 70000.0])
-    shard = master.half()
-    assert bool(shard.isinf().all())
-    shard[2] = 1.0
-    codec.reseed_where_changed(shard, master)
-    assert master.tolist() == [70000.0, -70000.0, 1.0]
-
-
-def test_nan_shards_make_nan_masters_and_numbers_replace_nan_masters() -> None:
-    shard = torch.tensor([torch.nan, 1.0, torch.nan], dtype=torch.float16)
-    master = torch.tensor([0.5, torch.nan, torch.nan])
-    codec.reseed_where_changed(shard, master)
-    assert master.isnan().tolist() == [True, False, True]
-    assert master[1].item() == 1.0

@@ -266,7 +266,7 @@ REMOVED = [
 ]
 GATES = {("gather", "update"), ("gather", "host_back"), ("current", "update"),
          ("current", "host_back"), ("update", "reduce")}  # fmt: skip
-"""What is not already in :mod:`tests.test_pipeline_waits`."""
+"""What is not already in :mod:`tests.pipeline.test_pipeline_waits`."""
 
 
 @pytest.mark.parametrize("scene", REMOVED, ids=str)
