@@ -46,7 +46,7 @@ from ..core.errors import CheckpointError, ConfigError, OffloadError, StateDictE
 from ..core.interrupts import held_back
 from ..core.offloadable import check_loadable
 from ..optimizer.hybrid import HybridDeviceOptimizer
-from ..optimizer.loading import tell_loaded
+from ..optimizer.masters import tell_loaded
 from ..update import codec
 from ..update.state import check_remainder
 from .files import typed

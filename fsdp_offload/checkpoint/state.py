@@ -271,7 +271,7 @@ def refuse_inherited(optimizer: Optimizer | None) -> None:
     Raises:
         ClosedError: this process is a fork of the one that built it.
     """
-    if isinstance(optimizer, HybridDeviceOptimizer) and not optimizer._health.is_ours:
+    if isinstance(optimizer, HybridDeviceOptimizer) and not optimizer._life.is_ours:
         optimizer.check_usable()
 
 

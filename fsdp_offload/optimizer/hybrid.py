@@ -24,23 +24,21 @@ import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks
+from torch.utils.hooks import RemovableHandle
 
 from ..core import dtensor
-from ..core import storage as storages
 from ..core.arguments import backend_of, modules_of
 from ..core.backend import Event
 from ..core.config import Lane, OffloadConfig, PrecisionConfig, TransferConfig, check_keywords
 from ..core.errors import (
     AwayError,
     ConfigError,
-    DeviceError,
     DeviceMemoryError,
     LaneError,
     SpentGradientError,
@@ -48,19 +46,20 @@ from ..core.errors import (
 from ..core.interrupts import held_back
 from ..core.offloadable import HostCopies
 from ..memory.transfer import Handle, StorageBlock, Transfer, collect
-from ..pipeline.engine import Engine
 from ..pipeline.gradients import count_empty_shards, gradient_of
-from ..pipeline.host import HostBucket
-from ..pipeline.inventory import Inventory, Placed
+from ..pipeline.inventory import Placed
 from ..pipeline.native import OwnStep
 from ..pipeline.overlap import Overlap, make_overlap
 from ..update import state as state_io
-from ..update.params import MasterForm, ParamState, Snapshot, Work
+from ..update.params import ParamState, Snapshot, Work
 from ..update.schema import check_supported, is_torch_class
 from ..update.shadow import step_idle_groups
 from . import clipping, loading
 from .device_state import DeviceState, tensors_on
-from .lifecycle import Health
+from .lifecycle import Lifecycle
+from .masters import Masters, remove_all, watch_loads, watch_reads
+from .reservation import Reservation
+from .state_view import StateView
 from .statistics import Statistics, gather
 from .wrapping import (
     GroupedParameters,
@@ -147,59 +146,54 @@ class HybridDeviceOptimizer(Optimizer):
                 "HybridDeviceOptimizer without model=: no parameter names, no overlap with forward "
                 "and backward, and loads into the module are not noticed"
             )
-        self._backend = backend_of(p for group in optimizer.param_groups for p in group["params"])
-        self._inner, self._health = optimizer, Health()
-        self._engines: list[Engine] = []
-        self._closers: list[Callable[[], object]] = []  # each gives memory back, once
-        self._params: list[ParamState] = []
-        self._never_have_gradients: list[ParamState] = []
-        self._reserved: set[Tensor] = set()
+        self._inner, self._life = optimizer, Lifecycle()
+        backend = backend_of(p for group in optimizer.param_groups for p in group["params"])
+        self._view = StateView()
+        self._reserved = Reservation(optimizer, models, self._config, backend, self._view)
+        self._masters = Masters(self._reserved, self._view)
         self._own_step = None if elementwise or is_torch_class(optimizer) else OwnStep(optimizer)
-        self._shown: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
-        self._built = self._loaded_since_step = self._state_was_read = False
-        self._named_masters = False
-        self._weights_before: Tensor | None = None
-        self._followed: Tensor | None = None  # checksums of weights that masters agree with
         self._overlap: Overlap | None = None
         self._device_state = DeviceState()
         self._transfer: Transfer | None = None  # until it is needed: it has streams
+        self._hooks: list[RemovableHandle] = []
+        self._named_masters = False
+        self._had_gradient = False  # of any parameter, in any step
         self._steps, self._step_ms = 0, 0.0
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self._grouped = GroupedParameters(self.param_groups)
-        self._had_gradient = False  # of any parameter, in any step
-        self._inventory = self._new_inventory()
         try:
-            with ordinary_tensors():
-                self._build()
+            self._build()
         except BaseException:
             self._give_back()
             raise
         self._connect()
-        self._built = True
+        self._life.open()
 
     def _build(self) -> None:
         """Reserve state and take that of the wrapped optimizer over."""
-        self._overlap = make_overlap(self, self._inner, self._models, self._config, self._backend)
-        if self._own_step is None:
-            self._extend(self._inventory.trainable())
-            self._take_over()
-        else:
-            self._shown = self._inner.state
-            self._own_step.warn(self._config, self._backend.device)
+        backend = self._reserved.backend
+        with ordinary_tensors():
+            self._overlap = make_overlap(self, self._inner, self._models, self._config, backend)
+            if self._own_step is None:
+                self._extend(self._reserved.inventory.trainable())
+                self._reserved.take_over()
+                self._masters.trust_shards()
+            else:
+                self._view.shown = self._inner.state
+                self._own_step.warn(self._config, backend.device)
 
     def _connect(self) -> None:
         """Let the wrapped optimizer and the models speak to this one."""
         optimizer, models = self._inner, self._models
         share_hooks(optimizer, self)
         make_inert(optimizer, self)
-        optimizer.state = self._shown
-        loading.watch_module_loads(
-            models, self, before="_before_module_load", after="_after_module_load"
-        )
+        optimizer.state = self._view.shown
+        self._hooks += watch_loads(models, self._before_module_load, self._after_module_load)
         if self._overlap is not None:
-            loading.watch_module_reads(models, self, before="_before_module_read")
+            self._hooks += watch_reads(models, self._before_module_read)
+        weakref.finalize(self, remove_all, self._hooks)
         if self._own_step is None:
-            weakref.finalize(self, self._shown.clear)
+            weakref.finalize(self, self._view.shown.clear)
             forward_bound_steps(optimizer, self)
 
     # ------------------------------------------------------------------ the step
@@ -222,25 +216,25 @@ class HybridDeviceOptimizer(Optimizer):
         self.check_present("step()")
         if self._own_step is not None:
             return self._step_by_class(closure)
-        self._backend.current_stream()  # refuses a graph capture before anything is touched
+        current = self._reserved.backend.current_stream()  # refuses a graph capture
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         began = time.perf_counter()
         work = self._collect()
-        with self._health.failing("step()", self._drain_quietly):
-            start = self._backend.current_stream().record()
+        with self.failing("step()"):
+            start = current.record()
             work.ready = [start if event is None else event for event in work.ready]
-            for engine in self._engines:
+            for engine in self._reserved.engines:
                 engine.run(work, start)
             self._end_updates(work)
-            for engine in self._engines:
+            for engine in self._reserved.engines:
                 engine.prefetch()
             step_idle_groups(self._inner, work.snapshot)
             self._write_back(work.snapshot)
         self._steps += 1
-        self._loaded_since_step = False
+        self._masters.come_with_weights = False
         # A scheduler built on the wrapped optimizer checks there that a step came first.
         self._inner.__dict__["_opt_called"] = True
         self._step_ms = (time.perf_counter() - began) * 1e3
@@ -253,7 +247,7 @@ class HybridDeviceOptimizer(Optimizer):
             self._check_first()
         began = time.perf_counter()
         loss = self._own_step.step(closure if self._had_gradient else self._checked(closure))
-        self._shown = self._inner.state
+        self._view.shown = self._inner.state
         self._steps += 1
         self._inner.__dict__["_opt_called"] = True
         self._step_ms = (time.perf_counter() - began) * 1e3
@@ -274,9 +268,7 @@ class HybridDeviceOptimizer(Optimizer):
     def _collect(self) -> Work:
         """Gradients and a snapshot; whatever can be refused is refused here."""
         self._follow_groups()
-        if late := [m for m in self._inventory.trainable() if m[0] not in self._reserved]:
-            with ordinary_tensors():
-                self._extend(late)  # unfrozen after wrapping
+        self._extend(self._reserved.late())
         if not self._had_gradient:
             self._check_first()
         work = self._overlap.work if self._overlap is not None else None
@@ -284,11 +276,12 @@ class HybridDeviceOptimizer(Optimizer):
             work = self._begin()
         else:
             work.snapshot.check_unchanged(self.param_groups)
-        work.grow(len(self._params))
-        for param in self._params:
+        params = self._reserved.params
+        work.grow(len(params))
+        for param in params:
             if work.ready[param.index] is None:
                 work.gradients[param.index] = gradient_of(param)
-        count_empty_shards(self._params, self._never_have_gradients, work.gradients)
+        count_empty_shards(params, self._reserved.never_have_gradients, work.gradients)
         return work
 
     def _check_first(self) -> None:
@@ -300,7 +293,7 @@ class HybridDeviceOptimizer(Optimizer):
         found = any(dtensor.whole_gradient(p) is not None for p in held)
         if found or any(dtensor.local(p).numel() for p in held):
             if not any(map(dtensor.never_has_gradient, held)):
-                check_any_gradient(self._inner, self._models, self._inventory.names)
+                check_any_gradient(self._inner, self._models, self._reserved.inventory.names)
         self._had_gradient = found
 
     def _follow_groups(self) -> None:
@@ -326,98 +319,81 @@ class HybridDeviceOptimizer(Optimizer):
         if gone := self._grouped.gone(self.param_groups):
             is_new = not self._steps and (self._overlap is None or not self._overlap.has_taken)
             if not is_new or self._is_needed(gone):
-                raise changed_groups_error(gone, self._inventory.names)
+                raise changed_groups_error(gone, self._reserved.inventory.names)
             self._device_state.check("a change of param_groups")
-            self._reserve_anew()
+            self._drain_quietly()
+            self._adopt_writes()
+            with ordinary_tensors():
+                self._reserved.exchange()
+            self._masters.trust_shards()
+            self._attach()
+            if self._transfer is not None:
+                self._transfer.close()
+                self._transfer = None
         self._grouped = GroupedParameters(self.param_groups)
 
     def _is_needed(self, gone: Sequence[Tensor]) -> bool:
         """Whether parameters that no group has any more come with state of an earlier run."""
         kept = {id(p) for group in self.param_groups for p in group["params"]}
         lost = {p for p in gone if id(p) not in kept}
-        return any(
-            param.parameter in lost and not state_io.is_fresh(param) for param in self._params
-        )
+        params = self._reserved.params
+        return any(p.parameter in lost and not state_io.is_fresh(p) for p in params)
 
-    def _reserve_anew(self) -> None:
-        """As at construction, for the parameters that the groups have now; state is kept."""
-        self._drain_quietly()
-        self._adopt_writes()
-        kept = {id(p): p for group in self.param_groups for p in group["params"]}
-        recorded = {param.parameter for param in self._params}
-        state = {p: s for p, s in self._shown.items() if s and id(p) in kept and p not in recorded}
-        for param in self._params:
-            if id(param.parameter) in kept and not state_io.is_fresh(param):
-                shown = state_io.expose(param)
-                state_io.show(param, shown)
-                state[param.parameter] = {
-                    n: v.clone() if isinstance(v, Tensor) else v for n, v in shown.items()
-                }
-        backend = backend_of(kept.values())
-        for close in self._closers:
-            close()
-        for holder in (self._closers, self._engines, self._params, self._reserved, self._shown):
-            holder.clear()
-        self._backend, self._followed = backend, None
-        if self._transfer is not None:
-            self._transfer.close()
-            self._transfer = None
-        self._shown.update(state)
-        self._inventory = self._new_inventory()
-        with ordinary_tensors():
-            self._extend(self._inventory.trainable())
+    def _extend(self, added: list[Placed]) -> None:
+        """Reserve state for parameters; on error everything is as before."""
+        if added:
+            with ordinary_tensors():
+                self._reserved.extend(added)
+            self._attach()
 
-    def _new_inventory(self) -> Inventory:
-        return Inventory(self._inner, self._models, self._config, self._backend.device)
+    def _attach(self) -> None:
+        if self._overlap is not None:
+            self._overlap.attach(self._reserved.params, self._reserved.engines)
+
+    def _adopt_writes(self, *, again: bool = False) -> None:
+        """Follow what the caller did to state that was shown; ``again``: it may still be done."""
+        may_be_written = again and self._view.may_be_written
+        self._view.adopt_writes(self._reserved.params, is_away=self.is_away)
+        self._view.may_be_written = may_be_written
 
     def _begin(self) -> Work:
         """An iteration, before its first gradient is read."""
         self._adopt_writes()
         self._follow_options()
-        self._followed = None
+        self._masters.begin_step()
         if self._overlap is not None:
             with self.failing("an update of the step before"):
                 self._overlap.begin()
-        host = any(engine.host is not None for engine in self._engines)
+        host = any(engine.host is not None for engine in self._reserved.engines)
         snapshot = Snapshot.take(self._inner, self.param_groups, host=host)
-        for engine in self._engines:
+        for engine in self._reserved.engines:
             engine.prepare(snapshot)
         work = Work([], snapshot)
-        work.grow(len(self._params))
+        work.grow(len(self._reserved.params))
         return work
 
     def _follow_options(self) -> bool:
         """Reserve state that options have come to need, such as SGD's momentum where a scheduler
         sets it. All parameters are made anew, in the lanes that they were in; returns whether."""
-        if not self._inventory.have_outgrown(self._params):
+        if not self._reserved.inventory.have_outgrown(self._reserved.params):
             return False
         self._finish_and_follow()
-        with self._health.failing("reserving more state", self._drain_quietly), torch.no_grad():
-            kept = {param.parameter: state_io.copied(param) for param in self._params}
-            # Frozen ones, too: they keep their state, and may be unfrozen.
-            again = [p for p in self._inventory.parameters() if p[0] in self._reserved]
-            for engine in self._engines:
-                engine.close()
-            self._inventory.start_anew(self._params)
-            self._engines, self._params = [], []
-            for parameter in kept:
-                del self._shown[parameter]
-            self._extend(again)
-            for param in self._params:
-                state_io.write(param, kept[param.parameter])
-            self._trust_shards()
+        with self.failing("reserving more state"), torch.no_grad():
+            self._reserved.renew()
+            self._masters.trust_shards()
+        self._attach()
         return True
 
     def failing(self, what: str) -> contextlib.AbstractContextManager[None]:
         """An exception inside makes the optimizer failed and is raised as :class:`LaneError`."""
-        return self._health.failing(what, self._drain_quietly)
+        return self._life.failing(what, self._drain_quietly)
 
     def take_gradients(self, params: Sequence[ParamState], reduced: Event) -> None:
         """In backward: gradients of ``params`` are final after ``reduced``; update with them."""
         self.check_present("an update in backward()")
         assert self._overlap is not None
         if self._overlap.work is None and self._follow_options():
-            by_parameter = {param.parameter: param for param in self._params}
+            by_parameter = {param.parameter: param for param in self._reserved.params}
             params = [by_parameter[param.parameter] for param in params]
         gradients = [(param, gradient_of(param)) for param in params]
         # Where there is none now, it is decided at step() that there is none.
@@ -427,24 +403,24 @@ class HybridDeviceOptimizer(Optimizer):
         work = self._overlap.work
         if work is None:
             work = self._overlap.work = self._begin()
-            start = self._backend.current_stream().record()
-            for engine in self._engines:
+            start = self._reserved.backend.current_stream().record()
+            for engine in self._reserved.engines:
                 engine.begin(start)
         with self.failing("backward()"):
             for param, gradient in taken:
                 work.gradients[param.index] = gradient
                 work.ready[param.index] = reduced
             self._overlap.spend(params)
-            for engine in self._engines:
+            for engine in self._reserved.engines:
                 engine.offer(work)
 
     def _end_updates(self, work: Work) -> None:
         """Whom the updates that are under way concern, and what becomes of the gradients."""
         if self._overlap is None:
-            for engine in self._engines:
+            for engine in self._reserved.engines:
                 engine.finish()
             return
-        self._overlap.close(work, self._engines)
+        self._overlap.close(work, self._reserved.engines)
         hooks = (*self._optimizer_step_post_hooks.values(), *_global_optimizer_post_hooks.values())
         if any(getattr(hook, "reads_parameters", True) for hook in hooks):
             self._drain()
@@ -460,16 +436,14 @@ class HybridDeviceOptimizer(Optimizer):
     @property
     def state(self) -> defaultdict[Tensor, dict[str, Any]]:
         """Live state per parameter, after all transfers: tensors over host or device memory."""
-        if self._built:
+        if self._life.is_built:
             self._finish_and_follow()
-            self._state_was_read = True
-            for param in self._params:
-                state_io.show(param, self._shown[param.parameter])
-        return self._shown
+            self._view.show(self._reserved.params)
+        return self._view.shown
 
     @state.setter
     def state(self, value: object) -> None:
-        if self._built:
+        if self._life.is_built:
             raise ConfigError(
                 "assignment to optimizer.state",
                 reason="state lives in memory that was reserved at construction",
@@ -480,75 +454,38 @@ class HybridDeviceOptimizer(Optimizer):
         """What :attr:`state` shows, for a caller who does not write into it: what was fetched ahead
         stays, and nobody looks for writes in the next step."""
         self._finish_and_follow(for_writing=False)
-        return {**self._shown, **self.exposed_state()}
+        return {**self._view.shown, **self.exposed_state()}
 
     def exposed_state(self) -> dict[Tensor, dict[str, Any]]:
         """State that is offloaded, by parameter, as its memory is now: without waiting, also after
         a failure, for a load that writes all of it."""
-        exposed = {param.parameter: state_io.expose(param) for param in self._params}
-        for param in self._params:
-            state_io.show(param, exposed[param.parameter])
-        return exposed
+        return self._view.read(self._reserved.params)
 
     def _finish_and_follow(self, *, for_writing: bool = True) -> None:
         """:meth:`_finish`, and whole masters follow weights that the caller has written, as they do
         in an update."""
         self._finish(for_writing=for_writing)
-        gone = (storages.is_empty(dtensor.with_history(r.parameter)) for r in self._params)
-        if self.is_away or any(gone):
-            return  # nothing can have been written into what has no memory
-        with torch.no_grad():
-            for bucket in self._host_buckets():
-                if int(bucket.observe()) != int(bucket.expected):
-                    bucket.reseed()
-                    bucket.trust_shards()
-            params = [r for r in self._params if r.form is MasterForm.WHOLE and r.lane != "host"]
-            if not params:
-                return
-            # On the device: a loop that reads the state of one parameter after the other would
-            # else compare all masters each time.
-            now = loading.weight_checksums(params)
-            if self._followed is None or not torch.equal(now, self._followed):
-                self._discard()
-                for param in params:
-                    state_io.follow_shard(param)
-            self._followed = now
-
-    def _adopt_writes(self) -> None:
-        """Follow what the caller did to the state that it was shown: written, or dropped."""
-        if not self._state_was_read:
-            return
-        with torch.no_grad():
-            found = [self._shown.get(param.parameter) or {} for param in self._params]
-            for param, shown, apart in zip(
-                self._params, found, state_io.apart(self._params, found), strict=True
-            ):
-                if shown:
-                    shown.update(apart)
-                    state_io.adopt_writes(param, shown)
-                elif not self.is_away:  # else once its weight can be read
-                    state_io.reset(param)
-                    self._shown[param.parameter] = state_io.expose(param)
-        self._state_was_read = False
+        if not self.is_away:
+            self._masters.follow_weights()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group as torch does; its state is reserved at once."""
-        if self._built:
+        if self._life.is_built:
             self.check_present("add_param_group()")
             self._follow_groups()
             self._refuse_if_taken("add_param_group() before step()")
-        if self._built and self._own_step is not None:
+        if self._life.is_built and self._own_step is not None:
             self._own_step.call("add_param_group", param_group)
             return
         super().add_param_group(param_group)
-        if not self._built:
+        if not self._life.is_built:
             return
         self._grouped = GroupedParameters(self.param_groups)
         group = len(self.param_groups) - 1
         try:
             check_supported(self._inner)
             with ordinary_tensors():
-                self._extend([m for m in self._inventory.trainable() if m[1] == group])
+                self._extend([m for m in self._reserved.inventory.trainable() if m[1] == group])
         except BaseException:
             self.param_groups.pop()
             self._grouped = GroupedParameters(self.param_groups)
@@ -562,7 +499,7 @@ class HybridDeviceOptimizer(Optimizer):
         """
         if self._overlap is not None:
             if self._overlap.has_taken:
-                self._health.check()
+                self._life.check()
             self._refuse_if_taken("zero_grad() before step()")
             self._overlap.clear_spent()
         super().zero_grad(set_to_none)
@@ -585,13 +522,13 @@ class HybridDeviceOptimizer(Optimizer):
         Parameters with bf16 or fp16 shards and an fp32 master have one more entry,
         ``master_remainder`` (bits) or ``master`` (fp32), which plain optimizers ignore.
         """
-        self._health.check()
+        self._life.check()
         if self._own_step is not None:
             saved: dict[str, Any] = self._own_step.call("state_dict")
             return saved
         if not self._named_masters:
             self._named_masters = True
-            loading.name_masters(self._params)
+            loading.name_masters(self._reserved.params)
         return super().state_dict()  # reads self.state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -603,11 +540,11 @@ class HybridDeviceOptimizer(Optimizer):
         Raises:
             StateDictError: groups, keys, shapes or placements do not fit; nothing was written.
         """
-        self._health.check(failed_ok=True)
+        self._life.check(failed_ok=True)
         self._device_state.check("load_state_dict()")
         if self._own_step is not None:
             self._own_step.call("load_state_dict", state_dict)
-            self.param_groups, self._shown = self._inner.param_groups, self._inner.state
+            self.param_groups, self._view.shown = self._inner.param_groups, self._inner.state
             return
         self._follow_groups()
         loaded: Any = dict(state_dict)
@@ -615,47 +552,33 @@ class HybridDeviceOptimizer(Optimizer):
             replaced = pre_hook(self, loaded)
             loaded = loaded if replaced is None else replaced
         ids = loading.match_ids(self.param_groups, loaded)
-        entries = [loaded["state"].get(ids[r.parameter], {}).items() for r in self._params]
+        params, saved = self._reserved.params, loaded["state"]
         # Where a flattened checkpoint lacks an entry, torch's unflattening puts an empty dict.
-        values: Sequence[Mapping[str, Any]]
-        values = [{n: v for n, v in found if not isinstance(v, dict)} for found in entries]
-        saved = loaded["param_groups"]
-        groups = loading.checked_groups(self.param_groups, saved, self._inventory, self._params)
-        for param, found in zip(self._params, values, strict=True):
+        values: Sequence[Mapping[str, Any]] = [
+            {n: v for n, v in saved.get(ids[p.parameter], {}).items() if not isinstance(v, dict)}
+            for p in params
+        ]
+        groups = self._checked_groups(loaded["param_groups"])
+        for param, found in zip(params, values, strict=True):
             state_io.check(param, found)
         self._start_over()
-        with self._health.failing("load_state_dict()", self._drain_quietly), torch.no_grad():
-            values = state_io.apart(self._params, values)
+        with self.failing("load_state_dict()"), torch.no_grad():
+            values = state_io.apart(params, values)
             for group, loaded_group in zip(self.param_groups, groups, strict=True):
                 group.update(loaded_group)
-            for param, found in zip(self._params, values, strict=True):
+            for param, found in zip(params, values, strict=True):
                 state_io.write(param, found)
-                self._shown[param.parameter].update(state_io.expose(param))
-            self._load_natives(loaded["state"], ids)
-            self._trust_shards()
-        self._loaded_since_step = True
-        seeded = [state_io.seeds_master(*pair) for pair in zip(self._params, values, strict=True)]
-        if any(seeded):
+                self._view.shown[param.parameter].update(state_io.expose(param))
+            self._view.load_unmanaged(saved, ids, params, self.device)
+            self._masters.trust_shards()
+        self._masters.come_with_weights = True
+        if seeded := sum(map(state_io.seeds_master, params, values)):
             _log.warning(
                 "%d parameters came without a saved fp32 master: masters were set from the weights",
-                sum(seeded),
+                seeded,
             )
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
-
-    def _load_natives(self, saved: Mapping[Any, Any], ids: Mapping[Tensor, Any]) -> None:
-        """State that is not managed: of native parameters, and of frozen ones."""
-        recorded = {param.parameter for param in self._params}
-        for parameter, saved_id in ids.items():
-            found = saved.get(saved_id, {})
-            if parameter in recorded or not (found or parameter in self._shown):
-                continue
-            fresh = {n: loading.native_value(self._backend.device, n, v) for n, v in found.items()}
-            self._shown[parameter].clear()
-            if not fresh:
-                del self._shown[parameter]
-            else:
-                self._shown[parameter].update(fresh)
 
     # ------------------------------------------------------------------ the wrapper's own
 
@@ -674,7 +597,7 @@ class HybridDeviceOptimizer(Optimizer):
             SpentGradientError: with ``overlap="backward"``: they have been used by then.
             NonFiniteGradientError: if asked for, where the norm is not finite.
         """
-        self._health.check()
+        self._life.check()
         gradients = clipping.gradients_of(
             [p for group in self.param_groups for p in group["params"]]
         )
@@ -691,18 +614,18 @@ class HybridDeviceOptimizer(Optimizer):
     def lanes(self) -> list[Lane]:
         """The lane of each trainable parameter, in ``param_groups`` order. ``update_on=`` takes
         such a list: it repeats the choice of an earlier run, and with it that run's bits."""
-        known = {param.parameter: param.lane for param in self._params}
-        return [known.get(p, "resident") for p, _ in self._inventory.trainable()]
+        known = {param.parameter: param.lane for param in self._reserved.params}
+        return [known.get(p, "resident") for p, _ in self._reserved.inventory.trainable()]
 
     @property
     def device(self) -> torch.device:
         """Where the shards live."""
-        return self._backend.device
+        return self._reserved.device
 
     @property
     def params(self) -> Sequence[ParamState]:
         """What is offloaded, per parameter, in update order; for checkpoints."""
-        return self._params
+        return self._reserved.params
 
     def check_options(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Refuse options of a checkpoint, one mapping per group, that need other state.
@@ -710,13 +633,16 @@ class HybridDeviceOptimizer(Optimizer):
         Raises:
             StateDictError: such as ``amsgrad`` where it was off when the optimizer was built.
         """
-        saved = [dict(group) for group in groups]
-        loading.checked_groups(self.param_groups, saved, self._inventory, self._params)
+        self._checked_groups([dict(group) for group in groups])
+
+    def _checked_groups(self, saved: loading.Groups) -> loading.Groups:
+        reserved = self._reserved
+        return loading.checked_groups(self.param_groups, saved, reserved.inventory, reserved.params)
 
     def synchronize(self) -> None:
         """Block until parameters and state are final and host memory may be read."""
-        self._health.check()
-        with held_back(), self._health.failing("synchronize()", self._drain_quietly):
+        self._life.check()
+        with held_back(), self.failing("synchronize()"):
             self._drain()
 
     def resync(self) -> None:
@@ -727,35 +653,30 @@ class HybridDeviceOptimizer(Optimizer):
         """
         self._device_state.check("resync()")
         self._finish()
-        self._set_masters_from_weights(self._params)
-        self._forget_frozen_masters()
+        self._masters.set_from_weights(self._reserved.params)
+        self._masters.forget_frozen(self._inner)
 
     def statistics(self) -> Statistics:
         """What is held where, and what the last step did."""
         return gather(
-            self._engines,
-            self._params,
+            self._reserved.engines,
+            self._reserved.params,
             self._device_state,
             self._transfer,
-            self._natives(),
-            self._shown,
+            self._reserved.natives(),
+            self._view.shown,
             steps=self._steps,
             step_ms=self._step_ms,
         )
 
-    def _natives(self) -> list[Tensor]:
-        """Trainable parameters whose state the class makes and keeps."""
-        recorded = {param.parameter for param in self._params}
-        return [p for p, _ in self._inventory.trainable() if p not in recorded]
-
     def close(self) -> None:
         """Finish all work and give host memory, slots and the thread back. Idempotent."""
-        if self._health.closed or not self._health.is_ours:
+        if self._life.closed or not self._life.is_ours:
             return
         self._drain_quietly()
-        self._health.close()
+        self._life.close()
         if self._own_step is None:
-            self._shown.clear()
+            self._view.shown.clear()
         self._give_back()
 
     def __getattr__(self, name: str) -> Any:
@@ -794,15 +715,15 @@ class HybridDeviceOptimizer(Optimizer):
             HostMemoryError, PinningError: as of the constructor; nothing was taken.
             LaneError: an earlier update failed.
         """
-        self._health.check()
+        self._life.check()
         if not self.is_away:
             self._finish()
             self._reserve_offload()
 
     def _reserve_offload(self) -> tuple[Transfer, list[StorageBlock]]:
         if self._transfer is None:
-            self._transfer = Transfer(self._backend, self._config.transfer)
-        arenas = [a for engine in self._engines for a in engine.arena_statistics()]
+            self._transfer = Transfer(self._reserved.backend, self._config.transfer)
+        arenas = [a for engine in self._reserved.engines for a in engine.arena_statistics()]
         blocks = collect(self.device_tensors())
         self._transfer.reserve(blocks, taken_bytes=sum(arena.n_bytes for arena in arenas))
         return self._transfer, blocks
@@ -827,7 +748,7 @@ class HybridDeviceOptimizer(Optimizer):
             HostMemoryError, PinningError: no room in host memory; nothing was touched.
             LaneError: an earlier update failed.
         """
-        self._health.check()
+        self._life.check()
         if not self.is_away:
             self.prepare_offload()
             transfer, blocks = self._reserve_offload()
@@ -850,7 +771,7 @@ class HybridDeviceOptimizer(Optimizer):
             AwayError: a ``PhaseOffloader`` has it away.
             ClosedError: after :meth:`close`.
         """
-        self._health.check(failed_ok=True)
+        self._life.check(failed_ok=True)
         if self.is_away:
             transfer = self._transfer
             if transfer is None or not transfer.is_away:
@@ -880,47 +801,35 @@ class HybridDeviceOptimizer(Optimizer):
     def prepare_offload(self) -> None:
         """See :class:`.Offloadable`."""
         self._finish_and_follow()  # while they can see the weights
-        for engine in self._engines:
+        for engine in self._reserved.engines:
             engine.idle()
 
     def prepare_reload(self) -> None:
         """See :class:`.Offloadable`."""
-        if not self._health.closed:
+        if not self._life.closed:
             self._device_state.wait()
-            self._adopt_shown()
+            self._adopt_writes(again=True)
 
     def device_tensors(self) -> list[tuple[str, Tensor]]:
         """See :class:`.Offloadable`."""
-        return tensors_on(self._backend.device, self._params, self._shown)
+        return tensors_on(self.device, self._reserved.params, self._view.shown)
 
     def staging_buffers(self) -> list[Tensor]:
         """See :class:`.Offloadable`."""
-        return [tensor for engine in self._engines for tensor in engine.staging()]
+        return self._reserved.staging()
 
     def set_away(self, copies: HostCopies) -> None:
         """See :class:`.Offloadable`."""
-        self._device_state.leave(self._params, self._shown, copies)
-        self._show_all()
+        self._device_state.leave(self._reserved.params, self._view.shown, copies)
+        self._view.refresh(self._reserved.params)
 
     def set_present(self, arrival: Event | None) -> None:
         """See :class:`.Offloadable`."""
         self._device_state.come_back(arrival)
-        ready = self._backend.current_stream().record()
-        for engine in self._engines:
+        ready = self._reserved.backend.current_stream().record()
+        for engine in self._reserved.engines:
             engine.follow(ready if arrival is None else arrival, ready)
-        self._show_all()
-
-    def _show_all(self) -> None:
-        """State tensors are others than before."""
-        for param in self._params:
-            if shown := self._shown.get(param.parameter):  # else the caller has dropped it
-                shown.update(state_io.expose(param))
-
-    def _adopt_shown(self) -> None:
-        """:meth:`_adopt_writes`; what was shown may be written into again."""
-        was_read = self._state_was_read
-        self._adopt_writes()
-        self._state_was_read = was_read
+        self._view.refresh(self._reserved.params)
 
     # ------------------------------------------------------------------ for local snapshots
 
@@ -941,24 +850,19 @@ class HybridDeviceOptimizer(Optimizer):
                 remedy="call step() first",
             )
         if for_writing:
-            self._discard()
-        self._adopt_shown()
-
-    def _discard(self) -> None:
-        """Forget state that was fetched ahead: it is about to be written into."""
-        for engine in self._engines:
-            engine.discard()
+            self._reserved.discard()
+        self._adopt_writes(again=True)
 
     def _start_over(self) -> None:
         """All state is about to be replaced: an iteration that has begun is given up."""
         self._drain_quietly()
-        for engine in self._engines:
+        for engine in self._reserved.engines:
             engine.abort()
         if self._overlap is not None:
             self._overlap.work = None
             self._overlap.open_all()  # an update that failed is waited for no more
             self._overlap.clear_spent()
-        self._health.recover()
+        self._life.open()
 
     def check_present(self, what: str) -> None:
         """Refuse ``what`` while the optimizer is failed, closed or away.
@@ -966,7 +870,7 @@ class HybridDeviceOptimizer(Optimizer):
         Raises:
             AwayError, ClosedError, LaneError: it is.
         """
-        self._health.check()
+        self._life.check()
         self._device_state.check(what)
 
     def check_loadable(self, what: str) -> None:
@@ -981,9 +885,9 @@ class HybridDeviceOptimizer(Optimizer):
         """Refuse use of an optimizer that is closed, inherited by a fork, or failed.
 
         Raises:
-            ClosedError, LaneError: see :class:`.lifecycle.Health`.
+            ClosedError, LaneError: see :class:`.Lifecycle`.
         """
-        self._health.check(failed_ok=failed_ok)
+        self._life.check(failed_ok=failed_ok)
 
     @contextlib.contextmanager
     def _replacing_all(self, what: str, *, keep: type[Exception]) -> Iterator[None]:
@@ -991,20 +895,19 @@ class HybridDeviceOptimizer(Optimizer):
 
         Errors make the optimizer failed; those of class ``keep`` stay what they are.
         """
-        self._health.check(failed_ok=True)
+        self._life.check(failed_ok=True)
         self._device_state.check(what)
         self._start_over()
         with self._failing(what, keep=keep), torch.no_grad():
             yield
-            for param in self._params:
-                self._shown[param.parameter] = state_io.expose(param)
-            self._trust_shards()
-        self._loaded_since_step, self._weights_before = True, None
+            self._view.expose(self._reserved.params)
+            self._masters.trust_shards()
+        self._masters.come_with_weights = True
 
     @contextlib.contextmanager
     def _failing(self, what: str, *, keep: type[Exception]) -> Iterator[None]:
         try:
-            with self._health.failing(what, self._drain_quietly):
+            with self._life.failing(what, self._drain_quietly):
                 yield
         except LaneError as error:
             if isinstance(cause := error.__cause__, keep):
@@ -1012,58 +915,6 @@ class HybridDeviceOptimizer(Optimizer):
             raise
 
     # ------------------------------------------------------------------ building and failing
-
-    def _extend(self, added: list[Placed]) -> None:
-        """Reserve state for parameters; on error everything is as before."""
-        if not added:
-            return
-        self._check_device(added)
-        params, natives = self._inventory.plan(added, first=not self._engines)
-        frozen = {m[0]: self._shown[m[0]] for m in added if self._shown.get(m[0])}
-        for param in params:
-            state_io.check(param, frozen.get(param.parameter, {}))
-        everything = [*self._params, *params]
-        for index, param in enumerate(everything):
-            param.spec = replace(param.spec, index=index)
-        rank0 = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
-        with torch.no_grad():
-            engine = Engine(
-                self._inner,
-                everything,
-                params,
-                natives,
-                self._config,
-                self._backend,
-                show_progress=rank0,
-                native_state=self._shown,
-            )
-            try:
-                shown = self._first_state(params, frozen)
-            except BaseException:
-                engine.close()
-                raise
-        self._closers.append(weakref.finalize(self, engine.close))
-        self._engines.append(engine)
-        self._params = everything
-        self._never_have_gradients = [
-            r for r in everything if dtensor.never_has_gradient(r.parameter)
-        ]
-        if self._overlap is not None:
-            self._overlap.attach(everything, self._engines)
-        self._shown.update(shown)
-        self._reserved.update(parameter for parameter, _ in added)
-        self._inventory.commit(params, natives)
-
-    @staticmethod
-    def _first_state(
-        params: list[ParamState], frozen: Mapping[Tensor, dict[str, Any]]
-    ) -> dict[Tensor, dict[str, Any]]:
-        """What is shown of new ones; ``frozen``: trained before, frozen, now trained again."""
-        for param in params:
-            if found := frozen.get(param.parameter):
-                # Its weight may have been replaced meanwhile, and nobody compared the two.
-                state_io.write(param, state_io.agreeing(param, found))
-        return {param.parameter: state_io.expose(param) for param in params}
 
     def accumulate(self) -> contextlib.AbstractContextManager[None]:
         """Inside, backward passes only add to ``.grad``: for all micro-batches but the last.
@@ -1073,99 +924,33 @@ class HybridDeviceOptimizer(Optimizer):
         """
         return contextlib.nullcontext() if self._overlap is None else self._overlap.accumulate()
 
-    def _check_device(self, added: list[Placed]) -> None:
-        backend = backend_of(parameter for parameter, _ in added)
-        if backend.device != self._backend.device:
-            raise DeviceError(
-                f"parameters on {backend.device}",
-                reason=f"this optimizer streams over the link of {self._backend.device}",
-                remedy="move them there, or wrap another optimizer for them",
-            )
-
-    def _take_over(self) -> None:
-        """Copy state that the wrapped optimizer already has; it drops its own afterwards."""
-        known = {param.parameter for param in self._params}
-        for param in self._params:
-            state_io.check(param, self._inner.state.get(param.parameter, {}))
-        with torch.no_grad():
-            for param in self._params:
-                if found := self._inner.state.get(param.parameter):
-                    state_io.write(param, found)
-            for parameter, found in self._inner.state.items():
-                if parameter not in known:
-                    self._shown[parameter].update(found)
-            self._trust_shards()
-
     def _before_module_read(self) -> None:
         """A module's weights are about to be read or written."""
-        if self._overlap is not None and self._health.is_ours and not self._health.closed:
+        if self._overlap is not None and self._is_watching():
             self._drain_quietly()
 
     def _before_module_load(self) -> None:
-        """See :meth:`_after_module_load`."""
-        if self._mastered():
+        """See :meth:`.Masters.before_load`."""
+        if self._reserved.mastered():
             self._device_state.check("a load into the model")
-        self._weights_before = None
-        # torch's helpers show the state, load weights and state into it in place, and only then
-        # call the load methods, the module's first. So where state was shown, masters may have
-        # come with these weights, and only a change that this very load makes is a new weight.
-        if self._state_was_read and not self._ignores_module_loads() and self._mastered():
-            self._weights_before = loading.weight_checksums(self._mastered())
+        if self._is_watching():
+            self._masters.before_load()
 
     def _after_module_load(self) -> None:
-        """A module was loaded: masters become its weights."""
-        if self._ignores_module_loads():
-            return
-        self._drain_quietly()
-        self._discard()
-        before, self._weights_before = self._weights_before, None
-        params = self._mastered()
-        if before is not None:
-            changed = (loading.weight_checksums(params) != before).tolist()
-            params = [r for r, differs in zip(params, changed, strict=True) if differs]
-        else:
-            self._forget_frozen_masters()
-        self._set_masters_from_weights(params)
+        """See :meth:`.Masters.after_load`."""
+        if self._is_watching():
+            if not self._masters.come_with_weights:
+                self._drain_quietly()
+            self._masters.after_load(self._inner)
 
-    def _ignores_module_loads(self) -> bool:
-        """After a load of ours, until the next step, masters belong to the weights to come."""
-        health = self._health
-        return health.closed or self._loaded_since_step or not health.is_ours
-
-    def _mastered(self) -> list[ParamState]:
-        return [r for r in self._params if r.form is not MasterForm.SHARD]
-
-    def _set_masters_from_weights(self, params: list[ParamState]) -> None:
-        with torch.no_grad():
-            for param in params:
-                state_io.write_master(param, {})
-            for bucket in self._host_buckets():
-                bucket.reseed()  # of other parameters, too: from here on their shards are trusted
-            self._trust_shards()
-
-    def _forget_frozen_masters(self) -> None:
-        """Masters that were loaded for parameters which are not trained now."""
-        if not is_torch_class(self._inner):
-            return  # its state may have entries of these names
-        for parameter, shown in self._shown.items():
-            if parameter not in self._reserved:
-                for form in (MasterForm.REMAINDER, MasterForm.WHOLE):
-                    shown.pop(form.value, None)
-
-    def _host_buckets(self) -> Iterator[HostBucket]:
-        for engine in self._engines:
-            yield from engine.host.buckets if engine.host is not None else ()
-
-    def _trust_shards(self) -> None:
-        self._followed = None
-        for engine in self._engines:
-            engine.trust_shards()
+    def _is_watching(self) -> bool:
+        return self._life.is_ours and not self._life.closed
 
     def _drain(self) -> None:
         with contextlib.ExitStack() as waits:  # runs all of them, even if one raises
             if self._overlap is not None:
                 waits.callback(self._overlap.let_read)  # last
-            for engine in self._engines:
+            for engine in self._reserved.engines:
                 waits.callback(engine.synchronize)
             waits.callback(self._device_state.wait)
         if self._overlap is not None:
@@ -1181,10 +966,7 @@ class HybridDeviceOptimizer(Optimizer):
             self._overlap.unwatch()
             self._overlap.clear_spent()
             self._overlap = None  # hooks that others have wrapped pass on from here
-        for engine in self._engines:
-            engine.close()
-        self._engines.clear()
-        self._params.clear()
-        self._reserved.clear()
+        self._reserved.close()
+        remove_all(self._hooks)
         if self._transfer is not None:
             self._transfer.close()

@@ -1,36 +1,57 @@
-"""Whether an optimizer may still be used: open, in the process that built it, not failed."""
+"""Whether an optimizer may be used: it is built, not failed, not closed, and in its own process."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 from collections.abc import Callable, Iterator
+from enum import Enum
 
 from ..core.errors import ClosedError, LaneError, OffloadError
 
 _START_OVER = "load a checkpoint (model, then optimizer) or build both anew"
 
 
-class Health:
-    """Usable until closed; *failed* from an exception inside a lane on, until a load succeeds."""
+class Stage(Enum):
+    """Of an optimizer's life."""
+
+    BUILDING = "building"  # in the constructor: torch's own part of it may not touch state
+    OPEN = "open"  # from the end of the constructor on, and again when a load begins
+    FAILED = "failed"  # an exception left state half updated: only a load or close() is allowed
+    CLOSED = "closed"  # close() gave its memory back: only close() is allowed, and does nothing
+
+
+class Lifecycle:
+    """The stage that one optimizer is in."""
 
     def __init__(self) -> None:
-        self.closed = False
+        self._stage = Stage.BUILDING
         self._pid = os.getpid()
         self._failure: BaseException | None = None
+
+    @property
+    def is_built(self) -> bool:
+        """Whether the constructor has ended."""
+        return self._stage is not Stage.BUILDING
+
+    @property
+    def closed(self) -> bool:
+        """Whether memory was given back."""
+        return self._stage is Stage.CLOSED
 
     @property
     def is_ours(self) -> bool:
         """Whether this is the process that built the optimizer: forked ones lack its memory."""
         return os.getpid() == self._pid
 
+    def open(self) -> None:
+        """It is built, or a load begins, which writes everything: a failure counts no more."""
+        self._stage = Stage.OPEN
+        self._failure = None  # its traceback holds views
+
     def close(self) -> None:
         """From here on nothing but another ``close()`` is allowed."""
-        self.closed = True
-        self.recover()
-
-    def recover(self) -> None:
-        """A load starts, which writes everything. Drops the failure: its traceback holds views."""
+        self._stage = Stage.CLOSED
         self._failure = None
 
     def check(self, *, failed_ok: bool = False) -> None:
@@ -50,7 +71,7 @@ class Health:
                 reason="its memory is not inherited by forked processes",
                 remedy="step, save and load in the process that built it",
             )
-        if self._failure is not None and not failed_ok:
+        if self._stage is Stage.FAILED and not failed_ok:
             raise LaneError(
                 "an earlier update failed",
                 reason=f"some parameters may be one step ahead of others ({self._failure!r})",
@@ -72,7 +93,7 @@ class Health:
         try:
             yield
         except BaseException as error:
-            self._failure = error
+            self._stage, self._failure = Stage.FAILED, error
             drain()
             if not isinstance(error, Exception):
                 raise

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import copy
 import logging
-import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..core import dtensor
 from ..core.errors import StateDictError
-from ..core.storage import present
 from ..pipeline.inventory import Inventory, missing_kinds
-from ..update.checksum import checksum
 from ..update.params import ParamState
 from ..update.schema import signature
 
@@ -111,61 +107,3 @@ def native_value(device: torch.device, name: str, value: Any) -> Any:
     if isinstance(value, Tensor) and name != "step":
         return value.to(device=device)
     return value
-
-
-class ModuleLoadHook:
-    """Hook of a module's ``load_state_dict``: calls ``owner``'s method ``name``, if it lives.
-
-    A copied or pickled module takes a hook along that does nothing.
-    """
-
-    def __init__(self, owner: object = None, name: str = "") -> None:
-        self._owner = (lambda: None) if owner is None else weakref.ref(owner)
-        self._name = name
-
-    def __call__(self, *_: object) -> None:
-        owner = self._owner()
-        if owner is not None:
-            getattr(owner, self._name)()
-
-    def __reduce__(self) -> tuple[type[ModuleLoadHook], tuple[()]]:
-        return ModuleLoadHook, ()
-
-
-def watch_module_loads(
-    models: Sequence[nn.Module], owner: object, *, before: str, after: str
-) -> None:
-    """Call ``owner``'s methods of these names around each load into one of ``models``."""
-    handles: list[Any] = []
-    for model in models:
-        handles.append(model.register_load_state_dict_pre_hook(ModuleLoadHook(owner, before)))
-        handles.append(model.register_load_state_dict_post_hook(ModuleLoadHook(owner, after)))
-    weakref.finalize(owner, _remove, handles)
-
-
-def watch_module_reads(models: Sequence[nn.Module], owner: object, *, before: str) -> None:
-    """Call ``owner``'s method before weights of ``models`` or of a part are read or loaded."""
-    handles: list[Any] = []
-    for module in (module for model in models for module in model.modules()):
-        hook = ModuleLoadHook(owner, before)
-        handles.append(module.register_state_dict_pre_hook(hook))
-        handles.append(module.register_load_state_dict_pre_hook(hook))
-    weakref.finalize(owner, _remove, handles)
-
-
-def tell_loaded(model: nn.Module) -> None:
-    """Call what runs after a load into ``model``: its weights were written by other means."""
-    for hook in list(model._load_state_dict_post_hooks.values()):
-        if isinstance(hook, ModuleLoadHook):
-            hook()
-
-
-def _remove(handles: list[Any]) -> None:
-    for handle in handles:
-        handle.remove()
-
-
-def weight_checksums(params: Sequence[ParamState]) -> Tensor:
-    """A checksum of each parameter's shard: 1-D int64, on the CPU."""
-    found = [checksum(present(dtensor.local(r.parameter)).reshape(-1)) for r in params]
-    return torch.stack([value.cpu() for value in found])

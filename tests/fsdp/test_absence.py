@@ -145,7 +145,7 @@ def hold_nothing() -> None:
     optimizer.offload()
     gc.collect()
     check(all(ref() is None for ref in gradients), "a gradient is held")
-    for segment in optimizer._engines:
+    for segment in optimizer._reserved.engines:
         for tensor in segment.staging():
             check(tensor.untyped_storage().nbytes() == 0, "a staging buffer is held")
     optimizer.close()

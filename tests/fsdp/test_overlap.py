@@ -366,13 +366,13 @@ def drop(overlap: str) -> None:
     model = build(2)
     optimizer = wrap(model, overlap)
     train(model, optimizer, steps=range(2))
-    tensors = [weakref.ref(t) for r in optimizer._params for t in r.tensors.values()]
+    tensors = [weakref.ref(t) for r in optimizer._reserved.params for t in r.tensors.values()]
     del optimizer
     gc.collect()
     check(not any(t() is not None for t in tensors), "something else keeps the state")
     model.optimizer = wrap(model, overlap)  # as trainers that are modules do
     train(model, model.optimizer, steps=range(2))
-    tensors = [weakref.ref(t) for r in model.optimizer._params for t in r.tensors.values()]
+    tensors = [weakref.ref(t) for r in model.optimizer._reserved.params for t in r.tensors.values()]
     del model
     gc.collect()
     check(not any(t() is not None for t in tensors), "a model keeps its optimizer alive")

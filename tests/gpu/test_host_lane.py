@@ -55,7 +55,7 @@ def hold_up(optimizer: Any, late: str) -> None:
     elif late in ("h2d", "update", "d2h"):
         test_overlap.hold_up(optimizer, late)
     elif late.startswith("host_") and isinstance(optimizer, HybridDeviceOptimizer):
-        getattr(optimizer._engines[0].host, late.removeprefix("host")).launch(
+        getattr(optimizer._reserved.engines[0].host, late.removeprefix("host")).launch(
             torch.cuda._sleep, SLEEP
         )
 

@@ -63,7 +63,7 @@ def build(mesh: Any, dtype: torch.dtype) -> Any:
 
 
 def hold_up(optimizer: Any, late: str) -> None:
-    segment = optimizer._engines[0] if hasattr(optimizer, "_engines") else None
+    segment = optimizer._reserved.engines[0] if hasattr(optimizer, "_engines") else None
     if late == "compute":
         torch.cuda._sleep(SLEEP)
     elif segment is not None and late in ("h2d", "update", "d2h"):

@@ -341,7 +341,7 @@ def test_failures_on_several_host_threads_end_in_one_error_and_leave_no_call_beh
     def fail_often(unit: host.HostUnit, work: Any) -> None:
         running.append(unit)
         try:
-            if unit.shadow.slices[0].start % 512 == 0:
+            if unit.shadow.slices[0].slice.start % 512 == 0:
                 raise ZeroDivisionError("in a unit")
             update(unit, work)
         finally:

@@ -354,7 +354,7 @@ def test_values_written_into_shown_int8_state_are_taken_over() -> None:
         {n: v for n, v in before.items() if "weights.0" in n},
         {n: v for n, v in all_bits(model, optimizer).items() if "weights.0" in n},
     )
-    assert optimizer._shown[weight]["exp_avg"].is_meta, "copies are dropped with the next step"
+    assert optimizer._view.shown[weight]["exp_avg"].is_meta, "copies are dropped with the next step"
 
 
 # --------------------------------------------------------------------------- the one kernel

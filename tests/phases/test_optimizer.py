@@ -83,8 +83,10 @@ def check_same_state(mine: HybridDeviceOptimizer, theirs: HybridDeviceOptimizer)
 
 def device_bytes(optimizer: HybridDeviceOptimizer) -> int:
     """Memory of everything that the optimizer keeps on the device."""
-    found = {t.untyped_storage()._cdata: t for s in optimizer._engines for t in s.staging()}
-    for record in optimizer._params:
+    found = {
+        t.untyped_storage()._cdata: t for s in optimizer._reserved.engines for t in s.staging()
+    }
+    for record in optimizer._reserved.params:
         if record.lane == "resident":
             for piece in record.slices:
                 for value in (*record.tensors.values(), *piece.state.values()):

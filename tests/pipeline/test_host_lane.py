@@ -44,7 +44,7 @@ class Job:
             update_on="host",
             transfer=TransferConfig(bucket_bytes=4096, host_threads=threads),
         )
-        lane = self.optimizer._engines[0].host
+        lane = self.optimizer._reserved.engines[0].host
         assert lane is not None
         self.lane: HostLane = lane
 
@@ -284,7 +284,7 @@ def test_a_dropped_optimizer_frees_its_lane_without_the_cyclic_collector(
         monkeypatch.setattr(host.HostUnit, "update", explode)
     job.offer_all(job.work(0))
     lane = weakref.ref(job.lane)
-    tensors = [weakref.ref(t) for r in job.optimizer._params for t in r.tensors.values()]
+    tensors = [weakref.ref(t) for r in job.optimizer._reserved.params for t in r.tensors.values()]
     gc.collect()
     gc.disable()
     try:
@@ -407,7 +407,7 @@ def test_closing_after_a_failure_waits_for_the_streamed_lanes_copies(
 ) -> None:
     """Else its slots would be freed under them."""
     optimizer = beside(["streamed", "host"], monkeypatch)
-    segment = optimizer._engines[0]
+    segment = optimizer._reserved.engines[0]
     lane, streamed = segment.host, segment.streamed
     assert lane is not None
     assert streamed is not None

@@ -199,7 +199,7 @@ def kept_bytes(job: Job) -> int:
 def test_kept_buckets_are_sent_once(prefetch: int, kept: int) -> None:
     transfer = TransferConfig(bucket_bytes=4096, slots=2, prefetch_bytes=prefetch * 5000)
     job, plain = Job("backward", transfer=transfer), Job(None)
-    (segment,) = job.optimizer._engines
+    (segment,) = job.optimizer._reserved.engines
     bucket_bytes = {each.bucket.state_bytes for each in segment.streamed.buckets}
     job.train(1)
     assert kept_bytes(job) == 0
@@ -320,7 +320,7 @@ def test_a_dropped_optimizer_frees_its_state_and_its_hooks(
     job.train(2)
     if in_the_middle:
         job.backward(2)
-    tensors = [weakref.ref(t) for r in job.optimizer._params for t in r.tensors.values()]
+    tensors = [weakref.ref(t) for r in job.optimizer._reserved.params for t in r.tensors.values()]
     overlapping = weakref.ref(job.optimizer._overlap)
     job.optimizer = None
     gc.collect()
@@ -387,7 +387,7 @@ def test_the_order_follows_the_measured_times_with_the_same_bits(
     plain.train(8)
     job = Job(overlap)
     job.train(8)
-    lane = job.optimizer._engines[0].streamed
+    lane = job.optimizer._reserved.engines[0].streamed
     assert sorted(lane.order) == list(range(len(lane.buckets)))
     job.assert_like(plain)
 

@@ -1,0 +1,189 @@
+"""fp32 masters and the weights that they belong to: which of the two is the newer one.
+
+[Note: writes from outside]
+Updates write the weight from its master. Others write weights alone: a load into the module, or
+the caller by hand. Then the master has to become the weight, and only where the two differ, since
+a master holds bits that its weight has not. Loads into the module given as ``model=`` are noticed
+by hooks. Whole masters are compared with their weights by value, in each update (host lane) or
+when state is read. A bf16 weight and a remainder of 16 bits have no value to compare: after a
+write by hand the master is at most half a bf16 step off, until ``resync()``.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from ..core import dtensor
+from ..core import storage as storages
+from ..update import state as state_io
+from ..update.checksum import checksum
+from ..update.params import MasterForm, ParamState
+from ..update.schema import is_torch_class
+from .reservation import Reservation
+from .state_view import StateView
+
+
+class Masters:
+    """The masters of one optimizer.
+
+    Args:
+        reserved: where they are.
+        view: what is shown of them.
+    """
+
+    def __init__(self, reserved: Reservation, view: StateView) -> None:
+        self._reserved, self._view = reserved, view
+        self.come_with_weights = False
+        """From a load of the optimizer's state to the next step: weights loaded meanwhile are those
+        that the loaded masters belong to."""
+        self._compared: Tensor | None = None  # checksums of weights that masters agree with
+        self._before_load: Tensor | None = None  # checksums of weights
+
+    def begin_step(self) -> None:
+        """Weights are about to change."""
+        self._compared = None
+
+    def follow_weights(self) -> None:
+        """Whole masters become weights that were written since, where the two differ."""
+        params = self._reserved.params
+        if any(storages.is_empty(dtensor.with_history(p.parameter)) for p in params):
+            return  # nothing can have been written into what has no memory
+        with torch.no_grad():
+            for bucket in self._reserved.host_buckets():
+                if int(bucket.observe()) != int(bucket.expected):
+                    bucket.reseed()
+                    bucket.trust_shards()
+            whole = [p for p in params if p.form is MasterForm.WHOLE and p.lane != "host"]
+            if not whole:
+                return
+            # On the device: a loop that reads the state of one parameter after the other would
+            # else compare all masters each time.
+            now = weight_checksums(whole)
+            if self._compared is None or not torch.equal(now, self._compared):
+                self._reserved.discard()
+                for param in whole:
+                    state_io.follow_shard(param)
+            self._compared = now
+
+    def set_from_weights(self, params: Sequence[ParamState]) -> None:
+        """Masters become their weights."""
+        with torch.no_grad():
+            for param in params:
+                state_io.write_master(param, {})
+            for bucket in self._reserved.host_buckets():
+                bucket.reseed()  # of other parameters, too: from here on their shards are trusted
+            self.trust_shards()
+
+    def trust_shards(self) -> None:
+        """Weights are those that the masters belong to."""
+        self._compared = None
+        self._reserved.trust_shards()
+
+    def forget_frozen(self, inner: torch.optim.Optimizer) -> None:
+        """Drop masters that were loaded for parameters which are not trained now."""
+        if not is_torch_class(inner):
+            return  # its state may have entries of these names
+        for shown in self._view.unmanaged(self._reserved.params).values():
+            for form in (MasterForm.REMAINDER, MasterForm.WHOLE):
+                shown.pop(form.value, None)
+
+    # ------------------------------------------------------------------ loads into the module
+
+    def before_load(self) -> None:
+        """The module is about to be loaded."""
+        self._before_load = None
+        # torch's helpers show the state, load weights and state into it in place, and only then
+        # call the load methods, the module's first. So where state was shown, masters may have
+        # come with these weights, and only a change that this very load makes is a new weight.
+        mastered = self._reserved.mastered()
+        if self._view.may_be_written and not self.come_with_weights and mastered:
+            self._before_load = weight_checksums(mastered)
+
+    def after_load(self, inner: torch.optim.Optimizer) -> None:
+        """The module was loaded: masters become its weights. No update is under way."""
+        if self.come_with_weights:
+            return
+        self._reserved.discard()
+        before, self._before_load = self._before_load, None
+        params = self._reserved.mastered()
+        if before is not None:
+            changed = (weight_checksums(params) != before).tolist()
+            params = [p for p, differs in zip(params, changed, strict=True) if differs]
+        else:
+            self.forget_frozen(inner)
+        self.set_from_weights(params)
+
+
+def weight_checksums(params: Sequence[ParamState]) -> Tensor:
+    """A checksum of each parameter's shard: 1-D int64, on the CPU."""
+    found = [
+        checksum(storages.present(dtensor.local(p.parameter)).reshape(-1)).cpu() for p in params
+    ]
+    return torch.stack(found)
+
+
+# --------------------------------------------------------------------------- hooks of the module
+
+
+class ModuleHook:
+    """Calls a method whenever a module is read or loaded, as long as its object lives.
+
+    A copied or pickled module takes along a hook that does nothing.
+    """
+
+    def __init__(self, method: Callable[[], None] | None = None) -> None:
+        self._find = (lambda: None) if method is None else weakref.WeakMethod(method)
+
+    def __call__(self, *_: object) -> None:
+        method = self._find()
+        if method is not None:
+            method()
+
+    def __reduce__(self) -> tuple[type[ModuleHook], tuple[()]]:
+        return ModuleHook, ()
+
+
+class LoadedHook(ModuleHook):
+    """A :class:`ModuleHook` that follows a load."""
+
+    def __reduce__(self) -> tuple[type[ModuleHook], tuple[()]]:
+        return LoadedHook, ()
+
+
+def watch_loads(
+    models: Sequence[nn.Module], before: Callable[[], None], after: Callable[[], None]
+) -> list[RemovableHandle]:
+    """Call the methods around each load into one of ``models``."""
+    handles = []
+    for model in models:
+        handles.append(model.register_load_state_dict_pre_hook(ModuleHook(before)))
+        handles.append(model.register_load_state_dict_post_hook(LoadedHook(after)))
+    return handles
+
+
+def watch_reads(models: Sequence[nn.Module], before: Callable[[], None]) -> list[RemovableHandle]:
+    """Call the method before weights of ``models``, or of a module in them, are read or loaded."""
+    handles = []
+    for module in (module for model in models for module in model.modules()):
+        hook = ModuleHook(before)
+        handles.append(module.register_state_dict_pre_hook(hook))
+        handles.append(module.register_load_state_dict_pre_hook(hook))
+    return handles
+
+
+def remove_all(handles: list[RemovableHandle]) -> None:
+    """Remove these hooks; idempotent."""
+    while handles:
+        handles.pop().remove()
+
+
+def tell_loaded(model: nn.Module) -> None:
+    """Call what follows a load into ``model``: its weights were written by other means."""
+    for hook in list(model._load_state_dict_post_hooks.values()):
+        if isinstance(hook, LoadedHook):
+            hook()

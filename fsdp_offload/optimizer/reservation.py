@@ -1,0 +1,212 @@
+"""State that is reserved: engines, the parameters in them, and how more comes to them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..core import dtensor
+from ..core.arguments import backend_of
+from ..core.backend import Backend
+from ..core.config import OffloadConfig
+from ..core.errors import DeviceError
+from ..pipeline.engine import Engine
+from ..pipeline.host import HostBucket
+from ..pipeline.inventory import Inventory, Placed
+from ..update import state as state_io
+from ..update.params import MasterForm, ParamState
+from .state_view import StateView
+
+
+class Reservation:
+    """One engine for the parameters given at construction, one more for each later addition.
+
+    Args:
+        inner: the wrapped optimizer.
+        models: give names and the update order.
+        config: the user's choices.
+        backend: of the device that all shards are on.
+        view: what is shown of the state.
+    """
+
+    def __init__(
+        self,
+        inner: Optimizer,
+        models: Sequence[nn.Module],
+        config: OffloadConfig,
+        backend: Backend,
+        view: StateView,
+    ) -> None:
+        self._inner, self._models, self._config, self._view = inner, models, config, view
+        self.backend = backend
+        self.engines: list[Engine] = []
+        self.params: list[ParamState] = []
+        self.never_have_gradients: list[ParamState] = []
+        self._managed: set[Tensor] = set()  # parameters that are reserved, or left to the class
+        self._closers: list[Callable[[], object]] = []  # each gives memory back, once
+        self.inventory = self._new_inventory()
+
+    def _new_inventory(self) -> Inventory:
+        return Inventory(self._inner, self._models, self._config, self.backend.device)
+
+    # ------------------------------------------------------------------ reserving
+
+    def late(self) -> list[Placed]:
+        """Trainable parameters without state: unfrozen after wrapping."""
+        return [placed for placed in self.inventory.trainable() if placed[0] not in self._managed]
+
+    def extend(self, added: list[Placed]) -> None:
+        """Reserve state for parameters; on error everything is as before."""
+        if not added:
+            return
+        self._check_device(added)
+        params, natives = self.inventory.plan(added, first=not self.engines)
+        shown = self._view.shown
+        frozen = {p: shown[p] for p, _ in added if shown.get(p)}
+        for param in params:
+            state_io.check(param, frozen.get(param.parameter, {}))
+        everything = [*self.params, *params]
+        for index, param in enumerate(everything):
+            param.spec = replace(param.spec, index=index)
+        rank0 = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+        with torch.no_grad():
+            engine = Engine(
+                self._inner,
+                everything,
+                params,
+                natives,
+                self._config,
+                self.backend,
+                show_progress=rank0,
+                native_state=shown,
+            )
+            try:
+                _write_frozen(params, frozen)
+                exposed = {param.parameter: state_io.expose(param) for param in params}
+            except BaseException:
+                engine.close()
+                raise
+        self._closers.append(weakref.finalize(self, engine.close))
+        self.engines.append(engine)
+        self.params = everything
+        self.never_have_gradients = [
+            param for param in everything if dtensor.never_has_gradient(param.parameter)
+        ]
+        shown.update(exposed)
+        self._managed.update(parameter for parameter, _ in added)
+        self.inventory.commit(params, natives)
+
+    def _check_device(self, added: list[Placed]) -> None:
+        backend = backend_of(parameter for parameter, _ in added)
+        if backend.device != self.backend.device:
+            raise DeviceError(
+                f"parameters on {backend.device}",
+                reason=f"this optimizer streams over the link of {self.backend.device}",
+                remedy="move them there, or wrap another optimizer for them",
+            )
+
+    def take_over(self) -> None:
+        """Copy state that the wrapped optimizer already has; it drops its own afterwards."""
+        state = self._inner.state
+        managed = {param.parameter for param in self.params}
+        for param in self.params:
+            state_io.check(param, state.get(param.parameter, {}))
+        with torch.no_grad():
+            for param in self.params:
+                if found := state.get(param.parameter):
+                    state_io.write(param, found)
+            for parameter, found in state.items():
+                if parameter not in managed:
+                    self._view.shown[parameter].update(found)
+
+    def renew(self) -> None:
+        """Reserve anew, in the same lanes, what options have come to need."""
+        kept = {param.parameter: state_io.copied(param) for param in self.params}
+        # Frozen ones, too: they keep their state, and may be unfrozen.
+        again = [placed for placed in self.inventory.parameters() if placed[0] in self._managed]
+        for engine in self.engines:
+            engine.close()
+        self.inventory.start_anew(self.params)
+        self.engines, self.params = [], []
+        for parameter in kept:
+            del self._view.shown[parameter]
+        self.extend(again)
+        for param in self.params:
+            state_io.write(param, kept[param.parameter])
+
+    def exchange(self) -> None:
+        """As at construction, for the parameters that the groups have now; state is kept."""
+        groups = self._inner.param_groups
+        kept = {id(p): p for group in groups for p in group["params"]}
+        unmanaged = self._view.unmanaged(self.params)
+        state = {p: values for p, values in unmanaged.items() if values and id(p) in kept}
+        used = [p for p in self.params if id(p.parameter) in kept and not state_io.is_fresh(p)]
+        for parameter, shown in self._view.read(used).items():
+            state[parameter] = {
+                name: value.clone() if isinstance(value, Tensor) else value
+                for name, value in shown.items()
+            }
+        backend = backend_of(kept.values())
+        self.close()
+        self._managed.clear()
+        self._view.shown.clear()
+        self.backend = backend
+        self._view.shown.update(state)
+        self.inventory = self._new_inventory()
+        self.extend(self.inventory.trainable())
+
+    def close(self) -> None:
+        """Give all memory back. Idempotent."""
+        for close in self._closers:
+            close()
+        self._closers.clear()
+        self.engines, self.params, self.never_have_gradients = [], [], []
+
+    # ------------------------------------------------------------------ all engines
+
+    @property
+    def device(self) -> torch.device:
+        """Where the shards are."""
+        return self.backend.device
+
+    def mastered(self) -> list[ParamState]:
+        """Parameters whose fp32 master is not the shard itself."""
+        return [param for param in self.params if param.form is not MasterForm.SHARD]
+
+    def natives(self) -> list[Tensor]:
+        """Trainable parameters whose state the class makes and keeps."""
+        managed = {param.parameter for param in self.params}
+        return [p for p, _ in self.inventory.trainable() if p not in managed]
+
+    def host_buckets(self) -> Iterator[HostBucket]:
+        """Of all host lanes."""
+        for engine in self.engines:
+            yield from engine.host.buckets if engine.host is not None else ()
+
+    def staging(self) -> list[Tensor]:
+        """Device memory that holds but copies between steps."""
+        return [tensor for engine in self.engines for tensor in engine.staging()]
+
+    def discard(self) -> None:
+        """Forget state that was fetched ahead: it is about to be written into."""
+        for engine in self.engines:
+            engine.discard()
+
+    def trust_shards(self) -> None:
+        """What the shards hold now is what the host lanes last wrote."""
+        for engine in self.engines:
+            engine.trust_shards()
+
+
+def _write_frozen(params: list[ParamState], frozen: Mapping[Tensor, dict[str, Any]]) -> None:
+    """Take state back of parameters that were trained, frozen, and are trained again."""
+    for param in params:
+        if found := frozen.get(param.parameter):
+            # The weight may have been replaced meanwhile, and nothing compared the two.
+            state_io.write(param, state_io.agreeing(param, found))
