@@ -388,31 +388,13 @@ class HybridDeviceOptimizer(Optimizer):
         """An exception inside makes the optimizer failed and is raised as :class:`LaneError`."""
         return self._life.failing(what, self._drain_quietly)
 
-    def take_gradients(self, params: Sequence[ParamState], reduced: Event) -> None:
-        """In backward: gradients of ``params`` are final after ``reduced``; update with them."""
-        self.check_present("an update in backward()")
-        assert self._overlap is not None
-        if self._overlap.work is None and self._follow_options():
-            by_parameter = {param.parameter: param for param in self._reserved.params}
-            params = [by_parameter[param.parameter] for param in params]
-        gradients = [(param, gradient_of(param)) for param in params]
-        # Where there is none now, it is decided at step() that there is none.
-        taken = [(param, gradient) for param, gradient in gradients if gradient is not None]
-        if not taken:
-            return
-        work = self._overlap.work
-        if work is None:
-            work = self._overlap.work = self._begin()
-            start = self._reserved.backend.current_stream().record()
-            for engine in self._reserved.engines:
-                engine.begin(start)
-        with self.failing("backward()"):
-            for param, gradient in taken:
-                work.gradients[param.index] = gradient
-                work.ready[param.index] = reduced
-            self._overlap.spend(params)
-            for engine in self._reserved.engines:
-                engine.offer(work)
+    def begin_in_backward(self) -> Work:
+        """See :class:`.overlap.Owner`."""
+        work = self._begin()
+        start = self._reserved.backend.current_stream().record()
+        for engine in self._reserved.engines:
+            engine.begin(start)
+        return work
 
     def _end_updates(self, work: Work) -> None:
         """Whom the updates that are under way concern, and what becomes of the gradients."""
@@ -420,7 +402,7 @@ class HybridDeviceOptimizer(Optimizer):
             for engine in self._reserved.engines:
                 engine.finish()
             return
-        self._overlap.close(work, self._reserved.engines)
+        self._overlap.close(work)
         hooks = (*self._optimizer_step_post_hooks.values(), *_global_optimizer_post_hooks.values())
         if any(getattr(hook, "reads_parameters", True) for hook in hooks):
             self._drain()

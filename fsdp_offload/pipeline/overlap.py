@@ -34,6 +34,7 @@ from ..plan.order import assumed_ready_ms
 from ..update.params import ParamState, Work
 from ..update.schema import is_torch_class, works_on_matrices
 from .engine import Engine
+from .gradients import gradient_of
 from .streamed import Mark, best_ms_per_byte
 
 ASSUMED_MS_PER_BYTE: Final = 1 / 50e6
@@ -51,12 +52,13 @@ class Owner(Protocol):
         """An exception inside makes the optimizer failed."""
         ...
 
-    def take_gradients(self, params: Sequence[ParamState], reduced: Event) -> None:
-        """Their gradients are final after ``reduced``: update what is complete."""
+    def begin_in_backward(self) -> Work:
+        """An iteration whose first gradients have arrived. More state may be reserved for it, and
+        :meth:`Overlap.attach` called."""
         ...
 
-    def check_usable(self) -> None:
-        """Raise where an update has failed."""
+    def check_present(self, what: str) -> None:
+        """Raise where an update has failed, or ``what`` needs memory that is offloaded."""
         ...
 
 
@@ -123,6 +125,7 @@ class Overlap:
         self._backend, self._in_backward = backend, in_backward
         self.gates = [Gate(group) for group in groups]
         self._ungated = Gate(None)
+        self._engines: Sequence[Engine] = ()
         self._spent: dict[Tensor, SpentGradient] = {}
         self._accumulating = 0
         self._passed = 0  # gates that the forward has come to since the last step
@@ -135,6 +138,7 @@ class Overlap:
 
     def attach(self, params: Sequence[ParamState], engines: Sequence[Engine]) -> None:
         """Tell gates and engines of each other, whenever parameters are added."""
+        self._engines = engines
         by_parameter = {param.parameter: param for param in params}
         self._spent = {p: spent for p, spent in self._spent.items() if p in by_parameter}
         for rank, gate in enumerate(self.gates):
@@ -152,7 +156,7 @@ class Overlap:
         indices = [frozenset(r.index for r in gate.params) for gate in self._all_gates()]
         for engine in engines:
             engine.watch_gates(indices)
-        self._reorder(engines, self._assumed_ready_ms(), ASSUMED_MS_PER_BYTE)
+        self._reorder(self._assumed_ready_ms(), ASSUMED_MS_PER_BYTE)
 
     def _all_gates(self) -> list[Gate]:
         return [*self.gates, self._ungated]
@@ -196,11 +200,11 @@ class Overlap:
                     current.wait(event)
                 self._open(gate)
 
-    def close(self, work: Work, engines: Sequence[Engine]) -> None:
+    def close(self, work: Work) -> None:
         """After ``step()`` has enqueued all updates: close the gates, spend the gradients."""
         current = self._backend.current_stream()
         for index, gate in enumerate(self._all_gates()):
-            events = [event for engine in engines for event in engine.updated(index)]
+            events = [event for engine in self._engines for event in engine.updated(index)]
             if gate.group is None:
                 for event in events:
                     current.wait(event)
@@ -214,7 +218,7 @@ class Overlap:
             self.spend(gate.params)
         self.work, self._passed = None, 0
         self._steps += 1
-        self._reorder_when_measured(engines)
+        self._reorder_when_measured()
 
     def open_all(self) -> None:
         """Everything has been waited for, or is written anew."""
@@ -242,10 +246,10 @@ class Overlap:
             sizes, sum(sizes) * ASSUMED_MS_PER_BYTE, backward_share=ASSUMED_BACKWARD_SHARE
         )
 
-    def _reorder_when_measured(self, engines: Sequence[Engine]) -> None:
+    def _reorder_when_measured(self) -> None:
         """Follow the times of an earlier iteration, as soon as the device has gone through it."""
         if self._steps in REORDER_AFTER:
-            lanes = [s.streamed for s in engines if s.streamed is not None]
+            lanes = [s.streamed for s in self._engines if s.streamed is not None]
             self._watched = Times(
                 [gate.reduced for gate in self.gates], [lane.marks for lane in lanes]
             )
@@ -256,20 +260,18 @@ class Overlap:
         ready_ms, ms_per_byte = self._watched.ready_ms(), self._watched.ms_per_byte()
         self._watched = None
         if not self._in_backward:
-            self._reorder(engines, [0.0] * len(self.gates), ASSUMED_MS_PER_BYTE)
+            self._reorder([0.0] * len(self.gates), ASSUMED_MS_PER_BYTE)
         elif ready_ms and ms_per_byte:
-            self._reorder(engines, ready_ms, ms_per_byte)
+            self._reorder(ready_ms, ms_per_byte)
 
-    def _reorder(
-        self, engines: Sequence[Engine], ready_ms: Sequence[float], ms_per_byte: float
-    ) -> None:
+    def _reorder(self, ready_ms: Sequence[float], ms_per_byte: float) -> None:
         count = sum(len(gate.params) for gate in self._all_gates())
         # Ungated parameters: the stream of step() waits for them, so they come first.
         by_param, ranks = [max(ready_ms, default=0.0)] * count, [-1] * count
         for gate, ready in zip(self.gates, ready_ms, strict=True):
             for param in gate.params:
                 by_param[param.index], ranks[param.index] = ready, gate.rank
-        for engine in engines:
+        for engine in self._engines:
             if not engine.has_begun:
                 engine.reorder(by_param, ranks, ms_per_byte)
 
@@ -316,7 +318,7 @@ class Overlap:
         for param in self.gates[index].params:
             if is_spent(param.parameter.grad):
                 if (owner := self._find_owner()) is not None:
-                    owner.check_usable()
+                    owner.check_present("backward()")
                 raise another_backward_error(param.fqn, is_stepped=not self.has_taken)
 
     def after_reduce(self, index: int, reduced: Event, stream: Stream) -> None:
@@ -327,7 +329,25 @@ class Overlap:
             self.gates[index].reduced = stream.record_timed()
         owner = self._find_owner()
         if owner is not None:
-            owner.take_gradients(self.gates[index].params, reduced)
+            owner.check_present("an update in backward()")
+            self._take(self.gates[index], reduced, owner)
+
+    def _take(self, gate: Gate, reduced: Event, owner: Owner) -> None:
+        """Gradients of a gate are final after ``reduced``: update the buckets that are complete."""
+        # Where there is none now, it is decided at step() that there is none.
+        gradients = [gradient_of(param) for param in gate.params]
+        if all(gradient is None for gradient in gradients):
+            return
+        if self.work is None:
+            self.work = owner.begin_in_backward()  # gate.params may be others then, in this order
+        with owner.failing("backward()"):
+            for param, gradient in zip(gate.params, gradients, strict=True):
+                if gradient is not None:
+                    self.work.gradients[param.index] = gradient
+                    self.work.ready[param.index] = reduced
+            self.spend(gate.params)
+            for engine in self._engines:
+                engine.offer(self.work)
 
 
 def _wait(find: Callable[[], Overlap | None], index: int) -> None:

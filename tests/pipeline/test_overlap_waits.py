@@ -181,7 +181,7 @@ class Job:
         if self.scene.reorders and not self.plain:
             times = [float((7 * i + 3 * step) % 5) for i in range(len(GROUPS))]
             overlap = self.optimizer._overlap
-            overlap._reorder(self.optimizer._reserved.engines, times, 1e-3)
+            overlap._reorder(times, 1e-3)
 
 
 def run(scene: Scenario, policy: str, skip: Skip = NOTHING) -> tuple[list[Tensor], Simulator]:
