@@ -251,21 +251,7 @@ class HostBucket:
     def reseed(self) -> None:
         """Take the shards' values over where a master does not round to its shard."""
         for master, shard in zip(self.master_slices, self.shards, strict=True):
-            reseed_master(present(shard).cpu(), master)
-
-
-def reseed_master(shard: Tensor, master: Tensor) -> None:
-    """``master = shard`` where rounding the master does not give the shard. 1-D, on the CPU."""
-    if shard.dtype == master.dtype:
-        master.copy_(shard)
-        return
-    rounded = torch.empty_like(shard)
-    if shard.dtype == torch.bfloat16:
-        codec.round_to_value(master, rounded)
-    else:
-        rounded.copy_(master)
-    changed = rounded.view(torch.int16) != shard.view(torch.int16)
-    torch.where(changed, shard.to(master.dtype), master, out=master)
+            codec.reseed_where_changed(present(shard).cpu(), master)
 
 
 def host_overrides(

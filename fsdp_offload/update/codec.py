@@ -80,6 +80,19 @@ def _rounded(master: Tensor) -> Tensor:
 
 def reseed_where_changed(shard: Tensor, master: Tensor) -> None:
     """Take over weights written from outside: ``master = shard`` where ``master`` does not round
-    to ``shard``. 1-D, same numel: fp16 and fp32. Compares bits, so NaNs count as changed."""
-    unchanged = master.to(shard.dtype).view(torch.int16) == shard.view(torch.int16)
+    to ``shard``. 1-D, same numel, one device. Compares bits, so NaNs count as changed.
+
+    Args:
+        shard: bf16, fp16, or of the master's dtype.
+        master: in the compute dtype.
+    """
+    if shard.dtype == master.dtype:
+        master.copy_(shard)
+        return
+    rounded = torch.empty_like(shard)
+    if shard.dtype == torch.bfloat16:
+        round_to_value(master, rounded)
+    else:
+        rounded.copy_(master)
+    unchanged = rounded.view(torch.int16) == shard.view(torch.int16)
     torch.where(unchanged, master, shard.to(master.dtype), out=master)

@@ -395,7 +395,7 @@ def agreeing(param: ParamState, values: Mapping[str, Any]) -> Mapping[str, Any]:
     shard = present(dtensor.local(param.parameter)).reshape(-1)
     saved = dtensor.local(values[WHOLE]).reshape(-1)
     master = saved.to(shard.device, param.compute_dtype, copy=True)
-    _take_where_changed(shard, master)
+    codec.reseed_where_changed(shard, master)
     view = master.view(param.info.local_shape)
     return {**values, WHOLE: dtensor.like(param.parameter, view)}
 
@@ -406,18 +406,7 @@ def _reseed_where_changed(param: ParamState, shard: Tensor) -> None:
     torch's partial loads pass on the live master as if it had been loaded with the weights.
     """
     master = param.tensors[WHOLE]
-    _take_where_changed(shard.to(master.device), master)
-
-
-def _take_where_changed(shard: Tensor, master: Tensor) -> None:
-    """``master = shard`` where the master does not round to it. 1-D, on one device."""
-    if shard.dtype == torch.bfloat16:
-        value = torch.empty_like(master, dtype=torch.bfloat16)
-        codec.round_to_value(master, value)
-        same = value.view(torch.int16) == shard.view(torch.int16)
-        torch.where(same, master, shard.to(master.dtype), out=master)
-    else:
-        codec.reseed_where_changed(shard, master)
+    codec.reseed_where_changed(shard.to(master.device), master)
 
 
 def _set_exactly(param: ParamState, shard: Tensor, master: Tensor) -> None:
