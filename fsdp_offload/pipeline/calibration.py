@@ -188,7 +188,7 @@ class Probe:
             finally:
                 stop.set()  # after an error the others need not go on
 
-        tickets = [self._pool.submit(work, index) for index in range(len(self._steps))]
+        outcomes = [self._pool.submit(work, index) for index in range(len(self._steps))]
         try:
             self._wait(lambda: min(counts) > 0 or stop.is_set())  # all are warm then
             before, sent, began = sum(counts), self._sent, time.perf_counter()
@@ -200,10 +200,10 @@ class Probe:
             numel = (sum(counts) - before) * self._unit_numel
         finally:
             stop.set()
-            for ticket in tickets:
-                ticket.join(self._pool.alive)
-        for ticket in tickets:
-            ticket.wait(self._pool.alive)  # raises what a thread raised
+            for outcome in outcomes:
+                outcome.join(self._pool.alive)
+        for outcome in outcomes:
+            outcome.wait(self._pool.alive)  # raises what a thread raised
         return gbps, numel / seconds
 
     def _wait(self, is_done: Callable[[], bool]) -> None:

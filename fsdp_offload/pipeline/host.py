@@ -31,7 +31,7 @@ from ..update.params import MasterForm, ParamState, Work
 from ..update.schema import FUSED_ON_CPU, host_flags, torch_class
 from ..update.shadow import Shadow
 from .link import Copy
-from .worker import Calls, Ticket
+from .worker import Calls, Outcome
 
 UNIT_NUMEL: Final = 15 << 17
 """Elements that one host thread updates in one call, about 2 M: 6 to 8 ms of fused AdamW on one
@@ -101,7 +101,7 @@ class HostStaging:
         self.host_gradients = [
             host.tensor(i * numel_bytes, numel_bytes, torch.uint8) for i in range(depth)
         ]
-        self.host_user: list[Ticket | None] = [None] * depth  # last update of a host buffer
+        self.host_user: list[Outcome | None] = [None] * depth  # last update of a host buffer
 
     @property
     def on_device(self) -> list[Tensor]:

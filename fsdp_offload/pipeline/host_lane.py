@@ -43,7 +43,7 @@ from ..core.backend import Backend, Event, PendingEvent, Stream
 from ..core.errors import LaneError
 from ..update.params import Work
 from .host import HostBucket, HostStaging
-from .worker import InlineWorker, ThreadPool, Ticket, Worker
+from .worker import InlineWorker, Outcome, ThreadPool, Worker
 
 
 @dataclass(eq=False)
@@ -55,7 +55,7 @@ class _Update:
     work: Work
     ready: Sequence[Event]
     written: PendingEvent | None = None
-    ticket: Ticket | None = None
+    outcome: Outcome | None = None
 
 
 class HostLane:
@@ -237,9 +237,9 @@ class HostLane:
             self._complete(update, None)
             return
         self._guarded(lambda: self._push(update))
-        driver, ticket = self._driver, update.ticket
-        if self._backend.has_threads and driver is not None and ticket is not None:
-            ticket.when_done(lambda: _submit(driver, self._guarded, self._return_updated))
+        driver, outcome = self._driver, update.outcome
+        if self._backend.has_threads and driver is not None and outcome is not None:
+            outcome.when_done(lambda: _submit(driver, self._guarded, self._return_updated))
 
     def _guarded(self, do: Callable[[], None]) -> None:
         """An exception inside fails the lane and every bucket that has not returned."""
@@ -258,7 +258,7 @@ class HostLane:
 
     def _return_updated(self) -> None:
         """Enqueue the way back of the buckets, in order, that have been updated."""
-        while self._under_way and (ticket := self._under_way[0].ticket) and ticket.is_done():
+        while self._under_way and (outcome := self._under_way[0].outcome) and outcome.is_done():
             self._return_oldest()
 
     def _return_until(self, written: PendingEvent) -> None:
@@ -304,8 +304,8 @@ class HostLane:
 
     def _return_oldest(self) -> None:
         update = self._under_way[0]
-        assert update.ticket is not None
-        update.ticket.wait(self.worker.alive)
+        assert update.outcome is not None
+        update.outcome.wait(self.worker.alive)
         self._under_way.popleft()
         self._complete(update, self._return(update))
 
@@ -317,8 +317,8 @@ class HostLane:
         self._wait_for_gradients(update)
         self._out.launch(bucket.send_gradients, update.gradients)
         arrived = self._out.record()
-        update.ticket = self.worker.submit(bucket.update, arrived, update.work)
-        self.staging.host_user[slot] = update.ticket
+        update.outcome = self.worker.submit(bucket.update, arrived, update.work)
+        self.staging.host_user[slot] = update.outcome
 
     def _wait_for_gradients(self, update: _Update) -> None:
         """Let the stream out wait, once for each event of an iteration."""

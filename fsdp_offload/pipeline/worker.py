@@ -24,7 +24,7 @@ Calls = Sequence[Callable[[], None]]
 """What a submitted call may return: calls to run after it."""
 
 
-class Ticket:
+class Outcome:
     """The outcome of one submitted call and of the calls that it returned."""
 
     def __init__(self) -> None:
@@ -84,13 +84,13 @@ class Ticket:
                 )
 
 
-_Item = tuple[Ticket, Callable[..., Calls | None], tuple[Any, ...]]
+_Item = tuple[Outcome, Callable[..., Calls | None], tuple[Any, ...]]
 
 
 class Worker(Protocol):
     """Runs calls, on one or several threads."""
 
-    def submit(self, fn: Callable[..., Calls | None], *args: Any) -> Ticket:
+    def submit(self, fn: Callable[..., Calls | None], *args: Any) -> Outcome:
         """Run ``fn(*args)``, then, in any order and beside each other, the calls it returns."""
         ...
 
@@ -106,17 +106,17 @@ class Worker(Protocol):
 class InlineWorker:
     """Runs each call at once, on the caller's thread (the stream simulator needs that)."""
 
-    def submit(self, fn: Callable[..., Calls | None], *args: Any) -> Ticket:
+    def submit(self, fn: Callable[..., Calls | None], *args: Any) -> Outcome:
         """See :class:`Worker`."""
-        ticket = Ticket()
+        outcome = Outcome()
         try:
             for call in fn(*args) or ():
                 call()
-        except Exception as error:  # surfaces from ticket.wait(), as from a thread
-            ticket.finish(error)
+        except Exception as error:  # surfaces from outcome.wait(), as from a thread
+            outcome.finish(error)
         else:
-            ticket.finish(None)
-        return ticket
+            outcome.finish(None)
+        return outcome
 
     def alive(self) -> bool:
         """See :class:`Worker`."""
@@ -164,11 +164,11 @@ class ThreadPool:
         for _ in self._threads:
             ready.acquire()  # all have set up their number of kernel threads
 
-    def submit(self, fn: Callable[..., Calls | None], *args: Any) -> Ticket:
+    def submit(self, fn: Callable[..., Calls | None], *args: Any) -> Outcome:
         """See :class:`Worker`."""
-        ticket = Ticket()
-        self._queue.put((ticket, fn, args))
-        return ticket
+        outcome = Outcome()
+        self._queue.put((outcome, fn, args))
+        return outcome
 
     def alive(self) -> bool:
         """See :class:`Worker`."""
@@ -203,17 +203,17 @@ def _serve(
     finally:
         ready.release()
     while (item := work.get()) is not None:
-        ticket, fn, args = item
+        outcome, fn, args = item
         more: Calls | None = None
         call: Callable[[], None] | None = None
         try:
             more = fn(*args)
-            ticket.expect(len(more or ()))
+            outcome.expect(len(more or ()))
             for call in more or ():
-                work.put((ticket, call, ()))
+                work.put((outcome, call, ()))
         except BaseException as error:
-            ticket.finish(error)
+            outcome.finish(error)
         else:
-            ticket.finish(None)
+            outcome.finish(None)
         # Nothing of a step may outlive it here: its gradients would.
-        del item, ticket, fn, args, more, call
+        del item, outcome, fn, args, more, call

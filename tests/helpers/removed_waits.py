@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fsdp_offload.core.backend import Event, backend_for
 from fsdp_offload.pipeline import engine, host
-from fsdp_offload.pipeline.worker import Calls, Ticket
+from fsdp_offload.pipeline.worker import Calls, Outcome
 from fsdp_offload.testing import ADVERSARIES, SimulatedEvent, SimulatedStream, StreamSimulator
 
 CPU = torch.device("cpu")
@@ -36,7 +36,7 @@ def same(found: list[Tensor], expected: list[Tensor]) -> bool:
 # --------------------------------------------------------------------------- a lazy host thread
 
 
-class LazyTicket(Ticket):
+class LazyTicket(Outcome):
     """Its calls run when it is waited for."""
 
     def __init__(self, worker: LazyWorker) -> None:
@@ -56,18 +56,18 @@ class LazyWorker:
     """
 
     def __init__(self, skip: int) -> None:
-        self._pending: list[tuple[Ticket, Callable[..., Calls | None], tuple[Any, ...]]] = []
+        self._pending: list[tuple[Outcome, Callable[..., Calls | None], tuple[Any, ...]]] = []
         self._skip = skip
         self.n_waits = 0
 
-    def submit(self, fn: Callable[..., Calls | None], *args: Any) -> Ticket:
-        ticket = LazyTicket(self)
-        self._pending.append((ticket, fn, args))
-        return ticket
+    def submit(self, fn: Callable[..., Calls | None], *args: Any) -> Outcome:
+        outcome = LazyTicket(self)
+        self._pending.append((outcome, fn, args))
+        return outcome
 
-    def run(self, ticket: Ticket) -> bool:
-        """Run the ticket's call and those that it returns. False: the wait was ignored."""
-        mine = [item for item in self._pending if item[0] is ticket]
+    def run(self, outcome: Outcome) -> bool:
+        """Run the outcome's call and those that it returns. False: the wait was ignored."""
+        mine = [item for item in self._pending if item[0] is outcome]
         if not mine:
             return True
         self.n_waits += 1
@@ -77,7 +77,7 @@ class LazyWorker:
         _, fn, args = mine[0]
         for call in fn(*args) or ():
             call()
-        ticket.finish(None)
+        outcome.finish(None)
         return True
 
     def alive(self) -> bool:
@@ -153,7 +153,7 @@ def _at(history: list[tuple[int, Clock]], position: int) -> Clock:
 # --------------------------------------------------------------------------- the simulator
 
 Skip = tuple[str, int]
-"""Kind of wait ("wait", "sync", "ticket" or "drain") and its number among those."""
+"""Kind of wait ("wait", "sync", "outcome" or "drain") and its number among those."""
 NOTHING: Skip = ("nothing", -1)
 
 
@@ -172,7 +172,7 @@ class Simulator(StreamSimulator):
         self._current.__class__ = CountedStream
         self.order = Order()
         self.drain_log: list[str] = []
-        self.worker = LazyWorker(index if kind == "ticket" else -1)
+        self.worker = LazyWorker(index if kind == "outcome" else -1)
 
     def allocate(self, n_bytes: int) -> Tensor:
         memory = super().allocate(n_bytes)

@@ -222,7 +222,7 @@ def unnoticed(scene: Scenario) -> list[str]:
     simulator, implied = complete(scene)
     skips = [("wait", i) for i in range(len(simulator.wait_log)) if i not in implied]
     skips += [("sync", i) for i in range(len(simulator.sync_log))]
-    skips += [("ticket", i) for i in range(simulator.worker.n_waits)]
+    skips += [("outcome", i) for i in range(simulator.worker.n_waits)]
     return [
         f"{skip}: {simulator.wait_log[skip[1]] if skip[0] == 'wait' else ''}"
         for skip in skips
