@@ -21,7 +21,7 @@ PRIVATE_TORCH = re.compile(
 """Names of torch that its documentation does not have, as far as a pattern can tell."""
 
 BANNED = (
-    "gateway trip leg passage outcome absence leaving departure member draft candidate part piece "
+    "gateway trip leg passage ticket absence leaving departure member draft candidate part piece "
     "section draw recipe whereabouts twin room seat settle spare vacate team lead"
 ).split()
 """Words of the package's own for which the field has one."""
