@@ -13,6 +13,7 @@ def test_measures_stay_below_what_they_are() -> None:
     assert house.lines() <= 21_200
     assert len(house.files_in_root()) <= 3
     assert house.floors() <= 9
-    assert house.classes() <= 202
+    assert house.classes() <= 203
     assert house.long_functions() == []
+    assert sum(house.banned_words().values()) <= 2
     assert len(house.private_torch_files()) <= 3

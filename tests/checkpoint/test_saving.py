@@ -26,7 +26,7 @@ from fsdp_offload.core.errors import (
     LaneError,
     OffloadError,
 )
-from fsdp_offload.optimizer import loading
+from fsdp_offload.optimizer import masters
 from fsdp_offload.pipeline.overlap import REORDER_AFTER
 from tests.checkpoint.test_interop import refusal
 from tests.fsdp import models
@@ -244,7 +244,7 @@ def save_between_steps(root: Path) -> None:
 
     checkpoint.save(root / "three", model, optimizer)
     refuse = mock.Mock(side_effect=AssertionError("weights were looked at"))
-    with mock.patch.object(loading, "weight_checksums", refuse):
+    with mock.patch.object(masters, "weight_checksums", refuse):
         model.load_state_dict(model.state_dict())
     optimizer.state  # noqa: B018 - the caller may write into it, so nothing is kept
     check(train(7) < kept[0], "what may have been written was kept")
