@@ -1,0 +1,58 @@
+"""Links in the documentation lead somewhere, and so do the pages that docstrings name."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parents[1]
+FOLDERS = ("docs", "examples")
+LINK = re.compile(r"\[([^\]]*)\]\(([^)\s]+)\)")
+PAGE_IN_CODE = re.compile(r"\bdocs/[\w/.-]+\.(?:md|json)\b")
+
+
+def pages() -> list[Path]:
+    """Everything in Markdown that a reader may start from."""
+    found = [*REPOSITORY.glob("*.md"), REPOSITORY / "checkpoints" / "README.md"]
+    return found + [path for name in FOLDERS for path in (REPOSITORY / name).rglob("*.md")]
+
+
+def text_of(page: Path) -> str:
+    """Without fenced code."""
+    return re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+def anchors(page: Path) -> set[str]:
+    """As GitHub makes them of headings."""
+    found: set[str] = set()
+    seen: Counter[str] = Counter()
+    for heading in re.findall(r"^#+ (.+)$", text_of(page), re.MULTILINE):
+        words = re.sub(r"[^\w\- ]", "", LINK.sub(r"\1", heading).lower())
+        anchor = words.strip().replace(" ", "-")
+        found.add(f"{anchor}-{seen[anchor]}" if seen[anchor] else anchor)
+        seen[anchor] += 1
+    return found
+
+
+def test_every_link_leads_to_a_file_and_a_heading() -> None:
+    broken = []
+    for page in pages():
+        for _, link in LINK.findall(re.sub(r"`[^`\n]*`", "", text_of(page))):
+            if re.match(r"\w+:", link):
+                continue
+            path, _, anchor = link.partition("#")
+            target = page.parent / path if path else page
+            if not target.exists() or (anchor and anchor not in anchors(target)):
+                broken.append(f"{page.relative_to(REPOSITORY)}: {link}")
+    assert not broken
+
+
+def test_pages_that_code_names_exist() -> None:
+    named = {
+        (str(source.relative_to(REPOSITORY)), page)
+        for folder in ("fsdp_offload", "tests", "examples")
+        for source in (REPOSITORY / folder).rglob("*.py")
+        for page in PAGE_IN_CODE.findall(source.read_text())
+    }
+    assert not [(source, page) for source, page in named if not (REPOSITORY / page).exists()]
