@@ -10,7 +10,7 @@ the package itself owns for the optimizer's lifetime (arena, slots, scratch) are
 
 Notes on streams: no ``record_stream``. Order between streams is made by events alone, and a
 tensor that a side stream reads is kept alive until the stream that allocated it has waited for
-the reader (see ``docs/how-it-works.md``).
+the reader (see ``docs/internals/overlap.md``).
 """
 
 from __future__ import annotations
@@ -304,7 +304,7 @@ class _TakingTurns(_AcceleratorStream):
     follows a copy in a stream waits that long. So the bulk is cut into turns; turn ``k`` goes to
     stream ``k % 3`` and waits for turn ``k - 2``: one runs and one is ready, always. A copy in
     another queue then waits for about four turns: 3 ms instead of 21 ms for all of 1 GiB, measured
-    on an H200 (docs/how-it-works.md, which also says how streams share queues).
+    on an H200 (docs/internals/pipeline.md, which also says how streams share queues).
 
     What is launched, recorded or waited for here comes after all copies so far.
     """

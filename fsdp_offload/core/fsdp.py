@@ -25,9 +25,9 @@ its methods are on every path that torch takes, and are replaced on the instance
 
 [Note: streams with kernels]
 On an H200 every copy to the host is 8 % slower while three streams have kernels, however small
-(compute, reduction, updates; docs/how-it-works.md). With one rank a reduction has nobody to wait
-for, so it needs no stream of its own; unless the user has hung something behind it, which runs on
-another stream and reads memory of FSDP2's.
+(compute, reduction, updates; docs/internals/overlap.md). With one rank a reduction waits for no
+other rank, so it needs no stream of its own; unless the caller has hung something behind it, which
+runs on another stream and reads memory of FSDP2's.
 
 [Note: tables]
 FSDP2 packs a group's gradients with ``fsdp::chunk_cat`` and unpacks an all-gather with

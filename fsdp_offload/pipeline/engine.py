@@ -42,8 +42,8 @@ HOST_BUCKET_FACTOR = 2
 threads. With the others all buckets are large."""
 KEPT_SHARE = {"backward": 0.5}
 """By ``overlap``, of the slots beyond the least, those whose buckets stay there from one iteration
-to the next: with all of them, less else could be fetched ahead (docs/how-it-works.md). Where all
-state fits into the slots, all buckets but one stay."""
+to the next: with all of them, less else could be fetched ahead (docs/internals/pipeline.md). Where
+all state fits into the slots, all buckets but one stay."""
 DEFAULT_DEVICE_BYTES = 256 << 20
 """Memory of the slots above which the parameter that needs it is logged."""
 

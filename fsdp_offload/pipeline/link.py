@@ -3,7 +3,7 @@
 [Note: copy engines]
 A copy waits for everything in the same hardware queue before it, whichever stream that belongs to,
 and an engine stays with a queue as long as that has copies ready. Behind what the streamed lane has
-enqueued, buckets of the host lane waited for up to 150 ms (measured, docs/how-it-works.md). A
+enqueued, buckets of the host lane waited for up to 150 ms (docs/internals/pipeline.md). A
 kernel reads and writes page-locked memory over the same link, and waits in no such queue.
 """
 
