@@ -51,12 +51,10 @@ _SMALL_BYTES: Final = 2 << 20
 class Block(Protocol):
     """Bytes of device memory that are copied, given up and taken together."""
 
-    key: str
-    """What it is, the same at each offload: it gets the host buffer that it had."""
-    n_bytes: int
-    """Above 0."""
+    key: str  # the same at each offload: it gets the host buffer that it had
+    n_bytes: int  # above 0
+    # Those that begin in it, with their first byte there; one may end in a block behind it.
     storages: Sequence[tuple[torch.UntypedStorage, int]]
-    """Those that begin in it, with their first byte there; one may end in a block behind it."""
 
     def view(self) -> Tensor:
         """Its bytes: 1-D uint8 on the device. It must be present."""
@@ -120,10 +118,7 @@ class Figures:
     """What one kind of memory took in one direction."""
 
     n_bytes: int = 0
-    """Copied."""
-
-    seconds: float = 0.0
-    """From its first copy's start to its last one's end, as the device saw it."""
+    seconds: float = 0.0  # from the first copy's start to the last one's end, on the device
 
     @property
     def gb_per_second(self) -> float:
@@ -152,12 +147,9 @@ class Handle:
         emptied: torch.device | None = None,
     ) -> None:
         self._by_kind = dict(copies or {})
-        self.n_bytes = sum(each.n_bytes for each in self._by_kind.values())
-        """Bytes that are copied."""
-        self.seconds = 0.0
-        """From the call to its end, as the host saw it; 0 before :meth:`wait` returns."""
-        self.freed_bytes = 0
-        """Device memory that torch's allocator gave back to the driver at the end."""
+        self.n_bytes = sum(each.n_bytes for each in self._by_kind.values())  # copied
+        self.seconds = 0.0  # from the call to the end of wait(), as the host saw it
+        self.freed_bytes = 0  # that torch's allocator gave back to the driver at the end
         self._releases = deque(releases)  # in order of the copies; released as these complete
         self._used = used  # what copies read and write, kept until they have completed
         self._began, self._emptied = began, emptied
@@ -239,10 +231,8 @@ class Transfer:
         self, backend: Backend, config: TransferConfig, *, empties_cache: bool = False
     ) -> None:
         self.buffers = HostBuffers(backend, config)
-        self.handle = Handle()
-        """Of the last transfer."""
-        self.last_out, self.last_back = Handle(), Handle()
-        """Of the last ones that copied."""
+        self.handle = Handle()  # of the last transfer
+        self.last_out, self.last_back = Handle(), Handle()  # of the last ones that copied
         self._backend = backend
         self._emptied = backend.device if empties_cache else None
         self._out, self._in = backend.stream("phase_out"), backend.stream("phase_in")

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from ..core import dtensor
 from ..core import storage as storages
 from ..core.arguments import backend_of, modules_of
-from ..core.backend import Backend, release_cached
+from ..core.backend import release_cached
 from ..core.config import TransferConfig
 from ..core.errors import ClosedError, ConfigError, DeviceMemoryError, UnsupportedParameterError
 from ..core.fsdp import find_groups
@@ -41,34 +41,17 @@ _CHOICES: Final[dict[str, tuple[object, ...]]] = {
 
 @dataclass(frozen=True)
 class PhaseStatistics:
-    """Figures of the last offload and the last reload, each from when it was waited for."""
+    """Figures of the last offload and the last reload that copied, once they were waited for."""
 
-    offloaded: Mapping[str, Figures]
-    """By kind: ``params``, ``grads``, ``state``."""
-
+    offloaded: Mapping[str, Figures]  # by kind: params, grads, state
     reloaded: Mapping[str, Figures]
-    """The same, back."""
-
-    offload_seconds: float
-    """From the call to its end, as the host saw it."""
-
+    offload_seconds: float  # from the call to its end, as the host saw it
     reload_seconds: float
-    """The same, back."""
-
-    freed_bytes: int
-    """Device memory that the last offload gave back, as the driver saw it; 0 on a CPU."""
-
-    host_bytes: int
-    """Host memory held for what is offloaded."""
-
-    pinned_bytes: int
-    """Page-locked part of ``host_bytes``."""
-
-    pin_seconds: float
-    """To obtain and page-lock it."""
-
-    cycles: int
-    """Reloads."""
+    freed_bytes: int  # that the driver got back at the end of the offload; 0 on a CPU
+    host_bytes: int  # held for what is offloaded
+    pinned_bytes: int  # page-locked part of host_bytes
+    pin_seconds: float  # to obtain and page-lock it
+    cycles: int  # reloads
 
 
 class PhaseOffloader:
@@ -132,7 +115,9 @@ class PhaseOffloader:
         _check_optimizer(optimizer)
         parameters = [t for t in tensors if isinstance(t, nn.Parameter)]
         self._backend = backend = backend_of(parameters or tensors)
-        self._optimizer = _offloadable(optimizer, backend)
+        known: Any = optimizer  # torch's class, of which some are offloadable by themselves
+        is_plain = known is not None and not isinstance(known, Offloadable)
+        self._optimizer: Offloadable | None = PlainOptimizer(known, backend) if is_plain else known
         self._groups = groups = find_groups(models)
         self._gradients = Gradients(grads, groups, optimizer)
         self._fixed = {
@@ -348,8 +333,7 @@ class PhaseOffloader:
         known: set[int] = set()
         kept = [kind for kind in KINDS if self._policies[kind] == "keep"]
         for kind in kept:
-            for _ in self._storages(kind, parameters, known):
-                pass
+            list(self._storages(kind, parameters, known))
         for kind in KINDS:
             if kind not in kept:
                 chunks = self._fixed[kind].blocks() if kind in self._fixed else ()
@@ -380,8 +364,8 @@ class PhaseOffloader:
         """Storages of a kind on the device that ``known``, which is extended, does not have."""
         device = self._backend.device
         for name, tensor in self._tensors(kind, parameters):
-            for below, part in _plain_tensors(tensor):
-                storage = part.untyped_storage()
+            for below, plain in dtensor.plain_tensors(tensor):
+                storage = plain.untyped_storage()
                 identity = storages.identity(storage)
                 if storage.device == device and storage.nbytes() and identity not in known:
                     known.add(identity)
@@ -439,20 +423,6 @@ def swap(*, out: PhaseOffloader, in_: PhaseOffloader, wait: bool = True) -> tupl
             one.wait()
             other.wait()
     return one, other
-
-
-def _plain_tensors(tensor: Tensor) -> list[tuple[str, Tensor]]:
-    """The plain, strided tensors that hold its elements here, with a name each."""
-    shard = dtensor.with_history(tensor)
-    if type(shard) in (Tensor, nn.Parameter) and shard.layout is torch.strided:  # nearly always
-        return [("", shard)]
-    return dtensor.plain_tensors(tensor)
-
-
-def _offloadable(optimizer: Any, backend: Backend) -> Offloadable | None:
-    if optimizer is None or isinstance(optimizer, Offloadable):
-        return optimizer
-    return PlainOptimizer(optimizer, backend)
 
 
 def _check_choices(**given: object) -> None:

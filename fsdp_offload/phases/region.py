@@ -23,20 +23,11 @@ from .pages import CHUNK_BYTES, FixedMemory
 class RegionStatistics:
     """What a region holds and what its moves took."""
 
-    n_bytes: int
-    """Device memory of the whole region: what tensors take and what is left between them."""
-
-    device_bytes: int
-    """Device memory that it has now."""
-
-    pinned_bytes: int
-    """Host memory that is reserved for its contents; 0 before the first ``pause(save=True)``."""
-
-    offloaded: Figures
-    """Of the last pause that copied and was waited for."""
-
-    reloaded: Figures
-    """Of the last resume that copied and was waited for."""
+    n_bytes: int  # device memory of the whole region, with what lies between tensors
+    device_bytes: int  # that it has now
+    pinned_bytes: int  # host memory for its contents; 0 before the first pause(save=True)
+    offloaded: Figures  # of the last pause that copied, once it was waited for
+    reloaded: Figures  # of the last resume, likewise
 
 
 class FixedAddressRegion:

@@ -654,7 +654,7 @@ def test_memory_that_torch_does_not_own_stays_or_is_refused(
         _cdata = 1
 
     monkeypatch.setattr(parts[0][1], "untyped_storage", OnDevice, raising=False)
-    monkeypatch.setattr(offloader, "_plain_tensors", lambda tensor: parts)
+    monkeypatch.setattr(offloader.dtensor, "plain_tensors", lambda tensor: parts)
     monkeypatch.setattr(phases._backend, "device", OnDevice.device)
     with pytest.raises(UnsupportedParameterError, match=r"weight.*clone\(\)"):
         phases.offload()
