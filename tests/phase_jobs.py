@@ -1,4 +1,4 @@
-"""Jobs that leave the device and come back, for tests on any device; they run inside ranks.
+"""Jobs that are offloaded and reloaded, for tests on any device; they run inside ranks.
 
 Ranks run without pytest's rewriting: failures carry their own words.
 """

@@ -22,7 +22,7 @@ class HostCopies(Protocol):
 
     def of(self, tensor: Tensor) -> Tensor | None:
         """A tensor like ``tensor`` (a DTensor of the same placements for a DTensor) over the copy
-        of its storage; None if that is not offloaded. What is written there comes back."""
+        of its storage; None if that is not offloaded. What is written there is reloaded."""
         ...
 
     def wait(self) -> None:
@@ -79,5 +79,5 @@ def check_present(what: str, models: Iterable[nn.Module], optimizer: Optimizer |
     states = () if optimizer is None else optimizer.state.values()
     tensors += [value for state in states for value in state.values()]
     for tensor in tensors:
-        for _, part in dtensor.plain_tensors(tensor) if isinstance(tensor, Tensor) else ():
-            storages.present(part, what)
+        for _, plain in dtensor.plain_tensors(tensor) if isinstance(tensor, Tensor) else ():
+            storages.present(plain, what)

@@ -142,7 +142,7 @@ def renew(storage: torch.UntypedStorage) -> None:
 
 
 class AddressPool:
-    """A pool of torch's CUDA allocator that takes memory where it is told to.
+    """A pool of torch's CUDA allocator that takes memory where it should.
 
     Args:
         device: ``cuda`` with an index.
@@ -151,8 +151,8 @@ class AddressPool:
 
     def __init__(self, device: torch.device, memory: Callable[[int], int]) -> None:
         self._device, self._memory = device, memory
-        self._spare: dict[int, int] = {}  # address by size: what the next segment gets
-        allocate = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_size_t)(self._spare.get)
+        self._ready: dict[int, int] = {}  # address by size: what the next segment gets
+        allocate = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_size_t)(self._ready.get)
         release = ctypes.CDLL(None).getpid  # any function without effect
         self._allocator = torch._C._cuda_customAllocator(_pointer(allocate), _pointer(release))
         with torch.cuda.device(device):
@@ -174,8 +174,8 @@ class AddressPool:
             return False
         n_bytes = sum(block_bytes(storage.nbytes()) for storage in found)
         size = segment_bytes(n_bytes)
-        if size not in self._spare:
-            self._spare[size] = self._memory(size)
+        if size not in self._ready:
+            self._ready[size] = self._memory(size)
         address = 0
         try:
             with torch.cuda.use_mem_pool(self._pool, self._device):
@@ -189,9 +189,9 @@ class AddressPool:
             self._can_share = self._can_share and len(found) == 1
             return False
         finally:
-            spare = self._spare[size]
-            if spare <= (address or found[0].data_ptr()) < spare + size:
-                del self._spare[size]  # it was used, not a rest of an earlier segment
+            start = self._ready[size]
+            if start <= (address or found[0].data_ptr()) < start + size:
+                del self._ready[size]  # it was used, not a rest of an earlier segment
         return True
 
 

@@ -353,7 +353,7 @@ class Transfer:
                 raise
             raise DeviceMemoryError(
                 f"reload of {self.away_bytes + _bytes_of(self._dropped)} bytes",
-                reason=f"the device has no room for them ({error}); nothing of it is lost",
+                reason=f"the device has not enough ({error}); nothing is lost",
                 remedy="free device memory, in other processes too, then call it again",
             ) from error
         self._away, self._dropped, self._places = {}, (), {}
@@ -381,13 +381,13 @@ class Transfer:
         """See :class:`.HostCopies`."""
         replaced = False
 
-        def host(part: Tensor) -> Tensor:
+        def host(plain: Tensor) -> Tensor:
             nonlocal replaced
-            place = self._places.get(storages.identity(part.untyped_storage()))
+            place = self._places.get(storages.identity(plain.untyped_storage()))
             if place is None:
-                return part
+                return plain
             replaced = True
-            return storages.view_over(self.buffers.span(*place), part)
+            return storages.view_over(self.buffers.span(*place), plain)
 
         if tensor.layout is not torch.strided:
             return None

@@ -64,13 +64,13 @@ def tensors_on(
     for parameter in {*shown, *(param.parameter for param in params)}:
         for tensor in (parameter, parameter.grad):
             if tensor is not None:
-                parts = dtensor.plain_tensors(tensor)
-                foreign.update(storages.identity(part.untyped_storage()) for _, part in parts)
+                found = dtensor.plain_tensors(tensor)
+                foreign.update(storages.identity(plain.untyped_storage()) for _, plain in found)
     return [
-        (f"{held.key}{below}", part)
+        (f"{held.key}{below}", plain)
         for held in held_by(params, shown)
-        for below, part in dtensor.plain_tensors(held.holder[held.name])
-        if part.device == device and storages.identity(part.untyped_storage()) not in foreign
+        for below, plain in dtensor.plain_tensors(held.holder[held.name])
+        if plain.device == device and storages.identity(plain.untyped_storage()) not in foreign
     ]
 
 

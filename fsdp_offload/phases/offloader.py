@@ -1,4 +1,4 @@
-"""``PhaseOffloader``: parameters, gradients and optimizer state leave the device for a while."""
+"""``PhaseOffloader``: parameters, gradients and optimizer state in host memory for a while."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class PhaseOffloader:
             copied out and in. ``"keep"``: stays on the device.
         state: of the optimizer: ``"save"`` or ``"keep"``.
         keep_addresses: move parameters, buffers and state that exist now to new addresses, once,
-            here; they come back to these. Else addresses change with each cycle.
+            here, where each reload puts them. Else addresses change with each cycle.
         transfer: how to obtain host memory (``pin``, ``huge_pages``, ``numa``, ``host_budget``).
 
     Raises:
@@ -196,7 +196,7 @@ class PhaseOffloader:
 
         Raises:
             DeviceMemoryError: device memory is short. Everything is still in host memory; call
-                again when there is room.
+                again when there is some.
             ClosedError: in a forked process.
         """
         return self._reload(wait)
@@ -237,7 +237,7 @@ class PhaseOffloader:
         With ``keep_addresses`` tensors get ordinary memory, and other addresses.
 
         Raises:
-            DeviceMemoryError: it cannot come back, or needs room; call again when there is some.
+            DeviceMemoryError: device memory is short; call again when there is some.
         """
         if self._is_closed:
             return
@@ -248,7 +248,7 @@ class PhaseOffloader:
         except torch.OutOfMemoryError as error:
             raise DeviceMemoryError(
                 "close() of a PhaseOffloader with keep_addresses=True",
-                reason=f"no room at other addresses ({error})",
+                reason=f"no memory at other addresses ({error})",
                 remedy="free device memory, then call it again; everything is on the device",
             ) from error
         self._transfer.close()
@@ -350,7 +350,7 @@ class PhaseOffloader:
                 continue
             if storage.resizable():
                 found.append(StorageBlock(f"{kind}.{name}", storage))
-            elif self._backend.device.type != "cpu":  # there nothing is lost by leaving it
+            elif self._backend.device.type != "cpu":  # there nothing is lost if it stays
                 raise UnsupportedParameterError(
                     f"{kind} {name}",
                     reason="torch does not own its memory, so it cannot be given up",

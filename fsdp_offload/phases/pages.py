@@ -1,4 +1,4 @@
-"""Device memory at addresses that stay, in chunks that come and go.
+"""Device memory at addresses that stay, in chunks that are mapped and unmapped.
 
 [Note: pages]
 An address range is reserved once. A chunk of it is mapped (has memory) or not; tensors over the
@@ -66,7 +66,7 @@ class HostDriver:
         self._mapping.madvise(mmap.MADV_DONTNEED, address - self._address, n_bytes)
 
     def tensor(self, address: int, n_bytes: int, owner: object) -> Tensor:
-        """1-D uint8 over a part; it keeps the mapping."""
+        """1-D uint8 over a range; it keeps the mapping."""
         start = address - self._address
         return torch.frombuffer(self._mapping, dtype=torch.uint8, count=n_bytes, offset=start)
 
@@ -98,7 +98,7 @@ class Pages:
         driver: of the device.
         key: begins the keys of its chunks.
         n_bytes: rounded up to what the device maps at least.
-        chunk_bytes: of each part that is mapped as one; the last one may be smaller.
+        chunk_bytes: of what is mapped as one; the last chunk may be smaller.
         owner: the :class:`FixedMemory` whose storages are moved in; None: tensors of a region.
 
     Raises:
@@ -165,7 +165,7 @@ class Pages:
 
     @torch.inference_mode(False)
     def tensor(self, start: int, n_bytes: int) -> Tensor:
-        """1-D uint8 over a part that is mapped now; on CUDA its storage keeps the range."""
+        """1-D uint8 over a range that is mapped now; on CUDA its storage keeps the range."""
         return self._driver.tensor(self.address + start, n_bytes, self)
 
     def fits(self, n_bytes: int) -> bool:
@@ -209,7 +209,7 @@ class FixedMemory:
     Args:
         name: begins the keys of all chunks.
         device: CUDA or the CPU.
-        chunk_bytes: memory comes and goes in parts of this size.
+        chunk_bytes: memory is mapped and unmapped in chunks of this size.
 
     Raises:
         DeviceError: the device cannot keep addresses.
@@ -272,7 +272,7 @@ class FixedMemory:
         """Give storages memory of this one's, with their content, on the current stream.
 
         Raises:
-            torch.OutOfMemoryError: there is no room for a row beside; those that were moved stay
+            torch.OutOfMemoryError: there is no memory for a row beside; those that were moved stay
                 here until :meth:`move_out`.
             DeviceError: likewise, this version of torch, or how its allocator was set up, is in
                 the way.
@@ -327,7 +327,7 @@ class FixedMemory:
         """Give all storages ordinary memory again, a row at a time. It is present.
 
         Raises:
-            torch.OutOfMemoryError: there is no room; what was not reached stays here, and a later
+            torch.OutOfMemoryError: there is no memory; what was not reached stays here, and a later
                 call goes on.
         """
         while self._moved:

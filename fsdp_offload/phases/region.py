@@ -1,4 +1,4 @@
-"""Tensors whose device memory can go and come back at the same address."""
+"""Tensors whose device memory is given up and taken back at the same address."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class FixedAddressRegion:
         name: for statistics and error messages.
         device: where; ``None`` is the current accelerator, or the CPU where there is none.
         transfer: how to obtain host memory (``pin``, ``huge_pages``, ``numa``, ``host_budget``).
-        chunk_bytes: memory comes and goes in parts of this size.
+        chunk_bytes: memory is mapped and unmapped in chunks of this size.
 
     Raises:
         DeviceError: the device cannot keep addresses (other than CUDA and the CPU).

@@ -1,4 +1,4 @@
-"""The optimizer away and back: the bits of a twin that never leaves, no device memory, no loss."""
+"""The optimizer away and back: the bits of a twin that never moves, no device memory, no loss."""
 
 from __future__ import annotations
 
@@ -84,8 +84,8 @@ def device_bytes(optimizer: HybridDeviceOptimizer) -> int:
     }
     for record in optimizer._reserved.params:
         if record.lane == "resident":
-            for piece in record.slices:
-                for value in (*record.tensors.values(), *piece.state.values()):
+            for cut in record.slices:
+                for value in (*record.tensors.values(), *cut.state.values()):
                     if isinstance(value, Tensor) and value.untyped_storage().resizable():
                         found[value.untyped_storage()._cdata] = value
     return sum(tensor.untyped_storage().nbytes() for tensor in found.values())
