@@ -151,7 +151,7 @@ class Handle:
         self.seconds = 0.0  # from the call to the end of wait(), as the host saw it
         self.freed_bytes = 0  # that torch's allocator gave back to the driver at the end
         self._releases = deque(releases)  # in order of the copies; released as these complete
-        self._used = used  # what copies read and write, kept until they have completed
+        self._used = used  # host memory of the copies, kept until they have completed
         self._began, self._emptied = began, emptied
         self._is_over, self._lock = not self._by_kind and not self._releases, threading.RLock()
 
@@ -364,9 +364,13 @@ class Transfer:
     def _copy(
         self, stream: Stream, batch: Sequence[Block], used: list[Tensor], *, is_out: bool
     ) -> None:
-        """Enqueue the copies of a batch; their operands are added to ``used``."""
+        """Enqueue the copies of a batch; ``used`` gets their host memory.
+
+        Device memory is the owner's of a storage, who may drop it: the stream that it belongs to
+        waits for the copies before anything else is written there.
+        """
         there, here = [self.buffers.of(each) for each in batch], [each.view() for each in batch]
-        used += [*there, *here]
+        used += there
         stream.copy(there, here) if is_out else stream.copy(here, there)
 
     def last(self, *, wait: bool) -> Handle:
