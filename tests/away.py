@@ -12,7 +12,6 @@ from fsdp_offload import TransferConfig
 from fsdp_offload.core import storage as storages
 from fsdp_offload.core.backend import CpuBackend
 from fsdp_offload.memory.transfer import Transfer, collect
-from fsdp_offload.phases.pages import Pages
 
 
 @contextmanager
@@ -28,8 +27,4 @@ def model_away(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
 def has_memory(tensor: Tensor) -> bool:
     """Whether all of a plain tensor's memory is there: its storage's, and the pages it lies in."""
     storage = tensor.untyped_storage()
-    owner = storages.owner_of(storage)
-    if storage.nbytes() == 0 or owner is None:
-        return storage.nbytes() > 0
-    pages: Pages = getattr(owner, "pages", owner)
-    return all(map(pages.is_mapped, range(len(pages.chunks))))
+    return storage.nbytes() > 0 and getattr(storages.owner_of(storage), "is_present", True)

@@ -78,49 +78,6 @@ def region_with_cache(device: torch.device) -> None:
     region.close()
 
 
-def update_in_a_region(device: torch.device) -> None:
-    """Plain AdamW whose parameters, gradients and state lie in a region."""
-    region = FixedAddressRegion("state", device)
-    torch.manual_seed(0)
-    shapes = [(300, 70), (129,), (5, 5)]
-    values = [torch.randn(shape, device=device) for shape in shapes]
-
-    def place(value: Tensor) -> Tensor:
-        kept = region.empty(value.shape, dtype=value.dtype)
-        return kept.copy_(value)
-
-    def build(make: Callable[[Tensor], Tensor]) -> tuple[list[nn.Parameter], torch.optim.AdamW]:
-        parameters = [nn.Parameter(make(value)) for value in values]
-        optimizer = torch.optim.AdamW(parameters, lr=0.01, capturable=device.type == "cuda")
-        for parameter in parameters:
-            parameter.grad = make(torch.zeros_like(parameter))
-            zeros = {k: make(torch.zeros_like(parameter)) for k in ("exp_avg", "exp_avg_sq")}
-            optimizer.state[parameter] = {"step": make(torch.zeros((), device=device)), **zeros}
-        return parameters, optimizer
-
-    mine, update = build(place)
-    theirs, reference = build(torch.Tensor.clone)
-    addresses = [p.data_ptr() for p in mine]
-    graph = graph_of(update.step, device)
-    reference.step()  # the first run outside of the capture; gradients are zeros
-    for cycle in range(CYCLES):
-        region.pause()
-        region.resume()
-        for a, b in zip(mine, theirs, strict=True):
-            assert a.grad is not None
-            assert b.grad is not None
-            b.grad.normal_()
-            a.grad.copy_(b.grad)
-        graph.replay()
-        reference.step()
-        for a, b in zip(mine, theirs, strict=True):
-            assert torch.equal(a, b), cycle
-            for name, value in reference.state[b].items():
-                assert torch.equal(update.state[a][name], value), (cycle, name)
-    assert [p.data_ptr() for p in mine] == addresses
-    region.close()
-
-
 def model_and_update(device: torch.device) -> None:
     """Forward and update of a model that was made before, without a region of its own."""
     torch.manual_seed(0)

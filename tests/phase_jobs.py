@@ -1,4 +1,4 @@
-"""Jobs that leave the device and come back, for tests on any device; they run inside ranks.
+"""Jobs that are offloaded and reloaded, for tests on any device; they run inside ranks.
 
 Ranks run without pytest's rewriting: failures carry their own words.
 """
@@ -181,39 +181,25 @@ def storages(net: Net, optimizer: Optimizer) -> list[torch.UntypedStorage]:
 
 
 def same_training(lanes: str, policy: str, dtype: str, *, keep_addresses: bool = False) -> None:
-    """A switch after every step, and with gradients that survive it one before, changes no bit."""
-    results = []
-    for switched in (False, True):
-        net = make_net(getattr(torch, dtype))
-        optimizer = make_optimizer(net, lanes)
-        options = POLICIES[policy]
-        phases = None
-        if switched:
-            phases = PhaseOffloader(net, optimizer, keep_addresses=keep_addresses, **options)
-
-        def switch(where: str, phases: Any = phases, options: Any = options) -> None:
-            if phases is not None and (
-                where == "stepped" or options.get("grads", "drop") != "drop"
-            ):
-                with phases.away():
-                    assert phases.is_away
-                assert not phases.is_away
-
-        train(net, optimizer, range(STEPS), switch)
-        results.append(snapshot(net, optimizer))
-        close(phases, optimizer)
-    check_same(results[1], results[0], f"{lanes}, {policy}, {dtype}")
-
-
-def optimizer_alone(lanes: str, dtype: str) -> None:
-    """``optimizer.offload()`` after every step changes no bit."""
+    """A switch after every step, also of the optimizer alone, and with gradients that survive it
+    one before, changes no bit."""
     results = []
     for switched in (False, True):
         net = make_net(getattr(torch, dtype))
         optimizer: Any = make_optimizer(net, lanes)
+        options = POLICIES[policy]
+        phases: Any = None
+        if switched:
+            phases = PhaseOffloader(net, optimizer, keep_addresses=keep_addresses, **options)
 
-        def switch(where: str, optimizer: Any = optimizer, switched: bool = switched) -> None:
-            if switched and where == "stepped":
+        def switch(where: str, phases: Any = phases, optimizer: Any = optimizer) -> None:
+            if phases is None:
+                return
+            if where == "stepped" or policy.startswith("grads"):
+                with phases.away():
+                    assert phases.is_away
+                assert not phases.is_away
+            if where == "stepped" and isinstance(optimizer, HybridDeviceOptimizer):
                 optimizer.offload()
                 assert optimizer.is_away
                 optimizer.offload()  # nothing left to do
@@ -222,8 +208,8 @@ def optimizer_alone(lanes: str, dtype: str) -> None:
 
         train(net, optimizer, range(STEPS), switch)
         results.append(snapshot(net, optimizer))
-        close(optimizer)
-    check_same(results[1], results[0], f"{lanes}, {dtype}")
+        close(phases, optimizer)
+    check_same(results[1], results[0], f"{lanes}, {policy}, {dtype}")
 
 
 def trained(lanes: str, width: int = WIDTH, **options: Any) -> tuple[Net, Optimizer, Any]:
@@ -264,19 +250,20 @@ def frees_its_payload(lanes: str, width: int, *, keep_addresses: bool) -> list[f
 
 
 def use_while_away(lanes: str) -> None:
-    """Typed errors, and nothing is lost by them."""
+    """Typed errors, and nothing is lost by them; state dicts come from host memory."""
     net, optimizer, phases = trained(lanes)
     before = snapshot(net, optimizer)
     phases.offload()
     phases.offload()  # nothing left to do
-    for what, use in (
-        ("forward", lambda: net(inputs(0, torch.float32))),
-        ("step", optimizer.step),
-    ):
+    for use in (lambda: net(inputs(0, torch.float32)), optimizer.step):
         with pytest.raises(AwayError, match="Remedy"):
             use()
-        assert phases.is_away, what
+        assert phases.is_away
     assert float(torch.ones(1000, device=device_here()).sum()) == 1000  # the context is usable
+    with without_device_memory():
+        for name, value in net.state_dict().items():
+            if (key := f"{name}/weight") in before:
+                check_same({key: local(value).cpu()}, {key: before[key]}, "state_dict")
     phases.reload()
     phases.reload()
     check_same(snapshot(net, optimizer), before, f"after errors, {lanes}")
@@ -284,30 +271,24 @@ def use_while_away(lanes: str) -> None:
     close(phases, optimizer)
 
 
-def state_while_away(lanes: str, folder: str) -> None:
-    """State dicts and a checkpoint come from host memory; a load is refused."""
+def saves_while_away(lanes: str, folder: str) -> None:
+    """Of a wrapper: from host memory, and an ``async_save`` writes what was there when it was
+    called; a load is refused."""
     net, optimizer, phases = trained(lanes)
     before = snapshot(net, optimizer)
+    future = checkpoint.async_save(f"{folder}/{lanes}-under-way", net, optimizer)
     phases.offload()
     with without_device_memory():
-        weights = net.state_dict()
-        for name, value in weights.items():
-            if (key := f"{name}/weight") in before:
-                check_same({key: local(value).cpu()}, {key: before[key]}, "state_dict")
-        if isinstance(optimizer, HybridDeviceOptimizer):
-            optimizer.state_dict()
-            checkpoint.save(f"{folder}/{lanes}", net, optimizer)
-            checkpoint.async_save(f"{folder}/{lanes}-async", net, optimizer).result()
+        optimizer.state_dict()
+        checkpoint.save(f"{folder}/{lanes}", net, optimizer)
+    with pytest.raises(AwayError, match=r"checkpoint\.load"):
+        checkpoint.load(f"{folder}/{lanes}", net, optimizer)
     phases.reload()
-    check_same(snapshot(net, optimizer), before, f"after state dicts, {lanes}")
-    if isinstance(optimizer, HybridDeviceOptimizer):
+    for name in (lanes, f"{lanes}-under-way"):
         train(net, optimizer, range(1), lambda where: None)
-        phases.offload()
-        with pytest.raises(AwayError, match=r"checkpoint\.load"):
-            checkpoint.load(f"{folder}/{lanes}-async", net, optimizer)
-        phases.reload()
-        checkpoint.load(f"{folder}/{lanes}-async", net, optimizer)
-        check_same(snapshot(net, optimizer), before, f"after a load, {lanes}")
+        future.result()
+        checkpoint.load(f"{folder}/{name}", net, optimizer)
+        check_same(snapshot(net, optimizer), before, f"after a load, {name}")
     close(phases, optimizer)
 
 
@@ -374,22 +355,6 @@ def used_at_once(width: int, *, keep_addresses: bool) -> None:
     close(phases, optimizer)
 
 
-def save_under_way(lanes: str, folder: str) -> None:
-    """What an ``async_save`` writes while the job leaves, comes back and trains is what was there
-    when it was called."""
-    net, optimizer, phases = trained(lanes)
-    before = snapshot(net, optimizer)
-    path = f"{folder}/{lanes}-under-way"
-    future = checkpoint.async_save(path, net, optimizer)
-    with phases.away():
-        pass
-    train(net, optimizer, range(1), lambda where: None)
-    future.result()
-    checkpoint.load(path, net, optimizer)
-    check_same(snapshot(net, optimizer), before, f"saved while leaving, {lanes}")
-    close(phases, optimizer)
-
-
 def gives_host_memory_back() -> None:
     """``close()`` unmaps what was page-locked: the process shrinks by it."""
     _, optimizer, phases = trained("plain", 1024)
@@ -439,7 +404,7 @@ def free_after_all() -> int:
 
 
 def loads(width: int, *, keep_addresses: bool) -> None:
-    """State that a load has replaced leaves nothing behind, but for its room at kept addresses."""
+    """State that a load has replaced leaves nothing behind but its kept addresses."""
     net, optimizer, phases = trained("plain", width, keep_addresses=keep_addresses)
     with phases.away():
         pass

@@ -11,7 +11,7 @@ import torch
 from fsdp_offload.core import cuda_driver as driver_module
 from fsdp_offload.core.cuda_driver import Commands, Driver
 from fsdp_offload.core.errors import DeviceError
-from fsdp_offload.phases.pages import DevicePages
+from fsdp_offload.phases.pages import Pages
 
 CUDA = torch.device("cuda", 1)
 UNIT = 2 << 20
@@ -25,8 +25,7 @@ class Library:
         self.left = 1 << 40  # bytes
         self.handles: dict[int, int] = {}  # bytes, of those that were not released
         self.mapped: dict[int, int] = {}
-        self.memory: dict[int, int] = {}  # what is mapped where, as the handle it had first
-        self.kept: dict[int, int] = {}  # memory by a handle that was retained
+        self.memory: dict[int, int] = {}  # handle of what is mapped where
         self.ranges: dict[int, int] = {}
         self.calls = 0
 
@@ -69,21 +68,16 @@ class Library:
 
     def _cuMemRelease(self, handle: int) -> None:
         n = self.handles.pop(handle)
-        memory = self.kept.pop(handle, handle)
-        if not self._is_used(memory):
+        if handle not in self.memory.values():
             self.left += n
-
-    def _is_used(self, memory: int) -> bool:
-        return memory in (*self.memory.values(), *self.kept.values(), *self.handles)
 
     def _cuMemMap(self, address: int, n: int, offset: int, handle: int, flags: int) -> None:
         assert self.handles[handle] == n
-        self.mapped[address] = n
-        self.memory[address] = self.kept.get(handle, handle)
+        self.mapped[address], self.memory[address] = n, handle
 
     def _cuMemUnmap(self, address: int, n: int) -> None:
         assert self.mapped.pop(address) == n
-        if not self._is_used(self.memory.pop(address)):
+        if self.memory.pop(address) not in self.handles:
             self.left += n
 
     def _cuMemSetAccess(self, address: int, n: int, access: Any, count: int) -> None:
@@ -100,18 +94,22 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Library:
     return made
 
 
+def pages_of(n_bytes: int, chunk_bytes: int) -> Pages:
+    return Pages(Driver(CUDA), "kv", n_bytes, chunk_bytes)
+
+
 def test_structures_have_the_drivers_sizes() -> None:
     assert ctypes.sizeof(driver_module._Properties) == 32
     assert ctypes.sizeof(driver_module._Access) == 12
 
 
 def test_chunks_come_and_go(library: Library) -> None:
-    pages = DevicePages(Driver(CUDA), 3 * UNIT + 1, 2 * UNIT)
-    assert pages.chunks == [(0, 2 * UNIT), (2 * UNIT, 4 * UNIT)]
+    pages = pages_of(3 * UNIT + 1, 2 * UNIT)
+    assert pages.chunks == [(pages.address + i * 2 * UNIT, 2 * UNIT) for i in range(2)]
     assert library.mapped == {pages.address: 2 * UNIT, pages.address + 2 * UNIT: 2 * UNIT}
     assert not library.handles
     pages.unmap(1)
-    assert [pages.is_mapped(i) for i in range(2)] == [True, False]
+    assert not pages.is_present
     assert library.mapped == {pages.address: 2 * UNIT}
     pages.map(1)
     pages.unmap(0)
@@ -122,13 +120,13 @@ def test_chunks_come_and_go(library: Library) -> None:
 
 @pytest.mark.parametrize("call", ["cuMemCreate", "cuMemMap", "cuMemSetAccess"])
 def test_a_failed_call_leaks_nothing(library: Library, call: str) -> None:
-    pages = DevicePages(Driver(CUDA), 2 * UNIT, UNIT)
+    pages = pages_of(2 * UNIT, UNIT)
     pages.unmap(0)
     library.fail[call] = 999
     before = (library.left, dict(library.mapped))
     with pytest.raises(DeviceError, match="answered 999"):
         pages.map(0)
-    assert not pages.is_mapped(0)
+    assert not pages.is_present
     assert not library.handles
     assert (library.left, library.mapped) == before
     library.fail.clear()
@@ -140,7 +138,7 @@ def test_no_memory_gives_everything_back(library: Library, monkeypatch: pytest.M
     emptied: list[int] = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(1))
     with pytest.raises(torch.OutOfMemoryError):
-        DevicePages(Driver(CUDA), 6 * UNIT, UNIT)
+        pages_of(6 * UNIT, UNIT)
     assert emptied
     assert not library.mapped
     assert not library.ranges
@@ -150,15 +148,15 @@ def test_no_memory_gives_everything_back(library: Library, monkeypatch: pytest.M
 def test_memory_from_torchs_cache(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
     library.left = 0
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: setattr(library, "left", UNIT))
-    assert DevicePages(Driver(CUDA), UNIT, UNIT).is_mapped(0)
+    assert pages_of(UNIT, UNIT).is_present
 
 
 def test_a_refused_unmapping_leaves_the_chunk(library: Library) -> None:
-    pages = DevicePages(Driver(CUDA), UNIT, UNIT)
+    pages = pages_of(UNIT, UNIT)
     library.fail["cuMemUnmap"] = 1
     with pytest.raises(DeviceError, match="unmapping"):
         pages.unmap(0)
-    assert pages.is_mapped(0)
+    assert pages.is_present
     library.fail.clear()
 
 

@@ -8,10 +8,15 @@ Usage::
 
 Each rank holds the shards of ``--params`` bf16 parameters and their fp32 AdamW state (2.5 and
 9.9 GiB with the default), a GPT's tensors under FSDP2. All ranks move at the same time; seconds are
-those of the slowest; between leaving and coming back lie 0.1 s, in which a job would generate.
+those of the slowest; between offload and reload lie 0.1 s, in which a job would generate.
 ``offloader`` is :class:`PhaseOffloader`, ``fixed`` the same with ``keep_addresses=True``, ``swap``
 two of these that take each other's place, ``loop`` what jobs write by hand: a loop over tensors and
 page-locked buffers that are taken in the first cycle and kept.
+
+Where the time out goes: ``out_copies_s`` is from the first copy's start to the last one's end, as
+the device saw it (of ``loop``, as the host saw it). What is missing to ``out_s`` is what comes
+before the first copy, and the ``freed_segments`` calls of ``cudaFree`` behind the last one;
+``free_ms_per_gib`` of the report says what these take for segments of several sizes.
 """
 
 from __future__ import annotations
@@ -90,15 +95,18 @@ class PinnedLoop:
 
     def __init__(self, payload: Payload) -> None:
         self.payload, self.buffers = payload, list[Tensor]()
+        self.copies_s = 0.0
 
     def offload(self) -> None:
         """All memory is the driver's when this returns."""
         tensors, pin = self.payload.tensors, self.payload.device.type == "cuda"
         if not self.buffers:
             self.buffers = [torch.empty_like(t, device="cpu", pin_memory=pin) for t in tensors]
+        began = time.perf_counter()
         for buffer, tensor in zip(self.buffers, tensors, strict=True):
             buffer.copy_(tensor, non_blocking=True)
         machine.synchronize(self.payload.device)
+        self.copies_s = time.perf_counter() - began
         tensors.clear()
         release_cached(self.payload.device)
 
@@ -114,36 +122,41 @@ def measure(name: str, job: Job, device: torch.device, cycles: int, link: Row) -
     one = Payload(job, device, name)
     one.fill()
     payloads = [one]
+    loop = PinnedLoop(one)
     if one.phases is None:
-        loop = PinnedLoop(one)
-        leave: Callable[[], object] = loop.offload
-        come_back: Callable[[], object] = loop.reload
+        offload: Callable[[], object] = loop.offload
+        reload: Callable[[], object] = loop.reload
     elif name == "swap":
         one.phases.offload()
         payloads.append(other := Payload(job, device, name))
         assert other.phases is not None
         other.phases.offload()
         one.phases.reload()
-        leave = partial(swap, out=one.phases, in_=other.phases)
-        come_back = partial(swap, out=other.phases, in_=one.phases)
+        offload = partial(swap, out=one.phases, in_=other.phases)
+        reload = partial(swap, out=other.phases, in_=one.phases)
     else:
-        leave, come_back = one.phases.offload, one.phases.reload
+        offload, reload = one.phases.offload, one.phases.reload
     n_bytes = sum(tensor.nbytes for tensor in one.tensors)
     times: dict[str, list[float]] = {"out": [], "back": []}
-    freed = []
+    copies: dict[str, list[float]] = {"out": [], "back": []}
+    freed, segments = [], []
     for _ in range(cycles):
         machine.free_everything(device)
-        before = _free_bytes(device)
-        times["out"].append(seconds_of(leave, device))
+        before, count = _free_bytes(device), _freed_segments(device)
+        times["out"].append(seconds_of(offload, device))
         freed.append((_free_bytes(device) - before) / n_bytes)
+        segments.append(_freed_segments(device) - count)
         if device.type == "cuda":
             time.sleep(AWAY_S)
-        times["back"].append(seconds_of(come_back, device))
+        times["back"].append(seconds_of(reload, device))
+        for way, seconds in _copy_seconds(one, loop).items():
+            copies[way].append(seconds)
     row: Row = {"name": name, "status": "ok", "gib": n_bytes / GIB, "cycles": cycles}
     for way, raw in (("out", "d2h"), ("back", "h2d")):
         first, *later = slowest(times[way])
         moved = n_bytes * len(payloads)  # in a swap as much comes as leaves
         row |= {f"first_{way}_s": first, f"{way}_s": statistics.median(later)}
+        row[f"{way}_copies_s"] = statistics.median(slowest(copies[way])[1:])
         row[f"{way}_gbps"] = moved / row[f"{way}_s"] / 1e9
         if link:
             gbps = link["h2d+d2h_gbps" if name == "swap" else f"{raw}_gbps"]
@@ -151,6 +164,7 @@ def measure(name: str, job: Job, device: torch.device, cycles: int, link: Row) -
             row[f"worst_{way}_of_link"] = moved / max(later) / 1e9 / gbps
     if device.type == "cuda" and name != "swap":
         row["freed_share"] = -max(slowest([-share for share in freed]))
+        row["freed_segments"] = statistics.median(segments[1:])
     if one.phases is not None:
         row["host_over_payload"] = one.phases.statistics().host_bytes / n_bytes
     row["same_bits"] = machine.on_all_ranks(one.is_filled())
@@ -158,6 +172,39 @@ def measure(name: str, job: Job, device: torch.device, cycles: int, link: Row) -
         if payload.phases is not None:
             payload.phases.close()
     return row
+
+
+def _copy_seconds(payload: Payload, loop: PinnedLoop) -> dict[str, float]:
+    """Of the last cycle's copies; the loop allocates between its copies back."""
+    if payload.phases is None:
+        return {"out": loop.copies_s, "back": 0.0}
+    figures = payload.phases.statistics()
+    return {
+        way: sum(kind.seconds for kind in kinds.values())
+        for way, kinds in (("out", figures.offloaded), ("back", figures.reloaded))
+    }
+
+
+def _freed_segments(device: torch.device) -> int:
+    """How often torch's allocator has called ``cudaFree``."""
+    if device.type != "cuda":
+        return 0
+    return int(torch.cuda.memory_stats(device)["segment.all.freed"])
+
+
+def measure_frees(device: torch.device) -> dict[int, float]:
+    """Milliseconds per GiB that torch's allocator takes to give segments back to the driver, by
+    their size in MiB: 4 GiB, all ranks at the same time."""
+    found = {}
+    for mib in (16, 64, 256, 1024):
+        held = [
+            torch.empty(mib << 20, dtype=torch.uint8, device=device) for _ in range(4096 // mib)
+        ]
+        machine.synchronize(device)
+        held.clear()
+        seconds = seconds_of(partial(release_cached, device), device)
+        found[mib] = slowest([seconds])[0] * 1e3 / 4
+    return found
 
 
 def _free_bytes(device: torch.device) -> int:
@@ -179,7 +226,10 @@ def main(argv: Sequence[str] | None = None) -> Row:
         shape = Job(**sizes)
         params = options.params * dist.get_world_size()
         job = Job(layers=layers_for(params, shape.dim, shape.vocabulary), **sizes)
-        link = machine.measure_link(device, 5) if device.type == "cuda" else {}
+        link: Row = machine.measure_link(device, 5) if device.type == "cuda" else {}
+        if link:
+            machine.free_everything(device)
+            link["free_ms_per_gib"] = measure_frees(device)
         rows = []
         for name in options.rows.split(","):
             machine.free_everything(device)

@@ -44,7 +44,7 @@ from torch.optim import Optimizer
 from ..core import dtensor
 from ..core.errors import CheckpointError, ConfigError, OffloadError, StateDictError
 from ..core.interrupts import held_back
-from ..core.offloadable import check_loadable
+from ..core.offloadable import check_present
 from ..optimizer.hybrid import HybridDeviceOptimizer
 from ..optimizer.masters import tell_loaded
 from ..update import codec
@@ -230,7 +230,7 @@ class JobLoadPlanner(FlatLoadPlanner):
             ClosedError: see ``load``.
         """
         with typed():
-            check_loadable("checkpoint.load()", self._models, self._optimizer)
+            check_present("checkpoint.load()", self._models, self._optimizer)
             self._stored = stored = self._reader.metadata.state_dict_metadata
             if isinstance(self._optimizer, HybridDeviceOptimizer):
                 self._optimizer.check_usable(failed_ok=True)

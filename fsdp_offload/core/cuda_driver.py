@@ -141,10 +141,6 @@ class Driver:
         _check(code, f"cuMemAddressReserve of {n_bytes} bytes", self.device)
         return int(address.value)
 
-    def free(self, address: int, n_bytes: int) -> None:
-        """Give a range back. Nothing is mapped there."""
-        self._lib.cuMemAddressFree(address, n_bytes)
-
     def map(self, address: int, n_bytes: int) -> None:
         """Put memory there.
 
@@ -176,6 +172,23 @@ class Driver:
         code = self._lib.cuMemUnmap(address, n_bytes)
         _check(code, f"unmapping {n_bytes} bytes", self.device)
 
+    def tensor(self, address: int, n_bytes: int, owner: object) -> Tensor:
+        """1-D uint8 over memory that is mapped now; its storage keeps ``owner``."""
+        return torch.as_tensor(_Array(address, n_bytes, owner), device=self.device)
+
+    def close(self, address: int, n_bytes: int, mapped: dict[int, int]) -> None:
+        """Give back a range and what is mapped there (bytes by address), which nothing refers to.
+        Never raises: it runs when tensors are collected."""
+        try:
+            if torch.cuda.is_current_stream_capturing():
+                return  # to wait would end the capture; the range is left as it is
+            torch.cuda.synchronize(self.device)  # the last tensor may go before kernels that use it
+            while mapped:
+                self.unmap(*mapped.popitem())
+            self._lib.cuMemAddressFree(address, n_bytes)
+        except Exception:  # a failed device: likewise
+            return
+
     def _put(self, address: int, n_bytes: int, handle: int) -> int:
         code = self._lib.cuMemMap(address, n_bytes, 0, handle, 0)
         # From here on the mapping owns the memory; where mapping failed, it goes at once.
@@ -186,6 +199,19 @@ class Driver:
         if code:
             self._lib.cuMemUnmap(address, n_bytes)
         return int(code)
+
+
+class _Array:
+    """What torch takes a tensor from; the tensor's storage keeps it, and it keeps ``owner``."""
+
+    def __init__(self, address: int, n_bytes: int, owner: object) -> None:
+        self.owner = owner
+        self.__cuda_array_interface__ = {
+            "shape": (n_bytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+        }
 
 
 class Commands:

@@ -6,12 +6,14 @@ one. Neither imports the other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Iterable, Sequence
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from . import dtensor
+from . import storage as storages
 from .backend import Event
 
 
@@ -20,7 +22,7 @@ class HostCopies(Protocol):
 
     def of(self, tensor: Tensor) -> Tensor | None:
         """A tensor like ``tensor`` (a DTensor of the same placements for a DTensor) over the copy
-        of its storage; None if that is not offloaded. What is written there comes back."""
+        of its storage; None if that is not offloaded. What is written there is reloaded."""
         ...
 
     def wait(self) -> None:
@@ -38,7 +40,7 @@ class Offloadable(Protocol):
         ...
 
     def prepare_offload(self) -> None:
-        """Finish all work, so that memory may leave.
+        """Finish all work, so that memory may be given up.
 
         Raises:
             SpentGradientError: between a backward that updated parameters and ``step()``.
@@ -67,41 +69,15 @@ class Offloadable(Protocol):
         ...
 
 
-class LoadHook:
-    """A pre-hook of ``load_state_dict`` that refuses the load of what is offloaded.
-
-    Args:
-        check: raises AwayError, if there is reason to; None: in a copy of what was hooked.
-    """
-
-    def __init__(self, check: Callable[[str], None] | None = None) -> None:
-        self._check = check
-
-    def __call__(self, *_: object) -> None:
-        self.check("load_state_dict()")
-
-    def check(self, what: str) -> None:
-        """Refuse ``what``, if there is reason to."""
-        if self._check is not None:
-            self._check(what)
-
-    def __reduce__(self) -> tuple[type[LoadHook], tuple[()]]:
-        return LoadHook, ()
-
-
-def check_loadable(what: str, models: Iterable[nn.Module], optimizer: Optimizer | None) -> None:
-    """Ask the hooks that ``load_state_dict`` would call, for loads that write by other means.
+def check_present(what: str, models: Iterable[nn.Module], optimizer: Optimizer | None) -> None:
+    """For loads that write by other means than ``load_state_dict``, whose hooks refuse.
 
     Raises:
-        AwayError: a module or the optimizer is offloaded.
+        AwayError: memory of a module, or of a plain optimizer's state, was given up.
     """
-    found = [h for m in models for each in m.modules() for h in _hooks(each)]
-    found += getattr(optimizer, "_optimizer_load_state_dict_pre_hooks", {}).values()
-    for hook in found:
-        hook = getattr(hook, "hook", hook)  # torch wraps those of modules
-        if isinstance(hook, LoadHook):
-            hook.check(what)
-
-
-def _hooks(module: nn.Module) -> list[Any]:
-    return list(module._load_state_dict_pre_hooks.values())
+    tensors: list[object] = [t for m in models for t in (*m.parameters(), *m.buffers())]
+    states = () if optimizer is None else optimizer.state.values()
+    tensors += [value for state in states for value in state.values()]
+    for tensor in tensors:
+        for _, plain in dtensor.plain_tensors(tensor) if isinstance(tensor, Tensor) else ():
+            storages.present(plain, what)

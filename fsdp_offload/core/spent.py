@@ -14,7 +14,7 @@ from typing import Any, Final, NoReturn, Self
 import torch
 from torch import Tensor
 
-from .errors import OffloadError, SpentGradientError
+from .errors import SpentGradientError
 
 _USERS: Final = {
     "clip_grad_norm_": "clip_grad_norm_",
@@ -25,10 +25,17 @@ _USERS: Final = {
 """Functions that change all gradients, and what callers call them."""
 
 
-class StandIn(Tensor):
-    """Stands for the gradient of one parameter that is not there; holds no memory."""
+class SpentGradient(Tensor):
+    """Stands for the gradient of one parameter, which the optimizer has consumed; holds no memory.
+
+    Args:
+        parameter: its shape, dtype and device are taken.
+        fqn: of the parameter, for errors.
+    """
 
     fqn: str
+    in_backward = False
+    """Whether it was consumed as soon as it was there, not in ``step()``."""
 
     @staticmethod
     def __new__(cls, parameter: Tensor, fqn: str) -> Self:
@@ -59,69 +66,45 @@ class StandIn(Tensor):
         owner = getattr(func, "__self__", None)  # of a property, such as Tensor.shape
         name = getattr(owner if func.__name__ == "__get__" else func, "__name__", str(func))
         found = _find([args, list((kwargs or {}).values())])
-        raise found.refusal(name) if found is not None else cls.refusal_of(name, "a parameter")
-
-    @classmethod
-    def refusal_of(cls, use: str, fqn: str) -> OffloadError:
-        """The error of somebody who used the gradient of ``fqn``."""
-        raise NotImplementedError
-
-    def refusal(self, use: str) -> OffloadError:
-        """The error of somebody who used this one."""
-        return self.refusal_of(use, self.fqn)
+        if found is None:
+            raise _error(name, "a parameter", in_backward=False)
+        raise _error(name, found.fqn, in_backward=found.in_backward)
 
     def __getattr__(self, name: str) -> Any:
         """What tensors do not have, but DTensors do."""
         if name.startswith("__") or name == "fqn":
             raise AttributeError(name)
-        raise self.refusal(name)
+        raise _error(name, self.fqn, in_backward=self.in_backward)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"{type(self).__name__}({self.fqn})"
+        return f"SpentGradient({self.fqn})"
 
 
-class SpentGradient(StandIn):
-    """Stands for a gradient that the optimizer has consumed."""
-
-    in_backward = False
-
-    def refusal(self, use: str) -> OffloadError:
-        """See :class:`StandIn`."""
-        return spent_error(use, self.fqn, in_backward=self.in_backward)
-
-    @classmethod
-    def refusal_of(cls, use: str, fqn: str) -> OffloadError:
-        """See :class:`StandIn`."""
-        return spent_error(use, fqn, in_backward=False)
+def is_spent(gradient: Tensor | None) -> bool:
+    """Whether ``gradient`` is such a stand-in."""
+    return isinstance(gradient, SpentGradient)
 
 
-def _find(values: Any) -> StandIn | None:
-    if isinstance(values, StandIn):
+def _find(values: Any) -> SpentGradient | None:
+    if isinstance(values, SpentGradient):
         return values
     if isinstance(values, list | tuple):
         return next((found for value in values if (found := _find(value)) is not None), None)
     return None
 
 
-def spent_error(use: str, fqn: str, *, in_backward: bool) -> SpentGradientError:
-    """The error of a caller who used the gradient of ``fqn``.
-
-    Args:
-        use: what was called on it.
-        fqn: whose gradient it is.
-        in_backward: it was consumed as soon as it was there, not in ``step()``.
-    """
+def _error(use: str, fqn: str, *, in_backward: bool) -> SpentGradientError:
+    """Of a caller who used the gradient of ``fqn`` by ``use``."""
     by = _user()
+    what = by or f"{use} of the gradient of {fqn}"
     if in_backward:
         return SpentGradientError(
-            f'{by or use} with overlap="backward"'
-            if by
-            else f'{use} of the gradient of {fqn} with overlap="backward"',
+            f'{what} with overlap="backward"',
             reason=f"the gradient of {fqn} was used for its update as soon as it was there",
             remedy='use overlap="forward", which updates in step()',
         )
     return SpentGradientError(
-        f"{by} after step()" if by else f"{use} of the gradient of {fqn} after step()",
+        f"{what} after step()",
         reason=f"step() has consumed the gradient of {fqn}",
         remedy=f"call {by} before step()" if by else "read gradients before step()",
     )
@@ -158,8 +141,3 @@ def _user() -> str | None:
             return found
         frame = frame.f_back
     return None
-
-
-def is_spent(gradient: Tensor | None) -> bool:
-    """Whether ``gradient`` is such a stand-in."""
-    return isinstance(gradient, SpentGradient)

@@ -12,9 +12,8 @@ does nothing.
 
 [Note: storages that share]
 A storage moved alone gets what the allocator takes for it: 20 MiB for one of 7. So storages are
-moved together, and what is rounded is their sum: the allocator takes one segment for it and, as
-that is dropped at once, cuts them from it. Requests up to 1 MiB have segments of 2 MiB, several in
-each, whatever is done.
+moved together: the allocator takes one segment for their sum and, as that is dropped at once, cuts
+them from it. Requests up to 1 MiB have segments of 2 MiB, several in each, whatever is done.
 """
 
 from __future__ import annotations
@@ -63,15 +62,16 @@ def is_empty(tensor: Tensor, storage: torch.UntypedStorage | None = None) -> boo
     return storage.nbytes() == 0 and tensor.numel() > 0 and tensor.layout is torch.strided
 
 
-def present(tensor: Tensor) -> Tensor:
-    """``tensor``, plain, whose memory is about to be read or written.
+def present(tensor: Tensor, what: str = "use") -> Tensor:
+    """``tensor``, plain and strided, whose memory is about to be read or written.
 
     Raises:
         AwayError: it was given up.
     """
-    if is_empty(tensor):
+    storage = tensor.untyped_storage()
+    if is_empty(tensor, storage) or not getattr(owner_of(storage), "is_present", True):
         raise AwayError(
-            f"a tensor of shape {tuple(tensor.shape)}, {tensor.dtype}",
+            f"{what} of a tensor of shape {tuple(tensor.shape)}, {tensor.dtype}",
             reason="its device memory is offloaded",
             remedy="call reload() first",
         )
@@ -142,7 +142,7 @@ def renew(storage: torch.UntypedStorage) -> None:
 
 
 class AddressPool:
-    """A pool of torch's CUDA allocator that takes memory where it is told to.
+    """A pool of torch's CUDA allocator that takes memory where it should.
 
     Args:
         device: ``cuda`` with an index.
@@ -151,8 +151,8 @@ class AddressPool:
 
     def __init__(self, device: torch.device, memory: Callable[[int], int]) -> None:
         self._device, self._memory = device, memory
-        self._spare: dict[int, int] = {}  # address by size: what the next segment gets
-        allocate = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_size_t)(self._spare.get)
+        self._ready: dict[int, int] = {}  # address by size: what the next segment gets
+        allocate = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_size_t)(self._ready.get)
         release = ctypes.CDLL(None).getpid  # any function without effect
         self._allocator = torch._C._cuda_customAllocator(_pointer(allocate), _pointer(release))
         with torch.cuda.device(device):
@@ -160,60 +160,38 @@ class AddressPool:
         self._can_share = cuts_segments(device)
         _kept.append((allocate, self._allocator))
 
-    def move(self, storage: torch.UntypedStorage) -> bool:
-        """Give the storage memory of the pool, with its content, on the current stream.
+    def move(self, found: Sequence[torch.UntypedStorage]) -> bool:
+        """Give storages memory of the pool, with their content, on the current stream.
+
+        Args:
+            found: one; or several, none of them small, which share a segment.
 
         Returns:
-            False: torch's allocator wanted a segment of another size than it is known to; the
-            storage is as before.
+            False: torch's allocator wanted segments of other sizes than it is known to, or does
+            not cut them; each storage is as before, or was moved.
         """
-        size = self._provide(storage.nbytes())
-        if not self._resize(storage):
-            return False
-        self._note(storage.data_ptr(), size)
-        return True
-
-    def move_together(self, found: Sequence[torch.UntypedStorage]) -> bool:
-        """:meth:`move` for storages, none of them small, without rounding for each.
-
-        Returns:
-            False: torch's allocator does not cut segments as it is known to; each storage is as
-            before, or moved.
-        """
-        if not self._can_share:
+        if len(found) > 1 and not self._can_share:
             return False
         n_bytes = sum(block_bytes(storage.nbytes()) for storage in found)
-        size = self._provide(n_bytes)
-        try:
-            with torch.cuda.use_mem_pool(self._pool, self._device):
-                # Dropped at once: the pool has cached memory at this address from now on.
-                address = torch.empty(n_bytes, dtype=torch.uint8, device=self._device).data_ptr()
-        except torch.OutOfMemoryError:
-            self._can_share = False
-            return False
-        self._note(address, size)
-        self._can_share = all(self._resize(storage) for storage in found)
-        return self._can_share
-
-    def _provide(self, n_bytes: int) -> int:
-        """Have memory for the segment that a request may need; its size."""
         size = segment_bytes(n_bytes)
-        if size not in self._spare:
-            self._spare[size] = self._memory(size)
-        return size
-
-    def _note(self, address: int, size: int) -> None:
-        """Forget the memory of that size if it was used, not a part of an earlier segment."""
-        spare = self._spare[size]
-        if spare <= address < spare + size:
-            del self._spare[size]
-
-    def _resize(self, storage: torch.UntypedStorage) -> bool:
+        if size not in self._ready:
+            self._ready[size] = self._memory(size)
+        address = 0
         try:
             with torch.cuda.use_mem_pool(self._pool, self._device):
-                storage.resize_(storage.nbytes())  # the same size: other memory, and a copy
+                if len(found) > 1:  # dropped at once: the pool has cached memory from now on
+                    whole = torch.empty(n_bytes, dtype=torch.uint8, device=self._device)
+                    address = whole.data_ptr()
+                    del whole
+                for storage in found:
+                    storage.resize_(storage.nbytes())  # the same size: other memory, and a copy
         except torch.OutOfMemoryError:
+            self._can_share = self._can_share and len(found) == 1
             return False
+        finally:
+            start = self._ready[size]
+            if start <= (address or found[0].data_ptr()) < start + size:
+                del self._ready[size]  # it was used, not a rest of an earlier segment
         return True
 
 

@@ -9,8 +9,7 @@ One that is outgrown is replaced, and an arena of which no buffer is in use is g
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -20,8 +19,7 @@ from ..core.config import TransferConfig
 from ..plan.layout import align
 from . import ArenaStatistics, HostArena, check_host_budget, local_ranks
 
-ALIGNMENT_BYTES: Final = 64
-"""Of each buffer; those that were taken together lie side by side."""
+_ALIGNMENT_BYTES: Final = 64
 
 
 class Sized(Protocol):
@@ -31,13 +29,7 @@ class Sized(Protocol):
     n_bytes: int
 
 
-def aligned(n_bytes: int) -> int:
-    """What a buffer takes of an arena."""
-    return align(n_bytes, ALIGNMENT_BYTES)
-
-
-@dataclass
-class _Buffer:
+class _Buffer(NamedTuple):
     arena: HostArena
     start: int  # bytes
     capacity_bytes: int
@@ -68,29 +60,9 @@ class HostBuffers:
             PinningError: the driver refused; it was given back.
         """
         missing = [item for item in items if not self._fits(item)]
-        n_bytes = sum(aligned(item.n_bytes) for item in missing)
+        n_bytes = sum(align(item.n_bytes, _ALIGNMENT_BYTES) for item in missing)
         if not n_bytes:
             return
-        self._check_budget(n_bytes, taken_bytes)
-        arena = HostArena(
-            n_bytes,
-            device=self._backend.device,
-            can_pin=self._backend.can_pin,
-            transfer=self._transfer,
-            show_progress=False,
-        )
-        start = 0
-        for item in missing:
-            self._by_key[item.key] = _Buffer(arena, start, aligned(item.n_bytes))
-            start += aligned(item.n_bytes)
-        self._arenas.append(arena)
-        self._drop_unused()
-
-    def _fits(self, item: Sized) -> bool:
-        buffer = self._by_key.get(item.key)
-        return buffer is not None and item.n_bytes <= buffer.capacity_bytes
-
-    def _check_budget(self, n_bytes: int, taken_bytes: int) -> None:
         budget, ranks = self._transfer.host_budget, local_ranks()
         taken = (taken_bytes + self.n_bytes) * ranks  # the budget is that of all ranks
         check_host_budget(
@@ -98,6 +70,23 @@ class HostBuffers:
             local_ranks=ranks,
             budget_bytes=None if budget is None else max(int(budget) - taken, 0),
         )
+        arena = HostArena(
+            n_bytes,
+            device=self._backend.device,
+            can_pin=self._backend.can_pin,
+            transfer=self._transfer,
+        )
+        start = 0
+        for item in missing:
+            capacity = align(item.n_bytes, _ALIGNMENT_BYTES)
+            self._by_key[item.key] = _Buffer(arena, start, capacity)
+            start += capacity
+        self._arenas.append(arena)
+        self._drop_unused()
+
+    def _fits(self, item: Sized) -> bool:
+        buffer = self._by_key.get(item.key)
+        return buffer is not None and item.n_bytes <= buffer.capacity_bytes
 
     def _drop_unused(self) -> None:
         """Close arenas without a buffer in use; a tensor over one keeps its memory mapped."""
@@ -114,11 +103,6 @@ class HostBuffers:
         """1-D uint8 from byte ``start`` of a buffer on, also over buffers that lie behind it."""
         buffer = self._by_key[key]
         return buffer.arena.tensor(buffer.start + start, n_bytes, torch.uint8)
-
-    def are_side_by_side(self, item: Sized, following: Sized) -> bool:
-        """Whether one copy can fill both, each rounded up to ``ALIGNMENT_BYTES``."""
-        first, second = self._by_key[item.key], self._by_key[following.key]
-        return first.arena is second.arena and first.start + aligned(item.n_bytes) == second.start
 
     @property
     def n_bytes(self) -> int:

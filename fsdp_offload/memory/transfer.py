@@ -7,22 +7,20 @@ runs out of memory half-way: the host has all bytes still.
 
 [Note: order]
 One stream per direction, so that two transfers (a swap) use both directions of the link. A stream
-starts behind what the caller's current stream has been given, and the caller's waits for what came
-back. Device memory goes when its own copy has completed, which is the host's work: each call of a
-:class:`Handle` does what is due. Memory that comes back is allocated in order of the caller's
+starts behind what the caller's current stream has been given, and the caller's waits for what was
+copied back. Device memory goes when its own copy has completed, which is the host's work: each call
+of a :class:`Handle` does what is due. Memory for the way back is allocated in order of the caller's
 stream, so the copies into it wait for that, too.
 
-[Note: packing]
-A small copy costs more than its bytes. Blocks below ``PACK_BELOW_BYTES`` are gathered into one
-staging buffer on the device and travel as one copy of up to ``PACK_BYTES``; their host buffers lie
-side by side. Gathering takes a hundredth of the copy's time, so it runs on the same stream, where
-the next group waits until the buffer is free. Without device memory for it, each travels alone.
+[Note: batches]
+Blocks are enqueued and given up in batches of about ``BATCH_BYTES``, with one event each: copies
+without an event in between follow each other closely. Large storages come before small ones: the
+host enqueues these while the link is busy with those.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import threading
 import time
@@ -37,24 +35,26 @@ from torch import Tensor
 
 from ..core import dtensor
 from ..core import storage as storages
-from ..core.backend import Backend, Event, Stream, TimedEvent, copy_all
+from ..core.backend import Backend, Event, Stream, TimedEvent, free_bytes, release_cached
 from ..core.config import TransferConfig
+from ..core.errors import DeviceMemoryError
 from ..core.interrupts import held_back
-from .buffers import HostBuffers, aligned
+from .buffers import HostBuffers
 
-PACK_BELOW_BYTES: Final = 2 << 20
-PACK_BYTES: Final = 32 << 20
+BATCH_BYTES: Final = 128 << 20
 AHEAD_BYTES: Final = 256 << 20
 """Of memory that is taken before the copy into the first of it is enqueued. Mapping memory waits
 for the copy that runs; with others behind that one, the link does not."""
+_SMALL_BYTES: Final = 2 << 20
 
 
 class Block(Protocol):
-    """Bytes of device memory that leave and come back together."""
+    """Bytes of device memory that are copied, given up and taken together."""
 
-    key: str
-    """What it is, the same at each offload: it gets the host buffer that it had."""
-    n_bytes: int
+    key: str  # the same at each offload: it gets the host buffer that it had
+    n_bytes: int  # above 0
+    # Those that begin in it, with their first byte there; one may end in a block behind it.
+    storages: Sequence[tuple[torch.UntypedStorage, int]]
 
     def view(self) -> Tensor:
         """Its bytes: 1-D uint8 on the device. It must be present."""
@@ -81,19 +81,25 @@ class StorageBlock:
     """
 
     def __init__(self, key: str, storage: torch.UntypedStorage) -> None:
-        self.key, self.storage = key, storage
-        self.n_bytes = storage.nbytes()
+        self.key, self.n_bytes = key, storage.nbytes()
+        self.storages: Sequence[tuple[torch.UntypedStorage, int]] = ((storage, 0),)
+        self._storage = storage
 
     @torch.inference_mode(False)
     def view(self) -> Tensor:
-        empty = torch.empty(0, dtype=torch.uint8, device=self.storage.device)
-        return empty.set_(self.storage)
+        empty = torch.empty(0, dtype=torch.uint8, device=self._storage.device)
+        return empty.set_(self._storage)
 
     def release(self) -> None:
-        self.storage.resize_(0)
+        self._storage.resize_(0)
 
     def restore(self) -> None:
-        self.storage.resize_(self.n_bytes)
+        self._storage.resize_(self.n_bytes)
+
+
+def in_order(blocks: Iterable[StorageBlock]) -> list[StorageBlock]:
+    """As they travel, see [Note: batches]."""
+    return sorted(blocks, key=lambda block: block.n_bytes < _SMALL_BYTES)
 
 
 def collect(named: Iterable[tuple[str, Tensor]]) -> list[StorageBlock]:
@@ -104,18 +110,15 @@ def collect(named: Iterable[tuple[str, Tensor]]) -> list[StorageBlock]:
         is_own = storage.resizable() and storages.owner_of(storage) is None
         if storage.nbytes() and is_own:
             found.setdefault(storages.identity(storage), StorageBlock(key, storage))
-    return list(found.values())
+    return in_order(found.values())
 
 
 @dataclass(frozen=True)
 class Figures:
     """What one kind of memory took in one direction."""
 
-    n_bytes: int
-    """Copied."""
-
-    seconds: float
-    """From its first copy's start to its last one's end, as the device saw it."""
+    n_bytes: int = 0
+    seconds: float = 0.0  # from the first copy's start to the last one's end, on the device
 
     @property
     def gb_per_second(self) -> float:
@@ -141,21 +144,21 @@ class Handle:
         *,
         began: float = 0.0,
         used: object = None,
-        finish: Callable[[Handle], None] | None = None,
+        emptied: torch.device | None = None,
     ) -> None:
         self._by_kind = dict(copies or {})
-        self.n_bytes = sum(each.n_bytes for each in self._by_kind.values())
-        """Bytes that are copied."""
-        self.seconds = 0.0
-        """From the call to its end, as the host saw it; 0 before :meth:`wait` returns."""
+        self.n_bytes = sum(each.n_bytes for each in self._by_kind.values())  # copied
+        self.seconds = 0.0  # from the call to the end of wait(), as the host saw it
+        self.freed_bytes = 0  # that torch's allocator gave back to the driver at the end
         self._releases = deque(releases)  # in order of the copies; released as these complete
-        self._used = used  # what copies read and write besides, kept until they have completed
-        self._began, self._finish = began, finish
+        self._used = used  # host memory of the copies, kept until they have completed
+        self._began, self._emptied = began, emptied
         self._is_over, self._lock = not self._by_kind and not self._releases, threading.RLock()
 
     def is_done(self) -> bool:
-        """Whether everything has arrived. Does not block; what has left so far is given up, to
-        torch's allocator (:meth:`wait` gives it to the driver, for which CUDA waits for all work).
+        """Whether everything was copied. Does not block; memory whose copy is complete is given up,
+        to torch's allocator (:meth:`wait` gives it to the driver, for which CUDA waits for all
+        work).
         """
         if not self._lock.acquire(blocking=False):
             return False  # another thread waits for it
@@ -170,7 +173,8 @@ class Handle:
             self._lock.release()
 
     def wait(self) -> None:
-        """Block until everything has arrived, and what left is the driver's again. Idempotent."""
+        """Block until everything was copied, and memory that was given up is the driver's again.
+        Idempotent."""
         with self._lock, held_back():
             if self._is_over:
                 return
@@ -179,13 +183,14 @@ class Handle:
             for each in self._by_kind.values():
                 each.last.synchronize()
             self._is_over, self._used = True, None
+            if self._emptied is not None:
+                before = free_bytes(self._emptied)
+                release_cached(self._emptied)
+                self.freed_bytes = (free_bytes(self._emptied) or 0) - (before or 0)
             self.seconds = time.perf_counter() - self._began
-            if self._finish is not None:
-                self._finish(self)
-                self._finish = None
 
     def release_next(self) -> bool:
-        """Wait for the next memory that leaves and give it up; False: none is left to leave."""
+        """Wait for the next memory to be given up, and do that; False: there is none left."""
         with self._lock:
             if not self._releases:
                 return False
@@ -204,10 +209,11 @@ class Handle:
         return found[-1] if found else None  # one stream: the last is behind the others
 
     def figures(self) -> dict[str, Figures]:
-        """By kind, of those that were copied; wait first."""
+        """By kind, of those that were copied; empty before :meth:`wait` has returned."""
         return {
             kind: Figures(each.n_bytes, each.first.elapsed_time(each.last) / 1e3)
             for kind, each in self._by_kind.items()
+            if self._is_over
         }
 
 
@@ -217,26 +223,24 @@ class Transfer:
     Args:
         backend: where streams and device memory come from.
         config: how to obtain host memory (``pin``, ``huge_pages``, ``numa``, ``host_budget``).
-        locate: of a storage that is no block of its own: the key of the block in which it begins,
-            or that of one before, and its first byte from there on; None where it is in none.
+        empties_cache: whether the end of :meth:`out` lets torch's allocator give what it has cached
+            to the driver.
     """
 
     def __init__(
-        self,
-        backend: Backend,
-        config: TransferConfig,
-        locate: Callable[[torch.UntypedStorage], tuple[str, int] | None] | None = None,
+        self, backend: Backend, config: TransferConfig, *, empties_cache: bool = False
     ) -> None:
         self.buffers = HostBuffers(backend, config)
-        self.handle = Handle()
-        """Of the last transfer."""
-        self._backend, self._locate = backend, locate
+        self.handle = Handle()  # of the last transfer
+        self.last_out, self.last_back = Handle(), Handle()  # of the last ones that copied
+        self._backend = backend
+        self._emptied = backend.device if empties_cache else None
         self._out, self._in = backend.stream("phase_out"), backend.stream("phase_in")
-        self._away: dict[str, list[Block]] = {}  # by kind, in the order of the way back
-        self._dropped: list[Block] = []
-        self._blocks_away: dict[int, StorageBlock] = {}  # that are away, by the storage's identity
-        self._kernels_are_loaded = False
-        # Copies that the caller has not waited for still use staging and host buffers.
+        self._away: dict[str, Sequence[Block]] = {}  # by kind, in the order of the way back
+        self._dropped: Sequence[Block] = ()
+        # Of storages that are away, by identity: host buffer, first byte there, bytes.
+        self._places: dict[int, tuple[str, int, int]] = {}
+        # Copies that the caller has not waited for still use host buffers.
         weakref.finalize(self, _synchronize, (self._out, self._in), os.getpid()).atexit = False
 
     @property
@@ -249,35 +253,8 @@ class Transfer:
         """What is in host memory only, or is under way there."""
         return sum(block.n_bytes for blocks in self._away.values() for block in blocks)
 
-    def reserve(self, blocks: Sequence[Block], taken_bytes: int = 0) -> None:
-        """Take host memory for blocks ahead; ``taken_bytes``: see :meth:`.HostBuffers.reserve`.
-
-        Raises:
-            HostMemoryError, PinningError: there is none; nothing was taken.
-        """
-        self.buffers.reserve(_in_order(blocks), taken_bytes)
-        if not self._kernels_are_loaded and sum(map(_is_small, blocks)) > 1:
-            self._load_kernels()
-
-    def _load_kernels(self) -> None:
-        """CUDA loads a kernel with its first launch, which then waits for all copies under way:
-        40 ms of the first offload, measured on an H200."""
-        try:
-            memory = self._backend.allocate(6 * 8)
-        except torch.OutOfMemoryError:
-            return  # then nothing is packed either
-        views = [memory[start : start + n] for n in (8, 7) for start in range(0, 6 * 8, 8)]
-        for targets, sources in _by_width(views[::2], views[1::2]):
-            self._backend.current_stream().launch(copy_all, targets, sources)
-        self._kernels_are_loaded = True
-
-    # ------------------------------------------------------------------ out
-
     def out(
-        self,
-        batches: Iterable[tuple[str, Sequence[Block]]],
-        dropped: Sequence[Block] = (),
-        finish: Callable[[Handle], None] | None = None,
+        self, batches: Iterable[tuple[str, Sequence[Block]]], dropped: Sequence[Block] = ()
     ) -> Handle:
         """Copy blocks to their host buffers and give up their device memory.
 
@@ -287,71 +264,47 @@ class Transfer:
         Args:
             batches: kinds with their blocks; copies of one run while the next is looked up.
             dropped: given up without a copy, behind the caller's current stream.
-            finish: called by :meth:`Handle.wait` when everything has left.
 
         Raises:
             HostMemoryError, PinningError: there is no host memory.
         """
         self.handle.wait()
-        assert not self._away, list(self._away)
-        assert not self._dropped
+        assert not self.is_away, list(self._away)
         began = time.perf_counter()
         copies: dict[str, _Copies] = {}
         releases: list[tuple[Event, Sequence[Block]]] = []
-        used: list[Tensor | None] = []
-        away: dict[str, list[Block]] = {}
+        used: list[Tensor] = []
+        away: dict[str, Sequence[Block]] = {}
         try:
-            # Whatever memory is read, or taken for staging, below was last used before now.
+            # Whatever memory is read below was last written before now.
             self._out.wait(self._backend.current_stream().record())
             for kind, blocks in batches:
-                away[kind] = ordered = _in_order(blocks)
-                if ordered:
-                    copies[kind] = self._send(ordered, releases, used)
+                away[kind] = blocks
+                if not blocks:
+                    continue
+                self.buffers.reserve(blocks)
+                first = self._out.record_timed()
+                for batch in _batches(blocks):
+                    self._copy(self._out, batch, used, is_out=True)
+                    releases.append((self._out.record(), batch))
+                copies[kind] = _Copies(_bytes_of(blocks), first, self._out.record_timed())
         except BaseException:
             self._out.synchronize()  # what the copies read, and write, may go from here on
             raise
         if dropped:
             releases.append((self._backend.current_stream().record(), dropped))
-        self._away, self._dropped = away, list(dropped)
-        every = (block for blocks in away.values() for block in blocks)
-        self._blocks_away = {
-            storages.identity(block.storage): block
-            for block in every
-            if isinstance(block, StorageBlock)
+        self._away, self._dropped = away, dropped
+        self._places = {
+            storages.identity(storage): (block.key, start, storage.nbytes())
+            for blocks in away.values()
+            for block in blocks
+            for storage, start in block.storages
         }
-        self.handle = Handle(copies, releases, began=began, used=used, finish=finish)
+        self.handle = Handle(copies, releases, began=began, used=used, emptied=self._emptied)
+        self.last_out = self.handle if copies else self.last_out
         return self.handle
 
-    def _send(
-        self,
-        blocks: Sequence[Block],
-        releases: list[tuple[Event, Sequence[Block]]],
-        used: list[Tensor | None],
-    ) -> _Copies:
-        self.reserve(blocks)
-        groups = list(self._groups(blocks))
-        staging = self._staging(groups)
-        used.append(staging)
-        first = self._out.record_timed()
-        for group in groups:
-            views = [block.view() for block in group]
-            if staging is None or len(group) == 1:
-                self._out.launch(copy_all, [self.buffers.of(block) for block in group], views)
-            else:
-                whole, parts = _cut(staging, group)
-                for targets, sources in _by_width(parts, views):
-                    self._out.launch(copy_all, targets, sources)
-                self._out.launch(copy_all, [self._joined(group)], [whole])
-            releases.append((self._out.record(), group))
-        return _Copies(sum(b.n_bytes for b in blocks), first, self._out.record_timed())
-
-    # ------------------------------------------------------------------ back
-
-    def back(
-        self,
-        free_more: Callable[[], bool] | None = None,
-        finish: Callable[[Handle], None] | None = None,
-    ) -> Handle:
+    def back(self, free_more: Callable[[], bool] | None = None) -> Handle:
         """Bring everything back. Host buffers stay reserved.
 
         The caller's current stream waits for nothing: see :meth:`Handle.arrival`. If this raises,
@@ -360,15 +313,14 @@ class Transfer:
         Args:
             free_more: called where device memory is short, until it returns False: whether it gave
                 some back.
-            finish: called by :meth:`Handle.wait` when everything has arrived.
 
         Raises:
-            torch.OutOfMemoryError: there is no device memory.
+            DeviceMemoryError: there is no device memory.
         """
         self.handle.wait()
         began = time.perf_counter()
         copies: dict[str, _Copies] = {}
-        used: list[Tensor | None] = []
+        used: list[Tensor] = []
         taken: list[Block] = []
 
         def restore(block: Block) -> None:
@@ -385,52 +337,47 @@ class Transfer:
             # Memory that is taken below was freed before now, in order of the caller's stream.
             self._in.wait(self._backend.current_stream().record())
             for kind, blocks in self._away.items():
-                if blocks:
-                    copies[kind] = self._fetch(blocks, restore, used)
+                if not blocks:
+                    continue
+                first = self._in.record_timed()
+                for batch in _restored(blocks, restore):
+                    self._copy(self._in, batch, used, is_out=False)
+                copies[kind] = _Copies(_bytes_of(blocks), first, self._in.record_timed())
             for block in self._dropped:
                 restore(block)
-        except BaseException:
+        except BaseException as error:
             self._in.synchronize()
             for block in taken:
                 block.release()
-            raise
-        self._away, self._dropped, self._blocks_away = {}, [], {}
-        self.handle = Handle(copies, began=began, used=used, finish=finish)
+            if not isinstance(error, torch.OutOfMemoryError):
+                raise
+            raise DeviceMemoryError(
+                f"reload of {self.away_bytes + _bytes_of(self._dropped)} bytes",
+                reason=f"the device has not enough ({error}); nothing is lost",
+                remedy="free device memory, in other processes too, then call it again",
+            ) from error
+        self._away, self._dropped, self._places = {}, (), {}
+        self.handle = Handle(copies, began=began, used=used)
+        self.last_back = self.handle if copies else self.last_back
         return self.handle
 
-    def _fetch(
-        self,
-        blocks: Sequence[Block],
-        restore: Callable[[Block], None],
-        used: list[Tensor | None],
-    ) -> _Copies:
-        groups = list(self._groups(blocks))
-        staging = self._staging(groups)
-        used.append(staging)
-        first = self._in.record_timed()
-        waiting: deque[list[Block]] = deque()
-        ahead_bytes = 0
-        for group in groups:
-            for block in group:
-                restore(block)
-                ahead_bytes += block.n_bytes
-            waiting.append(group)
-            while ahead_bytes > AHEAD_BYTES:
-                ahead_bytes -= sum(block.n_bytes for block in waiting[0])
-                self._fill(waiting.popleft(), staging)
-        for group in waiting:
-            self._fill(group, staging)
-        return _Copies(sum(b.n_bytes for b in blocks), first, self._in.record_timed())
+    def _copy(
+        self, stream: Stream, batch: Sequence[Block], used: list[Tensor], *, is_out: bool
+    ) -> None:
+        """Enqueue the copies of a batch; ``used`` gets their host memory.
 
-    def _fill(self, group: Sequence[Block], staging: Tensor | None) -> None:
-        views = [block.view() for block in group]
-        if staging is None or len(group) == 1:
-            self._in.launch(copy_all, views, [self.buffers.of(block) for block in group])
-            return
-        whole, parts = _cut(staging, group)
-        self._in.launch(copy_all, [whole], [self._joined(group)])
-        for targets, sources in _by_width(views, parts):
-            self._in.launch(copy_all, targets, sources)
+        Device memory is the owner's of a storage, who may drop it: the stream that it belongs to
+        waits for the copies before anything else is written there.
+        """
+        there, here = [self.buffers.of(each) for each in batch], [each.view() for each in batch]
+        used += there
+        stream.copy(there, here) if is_out else stream.copy(here, there)
+
+    def last(self, *, wait: bool) -> Handle:
+        """The handle of the last transfer; ``wait``: which has ended."""
+        if wait:
+            self.handle.wait()
+        return self.handle
 
     # ------------------------------------------------------------------ while it is away
 
@@ -438,26 +385,18 @@ class Transfer:
         """See :class:`.HostCopies`."""
         replaced = False
 
-        def host(part: Tensor) -> Tensor:
+        def host(plain: Tensor) -> Tensor:
             nonlocal replaced
-            memory = self._copy_of(part.untyped_storage())
-            if memory is None:
-                return part
+            place = self._places.get(storages.identity(plain.untyped_storage()))
+            if place is None:
+                return plain
             replaced = True
-            return storages.view_over(memory, part)
+            return storages.view_over(self.buffers.span(*place), plain)
 
         if tensor.layout is not torch.strided:
             return None
-        shard = dtensor.local(tensor)
-        found = dtensor.rebuilt(shard, host)
+        found = dtensor.rebuilt(dtensor.local(tensor), host)
         return dtensor.like(tensor, found) if replaced else None
-
-    def _copy_of(self, storage: torch.UntypedStorage) -> Tensor | None:
-        block = self._blocks_away.get(storages.identity(storage))
-        if block is not None:
-            return self.buffers.of(block)
-        place = None if self._locate is None or not self._away else self._locate(storage)
-        return None if place is None else self.buffers.span(*place, storage.nbytes())
 
     def wait(self) -> None:
         """See :class:`.HostCopies`."""
@@ -466,38 +405,8 @@ class Transfer:
     def close(self) -> None:
         """Give host memory back; what is away is lost. Idempotent."""
         self.handle.wait()
-        self._away, self._dropped, self._blocks_away = {}, [], {}
+        self._away, self._dropped, self._places = {}, (), {}
         self.buffers.close()
-
-    # ------------------------------------------------------------------ packing
-
-    def _groups(self, blocks: Sequence[Block]) -> Iterator[list[Block]]:
-        """Blocks that travel together: small ones whose buffers lie side by side."""
-        group: list[Block] = []
-        group_bytes = 0
-        for block in blocks:
-            fits = bool(group) and _is_small(block) and _is_small(group[-1])
-            fits = fits and group_bytes + aligned(block.n_bytes) <= PACK_BYTES
-            if group and not (fits and self.buffers.are_side_by_side(group[-1], block)):
-                yield group
-                group, group_bytes = [], 0
-            group.append(block)
-            group_bytes += aligned(block.n_bytes)
-        if group:
-            yield group
-
-    def _staging(self, groups: Sequence[Sequence[Block]]) -> Tensor | None:
-        """Device memory for the largest group that travels as one, if there is any."""
-        sizes = [sum(aligned(b.n_bytes) for b in group) for group in groups if len(group) > 1]
-        if not sizes:
-            return None
-        try:
-            return self._backend.allocate(max(sizes))
-        except torch.OutOfMemoryError:
-            return None
-
-    def _joined(self, group: Sequence[Block]) -> Tensor:
-        return self.buffers.span(group[0].key, 0, sum(aligned(b.n_bytes) for b in group))
 
 
 def _synchronize(streams: Iterable[Stream], pid: int) -> None:
@@ -507,31 +416,34 @@ def _synchronize(streams: Iterable[Stream], pid: int) -> None:
             stream.synchronize()
 
 
-def _cut(staging: Tensor, group: Sequence[Block]) -> tuple[Tensor, list[Tensor]]:
-    """The part of ``staging`` that a group needs, and each block's part of that."""
-    starts = [0, *itertools.accumulate(aligned(block.n_bytes) for block in group)]
-    whole = staging[: starts.pop()]
-    return whole, [whole[s : s + b.n_bytes] for s, b in zip(starts, group, strict=True)]
+def _bytes_of(blocks: Iterable[Block]) -> int:
+    return sum(block.n_bytes for block in blocks)
 
 
-def _by_width(
-    targets: Sequence[Tensor], sources: Sequence[Tensor]
-) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-    """Pairs as 8-byte words where they have whole ones: a kernel moves elements, not bytes."""
-    pairs = list(zip(targets, sources, strict=True))
-    words = [pair for pair in pairs if pair[0].numel() % 8 == 0]
-    others = [pair for pair in pairs if pair[0].numel() % 8]
-    if words:
-        yield [t.view(torch.int64) for t, _ in words], [s.view(torch.int64) for _, s in words]
-    if others:
-        yield [t for t, _ in others], [s for _, s in others]
+def _batches(blocks: Iterable[Block]) -> Iterator[list[Block]]:
+    """Consecutive blocks of ``BATCH_BYTES`` or a little more; the last may be smaller."""
+    batch: list[Block] = []
+    n_bytes = 0
+    for block in blocks:
+        batch.append(block)
+        n_bytes += block.n_bytes
+        if n_bytes >= BATCH_BYTES:
+            yield batch
+            batch, n_bytes = [], 0
+    if batch:
+        yield batch
 
 
-def _is_small(block: Block) -> bool:
-    # A chunk stays where its neighbours are: a tensor may reach over several.
-    return isinstance(block, StorageBlock) and block.n_bytes < PACK_BELOW_BYTES
-
-
-def _in_order(blocks: Iterable[Block]) -> list[Block]:
-    """Blocks of some size as they travel: the small ones last, else in the order given."""
-    return sorted((block for block in blocks if block.n_bytes), key=_is_small)
+def _restored(blocks: Iterable[Block], restore: Callable[[Block], None]) -> Iterator[list[Block]]:
+    """Batches that have memory, which is taken ``AHEAD_BYTES`` ahead."""
+    waiting: deque[list[Block]] = deque()
+    ahead_bytes = 0
+    for batch in _batches(blocks):
+        for block in batch:
+            restore(block)
+        waiting.append(batch)
+        ahead_bytes += _bytes_of(batch)
+        while ahead_bytes >= AHEAD_BYTES:
+            ahead_bytes -= _bytes_of(waiting[0])
+            yield waiting.popleft()
+    yield from waiting

@@ -6,15 +6,14 @@ copy instead while it is away. So whatever reads state (``state``, state dicts, 
 host memory without knowing. Views that the lanes cut at construction stay: the storage object is
 the same, and nothing looks at them between steps.
 
-What leaves is the resident lane's state, what classes keep by themselves, and step counts that a
+Offloaded are the resident lane's state, what classes keep by themselves, and step counts that a
 kernel wants on the device. What stays: a checksum and a flag per host bucket.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,9 +28,8 @@ from ..update.params import ParamState
 Shown = Mapping[Tensor, dict[str, Any]]
 
 
-@dataclass(frozen=True)
-class Held:
-    """A tensor that may have to leave, as ``holder[name]``."""
+class Held(NamedTuple):
+    """A tensor that may be offloaded, as ``holder[name]``."""
 
     key: str  # the same at each offload
     holder: dict[str, Any]
@@ -49,16 +47,12 @@ def held_by(params: Sequence[ParamState], shown: Shown) -> Iterator[Held]:
             for kind in param.schema.role("scalar"):
                 for index, sliced in enumerate(param.slices):
                     yield Held(f"{key}.{kind.name}.{index}", sliced.state, kind.name)
-    for index, (_, state) in enumerate(unmanaged(params, shown)):
+    managed = {param.parameter for param in params}
+    others = [state for parameter, state in shown.items() if parameter not in managed]
+    for index, state in enumerate(others):  # kept by the class itself, or of frozen parameters
         for name, value in state.items():
             if isinstance(value, Tensor):
                 yield Held(f"own.{index}.{name}", state, name)
-
-
-def unmanaged(params: Sequence[ParamState], shown: Shown) -> list[tuple[Tensor, dict[str, Any]]]:
-    """State that is not managed: kept by the class itself, or of frozen parameters."""
-    recorded = {param.parameter for param in params}
-    return [(p, state) for p, state in shown.items() if p not in recorded]
 
 
 def tensors_on(
@@ -70,13 +64,13 @@ def tensors_on(
     for parameter in {*shown, *(param.parameter for param in params)}:
         for tensor in (parameter, parameter.grad):
             if tensor is not None:
-                parts = dtensor.plain_tensors(tensor)
-                foreign.update(storages.identity(part.untyped_storage()) for _, part in parts)
+                found = dtensor.plain_tensors(tensor)
+                foreign.update(storages.identity(plain.untyped_storage()) for _, plain in found)
     return [
-        (f"{held.key}{below}", part)
+        (f"{held.key}{below}", plain)
         for held in held_by(params, shown)
-        for below, part in dtensor.plain_tensors(held.holder[held.name])
-        if part.device == device and storages.identity(part.untyped_storage()) not in foreign
+        for below, plain in dtensor.plain_tensors(held.holder[held.name])
+        if plain.device == device and storages.identity(plain.untyped_storage()) not in foreign
     ]
 
 
@@ -94,7 +88,7 @@ class DeviceState:
         return self._copies is not None
 
     @property
-    def has_left(self) -> bool:
+    def shows_copies(self) -> bool:
         """Whether some of it is in host memory for now."""
         return bool(self._replaced)
 
@@ -111,7 +105,7 @@ class DeviceState:
                 remedy="call reload() first, of the optimizer or of its PhaseOffloader",
             )
 
-    def leave(self, params: Sequence[ParamState], shown: Shown, copies: HostCopies) -> None:
+    def offload(self, params: Sequence[ParamState], shown: Shown, copies: HostCopies) -> None:
         """Put host copies in the place of what ``copies`` has."""
         for held in list(held_by(params, shown)):
             original = held.holder[held.name]
@@ -120,7 +114,7 @@ class DeviceState:
                 self._replaced.append((held, original))
         self._copies, self._arrival = copies, None
 
-    def come_back(self, arrival: Event | None) -> None:
+    def reload(self, arrival: Event | None) -> None:
         """Put the tensors back, whose content is there after ``arrival``."""
         for held, original in self._replaced:
             held.holder[held.name] = original

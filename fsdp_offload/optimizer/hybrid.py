@@ -39,7 +39,6 @@ from ..core.config import Lane, OffloadConfig, PrecisionConfig, TransferConfig, 
 from ..core.errors import (
     AwayError,
     ConfigError,
-    DeviceMemoryError,
     LaneError,
     SpentGradientError,
 )
@@ -707,7 +706,7 @@ class HybridDeviceOptimizer(Optimizer):
             self._transfer = Transfer(self._reserved.backend, self._config.transfer)
         arenas = [a for engine in self._reserved.engines for a in engine.arena_statistics()]
         blocks = collect(self.device_tensors())
-        self._transfer.reserve(blocks, taken_bytes=sum(arena.n_bytes for arena in arenas))
+        self._transfer.buffers.reserve(blocks, taken_bytes=sum(arena.n_bytes for arena in arenas))
         return self._transfer, blocks
 
     @held_back()
@@ -763,22 +762,12 @@ class HybridDeviceOptimizer(Optimizer):
                     remedy="call reload() of that one",
                 )
             self.prepare_reload()
-            try:
-                handle = transfer.back()
-            except torch.OutOfMemoryError as error:
-                raise DeviceMemoryError(
-                    f"optimizer state of {transfer.away_bytes} bytes",
-                    reason=f"the device has no room for it ({error}); nothing of it is lost",
-                    remedy="free device memory, then call reload() again",
-                ) from error
+            handle = transfer.back()
             self.set_present(handle.arrival())
         return self._last_transfer(wait=wait)
 
     def _last_transfer(self, *, wait: bool) -> Handle:
-        handle = Handle() if self._transfer is None else self._transfer.handle
-        if wait:
-            handle.wait()
-        return handle
+        return Handle() if self._transfer is None else self._transfer.last(wait=wait)
 
     def prepare_offload(self) -> None:
         """See :class:`.Offloadable`."""
@@ -802,12 +791,12 @@ class HybridDeviceOptimizer(Optimizer):
 
     def set_away(self, copies: HostCopies) -> None:
         """See :class:`.Offloadable`."""
-        self._device_state.leave(self._reserved.params, self._view.shown, copies)
+        self._device_state.offload(self._reserved.params, self._view.shown, copies)
         self._view.refresh(self._reserved.params)
 
     def set_present(self, arrival: Event | None) -> None:
         """See :class:`.Offloadable`."""
-        self._device_state.come_back(arrival)
+        self._device_state.reload(arrival)
         ready = self._reserved.backend.current_stream().record()
         for engine in self._reserved.engines:
             engine.follow(ready if arrival is None else arrival, ready)

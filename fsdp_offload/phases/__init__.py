@@ -1,4 +1,4 @@
-"""Phases: parameters, gradients and optimizer state leave the device and come back."""
+"""Phases: parameters, gradients and optimizer state are offloaded and reloaded."""
 
 from __future__ import annotations
 

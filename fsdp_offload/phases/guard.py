@@ -7,7 +7,7 @@ the place of what is away.
 
 from __future__ import annotations
 
-import weakref
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
@@ -17,27 +17,9 @@ from torch.utils.hooks import RemovableHandle
 
 from ..core.backend import Backend, Event
 from ..core.errors import AwayError, ConfigError
-from ..core.offloadable import HostCopies, LoadHook
+from ..core.offloadable import HostCopies
 
 _NEEDED_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_state_dict_post_hooks")
-
-
-class WeakHook:
-    """A hook that does not keep its method's object alive, and does nothing without it.
-
-    Args:
-        method: bound.
-    """
-
-    reads_parameters = False  # a step post-hook: updates under way need not have ended for it
-
-    def __init__(self, method: Callable[..., None]) -> None:
-        self._find = weakref.WeakMethod(method)
-
-    def __call__(self, *arguments: Any) -> None:
-        method = self._find()
-        if method is not None:
-            method(*arguments)
 
 
 def remove_all(handles: Iterable[RemovableHandle]) -> None:
@@ -65,28 +47,35 @@ class ModelGuard:
         self._handles: list[RemovableHandle] = []
         self._copies: HostCopies | None = None
 
+    def __reduce__(self) -> NoReturn:
+        _refuse("a copy or a pickle of a model")  # its hooks would be copied with it
+
     def close(self, copies: HostCopies) -> None:
         """Memory is away from now on: ``copies`` has what state dicts show."""
         self._copies = copies
         for module in dict.fromkeys(m for model in self._models for m in model.modules()):
-            show = module.register_state_dict_post_hook(_BoundHook(self._show))
+            # torch sets an attribute of this one, which a method has none of.
+            show = module.register_state_dict_post_hook(functools.partial(self._show))
             # At the front: hooks of others look at values.
             module._state_dict_hooks.move_to_end(show.id, last=False)  # type: ignore[attr-defined]
             self._handles += [
                 show,
                 # Likewise: FSDP2's own hook reads the shards.
-                module.register_forward_pre_hook(_BoundHook(self._before_forward), prepend=True),
-                module.register_load_state_dict_pre_hook(LoadHook(_refuse)),
+                module.register_forward_pre_hook(self._before_forward, prepend=True),
+                module.register_load_state_dict_pre_hook(self._before_load),
             ]
 
     def open(self) -> None:
-        """It is back. Idempotent."""
+        """It is present. Idempotent."""
         remove_all(self._handles)
         self._handles.clear()
         self._copies = None
 
     def _before_forward(self, module: nn.Module, args: object) -> None:
         _refuse(f"forward of {type(module).__name__}")
+
+    def _before_load(self, module: nn.Module, *_: object) -> None:
+        _refuse(f"load_state_dict() of {type(module).__name__}")
 
     def _show(
         self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: object
@@ -107,25 +96,8 @@ class ModelGuard:
                 state_dict[key] = _shown(copies, value)
 
 
-class _BoundHook:
-    """A hook that is not copied with its module: what it guards does not lie in the copy."""
-
-    def __init__(self, call: Callable[..., None]) -> None:
-        self._call = call
-
-    def __call__(self, *arguments: Any) -> None:
-        self._call(*arguments)
-
-    def __deepcopy__(self, memo: object) -> NoReturn:
-        _refuse("a copy of a model")
-
-    def __reduce__(self) -> NoReturn:
-        _refuse("a pickle of a model")
-
-
 class PlainOptimizer:
-    """Any ``torch.optim.Optimizer`` as an :class:`.Offloadable`; its hooks stay until
-    :meth:`close`.
+    """Any ``torch.optim.Optimizer`` as an :class:`.Offloadable`, which says what each method does.
 
     Args:
         optimizer: not a :class:`HybridDeviceOptimizer`.
@@ -144,84 +116,77 @@ class PlainOptimizer:
             )
         self._optimizer, self._backend = optimizer, backend
         self._copies: HostCopies | None = None
-        self._arrival: Event | None = None
-        self._is_followed = False  # whether the caller's stream has waited for that
+        self._arrival: Event | None = None  # what the caller's stream is yet to wait for
         self._rates: list[Any] = []
-        handles = [
-            optimizer.register_step_pre_hook(WeakHook(self._before_step)),
-            optimizer.register_state_dict_post_hook(WeakHook(self._show)),
-            optimizer.register_load_state_dict_pre_hook(LoadHook(WeakHook(self._before_load))),
+
+    def hooks(self) -> list[RemovableHandle]:
+        """Begin to refuse and to show; the caller removes them at the end."""
+        return [
+            self._optimizer.register_step_pre_hook(self._before_step),
+            self._optimizer.register_state_dict_post_hook(self._show),
+            self._optimizer.register_load_state_dict_pre_hook(self._before_load),
         ]
-        self.close = weakref.finalize(self, remove_all, handles)
-        """Removes the hooks, once."""
 
     @property
     def is_away(self) -> bool:
-        """See :class:`.Offloadable`."""
         return self._copies is not None
 
     def prepare_offload(self) -> None:
-        """See :class:`.Offloadable`: its work is on the current stream."""
+        """Its work is on the current stream."""
 
     def prepare_reload(self) -> None:
-        """See :class:`.Offloadable`: state is where the caller has put it."""
+        """State is where the caller has put it."""
 
     def device_tensors(self) -> list[tuple[str, Tensor]]:
-        """See :class:`.Offloadable`."""
         state = self._optimizer.state
         return [
-            (f"{index}.{path}", tensor)
+            (f"{index}.{count}", tensor)
             for index, parameter in enumerate(parameters_of(self._optimizer))
-            for path, tensor in _leaves(state.get(parameter, {}))
+            for count, tensor in enumerate(_leaves(state.get(parameter)))
         ]
 
     def staging_buffers(self) -> Sequence[Tensor]:
-        """See :class:`.Offloadable`."""
         return ()
 
     def set_away(self, copies: HostCopies) -> None:
-        """See :class:`.Offloadable`."""
         self._copies = copies
         self._rates = [group.get("lr") for group in self._optimizer.param_groups]
 
     def set_present(self, arrival: Event | None) -> None:
-        """See :class:`.Offloadable`."""
-        self._copies, self._arrival, self._is_followed = None, arrival, False
+        self._copies, self._arrival = None, arrival
 
     def _before_step(self, *_: object) -> None:
         if self._copies is not None:
-            self._end_initialisation()
+            self._undo_initialisation()
             _refuse(f"step() of {type(self._optimizer).__name__}")
-        if self._arrival is not None and not self._is_followed:
-            self._backend.current_stream().wait(self._arrival)
-            self._is_followed = True
+        self._follow()
 
-    def _end_initialisation(self) -> None:
-        """Undo what ``torch.distributed.checkpoint.state_dict`` does before it lets an optimizer
-        make its state by a step: gradients and rates of 0, which it leaves behind if that raises.
-        """
-        groups, rates = self._optimizer.param_groups, self._rates
-        is_zero = all(group.get("lr") == 0.0 for group in groups)
-        if self._optimizer.state or not is_zero or all(rate == 0.0 for rate in rates):
-            return
-        for group, rate in zip(groups, rates, strict=False):
-            if rate is not None:
-                group["lr"] = rate
-        self._optimizer.zero_grad()
+    def _follow(self) -> None:
+        if self._arrival is not None:
+            self._backend.current_stream().wait(self._arrival)
+            self._arrival = None
+
+    def _undo_initialisation(self) -> None:
+        """``torch.distributed.checkpoint.state_dict`` lets an optimizer make its state by a step
+        with gradients and rates of 0, and leaves both behind if that raises."""
+        groups = self._optimizer.param_groups
+        if not self._optimizer.state and all(group.get("lr") == 0.0 for group in groups):
+            for group, rate in zip(groups, self._rates, strict=False):
+                if rate is not None:
+                    group["lr"] = rate
+            self._optimizer.zero_grad()
 
     def _show(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         copies = self._copies
         if copies is not None:
             copies.wait()
             state_dict["state"] = _mapped(state_dict["state"], lambda t: _shown(copies, t))
-        elif self._arrival is not None:
-            self._arrival.synchronize()
+        self._follow()
 
-    def _before_load(self, what: str) -> None:
+    def _before_load(self, *_: object) -> None:
         if self._copies is not None:
-            _refuse(f"{what} of {type(self._optimizer).__name__}")
-        if self._arrival is not None:
-            self._arrival.synchronize()
+            _refuse(f"load_state_dict() of {type(self._optimizer).__name__}")
+        self._follow()
 
 
 def _shown(copies: HostCopies, tensor: Tensor) -> Tensor:
@@ -235,15 +200,12 @@ def parameters_of(optimizer: Optimizer | None) -> list[Tensor]:
     return [parameter for group in groups for parameter in group["params"]]
 
 
-def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
+def _leaves(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
-        yield path, value
-    elif isinstance(value, dict):
-        for name, each in value.items():
-            yield from _leaves(each, f"{path}.{name}")
-    elif isinstance(value, list | tuple):
-        for index, each in enumerate(value):
-            yield from _leaves(each, f"{path}.{index}")
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _leaves(each)
 
 
 def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:

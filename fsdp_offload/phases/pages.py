@@ -1,4 +1,4 @@
-"""Device memory at an address that stays, in chunks that come and go.
+"""Device memory at addresses that stay, in chunks that are mapped and unmapped.
 
 [Note: pages]
 An address range is reserved once. A chunk of it is mapped (has memory) or not; tensors over the
@@ -12,86 +12,76 @@ as zeros.
 
 from __future__ import annotations
 
-import abc
 import mmap
 import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Final
 
 import torch
 from torch import Tensor
 
+from ..core import storage as storages
 from ..core.cuda_driver import Driver
-from ..core.errors import DeviceError, HostMemoryError
+from ..core.errors import ConfigError, DeviceError, HostMemoryError
 from ..plan.layout import align
 
 CHUNK_BYTES: Final = 256 << 20
 """To let the device use a chunk takes 1 ms while copies to it run, of any size, and 0.6 ms more per
 256 MiB that are fresh from the driver (H200); so the fewer, the better."""
+ROW_BYTES: Final = 512 << 20
+"""Of storages that move together: what that takes of device memory beside them."""
+_ALIGNMENT_BYTES: Final = 512  # of each tensor, as in torch's own allocator
 
 
-class Pages(abc.ABC):
-    """An address range of one device, all of it mapped at first.
+class HostDriver:
+    """What :class:`.cuda_driver.Driver` is for CUDA, for one range of the CPU."""
 
-    Args:
-        n_bytes: rounded up to whole units.
-        chunk_bytes: of each part that is mapped as one; the last one may be smaller.
-        unit_bytes: what the device maps at least.
-    """
+    granularity_bytes = mmap.PAGESIZE
 
-    address: int
-
-    def __init__(self, n_bytes: int, chunk_bytes: int, unit_bytes: int) -> None:
-        self.n_bytes, step = align(n_bytes, unit_bytes), align(chunk_bytes, unit_bytes)
-        self.chunks = [
-            (start, min(start + step, self.n_bytes)) for start in range(0, self.n_bytes, step)
-        ]
-        """``(start, stop)`` in bytes, ascending, without gaps."""
-
-    @abc.abstractmethod
-    def is_mapped(self, index: int) -> bool:
-        """Whether the chunk has memory."""
-
-    @abc.abstractmethod
-    def map(self, index: int) -> None:
-        """Give the chunk memory, with any content. It has none.
+    def reserve(self, n_bytes: int) -> int:
+        """The address of the range.
 
         Raises:
-            torch.OutOfMemoryError: there is none; it stays without.
+            HostMemoryError: the kernel refused to map it.
         """
+        try:
+            self._mapping = mmap.mmap(-1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except (OSError, OverflowError) as error:
+            raise HostMemoryError(
+                f"{n_bytes} bytes at a fixed address",
+                reason=f"the kernel refused to map them ({error})",
+                remedy="ask for less, or raise the limit on address space (ulimit -v)",
+            ) from None
+        with suppress(OSError, AttributeError):  # whole chunks go, never a part of a huge page
+            self._mapping.madvise(mmap.MADV_NOHUGEPAGE)
+        self._address = torch.frombuffer(self._mapping, dtype=torch.uint8, count=1).data_ptr()
+        return self._address
 
-    @abc.abstractmethod
-    def unmap(self, index: int) -> None:
-        """Give its memory up. All work on it has completed."""
+    def map(self, address: int, n_bytes: int) -> None:
+        """The kernel gives memory at the first use."""
 
-    @abc.abstractmethod
-    def tensor(self, start: int, n_bytes: int) -> Tensor:
-        """1-D uint8 over part of the range, a storage of its own that keeps the range alive.
+    def unmap(self, address: int, n_bytes: int) -> None:
+        """Give memory back to the kernel."""
+        self._mapping.madvise(mmap.MADV_DONTNEED, address - self._address, n_bytes)
 
-        The part is mapped now.
-        """
+    def tensor(self, address: int, n_bytes: int, owner: object) -> Tensor:
+        """1-D uint8 over a range; it keeps the mapping."""
+        start = address - self._address
+        return torch.frombuffer(self._mapping, dtype=torch.uint8, count=n_bytes, offset=start)
+
+    def close(self, address: int, n_bytes: int, mapped: dict[int, int]) -> None:
+        """The mapping goes with the last tensor over it."""
 
 
-def make(device: torch.device, n_bytes: int, chunk_bytes: int = CHUNK_BYTES) -> Pages:
-    """Pages of at least ``n_bytes``, rounded up to what the device maps at least.
+def driver_of(device: torch.device) -> Driver | HostDriver:
+    """What maps memory there.
 
     Raises:
-        torch.OutOfMemoryError: there is no device memory; nothing was taken.
-        HostMemoryError: likewise, on the CPU.
-        DeviceError: the device cannot do it.
-    """
-    driver = check(device)
-    return DevicePages(driver, n_bytes, chunk_bytes) if driver else HostPages(n_bytes, chunk_bytes)
-
-
-def check(device: torch.device) -> Driver | None:
-    """The driver of a CUDA device, None for the CPU.
-
-    Raises:
-        DeviceError: another device, or one without virtual memory management.
+        DeviceError: neither CUDA with virtual memory management nor the CPU.
     """
     if device.type == "cpu":
-        return None
+        return HostDriver()
     if device.type == "cuda" and torch.version.hip is None:
         return Driver(device)
     raise DeviceError(
@@ -101,127 +91,297 @@ def check(device: torch.device) -> Driver | None:
     )
 
 
-class DevicePages(Pages):
-    """:class:`Pages` of a CUDA device; see :func:`make` for what it raises."""
+class Pages:
+    """An address range, all of it mapped at first; storages are given out of it front to back.
 
-    def __init__(self, driver: Driver, n_bytes: int, chunk_bytes: int) -> None:
-        super().__init__(n_bytes, chunk_bytes, driver.granularity_bytes)
+    Args:
+        driver: of the device.
+        key: begins the keys of its chunks.
+        n_bytes: rounded up to what the device maps at least.
+        chunk_bytes: of what is mapped as one; the last chunk may be smaller.
+        owner: the :class:`FixedMemory` whose storages are moved in; None: tensors of a region.
+
+    Raises:
+        torch.OutOfMemoryError: there is no device memory; nothing was taken.
+        HostMemoryError: likewise, on the CPU.
+    """
+
+    def __init__(
+        self,
+        driver: Driver | HostDriver,
+        key: str,
+        n_bytes: int,
+        chunk_bytes: int,
+        owner: FixedMemory | None = None,
+    ) -> None:
+        unit = driver.granularity_bytes
+        self.key, self.n_bytes = key, align(max(n_bytes, 1), unit)
         self.address = driver.reserve(self.n_bytes)
+        self.owner = None if owner is None else weakref.ref(owner)
+        self.used_bytes = 0
+        step = align(chunk_bytes, unit)
+        self.chunks = [
+            (self.address + start, min(step, self.n_bytes - start))
+            for start in range(0, self.n_bytes, step)
+        ]
+        """Address and bytes of each, ascending, without gaps."""
         self._driver = driver
-        self._mapped: dict[int, tuple[int, int]] = {}  # (address, bytes) by chunk
-        self._give_back = weakref.finalize(
-            self, _give_back, driver, self.address, self.n_bytes, self._mapped
-        )
-        self._give_back.atexit = False  # tensors are still in use then; the process's end gives it
+        self._mapped: dict[int, int] = {}  # bytes by address
+        self._close = weakref.finalize(self, driver.close, self.address, self.n_bytes, self._mapped)
+        self._close.atexit = False  # tensors are still in use then; the process's end gives it
         try:
             for index in range(len(self.chunks)):
                 self.map(index)
         except BaseException:
-            self._give_back()
+            self._close()
             raise
 
-    def is_mapped(self, index: int) -> bool:
-        return index in self._mapped
-
     def map(self, index: int) -> None:
-        assert index not in self._mapped, index
-        start, stop = self.chunks[index]
-        place = (self.address + start, stop - start)
-        self._driver.map(*place)
-        self._mapped[index] = place
+        """Give a chunk memory, with any content. It has none.
+
+        Raises:
+            torch.OutOfMemoryError: there is none; it stays without.
+        """
+        address, n_bytes = self.chunks[index]
+        assert address not in self._mapped, index
+        self._driver.map(address, n_bytes)
+        self._mapped[address] = n_bytes
 
     def unmap(self, index: int) -> None:
-        self._driver.unmap(*self._mapped[index])
-        del self._mapped[index]
+        """Give a chunk's memory up. All work on it has completed."""
+        address, n_bytes = self.chunks[index]
+        self._driver.unmap(address, n_bytes)
+        del self._mapped[address]
 
+    @property
+    def mapped_bytes(self) -> int:
+        """Memory that it has now."""
+        return sum(self._mapped.values())
+
+    @property
+    def is_present(self) -> bool:
+        """Whether all of it has memory."""
+        return self.mapped_bytes == self.n_bytes
+
+    @torch.inference_mode(False)
     def tensor(self, start: int, n_bytes: int) -> Tensor:
-        part = _Part(self, self.address + start, n_bytes)
-        with torch.inference_mode(False):
-            return torch.as_tensor(part, device=self._driver.device)
+        """1-D uint8 over a range that is mapped now; on CUDA its storage keeps the range."""
+        return self._driver.tensor(self.address + start, n_bytes, self)
 
+    def fits(self, n_bytes: int) -> bool:
+        """Whether :meth:`take` can give that much."""
+        return self.used_bytes + n_bytes <= self.n_bytes
 
-class _Part:
-    """What torch takes a tensor from; the tensor's storage keeps it, and it keeps the pages."""
+    def take(self, n_bytes: int) -> torch.UntypedStorage:
+        """A storage over the next bytes."""
+        taken = self.tensor(self.used_bytes, n_bytes).untyped_storage()
+        self.used_bytes += align(n_bytes, _ALIGNMENT_BYTES)
+        return taken
 
-    def __init__(self, pages: DevicePages, address: int, n_bytes: int) -> None:
-        self.pages = pages
-        self.__cuda_array_interface__ = {
-            "shape": (n_bytes,),
-            "typestr": "|u1",
-            "data": (address, False),
-            "version": 3,
-        }
-
-
-def _give_back(
-    driver: Driver, address: int, n_bytes: int, mapped: dict[int, tuple[int, int]]
-) -> None:
-    """The range and what is mapped there, when nothing refers to it. Never raises: it runs when
-    tensors are collected."""
-    try:
-        if torch.cuda.is_current_stream_capturing():
-            return  # to wait would end the capture; the range is left as it is
-        torch.cuda.synchronize(driver.device)  # the last tensor may go before kernels that use it
-        while mapped:
-            driver.unmap(*mapped.popitem()[1])
-        driver.free(address, n_bytes)
-    except Exception:  # a failed device: likewise
-        return
-
-
-class HostPages(Pages):
-    """:class:`Pages` of host memory.
-
-    Raises:
-        HostMemoryError: the kernel refused to map it.
-    """
-
-    def __init__(self, n_bytes: int, chunk_bytes: int) -> None:
-        super().__init__(n_bytes, chunk_bytes, mmap.PAGESIZE)
-        try:
-            self._mapping = mmap.mmap(-1, self.n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        except (OSError, OverflowError) as error:
-            raise HostMemoryError(
-                f"{self.n_bytes} bytes at a fixed address",
-                reason=f"the kernel refused to map them ({error})",
-                remedy="ask for less, or raise the limit on address space (ulimit -v)",
-            ) from None
-        with suppress(OSError, AttributeError):  # whole chunks go, never a part of a huge page
-            self._mapping.madvise(mmap.MADV_NOHUGEPAGE)
-        self.address = torch.frombuffer(self._mapping, dtype=torch.uint8, count=1).data_ptr()
-        self._mapped = set(range(len(self.chunks)))
-
-    def is_mapped(self, index: int) -> bool:
-        return index in self._mapped
-
-    def map(self, index: int) -> None:
-        assert index not in self._mapped, index
-        self._mapped.add(index)
-
-    def unmap(self, index: int) -> None:
-        start, stop = self.chunks[index]
-        self._mapping.madvise(mmap.MADV_DONTNEED, start, stop - start)
-        self._mapped.remove(index)
-
-    def tensor(self, start: int, n_bytes: int) -> Tensor:
-        with torch.inference_mode(False):
-            return torch.frombuffer(self._mapping, dtype=torch.uint8, count=n_bytes, offset=start)
+    def holds(self, storage: torch.UntypedStorage) -> bool:
+        """Whether the storage lies here."""
+        return 0 <= storage.data_ptr() - self.address < self.n_bytes
 
 
 class Chunk:
     """One chunk of pages as a :class:`~..memory.transfer.Block`: unmapped and mapped, in place."""
 
-    def __init__(self, key: str, pages: Pages, index: int) -> None:
-        self.key = key
+    def __init__(
+        self, pages: Pages, index: int, found: Sequence[tuple[torch.UntypedStorage, int]] = ()
+    ) -> None:
+        self.key, self.storages = f"{pages.key}/{index}", found
         self._pages, self._index = pages, index
-        self._start, stop = pages.chunks[index]
-        self.n_bytes = stop - self._start
+        self._address, self.n_bytes = pages.chunks[index]
 
     def view(self) -> Tensor:
-        return self._pages.tensor(self._start, self.n_bytes)
+        return self._pages.tensor(self._address - self._pages.address, self.n_bytes)
 
     def release(self) -> None:
         self._pages.unmap(self._index)
 
     def restore(self) -> None:
         self._pages.map(self._index)
+
+
+class FixedMemory:
+    """Device memory at addresses that stay; it grows, and storages of others can be moved in.
+
+    Args:
+        name: begins the keys of all chunks.
+        device: CUDA or the CPU.
+        chunk_bytes: memory is mapped and unmapped in chunks of this size.
+
+    Raises:
+        DeviceError: the device cannot keep addresses.
+    """
+
+    def __init__(self, name: str, device: torch.device, chunk_bytes: int = CHUNK_BYTES) -> None:
+        driver_of(device)
+        self.name, self._device, self._chunk_bytes = name, device, chunk_bytes
+        self._pages: list[Pages] = []
+        self._moved: list[tuple[Pages, torch.UntypedStorage]] = []
+        self._n_made = 0  # so far: no two have the same key
+
+    @property
+    def n_bytes(self) -> int:
+        """Whether it has memory or not."""
+        return sum(pages.n_bytes for pages in self._pages)
+
+    @property
+    def mapped_bytes(self) -> int:
+        """Memory that it has now."""
+        return sum(pages.mapped_bytes for pages in self._pages)
+
+    def blocks(self) -> list[Chunk]:
+        """All of the memory."""
+        inside: dict[int, list[tuple[torch.UntypedStorage, int]]] = {}
+        for pages, storage in self._moved:
+            start = storage.data_ptr() - pages.address
+            inside.setdefault(id(pages), []).append((storage, start))
+        # Buffers of a range's chunks lie side by side, so the first may have all storages.
+        return [
+            Chunk(pages, index, () if index else inside.get(id(pages), ()))
+            for pages in self._pages
+            for index in range(len(pages.chunks))
+        ]
+
+    def take(self, n_bytes: int) -> tuple[torch.UntypedStorage, Pages]:
+        """A storage, and where it lies.
+
+        Raises:
+            torch.OutOfMemoryError: there is no memory to grow by.
+        """
+        found = (pages for pages in self._pages if pages.fits(n_bytes))
+        pages = next(found, None) or self._grow(n_bytes)
+        return pages.take(n_bytes), pages
+
+    def _grow(self, n_bytes: int, owner: FixedMemory | None = None) -> Pages:
+        key = f"{self.name}/{self._n_made}"
+        pages = Pages(driver_of(self._device), key, n_bytes, self._chunk_bytes, owner)
+        self._pages.append(pages)
+        self._n_made += 1
+        return pages
+
+    def clear(self) -> None:
+        """Forget all memory: it goes when nothing refers to it any more."""
+        self._pages.clear()
+
+    # ------------------------------------------------------------------ storages of others
+
+    def move_in(self, found: Iterable[torch.UntypedStorage]) -> None:
+        """Give storages memory of this one's, with their content, on the current stream.
+
+        Raises:
+            torch.OutOfMemoryError: there is no memory for a row beside; those that were moved stay
+                here until :meth:`move_out`.
+            DeviceError: likewise, this version of torch, or how its allocator was set up, is in
+                the way.
+        """
+        if storages.can_swap():
+            for row in _rows(found):
+                pages = self._grow(sum(align(s.nbytes(), _ALIGNMENT_BYTES) for s in row), self)
+                for storage in row:
+                    fresh = pages.take(storage.nbytes())
+                    fresh.copy_(storage)
+                    storages.swap_memory(storage, fresh)
+                    self._note(storage, pages)
+            return
+        if self._device.type == "cpu":
+            raise DeviceError(
+                f"keep_addresses=True on the CPU with torch {torch.__version__}",
+                reason="it cannot exchange the memory of two storages",
+                remedy="use torch 2.13 or later, or leave keep_addresses out",
+            )
+        self._resize_in(list(found))
+
+    def _resize_in(self, found: Sequence[torch.UntypedStorage]) -> None:
+        """For torch before 2.13, see [Note: other memory for a storage] in core/storage.py."""
+        pool = storages.AddressPool(self._device, lambda n: self._grow(n, self).address)
+        small = [storage for storage in found if storages.is_small(storage.nbytes())]
+        large = [storage for storage in found if not storages.is_small(storage.nbytes())]
+        for row in (*_rows(large), *([storage] for storage in small)):
+            moved = pool.move(row)
+            for storage in row:
+                pages = self._holding(storage)
+                if pages is None and not moved and pool.move([storage]):
+                    pages = self._holding(storage)
+                if pages is None:
+                    raise DeviceError(
+                        f"{storage.nbytes()} bytes at a given address",
+                        reason="torch's allocator asks for other sizes than it does by default",
+                        remedy="use torch 2.13 or later, or take roundup_power2_divisions out of "
+                        "PYTORCH_ALLOC_CONF, or leave keep_addresses out",
+                    )
+                self._note(storage, pages)
+        used = {id(pages) for pages, _ in self._moved}  # the allocator did not need all segments
+        self._pages = [pages for pages in self._pages if id(pages) in used]
+
+    def _holding(self, storage: torch.UntypedStorage) -> Pages | None:
+        return next((pages for pages in self._pages if pages.holds(storage)), None)
+
+    def _note(self, storage: torch.UntypedStorage, pages: Pages) -> None:
+        storages.tie(storage, pages)  # torch before 2.13 does not keep them by itself
+        self._moved.append((pages, storage))
+
+    def move_out(self) -> None:
+        """Give all storages ordinary memory again, a row at a time. It is present.
+
+        Raises:
+            torch.OutOfMemoryError: there is no memory; what was not reached stays here, and a later
+                call goes on.
+        """
+        while self._moved:
+            pages, storage = self._moved[-1]
+            make_ordinary(storage)
+            self._moved.pop()
+            if not self._moved or self._moved[-1][0] is not pages:
+                # Its memory goes once the copies are done: closing it waits for the device.
+                self._pages = [each for each in self._pages if each is not pages]
+        self._pages.clear()
+
+
+def make_ordinary(storage: torch.UntypedStorage) -> None:
+    """Undo a move; raises as :func:`.storage.renew`."""
+    storages.renew(storage)
+    storages.untie(storage)
+
+
+def is_movable(storage: torch.UntypedStorage, mine: Sequence[FixedMemory]) -> bool:
+    """Whether a storage moves by itself: not one in a region, which its owner pauses.
+
+    One of a PhaseOffloader that does not exist any more gets ordinary memory.
+
+    Raises:
+        ConfigError: another PhaseOffloader keeps its address.
+    """
+    pages = storages.owner_of(storage)
+    if pages is None:
+        return True
+    find: Callable[[], FixedMemory | None] | None = pages.owner
+    if find is None:
+        return False
+    owner = find()
+    if owner is None:
+        make_ordinary(storage)
+        return True
+    if all(owner is not each for each in mine):
+        raise ConfigError(
+            f"a storage of {storage.nbytes()} bytes",
+            reason="another PhaseOffloader keeps its address, and offloads it",
+            remedy="close() that one first, or give both sets of tensors to one PhaseOffloader",
+        )
+    return False
+
+
+def _rows(found: Iterable[torch.UntypedStorage]) -> Iterator[list[torch.UntypedStorage]]:
+    """Storages of about ``ROW_BYTES`` in all, at least one."""
+    row: list[torch.UntypedStorage] = []
+    row_bytes = 0
+    for storage in found:
+        if row and row_bytes + storage.nbytes() > ROW_BYTES:
+            yield row
+            row, row_bytes = [], 0
+        row.append(storage)
+        row_bytes += storage.nbytes()
+    if row:
+        yield row

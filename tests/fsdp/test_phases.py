@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,15 +16,17 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
+    get_optimizer_state_dict,
     get_state_dict,
     set_model_state_dict,
+    set_optimizer_state_dict,
     set_state_dict,
 )
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from fsdp_offload import PhaseOffloader, checkpoint
-from fsdp_offload.core.errors import AwayError, UnspentGradientError
+from fsdp_offload import HybridDeviceOptimizer, PhaseOffloader, checkpoint
+from fsdp_offload.core.errors import AwayError, SpentGradientError, UnspentGradientError
 from fsdp_offload.core.fsdp import find_groups
 from tests.fsdp import models
 from tests.fsdp.models import Toy, check, check_same, check_twins
@@ -33,11 +37,13 @@ Job = tuple[Toy, Optimizer]
 
 
 def job(size: int, kind: str = "plain", **options: Any) -> Job:
+    """``kind``: plain, fused, or the overlap of a wrapper with all lanes."""
     model = models.toy(models.flat_mesh(size), **options)
     inner = torch.optim.AdamW(models.groups(model), fused=kind == "fused")
-    if kind != "hybrid":
+    if kind in ("plain", "fused"):
         return model, inner
-    return model, models.wrap(inner, model, update_on=("host", "streamed", "resident"))
+    lanes = ("host", "streamed", "resident")
+    return model, models.wrap(inner, model, update_on=lanes, overlap=kind)
 
 
 def away(model: nn.Module) -> bool:
@@ -66,7 +72,7 @@ def train(made: Job, steps: range) -> None:
 
 
 def switch_after_every_step(
-    size: int, params: str, grads: str, state: str, kind: str, options: dict[str, Any]
+    size: int, kind: str, params: str, grads: str, state: str, options: dict[str, Any]
 ) -> None:
     mine, twin = job(size, kind, **options), job(size, kind, **options)
     phases = PhaseOffloader(*mine, params=params, grads=grads, state=state)
@@ -80,25 +86,29 @@ def switch_after_every_step(
             if model is mine[0]:
                 with phases.away():
                     check(params == "keep" or away(model), "memory is left")
+                if isinstance(optimizer, HybridDeviceOptimizer):
+                    optimizer.offload(wait=step % 2 == 0)
+                    optimizer.reload(wait=step % 2 == 0)
             optimizer.zero_grad()
-    check_twins(mine[1], twin[1], f"{params} {grads} {state} {kind}")
+    check_twins(mine[1], twin[1], f"{kind} {params} {grads} {state}")
     phases.close()
 
 
 UNSHARDED = {"reshard_after_forward": False}
 BF16 = {"dtype": torch.bfloat16}
 CASES: list[tuple[int, str, str, str, str, dict[str, Any]]] = [
-    (2, "save", "save", "save", "plain", {}),
-    (2, "keep", "save", "keep", "hybrid", UNSHARDED),
-    (3, "save", "drop", "save", "fused", BF16),
+    (2, "plain", "save", "save", "save", {}),
+    (2, "step", "keep", "save", "keep", UNSHARDED),
+    (2, "forward", "save", "save", "save", BF16),
+    (2, "backward", "save", "drop", "save", {}),
+    (3, "fused", "save", "drop", "save", BF16),
 ]
 MORE = [
-    (size, params, grads, state, kind, options)
-    for size in (2, 3)
+    (2, kind, params, grads, state, options)
     for params in ("save", "keep")
     for grads in ("drop", "save", "keep")
     for state in ("save", "keep")
-    for kind, options in (("plain", UNSHARDED), ("fused", BF16))
+    for kind, options in (("plain", UNSHARDED), ("fused", BF16), ("forward", BF16), ("step", {}))
 ]
 
 
@@ -187,16 +197,14 @@ def test_gradients_that_wait_for_an_all_reduce(ranks: Ranks, grads: str) -> None
 
 
 def drop_what_no_step_has_consumed(size: int, overlap: str | None) -> None:
-    made = mine, optimizer = job(size)
-    if overlap is not None:
-        made = mine, optimizer = overlapped(size, overlap)
+    made = mine, optimizer = job(size, overlap or "plain")
     phases = PhaseOffloader(*made)
 
     def is_refused(what: str) -> None:
         try:
             phases.offload()
         except UnspentGradientError:
-            check(not phases.is_away and not away(mine), f"{what}: it has left")
+            check(not phases.is_away and not away(mine), f"{what}: it is away")
         else:
             check(False, f"{what} was dropped")
 
@@ -221,15 +229,10 @@ def drop_what_no_step_has_consumed(size: int, overlap: str | None) -> None:
     phases.reload()
 
 
-def overlapped(size: int, overlap: str) -> Job:
-    model = models.toy(models.flat_mesh(size))
-    inner = torch.optim.AdamW(models.groups(model))
-    return model, models.wrap(inner, model, update_on="device", overlap=overlap)
-
-
 def step_beside_an_offloader(size: int) -> None:
     """Its hook reads no parameters, so step() does not wait for updates; for others' it does."""
-    mine, optimizer = overlapped(size, "forward")
+    mine, optimizer = job(size, "forward")
+    assert isinstance(optimizer, HybridDeviceOptimizer)
     phases = PhaseOffloader(mine, optimizer)
     drained: list[None] = []
     drain = optimizer._drain
@@ -244,6 +247,48 @@ def step_beside_an_offloader(size: int) -> None:
         optimizer.zero_grad()
         optimizer.register_step_post_hook(lambda *_: None)
     phases.close()
+
+
+def offload_the_optimizer_alone(size: int) -> None:
+    """Refused between a backward that has updated parameters and step(); use is, afterwards."""
+    model, optimizer = job(size, "backward")
+    assert isinstance(optimizer, HybridDeviceOptimizer)
+    train((model, optimizer), range(1))
+    models.backward(model, 1)
+    with pytest.raises(SpentGradientError, match="step"):
+        optimizer.offload()
+    check(not optimizer.is_away, "it is away")
+    optimizer.step()
+    optimizer.zero_grad()
+    optimizer.offload()
+    saved = get_optimizer_state_dict(model, optimizer)
+    refused(lambda: set_optimizer_state_dict(model, optimizer, saved), "a load")
+    optimizer.reload()
+    optimizer.offload()
+    shards = [models.local(p) for p in model.parameters()]
+    before = [shard.clone() for shard in shards]
+    refused(lambda: models.backward(model, 2), "backward")
+    for shard, value in zip(shards, before, strict=True):
+        check_same(shard, value, "a shard")
+    optimizer.close()
+
+
+def hold_nothing(size: int) -> None:
+    """Gradients that gates and threads held are gone, and so is every slot."""
+    model, optimizer = job(size, "forward")
+    assert isinstance(optimizer, HybridDeviceOptimizer)
+    train((model, optimizer), range(1))
+    models.backward(model, 1)
+    gradients = [weakref.ref(p.grad) for p in model.parameters() if p.grad is not None]
+    check(bool(gradients), "no gradients")
+    optimizer.step()
+    optimizer.zero_grad()
+    optimizer.offload()
+    gc.collect()
+    check(all(ref() is None for ref in gradients), "a gradient is held")
+    staging = optimizer.staging_buffers()
+    check(not any(t.untyped_storage().nbytes() for t in staging), "a staging buffer is held")
+    optimizer.close()
 
 
 def loads_around_the_first_forward(size: int, first: bool) -> None:
@@ -275,6 +320,8 @@ def test_what_fsdp2_does_while_parameters_are_away(ranks: Ranks) -> None:
     for overlap in (None, "forward"):
         pool.run(drop_what_no_step_has_consumed, 2, overlap)
     pool.run(step_beside_an_offloader, 2)
+    pool.run(offload_the_optimizer_alone, 2)
+    pool.run(hold_nothing, 2)
     for first in (True, False):
         pool.run(loads_around_the_first_forward, 2, first)
 
@@ -297,8 +344,8 @@ def check_values(made: Job, expected: dict[str, Tensor], what: str) -> None:
         check_same(found[name], value, f"{what}: {name}", placed=True)
 
 
-def checkpoints_while_away(size: int, path: Path) -> None:
-    mine = job(size)
+def checkpoints_while_away(size: int, kind: str, path: Path) -> None:
+    mine = job(size, kind)
     train(mine, range(1, 4))
     expected = values(mine)
     phases = PhaseOffloader(*mine)
@@ -317,10 +364,12 @@ def checkpoints_while_away(size: int, path: Path) -> None:
         pass
     future.result()
     for name in ("own", "async"):
-        other = job(size)
+        other = job(size, kind)
         checkpoint.load(path / name, *other)
         check_values(other, expected, name)
-    other = job(size)
+        train(other, range(4, 6))
+        check_twins(other[1], mine[1], f"{name}, trained on")
+    other = job(size, kind)
     train(other, range(7, 8))
     with PhaseOffloader(*other).away():
         refused(lambda: checkpoint.load(path / "own", *other), "checkpoint.load()")
@@ -332,5 +381,6 @@ def checkpoints_while_away(size: int, path: Path) -> None:
     dist.barrier()
 
 
-def test_checkpoints_while_away(ranks: Ranks, tmp_path: Path) -> None:
-    ranks(2).run(checkpoints_while_away, 2, tmp_path)
+@pytest.mark.parametrize("kind", ["plain", "step"])
+def test_checkpoints_while_away(ranks: Ranks, kind: str, tmp_path: Path) -> None:
+    ranks(2).run(checkpoints_while_away, 2, kind, tmp_path)

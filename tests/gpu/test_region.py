@@ -10,7 +10,6 @@ from torch import nn
 
 from fsdp_offload import FixedAddressRegion, PhaseOffloader
 from fsdp_offload.core.errors import DeviceMemoryError
-from fsdp_offload.memory.transfer import StorageBlock
 
 pytestmark = pytest.mark.alone
 MIB = 1 << 20
@@ -44,42 +43,7 @@ def test_memory_goes_and_comes_back_at_the_same_address() -> None:
     assert bool((tensor == rows).all())
     assert bool((small.float() == 2).all())
     assert bool(flags.all())
-    assert region.statistics().out_bytes == region.n_bytes
-
-
-def test_without_saving_no_host_memory_is_taken() -> None:
-    region = FixedAddressRegion("kv")
-    tensor = region.empty(256 * MIB, dtype=torch.uint8)
-    address, before = tensor.data_ptr(), free_bytes()
-    region.pause(save=False)
-    assert free_bytes() - before >= 256 * MIB
-    region.resume()
-    assert tensor.data_ptr() == address
-    tensor.fill_(3)
-    assert int(tensor[-1]) == 3
-    assert region.statistics().pinned_bytes == 0
-
-
-def test_graphs_replay_after_20_cycles() -> None:
-    region = FixedAddressRegion("graph")
-    weight = region.empty((512, 512), dtype=torch.float32).normal_()
-    x, out = (region.empty((64, 512), dtype=torch.float32).zero_() for _ in range(2))
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        out.copy_(x @ weight)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out.copy_(x @ weight)
-    for seed in range(20):
-        region.pause()
-        taken = torch.full((64 * MIB,), 0x7F, dtype=torch.uint8, device=CUDA)
-        region.resume()
-        del taken
-        value = torch.randn(64, 512, generator=torch.Generator().manual_seed(seed)).to(CUDA)
-        x.copy_(value)
-        graph.replay()
-        torch.testing.assert_close(out, value @ weight)
+    assert region.statistics().offloaded.n_bytes == region.n_bytes
 
 
 def test_memory_short_at_resume() -> None:
@@ -88,7 +52,7 @@ def test_memory_short_at_resume() -> None:
     region.pause()
     taken = torch.empty(free_bytes() - 600 * MIB, dtype=torch.uint8, device=CUDA)
     for _ in range(2):
-        with pytest.raises(DeviceMemoryError, match="still in host memory"):
+        with pytest.raises(DeviceMemoryError, match="nothing is lost"):
             region.resume()
         assert region.statistics().device_bytes == 0
     del taken
@@ -104,6 +68,7 @@ def test_resume_takes_what_torch_has_cached() -> None:
     del taken  # in torch's cache, not the driver's
     region.resume()
     assert not region.is_paused
+    assert region.statistics().pinned_bytes == 0
 
 
 def job(count: int, numel: int) -> tuple[nn.ParameterList, torch.optim.AdamW]:
@@ -195,30 +160,6 @@ def test_small_and_large_storages_travel_together() -> None:
         phases.reload(wait=False)
         sums = torch.stack([(p == 10 * cycle + i).all() for i, p in enumerate(model)])
         assert bool(sums.all())
-
-
-def test_a_failed_copy_leaves_all_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, optimizer = job(6, 3 * MIB)
-    optimizer.zero_grad()
-    before = [tensor.clone() for tensor in tensors_of(model, optimizer)]
-    phases = PhaseOffloader(model, optimizer)
-    calls, view = iter(range(100)), StorageBlock.view
-
-    def fail(block: StorageBlock) -> torch.Tensor:
-        if next(calls) == 9:
-            raise RuntimeError("broken")
-        return view(block)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(StorageBlock, "view", fail)
-        with pytest.raises(RuntimeError, match="broken"):
-            phases.offload()
-    for tensor, value in zip(tensors_of(model, optimizer), before, strict=True):
-        assert torch.equal(tensor, value)
-    with phases.away():
-        pass
-    for tensor, value in zip(tensors_of(model, optimizer), before, strict=True):
-        assert torch.equal(tensor, value)
 
 
 def test_tensors_keep_their_memory_when_the_region_is_gone() -> None:

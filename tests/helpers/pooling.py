@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import itertools
-import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -13,11 +12,9 @@ import torch
 
 from fsdp_offload.core import storage as storages
 from fsdp_offload.phases import pages
-from fsdp_offload.phases.fixed import FixedMemory
-from fsdp_offload.plan.layout import align
+from fsdp_offload.phases.pages import FixedMemory
 
 MIB = 1 << 20
-UNIT = 2 * MIB  # the driver's
 
 
 class Pool:
@@ -111,42 +108,23 @@ class Storage:
         self.address = self._allocator.take(n_bytes)[1]
 
 
-class NoPages:
-    """Addresses without memory."""
-
-    def __init__(self, address: int, n_bytes: int) -> None:
-        self.address, self.n_bytes = address, n_bytes
-        self.chunks = [(0, n_bytes)]
-
-    def is_mapped(self, index: int) -> bool:
-        return True
-
-    def tensor(self, start: int, n_bytes: int) -> torch.Tensor:
-        return torch.empty(0, dtype=torch.uint8)
-
-
 class Driver:
-    """Gives out ranges, as far as there is memory."""
+    """Addresses without memory, and what is held of them."""
+
+    granularity_bytes = 2 * MIB
 
     def __init__(self) -> None:
-        self.left_bytes = 1 << 50
-        self.given: list[int] = []
-        self.held_bytes = self.peak_bytes = 0
+        self.held_bytes = 0
         self._addresses = itertools.count(1 << 40, 1 << 38)
 
-    def make(self, device: torch.device, n_bytes: int, chunk_bytes: int) -> NoPages:
-        size = align(n_bytes, UNIT)
-        if size > self.left_bytes:
-            raise torch.OutOfMemoryError("the model's driver has no more")
-        self.given.append(size)
-        self.held_bytes += size
-        self.peak_bytes = max(self.peak_bytes, self.held_bytes)
-        made = NoPages(next(self._addresses), size)
-        weakref.finalize(made, self._give_back, size)
-        return made
+    def reserve(self, n_bytes: int) -> int:
+        self.held_bytes += n_bytes
+        return next(self._addresses)
 
-    def _give_back(self, size: int) -> None:
-        self.held_bytes -= size
+    def map(self, address: int, n_bytes: int) -> None: ...
+
+    def close(self, address: int, n_bytes: int, mapped: object) -> None:
+        self.held_bytes -= n_bytes
 
 
 def allocator_in_place(patch: pytest.MonkeyPatch) -> Allocator:
@@ -177,7 +155,6 @@ def allocator_in_place(patch: pytest.MonkeyPatch) -> Allocator:
 def memory_in_place(patch: pytest.MonkeyPatch) -> tuple[FixedMemory, Driver]:
     """Fixed memory of a CUDA device with a torch that cannot swap, all of it modelled."""
     driver = Driver()
-    patch.setattr(pages, "make", driver.make)
-    patch.setattr(pages, "check", lambda device: None)
+    patch.setattr(pages, "driver_of", lambda device: driver)
     patch.setattr(storages, "can_swap", lambda: False)
     return FixedMemory("state", Storage.device), driver

@@ -3,23 +3,23 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import itertools
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from fsdp_offload import FixedAddressRegion, HybridDeviceOptimizer, PhaseOffloader
+from fsdp_offload import FixedAddressRegion, PhaseOffloader
 from fsdp_offload.core import storage as storages
 from fsdp_offload.core.errors import AwayError, ConfigError, DeviceError, DeviceMemoryError
 from fsdp_offload.core.storage import AddressPool, can_swap
-from fsdp_offload.phases import fixed
-from fsdp_offload.phases.pages import HostPages
+from fsdp_offload.phases import pages
+from fsdp_offload.phases.pages import FixedMemory, HostDriver
 from tests.away import has_memory
 from tests.helpers.pooling import MIB, Allocator, Storage, allocator_in_place, memory_in_place
+from tests.phases.twins import Job
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CUDA = torch.device("cuda", 0)
@@ -30,52 +30,14 @@ SWAPS = pytest.mark.skipif(not can_swap(), reason="this torch cannot swap CPU st
 @pytest.fixture(autouse=True)
 def _small_rows(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     if "allocator" not in request.fixturenames:
-        monkeypatch.setattr(fixed, "ROW_BYTES", 6000)
-        monkeypatch.setattr(fixed.FixedMemory.__init__, "__defaults__", (CHUNK,))
-
-
-class Job:
-    """A model with a tied weight, a view, a buffer; an optimizer with state; a twin that stays."""
-
-    def __init__(self, *, wrapped: bool) -> None:
-        torch.manual_seed(0)
-        self.model = nn.Sequential(nn.Linear(40, 40), nn.BatchNorm1d(40), nn.Linear(40, 40))
-        self.model[2].weight = self.model[0].weight
-        self.view = self.model[0].weight.detach()[3:5]
-        self.twin = copy.deepcopy(self.model)
-        self.optimizer, self.other = (self.build(m, wrapped) for m in (self.model, self.twin))
-        self.steps = 0
-        self.train()
-
-    @staticmethod
-    def build(model: nn.Module, wrapped: bool) -> Any:
-        plain = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
-        return HybridDeviceOptimizer(plain, model, offload_fraction=0.5) if wrapped else plain
-
-    def train(self) -> None:
-        self.steps += 1
-        x = torch.randn(8, 40, generator=torch.Generator().manual_seed(self.steps))
-        for model, optimizer in ((self.model, self.optimizer), (self.twin, self.other)):
-            model(x).square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    def tensors(self) -> list[Tensor]:
-        state = [v for s in self.optimizer.state.values() for v in s.values()]
-        return [*self.model.parameters(), *self.model.buffers(), *state]
-
-    def addresses(self) -> list[int]:
-        return [tensor.data_ptr() for tensor in self.tensors()]
-
-    def check(self) -> None:
-        for mine, other in ((self.model, self.twin), (self.optimizer, self.other)):
-            torch.testing.assert_close(mine.state_dict(), other.state_dict(), rtol=0, atol=0)
+        monkeypatch.setattr(pages, "ROW_BYTES", 6000)
+        monkeypatch.setattr(FixedMemory.__init__, "__defaults__", (CHUNK,))
 
 
 @SWAPS
-@pytest.mark.parametrize("wrapped", [False, True])
-def test_addresses_stay_and_so_do_bits(wrapped: bool) -> None:
-    job = Job(wrapped=wrapped)
+@pytest.mark.parametrize("offload_fraction", [None, 0.5])
+def test_addresses_stay_and_so_do_bits(offload_fraction: float | None) -> None:
+    job = Job(offload_fraction)
     tensors, before = list(job.model.parameters()), job.addresses()
     phases = PhaseOffloader(job.model, job.optimizer, keep_addresses=True)
     job.check()
@@ -105,8 +67,9 @@ def test_addresses_stay_and_so_do_bits(wrapped: bool) -> None:
 
 
 @SWAPS
-def test_what_an_offloader_has_left_behind_is_moved_by_the_next() -> None:
-    job = Job(wrapped=False)
+def test_one_offloader_at_a_time_keeps_addresses() -> None:
+    """One that does not exist any more does not count."""
+    job = Job()
     first = PhaseOffloader(job.model, job.optimizer, keep_addresses=True)
     with pytest.raises(ConfigError, match=r"another PhaseOffloader keeps its address.*close\(\)"):
         PhaseOffloader(job.model, job.optimizer)
@@ -134,18 +97,18 @@ def test_tensors_of_a_region_are_left_to_it() -> None:
 
 
 @SWAPS
-@pytest.mark.parametrize("at", [0, 1, 2])
-def test_without_room_nothing_moves(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    job, made, left = Job(wrapped=False), HostPages.__init__, [at]
+@pytest.mark.parametrize("at", [0, 2])
+def test_without_memory_beside_nothing_moves(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    job, reserve, left = Job(), HostDriver.reserve, [at]
 
-    def full(self: HostPages, *arguments: Any) -> None:
+    def full(self: HostDriver, n_bytes: int) -> int:
         left[0] -= 1
         if left[0] < 0:
             raise torch.OutOfMemoryError("full")
-        made(self, *arguments)
+        return reserve(self, n_bytes)
 
     with monkeypatch.context() as patch:
-        patch.setattr(HostPages, "__init__", full)
+        patch.setattr(HostDriver, "reserve", full)
         with pytest.raises(DeviceMemoryError, match=r"full.*all is as before"):
             PhaseOffloader(job.model, job.optimizer, keep_addresses=True)
     job.check()
@@ -156,8 +119,8 @@ def test_without_room_nothing_moves(at: int, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @SWAPS
-def test_close_without_room_goes_on_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    job, left = Job(wrapped=False), [3]
+def test_a_close_that_found_no_memory_goes_on_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    job, left = Job(), [3]
     phases = PhaseOffloader(job.model, job.optimizer, keep_addresses=True)
     renew = storages.renew
 
@@ -172,6 +135,9 @@ def test_close_without_room_goes_on_later(monkeypatch: pytest.MonkeyPatch) -> No
         with pytest.raises(DeviceMemoryError, match="everything is on the device"):
             phases.close()
     job.check()
+    with phases.away():
+        assert not any(map(has_memory, job.model.parameters()))
+    job.check()
     phases.close()
     job.train()
     job.check()
@@ -181,77 +147,6 @@ def test_a_torch_that_cannot_swap_is_refused_on_the_cpu(monkeypatch: pytest.Monk
     monkeypatch.setattr(storages, "can_swap", lambda: False)
     with pytest.raises(DeviceError, match=r"torch 2\.13 or later"):
         PhaseOffloader(nn.Linear(2, 2), keep_addresses=True)
-
-
-# ---------------------------------------------------------------- through torch's allocator
-
-
-@pytest.fixture
-def allocator(monkeypatch: pytest.MonkeyPatch) -> Allocator:
-    return allocator_in_place(monkeypatch)
-
-
-def test_the_pool_takes_memory_where_it_is_told(allocator: Allocator) -> None:
-    given: dict[int, int] = {}
-
-    def memory(n: int) -> int:
-        address = (len(given) + 1) << 32
-        given[address] = n
-        return address
-
-    pool: Any = AddressPool(CUDA, memory)
-    moved = [Storage(allocator, n * MIB) for n in (30, 3, 12, 1, 1, 40)]
-    assert all(pool.move(storage) for storage in moved)
-    assert list(given.values()) == [n * MIB for n in (30, 20, 12, 2, 2, 40)]
-    first, second, _, _, _, sixth = given
-    addresses = [storage.address for storage in moved]
-    # The third lies behind the second, and one small storage behind the other.
-    assert addresses[:3] == [first, second, second + 3 * MIB]
-    assert addresses[4] == addresses[3] + MIB
-    assert addresses[5] == sixth
-
-
-def test_a_segment_of_unknown_size_is_refused_and_nothing_moves(allocator: Allocator) -> None:
-    allocator.small_segment = 4 * MIB
-    pool: Any = AddressPool(CUDA, lambda n: 1 << 32)
-    storage = Storage(allocator, 100)
-    before = storage.address
-    assert not pool.move(storage)
-    assert storage.address == before
-
-
-@pytest.mark.parametrize("behaviour", ["cuts", "does not cut"])
-@pytest.mark.parametrize("sizes", [(29, 60), (7, 200), (2.1, 300), (0.3, 50), (600, 2)])
-def test_storages_move_through_the_pool(
-    allocator: Allocator, sizes: Any, behaviour: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """None lies on another one, each in memory that is counted, and nothing unused is kept."""
-    allocator.cuts = behaviour == "cuts"
-    memory, driver = memory_in_place(monkeypatch)
-    size, count = int(sizes[0] * MIB), sizes[1]
-    moved: list[Any] = [Storage(allocator, size) for _ in range(count)]
-    memory.move_in(moved)
-    starts = sorted(storage.address for storage in moved)
-    assert all(b - a >= size for a, b in itertools.pairwise(starts))
-    assert all(memory.extents.locate(storage) is not None for storage in moved)
-    assert memory.extents.n_bytes == driver.held_bytes
-    if behaviour == "cuts" and size > MIB:
-        assert memory.extents.n_bytes <= 1.005 * count * size + 4 * MIB
-    memory.move_out()
-    assert all(memory.extents.locate(storage) is None for storage in moved)
-    gc.collect()
-    assert driver.held_bytes == 0
-
-
-def test_an_allocator_that_rounds_is_refused(
-    allocator: Allocator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    allocator.rounds = True
-    memory, _ = memory_in_place(monkeypatch)
-    moved: list[Any] = [Storage(allocator, 29 * MIB) for _ in range(3)]
-    with pytest.raises(DeviceError, match="roundup_power2_divisions"):
-        memory.move_in(moved)
-    memory.move_out()
 
 
 @SWAPS
@@ -266,27 +161,89 @@ def test_renewed_storages_keep_their_content() -> None:
         assert view.data_ptr() == made.data_ptr() + 8
 
 
+# ---------------------------------------------------------------- through torch's allocator
+
+
+@pytest.fixture
+def allocator(monkeypatch: pytest.MonkeyPatch) -> Allocator:
+    return allocator_in_place(monkeypatch)
+
+
+def test_the_pool_takes_memory_where_it_should(allocator: Allocator) -> None:
+    given: dict[int, int] = {}
+
+    def memory(n: int) -> int:
+        address = (len(given) + 1) << 32
+        given[address] = n
+        return address
+
+    pool: Any = AddressPool(CUDA, memory)
+    moved = [Storage(allocator, n * MIB) for n in (30, 3, 12, 1, 1, 40)]
+    assert all(pool.move([storage]) for storage in moved)
+    assert list(given.values()) == [n * MIB for n in (30, 20, 12, 2, 2, 40)]
+    first, second, _, _, _, sixth = given
+    addresses = [storage.address for storage in moved]
+    # The third lies behind the second, and one small storage behind the other.
+    assert addresses[:3] == [first, second, second + 3 * MIB]
+    assert addresses[4] == addresses[3] + MIB
+    assert addresses[5] == sixth
+
+
+@pytest.mark.parametrize("cuts", [True, False])
+@pytest.mark.parametrize("sizes", [(29, 60), (7, 200), (0.3, 50)])
+def test_storages_move_through_the_pool(
+    allocator: Allocator, sizes: Any, cuts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None lies on another one, each in memory that is counted, and nothing unused is kept."""
+    allocator.cuts = cuts
+    memory, driver = memory_in_place(monkeypatch)
+    size, count = int(sizes[0] * MIB), sizes[1]
+    moved: list[Any] = [Storage(allocator, size) for _ in range(count)]
+    memory.move_in(moved)
+    starts = sorted(storage.address for storage in moved)
+    assert all(b - a >= size for a, b in itertools.pairwise(starts))
+    assert len([place for chunk in memory.blocks() for place in chunk.storages]) == count
+    assert memory.n_bytes == driver.held_bytes
+    if cuts and size > MIB:
+        assert memory.n_bytes <= 1.005 * count * size + 4 * MIB
+    memory.move_out()
+    assert not memory.blocks()
+    gc.collect()
+    assert driver.held_bytes == 0
+
+
+def test_an_allocator_that_rounds_is_refused(
+    allocator: Allocator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    allocator.rounds = True
+    memory, driver = memory_in_place(monkeypatch)
+    moved: list[Any] = [Storage(allocator, 29 * MIB) for _ in range(3)]
+    with pytest.raises(DeviceError, match="roundup_power2_divisions"):
+        memory.move_in(moved)
+    memory.move_out()
+    gc.collect()
+    assert driver.held_bytes == 0
+
+
 @pytest.mark.parametrize(
-    ("variable", "setting", "cuts"),
+    ("setting", "cuts"),
     [
-        ("PYTORCH_ALLOC_CONF", "", True),
-        ("PYTORCH_ALLOC_CONF", "garbage_collection_threshold:0.8", True),
-        ("PYTORCH_ALLOC_CONF", "max_split_size_mb:128", False),
-        ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True", False),
-        ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments: false", True),
-        ("PYTORCH_ALLOC_CONF", "roundup_power2_divisions:4", False),
+        ("garbage_collection_threshold:0.8", True),
+        ("expandable_segments: false", True),
+        ("max_split_size_mb:128", False),
+        ("expandable_segments:True", False),
+        ("roundup_power2_divisions:4", False),
     ],
 )
 def test_settings_under_which_segments_are_not_cut(
-    monkeypatch: pytest.MonkeyPatch, variable: str, setting: str, cuts: bool
+    monkeypatch: pytest.MonkeyPatch, setting: str, cuts: bool
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
     monkeypatch.setattr(torch._C, "_accelerator_getAllocatorSettings", lambda: "", raising=False)
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv(variable, setting)
-    assert storages.cuts_segments(CUDA) == cuts
-    monkeypatch.delenv(variable)
+        monkeypatch.setenv(name, setting)
+        assert storages.cuts_segments(CUDA) == cuts
+        monkeypatch.delenv(name)
     monkeypatch.setattr(
         torch._C, "_accelerator_getAllocatorSettings", lambda: setting, raising=False
     )

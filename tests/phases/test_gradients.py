@@ -78,59 +78,22 @@ def test_between_backward_and_step_it_is_refused(build: Callable[[nn.Module], An
 
 
 @BUILDERS
-def test_gradients_that_a_step_has_consumed_are_dropped(build: Callable[[nn.Module], Any]) -> None:
+def test_what_comes_after_the_step_is_not_consumed(build: Callable[[nn.Module], Any]) -> None:
     job = Job(build)
-    for _ in range(2):
-        job.backward()
+    for zeroes in (True, False):
+        job.optimizer.step(job.backward)
+        if zeroes:
+            job.optimizer.zero_grad()
+        job.backward()  # without zero_grad() in place
+        job.check_refused()
         job.optimizer.step()
         job.cycle()
 
 
-@BUILDERS
-def test_added_to_after_the_step_they_are_not_consumed(build: Callable[[nn.Module], Any]) -> None:
-    job = Job(build)
-    job.backward()
-    job.optimizer.step()
-    job.backward()  # without zero_grad(): in place
-    job.check_refused()
-    job.optimizer.step()
-    job.cycle()
-
-
-@BUILDERS
-def test_new_ones_after_zero_grad_are_not_consumed(build: Callable[[nn.Module], Any]) -> None:
-    job = Job(build)
-    job.backward()
-    job.optimizer.step()
-    job.optimizer.zero_grad()
-    job.backward()
-    job.check_refused()
-
-
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_zero_grad_leaves_nothing_to_lose(set_to_none: bool) -> None:
+def test_zeros_are_nothing_to_lose() -> None:
     job = Job()
     job.backward()
-    job.optimizer.zero_grad(set_to_none=set_to_none)
-    job.cycle()
-
-
-@pytest.mark.parametrize("policy", ["drop", "save", "keep"])
-def test_said_explicitly_nothing_is_refused(policy: str) -> None:
-    job = Job(grads=policy)
-    job.backward()
-    before = copy.deepcopy(job.gradients())
-    with job.phases.away():
-        pass
-    after = job.gradients()
-    torch.testing.assert_close(after, [None] * 4 if policy == "drop" else before)
-    assert not job.optimizer._optimizer_step_post_hooks
-
-
-@BUILDERS
-def test_gradients_of_a_closure_are_consumed(build: Callable[[nn.Module], Any]) -> None:
-    job = Job(build)
-    job.optimizer.step(job.backward)
+    job.optimizer.zero_grad(set_to_none=False)
     job.cycle()
 
 
@@ -172,18 +135,6 @@ def test_a_swap_is_refused_too() -> None:
     assert in_.phases.is_away
     out.optimizer.step()
     swap(out=out.phases, in_=in_.phases)
-
-
-def test_an_optimizer_keeps_no_offloader_and_no_hook() -> None:
-    job = Job()
-    hooks = job.optimizer._optimizer_step_post_hooks
-    assert len(hooks) == 1
-    find = weakref.ref(job.phases)
-    copy.deepcopy(job.optimizer)
-    del job.phases
-    gc.collect()
-    assert find() is None
-    assert not hooks
 
 
 def test_a_consumed_gradient_is_not_kept_alive() -> None:

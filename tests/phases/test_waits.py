@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import gc
-import threading
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from fsdp_offload import PhaseOffloader, swap
+from fsdp_offload import FixedAddressRegion, PhaseOffloader, swap
+from fsdp_offload.memory import transfer
 from fsdp_offload.memory.transfer import StorageBlock
 from fsdp_offload.testing import ADVERSARIES, StreamSimulator
+from tests.helpers.policies import POLICIES
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-SHAPES = (600_000, 40, 270_000, 7)  # one travels alone, three together
+SHAPES = (600_000, 40, 270_000, 7)  # the first is a batch of its own, the others are one together
+
+
+@pytest.fixture(autouse=True)
+def _small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer, "BATCH_BYTES", 2 << 20)
 
 
 class Launching(torch.optim.SGD):
@@ -41,51 +47,100 @@ def fill(target: Tensor, value: float) -> None:
     target.fill_(value)
 
 
-def model() -> nn.ParameterList:
-    return nn.ParameterList([nn.Parameter(torch.zeros(n), False) for n in SHAPES])
+class Job:
+    """A module, its optimizer with state, its offloader, and the values that they hold."""
+
+    def __init__(self, simulator: StreamSimulator, value: float = 1000) -> None:
+        self.current, self.value = simulator.current_stream(), value
+        self.module = nn.ParameterList([nn.Parameter(torch.zeros(n), False) for n in SHAPES])
+        self.optimizer = Launching(self.module.parameters(), self.current)
+        self.phases = PhaseOffloader(self.module, self.optimizer)
+        self.seen = [torch.zeros(n) for n in SHAPES]
+
+    def write(self) -> None:
+        self.value += 100
+        states = [state["momentum_buffer"] for state in self.optimizer.state.values()]
+        for index, pair in enumerate(zip(self.module.parameters(), states, strict=True)):
+            self.current.launch(fill, pair[0].data, self.value + 10 * index)
+            self.current.launch(fill, pair[1], self.value + 10 * index + 5)
+
+    def is_right(self) -> bool:
+        for parameter, out in zip(self.module.parameters(), self.seen, strict=True):
+            self.current.launch(copy_to, out, parameter.data)
+        self.optimizer.step()
+        self.current.synchronize()
+        found = [(float(v.min()), float(v.max())) for v in (*self.seen, *self.optimizer.seen)]
+        wanted = [self.value + 10 * i + more for more in (0, 5) for i in range(len(SHAPES))]
+        return found == [(v, v) for v in wanted]
 
 
 def run(simulator: StreamSimulator, *, wait: bool) -> bool:
     """Two cycles with work before, between and after; whether all numbers are right."""
-    module, seen = model(), [torch.zeros(n) for n in SHAPES]
-    current = simulator.current_stream()
-    optimizer = Launching(module.parameters(), current)
-    phases = PhaseOffloader(module, optimizer)
-    states = [state["momentum_buffer"] for state in optimizer.state.values()]
+    job = Job(simulator)
     right = True
-    for cycle in (1, 2):
-        for index, (parameter, state) in enumerate(zip(module.parameters(), states, strict=True)):
-            current.launch(fill, parameter.data, cycle + 10 * index)
-            current.launch(fill, state, cycle + 10 * index + 5)
-        handle = phases.offload(wait=wait)
-        if not wait and cycle == 2:
-            shown = [value.clone() for value in module.state_dict().values()]
-            right &= all(bool((v == cycle + 10 * i).all()) for i, v in enumerate(shown))
+    for cycle in range(2):
+        job.write()
+        handle = job.phases.offload(wait=wait)
+        if not wait and cycle:
+            shown = [value.clone() for value in job.module.state_dict().values()]
+            right &= all(bool((v == job.value + 10 * i).all()) for i, v in enumerate(shown))
         handle.wait()
-        right &= all(p.untyped_storage().nbytes() == 0 for p in module.parameters())
-        phases.reload(wait=wait)
-        for parameter, out in zip(module.parameters(), seen, strict=True):
-            current.launch(copy_to, out, parameter.data)
-        optimizer.step()
-        current.synchronize()
-        right &= all(bool((v == cycle + 10 * i).all()) for i, v in enumerate(seen))
-        right &= all(bool((v == cycle + 10 * i + 5).all()) for i, v in enumerate(optimizer.seen))
-    phases.close()
+        right &= all(p.untyped_storage().nbytes() == 0 for p in job.module.parameters())
+        job.phases.reload(wait=wait)
+        right &= job.is_right()
+    job.phases.close()
     return right
 
 
 @pytest.mark.parametrize("wait", [True, False])
-@pytest.mark.parametrize("policy", ADVERSARIES)
+@pytest.mark.parametrize("policy", POLICIES)
 def test_numbers_are_right_under_every_policy(policy: str, wait: bool) -> None:
     with StreamSimulator(policy) as simulator:
         assert run(simulator, wait=wait)
     assert not simulator.late_uses
 
 
-@pytest.mark.parametrize("policy", ADVERSARIES)
-def test_copies_end_although_nobody_waits_for_them(policy: str) -> None:
+@pytest.mark.parametrize("policy", POLICIES)
+def test_swapped_jobs_under_every_policy(policy: str) -> None:
+    """Two take turns; each finds its own numbers."""
     with StreamSimulator(policy) as simulator:
-        job = SwappedJob(simulator.current_stream(), 1000)
+        here, away = Job(simulator, 1000), Job(simulator, 2000)
+        away.write()
+        away.phases.offload()
+        for wait in (False, True, False):
+            here.write()
+            swap(out=here.phases, in_=away.phases, wait=wait)
+            here, away = away, here
+            assert here.is_right()
+        away.phases.reload()
+    assert not simulator.late_uses
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_region_under_every_policy(policy: str) -> None:
+    """Copies wait for the caller's work, and it for them; so does memory that is not copied."""
+    with StreamSimulator(policy) as simulator:
+        region, out = FixedAddressRegion("kv", "cpu", chunk_bytes=1 << 16), torch.zeros(1)
+        tensor = region.empty(49_152, dtype=torch.float32)
+        current = simulator.current_stream()
+        for value in (3.0, 4.0):
+            current.launch(fill, tensor, value)
+            region.pause()
+            handle = region.resume(wait=False)
+            current.launch(copy_to, out, tensor[-1:])
+            current.synchronize()
+            assert float(out) == value
+            handle.wait()
+        current.launch(fill, tensor, 2.0)
+        current.launch(copy_to, out, tensor[-1:])
+        region.pause(save=False)
+        assert float(out) == 2
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_copies_end_although_the_caller_does_not_wait(policy: str) -> None:
+    with StreamSimulator(policy) as simulator:
+        job = Job(simulator)
         job.write()
         job.phases.offload()
         job.phases.reload(wait=False)
@@ -95,13 +150,12 @@ def test_copies_end_although_nobody_waits_for_them(policy: str) -> None:
     assert not simulator.late_uses
 
 
-@pytest.mark.parametrize("policy", ADVERSARIES)
+@pytest.mark.parametrize("policy", POLICIES)
 def test_a_failed_offload_leaves_no_copy_under_way(
     policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One could write into staging memory that the caller has by then."""
     with StreamSimulator(policy) as simulator:
-        job = SwappedJob(simulator.current_stream(), 1000)
+        job = Job(simulator)
         job.write()
         view, left = StorageBlock.view, iter(range(5, -1, -1))  # behind all of the parameters
 
@@ -123,131 +177,38 @@ def test_a_failed_offload_leaves_no_copy_under_way(
 
 def test_what_follows_an_offload_is_not_delayed() -> None:
     with StreamSimulator("immediate:0") as simulator:  # the current stream runs whatever it may
-        phases = PhaseOffloader(model())
-        handle, after = phases.offload(wait=False), torch.zeros(1)
-        simulator.current_stream().launch(fill, after, 3.0)
-        simulator.current_stream().record().query()
+        job, after = Job(simulator), torch.zeros(1)
+        handle = job.phases.offload(wait=False)
+        job.current.launch(fill, after, 3.0)
+        job.current.record().query()
         assert float(after) == 3
         assert not handle.is_done()
         handle.wait()
         assert handle.is_done()
-        phases.reload()
+        job.phases.reload()
 
 
 def test_the_state_is_waited_for_by_the_step_alone() -> None:
     with StreamSimulator("lazy") as simulator:
-        module = model()
-        optimizer = Launching(module.parameters(), simulator.current_stream())
-        phases = PhaseOffloader(module, optimizer)
-        phases.offload()
+        job = Job(simulator)
+        job.phases.offload()
         waited = len(simulator.wait_log)
-        phases.reload(wait=False)
+        job.phases.reload(wait=False)
         assert [who for who, _ in simulator.wait_log[waited:]].count("current") == 1
         for count in (2, 2):  # once
-            optimizer.step()
+            job.optimizer.step()
             assert [who for who, _ in simulator.wait_log[waited:]].count("current") == count
-        phases.reload()
+        job.phases.reload()
 
 
-@pytest.mark.parametrize("policy", ADVERSARIES)
-def test_swap_under_every_policy(policy: str) -> None:
-    with StreamSimulator(policy) as simulator:
-        current = simulator.current_stream()
-        first, second = model(), model()
-        a, b = PhaseOffloader(first), PhaseOffloader(second)
-        for index, parameter in enumerate(second.parameters()):
-            current.launch(fill, parameter.data, index)
-        b.offload()
-        for index, parameter in enumerate(first.parameters()):
-            current.launch(fill, parameter.data, index + 7)
-        swap(out=a, in_=b, wait=False)
-        seen = [torch.zeros(n) for n in SHAPES]
-        for out, parameter in zip(seen, second.parameters(), strict=True):
-            current.launch(copy_to, out, parameter.data)
-        current.synchronize()
-        assert [float(out[-1]) for out in seen] == [0, 1, 2, 3]
-        swap(out=b, in_=a)
-        assert [float(p.data[-1]) for p in first.parameters()] == [7, 8, 9, 10]
-        b.reload()
-    assert not simulator.late_uses
-
-
-class SwappedJob:
-    """A module, its optimizer with state, its offloader, and the values that they hold."""
-
-    def __init__(self, current: Any, value: float) -> None:
-        self.current, self.value, self.module = current, value, model()
-        self.optimizer = Launching(self.module.parameters(), current)
-        self.phases = PhaseOffloader(self.module, self.optimizer)
-        self.seen = [torch.zeros(n) for n in SHAPES]
-
-    def write(self) -> None:
-        self.value += 100
-        states = [state["momentum_buffer"] for state in self.optimizer.state.values()]
-        for index, pair in enumerate(zip(self.module.parameters(), states, strict=True)):
-            self.current.launch(fill, pair[0].data, self.value + 10 * index)
-            self.current.launch(fill, pair[1], self.value + 10 * index + 5)
-
-    def is_right(self) -> bool:
-        for parameter, out in zip(self.module.parameters(), self.seen, strict=True):
-            self.current.launch(copy_to, out, parameter.data)
-        self.optimizer.step()
-        self.current.synchronize()
-        found = [(float(v.min()), float(v.max())) for v in (*self.seen, *self.optimizer.seen)]
-        wanted = [self.value + 10 * i + more for more in (0, 5) for i in range(len(SHAPES))]
-        return found == [(v, v) for v in wanted]
-
-
-def swap_jobs(simulator: StreamSimulator, *, wait: bool) -> bool:
-    """Two jobs take turns; whether each finds its own numbers."""
-    current = simulator.current_stream()
-    here, away, right = SwappedJob(current, 1000), SwappedJob(current, 2000), True
-    away.write()
-    away.phases.offload()
-    for _ in range(3):
-        here.write()
-        swap(out=here.phases, in_=away.phases, wait=wait)
-        here, away = away, here
-        right &= here.is_right()
-    away.phases.reload()
-    return right
-
-
-@pytest.mark.parametrize("wait", [True, False])
-@pytest.mark.parametrize("policy", ADVERSARIES)
-def test_swapped_jobs_under_every_policy(policy: str, wait: bool) -> None:
-    with StreamSimulator(policy) as simulator:
-        assert swap_jobs(simulator, wait=wait)
-    assert not simulator.late_uses
-
-
-def test_what_leaves_does_not_wait_for_what_comes() -> None:
+def test_an_offload_does_not_wait_for_the_reload_beside_it() -> None:
     with StreamSimulator("lazy") as simulator:
-        here, away = (SwappedJob(simulator.current_stream(), v) for v in (1000, 2000))
+        here, away = Job(simulator), Job(simulator)
         away.phases.offload()
-        leaving, coming = swap(out=here.phases, in_=away.phases, wait=False)
-        leaving.wait()
-        assert not coming.is_done()
-        coming.wait()
-
-
-def test_two_threads_swap_in_opposite_directions() -> None:
-    """Locks are taken in one order."""
-    first, second = PhaseOffloader(model()), PhaseOffloader(model())
-    second.offload()
-
-    def turns(out: PhaseOffloader, in_: PhaseOffloader) -> None:
-        for _ in range(200):
-            swap(out=out, in_=in_)
-
-    pairs = ((first, second), (second, first))
-    threads = [threading.Thread(target=turns, args=pair, daemon=True) for pair in pairs]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert not any(thread.is_alive() for thread in threads)
-    assert first.is_away is not second.is_away
+        out, back = swap(out=here.phases, in_=away.phases, wait=False)
+        out.wait()
+        assert not back.is_done()
+        back.wait()
 
 
 def goes_wrong(policy: str, **skipped: int) -> bool:
@@ -280,4 +241,4 @@ def test_memory_goes_after_its_copy() -> None:
         any(goes_wrong(policy, skip_sync=index) for policy in ADVERSARIES)
         for index in range(len(simulator.sync_log))
     ]
-    assert sum(noticed) == 2 * 4  # in each cycle two groups of parameters, and two of state
+    assert sum(noticed) == 2 * 4  # in each cycle two batches of parameters, and two of state
