@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.optim import Optimizer
 
 from fsdp_offload import HybridDeviceOptimizer
+from fsdp_offload.checkpoint import megatron_fsdp
 from fsdp_offload.core import dtensor
 from tests.checkpoint import stand_in
 from tests.fsdp import models
@@ -447,6 +448,7 @@ def megatron_model(device: str, strategy: int) -> nn.Module:
         preproc_state_dict_for_dcp_ckpt=False,  # chunk metadata need no collective here
     )
     model._replace_param_with_distributed_if_needed()
+    megatron_fsdp.describe(model)
     return model
 
 
@@ -539,6 +541,7 @@ def save_from_new_buffers(path: Path) -> None:
         Placements(dp_axes=["dp"], parameter=flat, gradient=flat, optimizer=flat),
         MixedPrecisionPolicy(),
     )
+    megatron_fsdp.describe(model)
     wrapped = models.wrap(adamw(model.parameters()), model, update_on="host")
     state = {}
     for name, parameter in model.named_parameters():
