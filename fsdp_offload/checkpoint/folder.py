@@ -32,8 +32,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ..core.errors import CheckpointError
-from .files import corrupt, fsync_folder, write_whole
-from .format import read_table
+from .files import corrupt, fsync_folder, read_table, write_whole
 
 _log = logging.getLogger("fsdp_offload")
 

@@ -24,16 +24,18 @@ from ..core.errors import CheckpointError, OffloadError
 from . import folder
 from .files import (
     BLOCK_BYTES,
+    Checksums,
+    Table,
     as_bytes,
     check_count,
     corrupt,
     memory_of,
     read_bytes,
+    read_table,
     run_all,
     scratch,
     typed,
 )
-from .format import Checksums, Table, read_table
 
 SLICE_BYTES: Final = 4 * BLOCK_BYTES
 """What one thread reads at once where elements are converted or lie in another order: the blocks

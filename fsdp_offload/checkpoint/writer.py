@@ -24,18 +24,20 @@ from ..core.interrupts import held_back
 from . import folder
 from .files import (
     BLOCK_BYTES,
+    Checksums,
+    aligned,
     as_bytes,
     check_count,
-    create,
-    fsync,
+    encode_table,
+    envelope,
     fsync_folder,
     memory_of,
+    new_file,
     on_host,
     run_all,
     write_bytes,
     write_whole,
 )
-from .format import Checksums, aligned, encode_table, envelope
 
 
 class Writer(StorageWriter):
@@ -197,8 +199,7 @@ def _layout(plan: SavePlan, planner: SavePlanner) -> list[_Item]:
 
 def _write_file(path: Path, items: list[_Item], threads: int | None) -> None:
     """All blocks of all items by several threads, then the table of their checksums."""
-    descriptor = create(path)
-    try:
+    with new_file(path) as descriptor:
         jobs: list[Callable[[], int]] = [
             functools.partial(_write_block, descriptor, path, item, start)
             for item in items
@@ -214,9 +215,6 @@ def _write_file(path: Path, items: list[_Item], threads: int | None) -> None:
         ]
         end = items[-1].offset + items[-1].nbytes
         write_bytes(descriptor, end, encode_table(table, BLOCK_BYTES), path)
-        fsync(descriptor, path)
-    finally:
-        os.close(descriptor)
 
 
 def _write_block(descriptor: int, path: Path, item: _Item, start: int) -> int:

@@ -41,7 +41,7 @@ from fsdp_offload import (
     checkpoint,
 )
 from fsdp_offload.checkpoint import folder, writer
-from fsdp_offload.checkpoint.format import read_table
+from fsdp_offload.checkpoint.files import read_table
 from tests.checkpoint.known import Job, Model, check_is, check_weights, job, set_to
 from tests.helpers.ranks import RankPool
 

@@ -20,8 +20,8 @@ from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorag
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
 from fsdp_offload import CheckpointCorruptError, CheckpointError, ConfigError
-from fsdp_offload.checkpoint import Reader, Writer, files, format, latest, reader, writer
-from fsdp_offload.checkpoint.format import Checksums, encode_table, envelope, read_table
+from fsdp_offload.checkpoint import Reader, Writer, files, latest, reader, writer
+from fsdp_offload.checkpoint.files import Checksums, encode_table, envelope, read_table
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -184,7 +184,7 @@ def test_an_envelope_is_what_torch_writes_around_elements(dtype: torch.dtype) ->
 
     assert before.startswith(b"PK")
     assert after
-    assert len(before) % format.ALIGNMENT_BYTES == 0, "elements are not aligned"
+    assert len(before) % files.ALIGNMENT_BYTES == 0, "elements are not aligned"
 
 
 def test_a_block_on_a_device_passes_through_this_threads_scratch() -> None:
@@ -355,7 +355,7 @@ def test_a_changed_table_is_refused_or_not_ours(
     at = data.draw(st.integers(0, len(encoded) - 1).filter(lambda at: at not in in_block_bytes))
     encoded[at] ^= data.draw(st.integers(1, 255))
     path.write_bytes(b"y" * 9 + encoded)
-    if at >= len(encoded) - len(format.MAGIC):
+    if at >= len(encoded) - len(files.MAGIC):
         assert read_table(path) is None
     else:
         with pytest.raises(CheckpointCorruptError, match="file"):

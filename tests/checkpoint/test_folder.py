@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from fsdp_offload import CheckpointCorruptError, CheckpointError
 from fsdp_offload.checkpoint import folder
+from fsdp_offload.checkpoint.files import Checksums, encode_table
 from fsdp_offload.checkpoint.folder import Manifest
-from fsdp_offload.checkpoint.format import Checksums, encode_table
 
 
 def fill(where: Path, content: str) -> None:
