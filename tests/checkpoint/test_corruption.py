@@ -40,7 +40,7 @@ from fsdp_offload import (
     OffloadError,
     checkpoint,
 )
-from fsdp_offload.checkpoint import folder, writer
+from fsdp_offload.checkpoint import writer
 from fsdp_offload.checkpoint.files import read_table
 from tests.checkpoint.known import Job, Model, check_is, check_weights, job, set_to
 from tests.helpers.ranks import RankPool
@@ -203,7 +203,6 @@ KINDS: dict[str, Callable[[Path, Path, random.Random], set[str]]] = {
     "bits of elements": bits_of_elements,
 }
 FEW = [Corruption(kind, seed) for kind in KINDS for seed in range(2)]
-MANY = [Corruption(kind, seed) for kind in KINDS for seed in range(100, 124)]
 
 
 # --------------------------------------------------------------------------- the checkpoint
@@ -311,19 +310,6 @@ def test_a_broken_checkpoint_is_never_loaded(
     saved: Path, tmp_path: Path, loading: Job, corruption: Corruption
 ) -> None:
     try_one(saved, tmp_path / "broken", loading, corruption)
-
-
-@pytest.mark.long
-def test_hundreds_of_broken_checkpoints_are_never_loaded(
-    saved: Path, tmp_path: Path, loading: Job
-) -> None:
-    outcomes = []
-    for index, corruption in enumerate(MANY):
-        print(corruption)  # shown where the test fails
-        outcomes.append(try_one(saved, tmp_path / str(index), loading, corruption))
-        shutil.rmtree(tmp_path / str(index))
-    assert outcomes.count("failed") > 10
-    assert outcomes.count("refused") > 100
 
 
 def test_bytes_that_nobody_reads_do_not_matter(saved: Path, tmp_path: Path, loading: Job) -> None:
@@ -527,23 +513,6 @@ def test_chunks_that_leave_elements_out_are_refused(
     found = load_broken(
         loading, foreign, {"chunks leave elements out", ".metadata"}, told_before=True
     )
-    assert found == "refused"
-
-
-@pytest.mark.parametrize("edit", [drop_chunk, shrink_chunk])
-def test_chunks_of_ours_that_leave_elements_out_are_refused(
-    saved: Path, tmp_path: Path, loading: Job, edit: Callable[[Any], None]
-) -> None:
-    """Whoever edits ``.metadata`` may write a manifest that agrees."""
-    path = tmp_path / "edited"
-    shutil.copytree(saved / "good", path)
-    manifest = folder.read_manifest(path)
-    assert manifest is not None
-    edit_metadata(path, edit)
-    entry = ((path / ".metadata").stat().st_size, folder._crc_of(path / ".metadata"))
-    edited = replace(manifest, files={**manifest.files, ".metadata": entry})
-    (path / "manifest.json").write_bytes(edited.encode())
-    found = load_broken(loading, path, {"chunks leave elements out", ".metadata"}, told_before=True)
     assert found == "refused"
 
 
