@@ -152,11 +152,11 @@ class _Sink:
     """A file that keeps what ``torch.save`` writes, but for the elements, which it skips."""
 
     def __init__(self) -> None:
-        self.parts = [bytearray(), bytearray()]
+        self.written = [bytearray(), bytearray()]
         self._at = 0
 
     def write(self, data: memoryview) -> int:
-        self.parts[self._at] += data
+        self.written[self._at] += data
         return len(data)
 
     def seek(self, nbytes: int, whence: int) -> None:
@@ -176,7 +176,7 @@ def envelope(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[bytes, bytes]:
     sink = _Sink()
     with torch.serialization.skip_data():
         torch.save(torch.empty(shape, dtype=dtype, device="cpu"), sink)  # type: ignore[arg-type]
-    before, after = sink.parts
+    before, after = sink.written
     return bytes(before), bytes(after)
 
 

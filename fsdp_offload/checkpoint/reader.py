@@ -206,7 +206,7 @@ class _File:
     def read(self, info: ItemPlace, start: int, into: memoryview) -> None:
         """Fill ``into`` with bytes of an item from ``start``, verified.
 
-        Blocks that ``into`` covers in part are read as a whole, to compare their checksums.
+        Blocks that ``into`` does not cover are read as a whole, to compare their checksums.
         """
         crcs = self.checksums[info.offset].crcs
         stop = start + len(into)
@@ -215,11 +215,11 @@ class _File:
             last = min(first + self.block_bytes, info.length)
             low, high = max(start, first), min(stop, last)
             wanted = into[low - start : high - start]
-            parts = (bytearray(low - first), wanted, bytearray(last - high))
+            buffers = (bytearray(low - first), wanted, bytearray(last - high))
             crc, at = 0, info.offset + first
-            for part in parts:
-                read_bytes(self.descriptor, at, part, self.path)
-                crc, at = zlib.crc32(part, crc), at + len(part)
+            for buffer in buffers:
+                read_bytes(self.descriptor, at, buffer, self.path)
+                crc, at = zlib.crc32(buffer, crc), at + len(buffer)
             if crc != crcs[index]:
                 raise corrupt(
                     self.path,
@@ -238,10 +238,10 @@ def _tensor_jobs(file: _File, info: ItemPlace, box: Tensor, target: Tensor) -> I
         yield from _block_jobs(file, info, first, as_bytes(target))
         return
     rows = max(1, SLICE_BYTES // (box.stride(0) * itemsize)) if box.dim() else 1
-    parts = zip(box.split(rows), target.split(rows), strict=True) if box.dim() else [(box, target)]
-    for part, wanted in parts:
-        if part.numel():
-            yield functools.partial(_read_rows, file, info, start, part, wanted)
+    pairs = zip(box.split(rows), target.split(rows), strict=True) if box.dim() else [(box, target)]
+    for some, wanted in pairs:
+        if some.numel():
+            yield functools.partial(_read_rows, file, info, start, some, wanted)
 
 
 def _read_rows(file: _File, info: ItemPlace, start: int, box: Tensor, target: Tensor) -> None:

@@ -221,15 +221,14 @@ def _write_block(descriptor: int, path: Path, item: _Item, start: int) -> int:
     """Write the bytes of an item from ``start`` to the end of their block; their CRC-32."""
     stop = min(start + BLOCK_BYTES, item.nbytes)
     crc, at = 0, 0
-    for part in (item.before, item.data, item.after):
-        low, high = max(start - at, 0), min(stop - at, len(part))
+    for source in (item.before, item.data, item.after):
+        low, high = max(start - at, 0), min(stop - at, len(source))
         if low < high:
-            memory = (
-                memory_of(on_host(part[low:high]))
-                if isinstance(part, Tensor)
-                else memoryview(part)[low:high]
-            )
+            if isinstance(source, Tensor):
+                memory = memory_of(on_host(source[low:high]))
+            else:
+                memory = memoryview(source)[low:high]
             write_bytes(descriptor, item.offset + at + low, memory, path)
             crc = zlib.crc32(memory, crc)
-        at += len(part)
+        at += len(source)
     return crc
