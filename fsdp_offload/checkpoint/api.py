@@ -16,6 +16,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -304,26 +305,15 @@ def raised_on_all(group: dist.ProcessGroup | None) -> Iterator[None]:
         raise found from error
 
 
-class _Bytes:
-    """What torch's object collectives want of a NumPy array."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor
-
-    def tobytes(self) -> bytes:
-        """The elements' bytes."""
-        return bytes(memory_of(self._tensor.contiguous()))
-
-
 class _NumpyBytes(TorchFunctionMode):
-    """Inside, on this thread, ``Tensor.numpy()`` gives :class:`_Bytes`."""
+    """Inside, on this thread, ``Tensor.numpy()`` has what torch's object collectives want of it."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if func is Tensor.numpy:
-            return _Bytes(args[0])
-        return func(*args, **(kwargs or {}))
+        if func is not Tensor.numpy:
+            return func(*args, **(kwargs or {}))
+        return SimpleNamespace(tobytes=lambda: bytes(memory_of(args[0].contiguous())))
 
 
 def _without_numpy() -> contextlib.AbstractContextManager[Any]:

@@ -35,7 +35,7 @@ from ..core.config import parse_bytes
 from ..core.errors import CheckpointError, ConfigError, UnsupportedParameterError
 from ..update import codec
 from .api import coordination_group, run_save
-from .files import fsync, fsync_folder, memory_of, run_all, typed, write_bytes, write_whole
+from .files import fsync_folder, memory_of, run_all, typed, write_bytes, write_whole
 from .folder import remove
 from .layout import MODEL_PREFIXES, find_layout
 from .planner import check_same, read_values
@@ -364,7 +364,7 @@ def _write_chunks(path: Path, file: File, items: Sequence[WriteItem], found: _Fo
             weight, master = found.read(item.index)
             write = functools.partial(_write_box, descriptor, path, offset)
             _write_rows(write, entry, begin, weight, master)
-        fsync(descriptor, path)
+        os.fsync(descriptor)
     finally:
         os.close(descriptor)
 

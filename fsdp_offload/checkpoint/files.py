@@ -1,4 +1,16 @@
-"""Bytes of tensors to and from files: at known offsets, by several threads.
+"""Data files: bytes of tensors at known offsets, by several threads, with a table of checksums.
+
+[Note: data file]
+``torch.distributed.checkpoint`` (DCP) wants each item to be readable by ``torch.load`` from its
+offset and length, which ``.metadata`` holds. Behind the last item stands what only this package
+reads::
+
+    table   uint32 each; per item, in the order of the file: where in the item its elements begin,
+            then the CRC-32 of every block of the item, the last one shorter
+    tail    CRC-32 of the table, bytes of the table, bytes of a block, magic
+
+so that a reader knows of a truncated file before, and of changed bytes while, it reads them, and
+reads only the blocks that it needs. Numbers are little-endian.
 
 A *block* is what one thread moves at once: large enough that Python costs nothing, small enough to
 be still in the cache when its checksum is taken, and the most that a thread holds of a tensor that
@@ -11,9 +23,13 @@ import _thread
 import contextlib
 import ctypes
 import errno
+import functools
 import os
+import struct
 import threading
-from collections.abc import Callable, Iterable, Iterator
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -25,9 +41,16 @@ from ..memory import local_ranks
 
 BLOCK_BYTES: Final = 8 << 20
 MAX_THREADS: Final = 16
+MAGIC: Final = b"FSDPOFF3"
+ALIGNMENT_BYTES: Final = 64
+"""Items begin at multiples of it, and torch lets elements begin at multiples of 64 within."""
 
+_TAIL = struct.Struct("<IQI8s")
 _scratch = threading.local()
 _Result = TypeVar("_Result")
+
+
+# --------------------------------------------------------------------------- bytes
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
@@ -57,24 +80,17 @@ def on_host(block: Tensor) -> Tensor:
     return block if block.device.type == "cpu" else scratch(block.numel()).copy_(block)
 
 
-def create(path: Path) -> int:
-    """A descriptor of a new file."""
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-
-
 def write_bytes(descriptor: int, offset: int, data: bytes | memoryview, path: object) -> None:
-    """Write all of ``data`` at ``offset``.
+    """Write all of ``data`` at ``offset``; ``path``: for the error.
 
     Raises:
         CheckpointError: the file system refused.
     """
     rest = memoryview(data)
-    try:
+    with typed(path):
         while rest:
             written = os.pwrite(descriptor, rest, offset)
             rest, offset = rest[written:], offset + written
-    except OSError as error:
-        raise refused(path, error) from error
 
 
 def read_bytes(descriptor: int, offset: int, into: memoryview | bytearray, path: object) -> None:
@@ -85,26 +101,34 @@ def read_bytes(descriptor: int, offset: int, into: memoryview | bytearray, path:
         CheckpointError: the file system refused.
     """
     rest, position = memoryview(into), offset
-    try:
+    with typed(path):
         while rest:
             count = os.preadv(descriptor, [rest], position)
             if count == 0:
                 raise corrupt(path, f"it ends at byte {position}, before {offset + len(into)}")
             rest, position = rest[count:], position + count
-    except OSError as error:
-        raise refused(path, error) from error
 
 
-def fsync(descriptor: int, path: Path) -> None:
-    """Make what was written permanent.
+@contextlib.contextmanager
+def new_file(path: Path) -> Iterator[int]:
+    """A descriptor of a file that does not exist yet; what was written is permanent on leaving.
 
     Raises:
         CheckpointError: the file system refused.
     """
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        raise refused(path, error) from error
+    with typed(path):
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        try:
+            yield descriptor
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Make a file that does not exist yet, permanently."""
+    with new_file(path) as descriptor:
+        write_bytes(descriptor, 0, data, path)
 
 
 def fsync_folder(folder: Path) -> None:
@@ -116,14 +140,121 @@ def fsync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def write_whole(path: Path, data: bytes) -> None:
-    """Make a file that does not exist yet, permanently."""
-    descriptor = create(path)
+# --------------------------------------------------------------------------- items and table
+
+
+def aligned(nbytes: int) -> int:
+    """``nbytes``, up to a multiple of the alignment."""
+    return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+class _Sink:
+    """A file that keeps what ``torch.save`` writes, but for the elements, which it skips."""
+
+    def __init__(self) -> None:
+        self.written = [bytearray(), bytearray()]
+        self._at = 0
+
+    def write(self, data: memoryview) -> int:
+        self.written[self._at] += data
+        return len(data)
+
+    def seek(self, nbytes: int, whence: int) -> None:
+        assert whence == os.SEEK_CUR, (nbytes, whence)
+        self._at = 1  # the elements would stand here
+
+    def flush(self) -> None:
+        pass
+
+
+@functools.lru_cache(maxsize=1024)
+def envelope(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[bytes, bytes]:
+    """What ``torch.save`` writes before and behind the elements of a tensor, whatever they are.
+
+    The archive's own CRC-32 of the elements is left out (0), which torch does not compare.
+    """
+    sink = _Sink()
+    with torch.serialization.skip_data():
+        torch.save(torch.empty(shape, dtype=dtype, device="cpu"), sink)  # type: ignore[arg-type]
+    before, after = sink.written
+    return bytes(before), bytes(after)
+
+
+@dataclass(frozen=True)
+class Checksums:
+    """Of one item.
+
+    Args:
+        data_start: byte of the item where its elements begin; 0 where it is no tensor.
+        crcs: CRC-32 of every block of the item.
+    """
+
+    data_start: int
+    crcs: Sequence[int]
+
+
+@dataclass(frozen=True)
+class Table:
+    """The checksums of a file: of its items in the order of their offsets."""
+
+    block_bytes: int
+    crc: int
+    words: Sequence[int]
+
+    def of(self, items: Iterable[tuple[int, int]], path: Path) -> dict[int, Checksums]:
+        """Checksums by offset of the item.
+
+        Args:
+            items: offset and length of every item, as ``.metadata`` says.
+            path: of the file.
+
+        Raises:
+            CheckpointCorruptError: the table is of other items.
+        """
+        found, at = {}, 0
+        for offset, length in sorted(set(items)):
+            count = -(-length // self.block_bytes)
+            words = self.words[at : at + 1 + count]
+            if len(words) != 1 + count or words[0] > length:
+                raise corrupt(path, f"its table does not describe the item at byte {offset}")
+            found[offset] = Checksums(words[0], words[1:])
+            at += 1 + count
+        if at != len(self.words):
+            raise corrupt(path, "its table describes other items than .metadata names")
+        return found
+
+
+def encode_table(items: Iterable[Checksums], block_bytes: int) -> bytes:
+    """The table and the tail, as they stand in the file."""
+    words = [word for item in items for word in (item.data_start, *item.crcs)]
+    text = struct.pack(f"<{len(words)}I", *words)
+    return text + _TAIL.pack(zlib.crc32(text), len(text), block_bytes, MAGIC)
+
+
+def read_table(path: Path) -> Table | None:
+    """The table of a file, or ``None`` if another program wrote the file.
+
+    Raises:
+        CheckpointCorruptError: it is missing, or not as it was written.
+    """
     try:
-        write_bytes(descriptor, 0, data, path)
-        fsync(descriptor, path)
-    finally:
-        os.close(descriptor)
+        with path.open("rb") as file:
+            end = file.seek(0, os.SEEK_END) - _TAIL.size
+            file.seek(max(0, end))
+            tail = file.read()
+            if end < 0 or not tail.endswith(MAGIC):
+                return None
+            crc, nbytes, block_bytes, _ = _TAIL.unpack(tail)
+            file.seek(max(0, end - nbytes))
+            text = file.read(min(nbytes, end))
+    except OSError as error:
+        raise corrupt(path, f"it cannot be read: {error.strerror}") from error
+    if len(text) != nbytes or zlib.crc32(text) != crc or nbytes % 4 or not block_bytes:
+        raise corrupt(path, "its table of checksums is not as it was written")
+    return Table(block_bytes, crc, struct.unpack(f"<{nbytes // 4}I", text))
+
+
+# --------------------------------------------------------------------------- errors
 
 
 def refused(path: object, error: OSError) -> CheckpointError:
@@ -135,24 +266,24 @@ def refused(path: object, error: OSError) -> CheckpointError:
     return CheckpointError(f"{path}", reason=f"{reason}: {error.strerror}", remedy=remedy)
 
 
-def typed_error(error: BaseException) -> OffloadError:
+def typed_error(error: BaseException, path: object = "a file") -> OffloadError:
     """``error``, or the one that stands for an error of another type."""
     if isinstance(error, OffloadError):
         return error
     if isinstance(error, OSError):
-        return refused(error.filename or "a file", error)
+        return refused(error.filename or path, error)
     return CheckpointError(
         type(error).__name__, reason=str(error), remedy="see its cause, in that rank's log"
     )
 
 
 @contextlib.contextmanager
-def typed() -> Iterator[None]:
+def typed(path: object = "a file") -> Iterator[None]:
     """Errors of other types are raised as those of this package, with the original as cause."""
     try:
         yield
     except Exception as error:
-        found = typed_error(error)
+        found = typed_error(error, path)
         if found is error:
             raise
         raise found from error
@@ -178,6 +309,9 @@ def check_count(name: str, value: object) -> None:
             reason="a whole number of at least 1 is expected",
             remedy="use 1 or more, or leave it out",
         )
+
+
+# --------------------------------------------------------------------------- threads
 
 
 def thread_count() -> int:

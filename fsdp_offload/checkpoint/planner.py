@@ -71,11 +71,11 @@ _log = logging.getLogger("fsdp_offload")
 
 
 class FlatSavePlanner(DefaultSavePlanner):
-    """torch's planner, for sections of which each is flat already.
+    """torch's planner, for a dict that is flat already.
 
     Args:
-        collect: gives the sections, and ``extra`` as bytes; called in DCP's local step, so that an
-            error of it is raised on all ranks.
+        collect: gives the dict; called in DCP's local step, so that an error of it is raised on all
+            ranks.
     """
 
     def __init__(self, collect: Callable[[], Mapping[str, Any]]) -> None:
@@ -92,18 +92,14 @@ class FlatSavePlanner(DefaultSavePlanner):
         storage_meta: StorageMeta | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        """Flatten the sections, but nothing in them: an option may be a dict."""
+        """Take the dict as it is: an option may be a dict, which stays one value."""
         with typed():
-            sections = dict(self._collect())
+            state = dict(self._collect())
         if not is_coordinator:
-            sections.pop(EXTRA, None)
-        flat: dict[str, Any] = {}
-        for section, values in sections.items():
-            for key, value in values.items() if section != EXTRA else (("", values),):
-                name = f"{section}.{key}" if key else section
-                flat[name] = value
-                self.mappings[name] = (section, key) if key else (section,)
-        self.state_dict, self.is_coordinator = flat, is_coordinator
+            state.pop(EXTRA, None)
+        # For readers of nested dicts: "model.a.b" is "a.b" of "model".
+        self.mappings = {key: tuple(filter(None, key.partition(".")[::2])) for key in state}
+        self.state_dict, self.is_coordinator = state, is_coordinator
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """torch's.

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import functools
 import io
-import math
 import os
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,16 +23,18 @@ from ..core.errors import CheckpointError, OffloadError
 from . import folder
 from .files import (
     BLOCK_BYTES,
+    Checksums,
+    Table,
     as_bytes,
     check_count,
     corrupt,
     memory_of,
     read_bytes,
+    read_table,
     run_all,
     scratch,
     typed,
 )
-from .format import Checksums, Table, read_table
 
 SLICE_BYTES: Final = 4 * BLOCK_BYTES
 """What one thread reads at once where elements are converted or lie in another order: the blocks
@@ -139,8 +140,7 @@ class Reader(FileSystemReader):
                 else:
                     target = planner.resolve_tensor(request)
                     targets.append((request, target))
-                    chunk = self._chunk(request)
-                    jobs += _tensor_jobs(opened[name], info, chunk, request, target.detach())
+                    jobs += _tensor_jobs(opened[name], info, self._box(request), target.detach())
             run_all(jobs, threads=self._threads)
         for request, target in targets:
             planner.commit_tensor(request, target)  # planners of others may do something
@@ -177,32 +177,15 @@ class Reader(FileSystemReader):
         except Exception as error:  # changed bytes of an archive may raise anything
             raise corrupt(self.path, f"torch cannot read an item: {error!r}") from error
 
-    def _chunk(self, request: ReadItem) -> _Chunk:
+    def _box(self, request: ReadItem) -> Tensor:
+        """What is wanted of a stored chunk, as a view of it: on the meta device."""
         stored = self.metadata.state_dict_metadata[request.storage_index.fqn]
         assert isinstance(stored, TensorStorageMetadata)  # the planner asked for a tensor
         offsets = request.storage_index.offset
         sizes = next(c.sizes for c in stored.chunks if c.offsets == offsets)
-        return _Chunk(tuple(sizes), stored.properties.dtype)
-
-
-@dataclass(frozen=True)
-class _Chunk:
-    """What an item holds."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def nbytes(self) -> int:
-        """Of all elements."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    def first_byte(self, offsets: Sequence[int]) -> int:
-        """Where the element at ``offsets`` stands, row-major."""
-        index = 0
-        for size, offset in zip(self.shape, offsets, strict=True):
-            index = index * size + offset
-        return index * self.dtype.itemsize
+        chunk = torch.empty(sizes, dtype=stored.properties.dtype, device="meta")
+        box = zip(request.storage_offsets, request.lengths, strict=True)
+        return chunk[tuple(slice(start, start + length) for start, length in box)]
 
 
 @dataclass(frozen=True)
@@ -223,7 +206,7 @@ class _File:
     def read(self, info: ItemPlace, start: int, into: memoryview) -> None:
         """Fill ``into`` with bytes of an item from ``start``, verified.
 
-        Blocks that ``into`` covers in part are read as a whole, to compare their checksums.
+        Blocks that ``into`` does not cover are read as a whole, to compare their checksums.
         """
         crcs = self.checksums[info.offset].crcs
         stop = start + len(into)
@@ -232,11 +215,11 @@ class _File:
             last = min(first + self.block_bytes, info.length)
             low, high = max(start, first), min(stop, last)
             wanted = into[low - start : high - start]
-            parts = (bytearray(low - first), wanted, bytearray(last - high))
+            buffers = (bytearray(low - first), wanted, bytearray(last - high))
             crc, at = 0, info.offset + first
-            for part in parts:
-                read_bytes(self.descriptor, at, part, self.path)
-                crc, at = zlib.crc32(part, crc), at + len(part)
+            for buffer in buffers:
+                read_bytes(self.descriptor, at, buffer, self.path)
+                crc, at = zlib.crc32(buffer, crc), at + len(buffer)
             if crc != crcs[index]:
                 raise corrupt(
                     self.path,
@@ -245,27 +228,30 @@ class _File:
                 )
 
 
-def _tensor_jobs(
-    file: _File, info: ItemPlace, chunk: _Chunk, request: ReadItem, target: Tensor
-) -> Iterator[Job]:
-    """Jobs that read the wanted part of a chunk into ``target``."""
-    data_start = file.checksums[info.offset].data_start
-    if data_start + chunk.nbytes > info.length:
-        raise corrupt(
-            file.path, f"{request.storage_index.fqn} has no {chunk.nbytes} bytes of elements"
-        )
-    in_order = _is_one_run(request.lengths, chunk.shape)
-    if in_order and target.dtype == chunk.dtype and target.is_contiguous():
-        first = data_start + chunk.first_byte(request.storage_offsets)
+def _tensor_jobs(file: _File, info: ItemPlace, box: Tensor, target: Tensor) -> Iterator[Job]:
+    """Jobs that read ``box``, a view of the chunk that an item holds, into ``target``."""
+    start, itemsize = file.checksums[info.offset].data_start, box.element_size()
+    if start + box.untyped_storage().nbytes() > info.length:
+        raise corrupt(file.path, f"its item at byte {info.offset} has too few bytes of elements")
+    if box.is_contiguous() and target.is_contiguous() and target.dtype == box.dtype:
+        first = start + int(box.storage_offset()) * itemsize
         yield from _block_jobs(file, info, first, as_bytes(target))
-    elif target.numel():
-        yield from _row_jobs(file, info, chunk, request, target)
+        return
+    rows = max(1, SLICE_BYTES // (box.stride(0) * itemsize)) if box.dim() else 1
+    pairs = zip(box.split(rows), target.split(rows), strict=True) if box.dim() else [(box, target)]
+    for some, wanted in pairs:
+        if some.numel():
+            yield functools.partial(_read_rows, file, info, start, some, wanted)
 
 
-def _is_one_run(lengths: Sequence[int], shape: Sequence[int]) -> bool:
-    """Whether a box of ``lengths`` lies without gaps in a row-major chunk of ``shape``."""
-    first = next((dim for dim, length in enumerate(lengths) if length != 1), len(lengths))
-    return tuple(lengths[first + 1 :]) == tuple(shape[first + 1 :])
+def _read_rows(file: _File, info: ItemPlace, start: int, box: Tensor, target: Tensor) -> None:
+    """Read what spans the box, and copy from it what it has, in the target's dtype."""
+    steps = zip(box.shape, box.stride(), strict=True)
+    flat = torch.empty(1 + sum((size - 1) * stride for size, stride in steps), dtype=box.dtype)
+    first = start + int(box.storage_offset()) * box.element_size()
+    file.read(info, first, memory_of(as_bytes(flat)))
+    with torch.no_grad():
+        target.copy_(flat.as_strided(box.shape, box.stride()))
 
 
 def _block_jobs(file: _File, info: ItemPlace, first: int, target: Tensor) -> Iterator[Job]:
@@ -283,34 +269,3 @@ def _read_into(file: _File, info: ItemPlace, start: int, target: Tensor) -> None
         block = scratch(target.numel())
         file.read(info, start, memory_of(block))
         target.copy_(block)
-
-
-def _row_jobs(
-    file: _File, info: ItemPlace, chunk: _Chunk, request: ReadItem, target: Tensor
-) -> Iterator[Job]:
-    """Jobs that read about ``SLICE_BYTES`` of rows each, and copy from them what is wanted."""
-    if not target.dim():
-        yield functools.partial(_read_rows, file, info, chunk, (), target)
-        return
-    row_bytes = math.prod(chunk.shape[1:]) * chunk.dtype.itemsize
-    rows = max(1, SLICE_BYTES // max(1, row_bytes))
-    first, *others = request.storage_offsets
-    for start in range(0, len(target), rows):
-        offsets = (first + start, *others)
-        yield functools.partial(
-            _read_rows, file, info, chunk, offsets, target[start : start + rows]
-        )
-
-
-def _read_rows(
-    file: _File, info: ItemPlace, chunk: _Chunk, offsets: Sequence[int], target: Tensor
-) -> None:
-    """Read what spans the box of ``target`` that begins at ``offsets``, in the target's dtype."""
-    first = chunk.first_byte(offsets)
-    last = chunk.first_byte([at + n - 1 for at, n in zip(offsets, target.shape, strict=True)])
-    flat = torch.empty((last - first) // chunk.dtype.itemsize + 1, dtype=chunk.dtype)
-    start = file.checksums[info.offset].data_start + first
-    file.read(info, start, memory_of(as_bytes(flat)))
-    strides = [math.prod(chunk.shape[dim + 1 :]) for dim in range(len(chunk.shape))]
-    with torch.no_grad():
-        target.copy_(flat.as_strided(tuple(target.shape), strides))

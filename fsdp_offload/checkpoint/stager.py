@@ -14,8 +14,7 @@ from ..core import dtensor
 from ..core.backend import backend_for
 from ..core.config import TransferConfig
 from ..memory import HostArena, check_host_budget, local_ranks
-from .files import BLOCK_BYTES, as_bytes, run_all
-from .format import aligned
+from .files import BLOCK_BYTES, aligned, as_bytes, run_all
 
 
 class Stager(AsyncStager):

@@ -6,8 +6,8 @@ They are those of torch's flattened optimizer state dict: ``state.{fqn}.{name}``
 optimizer's class, never from what a rank holds, so they are the same on all ranks without asking.
 
 [Note: masters]
-An fp32 master is never saved twice. fp32 shards are masters themselves. Of a bf16 shard the model
-section holds the upper half, so ``master_remainder`` (16 bits) is all that is left to say. Where a
+An fp32 master is never saved twice. fp32 shards are masters themselves. Of a bf16 shard the weight
+is the upper half, so ``master_remainder`` (16 bits) is all that is left to say. Where a
 lane keeps a whole master (host lane, fp16 shards), that is emitted as ``master`` (fp32).
 """
 
@@ -208,14 +208,14 @@ def weights_of(models: Sequence[nn.Module]) -> dict[str, Any]:
     """
     weights: dict[str, Any] = {}
     for model in models:
-        part = get_model_state_dict(model)
-        if twice := sorted(weights.keys() & part.keys()):
+        found = get_model_state_dict(model)
+        if twice := sorted(weights.keys() & found.keys()):
             raise ConfigError(
                 f"weights {twice[:5]} of two of the models",
                 reason="they have the same names, and one set would be lost",
                 remedy="give the models different names, as parts of one module have",
             )
-        weights.update(part)
+        weights.update(found)
     return weights
 
 
@@ -233,21 +233,19 @@ def wait_for(models: Sequence[nn.Module]) -> None:
 def collect(
     models: Sequence[nn.Module], optimizer: Optimizer | None, extra: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """Sections of what is saved, final and readable by any thread.
+    """What is saved, by key, final and readable by any thread: weights as ``model.{fqn}``, state as
+    ``optim.{key}``, and ``extra`` as bytes.
 
     Options and step counts are left to the first rank of the parameter's mesh, which has the
     same: all of them would travel to the coordinator.
     """
-    state: dict[str, Any] = {"model": weights_of(models)}
+    state: dict[str, Any] = {f"model.{fqn}": value for fqn, value in weights_of(models).items()}
     if optimizer is not None:
-        packed = pack(models, optimizer, for_writing=False)
         names = names_of(models, optimizer)
         others = {name for parameter, name in names.items() if not dtensor.is_first(parameter)}
-        state["optim"] = {
-            key: value
-            for key, value in packed.items()
-            if isinstance(value, DTensor) or _owner(key) not in others
-        }
+        for key, value in pack(models, optimizer, for_writing=False).items():
+            if isinstance(value, DTensor) or _owner(key) not in others:
+                state[f"optim.{key}"] = value
     if extra is not None:
         state[EXTRA] = encode(dict(extra), EXTRA)
     wait_for(models)

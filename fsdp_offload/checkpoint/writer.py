@@ -24,18 +24,20 @@ from ..core.interrupts import held_back
 from . import folder
 from .files import (
     BLOCK_BYTES,
+    Checksums,
+    aligned,
     as_bytes,
     check_count,
-    create,
-    fsync,
+    encode_table,
+    envelope,
     fsync_folder,
     memory_of,
+    new_file,
     on_host,
     run_all,
     write_bytes,
     write_whole,
 )
-from .format import Checksums, aligned, encode_table, envelope
 
 
 class Writer(StorageWriter):
@@ -197,8 +199,7 @@ def _layout(plan: SavePlan, planner: SavePlanner) -> list[_Item]:
 
 def _write_file(path: Path, items: list[_Item], threads: int | None) -> None:
     """All blocks of all items by several threads, then the table of their checksums."""
-    descriptor = create(path)
-    try:
+    with new_file(path) as descriptor:
         jobs: list[Callable[[], int]] = [
             functools.partial(_write_block, descriptor, path, item, start)
             for item in items
@@ -214,24 +215,20 @@ def _write_file(path: Path, items: list[_Item], threads: int | None) -> None:
         ]
         end = items[-1].offset + items[-1].nbytes
         write_bytes(descriptor, end, encode_table(table, BLOCK_BYTES), path)
-        fsync(descriptor, path)
-    finally:
-        os.close(descriptor)
 
 
 def _write_block(descriptor: int, path: Path, item: _Item, start: int) -> int:
     """Write the bytes of an item from ``start`` to the end of their block; their CRC-32."""
     stop = min(start + BLOCK_BYTES, item.nbytes)
     crc, at = 0, 0
-    for part in (item.before, item.data, item.after):
-        low, high = max(start - at, 0), min(stop - at, len(part))
+    for source in (item.before, item.data, item.after):
+        low, high = max(start - at, 0), min(stop - at, len(source))
         if low < high:
-            memory = (
-                memory_of(on_host(part[low:high]))
-                if isinstance(part, Tensor)
-                else memoryview(part)[low:high]
-            )
+            if isinstance(source, Tensor):
+                memory = memory_of(on_host(source[low:high]))
+            else:
+                memory = memoryview(source)[low:high]
             write_bytes(descriptor, item.offset + at + low, memory, path)
             crc = zlib.crc32(memory, crc)
-        at += len(part)
+        at += len(source)
     return crc

@@ -1,125 +1,115 @@
-"""Boxes of a tensor: which elements of a global tensor a rank holds. Pure arithmetic, no tensors.
+"""Shards that are not cut where their placements say: what they tell DCP.
 
-A checkpoint describes what it holds of a tensor as a list of boxes (offsets and sizes per dim).
-Where each rank's part is one box by construction (FSDP2), torch computes it from mesh and
-placements. A *ragged* shard is any contiguous range ``[start, stop)`` of a block in row-major
-order; it is described by the few boxes of :func:`flat_boxes`, again without asking other ranks.
+``torch.distributed.checkpoint`` asks a tensor three things: what to write
+(``__create_write_items__``), what it holds (``__create_chunk_list__``) and for the data of one
+chunk (``__get_tensor_shard__``). A DTensor answers from its mesh and placements, which know torch's
+even cuts only. For a shard cut elsewhere the answers are attributes, which DCP finds first.
+
+They hold the shard and plain numbers, so they follow it through pickle, ``copy.deepcopy``,
+``torch.save`` and the staging of ``dcp.async_save``. They do *not* follow ``detach()``, ``clone()``
+or ``to()``, which make other tensors: attach last. Nothing here communicates.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Final
 
-__all__ = ["Box", "covers", "flat_boxes"]
+import torch
+from torch import Tensor
 
-Shape = tuple[int, ...]
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+CHUNK_LIST: Final = "__create_chunk_list__"
+TENSOR_SHARD: Final = "__get_tensor_shard__"
+WRITE_ITEMS: Final = "__create_write_items__"
 
 
 @dataclass(frozen=True)
-class Box:
-    """A box of a tensor: per dim, where it starts and how far it extends, in elements."""
+class ChunkAnswer:
+    """The answer to one of DCP's questions: ``shard`` is the box at ``offsets`` of a tensor of
+    ``shape``.
 
-    offsets: Shape
-    sizes: Shape
-
-    @property
-    def numel(self) -> int:
-        """Elements in it; a box of a 0-dim tensor has one."""
-        return math.prod(self.sizes)
-
-    def shifted(self, by: Sequence[int]) -> Box:
-        """The same box in coordinates whose origin lies ``by`` before this one's."""
-        moved = (offset + shift for offset, shift in zip(self.offsets, by, strict=True))
-        return Box(tuple(moved), self.sizes)
-
-
-def flat_boxes(shape: Sequence[int], start: int, stop: int) -> tuple[Box, ...]:
-    """The elements ``[start, stop)``, counted in row-major order, of a tensor of ``shape``.
-
-    The boxes are disjoint, none is empty, and each is contiguous in that order, so that the range
-    is their concatenation and each is a view of a flat slice. No fewer contiguous boxes do: one
-    for whole rows, at most ``2 * dims - 1``, hence three for a matrix.
+    Args:
+        question: the name of DCP's attribute.
+        shard: contiguous, any dtype and device.
+        shape: of the global tensor.
+        offsets: of the first element, per dim.
+        writes: whether this rank saves it; exactly one of several replicas does.
+        max_numel: elements of the largest shard of any rank, at most.
     """
-    shape = tuple(shape)
-    assert 0 <= start <= stop <= math.prod(shape), (shape, start, stop)
-    if start == stop:
-        return ()
-    return tuple(_runs(shape, start, stop))
+
+    question: str
+    shard: Tensor
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    writes: bool
+    max_numel: int
+
+    def __call__(self, *args: Any) -> Any:
+        if self.question == CHUNK_LIST:
+            return self._chunks()
+        if self.question == WRITE_ITEMS:
+            return self._write_items(args[0])
+        offset = args[0].offset
+        if offset is not None and tuple(offset) != self.offsets:
+            raise ValueError(f"{args[0].fqn}: no chunk of this rank starts at {offset}")
+        return self.shard.detach()
+
+    def _chunks(self) -> list[ChunkStorageMetadata]:
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+        # Of a tensor without elements every rank has the one chunk that loads ask for.
+        sizes = self.shape if 0 in self.shape else tuple(self.shard.shape)
+        if 0 in sizes and 0 not in self.shape:
+            return []
+        return [ChunkStorageMetadata(torch.Size(self.offsets), torch.Size(sizes))]
+
+    def _write_items(self, fqn: str) -> list[Any]:
+        from torch.distributed.checkpoint import planner
+        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+
+        properties = TensorProperties.create_from_tensor(self.shard)
+        return [
+            planner.WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=planner.WriteItemType.SHARD,
+                tensor_data=planner.TensorWriteData(chunk, properties, torch.Size(self.shape)),
+            )
+            for chunk in (self._chunks() if self.writes else ())
+        ]
 
 
-def _runs(shape: Shape, start: int, stop: int) -> list[Box]:
-    """:func:`flat_boxes` of a range that is not empty."""
-    if not shape:
-        return [Box((), ())]
-    row_numel = math.prod(shape[1:])
-    first, head = divmod(start, row_numel)
-    last, tail = divmod(stop, row_numel)
-    if first == last:  # within one row
-        return _within_row(shape, first, head, tail)
-    boxes = []
-    if head:
-        boxes += _within_row(shape, first, head, row_numel)
-        first += 1
-    if first < last:
-        boxes.append(Box((first, *(0 for _ in shape[1:])), (last - first, *shape[1:])))
-    if tail:
-        boxes += _within_row(shape, last, 0, tail)
-    return boxes
+# The answers travel with the tensors of a state dict, which is loaded with weights_only=True.
+torch.serialization.add_safe_globals([ChunkAnswer])
 
 
-def _within_row(shape: Shape, row: int, start: int, stop: int) -> list[Box]:
-    inner = _runs(shape[1:], start, stop)
-    return [Box((row, *box.offsets), (1, *box.sizes)) for box in inner]
+def attach_chunk(
+    tensor: Tensor,
+    shard: Tensor,
+    shape: Sequence[int],
+    offsets: Sequence[int],
+    *,
+    writes: bool = True,
+    max_numel: int | None = None,
+) -> Tensor:
+    """Make ``tensor`` answer DCP that this rank holds ``shard``, the box at ``offsets`` of a tensor
+    of ``shape``; changed in place and returned. See :class:`ChunkAnswer`.
 
-
-def covers(shape: Sequence[int], boxes: Iterable[Box]) -> bool:
-    """Whether every element of a tensor of ``shape`` lies in a box; boxes may overlap.
-
-    False too if a box sticks out or has other dims: such boxes are of another tensor. Takes time
-    in proportion to the boxes where they differ in one dim only, and to the cells of the grid
-    they span in general.
+    DCP loads only into a tensor whose ``size()`` is ``shape``, such as a DTensor.
     """
-    shape = tuple(shape)
-    spans: set[Spans] = set()
-    for box in boxes:
-        if not len(box.offsets) == len(box.sizes) == len(shape):
-            return False
-        span = tuple((o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))
-        if not all(0 <= a <= b <= n for (a, b), n in zip(span, shape, strict=True)):
-            return False
-        if box.numel:
-            spans.add(span)
-    return math.prod(shape) == 0 or _swept(shape, spans)
+    bound = math.prod(shape) if max_numel is None else max_numel
+    for question in (CHUNK_LIST, TENSOR_SHARD, WRITE_ITEMS):
+        answer = ChunkAnswer(question, shard, tuple(shape), tuple(offsets), writes, bound)
+        setattr(tensor, question, answer)
+    return tensor
 
 
-Spans = tuple[tuple[int, int], ...]
-"""A box as (start, stop) per dim."""
-
-
-def _swept(shape: Shape, spans: set[Spans]) -> bool:
-    """Sweep dim 0: between neighbouring edges the same boxes are met, and the rest must cover."""
-    if not spans or not shape:
-        return bool(spans)
-    edges: dict[int, tuple[list[Spans], list[Spans]]] = {0: ([], []), shape[0]: ([], [])}
-    for span in spans:
-        (start, stop), rest = span[0], span[1:]
-        edges.setdefault(start, ([], []))[0].append(rest)
-        edges.setdefault(stop, ([], []))[1].append(rest)
-    met: dict[Spans, int] = {}  # how many boxes with this rest
-    checked: set[Spans] | None = None
-    for here, _ in pairwise(sorted(edges)):
-        begin, end = edges[here]
-        for rest in begin:
-            met[rest] = met.get(rest, 0) + 1
-        for rest in end:
-            met[rest] -= 1
-            if not met[rest]:
-                del met[rest]
-        rests = set(met)
-        if rests != checked and not _swept(shape[1:], rests):
-            return False
-        checked = rests
-    return True
+def chunks_of(tensor: Tensor) -> list[ChunkStorageMetadata] | None:
+    """What an attached answer tells, ours or another library's, without empty chunks; ``None``
+    without one."""
+    answer = getattr(tensor, "__dict__", {}).get(CHUNK_LIST)
+    return None if answer is None else [chunk for chunk in answer() if 0 not in chunk.sizes]

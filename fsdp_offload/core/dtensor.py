@@ -11,17 +11,16 @@ Four tensors stand for one parameter, and the rest of the package speaks only of
 * state tensors shaped like the shard, which are shown to the outside as DTensors with the
   parameter's own mesh and placements (:func:`like`).
 
-[Note: ragged shards]
-Megatron-FSDP packs parameters into flat buffers and cuts those, so a rank holds any contiguous
-range of a parameter (:func:`ragged_of`). Its DTensors still say ``Shard(0)``, from which torch
-computes its own even cuts. So nothing here computes a local shape from placements, and state of
-such a parameter carries its boxes with it.
+[Note: uneven shards]
+Some libraries (Megatron-FSDP) pack parameters into flat buffers and cut those, so a rank holds any
+range of rows of a parameter (:func:`uneven`). Their DTensors still say ``Shard(0)``, from which
+torch computes its own even cuts. So nothing here computes a local shape from placements, and state
+of such a parameter carries its chunk with it.
 """
 
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -30,10 +29,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from .chunks import Box, flat_boxes
+from .chunks import CHUNK_LIST, attach_chunk, chunks_of
 from .errors import UnsupportedParameterError
 from .gated import GatedShard, ungated
-from .ragged import attach_boxes, boxes_of, is_ours
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -136,6 +134,7 @@ def shard_info(parameter: Tensor, fqn: str) -> ShardInfo:
             reason="a Partial parameter has no values of its own on this rank",
             remedy="redistribute it to Shard or Replicate",
         )
+    _check_even(parameter, fqn, tuple(shard.shape))
     return ShardInfo(
         global_shape=tuple(parameter.shape),
         local_shape=tuple(shard.shape),
@@ -153,7 +152,7 @@ def first_index(parameter: Tensor) -> int:
     """
     if not isinstance(parameter, DTensor):
         return 0
-    chunks = chunk_list(like(parameter, local(parameter)))  # a ragged one's own boxes
+    chunks = chunk_list(like(parameter, local(parameter)))  # an uneven one's own
     if not chunks:
         return 0
     index = 0
@@ -163,123 +162,80 @@ def first_index(parameter: Tensor) -> int:
 
 
 def _max_local_numel(parameter: Tensor) -> int:
-    """A bound on the shard of any rank, the same on all of them; reached, unless ragged."""
+    """A bound on the shard of any rank, the same on all of them; reached, unless uneven."""
     if not isinstance(parameter, DTensor):
         return parameter.numel()
-    # A ragged cut may leave a whole block with one rank, and no rank knows the others' cuts.
-    cut_freely = _data_axes(parameter) if ragged_of(parameter) is not None else ()
+    if (found := uneven(parameter)) is not None:
+        return found.max_numel
     shape = list(parameter.shape)
     for axis, placement in enumerate(parameter.placements):
         dim = getattr(placement, "dim", None)  # Shard and _StridedShard; Replicate has none
-        if dim is not None and axis not in cut_freely:
+        if dim is not None:
             shape[dim] = -(-shape[dim] // parameter.device_mesh.size(axis))
     return math.prod(shape)
 
 
-# --------------------------------------------------------------------------- ragged shards
+# --------------------------------------------------------------------------- uneven shards
 
 
 @dataclass(frozen=True)
-class Ragged:
-    """Which elements a shard holds that is not cut where its placements say."""
+class Uneven:
+    """Of a shard that is not cut where its placements say."""
 
-    boxes: tuple[Box, ...]
-    """Of the global tensor; the shard is their concatenation. None if it is empty."""
+    offsets: tuple[int, ...]
+    """Of its first element, per dim of the global tensor; zeros if it is empty."""
 
-    writes: bool
-    """Whether this rank saves them: replicas hold the same, and the first one does."""
+    max_numel: int
+    """Elements of the largest shard of any rank, at most."""
 
 
-def ragged_of(parameter: Tensor) -> Ragged | None:
-    """The boxes of a ragged parameter, or ``None`` where the placements are right.
-
-    Known from, in this order: chunk metadata that the parameter or its local tensor brings;
-    Megatron-FSDP's attributes ``megatron_fsdp_slice`` (a range of the block that the other mesh
-    axes leave) and ``megatron_fsdp_dist_index``; the buffers of its newer form. No collective.
+def uneven(parameter: Tensor) -> Uneven | None:
+    """Where a shard begins that tells it by chunk metadata of its own, which the parameter or its
+    local tensor brings; ``None`` where the placements are right. No collective.
 
     Raises:
-        UnsupportedParameterError: the range does not have as many elements as the shard.
+        UnsupportedParameterError: the metadata are not those of one box of the shard's shape.
     """
     if not isinstance(parameter, DTensor):
         return None
-    boxes = _brought_boxes(parameter)
-    if boxes is None and (span := _flat_range(parameter)) is not None:
-        block = _block(parameter)
-        boxes = tuple(box.shifted(block.offsets) for box in flat_boxes(block.sizes, *span))
-    if boxes is None:
+    shard = ungated(parameter._local_tensor)
+    holders = [each for each in (parameter, shard) if chunks_of(each) is not None]
+    if not holders:
         return None
-    held = parameter._local_tensor.numel()
-    if sum(box.numel for box in boxes) != held:
+    chunks = chunks_of(holders[0]) or []
+    if [tuple(chunk.sizes) for chunk in chunks] != [tuple(shard.shape)] * bool(shard.numel()):
         raise UnsupportedParameterError(
-            f"a parameter of shape {tuple(parameter.shape)} with {held} elements on this rank",
-            reason=f"by its Megatron-FSDP attributes or chunk metadata it should hold {boxes}",
-            remedy="shard optimizer state over the inner data axis only "
-            '(outer_dp_sharding_strategy="no_shard")',
+            f"a parameter of shape {tuple(parameter.shape)} with a shard of {tuple(shard.shape)}",
+            reason=f"by its chunk metadata this rank should hold {chunks}",
+            remedy="let __create_chunk_list__ tell one chunk, of the shard's shape",
         )
-    coordinate = parameter.device_mesh.get_coordinate() or ()
-    replica = any(
-        c for c, p in zip(coordinate, parameter.placements, strict=False) if p.is_replicate()
+    offsets = chunks[0].offsets if chunks else [0] * parameter.dim()
+    answer = getattr(holders[0], CHUNK_LIST)
+    return Uneven(tuple(offsets), getattr(answer, "max_numel", parameter.numel()))
+
+
+def _check_even(parameter: Tensor, fqn: str, shape: tuple[int, ...]) -> None:
+    """Refuse a shard that is cut elsewhere and does not say where."""
+    if not isinstance(parameter, DTensor) or uneven(parameter) is not None:
+        return
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    expected, _ = compute_local_shape_and_global_offset(
+        parameter.shape, parameter.device_mesh, parameter.placements
     )
-    return Ragged(boxes, writes=not replica)
+    if tuple(expected) != shape:
+        raise UnsupportedParameterError(
+            f"parameter {fqn} with shard shape {shape}",
+            reason=f"its placements {parameter.placements} leave {tuple(expected)} to this rank",
+            remedy="of Megatron-FSDP: fsdp_offload.checkpoint.megatron_fsdp.describe(model) first",
+        )
 
 
-def _brought_boxes(parameter: DTensor) -> tuple[Box, ...] | None:
-    """What chunk metadata say that hang on the parameter or on its local tensor."""
-    for holder in (parameter, ungated(parameter._local_tensor)):
-        boxes = boxes_of(holder)
-        if boxes is None:
-            continue
-        if len(boxes) > 1 and not is_ours(holder):
-            raise UnsupportedParameterError(
-                f"a parameter of shape {tuple(parameter.shape)} with chunks {boxes}",
-                reason="chunk metadata of others do not say how several chunks lie in the shard",
-                remedy="describe it with fsdp_offload.core.ragged.attach_ragged",
-            )
-        return boxes
-    return None
-
-
-def _flat_range(parameter: DTensor) -> tuple[int, int] | None:
-    """This rank's elements of its block, as Megatron-FSDP tells them in its two forms."""
-    span = getattr(parameter, "megatron_fsdp_slice", None)
-    if span is not None:
-        return span.start, span.stop
-    group: Any = getattr(parameter, "_mfsdp_parameter_group", None)
-    if isinstance(group, weakref.ref):
-        group = group()
-    if group is None:
-        return None
-    index = next(i for i, p in enumerate(group.sharded_parameters) if p is parameter)
-    owned = group.main_weight._get_owned_range(index)
-    if owned is None:
-        return 0, 0
-    return owned.tensor_relative_offset, owned.tensor_relative_offset + owned.numel
-
-
-def _data_axes(parameter: DTensor) -> tuple[int, ...]:
-    """Mesh axes whose cuts are ragged; on the others (tensor parallel) placements are right."""
-    index = getattr(parameter, "megatron_fsdp_dist_index", None)
-    names = parameter.device_mesh.mesh_dim_names
-    if index is None or names is None:
-        return tuple(range(parameter.device_mesh.ndim))
-    data = (index.dp_shard_dim, index.dp_outer_dim)
-    return tuple(axis for axis, name in enumerate(names) if name in data)
-
-
-def _block(parameter: DTensor) -> Box:
-    """What all ranks of the data axes hold together: the tensor, cut along the other axes."""
-    offsets, sizes = [0] * parameter.dim(), list(parameter.shape)
-    coordinate = parameter.device_mesh.get_coordinate()
-    data = _data_axes(parameter)
-    for axis, placement in enumerate(parameter.placements):
-        dim = getattr(placement, "dim", None)
-        if dim is None or axis in data or coordinate is None:
-            continue
-        step = -(-sizes[dim] // parameter.device_mesh.size(axis))
-        start = min(coordinate[axis] * step, sizes[dim])
-        offsets[dim] += start
-        sizes[dim] = min(step, sizes[dim] - start)
-    return Box(tuple(offsets), tuple(sizes))
+def _is_replica(parameter: DTensor) -> bool:
+    """Whether another rank, which comes first, holds the same shard."""
+    coordinate = parameter.device_mesh.get_coordinate() or ()
+    placed = zip(coordinate, parameter.placements, strict=False)
+    return any(at and placement.is_replicate() for at, placement in placed)
 
 
 # --------------------------------------------------------------------------- gradients and state
@@ -367,15 +323,15 @@ def never_has_gradient(parameter: Tensor) -> bool:
     """Whether the shard is empty here and is left without a gradient for that reason alone."""
     if not isinstance(parameter, DTensor) or parameter._local_tensor.numel():
         return False
-    return ragged_of(parameter) is not None
+    return uneven(parameter) is not None
 
 
 def like(parameter: Tensor, shard: Tensor) -> Tensor:
     """``shard`` (local shape, any dtype and device) as a tensor placed like ``parameter``.
 
     No copy, no collective, no move: ``DTensor.from_local`` would move a CPU shard to the mesh's
-    device, so the DTensor is built from the parameter's own spec. A ragged parameter's boxes are
-    attached to it.
+    device, so the DTensor is built from the parameter's own spec. It tells where it begins if the
+    parameter does.
     """
     if not isinstance(parameter, DTensor):
         return shard
@@ -386,9 +342,9 @@ def like(parameter: Tensor, shard: Tensor) -> Tensor:
     made = DTensor(
         shard, DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta), requires_grad=False
     )
-    ragged = ragged_of(parameter)
-    if ragged is not None:
-        attach_boxes(made, shard, parameter.shape, ragged.boxes, writes=ragged.writes)
+    if (found := uneven(parameter)) is not None:
+        writes = not _is_replica(parameter)
+        attach_chunk(made, shard, parameter.shape, found.offsets, writes=writes)
     return made
 
 
@@ -419,8 +375,8 @@ def is_first(parameter: Tensor) -> bool:
 def same_placement(parameter: Tensor, value: Tensor) -> bool:
     """Whether ``value`` is cut over ranks as ``parameter`` is (a plain local tensor counts).
 
-    Of ragged ones the boxes are compared; a value that does not tell its boxes (state that the
-    plain optimizer made) is taken for one of this rank.
+    Of uneven ones the offsets are compared; a value that does not tell them (state that the plain
+    optimizer made) is taken for one of this rank.
     """
     if not isinstance(parameter, DTensor) or not isinstance(value, DTensor):
         return True
@@ -430,11 +386,8 @@ def same_placement(parameter: Tensor, value: Tensor) -> bool:
         or value.device_mesh.size() != parameter.device_mesh.size()
     ):
         return False
-    told = boxes_of(value)
-    if told is None:
-        return True
-    ragged = ragged_of(parameter)
-    return ragged is not None and told == ragged.boxes
+    told, own = uneven(value), uneven(parameter)
+    return told is None or (own is not None and told.offsets == own.offsets)
 
 
 def mesh_groups(parameters: Iterable[Tensor]) -> list[ProcessGroup]:

@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from fsdp_offload.checkpoint import megatron_fsdp
+
 Shape = tuple[int, ...]
 
 
@@ -84,6 +86,7 @@ def parameter(
     made.orig_param = nn.Parameter(torch.empty(shape, device="meta"))
     made.megatron_fsdp_dist_index = index
     made.megatron_fsdp_slice = span
+    megatron_fsdp.describe([made])
     return made
 
 

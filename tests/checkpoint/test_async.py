@@ -105,28 +105,6 @@ def test_bytes_are_those_of_a_save_at_that_step(
     ranks(2).run(save_both_ways, variant, tmp_path)
 
 
-def load_async(root: Path) -> None:
-    job = trained(OURS_BF16)
-    expected = jobs.whole(job)
-    with Gate() as gate:
-        future = checkpoint.async_save(root / "one", *job.pair, extra={"step": 3})
-        jobs.train(job, jobs.AFTER)
-        other = jobs.elsewhere(OURS_BF16)
-        threading.Timer(0.3, gate.opened.set).start()
-        check(checkpoint.load(root / "one", *other.pair) == {"step": 3}, "extra")  # waits for it
-    check(future.done(), "the load did not wait")
-    for name, value in jobs.whole(other).items():
-        check_same(value, expected[name], name)
-    jobs.train(other, jobs.AFTER)
-    found, expected = jobs.whole(other), jobs.whole(job)
-    for name, value in expected.items():
-        check_same(found[name], value, f"{name}, three steps later")
-
-
-def test_what_was_saved_beside_training_resumes(ranks: Ranks, tmp_path: Path) -> None:
-    ranks(2).run(load_async, tmp_path)
-
-
 # --------------------------------------------------------------------------- several saves
 
 

@@ -40,8 +40,8 @@ from fsdp_offload import (
     OffloadError,
     checkpoint,
 )
-from fsdp_offload.checkpoint import folder, writer
-from fsdp_offload.checkpoint.format import read_table
+from fsdp_offload.checkpoint import writer
+from fsdp_offload.checkpoint.files import read_table
 from tests.checkpoint.known import Job, Model, check_is, check_weights, job, set_to
 from tests.helpers.ranks import RankPool
 
@@ -78,7 +78,7 @@ class Corruption:
     @property
     def told_before(self) -> bool:
         """Whether it must be found before anything is written."""
-        return not self.kind.startswith("bits of elements")
+        return self.kind != "bits of elements"
 
 
 def data_file(path: Path, rng: random.Random) -> Path:
@@ -157,13 +157,6 @@ def bits_of_elements(path: Path, other: Path, rng: random.Random) -> set[str]:
     return change(file, item.data_offset + rng.randrange(item.data_nbytes), rng)
 
 
-def bits_of_elements_of_weights(path: Path, other: Path, rng: random.Random) -> set[str]:
-    file = data_file(path, rng)
-    weights = [item for item in items_of(file) if item.key.startswith("model.")]
-    item = rng.choice([item for item in weights if not is_spare(item)])
-    return change(file, item.data_offset + rng.randrange(item.data_nbytes), rng)
-
-
 @dataclass(frozen=True)
 class Item:
     """One item of a data file."""
@@ -208,10 +201,8 @@ KINDS: dict[str, Callable[[Path, Path, random.Random], set[str]]] = {
     "bits of metadata": bits_of_metadata,
     "bits of tables": bits_of_table,
     "bits of elements": bits_of_elements,
-    "bits of elements of weights": bits_of_elements_of_weights,
 }
 FEW = [Corruption(kind, seed) for kind in KINDS for seed in range(2)]
-MANY = [Corruption(kind, seed) for kind in KINDS for seed in range(100, 124)]
 
 
 # --------------------------------------------------------------------------- the checkpoint
@@ -321,52 +312,6 @@ def test_a_broken_checkpoint_is_never_loaded(
     try_one(saved, tmp_path / "broken", loading, corruption)
 
 
-@pytest.mark.long
-def test_hundreds_of_broken_checkpoints_are_never_loaded(
-    saved: Path, tmp_path: Path, loading: Job
-) -> None:
-    outcomes = []
-    for index, corruption in enumerate(MANY):
-        print(corruption)  # shown where the test fails
-        outcomes.append(try_one(saved, tmp_path / str(index), loading, corruption))
-        shutil.rmtree(tmp_path / str(index))
-    assert outcomes.count("failed") > 10
-    assert outcomes.count("refused") > 100
-
-
-def load_weights(saved: Path, where: Path, corruption: Corruption) -> str:
-    made = job()
-    set_to(made, BEFORE)
-    names = broken(saved, where, corruption)
-    error = raised_by(lambda: checkpoint.load(where, made[0]))
-    if error is None:
-        check_weights(made, SAVED)
-    else:
-        check_error(error, names)
-        if corruption.told_before:
-            check_is(made, BEFORE)
-    load_good(made, saved / "good")
-    return "refused" if error else "loaded"
-
-
-WEIGHTS = [c for c in FEW if c.seed == 0 or c.kind.startswith("bits of elements")]
-
-
-@pytest.mark.parametrize("corruption", WEIGHTS, ids=str)
-def test_weights_alone(saved: Path, tmp_path: Path, corruption: Corruption) -> None:
-    found = load_weights(saved, tmp_path / "broken", corruption)
-    if corruption.kind != "bits of elements":  # of state: bytes that this does not read
-        assert found == "refused"
-
-
-@pytest.mark.long
-def test_weights_alone_of_many_broken_checkpoints(saved: Path, tmp_path: Path) -> None:
-    for index, corruption in enumerate(MANY[::3]):
-        print(corruption)
-        load_weights(saved, tmp_path / str(index), corruption)
-        shutil.rmtree(tmp_path / str(index))
-
-
 def test_bytes_that_nobody_reads_do_not_matter(saved: Path, tmp_path: Path, loading: Job) -> None:
     """A change in the state of a large tensor, and weights alone are loaded; and the whole not."""
     shutil.copytree(saved / "good", tmp_path / "broken")
@@ -469,11 +414,6 @@ def test_all_ranks_refuse_together(ranks: Ranks, saved: Path, tmp_path: Path) ->
     assert "failed" in outcomes
 
 
-@pytest.mark.long
-def test_all_ranks_refuse_together_many_times(ranks: Ranks, saved: Path, tmp_path: Path) -> None:
-    try_on_ranks(ranks, saved, tmp_path, MANY[::2])
-
-
 # --------------------------------------------------------------------------- of other programs
 
 
@@ -500,13 +440,7 @@ def edit_metadata(path: Path, edit: Callable[[Any], None]) -> None:
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
-def test_a_foreign_checkpoint_is_loaded(foreign: Path, loading: Job) -> None:
-    set_to(loading, BEFORE)
-    assert checkpoint.load(foreign, *loading) == {}
-    check_is(loading, SAVED)
-
-
-@pytest.mark.parametrize("left", [0, 1, 1000, -1])
+@pytest.mark.parametrize("left", [0, 1000])
 def test_a_truncated_foreign_file_is_refused_before_anything(
     foreign: Path, loading: Job, left: int
 ) -> None:
@@ -515,13 +449,7 @@ def test_a_truncated_foreign_file_is_refused_before_anything(
     assert load_broken(loading, foreign, {file.name}, told_before=True) == "refused"
 
 
-def test_a_missing_foreign_file_is_refused(foreign: Path, loading: Job) -> None:
-    (foreign / "__0_0.distcp").unlink()
-    found = load_broken(loading, foreign, {"__0_0.distcp"}, told_before=True)
-    assert found == "refused"
-
-
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_changed_foreign_archive_is_typed(
     foreign: Path, loading: Job, saved: Path, seed: int
 ) -> None:
@@ -545,7 +473,7 @@ def info_key(infos: dict[Any, Any], info: Any) -> str:
     return next(str(index.fqn) for index, found in infos.items() if found == info)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(4))
 def test_changed_foreign_metadata_is_typed(
     foreign: Path, loading: Job, saved: Path, seed: int
 ) -> None:
@@ -585,37 +513,6 @@ def test_chunks_that_leave_elements_out_are_refused(
     found = load_broken(
         loading, foreign, {"chunks leave elements out", ".metadata"}, told_before=True
     )
-    assert found == "refused"
-
-
-@pytest.mark.parametrize("edit", [drop_chunk, shrink_chunk])
-def test_chunks_of_ours_that_leave_elements_out_are_refused(
-    saved: Path, tmp_path: Path, loading: Job, edit: Callable[[Any], None]
-) -> None:
-    """Whoever edits ``.metadata`` may write a manifest that agrees."""
-    path = tmp_path / "edited"
-    shutil.copytree(saved / "good", path)
-    manifest = folder.read_manifest(path)
-    assert manifest is not None
-    edit_metadata(path, edit)
-    entry = ((path / ".metadata").stat().st_size, folder._crc_of(path / ".metadata"))
-    edited = replace(manifest, files={**manifest.files, ".metadata": entry})
-    (path / "manifest.json").write_bytes(edited.encode())
-    found = load_broken(loading, path, {"chunks leave elements out", ".metadata"}, told_before=True)
-    assert found == "refused"
-
-
-def save_without_collectives(path: Path) -> None:
-    made = job(20)
-    state = {"model": get_model_state_dict(made[0])}
-    dcp.save(state, checkpoint_id=path, use_collectives=False)
-
-
-def test_a_checkpoint_of_ranks_that_did_not_talk_is_refused(
-    ranks: Ranks, tmp_path: Path, loading: Job
-) -> None:
-    ranks(2).run(save_without_collectives, tmp_path / "own")
-    found = load_broken(loading, tmp_path / "own", {"no .metadata"}, told_before=True)
     assert found == "refused"
 
 
@@ -682,14 +579,14 @@ def earlier(tmp_path: Path, loading: Job) -> Path:
     return tmp_path / "run"
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize(
-    ("call", "after", "code"),
+    ("call", "after", "code", "asynchronous"),
     [
-        *(("pwrite", n, errno.ENOSPC) for n in (0, 1, 3, 8)),  # items, table, .metadata
-        *(("fsync", n, errno.EIO) for n in range(5)),  # file, .metadata, folder, manifest, folder
-        ("mkdir", 0, errno.EROFS),
-        ("rename", 0, errno.EIO),
+        *(("pwrite", n, errno.ENOSPC, n == 3) for n in (0, 1, 3, 8)),  # items, table, .metadata
+        # file, .metadata, folder, manifest, folder
+        *(("fsync", n, errno.EIO, n == 2) for n in range(5)),
+        ("mkdir", 0, errno.EROFS, True),
+        ("rename", 0, errno.EIO, False),
     ],
 )
 def test_a_disk_that_refuses_leaves_the_earlier_checkpoint(
@@ -703,52 +600,21 @@ def test_a_disk_that_refuses_leaves_the_earlier_checkpoint(
     check_nothing_left(earlier, loading, asynchronous=asynchronous)
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_limit_on_file_sizes_is_told(earlier: Path, loading: Job, asynchronous: bool) -> None:
+def test_a_limit_on_file_sizes_is_told(earlier: Path, loading: Job) -> None:
     """The kernel itself refuses, in the middle of a block."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
     try:
         with pytest.raises(CheckpointError, match=r"__0_0\.distcp.*File too large"):
-            save_any(earlier / "new", loading, asynchronous=asynchronous)
+            save_any(earlier / "new", loading, asynchronous=False)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     check_nothing_left(earlier, loading)
 
 
-@pytest.mark.parametrize("call", ["pwrite", "fsync"])
-def test_an_overwrite_that_fails_leaves_what_was_there(
-    earlier: Path, loading: Job, call: str
-) -> None:
-    with Refusing(call, 1, errno.ENOSPC), pytest.raises(CheckpointError):
+def test_an_overwrite_that_fails_leaves_what_was_there(earlier: Path, loading: Job) -> None:
+    with Refusing("fsync", 1, errno.ENOSPC), pytest.raises(CheckpointError):
         save_any(earlier / "earlier", loading, asynchronous=False, overwrite=True)
-    check_nothing_left(earlier, loading)
-
-
-def test_a_manifest_that_cannot_be_written_is_told(
-    earlier: Path, loading: Job, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(_: object) -> bytes:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(folder.Manifest, "encode", refuse)
-        with pytest.raises(CheckpointError, match="No space left"):
-            save_any(earlier / "new", loading, asynchronous=False)
-    check_nothing_left(earlier, loading)
-
-
-@pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize("overwrite", [False, True])
-def test_a_path_that_is_taken_is_told(
-    earlier: Path, loading: Job, asynchronous: bool, overwrite: bool
-) -> None:
-    (earlier.parent / "file").write_text("mine")
-    taken = [earlier.parent / "file", earlier.parent / "file" / "below"]
-    for path in [*taken, *([] if overwrite else [earlier / "earlier"])]:
-        with pytest.raises(CheckpointError, match=path.parts[-1]):
-            save_any(path, loading, asynchronous=asynchronous, overwrite=overwrite)
-    assert (earlier.parent / "file").read_text() == "mine"
     check_nothing_left(earlier, loading)
 
 
@@ -780,7 +646,7 @@ def contextual(refusing: Refusing, *, active: bool) -> Any:
     return refusing if active else nullcontext()
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("asynchronous", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_an_error_of_one_rank_is_raised_on_all(
     ranks: Ranks, tmp_path: Path, asynchronous: bool
 ) -> None:

@@ -209,11 +209,3 @@ def test_a_killed_save_leaves_a_complete_checkpoint(
     tmp_path: Path, world: int, seed: int, kills: int
 ) -> None:
     tell(tmp_path, world, seed, kills)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("world", "seed"), [*((1, s) for s in (3, 4, 5)), (2, 6), (2, 7)])
-def test_fifty_killed_saves_leave_complete_checkpoints(
-    tmp_path: Path, world: int, seed: int
-) -> None:
-    tell(tmp_path, world, seed, 10)

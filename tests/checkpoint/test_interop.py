@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,10 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
-from torch.optim.lr_scheduler import OneCycleLR
 
 from fsdp_offload import checkpoint
 from fsdp_offload.core.errors import CheckpointError, OffloadError
@@ -126,76 +122,7 @@ def test_plain_dcp_load_reads_our_files(ranks: Ranks, tmp_path: Path, variant: V
     ranks(2).run(torch_reads_ours, variant, tmp_path / "one")
 
 
-def save_and_gather(path: Path) -> dict[str, Any]:
-    job = trained(OURS_BF16)
-    checkpoint.save(path, *job.pair, extra={"step": 3})
-    return jobs.whole(job)
-
-
-def test_our_files_become_one_file_of_torch(ranks: Ranks, tmp_path: Path) -> None:
-    expected = ranks(2).run(save_and_gather, tmp_path / "one")[0]
-
-    with warnings.catch_warnings(action="ignore"):  # that there is no process group
-        dcp_to_torch_save(tmp_path / "one", tmp_path / "one.pt")
-    found = torch.load(tmp_path / "one.pt", weights_only=True)
-
-    for name, value in expected.items():
-        kind, _, fqn = name.partition(" ")
-        if kind == "weight":
-            assert torch.equal(found["model"][fqn], value), name
-        if kind in ("exp_avg", "exp_avg_sq"):
-            assert torch.equal(found["optim"][f"state.{fqn}.{kind}"], value), name
-        if kind == "options":
-            assert found["optim"][f"param_groups.{fqn}.lr"] == value["lr"], name
-
-
 # --------------------------------------------------------------------------- bf16 without masters
-
-
-def save_plain_bf16(path: Path) -> Job:
-    plain = trained(PLAIN_BF16, steps=4)  # by then all parameters have state
-    dcp.save(jobs.job_state(plain, FLAT), checkpoint_id=path)
-    return plain
-
-
-def load_plain_bf16_strictly(path: Path) -> str:
-    save_plain_bf16(path)
-    try:
-        jobs.load_by_torch(jobs.elsewhere(OURS_BF16), path, FLAT)
-    except (Exception, dcp.api.CheckpointException) as error:
-        return f"{error}"
-    return ""
-
-
-def test_torch_refuses_a_checkpoint_without_masters(ranks: Ranks, tmp_path: Path) -> None:
-    for refused in ranks(2).run(load_plain_bf16_strictly, tmp_path):
-        assert "Missing key" in refused
-        assert "master" in refused
-
-
-def load_plain_bf16_partially(drop: bool, path: Path) -> None:
-    plain, loading = save_plain_bf16(path), jobs.elsewhere(OURS_BF16)
-    into = jobs.job_state(loading, FLAT)
-    dcp.load(into, checkpoint_id=path, planner=DefaultLoadPlanner(allow_partial_load=True))
-    if drop:
-        for key in [k for k in into["optim"] if k.endswith((".master_remainder", ".master"))]:
-            del into["optim"][key]
-    jobs.set_model_state_dict(loading.model, into["model"])
-    jobs.set_optimizer_state_dict(*loading.pair, into["optim"], options=FLAT)
-    loading.optimizer.resync()
-    check_arrived(loading, plain)
-    found = jobs.whole(loading)
-    for name in [name for name in found if name.startswith("master ")]:
-        weight = found[name.replace("master ", "weight ")]
-        check_same(found[name], weight.float(), f"{name} and its weight")
-
-
-@pytest.mark.parametrize("drop", [True, False])
-def test_torch_loads_a_checkpoint_without_masters_partially(
-    ranks: Ranks, tmp_path: Path, drop: bool
-) -> None:
-    """``drop``: what the checkpoint lacks is left out of what is set."""
-    attempt(ranks, load_plain_bf16_partially, drop, tmp_path)
 
 
 # --------------------------------------------------------------------------- layouts of others
@@ -388,39 +315,3 @@ def test_a_plain_job_has_state_of_the_parameters_that_were_saved(
 
 
 # --------------------------------------------------------------------------- schedulers
-
-
-def with_scheduler(variant: Variant) -> tuple[Job, OneCycleLR]:
-    job = jobs.make(variant)
-    return job, OneCycleLR(job.optimizer, max_lr=0.03, total_steps=12)
-
-
-def go(job: Job, scheduler: OneCycleLR, steps: range) -> None:
-    for step in steps:
-        jobs.train(job, range(step, step + 1))
-        scheduler.step()
-
-
-def resume_scheduler(source: Variant, target: Variant, path: Path) -> None:
-    """One cycle changes ``lr`` and ``betas``, and adds options of its own."""
-    saving, schedule = with_scheduler(source)
-    go(saving, schedule, range(1, 4))
-    checkpoint.save(path, *saving.pair, extra={"scheduler": schedule.state_dict()})
-    loading, resumed = with_scheduler(target)
-    extra = checkpoint.load(path, *loading.pair)
-    resumed.load_state_dict(extra["scheduler"])
-    check_arrived(loading, saving)
-    for each in ((saving, schedule), (loading, resumed)):
-        go(*each, jobs.AFTER)
-    check_arrived(loading, saving)
-
-
-@pytest.mark.parametrize(
-    ("source", "target"),
-    [(OURS, PLAIN), pytest.param(PLAIN, OURS, marks=pytest.mark.long)],
-    ids=str,
-)
-def test_options_that_a_scheduler_changes_are_resumed(
-    ranks: Ranks, tmp_path: Path, source: Variant, target: Variant
-) -> None:
-    ranks(2).run(resume_scheduler, source, target, tmp_path / "one")

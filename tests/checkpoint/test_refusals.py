@@ -149,16 +149,6 @@ def test_a_manifest_of_another_form_is_corrupt(tmp_path: Path, values: Any) -> N
         checkpoint.load(path, layers(6, 6))
 
 
-def test_a_manifest_with_more_fields_is_read(tmp_path: Path, pair: Pair) -> None:
-    checkpoint.save(tmp_path / "one", *pair)
-    path = tmp_path / "one" / "manifest.json"
-    values = {**json.loads(json.loads(path.read_text())["manifest"]), "later": [1]}
-    text = json.dumps(values)
-    path.write_text(json.dumps({"crc32": zlib.crc32(text.encode()), "manifest": text}))
-    assert checkpoint.latest(tmp_path) == tmp_path / "one"
-    checkpoint.load(tmp_path / "one", *pair)
-
-
 @pytest.mark.parametrize("name", ["storage_data", "state_dict_metadata"])
 @pytest.mark.parametrize("value", [None, 3, {"a": None}, {"a": 3}, [1]], ids=str)
 def test_metadata_of_another_form_is_corrupt(

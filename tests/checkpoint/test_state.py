@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from fsdp_offload import HybridDeviceOptimizer
 from fsdp_offload.checkpoint.state import collect, pack, unpack
 from fsdp_offload.core.errors import ConfigError, StateDictError
 from tests.checkpoint import jobs
@@ -115,79 +111,6 @@ def test_packed_state_is_unpacked_into_both_kinds(ranks: Ranks, plain: bool) -> 
 
 
 # --------------------------------------------------------------------------- cost
-
-
-def pack_silently() -> None:
-    fresh, used = jobs.make(Variant()), trained(Variant(dtype=BF16))
-    for job in (fresh, used):
-        with jobs.watching(jobs.refuse):
-            packed = pack(*job.pair)
-        with jobs.watching(jobs.refuse):
-            unpack(*job.pair, packed)
-    # The watch itself: each kind of entry is seen.
-    weight = next(iter(fresh.model.parameters()))
-    for issue in (
-        lambda: dist.barrier(),
-        lambda: dist.all_gather_object([None] * dist.get_world_size(), 1),
-        lambda: dist.group.WORLD.allreduce([torch.ones(1)]).wait(),
-        lambda: weight.full_tensor(),
-    ):
-        with pytest.raises(AssertionError, match="was called"), jobs.watching(jobs.refuse):
-            issue()
-
-
-def test_packing_and_unpacking_issue_no_collective(ranks: Ranks) -> None:
-    ranks(2).run(pack_silently)
-
-
-class Storages(TorchDispatchMode):
-    """Sums the bytes of storages that operators make."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.new_bytes = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        known = {_storage(value) for value in tree_leaves((args, kwargs or {}))}
-        result = func(*args, **(kwargs or {}))
-        for value in tree_leaves(result):
-            if _storage(value) is not None and _storage(value) not in known:
-                self.new_bytes += local(value).untyped_storage().nbytes()
-        return result
-
-
-def _storage(value: Any) -> int | None:
-    """Which storage, by its identity. Of a DTensor, operators on its shard are not seen."""
-    return local(value).untyped_storage()._cdata if isinstance(value, Tensor) else None
-
-
-WIDE = 512  # 2 MB per kind of state
-
-
-def wide(dtype: torch.dtype = torch.float32) -> tuple[nn.Module, HybridDeviceOptimizer]:
-    model = fully_shard(nn.Linear(2 * WIDE, WIDE).to(dtype), mesh=models.flat_mesh(2))
-    optimizer = models.wrap(torch.optim.AdamW(model.parameters(), lr=0.1), model)
-    for parameter in model.parameters():
-        parameter.grad = torch.full_like(parameter, 0.3)
-    optimizer.step()
-    return model, optimizer
-
-
-def measure_packing(dtype: torch.dtype) -> tuple[int, int]:
-    pair = wide(dtype)
-    with Storages() as storages:
-        packed = pack(*pair)
-    with Storages() as control:
-        copies = [local(v).clone() for v in packed.values() if isinstance(v, DTensor)]
-    check(control.new_bytes == sum(c.nbytes for c in copies), "the count counts nothing")
-    return storages.new_bytes, control.new_bytes
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, BF16])
-def test_packing_allocates_next_to_nothing(ranks: Ranks, dtype: torch.dtype) -> None:
-    for new_bytes, state_bytes in ranks(2).run(measure_packing, dtype):
-        assert state_bytes > 2 * WIDE * WIDE * 4
-        assert new_bytes < state_bytes / 1000
 
 
 # --------------------------------------------------------------------------- refusals
@@ -289,22 +212,14 @@ def test_parts_of_a_pipeline_have_the_same_names_in_a_plain_optimizer() -> None:
     assert packed.keys() == pack(parts, ours).keys()
 
 
-def test_packed_state_can_be_pickled_and_copied() -> None:
-    """As savers of others do, from views of an arena."""
-    model = nn.Linear(3, 2)
-    packed = pack(model, models.wrap(torch.optim.AdamW(model.parameters()), model))
-
-    assert len(pickle.dumps(packed)) < 20_000
-    assert copy.deepcopy(packed).keys() == packed.keys()
-
-
 # --------------------------------------------------------------------------- collectives of a save
 
 
 def left_to_plan() -> list[str]:
     job = trained(Variant(dtype=BF16))
     state = collect([job.model], job.optimizer, None)
-    return [key for key, value in state["optim"].items() if not isinstance(value, DTensor)]
+    optim = {k.removeprefix("optim."): v for k, v in state.items() if k.startswith("optim.")}
+    return [key for key, value in optim.items() if not isinstance(value, DTensor)]
 
 
 def test_options_and_step_counts_are_planned_by_one_rank(ranks: Ranks) -> None:
