@@ -226,11 +226,13 @@ class JobLoadPlanner(FlatLoadPlanner):
             ClosedError: see ``load``.
         """
         with typed():
-            check_present("checkpoint.load()", self._models, self._optimizer)
+            plain = self._optimizer
+            if isinstance(plain, HybridDeviceOptimizer):
+                plain.check_usable(failed_ok=True)
+                plain.check_loadable("checkpoint.load()")
+                plain = None
+            check_present("checkpoint.load()", self._models, plain)
             self._stored = stored = self._reader.metadata.state_dict_metadata
-            if isinstance(self._optimizer, HybridDeviceOptimizer):
-                self._optimizer.check_usable(failed_ok=True)
-                self._optimizer.check_loadable("checkpoint.load()")
             self._weights = weights_of(self._models)
             layout = find_layout(stored, self._weights, **self._prefixes)
             unknown = self._plan_weights(layout)
