@@ -9,7 +9,6 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -18,7 +17,6 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.tensor import Shard
 from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_
@@ -29,7 +27,7 @@ from fsdp_offload import (
     SpentGradientError,
     TransferConfig,
 )
-from fsdp_offload.core.fsdp import find_groups, fsdp_groups
+from fsdp_offload.core.fsdp import fsdp_groups
 from tests.fsdp import models
 from tests.fsdp.models import check, check_same, check_twins
 from tests.helpers.ranks import RankPool
@@ -392,42 +390,6 @@ def replaced_parameters(overlap: str) -> None:
 
 def test_parameters_replaced_before_wrapping_are_found_in_their_groups(ranks: Ranks) -> None:
     ranks(2).run(replaced_parameters, "backward")
-
-
-def where_reduced(size: int, hook: bool) -> None:
-    """With one rank on the compute stream, with more, or before a hook of the user's, where FSDP2
-    does it; nothing stays changed."""
-    model = build(size)
-    for module in model.modules():
-        if hook and isinstance(module, FSDPModule):
-            module.set_all_reduce_hook(lambda gradient: None)
-    optimizer = wrap(model, "backward")
-    loss = loss_of(model, 0)
-    context = find_groups([model])[0]._raw.comm_ctx
-    own, compute = context.reduce_scatter_stream, torch.cpu.current_stream()
-    check(own is not compute, "FSDP2 has a stream of its own for it")
-    used = list[Any]()
-
-    def reduce(original: Any, *args: Any, **kwargs: Any) -> Any:
-        used.append(args[3])
-        return original(*args, **kwargs)
-
-    with mock.patch.object(
-        _fsdp_param_group,
-        "foreach_reduce",
-        functools.partial(reduce, _fsdp_param_group.foreach_reduce),
-    ):
-        loss.backward()
-    check(len(used) > 2, f"{len(used)} reductions")
-    check(all(s is (own if size > 1 or hook else compute) for s in used), f"reduced on {used}")
-    check(context.reduce_scatter_stream is own, "the stream is FSDP2's again")
-    optimizer.step()
-    optimizer.close()
-
-
-@pytest.mark.parametrize(("size", "hook"), [(1, False), (2, False), (1, True)])
-def test_one_rank_reduces_on_the_compute_stream(ranks: Ranks, size: int, hook: bool) -> None:
-    ranks(2).run(where_reduced, size, hook)
 
 
 def finalize_by_hand(overlap: str) -> None:

@@ -230,35 +230,6 @@ def test_a_resumed_run_equals_an_uninterrupted_one(
     ranks(2).run(resume, way, source, target, "AdamW", tmp_path)
 
 
-# State exists from construction, so what the wrapper saves of a parameter that never had a gradient
-# is zeros. Plain SGD takes them for a momentum and applies dampening to the first gradient.
-NEVER_STEPPED = pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="SGD's state cannot say that a parameter has never stepped: the plain optimizer takes "
-    "the zeros of the wrapper for a momentum",
-)
-
-
-@pytest.mark.parametrize(
-    ("way", "source", "target", "name"),
-    [
-        ("own", "plain", "wrapper", "AdamW"),
-        ("flat", "plain", "wrapper", "AdamW"),
-        ("own", "wrapper", "plain", "AdamW"),
-        ("own", "plain", "wrapper", "SGD"),
-        pytest.param(*("own", "wrapper", "plain", "SGD"), marks=NEVER_STEPPED),
-        ("own", "wrapper", "wrapper", "SGD"),
-        ("flat", "wrapper", "wrapper", "SGD"),
-        ("dcp flat", "wrapper", "wrapper", "NAdam"),
-    ],
-)
-def test_a_parameter_without_gradient_before_the_save_starts_as_in_the_plain_optimizer(
-    ranks: Ranks, tmp_path: Path, way: str, source: str, target: str, name: str
-) -> None:
-    attempt(ranks, resume, way, source, target, name, tmp_path, 1)
-
-
 # --------------------------------------------------------------------------- another world size
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import CyclicLR, LRScheduler, OneCycleLR
+from torch.optim.lr_scheduler import OneCycleLR
 
 from fsdp_offload import HybridDeviceOptimizer, checkpoint
 from tests.helpers.side_by_side import SHAPES, Apart, SideBySide
@@ -29,47 +29,9 @@ def fused_sgd(groups: Any) -> Optimizer:
     return torch.optim.SGD(groups, lr=0.1, fused=True)
 
 
-def twins_of(lane: str, build: Any = sgd, **wrap: Any) -> SideBySide:
-    plain = {"plain_build": fused_sgd} if lane == "host" and build is sgd else {}
-    return SideBySide(build, update_on=[lane] * len(SHAPES), **plain, **wrap)
-
-
-def one_cycle(optimizer: Optimizer) -> LRScheduler:
-    return OneCycleLR(optimizer, max_lr=0.2, total_steps=8)
-
-
-def cyclic(optimizer: Optimizer) -> LRScheduler:
-    return CyclicLR(optimizer, base_lr=0.05, max_lr=0.2, step_size_up=2)
-
-
-@pytest.mark.parametrize("lane", LANES)
-@pytest.mark.parametrize("schedule", [one_cycle, cyclic])
-def test_momentum_that_a_scheduler_sets_is_reserved_then(schedule: Any, lane: str) -> None:
-    twins = twins_of(lane)
-    schedulers = [schedule(twins.plain), schedule(twins.wrapped)]
-    assert twins.plain.param_groups[0]["momentum"] > 0
-    for _ in range(5):
-        twins.step(PRESENT)
-        for scheduler in schedulers:
-            scheduler.step()
-        twins.compare()
-    assert twins.lanes() == {lane}
-
-
-@pytest.mark.parametrize("lane", LANES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_momentum_may_come_and_go_in_the_middle_of_training(dtype: torch.dtype, lane: str) -> None:
-    """With dampening, which the first momentum step ignores; masters keep what they have."""
-    build = {"host": fused_sgd}.get(lane, sgd)
-    twins = twins_of(lane, build, dtypes=[dtype], plain_dtypes=[torch.float32])
-    for momentum in (0.0, 0.0, 0.9, 0.9, 0.0, 0.5):
-        twins.change(momentum=momentum, dampening=0.3 if momentum else 0.0)
-        twins.step(PRESENT)
-    twins.compare()
-
-
-@pytest.mark.parametrize("is_stepped", [False, True])
-@pytest.mark.parametrize("lane", LANES)
+@pytest.mark.parametrize(
+    ("lane", "is_stepped"), [("resident", False), ("streamed", True), ("host", True)]
+)
 def test_a_master_alone_is_loaded_where_momentum_is_needed_now(
     lane: str, is_stepped: bool, tmp_path: Path
 ) -> None:

@@ -44,7 +44,7 @@ def options_of(lane: str) -> dict[str, Any]:
     return {"lr": 0.01, "fused": True} if lane == "host" else {"lr": 0.01}
 
 
-@pytest.mark.parametrize("lane", LANES)
+@pytest.mark.parametrize("lane", ["streamed", "host"])
 def test_a_step_count_written_in_place_reaches_every_piece(lane: str) -> None:
     models = [make_model(), make_model()]
     plain = torch.optim.AdamW(models[0].parameters(), **options_of(lane))

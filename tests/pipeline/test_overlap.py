@@ -19,7 +19,6 @@ from fsdp_offload import (
     LaneError,
     TransferConfig,
 )
-from fsdp_offload.core import backend
 from fsdp_offload.core.backend import backend_for
 from fsdp_offload.pipeline import streamed
 from fsdp_offload.pipeline.engine import Engine
@@ -425,20 +424,3 @@ def test_times_count_from_the_first_gradients_and_what_has_none_comes_last() -> 
     assert Times([None, None], []).ready_ms() == []
     assert Times([], [[(1, At(0.0))]]).ms_per_byte() is None
     assert Times([], [[(1, At(0.0)), (1, At(3.0))]]).ms_per_byte() is None
-
-
-@pytest.mark.parametrize("overlap", ["step", "forward", "backward"])
-def test_bulk_takes_turns_where_others_copy_meanwhile(
-    monkeypatch: pytest.MonkeyPatch, overlap: str
-) -> None:
-    taken: list[int] = []
-    copy = backend._CpuStream.copy_in_turns
-
-    def noted(stream: Any, targets: Any, sources: Any) -> None:
-        taken.append(len(targets))
-        copy(stream, targets, sources)
-
-    monkeypatch.setattr(backend._CpuStream, "copy_in_turns", noted)
-    job = Job(overlap)
-    job.train(2)
-    assert (len(taken) > 0) == (overlap != "step")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -28,21 +28,14 @@ from fsdp_offload.update.params import (
 from fsdp_offload.update.schema import schema_of
 from fsdp_offload.update.state import write_master
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 CPU = torch.device("cpu")
 NUMELS = (70, 5, 192, 0, 33)
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 DTYPES = (FP32, BF16, FP16)
 
 Build = Callable[[list[Any]], Optimizer]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """The tensors are small."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def adamw(**options: Any) -> Build:
