@@ -160,9 +160,9 @@ def train_parallel(hidden: int) -> None:
         check(not isinstance(state[model.logit_scale][name], DTensor), f"{name} of a plain tensor")
 
 
-@pytest.mark.parametrize("hidden", [8, 14])
-def test_fsdp_with_tensor_parallel_ignored_and_plain_parameters(ranks: Ranks, hidden: int) -> None:
-    ranks(4).run(train_parallel, hidden)
+def test_fsdp_with_tensor_parallel_ignored_and_plain_parameters(ranks: Ranks) -> None:
+    """Its hidden dimension is cut unevenly."""
+    ranks(4).run(train_parallel, 14)
 
 
 # --------------------------------------------------------------------------- experts
@@ -246,7 +246,7 @@ def train_experts_in_one_call(overlap: str) -> None:
 @pytest.mark.skipif(
     not hasattr(_fsdp_common, "ShardPlacementResult"), reason="this torch has one mesh per call"
 )
-@pytest.mark.parametrize("overlap", ["step", "backward"])
+@pytest.mark.parametrize("overlap", ["backward"])
 def test_two_meshes_in_one_call(ranks: Ranks, overlap: str) -> None:
     ranks(4).run(train_experts_in_one_call, overlap)
 
@@ -290,8 +290,7 @@ def train_on_one_mesh(kind: str, overlap: str) -> None:
 )
 @pytest.mark.parametrize("kind", list(SPMD))
 def test_axes_of_one_mesh(ranks: Ranks, kind: str) -> None:
-    for overlap in ("step", "backward"):
-        ranks(4).run(train_on_one_mesh, kind, overlap)
+    ranks(4).run(train_on_one_mesh, kind, "backward")
 
 
 # --------------------------------------------------------------------------- gradient placements
