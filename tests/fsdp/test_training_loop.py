@@ -42,26 +42,6 @@ def check_pair(pair: list[tuple[models.Toy, Optimizer]], what: str) -> None:
     models.check_twins(wrapped, plain, what)
 
 
-# --------------------------------------------------------------------------- gradients
-
-
-def accumulate(reduce_each: bool) -> None:
-    pair = twins()
-    for step in range(1, 4):
-        for model, optimizer in pair:
-            for micro in range(2):
-                model.set_requires_gradient_sync(reduce_each or micro == 1)
-                models.backward(model, 10 * step + micro, scale=lambda loss: loss / 2)
-            optimizer.step()
-            optimizer.zero_grad()
-        check_pair(pair, f"step {step}")
-
-
-@pytest.mark.parametrize("reduce_each", [False, True])
-def test_gradient_accumulation(ranks: Ranks, reduce_each: bool) -> None:
-    ranks(2).run(accumulate, reduce_each)
-
-
 # --------------------------------------------------------------------------- GradScaler
 
 

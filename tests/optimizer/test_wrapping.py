@@ -20,13 +20,13 @@ from fsdp_offload import (
     ClosedError,
     ConfigError,
     HybridDeviceOptimizer,
-    OffloadError,
     StateSchemaError,
     TransferConfig,
 )
 from tests.fsdp import models
 from tests.fsdp.models import check
 from tests.helpers.ranks import RankPool
+from tests.helpers.training import assert_explains as explained
 
 Ranks = Callable[..., RankPool]
 SMALL = TransferConfig(bucket_bytes=4096, slots=2, host_threads=1)
@@ -48,13 +48,6 @@ def train(parameters: Any, optimizer: Any, steps: range = range(2)) -> None:
         for p in held:
             p.grad = torch.randn(p.shape, generator=generator)
         optimizer.step()
-
-
-def explained(error: OffloadError, *words: str) -> None:
-    assert error.reason
-    assert error.remedy
-    for word in words:
-        assert word in str(error)
 
 
 # --------------------------------------------------------------------------- arguments
@@ -431,34 +424,3 @@ def test_a_step_method_that_was_kept_from_before_wrapping_is_the_wrappers(kind: 
     optimizer.close()
     with pytest.raises(ClosedError):
         kept()
-
-
-# --------------------------------------------------------------------------- torch's modes
-
-
-@pytest.mark.parametrize(
-    ("lane", "dtype"), [("device", torch.bfloat16), ("host", torch.float16)], ids=str
-)
-def test_a_default_device_is_not_where_state_is_made(lane: str, dtype: torch.dtype) -> None:
-    models_, optimizers = [make().to(dtype), make().to(dtype)], list[Any]()
-    for model, device in zip(models_, ("cpu", "meta"), strict=True):
-        inner = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
-        gradients = [torch.ones_like(p) for p in model.parameters()]
-        torch.set_default_device(device)
-        try:
-            optimizer = HybridDeviceOptimizer(inner, model, update_on=lane, transfer=SMALL)
-            for _ in range(2):
-                for p, gradient in zip(model.parameters(), gradients, strict=True):
-                    p.grad = gradient.clone()
-                optimizer.clip_grad_norm_(1.0)
-                optimizer.step()
-            saved = copy.deepcopy(optimizer.state_dict())
-            optimizer.load_state_dict(saved)
-            optimizer.synchronize()
-        finally:
-            torch.set_default_device(None)
-        optimizers.append(optimizer)
-    for a, b in zip(*(m.parameters() for m in models_), strict=True):
-        assert torch.equal(a, b)
-    for optimizer in optimizers:
-        optimizer.close()
