@@ -372,6 +372,18 @@ def test_memory_that_somebody_holds_is_not_reused(
     assert simulator.late_uses == []
 
 
+def test_what_a_launched_function_keeps_is_not_reused() -> None:
+    simulator, kept = StreamSimulator(), []
+    side = simulator.stream("side")
+    tensor = torch.ones(2)
+    side.launch(kept.append, tensor)
+    del tensor
+    side.synchronize()
+    simulator.synchronize()
+
+    assert kept[0].tolist() == [1.0, 1.0]
+
+
 def test_a_storage_resized_under_a_pending_launch_is_an_error() -> None:
     simulator = StreamSimulator()
     stream, tensor = simulator.stream("a"), torch.ones(4)

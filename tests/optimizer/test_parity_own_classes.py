@@ -184,6 +184,15 @@ def test_steps_in_which_a_group_has_no_gradient_are_counted_as_without_wrapping(
         compare_settings(twins)
 
 
+@pytest.mark.parametrize("shapes", [((),), ((), (3,))], ids=str)
+def test_state_of_a_0_dim_parameter_that_is_made_at_construction(shapes: Any) -> None:
+    twins = own_twins(own.EagerMomentum, shapes=shapes)
+    twins.run(3)
+    for parameter in twins.mine:
+        assert twins.wrapped.state[parameter]["momentum"].shape == parameter.shape
+        assert twins.wrapped.state[parameter]["step"].dim() == 0
+
+
 class LateState(own.Own):
     """Adds a kind of state in its third step."""
 

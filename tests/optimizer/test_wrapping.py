@@ -17,6 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.optim import Optimizer
 
 from fsdp_offload import (
+    AwayError,
     ClosedError,
     ConfigError,
     HybridDeviceOptimizer,
@@ -263,6 +264,31 @@ def test_groups_changed_after_a_step_are_refused_and_can_be_put_back(
         train(parameters, each, range(2, 4))
     for a, b in zip(plain.parameters(), held, strict=True):
         assert torch.equal(a, b)
+    optimizer.close()
+
+
+def test_state_that_was_loaded_before_groups_change_is_kept() -> None:
+    plain, reference, mine, optimizer = twins("host", groups=True)
+    train(plain.parameters(), reference)
+    mine.load_state_dict(plain.state_dict())
+    optimizer.load_state_dict(copy.deepcopy(reference.state_dict()))
+    for model, each in ((plain, reference), (mine, optimizer)):
+        reordered(model, each)
+        moved(model, each)
+        train(model.parameters(), each, range(4, 7))
+    for a, b in zip(plain.parameters(), mine.parameters(), strict=True):
+        assert torch.equal(a, b)
+    optimizer.close()
+
+
+def test_groups_changed_while_the_state_is_away_wait_for_it() -> None:
+    _, _, mine, optimizer = twins("device", groups=True)
+    optimizer.offload()
+    moved(mine, optimizer)
+    with pytest.raises(AwayError):
+        optimizer.state_dict()
+    optimizer.reload()
+    train(mine.parameters(), optimizer)
     optimizer.close()
 
 

@@ -48,6 +48,16 @@ def test_a_kernel_copies_every_byte_by_the_largest_words_that_fit(
     assert words == [word]
 
 
+def test_what_is_too_long_for_a_kernel_is_left_to_torch(
+    words: list[torch.dtype], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link, "MOST_WORDS", 8)
+    source, target = torch.arange(8.0), torch.zeros(8)
+    link.copy_by_kernel(source, target)
+    assert torch.equal(target, source)
+    assert words == []
+
+
 @pytest.mark.parametrize("works", [False, True])
 @pytest.mark.parametrize("pinned", [False, True])
 @pytest.mark.parametrize("device", [CPU, CUDA], ids=str)

@@ -17,6 +17,7 @@ from fsdp_offload import (
     ConfigError,
     HybridDeviceOptimizer,
     LaneError,
+    SpentGradientError,
     TransferConfig,
 )
 from fsdp_offload.core.backend import backend_for
@@ -95,6 +96,30 @@ def test_classes_that_cannot_be_updated_piece_by_piece_are_refused(overlap: str,
     with pytest.raises(ConfigError, match=cls.__name__):
         played.wrap(cls([matrix]), overlap=overlap)
     assert played.groups[0]._watched == []
+
+
+def test_what_would_split_an_iteration_is_refused_and_the_iteration_can_be_ended() -> None:
+    plain, job = Job(None), Job("backward")
+    for each in (plain, job):
+        each.train(2)
+        each.backward(2)
+    optimizer = job.optimizer
+    extra = nn.Parameter(torch.ones(5))
+    uses: list[Callable[[], Any]] = [
+        optimizer.zero_grad,
+        optimizer.state_dict,
+        optimizer.resync,
+        lambda: optimizer.state,
+        lambda: optimizer.add_param_group({"params": [extra]}),
+        lambda: job.backward(3),
+    ]
+    for use in uses:
+        with pytest.raises(SpentGradientError, match="Remedy"):
+            use()
+    assert len(optimizer.param_groups) == 1
+    plain.optimizer.step()
+    optimizer.step()
+    job.assert_like(plain)
 
 
 @pytest.mark.parametrize("lr", [0.05, torch.tensor(0.05)], ids=["float", "tensor"])
