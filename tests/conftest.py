@@ -32,7 +32,7 @@ try:
 except ImportError:  # tests on a GPU machine do without
     pass
 else:  # a deadline per example would fail on a busy machine
-    settings.register_profile("no-deadline", deadline=None)
+    settings.register_profile("no-deadline", deadline=None, max_examples=50)
     settings.load_profile("no-deadline")
 
 

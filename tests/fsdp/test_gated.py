@@ -7,7 +7,6 @@ import copy
 import functools
 import gc
 import io
-import tempfile
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -17,9 +16,7 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor, Replicate
 
@@ -58,12 +55,6 @@ def read_gradient(ps: Parameters) -> Any:
     return found.full_tensor()
 
 
-def read_local_gradient(ps: Parameters) -> Any:
-    (0.5 * (ps[0].to_local() ** 2).sum()).backward()
-    found, ps[0].grad = ps[0].grad, None
-    return found.full_tensor()
-
-
 def saved(value: Any) -> Any:
     file = io.BytesIO()
     torch.save(value, file)
@@ -76,22 +67,6 @@ def read_by_foreach(ps: Parameters) -> Any:
     with torch.no_grad():
         torch._foreach_lerp_(average, ps, 0.25)
     return average
-
-
-def read_by_dcp(ps: Parameters) -> Any:
-    """Parameters that are saved and loaded by themselves, past all hooks of modules."""
-    names = [f"{index}" for index in range(len(ps))]
-    with tempfile.TemporaryDirectory() as folder:
-        own = f"{folder}/{dist.get_rank()}"  # one folder per rank, each with its own shards
-        dcp.save(dict(zip(names, map(local, ps), strict=True)), checkpoint_id=own, no_dist=True)
-        found = {name: torch.zeros(local(p).shape) for name, p in zip(names, ps, strict=True)}
-        dcp.load(found, checkpoint_id=own, no_dist=True)
-    return list(found.values())
-
-
-def read_by_staging(ps: Parameters) -> Any:
-    stager = StateDictStager(pin_memory=False, share_memory=False)
-    return stager.stage({"parameters": list(ps)})["parameters"]
 
 
 def read_by_state_dict(ps: Parameters) -> Any:
@@ -162,14 +137,9 @@ def by_address(ps: Parameters) -> Any:
     return found
 
 
-def by_dlpack(ps: Parameters) -> Any:
-    return [torch.from_dlpack(local(p)).clone() for p in ps]
-
-
 READERS: dict[str, Callable[[Parameters], Any]] = {
     "norm": lambda ps: [p.detach().norm() for p in ps],
     "autograd": read_gradient,
-    "autograd of to_local": read_local_gradient,
     "full_tensor": lambda ps: [p.full_tensor() for p in ps],
     "redistribute": lambda ps: [p.redistribute(placements=[Replicate()]) for p in ps],
     "to_local": lambda ps: [p.to_local() for p in ps],
@@ -180,9 +150,6 @@ READERS: dict[str, Callable[[Parameters], Any]] = {
     "print of the local tensor": lambda ps: f"{local(ps[0])} {local(ps[1])!r}",
     "numpy": numpy_of,
     "address": by_address,
-    "dlpack": by_dlpack,
-    "dcp.save": read_by_dcp,
-    "staging of dcp.async_save": read_by_staging,
     "get_model_state_dict": read_by_state_dict,
     "_foreach_lerp_ of averages": read_by_foreach,
     "another optimizer": read_by_another_optimizer,

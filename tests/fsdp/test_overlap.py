@@ -139,35 +139,22 @@ def micro_batches(model: Any, optimizer: Any, how: str | None) -> Iterator[int]:
 
 def train(
     model: Any, optimizer: Any, *, steps: range = range(STEPS), clips: bool = False,
-    skips: bool = False, accumulate: str | None = None, schedules: bool = False,
-    evaluates: bool = False, closure: bool = False, in_place: bool = False,
+    skips: bool = False, accumulate: str | None = None, evaluates: bool = False,
 ) -> list[float]:  # fmt: skip
-    """Losses (and norms) of a few steps."""
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5) if schedules else None
+    """Losses (and norms) of a few steps. The fuzz has schedulers, closures and zeroing in place."""
     found: list[float] = []
     for step in steps:
         skip = 1 if skips and step % 3 != 1 else None
-
-        def compute(step: int = step, skip: int | None = skip) -> Tensor:
-            for micro in micro_batches(model, optimizer, accumulate):
-                loss = loss_of(model, 10 * step + micro, skip if micro != 1 else None)
-                loss.backward()
-            found.append(float(loss))
-            return loss
-
-        if closure:
-            optimizer.zero_grad()
-            found.append(float(optimizer.step(compute)))
-        else:
-            compute()
-            if clips:
-                norm = clip_grad_norm_(model.parameters(), 0.1)
-                found.append(float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm))
-            check_taken(optimizer)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=not in_place)
-        if scheduler is not None:
-            scheduler.step()
+        for micro in micro_batches(model, optimizer, accumulate):
+            loss = loss_of(model, 10 * step + micro, skip if micro != 1 else None)
+            loss.backward()
+        found.append(float(loss))
+        if clips:
+            norm = clip_grad_norm_(model.parameters(), 0.1)
+            found.append(float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm))
+        check_taken(optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
         if evaluates:
             model.eval()
             with torch.no_grad():
@@ -204,7 +191,6 @@ def twins(
 CASES: dict[str, dict[str, Any]] = {
     "as it is": {},
     "skipped block": {"skips": True},
-    "scheduler": {"schedules": True, "skips": True},
     "micro-batches without sync": {"accumulate": "sync", "skips": True},
     "micro-batches, last backward": {"accumulate": "last"},
     "micro-batches in accumulate()": {"accumulate": "context", "skips": True},
@@ -215,8 +201,6 @@ CASES: dict[str, dict[str, Any]] = {
     "second dimension": {"build_how": {"shard_placement_fn": by_columns}, "skips": True},
     "several blocks in a group": {"build_how": {"together": 2}},
     "evaluation": {"evaluates": True},
-    "closure": {"closure": True},
-    "zeroed in place": {"in_place": True},
     "half": {"wrap_how": {"offload_fraction": 0.5}, "skips": True},
     "mixed": {"wrap_how": {"update_on": MIXED}, "skips": True},
     "host": {"wrap_how": {"update_on": "host"}, "skips": True},

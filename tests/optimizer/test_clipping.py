@@ -205,8 +205,9 @@ def test_fsdp_models_as_torch_with_one_all_reduce(
 ) -> None:
     size = math.prod(shape)
     expected = [0 if size == 1 else 1] * 2
+    found = ranks(max(size, 2)).run(clip_model, size, shape, dtype)
 
-    assert ranks(size).run(clip_model, size, shape, dtype) == [expected] * size
+    assert all(counts == expected for counts in found)
 
 
 def clip_normed() -> None:

@@ -133,7 +133,9 @@ def test_every_setting_in_every_lane(setting: Setting, lane: str, dtype: torch.d
             check(setting, lane, dtype, transfer)
 
 
-@pytest.mark.parametrize("lanes", ["resident", "streamed", "host", "mixed"])
+@pytest.mark.parametrize(
+    "lanes", ["mixed", *(pytest.param(lane, marks=pytest.mark.long) for lane in LANES)]
+)
 @pytest.mark.parametrize("name", sorted(ELEMENTWISE))
 def test_one_optimizer_with_all_settings_of_its_class_as_groups(name: str, lanes: str) -> None:
     """Neighbours in a bucket differ in hyper-parameters and in which state they have."""
