@@ -32,7 +32,7 @@ try:
 except ImportError:  # tests on a GPU machine do without
     pass
 else:  # a deadline per example would fail on a busy machine
-    settings.register_profile("no-deadline", deadline=None)
+    settings.register_profile("no-deadline", deadline=None, max_examples=50)
     settings.load_profile("no-deadline")
 
 
@@ -74,7 +74,7 @@ def ranks() -> Iterator[Callable[..., RankPool]]:
 # The fixtures below import the package when they are used: tests of tier T0 do without torch.
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def one_thread() -> Iterator[None]:
     """On busy cores, threads of a small kernel wait much longer for each other than they work."""
     import torch

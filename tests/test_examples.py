@@ -94,7 +94,7 @@ def test_gpt_trains_on_two_ranks_and_goes_on_on_one(tmp_path: Path) -> None:
     assert len(re.findall(r"optimizer state: [\d,]+ bytes on the device", first)) == 2
 
 
-def test_minimal_saves_and_resumes_on_two_ranks_without_numpy(
+def test_minimal_saves_on_two_ranks_and_resumes_on_one_without_numpy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """torch is installed without numpy, and its own collectives of objects need it."""
@@ -109,7 +109,7 @@ def test_minimal_saves_and_resumes_on_two_ranks_without_numpy(
     command = [*TORCHRUN, "--nproc-per-node=2", str(EXAMPLES / "minimal.py"), "--resume"]
     command += ["--folder", str(tmp_path / "saved"), "--steps"]
     assert sorted(losses(finish(start([*command, "5"])))) == list(range(5))
-    output = finish(start([*command, "7"]))
+    output = finish(start([*command[-5:], "7"], **ALONE))
     assert "resumed at step 5" in output
     assert sorted(losses(output)) == [5, 6]
 

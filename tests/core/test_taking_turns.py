@@ -124,6 +124,26 @@ def test_copies_to_the_same_targets_may_be_kept_in_order(seed: int) -> None:
     assert log == ["again", "other", "other"] * 6
 
 
+def test_what_is_launched_comes_after_all_copies_and_before_later_ones() -> None:
+    for seed in range(40):
+        machine, log = Machine(seed), list[str]()
+        turns = turns_of(machine, log)
+
+        def note(name: str, machine: Machine = machine, log: list[str] = log) -> None:
+            assert machine.current is not None
+            machine.current.queue.append(("call", lambda: log.append(name)))
+
+        first: Any = [[f"a{i}"] for i in range(5)]
+        last: Any = [[f"b{i}"] for i in range(5)]
+        turns.copy_in_turns(first, first)
+        turns.launch(note, "launched")
+        turns.copy_in_turns(last, last)
+        machine.run()
+        place = log.index("launched")
+        assert sorted(log[:place]) == [f"a{i}" for i in range(5)]
+        assert sorted(log[place + 1 :]) == [f"b{i}" for i in range(5)]
+
+
 @pytest.mark.parametrize(
     "numel", [0, 1, 5, TURN_BYTES - 1, TURN_BYTES, TURN_BYTES + 1, 3 * TURN_BYTES + 7]
 )

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed import fsdp
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_common
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -160,9 +160,9 @@ def train_parallel(hidden: int) -> None:
         check(not isinstance(state[model.logit_scale][name], DTensor), f"{name} of a plain tensor")
 
 
-@pytest.mark.parametrize("hidden", [8, 14])
-def test_fsdp_with_tensor_parallel_ignored_and_plain_parameters(ranks: Ranks, hidden: int) -> None:
-    ranks(4).run(train_parallel, hidden)
+def test_fsdp_with_tensor_parallel_ignored_and_plain_parameters(ranks: Ranks) -> None:
+    """Its hidden dimension is cut unevenly."""
+    ranks(4).run(train_parallel, 14)
 
 
 # --------------------------------------------------------------------------- experts
@@ -246,7 +246,7 @@ def train_experts_in_one_call(overlap: str) -> None:
 @pytest.mark.skipif(
     not hasattr(_fsdp_common, "ShardPlacementResult"), reason="this torch has one mesh per call"
 )
-@pytest.mark.parametrize("overlap", ["step", "backward"])
+@pytest.mark.parametrize("overlap", ["backward"])
 def test_two_meshes_in_one_call(ranks: Ranks, overlap: str) -> None:
     ranks(4).run(train_experts_in_one_call, overlap)
 
@@ -290,8 +290,7 @@ def train_on_one_mesh(kind: str, overlap: str) -> None:
 )
 @pytest.mark.parametrize("kind", list(SPMD))
 def test_axes_of_one_mesh(ranks: Ranks, kind: str) -> None:
-    for overlap in ("step", "backward"):
-        ranks(4).run(train_on_one_mesh, kind, overlap)
+    ranks(4).run(train_on_one_mesh, kind, "backward")
 
 
 # --------------------------------------------------------------------------- gradient placements
@@ -331,25 +330,3 @@ def test_partial_gradients_are_summed_as_the_plain_optimizer_does(ranks: Ranks) 
     first, second = ranks(2).run(train_normed)
 
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-
-
-def step_with(placement: Any) -> None:
-    """A sharded parameter whose gradient somebody placed otherwise."""
-    on = models.flat_mesh(2)
-    found = []
-    for wrapped in (False, True):
-        torch.manual_seed(0)
-        model = fully_shard(nn.Linear(5, 7), mesh=on)
-        optimizer = adamw(model)
-        optimizer = models.wrap(optimizer, model) if wrapped else optimizer
-        for _ in range(2):
-            for p in model.parameters():
-                p.grad = DTensor.from_local(torch.ones(p.shape), on, [placement], run_check=False)
-            optimizer.step()
-        found.append(optimizer)
-    models.check_twins(found[1], found[0], f"{placement}")
-
-
-@pytest.mark.parametrize("placement", [Partial(), Replicate()])
-def test_gradients_placed_otherwise_than_their_parameter(ranks: Ranks, placement: Any) -> None:
-    ranks(2).run(step_with, placement)

@@ -9,7 +9,6 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -18,7 +17,6 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.tensor import Shard
 from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_
@@ -29,7 +27,7 @@ from fsdp_offload import (
     SpentGradientError,
     TransferConfig,
 )
-from fsdp_offload.core.fsdp import find_groups, fsdp_groups
+from fsdp_offload.core.fsdp import fsdp_groups
 from tests.fsdp import models
 from tests.fsdp.models import check, check_same, check_twins
 from tests.helpers.ranks import RankPool
@@ -141,35 +139,22 @@ def micro_batches(model: Any, optimizer: Any, how: str | None) -> Iterator[int]:
 
 def train(
     model: Any, optimizer: Any, *, steps: range = range(STEPS), clips: bool = False,
-    skips: bool = False, accumulate: str | None = None, schedules: bool = False,
-    evaluates: bool = False, closure: bool = False, in_place: bool = False,
+    skips: bool = False, accumulate: str | None = None, evaluates: bool = False,
 ) -> list[float]:  # fmt: skip
-    """Losses (and norms) of a few steps."""
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5) if schedules else None
+    """Losses (and norms) of a few steps. The fuzz has schedulers, closures and zeroing in place."""
     found: list[float] = []
     for step in steps:
         skip = 1 if skips and step % 3 != 1 else None
-
-        def compute(step: int = step, skip: int | None = skip) -> Tensor:
-            for micro in micro_batches(model, optimizer, accumulate):
-                loss = loss_of(model, 10 * step + micro, skip if micro != 1 else None)
-                loss.backward()
-            found.append(float(loss))
-            return loss
-
-        if closure:
-            optimizer.zero_grad()
-            found.append(float(optimizer.step(compute)))
-        else:
-            compute()
-            if clips:
-                norm = clip_grad_norm_(model.parameters(), 0.1)
-                found.append(float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm))
-            check_taken(optimizer)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=not in_place)
-        if scheduler is not None:
-            scheduler.step()
+        for micro in micro_batches(model, optimizer, accumulate):
+            loss = loss_of(model, 10 * step + micro, skip if micro != 1 else None)
+            loss.backward()
+        found.append(float(loss))
+        if clips:
+            norm = clip_grad_norm_(model.parameters(), 0.1)
+            found.append(float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm))
+        check_taken(optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
         if evaluates:
             model.eval()
             with torch.no_grad():
@@ -206,7 +191,6 @@ def twins(
 CASES: dict[str, dict[str, Any]] = {
     "as it is": {},
     "skipped block": {"skips": True},
-    "scheduler": {"schedules": True, "skips": True},
     "micro-batches without sync": {"accumulate": "sync", "skips": True},
     "micro-batches, last backward": {"accumulate": "last"},
     "micro-batches in accumulate()": {"accumulate": "context", "skips": True},
@@ -217,8 +201,6 @@ CASES: dict[str, dict[str, Any]] = {
     "second dimension": {"build_how": {"shard_placement_fn": by_columns}, "skips": True},
     "several blocks in a group": {"build_how": {"together": 2}},
     "evaluation": {"evaluates": True},
-    "closure": {"closure": True},
-    "zeroed in place": {"in_place": True},
     "half": {"wrap_how": {"offload_fraction": 0.5}, "skips": True},
     "mixed": {"wrap_how": {"update_on": MIXED}, "skips": True},
     "host": {"wrap_how": {"update_on": "host"}, "skips": True},
@@ -392,42 +374,6 @@ def replaced_parameters(overlap: str) -> None:
 
 def test_parameters_replaced_before_wrapping_are_found_in_their_groups(ranks: Ranks) -> None:
     ranks(2).run(replaced_parameters, "backward")
-
-
-def where_reduced(size: int, hook: bool) -> None:
-    """With one rank on the compute stream, with more, or before a hook of the user's, where FSDP2
-    does it; nothing stays changed."""
-    model = build(size)
-    for module in model.modules():
-        if hook and isinstance(module, FSDPModule):
-            module.set_all_reduce_hook(lambda gradient: None)
-    optimizer = wrap(model, "backward")
-    loss = loss_of(model, 0)
-    context = find_groups([model])[0]._raw.comm_ctx
-    own, compute = context.reduce_scatter_stream, torch.cpu.current_stream()
-    check(own is not compute, "FSDP2 has a stream of its own for it")
-    used = list[Any]()
-
-    def reduce(original: Any, *args: Any, **kwargs: Any) -> Any:
-        used.append(args[3])
-        return original(*args, **kwargs)
-
-    with mock.patch.object(
-        _fsdp_param_group,
-        "foreach_reduce",
-        functools.partial(reduce, _fsdp_param_group.foreach_reduce),
-    ):
-        loss.backward()
-    check(len(used) > 2, f"{len(used)} reductions")
-    check(all(s is (own if size > 1 or hook else compute) for s in used), f"reduced on {used}")
-    check(context.reduce_scatter_stream is own, "the stream is FSDP2's again")
-    optimizer.step()
-    optimizer.close()
-
-
-@pytest.mark.parametrize(("size", "hook"), [(1, False), (2, False), (1, True)])
-def test_one_rank_reduces_on_the_compute_stream(ranks: Ranks, size: int, hook: bool) -> None:
-    ranks(2).run(where_reduced, size, hook)
 
 
 def finalize_by_hand(overlap: str) -> None:

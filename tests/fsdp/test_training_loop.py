@@ -42,26 +42,6 @@ def check_pair(pair: list[tuple[models.Toy, Optimizer]], what: str) -> None:
     models.check_twins(wrapped, plain, what)
 
 
-# --------------------------------------------------------------------------- gradients
-
-
-def accumulate(reduce_each: bool) -> None:
-    pair = twins()
-    for step in range(1, 4):
-        for model, optimizer in pair:
-            for micro in range(2):
-                model.set_requires_gradient_sync(reduce_each or micro == 1)
-                models.backward(model, 10 * step + micro, scale=lambda loss: loss / 2)
-            optimizer.step()
-            optimizer.zero_grad()
-        check_pair(pair, f"step {step}")
-
-
-@pytest.mark.parametrize("reduce_each", [False, True])
-def test_gradient_accumulation(ranks: Ranks, reduce_each: bool) -> None:
-    ranks(2).run(accumulate, reduce_each)
-
-
 # --------------------------------------------------------------------------- GradScaler
 
 
@@ -93,11 +73,11 @@ def scale_losses(fused: bool, through_inner: bool) -> list[float]:
     return scales
 
 
-@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("through_inner", [False, True])
 def test_grad_scaler_skips_the_step_on_all_ranks_after_an_overflow_on_one(
-    ranks: Ranks, fused: bool
+    ranks: Ranks, through_inner: bool
 ) -> None:
-    results = ranks(2).run(scale_losses, fused, False)
+    results = ranks(2).run(scale_losses, through_inner, through_inner)
 
     assert results[0] == results[1] == [64, 128, 64, 64, 128, 128]
 
@@ -153,8 +133,7 @@ def use_silently(lanes: tuple[str, ...], dtype: torch.dtype) -> None:
         wrapped.close()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("lanes", [("resident",), ("streamed",), ("host",), LANES])
+@pytest.mark.parametrize(("lanes", "dtype"), [(LANES, torch.float32), (LANES, torch.bfloat16)])
 def test_elementwise_optimizers_issue_no_collective(
     ranks: Ranks, lanes: tuple[str, ...], dtype: torch.dtype
 ) -> None:

@@ -157,28 +157,6 @@ def test_every_mode_has_the_bits_of_step(
         assert all(torch.equal(bits(a), bits(b)) for a, b in zip(outcomes[0], other, strict=True))
 
 
-def test_both_lanes_have_the_bits_of_their_kernels(mesh: Any) -> None:
-    """In ``step()``, where each lane's own twin steps its parameters; whatever is late."""
-    for late in LATE_OF_BOTH:
-        plain, mine = (test_overlap.build(mesh, torch.float32) for _ in range(2))
-        halves: list[list[Any]] = [[], []]
-        for lane, parameter in zip(MIXED, plain.parameters(), strict=True):
-            halves[lane == "host"].append(parameter)
-        device, cpu = torch.optim.AdamW(halves[0], lr=1e-2, fused=True), CpuTwin(halves[1], lr=1e-2)
-        optimizer = wrap(mine, "step", MIXED, fused=True)
-        for step in range(STEPS):
-            for a, b in zip(plain.parameters(), mine.parameters(), strict=True):
-                a.grad = torch.full_like(a, (step - 2) / 8)
-                b.grad = torch.full_like(b, (step - 2) / 8)
-            device.step()
-            cpu.step()
-            hold_up(optimizer, late if late != "threads" else "nothing")
-            optimizer.step()
-            for a, b in zip(plain.parameters(), mine.parameters(), strict=True):
-                assert torch.equal(a._local_tensor, b._local_tensor), (late, step)
-        optimizer.close()
-
-
 def test_threads_select_the_device(mesh: Any) -> None:
     backend = AcceleratorBackend(torch.device("cuda", 0))
     backend.enter_thread()

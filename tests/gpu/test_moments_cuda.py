@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_offload import HybridDeviceOptimizer, PrecisionConfig, TransferConfig
-from fsdp_offload.update import fused_adam, moments, reduced_adam
+from fsdp_offload.update import moments, reduced_adam
 from fsdp_offload.update.kernels import moment_kernels
 from fsdp_offload.update.moments import Moment
 from fsdp_offload.update.rng_key import RngKey
@@ -200,38 +200,3 @@ def test_pieces_at_once_have_the_bits_of_pieces_one_by_one(
     first, *others = (run.kept() for run in runs)
     for other in others:
         assert all(same(a, b) for a, b in zip(first, other, strict=True))
-
-
-@pytest.mark.parametrize("dtype", [FP32, BF16])
-@pytest.mark.parametrize("kept", [BF16, "int8"])
-def test_the_kernel_follows_the_class(
-    monkeypatch: pytest.MonkeyPatch, kept: Any, dtype: torch.dtype
-) -> None:
-    """One step from equal states: values within what torch's own kernel is off, few codes differ.
-
-    torch 2.11 on CUDA takes ``1 - beta2`` in fp32, which is 1.3e-5 off for 0.999. Ours takes it
-    in double precision, so squared averages differ by that much.
-    """
-    at_once, by_class = Run(dtype, kept, 1.0), Run(dtype, kept, 1.0)
-    without_scratch = by_class.optimizer.statistics().staging_bytes
-    settings, calls = fused_adam.settings, []
-    for step in range(4):
-        for run in (at_once, by_class):
-            run.step(step)
-    monkeypatch.setattr(reduced_adam, "settings", lambda *a: (calls.append(a), settings(*a))[1])
-    at_once.step(4)
-    assert calls, "the kernel was asked for"
-    monkeypatch.setattr(reduced_adam, "settings", lambda *a: None)
-    by_class.step(4)
-    assert at_once.optimizer.statistics().staging_bytes == without_scratch
-    assert by_class.optimizer.statistics().staging_bytes > without_scratch
-    for a, b in zip(at_once.kept(), by_class.kept(), strict=True):
-        if a.dtype in (INT8, UINT8):
-            assert int((a.int() - b.int()).abs().sum()) <= 0.02 * a.numel()
-        elif a.dtype == BF16:
-            words = a.view(torch.int16).int() - b.view(torch.int16).int()
-            assert int(words.abs().sum()) <= 0.02 * a.numel()
-        elif a.dtype == FP32:
-            torch.testing.assert_close(a, b, rtol=1.5e-5, atol=1e-7)
-        else:  # remainders: masters differ by roundings
-            assert int((a.int() - b.int()).abs().clamp(max=9).sum()) <= 9 * 0.7 * a.numel()

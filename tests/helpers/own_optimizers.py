@@ -154,31 +154,11 @@ class Lamb(Own):
         p.sub_(direction * (group["lr"] * p.norm() / (direction.norm() + 1e-6)))
 
 
-class Centralised(Own):
-    """arXiv 2004.01461: each row of a matrix loses its mean; vectors are left as they are."""
-
-    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        if g.dim() > 1:
-            g = g - g.mean(dim=tuple(range(1, g.dim())), keepdim=True)
-        state.setdefault("momentum", torch.zeros_like(p)).mul_(0.9).add_(g)
-        p.sub_(state["momentum"], alpha=group["lr"])
-
-
 class Langevin(Own):
     """Adds noise from torch's generator."""
 
     def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         p.sub_(g, alpha=group["lr"]).add_(torch.randn_like(p), alpha=1e-3)
-
-
-class Orthogonal(Own):
-    """A user's Muon: takes matrices only."""
-
-    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        assert p.ndim == 2
-        momentum = state.setdefault("momentum", torch.zeros_like(p)).mul_(0.9).add_(g)
-        left, _, right = torch.linalg.svd(momentum, full_matrices=False)
-        p.sub_(left @ right, alpha=group["lr"])
 
 
 class Clipping(Own):
@@ -192,27 +172,6 @@ class Clipping(Own):
         momentum = state.setdefault("momentum", torch.zeros_like(p))
         momentum.mul_(0.9).add_(g / (self.norm + 1e-6))
         p.sub_(momentum, alpha=group["lr"])
-
-
-class Estimating(Own):
-    """Estimates its step size from all parameters, as Prodigy (arXiv 2306.06101) does."""
-
-    defaults_ = {"lr": 0.01, "d": 1e-3}  # noqa: RUF012
-
-    def begin(self, group: dict[str, Any]) -> None:
-        dots = [(p * p.grad).sum().item() for p in group["params"] if p.grad is not None]
-        group["d"] = max(group["d"], abs(sum(dots)) * 1e-3)
-
-    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        p.sub_(g.sign(), alpha=group["lr"] * group["d"])
-
-
-class Transposing(Own):
-    """Normalises over rows: 2-D parameters only differ from vectors by their shape."""
-
-    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        state.setdefault("sum", torch.zeros_like(p)).add_(g.cumsum(-1))
-        p.sub_(state["sum"], alpha=group["lr"] * 1e-2)
 
 
 class Blocks(Own):
@@ -262,81 +221,6 @@ class Failing(Own):
         p.sub_(state["missing"])
 
 
-class FactoredAbove(Own):
-    """Factors the second moment of matrices of 16 rows or more (as Adafactor of timm)."""
-
-    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        if p.dim() == 2 and min(p.shape) >= 16:
-            row = state.setdefault("row", torch.zeros_like(p[:, :1]))
-            second = row.add_((g * g).mean(1, keepdim=True))
-        else:
-            second = state.setdefault("square", torch.zeros_like(p)).add_(g * g)
-        p.sub_(g / (second.sqrt() + 1e-6), alpha=group["lr"])
-
-
-class LatePhase(Own):
-    """From its third step on divides by the norm of the whole parameter."""
-
-    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        state["n"] = state.get("n", 0) + 1
-        p.sub_(g / p.norm() if state["n"] > 2 else g, alpha=group["lr"])
-
-
-class Attributed(Own):
-    """Keeps its momentum in an attribute, by parameter, and reads another from the parameter."""
-
-    def __init__(self, params: Any, **changed: Any) -> None:
-        super().__init__(params, **changed)
-        self.momentum: dict[Tensor, Tensor] = {}
-
-    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        momentum = self.momentum.setdefault(p, torch.zeros_like(p)).mul_(0.9).add_(g)
-        p.sub_(momentum, alpha=group["lr"] * (2 if p.numel() > 100 else 1))
-
-
-class Swapping(Own):
-    """Swaps the tensors of its state, which has the parameter's name for an entry."""
-
-    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        a = state.setdefault("weight", torch.zeros_like(p))
-        b = state.setdefault("other", torch.zeros_like(p))
-        state["weight"], state["other"] = b.add_(g), a.mul_(0.5)
-        p.sub_(state["weight"], alpha=group["lr"])
-
-
-class Delegating(Own):
-    """Has an optimizer inside, and its state."""
-
-    def __init__(self, params: Any, **changed: Any) -> None:
-        super().__init__(params, **changed)
-        self.inside = torch.optim.SGD(self.param_groups, lr=0.01, momentum=0.9)
-
-    def step(self, closure: Any = None) -> Any:
-        return self.inside.step(closure)
-
-
-class SwitchedOn(Own):
-    """Clips by the norm over all gradients once ``clip`` is set."""
-
-    defaults_ = {"lr": 0.01, "clip": 0.0}  # noqa: RUF012
-
-    def begin(self, group: dict[str, Any]) -> None:
-        gradients = [p.grad for p in group["params"] if p.grad is not None]
-        norm = torch.stack([torch.zeros(()), *(g.norm() for g in gradients)]).norm()
-        self.scale = group["clip"] / (norm + 1e-6) if group["clip"] else 1.0
-
-    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        p.sub_(g * self.scale, alpha=group["lr"])
-
-
-class Nested(Own):
-    """Keeps its moments in a dict of its state."""
-
-    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        moments = state.setdefault("moments", {"first": torch.zeros_like(p)})
-        p.sub_(moments["first"].mul_(0.9).add_(g), alpha=group["lr"])
-
-
 class ScheduleFree(Own):
     """Wants to be told when training begins and ends, as of the package of that name."""
 
@@ -354,16 +238,3 @@ class ScheduleFree(Own):
 
     def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         p.sub_(g, alpha=group["lr"])
-
-
-CHANGEABLE = [
-    FactoredAbove,
-    LatePhase,
-    Attributed,
-    Swapping,
-    Delegating,
-    SwitchedOn,
-    Nested,
-    ListState,
-]
-"""What a trial on a scratch parameter does not show of them."""

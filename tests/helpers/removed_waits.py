@@ -7,8 +7,9 @@ imply; :class:`LazyWorker` stands for host threads that are always late.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import pytest
@@ -230,3 +231,70 @@ def be_lazy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "HOST_BUCKET_FACTOR", 1)
     monkeypatch.setattr(engine, "HOST_DEPTH", 2)
     monkeypatch.setattr(host, "UNIT_NUMEL", 128)
+
+
+# --------------------------------------------------------------------------- one wait less
+
+
+class Removal:
+    """Runs of scenarios under adversaries, complete or with one wait removed.
+
+    Args:
+        run: makes a run of a scenario under a policy: the tensors it comes to, its simulator.
+        expect: the same tensors without a simulator.
+        ours: whether waits of a pair of streams are this package's.
+    """
+
+    def __init__(
+        self,
+        run: Callable[[Any, str, Skip], tuple[list[Tensor], Simulator]],
+        expect: Callable[[Any], list[Tensor]],
+        ours: Callable[[tuple[str, str]], bool] = lambda pair: True,
+    ) -> None:
+        self._run, self.expected, self._ours = run, cache(expect), ours
+        self.complete = cache(self._complete)
+
+    def _complete(self, scene: Any) -> tuple[Simulator, list[int], list[int]]:
+        """The simulator of a complete run; numbers of waits that are needed, and implied ones."""
+        _, simulator = self._run(scene, "lazy", NOTHING)
+        needed, implied = list[int](), list[int]()
+        for index, pair in enumerate(simulator.wait_log):
+            if self._ours(pair):
+                (implied if simulator.order.implied(index) else needed).append(index)
+        return simulator, needed, implied
+
+    def check(self, scene: Any, policies: Sequence[str]) -> None:
+        """Complete waits give the expected tensors, and nothing is used after its end."""
+        for policy in policies:
+            found, simulator = self._run(scene, policy, NOTHING)
+            assert same(found, self.expected(scene)), policy
+            assert simulator.late_uses == [], policy
+
+    def shows(self, scene: Any, policy: str, skip: Skip) -> bool:
+        """Whether the missing wait is noticed under this policy."""
+        found, simulator = self._run(scene, policy, skip)
+        return bool(simulator.late_uses) or not same(found, self.expected(scene))
+
+    def unnoticed(self, scene: Any, pairs: set[tuple[str, str]] | None = None) -> list[str]:
+        """Waits that no adversary misses: of these pairs of streams, or all and the host's."""
+        simulator, needed, _ = self.complete(scene)
+        log = simulator.wait_log
+        skips = [("wait", i) for i in needed if pairs is None or log[i] in pairs]
+        if pairs is None:
+            skips += [("sync", i) for i in range(len(simulator.sync_log))]
+            skips += [("outcome", i) for i in range(simulator.worker.n_waits)]
+        return [
+            f"{skip}: {log[skip[1]] if skip[0] == 'wait' else ''}"
+            for skip in skips
+            if not any(
+                self.shows(scene, policy, skip) for policy in adversaries(skip, simulator.order)
+            )
+        ]
+
+    def check_implied(self, scene: Any, chosen: slice = slice(None)) -> None:
+        """A wait that others imply changes nothing when it is removed."""
+        simulator, _, implied = self.complete(scene)
+        for index in implied[chosen]:
+            skip = ("wait", index)
+            for policy in adversaries(skip, simulator.order)[:3]:
+                assert not self.shows(scene, policy, skip), (skip, simulator.wait_log[index])

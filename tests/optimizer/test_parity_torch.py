@@ -4,7 +4,7 @@ One process, CPU tensors. Each run takes ten steps with two changes of lr, two g
 different hyper-parameters, gradients that are missing in some steps or come late, one parameter
 that never gets any, one empty and one 0-dim parameter, and buckets so small that parameters are
 cut; parameters and state are compared after 1, 2 and 10 steps. What is rotated in the normal run
-is multiplied out in the tests marked ``long``.
+is multiplied out in the test marked ``long``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from torch.optim import Optimizer
 from fsdp_offload import HybridDeviceOptimizer, PrecisionConfig, TransferConfig
 from tests.helpers.optimizer_table import (
     ELEMENTWISE,
-    EXTRA,
     FUSED,
     SETTINGS,
     Setting,
@@ -32,20 +31,12 @@ from tests.helpers.optimizer_table import (
 )
 from tests.helpers.side_by_side import MATRICES, SHAPES, SMALL, Apart, Build, SideBySide, bits
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 LANES = ("resident", "streamed", "host")
-FRACTIONS = (0.0, 0.25, 0.5, 1.0)
 LARGER = ((130, 70), *SHAPES[1:])
 """For the host lane, whose buckets hold six times as much."""
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """The tensors are small: more threads would only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def build(setting: Setting, **changed: Any) -> Build:
@@ -78,76 +69,73 @@ def shapes_for(setting: Setting, shapes: Any = SHAPES) -> Any:
     return shapes if setting.takes_empty else [shape for shape in shapes if 0 not in shape]
 
 
-def rotated(cases: list[Setting], values: Any) -> list[Any]:
-    """Each setting with one of the values, in turn."""
-    turns = zip(cases, itertools.cycle(values))
-    return [pytest.param(case, value, id=f"{case}-{value}") for case, value in turns]
+def has_lane(setting: Setting, lane: str) -> bool:
+    if setting.name == "Adafactor":  # keeps its state itself
+        return lane == "resident"
+    return lane != "host" or setting.name in ELEMENTWISE
 
 
-def crossed(cases: list[Setting], *values: Any) -> list[Any]:
-    """Each setting with each combination of the values."""
-    return [
-        pytest.param(case, *chosen, id="-".join(map(str, (case, *chosen))))
-        for case, *chosen in itertools.product(cases, *values)
-    ]
-
-
-def sampled(names: Any, *implementations: str) -> list[Setting]:
-    """Of each class, in each implementation, the settings where several options come together;
-    left open also those that keep other state. (All settings run as groups of one optimizer.)"""
-    several = [id(kwargs) for name in names for kwargs in EXTRA.get(name, ())]
-    several += [id(SETTINGS[name][-1]) for name in names]
-    other_state = {"momentum", "centered", "amsgrad", "initial_accumulator_value"}
-    return [
-        s for s in settings("open", *implementations, names=names) if id(s.kwargs) in several
-    ] + [
-        s
-        for s in settings("open", names=names)
-        if id(s.kwargs) not in several and (not s.kwargs or other_state & s.kwargs.keys())
-    ]
-
-
-# --------------------------------------------------------------------------- fp32, device lanes
-
-
-def check_device_lanes(setting: Setting, fraction: float, transfer: TransferConfig) -> None:
+def check(
+    setting: Setting, lane: str, dtype: torch.dtype, transfer: TransferConfig = SMALL
+) -> None:
+    """In fp32 the plain optimizer's bits; in half precision those of it over fp32 masters."""
+    on_host, is_half = lane == "host", dtype in (BF16, FP16)
+    shapes = shapes_for(setting, LARGER if on_host else SHAPES)
     twins = SideBySide(
         build(setting),
-        plain_build=reference(setting),
-        shapes=shapes_for(setting),
-        offload_fraction=fraction,
+        plain_build=reference(setting, on_host=on_host),
+        shapes=shapes,
+        dtypes=[dtype],
+        plain_dtypes=[FP32 if is_half else dtype],
+        update_on=[lane] * len(shapes),
         transfer=transfer,
     )
-    if setting.name == "Adafactor":
-        assert twins.lanes() == {"native"}
-    elif fraction in (0.0, 1.0):
-        assert twins.lanes() == {"streamed" if fraction else "resident"}
-    elif any(twins.wrapped.state[p] for p in twins.mine):
-        assert twins.lanes() == {"resident", "streamed"}
+    assert twins.lanes() == {"native" if setting.name == "Adafactor" else lane}
     twins.run()
+    names = {name for p in twins.mine for name in twins.wrapped.state[p]}
+    remainder = dtype == BF16 and not on_host
+    assert ("master_remainder" in names) == remainder
+    assert ("master" in names) == (is_half and not remainder)
+
+
+def thin() -> Iterator[tuple[Setting, str, torch.dtype]]:
+    """Each class in each lane in fp32, bf16 and fp16, each implementation of it, and state that
+    is there with some options alone; other options run as groups of one optimizer, see below."""
+    for name in sorted(SETTINGS):
+        cases = settings("open", "for-loop", "foreach", "fused", names=[name])
+        last = {case.implementation: case for case in cases}
+        turn = itertools.cycle(last.values())
+        for lane, dtype in itertools.product(LANES, (FP32, BF16, FP16)):
+            if has_lane(case := next(turn), lane) and (name != "Adafactor" or dtype == FP32):
+                yield case, lane, dtype
+        other = {"momentum", "centered", "amsgrad", "initial_accumulator_value"}
+        some = [c for c in cases if c.implementation == "open" and other & c.kwargs.keys()]
+        for case, lane in zip(some, itertools.cycle(LANES[1:]), strict=False):
+            yield case, lane, FP32
 
 
 @pytest.mark.parametrize(
-    ("setting", "fraction"), rotated(sampled(SETTINGS, "foreach", "fused"), FRACTIONS)
+    ("setting", "lane", "dtype"),
+    [pytest.param(*case, id="-".join(map(str, case))) for case in thin()],
 )
-def test_device_lanes_equal_the_plain_optimizer(setting: Setting, fraction: float) -> None:
-    check_device_lanes(setting, fraction, SMALL)
+def test_every_class_in_every_lane(setting: Setting, lane: str, dtype: torch.dtype) -> None:
+    check(setting, lane, dtype)
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
+@pytest.mark.parametrize("lane", LANES)
+@pytest.mark.parametrize("setting", settings("open", "for-loop", "foreach", "fused"), ids=str)
+def test_every_setting_in_every_lane(setting: Setting, lane: str, dtype: torch.dtype) -> None:
+    if has_lane(setting, lane) and (setting.name != "Adafactor" or dtype == FP32):
+        for n_bytes, slots in ((4096, 1), (1 << 20, 3)) if dtype == FP32 else ((4096, 2),):
+            transfer = TransferConfig(bucket_bytes=n_bytes, slots=slots, host_threads=2)
+            check(setting, lane, dtype, transfer)
+
+
 @pytest.mark.parametrize(
-    ("setting", "fraction", "bucket_bytes"),
-    crossed(settings("open", "for-loop", "foreach", "fused"), FRACTIONS, (4096, 1 << 20)),
+    "lanes", ["mixed", *(pytest.param(lane, marks=pytest.mark.long) for lane in LANES)]
 )
-def test_device_lanes_equal_the_plain_optimizer_in_full(
-    setting: Setting, fraction: float, bucket_bytes: int
-) -> None:
-    slots = 1 if bucket_bytes == 4096 else 3
-    transfer = TransferConfig(bucket_bytes=bucket_bytes, slots=slots, host_threads=1)
-    check_device_lanes(setting, fraction, transfer)
-
-
-@pytest.mark.parametrize("lanes", ["resident", "streamed", "host", "mixed"])
 @pytest.mark.parametrize("name", sorted(ELEMENTWISE))
 def test_one_optimizer_with_all_settings_of_its_class_as_groups(name: str, lanes: str) -> None:
     """Neighbours in a bucket differ in hyper-parameters and in which state they have."""
@@ -175,92 +163,12 @@ def test_one_optimizer_with_all_settings_of_its_class_as_groups(name: str, lanes
     twins.run()
 
 
-# --------------------------------------------------------------------------- fp32, host lane
-
-
-def check_host_lane(setting: Setting, transfer: TransferConfig) -> None:
-    twins = SideBySide(
-        build(setting),
-        plain_build=reference(setting, on_host=True),
-        shapes=shapes_for(setting, LARGER),
-        update_on="host",
-        transfer=transfer,
-    )
-    assert twins.lanes() == {"native" if setting.name == "Adafactor" else "host"}
-    twins.run()
-
-
-# Left open, a class that has a fused kernel runs it in the host lane.
-@pytest.mark.parametrize("setting", sampled(set(SETTINGS) - {"Muon"}, "fused"), ids=str)
-def test_host_lane_equals_torchs_cpu_kernel(setting: Setting) -> None:
-    check_host_lane(setting, SMALL)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("setting", "bucket_bytes"),
-    crossed(
-        settings("open", "for-loop", "foreach", "fused", names=set(SETTINGS) - {"Muon"}),
-        (4096, 1 << 20),
-    ),
-)
-def test_host_lane_equals_torchs_cpu_kernel_in_full(setting: Setting, bucket_bytes: int) -> None:
-    check_host_lane(setting, TransferConfig(bucket_bytes=bucket_bytes, host_threads=2))
-
-
 # --------------------------------------------------------------------------- half precision
-
-
-def check_masters(setting: Setting, lane: str, dtype: torch.dtype) -> None:
-    shapes = shapes_for(setting, LARGER if lane == "host" else SHAPES)
-    twins = SideBySide(
-        build(setting),
-        plain_build=reference(setting, on_host=lane == "host"),
-        shapes=shapes,
-        dtypes=[dtype],
-        plain_dtypes=[FP32],
-        update_on=[lane] * len(shapes),
-    )
-    twins.run()
-    names = {name for p in twins.mine for name in twins.wrapped.state[p]}
-    remainder = dtype == BF16 and lane != "host"
-    assert ("master_remainder" in names, "master" in names) == (remainder, not remainder)
-
-
-WITH_MASTERS = set(SETTINGS) - {"Adafactor"}
-"""Adafactor keeps its own state and gets no master."""
-
-
-def has_lane(setting: Setting, lane: str) -> bool:
-    return lane != "host" or setting.name in ELEMENTWISE
-
-
-@pytest.mark.parametrize(("setting", "lane"), rotated(sampled(WITH_MASTERS, "fused"), LANES))
-def test_bf16_masters_follow_the_optimizer_on_fp32_parameters(setting: Setting, lane: str) -> None:
-    check_masters(setting, lane if has_lane(setting, lane) else "streamed", BF16)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("setting", "lane", "dtype"),
-    crossed(
-        settings("open", "for-loop", "foreach", "fused", names=WITH_MASTERS), LANES, (BF16, FP16)
-    ),
-)
-def test_masters_follow_the_optimizer_on_fp32_parameters_in_full(
-    setting: Setting, lane: str, dtype: torch.dtype
-) -> None:
-    if has_lane(setting, lane):
-        check_masters(setting, lane, dtype)
 
 
 @pytest.mark.parametrize(
     ("name", "dtype", "lane"),
-    [
-        (name, dtype, LANES[(i + j) % 3])
-        for i, name in enumerate(sorted(ELEMENTWISE))
-        for j, dtype in enumerate((BF16, FP16))
-    ],
+    [(name, (BF16, FP16)[i % 2], LANES[i % 3]) for i, name in enumerate(sorted(ELEMENTWISE))],
 )
 def test_without_masters_half_precision_equals_plain_torch(
     name: str, dtype: torch.dtype, lane: str
@@ -285,8 +193,9 @@ def test_adafactor_keeps_its_own_state_and_equals_plain_torch_in_bf16(master: st
     SideBySide(build(setting), shapes=shapes_for(setting), dtypes=[BF16], precision=precision).run()
 
 
-@pytest.mark.parametrize("lane", LANES)
-@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize(
+    ("dtype", "lane"), [(BF16, "streamed"), (FP16, "host"), (FP16, "resident")]
+)
 def test_masters_beyond_the_range_of_the_shard_are_kept(dtype: torch.dtype, lane: str) -> None:
     """The shard rounds to infinity, its master does not, and comes back with the next step."""
     limit = torch.finfo(dtype).max
@@ -326,29 +235,13 @@ def test_lanes_and_dtypes_mixed_in_one_optimizer(name: str, turn: int) -> None:
     twins.run()
 
 
-@pytest.mark.parametrize(("name", "lane"), [*zip(sorted(ELEMENTWISE), itertools.cycle(LANES))])
+@pytest.mark.parametrize(("name", "lane"), [*zip(("Adadelta", "Adam", "SGD"), LANES, strict=True)])
 def test_complex_parameters(name: str, lane: str) -> None:
     setting = Setting(name, "for-loop", SETTINGS[name][-1])
     SideBySide(
         build(setting), shapes=[(40, 30), (9,), (3, 65)], dtypes=[torch.complex64],
         update_on=[lane] * 3,
     ).run()  # fmt: skip
-
-
-# --------------------------------------------------------------------------- changes on the way
-
-
-def test_the_users_tensor_lr_is_read_at_every_step_and_never_written() -> None:
-    lr = torch.tensor(0.5)
-    parameter = nn.Parameter(torch.zeros(3))
-    wrapped = HybridDeviceOptimizer(torch.optim.SGD([parameter], lr=lr))
-    for factor in (1.0, 2.0):
-        lr.mul_(factor)
-        parameter.grad = torch.ones(3)
-        wrapped.step()
-    assert wrapped.param_groups[0]["lr"] is lr
-    assert lr.item() == 1.0
-    assert torch.equal(parameter, torch.full((3,), -1.5))
 
 
 # --------------------------------------------------------------------------- odd gradients
@@ -374,9 +267,14 @@ def test_gradients_of_another_memory_layout(lane: str) -> None:
         assert torch.equal(mine, theirs)
 
 
-@pytest.mark.parametrize("lane", LANES)
 @pytest.mark.parametrize(
-    ("name", "dtype"), [("AdamW", FP32), ("AdamW", BF16), ("SGD", FP16), ("Adamax", BF16)]
+    ("name", "dtype", "lane"),
+    [
+        ("AdamW", FP32, "host"),
+        ("AdamW", BF16, "streamed"),
+        ("SGD", FP16, "resident"),
+        ("Adamax", BF16, "host"),
+    ],
 )
 def test_nan_and_infinite_gradients_spoil_what_they_spoil_without_wrapping(
     name: str, dtype: torch.dtype, lane: str
@@ -403,10 +301,13 @@ def test_nan_and_infinite_gradients_spoil_what_they_spoil_without_wrapping(
         assert torch.equal(same, bits(value[good] if value.dim() else value))
 
 
-@pytest.mark.parametrize("lane", LANES)
 @pytest.mark.parametrize(
-    ("name", "implementation", "threads"),
-    [("AdamW", "fused", 3), ("AdamW", "foreach", 3), ("SGD", "fused", 1)],
+    ("name", "implementation", "threads", "lane"),
+    [
+        ("AdamW", "fused", 3, "host"),
+        ("AdamW", "foreach", 3, "streamed"),
+        ("SGD", "fused", 1, "host"),
+    ],
 )
 def test_large_parameters_on_several_threads(
     name: str, implementation: str, threads: int, lane: str

@@ -104,6 +104,7 @@ BAD_SETTINGS: list[tuple[Any, dict[str, Any]]] = [
     (TransferConfig, {"slots": 0}),
     (TransferConfig, {"slots": "3"}),
     (TransferConfig, {"slots": True}),
+    (TransferConfig, {"host_threads": 0}),
     (TransferConfig, {"host_threads": 1.5}),
     (TransferConfig, {"bind_threads": 1}),
     (TransferConfig, {"pin": "maybe"}),

@@ -53,21 +53,6 @@ def test_rates_are_measured_and_all_is_given_back(monkeypatch: pytest.MonkeyPatc
     assert threading.active_count() == before
 
 
-def test_all_threads_work_beside_the_link() -> None:
-    probe = Probe(CpuBackend(CPU), TransferConfig(host_threads=3), TINY)
-    working: set[int] = set()
-    steps = probe._steps
-
-    def noted(index: int) -> Callable[[], object]:
-        return lambda: (working.add(index), steps[index]())
-
-    probe._steps = [noted(index) for index in range(3)]
-    gbps, numel_per_s = probe.beside()
-    probe.close()
-    assert working == {0, 1, 2}
-    assert min(gbps, numel_per_s) > 0
-
-
 @pytest.mark.parametrize("after", [0, 4])
 def test_an_error_in_a_host_thread_is_raised_at_once(
     after: int, monkeypatch: pytest.MonkeyPatch

@@ -8,9 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
-from fsdp_offload import HybridDeviceOptimizer, TransferConfig
 from fsdp_offload.core.backend import CpuBackend
 from fsdp_offload.pipeline import cores
 from fsdp_offload.pipeline.cores import cores_of_rank, share, sibling_groups, thread_setup
@@ -124,24 +122,6 @@ def test_a_system_that_forbids_it_is_no_error(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(os, "sched_setaffinity", forbid)
     thread_setup(CpuBackend(torch.device("cpu")), bind=True)()
-
-
-@pytest.mark.parametrize("bind", [True, False])
-def test_host_threads_follow_the_choice(bind: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    one = frozenset({min(os.sched_getaffinity(0))})
-    monkeypatch.setattr(cores, "cores_of_rank", lambda device: one)
-    parameter = nn.Parameter(torch.zeros(64))
-    older = set(threading.enumerate())
-    optimizer = HybridDeviceOptimizer(
-        torch.optim.AdamW([parameter]),
-        update_on="host",
-        transfer=TransferConfig(host_threads=2, bind_threads=bind),
-    )
-    ours = [t for t in threading.enumerate() if t not in older and "fsdp_offload" in t.name]
-    masks = [os.sched_getaffinity(t.native_id or 0) for t in ours]
-    optimizer.close()
-
-    assert masks == [set(one) if bind else os.sched_getaffinity(0)] * 2
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,8 @@ import os
 import threading
 import traceback
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -17,14 +16,11 @@ from torch import Tensor, nn
 
 from fsdp_offload import HybridDeviceOptimizer, LaneError, TransferConfig
 from fsdp_offload.core import backend
-from fsdp_offload.core.backend import CpuBackend, Event, PendingEvent, backend_for
-from fsdp_offload.pipeline import engine, host
+from fsdp_offload.core.backend import CpuBackend, Event, PendingEvent
+from fsdp_offload.pipeline import host
 from fsdp_offload.pipeline.host_lane import HostLane
-from fsdp_offload.pipeline.worker import InlineWorker, ThreadPool
-from fsdp_offload.testing import ADVERSARIES
+from fsdp_offload.pipeline.worker import ThreadPool
 from fsdp_offload.update.params import Snapshot, Work
-from tests.helpers.ranks import RankPool
-from tests.pipeline import test_pipeline_waits as waits
 
 pytestmark = pytest.mark.usefixtures("one_thread", "small_host_buckets")
 CPU = torch.device("cpu")
@@ -237,41 +233,6 @@ def test_a_driver_that_is_gone_is_an_error_and_no_hang(
         written[0].recorded()
 
 
-def wait_in_a_fork() -> None:
-    """In a rank, which has no threads of other tests."""
-    held = threading.Event()
-    update = host.HostUnit.update
-
-    def late(unit: host.HostUnit, work: Any) -> None:
-        held.wait()
-        update(unit, work)
-
-    with mock.patch.object(host.HostUnit, "update", late):
-        job = Job()
-        written = job.offer_all(job.work(0))
-        child = os.fork()
-        if child == 0:
-            status = 3
-            try:
-                written[0].recorded()
-            except LaneError as error:
-                status = 0 if "process that steps it" in error.remedy else 4
-            finally:
-                os._exit(status)
-        status = os.waitpid(child, 0)[1]
-        held.set()
-        for event in written:
-            event.synchronize()
-    assert status == 0, status
-    job.plain.step()
-    job.check()
-    job.optimizer.close()
-
-
-def test_a_forked_process_that_waits_gets_an_error(ranks: Callable[..., RankPool]) -> None:
-    ranks(2).run(wait_in_a_fork)
-
-
 # --------------------------------------------------------------------------- lifetimes
 
 
@@ -307,59 +268,6 @@ def test_a_pending_event_runs_what_is_left_on_the_waiting_thread() -> None:
     assert not pending.query()
     assert pending.recorded() is done
     assert pending.query()
-
-
-# --------------------------------------------------------------------------- simulator
-
-
-@pytest.fixture
-def beside_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Segments offer to the host lane, as with ``overlap="forward"``, and wait for each bucket."""
-    run: Callable[..., None] = engine.Engine.run
-
-    def offer(segment: engine.Engine, work: Work, start: Event) -> None:
-        lane, segment.host = segment.host, None
-        run(segment, work, start)
-        segment.host = lane
-        if lane is None:
-            return
-        lane.offer(work, complete=True)
-        current = segment.backend.current_stream()
-        for bucket in lane.buckets:
-            if bucket.written is not None:
-                current.wait(bucket.written)
-
-    monkeypatch.setattr(engine.Engine, "run", offer)
-    monkeypatch.setattr(
-        engine,
-        "InlineWorker",
-        lambda: getattr(backend_for(CPU), "worker", None) or InlineWorker(),
-    )
-    monkeypatch.setattr(engine, "HOST_DEPTH", 2)
-    monkeypatch.setattr(host, "UNIT_NUMEL", 128)
-
-
-OFFERED = [
-    waits.Scenario(waits.ON_HOST, steps=2, gradients="zeroed"),
-    waits.Scenario(waits.MIXED, torch.bfloat16, steps=2, gradients="overwritten"),
-]
-
-
-@pytest.mark.usefixtures("beside_the_caller")
-@pytest.mark.parametrize("scene", OFFERED, ids=str)
-def test_offered_buckets_under_all_adversaries(scene: waits.Scenario) -> None:
-    for policy in ADVERSARIES:
-        found, simulator = waits.simulate(scene, policy)
-
-        assert waits.same(found, waits.expected_of(scene)), policy
-        assert simulator.late_uses == [], policy
-
-
-@pytest.mark.long
-@pytest.mark.usefixtures("beside_the_caller")
-@pytest.mark.parametrize("scene", OFFERED, ids=str)
-def test_removing_any_single_wait_of_offered_buckets_is_noticed(scene: waits.Scenario) -> None:
-    assert waits.unnoticed(scene) == []
 
 
 # --------------------------------------------------------------------------- beside a streamed lane

@@ -48,24 +48,14 @@ def test_a_kernel_copies_every_byte_by_the_largest_words_that_fit(
     assert words == [word]
 
 
-@pytest.mark.parametrize(
-    ("dtype", "starts", "word"),
-    [
-        (torch.bfloat16, (1, 0), torch.int16),
-        (torch.bfloat16, (0, 3), torch.int16),
-        (torch.bfloat16, (2, 4), torch.int32),
-        (torch.uint8, (0, 1), torch.int8),
-        (torch.uint8, (2, 4), torch.int16),
-    ],
-)
-def test_words_begin_where_the_storage_has_words(
-    words: list[torch.dtype], dtype: torch.dtype, starts: tuple[int, int], word: torch.dtype
+def test_what_is_too_long_for_a_kernel_is_left_to_torch(
+    words: list[torch.dtype], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    memory = torch.arange(1, 101).to(dtype)
-    source, target = memory[starts[0] :][:8], torch.zeros(100, dtype=dtype)[starts[1] :][:8]
+    monkeypatch.setattr(link, "MOST_WORDS", 8)
+    source, target = torch.arange(8.0), torch.zeros(8)
     link.copy_by_kernel(source, target)
     assert torch.equal(target, source)
-    assert words == [word]
+    assert words == []
 
 
 @pytest.mark.parametrize("works", [False, True])

@@ -17,9 +17,9 @@ from fsdp_offload import (
     ConfigError,
     HybridDeviceOptimizer,
     LaneError,
+    SpentGradientError,
     TransferConfig,
 )
-from fsdp_offload.core import backend
 from fsdp_offload.core.backend import backend_for
 from fsdp_offload.pipeline import streamed
 from fsdp_offload.pipeline.engine import Engine
@@ -96,6 +96,30 @@ def test_classes_that_cannot_be_updated_piece_by_piece_are_refused(overlap: str,
     with pytest.raises(ConfigError, match=cls.__name__):
         played.wrap(cls([matrix]), overlap=overlap)
     assert played.groups[0]._watched == []
+
+
+def test_what_would_split_an_iteration_is_refused_and_the_iteration_can_be_ended() -> None:
+    plain, job = Job(None), Job("backward")
+    for each in (plain, job):
+        each.train(2)
+        each.backward(2)
+    optimizer = job.optimizer
+    extra = nn.Parameter(torch.ones(5))
+    uses: list[Callable[[], Any]] = [
+        optimizer.zero_grad,
+        optimizer.state_dict,
+        optimizer.resync,
+        lambda: optimizer.state,
+        lambda: optimizer.add_param_group({"params": [extra]}),
+        lambda: job.backward(3),
+    ]
+    for use in uses:
+        with pytest.raises(SpentGradientError, match="Remedy"):
+            use()
+    assert len(optimizer.param_groups) == 1
+    plain.optimizer.step()
+    optimizer.step()
+    job.assert_like(plain)
 
 
 @pytest.mark.parametrize("lr", [0.05, torch.tensor(0.05)], ids=["float", "tensor"])
@@ -425,20 +449,3 @@ def test_times_count_from_the_first_gradients_and_what_has_none_comes_last() -> 
     assert Times([None, None], []).ready_ms() == []
     assert Times([], [[(1, At(0.0))]]).ms_per_byte() is None
     assert Times([], [[(1, At(0.0)), (1, At(3.0))]]).ms_per_byte() is None
-
-
-@pytest.mark.parametrize("overlap", ["step", "forward", "backward"])
-def test_bulk_takes_turns_where_others_copy_meanwhile(
-    monkeypatch: pytest.MonkeyPatch, overlap: str
-) -> None:
-    taken: list[int] = []
-    copy = backend._CpuStream.copy_in_turns
-
-    def noted(stream: Any, targets: Any, sources: Any) -> None:
-        taken.append(len(targets))
-        copy(stream, targets, sources)
-
-    monkeypatch.setattr(backend._CpuStream, "copy_in_turns", noted)
-    job = Job(overlap)
-    job.train(2)
-    assert (len(taken) > 0) == (overlap != "step")

@@ -11,7 +11,6 @@ Not to be seen here: work that is not launched, such as clones of learning rates
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import pytest
@@ -23,7 +22,7 @@ from fsdp_offload.core.backend import CpuBackend, backend_for, use_backend
 from fsdp_offload.pipeline.worker import InlineWorker
 from fsdp_offload.testing import ADVERSARIES
 from tests.helpers.fake_fsdp import FakeFsdp, scale
-from tests.helpers.removed_waits import CPU, NOTHING, Simulator, Skip, adversaries, be_lazy, same
+from tests.helpers.removed_waits import CPU, NOTHING, Removal, Simulator, Skip, be_lazy
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -189,8 +188,7 @@ def run(scene: Scenario, policy: str, skip: Skip = NOTHING) -> tuple[list[Tensor
         return Job(scene, simulator, plain=False).train(), simulator
 
 
-@cache
-def expected_of(scene: Scenario) -> list[Tensor]:
+def expect(scene: Scenario) -> list[Tensor]:
     """fp32: the plain optimizer's numbers; bf16: those of ``overlap="step"``."""
     with use_backend(CpuBackend(CPU)):
         return Job(scene, backend_for(CPU), plain=True).train()
@@ -202,16 +200,12 @@ def _lazy_host_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     be_lazy(monkeypatch)
 
 
-def check(scene: Scenario, policies: tuple[str, ...]) -> None:
-    for policy in policies:
-        found, simulator = run(scene, policy)
-        assert same(found, expected_of(scene)), policy
-        assert simulator.late_uses == [], policy
+WAITS = Removal(run, expect, lambda pair: pair not in OF_FSDP2)
 
 
 @pytest.mark.parametrize("scene", FEW, ids=str)
 def test_the_numbers_are_those_of_the_plain_optimizer(scene: Scenario) -> None:
-    check(scene, ADVERSARIES[::3])
+    WAITS.check(scene, ADVERSARIES[::4])
 
 
 @pytest.mark.long
@@ -219,44 +213,10 @@ def test_the_numbers_are_those_of_the_plain_optimizer(scene: Scenario) -> None:
 def test_the_numbers_are_those_of_the_plain_optimizer_in_every_combination(
     scene: Scenario,
 ) -> None:
-    check(scene, ADVERSARIES)
+    WAITS.check(scene, ADVERSARIES)
 
 
 # --------------------------------------------------------------------------- waits removed
-
-
-def shows(scene: Scenario, policy: str, skip: Skip) -> bool:
-    """Whether the missing wait is noticed under this policy."""
-    found, simulator = run(scene, policy, skip)
-    return bool(simulator.late_uses) or not same(found, expected_of(scene))
-
-
-def ours(simulator: Simulator) -> list[int]:
-    """Numbers of the stream waits of this package."""
-    return [i for i, pair in enumerate(simulator.wait_log) if pair not in OF_FSDP2]
-
-
-@cache
-def complete(scene: Scenario) -> tuple[Simulator, frozenset[int]]:
-    """The simulator of a complete run, and the numbers of the waits that are implied."""
-    _, simulator = run(scene, "lazy")
-    return simulator, frozenset(i for i in ours(simulator) if simulator.order.implied(i))
-
-
-def unnoticed(scene: Scenario, pairs: set[tuple[str, str]] | None = None) -> list[str]:
-    """Waits, of these pairs of streams or of all, that nobody notices when they are removed."""
-    simulator, implied = complete(scene)
-    skips = [
-        ("wait", i)
-        for i in ours(simulator)
-        if i not in implied and (pairs is None or simulator.wait_log[i] in pairs)
-    ]
-    return [
-        f"{skip}: {simulator.wait_log[skip[1]]}"
-        for skip in skips
-        if not any(shows(scene, policy, skip) for policy in adversaries(skip, simulator.order))
-    ]
-
 
 REMOVED = [
     Scenario("forward", prefetch=2, steps=2),
@@ -271,30 +231,19 @@ GATES = {("gather", "update"), ("gather", "host_back"), ("current", "update"),
 
 @pytest.mark.parametrize("scene", REMOVED, ids=str)
 def test_removing_a_wait_at_a_gate_is_noticed(scene: Scenario) -> None:
-    assert unnoticed(scene, GATES) == []
+    assert WAITS.unnoticed(scene, GATES) == []
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("scene", REMOVED[:3], ids=str)
 def test_removing_any_wait_is_noticed(scene: Scenario) -> None:
-    assert unnoticed(scene) == []
-
-
-@pytest.mark.parametrize("scene", REMOVED, ids=str)
-def test_a_wait_that_others_imply_changes_nothing_when_it_is_removed(scene: Scenario) -> None:
-    simulator, implied = complete(scene)
-    # What the compute stream waits for also says when dropped gradients may be written over,
-    # which is no launch.
-    for index in [i for i in sorted(implied) if simulator.wait_log[i][0] != "current"][::2]:
-        skip = ("wait", index)
-        for policy in adversaries(skip, simulator.order)[:3]:
-            assert not shows(scene, policy, skip), (skip, simulator.wait_log[index], policy)
+    assert WAITS.unnoticed(scene) == []
 
 
 def test_every_kind_of_wait_at_a_gate_is_needed_somewhere() -> None:
     needed: set[tuple[str, str]] = set()
     for scene in REMOVED:
-        simulator, implied = complete(scene)
-        needed.update(simulator.wait_log[i] for i in ours(simulator) if i not in implied)
+        simulator, own, _ = WAITS.complete(scene)
+        needed.update(simulator.wait_log[i] for i in own)
 
     assert needed >= GATES

@@ -22,7 +22,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import pytest
@@ -38,9 +37,9 @@ from tests.helpers.removed_waits import (
     NOTHING,
     Call,
     Order,
+    Removal,
     Simulator,
     Skip,
-    adversaries,
     be_lazy,
     same,
 )
@@ -78,17 +77,12 @@ MIXED = ("host", "streamed", "resident", "host", "streamed")
 SOME_ABSENT = (frozenset({0}), frozenset({1, 2}), frozenset[int]())
 # In two steps: a run is repeated for each of its waits. MORE has all of them in three.
 SCENARIOS = [
-    Scenario(STREAMED),
-    Scenario(STREAMED, BF16, slots=3, gradients="dropped"),
-    Scenario(STREAMED, slots=3, absent=SOME_ABSENT),
+    Scenario(STREAMED, slots=3, absent=SOME_ABSENT, gradients="dropped"),
     Scenario(STREAMED, BF16, grows=True),
     Scenario(ON_HOST, gradients="dropped"),
-    Scenario(ON_HOST, BF16, absent=SOME_ABSENT, gradients="zeroed"),
     Scenario(RESIDENT, BF16, gradients="zeroed"),
-    Scenario(MIXED, BF16, gradients="dropped"),
     Scenario(MIXED, absent=SOME_ABSENT, gradients="zeroed"),
 ]
-SLOW = [SCENARIOS[5], SCENARIOS[7]]  # like some of MORE
 MORE = [
     Scenario(lanes, dtype, slots, 3, absent, gradients, grows)
     for lanes in (STREAMED, ON_HOST, MIXED)
@@ -184,8 +178,7 @@ def train(scene: Scenario, *, drain: bool = False) -> list[Tensor]:
     return found
 
 
-@cache
-def expected_of(scene: Scenario) -> list[Tensor]:
+def expect(scene: Scenario) -> list[Tensor]:
     """The CPU backend's numbers: every launch runs at once."""
     with use_backend(CpuBackend(CPU)):
         return train(scene)
@@ -203,31 +196,7 @@ def simulate(
         return train(scene, drain=skip[0] == "drain"), simulator
 
 
-def shows(scene: Scenario, policy: str, skip: Skip) -> bool:
-    """Whether the missing wait is noticed under this policy."""
-    found, simulator = simulate(scene, policy, skip)
-    return bool(simulator.late_uses) or not same(found, expected_of(scene))
-
-
-@cache
-def complete(scene: Scenario) -> tuple[Simulator, frozenset[int]]:
-    """The simulator of a complete run, and the numbers of the waits that are implied."""
-    _, simulator = simulate(scene, "lazy")
-    numbers = range(len(simulator.wait_log))
-    return simulator, frozenset(i for i in numbers if simulator.order.implied(i))
-
-
-def unnoticed(scene: Scenario) -> list[str]:
-    """Waits that can be removed without any adversary noticing."""
-    simulator, implied = complete(scene)
-    skips = [("wait", i) for i in range(len(simulator.wait_log)) if i not in implied]
-    skips += [("sync", i) for i in range(len(simulator.sync_log))]
-    skips += [("outcome", i) for i in range(simulator.worker.n_waits)]
-    return [
-        f"{skip}: {simulator.wait_log[skip[1]] if skip[0] == 'wait' else ''}"
-        for skip in skips
-        if not any(shows(scene, policy, skip) for policy in adversaries(skip, simulator.order))
-    ]
+WAITS = Removal(simulate, expect)
 
 
 @contextmanager
@@ -247,36 +216,42 @@ def gradients_dropped_early(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("scene", SCENARIOS, ids=str)
-def test_complete_waits_give_the_cpu_backends_numbers_under_all_adversaries(
-    scene: Scenario,
-) -> None:
-    for policy in ADVERSARIES:
-        found, simulator = simulate(scene, policy)
-
-        assert same(found, expected_of(scene)), policy
-        assert simulator.late_uses == [], policy
+def test_removing_any_single_wait_is_noticed(scene: Scenario) -> None:
+    WAITS.check(scene, ADVERSARIES[::3])
+    assert WAITS.unnoticed(scene) == []
 
 
-@pytest.mark.parametrize("lanes", [STREAMED, RESIDENT, MIXED], ids=lambda lanes: lanes[2])
-@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+@pytest.mark.long
+@pytest.mark.parametrize("scene", SCENARIOS + MORE, ids=str)
+def test_removing_any_single_wait_is_noticed_in_every_combination(scene: Scenario) -> None:
+    WAITS.check(scene, ADVERSARIES)
+    assert WAITS.unnoticed(scene) == []
+    WAITS.check_implied(scene)
+
+
+@pytest.mark.parametrize("scene", SCENARIOS[::2], ids=str)
+def test_a_wait_that_others_imply_changes_nothing_when_it_is_removed(scene: Scenario) -> None:
+    WAITS.check_implied(scene, slice(None, None, 3))
+
+
+@pytest.mark.parametrize(("lanes", "dtype"), [(STREAMED, BF16), (RESIDENT, FP32), (MIXED, BF16)])
 def test_temporary_copies_of_strided_gradients_live_long_enough(
     lanes: tuple[str, ...], dtype: torch.dtype
 ) -> None:
     scene = Scenario(lanes, dtype, steps=2, gradients="strided")
-    for policy in ADVERSARIES[::2]:
+    for policy in ADVERSARIES[::3]:
         found, simulator = simulate(scene, policy, inline_current=True)
 
-        assert same(found, expected_of(scene)), policy
+        assert same(found, WAITS.expected(scene)), policy
         assert simulator.late_uses == [], policy
 
 
-@pytest.mark.parametrize("lanes", [STREAMED, RESIDENT, MIXED], ids=lambda lanes: lanes[2])
-@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+@pytest.mark.parametrize(("lanes", "dtype"), [(STREAMED, FP32), (RESIDENT, BF16), (MIXED, FP32)])
 def test_gradients_dropped_before_their_update_are_noticed(
     lanes: tuple[str, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scene = Scenario(lanes, dtype, steps=2, gradients="strided")
-    expected = expected_of(scene)
+    expected = WAITS.expected(scene)
     with gradients_dropped_early(monkeypatch):
         found, simulator = simulate(scene, "lazy", inline_current=True)
 
@@ -284,37 +259,12 @@ def test_gradients_dropped_before_their_update_are_noticed(
     assert any("BucketUpdate.run" in use for use in simulator.late_uses)
 
 
-@pytest.mark.parametrize("scene", [s for s in SCENARIOS if s not in SLOW], ids=str)
-def test_removing_any_single_wait_is_noticed(scene: Scenario) -> None:
-    assert unnoticed(scene) == []
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("scene", SLOW + MORE, ids=str)
-def test_removing_any_single_wait_is_noticed_in_every_combination(scene: Scenario) -> None:
-    for policy in ADVERSARIES:
-        found, simulator = simulate(scene, policy)
-        assert same(found, expected_of(scene)), policy
-        assert simulator.late_uses == [], policy
-
-    assert unnoticed(scene) == []
-
-
-@pytest.mark.parametrize("scene", SCENARIOS, ids=str)
-def test_a_wait_that_others_imply_changes_nothing_when_it_is_removed(scene: Scenario) -> None:
-    simulator, implied = complete(scene)
-    for index in sorted(implied):
-        skip = ("wait", index)
-        for policy in adversaries(skip, simulator.order)[:4]:
-            assert not shows(scene, policy, skip), (skip, simulator.wait_log[index], policy)
-
-
 def test_every_pair_of_streams_with_a_wait_has_one_that_nothing_implies() -> None:
     there, needed = set(), set()
     for scene in SCENARIOS:
-        simulator, implied = complete(scene)
+        simulator, own, _ = WAITS.complete(scene)
         there.update(simulator.wait_log)
-        needed.update(w for i, w in enumerate(simulator.wait_log) if i not in implied)
+        needed.update(simulator.wait_log[i] for i in own)
 
     assert needed == there == {
         ("update", "current"), ("current", "update"),
@@ -328,15 +278,12 @@ def test_every_pair_of_streams_with_a_wait_has_one_that_nothing_implies() -> Non
     [(RESIDENT, "update"), (STREAMED, "d2h"), (ON_HOST, "host_back")],
     ids=["resident", "streamed", "host"],
 )
-@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
-def test_reading_state_waits_for_each_lane(
-    lanes: tuple[str, ...], drained: str, dtype: torch.dtype
-) -> None:
-    scene = Scenario(lanes, dtype)
+def test_reading_state_waits_for_each_lane(lanes: tuple[str, ...], drained: str) -> None:
+    scene = Scenario(lanes, BF16)
     found, simulator = simulate(scene, "lazy", ("drain", -1))
-    assert same(found, expected_of(scene))
+    assert same(found, WAITS.expected(scene))
 
-    assert shows(scene, "lazy", ("drain", simulator.drain_log.index(drained)))
+    assert WAITS.shows(scene, "lazy", ("drain", simulator.drain_log.index(drained)))
 
 
 @pytest.mark.parametrize(
@@ -350,12 +297,12 @@ def test_new_slots_wait_for_what_the_caller_enqueued_before(
     """The allocator orders the reuse of memory on the caller's stream only."""
     scene = Scenario(lanes, BF16, grows=grows)
     found, simulator = simulate(scene, "immediate:h2d", ("drain", -1))
-    assert same(found, expected_of(scene))
+    assert same(found, WAITS.expected(scene))
     constructions = [i for i, name in enumerate(simulator.drain_log) if name == "current"]
 
     assert len(constructions) == 1 + grows
     for index in constructions:
-        assert shows(scene, "immediate:h2d", ("drain", index))
+        assert WAITS.shows(scene, "immediate:h2d", ("drain", index))
 
 
 def test_the_analysis_finds_a_wait_that_a_later_event_implies() -> None:

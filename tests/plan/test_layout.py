@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -46,202 +46,152 @@ def entries(draw: st.DrawFn) -> list[ParamSpec]:
     return made
 
 
-bucket_sizes = st.sampled_from([SMALLEST_BUCKET, 5000, 16384, 1 << 20])
+class Laid(NamedTuple):
+    """What was asked for, and the layout."""
+
+    specs: list[ParamSpec]
+    bucket_bytes: int
+    start: int
+    layout: Layout
 
 
-def slices_of(layout: Layout) -> Iterator[tuple[Bucket, Slice]]:
-    return ((bucket, piece) for bucket in layout.buckets for piece in bucket.slices)
-
-
-def in_slice(piece: Slice, kind: Kind) -> int | None:
-    """Elements of ``kind`` that belong to the slice, or None if its parameter has none."""
-    for each, numel in piece.spec.kinds:
-        if each == kind:
-            return piece.numel if piece.spec.cuttable else numel
-    return None
-
-
-@given(entries(), bucket_sizes, st.integers(0, 1000))
-def test_every_element_is_in_exactly_one_slice_in_the_given_order(
-    made: list[ParamSpec], bucket_bytes: int, start: int
-) -> None:
+@st.composite
+def laid_out(draw: st.DrawFn) -> Laid:
+    made, start = draw(entries()), draw(st.integers(0, 1000))
+    bucket_bytes = draw(st.sampled_from([SMALLEST_BUCKET, 5000, 16384, 1 << 20]))
     layout = make_layout(made, bucket_bytes=bucket_bytes, arena_start=start)
-    pieces: dict[int, list[Slice]] = defaultdict(list)
+    return Laid(made, bucket_bytes, start, layout)
+
+
+def slices_of(layout: Layout) -> list[Slice]:
+    return [each for bucket in layout.buckets for each in bucket.slices]
+
+
+def smallest_cut(spec: ParamSpec) -> int:
+    return spec.cut_numel if spec.cuttable else spec.numel
+
+
+def bytes_counted(spec: ParamSpec) -> int:
+    return max(8, -(-spec.state_bytes // max(spec.numel, 1)))
+
+
+@given(laid_out())
+def test_every_element_is_in_one_slice_in_order_cut_at_multiples_of_its_unit(laid: Laid) -> None:
+    by_index: dict[int, list[Slice]] = defaultdict(list)
     order = []
-    for _, piece in slices_of(layout):
-        pieces[piece.spec.index].append(piece)
-        order.append(piece.spec.index)
-    assert list(dict.fromkeys(order)) == [entry.index for entry in made]
+    for each in slices_of(laid.layout):
+        by_index[each.spec.index].append(each)
+        order.append(each.spec.index)
+        for at in {each.start, each.stop} - {0, each.spec.numel}:
+            assert each.spec.cuttable
+            assert at % each.spec.cut_numel == 0
+    assert list(dict.fromkeys(order)) == [spec.index for spec in laid.specs]
     assert order == sorted(order)
-    for entry in made:
-        found = pieces[entry.index]
+    for spec in laid.specs:
+        found = by_index[spec.index]
         assert [p.start for p in found] == [0, *(p.stop for p in found[:-1])]
-        assert found[-1].stop == entry.numel
+        assert found[-1].stop == spec.numel
         assert len(found) == 1 or all(p.numel > 0 for p in found)
 
 
-@given(entries(), bucket_sizes)
-def test_parameters_are_cut_only_at_multiples_of_their_unit(
-    made: list[ParamSpec], bucket_bytes: int
-) -> None:
-    for _, piece in slices_of(make_layout(made, bucket_bytes=bucket_bytes)):
-        entry = piece.spec
-        for at in {piece.start, piece.stop} - {0, entry.numel}:
-            assert entry.cuttable
-            assert at % entry.cut_numel == 0
-
-
-@given(entries(), st.integers(0, 1000))
-def test_state_never_overlaps_and_starts_at_multiples_of_64(
-    made: list[ParamSpec], start: int
-) -> None:
-    layout = make_layout(made, bucket_bytes=SMALLEST_BUCKET, arena_start=start)
-    assert layout.arena_start == align(start, SLOT_ALIGN_BYTES)
-    assert len(layout.offsets) == sum(len(entry.kinds) for entry in made)
-    runs = sorted(
-        (
-            (layout.offsets[entry.index, kind.name], kind, numel * kind.itemsize)
-            for entry in made
-            for kind, numel in entry.kinds
-            if numel
-        ),
-        key=lambda run: run[0],
-    )
-    for (at, _, size), (after, _, _) in itertools.pairwise(runs):
-        assert at + size <= after
-    for kind, group in itertools.groupby(runs, key=lambda run: run[1]):
-        begins = [at for at, _, _ in group]
-        assert begins[0] % SLOT_ALIGN_BYTES == 0
-        assert begins[0] >= layout.arena_start
-        assert all((at - begins[0]) % (ALIGN_NUMEL * kind.itemsize) == 0 for at in begins)
-    ends = [at + size for at, _, size in runs]
-    if ends:
-        assert layout.arena_stop >= max(ends)
-
-
-@given(entries())
-def test_a_kind_of_all_parameters_is_one_run(made: list[ParamSpec]) -> None:
-    layout = make_layout(made, bucket_bytes=SMALLEST_BUCKET)
-    begins = [
-        (layout.offsets[entry.index, kind.name], kind.name)
-        for entry in made
-        for kind, numel in entry.kinds
-        if numel
-    ]
-    names = [name for name, _ in itertools.groupby(sorted(begins), key=lambda run: run[1])]
-    assert len(names) == len(set(names))
-
-
-@given(entries(), bucket_sizes)
-def test_spans_cover_the_state_of_their_slices_exactly(
-    made: list[ParamSpec], bucket_bytes: int
-) -> None:
-    layout = make_layout(made, bucket_bytes=bucket_bytes)
-    for bucket in layout.buckets:
-        kinds = {kind for piece in bucket.slices for kind, _ in piece.spec.kinds}
-        assert {span.kind for span in bucket.spans} == kinds
-        for span in bucket.spans:
-            ranges = [
-                kind_range(piece, kind, numel, layout.offsets)
-                for piece in bucket.slices
-                for kind, numel in piece.spec.kinds
-                if kind == span.kind
-            ]
-            assert span.arena_start == ranges[0][0]
-            assert span.arena_start + span.n_bytes == ranges[-1][1]
-            # Between two slices lies nothing but alignment, so no byte is in two buckets' spans.
-            for (_, stop), (after, _) in itertools.pairwise(ranges):
-                assert 0 <= after - stop < ALIGN_NUMEL * span.kind.itemsize
-    covered = sorted(
-        (span.arena_start, span.arena_start + span.n_bytes)
-        for bucket in layout.buckets
-        for span in bucket.spans
-        if span.n_bytes
-    )
-    assert all(stop <= after for (_, stop), (after, _) in itertools.pairwise(covered))
-
-
-@given(entries(), bucket_sizes)
-def test_spans_lie_apart_in_a_slot_and_are_aligned_there(
-    made: list[ParamSpec], bucket_bytes: int
-) -> None:
-    for bucket in make_layout(made, bucket_bytes=bucket_bytes).buckets:
-        end = 0
-        for span in bucket.spans:
-            assert span.slot_start >= end
-            assert span.slot_start % SLOT_ALIGN_BYTES == 0
-            end = span.slot_start + span.n_bytes
-        assert bucket.slot_bytes >= end
-        assert bucket.slot_bytes <= bucket.state_bytes + len(bucket.spans) * SLOT_ALIGN_BYTES
-
-
-@given(entries(), bucket_sizes)
-def test_scratch_and_slot_offsets_agree_for_kinds_that_all_slices_have(
-    made: list[ParamSpec], bucket_bytes: int
-) -> None:
-    """Flat remainders and masters of a bucket are read with one kernel over scratch memory."""
-    layout = make_layout(made, bucket_bytes=bucket_bytes)
-    for bucket in layout.buckets:
-        assert bucket.slices[0].scratch_start == 0
-        for before, after in itertools.pairwise(bucket.slices):
-            assert before.scratch_start + before.numel <= after.scratch_start
-        last = bucket.slices[-1]
-        assert last.scratch_start + last.numel <= bucket.scratch_numel
-        for span in bucket.spans:
-            numels = [in_slice(piece, span.kind) for piece in bucket.slices]
-            if numels != [piece.numel for piece in bucket.slices]:
-                continue
-            for piece in bucket.slices:
-                start, _ = kind_range(piece, span.kind, piece.spec.numel, layout.offsets)
-                assert start - span.arena_start == piece.scratch_start * span.kind.itemsize
-
-
-@given(entries(), bucket_sizes)
-def test_buckets_fit_unless_one_slice_cannot_be_smaller(
-    made: list[ParamSpec], bucket_bytes: int
-) -> None:
-    for bucket in make_layout(made, bucket_bytes=bucket_bytes).buckets:
-        filled = [piece for piece in bucket.slices if piece.numel]
+@given(laid_out())
+def test_buckets_are_filled_and_fit_unless_one_slice_cannot_be_smaller(laid: Laid) -> None:
+    buckets = laid.layout.buckets
+    for bucket in buckets:
+        filled = [each for each in bucket.slices if each.numel]
         if len(filled) == 1 and filled[0].numel <= smallest_cut(filled[0].spec):
             continue
         # Kinds with fewer elements than the parameter are padded each.
         slack = sum(
             ALIGN_NUMEL * kind.itemsize
-            for piece in bucket.slices
-            for kind, numel in piece.spec.kinds
-            if numel != piece.spec.numel
+            for each in bucket.slices
+            for kind, numel in each.spec.kinds
+            if numel != each.spec.numel
         )
-        assert bucket.state_bytes <= bucket_bytes + slack
-
-
-def smallest_cut(entry: ParamSpec) -> int:
-    return entry.cut_numel if entry.cuttable else entry.numel
-
-
-@given(entries(), bucket_sizes)
-def test_buckets_are_filled(made: list[ParamSpec], bucket_bytes: int) -> None:
-    """A bucket is closed only where the next slice did not fit into it."""
-    buckets = make_layout(made, bucket_bytes=bucket_bytes).buckets
-    for bucket, after in itertools.pairwise(buckets):
+        assert bucket.state_bytes <= laid.bucket_bytes + slack
+    for bucket, after in itertools.pairwise(buckets):  # the next slice did not fit
         used = sum(align(p.numel, ALIGN_NUMEL) * bytes_counted(p.spec) for p in bucket.slices)
-        entry = after.slices[0].spec
-        wanted = align(max(smallest_cut(entry), entry.cut_numel), ALIGN_NUMEL)
-        assert used + wanted * bytes_counted(entry) > bucket_bytes
+        spec = after.slices[0].spec
+        wanted = align(max(smallest_cut(spec), spec.cut_numel), ALIGN_NUMEL)
+        assert used + wanted * bytes_counted(spec) > laid.bucket_bytes
 
 
-def bytes_counted(entry: ParamSpec) -> int:
-    return max(8, -(-entry.state_bytes // max(entry.numel, 1)))
-
-
-@given(entries(), st.integers(0, 1000))
-def test_the_arena_is_payload_and_alignment(made: list[ParamSpec], start: int) -> None:
-    layout = make_layout(made, bucket_bytes=SMALLEST_BUCKET, arena_start=start)
-    runs = [(kind, numel) for entry in made for kind, numel in entry.kinds]
-    payload = sum(kind.itemsize * numel for kind, numel in runs)
-    assert layout.payload_bytes == payload
-    padding = sum(ALIGN_NUMEL * kind.itemsize for kind, _ in runs)
-    overhead = layout.arena_stop - layout.arena_start - payload
+@given(laid_out())
+def test_a_kind_is_one_run_of_the_arena_which_is_payload_and_alignment(laid: Laid) -> None:
+    layout = laid.layout
+    assert layout.arena_start == align(laid.start, SLOT_ALIGN_BYTES)
+    kinds = [(spec, kind, numel) for spec in laid.specs for kind, numel in spec.kinds]
+    assert len(layout.offsets) == len(kinds)
+    runs = sorted(
+        (layout.offsets[spec.index, kind.name], kind.name, kind.itemsize, numel)
+        for spec, kind, numel in kinds
+        if numel
+    )
+    for (at, _, itemsize, numel), (after, *_) in itertools.pairwise(runs):
+        assert at + numel * itemsize <= after
+    names = []
+    for name, group in itertools.groupby(runs, key=lambda run: run[1]):
+        names.append(name)
+        begins = [(at, itemsize) for at, _, itemsize, _ in group]
+        assert begins[0][0] % SLOT_ALIGN_BYTES == 0
+        assert begins[0][0] >= layout.arena_start
+        assert all((at - begins[0][0]) % (ALIGN_NUMEL * itemsize) == 0 for at, itemsize in begins)
+    assert len(names) == len(set(names))
+    assert layout.arena_stop >= max((at + n * size for at, _, size, n in runs), default=0)
+    assert layout.payload_bytes == sum(kind.itemsize * numel for _, kind, numel in kinds)
+    padding = sum(ALIGN_NUMEL * kind.itemsize for _, kind, _ in kinds)
+    overhead = layout.arena_stop - layout.arena_start - layout.payload_bytes
     assert 0 <= overhead <= padding + len(KINDS) * SLOT_ALIGN_BYTES
+
+
+def check_ranges(bucket: Bucket, layout: Layout) -> None:
+    """Spans cover the state of their slices: between two lies nothing but alignment."""
+    kinds = {kind for each in bucket.slices for kind, _ in each.spec.kinds}
+    assert {span.kind for span in bucket.spans} == kinds
+    for span in bucket.spans:
+        ranges = [
+            kind_range(each, kind, numel, layout.offsets)
+            for each in bucket.slices
+            for kind, numel in each.spec.kinds
+            if kind == span.kind
+        ]
+        assert span.arena_start == ranges[0][0]
+        assert span.arena_start + span.n_bytes == ranges[-1][1]
+        for (_, stop), (after, _) in itertools.pairwise(ranges):
+            assert 0 <= after - stop < ALIGN_NUMEL * span.kind.itemsize
+
+
+def check_scratch(bucket: Bucket, layout: Layout) -> None:
+    """Flat remainders and masters of a bucket are read with one kernel over scratch memory."""
+    assert bucket.slices[0].scratch_start == 0
+    for before, after in itertools.pairwise(bucket.slices):
+        assert before.scratch_start + before.numel <= after.scratch_start
+    last = bucket.slices[-1]
+    assert last.scratch_start + last.numel <= bucket.scratch_numel
+    for span in bucket.spans:
+        numels = [dict(each.spec.kinds).get(span.kind) for each in bucket.slices]
+        if any(n != each.spec.numel for n, each in zip(numels, bucket.slices, strict=True)):
+            continue  # not all slices have all of it
+        for each in bucket.slices:
+            start, _ = kind_range(each, span.kind, each.spec.numel, layout.offsets)
+            assert start - span.arena_start == each.scratch_start * span.kind.itemsize
+
+
+@given(laid_out())
+def test_spans_cover_their_slices_and_lie_apart_in_slot_and_scratch(laid: Laid) -> None:
+    for bucket in laid.layout.buckets:
+        check_ranges(bucket, laid.layout)
+        check_scratch(bucket, laid.layout)
+        end = 0
+        for span in bucket.spans:
+            assert span.slot_start >= end
+            assert span.slot_start % SLOT_ALIGN_BYTES == 0
+            end = span.slot_start + span.n_bytes
+        assert end <= bucket.slot_bytes
+        assert bucket.slot_bytes <= bucket.state_bytes + len(bucket.spans) * SLOT_ALIGN_BYTES
+    spans = [span for bucket in laid.layout.buckets for span in bucket.spans if span.n_bytes]
+    covered = sorted((span.arena_start, span.arena_start + span.n_bytes) for span in spans)
+    assert all(stop <= after for (_, stop), (after, _) in itertools.pairwise(covered))
 
 
 def test_small_parameters_share_a_bucket_and_a_large_one_fills_its_rest() -> None:
@@ -261,6 +211,6 @@ def test_an_optimizer_without_state_still_has_slices_and_scratch(cuttable: bool)
     layout = make_layout(
         [ParamSpec(0, 0, (), cuttable), ParamSpec(1, 9, (), cuttable)], bucket_bytes=4096
     )
-    assert [piece.numel for _, piece in slices_of(layout)] == [0, 9]
+    assert [piece.numel for piece in slices_of(layout)] == [0, 9]
     assert (layout.payload_bytes, layout.slot_bytes, layout.arena_stop) == (0, 0, 0)
     assert layout.scratch_numel == ALIGN_NUMEL

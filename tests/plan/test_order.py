@@ -33,31 +33,17 @@ def services(jobs: list[Job], order: tuple[int, ...]) -> list[tuple[float, float
 
 
 @given(JOBS)
-def test_every_job_is_served_once_and_none_before_its_gradient(jobs: list[Job]) -> None:
+def test_whenever_the_link_is_free_it_serves_the_most_urgent_job_that_is_ready(
+    jobs: list[Job],
+) -> None:
     order = deadline_order(jobs)
-
     assert sorted(order) == list(range(len(jobs)))
-    starts = [start for start, _ in services(jobs, order)]
-    assert starts == sorted(starts)
-
-
-@given(JOBS)
-def test_each_service_is_of_the_most_urgent_job_that_is_ready(jobs: list[Job]) -> None:
-    order = deadline_order(jobs)
-    for position, (start, _) in enumerate(services(jobs, order)):
-        left = [i for i in order[position:] if jobs[i].ready_ms <= start]
-
-        assert order[position] == min(left, key=lambda i: (jobs[i].rank, i))
-
-
-@given(JOBS)
-def test_the_link_is_never_idle_while_a_job_is_ready(jobs: list[Job]) -> None:
-    order = deadline_order(jobs)
     free = 0.0
     for position, (start, end) in enumerate(services(jobs, order)):
-        waiting = [jobs[i].ready_ms for i in order[position:]]
-
-        assert start == max(free, min(waiting))
+        waiting = order[position:]
+        assert start == max(free, min(jobs[i].ready_ms for i in waiting)), "needlessly idle"
+        ready = [i for i in waiting if jobs[i].ready_ms <= start]
+        assert order[position] == min(ready, key=lambda i: (jobs[i].rank, i))
         free = end
 
 
@@ -125,15 +111,8 @@ def test_kept_buckets_have_a_slot_alone_and_the_others_go_round(
     stretches = [sum(use.owned[: i + 1]) - (i + 1) * kept / buckets for i in range(buckets)]
     assert all(-1 < excess <= 1e-9 for excess in stretches), "not spread evenly"
 
-
-@given(st.data(), st.integers(1, 60), st.integers(1, 40))
-def test_a_slot_is_filled_again_when_its_bucket_has_passed_and_not_later(
-    data: st.DataObject, buckets: int, slots: int
-) -> None:
-    kept = data.draw(st.integers(0, min(buckets, slots) - 1))
-    use = slot_use(buckets, slots, kept)
-
     def is_free(position: int, head: int) -> bool:
+        """A slot is filled again when its bucket has passed, and not later."""
         return use.slots[position] not in use.slots[head:position]
 
     assert len(use.reach) == buckets + 1

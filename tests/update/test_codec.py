@@ -1,26 +1,17 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
 
 from fsdp_offload.update import codec
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 REMAINDERS = (-32768, -32767, -1, 0, 1, 32766, 32767)
 NANS = (0x7FFFFFFF, 0xFFFFFFFF, 0x7F800001, 0xFF800001, 0x7FC00000, 0x7FBF8000, 0xFFFF8000)
 LARGEST = 0x7F7FFFFF
 BLOCK = 1 << 18
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Blocks fit into a cache: more threads would only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def from_bits(bits: Tensor) -> Tensor:

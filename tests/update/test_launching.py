@@ -85,3 +85,9 @@ def test_what_is_not_aligned_is_left_to_triton() -> None:
     for _ in range(3):
         launch(kernel, words(4), 48)
     assert (function.compiled, function.launched) == (4, [])
+
+
+def test_an_empty_grid_launches_nothing() -> None:
+    function = Function()
+    Kernel(function).launch(0, (words(), words()), (0,), (1.0,), FLAG=True, BLOCK=64)
+    assert (function.compiled, function.launched) == (0, [])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
@@ -12,16 +10,10 @@ from fsdp_offload.update import moments, rng_key
 from fsdp_offload.update.moments import STEPS, Moment
 from fsdp_offload.update.rng_key import RngKey
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 BF16, INT8, UINT8 = torch.bfloat16, torch.int8, torch.uint8
 NUMEL = 1000
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def values_for(dtype: torch.dtype, numel: int = NUMEL) -> Tensor:

@@ -17,7 +17,6 @@ from fsdp_offload.update.schema import (
     has_schema,
     is_torch_class,
     make_shadow,
-    raw_step,
     schema_of,
     signature,
     torch_class,
@@ -256,21 +255,6 @@ def test_a_shadow_shares_no_state_group_hook_or_method_with_the_optimizer() -> N
     assert not {"step", "grad_scale"} & shadow.__dict__.keys()
     assert shadow._optimizer_step_post_hooks == OrderedDict()
     assert len(optimizer._optimizer_step_post_hooks) == 1
-
-
-def test_the_raw_step_keeps_no_grad_and_drops_only_torchs_own_wrapper() -> None:
-    optimizer = own.Lion([parameter()])
-    assert own.Lion.step.hooked  # type: ignore[attr-defined]
-    calls: list[object] = []
-    optimizer.register_step_post_hook(lambda *_: calls.append(1))
-    with torch.enable_grad():
-        raw_step(own.Lion)(optimizer)  # updating a leaf in place needs no_grad
-    assert calls == []
-
-    class Plain:
-        def step(self) -> None: ...
-
-    assert raw_step(Plain) is Plain.step  # type: ignore[arg-type]
 
 
 # --------------------------------------------------------------------------- signatures
