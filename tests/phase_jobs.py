@@ -238,6 +238,7 @@ def frees_its_payload(lanes: str, width: int, *, keep_addresses: bool) -> list[f
             held = free_bytes()
             phases.offload()
             shares.append((free_bytes() - held) / n_bytes)
+            assert phases.statistics().freed_bytes > 0.9 * n_bytes
         else:
             phases.offload()
             shares.append(1.0)
