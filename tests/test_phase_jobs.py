@@ -17,12 +17,6 @@ SWAPS = pytest.mark.skipif(not can_swap(), reason="this torch cannot swap CPU st
 Pool = Callable[..., Any]
 
 
-def test_training_with_switches_is_training_without(ranks: Pool) -> None:
-    pool = ranks(2)
-    pool.run(phase_jobs.same_training, "mixed", "all", "bfloat16")
-    pool.run(phase_jobs.same_training, "plain", "grads-saved", "float32")
-
-
 @pytest.mark.long
 def test_every_lane_and_policy(ranks: Pool) -> None:
     pool = ranks(2)

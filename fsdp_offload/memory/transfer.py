@@ -149,10 +149,11 @@ class Handle:
         self._by_kind = dict(copies or {})
         self.n_bytes = sum(each.n_bytes for each in self._by_kind.values())  # copied
         self.seconds = 0.0  # from the call to the end of wait(), as the host saw it
-        self.freed_bytes = 0  # that torch's allocator gave back to the driver at the end
+        self.freed_bytes = 0  # device memory that the driver had more at the end
         self._releases = deque(releases)  # in order of the copies; released as these complete
         self._used = used  # host memory of the copies, kept until they have completed
         self._began, self._emptied = began, emptied
+        self._free_before = None if emptied is None else free_bytes(emptied)
         self._is_over, self._lock = not self._by_kind and not self._releases, threading.RLock()
 
     def is_done(self) -> bool:
@@ -184,9 +185,8 @@ class Handle:
                 each.last.synchronize()
             self._is_over, self._used = True, None
             if self._emptied is not None:
-                before = free_bytes(self._emptied)
                 release_cached(self._emptied)
-                self.freed_bytes = (free_bytes(self._emptied) or 0) - (before or 0)
+                self.freed_bytes = (free_bytes(self._emptied) or 0) - (self._free_before or 0)
             self.seconds = time.perf_counter() - self._began
 
     def release_next(self) -> bool:

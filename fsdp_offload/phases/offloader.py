@@ -138,6 +138,8 @@ class PhaseOffloader:
                 self._transfer.buffers.reserve(found)
             except BaseException:
                 self._transfer.close()
+                for memory in self._fixed.values():
+                    memory.move_out()
                 raise
             hooks = self._gradients.hooks()
             if isinstance(self._optimizer, PlainOptimizer):
@@ -379,11 +381,7 @@ class PhaseOffloader:
         try:
             for kind, memory in self._fixed.items():
                 memory.move_in(storage for b in found[kind] for storage, _ in b.storages)
-        except BaseException as error:
-            for memory in self._fixed.values():
-                memory.move_out()
-            if not isinstance(error, torch.OutOfMemoryError):
-                raise
+        except torch.OutOfMemoryError as error:
             raise DeviceMemoryError(
                 "PhaseOffloader(keep_addresses=True)",
                 reason=f"no device memory to move tensors with ({error}); all is as before",

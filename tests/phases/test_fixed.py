@@ -11,9 +11,15 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp_offload import FixedAddressRegion, PhaseOffloader
+from fsdp_offload import FixedAddressRegion, PhaseOffloader, TransferConfig
 from fsdp_offload.core import storage as storages
-from fsdp_offload.core.errors import AwayError, ConfigError, DeviceError, DeviceMemoryError
+from fsdp_offload.core.errors import (
+    AwayError,
+    ConfigError,
+    DeviceError,
+    DeviceMemoryError,
+    HostMemoryError,
+)
 from fsdp_offload.core.storage import AddressPool, can_swap
 from fsdp_offload.phases import pages
 from fsdp_offload.phases.pages import FixedMemory, HostDriver
@@ -116,6 +122,15 @@ def test_without_memory_beside_nothing_moves(at: int, monkeypatch: pytest.Monkey
     with PhaseOffloader(job.model, job.optimizer).away():
         pass
     job.check()
+
+
+@SWAPS
+def test_without_host_memory_nothing_moves() -> None:
+    job, transfer = Job(), TransferConfig(host_budget=100)
+    with pytest.raises(HostMemoryError):
+        PhaseOffloader(job.model, job.optimizer, keep_addresses=True, transfer=transfer)
+    job.check()
+    assert all(storages.owner_of(t.untyped_storage()) is None for t in job.tensors())
 
 
 @SWAPS

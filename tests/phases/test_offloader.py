@@ -190,6 +190,22 @@ def test_each_storage_moves_once_and_a_second_call_does_nothing() -> None:
     assert statistics.offload_seconds > 0
 
 
+@ADDRESSES
+def test_freed_bytes_are_what_the_driver_has_more(
+    keep_addresses: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = net()
+    phases, tensors = PhaseOffloader(model, keep_addresses=keep_addresses), tensors_of(model)
+
+    def free(device: torch.device) -> int:
+        return -sum({t.data_ptr(): t.nbytes for t in tensors if has_memory(t)}.values())
+
+    monkeypatch.setattr(transfer, "free_bytes", free)
+    before = free(torch.device("cpu"))
+    with phases.away():
+        assert phases.statistics().freed_bytes == -before > 0
+
+
 @pytest.mark.parametrize(
     ("params", "grads", "state"),
     [("save", "drop", "save"), ("keep", "save", "keep"), ("save", "keep", "save")],
