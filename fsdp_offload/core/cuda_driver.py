@@ -79,7 +79,6 @@ _SIGNATURES: Final[dict[str, list[Any]]] = {
     "cuMemcpyAsync": [_word, _word, _size, _word],
     "cuStreamWaitEvent": [_word, _word, ctypes.c_uint],
     "cuEventRecord": [_word, _word],
-    "cuLaunchKernel": [_word, *[ctypes.c_uint] * 7, _word, ctypes.c_void_p, ctypes.c_void_p],
 }
 
 
