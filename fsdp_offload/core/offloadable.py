@@ -1,13 +1,13 @@
 """What an optimizer and the offloader of its device memory know of each other.
 
-:class:`.PhaseOffloader` moves the memory of any :class:`Offloadable`; ``HybridDeviceOptimizer`` is
+:class:`.PhaseOffloader` moves the memory of any :class:`Offloadable`; ``HybridDeviceOptimizer`` has
 one. Neither imports the other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -30,7 +30,6 @@ class HostCopies(Protocol):
         ...
 
 
-@runtime_checkable
 class Offloadable(Protocol):
     """An optimizer that lists its device memory, which an offloader copies out and in."""
 
@@ -67,6 +66,12 @@ class Offloadable(Protocol):
     def set_present(self, arrival: Event | None) -> None:
         """All memory is there again; its content is, after ``arrival``, or already."""
         ...
+
+
+def offloadable_of(optimizer: object) -> Offloadable | None:
+    """What an optimizer of this package offers; None: it is another one."""
+    found: Any = getattr(optimizer, "_offloadable", None)
+    return found  # type: ignore[no-any-return]
 
 
 def check_present(what: str, models: Iterable[nn.Module], optimizer: Optimizer | None) -> None:

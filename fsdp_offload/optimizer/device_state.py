@@ -12,7 +12,7 @@ kernel wants on the device. What stays: a checksum and a flag per host bucket.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,9 +21,13 @@ from torch import Tensor
 from ..core import dtensor
 from ..core import storage as storages
 from ..core.backend import Event
+from ..core.config import TransferConfig
 from ..core.errors import AwayError
 from ..core.offloadable import HostCopies
+from ..memory.transfer import Handle, StorageBlock, Transfer, collect
 from ..update.params import ParamState
+from .reservation import Reservation
+from .state_view import StateView
 
 Shown = Mapping[Tensor, dict[str, Any]]
 
@@ -75,12 +79,32 @@ def tensors_on(
 
 
 class DeviceState:
-    """Whether state is away, and its host copies."""
+    """State of one optimizer that lies on the device; an :class:`.Offloadable`.
 
-    def __init__(self) -> None:
+    Args:
+        reserved: the engines and their parameters.
+        view: what is shown of the state.
+        config: how host memory is obtained.
+        finish: ends all work, so that memory says what the state is.
+        adopt: follows what the caller has written into the state that was shown.
+    """
+
+    def __init__(
+        self,
+        reserved: Reservation,
+        view: StateView,
+        config: TransferConfig,
+        *,
+        finish: Callable[[], None],
+        adopt: Callable[[], None],
+    ) -> None:
+        self._reserved, self._view, self._config = reserved, view, config
+        self._finish, self._adopt = finish, adopt
         self._copies: HostCopies | None = None
         self._arrival: Event | None = None
         self._replaced: list[tuple[Held, Tensor]] = []
+        self.transfer: Transfer | None = None
+        """Of :meth:`offload`; None until it is needed, because it has streams."""
 
     @property
     def is_away(self) -> bool:
@@ -93,7 +117,7 @@ class DeviceState:
         return bool(self._replaced)
 
     def check(self, what: str) -> None:
-        """Refuse ``what`` while it is.
+        """Refuse ``what`` while it is away.
 
         Raises:
             AwayError: it is.
@@ -105,22 +129,6 @@ class DeviceState:
                 remedy="call reload() first, of the optimizer or of its PhaseOffloader",
             )
 
-    def offload(self, params: Sequence[ParamState], shown: Shown, copies: HostCopies) -> None:
-        """Put host copies in the place of what ``copies`` has."""
-        for held in list(held_by(params, shown)):
-            original = held.holder[held.name]
-            if (copy := copies.of(original)) is not None:
-                held.holder[held.name] = copy
-                self._replaced.append((held, original))
-        self._copies, self._arrival = copies, None
-
-    def reload(self, arrival: Event | None) -> None:
-        """Put the tensors back, whose content is there after ``arrival``."""
-        for held, original in self._replaced:
-            held.holder[held.name] = original
-        self._replaced.clear()
-        self._copies, self._arrival = None, arrival
-
     def wait(self) -> None:
         """Block until the copies, out or back, are complete."""
         if self._copies is not None:
@@ -128,3 +136,90 @@ class DeviceState:
         if self._arrival is not None:
             self._arrival.synchronize()
             self._arrival = None
+
+    # ------------------------------------------------------------------ by the optimizer alone
+
+    def reserve(self) -> list[StorageBlock]:
+        """Take the host memory of :meth:`offload`; what will be copied."""
+        if self.transfer is None:
+            self.transfer = Transfer(self._reserved.backend, self._config)
+        arenas = [a for engine in self._reserved.engines for a in engine.arena_statistics()]
+        blocks = collect(self.device_tensors())
+        self.transfer.buffers.reserve(blocks, taken_bytes=sum(arena.n_bytes for arena in arenas))
+        return blocks
+
+    def offload(self, *, wait: bool) -> Handle:
+        """See :meth:`.HybridDeviceOptimizer.offload`."""
+        if not self.is_away:
+            self.prepare_offload()
+            blocks = self.reserve()
+            assert self.transfer is not None
+            staging = collect(("staging", tensor) for tensor in self.staging_buffers())
+            self.transfer.out([("state", blocks)], dropped=staging)
+            self.set_away(self.transfer)
+        return self._last_transfer(wait=wait)
+
+    def reload(self, *, wait: bool) -> Handle:
+        """See :meth:`.HybridDeviceOptimizer.reload`."""
+        if self.is_away:
+            if self.transfer is None or not self.transfer.is_away:
+                raise AwayError(
+                    "reload() of an optimizer",
+                    reason="a PhaseOffloader has offloaded it",
+                    remedy="call reload() of that one",
+                )
+            self.prepare_reload()
+            handle = self.transfer.back()
+            self.set_present(handle.arrival())
+        return self._last_transfer(wait=wait)
+
+    def _last_transfer(self, *, wait: bool) -> Handle:
+        return Handle() if self.transfer is None else self.transfer.last(wait=wait)
+
+    def close(self) -> None:
+        """Give the host memory of :meth:`offload` back."""
+        if self.transfer is not None:
+            self.transfer.close()
+            self.transfer = None
+
+    # ------------------------------------------------------------------ Offloadable
+
+    def prepare_offload(self) -> None:
+        """See :class:`.Offloadable`."""
+        self._finish()
+        for engine in self._reserved.engines:
+            engine.idle()
+
+    def prepare_reload(self) -> None:
+        """See :class:`.Offloadable`."""
+        self._adopt()
+
+    def device_tensors(self) -> list[tuple[str, Tensor]]:
+        """See :class:`.Offloadable`."""
+        return tensors_on(self._reserved.device, self._reserved.params, self._view.shown)
+
+    def staging_buffers(self) -> list[Tensor]:
+        """See :class:`.Offloadable`."""
+        return self._reserved.staging()
+
+    def set_away(self, copies: HostCopies) -> None:
+        """See :class:`.Offloadable`."""
+        params = self._reserved.params
+        for held in list(held_by(params, self._view.shown)):
+            original = held.holder[held.name]
+            if (copy := copies.of(original)) is not None:
+                held.holder[held.name] = copy
+                self._replaced.append((held, original))
+        self._copies, self._arrival = copies, None
+        self._view.refresh(params)
+
+    def set_present(self, arrival: Event | None) -> None:
+        """See :class:`.Offloadable`."""
+        for held, original in self._replaced:
+            held.holder[held.name] = original
+        self._replaced.clear()
+        self._copies, self._arrival = None, arrival
+        ready = self._reserved.backend.current_stream().record()
+        for engine in self._reserved.engines:
+            engine.follow(ready if arrival is None else arrival, ready)
+        self._view.refresh(self._reserved.params)

@@ -34,17 +34,14 @@ from torch.utils.hooks import RemovableHandle
 
 from ..core import dtensor
 from ..core.arguments import backend_of, modules_of
-from ..core.backend import Event
 from ..core.config import Lane, OffloadConfig, PrecisionConfig, TransferConfig, check_keywords
 from ..core.errors import (
-    AwayError,
     ConfigError,
     LaneError,
     SpentGradientError,
 )
 from ..core.interrupts import held_back
-from ..core.offloadable import HostCopies
-from ..memory.transfer import Handle, StorageBlock, Transfer, collect
+from ..memory.transfer import Handle
 from ..pipeline.gradients import count_empty_shards, gradient_of
 from ..pipeline.inventory import Placed
 from ..pipeline.native import OwnStep
@@ -54,7 +51,7 @@ from ..update.params import ParamState, Snapshot, Work
 from ..update.schema import check_supported, is_torch_class
 from ..update.shadow import step_idle_groups
 from . import clipping, loading
-from .device_state import DeviceState, tensors_on
+from .device_state import DeviceState
 from .lifecycle import Lifecycle
 from .masters import Masters, remove_all, watch_loads, watch_reads
 from .reservation import Reservation
@@ -152,8 +149,13 @@ class HybridDeviceOptimizer(Optimizer):
         self._masters = Masters(self._reserved, self._view)
         self._own_step = None if elementwise or is_torch_class(optimizer) else OwnStep(optimizer)
         self._overlap: Overlap | None = None
-        self._device_state = DeviceState()
-        self._transfer: Transfer | None = None  # until it is needed: it has streams
+        self._device_state = DeviceState(
+            self._reserved,
+            self._view,
+            self._config.transfer,
+            finish=self._finish_and_follow,  # while masters can see the weights
+            adopt=self._adopt_while_away,
+        )
         self._hooks: list[RemovableHandle] = []
         self._named_masters = False
         self._had_gradient = False  # of any parameter, in any step
@@ -326,9 +328,7 @@ class HybridDeviceOptimizer(Optimizer):
                 self._reserved.exchange()
             self._masters.trust_shards()
             self._attach()
-            if self._transfer is not None:
-                self._transfer.close()
-                self._transfer = None
+            self._device_state.close()
         self._grouped = GroupedParameters(self.param_groups)
 
     def _is_needed(self, gone: Sequence[Tensor]) -> bool:
@@ -643,7 +643,6 @@ class HybridDeviceOptimizer(Optimizer):
             self._reserved.engines,
             self._reserved.params,
             self._device_state,
-            self._transfer,
             self._reserved.natives(),
             self._view.shown,
             steps=self._steps,
@@ -699,15 +698,7 @@ class HybridDeviceOptimizer(Optimizer):
         self._life.check()
         if not self.is_away:
             self._finish()
-            self._reserve_offload()
-
-    def _reserve_offload(self) -> tuple[Transfer, list[StorageBlock]]:
-        if self._transfer is None:
-            self._transfer = Transfer(self._reserved.backend, self._config.transfer)
-        arenas = [a for engine in self._reserved.engines for a in engine.arena_statistics()]
-        blocks = collect(self.device_tensors())
-        self._transfer.buffers.reserve(blocks, taken_bytes=sum(arena.n_bytes for arena in arenas))
-        return self._transfer, blocks
+            self._device_state.reserve()
 
     @held_back()
     def offload(self, *, wait: bool = True) -> Handle:
@@ -730,13 +721,7 @@ class HybridDeviceOptimizer(Optimizer):
             LaneError: an earlier update failed.
         """
         self._life.check()
-        if not self.is_away:
-            self.prepare_offload()
-            transfer, blocks = self._reserve_offload()
-            staging = collect(("staging", tensor) for tensor in self.staging_buffers())
-            transfer.out([("state", blocks)], dropped=staging)
-            self.set_away(transfer)
-        return self._last_transfer(wait=wait)
+        return self._device_state.offload(wait=wait)
 
     @held_back()
     def reload(self, *, wait: bool = True) -> Handle:
@@ -753,54 +738,17 @@ class HybridDeviceOptimizer(Optimizer):
             ClosedError: after :meth:`close`.
         """
         self._life.check(failed_ok=True)
-        if self.is_away:
-            transfer = self._transfer
-            if transfer is None or not transfer.is_away:
-                raise AwayError(
-                    "reload() of an optimizer",
-                    reason="a PhaseOffloader has offloaded it",
-                    remedy="call reload() of that one",
-                )
-            self.prepare_reload()
-            handle = transfer.back()
-            self.set_present(handle.arrival())
-        return self._last_transfer(wait=wait)
+        return self._device_state.reload(wait=wait)
 
-    def _last_transfer(self, *, wait: bool) -> Handle:
-        return Handle() if self._transfer is None else self._transfer.last(wait=wait)
+    @property
+    def _offloadable(self) -> DeviceState:
+        """For a ``PhaseOffloader``: see ``core/offloadable.py``."""
+        return self._device_state
 
-    def prepare_offload(self) -> None:
-        """See :class:`.Offloadable`."""
-        self._finish_and_follow()  # while they can see the weights
-        for engine in self._reserved.engines:
-            engine.idle()
-
-    def prepare_reload(self) -> None:
-        """See :class:`.Offloadable`."""
+    def _adopt_while_away(self) -> None:
         if not self._life.closed:
             self._device_state.wait()
             self._adopt_writes(again=True)
-
-    def device_tensors(self) -> list[tuple[str, Tensor]]:
-        """See :class:`.Offloadable`."""
-        return tensors_on(self.device, self._reserved.params, self._view.shown)
-
-    def staging_buffers(self) -> list[Tensor]:
-        """See :class:`.Offloadable`."""
-        return self._reserved.staging()
-
-    def set_away(self, copies: HostCopies) -> None:
-        """See :class:`.Offloadable`."""
-        self._device_state.offload(self._reserved.params, self._view.shown, copies)
-        self._view.refresh(self._reserved.params)
-
-    def set_present(self, arrival: Event | None) -> None:
-        """See :class:`.Offloadable`."""
-        self._device_state.reload(arrival)
-        ready = self._reserved.backend.current_stream().record()
-        for engine in self._reserved.engines:
-            engine.follow(ready if arrival is None else arrival, ready)
-        self._view.refresh(self._reserved.params)
 
     # ------------------------------------------------------------------ for local snapshots
 
@@ -939,5 +887,4 @@ class HybridDeviceOptimizer(Optimizer):
             self._overlap = None  # hooks that others have wrapped pass on from here
         self._reserved.close()
         remove_all(self._hooks)
-        if self._transfer is not None:
-            self._transfer.close()
+        self._device_state.close()

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..memory.transfer import Transfer
 from ..pipeline.engine import Engine
 from ..pipeline.native import States, native_bytes
 from ..update.params import ParamState
@@ -57,7 +56,6 @@ def gather(
     engines: Sequence[Engine],
     params: Sequence[ParamState],
     place: DeviceState,
-    transfer: Transfer | None,
     natives: Sequence[Tensor],
     state: States,
     *,
@@ -65,7 +63,7 @@ def gather(
     step_ms: float,
 ) -> Statistics:
     """Add up what all engines hold."""
-    # Else a PhaseOffloader has it.
+    transfer = place.transfer  # of the optimizer alone; else a PhaseOffloader has it
     own = transfer if transfer is not None and transfer.is_away else None
     lanes: dict[str, int] = {}
     device_bytes = 0

@@ -7,7 +7,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NoReturn
+from typing import Final, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from ..core.config import TransferConfig
 from ..core.errors import ClosedError, ConfigError, DeviceMemoryError, UnsupportedParameterError
 from ..core.fsdp import find_groups
 from ..core.interrupts import held_back
-from ..core.offloadable import Offloadable
+from ..core.offloadable import offloadable_of
 from ..memory.transfer import Block, Figures, Handle, StorageBlock, Transfer, collect, in_order
 from .gradients import Gradients
 from .guard import ModelGuard, PlainOptimizer, remove_all
@@ -115,9 +115,9 @@ class PhaseOffloader:
         _check_optimizer(optimizer)
         parameters = [t for t in tensors if isinstance(t, nn.Parameter)]
         self._backend = backend = backend_of(parameters or tensors)
-        known: Any = optimizer  # torch's class, of which some are offloadable by themselves
-        is_plain = known is not None and not isinstance(known, Offloadable)
-        self._optimizer: Offloadable | None = PlainOptimizer(known, backend) if is_plain else known
+        self._optimizer = offloadable_of(optimizer)
+        if self._optimizer is None and optimizer is not None:
+            self._optimizer = PlainOptimizer(optimizer, backend)
         self._groups = groups = find_groups(models)
         self._gradients = Gradients(grads, groups, optimizer)
         self._fixed = {

@@ -286,7 +286,7 @@ def hold_nothing(size: int) -> None:
     optimizer.offload()
     gc.collect()
     check(all(ref() is None for ref in gradients), "a gradient is held")
-    staging = optimizer.staging_buffers()
+    staging = optimizer._offloadable.staging_buffers()
     check(not any(t.untyped_storage().nbytes() for t in staging), "a staging buffer is held")
     optimizer.close()
 
