@@ -239,16 +239,6 @@ def test_an_error_of_another_kind_is_kept_as_the_cause(tmp_path: Path, wrapped: 
     assert caught.value.__cause__ is cause
 
 
-def test_weights_under_a_section_called_state_are_found_by_their_prefix(tmp_path: Path) -> None:
-    model, loading = layers(2), layers(2)
-    dcp_save({"state": {"model": dict(model.state_dict())}}, tmp_path)
-
-    checkpoint.load(tmp_path, loading, model_prefix="state.model.")
-
-    for a, b in zip(model.parameters(), loading.parameters(), strict=True):
-        assert is_same(b, a)
-
-
 @pytest.mark.parametrize("later", [False, True])
 def test_a_module_without_parameters_is_saved(tmp_path: Path, later: bool) -> None:
     """As the ranks of a pipeline may hold it."""
