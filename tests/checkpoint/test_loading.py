@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from fsdp_offload import checkpoint
 from fsdp_offload.checkpoint import Reader
-from fsdp_offload.core.errors import CheckpointError
+from fsdp_offload.core.errors import CheckpointError, StateDictError
 from tests.checkpoint.test_saving import layers, pair_of, step, values_of
 from tests.fsdp import models
 
@@ -199,6 +199,18 @@ def test_another_model_is_refused(tmp_path: Path, other: Any, words: str) -> Non
     before = values_of(loading)
 
     with pytest.raises(CheckpointError, match=words):
+        checkpoint.load(tmp_path / "one", *loading)
+    assert_same(values_of(loading), before)
+    step(loading)
+
+
+def test_state_that_lacks_an_entry_is_refused_before_anything(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path / "one", *pair_of(layers(2)))
+    model = layers(2)
+    loading = model, optimizer_of(model, True, amsgrad=True)
+    before = values_of(loading)
+
+    with pytest.raises(StateDictError, match="max_exp_avg_sq"):
         checkpoint.load(tmp_path / "one", *loading)
     assert_same(values_of(loading), before)
     step(loading)
