@@ -139,7 +139,7 @@ def load(
     """Load a checkpoint in place: any world size, mesh, lane and fraction. All ranks call it.
 
     Reads what :func:`save` wrote, and what ``torch.distributed.checkpoint`` wrote of plain
-    optimizers (flat or nested), with the prefixes that :mod:`.layout` lists.
+    optimizers (flat or nested), with the prefixes that :mod:`.state` lists.
 
     Args:
         path: folder of the checkpoint.

@@ -37,10 +37,17 @@ from ..update import codec
 from .api import coordination_group, run_save
 from .files import fsync_folder, memory_of, run_all, typed, write_bytes, write_whole
 from .folder import remove
-from .layout import MODEL_PREFIXES, find_layout
 from .planner import check_same, read_values
 from .reader import Reader
-from .state import REMAINDER, WHOLE, state_to_read, wait_for, weights_of
+from .state import (
+    MODEL_PREFIXES,
+    REMAINDER,
+    WHOLE,
+    find_layout,
+    state_to_read,
+    wait_for,
+    weights_of,
+)
 from .writer import Writer
 
 INDEX: Final = "model.safetensors.index.json"
