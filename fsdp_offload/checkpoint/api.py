@@ -117,21 +117,13 @@ def async_save(
     if owner not in _stagers:
         _stagers[owner] = Stager()
         weakref.finalize(owner, _stagers[owner].close)
-    staged: dict[str, Any] = {}
-    failure: OffloadError | None = None
+    staged: Future[dict[str, Any]] = Future()
     try:
         with typed():
-            staged = _stagers[owner].stage(collect(models_of(model), optimizer, extra))
+            staged.set_result(_stagers[owner].stage(collect(models_of(model), optimizer, extra)))
     except OffloadError as error:
-        failure = error
-
-    def given() -> dict[str, Any]:
-        # Raised in DCP's first step: other ranks do not wait for this one.
-        if failure is not None:
-            raise failure
-        return staged
-
-    return _in_background(lambda: run_save(writer, FlatSavePlanner(given), group))
+        staged.set_exception(error)  # in DCP's first step: other ranks do not wait for this one
+    return _in_background(lambda: run_save(writer, FlatSavePlanner(staged.result), group))
 
 
 def load(
@@ -147,7 +139,7 @@ def load(
     """Load a checkpoint in place: any world size, mesh, lane and fraction. All ranks call it.
 
     Reads what :func:`save` wrote, and what ``torch.distributed.checkpoint`` wrote of plain
-    optimizers (flat or nested), with the prefixes that :mod:`.layout` lists.
+    optimizers (flat or nested), with the prefixes that :mod:`.state` lists.
 
     Args:
         path: folder of the checkpoint.

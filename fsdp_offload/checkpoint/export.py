@@ -37,10 +37,17 @@ from ..update import codec
 from .api import coordination_group, run_save
 from .files import fsync_folder, memory_of, run_all, typed, write_bytes, write_whole
 from .folder import remove
-from .layout import MODEL_PREFIXES, find_layout
 from .planner import check_same, read_values
 from .reader import Reader
-from .state import REMAINDER, WHOLE, state_to_read, wait_for, weights_of
+from .state import (
+    MODEL_PREFIXES,
+    REMAINDER,
+    WHOLE,
+    find_layout,
+    state_to_read,
+    wait_for,
+    weights_of,
+)
 from .writer import Writer
 
 INDEX: Final = "model.safetensors.index.json"
@@ -353,43 +360,42 @@ class _ExportWriter(Writer):
 
 
 def _write_chunks(path: Path, file: File, items: Sequence[WriteItem], found: _Found) -> None:
-    """Convert and write chunks of tensors."""
+    """Convert and write chunks of tensors, a few rows at a time."""
     entries = {entry.fqn: entry for entry in file.entries.values()}
     descriptor = os.open(path, os.O_WRONLY)
     try:
         for item in items:
             assert item.tensor_data is not None  # the planner has tensors only
             entry, offset = entries[item.index.fqn], file.offsets[item.index.fqn]
-            begin = tuple(item.tensor_data.chunk.offsets)
-            weight, master = found.read(item.index)
-            write = functools.partial(_write_box, descriptor, path, offset)
-            _write_rows(write, entry, begin, weight, master)
+            first, *others = item.tensor_data.chunk.offsets or (0,)
+            # The weight, and its master if there is one; an element is a row of one.
+            tensors = [torch.atleast_1d(t) for t in found.read(item.index) if t is not None]
+            # A row may be more than this: a thread holds about three times as much.
+            rows = max(1, STEP_BYTES // max(1, entry.dtype.itemsize * tensors[0][:1].numel()))
+            write = functools.partial(_write_rows, descriptor, path, offset, entry)
+            run_all(
+                functools.partial(
+                    write, (first + start, *others), *(t[start : start + rows] for t in tensors)
+                )
+                for start in range(0, len(tensors[0]), rows)
+            )
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
 
 
 def _write_rows(
-    write: Callable[[Sequence[int], Sequence[int], Tensor], None],
+    descriptor: int,
+    path: Path,
+    offset: int,
     entry: Entry,
-    begin: tuple[int, ...],
+    begin: Sequence[int],
     weight: Tensor,
-    master: Tensor | None,
+    master: Tensor | None = None,
 ) -> None:
-    """Convert and write one chunk, a few rows at a time, by several threads."""
-    shape = entry.shape or (1,)
-    if not entry.shape:  # one row of one element
-        begin, weight = (0,), weight[None]
-        master = None if master is None else master[None]
-    # A row may be more than this: a thread holds about three times as much.
-    rows = max(1, STEP_BYTES // max(1, entry.dtype.itemsize * weight[:1].numel()))
-
-    def convert_and_write(start: int) -> None:
-        bits = None if master is None else master[start : start + rows]
-        value = _value(weight[start : start + rows], bits, entry.dtype)
-        write(shape, (begin[0] + start, *begin[1:]), value)
-
-    run_all(functools.partial(convert_and_write, start) for start in range(0, len(weight), rows))
+    """Convert rows that begin at index ``begin`` of a tensor, and write them."""
+    value = _value(weight, master, entry.dtype)
+    _write_box(descriptor, path, offset, entry.shape or (1,), begin, value)
 
 
 def _write_box(

@@ -50,7 +50,6 @@ from ..optimizer.masters import tell_loaded
 from ..update import codec
 from ..update.state import check_remainder
 from .files import typed
-from .layout import Layout, find_layout
 from .reader import Reader
 from .state import (
     EXTRA,
@@ -58,9 +57,11 @@ from .state import (
     REMAINDER,
     STATE,
     WHOLE,
+    Layout,
     class_name,
     decode,
     encode,
+    find_layout,
     names_of,
     parameters_of,
     unpack,
@@ -192,7 +193,7 @@ class JobLoadPlanner(FlatLoadPlanner):
         optimizer: ``None``: weights only.
         reader: of the checkpoint.
         strict: refuse weights that only one side has, and another class of optimizer.
-        model_prefix: see :func:`.layout.find_layout`.
+        model_prefix: see :func:`.state.find_layout`.
         optimizer_prefix: see there.
     """
 

@@ -6,14 +6,11 @@ that runs on 4 ranks and on 3 differ by the order of sums alone.
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -31,7 +28,6 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_offload import HybridDeviceOptimizer, checkpoint
 from fsdp_offload.update import codec
@@ -369,67 +365,3 @@ def load_one(root: Path, source: Source, target: Variant) -> Course | None:
     models.check(not moved, "loading moved the state")
     course = follow(job)
     return course if dist.get_rank() == 0 else None
-
-
-# --------------------------------------------------------------------------- collectives
-
-_PYTHON = (
-    "all_gather all_gather_into_tensor all_gather_object all_gather_coalesced all_reduce "
-    "all_reduce_coalesced all_to_all all_to_all_single barrier batch_isend_irecv broadcast "
-    "broadcast_object_list gather gather_object irecv isend monitored_barrier new_group recv "
-    "recv_object_list reduce reduce_scatter reduce_scatter_tensor scatter scatter_object_list "
-    "send send_object_list"
-).split()
-_METHODS = (
-    "allgather _allgather_base allgather_coalesced allgather_into_tensor_coalesced allreduce "
-    "allreduce_coalesced alltoall alltoall_base barrier broadcast gather monitored_barrier recv "
-    "recv_anysource reduce reduce_scatter _reduce_scatter_base reduce_scatter_tensor_coalesced "
-    "scatter send"
-).split()
-
-
-@contextlib.contextmanager
-def watching(note: Callable[[str, tuple[Any, ...], dict[str, Any]], None]) -> Iterator[None]:
-    """Call ``note`` with the name and arguments of every collective, before it is issued.
-
-    At all three entries: functions of ``torch.distributed`` (as they are named in its module and in
-    ``distributed_c10d``), methods of process groups, and functional collectives (operators).
-    """
-
-    def noted(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(real)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            note(name, args, kwargs)
-            return real(*args, **kwargs)
-
-        return call
-
-    class Operators(TorchDispatchMode):
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            if func.namespace in ("_c10d_functional", "c10d", "c10d_functional"):
-                note(str(func), args, kwargs or {})
-            return func(*args, **(kwargs or {}))
-
-    patches = [
-        mock.patch.object(owner, name, noted(name, getattr(owner, name)))
-        for owner in (dist, dist.distributed_c10d)
-        for name in _PYTHON
-        if hasattr(owner, name)
-    ]
-    patches += [
-        mock.patch.object(dist.ProcessGroup, name, noted(f"ProcessGroup.{name}", real))
-        for name in _METHODS
-        if (real := getattr(dist.ProcessGroup, name, None)) is not None
-    ]
-    with contextlib.ExitStack() as stack:
-        for patch in patches:
-            stack.enter_context(patch)
-        stack.enter_context(Operators())
-        yield
-
-
-def refuse(name: str, _: tuple[Any, ...], __: dict[str, Any]) -> None:
-    """A note that fails."""
-    raise AssertionError(f"rank {dist.get_rank()}: {name} was called")

@@ -207,27 +207,6 @@ def test_without_a_thread_the_save_is_done_by_the_caller(tmp_path: Path) -> None
 # --------------------------------------------------------------------------- groups
 
 
-def default_group_is_left_alone(root: Path) -> None:
-    """As with NCCL alone: the default group takes no tensor of the host."""
-    job = trained(Variant())
-    checkpoint.save(root / "first", *job.pair)  # makes the group
-
-    def note(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        group = kwargs.get("group", args[0] if name.startswith("ProcessGroup") else None)
-        check(name != "new_group", "another group was made")
-        if not name.startswith("c10d") and "_c10d" not in name:
-            check(group is not None and group is not dist.group.WORLD, f"{name} over {group}")
-
-    with jobs.watching(note):
-        checkpoint.save(root / "second", *job.pair)
-        checkpoint.async_save(root / "third", *job.pair).result(60)
-        checkpoint.load(root / "third", *job.pair)
-
-
-def test_nothing_is_sent_over_the_default_group(ranks: Ranks, tmp_path: Path) -> None:
-    ranks(2).run(default_group_is_left_alone, tmp_path)
-
-
 # --------------------------------------------------------------------------- torch's async_save
 
 

@@ -91,21 +91,6 @@ def test_optimizer_state_is_a_stateful(
     ranks(2).run(stateful, variant, tmp_path / "one", writer, reader)
 
 
-def by_torch_alone(how: str, path: Path) -> None:
-    options = {"flat": FLAT, "nested": NESTED}[how]
-    saving, loading = trained(OURS), jobs.elsewhere(OURS)
-    dcp.save(jobs.job_state(saving, options), checkpoint_id=path)
-    jobs.load_by_torch(loading, path, options)
-    check_arrived(loading, saving)
-    check_goes_on(loading, saving)
-
-
-@pytest.mark.long  # tests/fsdp/test_state_dict.py has them in parts
-@pytest.mark.parametrize("how", ["flat", "nested"])
-def test_functions_of_torch_save_and_load_ours(ranks: Ranks, tmp_path: Path, how: str) -> None:
-    ranks(2).run(by_torch_alone, how, tmp_path)
-
-
 def torch_reads_ours(variant: Variant, path: Path) -> None:
     saving = trained(variant)
     checkpoint.save(path, *saving.pair)
@@ -120,9 +105,6 @@ def torch_reads_ours(variant: Variant, path: Path) -> None:
 def test_plain_dcp_load_reads_our_files(ranks: Ranks, tmp_path: Path, variant: Variant) -> None:
     """A plain job resumes from them without this package."""
     ranks(2).run(torch_reads_ours, variant, tmp_path / "one")
-
-
-# --------------------------------------------------------------------------- bf16 without masters
 
 
 # --------------------------------------------------------------------------- layouts of others

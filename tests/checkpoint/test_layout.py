@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from fsdp_offload.checkpoint.layout import Layout, find_layout
+from fsdp_offload.checkpoint.state import Layout, find_layout
 
 FQNS = ["embed.weight", "blocks.0.up.weight", "blocks.0.up.bias", "gain"]
 LAYOUTS = [

@@ -13,13 +13,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.planner_helpers import _create_write_items
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.optim import Optimizer
 
-from fsdp_offload import HybridDeviceOptimizer
+from fsdp_offload import HybridDeviceOptimizer, checkpoint
 from fsdp_offload.checkpoint import megatron_fsdp
 from fsdp_offload.core import dtensor
 from fsdp_offload.update import codec
@@ -274,6 +275,22 @@ def test_a_checkpoint_loads_into_other_cuts_and_into_fsdp2(
     ranks(after).run(load, tmp_path, dtype)
     if dtype == torch.float32:
         ranks(after).run(load_plain, tmp_path)
+
+
+def export(folder: Path) -> None:
+    parameters, optimizer = job(dtype=torch.bfloat16)
+    checkpoint.export_safetensors(
+        nn.ParameterDict(parameters), folder, optimizer=optimizer, dtype="fp32"
+    )
+
+
+def test_weights_are_exported_from_where_they_lie(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(2).run(export, tmp_path)
+
+    found = load_file(tmp_path / "model.safetensors")
+    expected = {name: value.float() for name, value in whole(0, torch.bfloat16).items()}
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
 # --------------------------------------------------------------------------- other mesh axes

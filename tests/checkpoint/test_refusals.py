@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_offload import checkpoint
-from fsdp_offload.checkpoint import Writer, folder
+from fsdp_offload.checkpoint import folder
 from fsdp_offload.core.errors import (
     CheckpointCorruptError,
     CheckpointError,
@@ -62,12 +62,6 @@ def test_what_is_no_count_is_refused_first(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_load_with_no_count_of_threads_is_refused(tmp_path: Path, pair: Pair) -> None:
-    checkpoint.save(tmp_path / "one", *pair)
-    with pytest.raises(ConfigError, match="threads=-1"):
-        checkpoint.load(tmp_path / "one", *pair, threads=-1)
-
-
 # --------------------------------------------------------------------------- the current folder
 
 
@@ -100,22 +94,6 @@ def test_a_file_of_another_job_is_named_as_such(tmp_path: Path, pair: Pair) -> N
     ):
         checkpoint.save(tmp_path / "one", *pair)
     assert "path of its own" in caught.value.remedy
-
-
-def test_a_save_whose_files_another_job_clears_says_so(tmp_path: Path, pair: Pair) -> None:
-    real = Writer.write_data
-
-    def cleared(*args: Any) -> Any:
-        found = real(*args)
-        shutil.rmtree(folder.aside(tmp_path / "one"))
-        return found
-
-    with (
-        mock.patch.object(Writer, "write_data", cleared),
-        pytest.raises(CheckpointError, match="another job saves to the same path"),
-    ):
-        checkpoint.save(tmp_path / "one", *pair)
-    assert checkpoint.latest(tmp_path) is None
 
 
 # --------------------------------------------------------------------------- manifests
