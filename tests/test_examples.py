@@ -94,8 +94,9 @@ def test_gpt_trains_on_two_ranks_and_goes_on_on_one(tmp_path: Path) -> None:
     assert len(re.findall(r"optimizer state: [\d,]+ bytes on the device", first)) == 2
 
 
-def test_minimal_saves_on_two_ranks_and_resumes_on_one_without_numpy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_minimal_saves_and_resumes_on_one_rank_without_numpy(
+    ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """torch is installed without numpy, and its own collectives of objects need it."""
     hidden = tmp_path / "hidden" / "numpy.py"
@@ -106,10 +107,11 @@ def test_minimal_saves_on_two_ranks_and_resumes_on_one_without_numpy(
     with pytest.raises(AssertionError, match="no numpy"):
         finish(start(["-c", "import numpy"]))
 
-    command = [*TORCHRUN, "--nproc-per-node=2", str(EXAMPLES / "minimal.py"), "--resume"]
-    command += ["--folder", str(tmp_path / "saved"), "--steps"]
-    assert sorted(losses(finish(start([*command, "5"])))) == list(range(5))
-    output = finish(start([*command[-5:], "7"], **ALONE))
+    command = [str(EXAMPLES / "minimal.py"), "--resume", "--folder", str(tmp_path / "saved")]
+    launch = [*TORCHRUN, f"--nproc-per-node={ranks}"] if ranks > 1 else []
+    first = start([*launch, *command, "--steps", "5"], **({} if launch else ALONE))
+    assert sorted(losses(finish(first))) == list(range(5))
+    output = finish(start([*command, "--steps", "7"], **ALONE))
     assert "resumed at step 5" in output
     assert sorted(losses(output)) == [5, 6]
 

@@ -213,56 +213,6 @@ def test_bf16_masters_of_every_optimizer(ranks: Ranks, size: int, name: str) -> 
     ranks(max(size, 2)).run(train_bf16, size, name, variants_of(name, size, ALL), 10)
 
 
-# --------------------------------------------------------------------------- nothing to hold
-
-
-class Scales(nn.Module):
-    """Two parameters of one element: on 4 ranks only the first holds anything."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = nn.Parameter(torch.tensor([0.5]))
-        self.b = nn.Parameter(torch.tensor([[2.0]]))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (x * self.a * self.b).square().mean()
-
-
-def train_scales(lane: str, dtype: torch.dtype) -> list[bool]:
-    """Whether each shard moved in 3 steps; then everything is saved, loaded and closed."""
-    model = fully_shard(Scales().to(dtype), mesh=models.flat_mesh(4))
-    inner = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
-    twin = models.on_shards(inner, torch.float32)
-    wrapped = models.wrap(inner, model, update_on=(lane,))
-    before = [models.local(p).clone() for p in model.parameters()]
-    for step in range(3):
-        model(torch.full((3,), step + 1.0, dtype=dtype)).backward()
-        models.copy_gradients(wrapped, twin)
-        for optimizer in (wrapped, twin):
-            optimizer.step()
-        wrapped.load_state_dict(wrapped.state_dict())
-        if dtype == torch.bfloat16:
-            check_masters(wrapped, twin, f"{lane}, step {step}")
-        else:
-            models.check_twins(wrapped, twin, f"{lane}, step {step}", placed=False)
-        wrapped.zero_grad()
-    wrapped.close()
-    now = [models.local(p) for p in model.parameters()]
-    return [not torch.equal(a, b) for a, b in zip(before, now, strict=True)]
-
-
-@pytest.mark.parametrize(
-    ("lane", "dtype"),
-    [("resident", torch.float32), ("streamed", torch.bfloat16), ("host", torch.float32)],
-)
-def test_ranks_that_hold_nothing_step_save_and_load(
-    ranks: Ranks, lane: str, dtype: torch.dtype
-) -> None:
-    moved = ranks(4).run(train_scales, lane, dtype)
-
-    assert moved == [[True, True], [False, False], [False, False], [False, False]]
-
-
 # --------------------------------------------------------------------------- the same on all ranks
 
 

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import gc
 import itertools
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,7 +21,6 @@ from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_
 
 from fsdp_offload import (
-    ConfigError,
     HybridDeviceOptimizer,
     SpentGradientError,
     TransferConfig,
@@ -343,23 +341,6 @@ def test_training_goes_on_after_the_wrapper_has_ended(ranks: Ranks, overlap: str
     ranks(2).run(end_and_go_on, overlap, "drop")
 
 
-def drop(overlap: str) -> None:
-    """Memory goes with the optimizer, and with a model that refers to it."""
-    model = build(2)
-    optimizer = wrap(model, overlap)
-    train(model, optimizer, steps=range(2))
-    tensors = [weakref.ref(t) for r in optimizer._reserved.params for t in r.tensors.values()]
-    del optimizer
-    gc.collect()
-    check(not any(t() is not None for t in tensors), "something else keeps the state")
-    model.optimizer = wrap(model, overlap)  # as trainers that are modules do
-    train(model, model.optimizer, steps=range(2))
-    tensors = [weakref.ref(t) for r in model.optimizer._reserved.params for t in r.tensors.values()]
-    del model
-    gc.collect()
-    check(not any(t() is not None for t in tensors), "a model keeps its optimizer alive")
-
-
 def replaced_parameters(overlap: str) -> None:
     """``load_state_dict(assign=True)`` puts other parameters there before the first forward."""
     model = build(2)
@@ -408,44 +389,6 @@ def expect(kind: type[Exception], words: str, call: Callable[[], Any]) -> None:
         check(words in str(error), f"{error!r} does not say {words!r}")
         return
     raise AssertionError(f"nothing was refused: {words}")
-
-
-def spent_gradients() -> None:
-    """Backward mode: every use of a consumed gradient, and what would split an iteration. FSDP2
-    and the optimizer stay usable."""
-    plain, mine = build(2), build(2)
-    reference, optimizer = adamw(plain), wrap(mine, "backward")
-    for step in range(STEPS):
-        loss_of(plain, step).backward()
-        reference.step()
-        reference.zero_grad()
-        loss_of(mine, step).backward()
-        gradient = mine.embed.weight.grad
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
-        scaler.scale(torch.ones(1))
-        uses: list[Callable[[], Any]] = [
-            lambda: clip_grad_norm_(mine.parameters(), 1.0),
-            lambda: optimizer.clip_grad_norm_(1.0),
-            functools.partial(scaler.unscale_, optimizer),
-            gradient.norm,
-            functools.partial(getattr, gradient, "_local_tensor"),
-            functools.partial(torch.sum, gradient),
-            lambda: optimizer.zero_grad(),
-            lambda: optimizer.state,
-            lambda: optimizer.state_dict(),
-            lambda: optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]}),
-        ]
-        for use in uses:
-            expect(SpentGradientError, "", use)
-        expect(SpentGradientError, "accumulate()", lambda: loss_of(mine, 0).backward())
-        optimizer.param_groups[1]["lr"] *= 0.5
-        expect(ConfigError, "'lr'", optimizer.step)
-        optimizer.param_groups[1]["lr"] *= 2
-        optimizer.step()
-        expect(SpentGradientError, "call zero_grad()", lambda: loss_of(mine, 0).backward())
-        optimizer.zero_grad()
-    check_twins(optimizer, reference, "at the end")
-    optimizer.close()
 
 
 SITUATIONS: dict[str, dict[str, str]] = {
@@ -499,10 +442,6 @@ def say_what_was_done(overlap: str) -> None:
 @pytest.mark.parametrize("overlap", ["forward", "backward"])
 def test_errors_name_what_was_done_with_the_gradient(ranks: Ranks, overlap: str) -> None:
     ranks(2).run(say_what_was_done, overlap)
-
-
-def test_consumed_gradients_refuse_every_use_and_the_step_goes_on(ranks: Ranks) -> None:
-    ranks(2).run(spent_gradients)
 
 
 class Twice(models.Toy):

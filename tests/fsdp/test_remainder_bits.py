@@ -145,28 +145,6 @@ def test_masters_survive_whole_state_dicts(
     ranks(2).run(through_whole_dicts, flat=flat, cpu_offload=cpu_offload, broadcast=broadcast)
 
 
-def through_dcp(path: Path, *, flat: bool) -> None:
-    saving, loading = stepped(), job()
-    options = StateDictOptions(flatten_optimizer_state_dict=flat)
-    dicts = [
-        {
-            "model": get_model_state_dict(made[0]),
-            "optim": get_optimizer_state_dict(*made, options=options),
-        }
-        for made in (saving, loading)
-    ]
-    dcp.save(dicts[0], checkpoint_id=path)
-    dcp.load(dicts[1], checkpoint_id=path)
-    set_model_state_dict(loading[0], dicts[1]["model"])
-    set_optimizer_state_dict(*loading, dicts[1]["optim"], options=options)
-    check_job(loading, saving, f"flat={flat}")
-
-
-@pytest.mark.parametrize("flat", [False, True])
-def test_masters_survive_dcp(ranks: Ranks, tmp_path: Path, flat: bool) -> None:
-    ranks(2).run(through_dcp, tmp_path, flat=flat)
-
-
 # --------------------------------------------------------------------------- bits are no numbers
 
 

@@ -169,6 +169,38 @@ def test_bf16_checkpoints_of_accelerate_keep_the_master(
         assert found == all_of_them[-len(found) :]
 
 
+def test_a_bf16_checkpoint_with_a_master_resumes_in_the_plain_optimizer(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    for full in (False, True):
+        again = ranks(2).run(half, f"{tmp_path}/{full}", "after", "after", full)
+        plain = ranks(2).run(half, f"{tmp_path}/{full}-plain", "after", "plain", full)
+        for mine, theirs in zip(again, plain, strict=True):
+            assert theirs[0] == mine[0]
+            assert theirs == pytest.approx(mine, abs=0.05)
+
+
+def plain_into_ours(tmp: str) -> tuple[str, list[float], list[float]]:
+    """A strict load's error; losses when the script loads first and then wraps; plain ones."""
+    folder = f"{tmp}/plain"
+    kept: dict[str, Any] = {"dtype": torch.bfloat16, "load": folder}
+    train("plain", range(3), dtype=torch.bfloat16, save=folder)
+    said = ""
+    try:
+        train("swapped", range(3, 5), **kept)
+    except BaseException as error:  # DCP's derives from it
+        said = str(error)
+    return said, train("loaded", range(3, 5), **kept), train("plain", range(3, 5), **kept)
+
+
+def test_a_plain_bf16_checkpoint_is_loaded_before_wrapping(ranks: Ranks, tmp_path: Path) -> None:
+    for said, loaded, plain in ranks(2).run(plain_into_ours, str(tmp_path)):
+        assert "Missing key" in said
+        assert "master_remainder" in said
+        assert loaded[0] == plain[0]
+        assert loaded == pytest.approx(plain, abs=0.05)
+
+
 def refused() -> None:
     with accelerate_with_fsdp2():
         model, optimizer, _ = prepared(make_accelerator(False, False), "plain", torch.float32, {})

@@ -13,7 +13,7 @@ import torch
 
 from fsdp_offload import HybridDeviceOptimizer, SpentGradientError
 from tests.fsdp.models import check
-from tests.helpers.ranks import RankPool
+from tests.helpers.ranks import RankError, RankPool
 from tests.packages.gloo_trainers import accelerate_with_fsdp2
 
 pytest.importorskip("transformers", reason="transformers is not installed")
@@ -207,3 +207,85 @@ def test_updates_in_backward_are_refused_where_the_trainer_takes_the_norm(
 ) -> None:
     for said in ranks(2).run(clipped_in_backward, str(tmp_path)):
         assert 'use overlap="forward"' in said
+
+
+@pytest.mark.parametrize(
+    ("optim", "package", "way"),
+    [
+        ("adamw_torch_fused", "torch", "create_optimizer"),
+        ("rmsprop", "torch", "create_optimizer"),
+        ("sgd", "torch", "on_train_begin"),
+        ("adamw_torch_8bit", "torchao", "create_optimizer"),
+        ("adamw_torch_8bit", "torchao", "on_train_begin"),
+        ("schedule_free_adamw", "schedulefree", "create_optimizer"),
+        ("schedule_free_adamw", "schedulefree", "on_train_begin"),
+        ("adamw_bnb_8bit", "bitsandbytes", "on_train_begin"),
+    ],
+)
+def test_classes_of_transformers_give_the_bits_that_they_give_alone(
+    ranks: Ranks, tmp_path: Path, optim: str, package: str, way: str
+) -> None:
+    pytest.importorskip(package, reason=f"{package} is not installed")
+    try:
+        expected = ranks(2).run(train, "plain", str(tmp_path / "plain"), False, optim=optim)
+    except RankError as error:
+        pytest.skip(f"{optim} does not run alone here: {str(error).strip().splitlines()[-1]}")
+    assert ranks(2).run(train, way, str(tmp_path / "ours"), False, optim=optim) == expected
+
+
+def fine_tune(way: str, folder: str, resume: str = "", **options: Any) -> list[Any]:
+    """TRL's SFTTrainer with LoRA and gradient checkpointing."""
+    from datasets import Dataset
+    from peft import LoraConfig
+    from trl import SFTConfig, SFTTrainer
+
+    with accelerate_with_fsdp2():
+        cls, more = WAYS[way](SFTTrainer, options)
+        settings = arguments(
+            SFTConfig,
+            folder,
+            False,
+            bf16=False,
+            gradient_checkpointing=True,
+            gradient_checkpointing_kwargs={"use_reentrant": False},
+            max_length=None,
+            dataset_kwargs={"skip_prepare_dataset": True},
+        )
+        data = Dataset.from_list([{"input_ids": row["input_ids"].tolist()} for row in rows()])
+        trainer = cls(
+            model=make_model(),
+            args=settings,
+            train_dataset=data,
+            eval_dataset=data.select(range(4)),
+            processing_class=tokenizer(),
+            peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0),
+            **more,
+        )
+        trainer.train(resume_from_checkpoint=resume or None)
+        return finished(trainer, way)
+
+
+def tokenizer() -> Any:
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    words = {f"w{i}": i for i in range(VOCABULARY - 2)} | {"<pad>": 62, "<eos>": 63}
+    inner = Tokenizer(WordLevel(words, unk_token="w0"))
+    return PreTrainedTokenizerFast(
+        tokenizer_object=inner, pad_token="<pad>", eos_token="<eos>", unk_token="w0"
+    )
+
+
+@pytest.mark.parametrize("overlap", ["step", "forward"])
+def test_trl_with_lora_trains_and_resumes_the_same(
+    ranks: Ranks, tmp_path: Path, overlap: str
+) -> None:
+    for package in ("trl", "peft", "datasets"):
+        pytest.importorskip(package, reason=f"{package} is not installed")
+    expected = ranks(2).run(fine_tune, "plain", str(tmp_path / "plain"))
+    assert sum("grad_norm" in row for row in expected[0]) == STEPS
+    ours, again = str(tmp_path / "ours"), str(tmp_path / "again")
+    assert ranks(2).run(fine_tune, "prepare", ours, overlap=overlap) == expected
+    half = f"{ours}/checkpoint-2"
+    assert ranks(2).run(fine_tune, "prepare", again, half, overlap=overlap) == expected
