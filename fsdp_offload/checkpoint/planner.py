@@ -229,8 +229,7 @@ class JobLoadPlanner(FlatLoadPlanner):
         with typed():
             plain = self._optimizer
             if isinstance(plain, HybridDeviceOptimizer):
-                plain.check_usable(failed_ok=True)
-                plain.check_loadable("checkpoint.load()")
+                plain._for_checkpoints.check_loadable("checkpoint.load()")
                 plain = None
             check_present("checkpoint.load()", self._models, plain)
             self._stored = stored = self._reader.metadata.state_dict_metadata
@@ -340,7 +339,7 @@ class JobLoadPlanner(FlatLoadPlanner):
             )  # fmt: skip
         live: Mapping[Tensor, Mapping[str, Any]] = {}
         if isinstance(optimizer, HybridDeviceOptimizer):
-            live = optimizer.exposed_state()
+            live = optimizer._for_checkpoints.read_at_once()
         else:
             live = optimizer.state
         for parameter, _ in parameters_of(optimizer):
@@ -364,7 +363,7 @@ class JobLoadPlanner(FlatLoadPlanner):
         found = layout.options(values)
         options = [found.get(fqns[0], {}) if fqns else {} for fqns in groups]
         if isinstance(optimizer, HybridDeviceOptimizer):
-            optimizer.check_options(options)
+            optimizer._for_checkpoints.check_options(options)
         for fqns, of_group in zip(groups, options, strict=True):
             for fqn in fqns:
                 self._options.update({f"{GROUPS}{fqn}.{o}": v for o, v in of_group.items()})
@@ -462,11 +461,9 @@ class JobReader(Reader):
             return super().read_data(plan, planner)
         with contextlib.ExitStack() as reading:
             if isinstance(self._optimizer, HybridDeviceOptimizer):
-                what = "checkpoint.load()"
-                failing = self._optimizer._failing(what, keep=OffloadError)
-                self.until_all_have.enter_context(failing)
-                replacing = self._optimizer._replacing_all(what, keep=CheckpointError)
-                reading.enter_context(replacing)
+                what, view = "checkpoint.load()", self._optimizer._for_checkpoints
+                self.until_all_have.enter_context(view.failing(what, keep=OffloadError))
+                reading.enter_context(view.replacing_all(what, keep=CheckpointError))
             done = super().read_data(plan, planner)
             # From here on half of a load would be a success: Ctrl-C waits.
             self.uninterrupted.enter_context(held_back())

@@ -95,7 +95,7 @@ def pack(model: Models, optimizer: Optimizer, *, for_writing: bool = True) -> di
 def state_to_read(optimizer: Optimizer) -> Mapping[Tensor, Mapping[str, Any]]:
     """State by parameter, final, for a caller who does not write into it."""
     if isinstance(optimizer, HybridDeviceOptimizer):
-        return optimizer.state_to_read()
+        return optimizer._for_checkpoints.read()
     return optimizer.state
 
 
@@ -274,7 +274,7 @@ def _owner(key: str) -> str:
 def class_name(optimizer: Optimizer | None) -> str:
     """What a checkpoint calls the (wrapped) class; empty without an optimizer."""
     if isinstance(optimizer, HybridDeviceOptimizer):
-        return optimizer.inner_class.__qualname__
+        return optimizer._for_checkpoints.class_name
     return "" if optimizer is None else type(optimizer).__qualname__
 
 
@@ -284,8 +284,8 @@ def refuse_inherited(optimizer: Optimizer | None) -> None:
     Raises:
         ClosedError: this process is a fork of the one that built it.
     """
-    if isinstance(optimizer, HybridDeviceOptimizer) and not optimizer._life.is_ours:
-        optimizer.check_usable()
+    if isinstance(optimizer, HybridDeviceOptimizer):
+        optimizer._for_checkpoints.check_not_inherited()
 
 
 def encode(value: Any, what: str) -> bytes:

@@ -23,7 +23,7 @@ import logging
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -37,7 +37,6 @@ from ..core.arguments import backend_of, modules_of
 from ..core.config import Lane, OffloadConfig, PrecisionConfig, TransferConfig, check_keywords
 from ..core.errors import (
     ConfigError,
-    LaneError,
     SpentGradientError,
 )
 from ..core.interrupts import held_back
@@ -51,6 +50,7 @@ from ..update.params import ParamState, Snapshot, Work
 from ..update.schema import check_supported, is_torch_class
 from ..update.shadow import step_idle_groups
 from . import clipping, loading
+from .checkpoint_view import CheckpointView
 from .device_state import DeviceState
 from .lifecycle import Lifecycle
 from .masters import Masters, remove_all, watch_loads, watch_reads
@@ -431,17 +431,6 @@ class HybridDeviceOptimizer(Optimizer):
                 remedy="use load_state_dict(), or write into the tensors in place",
             )
 
-    def state_to_read(self) -> dict[Tensor, dict[str, Any]]:
-        """What :attr:`state` shows, for a caller who does not write into it: what was fetched ahead
-        stays, and nobody looks for writes in the next step."""
-        self._finish_and_follow(for_writing=False)
-        return {**self._view.shown, **self.exposed_state()}
-
-    def exposed_state(self) -> dict[Tensor, dict[str, Any]]:
-        """State that is offloaded, by parameter, as its memory is now: without waiting, also after
-        a failure, for a load that writes all of it."""
-        return self._view.read(self._reserved.params)
-
     def _finish_and_follow(self, *, for_writing: bool = True) -> None:
         """:meth:`_finish`, and whole masters follow weights that the caller has written, as they do
         in an update."""
@@ -587,11 +576,6 @@ class HybridDeviceOptimizer(Optimizer):
         return norm
 
     @property
-    def inner_class(self) -> type[Optimizer]:
-        """Class of the wrapped optimizer."""
-        return type(self._inner)
-
-    @property
     def lanes(self) -> list[Lane]:
         """The lane of each trainable parameter, in ``param_groups`` order. ``update_on=`` takes
         such a list: it repeats the choice of an earlier run, and with it that run's bits."""
@@ -607,14 +591,6 @@ class HybridDeviceOptimizer(Optimizer):
     def params(self) -> Sequence[ParamState]:
         """What is offloaded, per parameter, in update order; for checkpoints."""
         return self._reserved.params
-
-    def check_options(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Refuse options of a checkpoint, one mapping per group, that need other state.
-
-        Raises:
-            StateDictError: such as ``amsgrad`` where it was off when the optimizer was built.
-        """
-        self._checked_groups([dict(group) for group in groups])
 
     def _checked_groups(self, saved: loading.Groups) -> loading.Groups:
         reserved = self._reserved
@@ -741,6 +717,11 @@ class HybridDeviceOptimizer(Optimizer):
         return self._device_state.reload(wait=wait)
 
     @property
+    def _for_checkpoints(self) -> CheckpointView:
+        """For :mod:`fsdp_offload.checkpoint`."""
+        return CheckpointView(self)
+
+    @property
     def _offloadable(self) -> DeviceState:
         """For a ``PhaseOffloader``: see ``core/offloadable.py``."""
         return self._device_state
@@ -791,47 +772,6 @@ class HybridDeviceOptimizer(Optimizer):
         """
         self._life.check()
         self._device_state.check(what)
-
-    def check_loadable(self, what: str) -> None:
-        """Refuse a load while away; a failed optimizer is what a load is for.
-
-        Raises:
-            AwayError: it is.
-        """
-        self._device_state.check(what)
-
-    def check_usable(self, *, failed_ok: bool = False) -> None:
-        """Refuse use of an optimizer that is closed, inherited by a fork, or failed.
-
-        Raises:
-            ClosedError, LaneError: see :class:`.Lifecycle`.
-        """
-        self._life.check(failed_ok=failed_ok)
-
-    @contextlib.contextmanager
-    def _replacing_all(self, what: str, *, keep: type[Exception]) -> Iterator[None]:
-        """Inside, all state and weights are overwritten; masters belong to the weights then.
-
-        Errors make the optimizer failed; those of class ``keep`` stay what they are.
-        """
-        self._life.check(failed_ok=True)
-        self._device_state.check(what)
-        self._start_over()
-        with self._failing(what, keep=keep), torch.no_grad():
-            yield
-            self._view.expose(self._reserved.params)
-            self._masters.trust_shards()
-        self._masters.come_with_weights = True
-
-    @contextlib.contextmanager
-    def _failing(self, what: str, *, keep: type[Exception]) -> Iterator[None]:
-        try:
-            with self._life.failing(what, self._drain_quietly):
-                yield
-        except LaneError as error:
-            if isinstance(cause := error.__cause__, keep):
-                raise cause from cause.__cause__
-            raise
 
     # ------------------------------------------------------------------ building and failing
 
