@@ -442,12 +442,6 @@ def with_history(tensor: Tensor) -> Tensor:
     return ungated(tensor._local_tensor) if isinstance(tensor, DTensor) else tensor
 
 
-def storage_of(tensor: Tensor) -> torch.UntypedStorage:
-    """The storage of the shard."""
-    shard = with_history(tensor)
-    return (shard if type(shard) in (Tensor, nn.Parameter) else local(tensor)).untyped_storage()
-
-
 def memory_of(parameter: Tensor, storage: torch.UntypedStorage | None = None) -> tuple[int, int]:
     """Which memory the shard is a view of: the storage's identity, and the offset in it.
 
