@@ -91,7 +91,7 @@ class CheckpointView:
             LaneError: in place of another exception, which is its cause.
         """
         try:
-            with self._optimizer.failing(what):
+            with self._optimizer._failing(what):
                 yield
         except LaneError as error:
             if isinstance(cause := error.__cause__, keep):

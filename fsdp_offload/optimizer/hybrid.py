@@ -46,7 +46,7 @@ from ..pipeline.inventory import Placed
 from ..pipeline.native import OwnStep
 from ..pipeline.overlap import Overlap, make_overlap
 from ..update import state as state_io
-from ..update.params import ParamState, Snapshot, Work
+from ..update.params import Snapshot, Work
 from ..update.schema import check_supported, is_torch_class
 from ..update.shadow import step_idle_groups
 from . import clipping, loading
@@ -214,7 +214,7 @@ class HybridDeviceOptimizer(Optimizer):
             LaneError: this or an earlier update failed; only a load makes the optimizer usable.
             StateSchemaError, UnsupportedParameterError: refused, nothing was updated.
         """
-        self.check_present("step()")
+        self._check_present("step()")
         if self._own_step is not None:
             return self._step_by_class(closure)
         current = self._reserved.backend.current_stream()  # refuses a graph capture
@@ -224,7 +224,7 @@ class HybridDeviceOptimizer(Optimizer):
                 loss = closure()
         began = time.perf_counter()
         work = self._collect()
-        with self.failing("step()"):
+        with self._failing("step()"):
             start = current.record()
             work.ready = [start if event is None else event for event in work.ready]
             for engine in self._reserved.engines:
@@ -361,7 +361,7 @@ class HybridDeviceOptimizer(Optimizer):
         self._follow_options()
         self._masters.begin_step()
         if self._overlap is not None:
-            with self.failing("an update of the step before"):
+            with self._failing("an update of the step before"):
                 self._overlap.begin()
         host = any(engine.host is not None for engine in self._reserved.engines)
         snapshot = Snapshot.take(self._inner, self.param_groups, host=host)
@@ -377,17 +377,17 @@ class HybridDeviceOptimizer(Optimizer):
         if not self._reserved.inventory.have_outgrown(self._reserved.params):
             return False
         self._finish_and_follow()
-        with self.failing("reserving more state"), torch.no_grad():
+        with self._failing("reserving more state"), torch.no_grad():
             self._reserved.renew()
             self._masters.trust_shards()
         self._attach()
         return True
 
-    def failing(self, what: str) -> contextlib.AbstractContextManager[None]:
+    def _failing(self, what: str) -> contextlib.AbstractContextManager[None]:
         """An exception inside makes the optimizer failed and is raised as :class:`LaneError`."""
         return self._life.failing(what, self._drain_quietly)
 
-    def begin_in_backward(self) -> Work:
+    def _begin_in_backward(self) -> Work:
         """See :class:`.overlap.Owner`."""
         work = self._begin()
         start = self._reserved.backend.current_stream().record()
@@ -441,7 +441,7 @@ class HybridDeviceOptimizer(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group as torch does; its state is reserved at once."""
         if self._life.is_built:
-            self.check_present("add_param_group()")
+            self._check_present("add_param_group()")
             self._follow_groups()
             self._refuse_if_taken("add_param_group() before step()")
         if self._life.is_built and self._own_step is not None:
@@ -532,7 +532,7 @@ class HybridDeviceOptimizer(Optimizer):
         for param, found in zip(params, values, strict=True):
             state_io.check(param, found)
         self._start_over()
-        with self.failing("load_state_dict()"), torch.no_grad():
+        with self._failing("load_state_dict()"), torch.no_grad():
             values = state_io.apart(params, values)
             for group, loaded_group in zip(self.param_groups, groups, strict=True):
                 group.update(loaded_group)
@@ -587,11 +587,6 @@ class HybridDeviceOptimizer(Optimizer):
         """Where the shards live."""
         return self._reserved.device
 
-    @property
-    def params(self) -> Sequence[ParamState]:
-        """What is offloaded, per parameter, in update order; for checkpoints."""
-        return self._reserved.params
-
     def _checked_groups(self, saved: loading.Groups) -> loading.Groups:
         reserved = self._reserved
         return loading.checked_groups(self.param_groups, saved, reserved.inventory, reserved.params)
@@ -599,7 +594,7 @@ class HybridDeviceOptimizer(Optimizer):
     def synchronize(self) -> None:
         """Block until parameters and state are final and host memory may be read."""
         self._life.check()
-        with held_back(), self.failing("synchronize()"):
+        with held_back(), self._failing("synchronize()"):
             self._drain()
 
     def resync(self) -> None:
@@ -764,7 +759,7 @@ class HybridDeviceOptimizer(Optimizer):
             self._overlap.clear_spent()
         self._life.open()
 
-    def check_present(self, what: str) -> None:
+    def _check_present(self, what: str) -> None:
         """Refuse ``what`` while the optimizer is failed, closed or away.
 
         Raises:

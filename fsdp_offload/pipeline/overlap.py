@@ -48,16 +48,16 @@ REORDER_AFTER: Final = frozenset((3, 6, 12, 48))
 class Owner(Protocol):
     """The optimizer, as the hooks see it."""
 
-    def failing(self, what: str) -> contextlib.AbstractContextManager[None]:
+    def _failing(self, what: str) -> contextlib.AbstractContextManager[None]:
         """An exception inside makes the optimizer failed."""
         ...
 
-    def begin_in_backward(self) -> Work:
+    def _begin_in_backward(self) -> Work:
         """An iteration whose first gradients have arrived. More state may be reserved for it, and
         :meth:`Overlap.attach` called."""
         ...
 
-    def check_present(self, what: str) -> None:
+    def _check_present(self, what: str) -> None:
         """Raise where an update has failed, or ``what`` needs memory that is offloaded."""
         ...
 
@@ -286,7 +286,7 @@ class Overlap:
         owner = self._find_owner()
         if owner is None or not gate.events:
             return
-        with owner.failing(what):  # of the host lane's thread
+        with owner._failing(what):  # of the host lane's thread
             for event in gate.events:
                 stream.wait(event)
 
@@ -318,7 +318,7 @@ class Overlap:
         for param in self.gates[index].params:
             if is_spent(param.parameter.grad):
                 if (owner := self._find_owner()) is not None:
-                    owner.check_present("backward()")
+                    owner._check_present("backward()")
                 raise another_backward_error(param.fqn, is_stepped=not self.has_taken)
 
     def after_reduce(self, index: int, reduced: Event, stream: Stream) -> None:
@@ -329,7 +329,7 @@ class Overlap:
             self.gates[index].reduced = stream.record_timed()
         owner = self._find_owner()
         if owner is not None:
-            owner.check_present("an update in backward()")
+            owner._check_present("an update in backward()")
             self._take(self.gates[index], reduced, owner)
 
     def _take(self, gate: Gate, reduced: Event, owner: Owner) -> None:
@@ -339,8 +339,8 @@ class Overlap:
         if all(gradient is None for gradient in gradients):
             return
         if self.work is None:
-            self.work = owner.begin_in_backward()  # gate.params may be others then, in this order
-        with owner.failing("backward()"):
+            self.work = owner._begin_in_backward()  # gate.params may be others then, in this order
+        with owner._failing("backward()"):
             for param, gradient in zip(gate.params, gradients, strict=True):
                 if gradient is not None:
                     self.work.gradients[param.index] = gradient

@@ -66,7 +66,7 @@ def look_at_memory(dtype: torch.dtype) -> int:
     job = trained(Variant(dtype=dtype))
     live = {
         local(value).data_ptr()
-        for record in job.optimizer.params
+        for record in job.optimizer._reserved.params
         for value in record.tensors.values()
         if value.numel()
     }

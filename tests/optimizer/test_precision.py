@@ -105,7 +105,7 @@ def round_moments(
     plain: Optimizer, mine: HybridDeviceOptimizer, counts: list[int], half_only: bool
 ) -> None:
     """What the wrapped optimizer does to the state of the plain one after a step."""
-    for record in mine.params:
+    for record in mine._reserved.params:
         parameter = plain.param_groups[0]["params"][int(record.fqn.split(".")[-1])]
         if parameter.grad is None:
             continue
@@ -184,7 +184,7 @@ def test_random_bits_do_not_depend_on_buckets(kept: Any) -> None:
             fill(model, step)
             optimizer.step()
         outcomes.append(all_bits(model, optimizer))
-        assert (len(optimizer.params[0].slices) > 1) == (transfer is SMALL)
+        assert (len(optimizer._reserved.params[0].slices) > 1) == (transfer is SMALL)
     assert_same(*outcomes)
 
 
@@ -192,7 +192,7 @@ def all_bits(model: nn.Module, optimizer: HybridDeviceOptimizer) -> dict[str, Te
     """Weights, and everything that is kept, codes and scales included."""
     found = {name: p.detach().clone() for name, p in model.named_parameters()}
     optimizer.synchronize()
-    for record in optimizer.params:
+    for record in optimizer._reserved.params:
         for name, tensor in record.tensors.items():
             found[f"{record.fqn} {name}"] = tensor.clone()
         found[f"{record.fqn} step"] = record.slices[0].state["step"].clone()
@@ -212,7 +212,7 @@ def test_memory_is_what_it_says() -> None:
     for kept in (None, BF16, "int8"):
         _, optimizer = wrapped(BF16, kept)
         sizes[kept] = sum(
-            t.numel() * t.itemsize for r in optimizer.params for t in r.tensors.values()
+            t.numel() * t.itemsize for r in optimizer._reserved.params for t in r.tensors.values()
         )
     numel = sum(p.numel() for p in Model(BF16).parameters())
     assert sizes[None] == numel * 10
@@ -228,9 +228,9 @@ def test_int8_is_for_the_moments_of_adam_and_others_keep_their_dtype() -> None:
     model, optimizer = wrapped(FP32, "int8", (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}))
     fill(model, 0)
     optimizer.step()
-    assert all(not record.moments for record in optimizer.params)
+    assert all(not record.moments for record in optimizer._reserved.params)
     _, optimizer = wrapped(FP32, "int8", (torch.optim.AdamW, {"amsgrad": True}))
-    dtypes = {k.name: k.dtype for k, _ in optimizer.params[0].kinds}
+    dtypes = {k.name: k.dtype for k, _ in optimizer._reserved.params[0].kinds}
     assert dtypes["exp_avg"] == torch.int8
     assert dtypes["max_exp_avg_sq"] == FP32
 
@@ -240,7 +240,7 @@ def test_where_the_update_is_not_in_fp32_nothing_changes() -> None:
     precision = PrecisionConfig(master="none", moments=BF16)
     inner = torch.optim.AdamW(model.parameters(), fused=True)
     optimizer = HybridDeviceOptimizer(inner, model=model, precision=precision)
-    assert all(not record.moments for record in optimizer.params)
+    assert all(not record.moments for record in optimizer._reserved.params)
 
 
 @pytest.mark.parametrize("lanes", ["host", ("streamed", "host", *["resident"] * 4)])
@@ -378,7 +378,7 @@ def test_the_kernel_of_all_in_one_follows_the_class(
         at_once.step()
         assert twin.calls > 5
     by_class.step()
-    for a, b in zip(by_class.params, at_once.params, strict=True):
+    for a, b in zip(by_class._reserved.params, at_once._reserved.params, strict=True):
         assert (a.slices[0].updates, a.slices[0].stepped) == (
             b.slices[0].updates,
             b.slices[0].stepped,
@@ -499,7 +499,7 @@ def check_origins(size: int, shape: tuple[int, ...], names: tuple[str, ...]) -> 
     optimizer = HybridDeviceOptimizer(
         torch.optim.AdamW(model.parameters()), model=model, precision=PrecisionConfig(moments=BF16)
     )
-    for record in optimizer.params:
+    for record in optimizer._reserved.params:
         shard = models.local(record.parameter).flatten()
         if shard.numel():
             models.check(record.origin == int(shard[0]), f"{record.fqn}: {record.origin}")

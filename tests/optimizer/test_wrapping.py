@@ -58,7 +58,9 @@ def test_the_model_may_be_the_second_argument(caplog: pytest.LogCaptureFixture) 
     model = make()
     with caplog.at_level(logging.WARNING, "fsdp_offload"):
         optimizer = HybridDeviceOptimizer(adamw(model), model)
-    assert [r.fqn for r in optimizer.params] == [name for name, _ in model.named_parameters()]
+    assert [r.fqn for r in optimizer._reserved.params] == [
+        name for name, _ in model.named_parameters()
+    ]
     assert caplog.messages == []
     optimizer.close()
 
@@ -224,7 +226,7 @@ def test_groups_changed_before_the_first_step_are_followed(
         assert torch.equal(a, b)
     names = {p: name for name, p in mine.named_parameters()}
     held = [p for group in optimizer.param_groups for p in group["params"]]
-    assert {record.parameter: record.fqn for record in optimizer.params} == {
+    assert {record.parameter: record.fqn for record in optimizer._reserved.params} == {
         p: names[p] for p in held
     }
     saved, expected = optimizer.state_dict(), reference.state_dict()
@@ -349,9 +351,12 @@ def swap_after_fully_shard(lane: str) -> None:
             each.zero_grad()
     for (name, a), b in zip(plain.named_parameters(), mine.parameters(), strict=True):
         models.check_same(models.local(a), models.local(b), name)
-    check([r.fqn for r in optimizer.params] == list(now), "names are the model's")
+    check([r.fqn for r in optimizer._reserved.params] == list(now), "names are the model's")
     held = sum(models.local(p).numel() for p in mine.parameters())
-    check(sum(r.info.local_numel for r in optimizer.params) == held, "only this rank's shards")
+    check(
+        sum(r.info.local_numel for r in optimizer._reserved.params) == held,
+        "only this rank's shards",
+    )
     check(len(optimizer.state_dict()["state"]) == 4, "state_dict() works")
     optimizer.close()
 

@@ -430,7 +430,7 @@ def test_host_memory_goes_with_the_optimizer_even_while_it_is_away(
     mine, away = build(offload_fraction=0.5)
     step(mine, away, 1)
     away.offload(wait=False)
-    held = [weakref.ref(t) for record in away.params for t in record.tensors.values()]
+    held = [weakref.ref(t) for record in away._reserved.params for t in record.tensors.values()]
     assert made
     if closes:
         away.close()
