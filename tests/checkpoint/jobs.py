@@ -193,7 +193,8 @@ def whole(job: Job) -> dict[str, Any]:
     fp32 shards are masters themselves; a copy that the host lane has is compared with them.
     """
     names = {p: name for name, p in job.model.named_parameters()}
-    records = {r.parameter: r for r in getattr(job.optimizer, "params", ())}
+    reserved = getattr(job.optimizer, "_reserved", None)  # the wrapper's
+    records = {} if reserved is None else {r.parameter: r for r in reserved.params}
     found: dict[str, Any] = {f"weight {name}": gather(p) for p, name in names.items()}
     state = job.optimizer.state
     for group in job.optimizer.param_groups:
