@@ -744,6 +744,7 @@ class HybridDeviceOptimizer(Optimizer):
                 reason="backward has updated some parameters, and step() is to update the others",
                 remedy="call step() first",
             )
+        self._reserved.flush()
         if for_writing:
             self._reserved.discard()
         self._adopt_writes(again=True)

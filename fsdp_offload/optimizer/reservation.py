@@ -193,6 +193,11 @@ class Reservation:
         """Device memory that holds but copies between steps."""
         return [tensor for engine in self.engines for tensor in engine.staging()]
 
+    def flush(self) -> None:
+        """Block until host memory has all state; updates have been waited for."""
+        for engine in self.engines:
+            engine.flush()
+
     def discard(self) -> None:
         """Forget state that was fetched ahead: it is about to be written into."""
         for engine in self.engines:

@@ -17,10 +17,10 @@ from ..core.backend import Backend, Event
 from ..core.config import OffloadConfig
 from ..core.errors import DeviceMemoryError
 from ..memory import ArenaStatistics, HostArena, check_host_budget, local_ranks
-from ..plan import Kind, Layout, Slice, make_layout
+from ..plan import Bucket, Kind, Layout, Slice, make_layout
 from ..plan.lanes import is_beside
 from ..plan.layout import align
-from ..plan.order import Job, deadline_order, slot_count
+from ..plan.order import Job, deadline_order, slot_count, spread
 from ..update.bucket import BucketUpdate, Scratch
 from ..update.params import MasterForm, ParamState, Snapshot, Work
 from ..update.schema import is_torch_class
@@ -40,10 +40,9 @@ HOST_DEPTH = 6
 HOST_BUCKET_FACTOR = 2
 """Host buckets are that much larger with ``overlap="step"``: each costs a hand-over between
 threads. With the others all buckets are large."""
-KEPT_SHARE = {"backward": 0.5}
-"""By ``overlap``, of the slots beyond the least, those whose buckets stay there from one iteration
-to the next: with all of them, less else could be fetched ahead (docs/internals/pipeline.md). Where
-all state fits into the slots, all buckets but one stay."""
+STAYING_SHARE = {"backward": 0.5}
+"""By ``overlap``, of the memory beyond the least, that for buckets which stay on the device: with
+all of it, less else could be fetched ahead (docs/internals/pipeline.md)."""
 DEFAULT_DEVICE_BYTES = 256 << 20
 """Memory of the slots above which the parameter that needs it is logged."""
 
@@ -237,12 +236,12 @@ class Engine:
             return None
         slot_bytes = max(align(bucket.slot_bytes, 256) for _, bucket in pairs)
         prefetches = self.config.overlap != "step" or self.config.prefetch_bytes > 0
-        count, kept = slot_count(
+        count, staying = slot_count(
             len(pairs),
             self.config.transfer.slots,
             self.config.prefetch_bytes // max(slot_bytes, 1),
             prefetches=prefetches,
-            kept_share=KEPT_SHARE.get(self.config.overlap, 0.0),
+            staying_share=STAYING_SHARE.get(self.config.overlap, 0.0),
         )
         if count * slot_bytes > DEFAULT_DEVICE_BYTES:
             largest = max(pairs, key=lambda pair: pair[1].slot_bytes)[1]
@@ -253,11 +252,12 @@ class Engine:
                 params[largest.slices[0].spec.index].fqn,
             )
         slots = [self.backend.allocate(slot_bytes) for _ in range(count)]
+        own = {i: self._own_memory(pairs[i][1]) for i in spread(staying, len(pairs))}
         lane = StreamedLane(
             self.backend,
             self.update,
             slots,
-            kept=kept,
+            own,
             prefetches=prefetches,
             takes_turns=self.config.overlap != "step",
         )
@@ -268,13 +268,16 @@ class Engine:
                 bucket,
                 params,
                 arena,
-                slots[i % count],
+                own[i] if i in own else slots[i % count],
                 self.scratch,
             )
             for i, (layout, bucket) in enumerate(pairs)
         ]
-        lane.set_order(range(len(pairs)))
+        lane.arrange(range(len(pairs)), own)
         return lane
+
+    def _own_memory(self, bucket: Bucket) -> Tensor:
+        return self.backend.allocate(max(bucket.slot_bytes, 1))
 
     def _release_scratch(self) -> None:
         """Unless an update needs it every time."""
@@ -431,15 +434,21 @@ class Engine:
         """
         if self.streamed is None:
             return
+        staying = self.streamed.staying
         jobs = [
             Job(
                 ready_ms=max(ready_ms[index] for index in bucket.indices),
                 rank=min(ranks[index] for index in bucket.indices),
-                cost_ms=bucket.bucket.state_bytes * ms_per_byte,
+                cost_ms=0 if i in staying else bucket.bucket.state_bytes * ms_per_byte,
             )
-            for bucket in self.streamed.buckets
+            for i, bucket in enumerate(self.streamed.buckets)
         ]
-        self.streamed.set_order(deadline_order(jobs))
+        self.streamed.arrange(deadline_order(jobs), self.streamed.staying)
+
+    def flush(self) -> None:
+        """Block until host memory has all state; updates have been waited for."""
+        if self.streamed is not None:
+            self.streamed.flush()
 
     def discard(self) -> None:
         """Forget state that was fetched ahead: somebody may write into the arena."""
@@ -457,7 +466,7 @@ class Engine:
         """Slots, scratch and staging rings: device memory that holds but copies between steps."""
         tensors = [self.scratch.memory]
         if self.streamed is not None:
-            tensors += self.streamed.slots
+            tensors += [*self.streamed.slots, *self.streamed.staying.values()]
         if self.host is not None:
             tensors += self.host.staging.on_device
         return tensors

@@ -261,8 +261,8 @@ class Overlap:
         self._watched = None
         if not self._in_backward:
             self._reorder([0.0] * len(self.gates), ASSUMED_MS_PER_BYTE)
-        elif ready_ms and ms_per_byte:
-            self._reorder(ready_ms, ms_per_byte)
+        elif ready_ms:  # without a measured link nothing travels
+            self._reorder(ready_ms, ms_per_byte or ASSUMED_MS_PER_BYTE)
 
     def _reorder(self, ready_ms: Sequence[float], ms_per_byte: float) -> None:
         count = sum(len(gate.params) for gate in self._all_gates())

@@ -11,7 +11,7 @@ Three streams, each in order; an arrow is an event that the right side waits for
 waits for the gradients, and whoever reads parameters waits for ``updated``.
 
 [Note: the ring]
-Buckets pass in a fixed *order*, through ``n`` slots in turn (but for kept ones, below). The *head*
+Buckets pass in a fixed *order*, through ``n`` slots in turn (those that stay excepted). The *head*
 is the next position to be updated; state is fetched up to ``n`` positions before it, also when the
 gradients are still to come, and written back after it. With many slots the two directions come
 loose from each other: where the forward ends and the backward begins, nothing can be updated, but
@@ -19,16 +19,16 @@ loose from each other: where the forward ends and the backward begins, nothing c
 idle. Fetching goes on past the end of an iteration, into the first positions of the next one
 (*prefetch*), if nobody can write into the arena until then: see :meth:`StreamedLane.discard`.
 
-[Note: kept buckets]
-Some buckets have a slot to themselves. They are written back like all others, but what is in the
-slot then is what the next iteration would fetch, so it is fetched once only. Its next update does
-not wait until it has been written: it is written again after that. (How far writing may fall behind
-is limited by the buckets that share slots: there is at least one.)
+[Note: buckets that stay]
+Some buckets have device memory of their own, as large as they are. What an update leaves there is
+what the next one needs, so they travel in neither direction. Their arena is out of date then, and
+whoever is about to read it calls :meth:`StreamedLane.flush`, whoever is about to write into it
+:meth:`StreamedLane.discard`. Updates are the same, so bits do not depend on which buckets stay.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import pairwise
 from typing import Final
 
@@ -84,6 +84,8 @@ class StreamedBucket:
         )
         self.updated: Event | None = None
         """After it, the shards are as the last iteration leaves them."""
+        self.is_ahead = False
+        """Whether it stays, and has been updated since its arena was written."""
 
     def move_to(self, slot: Tensor) -> None:
         """Use another slot from now on; nothing of this bucket may be in flight."""
@@ -119,7 +121,7 @@ class StreamedLane:
     Args:
         update: the stream on which updates run, shared with the resident lane.
         slots: uint8 memory, each as large as the largest bucket.
-        kept: how many buckets have a slot to themselves.
+        staying: uint8 memory of each bucket that stays, by its index.
         prefetches: whether to fetch for the next iteration at the end of one.
         takes_turns: whether copies of others to the device have to get through meanwhile.
     """
@@ -129,8 +131,8 @@ class StreamedLane:
         backend: Backend,
         update: Stream,
         slots: list[Tensor],
+        staying: dict[int, Tensor],
         *,
-        kept: int,
         prefetches: bool,
         takes_turns: bool,
     ) -> None:
@@ -138,9 +140,11 @@ class StreamedLane:
         self.buckets: list[StreamedBucket] = []
         self.order: list[int] = []
         self._positions: list[int] = []  # of each bucket in the order
-        self._kept = kept
-        self._use = SlotUse((), (), (0,))
-        self._holds: list[int | None] = [None] * len(slots)  # bucket whose state needs no transfer
+        self.staying = staying
+        self._is_current: set[int] = set()  # of those, the ones whose memory has their state
+        self._fetched_in_place: dict[int, Event] = {}  # when it came there
+        self._backend = backend
+        self._use = SlotUse((), (0,))
         self.prefetches = prefetches
         # Alone on the link, whole spans on one stream are faster.
         self._shared_h2d = backend.bulk_stream("h2d") if takes_turns else None
@@ -150,6 +154,7 @@ class StreamedLane:
         self._free: list[Event | None] = [None] * len(slots)
         self._arrived: list[Event | None] = [None] * len(slots)
         self._head = 0  # next position to be updated
+        self._travelled = 0  # buckets of this iteration that were written back
         self._fetched = 0  # positions from here on are not in a slot yet
         self._last: Event | None = None  # after the last update
         self.moved_bytes = 0  # written back in the last iteration
@@ -159,20 +164,38 @@ class StreamedLane:
         self.marks: list[Mark] = []  # of the last iteration
         self._marks: list[Mark] = []  # of this one
 
-    def set_order(self, order: Sequence[int]) -> None:
-        """Buckets pass in this order from the next iteration on. Waits for all transfers."""
+    def arrange(self, order: Sequence[int], staying: Collection[int]) -> None:
+        """From the next iteration on buckets pass in this order, and these stay on the device.
+
+        Waits for all transfers. Where there is no memory, everything is as before.
+
+        Raises:
+            torch.OutOfMemoryError: of the device.
+        """
         assert self._head == 0, "the order of an iteration that has begun is fixed"
-        if list(order) == self.order:
+        wanted = frozenset(staying)
+        if list(order) == self.order and wanted == self.staying.keys():
             return
         if self.order:
             self.finish_transfers()
-            self.discard()
+        fresh = {
+            index: self._backend.allocate(max(self.buckets[index].bucket.slot_bytes, 1))
+            for index in wanted - self.staying.keys()
+        }
+        if fresh:  # the caller's stream may still use what it was before
+            self._h2d.wait(self._backend.current_stream().record())
+        self._write_back([index for index in self.staying if index not in wanted])
+        self.staying = {i: memory for i, memory in self.staying.items() if i in wanted} | fresh
+        self._is_current &= wanted
+        self._forget_prefetched()
+        self._fetched = 0
         self.order = list(order)
-        self._use = slot_use(len(self.order), len(self.slots), self._kept)
+        self._use = slot_use([index in wanted for index in self.order], len(self.slots))
         self._positions = [0] * len(self.order)
         for position, index in enumerate(self.order):
             self._positions[index] = position
-            self.buckets[index].move_to(self.slots[self._use.slots[position]])
+            slot = self._use.slots[position]
+            self.buckets[index].move_to(self.staying[index] if slot is None else self.slots[slot])
 
     @property
     def has_begun(self) -> bool:
@@ -217,35 +240,42 @@ class StreamedLane:
             self._fetched = position + 1
 
     def _fetch(self, position: int) -> None:
-        """Enqueue the transfer of a position of this iteration, unless its slot has kept it."""
+        """Enqueue the transfer of a position of this iteration, unless its state is there."""
         index, slot = self.order[position], self._use.slots[position]
-        if self._holds[slot] == index:
+        if slot is None and index in self._is_current:
             return
         bucket = self.buckets[index]
-        if (free := self._free[slot]) is not None:
+        if slot is not None and (free := self._free[slot]) is not None:
             self._h2d.wait(free)
         if self._shared_h2d is not None:
             self._shared_h2d.copy_in_turns(bucket.slot_turns, bucket.arena_turns)
         else:
             self._h2d.copy(bucket.in_slot, bucket.in_arena)
-        self._arrived[slot] = self._h2d.record()
+        arrived = self._h2d.record()
         self._fetched_bytes += bucket.bucket.state_bytes
-        if self._use.owned[position]:
-            self._holds[slot] = index
+        if slot is not None:
+            self._arrived[slot] = arrived
+        else:
+            self._fetched_in_place[index] = arrived
+            self._is_current.add(index)
 
     def _step(self, bucket: StreamedBucket, gradients: list[Tensor | None], work: Work) -> None:
-        slot = self._use.slots[self._head]
-        arrived = self._arrived[slot]
-        assert arrived is not None
-        self._update.wait(arrived)
+        index, slot = self.order[self._head], self._use.slots[self._head]
+        arrived = self._fetched_in_place.pop(index, None) if slot is None else self._arrived[slot]
+        if arrived is not None:
+            self._update.wait(arrived)
         self._update.launch(bucket.update.run, gradients, work.snapshot)
         self._last = bucket.updated = self._update.record()
-        self._d2h.wait(self._last)
-        self._d2h.copy(bucket.in_arena, bucket.in_slot)
-        self._free[slot] = self._d2h.record()
-        self._moved_bytes += bucket.bucket.state_bytes
-        if self._head % MARK_EVERY == 0:
-            self._marks.append((self._moved_bytes, self._d2h.record_timed()))
+        if slot is None:
+            bucket.is_ahead = True
+        else:
+            self._d2h.wait(self._last)
+            self._d2h.copy(bucket.in_arena, bucket.in_slot)
+            self._free[slot] = self._d2h.record()
+            self._moved_bytes += bucket.bucket.state_bytes
+            if self._travelled % MARK_EVERY == 0:
+                self._marks.append((self._moved_bytes, self._d2h.record_timed()))
+            self._travelled += 1
         self._head += 1
 
     def _skip(self, bucket: StreamedBucket) -> None:
@@ -257,29 +287,52 @@ class StreamedLane:
         self.marks, self._marks = self._marks, []
         self.moved_bytes, self._moved_bytes = self._moved_bytes, 0
         self.fetched_bytes, self._fetched_bytes = self._fetched_bytes, 0
+        self._travelled = 0
         self._head = self._fetched = 0
 
+    def flush(self) -> None:
+        """Bring the arena up to date where buckets stay; blocks until it is."""
+        self._write_back(list(self.staying))
+
+    def _write_back(self, indices: Sequence[int]) -> None:
+        ahead = [index for index in indices if self.buckets[index].is_ahead]
+        for index in ahead:
+            bucket = self.buckets[index]
+            assert bucket.updated is not None
+            self._d2h.wait(bucket.updated)
+            self._d2h.copy(bucket.in_arena, bucket.in_slot)
+            bucket.is_ahead = False
+        if ahead:
+            self._d2h.synchronize()
+
     def discard(self) -> None:
-        """Forget what was fetched ahead or kept: somebody is about to write into the arena.
+        """Forget what is on the device, when the arena has it: it is about to be written into.
 
         A transfer that is still under way may read what is written; it is made again.
         """
+        self.flush()
         self._forget()
         self._fetched = self._head
 
     def _forget(self) -> None:
-        self._holds = [None] * len(self.slots)
+        self._is_current.clear()
+        self._fetched_in_place.clear()
+        self._forget_prefetched()
+
+    def _forget_prefetched(self) -> None:
         if self._shared_h2d is not None:  # turns that are made again have the same targets
             self._shared_h2d.keep_order()
 
     def abort(self) -> None:
         """Forget an iteration that has begun: all state and all weights are written anew."""
         self._forget()
+        for index in self.staying:
+            self.buckets[index].is_ahead = False
         self._head = self._fetched = self._moved_bytes = self._fetched_bytes = 0
-        self._marks = []
+        self._marks, self._travelled = [], 0
 
     def synchronize(self) -> None:
-        """Block until all state is back in the arena."""
+        """Block until updates have run, and what travels is back in the arena."""
         self._d2h.synchronize()
 
     @property

@@ -59,23 +59,30 @@ def ring_size(buckets: int, most: int) -> int:
 
 
 def slot_count(
-    buckets: int, least: int, extra: int, *, prefetches: bool, kept_share: float
+    buckets: int, least: int, extra: int, *, prefetches: bool, staying_share: float
 ) -> tuple[int, int]:
-    """How many slots there are, and how many of them hold one bucket each.
+    """How many slots there are, and how many buckets stay on the device instead.
 
     Args:
         buckets: at least 1.
         least: slots that are wanted in any case.
-        extra: slots that there is memory for besides.
+        extra: buckets that there is memory for besides.
         prefetches: whether the next iteration's first buckets are fetched in this one.
-        kept_share: of the extra slots, those with a bucket of their own; where all buckets fit into
-            slots, and it is not 0, all but one have one.
+        staying_share: of the extra memory, that for buckets which stay; where all buckets fit, and
+            it is not 0, all of them stay.
     """
     most = least + extra
     if not prefetches:
         return min(most, buckets), 0
-    kept = buckets - 1 if kept_share and most >= buckets else int(extra * kept_share)
-    return kept + ring_size(buckets - kept, most - kept), kept
+    if staying_share and most >= buckets:
+        return 0, buckets
+    staying = int(extra * staying_share)
+    return ring_size(buckets - staying, most - staying), staying
+
+
+def spread(count: int, buckets: int) -> list[int]:
+    """``count`` of ``buckets`` positions, evenly spread."""
+    return [i for i in range(buckets) if (i + 1) * count // buckets > i * count // buckets]
 
 
 @dataclass(frozen=True)
@@ -83,43 +90,34 @@ class SlotUse:
     """Which slot the bucket at each position of an order uses, and how far ahead it may be filled.
 
     Attributes:
-        slots: per position.
-        owned: whether the bucket is the only one in its slot, per position.
+        slots: per position; None: the bucket stays in memory of its own.
         reach: per number of positions that have been passed, none to all: up to which position,
             exclusive, the slots are free for the buckets that come.
     """
 
-    slots: tuple[int, ...]
-    owned: tuple[bool, ...]
+    slots: tuple[int | None, ...]
     reach: tuple[int, ...]
 
 
-def slot_use(buckets: int, slots: int, kept: int) -> SlotUse:
-    """Slots for ``buckets`` positions: ``kept`` buckets have one to themselves, spread evenly over
-    the order; the others go round through the rest of them.
+def slot_use(staying: Sequence[bool], slots: int) -> SlotUse:
+    """Slots for the positions of an order: buckets that do not stay go round through them.
 
     Args:
-        buckets: at least 1.
-        slots: more than ``kept``.
-        kept: less than ``buckets``.
+        staying: per position, whether its bucket stays.
+        slots: at least 1, unless all stay.
     """
-    assert 0 <= kept < min(buckets, slots)
-    owned = [(i + 1) * kept // buckets > i * kept // buckets for i in range(buckets)]
-    shared = slots - kept
-    used: list[int] = []
-    others: list[int] = []  # positions
-    for position, is_owned in enumerate(owned):
-        if is_owned:
-            used.append(shared + position - len(others))
-        else:
-            used.append(len(others) % shared)
-            others.append(position)
+    used: list[int | None] = []
+    travelling: list[int] = []  # positions
+    for position, stays in enumerate(staying):
+        used.append(None if stays else len(travelling) % slots)
+        if not stays:
+            travelling.append(position)
     reach, passed = [], 0
-    for is_owned in (*owned, True):
-        ahead = passed + shared
-        reach.append(others[ahead] if ahead < len(others) else buckets)
-        passed += not is_owned
-    return SlotUse(tuple(used), tuple(owned), tuple(reach))
+    for stays in (*staying, True):
+        ahead = passed + slots
+        reach.append(travelling[ahead] if ahead < len(travelling) else len(staying))
+        passed += not stays
+    return SlotUse(tuple(used), tuple(reach))
 
 
 def assumed_ready_ms(

@@ -210,37 +210,41 @@ def _failure_on_a_host_thread(
     return caught.value.what
 
 
-# --------------------------------------------------------------------------- kept buckets
+# --------------------------------------------------------------------------- buckets that stay
 
 
-def kept_bytes(job: Job) -> int:
-    """What the last iteration did not send to the device."""
+def sent_bytes(job: Job) -> tuple[int, int]:
+    """What the last iteration moved, each way."""
     figures = job.optimizer.statistics()
-    return int(figures.moved_bytes - figures.fetched_bytes)
+    return int(figures.moved_bytes), int(figures.fetched_bytes)
 
 
-@pytest.mark.parametrize(("prefetch", "kept"), [(0, 0), (1, 0), (2, 1), (100, 4)])
-def test_kept_buckets_are_sent_once(prefetch: int, kept: int) -> None:
+@pytest.mark.parametrize(("prefetch", "staying"), [(0, 0), (1, 0), (2, 1), (100, 5)])
+def test_buckets_that_stay_are_sent_once(prefetch: int, staying: int) -> None:
     transfer = TransferConfig(bucket_bytes=4096, slots=2, prefetch_bytes=prefetch * 5000)
     job, plain = Job("backward", transfer=transfer), Job(None)
-    (segment,) = job.optimizer._reserved.engines
-    bucket_bytes = {each.bucket.state_bytes for each in segment.streamed.buckets}
+    (engine,) = job.optimizer._reserved.engines
+    sizes = [each.bucket.state_bytes for each in engine.streamed.buckets]
+    stay_bytes = sum(sizes[index] for index in engine.streamed.staying)
+    assert (len(sizes), len(engine.streamed.staying)) == (5, staying)
     job.train(1)
-    assert kept_bytes(job) == 0
+    assert sent_bytes(job) == (sum(sizes) - stay_bytes, sum(sizes))
     job.train(3, first=1)
     plain.train(4)
-    assert len(segment.streamed.buckets) == 5
-    assert kept * min(bucket_bytes) <= kept_bytes(job) <= kept * max(bucket_bytes)
+    assert sent_bytes(job) == (sum(sizes) - stay_bytes,) * 2
     job.assert_like(plain)
-    assert kept_bytes(job) > 0 or not kept
+    job.train(1, first=4)
+    plain.train(1, first=4)
+    job.assert_like(plain)
 
 
 @pytest.mark.parametrize("write", ["state", "load", "offload", "failure"])
-def test_what_was_kept_is_sent_again_where_state_may_have_changed(write: str) -> None:
+def test_what_stays_is_sent_again_where_state_may_have_changed(write: str) -> None:
     job, plain = Job("backward"), Job(None)
     for each in (job, plain):
         each.train(2)
-    assert kept_bytes(job) > 0
+    moved, fetched = sent_bytes(job)
+    assert moved == fetched
     if write == "state":
         for each in (job, plain):
             for parameter in each.parameters:
@@ -264,10 +268,10 @@ def test_what_was_kept_is_sent_again_where_state_may_have_changed(write: str) ->
         job.optimizer.load_state_dict(saved)
     for each in (job, plain):
         each.train(1, first=2)
-    assert kept_bytes(job) <= 0
+    assert sent_bytes(job)[1] > fetched
     for each in (job, plain):
         each.train(1, first=3)
-    assert kept_bytes(job) > 0
+    assert sent_bytes(job) == (moved, fetched)
     job.assert_like(plain)
 
 

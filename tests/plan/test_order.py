@@ -8,11 +8,13 @@ from hypothesis import strategies as st
 
 from fsdp_offload.plan.order import (
     Job,
+    SlotUse,
     assumed_ready_ms,
     deadline_order,
     ring_size,
     slot_count,
     slot_use,
+    spread,
 )
 
 TIMES = st.integers(0, 20).map(float)
@@ -82,44 +84,52 @@ def test_a_ring_is_gone_round_in_as_few_rounds_as_with_all_slots(buckets: int, m
 def test_slots_are_as_many_as_there_is_memory_for_or_buckets(
     buckets: int, least: int, extra: int, prefetches: bool, share: float
 ) -> None:
-    count, kept = slot_count(buckets, least, extra, prefetches=prefetches, kept_share=share)
+    count, staying = slot_count(buckets, least, extra, prefetches=prefetches, staying_share=share)
 
-    assert 1 <= count <= min(least + extra, buckets)
-    assert kept < count, "those that share slots need one"
-    slot_use(buckets, count, kept)
+    assert 1 <= count + staying <= min(least + extra, buckets)
+    assert count or staying == buckets, "those that travel need a slot"
     if not prefetches:
-        assert (count, kept) == (min(least + extra, buckets), 0)
+        assert (count, staying) == (min(least + extra, buckets), 0)
     elif share and least + extra >= buckets:
-        assert (count, kept) == (buckets, buckets - 1)
+        assert (count, staying) == (0, buckets)
     else:
-        assert kept == int(extra * share)
-        assert count - kept == ring_size(buckets - kept, least + extra - kept)
+        assert staying == int(extra * share)
+        assert count == ring_size(buckets - staying, least + extra - staying)
 
 
-@given(st.data(), st.integers(1, 60), st.integers(1, 40))
-def test_kept_buckets_have_a_slot_alone_and_the_others_go_round(
-    data: st.DataObject, buckets: int, slots: int
+@given(st.data(), st.integers(1, 60))
+def test_those_that_stay_are_spread_evenly(data: st.DataObject, buckets: int) -> None:
+    count = data.draw(st.integers(0, buckets))
+    chosen = spread(count, buckets)
+
+    assert len(chosen) == count
+    before = [sum(each <= i for each in chosen) - (i + 1) * count / buckets for i in range(buckets)]
+    assert all(-1 < excess <= 1e-9 for excess in before)
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=60), st.integers(1, 40))
+def test_a_slot_is_filled_again_when_its_bucket_has_passed_and_not_later(
+    staying: list[bool], slots: int
 ) -> None:
-    kept = data.draw(st.integers(0, min(buckets, slots) - 1))
-    use = slot_use(buckets, slots, kept)
+    use = slot_use(staying, slots)
+    travelling = [slot for slot in use.slots if slot is not None]
 
-    assert sum(use.owned) == kept
-    own = [slot for slot, is_owned in zip(use.slots, use.owned, strict=True) if is_owned]
-    others = [slot for slot, is_owned in zip(use.slots, use.owned, strict=True) if not is_owned]
-    assert sorted(own) == list(range(slots - kept, slots))
-    assert others == [i % (slots - kept) for i in range(len(others))]
-    stretches = [sum(use.owned[: i + 1]) - (i + 1) * kept / buckets for i in range(buckets)]
-    assert all(-1 < excess <= 1e-9 for excess in stretches), "not spread evenly"
+    assert [slot is None for slot in use.slots] == staying
+    assert travelling == [i % slots for i in range(len(travelling))]
 
     def is_free(position: int, head: int) -> bool:
-        """A slot is filled again when its bucket has passed, and not later."""
-        return use.slots[position] not in use.slots[head:position]
+        slot = use.slots[position]
+        return slot is None or slot not in use.slots[head:position]
 
-    assert len(use.reach) == buckets + 1
+    assert len(use.reach) == len(staying) + 1
     for head, reach in enumerate(use.reach):
-        assert head < reach or head == buckets
+        assert head < reach or head == len(staying)
         assert all(is_free(position, head) for position in range(head, reach))
-        assert reach == buckets or not is_free(reach, head)
+        assert reach == len(staying) or not is_free(reach, head)
+
+
+def test_where_all_stay_no_slot_is_needed() -> None:
+    assert slot_use([True, True], 0) == SlotUse((None, None), (2, 2, 2))
 
 
 @given(st.lists(st.integers(0, 1000).map(float), max_size=20), st.floats(0.1, 1e4))
