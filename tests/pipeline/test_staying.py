@@ -1,0 +1,79 @@
+"""Buckets that stay on the device, others at every step: the same numbers."""
+
+from __future__ import annotations
+
+import copy
+import random
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from fsdp_offload.core.backend import CpuBackend, backend_for, use_backend
+from fsdp_offload.testing import StreamSimulator
+from tests.helpers.policies import POLICIES
+from tests.pipeline.test_overlap_waits import BF16, CPU, FP32, Job, Scenario, same
+
+
+class Moving(Job):
+    """Between two iterations, some buckets come to the device and some leave it."""
+
+    def __init__(self, seed: int, *given: Any, **how: Any) -> None:
+        self.random = random.Random(seed)
+        super().__init__(*given, **how)
+
+    def between(self, step: int) -> None:
+        super().between(step)
+        event = self.random.choice(["nothing", "read", "write", "load", "offload"])
+        for lane in [e.streamed for e in self.optimizer._reserved.engines]:
+            order = list(range(len(lane.buckets)))
+            self.random.shuffle(order)
+            lane.arrange(order, self.random.sample(order, self.random.randint(0, len(order))))
+        if event == "read":
+            assert all(self.optimizer.state[p] for p in self.trained)
+        elif event == "write":  # the value that is there
+            for p in self.trained:
+                self.optimizer.state[p]["exp_avg"].mul_(1.0)
+        elif event == "load":
+            self.optimizer.load_state_dict(copy.deepcopy(self.optimizer.state_dict()))
+        elif event == "offload":
+            self.optimizer.offload()
+            self.optimizer.reload()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("overlap", ["step", "forward", "backward"])
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+def test_numbers_do_not_depend_on_what_stays(overlap: str, dtype: Any, policy: str) -> None:
+    scene = Scenario(overlap, ("streamed",), dtype, 2, 2, steps=5)
+    with use_backend(CpuBackend(CPU)):
+        expected = Job(scene, backend_for(CPU), plain=True).train()
+    for seed in range(2):
+        with StreamSimulator(policy) as simulator:
+            found = Moving(seed, scene, simulator, plain=False).train()
+        assert same(found, expected), seed
+        assert simulator.late_uses == []
+
+
+def test_where_there_is_no_memory_everything_is_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = Scenario("forward", prefetch=2)
+    with use_backend(CpuBackend(CPU)):
+        expected = Job(scene, backend_for(CPU), plain=True).train()
+        job = Job(scene, backend_for(CPU), plain=False)
+        (engine,) = job.optimizer._reserved.engines
+        lane, between = engine.streamed, job.between
+
+        def fill(step: int) -> None:
+            """Ask for more than there is."""
+            between(step)
+            order, staying = list(lane.order), list(lane.staying)
+            with monkeypatch.context() as patch:
+                patch.setattr(CpuBackend, "allocate", mock.Mock(side_effect=torch.OutOfMemoryError))
+                with pytest.raises(torch.OutOfMemoryError):
+                    lane.arrange(order[::-1], order)
+            assert (lane.order, list(lane.staying)) == (order, staying)
+            lane.arrange(order, order[: step + 1])
+
+        job.between = fill  # type: ignore[method-assign]
+        assert same(job.train(), expected)
