@@ -17,6 +17,7 @@ import torch
 from .errors import ConfigError
 
 MIB: Final = 1 << 20
+GIB: Final = 1 << 30
 LANES: Final = ("resident", "streamed", "host")
 Lane = Literal["resident", "streamed", "host"]
 OVERLAPS: Final = ("step", "forward", "backward")

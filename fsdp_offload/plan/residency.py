@@ -1,0 +1,100 @@
+"""How much device memory an optimizer may have, and which buckets stay in it: pure functions.
+
+[Note: what is to spare]
+torch's allocator keeps what it once took from the driver, so what was *reserved* at its peak is
+what the job needs at some point of an iteration, the optimizer's own memory with it. What the
+driver has beyond that peak, less a margin, is to spare. Others on the device count as they are now.
+
+[Note: what it goes into]
+First into slots, so that the link is not idle while nothing can be updated, then into buckets that
+stay, which need no link. A bucket that had to leave stays away for a while: memory that is short
+now and then would else be filled and given back in turns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from ..core.config import GIB
+
+LEAST_MARGIN_BYTES: Final = 2 * GIB
+MARGIN_SHARE: Final = 0.05
+MOST_SLOT_BYTES: Final = 4 * GIB
+"""Slots beyond that were not faster (docs/benchmarks)."""
+AWAY_STEPS: Final = 50
+"""For so long a bucket that had to leave does not come back."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Device memory of one rank, between two steps; all in bytes."""
+
+    total_bytes: int
+    free_bytes: int
+    """What the driver could give out now."""
+    reserved_bytes: int
+    """What torch's allocator has of the driver now."""
+    peak_reserved_bytes: int
+    """The most that it had."""
+    own_bytes: int
+    """What of it the optimizer has: slots and buckets that stay."""
+
+
+def margin_bytes(total_bytes: int) -> int:
+    """What is left alone."""
+    return max(LEAST_MARGIN_BYTES, int(total_bytes * MARGIN_SHARE))
+
+
+def allowed_bytes(reading: Reading) -> int:
+    """What the optimizer may have in all."""
+    grows = max(0, reading.peak_reserved_bytes - reading.reserved_bytes)
+    spare = reading.free_bytes - grows - margin_bytes(reading.total_bytes)
+    return max(0, reading.own_bytes + spare)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What the memory is used for."""
+
+    slots: int
+    staying: frozenset[int]
+
+
+def choose(
+    sizes: Sequence[int],
+    urgency: Sequence[int],
+    allowed: int,
+    *,
+    least_slots: int,
+    staying: Collection[int] = (),
+    away_until: Mapping[int, int] | None = None,
+    step: int = 0,
+) -> Choice:
+    """Slots, and buckets that stay, for so many bytes.
+
+    Args:
+        sizes: bytes of each bucket.
+        urgency: all buckets, those first that the forward needs soonest.
+        allowed: bytes for all of it.
+        least_slots: at least, where a bucket travels, whatever is allowed.
+        staying: buckets that stay now; they go on to as long as there is room.
+        away_until: steps before which buckets do not come back.
+        step: the number of this one.
+    """
+    if not sizes:
+        return Choice(0, frozenset())
+    away = {i for i, until in (away_until or {}).items() if step < until and i not in staying}
+    if sum(sizes) <= allowed and not away:
+        return Choice(0, frozenset(range(len(sizes))))
+    slot_bytes = max(sizes)
+    most = max(least_slots, min(allowed // 2, MOST_SLOT_BYTES) // slot_bytes)
+    slots = min(most, len(sizes))
+    room = allowed - slots * slot_bytes
+    chosen: set[int] = set()
+    for index in sorted(urgency, key=lambda index: index not in staying):  # stable
+        if index not in away and sizes[index] <= room:
+            chosen.add(index)
+            room -= sizes[index]
+    return Choice(min(slots, len(sizes) - len(chosen)), frozenset(chosen))

@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fsdp_offload.core.config import GIB
+from fsdp_offload.plan.residency import (
+    AWAY_STEPS,
+    Reading,
+    allowed_bytes,
+    choose,
+    margin_bytes,
+)
+
+SIZES = st.lists(st.integers(1, 1 << 28), max_size=40)
+
+
+def taken(sizes: list[int], slots: int, staying: frozenset[int]) -> int:
+    return slots * max(sizes, default=0) + sum(sizes[i] for i in staying)
+
+
+@given(st.data(), SIZES, st.integers(0, 16 * GIB), st.integers(1, 6))
+def test_no_more_is_taken_than_is_allowed_or_least(
+    data: st.DataObject, sizes: list[int], allowed: int, least: int
+) -> None:
+    urgency = data.draw(st.permutations(range(len(sizes))))
+    choice = choose(sizes, urgency, allowed, least_slots=least)
+
+    travelling = len(sizes) - len(choice.staying)
+    assert choice.slots <= travelling
+    assert choice.slots >= min(least, travelling)
+    least_bytes = min(least, len(sizes)) * max(sizes, default=0)
+    assert taken(sizes, choice.slots, choice.staying) <= max(allowed, least_bytes)
+    if allowed >= sum(sizes):
+        assert not travelling
+
+
+@given(st.data(), SIZES, st.integers(0, 16 * GIB))
+def test_what_stays_goes_on_to_where_nothing_changes(
+    data: st.DataObject, sizes: list[int], allowed: int
+) -> None:
+    first = choose(sizes, data.draw(st.permutations(range(len(sizes)))), allowed, least_slots=2)
+    urgency = data.draw(st.permutations(range(len(sizes))))  # the order has changed meanwhile
+    again = choose(sizes, urgency, allowed, least_slots=2, staying=first.staying)
+    assert again.staying >= first.staying
+
+
+@given(st.data(), SIZES.filter(bool), st.integers(0, 16 * GIB), st.integers(0, 200))
+def test_what_had_to_leave_stays_away_for_a_while(
+    data: st.DataObject, sizes: list[int], allowed: int, step: int
+) -> None:
+    left = data.draw(st.integers(0, len(sizes) - 1))
+    away_until = {left: step + AWAY_STEPS}
+    urgency = list(range(len(sizes)))
+    for now in (step, step + AWAY_STEPS - 1):
+        choice = choose(sizes, urgency, allowed, least_slots=2, away_until=away_until, step=now)
+        assert left not in choice.staying
+    later = step + AWAY_STEPS
+    assert choose(
+        sizes, urgency, allowed, least_slots=2, away_until=away_until, step=later
+    ) == choose(sizes, urgency, allowed, least_slots=2)
+
+
+@given(
+    st.integers(8 * GIB, 200 * GIB), st.integers(0, 200 * GIB), st.integers(0, 200 * GIB),
+    st.integers(0, 200 * GIB), st.integers(0, 200 * GIB),
+)  # fmt: skip
+def test_what_is_allowed_leaves_the_margin_at_the_peak(
+    total: int, free: int, reserved: int, peak: int, own: int
+) -> None:
+    free = min(free, total)
+    reserved = min(reserved, total - free)
+    peak, own = max(peak, reserved), min(own, reserved)
+    allowed = allowed_bytes(Reading(total, free, reserved, peak, own))
+    if allowed > own:
+        assert free - (peak - reserved) - (allowed - own) >= margin_bytes(total)
+    if free - (peak - reserved) < margin_bytes(total):
+        assert allowed < own or own == 0
+
+
+def test_the_most_urgent_stay_first() -> None:
+    assert choose([10] * 6, [5, 3, 1, 0, 2, 4], 50, least_slots=2).staying == {5, 3, 1}
+    assert choose([10] * 6, [5, 3, 1, 0, 2, 4], 50, least_slots=2).slots == 2
+    assert choose([10] * 6, [5, 3, 1, 0, 2, 4], 60, least_slots=2).slots == 0
+    assert choose([], [], 60, least_slots=2).slots == 0
