@@ -164,38 +164,56 @@ class StreamedLane:
         self.marks: list[Mark] = []  # of the last iteration
         self._marks: list[Mark] = []  # of this one
 
-    def arrange(self, order: Sequence[int], staying: Collection[int]) -> None:
+    def arrange(
+        self, order: Sequence[int], staying: Collection[int], slots: int | None = None
+    ) -> None:
         """From the next iteration on buckets pass in this order, and these stay on the device.
 
         Waits for all transfers. Where there is no memory, everything is as before.
+
+        Args:
+            order: indices of all buckets.
+            staying: those that have memory of their own.
+            slots: for the others; None: as many as there are.
 
         Raises:
             torch.OutOfMemoryError: of the device.
         """
         assert self._head == 0, "the order of an iteration that has begun is fixed"
         wanted = frozenset(staying)
-        if list(order) == self.order and wanted == self.staying.keys():
+        count = len(self.slots) if slots is None else slots
+        assert count or len(wanted) == len(order), "buckets that travel need a slot"
+        is_same = wanted == self.staying.keys() and count == len(self.slots)
+        if list(order) == self.order and is_same:
             return
         if self.order:
             self.finish_transfers()
-        fresh = {
-            index: self._backend.allocate(max(self.buckets[index].bucket.slot_bytes, 1))
-            for index in wanted - self.staying.keys()
-        }
-        if fresh:  # the caller's stream may still use what it was before
-            self._h2d.wait(self._backend.current_stream().record())
-        self._write_back([index for index in self.staying if index not in wanted])
-        self.staying = {i: memory for i, memory in self.staying.items() if i in wanted} | fresh
-        self._is_current &= wanted
+        if not is_same:
+            self._take_memory(wanted, count)
         self._forget_prefetched()
         self._fetched = 0
         self.order = list(order)
-        self._use = slot_use([index in wanted for index in self.order], len(self.slots))
+        self._use = slot_use([index in wanted for index in self.order], count)
         self._positions = [0] * len(self.order)
         for position, index in enumerate(self.order):
             self._positions[index] = position
             slot = self._use.slots[position]
             self.buckets[index].move_to(self.staying[index] if slot is None else self.slots[slot])
+
+    def _take_memory(self, wanted: frozenset[int], count: int) -> None:
+        """Memory for the buckets that stay and for ``count`` slots; what is not wanted goes."""
+        sizes = [max(bucket.bucket.slot_bytes, 1) for bucket in self.buckets]
+        own = {i: self._backend.allocate(sizes[i]) for i in wanted - self.staying.keys()}
+        more = [self._backend.allocate(max(sizes)) for _ in range(count - len(self.slots))]
+        # The caller's stream may still use what it was before.
+        self._h2d.wait(self._backend.current_stream().record())
+        self._write_back([index for index in self.staying if index not in wanted])
+        self.staying = {i: memory for i, memory in self.staying.items() if i in wanted} | own
+        self._is_current &= wanted
+        kept = self._fetched_in_place.items()
+        self._fetched_in_place = {i: arrived for i, arrived in kept if i in wanted}
+        self.slots = [*self.slots[:count], *more]
+        self._free, self._arrived = [None] * count, [None] * count
 
     @property
     def has_begun(self) -> bool:

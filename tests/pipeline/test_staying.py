@@ -29,7 +29,9 @@ class Moving(Job):
         for lane in [e.streamed for e in self.optimizer._reserved.engines]:
             order = list(range(len(lane.buckets)))
             self.random.shuffle(order)
-            lane.arrange(order, self.random.sample(order, self.random.randint(0, len(order))))
+            staying = self.random.sample(order, self.random.randint(0, len(order)))
+            least = int(len(staying) < len(order))
+            lane.arrange(order, staying, self.random.randint(least, 4))
         if event == "read":
             assert all(self.optimizer.state[p] for p in self.trained)
         elif event == "write":  # the value that is there
