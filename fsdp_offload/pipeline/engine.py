@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -21,6 +21,7 @@ from ..plan import Bucket, Kind, Layout, Slice, make_layout
 from ..plan.lanes import is_beside
 from ..plan.layout import align
 from ..plan.order import Job, deadline_order, slot_count, spread
+from ..plan.residency import choose
 from ..update.bucket import BucketUpdate, Scratch
 from ..update.params import MasterForm, ParamState, Snapshot, Work
 from ..update.schema import is_torch_class
@@ -141,12 +142,14 @@ class Engine:
         self._host_written: Event | None = None
         self._without_scratch: list[BucketUpdate] = []  # one of each kind, while there is none
         self._gates: list[_GateUpdates] = []
+        self._away_until: dict[int, int] = {}  # steps before which streamed buckets do not stay
         try:
             arena = self._arena(self.host_bytes, show_progress)
             self._make_tensors(dtype_groups, arena)
             self.scratch = self._scratch(dtype_groups)
             self.resident = self._resident(optimizer, dtype_groups, params)
             self.streamed = self._streamed(optimizer, dtype_groups, params, arena)
+            self._ranks = list(range(self.bucket_count))  # of streamed buckets, in the forward
             self._release_scratch()
             if host:
                 memory = self._arena(sizes.host_bytes, show_progress=False)
@@ -443,12 +446,55 @@ class Engine:
             )
             for i, bucket in enumerate(self.streamed.buckets)
         ]
+        self._ranks = [job.rank for job in jobs]
         self.streamed.arrange(deadline_order(jobs), self.streamed.staying)
 
     def flush(self) -> None:
         """Block until host memory has all state; updates have been waited for."""
         if self.streamed is not None:
             self.streamed.flush()
+
+    # ------------------------------------------------------------------ device memory
+
+    @property
+    def staying(self) -> frozenset[int]:
+        """Buckets that stay on the device."""
+        return frozenset() if self.streamed is None else frozenset(self.streamed.staying)
+
+    @property
+    def streamed_bytes(self) -> int:
+        """State of the streamed lane."""
+        return 0 if self.streamed is None else sum(self.streamed.sizes)
+
+    @property
+    def own_bytes(self) -> int:
+        """Device memory of slots and of buckets that stay."""
+        lane = self.streamed
+        return 0 if lane is None else sum(t.numel() for t in (*lane.slots, *lane.staying.values()))
+
+    def fit(self, allowed_bytes: int, step: int) -> None:
+        """Use so much memory for slots and buckets that stay. Between two iterations.
+
+        Raises:
+            torch.OutOfMemoryError: there is less; everything is as before.
+        """
+        lane = self.streamed
+        if lane is None:
+            return
+        choice = choose(
+            lane.sizes,
+            sorted(range(len(lane.sizes)), key=self._ranks.__getitem__),
+            allowed_bytes,
+            least_slots=self.config.transfer.slots,
+            staying=lane.staying,
+            away_until=self._away_until,
+            step=step,
+        )
+        lane.arrange(lane.order, choice.staying, choice.slots)
+
+    def keep_away(self, buckets: Iterable[int], until: int) -> None:
+        """Let these not come back to the device before that step."""
+        self._away_until.update(dict.fromkeys(buckets, until))
 
     def discard(self) -> None:
         """Forget state that was fetched ahead: somebody may write into the arena."""

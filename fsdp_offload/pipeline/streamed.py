@@ -202,7 +202,7 @@ class StreamedLane:
 
     def _take_memory(self, wanted: frozenset[int], count: int) -> None:
         """Memory for the buckets that stay and for ``count`` slots; what is not wanted goes."""
-        sizes = [max(bucket.bucket.slot_bytes, 1) for bucket in self.buckets]
+        sizes = self.sizes
         own = {i: self._backend.allocate(sizes[i]) for i in wanted - self.staying.keys()}
         more = [self._backend.allocate(max(sizes)) for _ in range(count - len(self.slots))]
         # The caller's stream may still use what it was before.
@@ -214,6 +214,11 @@ class StreamedLane:
         self._fetched_in_place = {i: arrived for i, arrived in kept if i in wanted}
         self.slots = [*self.slots[:count], *more]
         self._free, self._arrived = [None] * count, [None] * count
+
+    @property
+    def sizes(self) -> list[int]:
+        """Bytes that each bucket takes on the device."""
+        return [max(bucket.bucket.slot_bytes, 1) for bucket in self.buckets]
 
     @property
     def has_begun(self) -> bool:

@@ -1,0 +1,89 @@
+"""Device memory that the optimizer takes while there is some to spare, and gives back.
+
+[Note: when it is looked at]
+After a few steps the job has been through its peak once, and times are steady after some more. So
+memory is looked at after the steps of ``LOOK_AFTER``, and then whenever torch's allocator has taken
+more from the driver than before, or had to give back cached memory to serve a request. No rank asks
+another: what stays does not change bits.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Final, Protocol
+
+import torch
+
+from ..core.config import MIB
+from ..pipeline.engine import Engine
+from ..plan.residency import AWAY_STEPS, Reading, allowed_bytes
+
+LOOK_AFTER: Final = frozenset((3, 12, 48))
+
+_log = logging.getLogger("fsdp_offload")
+
+
+class Meter(Protocol):
+    """Device memory as a backend tells of it."""
+
+    def read(self) -> tuple[int, int, int, int] | None:
+        """Bytes in all, free, reserved by torch, and how often an allocation was retried; None
+        where there are no such figures."""
+        ...
+
+
+class DeviceMemory:
+    """What one optimizer takes.
+
+    Args:
+        meter: tells what there is.
+        budget_bytes: never more than that; None: what is to spare.
+    """
+
+    def __init__(self, meter: Meter, budget_bytes: int | None) -> None:
+        self._meter, self._budget_bytes = meter, budget_bytes
+        self._peak_bytes = self._retries = 0
+        self.given_back = 0
+        """Buckets that had to leave, over all steps."""
+
+    def look(self, step: int, engines: list[Engine]) -> None:
+        """After ``step``: take more, or give back.
+
+        Args:
+            step: its number, from 1 on.
+            engines: the memory is theirs; between two iterations.
+        """
+        found = self._meter.read()
+        if found is None or not engines:
+            return
+        total, free, reserved, retries = found
+        is_short = retries > self._retries
+        grew = reserved > self._peak_bytes
+        self._peak_bytes, self._retries = max(reserved, self._peak_bytes), retries
+        if step not in LOOK_AFTER and not is_short and not (grew and step > min(LOOK_AFTER)):
+            return
+        own = sum(engine.own_bytes for engine in engines)
+        allowed = allowed_bytes(Reading(total, free, reserved, self._peak_bytes, own))
+        if is_short:
+            allowed = min(allowed, own // 2)
+        if self._budget_bytes is not None:
+            allowed = min(allowed, self._budget_bytes)
+        self._fit(step, engines, allowed)
+
+    def _fit(self, step: int, engines: list[Engine], allowed: int) -> None:
+        state = sum(engine.streamed_bytes for engine in engines) or 1
+        for engine in engines:
+            share = allowed * engine.streamed_bytes // state
+            before = engine.staying
+            try:
+                engine.fit(share, step)
+            except torch.OutOfMemoryError:  # others were faster: try with less
+                engine.fit(engine.own_bytes // 2, step)
+            left = before - engine.staying
+            self.given_back += len(left)
+            engine.keep_away(left, step + AWAY_STEPS)
+            if engine.staying != before:
+                _log.info(
+                    "after step %d, with %d MiB of device memory: %d of %d buckets stay, %d left",
+                    step, share // MIB, len(engine.staying), engine.bucket_count, len(left),
+                )  # fmt: skip
