@@ -470,6 +470,14 @@ class StreamSimulator:
 
     # ---- for tests
 
+    def reserved(self) -> tuple[int, int] | None:
+        """See :class:`.core.backend.Backend`: there are no such figures."""
+        return None
+
+    def free_and_total(self) -> tuple[int, int]:
+        """See :class:`.core.backend.Backend`."""
+        return 0, 0
+
     def reset_counters(self) -> None:
         """Forget the waits so far: ``skip_wait`` and ``skip_sync`` count from here."""
         self.wait_log.clear()

@@ -235,6 +235,15 @@ class Backend(Protocol):
         """uint8 device memory, 1D, uninitialised, aligned to at least 256 bytes."""
         ...
 
+    def reserved(self) -> tuple[int, int] | None:
+        """Bytes that torch's allocator has of the driver, and how often it gave cached memory back
+        to serve a request; None where there are no such figures."""
+        ...
+
+    def free_and_total(self) -> tuple[int, int]:
+        """Bytes that the driver could give out, and all there are."""
+        ...
+
 
 # --------------------------------------------------------------------------- accelerator
 
@@ -426,6 +435,15 @@ class AcceleratorBackend:
     def allocate(self, n_bytes: int) -> torch.Tensor:
         return torch.empty(n_bytes, dtype=torch.uint8, device=self.device)
 
+    def reserved(self) -> tuple[int, int] | None:
+        if self.device.type != "cuda":
+            return None
+        figures = torch.cuda.memory_stats(self.device)
+        return figures["reserved_bytes.all.current"], figures["num_alloc_retries"]
+
+    def free_and_total(self) -> tuple[int, int]:
+        return torch.cuda.mem_get_info(self.device)
+
 
 @functools.cache
 def _commands_for(device: torch.device) -> _Commands:
@@ -513,6 +531,12 @@ class CpuBackend:
 
     def allocate(self, n_bytes: int) -> torch.Tensor:
         return torch.empty(n_bytes, dtype=torch.uint8)
+
+    def reserved(self) -> tuple[int, int] | None:
+        return None
+
+    def free_and_total(self) -> tuple[int, int]:
+        return 0, 0
 
 
 # --------------------------------------------------------------------------- choosing one

@@ -199,6 +199,9 @@ class OffloadConfig:
 
     offload_fraction: float = 1.0
     device_budget_bytes: int | None = None
+    device_memory: int | str | None = None
+    """Bytes that slots and buckets that stay may take in all; ``"auto"``: what is to spare; None:
+    what ``transfer`` says."""
     update_on: str | tuple[str, ...] = "device"
     """Where offloaded state is updated. ``"device"``: streamed. ``"host"``: on CPU cores.
     ``"auto"``: as the planner finds fastest by measured rates; on CPU tensors streamed. Or a lane
@@ -213,6 +216,7 @@ class OffloadConfig:
         *,
         offload_fraction: float | None,
         device_budget: int | str | None,
+        device_memory: int | str | None = None,
         update_on: str | Sequence[str],
         overlap: str,
         precision: PrecisionConfig | None,
@@ -249,6 +253,9 @@ class OffloadConfig:
         return cls(
             offload_fraction=1.0 if offload_fraction is None else offload_fraction,
             device_budget_bytes=budget,
+            device_memory=device_memory
+            if device_memory in (None, "auto")
+            else parse_bytes(device_memory, "device_memory"),
             update_on=update_on if isinstance(update_on, str) else tuple(update_on),
             overlap=overlap,
             precision=precision or PrecisionConfig(),

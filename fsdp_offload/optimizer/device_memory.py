@@ -10,10 +10,11 @@ another: what stays does not change bits.
 from __future__ import annotations
 
 import logging
-from typing import Final, Protocol
+from typing import Final
 
 import torch
 
+from ..core.backend import Backend
 from ..core.config import MIB
 from ..pipeline.engine import Engine
 from ..plan.residency import AWAY_STEPS, Reading, allowed_bytes
@@ -23,25 +24,16 @@ LOOK_AFTER: Final = frozenset((3, 12, 48))
 _log = logging.getLogger("fsdp_offload")
 
 
-class Meter(Protocol):
-    """Device memory as a backend tells of it."""
-
-    def read(self) -> tuple[int, int, int, int] | None:
-        """Bytes in all, free, reserved by torch, and how often an allocation was retried; None
-        where there are no such figures."""
-        ...
-
-
 class DeviceMemory:
     """What one optimizer takes.
 
     Args:
-        meter: tells what there is.
+        backend: of the device.
         budget_bytes: never more than that; None: what is to spare.
     """
 
-    def __init__(self, meter: Meter, budget_bytes: int | None) -> None:
-        self._meter, self._budget_bytes = meter, budget_bytes
+    def __init__(self, backend: Backend, budget_bytes: int | None) -> None:
+        self._backend, self._budget_bytes = backend, budget_bytes
         self._peak_bytes = self._retries = 0
         self.given_back = 0
         """Buckets that had to leave, over all steps."""
@@ -53,15 +45,16 @@ class DeviceMemory:
             step: its number, from 1 on.
             engines: the memory is theirs; between two iterations.
         """
-        found = self._meter.read()
+        found = self._backend.reserved()
         if found is None or not engines:
             return
-        total, free, reserved, retries = found
+        reserved, retries = found
         is_short = retries > self._retries
         grew = reserved > self._peak_bytes
         self._peak_bytes, self._retries = max(reserved, self._peak_bytes), retries
         if step not in LOOK_AFTER and not is_short and not (grew and step > min(LOOK_AFTER)):
             return
+        free, total = self._backend.free_and_total()
         own = sum(engine.own_bytes for engine in engines)
         allowed = allowed_bytes(Reading(total, free, reserved, self._peak_bytes, own))
         if is_short:

@@ -51,6 +51,7 @@ from ..update.schema import check_supported, is_torch_class
 from ..update.shadow import step_idle_groups
 from . import clipping, loading
 from .checkpoint_view import CheckpointView
+from .device_memory import DeviceMemory
 from .device_state import DeviceState
 from .lifecycle import Lifecycle
 from .masters import Masters, remove_all, watch_loads, watch_reads
@@ -87,6 +88,8 @@ class HybridDeviceOptimizer(Optimizer):
         offload_fraction: share of state bytes, 0 to 1 (default), that leaves the device; met
             within the largest parameter.
         device_budget: instead of it, bytes (or "8GiB") of state that may stay on each device.
+        device_memory: bytes (or "8GiB") that travelling state may take on the device, for slots and
+            for buckets that stay there; ``"auto"``: what is to spare there, looked at after steps.
         update_on: where offloaded state is updated: ``"device"`` (default: the same bits on every
             machine), ``"host"``, ``"auto"`` (both, or the one that the measured rates of this
             machine favour), or one lane name per trainable parameter in ``param_groups`` order.
@@ -119,6 +122,7 @@ class HybridDeviceOptimizer(Optimizer):
         elementwise: bool = False,
         offload_fraction: float | None = None,
         device_budget: int | str | None = None,
+        device_memory: int | str | None = None,
         update_on: str | Sequence[str] = "device",
         overlap: str = "step",
         precision: PrecisionConfig | None = None,
@@ -129,6 +133,7 @@ class HybridDeviceOptimizer(Optimizer):
         self._config = OffloadConfig.make(
             offload_fraction=offload_fraction,
             device_budget=device_budget,
+            device_memory=device_memory,
             update_on=update_on,
             overlap=overlap,
             precision=precision,
@@ -149,6 +154,10 @@ class HybridDeviceOptimizer(Optimizer):
         self._masters = Masters(self._reserved, self._view)
         self._own_step = None if elementwise or is_torch_class(optimizer) else OwnStep(optimizer)
         self._overlap: Overlap | None = None
+        self._memory: DeviceMemory | None = None
+        if (chosen := self._config.device_memory) is not None:
+            budget = None if isinstance(chosen, str) else chosen
+            self._memory = DeviceMemory(backend, budget)
         self._device_state = DeviceState(
             self._reserved,
             self._view,
@@ -230,6 +239,8 @@ class HybridDeviceOptimizer(Optimizer):
             for engine in self._reserved.engines:
                 engine.run(work, start)
             self._end_updates(work)
+            if self._memory is not None:
+                self._memory.look(self._steps + 1, self._reserved.engines)
             for engine in self._reserved.engines:
                 engine.prefetch()
             step_idle_groups(self._inner, work.snapshot)

@@ -239,10 +239,11 @@ class Engine:
             return None
         slot_bytes = max(align(bucket.slot_bytes, 256) for _, bucket in pairs)
         prefetches = self.config.overlap != "step" or self.config.prefetch_bytes > 0
+        prefetches = prefetches or self._takes_memory_later
         count, staying = slot_count(
             len(pairs),
             self.config.transfer.slots,
-            self.config.prefetch_bytes // max(slot_bytes, 1),
+            0 if self._takes_memory_later else self.config.prefetch_bytes // max(slot_bytes, 1),
             prefetches=prefetches,
             staying_share=STAYING_SHARE.get(self.config.overlap, 0.0),
         )
@@ -278,6 +279,11 @@ class Engine:
         ]
         lane.arrange(range(len(pairs)), own)
         return lane
+
+    @property
+    def _takes_memory_later(self) -> bool:
+        """Whether :meth:`fit` is going to say how much there is."""
+        return self.config.device_memory is not None
 
     def _own_memory(self, bucket: Bucket) -> Tensor:
         return self.backend.allocate(max(bucket.slot_bytes, 1))

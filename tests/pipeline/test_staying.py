@@ -13,7 +13,8 @@ import torch
 from fsdp_offload.core.backend import CpuBackend, backend_for, use_backend
 from fsdp_offload.testing import StreamSimulator
 from tests.helpers.policies import POLICIES
-from tests.pipeline.test_overlap_waits import BF16, CPU, FP32, Job, Scenario, same
+from tests.helpers.removed_waits import same
+from tests.pipeline.test_overlap_waits import BF16, CPU, FP32, Job, Scenario
 
 
 class Moving(Job):

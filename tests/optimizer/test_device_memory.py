@@ -1,0 +1,104 @@
+"""Device memory that is taken while there is some to spare, and given back, on a played device."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+
+from fsdp_offload import TransferConfig
+from fsdp_offload.core.backend import CpuBackend, use_backend
+from fsdp_offload.core.config import GIB
+from fsdp_offload.plan.residency import AWAY_STEPS, margin_bytes
+from tests.pipeline.test_overlap import Job
+
+CPU = torch.device("cpu")
+TOTAL = 64 * GIB
+SMALL = TransferConfig(bucket_bytes=4096, slots=2, host_threads=1)
+
+
+class Device(CpuBackend):
+    """The CPU with figures of device memory: what others take is said by the test."""
+
+    def __init__(self) -> None:
+        super().__init__(CPU)
+        self.spare_bytes = 0
+        self.retries = 0
+        self.reserved_bytes = GIB
+        self.most = 1 << 62
+        """Of one allocation."""
+
+    def reserved(self) -> tuple[int, int]:
+        return self.reserved_bytes, self.retries
+
+    def free_and_total(self) -> tuple[int, int]:
+        return margin_bytes(TOTAL) + self.spare_bytes, TOTAL
+
+    def allocate(self, n_bytes: int) -> torch.Tensor:
+        if n_bytes > self.most:
+            raise torch.OutOfMemoryError(f"{n_bytes} bytes")
+        return super().allocate(n_bytes)
+
+
+def staying(job: Job) -> int:
+    (engine,) = job.optimizer._reserved.engines
+    return len(engine.staying)
+
+
+@pytest.mark.parametrize("overlap", ["step", "forward", "backward"])
+def test_what_is_to_spare_is_taken_after_some_steps_and_given_back_when_it_is_short(
+    overlap: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain, device = Job(None), Device()
+    plain.train(64)
+    with use_backend(device), caplog.at_level(logging.INFO, "fsdp_offload"):
+        job = Job(overlap, device, device_memory="auto", transfer=SMALL)
+        device.spare_bytes = GIB
+        job.train(2)
+        assert staying(job) == 0
+        job.train(1, first=2)
+        assert staying(job) == 5
+        assert "5 of 5 buckets stay" in caplog.text
+        job.train(2, first=3)
+        assert job.optimizer.statistics().moved_bytes == 0
+
+        device.retries, device.spare_bytes = 1, -(1 << 40)
+        job.train(1, first=5)
+        assert staying(job) == 0
+        device.spare_bytes = GIB
+        job.train(AWAY_STEPS - 1, first=6)
+        assert staying(job) == 0, "what had to leave came back at once"
+        device.reserved_bytes += 1  # a new peak: it is looked at again
+        job.train(64 - 6 - AWAY_STEPS + 1, first=6 + AWAY_STEPS - 1)
+        assert staying(job) == 5
+        job.assert_like(plain)
+
+
+def test_a_number_is_never_exceeded() -> None:
+    device = Device()
+    with use_backend(device):
+        job = Job("forward", device, device_memory=16_000, transfer=SMALL)
+        device.spare_bytes = GIB
+        job.train(4)
+        (engine,) = job.optimizer._reserved.engines
+        assert engine.own_bytes <= 16_000
+        assert 0 < staying(job) < 5
+
+
+def test_where_an_allocation_fails_training_goes_on() -> None:
+    plain, device = Job(None), Device()
+    plain.train(6)
+    with use_backend(device):
+        job = Job("forward", device, device_memory="auto", transfer=SMALL)
+        device.spare_bytes, device.most = GIB, 0
+        job.train(6)
+        assert staying(job) == 0
+        job.assert_like(plain)
+
+
+def test_without_figures_nothing_is_taken() -> None:
+    job: Any = Job("forward", device_memory="auto", transfer=SMALL)
+    job.train(4)
+    assert staying(job) == 0
