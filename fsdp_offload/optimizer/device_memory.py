@@ -38,6 +38,13 @@ class DeviceMemory:
         self.given_back = 0
         """Buckets that had to leave, over all steps."""
 
+    @classmethod
+    def chosen(cls, choice: int | str | None, backend: Backend) -> DeviceMemory | None:
+        """By ``device_memory=``: bytes, ``"auto"``, or None for none at all."""
+        if choice is None:
+            return None
+        return cls(backend, None if isinstance(choice, str) else choice)
+
     def look(self, step: int, engines: list[Engine]) -> None:
         """After ``step``: take more, or give back.
 

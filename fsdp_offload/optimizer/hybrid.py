@@ -142,11 +142,6 @@ class HybridDeviceOptimizer(Optimizer):
         check_wrappable(optimizer)
         self._models = models = modules_of(model)
         check_holds(optimizer, models)
-        if not models:
-            _log.warning(
-                "HybridDeviceOptimizer without model=: no parameter names, no overlap with forward "
-                "and backward, and loads into the module are not noticed"
-            )
         self._inner, self._life = optimizer, Lifecycle()
         backend = backend_of(p for group in optimizer.param_groups for p in group["params"])
         self._view = StateView()
@@ -154,10 +149,7 @@ class HybridDeviceOptimizer(Optimizer):
         self._masters = Masters(self._reserved, self._view)
         self._own_step = None if elementwise or is_torch_class(optimizer) else OwnStep(optimizer)
         self._overlap: Overlap | None = None
-        self._memory: DeviceMemory | None = None
-        if (chosen := self._config.device_memory) is not None:
-            budget = None if isinstance(chosen, str) else chosen
-            self._memory = DeviceMemory(backend, budget)
+        self._memory = DeviceMemory.chosen(self._config.device_memory, backend)
         self._device_state = DeviceState(
             self._reserved,
             self._view,

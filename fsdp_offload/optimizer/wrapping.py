@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
@@ -16,6 +17,8 @@ from ..core import dtensor
 from ..core.errors import ConfigError, StateSchemaError
 from ..core.fsdp import fsdp_parameters
 from ..update.schema import check_supported, make_shadow, raw_step
+
+_log = logging.getLogger("fsdp_offload")
 
 _FORWARDED: Final = ("step", "zero_grad", "state_dict", "load_state_dict", "add_param_group")
 _HOOKS: Final = (
@@ -100,6 +103,12 @@ def check_holds(optimizer: Optimizer, models: Sequence[nn.Module]) -> None:
     Raises:
         ConfigError: it was built before ``fully_shard``, or for another model.
     """
+    if not models:
+        _log.warning(
+            "HybridDeviceOptimizer without model=: no parameter names, no overlap with forward "
+            "and backward, and loads into the module are not noticed"
+        )
+        return
     named = dtensor.parameter_names(models)
     held = [p for group in optimizer.param_groups for p in group["params"]]
     if not named or any(parameter in named for parameter in held):
