@@ -34,9 +34,8 @@ class DeviceMemory:
 
     def __init__(self, backend: Backend, budget_bytes: int | None) -> None:
         self._backend, self._budget_bytes = backend, budget_bytes
-        self._peak_bytes = self._retries = 0
-        self.given_back = 0
-        """Buckets that had to leave, over all steps."""
+        self._peak_bytes = 0
+        self._retries: int | None = None  # not those of before
 
     @classmethod
     def chosen(cls, choice: int | str | None, backend: Backend) -> DeviceMemory | None:
@@ -56,7 +55,7 @@ class DeviceMemory:
         if found is None or not engines:
             return
         reserved, retries = found
-        is_short = retries > self._retries
+        is_short = self._retries is not None and retries > self._retries
         grew = reserved > self._peak_bytes
         self._peak_bytes, self._retries = max(reserved, self._peak_bytes), retries
         if step not in LOOK_AFTER and not is_short and not (grew and step > min(LOOK_AFTER)):
@@ -77,10 +76,9 @@ class DeviceMemory:
             before = engine.staying
             try:
                 engine.fit(share, step)
-            except torch.OutOfMemoryError:  # others were faster: try with less
-                engine.fit(engine.own_bytes // 2, step)
+            except torch.OutOfMemoryError:  # others were faster; nothing has changed
+                continue
             left = before - engine.staying
-            self.given_back += len(left)
             engine.keep_away(left, step + AWAY_STEPS)
             if engine.staying != before:
                 _log.info(

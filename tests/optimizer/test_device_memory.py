@@ -25,7 +25,7 @@ class Device(CpuBackend):
     def __init__(self) -> None:
         super().__init__(CPU)
         self.spare_bytes = 0
-        self.retries = 0
+        self.retries = 3  # of before
         self.reserved_bytes = GIB
         self.most = 1 << 62
         """Of one allocation."""
@@ -64,7 +64,7 @@ def test_what_is_to_spare_is_taken_after_some_steps_and_given_back_when_it_is_sh
         job.train(2, first=3)
         assert job.optimizer.statistics().moved_bytes == 0
 
-        device.retries, device.spare_bytes = 1, -(1 << 40)
+        device.retries, device.spare_bytes = 4, -(1 << 40)
         job.train(1, first=5)
         assert staying(job) == 0
         device.spare_bytes = GIB
