@@ -41,8 +41,11 @@ _log = logging.getLogger("fsdp_offload")
 
 Folder = str | os.PathLike[str]
 
-# One per process group that ranks were started with: making one is a collective.
-_groups: weakref.WeakKeyDictionary[object, dist.ProcessGroup] = weakref.WeakKeyDictionary()
+# One per process group that ranks were started with: making one is a collective. torch keeps it
+# alive until destroy_process_group(); kept any longer, one of gloo's threads may still be dropping
+# a tensor when the interpreter ends, which aborts the process.
+_groups: weakref.WeakKeyDictionary[object, weakref.ref[dist.ProcessGroup]]
+_groups = weakref.WeakKeyDictionary()
 # Of what an async_save is given; reserving memory anew each time would take longer than the copy.
 _stagers: weakref.WeakKeyDictionary[Any, Stager] = weakref.WeakKeyDictionary()
 # Saves under way: another save or a load of this process waits, its collectives would meet theirs.
@@ -226,9 +229,12 @@ def coordination_group() -> dist.ProcessGroup | None:
     if not (dist.is_available() and dist.is_initialized()):
         return None
     world = dist.group.WORLD
-    if world not in _groups:
-        _groups[world] = dist.new_group(backend="gloo")
-    return _groups[world]
+    known = _groups.get(world)
+    group = None if known is None else known()
+    if group is None:
+        group = dist.new_group(backend="gloo")
+        _groups[world] = weakref.ref(group)
+    return group
 
 
 def run_save(writer: Writer, planner: SavePlanner, group: dist.ProcessGroup | None) -> None:
