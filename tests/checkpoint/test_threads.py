@@ -65,3 +65,24 @@ def test_a_thread_that_never_begins_is_not_waited_for() -> None:
     """As one that dies for want of memory before its first line."""
     with mock.patch.object(files._thread, "start_new_thread", return_value=0):
         assert files.run_all([lambda i=i: i for i in range(50)], threads=8) == list(range(50))  # type: ignore[misc]
+
+
+ENDED = """
+import weakref, torch.distributed as dist
+from fsdp_offload.checkpoint.api import coordination_group
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+world = dist.group.WORLD  # as a model's mesh keeps it
+first = weakref.ref(coordination_group())
+assert coordination_group() is first()
+dist.destroy_process_group()
+assert first() is None, "its threads live until the interpreter ends"
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+assert coordination_group() is not None
+dist.destroy_process_group()
+"""
+
+
+def test_the_group_of_saves_ends_with_those_of_torch() -> None:
+    done = subprocess.run([sys.executable, "-c", ENDED], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
