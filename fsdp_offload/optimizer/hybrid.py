@@ -35,10 +35,7 @@ from torch.utils.hooks import RemovableHandle
 from ..core import dtensor
 from ..core.arguments import backend_of, modules_of
 from ..core.config import Lane, OffloadConfig, PrecisionConfig, TransferConfig, check_keywords
-from ..core.errors import (
-    ConfigError,
-    SpentGradientError,
-)
+from ..core.errors import ConfigError, SpentGradientError
 from ..core.interrupts import held_back
 from ..memory.transfer import Handle
 from ..pipeline.gradients import count_empty_shards, gradient_of
@@ -457,8 +454,7 @@ class HybridDeviceOptimizer(Optimizer):
         group = len(self.param_groups) - 1
         try:
             check_supported(self._inner)
-            with ordinary_tensors():
-                self._extend([m for m in self._reserved.inventory.trainable() if m[1] == group])
+            self._extend([m for m in self._reserved.inventory.trainable() if m[1] == group])
         except BaseException:
             self.param_groups.pop()
             self._grouped = GroupedParameters(self.param_groups)
@@ -599,6 +595,7 @@ class HybridDeviceOptimizer(Optimizer):
         self._life.check()
         with held_back(), self._failing("synchronize()"):
             self._drain()
+            self._reserved.flush()
 
     def resync(self) -> None:
         """Set every master equal to its weight, after writing into parameters by hand.
@@ -747,7 +744,6 @@ class HybridDeviceOptimizer(Optimizer):
                 reason="backward has updated some parameters, and step() is to update the others",
                 remedy="call step() first",
             )
-        self._reserved.flush()
         if for_writing:
             self._reserved.discard()
         self._adopt_writes(again=True)
@@ -762,6 +758,10 @@ class HybridDeviceOptimizer(Optimizer):
             self._overlap.open_all()  # an update that failed is waited for no more
             self._overlap.clear_spent()
         self._life.open()
+
+    def _check_usable(self) -> None:
+        """See :class:`.overlap.Owner`."""
+        self._life.check()
 
     def _check_present(self, what: str) -> None:
         """Refuse ``what`` while the optimizer is failed, closed or away.

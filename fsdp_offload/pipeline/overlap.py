@@ -57,6 +57,10 @@ class Owner(Protocol):
         :meth:`Overlap.attach` called."""
         ...
 
+    def _check_usable(self) -> None:
+        """Raise where an update has failed."""
+        ...
+
     def _check_present(self, what: str) -> None:
         """Raise where an update has failed, or ``what`` needs memory that is offloaded."""
         ...
@@ -318,7 +322,7 @@ class Overlap:
         for param in self.gates[index].params:
             if is_spent(param.parameter.grad):
                 if (owner := self._find_owner()) is not None:
-                    owner._check_present("backward()")
+                    owner._check_usable()
                 raise another_backward_error(param.fqn, is_stepped=not self.has_taken)
 
     def after_reduce(self, index: int, reduced: Event, stream: Stream) -> None:

@@ -238,6 +238,29 @@ def test_buckets_that_stay_are_sent_once(prefetch: int, staying: int) -> None:
     job.assert_like(plain)
 
 
+def test_state_that_was_read_before_is_up_to_date_after_synchronize() -> None:
+    """All buckets stay, so no step writes host memory."""
+    job, plain = Job("backward"), Job(None)
+    for each in (job, plain):
+        each.train(1)
+    held = [job.optimizer.state[p]["exp_avg"] for p in job.parameters]
+    for each in (job, plain):
+        each.train(2, first=1)
+    job.optimizer.synchronize()
+    for mine, theirs in zip(held, plain.parameters, strict=True):
+        assert torch.equal(mine, plain.optimizer.state[theirs]["exp_avg"])
+
+
+def test_another_backward_while_the_state_is_offloaded_is_told_of_the_gradients() -> None:
+    job = Job("forward")
+    job.backward(0)
+    job.optimizer.step()
+    job.optimizer.offload()
+    with pytest.raises(SpentGradientError):
+        job.backward(1)
+    job.optimizer.reload()
+
+
 @pytest.mark.parametrize("write", ["state", "load", "offload", "failure"])
 def test_what_stays_is_sent_again_where_state_may_have_changed(write: str) -> None:
     job, plain = Job("backward"), Job(None)
