@@ -40,7 +40,7 @@ Policies (:data:`ADVERSARIES` holds a set that needs no knowledge of the stream 
 ``<stream>`` is a name, or the number of the stream in order of creation (the current stream is 0).
 
 Lifetimes. The simulator models a caching allocator. A launched tensor's memory belongs to the
-current stream. When nobody but the queues holds that memory any more, it may be reused by whatever
+current stream. When the queues alone hold that memory, it may be reused by whatever
 the current stream does next, so a *poison* entry is enqueued there, which fills it with NaN
 (0x7F bytes in integers). A reader on another stream sees right values if the current stream had
 waited for it before the drop, and may see NaN if not; each such use is also listed in
@@ -416,7 +416,7 @@ class StreamSimulator:
         self.sync_log: list[str] = []
         """Name of the event's stream per ``event.synchronize``."""
         self.late_uses: list[str] = []
-        """Entries that ran with memory which the allocator had given to somebody else."""
+        """Entries that ran with memory which the allocator had given away meanwhile."""
         self._policy = _parse_policy(policy)
         self._memories: dict[int, _Memory] = {}  # by the address of torch's storage object
         self._current = SimulatedStream(self, "current", 0)
@@ -605,7 +605,7 @@ class StreamSimulator:
     def _poll(self, *, run: bool = True) -> None:
         """Enqueue a poison for memory that only the queues hold any more."""
         for memory in tuple(self._memories.values()):
-            # Not resizable: somebody else's memory, which stays what it is when torch lets it go.
+            # Not resizable: memory of another library, which stays as it is when torch lets it go.
             is_ours = memory.storage.resizable()
             if not is_ours or memory.poison_queued or memory.reused or memory.is_held_outside():
                 continue

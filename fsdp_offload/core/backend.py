@@ -55,7 +55,7 @@ class PendingEvent:
 
     Args:
         advance: called before each blocking wait, and once in a while during it. It may do what
-            is left to do on this thread, and raises if nobody is there any more who records.
+            is left to do on this thread, and raises if the thread that records is gone.
     """
 
     def __init__(self, advance: Callable[[PendingEvent], None]) -> None:
@@ -70,13 +70,13 @@ class PendingEvent:
         self._end()
 
     def fail(self, error: BaseException) -> None:
-        """It never will be: whoever waits gets ``error``."""
+        """It never will be: code that waits gets ``error``."""
         if not self._ended.is_set():
             self._error = error
             self._end()
 
     def _end(self) -> None:
-        self._advance = _nothing  # it may refer to whoever keeps this event
+        self._advance = _nothing  # it may refer to what keeps this event
         self._ended.set()
 
     def is_recorded(self) -> bool:
@@ -219,11 +219,11 @@ class Backend(Protocol):
         ...
 
     def adopt_stream(self, raw: Any) -> Stream:
-        """A stream that somebody else (FSDP2) made, such as ``torch.cuda.Stream``."""
+        """A stream that another library (FSDP2) made, such as ``torch.cuda.Stream``."""
         ...
 
     def adopt_event(self, raw: Any) -> Event:
-        """An event that somebody else recorded, such as ``torch.cuda.Event``."""
+        """An event that another library recorded, such as ``torch.cuda.Event``."""
         ...
 
     def enter_thread(self) -> None:

@@ -448,7 +448,7 @@ def memory_of(parameter: Tensor, storage: torch.UntypedStorage | None = None) ->
     ``storage``: the shard's, if it is at hand.
 
     It stays the same while the storage is away and when it comes back elsewhere, as long as
-    somebody holds it. (0, 0) for an empty shard.
+    a tensor holds it. (0, 0) for an empty shard.
     """
     shard = with_history(parameter)
     if not shard.numel():

@@ -553,9 +553,9 @@ def _unreduced(fsdp_param: Any) -> list[Tensor]:
 def _unwatch(
     find_raw: Callable[[], Any], find_watcher: Callable[[], Any], names: Iterable[str]
 ) -> None:
-    """Put the methods back, unless somebody has replaced ours since: then it just passes on.
+    """Put the methods back, unless other code has replaced ours since: then it just passes on.
 
-    Whoever is to call this must not keep the group alive, nor what its modules refer to.
+    What is to call this must not keep the group alive, nor what its modules refer to.
     """
     raw = find_raw()
     if raw is None:

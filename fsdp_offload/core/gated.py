@@ -1,4 +1,4 @@
-"""Stands for a shard while its update is under way: whoever uses it waits first.
+"""Stands for a shard while its update is under way: code that uses it waits first.
 
 [Note: gated shards]
 After ``step()`` a parameter's update may still run on another stream. FSDP2's all-gathers wait for

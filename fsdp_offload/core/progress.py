@@ -1,4 +1,4 @@
-"""A bar that shows how many bytes are done, to whoever waits in front of a terminal."""
+"""A bar on a terminal that shows how many bytes are done."""
 
 from __future__ import annotations
 

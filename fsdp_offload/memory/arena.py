@@ -140,7 +140,7 @@ class HostArena:
         if numel == 0:
             return torch.empty(0, dtype=dtype, device="cpu")
         assert self._mapping is not None, "the arena is closed"
-        with torch.inference_mode(False):  # else nobody could write to it outside of the mode
+        with torch.inference_mode(False):  # else it could not be written outside of the mode
             return torch.frombuffer(self._mapping, dtype=dtype, count=numel, offset=offset_bytes)
 
     def statistics(self) -> ArenaStatistics:

@@ -83,5 +83,5 @@ class DeviceMemory:
             if engine.staying != before:
                 _log.info(
                     "after step %d, with %d MiB of device memory: %d of %d buckets stay, %d left",
-                    step, share // MIB, len(engine.staying), engine.bucket_count, len(left),
+                    step, share // MIB, len(engine.staying), engine.streamed_count, len(left),
                 )  # fmt: skip

@@ -190,7 +190,7 @@ class Reservation:
             yield from engine.host.buckets if engine.host is not None else ()
 
     def staging(self) -> list[Tensor]:
-        """Device memory that holds but copies between steps."""
+        """See :meth:`.Engine.staging`."""
         return [tensor for engine in self.engines for tensor in engine.staging()]
 
     def flush(self) -> None:

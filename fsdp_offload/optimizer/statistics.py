@@ -38,7 +38,7 @@ class Statistics:
     offload_reserved_bytes: int
     """Host memory kept for :meth:`.HybridDeviceOptimizer.offload`, beside the arena."""
     staging_bytes: int
-    """Device memory of slots (those for prefetching too), scratch and staging rings; nothing while
+    """Device memory of slots, buckets that stay, scratch and staging rings; nothing while
     the optimizer is away."""
     buckets: int
     """Units of update per step."""
@@ -47,7 +47,7 @@ class Statistics:
     device, and gradients of the host lane."""
     fetched_bytes: int
     """Bytes that were moved to the device for it: not those that were still there, and twice what
-    was fetched ahead and then read or written by somebody else."""
+    was fetched ahead and then read or written by other code."""
     step_ms: float
     """Host milliseconds of the last ``step()``; the device may still have been at work."""
 

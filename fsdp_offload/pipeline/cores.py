@@ -5,7 +5,7 @@ caller's own threads may run there too, and the system moves ours out of their w
 
 [Note: whose cores]
 Memory of the arena lies next to the device, so do the cores. Several ranks of a host may find the
-same ones. Where the process may use every core of the machine, nobody has divided them, and each
+same ones. Where the process may use every core of the machine, they were not divided, and each
 rank takes its share of those near its device, whole physical cores at a time. Where it may not, a
 launcher or a container has decided, and all near cores that it left are used.
 """

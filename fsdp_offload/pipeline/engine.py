@@ -17,7 +17,7 @@ from ..core.backend import Backend, Event
 from ..core.config import OffloadConfig
 from ..core.errors import DeviceMemoryError
 from ..memory import ArenaStatistics, HostArena, check_host_budget, local_ranks
-from ..plan import Bucket, Kind, Layout, Slice, make_layout
+from ..plan import Kind, Layout, Slice, make_layout
 from ..plan.lanes import is_beside
 from ..plan.layout import align
 from ..plan.order import Job, deadline_order, slot_count, spread
@@ -31,7 +31,7 @@ from .host import HostBucket, HostStaging, HostStagingSizes, ring_depth
 from .host_lane import HostLane
 from .link import copier
 from .native import NativeUpdate, States
-from .streamed import StreamedBucket, StreamedLane
+from .streamed import StreamedBucket, StreamedLane, own_bytes
 from .worker import InlineWorker, ThreadPool, Worker
 
 _log = logging.getLogger("fsdp_offload")
@@ -149,7 +149,7 @@ class Engine:
             self.scratch = self._scratch(dtype_groups)
             self.resident = self._resident(optimizer, dtype_groups, params)
             self.streamed = self._streamed(optimizer, dtype_groups, params, arena)
-            self._ranks = list(range(self.bucket_count))  # of streamed buckets, in the forward
+            self._ranks = list(range(self.streamed_count))  # of streamed buckets, in the forward
             self._release_scratch()
             if host:
                 memory = self._arena(sizes.host_bytes, show_progress=False)
@@ -256,7 +256,9 @@ class Engine:
                 params[largest.slices[0].spec.index].fqn,
             )
         slots = [self.backend.allocate(slot_bytes) for _ in range(count)]
-        own = {i: self._own_memory(pairs[i][1]) for i in spread(staying, len(pairs))}
+        own = {
+            i: self.backend.allocate(own_bytes(pairs[i][1])) for i in spread(staying, len(pairs))
+        }
         lane = StreamedLane(
             self.backend,
             self.update,
@@ -284,9 +286,6 @@ class Engine:
     def _takes_memory_later(self) -> bool:
         """Whether :meth:`fit` is going to say how much there is."""
         return self.config.device_memory is not None
-
-    def _own_memory(self, bucket: Bucket) -> Tensor:
-        return self.backend.allocate(max(bucket.slot_bytes, 1))
 
     def _release_scratch(self) -> None:
         """Unless an update needs it every time."""
@@ -422,7 +421,7 @@ class Engine:
         return [event for event in events if event is not None]
 
     def synchronize(self) -> None:
-        """Block until every update has run and all state is where it belongs."""
+        """Block until every update has run, and what travels is back in host memory."""
         with contextlib.ExitStack() as waits:  # runs all of them, even if one raises
             for lane in (self.host, self.streamed, self.update):
                 if lane is not None:
@@ -468,6 +467,11 @@ class Engine:
         return frozenset() if self.streamed is None else frozenset(self.streamed.staying)
 
     @property
+    def streamed_count(self) -> int:
+        """Buckets of the streamed lane."""
+        return 0 if self.streamed is None else len(self.streamed.buckets)
+
+    @property
     def streamed_bytes(self) -> int:
         """State of the streamed lane."""
         return 0 if self.streamed is None else sum(self.streamed.sizes)
@@ -503,7 +507,7 @@ class Engine:
         self._away_until.update(dict.fromkeys(buckets, until))
 
     def discard(self) -> None:
-        """Forget state that was fetched ahead: somebody may write into the arena."""
+        """Forget state that is on the device: the arena may be written into."""
         if self.streamed is not None:
             self.streamed.discard()
 
@@ -515,7 +519,8 @@ class Engine:
             self.streamed.abort()
 
     def staging(self) -> list[Tensor]:
-        """Slots, scratch and staging rings: device memory that holds but copies between steps."""
+        """Slots, buckets that stay, scratch, staging rings: device memory that holds but copies of
+        state after :meth:`flush`."""
         tensors = [self.scratch.memory]
         if self.streamed is not None:
             tensors += [*self.streamed.slots, *self.streamed.staying.values()]
@@ -558,7 +563,7 @@ class Engine:
 
     @property
     def fetched_bytes(self) -> int:
-        """Bytes that came to the device for the last step: what is kept there does not."""
+        """Bytes that came to the device for the last step: what stays there does not."""
         lanes = (self.streamed and self.streamed.fetched_bytes, self.host and self.host.moved_bytes)
         return sum(n_bytes for n_bytes in lanes if n_bytes)
 

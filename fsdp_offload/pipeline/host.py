@@ -2,7 +2,7 @@
 go back. How they pass through the lane: ``host_lane.py``.
 
 [Note: outside writes]
-The arena's master is authoritative here, so a weight that somebody else wrote into a shard must
+The arena's master is authoritative here, so a weight that other code wrote into a shard must
 be noticed, or the next update would revert it. Version counters do not see such writes. A
 checksum of the bucket's shards, taken on the device after our own write, is compared before the
 next update; where it differs, masters are re-seeded from the shards, element by element.

@@ -13,7 +13,7 @@ host lane wait for all that the streamed lane has enqueued. A host gradient buff
 free when its update has ended.
 
 [Note: who enqueues]
-A bucket's way back can be enqueued only when host threads have updated it, so somebody has to wait
+A bucket's way back can be enqueued only when host threads have updated it, so a thread has to wait
 for them. :meth:`HostLane.run` does on the caller's thread: ``step()`` ends when all is enqueued.
 :meth:`HostLane.offer` leaves it to one thread of the lane's own, the *driver*, and never blocks:
 a host thread that ends an update tells the driver, which enqueues the way back. Who needs the
@@ -23,7 +23,7 @@ one thread at a time: the driver's, or the caller's if there is none.
 
 [Note: failures]
 An exception on the driver or on a host thread fails every bucket that has not returned, and those
-offered later: whoever waits for one of them, or drains the lane, gets a LaneError that it is the
+offered later: code that waits for one of them, or drains the lane, gets a LaneError that it is the
 cause of. It stays until :meth:`HostLane.abort`, because weights and masters may be one step apart
 by then.
 """
@@ -180,8 +180,8 @@ class HostLane:
             self.moved_bytes = 0
 
     def _advance(self, written: PendingEvent) -> None:
-        """Somebody waits for it: see :class:`PendingEvent`."""
-        if not self._backend.has_threads:  # nobody else will
+        """A thread waits for it: see :class:`PendingEvent`."""
+        if not self._backend.has_threads:  # no other thread will
             self._guarded(lambda: self._return_until(written))
         elif self._driver is None or not (self._driver.alive() and self.worker.alive()):
             raise LaneError(

@@ -74,7 +74,7 @@ class Gate:
     params: list[ParamState] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
     held: list[object] = field(default_factory=list)  # what the updates read
-    is_asked: bool = False  # somebody waits, or has waited, for the events
+    is_asked: bool = False  # a stream waits, or has waited, for the events
     rank: int = 0  # when the forward came here, compared with other gates
     reduced: TimedEvent | None = None  # when this backward's gradients were there
     gated: dtensor.Gated = field(default_factory=list)

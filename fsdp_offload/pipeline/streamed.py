@@ -8,7 +8,7 @@ Three streams, each in order; an arrow is an event that the right side waits for
     d2h:     [slot -> arena]      --written--> h2d, for the next bucket of the same slot
 
 ``h2d`` and ``d2h`` overlap each other (the link is full duplex) and everything else. ``update``
-waits for the gradients, and whoever reads parameters waits for ``updated``.
+waits for the gradients, and code that reads parameters waits for ``updated``.
 
 [Note: the ring]
 Buckets pass in a fixed *order*, through ``n`` slots in turn (those that stay excepted). The *head*
@@ -17,12 +17,12 @@ gradients are still to come, and written back after it. With many slots the two 
 loose from each other: where the forward ends and the backward begins, nothing can be updated, but
 ``h2d`` fetches what the backward needs first and ``d2h`` still writes back, so the link is never
 idle. Fetching goes on past the end of an iteration, into the first positions of the next one
-(*prefetch*), if nobody can write into the arena until then: see :meth:`StreamedLane.discard`.
+(*prefetch*), if the arena cannot be written until then: see :meth:`StreamedLane.discard`.
 
 [Note: buckets that stay]
 Some buckets have device memory of their own, as large as they are. What an update leaves there is
 what the next one needs, so they travel in neither direction. Their arena is out of date then, and
-whoever is about to read it calls :meth:`StreamedLane.flush`, whoever is about to write into it
+so code that reads it calls :meth:`StreamedLane.flush` first, and code that writes into it
 :meth:`StreamedLane.discard`. Updates are the same, so bits do not depend on which buckets stay.
 """
 
@@ -54,6 +54,11 @@ def best_ms_per_byte(marks: Sequence[Mark]) -> float | None:
     """Of the link, each way, in the best stretch between two marks that have been reached."""
     spans = [(a[1].elapsed_time(b[1]), b[0] - a[0]) for a, b in pairwise(marks)]
     return min((ms / n_bytes for ms, n_bytes in spans if n_bytes), default=None) or None
+
+
+def own_bytes(bucket: Bucket) -> int:
+    """What a bucket takes on the device when it stays: something, also without state."""
+    return max(bucket.slot_bytes, 1)
 
 
 class StreamedBucket:
@@ -218,7 +223,7 @@ class StreamedLane:
     @property
     def sizes(self) -> list[int]:
         """Bytes that each bucket takes on the device."""
-        return [max(bucket.bucket.slot_bytes, 1) for bucket in self.buckets]
+        return [own_bytes(bucket.bucket) for bucket in self.buckets]
 
     @property
     def has_begun(self) -> bool:

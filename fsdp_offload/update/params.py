@@ -233,7 +233,7 @@ class Work:
     """Per parameter, after which its gradient may be read; None: not known to be complete yet."""
 
     def grow(self, count: int) -> None:
-        """Make room for ``count`` params: some were added."""
+        """For ``count`` parameters: some were added."""
         missing = count - len(self.gradients)
         self.gradients += [None] * missing
         self.ready += [None] * missing

@@ -249,7 +249,7 @@ def _set(param: ParamState, name: str, value: Tensor) -> None:
         if moment.name == name:
             codes = param.tensors[name]
             source = dtensor.local(value).reshape(-1)
-            if source.device.type == "meta":  # never shown: nobody wrote it
+            if source.device.type == "meta":  # never shown, so never written
                 return
             source = source.to(codes.device, torch.float32).contiguous()
             moments.pack(moment, source, codes, param.tensors[moment.scale_kind.name], None)
