@@ -89,11 +89,11 @@ def measure_rates(
         error = caught
     if probe is not None:
         probe.close()
-    if backend.device.type != "cpu":
-        torch.accelerator.empty_cache()
     if error is not None:
         values = [0.0, 0.0, 0.0]
     rates = Rates(*_least(groups, backend.device, values))
+    if backend.device.type != "cpu":
+        torch.accelerator.empty_cache()
     if not all(rates):
         raise DeviceError(
             f"rates of {backend.device}",

@@ -87,12 +87,22 @@ def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch
     return [tensor.detach() for tensor in (*model.parameters(), *states)]
 
 
+def is_ordinary(tensor: torch.Tensor) -> bool:
+    """Whether it lies in memory of torch's default pool."""
+    return any(
+        0 <= tensor.data_ptr() - segment["address"] < segment["total_size"]
+        for segment in torch.cuda.memory_snapshot()
+        if tuple(segment["segment_pool_id"]) == (0, 0)
+    )
+
+
 def test_kept_addresses_and_a_graph_over_them() -> None:
     model, optimizer = job(30, 300_001)
     tensors = tensors_of(model, optimizer)
     before, view = [tensor.clone() for tensor in tensors], model[3].detach()[3:]
     phases = PhaseOffloader(model, optimizer, grads="keep", keep_addresses=True)
     addresses = [tensor.data_ptr() for tensor in tensors]
+    assert not any(is_ordinary(tensor) for tensor in tensors)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -110,7 +120,8 @@ def test_kept_addresses_and_a_graph_over_them() -> None:
     assert not torch.equal(tensors[0], before[0])
     after = [tensor.clone() for tensor in tensors]
     phases.close()
-    assert not {tensor.data_ptr() for tensor in tensors} & set(addresses)
+    # Their addresses may be the same: ranges that were given back are the driver's to give again.
+    assert all(is_ordinary(tensor) for tensor in tensors)
     for tensor, value in zip(tensors, after, strict=True):
         assert torch.equal(tensor, value)
 
