@@ -104,6 +104,39 @@ def open_gate(parameters: Gated) -> None:
             parameter._local_tensor = ungated(gated)
 
 
+class GatedGradients:
+    """``.grad`` of DTensors, while updates read it."""
+
+    def __init__(self) -> None:
+        self._made: list[GatedShard | None] = []
+        self._closed: list[tuple[DTensor, GatedShard]] = []
+
+    def close(self, parameters: Sequence[Tensor], wait: Callable[[], None]) -> None:
+        """Let the user's code call ``wait`` before each use of a gradient, until :meth:`open`."""
+        if len(self._made) != len(parameters):
+            self._made = [None] * len(parameters)
+        for index, parameter in enumerate(parameters):
+            gradient = parameter.grad
+            if not isinstance(gradient, DTensor):
+                continue
+            shard = gradient._local_tensor
+            if type(shard) is not Tensor:
+                continue
+            gated = self._made[index]
+            if gated is None or not gated.takes(shard):
+                gated = self._made[index] = GatedShard(shard, wait)
+            gradient._local_tensor = gated
+            self._closed.append((gradient, gated))
+
+    def open(self) -> None:
+        """Give the gradients back, those too that are no parameter's any more."""
+        for gradient, gated in self._closed:
+            if gradient._local_tensor is gated:
+                gradient._local_tensor = ungated(gated)
+            gated.release()
+        self._closed.clear()
+
+
 def _is_plain(shard: Tensor) -> bool:
     return type(shard) in (Tensor, nn.Parameter)
 

@@ -1,4 +1,4 @@
-"""Stands for a shard while its update is under way: code that uses it waits first.
+"""Stands for a shard while an update works on it: code that uses it waits first.
 
 [Note: gated shards]
 After ``step()`` a parameter's update may still run on another stream. FSDP2's all-gathers wait for
@@ -9,6 +9,10 @@ copy, makes the current stream wait for the update, and then gets the shard itse
 
 It stays in place when it was used: another stream may be the next to use it, and has not waited.
 What it cannot see is an older tensor that shares the shard's memory, such as ``p.data``.
+
+Gradients of ``overlap="forward"`` are guarded likewise: the update reads them, so code that writes
+into one waits; code that reads one waits too, since an operation does not say which of the two it
+does before it runs.
 
 [Note: compiled code]
 What ``torch.compile`` makes of a function takes its inputs apart (``__tensor_flatten__``) in each
@@ -53,6 +57,8 @@ class GatedShard(Tensor):
 
     _shard: Tensor
     _wait: Callable[[], None]
+    _looks: tuple[torch.Size, torch.dtype] | None = None
+    """What :meth:`takes` a shard by."""
 
     @staticmethod
     def __new__(cls, shard: Tensor, wait: Callable[[], None]) -> Self:
@@ -62,6 +68,19 @@ class GatedShard(Tensor):
         made._shard, made._wait = shard, wait
         refuse_addresses(made)  # for C++ that asks for one
         return made
+
+    def takes(self, shard: Tensor) -> bool:
+        """Stand for another shard, after :meth:`release`; False: not for one that looks like it."""
+        if self._looks != (shard.shape, shard.dtype) or not shard.is_contiguous():
+            return False
+        self._shard, self._looks = shard, None
+        return True
+
+    def release(self) -> None:
+        """Stand for none, and keep none alive."""
+        shard = self._shard
+        self._looks = (shard.shape, shard.dtype) if shard.is_contiguous() else None
+        del self._shard
 
     @property
     def data(self) -> Tensor:  # type: ignore[override]

@@ -1,8 +1,8 @@
 """What ``.grad`` is while the optimizer owns the gradient: a tensor whose every use raises.
 
-With ``overlap="forward"`` and ``"backward"`` a gradient is read after the call that took it, and
-may be gone at any time. ``None`` in its place would make clipping, unscaling and logging silent
-no-ops, and a second backward would silently start anew where torch accumulates.
+With ``overlap="backward"`` a gradient is used as soon as it is there, and may be gone at any time.
+``None`` in its place would make clipping, unscaling and logging silent no-ops, and a second
+backward would silently start anew where torch accumulates.
 """
 
 from __future__ import annotations
@@ -34,8 +34,6 @@ class SpentGradient(Tensor):
     """
 
     fqn: str
-    in_backward = False
-    """Whether it was consumed as soon as it was there, not in ``step()``."""
 
     @staticmethod
     def __new__(cls, parameter: Tensor, fqn: str) -> Self:
@@ -67,14 +65,14 @@ class SpentGradient(Tensor):
         name = getattr(owner if func.__name__ == "__get__" else func, "__name__", str(func))
         found = _find([args, list((kwargs or {}).values())])
         if found is None:
-            raise _error(name, "a parameter", in_backward=False)
-        raise _error(name, found.fqn, in_backward=found.in_backward)
+            raise _error(name, "a parameter")
+        raise _error(name, found.fqn)
 
     def __getattr__(self, name: str) -> Any:
         """What tensors do not have, but DTensors do."""
         if name.startswith("__") or name == "fqn":
             raise AttributeError(name)
-        raise _error(name, self.fqn, in_backward=self.in_backward)
+        raise _error(name, self.fqn)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"SpentGradient({self.fqn})"
@@ -93,20 +91,13 @@ def _find(values: Any) -> SpentGradient | None:
     return None
 
 
-def _error(use: str, fqn: str, *, in_backward: bool) -> SpentGradientError:
+def _error(use: str, fqn: str) -> SpentGradientError:
     """Of a caller who used the gradient of ``fqn`` by ``use``."""
-    by = _user()
-    what = by or f"{use} of the gradient of {fqn}"
-    if in_backward:
-        return SpentGradientError(
-            f'{what} with overlap="backward"',
-            reason=f"the gradient of {fqn} was used for its update as soon as it was there",
-            remedy='use overlap="forward", which updates in step()',
-        )
+    what = _user() or f"{use} of the gradient of {fqn}"
     return SpentGradientError(
-        f"{what} after step()",
-        reason=f"step() has consumed the gradient of {fqn}",
-        remedy=f"call {by} before step()" if by else "read gradients before step()",
+        f'{what} with overlap="backward"',
+        reason=f"the gradient of {fqn} was used for its update as soon as it was there",
+        remedy='use overlap="forward", which updates in step()',
     )
 
 

@@ -3,11 +3,12 @@
 [Note: overlap]
 ``overlap="forward"``: ``step()`` returns when the updates are enqueued. Each FSDP2 group is a
 *gate*: before its shards are read for an all-gather, the reading stream waits for the updates of
-this group alone. Gradients are kept until then, and are *spent* for everybody else. All other code
-that uses a shard waits by itself: see [Note: gated shards].
+this group alone. All other code that uses a shard, or a gradient, waits by itself: see [Note: gated
+shards].
 
 ``overlap="backward"``: besides, when a group's gradients have been reduced, they are taken, and
 the buckets that are complete, in the lanes' order, are enqueued at once. ``step()`` does the rest.
+A gradient that was taken is *spent*: using it is an error.
 
 Parameters that no FSDP2 group holds have no gate: the stream that called ``step()`` waits for them.
 """
@@ -78,9 +79,15 @@ class Gate:
     rank: int = 0  # when the forward came here, compared with other gates
     reduced: TimedEvent | None = None  # when this backward's gradients were there
     gated: dtensor.Gated = field(default_factory=list)
+    gradients: dtensor.GatedGradients = field(default_factory=dtensor.GatedGradients)
+
+    def let_use(self) -> None:
+        """Shards and gradients are used without a wait from now on."""
+        dtensor.open_gate(self.gated)
+        self.gradients.open()
 
     def __del__(self) -> None:
-        dtensor.open_gate(self.gated)  # the optimizer is gone, and has waited for its updates
+        self.let_use()  # the optimizer is gone, and has waited for its updates
 
 
 @dataclass(frozen=True)
@@ -152,11 +159,10 @@ class Overlap:
             gate.rank = rank
             dtensor.gate([param.parameter for param in gate.params], gate.gated)
         self._ungated.params = list(by_parameter.values())
-        for param in params:
-            if param.parameter not in self._spent and param.parameter not in by_parameter:
-                spent = SpentGradient(param.parameter, param.fqn)
-                spent.in_backward = self._in_backward
-                self._spent[param.parameter] = spent
+        if self._in_backward:
+            for param in params:
+                if param.parameter not in self._spent and param.parameter not in by_parameter:
+                    self._spent[param.parameter] = SpentGradient(param.parameter, param.fqn)
         indices = [frozenset(r.index for r in gate.params) for gate in self._all_gates()]
         for engine in engines:
             engine.watch_gates(indices)
@@ -205,7 +211,7 @@ class Overlap:
                 self._open(gate)
 
     def close(self, work: Work) -> None:
-        """After ``step()`` has enqueued all updates: close the gates, spend the gradients."""
+        """After ``step()`` has enqueued all updates: close the gates."""
         current = self._backend.current_stream()
         for index, gate in enumerate(self._all_gates()):
             events = [event for engine in self._engines for event in engine.updated(index)]
@@ -215,11 +221,15 @@ class Overlap:
                 continue
             gate.events, gate.is_asked = events, False
             if events:
-                dtensor.close_gate(gate.gated, functools.partial(_wait, weakref.ref(self), index))
+                wait = functools.partial(_wait, weakref.ref(self), index)
+                dtensor.close_gate(gate.gated, wait)
+                if not self._in_backward:
+                    gate.gradients.close([param.parameter for param in gate.params], wait)
             # The snapshot too: its tensors (learning rate, clipping) are of the caller's stream.
             gradients = (work.gradients[r.index] for r in gate.params)
             gate.held = [work.snapshot, *(g for g in gradients if g is not None)]
-            self.spend(gate.params)
+            if self._in_backward:
+                self.spend(gate.params)
         self.work, self._passed = None, 0
         self._steps += 1
         self._reorder_when_measured()
@@ -232,12 +242,12 @@ class Overlap:
     def let_read(self) -> None:
         """Shards are used without a wait from now on, whether or not updates have failed."""
         for gate in self.gates:
-            dtensor.open_gate(gate.gated)
+            gate.let_use()
 
     @staticmethod
     def _open(gate: Gate) -> None:
         gate.events, gate.held = [], []
-        dtensor.open_gate(gate.gated)
+        gate.let_use()
 
     # ------------------------------------------------------------------ the lanes' order
 
@@ -295,7 +305,7 @@ class Overlap:
                 stream.wait(event)
 
     def before_use(self, index: int) -> None:
-        """The user's code is about to use a shard of this gate on the current stream."""
+        """The user's code is about to use a shard or a gradient of this gate on the current stream."""
         gate = self.gates[index]
         if not gate.events:
             return
@@ -303,11 +313,11 @@ class Overlap:
             current = self._backend.current_stream()
         except DeviceError:
             raise DeviceError(
-                "a parameter used inside a CUDA graph capture",
+                "a parameter or a gradient used inside a CUDA graph capture",
                 reason="its update is under way, and a graph cannot wait for that when it replays",
                 remedy="call synchronize() before the capture",
             ) from None
-        self._wait(gate, current, "reading a parameter after step()")
+        self._wait(gate, current, "using a parameter or a gradient after step()")
 
     def after_gather(self, index: int) -> None:
         """See :class:`..core.fsdp.Watcher`."""
@@ -319,7 +329,11 @@ class Overlap:
 
     def before_reduce(self, index: int) -> None:
         """See :class:`..core.fsdp.Watcher`."""
-        for param in self.gates[index].params:
+        gate = self.gates[index]
+        if not self._in_backward and gate.events:  # another backward, without a forward
+            self._wait(gate, self._backend.current_stream(), "backward()")
+            self._open(gate)
+        for param in gate.params:
             if is_spent(param.parameter.grad):
                 if (owner := self._find_owner()) is not None:
                     owner._check_usable()

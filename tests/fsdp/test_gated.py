@@ -234,6 +234,115 @@ def test_without_gated_shards_each_of_these_reads_old_values(ranks: Ranks) -> No
     ranks(2).run(without_gates, ["full_tensor", "address", "mul_"])
 
 
+# --------------------------------------------------------------------------- gradients
+
+
+def gradients_of(model: Any) -> list[Any]:
+    return [p.grad for p in sharded(model)]
+
+
+@torch.no_grad()
+def zeroed(model: Any, optimizer: Any) -> Any:
+    optimizer.zero_grad(set_to_none=False)
+    return gradients_of(model)
+
+
+@torch.no_grad()
+def by_hand(model: Any, optimizer: Any) -> Any:
+    local(gradients_of(model)[0])[0] = 7.0
+    gradients_of(model)[1]._local_tensor *= 3.0
+    return gradients_of(model)
+
+
+def backward_again(model: Any, optimizer: Any) -> Any:
+    """FSDP2 adds to what is there."""
+    loss_of(model, 9).backward()
+    return gradients_of(model)
+
+
+def backward_without_forward(model: Any, optimizer: Any) -> Any:
+    optimizer.zero_grad(set_to_none=False)
+    loss = loss_of(model, 3)
+    loss.backward(retain_graph=True)
+    optimizer.step()
+    loss.backward()
+    return gradients_of(model)
+
+
+def step_again(model: Any, optimizer: Any) -> Any:
+    optimizer.step()
+    return gradients_of(model)
+
+
+GRADIENT_USES: dict[str, Callable[[Any, Any], Any]] = {
+    "norm": lambda model, _: torch.nn.utils.get_total_norm(gradients_of(model)).full_tensor(),
+    "full_tensor": lambda model, _: [g.full_tensor() for g in gradients_of(model)],
+    "to_local": lambda model, _: [g.to_local().clone() for g in gradients_of(model)],
+    "clipping": lambda model, _: nn.utils.clip_grad_norm_(sharded(model), 0.1).full_tensor(),
+    "zero_grad": zeroed,
+    "by hand": by_hand,
+    "another backward": backward_again,
+    "another backward without a forward": backward_without_forward,
+    "another step": step_again,
+}
+
+
+def use_gradients(names: list[str], guarded: bool) -> None:
+    """After ``step()`` with ``"forward"``: the numbers of the plain optimizer, then and later."""
+    for name in names:
+        use, found = GRADIENT_USES[name], []
+        with StreamSimulator("lazy", inline_current=True):
+            for wrapped in (False, True):
+                model = build(dist.get_world_size())
+                optimizer = wrap(model, "forward") if wrapped else adamw(model)
+                step(model, optimizer, 0)
+                loss_of(model, 1).backward()
+                optimizer.step()
+                found.append(as_parts(use(model, optimizer)))
+                for _ in range(2):
+                    optimizer.step()
+                if wrapped:
+                    optimizer.synchronize()
+                found[-1] += as_parts([p + 0 for p in sharded(model)])
+                if wrapped:
+                    optimizer.close()
+        check(same(*found) == guarded, f"{name}: guarded {guarded}")
+
+
+def test_gradients_are_there_until_they_are_zeroed(ranks: Ranks) -> None:
+    ranks(2).run(use_gradients, list(GRADIENT_USES), guarded=True)
+
+
+def use_gradients_without_gates(names: list[str]) -> None:
+    with mock.patch.object(dtensor.GatedGradients, "close"):
+        use_gradients(names, guarded=False)
+
+
+def test_without_gated_gradients_a_write_reaches_the_update(ranks: Ranks) -> None:
+    ranks(2).run(use_gradients_without_gates, ["clipping", "zero_grad", "by hand"])
+
+
+def let_gradients_go(by: str) -> None:
+    """The memory of a gradient goes with the next forward, or before, whoever drops it."""
+    model = build(dist.get_world_size())
+    optimizer = wrap(model, "forward")
+    for index in range(3):
+        loss_of(model, index).backward()
+        gone = [weakref.ref(local(p.grad)) for p in sharded(model)]
+        optimizer.step()
+        check(all(type(local(p.grad)) is GatedShard for p in sharded(model)), "gated")
+        (model if by == "model" else optimizer).zero_grad()
+        loss = loss_of(model, index)
+        check(not any(ref() is not None for ref in gone), f"kept in step {index}")
+        del loss
+    optimizer.close()
+
+
+@pytest.mark.parametrize("by", ["model", "optimizer"])
+def test_gradients_are_not_kept(ranks: Ranks, by: str) -> None:
+    ranks(2).run(let_gradients_go, by)
+
+
 def compiled_each_time(overlap: str, backend: str) -> None:
     """Compiled before a gate was closed and again behind it, then used in later steps."""
     torch.compiler.reset()  # how often a function is compiled is limited, over all tests
@@ -472,7 +581,7 @@ def fail_before_a_reader() -> None:
             for parameter in sharded(model):
                 parameter.detach().norm()
         except LaneError as error:
-            check("reading a parameter" in error.what, error.what)
+            check("using a parameter" in error.what, error.what)
             check("on a host thread" in error.reason, error.reason)
             check("load a checkpoint" in error.remedy, error.remedy)
         else:

@@ -191,7 +191,7 @@ def _clip(pair: Pair, rng: random.Random) -> None:
 
 
 def _may_touch_gradients(pair: Pair) -> bool:
-    """With overlap, gradients are not there once they were used."""
+    """With ``"backward"``, gradients are not there once they were used."""
     return not pair.is_spent and pair.case.overlap != "backward"
 
 

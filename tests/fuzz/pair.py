@@ -249,7 +249,7 @@ class Pair:
         self.has_stepped = self.is_wrapped and (self.has_stepped or has)
         torch.default_generator.manual_seed(seed)
         self.plain_step()
-        self.is_spent = self.case.overlap != "step" and self.is_wrapped
+        self.is_spent = self.case.overlap == "backward" and self.is_wrapped
         self.unused -= set(self.order)
         self.has_loaded = False
         self.unrecorded -= {i for i in self.unrecorded if self.mine[i].requires_grad}

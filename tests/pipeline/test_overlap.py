@@ -252,7 +252,7 @@ def test_state_that_was_read_before_is_up_to_date_after_synchronize() -> None:
 
 
 def test_another_backward_while_the_state_is_offloaded_is_told_of_the_gradients() -> None:
-    job = Job("forward")
+    job = Job("backward")
     job.backward(0)
     job.optimizer.step()
     job.optimizer.offload()
