@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from . import checkpoint
     from .checkpoint import OptimizerState
-    from .core.config import PrecisionConfig, TransferConfig
+    from .core.config import TransferConfig
     from .core.errors import (
         AwayError,
         CheckpointCorruptError,
@@ -53,7 +53,6 @@ __all__ = [
     "PhaseOffloader",
     "PhaseStatistics",
     "PinningError",
-    "PrecisionConfig",
     "RegionStatistics",
     "SpentGradientError",
     "StateDictError",

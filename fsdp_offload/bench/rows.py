@@ -1,8 +1,9 @@
 """Rows by name: what a row trains with.
 
-``plain`` is the optimizer on the device. ``step``, ``forward`` and ``backward`` are ours with that
-``overlap``. ``torchao`` is its ``CPUOffloadOptimizer``; ``cpuoffload`` is FSDP2's
-``CPUOffloadPolicy`` with torch's fused AdamW on the CPU. Words joined by ``-`` change a row:
+``plain`` is the optimizer on the device. ``default`` is ours without options; ``step``, ``forward``
+and ``backward`` are ours with that ``overlap``. ``torchao`` is its ``CPUOffloadOptimizer``;
+``cpuoffload`` is FSDP2's ``CPUOffloadPolicy`` with torch's fused AdamW on the CPU. Words joined by
+``-`` change a row:
 
 ====================  ======================================================================
 ``clip``              clip every iteration: ours with ``optimizer.clip_grad_norm_``
@@ -10,8 +11,8 @@
 ``bf16``, ``int8``    moments in that precision
 ``host``, ``auto``    ``update_on``; without them ``"device"``
 ``f0.5``              ``offload_fraction``
-``p4GiB``             ``TransferConfig(prefetch_bytes=...)``
-``b64MiB``, ``s6``    ``TransferConfig(bucket_bytes=..., slots=...)``
+``d0``, ``d2GiB``     ``device_memory``
+``b64MiB``            ``TransferConfig(bucket_bytes=...)``
 ``again``             nothing: the row once more, to see how much the machine drifts
 ====================  ======================================================================
 """
@@ -28,17 +29,18 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.optim import AdamW
 
-from ..core.config import PrecisionConfig, TransferConfig, parse_bytes
+from ..core.config import TransferConfig, parse_bytes
 from ..core.errors import ConfigError
 from ..optimizer.hybrid import HybridDeviceOptimizer
 from .model import Job, sharded_model, unsharded_model
 
-OURS: Final = ("step", "forward", "backward")
+OURS: Final = ("default", "step", "forward", "backward")
 MAX_NORM: Final = 1.0
 LEARNING_RATE: Final = 1e-4
 DEFAULT_ROWS: Final = (
-    "plain-torchclip,step-f0-torchclip,step-torchclip,forward-torchclip,forward-torchclip-p4GiB,"
-    "backward,backward-bf16,backward-int8,torchao,cpuoffload-torchclip"
+    "plain-torchclip,step-f0-torchclip,default-torchclip,default-d2GiB-torchclip,"
+    "default-d0-torchclip,backward-d2GiB,backward-d2GiB-bf16,backward-d2GiB-int8,torchao,"
+    "cpuoffload-torchclip"
 )
 _WORDS: Final[dict[str, tuple[str, Any]]] = {
     "clip": ("clip", "ours"),
@@ -51,9 +53,8 @@ _WORDS: Final[dict[str, tuple[str, Any]]] = {
 }
 _NUMBERS: Final[dict[str, tuple[str, Callable[[str], Any]]]] = {
     "f": ("offload_fraction", float),
-    "p": ("prefetch_bytes", parse_bytes),
+    "d": ("device_memory", parse_bytes),
     "b": ("bucket_bytes", parse_bytes),
-    "s": ("slots", int),
 }
 
 
@@ -106,7 +107,7 @@ def _read(name: str, word: str) -> tuple[str, Any]:
         raise ConfigError(
             f"row {name!r}",
             reason=f"the word {word!r} is unknown",
-            remedy=f"use {', '.join(_WORDS)}, f0.5, p4GiB, b64MiB or s6",
+            remedy=f"use {', '.join(_WORDS)}, f0.5, d2GiB or b64MiB",
         ) from None
 
 
@@ -135,15 +136,15 @@ def make_trainer(case: Case, job: Job, device: torch.device) -> Trainer:
     optimizer = AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
     chosen = case.options
     if case.is_ours:  # the others keep no master of bf16 shards
-        sizes = {k: chosen[k] for k in ("prefetch_bytes", "bucket_bytes", "slots") if k in chosen}
+        given = ("offload_fraction", "device_memory", "update_on", "moments")
+        options = {name: chosen[name] for name in given if name in chosen}
+        if case.kind != "default":
+            options["overlap"] = case.kind
         optimizer = HybridDeviceOptimizer(
             optimizer,
             model=model,
-            offload_fraction=chosen.get("offload_fraction"),
-            update_on=chosen.get("update_on", "device"),
-            overlap=case.kind,
-            precision=PrecisionConfig(moments=chosen.get("moments")),
-            transfer=TransferConfig(**sizes),
+            transfer=TransferConfig(bucket_bytes=chosen.get("bucket_bytes")),
+            **options,
         )
     if case.clip == "ours":
         return Trainer(model, optimizer, partial(optimizer.clip_grad_norm_, MAX_NORM))

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Final, Literal
 
 import torch
@@ -21,9 +21,20 @@ GIB: Final = 1 << 30
 LANES: Final = ("resident", "streamed", "host")
 Lane = Literal["resident", "streamed", "host"]
 OVERLAPS: Final = ("step", "forward", "backward")
-DEFAULT_PREFETCH_BYTES: Final = 1 << 30
-STEP_BUCKET_BYTES: Final = 32 * MIB
-OVERLAP_BUCKET_BYTES: Final = 128 * MIB
+FIRST_DEVICE_BYTES: Final = GIB
+"""What slots take where ``device_memory="auto"``, until it is known what is to spare."""
+SMALL_BUCKET_BYTES: Final = 32 * MIB
+LARGE_BUCKET_BYTES: Final = 128 * MIB
+MOMENTS: Final[dict[object, torch.dtype | Literal["int8"] | None]] = {
+    None: None,
+    "fp32": None,
+    torch.float32: None,
+    "bf16": torch.bfloat16,
+    torch.bfloat16: torch.bfloat16,
+    "int8": "int8",
+    torch.int8: "int8",
+}
+"""What ``moments=`` accepts, and what it means."""
 
 _UNITS: Final = {
     "": 1,
@@ -62,72 +73,14 @@ def parse_bytes(value: int | str, name: str = "size") -> int:
 
 
 @dataclass(frozen=True)
-class PrecisionConfig:
-    """In which precision state is kept and updated; the same in every lane."""
-
-    master: Literal["auto", "none"] = "auto"
-    """``"auto"``: parameters with bf16 or fp16 shards get an fp32 master, others none.
-    ``"none"``: update in the shard's own dtype, as torch would."""
-
-    moments: torch.dtype | Literal["int8"] | None = None
-    """How state tensors are kept between updates. ``None``: fp32 where there is a master, else the
-    shard's dtype, which is what torch would use on such a parameter. ``torch.bfloat16``, or
-    ``"int8"`` (``exp_avg`` and ``exp_avg_sq``, with a scale per 64 elements): where the update
-    runs in fp32, element by element, and on the device. See ``docs/precision.md``."""
-
-    rounding: Literal["stochastic", "nearest"] = "stochastic"
-    """How moments are rounded to fewer bits. To nearest, a squared average with ``beta2=0.999``
-    stops following its gradients, because an update moves it by less than half a step."""
-
-    def __post_init__(self) -> None:
-        if self.master not in ("auto", "none"):
-            raise ConfigError(
-                f"precision.master={self.master!r}",
-                reason="unknown choice",
-                remedy='use "auto" or "none"',
-            )
-        if self.moments not in (None, torch.bfloat16, "int8"):
-            raise ConfigError(
-                f"precision.moments={self.moments!r}",
-                reason="state is kept in the dtype of the update, in bf16, or in int8 codes",
-                remedy='use None, torch.bfloat16 or "int8"',
-            )
-        if self.rounding not in ("stochastic", "nearest"):
-            raise ConfigError(
-                f"precision.rounding={self.rounding!r}",
-                reason="unknown choice",
-                remedy='use "stochastic" or "nearest"',
-            )
-
-    def compute_dtype(self, shard_dtype: torch.dtype) -> torch.dtype:
-        """dtype in which a shard of ``shard_dtype`` is updated and its moments are kept."""
-        if self.master == "auto" and shard_dtype in (torch.bfloat16, torch.float16):
-            return torch.float32
-        return shard_dtype
-
-
-@dataclass(frozen=True)
 class TransferConfig:
     """How state travels between host and device, and how host memory is obtained."""
 
     bucket_bytes: int | str | None = None
     """Bytes of state, all kinds together, in one bucket: the unit of transfer and update. Each
-    element counts as 4 bytes at least. ``None``: 32 MiB with ``overlap="step"``; 128 MiB with the
-    others, where the host's own time per bucket competes with the launches of forward and
-    backward."""
-
-    slots: int = 4
-    """Device staging buffers of one bucket each. Three keep both directions of the link busy; the
-    fourth absorbs jitter."""
-
-    prefetch_bytes: int | str | None = None
-    """Device memory for state that is on its way beyond the slots: fetched before its gradients
-    are there, or updated and still to be written back. It keeps the link busy where the forward
-    ends and the backward begins. With ``overlap="backward"`` half of it keeps buckets from one
-    iteration to the next (all buckets but one, where it and the slots hold all state): they are
-    written back like the others, and not fetched again.
-    ``None``: 1 GiB with ``overlap="forward"`` or ``"backward"``, none with ``"step"``. More than
-    all of the state is never taken."""
+    element counts as 4 bytes at least. ``None``: 128 MiB beside forward and backward, where the
+    host's own time per bucket competes with their launches, if there is a GiB of device memory for
+    it; else 32 MiB."""
 
     host_threads: int | None = None
     """Threads of the host lane. ``None``: cores of this process / ranks on this host, and half of
@@ -148,12 +101,12 @@ class TransferConfig:
     numa: bool = True
     """Touch the arena first from the cores next to the device, so that it lies in their memory."""
 
-    host_budget: int | str | None = None
-    """Host bytes that all ranks on this host may use together. ``None``: the smaller of free
-    memory and what the cgroup leaves."""
+    host_memory: int | str | None = None
+    """Bytes of host memory that all ranks on this host may use together. ``None``: the smaller of
+    free memory and what the cgroup leaves. Of an optimizer: ``host_memory=`` says the same."""
 
     def __post_init__(self) -> None:
-        for name in ("bucket_bytes", "host_budget", "prefetch_bytes"):
+        for name in ("bucket_bytes", "host_memory"):
             if (size := getattr(self, name)) is not None:
                 object.__setattr__(self, name, parse_bytes(size, name))
         if self.bucket_bytes is not None and int(self.bucket_bytes) < 4096:
@@ -162,16 +115,12 @@ class TransferConfig:
                 reason="a bucket under 4 KiB cannot hold 64 elements of every kind of state",
                 remedy="use at least 4096; 16 MiB and more reach link speed",
             )
-        for name, value in (("slots", self.slots), ("host_threads", self.host_threads)):
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-                raise ConfigError(
-                    f"transfer.{name}={value!r}", reason="not a whole number", remedy="use an int"
-                )
-        if self.slots < 1:
+        threads = self.host_threads
+        if threads is not None and (isinstance(threads, bool) or not isinstance(threads, int)):
             raise ConfigError(
-                f"transfer.slots={self.slots}",
-                reason="a bucket needs a slot to travel in",
-                remedy="use 1 or more; 3 and more overlap both directions",
+                f"transfer.host_threads={threads!r}",
+                reason="not a whole number",
+                remedy="use an int",
             )
         if self.host_threads is not None and self.host_threads < 1:
             raise ConfigError(
@@ -198,68 +147,64 @@ class OffloadConfig:
     """The arguments of :class:`HybridDeviceOptimizer`, checked together."""
 
     offload_fraction: float = 1.0
-    device_budget_bytes: int | None = None
-    device_memory: int | str | None = None
-    """Bytes that slots and buckets that stay may take in all; ``"auto"``: what is to spare; None:
-    what ``transfer`` says."""
+    device_memory: int | Literal["auto"] = "auto"
+    """Bytes that the optimizer may take on the device, for state that travels or stays there."""
     update_on: str | tuple[str, ...] = "device"
     """Where offloaded state is updated. ``"device"``: streamed. ``"host"``: on CPU cores.
     ``"auto"``: as the planner finds fastest by measured rates; on CPU tensors streamed. Or a lane
     for each trainable parameter, in the order of ``param_groups``."""
-    overlap: str = "step"
-    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    overlap: str | None = None
+    """None: ``"forward"`` where that is possible, else ``"step"``; see :meth:`chosen`."""
+    moments: torch.dtype | Literal["int8"] | None = None
+    """How state tensors are kept between updates. ``None``: fp32 where there is a master, else the
+    shard's dtype, which is what torch would use on such a parameter. bf16, or int8 (``exp_avg``
+    and ``exp_avg_sq``, with a scale per 64 elements): where the update runs in fp32, element by
+    element, and on the device. See ``docs/precision.md``."""
+    master_weights: bool = True
+    """Whether parameters with bf16 or fp16 shards get an fp32 master."""
     transfer: TransferConfig = field(default_factory=TransferConfig)
 
     @classmethod
     def make(
         cls,
         *,
-        offload_fraction: float | None,
-        device_budget: int | str | None,
-        device_memory: int | str | None = None,
-        update_on: str | Sequence[str],
-        overlap: str,
-        precision: PrecisionConfig | None,
-        transfer: TransferConfig | None,
+        offload_fraction: float | None = None,
+        device_memory: int | str = "auto",
+        host_memory: int | str | None = None,
+        update_on: str | Sequence[str] = "device",
+        overlap: str | None = None,
+        moments: torch.dtype | str | None = None,
+        master_weights: bool = True,
+        transfer: TransferConfig | None = None,
     ) -> OffloadConfig:
         """Check the user's arguments together.
 
         Raises:
             ConfigError: a value is out of range, unknown, or contradicts another.
         """
-        if offload_fraction is not None and device_budget is not None:
+        if transfer is not None and not isinstance(transfer, TransferConfig):
             raise ConfigError(
-                f"offload_fraction={offload_fraction} and device_budget={device_budget!r}",
-                reason="both say how much state stays on the device",
-                remedy="give one of them",
+                f"transfer={transfer!r}",
+                reason="not a TransferConfig",
+                remedy="pass fsdp_offload.TransferConfig(...) or None",
             )
-        for name, value, kind in (
-            ("precision", precision, PrecisionConfig),
-            ("transfer", transfer, TransferConfig),
-        ):
-            if value is not None and not isinstance(value, kind):
-                raise ConfigError(
-                    f"{name}={value!r}",
-                    reason=f"not a {kind.__name__}",
-                    remedy=f"pass fsdp_offload.{kind.__name__}(...) or None",
-                )
         if not isinstance(update_on, Sequence):  # a str is one, too
             raise ConfigError(
                 f"update_on={update_on!r}",
                 reason="neither a choice nor a list of lanes",
                 remedy='use "device", "host", "auto", or one lane per parameter',
             )
-        budget = None if device_budget is None else parse_bytes(device_budget, "device_budget")
+        memory: int | Literal["auto"] = "auto"
+        if device_memory != "auto":
+            memory = parse_bytes(device_memory, "device_memory")
         return cls(
             offload_fraction=1.0 if offload_fraction is None else offload_fraction,
-            device_budget_bytes=budget,
-            device_memory=device_memory
-            if device_memory in (None, "auto")
-            else parse_bytes(device_memory, "device_memory"),
+            device_memory=memory,
             update_on=update_on if isinstance(update_on, str) else tuple(update_on),
             overlap=overlap,
-            precision=precision or PrecisionConfig(),
-            transfer=transfer or TransferConfig(),
+            moments=_moments_meant(moments, master_weights),
+            master_weights=master_weights,
+            transfer=_with_host_memory(transfer or TransferConfig(), host_memory),
         )
 
     def __post_init__(self) -> None:
@@ -288,34 +233,87 @@ class OffloadConfig:
                 remedy=f"use one of {', '.join(LANES)} per parameter",
             )
         lanes = (self.update_on,) if isinstance(self.update_on, str) else self.update_on
-        if self.precision.moments is not None and "host" in lanes:
+        if self.moments is not None and "host" in lanes:
             raise ConfigError(
-                f"update_on={self.update_on!r} with precision.moments={self.precision.moments!r}",
+                f"update_on={self.update_on!r} with moments={self.moments!r}",
                 reason="the host lane updates state where it lies, in the dtype of the update",
-                remedy='use update_on="device", or leave moments None',
+                remedy='use update_on="device", or leave moments out',
             )
-        if self.overlap not in OVERLAPS:
+        if not isinstance(self.master_weights, bool):
+            raise ConfigError(
+                f"master_weights={self.master_weights!r}",
+                reason="neither True nor False",
+                remedy="use False to update in the shard's own dtype, as torch would",
+            )
+        if self.overlap is not None and self.overlap not in OVERLAPS:
             raise ConfigError(
                 f"overlap={self.overlap!r}",
                 reason="unknown choice",
                 remedy=f"use one of {', '.join(OVERLAPS)}",
             )
 
+    def compute_dtype(self, shard_dtype: torch.dtype) -> torch.dtype:
+        """dtype in which a shard of ``shard_dtype`` is updated and its moments are kept."""
+        if self.master_weights and shard_dtype in (torch.bfloat16, torch.float16):
+            return torch.float32
+        return shard_dtype
+
+    @property
+    def first_device_bytes(self) -> int:
+        """Device memory for slots, and for buckets that stay, from the beginning."""
+        if self.device_memory != "auto":
+            return self.device_memory
+        return 0 if self.overlap == "step" else FIRST_DEVICE_BYTES
+
     @property
     def bucket_bytes(self) -> int:
         """Bytes of state in a bucket."""
         given = self.transfer.bucket_bytes
-        if given is None:
-            return STEP_BUCKET_BYTES if self.overlap == "step" else OVERLAP_BUCKET_BYTES
-        return int(given)
+        if given is not None:
+            return int(given)
+        is_small = self.first_device_bytes < FIRST_DEVICE_BYTES
+        return SMALL_BUCKET_BYTES if is_small else LARGE_BUCKET_BYTES
 
-    @property
-    def prefetch_bytes(self) -> int:
-        """Device memory beyond the slots."""
-        given = self.transfer.prefetch_bytes
-        if given is None:
-            return 0 if self.overlap == "step" else DEFAULT_PREFETCH_BYTES
-        return int(given)
+
+def _moments_meant(moments: object, master_weights: bool) -> torch.dtype | Literal["int8"] | None:
+    """Of ``moments=``; see :data:`MOMENTS`."""
+    if not isinstance(moments, Hashable) or moments not in MOMENTS:
+        raise ConfigError(
+            f"moments={moments!r}",
+            reason="state is kept in the dtype of the update, in bf16, or in int8 codes",
+            remedy='use "fp32", "bf16", "int8", or a dtype',
+        )
+    if moments is not None and MOMENTS[moments] is None and not master_weights:
+        raise ConfigError(
+            f"moments={moments!r} with master_weights=False",
+            reason="without a master, moments have the shard's dtype",
+            remedy="leave one of them out",
+        )
+    return MOMENTS[moments]
+
+
+def _with_host_memory(transfer: TransferConfig, host_memory: int | str | None) -> TransferConfig:
+    if host_memory is None:
+        return transfer
+    if transfer.host_memory is not None:
+        raise ConfigError(
+            f"host_memory={host_memory!r} and {transfer.host_memory} in transfer",
+            reason="both say how much host memory there is",
+            remedy="give one of them",
+        )
+    return replace(transfer, host_memory=host_memory)
+
+
+_FORMER: Final = {
+    "device_budget": ("one number says what the optimizer may take there", "use device_memory="),
+    "prefetch_bytes": ("how much is fetched ahead follows from it", "use device_memory="),
+    "slots": ("how many there are follows from it", "use device_memory="),
+    "host_budget": ("it has another name", "use host_memory="),
+    "precision": ("its choices are arguments of their own", "use moments= and master_weights="),
+    "master": ("it has another name", "use master_weights=False"),
+    "rounding": ("moments in fewer bits are always rounded at random", "leave it out"),
+}
+"""Names that arguments had: why they went, and what to write."""
 
 
 def check_keywords(unknown: Mapping[str, object], known: Iterable[str]) -> None:
@@ -326,22 +324,20 @@ def check_keywords(unknown: Mapping[str, object], known: Iterable[str]) -> None:
         known: the names that it has.
 
     Raises:
-        ConfigError: a field of one of the configurations.
+        ConfigError: a field of :class:`TransferConfig`, or a name that one had earlier.
         TypeError: no such name anywhere; names the nearest one.
     """
-    places = {
-        entry.name: (argument, kind.__name__)
-        for argument, kind in (("transfer", TransferConfig), ("precision", PrecisionConfig))
-        for entry in fields(kind)
-    }
+    inner = [entry.name for entry in fields(TransferConfig)]
     for name, value in unknown.items():
-        if name in places:
-            argument, kind = places[name]
+        if name in _FORMER:
+            reason, remedy = _FORMER[name]
+            raise ConfigError(f"{name}={value!r}", reason=reason, remedy=remedy)
+        if name in inner:
             raise ConfigError(
                 f"{name}={value!r}",
-                reason=f"an option of {kind}",
-                remedy=f"pass {argument}={kind}({name}={value!r})",
+                reason="an option of TransferConfig",
+                remedy=f"pass transfer=TransferConfig({name}={value!r})",
             )
-        near = difflib.get_close_matches(name, [*known, *places], n=1)
+        near = difflib.get_close_matches(name, [*known, *inner], n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise TypeError(f"HybridDeviceOptimizer has no argument {name!r}{hint}")

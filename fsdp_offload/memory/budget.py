@@ -8,7 +8,7 @@ that nothing reads (``inactive_file``) does not count as use.
 Some virtual machines start with a small ``MemTotal`` that grows while memory is used; their page
 frames are all *present* in ``/proc/zoneinfo`` from the start. A kernel without that file (gVisor)
 says nothing about the machine; there only a cgroup can refuse. Memory that a host would add on
-demand cannot be seen from inside: ``TransferConfig.host_budget`` is for that.
+demand cannot be seen from inside: ``host_memory=`` is for that.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def check_host_budget(
     """
     needed = required_bytes * local_ranks
     if budget_bytes is not None and needed > budget_bytes:
-        raise _too_much(required_bytes, local_ranks, f"host_budget is {size_text(budget_bytes)}")
+        raise _too_much(required_bytes, local_ranks, f"host_memory is {size_text(budget_bytes)}")
     if required_bytes == 0 or budget_bytes is not None:
         return
     for source, free, total in host_memory(root):
@@ -128,7 +128,7 @@ def _too_much(required_bytes: int, ranks: int, why: str) -> HostMemoryError:
         reason=why,
         remedy="lower offload_fraction or raise device_budget, run fewer ranks per host, raise the "
         "container's memory limit, or, if the host has more than it shows, say how much all its "
-        "ranks may use with TransferConfig(host_budget=...)",
+        "ranks may use with host_memory=",
     )
 
 

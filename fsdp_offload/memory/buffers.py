@@ -40,7 +40,7 @@ class HostBuffers:
 
     Args:
         backend: of the device that is copied from.
-        transfer: how to obtain memory (``pin``, ``huge_pages``, ``numa``, ``host_budget``).
+        transfer: how to obtain memory (``pin``, ``huge_pages``, ``numa``, ``host_memory``).
     """
 
     def __init__(self, backend: Backend, transfer: TransferConfig) -> None:
@@ -53,7 +53,7 @@ class HostBuffers:
 
         Args:
             items: with different keys.
-            taken_bytes: host memory of this rank that ``host_budget`` counts besides.
+            taken_bytes: host memory of this rank that ``host_memory`` counts besides.
 
         Raises:
             HostMemoryError: it does not fit; nothing was taken.
@@ -63,7 +63,7 @@ class HostBuffers:
         n_bytes = sum(align(item.n_bytes, _ALIGNMENT_BYTES) for item in missing)
         if not n_bytes:
             return
-        budget, ranks = self._transfer.host_budget, local_ranks()
+        budget, ranks = self._transfer.host_memory, local_ranks()
         taken = (taken_bytes + self.n_bytes) * ranks  # the budget is that of all ranks
         check_host_budget(
             n_bytes,

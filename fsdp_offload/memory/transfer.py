@@ -222,7 +222,7 @@ class Transfer:
 
     Args:
         backend: where streams and device memory come from.
-        config: how to obtain host memory (``pin``, ``huge_pages``, ``numa``, ``host_budget``).
+        config: how to obtain host memory (``pin``, ``huge_pages``, ``numa``, ``host_memory``).
         empties_cache: whether the end of :meth:`out` lets torch's allocator give what it has cached
             to the driver.
     """

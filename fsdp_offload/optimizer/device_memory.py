@@ -29,20 +29,12 @@ class DeviceMemory:
 
     Args:
         backend: of the device.
-        budget_bytes: never more than that; None: what is to spare.
     """
 
-    def __init__(self, backend: Backend, budget_bytes: int | None) -> None:
-        self._backend, self._budget_bytes = backend, budget_bytes
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
         self._peak_bytes = 0
         self._retries: int | None = None  # not those of before
-
-    @classmethod
-    def chosen(cls, choice: int | str | None, backend: Backend) -> DeviceMemory | None:
-        """By ``device_memory=``: bytes, ``"auto"``, or None for none at all."""
-        if choice is None:
-            return None
-        return cls(backend, None if isinstance(choice, str) else choice)
 
     def look(self, step: int, engines: list[Engine]) -> None:
         """After ``step``: take more, or give back.
@@ -65,8 +57,6 @@ class DeviceMemory:
         allowed = allowed_bytes(Reading(total, free, reserved, self._peak_bytes, own))
         if is_short:
             allowed = min(allowed, own // 2)
-        if self._budget_bytes is not None:
-            allowed = min(allowed, self._budget_bytes)
         self._fit(step, engines, allowed)
 
     def _fit(self, step: int, engines: list[Engine], allowed: int) -> None:

@@ -24,6 +24,7 @@ import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
@@ -34,14 +35,14 @@ from torch.utils.hooks import RemovableHandle
 
 from ..core import dtensor
 from ..core.arguments import backend_of, modules_of
-from ..core.config import Lane, OffloadConfig, PrecisionConfig, TransferConfig, check_keywords
+from ..core.config import Lane, OffloadConfig, TransferConfig, check_keywords
 from ..core.errors import ConfigError, SpentGradientError
 from ..core.interrupts import held_back
 from ..memory.transfer import Handle
 from ..pipeline.gradients import count_empty_shards, gradient_of
 from ..pipeline.inventory import Placed
 from ..pipeline.native import OwnStep
-from ..pipeline.overlap import Overlap, make_overlap
+from ..pipeline.overlap import Overlap, default_overlap, make_overlap
 from ..update import state as state_io
 from ..update.params import Snapshot, Work
 from ..update.schema import check_supported, is_torch_class
@@ -84,17 +85,25 @@ class HybridDeviceOptimizer(Optimizer):
             a class runs its own step on the device, and its state stays there.
         offload_fraction: share of state bytes, 0 to 1 (default), that leaves the device; met
             within the largest parameter.
-        device_budget: instead of it, bytes (or "8GiB") of state that may stay on each device.
-        device_memory: bytes (or "8GiB") that travelling state may take on the device, for slots and
-            for buckets that stay there; ``"auto"``: what is to spare there, looked at after steps.
+        device_memory: bytes (or "8GiB") that offloaded state may take on each device, where it
+            travels through, and where some of it stays. ``"auto"`` (default): what is to spare,
+            looked at after steps, and given back when memory is short. 0: as little as possible.
+            Bits do not depend on it.
+        host_memory: bytes that all ranks of this host may use together; None: what is free.
         update_on: where offloaded state is updated: ``"device"`` (default: the same bits on every
             machine), ``"host"``, ``"auto"`` (both, or the one that the measured rates of this
             machine favour), or one lane name per trainable parameter in ``param_groups`` order.
-        overlap: ``"step"`` (default): all transfers run inside ``step()``. ``"forward"``: it
-            returns at once, and each FSDP2 module of ``model`` waits for its own parameters.
-            ``"backward"``: besides, parameters are updated as their gradients arrive. With both,
-            ``.grad`` is spent from then on: using it raises :class:`SpentGradientError`.
-        precision: see :class:`PrecisionConfig`.
+        overlap: ``"step"``: updates run inside ``step()``. ``"forward"``: it returns at once, each
+            FSDP2 module of ``model`` waits for its own parameters, and other code that uses a
+            parameter or its gradient waits, too. ``"backward"``: besides, parameters are updated
+            as their gradients arrive; using ``.grad`` raises :class:`SpentGradientError` from then
+            on. None (default): ``"forward"`` where all parameters are in FSDP2 modules of
+            ``model``, and the class is one of torch's that works element by element; else
+            ``"step"``.
+        moments: how state is kept: ``"fp32"``, ``"bf16"``, ``"int8"`` or a dtype; None: as torch
+            does, in fp32 where there is a master.
+        master_weights: keep an fp32 master for each parameter with a bf16 or fp16 shard. False:
+            update in the shard's own dtype, as torch would.
         transfer: see :class:`TransferConfig`.
 
     Raises:
@@ -117,36 +126,40 @@ class HybridDeviceOptimizer(Optimizer):
         model: nn.Module | Sequence[nn.Module] | None = None,
         *,
         elementwise: bool = False,
-        offload_fraction: float | None = None,
-        device_budget: int | str | None = None,
-        device_memory: int | str | None = None,
+        device_memory: int | str = "auto",
+        host_memory: int | str | None = None,
+        overlap: str | None = None,
         update_on: str | Sequence[str] = "device",
-        overlap: str = "step",
-        precision: PrecisionConfig | None = None,
+        moments: torch.dtype | str | None = None,
+        master_weights: bool = True,
+        offload_fraction: float | None = None,
         transfer: TransferConfig | None = None,
         **unknown: object,
     ) -> None:
         check_keywords(unknown, inspect.signature(type(self)).parameters)
         self._config = OffloadConfig.make(
-            offload_fraction=offload_fraction,
-            device_budget=device_budget,
             device_memory=device_memory,
-            update_on=update_on,
+            host_memory=host_memory,
             overlap=overlap,
-            precision=precision,
+            update_on=update_on,
+            moments=moments,
+            master_weights=master_weights,
+            offload_fraction=offload_fraction,
             transfer=transfer,
         )
         check_wrappable(optimizer)
         self._models = models = modules_of(model)
         check_holds(optimizer, models)
         self._inner, self._life = optimizer, Lifecycle()
+        self._hooks: list[RemovableHandle] = []
         backend = backend_of(p for group in optimizer.param_groups for p in group["params"])
         self._view = StateView()
-        self._reserved = Reservation(optimizer, models, self._config, backend, self._view)
+        config = self._resolved(optimizer)
+        self._reserved = Reservation(optimizer, models, config, backend, self._view)
         self._masters = Masters(self._reserved, self._view)
         self._own_step = None if elementwise or is_torch_class(optimizer) else OwnStep(optimizer)
         self._overlap: Overlap | None = None
-        self._memory = DeviceMemory.chosen(self._config.device_memory, backend)
+        self._memory = DeviceMemory(backend) if config.device_memory == "auto" else None
         self._device_state = DeviceState(
             self._reserved,
             self._view,
@@ -154,7 +167,6 @@ class HybridDeviceOptimizer(Optimizer):
             finish=self._finish_and_follow,  # while masters can see the weights
             adopt=self._adopt_while_away,
         )
-        self._hooks: list[RemovableHandle] = []
         self._named_masters = False
         self._had_gradient = False  # of any parameter, in any step
         self._steps, self._step_ms = 0, 0.0
@@ -168,11 +180,17 @@ class HybridDeviceOptimizer(Optimizer):
         self._connect()
         self._life.open()
 
+    def _resolved(self, optimizer: Optimizer) -> OffloadConfig:
+        """What the caller asked for, with the overlap that is possible for the parameters."""
+        if self._config.overlap is not None:
+            return self._config
+        return replace(self._config, overlap=default_overlap(optimizer, self._models))
+
     def _build(self) -> None:
         """Reserve state and take that of the wrapped optimizer over."""
         backend = self._reserved.backend
         with ordinary_tensors():
-            self._overlap = make_overlap(self, self._inner, self._models, self._config, backend)
+            self._make_overlap()
             if self._own_step is None:
                 self._extend(self._reserved.inventory.trainable())
                 self._reserved.take_over()
@@ -181,6 +199,14 @@ class HybridDeviceOptimizer(Optimizer):
                 self._view.shown = self._inner.state
                 self._own_step.warn(self._config, backend.device)
 
+    def _make_overlap(self) -> None:
+        reserved = self._reserved
+        self._overlap = make_overlap(
+            self, self._inner, self._models, reserved.config, reserved.backend
+        )
+        if self._overlap is not None:
+            self._hooks += watch_reads(self._models, self._before_module_read)
+
     def _connect(self) -> None:
         """Let the wrapped optimizer and the models speak to this one."""
         optimizer, models = self._inner, self._models
@@ -188,8 +214,6 @@ class HybridDeviceOptimizer(Optimizer):
         make_inert(optimizer, self)
         optimizer.state = self._view.shown
         self._hooks += watch_loads(models, self._before_module_load, self._after_module_load)
-        if self._overlap is not None:
-            self._hooks += watch_reads(models, self._before_module_read)
         weakref.finalize(self, remove_all, self._hooks)
         if self._own_step is None:
             weakref.finalize(self, self._view.shown.clear)
@@ -325,7 +349,9 @@ class HybridDeviceOptimizer(Optimizer):
             self._drain_quietly()
             self._adopt_writes()
             with ordinary_tensors():
-                self._reserved.exchange()
+                self._reserved.exchange(self._resolved(self._inner))
+                if self._overlap is None:
+                    self._make_overlap()
             self._masters.trust_shards()
             self._attach()
             self._device_state.close()

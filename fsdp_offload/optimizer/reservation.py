@@ -43,7 +43,7 @@ class Reservation:
         backend: Backend,
         view: StateView,
     ) -> None:
-        self._inner, self._models, self._config, self._view = inner, models, config, view
+        self._inner, self._models, self.config, self._view = inner, models, config, view
         self.backend = backend
         self.engines: list[Engine] = []
         self.params: list[ParamState] = []
@@ -53,7 +53,7 @@ class Reservation:
         self.inventory = self._new_inventory()
 
     def _new_inventory(self) -> Inventory:
-        return Inventory(self._inner, self._models, self._config, self.backend.device)
+        return Inventory(self._inner, self._models, self.config, self.backend.device)
 
     # ------------------------------------------------------------------ reserving
 
@@ -74,6 +74,7 @@ class Reservation:
         everything = [*self.params, *params]
         for index, param in enumerate(everything):
             param.spec = replace(param.spec, index=index)
+        taken = sum(engine.own_bytes for engine in self.engines)
         rank0 = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
         with torch.no_grad():
             engine = Engine(
@@ -81,8 +82,9 @@ class Reservation:
                 everything,
                 params,
                 natives,
-                self._config,
+                self.config,
                 self.backend,
+                device_bytes=self.config.first_device_bytes - taken,
                 show_progress=rank0,
                 native_state=shown,
             )
@@ -100,7 +102,6 @@ class Reservation:
         ]
         shown.update(exposed)
         self._managed.update(parameter for parameter, _ in added)
-        self.inventory.commit(params, natives)
 
     def _check_device(self, added: list[Placed]) -> None:
         backend = backend_of(parameter for parameter, _ in added)
@@ -140,8 +141,9 @@ class Reservation:
         for param in self.params:
             state_io.write(param, kept[param.parameter])
 
-    def exchange(self) -> None:
+    def exchange(self, config: OffloadConfig) -> None:
         """As at construction, for the parameters that the groups have now; state is kept."""
+        self.config = config
         groups = self._inner.param_groups
         kept = {id(p): p for group in groups for p in group["params"]}
         unmanaged = self._view.unmanaged(self.params)

@@ -20,7 +20,7 @@ from ..memory import ArenaStatistics, HostArena, check_host_budget, local_ranks
 from ..plan import Kind, Layout, Slice, make_layout
 from ..plan.lanes import is_beside
 from ..plan.layout import align
-from ..plan.order import Job, deadline_order, slot_count, spread
+from ..plan.order import Job, deadline_order
 from ..plan.residency import choose
 from ..update.bucket import BucketUpdate, Scratch
 from ..update.params import MasterForm, ParamState, Snapshot, Work
@@ -41,9 +41,6 @@ HOST_DEPTH = 6
 HOST_BUCKET_FACTOR = 2
 """Host buckets are that much larger with ``overlap="step"``: each costs a hand-over between
 threads. With the others all buckets are large."""
-STAYING_SHARE = {"backward": 0.5}
-"""By ``overlap``, of the memory beyond the least, that for buckets which stay on the device: with
-all of it, less else could be fetched ahead (docs/internals/pipeline.md)."""
 DEFAULT_DEVICE_BYTES = 256 << 20
 """Memory of the slots above which the parameter that needs it is logged."""
 
@@ -113,6 +110,7 @@ class Engine:
         config: OffloadConfig,
         backend: Backend,
         *,
+        device_bytes: int,
         show_progress: bool,
         native_state: States,
     ) -> None:
@@ -131,7 +129,7 @@ class Engine:
         check_host_budget(
             self.host_bytes + (sizes.host_bytes if host else 0),
             local_ranks=local_ranks(),
-            budget_bytes=None if transfer.host_budget is None else int(transfer.host_budget),
+            budget_bytes=None if transfer.host_memory is None else int(transfer.host_memory),
         )
         self.arenas: list[HostArena] = []
         self.worker: Worker | None = None
@@ -148,8 +146,7 @@ class Engine:
             self._make_tensors(dtype_groups, arena)
             self.scratch = self._scratch(dtype_groups)
             self.resident = self._resident(optimizer, dtype_groups, params)
-            self.streamed = self._streamed(optimizer, dtype_groups, params, arena)
-            self._ranks = list(range(self.streamed_count))  # of streamed buckets, in the forward
+            self.streamed = self._streamed(optimizer, dtype_groups, params, arena, device_bytes)
             self._release_scratch()
             if host:
                 memory = self._arena(sizes.host_bytes, show_progress=False)
@@ -228,6 +225,7 @@ class Engine:
         dtype_groups: list[DtypeGroup],
         params: list[ParamState],
         arena: HostArena,
+        device_bytes: int,
     ) -> StreamedLane | None:
         pairs = [
             (group.layout, bucket)
@@ -237,16 +235,9 @@ class Engine:
         ]
         if not pairs:
             return None
-        slot_bytes = max(align(bucket.slot_bytes, 256) for _, bucket in pairs)
-        prefetches = self.config.overlap != "step" or self.config.prefetch_bytes > 0
-        prefetches = prefetches or self._takes_memory_later
-        count, staying = slot_count(
-            len(pairs),
-            self.config.transfer.slots,
-            0 if self._takes_memory_later else self.config.prefetch_bytes // max(slot_bytes, 1),
-            prefetches=prefetches,
-            staying_share=STAYING_SHARE.get(self.config.overlap, 0.0),
-        )
+        sizes = [own_bytes(bucket) for _, bucket in pairs]
+        slot_bytes = max(sizes)
+        count, staying = choose(sizes, range(len(sizes)), device_bytes)
         if count * slot_bytes > DEFAULT_DEVICE_BYTES:
             largest = max(pairs, key=lambda pair: pair[1].slot_bytes)[1]
             _log.info(
@@ -256,15 +247,12 @@ class Engine:
                 params[largest.slices[0].spec.index].fqn,
             )
         slots = [self.backend.allocate(slot_bytes) for _ in range(count)]
-        own = {
-            i: self.backend.allocate(own_bytes(pairs[i][1])) for i in spread(staying, len(pairs))
-        }
+        own = {i: self.backend.allocate(sizes[i]) for i in sorted(staying)}
         lane = StreamedLane(
             self.backend,
             self.update,
             slots,
             own,
-            prefetches=prefetches,
             takes_turns=self.config.overlap != "step",
         )
         lane.buckets = [
@@ -280,12 +268,8 @@ class Engine:
             for i, (layout, bucket) in enumerate(pairs)
         ]
         lane.arrange(range(len(pairs)), own)
+        self._ranks = list(range(len(pairs)))  # of its buckets, in the forward
         return lane
-
-    @property
-    def _takes_memory_later(self) -> bool:
-        """Whether :meth:`fit` is going to say how much there is."""
-        return self.config.device_memory is not None
 
     def _release_scratch(self) -> None:
         """Unless an update needs it every time."""
@@ -429,7 +413,7 @@ class Engine:
 
     def prefetch(self) -> None:
         """Fetch state for the next iteration, as far as there are slots for it."""
-        if self.streamed is not None and self.streamed.prefetches:
+        if self.streamed is not None:
             self.streamed.prefetch()
 
     def reorder(self, ready_ms: Sequence[float], ranks: Sequence[int], ms_per_byte: float) -> None:
@@ -495,7 +479,6 @@ class Engine:
             lane.sizes,
             sorted(range(len(lane.sizes)), key=self._ranks.__getitem__),
             allowed_bytes,
-            least_slots=self.config.transfer.slots,
             staying=lane.staying,
             away_until=self._away_until,
             step=step,

@@ -56,8 +56,6 @@ class Inventory:
         self._optimizer, self._models = optimizer, models
         self._config, self._device = config, device
         self._schemas: dict[Any, Schema] = {}
-        self._max_local_bytes: dict[Tensor, int] = {}
-        self._resident_bytes = 0  # of the largest shards, over all ranks
         self._kept_lanes: dict[Tensor, Lane] = {}
         self.names = dtensor.parameter_names(models)
         self._name_missing()
@@ -123,11 +121,6 @@ class Inventory:
         ]
         return params, natives
 
-    def commit(self, params: Sequence[ParamState], natives: Sequence[Placed]) -> None:
-        """Once memory is reserved: count what stays against a budget."""
-        stay = [r.parameter for r in params if r.lane == "resident"] + [p for p, _ in natives]
-        self._resident_bytes += sum(self._max_local_bytes[parameter] for parameter in stay)
-
     def _choose(
         self, specs: dict[Tensor, ParamSpec], ordered: list[Tensor], *, first: bool
     ) -> dict[Tensor, Lane]:
@@ -142,12 +135,12 @@ class Inventory:
                 ordered = list(specs)
             else:
                 config = replace(config, update_on="device")
-        some, used = [specs[parameter] for parameter in ordered], self._resident_bytes
+        some = [specs[parameter] for parameter in ordered]
         rates = None
         # The same decision on all ranks: it depends on global sizes only.
-        if wants_rates(some, config, used_bytes=used):
+        if wants_rates(some, config):
             rates = self._rates(ordered)
-        lanes = choose_lanes(some, config, rates, used_bytes=used)
+        lanes = choose_lanes(some, config, rates)
         return dict(zip(ordered, lanes, strict=True))
 
     def _rates(self, parameters: list[Tensor]) -> Rates | None:
@@ -171,7 +164,7 @@ class Inventory:
         """What the choice of its lane goes by."""
         fqn = self.names[parameter]
         info = dtensor.shard_info(parameter, fqn)
-        compute = self._config.precision.compute_dtype(info.dtype)
+        compute = self._config.compute_dtype(info.dtype)
         # A tensor subclass may be treated in a way of its own; Adafactor's state has shapes that
         # depend on the parameter's. Both keep what the class makes.
         native = not info.is_plain or not has_schema(self._optimizer)
@@ -185,12 +178,11 @@ class Inventory:
         if not native:
             schema = self.schema(group, compute, on_host=False)
         form = master_form("resident", info.dtype, compute)
-        per_numel = bytes_per_element(schema, form, compute, self._config.precision)
-        self._max_local_bytes[parameter] = int(info.max_local_numel * per_numel)
+        per_numel = bytes_per_element(schema, form, compute, self._config)
         return ParamSpec(
             fqn=fqn,
             global_bytes=int(info.global_numel * per_numel),
-            max_local_bytes=self._max_local_bytes[parameter],
+            max_local_bytes=int(info.max_local_numel * per_numel),
             must_stay=native,
             whole=not schema.elementwise,
             host_numel=info.max_local_numel if self._is_fast_on_host(group, schema, compute) else 0,
@@ -201,16 +193,16 @@ class Inventory:
         values = self._optimizer.param_groups[group]
         fused, foreach = values.get("fused"), values.get("foreach")
         chosen = bool(fused) or (fused is None and foreach is None)
-        single = {compute, self._config.precision.moments or compute} == {torch.float32}
+        single = {compute, self._config.moments or compute} == {torch.float32}
         known = torch_class(self._optimizer) in FUSED_ON_CPU
         return chosen and single and known and schema.elementwise
 
     def _state(self, parameter: Tensor, group: int, spec: ParamSpec, lane: Lane) -> ParamState:
         info = dtensor.shard_info(parameter, spec.fqn)
-        compute = self._config.precision.compute_dtype(info.dtype)
+        compute = self._config.compute_dtype(info.dtype)
         schema = self.schema(group, compute, on_host=lane == "host")
         form = master_form(lane, info.dtype, compute)
-        moments = moments_of(schema, compute, self._config.precision)
+        moments = moments_of(schema, compute, self._config.moments)
         cuttable, cut_numel = cut_at(info, lane, elementwise=schema.elementwise)
         return ParamState(
             parameter=parameter,
@@ -256,9 +248,8 @@ class Inventory:
         return outgrown
 
     def start_anew(self, params: Sequence[ParamState]) -> None:
-        """Forget what was committed, but for lanes, which all parameters keep."""
+        """The next plan is of parameters that have lanes, which they keep."""
         self._kept_lanes = {param.parameter: param.lane for param in params}
-        self._resident_bytes = 0
 
     def schema_under(self, param: ParamState, group: dict[str, Any]) -> Schema:
         """The schema that ``param`` would have under other group values."""

@@ -305,7 +305,7 @@ class Overlap:
                 stream.wait(event)
 
     def before_use(self, index: int) -> None:
-        """The user's code is about to use a shard or a gradient of this gate on the current stream."""
+        """The user's code is about to use a shard or a gradient of this gate."""
         gate = self.gates[index]
         if not gate.events:
             return
@@ -380,6 +380,19 @@ def _call_all(calls: Sequence[Callable[[], None]]) -> None:
         call()
 
 
+def can_overlap(inner: Optimizer) -> bool:
+    """Whether its updates may run beside other work: slice by slice, without a collective."""
+    return is_torch_class(inner) and not works_on_matrices(inner)
+
+
+def default_overlap(inner: Optimizer, models: Sequence[nn.Module]) -> str:
+    """``"forward"`` where an FSDP2 module waits for each parameter that is trained."""
+    gated = {p for group in find_groups(models) for p in group.parameters}
+    trained = [p for group in inner.param_groups for p in group["params"] if p.requires_grad]
+    is_gated = bool(trained) and gated.issuperset(trained)
+    return "forward" if is_gated and can_overlap(inner) else "step"
+
+
 def make_overlap(
     owner: Owner,
     inner: Optimizer,
@@ -403,7 +416,7 @@ def make_overlap(
             reason="each FSDP2 module waits for its own parameters, and there is none",
             remedy='call fully_shard and pass model=, or use overlap="step"',
         )
-    if not is_torch_class(inner) or works_on_matrices(inner):
+    if not can_overlap(inner):
         raise ConfigError(
             f"overlap={mode!r} with {type(inner).__name__}",
             reason="only element-wise classes of torch.optim can be updated slice by slice, "

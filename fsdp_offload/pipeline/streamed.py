@@ -39,7 +39,7 @@ from torch.optim import Optimizer
 from ..core.backend import Backend, Event, Stream, TimedEvent, in_turns
 from ..memory import HostArena
 from ..plan import Bucket, Kind, Layout, Slice
-from ..plan.layout import kind_range
+from ..plan.layout import align, kind_range
 from ..plan.order import SlotUse, slot_use
 from ..update.bucket import BucketUpdate, Scratch
 from ..update.params import REMAINDER_KIND, MasterForm, ParamState, Work
@@ -57,8 +57,8 @@ def best_ms_per_byte(marks: Sequence[Mark]) -> float | None:
 
 
 def own_bytes(bucket: Bucket) -> int:
-    """What a bucket takes on the device when it stays: something, also without state."""
-    return max(bucket.slot_bytes, 1)
+    """What a bucket takes on the device: something, also without state."""
+    return align(max(bucket.slot_bytes, 1), 256)
 
 
 class StreamedBucket:
@@ -127,7 +127,6 @@ class StreamedLane:
         update: the stream on which updates run, shared with the resident lane.
         slots: uint8 memory, each as large as the largest bucket.
         staying: uint8 memory of each bucket that stays, by its index.
-        prefetches: whether to fetch for the next iteration at the end of one.
         takes_turns: whether copies of others to the device have to get through meanwhile.
     """
 
@@ -138,7 +137,6 @@ class StreamedLane:
         slots: list[Tensor],
         staying: dict[int, Tensor],
         *,
-        prefetches: bool,
         takes_turns: bool,
     ) -> None:
         self.slots = slots
@@ -150,7 +148,6 @@ class StreamedLane:
         self._fetched_in_place: dict[int, Event] = {}  # when it came there
         self._backend = backend
         self._use = SlotUse((), (0,))
-        self.prefetches = prefetches
         # Alone on the link, whole spans on one stream are faster.
         self._shared_h2d = backend.bulk_stream("h2d") if takes_turns else None
         self._h2d: Stream = self._shared_h2d or backend.stream("h2d")

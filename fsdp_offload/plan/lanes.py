@@ -1,8 +1,7 @@
 """Which lane each parameter's state lives in: a pure function of global metadata.
 
 Every rank must decide the same, so only numbers that are equal on all ranks are used: global
-sizes for a fraction, the largest shard over all ranks for a device budget, and the slowest rank's
-rates.
+sizes for a fraction, the largest shard over all ranks for the link, and the slowest rank's rates.
 """
 
 from __future__ import annotations
@@ -44,16 +43,13 @@ def choose_lanes(
     specs: Sequence[ParamSpec],
     config: OffloadConfig,
     rates: Rates | None = None,
-    *,
-    used_bytes: int = 0,
 ) -> tuple[Lane, ...]:
-    """One lane per spec; ``used_bytes`` of a device budget are taken already.
+    """One lane per spec.
 
     Args:
         specs: in update order, or as ``config.update_on`` lists lanes.
         config: the user's choices.
         rates: needed by ``update_on="auto"`` alone, which streams without them.
-        used_bytes: of a device budget that earlier parameters take.
 
     Parameters stay on the device in the given order as long as they fit into what may stay; a
     parameter that does not fit is offloaded and later, smaller ones are still tried. So the
@@ -65,12 +61,8 @@ def choose_lanes(
     """
     if not isinstance(config.update_on, str):
         return _given_lanes(specs, config.update_on)
-    if config.device_budget_bytes is not None:
-        sizes = [c.max_local_bytes for c in specs]
-        allowance = float(config.device_budget_bytes - used_bytes)
-    else:
-        sizes = [c.global_bytes for c in specs]
-        allowance = (1.0 - config.offload_fraction) * sum(sizes)
+    sizes = [c.global_bytes for c in specs]
+    allowance = (1.0 - config.offload_fraction) * sum(sizes)
     away: Lane = "host" if config.update_on == "host" else "streamed"
     lanes: list[Lane] = []
     allowance -= sum(size for c, size in zip(specs, sizes, strict=True) if c.must_stay)
@@ -82,7 +74,7 @@ def choose_lanes(
             allowance -= size
         else:
             # Nothing to move: with a fraction of 0 everything is resident, also empty parameters.
-            keep = size == 0 and config.device_budget_bytes is None and config.offload_fraction == 0
+            keep = size == 0 and config.offload_fraction == 0
             lanes.append("resident" if keep else _checked(spec, away))
     if config.update_on == "auto" and rates is not None:
         for index in _host_run(specs, lanes, rates):
@@ -90,7 +82,7 @@ def choose_lanes(
     return tuple(lanes)
 
 
-def wants_rates(specs: Sequence[ParamSpec], config: OffloadConfig, *, used_bytes: int) -> bool:
+def wants_rates(specs: Sequence[ParamSpec], config: OffloadConfig) -> bool:
     """Whether :func:`choose_lanes` has a choice that is worth measuring for.
 
     Beside forward and backward two lanes were never faster than one: the link is busy for less of
@@ -98,7 +90,7 @@ def wants_rates(specs: Sequence[ParamSpec], config: OffloadConfig, *, used_bytes
     """
     if config.update_on != "auto" or config.overlap != "step":
         return False
-    lanes = choose_lanes(specs, config, used_bytes=used_bytes)
+    lanes = choose_lanes(specs, config)
     pairs = zip(specs, lanes, strict=True)
     movable = (c for c, lane in pairs if lane == "streamed" and c.host_numel)
     return sum(c.max_local_bytes for c in movable) >= MIN_BYTES

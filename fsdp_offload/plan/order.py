@@ -58,33 +58,6 @@ def ring_size(buckets: int, most: int) -> int:
     return -(-buckets // rounds)
 
 
-def slot_count(
-    buckets: int, least: int, extra: int, *, prefetches: bool, staying_share: float
-) -> tuple[int, int]:
-    """How many slots there are, and how many buckets stay on the device instead.
-
-    Args:
-        buckets: at least 1.
-        least: slots that are wanted in any case.
-        extra: buckets that there is memory for besides.
-        prefetches: whether the next iteration's first buckets are fetched in this one.
-        staying_share: of the extra memory, that for buckets which stay; where all buckets fit, and
-            it is not 0, all of them stay.
-    """
-    most = least + extra
-    if not prefetches:
-        return min(most, buckets), 0
-    if staying_share and most >= buckets:
-        return 0, buckets
-    staying = int(extra * staying_share)
-    return ring_size(buckets - staying, most - staying), staying
-
-
-def spread(count: int, buckets: int) -> list[int]:
-    """``count`` of ``buckets`` positions, evenly spread."""
-    return [i for i in range(buckets) if (i + 1) * count // buckets > i * count // buckets]
-
-
 @dataclass(frozen=True)
 class SlotUse:
     """Which slot the bucket at each position of an order uses, and how far ahead it may be filled.

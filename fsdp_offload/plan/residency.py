@@ -15,12 +15,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from ..core.config import GIB
+from .order import ring_size
 
 LEAST_MARGIN_BYTES: Final = 2 * GIB
 MARGIN_SHARE: Final = 0.05
+LEAST_SLOTS: Final = 4
+"""Three keep both directions of the link busy; the fourth absorbs jitter."""
 MOST_SLOT_BYTES: Final = 4 * GIB
 """Slots beyond that were not faster (docs/benchmarks)."""
 AWAY_STEPS: Final = 50
@@ -54,8 +57,7 @@ def allowed_bytes(reading: Reading) -> int:
     return max(0, reading.own_bytes + spare)
 
 
-@dataclass(frozen=True)
-class Choice:
+class Choice(NamedTuple):
     """What the memory is used for."""
 
     slots: int
@@ -67,7 +69,6 @@ def choose(
     urgency: Sequence[int],
     allowed: int,
     *,
-    least_slots: int,
     staying: Collection[int] = (),
     away_until: Mapping[int, int] | None = None,
     step: int = 0,
@@ -77,8 +78,7 @@ def choose(
     Args:
         sizes: bytes of each bucket.
         urgency: all buckets, those first that the forward needs soonest.
-        allowed: bytes for all of it.
-        least_slots: at least, where a bucket travels, whatever is allowed.
+        allowed: bytes for all of it. ``LEAST_SLOTS`` are taken in any case, while buckets travel.
         staying: buckets that stay now; they go on to as long as there is room.
         away_until: steps before which buckets do not come back.
         step: the number of this one.
@@ -89,7 +89,7 @@ def choose(
     if sum(sizes) <= allowed and not away:
         return Choice(0, frozenset(range(len(sizes))))
     slot_bytes = max(sizes)
-    most = max(least_slots, min(allowed // 2, MOST_SLOT_BYTES) // slot_bytes)
+    most = max(LEAST_SLOTS, min(allowed // 2, MOST_SLOT_BYTES) // slot_bytes)
     slots = min(most, len(sizes))
     room = allowed - slots * slot_bytes
     chosen: set[int] = set()
@@ -97,4 +97,5 @@ def choose(
         if index not in away and sizes[index] <= room:
             chosen.add(index)
             room -= sizes[index]
-    return Choice(min(slots, len(sizes) - len(chosen)), frozenset(chosen))
+    left = len(sizes) - len(chosen)
+    return Choice(ring_size(left, slots) if left else 0, frozenset(chosen))

@@ -344,8 +344,7 @@ class BucketUpdate:
                 continue
             sliced.updates += 1
             for each in packed:
-                is_random = each.moment.stochastic
-                each.pack(rng_key_of(sliced, each.moment.position // 2) if is_random else None)
+                each.pack(rng_key_of(sliced, each.moment.position // 2))
 
     def _unpack(self) -> None:
         if self._form is MasterForm.WHOLE:

@@ -154,8 +154,7 @@ def _update(  # type: ignore[no-untyped-def]
     program, numel, key, first,
     beta1, rest1, beta2, rest2, eps, decay, step_size, inverse_root,
     BF16_WEIGHT: tl.constexpr, MAXIMIZE: tl.constexpr,
-    DECOUPLED: tl.constexpr, DECAY: tl.constexpr, INT8: tl.constexpr, STOCHASTIC: tl.constexpr,
-    ROWS: tl.constexpr,
+    DECOUPLED: tl.constexpr, DECAY: tl.constexpr, INT8: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """See ``reduced_adam.adam_plain``; ``program``: which ``ROWS`` blocks of the slice."""
     rows = program.to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -197,14 +196,14 @@ def _update(  # type: ignore[no-untyped-def]
         v = tl.where(inside, v, 0.0)
         low, high = _half(hashed, False), _half(hashed, True)
         _store_codes(
-            m, low, average, average_scales, at, rows, inside, blocks, 127, STOCHASTIC
+            m, low, average, average_scales, at, rows, inside, blocks, 127, True
         )  # fmt: skip
         _store_codes(
-            v, high, square, square_scales, at, rows, inside, blocks, 255, STOCHASTIC
+            v, high, square, square_scales, at, rows, inside, blocks, 255, True
         )  # fmt: skip
     else:
-        _store_bf16(m, _half(hashed, False), average, at, inside, STOCHASTIC)
-        _store_bf16(v, _half(hashed, True), square, at, inside, STOCHASTIC)
+        _store_bf16(m, _half(hashed, False), average, at, inside, True)
+        _store_bf16(v, _half(hashed, True), square, at, inside, True)
     if program == 0:
         tl.store(step, tl.load(step) + 1.0)
 
@@ -214,15 +213,14 @@ def _adam(  # type: ignore[no-untyped-def]
     weight, remainder, gradient, average, average_scales, square, square_scales, step,
     numel, key, first, beta1, rest1, beta2, rest2, eps, decay, step_size, inverse_root,
     BF16_WEIGHT: tl.constexpr, MAXIMIZE: tl.constexpr,
-    DECOUPLED: tl.constexpr, DECAY: tl.constexpr, INT8: tl.constexpr, STOCHASTIC: tl.constexpr,
-    ROWS: tl.constexpr,
+    DECOUPLED: tl.constexpr, DECAY: tl.constexpr, INT8: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """One slice."""
     _update(
         weight, remainder, gradient, average, average_scales, square, square_scales, step,
         tl.program_id(0), numel, key, first,
         beta1, rest1, beta2, rest2, eps, decay, step_size, inverse_root,
-        BF16_WEIGHT, MAXIMIZE, DECOUPLED, DECAY, INT8, STOCHASTIC, ROWS,
+        BF16_WEIGHT, MAXIMIZE, DECOUPLED, DECAY, INT8, ROWS,
     )  # fmt: skip
 
 
@@ -241,7 +239,7 @@ def _adam_table(  # type: ignore[no-untyped-def]
     g4: tl.int64, g5: tl.int64, g6: tl.int64, g7: tl.int64,
     beta1, rest1, beta2, rest2, eps, decay, step_size, inverse_root,
     BF16_WEIGHT: tl.constexpr, BF16_GRADIENT: tl.constexpr, MAXIMIZE: tl.constexpr,
-    DECOUPLED: tl.constexpr, DECAY: tl.constexpr, INT8: tl.constexpr, STOCHASTIC: tl.constexpr,
+    DECOUPLED: tl.constexpr, DECAY: tl.constexpr, INT8: tl.constexpr,
     WIDTH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Up to eight slices; ``table``: see :func:`.reduced_adam.table_of`."""
@@ -261,7 +259,7 @@ def _adam_table(  # type: ignore[no-untyped-def]
         program - tl.load(row).to(tl.int32), tl.multiple_of(tl.load(row + 8), 16),
         _key(tl.load(row + 10).to(tl.int32), updates), tl.load(row + 9),
         beta1, rest1, beta2, rest2, eps, decay, step_size, inverse_root,
-        BF16_WEIGHT, MAXIMIZE, DECOUPLED, DECAY, INT8, STOCHASTIC, ROWS,
+        BF16_WEIGHT, MAXIMIZE, DECOUPLED, DECAY, INT8, ROWS,
     )  # fmt: skip
 
 
@@ -310,8 +308,6 @@ def adam(
     key: int,
     first: int,
     numbers: tuple[float, ...],
-    *,
-    stochastic: bool,
     **flags: bool,
 ) -> None:
     """See :func:`.reduced_adam.adam_plain`; codes and scales per moment. ``flags``: MAXIMIZE,
@@ -326,8 +322,7 @@ def adam(
             average[0], scales[0], square[0], scales[1], step,
         ),
         (numel, key, first), numbers,
-        BF16_WEIGHT=remainder is not None, **flags, INT8=is_int8,
-        STOCHASTIC=stochastic, ROWS=ROWS,
+        BF16_WEIGHT=remainder is not None, **flags, INT8=is_int8, ROWS=ROWS,
     )  # fmt: skip
 
 
@@ -343,7 +338,7 @@ def adam_of_table(
 
     ``rows``: of the table. ``gradients``: :func:`.address_table.addresses_of`. ``updates``: of each
     which, with this one. ``flags``: the constants BF16_WEIGHT, BF16_GRADIENT, MAXIMIZE, DECOUPLED,
-    DECAY, INT8 and STOCHASTIC, in this order.
+    DECAY and INT8, in this order.
     """
     _ADAM_TABLE.launch(
         table.programs, (rows,),

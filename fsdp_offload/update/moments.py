@@ -26,7 +26,6 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from ..core.config import PrecisionConfig
 from ..plan import Kind
 from .codec import QUIET_BIT
 from .kernels import moment_kernels
@@ -51,7 +50,6 @@ class Moment:
 
     name: str
     dtype: torch.dtype  # bf16, int8 (signed) or uint8 (never negative)
-    stochastic: bool
     position: int  # among the moments of its parameter; chooses its 16 random bits
 
     @property
@@ -78,21 +76,19 @@ class Moment:
 
 
 def moments_of(
-    schema: Schema, compute: torch.dtype, precision: PrecisionConfig
+    schema: Schema, compute: torch.dtype, chosen: torch.dtype | str | None
 ) -> tuple[Moment, ...]:
-    """The kinds of ``schema`` that ``precision`` keeps in fewer bits than the update uses."""
-    if precision.moments is None or compute != torch.float32 or not schema.elementwise:
+    """The kinds of ``schema`` that are kept in fewer bits than the update uses: bf16, or "int8"."""
+    if chosen is None or compute != torch.float32 or not schema.elementwise:
         return ()
     kinds = [kind for kind in schema.role("like") if (kind.dtype or compute) == torch.float32]
     dtypes: dict[str, torch.dtype] = {kind.name: torch.bfloat16 for kind in kinds}
-    if precision.moments == "int8":
+    if chosen == "int8":
         # Without a step count, state that was never set is told by negative zeros.
         has_step = any(kind.name == "step" for kind in schema.kinds)
         dtypes = {k.name: CODED[k.name] for k in kinds if k.name in CODED and has_step}
-    stochastic = precision.rounding == "stochastic"
     return tuple(
-        Moment(name, dtype, stochastic, position)
-        for position, (name, dtype) in enumerate(dtypes.items())
+        Moment(name, dtype, position) for position, (name, dtype) in enumerate(dtypes.items())
     )
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..core.backend import Event
-from ..core.config import Lane, PrecisionConfig
+from ..core.config import Lane, OffloadConfig
 from ..core.dtensor import ShardInfo, first_index
 from ..core.errors import ConfigError
 from ..plan import Kind, ParamSpec, Slice
@@ -145,12 +145,12 @@ def state_kinds(
 
 
 def bytes_per_element(
-    schema: Schema, form: MasterForm, compute: torch.dtype, precision: PrecisionConfig
+    schema: Schema, form: MasterForm, compute: torch.dtype, config: OffloadConfig
 ) -> float:
     """Bytes of state per element of a parameter, scales of blocks counted in."""
     kept = {kind.name: (kind.dtype or compute).itemsize for kind in schema.role("like")}
     total = float(sum(kept.values()))
-    for moment in moments_of(schema, compute, precision):
+    for moment in moments_of(schema, compute, config.moments):
         kinds = [moment.kind, *([moment.scale_kind] if moment.has_scales else [])]
         total += sum(k.itemsize / k.block_numel for k in kinds) - kept[moment.name]
     masters = {MasterForm.REMAINDER: REMAINDER_KIND.itemsize, MasterForm.WHOLE: compute.itemsize}

@@ -45,7 +45,7 @@ class PackedMoment:
         """See :func:`.moments.unpack`."""
         moments.unpack(self.moment, self.codes, self.scales, self.values)
 
-    def pack(self, rng_key: RngKey | None) -> None:
+    def pack(self, rng_key: RngKey) -> None:
         """See :func:`.moments.pack`."""
         moments.pack(self.moment, self.values, self.codes, self.scales, rng_key)
 
@@ -151,7 +151,6 @@ class ReducedAdam:
             "BF16_GRADIENT": given.dtype == torch.bfloat16,
             **constants.flags,
             "INT8": both[0].has_scales,
-            "STOCHASTIC": both[0].stochastic,
         }
         kernels = moment_kernels()
         assert kernels is not None
@@ -257,7 +256,7 @@ def adam(
     assert kernels is not None
     kernels.adam(
         weight, remainder, gradient, average, square, step, rng_key.key, rng_key.first,
-        constants.numbers(updates), stochastic=both[0].stochastic, **constants.flags,
+        constants.numbers(updates), **constants.flags,
     )  # fmt: skip
 
 
@@ -298,5 +297,5 @@ def adam_plain(
     else:
         codec.encode_plain(master, weight, remainder)
     for moment, kept, values in zip(both, (average, square), (m, v), strict=True):
-        moments.pack_plain(moment, values, *kept, rng_key if moment.stochastic else None)
+        moments.pack_plain(moment, values, *kept, rng_key)
     step += 1

@@ -26,7 +26,7 @@ NUMEL = 128 * 64 + 12 * 64 * 64 + 3 * 64
 @pytest.mark.filterwarnings("ignore")
 def test_iterations(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out.json"
-    rows = "plain,torchao,step-b8192-s3-torchclip,backward-int8,step-host,step-f0,cpuoffload"
+    rows = "plain,torchao,step-b8192-torchclip,backward-int8,step-host,step-f0,cpuoffload"
     iteration.main([*TINY, *SHORT, "--json", str(out), "--rows", rows, "--shards", "fp32"])
     lines = capfd.readouterr().out.splitlines()
     assert lines[0].startswith("plain: iteration")
@@ -38,7 +38,7 @@ def test_iterations(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
         parts = row["forward_ms"] + row["backward_ms"] + row["update_ms"]
         assert 0 < parts == pytest.approx(row["iteration_ms"], rel=0.9)
         assert len(row["losses"]) == 4 + iteration.LEAD_IN
-    plain, step = found["plain"], found["step-b8192-s3-torchclip"]
+    plain, step = found["plain"], found["step-b8192-torchclip"]
     assert step["exposed_ms"] == pytest.approx(step["iteration_ms"] - plain["iteration_ms"])
     assert step["moved_bytes"] == pytest.approx(8 * NUMEL, rel=0.01)
     assert found["backward-int8"]["moved_bytes"] < 3 * NUMEL
@@ -76,11 +76,11 @@ def test_two_ranks_agree(ranks: Callable[..., RankPool]) -> None:
 
 def test_words_of_a_name() -> None:
     assert [Case.parse(name).name for name in DEFAULT_ROWS.split(",")] == DEFAULT_ROWS.split(",")
-    case = Case.parse("forward-clip-bf16-p4GiB-b64MiB-s6-f0.5")
+    case = Case.parse("forward-clip-bf16-d4GiB-b64MiB-f0.5")
     assert (case.kind, case.clip, case.is_ours) == ("forward", "ours", True)
     assert case.options == {
-        "clip": "ours", "moments": torch.bfloat16, "prefetch_bytes": 4 << 30,
-        "bucket_bytes": 64 << 20, "slots": 6, "offload_fraction": 0.5,
+        "clip": "ours", "moments": torch.bfloat16, "device_memory": 4 << 30,
+        "bucket_bytes": 64 << 20, "offload_fraction": 0.5,
     }  # fmt: skip
 
 
@@ -89,7 +89,7 @@ def test_words_of_a_name() -> None:
     [
         ("backwards", "'backwards' is no kind of row"),
         ("step-fp8", "the word 'fp8' is unknown"),
-        ("step-pmuch", "the word 'pmuch' is unknown"),
+        ("step-dmuch", "the word 'dmuch' is unknown"),
         ("plain-bf16", "'plain' rows have no such options"),
         ("torchao-torchclip", "'torchao' rows have no such options"),
         ("cpuoffload-clip", "'cpuoffload' rows have no such options"),

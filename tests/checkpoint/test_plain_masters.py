@@ -29,7 +29,7 @@ pytestmark = [
 ]
 
 Job = tuple[nn.Module, Optimizer]
-SMALL = TransferConfig(bucket_bytes=4096, slots=2, host_threads=1)
+SMALL = TransferConfig(bucket_bytes=4096, host_threads=1)
 LANES = ["streamed", "resident", "host"]
 
 

@@ -24,7 +24,7 @@ from fsdp_offload import HybridDeviceOptimizer, TransferConfig
 
 VOCABULARY = 23
 WIDTH = 45
-TRANSFER = TransferConfig(bucket_bytes=4096, slots=2, host_threads=1)
+TRANSFER = TransferConfig(bucket_bytes=4096, host_threads=1)
 """Small buckets: the largest parameters are cut, most buckets hold several small ones."""
 
 
@@ -131,8 +131,9 @@ def groups(model: nn.Module, *, lr: float = 0.01, matrices_only: bool = False) -
 
 
 def wrap(optimizer: Optimizer, model: Any = None, **options: Any) -> HybridDeviceOptimizer:
-    """A wrapper with small buckets; a tuple of lanes is given to the parameters in turn."""
-    options.setdefault("transfer", TRANSFER)
+    """A wrapper with small buckets, some of which stay on the device. A tuple of lanes is given to
+    the parameters in turn."""
+    options = {"transfer": TRANSFER, "device_memory": 30_000, **options}
     if isinstance(lanes := options.get("update_on"), tuple):
         trainable = [p for p in parameters_of(optimizer) if p.requires_grad]
         options["update_on"] = [lanes[i % len(lanes)] for i in range(len(trainable))]

@@ -273,7 +273,7 @@ def lanes(options: dict[str, Any]) -> tuple[list[Any], list[int]]:
     "options",
     [
         {"offload_fraction": 0.4, "update_on": "host"},
-        {"device_budget": 6000},
+        {"offload_fraction": 0.7},
     ],
 )
 def test_all_ranks_choose_the_same_lanes_in_the_same_order(

@@ -37,7 +37,7 @@ MORE = (pytest.param("forward", marks=pytest.mark.long), "backward")
 """Where the harder one of the two stands for both."""
 MIXED = ("streamed", "host", "resident")
 FP32, BF16 = torch.float32, torch.bfloat16
-SMALL = TransferConfig(bucket_bytes=4096, slots=2, host_threads=1, prefetch_bytes=4 * 4096)
+SMALL = TransferConfig(bucket_bytes=4096, host_threads=1)
 
 
 def loss_of(model: Any, step: int, skip: int | None = None) -> Tensor:

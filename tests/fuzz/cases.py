@@ -78,6 +78,7 @@ class Case:
     lanes: tuple[str, ...]  # those in use
     wrap: dict[str, Any]  # arguments of the wrapper, but the model and lanes
     transfer: dict[str, Any]
+    slots: int = 4
     gives_model: bool = True
     mastered: bool = True
     watched: bool = False  # state is read after every event
@@ -194,8 +195,8 @@ def draw_case(seed: int, ranks: int = 1) -> Case:
     elif len(lanes) == 1 and rng.random() < 0.3:
         fraction = {"resident": 0.0, "streamed": 1.0, "host": 1.0}[lanes[0]]
         wrap["offload_fraction"] = rng.choice((fraction, 0.5)) if lanes[0] != "host" else fraction
-    if overlap != "step":
-        wrap["overlap"] = overlap
+    wrap["overlap"] = overlap
+    wrap["device_memory"] = rng.choice(("auto", 0, 20_000, 60_000, "1MiB"))
     if is_own and elementwise:
         wrap["elementwise"] = True
     return Case(
@@ -212,6 +213,7 @@ def draw_case(seed: int, ranks: int = 1) -> Case:
         lanes=lanes,
         wrap=wrap,
         transfer=_draw_transfer(rng),
+        slots=rng.choice((1, 2, 3)),
         gives_model=overlap != "step" or rng.random() < 0.8,
         mastered=mastered,
         watched=rng.random() < 0.4,
@@ -264,13 +266,10 @@ def _draw_lanes(rng: random.Random, elementwise: bool) -> tuple[str, ...]:
 def _draw_transfer(rng: random.Random) -> dict[str, Any]:
     transfer: dict[str, Any] = {
         "bucket_bytes": rng.choice((4096, 4096, 4096, 1 << 20)),
-        "slots": rng.choice((1, 2, 3)),
         "host_threads": 1,
     }
     if rng.random() < 0.9:  # reading what is free takes a while
-        transfer["host_budget"] = 1 << 30
-    if rng.random() < 0.4:
-        transfer["prefetch_bytes"] = rng.choice((0, 8192, 1 << 20))
+        transfer["host_memory"] = 1 << 30
     return transfer
 
 

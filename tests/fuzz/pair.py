@@ -9,13 +9,15 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fsdp_offload import HybridDeviceOptimizer, PhaseOffloader, PrecisionConfig, TransferConfig
+from fsdp_offload import HybridDeviceOptimizer, PhaseOffloader, TransferConfig
 from fsdp_offload.core.errors import AwayError, OffloadError, SpentGradientError
+from fsdp_offload.plan import residency
 from tests.helpers.side_by_side import MASTERS, rounded
 
 from .cases import Case
@@ -141,13 +143,14 @@ class Pair:
             trainable = self._trainable()
             self.on_host = {i for n, i in enumerate(trainable) if self._lane(n) == "host"}
             wrap["update_on"] = [self._lane(n) for n in range(len(trainable))]
-        self.wrapped = HybridDeviceOptimizer(
-            inner,
-            model=self.model if case.gives_model else None,
-            precision=PrecisionConfig(master="auto" if case.mastered else "none"),
-            transfer=TransferConfig(**case.transfer),
-            **wrap,
-        )
+        with mock.patch.object(residency, "LEAST_SLOTS", case.slots):
+            self.wrapped = HybridDeviceOptimizer(
+                inner,
+                model=self.model if case.gives_model else None,
+                master_weights=case.mastered,
+                transfer=TransferConfig(**case.transfer),
+                **wrap,
+            )
         self.schedulers, self.has_stepped = [], False
         self.unrecorded = {i for i in self.order if not self.mine[i].requires_grad}
 

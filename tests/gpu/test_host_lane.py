@@ -23,7 +23,7 @@ mesh = test_overlap.mesh
 STEPS, SLEEP = 6, test_overlap.SLEEP
 LATE = ("nothing", "compute", "host_out", "host_back", "threads")
 LATE_OF_BOTH = (*LATE, "h2d", "update", "d2h")
-SMALL = TransferConfig(bucket_bytes="1MiB", slots=3, host_threads=4)
+SMALL = TransferConfig(bucket_bytes="1MiB", host_threads=4)
 MIXED = ("streamed", "host") * 6 + ("host",)
 """A lane for each parameter of the model, in order."""
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fsdp_offload import HybridDeviceOptimizer, PrecisionConfig, TransferConfig
+from fsdp_offload import HybridDeviceOptimizer, TransferConfig
 from fsdp_offload.update.kernels import triton_kernels
 from fsdp_offload.update.launching import Kernel
 from tests.helpers.side_by_side import bits
 
-SMALL = TransferConfig(bucket_bytes=64 << 10, slots=3)
+SMALL = TransferConfig(bucket_bytes=64 << 10)
 
 
 def total_of(ones: Tensor) -> int:
@@ -57,7 +57,7 @@ def trained(moments: Any, **how: Any) -> list[Tensor]:
         parameter.data.normal_(generator=generator)
     optimizer = HybridDeviceOptimizer(
         torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True, **how),
-        transfer=SMALL, update_on="device", precision=PrecisionConfig(moments=moments),
+        transfer=SMALL, update_on="device", moments=moments,
     )  # fmt: skip
     for _ in range(5):
         for parameter in model.parameters():

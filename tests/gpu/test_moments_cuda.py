@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fsdp_offload import HybridDeviceOptimizer, PrecisionConfig, TransferConfig
+from fsdp_offload import HybridDeviceOptimizer, TransferConfig
 from fsdp_offload.update import moments, reduced_adam
 from fsdp_offload.update.kernels import moment_kernels
 from fsdp_offload.update.moments import Moment
@@ -61,7 +61,7 @@ def room(moment: Moment, numel: int, device: str) -> tuple[Tensor, Tensor | None
 def test_packing_has_the_bits_of_the_twin(dtype: torch.dtype, numel: int) -> None:
     assert moment_kernels() is not None
     for half, draw in itertools.product((0, 1), (None, RngKey(-77, FAR), RngKey(1, 0))):
-        moment = Moment("x", dtype, draw is not None, half)
+        moment = Moment("x", dtype, half)
         values = values_for(dtype, numel)
         here, there = room(moment, numel, "cpu"), room(moment, numel, "cuda")
         moments.pack(moment, values, *here, draw)
@@ -78,18 +78,16 @@ def test_packing_has_the_bits_of_the_twin(dtype: torch.dtype, numel: int) -> Non
 
 
 @pytest.mark.parametrize("numel", NUMELS)
-@pytest.mark.parametrize("stochastic", [False, True])
 @pytest.mark.parametrize(("weight", "gradient"), [(BF16, BF16), (FP32, FP32), (BF16, FP32)])
 @pytest.mark.parametrize("dtypes", [(BF16, BF16), (INT8, UINT8)])
 def test_the_kernel_of_all_in_one_has_the_bits_of_its_twin(
     dtypes: tuple[torch.dtype, torch.dtype],
     weight: torch.dtype,
     gradient: torch.dtype,
-    stochastic: bool,
     numel: int,
 ) -> None:
     both = [
-        Moment(name, dtype, stochastic, draw)
+        Moment(name, dtype, draw)
         for draw, (name, dtype) in enumerate(zip(("exp_avg", "exp_avg_sq"), dtypes, strict=True))
     ]
 
@@ -117,7 +115,7 @@ def test_the_kernel_of_all_in_one_has_the_bits_of_its_twin(
 
 
 SHAPES = [(300, 70), (7,), (0,), (129, 65), (1000,), (64, 64), (3, 5, 7)]
-SMALL = TransferConfig(bucket_bytes=64 << 10, slots=3)
+SMALL = TransferConfig(bucket_bytes=64 << 10)
 
 
 class Run:
@@ -133,7 +131,7 @@ class Run:
             torch.optim.AdamW(self.parameters, lr=0.01, fused=True),
             offload_fraction=lanes,
             transfer=SMALL,
-            precision=PrecisionConfig(moments=kept),
+            moments=kept,
         )
 
     def step(self, step: int, max_norm: float | None = None) -> None:

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_offload import HybridDeviceOptimizer, TransferConfig
 
-SMALL = TransferConfig(bucket_bytes=64 << 10, slots=3)
+SMALL = TransferConfig(bucket_bytes=64 << 10)
 WIDTH = 129  # not a multiple of 4 and uneven over 2 and 4 ranks
 
 

@@ -100,7 +100,8 @@ def test_fp32_shards(mesh: Any, overlap: str, late: str, lanes: str) -> None:
         model=mine,
         overlap=overlap,
         offload_fraction=1.0 if lanes == "streamed" else 0.5,
-        transfer=TransferConfig(bucket_bytes="1MiB", slots=3, prefetch_bytes="4MiB"),
+        device_memory="8MiB",
+        transfer=TransferConfig(bucket_bytes="1MiB"),
         update_on="device",
     )
     expected = train(plain, reference, "nothing", clip=clip)
@@ -126,7 +127,7 @@ def test_bf16_shards_in_all_modes(mesh: Any, late: str) -> None:
             torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True),
             model=model,
             overlap=overlap,
-            transfer=TransferConfig(bucket_bytes="1MiB", slots=3),
+            transfer=TransferConfig(bucket_bytes="1MiB"),
             update_on="device",
         )
         losses = train(model, optimizer, late if overlap != "step" else "nothing", clip=False)
@@ -222,7 +223,8 @@ def test_code_that_reads_parameters_after_a_step_waits_for_it(
         torch.optim.AdamW(mine.parameters(), lr=1e-2, fused=True),
         mine,
         overlap=overlap,
-        transfer=TransferConfig(bucket_bytes="1MiB", slots=3, prefetch_bytes="4MiB"),
+        device_memory="8MiB",
+        transfer=TransferConfig(bucket_bytes="1MiB"),
     )
     sharded, gated = list(plain.parameters()), list(mine.parameters())
     with torch.no_grad():

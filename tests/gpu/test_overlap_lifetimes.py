@@ -68,7 +68,8 @@ def test_learning_rates_on_the_device(mesh: Any, overlap: str, lanes: str) -> No
         model=mine,
         overlap=overlap,
         offload_fraction=0.5 if lanes == "half" else 1.0,
-        transfer=TransferConfig(bucket_bytes="1MiB", slots=3, prefetch_bytes="4MiB"),
+        device_memory="8MiB",
+        transfer=TransferConfig(bucket_bytes="1MiB"),
         update_on="host" if lanes == "host" else "device",
     )
     be_late(optimizer)

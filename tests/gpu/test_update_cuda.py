@@ -15,7 +15,7 @@ from fsdp_offload.update.bucket import BucketUpdate
 from tests.fsdp.models import bits
 
 SHAPES = [(300, 70), (7,), (0,), (129, 65), (1000,), (64, 64), (3, 5, 7)]
-SMALL = TransferConfig(bucket_bytes=64 << 10, slots=3)
+SMALL = TransferConfig(bucket_bytes=64 << 10)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 

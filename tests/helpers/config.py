@@ -8,5 +8,4 @@ from fsdp_offload.core.config import OffloadConfig
 
 
 def config(update_on: Any = "auto", **given: Any) -> OffloadConfig:
-    arguments = dict.fromkeys(("offload_fraction", "device_budget", "precision", "transfer"))
-    return OffloadConfig.make(**{**arguments, "update_on": update_on, "overlap": "step", **given})
+    return OffloadConfig.make(**{"update_on": update_on, "overlap": "step", **given})

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map_only
 from fsdp_offload import HybridDeviceOptimizer, OffloadError, TransferConfig
 
 LANES: Final = ("resident", "streamed", "host")
-SMALL: Final = TransferConfig(bucket_bytes=4096, slots=2, host_threads=2)
+SMALL: Final = TransferConfig(bucket_bytes=4096, host_threads=2)
 each_lane = pytest.mark.parametrize("lane", LANES)
 
 

@@ -122,7 +122,7 @@ def test_a_cgroup_that_is_not_mounted_means_the_mount_point(host: Host, path: st
 def test_the_message_has_all_the_numbers(host: Host) -> None:
     with pytest.raises(HostMemoryError) as caught:
         check_host_budget(150 * GIB, local_ranks=2, budget_bytes=None, root=host.root)
-    for part in ("150.00 GiB", "300.00 GiB", "2 ranks", "200.00 GiB", "256.00 GiB", "host_budget"):
+    for part in ("150.00 GiB", "300.00 GiB", "2 ranks", "200.00 GiB", "256.00 GiB", "host_memory="):
         assert part in str(caught.value)
 
 

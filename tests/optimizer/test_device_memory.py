@@ -9,14 +9,16 @@ import pytest
 import torch
 
 from fsdp_offload import TransferConfig
+from fsdp_offload.core import config
 from fsdp_offload.core.backend import CpuBackend, use_backend
 from fsdp_offload.core.config import GIB
+from fsdp_offload.plan import residency
 from fsdp_offload.plan.residency import AWAY_STEPS, margin_bytes
 from tests.pipeline.test_overlap import Job
 
 CPU = torch.device("cpu")
 TOTAL = 64 * GIB
-SMALL = TransferConfig(bucket_bytes=4096, slots=2, host_threads=1)
+SMALL = TransferConfig(bucket_bytes=4096, host_threads=1)
 
 
 class Device(CpuBackend):
@@ -40,6 +42,11 @@ class Device(CpuBackend):
         if n_bytes > self.most:
             raise torch.OutOfMemoryError(f"{n_bytes} bytes")
         return super().allocate(n_bytes)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config, "FIRST_DEVICE_BYTES", 0)
 
 
 def staying(job: Job) -> int:
@@ -76,15 +83,18 @@ def test_what_is_to_spare_is_taken_after_some_steps_and_given_back_when_it_is_sh
         job.assert_like(plain)
 
 
-def test_a_number_is_never_exceeded() -> None:
+def test_a_number_is_never_exceeded_nor_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(residency, "LEAST_SLOTS", 2)
     device = Device()
     with use_backend(device):
-        job = Job("forward", device, device_memory=16_000, transfer=SMALL)
-        device.spare_bytes = GIB
-        job.train(4)
+        job = Job("forward", device, device_memory=13_000, transfer=SMALL)
         (engine,) = job.optimizer._reserved.engines
-        assert engine.own_bytes <= 16_000
-        assert 0 < staying(job) < 5
+        device.spare_bytes = GIB
+        for step in range(6):
+            assert engine.own_bytes <= 13_000
+            assert 0 < staying(job) < 5
+            device.retries += step > 3
+            job.train(1, first=step)
 
 
 def test_where_an_allocation_fails_training_goes_on() -> None:

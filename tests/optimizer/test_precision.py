@@ -25,7 +25,6 @@ from fsdp_offload import (
     ConfigError,
     DeviceMemoryError,
     HybridDeviceOptimizer,
-    PrecisionConfig,
     TransferConfig,
 )
 from fsdp_offload.checkpoint import OptimizerState, load, save
@@ -41,7 +40,7 @@ from tests.helpers.side_by_side import master_of, rounded
 
 SHAPES = ((70, 50), (129,), (), (0, 5), (7, 3, 4), (64,))
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-SMALL = TransferConfig(bucket_bytes=4096, slots=2)
+SMALL = TransferConfig(bucket_bytes=4096)
 LOSSY = (BF16, "int8")
 Ranks = Callable[..., RankPool]
 # dcp without a process group says so.
@@ -77,13 +76,12 @@ def wrapped(
     dtype: torch.dtype, kept: Any, settings: Settings = ADAMW, **wrap: Any
 ) -> tuple[Model, HybridDeviceOptimizer]:
     model = Model(dtype)
-    rounding = wrap.pop("rounding", "stochastic")
     wrap = {"transfer": SMALL, **wrap}
     cls, options = settings
     return model, HybridDeviceOptimizer(
         cls(model.parameters(), **options),  # type: ignore[call-arg]
         model=model,
-        precision=PrecisionConfig(moments=kept, rounding=rounding),
+        moments=kept,
         **wrap,
     )
 
@@ -101,9 +99,7 @@ def fill(model: nn.Module, step: int, other: nn.Module | None = None) -> None:
             q.grad = None if p.grad is None else p.grad.to(q.dtype, copy=True)
 
 
-def round_moments(
-    plain: Optimizer, mine: HybridDeviceOptimizer, counts: list[int], half_only: bool
-) -> None:
+def round_moments(plain: Optimizer, mine: HybridDeviceOptimizer, counts: list[int]) -> None:
     """What the wrapped optimizer does to the state of the plain one after a step."""
     for record in mine._reserved.params:
         parameter = plain.param_groups[0]["params"][int(record.fqn.split(".")[-1])]
@@ -117,15 +113,13 @@ def round_moments(
             draw = RngKey(rng_key.key_of(seed, counts[record.index], position // 2), 0)
             codes = torch.empty(values.numel(), dtype=moment.dtype)
             scales = torch.empty(-(-values.numel() // 64)) if moment.has_scales else None
-            moments.pack_plain(moment, values, codes, scales, None if half_only else draw)
+            moments.pack_plain(moment, values, codes, scales, draw)
             moments.unpack_plain(moment, codes, scales, values)
             kept.copy_(values.view(kept.shape))
 
 
-def check_twin(
-    dtype: torch.dtype, kept: Any, settings: Settings, rounding: str, **wrap: Any
-) -> None:
-    model, mine = wrapped(dtype, kept, settings, rounding=rounding, **wrap)
+def check_twin(dtype: torch.dtype, kept: Any, settings: Settings, **wrap: Any) -> None:
+    model, mine = wrapped(dtype, kept, settings, **wrap)
     theirs = Model(dtype).float()
     cls, options = settings
     plain = cls(theirs.parameters(), **options)  # type: ignore[call-arg]
@@ -134,7 +128,7 @@ def check_twin(
         fill(model, step, theirs)
         mine.step()
         plain.step()
-        round_moments(plain, mine, counts, rounding == "nearest")
+        round_moments(plain, mine, counts)
         if step not in (0, 1, 7):
             continue
         shown = mine.state
@@ -157,28 +151,21 @@ def test_the_numbers_are_those_of_a_plain_optimizer_with_rounded_moments(
 ) -> None:
     if settings[0] is torch.optim.Adagrad and not makes_its_state(torch.optim.Adagrad):
         pytest.skip("this torch's Adagrad makes state at construction, rounded there")
-    check_twin(FP32, kept, settings, "stochastic")
+    check_twin(FP32, kept, settings)
 
 
 @pytest.mark.parametrize(
-    ("kept", "dtype", "rounding", "fraction"),
-    [
-        (BF16, BF16, "stochastic", 1.0),
-        (BF16, FP16, "nearest", 0.5),
-        ("int8", FP16, "stochastic", 0.0),
-        ("int8", BF16, "nearest", 1.0),
-    ],
+    ("kept", "dtype", "fraction"),
+    [(BF16, BF16, 1.0), (BF16, FP16, 0.5), ("int8", FP16, 0.0), ("int8", BF16, 1.0)],
 )
-def test_masters_lanes_and_roundings(
-    kept: Any, dtype: torch.dtype, rounding: str, fraction: float
-) -> None:
-    check_twin(dtype, kept, ADAMW, rounding, offload_fraction=fraction)
+def test_masters_and_lanes(kept: Any, dtype: torch.dtype, fraction: float) -> None:
+    check_twin(dtype, kept, ADAMW, offload_fraction=fraction)
 
 
 @pytest.mark.parametrize("kept", LOSSY)
 def test_random_bits_do_not_depend_on_buckets(kept: Any) -> None:
     outcomes = []
-    for transfer in (SMALL, TransferConfig(bucket_bytes=1 << 20, slots=1)):
+    for transfer in (SMALL, TransferConfig(bucket_bytes=1 << 20)):
         model, optimizer = wrapped(BF16, kept, transfer=transfer)
         for step in range(6):
             fill(model, step)
@@ -237,9 +224,8 @@ def test_int8_is_for_the_moments_of_adam_and_others_keep_their_dtype() -> None:
 
 def test_where_the_update_is_not_in_fp32_nothing_changes() -> None:
     model = Model(BF16)
-    precision = PrecisionConfig(master="none", moments=BF16)
     inner = torch.optim.AdamW(model.parameters(), fused=True)
-    optimizer = HybridDeviceOptimizer(inner, model=model, precision=precision)
+    optimizer = HybridDeviceOptimizer(inner, model=model, moments=BF16, master_weights=False)
     assert all(not record.moments for record in optimizer._reserved.params)
 
 
@@ -414,8 +400,7 @@ def test_no_room_for_scratch_memory_updates_nothing(
         parameters = [nn.Parameter(torch.randn(n).to(BF16)) for n in (700, 300)]
         played = FakeFsdp(backend_for(torch.device("cpu")), [[p] for p in parameters])
         inner = torch.optim.AdamW(parameters, lr=0.01, fused=True)
-        precision = PrecisionConfig(moments=BF16)
-        optimizer = played.wrap(inner, overlap=overlap, transfer=SMALL, precision=precision)
+        optimizer = played.wrap(inner, overlap=overlap, transfer=SMALL, moments=BF16)
         made.append((played, parameters, optimizer))
 
     def iterate(played: FakeFsdp, optimizer: HybridDeviceOptimizer, step: int) -> None:
@@ -458,8 +443,7 @@ def resume_on_ranks(kept: Any, path: str) -> None:
         torch.manual_seed(seed)
         model = models.toy(models.flat_mesh(2))
         inner = torch.optim.AdamW(models.groups(model), fused=True)
-        precision = PrecisionConfig(moments=kept)
-        made.append((model, HybridDeviceOptimizer(inner, model=model, precision=precision)))
+        made.append((model, HybridDeviceOptimizer(inner, model=model, moments=kept)))
     steps = [models.tape(2)[step] for step in range(4)]
 
     def play(job: Any, step: int) -> None:
@@ -497,7 +481,7 @@ def check_origins(size: int, shape: tuple[int, ...], names: tuple[str, ...]) -> 
             cut = distribute_tensor(whole, parameter.device_mesh, parameter.placements)
             models.local(parameter).copy_(models.local(cut))
     optimizer = HybridDeviceOptimizer(
-        torch.optim.AdamW(model.parameters()), model=model, precision=PrecisionConfig(moments=BF16)
+        torch.optim.AdamW(model.parameters()), model=model, moments=BF16
     )
     for record in optimizer._reserved.params:
         shard = models.local(record.parameter).flatten()

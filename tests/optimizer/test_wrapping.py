@@ -30,7 +30,7 @@ from tests.helpers.ranks import RankPool
 from tests.helpers.training import assert_explains as explained
 
 Ranks = Callable[..., RankPool]
-SMALL = TransferConfig(bucket_bytes=4096, slots=2, host_threads=1)
+SMALL = TransferConfig(bucket_bytes=4096, host_threads=1)
 
 
 def make(seed: int = 0) -> nn.Sequential:

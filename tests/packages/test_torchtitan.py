@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
-from fsdp_offload import HybridDeviceOptimizer, PrecisionConfig
+from fsdp_offload import HybridDeviceOptimizer
 from tests.fsdp import models
 from tests.helpers.ranks import RankPool
 from tests.packages.gloo_trainers import Model, batch, loss_of
@@ -167,7 +167,7 @@ def test_bf16_shards(ranks: Ranks, tmp_path: Path) -> None:
     whole = ranks(2).run(train, False, range(5), plain, save=2, **half)
     for said in ranks(2).run(load_plain, plain):
         assert "Missing key" in said
-    half["precision"] = PrecisionConfig(master="none")
+    half["master_weights"] = False
     found = ranks(2).run(train, True, range(3, 5), plain, load=2, **half)
     for mine, theirs in zip(found, whole, strict=True):
         assert mine == theirs[-len(mine) :]

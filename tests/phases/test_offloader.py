@@ -559,9 +559,9 @@ def test_host_memory_short_changes_nothing() -> None:
     model = net()
     optimizer = adamw(model.parameters())
     with pytest.raises(HostMemoryError):
-        PhaseOffloader(model, transfer=TransferConfig(host_budget=100))
+        PhaseOffloader(model, transfer=TransferConfig(host_memory=100))
     held = sum(t.untyped_storage().nbytes() + 64 for t in tensors_of(model))
-    phases = PhaseOffloader(model, optimizer, transfer=TransferConfig(host_budget=held))
+    phases = PhaseOffloader(model, optimizer, transfer=TransferConfig(host_memory=held))
     train(model, optimizer, range(1))
     with pytest.raises(HostMemoryError):
         phases.offload()

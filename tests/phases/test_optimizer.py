@@ -21,7 +21,6 @@ from fsdp_offload import (
     HybridDeviceOptimizer,
     LaneError,
     PhaseOffloader,
-    PrecisionConfig,
     TransferConfig,
 )
 from fsdp_offload.core.backend import copy_all
@@ -95,7 +94,7 @@ CASES = {
     "fp32-.5": (FP32, {"offload_fraction": 0.5}),
     "host": (FP32, {"update_on": "host"}),
     "bf16-mixed": (BF16, {"update_on": MIXED}),
-    "int8-.5": (BF16, {"offload_fraction": 0.5, "precision": PrecisionConfig(moments="int8")}),
+    "int8-.5": (BF16, {"offload_fraction": 0.5, "moments": "int8"}),
 }
 MORE = {
     "fp32-0": (FP32, {"offload_fraction": 0.0}),
@@ -270,11 +269,11 @@ def test_a_move_that_fails(
 
 
 def test_host_memory_counts_against_the_budget_and_is_given_back() -> None:
-    budget = TransferConfig(bucket_bytes=4096, slots=2, host_threads=1, host_budget=35_000)
+    budget = TransferConfig(bucket_bytes=4096, host_threads=1, host_memory=35_000)
     mine, away = build(offload_fraction=0.5, transfer=budget)
     step(mine, away, 0)
     state = copy.deepcopy(away.state_dict())
-    with pytest.raises(HostMemoryError, match="host_budget"):
+    with pytest.raises(HostMemoryError, match="host_memory"):
         away.offload()
     assert not away.is_away
     assert torch.equal(away.state_dict()["state"][0]["exp_avg"], state["state"][0]["exp_avg"])
@@ -389,12 +388,12 @@ def simulated(
     return found, simulator
 
 
-PREFETCHING = TransferConfig(bucket_bytes=4096, slots=2, host_threads=1, prefetch_bytes=8192)
+SMALL_BUCKETS = TransferConfig(bucket_bytes=4096, host_threads=1)
 
 
 @pytest.mark.parametrize("dtype", [pytest.param(FP32, marks=pytest.mark.long), BF16])
 def test_every_order_that_streams_allow_gives_the_same_bits(dtype: torch.dtype) -> None:
-    wrap = {"update_on": MIXED, "transfer": PREFETCHING}
+    wrap = {"update_on": MIXED, "transfer": SMALL_BUCKETS, "device_memory": 24_000}
     expected, _ = simulated("immediate", True, dtype, wrap)
     for policy in ADVERSARIES:
         found, simulator = simulated(policy, False, dtype, wrap)

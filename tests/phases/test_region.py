@@ -192,7 +192,7 @@ def test_no_memory_to_grow_takes_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_an_error_on_the_way_out_leaves_all_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = region(transfer=TransferConfig(host_budget=11 * CHUNK))
+    made = region(transfer=TransferConfig(host_memory=11 * CHUNK))
     tensor = made.empty(10 * CHUNK, dtype=torch.uint8).fill_(3)
     view, left = Chunk.view, [4]
 

@@ -28,8 +28,7 @@ def model(dtype: torch.dtype = torch.bfloat16) -> nn.Sequential:
 
 
 def made_lanes(made: Inventory) -> dict[str, Lane]:
-    records, natives = made.plan(made.trainable(), first=True)
-    made.commit(records, natives)
+    records, _ = made.plan(made.trainable(), first=True)
     return {record.fqn: record.lane for record in records}
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from fsdp_offload import HybridDeviceOptimizer, LaneError, TransferConfig
 from fsdp_offload.pipeline import worker
 
-SMALL = TransferConfig(bucket_bytes=4096, slots=2, host_threads=8)
+SMALL = TransferConfig(bucket_bytes=4096, host_threads=8)
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

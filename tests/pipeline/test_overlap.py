@@ -26,13 +26,14 @@ from fsdp_offload.pipeline.engine import Engine
 from fsdp_offload.pipeline.host import HostUnit
 from fsdp_offload.pipeline.overlap import Times
 from fsdp_offload.pipeline.streamed import StreamedLane
+from fsdp_offload.plan import residency
 from fsdp_offload.testing import StreamSimulator
 from fsdp_offload.update.params import Snapshot, Work
 from tests.helpers.fake_fsdp import FakeFsdp
 from tests.helpers.own_optimizers import Lion
 
 CPU = torch.device("cpu")
-SMALL = TransferConfig(bucket_bytes=4096, slots=2, host_threads=1, prefetch_bytes=3 * 4096)
+SMALL = TransferConfig(bucket_bytes=4096, host_threads=1)
 BOTH = pytest.mark.parametrize("overlap", ["forward", "backward"])
 
 
@@ -219,10 +220,12 @@ def sent_bytes(job: Job) -> tuple[int, int]:
     return int(figures.moved_bytes), int(figures.fetched_bytes)
 
 
-@pytest.mark.parametrize(("prefetch", "staying"), [(0, 0), (1, 0), (2, 1), (100, 5)])
-def test_buckets_that_stay_are_sent_once(prefetch: int, staying: int) -> None:
-    transfer = TransferConfig(bucket_bytes=4096, slots=2, prefetch_bytes=prefetch * 5000)
-    job, plain = Job("backward", transfer=transfer), Job(None)
+@pytest.mark.parametrize(("memory", "staying"), [(0, 0), (13_000, 1), (100_000, 5)])
+def test_buckets_that_stay_are_sent_once(
+    memory: int, staying: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(residency, "LEAST_SLOTS", 2)
+    job, plain = Job("backward", device_memory=memory), Job(None)
     (engine,) = job.optimizer._reserved.engines
     sizes = [each.bucket.state_bytes for each in engine.streamed.buckets]
     stay_bytes = sum(sizes[index] for index in engine.streamed.staying)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from fsdp_offload import TransferConfig
 from fsdp_offload.core.backend import CpuBackend, backend_for, use_backend
 from fsdp_offload.pipeline.worker import InlineWorker
+from fsdp_offload.plan import residency
 from fsdp_offload.testing import ADVERSARIES
 from tests.helpers.fake_fsdp import FakeFsdp, scale
 from tests.helpers.removed_waits import CPU, NOTHING, Removal, Simulator, Skip, be_lazy
@@ -33,6 +34,12 @@ OF_FSDP2 = {("gather", "current"), ("current", "gather"), ("reduce", "current"),
             ("current", "reduce")}  # fmt: skip
 
 
+@pytest.fixture(autouse=True)
+def _few_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fewer than buckets."""
+    monkeypatch.setattr(residency, "LEAST_SLOTS", 2)
+
+
 @dataclass(frozen=True)
 class Scenario:
     """One training run of a few steps."""
@@ -40,8 +47,7 @@ class Scenario:
     overlap: str
     lanes: tuple[str, ...] = ("streamed",)  # of the parameters in turn
     dtype: torch.dtype = FP32
-    slots: int = 2
-    prefetch: int = 0  # slots beyond them
+    memory: int = 0  # on the device: slots, and buckets that stay
     steps: int = 3
     one_rank: bool = False
     ahead: bool = False
@@ -59,7 +65,7 @@ class Scenario:
             "+".join(sorted(set(self.lanes))),
             str(self.dtype).removeprefix("torch."),
         ]
-        parts += [f"{self.slots}+{self.prefetch}slots"]
+        parts += [f"{self.memory}bytes"]
         flags = ("one_rank", "ahead", "unused", "without", "clips", "accumulates")
         flags += ("writes_state", "reorders", "grows")
         return "-".join(parts + [flag for flag in flags if getattr(self, flag)])
@@ -72,18 +78,18 @@ UNUSED = (frozenset({1}), frozenset[int](), frozenset({0, 3}))
 WITHOUT = (frozenset({2}), frozenset({0, 3}), frozenset({6}))
 BOTH = ("forward", "backward")
 FEW = [
-    Scenario("forward", clips=True, prefetch=2),
-    Scenario("backward", ("streamed",), BF16, prefetch=3, reorders=True),
+    Scenario("forward", clips=True, memory=30_000),
+    Scenario("backward", ("streamed",), BF16, memory=35_000, reorders=True),
     Scenario("forward", MIXED, BF16, unused=UNUSED, ahead=True),
     Scenario("backward", MIXED, unused=UNUSED, without=WITHOUT, one_rank=True),
-    Scenario("backward", without=WITHOUT, writes_state=True, prefetch=9, grows=True),
+    Scenario("backward", without=WITHOUT, writes_state=True, memory=60_000, grows=True),
 ]
 MORE = [
-    Scenario(overlap, lanes, dtype, slots, prefetch, **how)
+    Scenario(overlap, lanes, dtype, memory, **how)
     for overlap in BOTH
     for lanes in (("streamed",), ("resident",), ("host",), MIXED)
     for dtype in (FP32, BF16)
-    for slots, prefetch in (((2, 0), (3, 2), (4, 20)) if "streamed" in lanes else ((2, 0),))
+    for memory in ((0, 30_000, 120_000) if "streamed" in lanes else (0,))
     for how in (
         {"one_rank": True, "reorders": True},
         {"ahead": True, "unused": UNUSED, "writes_state": True},
@@ -120,14 +126,12 @@ class Job:
         self.optimizer: Any = inner
         if scene.dtype != FP32 or not plain:
             lanes = [scene.lanes[i % len(scene.lanes)] for i in range(len(self.trained))]
-            transfer = TransferConfig(
-                bucket_bytes=4096,
-                slots=scene.slots,
-                host_threads=1,
-                prefetch_bytes=scene.prefetch * 5000,
-            )
             self.optimizer = self.played.wrap(
-                inner, update_on=lanes, overlap=overlap, transfer=transfer
+                inner,
+                update_on=lanes,
+                overlap=overlap,
+                device_memory=scene.memory,
+                transfer=TransferConfig(bucket_bytes=4096, host_threads=1),
             )
 
     def train(self) -> list[Tensor]:
@@ -219,8 +223,8 @@ def test_the_numbers_are_those_of_the_plain_optimizer_in_every_combination(
 # --------------------------------------------------------------------------- waits removed
 
 REMOVED = [
-    Scenario("forward", prefetch=2, steps=2),
-    Scenario("backward", prefetch=2, steps=2),
+    Scenario("forward", memory=30_000, steps=2),
+    Scenario("backward", memory=30_000, steps=2),
     Scenario("forward", ONE_ON_HOST, BF16, steps=2, unused=UNUSED[:2]),
     Scenario("backward", ONE_ON_HOST, steps=2, one_rank=True, unused=UNUSED[:2]),
 ]

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from fsdp_offload import HybridDeviceOptimizer, TransferConfig
 from fsdp_offload.core.backend import CpuBackend, backend_for, use_backend
+from fsdp_offload.plan import residency
 from fsdp_offload.testing import ADVERSARIES
 from fsdp_offload.update.params import Work
 from tests.helpers.removed_waits import (
@@ -53,13 +54,18 @@ ADDED_NUMELS = (1300, 300)
 # --------------------------------------------------------------------------- what is run
 
 
+@pytest.fixture(autouse=True)
+def _few_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fewer than buckets."""
+    monkeypatch.setattr(residency, "LEAST_SLOTS", 2)
+
+
 @dataclass(frozen=True)
 class Scenario:
     """One training run of a few steps."""
 
     lanes: tuple[str, ...]
     dtype: torch.dtype = FP32
-    slots: int = 2
     steps: int = 2
     absent: tuple[frozenset[int], ...] = ()  # per step, parameters without a gradient
     gradients: str = "overwritten"  # or "zeroed" or "dropped" after the step, or "strided"
@@ -67,7 +73,7 @@ class Scenario:
 
     def __str__(self) -> str:
         lanes = "+".join(sorted(set(self.lanes)))
-        text = f"{lanes}-{str(self.dtype).removeprefix('torch.')}-{self.slots}slots"
+        text = f"{lanes}-{str(self.dtype).removeprefix('torch.')}"
         text += f"-{self.gradients}" + ("-absent" if self.absent else "")
         return text + ("-grows" if self.grows else "")
 
@@ -77,17 +83,16 @@ MIXED = ("host", "streamed", "resident", "host", "streamed")
 SOME_ABSENT = (frozenset({0}), frozenset({1, 2}), frozenset[int]())
 # In two steps: a run is repeated for each of its waits. MORE has all of them in three.
 SCENARIOS = [
-    Scenario(STREAMED, slots=3, absent=SOME_ABSENT, gradients="dropped"),
+    Scenario(STREAMED, absent=SOME_ABSENT, gradients="dropped"),
     Scenario(STREAMED, BF16, grows=True),
     Scenario(ON_HOST, gradients="dropped"),
     Scenario(RESIDENT, BF16, gradients="zeroed"),
     Scenario(MIXED, absent=SOME_ABSENT, gradients="zeroed"),
 ]
 MORE = [
-    Scenario(lanes, dtype, slots, 3, absent, gradients, grows)
+    Scenario(lanes, dtype, 3, absent, gradients, grows)
     for lanes in (STREAMED, ON_HOST, MIXED)
     for dtype in (FP32, BF16)
-    for slots in ((2, 3) if lanes is STREAMED else (2,))  # fewer than buckets
     for absent in ((), SOME_ABSENT)
     for gradients in ("overwritten", "zeroed", "dropped")
     for grows in (False, True)
@@ -122,7 +127,7 @@ def build(scene: Scenario) -> tuple[list[nn.Parameter], HybridDeviceOptimizer]:
         parameter.grad = torch.full_like(parameter, 0.25)
     inner.step()
     inner.zero_grad()
-    transfer = TransferConfig(bucket_bytes=4096, slots=scene.slots, host_threads=1)
+    transfer = TransferConfig(bucket_bytes=4096, host_threads=1)
     optimizer = HybridDeviceOptimizer(inner, update_on=scene.lanes, transfer=transfer)
     return parameters, optimizer
 

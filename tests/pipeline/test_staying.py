@@ -49,7 +49,7 @@ class Moving(Job):
 @pytest.mark.parametrize("overlap", ["step", "forward", "backward"])
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
 def test_numbers_do_not_depend_on_what_stays(overlap: str, dtype: Any, policy: str) -> None:
-    scene = Scenario(overlap, ("streamed",), dtype, 2, 2, steps=5)
+    scene = Scenario(overlap, ("streamed",), dtype, 30_000, steps=5)
     with use_backend(CpuBackend(CPU)):
         expected = Job(scene, backend_for(CPU), plain=True).train()
     for seed in range(2):
@@ -60,7 +60,7 @@ def test_numbers_do_not_depend_on_what_stays(overlap: str, dtype: Any, policy: s
 
 
 def test_where_there_is_no_memory_everything_is_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    scene = Scenario("forward", prefetch=2)
+    scene = Scenario("forward")
     with use_backend(CpuBackend(CPU)):
         expected = Job(scene, backend_for(CPU), plain=True).train()
         job = Job(scene, backend_for(CPU), plain=False)

@@ -72,9 +72,9 @@ def test_only_what_has_a_fused_kernel_moves_and_what_stays_stays() -> None:
 
 
 def test_nothing_is_measured_without_a_choice() -> None:
-    assert wants_rates(gpt(), config(), used_bytes=0)
-    assert not wants_rates([candidate("a", 1000)], config(), used_bytes=0)
-    assert not wants_rates(gpt(), config("device"), used_bytes=0)
-    assert not wants_rates(gpt(), config(["host"] * 98), used_bytes=0)
-    assert not wants_rates(gpt(), config(overlap="backward"), used_bytes=0)
-    assert not wants_rates(gpt(), config(offload_fraction=0), used_bytes=0)
+    assert wants_rates(gpt(), config())
+    assert not wants_rates([candidate("a", 1000)], config())
+    assert not wants_rates(gpt(), config("device"))
+    assert not wants_rates(gpt(), config(["host"] * 98))
+    assert not wants_rates(gpt(), config(overlap="backward"))
+    assert not wants_rates(gpt(), config(offload_fraction=0))

@@ -12,9 +12,7 @@ from fsdp_offload.plan.order import (
     assumed_ready_ms,
     deadline_order,
     ring_size,
-    slot_count,
     slot_use,
-    spread,
 )
 
 TIMES = st.integers(0, 20).map(float)
@@ -72,39 +70,6 @@ def test_a_ring_is_gone_round_in_as_few_rounds_as_with_all_slots(buckets: int, m
     assert -(-buckets // size) == rounds
     assert rounds * size - buckets < max(rounds, 1) or buckets == 0, "too many slots are left out"
     assert size == 1 or (size - 1) * rounds < buckets, "a smaller ring would do"
-
-
-@given(
-    st.integers(1, 300),
-    st.integers(1, 8),
-    st.integers(0, 64),
-    st.booleans(),
-    st.sampled_from((0.0, 0.5, 1.0)),
-)
-def test_slots_are_as_many_as_there_is_memory_for_or_buckets(
-    buckets: int, least: int, extra: int, prefetches: bool, share: float
-) -> None:
-    count, staying = slot_count(buckets, least, extra, prefetches=prefetches, staying_share=share)
-
-    assert 1 <= count + staying <= min(least + extra, buckets)
-    assert count or staying == buckets, "those that travel need a slot"
-    if not prefetches:
-        assert (count, staying) == (min(least + extra, buckets), 0)
-    elif share and least + extra >= buckets:
-        assert (count, staying) == (0, buckets)
-    else:
-        assert staying == int(extra * share)
-        assert count == ring_size(buckets - staying, least + extra - staying)
-
-
-@given(st.data(), st.integers(1, 60))
-def test_those_that_stay_are_spread_evenly(data: st.DataObject, buckets: int) -> None:
-    count = data.draw(st.integers(0, buckets))
-    chosen = spread(count, buckets)
-
-    assert len(chosen) == count
-    before = [sum(each <= i for each in chosen) - (i + 1) * count / buckets for i in range(buckets)]
-    assert all(-1 < excess <= 1e-9 for excess in before)
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=60), st.integers(1, 40))

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from fsdp_offload.core.config import GIB
 from fsdp_offload.plan.residency import (
     AWAY_STEPS,
+    LEAST_SLOTS,
     Reading,
     allowed_bytes,
     choose,
@@ -19,17 +20,17 @@ def taken(sizes: list[int], slots: int, staying: frozenset[int]) -> int:
     return slots * max(sizes, default=0) + sum(sizes[i] for i in staying)
 
 
-@given(st.data(), SIZES, st.integers(0, 16 * GIB), st.integers(1, 6))
+@given(st.data(), SIZES, st.integers(0, 16 * GIB))
 def test_no_more_is_taken_than_is_allowed_or_least(
-    data: st.DataObject, sizes: list[int], allowed: int, least: int
+    data: st.DataObject, sizes: list[int], allowed: int
 ) -> None:
     urgency = data.draw(st.permutations(range(len(sizes))))
-    choice = choose(sizes, urgency, allowed, least_slots=least)
+    choice = choose(sizes, urgency, allowed)
 
     travelling = len(sizes) - len(choice.staying)
     assert choice.slots <= travelling
-    assert choice.slots >= min(least, travelling)
-    least_bytes = min(least, len(sizes)) * max(sizes, default=0)
+    assert choice.slots >= min(3, travelling)
+    least_bytes = min(LEAST_SLOTS, len(sizes)) * max(sizes, default=0)
     assert taken(sizes, choice.slots, choice.staying) <= max(allowed, least_bytes)
     if allowed >= sum(sizes):
         assert not travelling
@@ -39,9 +40,9 @@ def test_no_more_is_taken_than_is_allowed_or_least(
 def test_what_stays_goes_on_to_where_nothing_changes(
     data: st.DataObject, sizes: list[int], allowed: int
 ) -> None:
-    first = choose(sizes, data.draw(st.permutations(range(len(sizes)))), allowed, least_slots=2)
+    first = choose(sizes, data.draw(st.permutations(range(len(sizes)))), allowed)
     urgency = data.draw(st.permutations(range(len(sizes))))  # the order has changed meanwhile
-    again = choose(sizes, urgency, allowed, least_slots=2, staying=first.staying)
+    again = choose(sizes, urgency, allowed, staying=first.staying)
     assert again.staying >= first.staying
 
 
@@ -53,12 +54,12 @@ def test_what_had_to_leave_stays_away_for_a_while(
     away_until = {left: step + AWAY_STEPS}
     urgency = list(range(len(sizes)))
     for now in (step, step + AWAY_STEPS - 1):
-        choice = choose(sizes, urgency, allowed, least_slots=2, away_until=away_until, step=now)
+        choice = choose(sizes, urgency, allowed, away_until=away_until, step=now)
         assert left not in choice.staying
     later = step + AWAY_STEPS
-    assert choose(
-        sizes, urgency, allowed, least_slots=2, away_until=away_until, step=later
-    ) == choose(sizes, urgency, allowed, least_slots=2)
+    assert choose(sizes, urgency, allowed, away_until=away_until, step=later) == choose(
+        sizes, urgency, allowed
+    )
 
 
 @given(
@@ -79,7 +80,6 @@ def test_what_is_allowed_leaves_the_margin_at_the_peak(
 
 
 def test_the_most_urgent_stay_first() -> None:
-    assert choose([10] * 6, [5, 3, 1, 0, 2, 4], 50, least_slots=2).staying == {5, 3, 1}
-    assert choose([10] * 6, [5, 3, 1, 0, 2, 4], 50, least_slots=2).slots == 2
-    assert choose([10] * 6, [5, 3, 1, 0, 2, 4], 60, least_slots=2).slots == 0
-    assert choose([], [], 60, least_slots=2).slots == 0
+    assert choose([10] * 8, [5, 3, 1, 0, 2, 4, 6, 7], 70) == (3, {5, 3, 1})  # two rounds of five
+    assert choose([10] * 8, [5, 3, 1, 0, 2, 4, 6, 7], 80) == (0, set(range(8)))
+    assert choose([], [], 60) == (0, frozenset())

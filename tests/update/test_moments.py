@@ -27,7 +27,7 @@ def packed(
     values: Tensor, dtype: torch.dtype, draw: RngKey | None, half: int = 0
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Codes, scales, and what they stand for."""
-    moment = Moment("x", dtype, draw is not None, half)
+    moment = Moment("x", dtype, half)
     codes = torch.empty(values.numel(), dtype=dtype)
     scales = torch.empty(-(-values.numel() // 64)) if moment.has_scales else None
     moments.pack(moment, values, codes, scales, draw)
@@ -53,7 +53,7 @@ def test_rounding_what_was_unpacked_to_nearest_gives_the_same_codes(
 @pytest.mark.parametrize("dtype", [INT8, UINT8])
 def test_every_code_comes_back(dtype: torch.dtype) -> None:
     """For many scales: also where a division and a product do not cancel exactly."""
-    moment = Moment("x", dtype, True, 0)
+    moment = Moment("x", dtype, 0)
     steps = STEPS[dtype]
     low = 0 if dtype == UINT8 else -steps
     for start in range(low, steps + 1, 63):
