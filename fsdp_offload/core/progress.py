@@ -1,4 +1,4 @@
-"""A bar on a terminal that shows how many bytes are done."""
+"""What the user sees of work that takes long: a bar on a terminal, from one rank."""
 
 from __future__ import annotations
 
@@ -6,6 +6,13 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+import torch.distributed as dist
+
+
+def is_rank_0() -> bool:
+    """Whether this process speaks for all; also without a process group."""
+    return not dist.is_available() or not dist.is_initialized() or dist.get_rank() == 0
 
 
 class Progress:

@@ -34,6 +34,8 @@ class DeviceMemory:
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._peak_bytes = 0
+        self.last_change = ""
+        """When, why and for what memory was taken or given back."""
         self._retries: int | None = None  # not those of before
 
     def look(self, step: int, engines: list[Engine]) -> None:
@@ -57,9 +59,11 @@ class DeviceMemory:
         allowed = allowed_bytes(Reading(total, free, reserved, self._peak_bytes, own))
         if is_short:
             allowed = min(allowed, own // 2)
-        self._fit(step, engines, allowed)
+        why = "the peak has grown" if grew else "to spare"
+        why = "torch's allocator was short" if is_short else why
+        self._fit(step, engines, allowed, why)
 
-    def _fit(self, step: int, engines: list[Engine], allowed: int) -> None:
+    def _fit(self, step: int, engines: list[Engine], allowed: int, why: str) -> None:
         state = sum(engine.streamed_bytes for engine in engines) or 1
         for engine in engines:
             share = allowed * engine.streamed_bytes // state
@@ -71,7 +75,8 @@ class DeviceMemory:
             left = before - engine.staying
             engine.keep_away(left, step + AWAY_STEPS)
             if engine.staying != before:
-                _log.info(
-                    "after step %d, with %d MiB of device memory: %d of %d buckets stay, %d left",
-                    step, share // MIB, len(engine.staying), engine.streamed_count, len(left),
-                )  # fmt: skip
+                self.last_change = (
+                    f"after step {step}, {share // MIB} MiB ({why}): {len(engine.staying)} of "
+                    f"{engine.streamed_count} buckets stay, {len(left)} left"
+                )
+                _log.info("device memory: %s", self.last_change)

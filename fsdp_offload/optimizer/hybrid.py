@@ -38,6 +38,7 @@ from ..core.arguments import backend_of, modules_of
 from ..core.config import Lane, OffloadConfig, TransferConfig, check_keywords
 from ..core.errors import ConfigError, SpentGradientError
 from ..core.interrupts import held_back
+from ..core.progress import is_rank_0
 from ..memory.transfer import Handle
 from ..pipeline.gradients import count_empty_shards, gradient_of
 from ..pipeline.inventory import Placed
@@ -178,7 +179,6 @@ class HybridDeviceOptimizer(Optimizer):
             self._give_back()
             raise
         self._connect()
-        self._life.open()
 
     def _resolved(self, optimizer: Optimizer) -> OffloadConfig:
         """What the caller asked for, with the overlap that is possible for the parameters."""
@@ -208,7 +208,7 @@ class HybridDeviceOptimizer(Optimizer):
             self._hooks += watch_reads(self._models, self._before_module_read)
 
     def _connect(self) -> None:
-        """Let the wrapped optimizer and the models speak to this one."""
+        """Let the wrapped optimizer and the models speak to this one, and the caller use it."""
         optimizer, models = self._inner, self._models
         share_hooks(optimizer, self)
         make_inert(optimizer, self)
@@ -218,6 +218,9 @@ class HybridDeviceOptimizer(Optimizer):
         if self._own_step is None:
             weakref.finalize(self, self._view.shown.clear)
             forward_bound_steps(optimizer, self)
+        self._life.open()
+        if is_rank_0():
+            _log.info("%s", self.statistics())
 
     # ------------------------------------------------------------------ the step
 
@@ -642,6 +645,9 @@ class HybridDeviceOptimizer(Optimizer):
             self._device_state,
             self._reserved.natives(),
             self._view.shown,
+            optimizer=type(self._inner).__name__,
+            overlap=self._reserved.config.overlap or "step",
+            memory_change="" if self._memory is None else self._memory.last_change,
             steps=self._steps,
             step_ms=self._step_ms,
         )
@@ -655,6 +661,11 @@ class HybridDeviceOptimizer(Optimizer):
         if self._own_step is None:
             self._view.shown.clear()
         self._give_back()
+
+    def __repr__(self) -> str:
+        shown = super().__repr__()
+        is_open = self._life.is_built and not self._life.closed
+        return f"{shown}\n{self.statistics()}" if is_open else shown
 
     def __getattr__(self, name: str) -> Any:
         """What the wrapped class has besides: ``train()`` and ``eval()`` of some."""

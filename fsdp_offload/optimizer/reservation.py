@@ -16,6 +16,7 @@ from ..core.arguments import backend_of
 from ..core.backend import Backend
 from ..core.config import OffloadConfig
 from ..core.errors import DeviceError
+from ..core.progress import is_rank_0
 from ..pipeline.engine import Engine
 from ..pipeline.host import HostBucket
 from ..pipeline.inventory import Inventory, Placed
@@ -75,7 +76,6 @@ class Reservation:
         for index, param in enumerate(everything):
             param.spec = replace(param.spec, index=index)
         taken = sum(engine.own_bytes for engine in self.engines)
-        rank0 = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
         with torch.no_grad():
             engine = Engine(
                 self._inner,
@@ -85,7 +85,7 @@ class Reservation:
                 self.config,
                 self.backend,
                 device_bytes=self.config.first_device_bytes - taken,
-                show_progress=rank0,
+                show_progress=is_rank_0(),
                 native_state=shown,
             )
             try:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from ..core.config import GIB, MIB
 from ..pipeline.engine import Engine
 from ..pipeline.native import States, native_bytes
 from ..update.params import ParamState
@@ -17,6 +18,10 @@ from .device_state import DeviceState
 class Statistics:
     """What the optimizer holds, and what its last step did, on this rank."""
 
+    optimizer: str
+    """Class of the wrapped optimizer."""
+    overlap: str
+    """As it was asked for, or found."""
     steps: int
     """Calls of ``step()`` since construction."""
     parameters: dict[str, int]
@@ -42,6 +47,10 @@ class Statistics:
     the optimizer is away."""
     buckets: int
     """Units of update per step."""
+    staying_buckets: int
+    """Of these, offloaded ones whose state is on the device now from one step to the next."""
+    memory_change: str
+    """When, why and for what device memory was last taken or given back; empty: never."""
     moved_bytes: int
     """Bytes that the last step moved to host memory: all offloaded state that it updated on the
     device, and gradients of the host lane."""
@@ -51,6 +60,28 @@ class Statistics:
     step_ms: float
     """Host milliseconds of the last ``step()``; the device may still have been at work."""
 
+    def __str__(self) -> str:
+        lanes = ", ".join(f"{count} {lane}" for lane, count in sorted(self.parameters.items()))
+        locked = f"page-locked in {self.pin_seconds:.1f} s" if self.pinned else "pageable"
+        lines = [
+            f'{self.optimizer}, overlap="{self.overlap}", after {self.steps} steps',
+            f"parameters: {lanes or 'none'}",
+            f"host: {_size(self.host_arena_bytes)}, {locked}",
+            f"device: {_size(self.device_state_bytes)} of state that never leaves, "
+            f"{_size(self.staging_bytes)} for {self.staying_buckets} buckets that stay and "
+            f"{self.buckets - self.staying_buckets} others",
+        ]
+        if self.memory_change:
+            lines.append(f"device memory: {self.memory_change}")
+        if self.steps:
+            sent, fetched = _size(self.moved_bytes), _size(self.fetched_bytes)
+            lines.append(f"last step: {sent} out, {fetched} in, {self.step_ms:.1f} ms of the host")
+        return "\n  ".join(lines)
+
+
+def _size(n_bytes: int) -> str:
+    return f"{n_bytes / GIB:.2f} GiB" if n_bytes >= GIB else f"{n_bytes / MIB:.1f} MiB"
+
 
 def gather(
     engines: Sequence[Engine],
@@ -59,6 +90,9 @@ def gather(
     natives: Sequence[Tensor],
     state: States,
     *,
+    optimizer: str,
+    overlap: str,
+    memory_change: str,
     steps: int,
     step_ms: float,
 ) -> Statistics:
@@ -75,6 +109,8 @@ def gather(
         device_bytes += native_bytes(natives, state)
     arenas = [a for engine in engines for a in engine.arena_statistics() if a.n_bytes]
     return Statistics(
+        optimizer=optimizer,
+        overlap=overlap,
         steps=steps,
         parameters=lanes,
         device_state_bytes=0 if place.shows_copies else device_bytes,
@@ -87,6 +123,8 @@ def gather(
         offload_reserved_bytes=0 if transfer is None else transfer.buffers.n_bytes,
         staging_bytes=sum(s.staging_bytes for s in engines),
         buckets=sum(s.bucket_count for s in engines),
+        staying_buckets=sum(len(s.staying) for s in engines),
+        memory_change=memory_change,
         moved_bytes=sum(s.moved_bytes for s in engines),
         fetched_bytes=sum(s.fetched_bytes for s in engines),
         step_ms=step_ms,

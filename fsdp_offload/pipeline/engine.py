@@ -41,8 +41,6 @@ HOST_DEPTH = 6
 HOST_BUCKET_FACTOR = 2
 """Host buckets are that much larger with ``overlap="step"``: each costs a hand-over between
 threads. With the others all buckets are large."""
-DEFAULT_DEVICE_BYTES = 256 << 20
-"""Memory of the slots above which the parameter that needs it is logged."""
 
 
 @dataclass(frozen=True)
@@ -238,14 +236,6 @@ class Engine:
         sizes = [own_bytes(bucket) for _, bucket in pairs]
         slot_bytes = max(sizes)
         count, staying = choose(sizes, range(len(sizes)), device_bytes)
-        if count * slot_bytes > DEFAULT_DEVICE_BYTES:
-            largest = max(pairs, key=lambda pair: pair[1].slot_bytes)[1]
-            _log.info(
-                "%d slots of %d bytes: the largest bucket starts with %s",
-                count,
-                slot_bytes,
-                params[largest.slices[0].spec.index].fqn,
-            )
         slots = [self.backend.allocate(slot_bytes) for _ in range(count)]
         own = {i: self.backend.allocate(sizes[i]) for i in sorted(staying)}
         lane = StreamedLane(
