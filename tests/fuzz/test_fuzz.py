@@ -10,6 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from fsdp_offload import HybridDeviceOptimizer
+from fsdp_offload.optimizer.masters import Masters
 from fsdp_offload.pipeline.engine import Engine
 from tests.helpers.ranks import RankPool
 
@@ -51,7 +52,7 @@ def test_many_sequences_on_ranks(ranks: Ranks, size: int, part: int) -> None:
 
 FAULTS: dict[str, tuple[object, str, Callable[..., object]]] = {
     "written weights look as if updates had left them": (
-        HybridDeviceOptimizer, "_trust_shards", lambda self: None,
+        Masters, "trust_shards", lambda self: None,
     ),
     "state that was fetched ahead is used after it was written": (
         Engine, "discard", lambda self: None,

@@ -17,6 +17,7 @@ CUDA = torch.device("cuda", 0)
 
 
 def free_bytes() -> int:
+    gc.collect()  # what other tests have left
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     return torch.cuda.mem_get_info(CUDA)[0]
