@@ -104,7 +104,7 @@ def windows(data: Tensor, starts: Tensor, seq: int, device: torch.device) -> tup
 def train_starts(step: int, batch: int, limit: int) -> Tensor:
     """Where the rows of one global batch begin.
 
-    A function of the step and the row's index in the global batch alone: whoever resumes, on
+    A function of the step and the row's index in the global batch alone: a job that resumes, on
     however many ranks, trains on the rows that the first run would have trained on.
     """
     return torch.randint(limit, (batch,), generator=torch.Generator().manual_seed(step))

@@ -22,7 +22,7 @@ LANES: Final = ("resident", "streamed", "host")
 Lane = Literal["resident", "streamed", "host"]
 OVERLAPS: Final = ("step", "forward", "backward")
 FIRST_DEVICE_BYTES: Final = GIB
-"""What slots take where ``device_memory="auto"``, until it is known what is to spare."""
+"""What ``device_memory="auto"`` takes until it is known what is to spare."""
 SMALL_BUCKET_BYTES: Final = 32 * MIB
 LARGE_BUCKET_BYTES: Final = 128 * MIB
 MOMENTS: Final[dict[object, torch.dtype | Literal["int8"] | None]] = {
@@ -154,7 +154,7 @@ class OffloadConfig:
     ``"auto"``: as the planner finds fastest by measured rates; on CPU tensors streamed. Or a lane
     for each trainable parameter, in the order of ``param_groups``."""
     overlap: str | None = None
-    """None: ``"forward"`` where that is possible, else ``"step"``; see :meth:`chosen`."""
+    """None: ``"forward"`` where that is possible, else ``"step"``."""
     moments: torch.dtype | Literal["int8"] | None = None
     """How state tensors are kept between updates. ``None``: fp32 where there is a master, else the
     shard's dtype, which is what torch would use on such a parameter. bf16, or int8 (``exp_avg``
@@ -271,7 +271,7 @@ class OffloadConfig:
         given = self.transfer.bucket_bytes
         if given is not None:
             return int(given)
-        is_small = self.first_device_bytes < FIRST_DEVICE_BYTES
+        is_small = self.overlap == "step" or self.first_device_bytes < FIRST_DEVICE_BYTES
         return SMALL_BUCKET_BYTES if is_small else LARGE_BUCKET_BYTES
 
 

@@ -126,7 +126,7 @@ def _too_much(required_bytes: int, ranks: int, why: str) -> HostMemoryError:
     return HostMemoryError(
         what,
         reason=why,
-        remedy="lower offload_fraction or raise device_budget, run fewer ranks per host, raise the "
+        remedy="lower offload_fraction, run fewer ranks per host, raise the "
         "container's memory limit, or, if the host has more than it shows, say how much all its "
         "ranks may use with host_memory=",
     )

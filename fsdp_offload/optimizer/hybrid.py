@@ -814,7 +814,7 @@ class HybridDeviceOptimizer(Optimizer):
     def accumulate(self) -> contextlib.AbstractContextManager[None]:
         """Inside, backward passes only add to ``.grad``: for all micro-batches but the last.
 
-        Needed with ``overlap="backward"`` alone, and not if FSDP2 is told
+        Needed with ``overlap="backward"`` alone, and not if the caller says so to FSDP2
         (``set_requires_gradient_sync(False)`` or ``set_is_last_backward(False)``).
         """
         return contextlib.nullcontext() if self._overlap is None else self._overlap.accumulate()

@@ -23,9 +23,10 @@ from .order import ring_size
 LEAST_MARGIN_BYTES: Final = 2 * GIB
 MARGIN_SHARE: Final = 0.05
 LEAST_SLOTS: Final = 4
-"""Three keep both directions of the link busy; the fourth absorbs jitter."""
+"""Three keep both directions of the link busy; the fourth absorbs jitter. :func:`.ring_size` may
+leave one out."""
 MOST_SLOT_BYTES: Final = 4 * GIB
-"""Slots beyond that were not faster (docs/benchmarks)."""
+"""What is allowed beyond that is for buckets that stay."""
 AWAY_STEPS: Final = 50
 """For so long a bucket that had to leave does not come back."""
 
@@ -78,7 +79,8 @@ def choose(
     Args:
         sizes: bytes of each bucket.
         urgency: all buckets, those first that the forward needs soonest.
-        allowed: bytes for all of it. ``LEAST_SLOTS`` are taken in any case, while buckets travel.
+        allowed: bytes for all of it. About ``LEAST_SLOTS`` are taken in any case, while
+            buckets travel.
         staying: buckets that stay now; they go on to as long as there is room.
         away_until: steps before which buckets do not come back.
         step: the number of this one.
