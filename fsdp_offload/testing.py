@@ -468,8 +468,6 @@ class StreamSimulator:
         self._poll()
         return torch.full((n_bytes,), 0xFF, dtype=torch.uint8, device="cpu")
 
-    # ---- for tests
-
     def reserved(self) -> tuple[int, int] | None:
         """See :class:`.core.backend.Backend`: there are no such figures."""
         return None
@@ -477,6 +475,8 @@ class StreamSimulator:
     def free_and_total(self) -> tuple[int, int]:
         """See :class:`.core.backend.Backend`."""
         return 0, 0
+
+    # ---- for tests
 
     def reset_counters(self) -> None:
         """Forget the waits so far: ``skip_wait`` and ``skip_sync`` count from here."""

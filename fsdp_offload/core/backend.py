@@ -438,8 +438,9 @@ class AcceleratorBackend:
     def reserved(self) -> tuple[int, int] | None:
         if self.device.type != "cuda":
             return None
-        figures = torch.cuda.memory_stats(self.device)
-        return figures["reserved_bytes.all.current"], figures["num_alloc_retries"]
+        # Asked for in every step: memory_stats() would flatten and sort some 200 figures.
+        figures = torch.cuda.memory_stats_as_nested_dict(self.device)
+        return figures["reserved_bytes"]["all"]["current"], figures["num_alloc_retries"]
 
     def free_and_total(self) -> tuple[int, int]:
         return torch.cuda.mem_get_info(self.device)

@@ -11,8 +11,7 @@ It stays in place when it was used: another stream may be the next to use it, an
 What it cannot see is an older tensor that shares the shard's memory, such as ``p.data``.
 
 Gradients of ``overlap="forward"`` are guarded likewise: the update reads them, so code that writes
-into one waits; code that reads one waits too, since an operation does not say which of the two it
-does before it runs.
+into one waits. So does code that reads one: there is one rule for all uses.
 
 [Note: compiled code]
 What ``torch.compile`` makes of a function takes its inputs apart (``__tensor_flatten__``) in each
