@@ -205,6 +205,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--tokens", type=int, default=8192, help="per iteration and rank")
     add("--seq", type=int, default=2048)
     add("--shards", choices=("bf16", "fp32"), default="bf16")
+    add("--checkpointed", action="store_true", help="blocks are computed again in backward")
     add("--deterministic", action="store_true", help="kernels whose bits repeat, to compare losses")
     add("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     add("--json", type=Path, help="all figures; written after each row")
@@ -224,7 +225,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     with machine.process_group(options.device, timeout_s=300) as device:
-        sizes = ("layers", "dim", "vocabulary", "tokens", "seq", "shards")
+        sizes = ("layers", "dim", "vocabulary", "tokens", "seq", "shards", "checkpointed")
         job = Job(**{name: getattr(options, name) for name in sizes})
         batches = synthetic_batches(job, device)
         link = machine.measure_link(device, 10) if device.type == "cuda" else {}

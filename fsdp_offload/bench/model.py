@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from ..core.errors import ConfigError
 
@@ -35,6 +36,8 @@ class Job:
     shards: Literal["bf16", "fp32"] = "bf16"
     """dtype of the shards. bf16: gathered and reduced in bf16. fp32: gathered in bf16, reduced
     in fp32. The model computes in bf16 in both."""
+    checkpointed: bool = False
+    """Whether backward computes what is inside of each block again."""
 
     def __post_init__(self) -> None:
         if self.tokens % self.seq or self.dim % self.heads:
@@ -85,6 +88,7 @@ class GPT(nn.Module):
 
     def __init__(self, job: Job) -> None:
         super().__init__()
+        self.is_checkpointed = job.checkpointed
         self.tokens = nn.Embedding(job.vocabulary, job.dim)
         self.blocks = nn.ModuleList(Block(job.dim, job.heads) for _ in range(job.layers))
         self.norm = nn.RMSNorm(job.dim)
@@ -97,7 +101,7 @@ class GPT(nn.Module):
         """
         x = self.tokens(inputs)
         for block in self.blocks:
-            x = block(x)
+            x = checkpoint(block, x, use_reentrant=False) if self.is_checkpointed else block(x)
         logits = F.linear(self.norm(x), self.tokens.weight)
         losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
         return losses.float().mean()

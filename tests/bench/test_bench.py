@@ -74,6 +74,15 @@ def test_two_ranks_agree(ranks: Callable[..., RankPool]) -> None:
         assert mine["iteration_ms"] == other["iteration_ms"]
 
 
+def test_checkpointed_blocks_give_the_same_losses() -> None:
+    found = []
+    for flags in ([], ["--checkpointed"]):
+        report = iteration.main([*TINY, *SHORT, "--rows", "default-d0-torchclip", *flags])
+        found.append(report["rows"][0]["losses"])
+        assert report["job"]["checkpointed"] is bool(flags)
+    assert found[0] == found[1]
+
+
 def test_words_of_a_name() -> None:
     assert [Case.parse(name).name for name in DEFAULT_ROWS.split(",")] == DEFAULT_ROWS.split(",")
     case = Case.parse("forward-clip-bf16-d4GiB-b64MiB-f0.5")
