@@ -31,7 +31,7 @@ from .host import HostBucket, HostStaging, HostStagingSizes, ring_depth
 from .host_lane import HostLane
 from .link import copier
 from .native import NativeUpdate, States
-from .streamed import StreamedBucket, StreamedLane, own_bytes
+from .streamed import StreamedBucket, StreamedLane, device_bytes_of
 from .worker import InlineWorker, ThreadPool, Worker
 
 _log = logging.getLogger("fsdp_offload")
@@ -233,7 +233,7 @@ class Engine:
         ]
         if not pairs:
             return None
-        sizes = [own_bytes(bucket) for _, bucket in pairs]
+        sizes = [device_bytes_of(bucket) for _, bucket in pairs]
         slot_bytes = max(sizes)
         count, staying = choose(sizes, range(len(sizes)), device_bytes)
         slots = [self.backend.allocate(slot_bytes) for _ in range(count)]

@@ -56,7 +56,7 @@ def best_ms_per_byte(marks: Sequence[Mark]) -> float | None:
     return min((ms / n_bytes for ms, n_bytes in spans if n_bytes), default=None) or None
 
 
-def own_bytes(bucket: Bucket) -> int:
+def device_bytes_of(bucket: Bucket) -> int:
     """What a bucket takes on the device: something, also without state."""
     return align(max(bucket.slot_bytes, 1), 256)
 
@@ -220,7 +220,7 @@ class StreamedLane:
     @property
     def sizes(self) -> list[int]:
         """Bytes that each bucket takes on the device."""
-        return [own_bytes(bucket.bucket) for bucket in self.buckets]
+        return [device_bytes_of(bucket.bucket) for bucket in self.buckets]
 
     @property
     def has_begun(self) -> bool:
