@@ -1,13 +1,11 @@
 """One bucket on the device: masters are unpacked, the shadow steps, masters are packed.
 
 Serves the resident lane (state views on the device) and the streamed lane (views of a slot).
-Where the masters are kept by remainder, on CUDA, and every slice has a gradient, one kernel
-unpacks all masters and casts all gradients, and one packs; else it takes several calls.
+Where it can, one kernel does everything: see :mod:`.one_kernel`.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -19,11 +17,9 @@ from torch.optim import Optimizer
 from ..core import dtensor
 from ..plan import Bucket, Kind, Slice
 from . import codec
-from .address_table import AddressTable, AddressTables, TableRows
-from .kernels import triton_kernels
 from .moments import Moment
+from .one_kernel import OneKernelAdam, PackedMoment, adam, rng_key_of
 from .params import REMAINDER_KIND, MasterForm, ParamState, SliceState, Snapshot
-from .reduced_adam import PackedMoment, ReducedAdam, adam, rng_key_of
 from .shadow import Shadow
 
 StateView = Callable[[Slice, Kind, int], Tensor]
@@ -176,9 +172,8 @@ class BucketUpdate:
         self._gathered: list[Tensor] = []  # copies of the shards, side by side
         self._together: tuple[Tensor, ...] = ()  # all of them, and the masters
         self._codes: list[tuple[Tensor, Tensor, Tensor]] = []  # (bf16, bf16, fp32) each 1-D
-        self._tables: AddressTables | None = None
         self._packed: list[list[PackedMoment]] = []  # per slice
-        self._reduced: ReducedAdam | None = None
+        self._reduced: OneKernelAdam | None = None
         unpacked = self._cut_scratch(scratch, first)
         if self._form is MasterForm.WHOLE:
             self._masters = self._whole_masters(view)
@@ -213,7 +208,7 @@ class BucketUpdate:
             for sliced in self.slices
         ]
         self._shadow.rebind()
-        if self._shadow.is_direct and ReducedAdam.is_for(self.slices):
+        if self._shadow.is_direct and OneKernelAdam.is_for(self.slices):
             self._reduced = self._one_kernel(view)
 
     @property
@@ -225,25 +220,27 @@ class BucketUpdate:
         """Whether an update with these hyper-parameters uses scratch memory."""
         return self._reduced is None or not self._reduced.fits(snapshot)
 
-    def _one_kernel(self, view: StateView) -> ReducedAdam | None:
+    def _one_kernel(self, view: StateView) -> OneKernelAdam | None:
         """The update without scratch memory, for masters that need none."""
-        remainders: list[Tensor | None] = [None] * len(self.slices)
-        if self._form is MasterForm.WHOLE:
+        if self._form is MasterForm.WHOLE or not (
+            self._form is MasterForm.REMAINDER or self._packed[0]
+        ):
             return None
+        remainders: list[Tensor | None] = [None] * len(self.slices)
         if self._form is MasterForm.REMAINDER:
             remainders = [view(s, REMAINDER_KIND, s.spec.numel) for s in self.bucket.slices]
-        return ReducedAdam(self.slices, self._shards, remainders, self._packed, adam)
+        kept = [
+            [(each.codes, each.scales) for each in packed]
+            or [(sliced.state[name], None) for name in ("exp_avg", "exp_avg_sq")]
+            for sliced, packed in zip(self.slices, self._packed, strict=True)
+        ]
+        return OneKernelAdam(self.slices, self._shards, remainders, kept, adam)
 
     def _whole_masters(self, view: StateView) -> list[Tensor]:
         return [view(s, self._whole_master, s.spec.numel) for s in self.bucket.slices]
 
     def _bind_remainders(self, view: StateView, flat_remainder: Tensor | None) -> None:
         remainders = [view(s, REMAINDER_KIND, s.spec.numel) for s in self.bucket.slices]
-        flat = self._flat_master
-        if flat.is_cuda and flat.dtype == torch.float32 and not self._is_shaped:
-            slices = self.bucket.slices
-            make = functools.partial(table_of, slices, self._shards, remainders)
-            self._tables = AddressTables([each.numel for each in slices], make)
         if flat_remainder is not None and len(self.bucket.slices) > FEW:
             # Many small shards: one gather, one kernel, one scatter.
             if not self._gathered:  # once: released memory cannot be cut
@@ -292,44 +289,11 @@ class BucketUpdate:
         if self._reduced is not None and self._reduced.run(gradients, snapshot):
             return
         self._unpack_moments(gradients)
-        tables = self._table_rows(gradients)
-        if tables is not None:
-            self._shadow.step(self._unpack_at_once(tables, gradients), snapshot)
-            self._pack_at_once(tables)
-        else:
-            is_complete = all(gradient is not None for gradient in gradients)
-            self._unpack()
-            self._shadow.step(self._prepare(gradients, is_complete), snapshot)
-            self._pack(gradients, is_complete)
+        is_complete = all(gradient is not None for gradient in gradients)
+        self._unpack()
+        self._shadow.step(self._prepare(gradients, is_complete), snapshot)
+        self._pack(gradients, is_complete)
         self._pack_moments(gradients)
-
-    def _table_rows(self, gradients: Sequence[Tensor | None]) -> list[TableRows] | None:
-        """See :meth:`.AddressTables.rows_of`; None also where Triton is missing."""
-        if self._tables is None or triton_kernels() is None:
-            return None
-        return self._tables.rows_of(gradients)
-
-    def _unpack_at_once(
-        self, tables: Sequence[TableRows], gradients: Sequence[Tensor | None]
-    ) -> list[Tensor | None]:
-        """:meth:`_unpack` and :meth:`_prepare`."""
-        kernels, given = triton_kernels(), gradients[0]
-        assert kernels is not None
-        assert given is not None
-        assert self._gradients is not None
-        for rows in tables:
-            kernels.unpack_table(
-                *rows, self._flat_master, self._flat_gradient,
-                bf16_gradient=given.dtype == torch.bfloat16,
-            )  # fmt: skip
-        return list(self._gradients)
-
-    def _pack_at_once(self, tables: Sequence[TableRows]) -> None:
-        """:meth:`_pack`."""
-        kernels = triton_kernels()
-        assert kernels is not None
-        for rows in tables:
-            kernels.pack_table(rows.table, rows.rows, self._flat_master)
 
     def _unpack_moments(self, gradients: list[Tensor | None]) -> None:
         for sliced, gradient, packed in zip(self.slices, gradients, self._packed, strict=True):
@@ -379,17 +343,3 @@ class BucketUpdate:
                 codec.encode(master, value, remainder)
         if self._gathered:
             copy_present(self._shards, self._gathered, gradients)
-
-
-def table_of(
-    slices: Sequence[Slice],
-    weights: Sequence[Tensor],
-    remainders: Sequence[Tensor],
-    indices: Sequence[int],
-) -> AddressTable:
-    """Rows: weight, remainder; elements, place in scratch memory. ``indices``: which slices."""
-    kernels = triton_kernels()
-    assert kernels is not None
-    tensors = [(weights[i], remainders[i]) for i in indices]
-    numbers = [[slices[i].scratch_start] for i in indices]
-    return AddressTable(tensors, numbers, tile_numel=kernels.BLOCK)

@@ -1,9 +1,16 @@
-"""Triton kernels (CUDA) of moments in fewer bits. Their twins: ``moments.*_plain``, ``adam_plain``.
+"""Triton kernels (CUDA) of moments, and of all of an Adam step in one. Their twins:
+``moments.*_plain``, ``adam_plain``.
 
 [Note: same bits as the twins]
 Divisions and roots are the correctly rounded ones, or corrected to an exact integer, and
-multiplications and additions are not contracted (``enable_fp_fusion=False``), so each operation
-rounds as the torch operation does. Only numbers below the normal ones are flushed to zero.
+multiplications and additions are contracted only where that is written (``tl.fma``), so each
+operation rounds as the torch operation does. Only numbers below the normal ones are flushed to zero
+where moments are packed.
+
+[Note: same bits as torch's step]
+``_update`` computes as torch's fused kernel for CUDA does from 2.11 on (ATen/native/cuda/
+fused_adam_utils.cuh): everything in fp32, averages by two fused multiply-adds, the decay contracted
+as nvcc contracts it. ``tests/gpu`` compares all bits.
 """
 
 from __future__ import annotations
@@ -15,6 +22,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import libdevice
 
 from .address_table import AddressTable
 from .kernels_table import aligned, pick, row_of
@@ -149,14 +157,33 @@ def _pack(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _stepped(  # type: ignore[no-untyped-def]
+    value, g, m, v, count, lr, beta1, beta2, decay, eps,
+    DECOUPLED: tl.constexpr, DECAY: tl.constexpr,
+):  # fmt: skip
+    """See [Note: same bits as torch's step]; ``count``: of updates, with this one."""
+    if DECAY:
+        if DECOUPLED:
+            value = tl.fma(-(lr * decay), value, value)
+        else:
+            g = tl.fma(value, decay, g)
+    squared = g * g
+    m = tl.fma(beta1, m, tl.fma(-beta1, g, g))
+    v = tl.fma(beta2, v, tl.fma(-beta2, squared, squared))
+    step_size = tl.div_rn(lr, 1.0 - libdevice.pow(beta1, count))
+    correction = tl.sqrt_rn(1.0 - libdevice.pow(beta2, count))
+    denominator = tl.div_rn(tl.sqrt_rn(v), correction) + eps
+    return value - tl.div_rn(step_size * m, denominator), m, v
+
+
+@triton.jit
 def _update(  # type: ignore[no-untyped-def]
     weight, remainder, gradient, average, average_scales, square, square_scales, step,
-    program, numel, key, first,
-    beta1, rest1, beta2, rest2, eps, decay, step_size, inverse_root,
+    program, numel, key, first, lr, beta1, beta2, decay, eps,
     BF16_WEIGHT: tl.constexpr, MAXIMIZE: tl.constexpr,
-    DECOUPLED: tl.constexpr, DECAY: tl.constexpr, INT8: tl.constexpr, ROWS: tl.constexpr,
+    DECOUPLED: tl.constexpr, DECAY: tl.constexpr, BITS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """See ``reduced_adam.adam_plain``; ``program``: which ``ROWS`` blocks of the slice."""
+    """See ``one_kernel.adam_plain``; ``program``: which ``ROWS`` blocks of the slice."""
     rows = program.to(tl.int64) * ROWS + tl.arange(0, ROWS)
     at = rows[:, None] * 64 + tl.arange(0, 64)[None, :]
     inside = at < numel
@@ -170,28 +197,26 @@ def _update(  # type: ignore[no-untyped-def]
     g = tl.load(gradient + at, mask=inside, other=0.0).to(tl.float32)
     if MAXIMIZE:
         g = -g
-    if INT8:
+    if BITS == 8:
         m = _load_codes(average, average_scales, at, rows, inside, blocks, 127)
         v = _load_codes(square, square_scales, at, rows, inside, blocks, 255)
-    else:
+    elif BITS == 16:
         m = _load_bf16(average, at, inside)
         v = _load_bf16(square, at, inside)
-    if DECAY:
-        if DECOUPLED:
-            value = value - decay * value
-        else:
-            g = g + decay * value
-    m = beta1 * m + rest1 * g
-    v = beta2 * v + rest2 * g * g
-    value = value - tl.div_rn(step_size * m, tl.sqrt_rn(v) * inverse_root + eps)
+    else:
+        m = tl.load(average + at, mask=inside, other=0.0)
+        v = tl.load(square + at, mask=inside, other=0.0)
+    value, m, v = _stepped(
+        value, g, m, v, tl.load(step), lr, beta1, beta2, decay, eps, DECOUPLED, DECAY
+    )
     if BF16_WEIGHT:
         upper, rest = encoded(value.to(tl.int32, bitcast=True))
         tl.store(weight + at, upper.to(tl.bfloat16, bitcast=True), mask=inside)
         tl.store(remainder + at, rest, mask=inside)
     else:
         tl.store(weight + at, value, mask=inside)
-    hashed = _hashed(at + first, key)
-    if INT8:
+    if BITS == 8:
+        hashed = _hashed(at + first, key)
         m = tl.where(inside, m, 0.0)
         v = tl.where(inside, v, 0.0)
         low, high = _half(hashed, False), _half(hashed, True)
@@ -201,26 +226,27 @@ def _update(  # type: ignore[no-untyped-def]
         _store_codes(
             v, high, square, square_scales, at, rows, inside, blocks, 255, True
         )  # fmt: skip
-    else:
+    elif BITS == 16:
+        hashed = _hashed(at + first, key)
         _store_bf16(m, _half(hashed, False), average, at, inside, True)
         _store_bf16(v, _half(hashed, True), square, at, inside, True)
-    if program == 0:
-        tl.store(step, tl.load(step) + 1.0)
+    else:
+        tl.store(average + at, m, mask=inside)
+        tl.store(square + at, v, mask=inside)
 
 
 @triton.jit(do_not_specialize=["key", "first"])
 def _adam(  # type: ignore[no-untyped-def]
     weight, remainder, gradient, average, average_scales, square, square_scales, step,
-    numel, key, first, beta1, rest1, beta2, rest2, eps, decay, step_size, inverse_root,
+    numel, key, first, lr, beta1, beta2, decay, eps,
     BF16_WEIGHT: tl.constexpr, MAXIMIZE: tl.constexpr,
-    DECOUPLED: tl.constexpr, DECAY: tl.constexpr, INT8: tl.constexpr, ROWS: tl.constexpr,
+    DECOUPLED: tl.constexpr, DECAY: tl.constexpr, BITS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """One slice."""
     _update(
         weight, remainder, gradient, average, average_scales, square, square_scales, step,
-        tl.program_id(0), numel, key, first,
-        beta1, rest1, beta2, rest2, eps, decay, step_size, inverse_root,
-        BF16_WEIGHT, MAXIMIZE, DECOUPLED, DECAY, INT8, ROWS,
+        tl.program_id(0), numel, key, first, lr, beta1, beta2, decay, eps,
+        BF16_WEIGHT, MAXIMIZE, DECOUPLED, DECAY, BITS, ROWS,
     )  # fmt: skip
 
 
@@ -237,20 +263,21 @@ def _key(seed, updates):  # type: ignore[no-untyped-def]
 def _adam_table(  # type: ignore[no-untyped-def]
     table, updates: tl.int32, g0: tl.int64, g1: tl.int64, g2: tl.int64, g3: tl.int64,
     g4: tl.int64, g5: tl.int64, g6: tl.int64, g7: tl.int64,
-    beta1, rest1, beta2, rest2, eps, decay, step_size, inverse_root,
+    lr, beta1, beta2, decay, eps,
     BF16_WEIGHT: tl.constexpr, BF16_GRADIENT: tl.constexpr, MAXIMIZE: tl.constexpr,
-    DECOUPLED: tl.constexpr, DECAY: tl.constexpr, INT8: tl.constexpr,
+    DECOUPLED: tl.constexpr, DECAY: tl.constexpr, BITS: tl.constexpr,
     WIDTH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Up to eight slices; ``table``: see :func:`.reduced_adam.table_of`."""
+    """Up to eight slices; ``table``: see :func:`.one_kernel.table_of`."""
     program = tl.program_id(0)
     which = row_of(program, table, WIDTH)
     gradient = pick(which, g0, g1, g2, g3, g4, g5, g6, g7)
     row = table + which * WIDTH
     weight_type: tl.constexpr = tl.bfloat16 if BF16_WEIGHT else tl.float32
     gradient_type: tl.constexpr = tl.bfloat16 if BF16_GRADIENT else tl.float32
-    average_type: tl.constexpr = tl.int8 if INT8 else tl.bfloat16
-    square_type: tl.constexpr = tl.uint8 if INT8 else tl.bfloat16
+    wide: tl.constexpr = tl.bfloat16 if BITS == 16 else tl.float32
+    average_type: tl.constexpr = tl.int8 if BITS == 8 else wide
+    square_type: tl.constexpr = tl.uint8 if BITS == 8 else wide
     _update(
         aligned(tl.load(row + 1), weight_type), aligned(tl.load(row + 2), tl.int16),
         aligned(gradient, gradient_type), aligned(tl.load(row + 3), average_type),
@@ -258,8 +285,8 @@ def _adam_table(  # type: ignore[no-untyped-def]
         aligned(tl.load(row + 6), tl.float32), tl.load(row + 7).to(tl.pointer_type(tl.float32)),
         program - tl.load(row).to(tl.int32), tl.multiple_of(tl.load(row + 8), 16),
         _key(tl.load(row + 10).to(tl.int32), updates), tl.load(row + 9),
-        beta1, rest1, beta2, rest2, eps, decay, step_size, inverse_root,
-        BF16_WEIGHT, MAXIMIZE, DECOUPLED, DECAY, INT8, ROWS,
+        lr, beta1, beta2, decay, eps,
+        BF16_WEIGHT, MAXIMIZE, DECOUPLED, DECAY, BITS, ROWS,
     )  # fmt: skip
 
 
@@ -310,9 +337,8 @@ def adam(
     numbers: tuple[float, ...],
     **flags: bool,
 ) -> None:
-    """See :func:`.reduced_adam.adam_plain`; codes and scales per moment. ``flags``: MAXIMIZE,
+    """See :func:`.one_kernel.adam_plain`; codes and scales per moment. ``flags``: MAXIMIZE,
     DECOUPLED and DECAY."""
-    is_int8 = average[1] is not None
     scales = [codes if its is None else its for codes, its in (average, square)]  # not looked at
     numel = weight.numel()
     _ADAM.launch(
@@ -322,7 +348,7 @@ def adam(
             average[0], scales[0], square[0], scales[1], step,
         ),
         (numel, key, first), numbers,
-        BF16_WEIGHT=remainder is not None, **flags, INT8=is_int8, ROWS=ROWS,
+        BF16_WEIGHT=remainder is not None, **flags, BITS=8 * average[0].itemsize, ROWS=ROWS,
     )  # fmt: skip
 
 
@@ -332,13 +358,13 @@ def adam_of_table(
     gradients: Sequence[int],
     updates: int,
     numbers: tuple[float, ...],
-    **flags: bool,
+    **flags: bool | int,
 ) -> None:
-    """:func:`adam` of all slices of a table (see :func:`.reduced_adam.table_of`).
+    """:func:`adam` of all slices of a table (see :func:`.one_kernel.table_of`).
 
     ``rows``: of the table. ``gradients``: :func:`.address_table.addresses_of`. ``updates``: of each
     which, with this one. ``flags``: the constants BF16_WEIGHT, BF16_GRADIENT, MAXIMIZE, DECOUPLED,
-    DECAY and INT8, in this order.
+    DECAY and BITS, in this order.
     """
     _ADAM_TABLE.launch(
         table.programs, (rows,),

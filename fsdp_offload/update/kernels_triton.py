@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
@@ -10,8 +9,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .address_table import AddressTable
-from .kernels_table import aligned, pick, row_of
 from .launching import Kernel
 
 BLOCK: Final = 1024
@@ -78,45 +75,9 @@ def _copy_across(device, host, numel, OUT: tl.constexpr, BLOCK: tl.constexpr):  
             tl.store(device + at, tl.load(host + at, mask=inside), mask=inside)
 
 
-@triton.jit(do_not_specialize=["g0", "g1", "g2", "g3", "g4", "g5", "g6", "g7"])
-def _unpack_table(  # type: ignore[no-untyped-def]
-    table, master, cast, g0: tl.int64, g1: tl.int64, g2: tl.int64, g3: tl.int64,
-    g4: tl.int64, g5: tl.int64, g6: tl.int64, g7: tl.int64,
-    BF16_GRADIENT: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """``_decode`` of up to eight slices, and their gradients in fp32: into scratch."""
-    program = tl.program_id(0)
-    which = row_of(program, table, WIDTH)
-    row = table + which * WIDTH
-    at = (program - tl.load(row).to(tl.int32)).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < tl.multiple_of(tl.load(row + 3), 16)
-    into = tl.multiple_of(tl.load(row + 4), 16) + at
-    high = tl.load(aligned(tl.load(row + 1), tl.int16) + at, mask=inside, other=0)
-    low = tl.load(aligned(tl.load(row + 2), tl.int16) + at, mask=inside, other=0)
-    tl.store(master + into, decoded(high, low), mask=inside)
-    gradient = pick(which, g0, g1, g2, g3, g4, g5, g6, g7)
-    gradient_type: tl.constexpr = tl.bfloat16 if BF16_GRADIENT else tl.float32
-    g = tl.load(aligned(gradient, gradient_type) + at, mask=inside, other=0)
-    tl.store(cast + into, g.to(tl.float32), mask=inside)
-
-
-@triton.jit
-def _pack_table(table, master, WIDTH: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """``_encode`` of up to eight slices."""
-    program = tl.program_id(0)
-    row = table + row_of(program, table, WIDTH) * WIDTH
-    at = (program - tl.load(row).to(tl.int32)).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < tl.multiple_of(tl.load(row + 3), 16)
-    bits = tl.load(master + tl.multiple_of(tl.load(row + 4), 16) + at, mask=inside, other=0)
-    high, low = encoded(bits)
-    tl.store(aligned(tl.load(row + 1), tl.int16) + at, high, mask=inside)
-    tl.store(aligned(tl.load(row + 2), tl.int16) + at, low, mask=inside)
-
-
 _DECODE, _ENCODE = Kernel(_decode), Kernel(_encode)
 _CHECKSUM = Kernel(_checksum)
 _COPY_ACROSS = Kernel(_copy_across, num_warps=32)
-_UNPACK_TABLE, _PACK_TABLE = Kernel(_unpack_table, ignores_integers=True), Kernel(_pack_table)
 
 
 def _launch(
@@ -156,35 +117,3 @@ def copy_across(source: Tensor, target: Tensor) -> None:
     assert numel < 1 << 31
     programs = min(LINK_PROGRAMS, triton.cdiv(numel, LINK_BLOCK))
     _COPY_ACROSS.launch(programs, operands, (numel,), OUT=out, BLOCK=LINK_BLOCK)
-
-
-def unpack_table(
-    table: AddressTable,
-    rows: Tensor,
-    gradients: Sequence[int],
-    master: Tensor,
-    cast: Tensor,
-    *,
-    bf16_gradient: bool,
-) -> None:
-    """Masters and gradients of all slices of a table, in fp32, side by side.
-
-    Args:
-        table: see :func:`.bucket.table_of`.
-        rows: of the table.
-        gradients: :func:`.address_table.addresses_of`.
-        master: 1-D fp32, written.
-        cast: likewise, for the gradients.
-        bf16_gradient: or fp32.
-    """
-    _UNPACK_TABLE.launch(
-        table.programs, (rows, master.view(torch.int32), cast), gradients,
-        BF16_GRADIENT=bf16_gradient, WIDTH=table.width, BLOCK=BLOCK,
-    )  # fmt: skip
-
-
-def pack_table(table: AddressTable, rows: Tensor, master: Tensor) -> None:
-    """Weights and remainders of all slices of a table, from :func:`unpack_table`'s masters."""
-    _PACK_TABLE.launch(
-        table.programs, (rows, master.view(torch.int32)), WIDTH=table.width, BLOCK=BLOCK
-    )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_offload import HybridDeviceOptimizer, TransferConfig
-from fsdp_offload.update import moments, reduced_adam
+from fsdp_offload.update import moments, one_kernel
 from fsdp_offload.update.kernels import moment_kernels
 from fsdp_offload.update.moments import Moment
 from fsdp_offload.update.rng_key import RngKey
@@ -79,19 +79,20 @@ def test_packing_has_the_bits_of_the_twin(dtype: torch.dtype, numel: int) -> Non
 
 @pytest.mark.parametrize("numel", NUMELS)
 @pytest.mark.parametrize(("weight", "gradient"), [(BF16, BF16), (FP32, FP32), (BF16, FP32)])
-@pytest.mark.parametrize("dtypes", [(BF16, BF16), (INT8, UINT8)])
+@pytest.mark.parametrize("dtypes", [(BF16, BF16), (INT8, UINT8), ()])
 def test_the_kernel_of_all_in_one_has_the_bits_of_its_twin(
-    dtypes: tuple[torch.dtype, torch.dtype],
+    dtypes: tuple[torch.dtype, ...],
     weight: torch.dtype,
     gradient: torch.dtype,
     numel: int,
 ) -> None:
     both = [
         Moment(name, dtype, draw)
-        for draw, (name, dtype) in enumerate(zip(("exp_avg", "exp_avg_sq"), dtypes, strict=True))
+        for draw, (name, dtype) in enumerate(zip(("exp_avg", "exp_avg_sq"), dtypes, strict=False))
     ]
 
-    def operands(device: str) -> list[Any]:
+    def operands() -> list[Any]:
+        device = "cuda"  # there torch's power has the bits of the kernel's
         torch.manual_seed(numel)
         w = torch.randn(numel).to(weight)
         low = torch.randint(-30000, 30000, (numel,), dtype=torch.int16).view(BF16)
@@ -102,13 +103,16 @@ def test_the_kernel_of_all_in_one_has_the_bits_of_its_twin(
             values = torch.randn(numel).square() if moment.position else torch.randn(numel)
             moments.pack_plain(moment, values, codes, scales, None)
             kept.append((codes.to(device), None if scales is None else scales.to(device)))
+        if not both:
+            values = [torch.randn(numel).to(device), torch.randn(numel).square().to(device)]
+            kept = [(value, None) for value in values]
         rest = low.to(device) if weight == BF16 else None
         return [w.to(device), rest, g.to(device), *kept, torch.tensor(4.0, device=device)]
 
     for group in (GROUP, GROUP | {"decoupled_weight_decay": False, "maximize": True}):
-        here, there = operands("cpu"), operands("cuda")
-        reduced_adam.adam_plain(both, *here, RngKey(99, FAR), reduced_adam.AdamConstants(group), 5)
-        reduced_adam.adam(both, *there, RngKey(99, FAR), reduced_adam.AdamConstants(group), 5)
+        here, there = operands(), operands()
+        one_kernel.adam_plain(both, *here, RngKey(99, FAR), one_kernel.AdamConstants(group))
+        one_kernel.adam(both, *there, RngKey(99, FAR), one_kernel.AdamConstants(group))
         flat = [[*made[:3], *made[3], *made[4], made[5]] for made in (here, there)]
         for index, (a, b) in enumerate(zip(*flat, strict=True)):
             assert same(a, b), (index, group)
@@ -153,6 +157,27 @@ class Run:
         return found
 
 
+@pytest.mark.parametrize("clipped", [False, True])
+@pytest.mark.parametrize(
+    ("kept", "dtype"), [(None, BF16), (BF16, BF16), ("int8", BF16), (BF16, FP32), ("int8", FP32)]
+)
+@pytest.mark.parametrize("shapes", [SHAPES, [(1 << 22,), (4096, 3000)]], ids=["small", "large"])
+def test_the_kernel_of_all_in_one_has_the_bits_of_torchs_step(
+    monkeypatch: pytest.MonkeyPatch, shapes: Any, kept: Any, dtype: torch.dtype, clipped: bool
+) -> None:
+    found = []
+    for is_class in (True, False):
+        with monkeypatch.context() as patch:
+            if is_class:
+                patch.setattr(one_kernel.OneKernelAdam, "is_for", lambda *args: False)
+            run = Run(dtype, kept, 1.0, shapes)
+            for step in range(12):
+                run.step(step, 0.5 if clipped else None)
+            found.append(run.kept())
+            run.optimizer.close()
+    assert all(same(a, b) for a, b in zip(*found, strict=True))
+
+
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
 @pytest.mark.parametrize("kept", [BF16, "int8"])
 def test_lanes_and_buckets_have_the_same_bits(kept: Any, dtype: torch.dtype) -> None:
@@ -170,8 +195,9 @@ MANY = [(16, 16)] * 30 + [(256, 300), (48,), (1024,), (100, 64)]
 
 
 @pytest.mark.parametrize("clipped", [False, True])
-@pytest.mark.parametrize("dtype", [FP32, BF16])
-@pytest.mark.parametrize("kept", [BF16, "int8"])
+@pytest.mark.parametrize(
+    ("kept", "dtype"), [(None, BF16), (BF16, BF16), ("int8", BF16), (BF16, FP32), ("int8", FP32)]
+)
 def test_pieces_at_once_have_the_bits_of_pieces_one_by_one(
     monkeypatch: pytest.MonkeyPatch, kept: Any, dtype: torch.dtype, clipped: bool
 ) -> None:
@@ -191,7 +217,7 @@ def test_pieces_at_once_have_the_bits_of_pieces_one_by_one(
             run.step(step, max_norm)
         before = len(calls)
         with monkeypatch.context() as patch:
-            patch.setattr(reduced_adam.ReducedAdam, "_run_at_once", lambda *args: False)
+            patch.setattr(one_kernel.OneKernelAdam, "_run_at_once", lambda *args: False)
             runs[2].step(step, max_norm)
         assert len(calls) == before
     assert max(calls) == 8, "several pieces went at once"

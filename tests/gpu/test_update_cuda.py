@@ -11,7 +11,6 @@ from torch import nn
 
 from fsdp_offload import HybridDeviceOptimizer, TransferConfig
 from fsdp_offload.update import fused_adam
-from fsdp_offload.update.bucket import BucketUpdate
 from tests.fsdp.models import bits
 
 SHAPES = [(300, 70), (7,), (0,), (129, 65), (1000,), (64, 64), (3, 5, 7)]
@@ -83,35 +82,3 @@ def test_clipping_rounds_as_torch_clips(dtype: torch.dtype, lanes: float) -> Non
         for run in (plain, clipped):
             run.optimizer.step()
     assert_same(plain, clipped)
-
-
-MANY = [(16, 16)] * 30 + [(256, 300), (48,), (1024,), (100, 64)]
-"""All divisible by 16; the first ones are more than a table has rows, the last ones are cut."""
-
-
-@pytest.mark.parametrize("clipped", [False, True])
-@pytest.mark.parametrize("lanes", [0.0, 1.0])
-def test_masters_at_once_have_the_bits_of_masters_one_by_one(
-    monkeypatch: pytest.MonkeyPatch, lanes: float, clipped: bool
-) -> None:
-    at_once, one_by_one = (Run(torch.bfloat16, lanes, MANY) for _ in "ab")
-    unpack, counts = BucketUpdate._unpack_at_once, []
-
-    def counted(self: BucketUpdate, parts: Any, *rest: Any) -> Any:
-        counts.extend(part.table.count for part in parts)
-        return unpack(self, parts, *rest)
-
-    monkeypatch.setattr(BucketUpdate, "_unpack_at_once", counted)
-    for step in range(6):
-        for run in (at_once, one_by_one):
-            run.fill(step)
-            if clipped:
-                run.optimizer.clip_grad_norm_(0.5)
-        at_once.optimizer.step()
-        before = len(counts)
-        with monkeypatch.context() as patch:
-            patch.setattr(BucketUpdate, "_table_rows", lambda *args: None)
-            one_by_one.optimizer.step()
-        assert len(counts) == before
-    assert max(counts) == 8, "several pieces went at once"
-    assert_same(at_once, one_by_one)

@@ -29,7 +29,7 @@ from fsdp_offload import (
 )
 from fsdp_offload.checkpoint import OptimizerState, load, save
 from fsdp_offload.core.backend import backend_for
-from fsdp_offload.update import moments, reduced_adam, rng_key
+from fsdp_offload.update import moments, one_kernel, rng_key
 from fsdp_offload.update.bucket import Scratch
 from fsdp_offload.update.rng_key import RngKey
 from fsdp_offload.update.schema import makes_its_state
@@ -329,7 +329,7 @@ class OnCpu:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls = 0
-        monkeypatch.setattr(reduced_adam.ReducedAdam, "is_for", staticmethod(self._fits))
+        monkeypatch.setattr(one_kernel.OneKernelAdam, "is_for", staticmethod(self._fits))
         from fsdp_offload.update import bucket
 
         monkeypatch.setattr(bucket, "adam", self._update)
@@ -337,21 +337,22 @@ class OnCpu:
     @staticmethod
     def _fits(pieces: Any) -> bool:
         names = {moment.name for moment in pieces[0].param.moments}
-        return names == {"exp_avg", "exp_avg_sq"} and len(pieces[0].state) == 3
+        return names in ({"exp_avg", "exp_avg_sq"}, set()) and len(pieces[0].state) == 3
 
     def _update(self, *args: Any) -> None:
         self.calls += 1
-        reduced_adam.adam_plain(*args)
+        one_kernel.adam_plain(*args)
 
 
 @pytest.mark.parametrize(
     ("kept", "dtype", "decoupled"),
-    [(BF16, BF16, True), ("int8", BF16, False), ("int8", FP32, True)],
+    [(None, BF16, True), (BF16, BF16, True), ("int8", BF16, False), ("int8", FP32, True)],
 )
 def test_the_kernel_of_all_in_one_follows_the_class(
     monkeypatch: pytest.MonkeyPatch, kept: Any, dtype: torch.dtype, decoupled: bool
 ) -> None:
-    """To a rounding of fp32: then a moment may be one step of its format off."""
+    """To a rounding of fp32: torch's CPU kernel computes otherwise than its CUDA kernel. Then a
+    moment may be one step of its format off."""
     options = {"lr": 0.01, "fused": True, "weight_decay": 0.1, "maximize": not decoupled}
     settings = (torch.optim.AdamW if decoupled else torch.optim.Adam, options)
     twin_model, by_class = trained(kept, dtype, settings=settings)
@@ -365,16 +366,14 @@ def test_the_kernel_of_all_in_one_follows_the_class(
         assert twin.calls > 5
     by_class.step()
     for a, b in zip(by_class._reserved.params, at_once._reserved.params, strict=True):
-        assert (a.slices[0].updates, a.slices[0].stepped) == (
-            b.slices[0].updates,
-            b.slices[0].stepped,
-        )
+        assert a.slices[0].stepped == b.slices[0].stepped
+        assert a.slices[0].updates == b.slices[0].updates or kept is None
         assert torch.equal(a.slices[0].state["step"], b.slices[0].state["step"])
         x, y = (
             master_of(r.parameter, made.state[r.parameter])
             for r, made in ((a, by_class), (b, at_once))
         )
-        torch.testing.assert_close(x, y, rtol=1e-6, atol=1e-8)
+        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-7)
         for moment in a.moments:
             codes = [r.tensors[moment.name] for r in (a, b)]
             words = [c.view(torch.int16) if kept == BF16 else c for c in codes]
@@ -414,7 +413,7 @@ def test_no_room_for_scratch_memory_updates_nothing(
         for played, _, each in made:
             iterate(played, each, step)
     expected = [p.detach().clone() for p in parameters]
-    monkeypatch.setattr(reduced_adam, "settings", lambda *args: None)  # the class updates
+    monkeypatch.setattr(one_kernel, "settings", lambda *args: None)  # the class updates
 
     def full(scratch: Scratch) -> None:
         raise torch.OutOfMemoryError("full")

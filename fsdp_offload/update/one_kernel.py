@@ -1,11 +1,10 @@
-"""Adam and AdamW with moments in fewer bits: one kernel per slice does everything (CUDA).
+"""Adam and AdamW over remainders or moments in fewer bits: one kernel does everything (CUDA).
 
 [Note: one kernel]
-Unpacked, an element costs about 70 bytes of device memory traffic: master, gradient and moments
-go to scratch memory and back. The kernel keeps all of it in registers: 18 bytes with bf16 moments.
-It computes in fp32 what ``torch._fused_adamw_`` computes partly in fp64, so masters differ from
-those of the unpacked path by an fp32 rounding of the step, and a moment now and then by one step of
-its own format. :func:`adam_plain` is its twin with the same bits.
+Unpacked, an element costs 50 bytes of device memory traffic and more: master and gradient, and
+moments in fewer bits, go to scratch memory and back. The kernel keeps all of it in registers: 26
+bytes with fp32 moments, 18 with bf16. Its bits are those of the unpacked path, which calls
+``torch._fused_adamw_``; :func:`adam_plain` is its twin.
 """
 
 from __future__ import annotations
@@ -56,14 +55,14 @@ def rng_key_of(sliced: SliceState, pair: int) -> RngKey:
     return RngKey(key, sliced.param.origin + sliced.slice.start)
 
 
-class ReducedAdam:
+class OneKernelAdam:
     """Updates the slices of a bucket without scratch memory.
 
     Args:
         slices: of one bucket, for which ``DirectAdam.make`` found torch's own Adam or AdamW.
         weights: their shards, bf16 with ``remainders``, fp32 without.
         remainders: bf16, or None for each.
-        packed: both moments of each.
+        kept: both moments of each.
         update: :func:`adam`, or :func:`adam_plain`.
     """
 
@@ -72,7 +71,7 @@ class ReducedAdam:
         slices: Sequence[SliceState],
         weights: Sequence[Tensor],
         remainders: Sequence[Tensor | None],
-        packed: Sequence[Sequence[PackedMoment]],
+        kept: Sequence[Sequence[Kept]],
         update: Callable[..., None],
     ) -> None:
         self._slices, self._update = slices, update
@@ -80,13 +79,13 @@ class ReducedAdam:
         self._operands: list[Operands] = [
             (
                 sliced,
-                [each.moment for each in both],
+                list(sliced.param.moments),
                 weight,
                 remainder,
-                [(each.codes, each.scales) for each in both],
+                list(both),
             )
             for sliced, weight, remainder, both in zip(
-                slices, weights, remainders, packed, strict=True
+                slices, weights, remainders, kept, strict=True
             )
         ]
         numels = [weight.numel() for weight in weights]
@@ -94,10 +93,11 @@ class ReducedAdam:
 
     @staticmethod
     def is_for(slices: Sequence[SliceState]) -> bool:
-        """Whether there is a kernel: both moments in fewer bits, on CUDA, no ``amsgrad``."""
+        """Whether there is a kernel: on CUDA, both moments in fewer bits or none, no amsgrad."""
         names = {"exp_avg", "exp_avg_sq"}
         fits = all(
-            {m.name for m in p.param.moments} == names and p.state.keys() == names | {"step"}
+            {m.name for m in p.param.moments} in (names, set())
+            and p.state.keys() == names | {"step"}
             for p in slices
         )
         on_cuda = slices[0].tensor.device.type == "cuda"
@@ -117,6 +117,8 @@ class ReducedAdam:
         by_group = self._constants(snapshot)
         if None in by_group.values():
             return False
+        present = [p for p, g in zip(self._slices, gradients, strict=True) if g is not None]
+        torch._foreach_add_([sliced.state["step"] for sliced in present], 1)
         if self._update is adam and len(self.groups) == 1:
             (constants,) = by_group.values()
             assert constants is not None
@@ -131,7 +133,7 @@ class ReducedAdam:
             assert constants is not None
             self._update(
                 both, weight, remainder, gradient, *kept,
-                sliced.state["step"], rng_key_of(sliced, 0), constants, sliced.updates,
+                sliced.state["step"], rng_key_of(sliced, 0), constants,
             )  # fmt: skip
             sliced.stepped = True
         return True
@@ -145,17 +147,17 @@ class ReducedAdam:
         tables = self._tables.rows_of(gradients)
         if tables is None:
             return False
-        _, both, _, remainder, _ = self._operands[0]
+        _, _, _, remainder, _ = self._operands[0]
         flags = {
             "BF16_WEIGHT": remainder is not None,
             "BF16_GRADIENT": given.dtype == torch.bfloat16,
             **constants.flags,
-            "INT8": both[0].has_scales,
+            "BITS": 8 * self._operands[0][-1][0][0].itemsize,
         }
         kernels = moment_kernels()
         assert kernels is not None
         for rows in tables:
-            kernels.adam_of_table(*rows, updates + 1, constants.numbers(updates + 1), **flags)
+            kernels.adam_of_table(*rows, updates + 1, constants.numbers, **flags)
         for sliced in self._slices:
             sliced.updates += 1
             sliced.stepped = True
@@ -187,14 +189,10 @@ class AdamConstants:
             "DECOUPLED": bool(group["decoupled_weight_decay"]),
             "DECAY": group["weight_decay"] != 0,
         }
-        self._group = group
-        self._numbers: dict[int, tuple[float, ...]] = {}
-
-    def numbers(self, updates: int) -> tuple[float, ...]:
-        """:func:`numbers_of`."""
-        if updates not in self._numbers:
-            self._numbers[updates] = numbers_of(self._group, updates)
-        return self._numbers[updates]
+        beta1, beta2 = map(float, group["betas"])
+        lr, decay, eps = float(group["lr"]), float(group["weight_decay"]), float(group["eps"])
+        self.numbers = lr, beta1, beta2, decay, eps
+        """The kernel rounds them to fp32."""
 
 
 def _constants_of(snapshot: Snapshot, index: int, device: torch.device) -> AdamConstants | None:
@@ -209,24 +207,6 @@ def _constants_of(snapshot: Snapshot, index: int, device: torch.device) -> AdamC
     return constants
 
 
-def numbers_of(group: Mapping[str, Any], updates: int) -> tuple[float, ...]:
-    """What the kernel takes of the hyper-parameters: beta1, 1 - beta1, beta2, 1 - beta2, eps,
-    weight decay (times lr where it is decoupled), lr over bias correction 1, inverse root of
-    bias correction 2. ``updates``: with this one."""
-    lr, (beta1, beta2) = float(group["lr"]), map(float, group["betas"])
-    decay = float(group["weight_decay"])
-    return (
-        beta1,
-        1 - beta1,
-        beta2,
-        1 - beta2,
-        float(group["eps"]),
-        lr * decay if group["decoupled_weight_decay"] else decay,
-        lr / (1 - beta1**updates),
-        (1 - beta2**updates) ** -0.5,
-    )
-
-
 def adam(
     both: Sequence[Moment],
     weight: Tensor,
@@ -237,26 +217,24 @@ def adam(
     step: Tensor,
     rng_key: RngKey,
     constants: AdamConstants,
-    updates: int,
 ) -> None:
     """One update of one slice, in place; 1-D, contiguous, of one numel.
 
     Args:
-        both: how the first and the second moment are kept.
+        both: how the first and the second moment are kept; empty: in fp32.
         weight: bf16 with ``remainder`` (bf16), or fp32 without.
         gradient: floating; stays as it is.
         average: the first moment.
         square: the second.
-        step: 0-dim fp32; becomes one more.
+        step: 0-dim fp32, how many updates there were, with this one.
         rng_key: random bits.
         constants: hyper-parameters.
-        updates: of this parameter, with this one.
     """
     kernels = moment_kernels()
     assert kernels is not None
     kernels.adam(
         weight, remainder, gradient, average, square, step, rng_key.key, rng_key.first,
-        constants.numbers(updates), **constants.flags,
+        constants.numbers, **constants.flags,
     )  # fmt: skip
 
 
@@ -270,32 +248,43 @@ def adam_plain(
     step: Tensor,
     rng_key: RngKey,
     constants: AdamConstants,
-    updates: int,
 ) -> None:
     """:func:`adam` in torch operations; the slow twin, for tests."""
-    numbers, flags = constants.numbers(updates), constants.flags
-    beta1, rest1, beta2, rest2, eps, decay, step_size, inverse_root = numbers
+    flags, device = constants.flags, weight.device
+    lr, beta1, beta2, decay, eps = (
+        torch.tensor(number, dtype=torch.float32, device=device) for number in constants.numbers
+    )
     master = weight
     if remainder is not None:
         master = torch.empty_like(weight, dtype=torch.float32)
         codec.decode_plain(weight, remainder, master)
     g = gradient.float()
     g = -g if flags["MAXIMIZE"] else g
-    m, v = torch.empty_like(g), torch.empty_like(g)
-    for moment, kept, values in zip(both, (average, square), (m, v), strict=True):
+    m, v = (torch.empty_like(g) for _ in range(2)) if both else (average[0], square[0])
+    for moment, kept, values in zip(both, (average, square), (m, v), strict=False):
         moments.unpack_plain(moment, *kept, values)
-    if decay and flags["DECOUPLED"]:
-        master = master - decay * master
-    elif decay:
-        g = g + decay * master
-    m = beta1 * m + rest1 * g
-    v = beta2 * v + rest2 * g * g
+    if flags["DECAY"] and flags["DECOUPLED"]:
+        master = _fma(-(lr * decay), master, master)
+    elif flags["DECAY"]:
+        g = _fma(master, decay, g)
+    squared = g * g
+    m = _fma(beta1, m, _fma(-beta1, g, g))
+    v = _fma(beta2, v, _fma(-beta2, squared, squared))
     root = v.double().sqrt().float()  # correctly rounded; in fp32 torch may be one ulp off
-    master = master - step_size * m / (root * inverse_root + eps)
+    correction = (1 - torch.pow(beta2, step)).double().sqrt().float()
+    step_size = lr / (1 - torch.pow(beta1, step))
+    master = master - step_size * m / (root / correction + eps)
     if remainder is None:
         weight.copy_(master)
     else:
         codec.encode_plain(master, weight, remainder)
-    for moment, kept, values in zip(both, (average, square), (m, v), strict=True):
+    for moment, kept, values in zip(both, (average, square), (m, v), strict=False):
         moments.pack_plain(moment, values, *kept, rng_key)
-    step += 1
+    if not both:
+        average[0].copy_(m)
+        square[0].copy_(v)
+
+
+def _fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """``a * b + c``, rounded once (but for a tie in 2^29)."""
+    return (a.double() * b.double() + c.double()).float()
