@@ -22,7 +22,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import libdevice
 
 from .address_table import AddressTable
 from .kernels_table import aligned, pick, row_of
@@ -158,30 +157,26 @@ def _pack(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _stepped(  # type: ignore[no-untyped-def]
-    value, g, m, v, count, lr, beta1, beta2, decay, eps,
-    DECOUPLED: tl.constexpr, DECAY: tl.constexpr,
+    value, g, m, v, power1, power2, lr, beta1, beta2, decay, eps, DECAY: tl.constexpr
 ):  # fmt: skip
-    """See [Note: same bits as torch's step]; ``count``: of updates, with this one."""
+    """See [Note: same bits as torch's step]."""
     if DECAY:
-        if DECOUPLED:
-            value = tl.fma(-(lr * decay), value, value)
-        else:
-            g = tl.fma(value, decay, g)
+        value = tl.fma(-(lr * decay), value, value)
     squared = g * g
     m = tl.fma(beta1, m, tl.fma(-beta1, g, g))
     v = tl.fma(beta2, v, tl.fma(-beta2, squared, squared))
-    step_size = tl.div_rn(lr, 1.0 - libdevice.pow(beta1, count))
-    correction = tl.sqrt_rn(1.0 - libdevice.pow(beta2, count))
+    step_size = tl.div_rn(lr, 1.0 - power1)
+    correction = tl.sqrt_rn(1.0 - power2)
     denominator = tl.div_rn(tl.sqrt_rn(v), correction) + eps
     return value - tl.div_rn(step_size * m, denominator), m, v
 
 
 @triton.jit
 def _update(  # type: ignore[no-untyped-def]
-    weight, remainder, gradient, average, average_scales, square, square_scales, step,
+    weight, remainder, gradient, average, average_scales, square, square_scales, powers,
     program, numel, key, first, lr, beta1, beta2, decay, eps,
     BF16_WEIGHT: tl.constexpr, MAXIMIZE: tl.constexpr,
-    DECOUPLED: tl.constexpr, DECAY: tl.constexpr, BITS: tl.constexpr, ROWS: tl.constexpr,
+    DECAY: tl.constexpr, BITS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """See ``one_kernel.adam_plain``; ``program``: which ``ROWS`` blocks of the slice."""
     rows = program.to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -207,7 +202,7 @@ def _update(  # type: ignore[no-untyped-def]
         m = tl.load(average + at, mask=inside, other=0.0)
         v = tl.load(square + at, mask=inside, other=0.0)
     value, m, v = _stepped(
-        value, g, m, v, tl.load(step), lr, beta1, beta2, decay, eps, DECOUPLED, DECAY
+        value, g, m, v, tl.load(powers), tl.load(powers + 1), lr, beta1, beta2, decay, eps, DECAY
     )
     if BF16_WEIGHT:
         upper, rest = encoded(value.to(tl.int32, bitcast=True))
@@ -237,16 +232,16 @@ def _update(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["key", "first"])
 def _adam(  # type: ignore[no-untyped-def]
-    weight, remainder, gradient, average, average_scales, square, square_scales, step,
+    weight, remainder, gradient, average, average_scales, square, square_scales, powers,
     numel, key, first, lr, beta1, beta2, decay, eps,
     BF16_WEIGHT: tl.constexpr, MAXIMIZE: tl.constexpr,
-    DECOUPLED: tl.constexpr, DECAY: tl.constexpr, BITS: tl.constexpr, ROWS: tl.constexpr,
+    DECAY: tl.constexpr, BITS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """One slice."""
     _update(
-        weight, remainder, gradient, average, average_scales, square, square_scales, step,
+        weight, remainder, gradient, average, average_scales, square, square_scales, powers,
         tl.program_id(0), numel, key, first, lr, beta1, beta2, decay, eps,
-        BF16_WEIGHT, MAXIMIZE, DECOUPLED, DECAY, BITS, ROWS,
+        BF16_WEIGHT, MAXIMIZE, DECAY, BITS, ROWS,
     )  # fmt: skip
 
 
@@ -265,7 +260,7 @@ def _adam_table(  # type: ignore[no-untyped-def]
     g4: tl.int64, g5: tl.int64, g6: tl.int64, g7: tl.int64,
     lr, beta1, beta2, decay, eps,
     BF16_WEIGHT: tl.constexpr, BF16_GRADIENT: tl.constexpr, MAXIMIZE: tl.constexpr,
-    DECOUPLED: tl.constexpr, DECAY: tl.constexpr, BITS: tl.constexpr,
+    DECAY: tl.constexpr, BITS: tl.constexpr,
     WIDTH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Up to eight slices; ``table``: see :func:`.one_kernel.table_of`."""
@@ -286,7 +281,7 @@ def _adam_table(  # type: ignore[no-untyped-def]
         program - tl.load(row).to(tl.int32), tl.multiple_of(tl.load(row + 8), 16),
         _key(tl.load(row + 10).to(tl.int32), updates), tl.load(row + 9),
         lr, beta1, beta2, decay, eps,
-        BF16_WEIGHT, MAXIMIZE, DECOUPLED, DECAY, BITS, ROWS,
+        BF16_WEIGHT, MAXIMIZE, DECAY, BITS, ROWS,
     )  # fmt: skip
 
 
@@ -331,21 +326,21 @@ def adam(
     gradient: Tensor,
     average: tuple[Tensor, Tensor | None],
     square: tuple[Tensor, Tensor | None],
-    step: Tensor,
+    powers: Tensor,
     key: int,
     first: int,
     numbers: tuple[float, ...],
     **flags: bool,
 ) -> None:
-    """See :func:`.one_kernel.adam_plain`; codes and scales per moment. ``flags``: MAXIMIZE,
-    DECOUPLED and DECAY."""
+    """See :func:`.one_kernel.adam_plain`; codes and scales per moment. ``flags``: MAXIMIZE
+    and DECAY."""
     scales = [codes if its is None else its for codes, its in (average, square)]  # not looked at
     numel = weight.numel()
     _ADAM.launch(
         _programs(numel),
         (
             weight, weight if remainder is None else remainder.view(torch.int16), gradient,
-            average[0], scales[0], square[0], scales[1], step,
+            average[0], scales[0], square[0], scales[1], powers,
         ),
         (numel, key, first), numbers,
         BF16_WEIGHT=remainder is not None, **flags, BITS=8 * average[0].itemsize, ROWS=ROWS,
@@ -363,8 +358,8 @@ def adam_of_table(
     """:func:`adam` of all slices of a table (see :func:`.one_kernel.table_of`).
 
     ``rows``: of the table. ``gradients``: :func:`.address_table.addresses_of`. ``updates``: of each
-    which, with this one. ``flags``: the constants BF16_WEIGHT, BF16_GRADIENT, MAXIMIZE, DECOUPLED,
-    DECAY and BITS, in this order.
+    which, with this one. ``flags``: the constants BF16_WEIGHT, BF16_GRADIENT, MAXIMIZE, DECAY
+    and BITS, in this order.
     """
     _ADAM_TABLE.launch(
         table.programs, (rows,),

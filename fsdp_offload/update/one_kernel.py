@@ -4,7 +4,12 @@
 Unpacked, an element costs 50 bytes of device memory traffic and more: master and gradient, and
 moments in fewer bits, go to scratch memory and back. The kernel keeps all of it in registers: 26
 bytes with fp32 moments, 18 with bf16. Its bits are those of the unpacked path, which calls
-``torch._fused_adamw_``; :func:`adam_plain` is its twin.
+``torch._fused_adamw_``; :func:`adam_plain` is its twin. Adam with a decay in the gradient is left
+to torch: its kernel contracts that sum in some of the elements and not in others.
+
+[Note: powers]
+The bias corrections take beta ** step, and ``powf`` of Triton and of the CUDA that torch was
+compiled with differ in the last bits. So torch computes the powers, from the steps on the device.
 """
 
 from __future__ import annotations
@@ -27,8 +32,8 @@ from .rng_key import RngKey, key_of
 
 Kept = tuple[Tensor, Tensor | None]
 """Codes and scales."""
-Operands = tuple[SliceState, list[Moment], Tensor, Tensor | None, list[Kept]]
-"""A slice, how its moments are kept, its weight, remainder, and both moments."""
+Operands = tuple[SliceState, list[Moment], Tensor, Tensor | None, list[Kept], Tensor]
+"""A slice, how its moments are kept, its weight, remainder, both moments, and powers of betas."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +81,11 @@ class OneKernelAdam:
     ) -> None:
         self._slices, self._update = slices, update
         self.groups = frozenset(sliced.param.group for sliced in slices)
+        self._steps = [sliced.state["step"] for sliced in slices]
+        device = slices[0].tensor.device
+        self._counts = torch.zeros(len(slices), device=device)
+        # Rows of 16 bytes: see [Note: cached launches].
+        self._powers = {g: torch.ones(len(slices), 4, device=device) for g in self.groups}
         self._operands: list[Operands] = [
             (
                 sliced,
@@ -83,9 +93,10 @@ class OneKernelAdam:
                 weight,
                 remainder,
                 list(both),
+                self._powers[sliced.param.group][row],
             )
-            for sliced, weight, remainder, both in zip(
-                slices, weights, remainders, kept, strict=True
+            for row, (sliced, weight, remainder, both) in enumerate(
+                zip(slices, weights, remainders, kept, strict=True)
             )
         ]
         numels = [weight.numel() for weight in weights]
@@ -117,8 +128,7 @@ class OneKernelAdam:
         by_group = self._constants(snapshot)
         if None in by_group.values():
             return False
-        present = [p for p, g in zip(self._slices, gradients, strict=True) if g is not None]
-        torch._foreach_add_([sliced.state["step"] for sliced in present], 1)
+        self._count(gradients, by_group)
         if self._update is adam and len(self.groups) == 1:
             (constants,) = by_group.values()
             assert constants is not None
@@ -127,16 +137,29 @@ class OneKernelAdam:
         for operands, gradient in zip(self._operands, gradients, strict=True):
             if gradient is None:
                 continue
-            sliced, both, weight, remainder, kept = operands
+            sliced, both, weight, remainder, kept, powers = operands
             sliced.updates += 1
             constants = by_group[sliced.param.group]
             assert constants is not None
             self._update(
-                both, weight, remainder, gradient, *kept,
-                sliced.state["step"], rng_key_of(sliced, 0), constants,
-            )  # fmt: skip
+                both, weight, remainder, gradient, *kept, powers, rng_key_of(sliced, 0), constants
+            )
             sliced.stepped = True
         return True
+
+    def _count(
+        self,
+        gradients: Sequence[Tensor | None],
+        by_group: Mapping[int, AdamConstants | None],
+    ) -> None:
+        """One more step for each slice with a gradient, and the powers (see [Note: powers])."""
+        steps = [s for s, g in zip(self._steps, gradients, strict=True) if g is not None]
+        torch._foreach_add_(steps, 1)
+        torch.stack(self._steps, out=self._counts)
+        for group, constants in by_group.items():
+            assert constants is not None
+            for column, beta in enumerate(constants.numbers[1:3]):
+                torch.pow(beta, self._counts, out=self._powers[group][:, column])
 
     def _run_at_once(self, gradients: Sequence[Tensor | None], constants: AdamConstants) -> bool:
         """:meth:`run` with one launch for up to eight slices; False, and nothing done, where
@@ -147,12 +170,12 @@ class OneKernelAdam:
         tables = self._tables.rows_of(gradients)
         if tables is None:
             return False
-        _, _, _, remainder, _ = self._operands[0]
+        _, _, _, remainder, kept, _ = self._operands[0]
         flags = {
             "BF16_WEIGHT": remainder is not None,
             "BF16_GRADIENT": given.dtype == torch.bfloat16,
             **constants.flags,
-            "BITS": 8 * self._operands[0][-1][0][0].itemsize,
+            "BITS": 8 * kept[0][0].itemsize,
         }
         kernels = moment_kernels()
         assert kernels is not None
@@ -165,16 +188,16 @@ class OneKernelAdam:
 
 
 def table_of(operands: Sequence[Operands], indices: Sequence[int]) -> AddressTable:
-    """Rows: weight, remainder, codes and scales of both moments, step; elements, index of the first
-    one in the global tensor, seed. What there is none of has the weight's address.
+    """Rows: weight, remainder, codes and scales of both moments, powers; elements, index of the
+    first one in the global tensor, seed. What there is none of has the weight's address.
 
     ``indices``: which of the ``operands``.
     """
     kernels = moment_kernels()
     assert kernels is not None
     tensors, numbers = [], []
-    for sliced, _, weight, remainder, kept in (operands[i] for i in indices):
-        own = [weight, remainder, *kept[0], *kept[1], sliced.state["step"]]
+    for sliced, _, weight, remainder, kept, powers in (operands[i] for i in indices):
+        own = [weight, remainder, *kept[0], *kept[1], powers]
         tensors.append([weight if tensor is None else tensor for tensor in own])
         numbers.append([sliced.param.origin + sliced.slice.start, sliced.param.seed])
     return AddressTable(tensors, numbers, tile_numel=kernels.TILE_NUMEL, free=(1, 2))
@@ -186,7 +209,6 @@ class AdamConstants:
     def __init__(self, group: Mapping[str, Any]) -> None:
         self.flags = {
             "MAXIMIZE": bool(group["maximize"]),
-            "DECOUPLED": bool(group["decoupled_weight_decay"]),
             "DECAY": group["weight_decay"] != 0,
         }
         beta1, beta2 = map(float, group["betas"])
@@ -201,7 +223,12 @@ def _constants_of(snapshot: Snapshot, index: int, device: torch.device) -> AdamC
     if key not in snapshot.derived:
         group = snapshot.groups[index]
         values = settings(group, device)
-        fits = values and not values["amsgrad"] and not isinstance(values["lr"], Tensor)
+        fits = (
+            values
+            and not values["amsgrad"]
+            and not isinstance(values["lr"], Tensor)
+            and (group["decoupled_weight_decay"] or group["weight_decay"] == 0)
+        )
         snapshot.derived[key] = AdamConstants(group) if fits else None
     constants: AdamConstants | None = snapshot.derived[key]
     return constants
@@ -214,7 +241,7 @@ def adam(
     gradient: Tensor,
     average: Kept,
     square: Kept,
-    step: Tensor,
+    powers: Tensor,
     rng_key: RngKey,
     constants: AdamConstants,
 ) -> None:
@@ -226,14 +253,14 @@ def adam(
         gradient: floating; stays as it is.
         average: the first moment.
         square: the second.
-        step: 0-dim fp32, how many updates there were, with this one.
+        powers: fp32, of both betas; the exponent is how many updates there were, with this one.
         rng_key: random bits.
         constants: hyper-parameters.
     """
     kernels = moment_kernels()
     assert kernels is not None
     kernels.adam(
-        weight, remainder, gradient, average, square, step, rng_key.key, rng_key.first,
+        weight, remainder, gradient, average, square, powers, rng_key.key, rng_key.first,
         constants.numbers, **constants.flags,
     )  # fmt: skip
 
@@ -245,7 +272,7 @@ def adam_plain(
     gradient: Tensor,
     average: Kept,
     square: Kept,
-    step: Tensor,
+    powers: Tensor,
     rng_key: RngKey,
     constants: AdamConstants,
 ) -> None:
@@ -263,16 +290,14 @@ def adam_plain(
     m, v = (torch.empty_like(g) for _ in range(2)) if both else (average[0], square[0])
     for moment, kept, values in zip(both, (average, square), (m, v), strict=False):
         moments.unpack_plain(moment, *kept, values)
-    if flags["DECAY"] and flags["DECOUPLED"]:
+    if flags["DECAY"]:
         master = _fma(-(lr * decay), master, master)
-    elif flags["DECAY"]:
-        g = _fma(master, decay, g)
     squared = g * g
     m = _fma(beta1, m, _fma(-beta1, g, g))
     v = _fma(beta2, v, _fma(-beta2, squared, squared))
     root = v.double().sqrt().float()  # correctly rounded; in fp32 torch may be one ulp off
-    correction = (1 - torch.pow(beta2, step)).double().sqrt().float()
-    step_size = lr / (1 - torch.pow(beta1, step))
+    correction = (1 - powers[1]).double().sqrt().float()
+    step_size = lr / (1 - powers[0])
     master = master - step_size * m / (root / correction + eps)
     if remainder is None:
         weight.copy_(master)

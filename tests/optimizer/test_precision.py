@@ -353,7 +353,8 @@ def test_the_kernel_of_all_in_one_follows_the_class(
 ) -> None:
     """To a rounding of fp32: torch's CPU kernel computes otherwise than its CUDA kernel. Then a
     moment may be one step of its format off."""
-    options = {"lr": 0.01, "fused": True, "weight_decay": 0.1, "maximize": not decoupled}
+    decay = 0.1 if decoupled else 0.0
+    options = {"lr": 0.01, "fused": True, "weight_decay": decay, "maximize": not decoupled}
     settings = (torch.optim.AdamW if decoupled else torch.optim.Adam, options)
     twin_model, by_class = trained(kept, dtype, settings=settings)
     with monkeypatch.context() as patch:
@@ -381,10 +382,19 @@ def test_the_kernel_of_all_in_one_follows_the_class(
             assert int(apart.sum()) <= 0.005 * apart.numel()
 
 
-def test_hyper_parameters_in_tensors_are_left_to_the_class(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("cls", "options"),
+    [
+        (torch.optim.AdamW, {"lr": torch.tensor(0.01)}),
+        (torch.optim.Adam, {"lr": 0.01, "weight_decay": 0.1}),
+    ],
+    ids=["in a tensor", "decay in the gradient"],
+)
+def test_hyper_parameters_that_are_left_to_the_class(
+    monkeypatch: pytest.MonkeyPatch, cls: Any, options: dict[str, Any]
+) -> None:
     twin = OnCpu(monkeypatch)
-    settings = (torch.optim.AdamW, {"lr": torch.tensor(0.01), "fused": True})
-    trained(BF16, settings=settings)
+    trained(BF16, settings=(cls, {**options, "fused": True}))
     assert not twin.calls
 
 
