@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -20,9 +20,10 @@ from ..memory import ArenaStatistics, HostArena, check_host_budget, local_ranks
 from ..plan import Kind, Layout, Slice, make_layout
 from ..plan.lanes import is_beside
 from ..plan.layout import align
-from ..plan.order import Job, deadline_order
+from ..plan.order import Job, deadline_order, fetched_first
 from ..plan.residency import choose
 from ..update.bucket import BucketUpdate, Scratch
+from ..update.one_kernel import StepPowers
 from ..update.params import MasterForm, ParamState, Snapshot, Work
 from ..update.schema import is_torch_class
 from ..update.state import fill_initial, write_master
@@ -193,12 +194,11 @@ class Engine:
                     write_master(param, {})
 
     def _scratch(self, dtype_groups: list[DtypeGroup]) -> Scratch:
-        sizes = [
-            Scratch.bytes_of(s.first, s.layout.scratch_numel)
-            for s in dtype_groups
-            if s.first.lane != "host"
-        ]
-        return Scratch(self.backend.allocate(max(sizes, default=0)))
+        groups = [group for group in dtype_groups if group.first.lane != "host"]
+        sizes = [Scratch.bytes_of(group.first, group.layout.scratch_numel) for group in groups]
+        slices = sum(len(bucket.slices) for group in groups for bucket in group.layout.buckets)
+        memory = self.backend.allocate(max(sizes, default=0))
+        return Scratch(memory, StepPowers(slices, self.backend.device))
 
     def _resident(
         self, optimizer: Optimizer, dtype_groups: list[DtypeGroup], params: list[ParamState]
@@ -257,8 +257,9 @@ class Engine:
             )
             for i, (layout, bucket) in enumerate(pairs)
         ]
-        lane.arrange(range(len(pairs)), own)
-        self._ranks = list(range(len(pairs)))  # of its buckets, in the forward
+        self._order: Sequence[int] = range(len(pairs))
+        self._ranks = list(self._order)  # of its buckets, in the forward
+        self._arrange(lane, own, count)
         return lane
 
     def _release_scratch(self) -> None:
@@ -426,7 +427,14 @@ class Engine:
             for i, bucket in enumerate(self.streamed.buckets)
         ]
         self._ranks = [job.rank for job in jobs]
-        self.streamed.arrange(deadline_order(jobs), self.streamed.staying)
+        self._order = deadline_order(jobs)
+        self._arrange(self.streamed, self.streamed.staying, len(self.streamed.slots))
+
+    def _arrange(self, lane: StreamedLane, staying: Collection[int], slots: int) -> None:
+        order = self._order
+        if self.config.overlap != "backward":
+            order = fetched_first(order, staying, slots)
+        lane.arrange(order, staying, slots)
 
     def flush(self) -> None:
         """Block until host memory has all state; updates have been waited for."""
@@ -473,7 +481,7 @@ class Engine:
             away_until=self._away_until,
             step=step,
         )
-        lane.arrange(lane.order, choice.staying, choice.slots)
+        self._arrange(lane, choice.staying, choice.slots)
 
     def keep_away(self, buckets: Iterable[int], until: int) -> None:
         """Let these not come back to the device before that step."""
@@ -569,7 +577,9 @@ class Engine:
             param.slices.clear()
         self.resident, self.streamed, self.host, self.native = [], None, None, None
         self._without_scratch = []
-        self.scratch = Scratch(torch.empty(0, dtype=torch.uint8))
+        self.scratch = Scratch(
+            torch.empty(0, dtype=torch.uint8), StepPowers(0, torch.device("cpu"))
+        )
 
 
 def _host_staging_sizes(dtype_groups: list[DtypeGroup], threads: int) -> HostStagingSizes:

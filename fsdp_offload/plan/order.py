@@ -10,7 +10,7 @@ in which nothing is left to do, between the last update and the next gradients, 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 
@@ -44,6 +44,14 @@ def deadline_order(jobs: Sequence[Job]) -> tuple[int, ...]:
         order.append(index)
         now_ms += jobs[index].cost_ms
     return tuple(order)
+
+
+def fetched_first(order: Sequence[int], staying: Collection[int], slots: int) -> list[int]:
+    """``order`` where all gradients are there before the first update: first the buckets whose
+    state was fetched ahead, into ``slots``, since the link can do nothing until these fall free."""
+    ahead = [index for index in order if index not in staying][:slots]
+    first = set(ahead)
+    return [*ahead, *(index for index in order if index not in first)]
 
 
 def ring_size(buckets: int, most: int) -> int:

@@ -20,8 +20,8 @@ from typing import Final, NamedTuple
 from ..core.config import GIB
 from .order import ring_size
 
-LEAST_MARGIN_BYTES: Final = 2 * GIB
-MARGIN_SHARE: Final = 0.05
+LEAST_MARGIN_BYTES: Final = GIB
+MARGIN_SHARE: Final = 0.025
 LEAST_SLOTS: Final = 4
 """Three keep both directions of the link busy; the fourth absorbs jitter. :func:`.ring_size` may
 leave one out."""

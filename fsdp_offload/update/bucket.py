@@ -18,7 +18,7 @@ from ..core import dtensor
 from ..plan import Bucket, Kind, Slice
 from . import codec
 from .moments import Moment
-from .one_kernel import OneKernelAdam, PackedMoment, adam, rng_key_of
+from .one_kernel import OneKernelAdam, PackedMoment, StepPowers, adam, rng_key_of
 from .params import REMAINDER_KIND, MasterForm, ParamState, SliceState, Snapshot
 from .shadow import Shadow
 
@@ -31,9 +31,10 @@ FEW: Final = 3
 
 @dataclass(frozen=True)
 class Scratch:
-    """Device memory that one bucket's update works in; updates run one after another."""
+    """Device memory that the updates on one stream work in, one bucket after another."""
 
     memory: Tensor  # uint8, 1-D, alone in its storage
+    powers: StepPowers
 
     def release(self) -> None:
         """Give the memory back; views of it are of no use until :meth:`fill`."""
@@ -174,6 +175,7 @@ class BucketUpdate:
         self._codes: list[tuple[Tensor, Tensor, Tensor]] = []  # (bf16, bf16, fp32) each 1-D
         self._packed: list[list[PackedMoment]] = []  # per slice
         self._reduced: OneKernelAdam | None = None
+        self._powers = scratch.powers
         unpacked = self._cut_scratch(scratch, first)
         if self._form is MasterForm.WHOLE:
             self._masters = self._whole_masters(view)
@@ -234,7 +236,7 @@ class BucketUpdate:
             or [(sliced.state[name], None) for name in ("exp_avg", "exp_avg_sq")]
             for sliced, packed in zip(self.slices, self._packed, strict=True)
         ]
-        return OneKernelAdam(self.slices, self._shards, remainders, kept, adam)
+        return OneKernelAdam(self.slices, self._shards, remainders, kept, self._powers, adam)
 
     def _whole_masters(self, view: StateView) -> list[Tensor]:
         return [view(s, self._whole_master, s.spec.numel) for s in self.bucket.slices]

@@ -173,7 +173,7 @@ def _stepped(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _update(  # type: ignore[no-untyped-def]
-    weight, remainder, gradient, average, average_scales, square, square_scales, powers,
+    weight, remainder, gradient, average, average_scales, square, square_scales, step, powers,
     program, numel, key, first, lr, beta1, beta2, decay, eps,
     BF16_WEIGHT: tl.constexpr, MAXIMIZE: tl.constexpr,
     DECAY: tl.constexpr, BITS: tl.constexpr, ROWS: tl.constexpr,
@@ -228,18 +228,20 @@ def _update(  # type: ignore[no-untyped-def]
     else:
         tl.store(average + at, m, mask=inside)
         tl.store(square + at, v, mask=inside)
+    if program == 0:
+        tl.store(step, tl.load(step) + 1.0)
 
 
 @triton.jit(do_not_specialize=["key", "first"])
 def _adam(  # type: ignore[no-untyped-def]
-    weight, remainder, gradient, average, average_scales, square, square_scales, powers,
+    weight, remainder, gradient, average, average_scales, square, square_scales, step, powers,
     numel, key, first, lr, beta1, beta2, decay, eps,
     BF16_WEIGHT: tl.constexpr, MAXIMIZE: tl.constexpr,
     DECAY: tl.constexpr, BITS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """One slice."""
     _update(
-        weight, remainder, gradient, average, average_scales, square, square_scales, powers,
+        weight, remainder, gradient, average, average_scales, square, square_scales, step, powers,
         tl.program_id(0), numel, key, first, lr, beta1, beta2, decay, eps,
         BF16_WEIGHT, MAXIMIZE, DECAY, BITS, ROWS,
     )  # fmt: skip
@@ -278,8 +280,9 @@ def _adam_table(  # type: ignore[no-untyped-def]
         aligned(gradient, gradient_type), aligned(tl.load(row + 3), average_type),
         aligned(tl.load(row + 4), tl.float32), aligned(tl.load(row + 5), square_type),
         aligned(tl.load(row + 6), tl.float32), tl.load(row + 7).to(tl.pointer_type(tl.float32)),
-        program - tl.load(row).to(tl.int32), tl.multiple_of(tl.load(row + 8), 16),
-        _key(tl.load(row + 10).to(tl.int32), updates), tl.load(row + 9),
+        tl.load(row + 8).to(tl.pointer_type(tl.float32)),
+        program - tl.load(row).to(tl.int32), tl.multiple_of(tl.load(row + 9), 16),
+        _key(tl.load(row + 11).to(tl.int32), updates), tl.load(row + 10),
         lr, beta1, beta2, decay, eps,
         BF16_WEIGHT, MAXIMIZE, DECAY, BITS, ROWS,
     )  # fmt: skip
@@ -326,6 +329,7 @@ def adam(
     gradient: Tensor,
     average: tuple[Tensor, Tensor | None],
     square: tuple[Tensor, Tensor | None],
+    step: Tensor,
     powers: Tensor,
     key: int,
     first: int,
@@ -340,7 +344,7 @@ def adam(
         _programs(numel),
         (
             weight, weight if remainder is None else remainder.view(torch.int16), gradient,
-            average[0], scales[0], square[0], scales[1], powers,
+            average[0], scales[0], square[0], scales[1], step, powers,
         ),
         (numel, key, first), numbers,
         BF16_WEIGHT=remainder is not None, **flags, BITS=8 * average[0].itemsize, ROWS=ROWS,

@@ -9,7 +9,10 @@ to torch: its kernel contracts that sum in some of the elements and not in other
 
 [Note: powers]
 The bias corrections take beta ** step, and ``powf`` of Triton and of the CUDA that torch was
-compiled with differ in the last bits. So torch computes the powers, from the steps on the device.
+compiled with differ in the last bits. So torch computes the powers, from the steps on the device:
+of all slices that are updated on one stream at once, before the first of them. By bucket it would
+be four launches for each, and where they wait behind the link, CUDA's queue fills: the host would
+be held up in ``step()``.
 """
 
 from __future__ import annotations
@@ -32,8 +35,8 @@ from .rng_key import RngKey, key_of
 
 Kept = tuple[Tensor, Tensor | None]
 """Codes and scales."""
-Operands = tuple[SliceState, list[Moment], Tensor, Tensor | None, list[Kept], Tensor]
-"""A slice, how its moments are kept, its weight, remainder, both moments, and powers of betas."""
+Operands = tuple[SliceState, list[Moment], Tensor, Tensor | None, list[Kept]]
+"""A slice, how its moments are kept, its weight, remainder, and both moments."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,43 @@ def rng_key_of(sliced: SliceState, pair: int) -> RngKey:
     return RngKey(key, sliced.param.origin + sliced.slice.start)
 
 
+class StepPowers:
+    """Powers of the betas for slices that are updated on one stream; see [Note: powers].
+
+    Args:
+        count: of the slices.
+        device: theirs.
+    """
+
+    def __init__(self, count: int, device: torch.device) -> None:
+        self._slices: list[SliceState] = []
+        self._rows: dict[int, int] = {}  # by the slice's id
+        self._counts = torch.zeros(count, device=device)
+        self._powers: dict[int, Tensor] = {}  # by group
+
+    def row(self, sliced: SliceState) -> Tensor:
+        """Where the powers of a slice are: fp32, of beta1, beta2, and two that mean nothing."""
+        if id(sliced) not in self._rows:
+            self._rows[id(sliced)] = len(self._slices)
+            self._slices.append(sliced)
+        group = sliced.param.group
+        if group not in self._powers:  # rows of 16 bytes: see [Note: cached launches]
+            self._powers[group] = self._counts.new_ones(len(self._counts), 4)
+        return self._powers[group][self._rows[id(sliced)]]
+
+    def compute(self, group: int, betas: tuple[float, float], snapshot: Snapshot) -> None:
+        """For the iteration of ``snapshot``, unless it was done for it already."""
+        key = (StepPowers, id(self), group)
+        if key in snapshot.derived:
+            return
+        snapshot.derived[key] = True
+        counts = self._counts[: len(self._slices)]
+        torch.stack([sliced.state["step"] for sliced in self._slices], out=counts)
+        counts += 1
+        for column, beta in enumerate(betas):
+            torch.pow(beta, counts, out=self._powers[group][: len(counts), column])
+
+
 class OneKernelAdam:
     """Updates the slices of a bucket without scratch memory.
 
@@ -68,6 +108,7 @@ class OneKernelAdam:
         weights: their shards, bf16 with ``remainders``, fp32 without.
         remainders: bf16, or None for each.
         kept: both moments of each.
+        powers: for all slices on this stream.
         update: :func:`adam`, or :func:`adam_plain`.
     """
 
@@ -77,15 +118,11 @@ class OneKernelAdam:
         weights: Sequence[Tensor],
         remainders: Sequence[Tensor | None],
         kept: Sequence[Sequence[Kept]],
+        powers: StepPowers,
         update: Callable[..., None],
     ) -> None:
-        self._slices, self._update = slices, update
+        self._slices, self._powers, self._update = slices, powers, update
         self.groups = frozenset(sliced.param.group for sliced in slices)
-        self._steps = [sliced.state["step"] for sliced in slices]
-        device = slices[0].tensor.device
-        self._counts = torch.zeros(len(slices), device=device)
-        # Rows of 16 bytes: see [Note: cached launches].
-        self._powers = {g: torch.ones(len(slices), 4, device=device) for g in self.groups}
         self._operands: list[Operands] = [
             (
                 sliced,
@@ -93,14 +130,15 @@ class OneKernelAdam:
                 weight,
                 remainder,
                 list(both),
-                self._powers[sliced.param.group][row],
             )
-            for row, (sliced, weight, remainder, both) in enumerate(
-                zip(slices, weights, remainders, kept, strict=True)
+            for sliced, weight, remainder, both in zip(
+                slices, weights, remainders, kept, strict=True
             )
         ]
+        for sliced in slices:
+            powers.row(sliced)
         numels = [weight.numel() for weight in weights]
-        self._tables = AddressTables(numels, functools.partial(table_of, self._operands))
+        self._tables = AddressTables(numels, functools.partial(table_of, self._operands, powers))
 
     @staticmethod
     def is_for(slices: Sequence[SliceState]) -> bool:
@@ -128,7 +166,9 @@ class OneKernelAdam:
         by_group = self._constants(snapshot)
         if None in by_group.values():
             return False
-        self._count(gradients, by_group)
+        for group, constants in by_group.items():
+            assert constants is not None
+            self._powers.compute(group, constants.betas, snapshot)
         if self._update is adam and len(self.groups) == 1:
             (constants,) = by_group.values()
             assert constants is not None
@@ -137,29 +177,16 @@ class OneKernelAdam:
         for operands, gradient in zip(self._operands, gradients, strict=True):
             if gradient is None:
                 continue
-            sliced, both, weight, remainder, kept, powers = operands
+            sliced, both, weight, remainder, kept = operands
             sliced.updates += 1
             constants = by_group[sliced.param.group]
             assert constants is not None
             self._update(
-                both, weight, remainder, gradient, *kept, powers, rng_key_of(sliced, 0), constants
-            )
+                both, weight, remainder, gradient, *kept, sliced.state["step"],
+                self._powers.row(sliced), rng_key_of(sliced, 0), constants,
+            )  # fmt: skip
             sliced.stepped = True
         return True
-
-    def _count(
-        self,
-        gradients: Sequence[Tensor | None],
-        by_group: Mapping[int, AdamConstants | None],
-    ) -> None:
-        """One more step for each slice with a gradient, and the powers (see [Note: powers])."""
-        steps = [s for s, g in zip(self._steps, gradients, strict=True) if g is not None]
-        torch._foreach_add_(steps, 1)
-        torch.stack(self._steps, out=self._counts)
-        for group, constants in by_group.items():
-            assert constants is not None
-            for column, beta in enumerate(constants.numbers[1:3]):
-                torch.pow(beta, self._counts, out=self._powers[group][:, column])
 
     def _run_at_once(self, gradients: Sequence[Tensor | None], constants: AdamConstants) -> bool:
         """:meth:`run` with one launch for up to eight slices; False, and nothing done, where
@@ -170,7 +197,7 @@ class OneKernelAdam:
         tables = self._tables.rows_of(gradients)
         if tables is None:
             return False
-        _, _, _, remainder, kept, _ = self._operands[0]
+        _, _, _, remainder, kept = self._operands[0]
         flags = {
             "BF16_WEIGHT": remainder is not None,
             "BF16_GRADIENT": given.dtype == torch.bfloat16,
@@ -184,23 +211,28 @@ class OneKernelAdam:
         for sliced in self._slices:
             sliced.updates += 1
             sliced.stepped = True
+            if not sliced.slice.numel:  # no program counts it
+                sliced.state["step"] += 1
         return True
 
 
-def table_of(operands: Sequence[Operands], indices: Sequence[int]) -> AddressTable:
-    """Rows: weight, remainder, codes and scales of both moments, powers; elements, index of the
-    first one in the global tensor, seed. What there is none of has the weight's address.
+def table_of(
+    operands: Sequence[Operands], powers: StepPowers, indices: Sequence[int]
+) -> AddressTable:
+    """Rows: weight, remainder, codes and scales of both moments, step, powers; elements, index of
+    the first one in the global tensor, seed. What there is none of has the weight's address.
 
     ``indices``: which of the ``operands``.
     """
     kernels = moment_kernels()
     assert kernels is not None
     tensors, numbers = [], []
-    for sliced, _, weight, remainder, kept, powers in (operands[i] for i in indices):
-        own = [weight, remainder, *kept[0], *kept[1], powers]
+    for sliced, _, weight, remainder, kept in (operands[i] for i in indices):
+        step, power = sliced.state["step"], powers.row(sliced)
+        own = [weight, remainder, *kept[0], *kept[1], step, power]
         tensors.append([weight if tensor is None else tensor for tensor in own])
         numbers.append([sliced.param.origin + sliced.slice.start, sliced.param.seed])
-    return AddressTable(tensors, numbers, tile_numel=kernels.TILE_NUMEL, free=(1, 2))
+    return AddressTable(tensors, numbers, tile_numel=kernels.TILE_NUMEL, free=(2, 2))
 
 
 class AdamConstants:
@@ -212,6 +244,7 @@ class AdamConstants:
             "DECAY": group["weight_decay"] != 0,
         }
         beta1, beta2 = map(float, group["betas"])
+        self.betas = beta1, beta2
         lr, decay, eps = float(group["lr"]), float(group["weight_decay"]), float(group["eps"])
         self.numbers = lr, beta1, beta2, decay, eps
         """The kernel rounds them to fp32."""
@@ -241,6 +274,7 @@ def adam(
     gradient: Tensor,
     average: Kept,
     square: Kept,
+    step: Tensor,
     powers: Tensor,
     rng_key: RngKey,
     constants: AdamConstants,
@@ -253,14 +287,18 @@ def adam(
         gradient: floating; stays as it is.
         average: the first moment.
         square: the second.
+        step: 0-dim fp32; becomes one more.
         powers: fp32, of both betas; the exponent is how many updates there were, with this one.
         rng_key: random bits.
         constants: hyper-parameters.
     """
+    if not weight.numel():  # no program would count the step
+        step += 1
+        return
     kernels = moment_kernels()
     assert kernels is not None
     kernels.adam(
-        weight, remainder, gradient, average, square, powers, rng_key.key, rng_key.first,
+        weight, remainder, gradient, average, square, step, powers, rng_key.key, rng_key.first,
         constants.numbers, **constants.flags,
     )  # fmt: skip
 
@@ -272,6 +310,7 @@ def adam_plain(
     gradient: Tensor,
     average: Kept,
     square: Kept,
+    step: Tensor,
     powers: Tensor,
     rng_key: RngKey,
     constants: AdamConstants,
@@ -295,6 +334,7 @@ def adam_plain(
     squared = g * g
     m = _fma(beta1, m, _fma(-beta1, g, g))
     v = _fma(beta2, v, _fma(-beta2, squared, squared))
+    step += 1
     root = v.double().sqrt().float()  # correctly rounded; in fp32 torch may be one ulp off
     correction = (1 - powers[1]).double().sqrt().float()
     step_size = lr / (1 - powers[0])

@@ -108,7 +108,8 @@ def test_the_kernel_of_all_in_one_has_the_bits_of_its_twin(
             kept = [(value, None) for value in values]
         rest = low.to(device) if weight == BF16 else None
         powers = torch.tensor([0.9**4, 0.99**4], device=device)
-        return [w.to(device), rest, g.to(device), *kept, powers]
+        step = torch.tensor(3.0, device=device)
+        return [w.to(device), rest, g.to(device), *kept, step, powers]
 
     for group in (GROUP, GROUP | {"weight_decay": 0.0, "maximize": True}):
         here, there = operands(), operands()

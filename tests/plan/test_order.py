@@ -11,6 +11,7 @@ from fsdp_offload.plan.order import (
     SlotUse,
     assumed_ready_ms,
     deadline_order,
+    fetched_first,
     ring_size,
     slot_use,
 )
@@ -52,6 +53,16 @@ def test_when_everything_is_there_the_order_is_the_forwards(jobs: list[Job]) -> 
     ready = [Job(0.0, job.rank, job.cost_ms) for job in jobs]
 
     assert deadline_order(ready) == tuple(sorted(range(len(jobs)), key=lambda i: (jobs[i].rank, i)))
+
+
+@given(st.permutations(range(9)), st.sets(st.integers(0, 8)), st.integers(0, 5))
+def test_the_first_updates_are_of_what_was_fetched_ahead(
+    order: list[int], staying: set[int], slots: int
+) -> None:
+    traveling = [index for index in order if index not in staying]
+    ahead, rest = traveling[:slots], [index for index in order if index not in traveling[:slots]]
+
+    assert fetched_first(order, staying, slots) == ahead + rest
 
 
 def test_the_head_of_the_model_overtakes_as_soon_as_its_gradients_are_there() -> None:
