@@ -250,6 +250,24 @@ def frees_its_payload(lanes: str, width: int, *, keep_addresses: bool) -> list[f
     return shares
 
 
+def segments_after_a_cycle(count: int, n_bytes: int) -> int:
+    """Of torch's allocator, that hold ``count`` storages of that size."""
+    model = nn.Module()
+    for index in range(count):
+        zeros = torch.zeros(n_bytes // 4, device=device_here())
+        model.register_parameter(f"p{index}", nn.Parameter(zeros))
+    phases = PhaseOffloader(model)
+    with phases.away():
+        pass
+    addresses = [parameter.data_ptr() for parameter in model.parameters()]
+    segments = [
+        (segment["address"], segment["address"] + segment["total_size"])
+        for segment in torch.cuda.memory_snapshot()
+    ]
+    phases.close()
+    return len({start for start, end in segments for a in addresses if start <= a < end})
+
+
 def use_while_away(lanes: str) -> None:
     """Typed errors, and nothing is lost by them; state dicts come from host memory."""
     net, optimizer, phases = trained(lanes)

@@ -38,10 +38,12 @@ engine (:mod:`.backend`, "taking turns"). ``torch.cat`` and ``torch._foreach_cop
 copies with addresses among their kernels' arguments: 7 to 10 % of an iteration
 (docs/benchmarks/iteration_h100_2026-11-23.md).
 
-FSDP2 calls these operations as ``torch.ops.fsdp.NAME`` (torch/distributed/fsdp/_fully_shard/
-_fsdp_collectives.py, 2.11, 2.13, 2.15), which a ``TorchFunctionMode`` sees, on the thread and in
-the block that it is entered in. ``chunk_cat_mixed_dtype``, which torch 2.15 calls in place of
-``chunk_cat``, is left to torch: it has not been measured.
+FSDP2 calls these operations as ``torch.ops.fsdp.NAME``, with the buffer of the collective, which it
+allocates by ``_all_gather_comm`` or ``_reduce_scatter_comm`` of the group (torch/distributed/fsdp/
+_fully_shard/_fsdp_collectives.py, 2.11, 2.13, 2.15). So that buffer is of a class that has another
+way of doing them. A ``TorchFunctionMode`` would see all of FSDP2's calls instead of four: 40 ms per
+iteration of 60 layers. ``chunk_cat_mixed_dtype``, which torch 2.15 calls in place of ``chunk_cat``,
+is left to torch: it has not been measured.
 """
 
 from __future__ import annotations
@@ -58,7 +60,6 @@ from typing import Any, Final, Protocol
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
-from torch.overrides import TorchFunctionMode
 
 from .backend import Backend, Event, Stream
 from .errors import UnsupportedTorchError
@@ -93,6 +94,8 @@ NAMES: Final = (
     Name("group", "is_unsharded", "read", "whether a gather has anything to do"),
     Name("group", "_training_state", "read", "which streams the next gather takes"),
     Name("group", "_all_gather_result", "read", "a gather that was not waited for"),
+    Name("group", "_all_gather_comm", "written", "its buffer is copied from without tables"),
+    Name("group", "_reduce_scatter_comm", "written", "its buffer is copied into without tables"),
     Name("group", "_all_reduce_hook", "read", "whether the reduction needs a stream of its own"),
     Name("group", "_post_reduce_event", "read", "when the gradients are there"),
     Name("group", "_partial_reduce_output", "written", "gradients that wait for an all-reduce"),
@@ -259,26 +262,63 @@ def offloads_parameters(models: Iterable[nn.Module]) -> bool:
 _WIDENED: Final = frozenset((torch.bfloat16, torch.float16))
 
 
-class CopyWithoutTables(TorchFunctionMode):
-    """Inside, on this thread, FSDP2 copies without tables where that gives the same bits."""
+class CommBuffer(Tensor):
+    """A buffer of FSDP2's collectives, which is copied into or from without tables where that
+    gives the same bits. Results are plain tensors."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        # By the operation: FSDP2 may have another one in place of either by now.
-        self._replaced: dict[Any, Callable[..., bool]] = {
-            operation: copy
-            for copy in (chunk_cat, split_with_sizes_copy)
-            if (operation := getattr(torch.ops.fsdp, copy.__name__, None)) is not None
-        }
-
+    @classmethod
     def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         named = kwargs or {}
-        copy = self._replaced.get(func)
-        if copy is not None and copy(*args, **named):
-            return None
-        return func(*args, **named)
+        with torch._C.DisableTorchFunctionSubclass():
+            copy = _replaced().get(func)
+            if copy is not None and copy(*args, **named):
+                return None
+            found = func(*args, **named)
+            if func is Tensor.view and found.dim() == 2:  # as FSDP2 cuts it for the copy
+                return found.as_subclass(cls)
+            return found
+
+
+def _replaced() -> dict[Any, Callable[..., bool]]:
+    """By the operation: FSDP2 may have another one in place of either by now."""
+    return {
+        operation: copy
+        for copy in (chunk_cat, split_with_sizes_copy)
+        if (operation := getattr(torch.ops.fsdp, copy.__name__, None)) is not None
+    }
+
+
+class _FirstBuffer:
+    """Stands before a ``comm`` of FSDP2, which allocates the collective's copied side first."""
+
+    def __init__(self, comm: Any) -> None:
+        self._comm, self._is_first = comm, True
+
+    def allocate(self, *args: Any, **kwargs: Any) -> Tensor:
+        buffer: Tensor = self._comm.allocate(*args, **kwargs)
+        is_first, self._is_first = self._is_first, False
+        return buffer.as_subclass(CommBuffer) if is_first and type(buffer) is Tensor else buffer
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._comm(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def copies_without_tables(raw: Any, name: str) -> Iterator[None]:
+    """Inside, the collective of a group of FSDP2 has a :class:`CommBuffer`.
+
+    Args:
+        raw: the group.
+        name: of its attribute with the collective, which FSDP2's public setters replace.
+    """
+    comm = getattr(raw, name)
+    setattr(raw, name, _FirstBuffer(comm))
+    try:
+        yield
+    finally:
+        setattr(raw, name, comm)
 
 
 def chunk_cat(tensors: Sequence[Tensor], dim: int, num_chunks: int, *, out: Tensor) -> bool:
@@ -353,7 +393,7 @@ def _as_words(*matrices: Tensor) -> Sequence[Tensor]:
 def _are_plain(tensors: Sequence[Tensor], dtype: torch.dtype) -> bool:
     """Whether all are ordinary tensors, contiguous, of that dtype."""
     return all(
-        type(tensor) is Tensor and tensor.dtype == dtype and tensor.is_contiguous()
+        type(tensor) in (Tensor, CommBuffer) and tensor.dtype == dtype and tensor.is_contiguous()
         for tensor in tensors
     )
 
@@ -386,7 +426,6 @@ class Group:
 
     def __init__(self, raw: Any, state: Any) -> None:
         self._raw, self._state = raw, state
-        self._copies = CopyWithoutTables()
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -437,7 +476,7 @@ class Group:
         if watcher is not None and starts and self._world_size > 1:
             streams = raw.comm_ctx.get_all_gather_streams(async_op, raw._training_state)
             watcher.before_gather(index, backend.adopt_stream(streams[0]))
-        with self._copies:
+        with copies_without_tables(raw, "_all_gather_comm"):
             original(async_op)
 
     def _wait_for_unshard(
@@ -451,8 +490,7 @@ class Group:
         gathers = watcher is not None and self._raw._all_gather_result is not None
         if gathers and self._world_size == 1:
             watcher.before_gather(index, backend.current_stream())  # type: ignore[union-attr]
-        with self._copies:
-            original()
+        original()
         if gathers:
             watcher.after_gather(index)  # type: ignore[union-attr]
 
@@ -478,7 +516,8 @@ class Group:
                 original(*unused)
                 _raise_after_backward(error)
                 return
-        with self._copies, self._reducing() as reduce_stream:
+        copies = copies_without_tables(self._raw, "_reduce_scatter_comm")
+        with copies, self._reducing() as reduce_stream:
             original(*unused)
         if has_new and self._reduces():
             event = self._raw._post_reduce_event  # None on the CPU, where nothing is late

@@ -39,6 +39,7 @@ from ..core.backend import Backend, Event, Stream, TimedEvent, free_bytes, relea
 from ..core.config import TransferConfig
 from ..core.errors import DeviceMemoryError
 from ..core.interrupts import held_back
+from ..plan.layout import align
 from .buffers import HostBuffers
 
 BATCH_BYTES: Final = 128 << 20
@@ -340,7 +341,7 @@ class Transfer:
                 if not blocks:
                     continue
                 first = self._in.record_timed()
-                for batch in _restored(blocks, restore):
+                for batch in _restored(blocks, self._share_segment, restore):
                     self._copy(self._in, batch, used, is_out=False)
                 copies[kind] = _Copies(_bytes_of(blocks), first, self._in.record_timed())
             for block in self._dropped:
@@ -360,6 +361,14 @@ class Transfer:
         self.handle = Handle(copies, began=began, used=used)
         self.last_back = self.handle if copies else self.last_back
         return self.handle
+
+    def _share_segment(self, batch: Sequence[Block]) -> None:
+        """Let torch's allocator cut the storages of a batch from one segment, which it takes here
+        and has cached from now on: the next offload gives one segment back, not one per storage."""
+        if self._backend.device.type != "cuda" or not isinstance(batch[0], StorageBlock):
+            return
+        with contextlib.suppress(torch.OutOfMemoryError):  # then each has its own
+            self._backend.allocate(sum(align(block.n_bytes, 512) for block in batch))
 
     def _copy(
         self, stream: Stream, batch: Sequence[Block], used: list[Tensor], *, is_out: bool
@@ -434,11 +443,16 @@ def _batches(blocks: Iterable[Block]) -> Iterator[list[Block]]:
         yield batch
 
 
-def _restored(blocks: Iterable[Block], restore: Callable[[Block], None]) -> Iterator[list[Block]]:
+def _restored(
+    blocks: Iterable[Block],
+    share_segment: Callable[[Sequence[Block]], None],
+    restore: Callable[[Block], None],
+) -> Iterator[list[Block]]:
     """Batches that have memory, which is taken ``AHEAD_BYTES`` ahead."""
     waiting: deque[list[Block]] = deque()
     ahead_bytes = 0
     for batch in _batches(blocks):
+        share_segment(batch)
         for block in batch:
             restore(block)
         waiting.append(batch)

@@ -1,8 +1,7 @@
-"""Copies without tables have the bits of FSDP2's own, and stand before them only inside."""
+"""Copies without tables: the bits of FSDP2's own, for buffers of collectives alone."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from fsdp_offload.core.fsdp import CopyWithoutTables, chunk_cat, split_with_sizes_copy
+from fsdp_offload.core.fsdp import (
+    CommBuffer,
+    chunk_cat,
+    copies_without_tables,
+    split_with_sizes_copy,
+)
 
 BF16, FP16, FP32, UINT8 = torch.bfloat16, torch.float16, torch.float32, torch.uint8
 SHAPES = st.lists(st.integers(1, 6), min_size=1, max_size=3)
@@ -130,33 +134,21 @@ def passed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-def pack(gradients: Sequence[Tensor], ranks: int) -> Tensor:
-    out = nothing(ranks, sum(-(-g.size(0) // ranks) * g[0].numel() for g in gradients))
-    torch.ops.fsdp.chunk_cat(gradients, dim=0, num_chunks=ranks, out=out)
-    return out
+def pack(gradients: Sequence[Tensor], ranks: int, kind: type[Tensor] = Tensor) -> Tensor:
+    out = nothing(ranks * sum(-(-g.size(0) // ranks) * g[0].numel() for g in gradients))
+    buffer = out.as_subclass(kind).view(ranks, -1)
+    torch.ops.fsdp.chunk_cat(gradients, dim=0, num_chunks=ranks, out=buffer)
+    return out.view(ranks, -1)
 
 
-def test_only_inside_and_on_this_thread(passed: list[str]) -> None:
+def test_buffers_are_filled_without_a_table_and_nothing_else_is(passed: list[str]) -> None:
     gradients = [random(4, 3), random(2, 2)]
-    expected = pack(gradients, 2)
-    copies = CopyWithoutTables()
+    assert torch.equal(pack(gradients, 2, CommBuffer), pack(gradients, 2))
     assert passed == ["_chunk_cat"]
-    with copies:
-        with copies:
-            pass
-        assert torch.equal(pack(gradients, 2), expected)
-        assert passed == ["_chunk_cat"]
-        thread = threading.Thread(target=pack, args=(gradients, 2))
-        thread.start()
-        thread.join()
-        assert passed == ["_chunk_cat"] * 2
-    assert torch.equal(pack(gradients, 2), expected)
-    assert passed == ["_chunk_cat"] * 3
 
 
 def test_torch_does_what_ours_refuses(passed: list[str]) -> None:
-    with CopyWithoutTables():
-        packed = pack([random(3, 2) + 1, random(2)], 2)
+    packed = pack([random(3, 2) + 1, random(2)], 2, CommBuffer)
     assert packed.shape == (2, 5)
     assert packed[1, 2:4].tolist() == [0, 0]  # padding
     assert passed == ["_chunk_cat"]
@@ -164,10 +156,33 @@ def test_torch_does_what_ours_refuses(passed: list[str]) -> None:
 
 def test_version_counters_stay(passed: list[str]) -> None:
     """FSDP2 keeps those of the parameters, which autograd has saved."""
-    whole = nothing(6)
-    with CopyWithoutTables(), torch.autograd._unsafe_preserve_version_counter((whole,)):
+    whole, buffer = nothing(6), random(6).as_subclass(CommBuffer)
+    with torch.autograd._unsafe_preserve_version_counter((whole,)):
         out = [whole.view(2, 3)]
-        torch.ops.fsdp.split_with_sizes_copy(random(2, 3), [3], dim=1, out=out)
+        torch.ops.fsdp.split_with_sizes_copy(buffer.view(2, -1), [3], dim=1, out=out)
     assert not passed
     assert whole._version == 0
     assert (whole >= 0).all()
+
+
+def test_what_is_computed_from_a_buffer_is_plain() -> None:
+    buffer = random(6).as_subclass(CommBuffer)
+    assert {type(made) for made in (buffer / 2, buffer[:3], buffer.clone())} == {Tensor}
+
+
+def test_the_first_buffer_alone_is_marked_and_the_rest_is_the_collectives() -> None:
+    class Comm:
+        def allocate(self, size: Sequence[int], *, dtype: torch.dtype) -> Tensor:
+            return torch.empty(*size, dtype=dtype)
+
+        def __call__(self, *, output_tensor: Tensor) -> str:
+            return f"{output_tensor.numel()} elements"
+
+    group = type("Raw", (), {})()
+    group.comm = comm = Comm()
+    with copies_without_tables(group, "comm"):
+        first, second = (group.comm.allocate((4,), dtype=BF16) for _ in range(2))
+        assert (type(first), first.shape, first.dtype) == (CommBuffer, (4,), BF16)
+        assert type(second) is Tensor
+        assert group.comm(output_tensor=first) == "4 elements"
+    assert group.comm is comm

@@ -8,6 +8,7 @@ import gc
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ import torch.distributed as dist
 import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import Shard
 from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_
@@ -377,6 +378,26 @@ def finalize_by_hand(overlap: str) -> None:
 @pytest.mark.parametrize("overlap", BOTH)
 def test_backward_that_the_caller_finalizes(ranks: Ranks, overlap: str) -> None:
     ranks(2).run(finalize_by_hand, overlap)
+
+
+def refuse_torchs_copies(size: int) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    fully_shard(model, mesh=mesh_of(size, False))
+    optimizer = wrap(model, "forward")
+    with mock.patch.multiple(
+        torch, _chunk_cat=mock.DEFAULT, split_with_sizes_copy=mock.DEFAULT
+    ) as own:
+        for _ in range(2):
+            model(torch.ones(2, 8)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    check(not any(copy.called for copy in own.values()), "a copy of FSDP2's own")
+    optimizer.close()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_fsdps_buffers_are_copied_without_tables(ranks: Ranks, size: int) -> None:
+    ranks(size).run(refuse_torchs_copies, size)
 
 
 # --------------------------------------------------------------------------- refused

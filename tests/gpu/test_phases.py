@@ -38,6 +38,15 @@ def test_the_driver_has_the_memory_meanwhile(ranks: Pool, lanes: str, keep_addre
     check_shares(pool.run(phase_jobs.frees_its_payload, lanes, WIDE, keep_addresses=keep_addresses))
 
 
+def test_storages_that_come_back_share_segments(ranks: Pool) -> None:
+    """The driver takes a segment back in 0.1 ms and more, whatever its size."""
+    count, n_bytes = 40, 24 << 20  # each would have its own; batches are of 128 MiB or more
+    (segments,) = ranks(1, device_type="cuda").run(
+        phase_jobs.segments_after_a_cycle, count, n_bytes
+    )
+    assert segments <= 8
+
+
 @pytest.mark.parametrize("lanes", LANES)
 def test_training_with_switches_is_training_without(ranks: Pool, lanes: str) -> None:
     for dtype in ("float32", "bfloat16"):
