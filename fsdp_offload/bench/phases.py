@@ -35,6 +35,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..core.backend import release_cached
+from ..core.errors import DeviceError
 from ..phases import PhaseOffloader, swap
 from . import machine
 from .machine import GIB, Row, seconds_of, slowest
@@ -58,9 +59,9 @@ class Payload:
         tensors: list[Tensor] = list(model.parameters())
         for parameter in model.parameters():
             state: dict[str, Any] = {"step": torch.tensor(1.0)}
-            for name in ("exp_avg", "exp_avg_sq"):
-                state[name] = torch.zeros_like(parameter, dtype=torch.float32)
-                tensors.append(state[name])
+            for moment in ("exp_avg", "exp_avg_sq"):
+                state[moment] = torch.zeros_like(parameter, dtype=torch.float32)
+                tensors.append(state[moment])
             optimizer.state[parameter] = state
         # The loop's tensors are held by nothing else.
         self.phases = (
@@ -137,6 +138,7 @@ def measure(name: str, job: Job, device: torch.device, cycles: int, link: Row) -
     else:
         offload, reload = one.phases.offload, one.phases.reload
     n_bytes = sum(tensor.nbytes for tensor in one.tensors)
+    addresses = [tensor.data_ptr() for tensor in one.tensors]
     times: dict[str, list[float]] = {"out": [], "back": []}
     copies: dict[str, list[float]] = {"out": [], "back": []}
     freed, segments = [], []
@@ -168,6 +170,7 @@ def measure(name: str, job: Job, device: torch.device, cycles: int, link: Row) -
     if one.phases is not None:
         row["host_over_payload"] = one.phases.statistics().host_bytes / n_bytes
     row["same_bits"] = machine.on_all_ranks(one.is_filled())
+    row["same_addresses"] = [tensor.data_ptr() for tensor in one.tensors] == addresses
     for payload in payloads:
         if payload.phases is not None:
             payload.phases.close()
@@ -233,7 +236,10 @@ def main(argv: Sequence[str] | None = None) -> Row:
         rows = []
         for name in options.rows.split(","):
             machine.free_everything(device)
-            rows.append(measure(name, job, device, options.cycles, link))
+            try:
+                rows.append(measure(name, job, device, options.cycles, link))
+            except DeviceError as error:  # fixed addresses on a CPU, torch before 2.13
+                rows.append({"name": name, "status": "not available", "reason": str(error)})
         report = machine.publish(device, job, rows, link, options.json)
         if dist.get_rank() == 0:
             print(markdown_table(report, PHASES))

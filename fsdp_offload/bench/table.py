@@ -30,6 +30,7 @@ PHASES: Final[Columns] = (
     ("freed / payload", "freed_share", ".3f"),
     ("host / payload", "host_over_payload", ".4f"),
     ("same bits", "same_bits", ""),
+    ("same addresses", "same_addresses", ""),
 )
 CHECKPOINTS: Final[Columns] = (("s", "s", ".2f"), ("GB/s", "gbps", ".2f"))
 
