@@ -6,7 +6,9 @@ import contextlib
 import functools
 import gc
 import itertools
+import random
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -25,6 +27,7 @@ from fsdp_offload import (
     HybridDeviceOptimizer,
     SpentGradientError,
     TransferConfig,
+    checkpoint,
 )
 from fsdp_offload.core.fsdp import fsdp_groups
 from tests.fsdp import models
@@ -242,6 +245,35 @@ def test_the_bits_in_every_case(ranks: Ranks, overlap: str) -> None:
 @pytest.mark.parametrize("overlap", BOTH)
 def test_the_bits_on_one_rank_alone(ranks: Ranks, overlap: str) -> None:
     ranks(2).run(run_cases, overlap, 1, ("as it is",))
+
+
+def train_while_buckets_move(overlap: str, size: int, folder: str) -> None:
+    """Each rank keeps other buckets on its device after each step; checkpoints in between."""
+    plain, mine = build(size, dtype=BF16), build(size, dtype=BF16)
+    reference, optimizer = wrap(plain, "step"), wrap(mine, overlap)
+    chosen, seen = random.Random(dist.get_rank()), set[int]()
+    for step in range(STEPS):
+        for model, one in ((plain, reference), (mine, optimizer)):
+            train(model, one, steps=range(step, step + 1))
+        for lane in [engine.streamed for engine in optimizer._reserved.engines]:
+            staying = chosen.sample(lane.order, chosen.randint(0, len(lane.order)))
+            lane.arrange(chosen.sample(lane.order, len(lane.order)), staying, chosen.randint(1, 4))
+            seen.add(len(staying))
+        if step % 2:
+            checkpoint.save(folder, mine, optimizer, overwrite=True)
+            checkpoint.load(folder, mine, optimizer)
+    check(len(seen) > 1, "the same number of buckets has stayed all the time")
+    check_twins(optimizer, reference, "at the end")
+    optimizer.close()
+    reference.close()
+
+
+@pytest.mark.parametrize("size", [1, 2, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.parametrize("overlap", BOTH)
+def test_what_stays_differs_by_rank_and_step(
+    ranks: Ranks, overlap: str, size: int, tmp_path: Path
+) -> None:
+    ranks(size).run(train_while_buckets_move, overlap, size, str(tmp_path / "saved"))
 
 
 # --------------------------------------------------------------------------- looking in between
