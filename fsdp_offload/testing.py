@@ -69,7 +69,14 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from fsdp_offload.core.backend import Event, PendingEvent, Turns, copy_all, use_backend
+from fsdp_offload.core.backend import (
+    AllocatorFigures,
+    Event,
+    PendingEvent,
+    Turns,
+    copy_all,
+    use_backend,
+)
 from fsdp_offload.core.errors import ConfigError, DeviceError
 from fsdp_offload.core.storage import identity, owners
 
@@ -468,7 +475,7 @@ class StreamSimulator:
         self._poll()
         return torch.full((n_bytes,), 0xFF, dtype=torch.uint8, device="cpu")
 
-    def reserved(self) -> tuple[int, int] | None:
+    def allocator(self) -> AllocatorFigures | None:
         """See :class:`.core.backend.Backend`: there are no such figures."""
         return None
 

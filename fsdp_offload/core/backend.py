@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import torch
 
@@ -197,6 +197,17 @@ def in_turns(
     return turns
 
 
+class AllocatorFigures(NamedTuple):
+    """What torch's allocator says of one device."""
+
+    reserved_bytes: int
+    """That it has of the driver now."""
+    unused_bytes: int
+    """The most that it had, less the most that was in use."""
+    retries: int
+    """How often it gave cached memory back to serve a request."""
+
+
 class Backend(Protocol):
     """One device as the pipeline sees it."""
 
@@ -235,9 +246,8 @@ class Backend(Protocol):
         """uint8 device memory, 1D, uninitialised, aligned to at least 256 bytes."""
         ...
 
-    def reserved(self) -> tuple[int, int] | None:
-        """Bytes that torch's allocator has of the driver, and how often it gave cached memory back
-        to serve a request; None where there are no such figures."""
+    def allocator(self) -> AllocatorFigures | None:
+        """Of torch's allocator; None where there are no such figures."""
         ...
 
     def free_and_total(self) -> tuple[int, int]:
@@ -435,12 +445,17 @@ class AcceleratorBackend:
     def allocate(self, n_bytes: int) -> torch.Tensor:
         return torch.empty(n_bytes, dtype=torch.uint8, device=self.device)
 
-    def reserved(self) -> tuple[int, int] | None:
+    def allocator(self) -> AllocatorFigures | None:
         if self.device.type != "cuda":
             return None
         # Asked for in every step: memory_stats() would flatten and sort some 200 figures.
         figures = torch.cuda.memory_stats_as_nested_dict(self.device)
-        return figures["reserved_bytes"]["all"]["current"], figures["num_alloc_retries"]
+        reserved, allocated = (
+            figures[f"{kind}_bytes"]["all"] for kind in ("reserved", "allocated")
+        )
+        return AllocatorFigures(
+            reserved["current"], reserved["peak"] - allocated["peak"], figures["num_alloc_retries"]
+        )
 
     def free_and_total(self) -> tuple[int, int]:
         return torch.cuda.mem_get_info(self.device)
@@ -533,7 +548,7 @@ class CpuBackend:
     def allocate(self, n_bytes: int) -> torch.Tensor:
         return torch.empty(n_bytes, dtype=torch.uint8)
 
-    def reserved(self) -> tuple[int, int] | None:
+    def allocator(self) -> AllocatorFigures | None:
         return None
 
     def free_and_total(self) -> tuple[int, int]:

@@ -15,7 +15,7 @@ from typing import Final
 import torch
 
 from ..core.backend import Backend
-from ..core.config import MIB
+from ..core.config import GIB, MIB
 from ..pipeline.engine import Engine
 from ..plan.residency import AWAY_STEPS, Reading, allowed_bytes
 
@@ -45,10 +45,10 @@ class DeviceMemory:
             step: its number, from 1 on.
             engines: the memory is theirs; between two iterations.
         """
-        found = self._backend.reserved()
-        if found is None or not engines:
+        figures = self._backend.allocator()
+        if figures is None or not engines:
             return
-        reserved, retries = found
+        reserved, unused, retries = figures
         is_short = self._retries is not None and retries > self._retries
         grew = reserved > self._peak_bytes
         self._peak_bytes, self._retries = max(reserved, self._peak_bytes), retries
@@ -61,9 +61,11 @@ class DeviceMemory:
             allowed = min(allowed, own // 2)
         why = "the peak has grown" if grew else "to spare"
         why = "torch's allocator was short" if is_short else why
-        self._fit(step, engines, allowed, why)
+        self._fit(step, engines, allowed, why, unused)
 
-    def _fit(self, step: int, engines: list[Engine], allowed: int, why: str) -> None:
+    def _fit(
+        self, step: int, engines: list[Engine], allowed: int, why: str, unused_bytes: int
+    ) -> None:
         state = sum(engine.streamed_bytes for engine in engines) or 1
         for engine in engines:
             share = allowed * engine.streamed_bytes // state
@@ -79,4 +81,10 @@ class DeviceMemory:
                     f"after step {step}, {share // MIB} MiB ({why}): {len(engine.staying)} of "
                     f"{engine.streamed_count} buckets stay, {len(left)} left"
                 )
+                travels = len(engine.staying) < engine.streamed_count
+                if travels and unused_bytes >= GIB:
+                    self.last_change += (
+                        f"; torch's allocator has {unused_bytes // MIB} MiB that were never in use,"
+                        " of which PYTORCH_ALLOC_CONF=expandable_segments:True could leave some"
+                    )
                 _log.info("device memory: %s", self.last_change)

@@ -10,7 +10,7 @@ import torch
 
 from fsdp_offload import TransferConfig
 from fsdp_offload.core import config
-from fsdp_offload.core.backend import CpuBackend, use_backend
+from fsdp_offload.core.backend import AllocatorFigures, CpuBackend, use_backend
 from fsdp_offload.core.config import GIB
 from fsdp_offload.plan import residency
 from fsdp_offload.plan.residency import AWAY_STEPS, margin_bytes
@@ -28,12 +28,12 @@ class Device(CpuBackend):
         super().__init__(CPU)
         self.spare_bytes = 0
         self.retries = 3  # of before
-        self.reserved_bytes = GIB
+        self.reserved_bytes, self.unused_bytes = GIB, 0
         self.most = 1 << 62
         """Of one allocation."""
 
-    def reserved(self) -> tuple[int, int]:
-        return self.reserved_bytes, self.retries
+    def allocator(self) -> AllocatorFigures:
+        return AllocatorFigures(self.reserved_bytes, self.unused_bytes, self.retries)
 
     def free_and_total(self) -> tuple[int, int]:
         return margin_bytes(TOTAL) + self.spare_bytes, TOTAL
@@ -135,3 +135,18 @@ def test_what_was_done_is_said(caplog: pytest.LogCaptureFixture) -> None:
         assert "Parameter Group 0" in repr(job.optimizer)
         job.optimizer.close()
         assert "buckets" not in repr(job.optimizer)
+
+
+@pytest.mark.parametrize(("spare_bytes", "is_said"), [(GIB, False), (5000, True)])
+def test_memory_that_the_allocator_does_not_use_is_said_where_buckets_travel(
+    spare_bytes: int, is_said: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(residency, "LEAST_SLOTS", 2)
+    device = Device()
+    device.unused_bytes = 2 * GIB
+    with use_backend(device):
+        job = Job("forward", device, device_memory="auto", transfer=SMALL)
+        device.spare_bytes = spare_bytes
+        job.train(4)
+        said = job.optimizer.statistics().memory_change
+        assert ("2048 MiB" in said and "expandable_segments:True" in said) == is_said, said
