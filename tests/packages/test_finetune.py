@@ -130,8 +130,9 @@ def test_weights_tokenizer_and_config_of_a_folder_are_used_and_come_out_again(
 ) -> None:
     """Two ranks get their shards from the first; what is in no state dict has to be there, too."""
     torch.manual_seed(1)  # not the example's
-    source = transformers.LlamaForCausalLM(config_of(tied=True)).eval()
-    source.config.attention_dropout = 0.0
+    config = config_of(tied=True)
+    config.attention_dropout, config.initializer_range = 0.0, 0.3  # so that positions matter
+    source = transformers.LlamaForCausalLM(config).eval()
     source.generation_config.max_length = 77
     folder, out = tmp_path / "source", tmp_path / "out"
     source.save_pretrained(folder, max_shard_size="10KB")  # several files
