@@ -14,7 +14,10 @@ import pytest
 from fsdp_offload.core.fsdp import TORCH_RUN
 
 REPOSITORY = Path(__file__).parents[1]
-OPTIONAL = {"triton"}  # comes with torch's GPU builds
+OPTIONAL = {
+    "transformers",  # examples/finetune.py says how to install it
+    "triton",  # comes with torch's GPU builds
+}
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,12 @@ from torch.distributed.checkpoint.default_planner import (
     DefaultSavePlanner,
     create_default_local_save_plan,
 )
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
@@ -305,7 +310,12 @@ class _ExportPlanner(DefaultSavePlanner):
         super().__init__(flatten_state_dict=False)
         self._find, self._layout = find, layout
 
-    def set_up_planner(self, *_: Any, **__: Any) -> None:
+    def set_up_planner(  # torch looks for the name storage_meta, and warns without it
+        self,
+        state_dict: dict[str, Any],
+        storage_meta: StorageMeta | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
         """Nothing: the tensors are found in the next step."""
 
     def create_local_plan(self) -> SavePlan:

@@ -626,7 +626,8 @@ def export_sharded(folder: Path, kind: str, max_shard_bytes: int) -> int:
     model.register_buffer("count", torch.arange(3))
     if kind == "tp":
         parallel_loss(model, 1).backward()  # an unsharded root must not disturb
-    with mock.patch.object(os, "pwrite", wraps=os.pwrite) as pwrite:
+    with mock.patch.object(os, "pwrite", wraps=os.pwrite) as pwrite, warnings.catch_warnings():
+        warnings.simplefilter("error")
         files = export_safetensors(model, folder, max_shard_bytes=max_shard_bytes)
     check(len(files) == 1 or max_shard_bytes < 10_000, f"{len(files)} files")
     check_export(folder, gathered(model))
