@@ -291,7 +291,7 @@ class Transfer:
                     continue
                 self.buffers.reserve(blocks)
                 first = self._out.record_timed()
-                for batch in _batches(blocks):
+                for batch in _batches(blocks, BATCH_BYTES):
                     self._copy(self._out, batch, used, is_out=True)
                     releases.append((self._out.record(), batch))
                 copies[kind] = _Copies(_bytes_of(blocks), first, self._out.record_timed())
@@ -437,7 +437,7 @@ def _bytes_of(blocks: Iterable[Block]) -> int:
     return sum(block.n_bytes for block in blocks)
 
 
-def _batches(blocks: Iterable[Block], least_bytes: int = BATCH_BYTES) -> Iterator[list[Block]]:
+def _batches(blocks: Iterable[Block], least_bytes: int) -> Iterator[list[Block]]:
     """Consecutive blocks of ``least_bytes`` or a little more; the last may be smaller."""
     batch: list[Block] = []
     n_bytes = 0
@@ -468,7 +468,7 @@ def _restored(blocks: Iterable[Block], restore: Callable[[Block], None]) -> Iter
     """Batches that have memory, which is taken ``AHEAD_BYTES`` ahead."""
     waiting: deque[list[Block]] = deque()
     ahead_bytes = 0
-    for batch in _batches(blocks):
+    for batch in _batches(blocks, BATCH_BYTES):
         for block in batch:
             restore(block)
         waiting.append(batch)
