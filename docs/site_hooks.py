@@ -16,6 +16,7 @@ REPOSITORY = Path(__file__).parents[1]
 OUTSIDE = {
     "CHANGELOG.md": "changes.md",
     "CONTRIBUTING.md": "contributing.md",
+    "README.md": "readme.md",
     "checkpoints/README.md": "internals/checkpoint-format.md",
     "examples/README.md": "examples/README.md",
     "examples/minimal.py": "examples/minimal.py",
