@@ -12,7 +12,14 @@ NO_GPU := not gpu and not gpus
 # running; who has done takes tests from the other.
 SPREAD := -n 2 --dist worksteal
 
-.PHONY: help venv demo lint test test-long test-gpu clean
+# The site has an environment of its own, in which torch is not needed.
+VENV_DOCS  ?= .venv-docs
+BIN_DOCS   := $(abspath $(VENV_DOCS))/bin
+STAMP_DOCS := $(VENV_DOCS)/.up-to-date
+EXTRA_DOCS := import tomllib; \
+	print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], sep="\n")
+
+.PHONY: help venv demo lint test test-long test-gpu docs clean
 
 help:
 	@echo "make venv       create or update $(VENV)"
@@ -21,6 +28,7 @@ help:
 	@echo "make test       lint, then tiers T0-T3 (no GPU needed)"
 	@echo "make test-long  the same tiers with the tests marked 'long'"
 	@echo "make test-gpu   tier T4 with this machine's own python3 and torch"
+	@echo "make docs       build the documentation site into site/"
 	@echo "make clean      remove build outputs and caches"
 
 venv: $(STAMP)
@@ -50,6 +58,15 @@ test-long: lint
 test-gpu:
 	python3 -m pytest -m gpu
 
+docs: $(STAMP_DOCS)
+	NO_MKDOCS_2_WARNING=1 $(BIN_DOCS)/mkdocs build
+
+$(STAMP_DOCS): pyproject.toml
+	$(PYTHON) -m venv $(VENV_DOCS)
+	$(BIN_DOCS)/python -c '$(EXTRA_DOCS)' > $(VENV_DOCS)/requirements.txt
+	$(BIN_DOCS)/python -m pip install --quiet --disable-pip-version-check -r $(VENV_DOCS)/requirements.txt
+	touch $@
+
 clean:
-	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis *.egg-info
-	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+	rm -rf build dist site .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis *.egg-info
+	find . -name __pycache__ -not -path './$(VENV)/*' -not -path './$(VENV_DOCS)/*' -prune -exec rm -rf {} +

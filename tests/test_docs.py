@@ -1,4 +1,4 @@
-"""Links in the documentation lead somewhere, and so do the pages that docstrings name."""
+"""Links in the documentation lead somewhere, and so do the pages and files that text names."""
 
 from __future__ import annotations
 
@@ -56,3 +56,24 @@ def test_pages_that_code_names_exist() -> None:
         for page in PAGE_IN_CODE.findall(source.read_text())
     }
     assert not [(source, page) for source, page in named if not (REPOSITORY / page).exists()]
+
+
+def test_files_that_pages_name_exist() -> None:
+    named = {
+        (str(page.relative_to(REPOSITORY)), path)
+        for page in pages()
+        if page.name != "CHANGELOG.md"
+        for path in re.findall(r"`((?:tests|examples|fsdp_offload)/[\w/]+\.py)`", text_of(page))
+    }
+    assert len(named) > 50
+    assert not [(page, path) for page, path in named if not (REPOSITORY / path).exists()]
+
+
+def test_every_page_is_in_the_navigation_of_the_site() -> None:
+    """The site itself is built by `make docs`, which is not part of the tests."""
+    listed = re.findall(r"([\w/.-]+\.md)$", (REPOSITORY / "mkdocs.yml").read_text(), re.MULTILINE)
+    outside = {"changes.md", "contributing.md", "readme.md", "examples/README.md"}
+    outside.add("internals/checkpoint-format.md")
+    docs = REPOSITORY / "docs"
+    assert {str(page.relative_to(docs)) for page in docs.rglob("*.md")} == set(listed) - outside
+    assert len(listed) == len(set(listed))

@@ -32,7 +32,9 @@ ALONE = {
 }
 
 
-def start(arguments: list[str], **exported: str) -> subprocess.Popen[str]:
+def start(
+    arguments: list[str], *, folder: Path = REPOSITORY, **exported: str
+) -> subprocess.Popen[str]:
     """A Python process in a session of its own, so that its ranks can be ended with it."""
     paths = [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
     # The tests run on the CPU wherever they run; one thread per rank leaves cores to the others.
@@ -40,7 +42,7 @@ def start(arguments: list[str], **exported: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, *arguments],
         env={**os.environ, **environment, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
-        cwd=REPOSITORY,
+        cwd=folder,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
