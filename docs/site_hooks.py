@@ -19,6 +19,7 @@ OUTSIDE = {
     "README.md": "readme.md",
     "checkpoints/README.md": "internals/checkpoint-format.md",
     "examples/README.md": "examples/README.md",
+    "examples/finetune.py": "examples/finetune.py",
     "examples/minimal.py": "examples/minimal.py",
     "examples/rl_phases.py": "examples/rl_phases.py",
     "examples/train_gpt.py": "examples/train_gpt.py",

@@ -170,7 +170,8 @@ def measure(name: str, job: Job, device: torch.device, cycles: int, link: Row) -
     if one.phases is not None:
         row["host_over_payload"] = one.phases.statistics().host_bytes / n_bytes
     row["same_bits"] = machine.on_all_ranks(one.is_filled())
-    row["same_addresses"] = [tensor.data_ptr() for tensor in one.tensors] == addresses
+    stayed = [tensor.data_ptr() for tensor in one.tensors] == addresses
+    row["same_addresses"] = machine.on_all_ranks(stayed)
     for payload in payloads:
         if payload.phases is not None:
             payload.phases.close()

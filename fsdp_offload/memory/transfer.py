@@ -19,7 +19,8 @@ host enqueues these while the link is busy with those.
 
 [Note: shared segments]
 torch's allocator takes a segment from the driver for each large storage, and gives back segment by
-segment, while nothing is copied: 0.1 ms for 29 MiB, 0.2 ms for 1 GiB (H200). So before storages
+segment, while nothing is copied: 3 to 5 ms per GiB in segments of 16 MiB, 0.4 to 0.5 in segments of
+1 GiB (H100, docs/internals/memory.md). So before storages
 come back, the sum of the next ``SEGMENT_BYTES`` is allocated and dropped: the allocator cuts them
 from that, and the next offload has fewer segments to give back.
 """

@@ -39,7 +39,7 @@ def test_the_driver_has_the_memory_meanwhile(ranks: Pool, lanes: str, keep_addre
 
 
 def test_storages_that_come_back_share_segments(ranks: Pool) -> None:
-    """The driver takes a segment back in 0.1 ms and more, whatever its size."""
+    """The fewer there are, the sooner the next offload has given them back."""
     count, n_bytes = 40, 24 << 20  # each would have its own; batches are of 128 MiB or more
     (segments,) = ranks(1, device_type="cuda").run(
         phase_jobs.segments_after_a_cycle, count, n_bytes
