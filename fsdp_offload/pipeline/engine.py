@@ -21,7 +21,7 @@ from ..plan import Kind, Layout, Slice, make_layout
 from ..plan.lanes import is_beside
 from ..plan.layout import align
 from ..plan.order import Job, deadline_order, fetched_first
-from ..plan.residency import choose
+from ..plan.residency import choose, spread
 from ..update.bucket import BucketUpdate, Scratch
 from ..update.one_kernel import StepPowers
 from ..update.params import MasterForm, ParamState, Snapshot, Work
@@ -235,7 +235,7 @@ class Engine:
             return None
         sizes = [device_bytes_of(bucket) for _, bucket in pairs]
         slot_bytes = max(sizes)
-        count, staying = choose(sizes, range(len(sizes)), device_bytes)
+        count, staying = choose(sizes, self._preferred(range(len(sizes))), device_bytes)
         slots = [self.backend.allocate(slot_bytes) for _ in range(count)]
         own = {i: self.backend.allocate(sizes[i]) for i in sorted(staying)}
         lane = StreamedLane(
@@ -475,13 +475,17 @@ class Engine:
             return
         choice = choose(
             lane.sizes,
-            sorted(range(len(lane.sizes)), key=self._ranks.__getitem__),
+            self._preferred(sorted(range(len(lane.sizes)), key=self._ranks.__getitem__)),
             allowed_bytes,
             staying=lane.staying,
             away_until=self._away_until,
             step=step,
         )
         self._arrange(lane, choice.staying, choice.slots)
+
+    def _preferred(self, order: Sequence[int]) -> Sequence[int]:
+        """Buckets in the order of the forward, those first that shall stay."""
+        return order if self.config.overlap == "backward" else spread(order)
 
     def keep_away(self, buckets: Iterable[int], until: int) -> None:
         """Let these not come back to the device before that step."""

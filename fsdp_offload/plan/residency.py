@@ -9,6 +9,12 @@ driver has beyond that peak, less a margin, is to spare. Others on the device co
 First into slots, so that the link is not idle while nothing can be updated, then into buckets that
 stay, which need no link. A bucket that had to leave stays away for a while: memory that is short
 now and then would else be filled and given back in turns.
+
+[Note: which buckets stay]
+With ``overlap="backward"`` those that the forward needs first: their gradients come last, and what
+travels has the rest of the backward. Else all updates begin together, when the forward does, and
+those that stay are spread evenly over its order. The link then works from the first layer to the
+last; if the first layers stayed, it would wait until all of them had been updated.
 """
 
 from __future__ import annotations
@@ -58,6 +64,15 @@ def allowed_bytes(reading: Reading) -> int:
     return max(0, reading.own_bytes + spare)
 
 
+def spread(order: Sequence[int]) -> list[int]:
+    """The same buckets, so that however many of the first are taken, they lie evenly in ``order``.
+
+    By multiples of the golden ratio: https://en.wikipedia.org/wiki/Low-discrepancy_sequence.
+    """
+    golden = (5**0.5 - 1) / 2
+    return [order[i] for i in sorted(range(len(order)), key=lambda i: i * golden % 1)]
+
+
 class Choice(NamedTuple):
     """What the memory is used for."""
 
@@ -67,7 +82,7 @@ class Choice(NamedTuple):
 
 def choose(
     sizes: Sequence[int],
-    urgency: Sequence[int],
+    preferred: Sequence[int],
     allowed: int,
     *,
     staying: Collection[int] = (),
@@ -78,7 +93,7 @@ def choose(
 
     Args:
         sizes: bytes of each bucket.
-        urgency: all buckets, those first that the forward needs soonest.
+        preferred: all buckets, those first that shall stay.
         allowed: bytes for all of it. About ``LEAST_SLOTS`` are taken in any case, while
             buckets travel.
         staying: buckets that stay now; they go on to as long as there is room.
@@ -95,7 +110,7 @@ def choose(
     slots = min(most, len(sizes))
     room = allowed - slots * slot_bytes
     chosen: set[int] = set()
-    for index in sorted(urgency, key=lambda index: index not in staying):  # stable
+    for index in sorted(preferred, key=lambda index: index not in staying):  # stable
         if index not in away and sizes[index] <= room:
             chosen.add(index)
             room -= sizes[index]

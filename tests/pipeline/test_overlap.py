@@ -241,6 +241,19 @@ def test_buckets_that_stay_are_sent_once(
     job.assert_like(plain)
 
 
+@pytest.mark.parametrize(("mode", "staying"), [("forward", {0, 2}), ("backward", {0, 1})])
+def test_which_buckets_stay(
+    mode: str, staying: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In "forward" not those at the head of the model alone: see plan/residency.py."""
+    monkeypatch.setattr(residency, "LEAST_SLOTS", 2)
+    job = Job(mode, device_memory=0)
+    (engine,) = job.optimizer._reserved.engines
+    largest = max(engine.streamed.sizes)
+    engine.fit(4 * largest, 0)
+    assert engine.staying == staying
+
+
 def test_state_that_was_read_before_is_up_to_date_after_synchronize() -> None:
     """All buckets stay, so no step writes host memory."""
     job, plain = Job("backward"), Job(None)

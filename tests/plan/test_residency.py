@@ -11,6 +11,7 @@ from fsdp_offload.plan.residency import (
     allowed_bytes,
     choose,
     margin_bytes,
+    spread,
 )
 
 SIZES = st.lists(st.integers(1, 1 << 28), max_size=40)
@@ -24,8 +25,8 @@ def taken(sizes: list[int], slots: int, staying: frozenset[int]) -> int:
 def test_no_more_is_taken_than_is_allowed_or_least(
     data: st.DataObject, sizes: list[int], allowed: int
 ) -> None:
-    urgency = data.draw(st.permutations(range(len(sizes))))
-    choice = choose(sizes, urgency, allowed)
+    preferred = data.draw(st.permutations(range(len(sizes))))
+    choice = choose(sizes, preferred, allowed)
 
     travelling = len(sizes) - len(choice.staying)
     assert choice.slots <= travelling
@@ -41,8 +42,8 @@ def test_what_stays_goes_on_to_where_nothing_changes(
     data: st.DataObject, sizes: list[int], allowed: int
 ) -> None:
     first = choose(sizes, data.draw(st.permutations(range(len(sizes)))), allowed)
-    urgency = data.draw(st.permutations(range(len(sizes))))  # the order has changed meanwhile
-    again = choose(sizes, urgency, allowed, staying=first.staying)
+    preferred = data.draw(st.permutations(range(len(sizes))))  # the order has changed meanwhile
+    again = choose(sizes, preferred, allowed, staying=first.staying)
     assert again.staying >= first.staying
 
 
@@ -52,13 +53,13 @@ def test_what_had_to_leave_stays_away_for_a_while(
 ) -> None:
     left = data.draw(st.integers(0, len(sizes) - 1))
     away_until = {left: step + AWAY_STEPS}
-    urgency = list(range(len(sizes)))
+    preferred = list(range(len(sizes)))
     for now in (step, step + AWAY_STEPS - 1):
-        choice = choose(sizes, urgency, allowed, away_until=away_until, step=now)
+        choice = choose(sizes, preferred, allowed, away_until=away_until, step=now)
         assert left not in choice.staying
     later = step + AWAY_STEPS
-    assert choose(sizes, urgency, allowed, away_until=away_until, step=later) == choose(
-        sizes, urgency, allowed
+    assert choose(sizes, preferred, allowed, away_until=away_until, step=later) == choose(
+        sizes, preferred, allowed
     )
 
 
@@ -79,7 +80,18 @@ def test_what_is_allowed_leaves_the_margin_at_the_peak(
         assert allowed < own or own == 0
 
 
-def test_the_most_urgent_stay_first() -> None:
+@given(st.integers(1, 600), st.integers(0, 600), st.integers(0, 600), st.integers(1, 600))
+def test_however_many_stay_they_lie_evenly(count: int, stay: int, start: int, width: int) -> None:
+    order = list(range(count, 0, -1))
+    preferred = spread(order)
+    assert sorted(preferred) == sorted(order)
+
+    stay, window = min(stay, count), order[start : start + width]
+    found = len(set(window) & set(preferred[:stay]))
+    assert abs(found - len(window) * stay / count) < 4
+
+
+def test_the_preferred_stay_first() -> None:
     assert choose([10] * 8, [5, 3, 1, 0, 2, 4, 6, 7], 70) == (3, {5, 3, 1})  # two rounds of five
     assert choose([10] * 8, [5, 3, 1, 0, 2, 4, 6, 7], 80) == (0, set(range(8)))
     assert choose([], [], 60) == (0, frozenset())
