@@ -242,9 +242,7 @@ def test_buckets_that_stay_are_sent_once(
 
 
 @pytest.mark.parametrize(("mode", "staying"), [("forward", {0, 2}), ("backward", {0, 1})])
-def test_which_buckets_stay(
-    mode: str, staying: set[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_which_buckets_stay(mode: str, staying: set[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """In "forward" not those at the head of the model alone: see plan/residency.py."""
     monkeypatch.setattr(residency, "LEAST_SLOTS", 2)
     job = Job(mode, device_memory=0)
