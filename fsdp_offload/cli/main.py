@@ -39,6 +39,8 @@ class Command(NamedTuple):
 
 COMMANDS: Final = {
     "doctor": Command("what makes offload slow or fail on this machine", "doctor"),
+    "inspect": Command("what a checkpoint holds, whether it is intact, what differs", "inspection"),
+    "export": Command("weights of a checkpoint as safetensors files", "export"),
 }
 
 
