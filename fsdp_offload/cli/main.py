@@ -41,6 +41,9 @@ COMMANDS: Final = {
     "doctor": Command("what makes offload slow or fail on this machine", "doctor"),
     "inspect": Command("what a checkpoint holds, whether it is intact, what differs", "inspection"),
     "export": Command("weights of a checkpoint as safetensors files", "export"),
+    "bench": Command(
+        "iterations; 'bench phases', 'bench checkpoint': those", "bench", add_arguments=""
+    ),
 }
 
 
