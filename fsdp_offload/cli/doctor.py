@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import resource
 import sys
 from collections.abc import Callable, Iterator
@@ -46,7 +45,7 @@ def check_python(version: tuple[int, ...]) -> Check:
 
 
 def check_import(import_torch: Callable[[], object]) -> Check | None:
-    """An error if torch cannot be imported.
+    """An error if torch, or a public name of it that this package needs, cannot be imported.
 
     Args:
         import_torch: imports it.
@@ -54,8 +53,9 @@ def check_import(import_torch: Callable[[], object]) -> Check | None:
     try:
         import_torch()
     except (ImportError, OSError) as error:  # OSError: a library that it is linked with
-        remedy = "install it as pytorch.org says, for this Python"
-        return Check("torch", "error", f"cannot be imported: {error}", remedy)
+        text = " ".join(str(error).split())
+        remedy = "install it as pytorch.org says, in a version of docs/compatibility.md"
+        return Check("torch", "error", f"cannot be used: {text}", remedy)
     return None
 
 
@@ -67,7 +67,7 @@ def check_numpy(is_there: bool) -> Check:
 
 def _checks(index: int) -> Iterator[Check]:
     yield check_python(sys.version_info[:3])
-    failed = check_import(lambda: import_module("torch"))
+    failed = check_import(lambda: import_module(".torch_checks", __package__))
     if failed is None:
         yield from _of_torch_and_host(index)
     else:
@@ -98,7 +98,6 @@ def _of_torch_and_host(index: int) -> Iterator[Check]:
     device = torch.device("cuda", index) if count else None
     address = torch_checks.address_of(device) if device else ""
     properties = [torch.cuda.get_device_properties(i) for i in range(count)]
-    version = re.search(r"\d+\.\d[\d.]*", _read(_ROOT / "proc/driver/nvidia/version"))
     device_bytes = sum(each.total_memory for each in properties)
     cores = os.sched_getaffinity(0)
     limit_bytes = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
@@ -106,9 +105,8 @@ def _of_torch_and_host(index: int) -> Iterator[Check]:
 
     yield torch_checks.check_torch(str(torch.__version__), TORCH_RUN)
     yield attempt("FSDP2", torch_checks.names_here)
-    yield torch_checks.check_device(
-        torch.version.cuda, version[0] if version else "", [each.name for each in properties]
-    )
+    driver = host_checks.driver_version(_ROOT)
+    yield torch_checks.check_device(torch.version.cuda, driver, [each.name for each in properties])
     yield host_checks.check_memlock(limit_bytes, _ROOT)
     yield host_checks.check_host_memory(host_memory(_ROOT), device_bytes)
     yield host_checks.check_huge_pages(_ROOT)
@@ -123,10 +121,3 @@ def _of_torch_and_host(index: int) -> Iterator[Check]:
     # The link before its state: an idle device may have slowed it down.
     yield attempt("link", lambda: torch_checks.link_here(device, _ROOT, address))
     yield host_checks.check_pcie(_ROOT, address)
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""

@@ -5,6 +5,7 @@ Paths are Linux's, below a ``root`` that holds ``proc`` and ``sys``.
 
 from __future__ import annotations
 
+import re
 import resource
 from collections.abc import Collection
 from pathlib import Path
@@ -147,6 +148,12 @@ def pcie_gbps(root: Path, address: str) -> float:
     # Up to 5 GT/s 8 of 10 bits carry data, to 32 GT/s 128 of 130, above all of them.
     share = 0.8 if speed <= 5 else 128 / 130
     return speed * width * share / 8
+
+
+def driver_version(root: Path) -> str:
+    """Of the kernel's NVIDIA driver; empty if there is none, or it does not say."""
+    found = re.search(r"\d+\.\d[\d.]*", _read(root / "proc/driver/nvidia/version"))
+    return found[0] if found else ""
 
 
 def _number(text: str) -> float:

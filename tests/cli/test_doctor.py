@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from fsdp_offload.cli import doctor, host_checks, torch_checks
 from fsdp_offload.cli.check import Check, attempt, worst
@@ -219,6 +222,82 @@ def test_triton() -> None:
     check(torch_checks.check_triton(False, None), "ok", "not installed")
     check(torch_checks.check_triton(False, False), "warning", "not installed", "torch operations")
     check(torch_checks.check_triton(True, False), "warning", "do not compile", "C compiler")
+
+
+# --------------------------------------------------------------------------- a stand-in device
+
+
+DRIVER = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.10  Mon Jan  1\nGCC version: 11.4"
+
+
+@pytest.fixture
+def device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Everything that is asked of a CUDA device, as it should be; a test changes some of it."""
+    root = link(two_nodes(tmp_path, near=f"0-{max(os.sched_getaffinity(0))}"), "32.0 GT/s", "16")
+    write(root, {"proc/driver/nvidia/version": DRIVER})
+    write(root, {"sys/kernel/mm/transparent_hugepage/enabled": "[always] madvise never"})
+    cgroup = {"memory.max": str(500 * GIB), "memory.high": "max", "memory.current": "0"}
+    write(root, {f"sys/fs/cgroup/{name}": text for name, text in cgroup.items()})
+    figures: dict[str, Any] = {"free": 79 * GIB, "h2d": 55.0, "pin": lambda *_: None, "triton": 1}
+    properties = SimpleNamespace(
+        name="H100", total_memory=80 * GIB, pci_domain_id=0, pci_bus_id=0x1B, pci_device_id=0
+    )
+    fakes = {
+        "device_count": lambda: 1,
+        "get_device_properties": lambda *_: properties,
+        "set_device": lambda *_: None,
+        "mem_get_info": lambda *_: (figures["free"], 80 * GIB),
+        "memory_reserved": lambda *_: 0,
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    monkeypatch.setattr(doctor, "_ROOT", root)
+    monkeypatch.setattr(torch_checks.backend, "pin", lambda *given: figures["pin"](*given))
+    monkeypatch.setattr(torch_checks.backend, "unpin", lambda *given: None)
+    monkeypatch.setattr(torch_checks, "triton_kernels", lambda: figures["triton"])
+
+    def measure_link(*_: object) -> dict[str, float]:
+        return {"h2d_gbps": figures["h2d"], "d2h_gbps": 54.0, "h2d+d2h_gbps": 90.0}
+
+    monkeypatch.setattr(torch_checks, "measure_link", measure_link)
+    return figures
+
+
+def states(capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
+    main(["doctor", "--json"])
+    rows = json.loads(capsys.readouterr().out)["checks"]
+    return {row["name"]: row["state"] for row in rows}
+
+
+def test_a_device_as_it_should_be(
+    device: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = states(capsys)
+    wanted = {"device", "host memory", "NUMA", "triton", "other processes", "page-locking"}
+    assert found.keys() >= wanted | {"link", "PCIe"}
+    assert set(found.values()) - {found["ulimit -l"]} <= {"ok"}, found
+
+
+def test_faults_of_a_device(device: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    def refused(address: int, n_bytes: int, of: torch.device) -> None:
+        assert address % 4096 == 0
+        raise PinningError("memory", reason="cudaHostRegister answered 2")
+
+    good = states(capsys)
+    device |= {"free": 10 * GIB, "h2d": 6.0, "pin": refused, "triton": None}
+    found = states(capsys)
+    changed = {name: state for name, state in found.items() if state != good[name]}
+    assert changed == {
+        "other processes": "warning", "link": "warning", "page-locking": "error",
+        "triton": "warning",
+    }  # fmt: skip
+
+
+def test_the_driver_says_its_version(tmp_path: Path) -> None:
+    assert host_checks.driver_version(tmp_path) == ""
+    write(tmp_path, {"proc/driver/nvidia/version": DRIVER})
+    assert host_checks.driver_version(tmp_path) == "570.86.10"
 
 
 # --------------------------------------------------------------------------- the command
