@@ -150,6 +150,33 @@ class Reader(FileSystemReader):
         done.set_result(None)
         return done
 
+    def check_blocks(self) -> bool:
+        """Read every block once, and compare it with its checksum.
+
+        Returns:
+            Whether there are checksums: files of another program are not read.
+
+        Raises:
+            CheckpointCorruptError: a file is not as it was written.
+            CheckpointError: the file system refused.
+        """
+        jobs: list[Job] = []
+        with ExitStack() as files:
+            opened: dict[str, _File] = {}
+            for info in self.metadata.storage_data.values():
+                name = info.relative_path
+                if self._table(name) is None:
+                    continue
+                if name not in opened:
+                    opened[name] = self._open(name, files)
+                file = opened[name]
+                jobs += [
+                    functools.partial(_check_block, file, info, start)
+                    for start in range(0, info.length, file.block_bytes)
+                ]
+            run_all(jobs, threads=self._threads)
+        return bool(jobs)
+
     def _open(self, name: str, files: ExitStack) -> _File:
         path = Path(self.path) / name
         table = self._table(name)
@@ -226,6 +253,11 @@ class _File:
                     f"bytes {info.offset + first} to {at} have checksum {crc:08x}, "
                     f"but {crcs[index]:08x} was written",
                 )
+
+
+def _check_block(file: _File, info: ItemPlace, start: int) -> None:
+    block = scratch(min(file.block_bytes, info.length - start))
+    file.read(info, start, memory_of(block))
 
 
 def _tensor_jobs(file: _File, info: ItemPlace, box: Tensor, target: Tensor) -> Iterator[Job]:

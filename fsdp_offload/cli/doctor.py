@@ -1,0 +1,123 @@
+"""``doctor``: what makes offload slow or fail on this machine, a line each."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import sys
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Final
+
+from .check import Check, attempt, worst
+
+_ROOT: Final = Path("/")
+_OLDEST_PYTHON: Final = (3, 11)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Of the command line."""
+    parser.add_argument("--device", type=int, default=0, help="CUDA device by its number")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print all checks; 0: no error, 1: an error."""
+    checks = list(_checks(options.device))
+    if options.json:
+        rows = [check._asdict() for check in checks]
+        print(json.dumps({"state": worst(checks), "checks": rows}, indent=1))
+    else:
+        width = max(len(check.name) for check in checks)
+        print("\n".join(check.line(width) for check in checks))
+    return int(worst(checks) == "error")
+
+
+def check_python(version: tuple[int, ...]) -> Check:
+    """The interpreter's version."""
+    text = ".".join(map(str, version))
+    if version < _OLDEST_PYTHON:
+        return Check("Python", "error", text, "install Python 3.11 or later")
+    return Check("Python", "ok", text)
+
+
+def check_import(import_torch: Callable[[], object]) -> Check | None:
+    """An error if torch, or a public name of it that this package needs, cannot be imported.
+
+    Args:
+        import_torch: imports it.
+    """
+    try:
+        import_torch()
+    except (ImportError, OSError) as error:  # OSError: a library that it is linked with
+        text = " ".join(str(error).split())
+        remedy = "install it as pytorch.org says, in a version of docs/compatibility.md"
+        return Check("torch", "error", f"cannot be used: {text}", remedy)
+    return None
+
+
+def check_numpy(is_there: bool) -> Check:
+    """Nothing here needs it."""
+    found = "there" if is_there else "not installed; torch's dcp.save on several ranks needs it"
+    return Check("numpy", "ok", f"{found}; this package does not")
+
+
+def _checks(index: int) -> Iterator[Check]:
+    yield check_python(sys.version_info[:3])
+    failed = check_import(lambda: import_module(".torch_checks", __package__))
+    if failed is None:
+        yield from _of_torch_and_host(index)
+    else:
+        yield failed
+    yield check_numpy(find_spec("numpy") is not None)
+
+
+def _of_torch_and_host(index: int) -> Iterator[Check]:
+    """With torch, which ``--help`` does without.
+
+    Raises:
+        ConfigError: there are devices, but none of this number.
+    """
+    import torch
+
+    from ..core.errors import ConfigError
+    from ..core.fsdp import TORCH_RUN
+    from ..memory.budget import host_memory
+    from . import host_checks, torch_checks
+
+    count = torch.cuda.device_count()
+    if not 0 <= index < max(1, count):
+        raise ConfigError(
+            f"--device {index}",
+            reason=f"torch sees {count}",
+            remedy="count from 0, or leave it out",
+        )
+    device = torch.device("cuda", index) if count else None
+    address = torch_checks.address_of(device) if device else ""
+    properties = [torch.cuda.get_device_properties(i) for i in range(count)]
+    device_bytes = sum(each.total_memory for each in properties)
+    cores = os.sched_getaffinity(0)
+    limit_bytes = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    is_there = find_spec("triton") is not None
+
+    yield torch_checks.check_torch(str(torch.__version__), TORCH_RUN)
+    yield attempt("FSDP2", torch_checks.names_here)
+    driver = host_checks.driver_version(_ROOT)
+    yield torch_checks.check_device(torch.version.cuda, driver, [each.name for each in properties])
+    yield host_checks.check_memlock(limit_bytes, _ROOT)
+    yield host_checks.check_host_memory(host_memory(_ROOT), device_bytes)
+    yield host_checks.check_huge_pages(_ROOT)
+    yield host_checks.check_numa(_ROOT, address, cores)
+    if device is None:
+        yield torch_checks.check_triton(is_there, None)
+        return
+    torch.cuda.set_device(device)
+    yield attempt("triton", lambda: torch_checks.triton_here(is_there))
+    yield attempt("other processes", lambda: torch_checks.others_here(device))
+    yield attempt("page-locking", lambda: torch_checks.pinning_here(device))
+    # The link before its state: an idle device may have slowed it down.
+    yield attempt("link", lambda: torch_checks.link_here(device, _ROOT, address))
+    yield host_checks.check_pcie(_ROOT, address)

@@ -1,0 +1,196 @@
+"""``inspect``: what a checkpoint holds, whether it is as written, what another has otherwise."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Final
+
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from ..checkpoint import Reader
+from ..checkpoint.files import typed
+from ..checkpoint.planner import read_values
+from ..checkpoint.state import EXTRA, decode
+from ..core.errors import CheckpointError
+from ..memory.budget import size_text
+from .metadata import refuse_code
+
+_CHECKSUMS: Final = {
+    "elements": "checksums of all elements hold",
+    "tables": "tables of checksums hold, elements were not read",
+    "none": "without checksums: another program wrote it",
+}
+_DIFFERENT: Final = ("only_here", "only_there", "changed")
+_SHOWN: Final = 60  # characters of a value in a line
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Of the command line."""
+    add = parser.add_argument
+    add("checkpoint", type=Path, help="its folder")
+    add("--other", type=Path, help="another one: which tensors it lacks, or has otherwise")
+    add("--skip-elements", action="store_true", help="do not read them to compare checksums")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print it; 0: complete, and no difference, 1: not.
+
+    Raises:
+        CheckpointError: there is no checkpoint, or its ``.metadata`` is not to be read.
+    """
+    report = look(options.checkpoint, elements=not options.skip_elements)
+    if options.other is not None:
+        there = _tensors_of(_reader(options.other))
+        report["other"] = {"path": str(options.other)} | differences(report["tensors"], there)
+    print(json.dumps(report, indent=1) if options.json else _text(report))
+    return int(bool(report["faults"] or any(report.get("other", {}).get(n) for n in _DIFFERENT)))
+
+
+def look(path: Path, *, elements: bool) -> dict[str, Any]:
+    """The report on one checkpoint.
+
+    Args:
+        path: its folder.
+        elements: compare them with their checksums: all files are read.
+
+    Raises:
+        CheckpointError: there is no checkpoint, or its ``.metadata`` is not to be read.
+    """
+    reader = _reader(path)
+    report: dict[str, Any] = {"path": str(path), "faults": [], "checksums": "none"}
+    values: dict[str, Any] = {}
+    try:
+        reader.set_up_storage_reader(reader.metadata, True)
+        if reader.manifest is not None:
+            report["checksums"] = "tables"
+        if elements and reader.check_blocks():
+            report["checksums"] = "elements"
+        values = _values(reader)
+    except CheckpointError as error:
+        report["faults"].append(str(error))
+    if (manifest := reader.manifest) is not None:
+        report["completed"] = datetime.fromtimestamp(manifest.time_ns / 1e9, UTC).isoformat()
+        report |= {"ranks": manifest.world_size, "optimizer": manifest.optimizer}
+    tensors = _tensors_of(reader)
+    stored = reader.metadata.state_dict_metadata
+    return report | values | {
+        "tensor_bytes": sum(row["tensor_bytes"] for row in tensors),
+        "tensors": tensors,
+        "other_values": sorted(stored.keys() - {row["name"] for row in tensors}),
+    }  # fmt: skip
+
+
+def differences(
+    here: Iterable[Mapping[str, Any]], there: Iterable[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """Between the tensors of two checkpoints, as reports have them: by name, dtype and shape."""
+    mine, theirs = (
+        {row["name"]: {"dtype": row["dtype"], "shape": row["shape"]} for row in rows}
+        for rows in (here, there)
+    )
+    changed = [name for name in sorted(mine.keys() & theirs.keys()) if mine[name] != theirs[name]]
+    return {
+        "only_here": sorted(mine.keys() - theirs.keys()),
+        "only_there": sorted(theirs.keys() - mine.keys()),
+        "changed": [{"name": n, "here": mine[n], "there": theirs[n]} for n in changed],
+    }
+
+
+# --------------------------------------------------------------------------- what is read
+
+
+def _reader(path: Path) -> Reader:
+    """That has read ``.metadata``."""
+    refuse_code(path)
+    reader = Reader(path)
+    metadata = reader.read_metadata()
+    if metadata is not reader.metadata:  # it failed, and this call raises why
+        reader.set_up_storage_reader(metadata, True)
+    return reader
+
+
+def _tensors_of(reader: Reader) -> list[dict[str, Any]]:
+    return [
+        {
+            "name": name,
+            "dtype": str(entry.properties.dtype).removeprefix("torch."),
+            "shape": list(entry.size),
+            "tensor_bytes": entry.size.numel() * entry.properties.dtype.itemsize,
+        }
+        for name, entry in sorted(reader.metadata.state_dict_metadata.items())
+        if isinstance(entry, TensorStorageMetadata)
+    ]
+
+
+def _values(reader: Reader) -> dict[str, Any]:
+    """``extra``, and the smallest and largest step count of the optimizer's state."""
+    found: dict[str, Any] = {}
+    stored = reader.metadata.state_dict_metadata
+    if EXTRA in stored and isinstance(data := read_values(reader, [EXTRA])[EXTRA], bytes):
+        with typed(EXTRA):  # of another program it may be anything
+            found["extra"] = _plain(decode(io.BytesIO(data)))
+    keys = [
+        name
+        for name, entry in stored.items()
+        if name.endswith(".step") and isinstance(entry, TensorStorageMetadata)
+        if entry.size.numel() == 1
+    ]
+    if keys:
+        steps = [float(step) for step in read_values(reader, keys).values()]
+        found["optimizer_steps"] = [min(steps), max(steps)]
+    return found
+
+
+def _plain(value: Any) -> Any:
+    """For JSON; a tensor by its dtype and shape."""
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+    if isinstance(value, Mapping):
+        return {str(name): _plain(each) for name, each in value.items()}
+    if isinstance(value, list | tuple | set):
+        return [_plain(each) for each in value]
+    return value if isinstance(value, str | int | float | None) else str(value)
+
+
+# --------------------------------------------------------------------------- what is shown
+
+
+def _text(report: Mapping[str, Any]) -> str:
+    lines = [report["path"]]
+    lines += [f"not as it was written: {fault}" for fault in report["faults"]]
+    if not report["faults"]:
+        lines.append(f"complete; {_CHECKSUMS[report['checksums']]}")
+    if "ranks" in report:
+        who = report["optimizer"] or "no optimizer"
+        lines.append(f"completed {report['completed']}, ranks {report['ranks']}, {who}")
+    if "optimizer_steps" in report:
+        lines.append("optimizer steps {:g} to {:g}".format(*report["optimizer_steps"]))
+    for name, value in (report.get("extra") or {}).items():
+        text = json.dumps(value)
+        lines.append(f"extra {name} = {text[:_SHOWN]}{'...' * (len(text) > _SHOWN)}")
+    lines.append(
+        f"tensors {len(report['tensors'])}, {size_text(report['tensor_bytes'])}; "
+        f"other values {len(report['other_values'])}"
+    )
+    lines += [
+        f"{row['tensor_bytes']:>15}  {row['dtype']:<8}  {row['name']}  {row['shape']}"
+        for row in report["tensors"]
+    ]
+    return "\n".join(lines + _text_of_other(report.get("other")))
+
+
+def _text_of_other(other: Mapping[str, Any] | None) -> list[str]:
+    if other is None:
+        return []
+    lines = [f"only here         {name}" for name in other["only_here"]]
+    lines += [f"only there        {name}" for name in other["only_there"]]
+    for row in other["changed"]:
+        here, there = (f"{row[w]['dtype']} {row[w]['shape']}" for w in ("here", "there"))
+        lines.append(f"differs           {row['name']}: {here}, there {there}")
+    return [f"against {other['path']}", *(lines or ["the same tensors, by dtype and shape"])]

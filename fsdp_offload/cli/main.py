@@ -1,0 +1,117 @@
+"""The command line: a table of subcommands, one line for an error.
+
+Exit codes: 0, and 2 for wrong usage. 1: the command failed, or found what its page
+(docs/command-line.md) says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from importlib import import_module
+from typing import Final, NamedTuple, NoReturn
+
+from .. import __version__
+from ..core.errors import OffloadError
+
+PROGRAM: Final = "fsdp-offload"
+
+
+class Command(NamedTuple):
+    """One subcommand.
+
+    Args:
+        help: what it is for, in a line.
+        module: of this folder; imported when the subcommand is asked for.
+        run: its function that does the work and gives the exit code.
+        add_arguments: its function that adds them to a parser, which has ``--json`` already;
+            empty: ``run`` gets the words behind the subcommand as they are.
+    """
+
+    help: str
+    module: str
+    run: str = "run"
+    add_arguments: str = "add_arguments"
+
+
+COMMANDS: Final = {
+    "doctor": Command("what makes offload slow or fail on this machine", "doctor"),
+    "inspect": Command("what a checkpoint holds, whether it is intact, what differs", "inspection"),
+    "export": Command("weights of a checkpoint as safetensors files", "export"),
+    "bench": Command(
+        "iterations; 'bench phases', 'bench checkpoint': those", "bench", add_arguments=""
+    ),
+}
+
+
+class _Parser(argparse.ArgumentParser):
+    """Tells wrong usage in the form of this package's errors."""
+
+    def error(self, message: str) -> NoReturn:
+        """Leave with 2."""
+        self.exit(2, f"{PROGRAM}: {message}. Remedy: see {self.prog} --help\n")
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run one subcommand; gives the exit code.
+
+    Args:
+        words: of the command line; ``None``: those of this process.
+
+    Raises:
+        SystemExit: for wrong usage, and behind ``--help``.
+    """
+    words = sys.argv[1:] if words is None else words
+    try:
+        code = _work(words)()
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # the reader, such as head, has had enough: not worth a line
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OffloadError as error:
+        return _failed(str(error))
+    except OSError as error:
+        remedy = "name a path that this user may read, or write"
+        return _failed(f"{error.filename or type(error).__name__}: {error.strerror}", remedy)
+    except ImportError as error:
+        return _failed(f"{error.name or 'import'}: {error}", f"see {PROGRAM} doctor")
+
+
+def _work(words: Sequence[str]) -> Callable[[], int]:
+    """What the words ask for."""
+    command = COMMANDS.get(words[0]) if words else None
+    if command is not None and not command.add_arguments:
+        return partial(_function(command, command.run), words[1:])
+    options = _parser(words[0] if words else "").parse_args(words)
+    command = COMMANDS[options.command]
+    return partial(_function(command, command.run), options)
+
+
+def _parser(asked: str) -> argparse.ArgumentParser:
+    """Of all subcommands; with the arguments of the one that is asked for."""
+    parser = _Parser(prog=PROGRAM, description="State of optimizers in host memory: tools.")
+    parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, command in COMMANDS.items():
+        own = commands.add_parser(
+            name, help=command.help, description=command.help, allow_abbrev=False
+        )
+        if name == asked and command.add_arguments:
+            own.add_argument("--json", action="store_true", help="one JSON document on stdout")
+            _function(command, command.add_arguments)(own)
+    return parser
+
+
+def _function(command: Command, name: str) -> Callable[..., int]:
+    function: Callable[..., int] = getattr(import_module(f".{command.module}", __package__), name)
+    return function
+
+
+def _failed(text: str, remedy: str = "") -> int:
+    text += f". Remedy: {remedy}" if remedy else ""
+    print(f"{PROGRAM}: {' '.join(text.split())}", file=sys.stderr)
+    return 1

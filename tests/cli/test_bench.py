@@ -1,0 +1,55 @@
+"""``bench`` hands all words on to the benchmark that they name."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsdp_offload.cli.main import main
+
+SMALL = ["--device", "cpu", "--layers", "1", "--dim", "64", "--vocabulary", "128"]
+SHORT = ["--tokens", "32", "--seq", "16", "--iterations", "1", "--warm-up", "1"]
+
+
+@pytest.mark.parametrize(
+    ("words", "module", "rest"),
+    [
+        (["--rows", "plain", "--json", "x"], "bench", ["--rows", "plain", "--json", "x"]),
+        (["phases", "--help"], "bench.phases", ["--help"]),
+        (["checkpoint", "folder"], "bench.checkpoint", ["folder"]),
+        ([], "bench", []),
+    ],
+)
+def test_words_are_passed_on(
+    words: list[str], module: str, rest: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[Any] = []
+
+    def run_module(name: str, **options: Any) -> None:
+        found.append((name, sys.argv[1:], options))
+
+    monkeypatch.setattr(sys, "argv", ["fsdp-offload", "bench", *words])
+    monkeypatch.setattr(runpy, "run_module", run_module)
+    assert main(["bench", *words]) == 0
+    assert found == [(f"fsdp_offload.{module}", rest, {"run_name": "__main__", "alter_sys": True})]
+
+
+def test_an_iteration_and_a_mistake(tmp_path: Path) -> None:
+    command = [sys.executable, "-W", "ignore", "-m", "fsdp_offload", "bench", *SMALL, *SHORT]
+    words = ["--rows", "plain", "--json", str(tmp_path / "out.json")]
+    done = subprocess.run([*command, *words], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "| plain |" in done.stdout
+    environment = json.loads((tmp_path / "out.json").read_text())["environment"]
+    assert environment["command"].startswith("python -m fsdp_offload.bench --device cpu")
+    done = subprocess.run([*command, "--rows", "plane"], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.startswith("fsdp-offload: ")
+    assert "'plane' is no kind of row" in done.stderr
+    assert done.stderr.count("\n") == 1

@@ -1,0 +1,353 @@
+"""Each fault that ``doctor`` looks for, planted in files or numbers, is found."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from fsdp_offload.cli import doctor, host_checks, torch_checks
+from fsdp_offload.cli.check import Check, attempt, worst
+from fsdp_offload.cli.main import main
+from fsdp_offload.core.errors import PinningError, UnsupportedTorchError
+from fsdp_offload.core.fsdp import NAMES, TORCH_RUN
+from fsdp_offload.memory.budget import HostMemory
+
+GIB = 1 << 30
+ADDRESS = "0000:1b:00.0"
+
+
+def write(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{text}\n")
+    return root
+
+
+def check(found: Check, state: str, *texts: str) -> None:
+    assert found.state == state, found
+    assert all(text in f"{found.found}. {found.remedy}" for text in texts), found
+    # What is wrong has a remedy, what is right needs none.
+    assert bool(found.remedy) == (state != "ok"), found
+
+
+# --------------------------------------------------------------------------- host
+
+
+def test_python() -> None:
+    check(doctor.check_python((3, 10, 9)), "error", "3.10.9", "3.11")
+    check(doctor.check_python((3, 11, 0)), "ok", "3.11.0")
+
+
+def test_numpy_is_not_needed() -> None:
+    check(doctor.check_numpy(False), "ok", "not installed")
+    check(doctor.check_numpy(True), "ok", "there")
+
+
+def test_limit_on_locked_memory(tmp_path: Path) -> None:
+    check(host_checks.check_memlock(resource.RLIM_INFINITY, tmp_path), "ok", "unlimited")
+    check(host_checks.check_memlock(64 << 10, tmp_path), "ok", "64 KiB", "does not count")
+    (tmp_path / "sys/class/infiniband/mlx5_0").mkdir(parents=True)
+    check(host_checks.check_memlock(64 << 10, tmp_path), "warning", "mlx5_0", "ulimit -l")
+    check(host_checks.check_memlock(resource.RLIM_INFINITY, tmp_path), "ok")
+
+
+def test_host_memory() -> None:
+    free = HostMemory("MemAvailable", 200 * GIB, 256 * GIB)
+    check(host_checks.check_host_memory([free], 80 * GIB), "ok", "200.00 GiB", "MemAvailable")
+    cgroup = HostMemory("its memory cgroup", 64 * GIB, 100 * GIB)
+    check(host_checks.check_host_memory([free, cgroup], 64 * GIB), "ok", "64.00 GiB", "cgroup")
+    check(host_checks.check_host_memory([free, cgroup], 65 * GIB), "warning", "64.00 GiB", "65.00")
+    full = HostMemory("its memory cgroup", 0, 100 * GIB)
+    check(host_checks.check_host_memory([free, full], 0), "error", "0.00 GiB", "cgroup")
+    check(host_checks.check_host_memory([], 0), "warning", "not known", "host_memory=")
+
+
+@pytest.mark.parametrize(
+    ("text", "state"),
+    [
+        ("[always] madvise never", "ok"),
+        ("always [madvise] never", "ok"),
+        ("always madvise [never]", "warning"),
+    ],
+)
+def test_huge_pages(tmp_path: Path, text: str, state: str) -> None:
+    root = write(tmp_path, {"sys/kernel/mm/transparent_hugepage/enabled": text})
+    check(host_checks.check_huge_pages(root), state, text.partition("[")[2].partition("]")[0])
+
+
+def test_a_kernel_without_huge_pages(tmp_path: Path) -> None:
+    check(host_checks.check_huge_pages(tmp_path), "warning", "has none")
+
+
+def two_nodes(root: Path, *, node: str = "1", near: str = "8-15") -> Path:
+    device = f"sys/bus/pci/devices/{ADDRESS}"
+    files = {f"sys/devices/system/node/node{i}/cpulist": "" for i in (0, 1)}
+    files["sys/devices/system/node/online"] = "0-1"
+    return write(root, files | {f"{device}/numa_node": node, f"{device}/local_cpulist": near})
+
+
+def test_the_cores_of_this_process_are_next_to_the_device(tmp_path: Path) -> None:
+    root = two_nodes(tmp_path)
+    check(host_checks.check_numa(root, ADDRESS, range(6, 10)), "ok", "node 1", "may use 2")
+    found = host_checks.check_numa(root, ADDRESS, range(8))
+    check(found, "warning", "none of its cores", "--cpunodebind=1")
+    check(host_checks.check_numa(root, "", range(8)), "ok", "nodes: 2")
+
+
+def test_the_node_of_the_device_is_not_known(tmp_path: Path) -> None:
+    root = two_nodes(tmp_path, node="-1", near="0-15")
+    check(host_checks.check_numa(root, ADDRESS, range(8)), "warning", "2 nodes", ADDRESS)
+
+
+def link(root: Path, speed: str, width: str) -> Path:
+    folder = f"sys/bus/pci/devices/{ADDRESS}"
+    names = ("current_link_speed", "current_link_width", "max_link_speed", "max_link_width")
+    values = (speed, width, "32.0 GT/s PCIe", "16")
+    return write(root, {f"{folder}/{n}": v for n, v in zip(names, values, strict=True)})
+
+
+@pytest.mark.parametrize(
+    ("speed", "width", "state", "text"),
+    [
+        ("32.0 GT/s PCIe", "16", "ok", "32 GT/s x16 of 32 GT/s x16"),
+        ("16.0 GT/s PCIe", "16", "warning", "16 GT/s x16 of 32"),
+        ("32.0 GT/s PCIe", "8", "warning", "32 GT/s x8 of 32"),
+        ("Unknown", "16", "warning", f"not known: the system does not say of {ADDRESS}"),
+    ],
+)
+def test_pcie(tmp_path: Path, speed: str, width: str, state: str, text: str) -> None:
+    check(host_checks.check_pcie(link(tmp_path, speed, width), ADDRESS), state, text)
+
+
+def test_what_pcie_carries(tmp_path: Path) -> None:
+    assert host_checks.pcie_gbps(tmp_path, ADDRESS) == 0
+    root = link(tmp_path, "32.0 GT/s PCIe", "16")
+    assert host_checks.pcie_gbps(root, ADDRESS) == pytest.approx(63.0, abs=0.1)
+    root = link(tmp_path, "5.0 GT/s PCIe", "16")
+    assert host_checks.pcie_gbps(root, ADDRESS) == pytest.approx(8.0)
+
+
+# --------------------------------------------------------------------------- torch and device
+
+
+@pytest.mark.parametrize(
+    ("version", "state"),
+    [
+        ("2.10.1", "error"),
+        ("2.11.0+cu128", "ok"),
+        ("2.12.0", "ok"),
+        ("2.15.3", "ok"),
+        ("2.16.0a0", "warning"),
+        ("3.0.0", "warning"),
+    ],
+)
+def test_torch(version: str, state: str) -> None:
+    check(torch_checks.check_torch(version, ("2.11", "2.13", "2.15")), state, version)
+
+
+def test_torch_that_cannot_be_imported() -> None:
+    def broken() -> None:
+        raise OSError("libcudart.so.12: cannot open shared object file")
+
+    found = doctor.check_import(broken)
+    assert found is not None
+    check(found, "error", "libcudart.so.12")
+    assert doctor.check_import(lambda: None) is None
+
+
+def test_a_name_of_fsdp2_that_is_missing() -> None:
+    def missing() -> None:
+        raise UnsupportedTorchError("FSDPParamGroup.unshard", reason="gone", remedy="torch 2.13")
+
+    check(torch_checks.check_names(missing), "error", "unshard: gone", "torch 2.13")
+
+
+def test_names_of_fsdp2_are_tried_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    check(torch_checks.names_here(), "ok", f"all {len(NAMES)}")
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+    monkeypatch.delattr(FSDPParamGroup, "wait_for_unshard")
+    check(torch_checks.names_here(), "error", "FSDPParamGroup.wait_for_unshard")
+
+
+@pytest.mark.parametrize(
+    ("cuda", "driver", "devices", "state", "text"),
+    [
+        ("12.8", "570.1", ["H100"], "ok", "H100; torch for CUDA 12.8, driver 570.1"),
+        (None, "", [], "warning", "none"),
+        ("12.8", "", [], "warning", "none"),
+        (None, "570.1", [], "error", "this torch has no CUDA"),
+        ("12.8", "535.2", [], "error", "sees no device"),
+        (None, "", ["MI300X"], "warning", "was not tried"),
+    ],
+)
+def test_device(cuda: str | None, driver: str, devices: list[str], state: str, text: str) -> None:
+    check(torch_checks.check_device(cuda, driver, devices), state, text)
+
+
+def test_page_locking_that_the_driver_refuses() -> None:
+    def refused() -> None:
+        raise PinningError("1 byte", reason="cudaHostRegister answered 2")
+
+    check(torch_checks.check_pinning(refused), "error", "answered 2", "free host memory")
+    check(torch_checks.check_pinning(lambda: None), "ok")
+
+
+def test_a_slow_link() -> None:
+    def measured(to: float, back: float) -> dict[str, Any]:
+        return {"h2d_gbps": to, "d2h_gbps": back, "h2d+d2h_gbps": to + back}
+
+    check(torch_checks.check_link(measured(55, 54), 63), "ok", "55.0 GB/s", "54.0 back", "63.0")
+    check(torch_checks.check_link(measured(25, 54), 63), "warning", "25.0 GB/s")
+    check(torch_checks.check_link(measured(55, 25), 63), "warning", "25.0 back")
+    check(torch_checks.check_link(measured(12, 12), 0), "ok", "12.0 GB/s")  # no bound is known
+
+
+def test_other_processes_on_the_device() -> None:
+    check(torch_checks.check_others(79 * GIB, 80 * GIB, 0), "ok", "79.00 GiB")
+    check(torch_checks.check_others(39 * GIB, 80 * GIB, 40 * GIB), "ok")
+    check(torch_checks.check_others(39 * GIB, 80 * GIB, 0), "warning", "others have about 41.00")
+
+
+def test_triton() -> None:
+    check(torch_checks.check_triton(True, True), "ok", "compile")
+    check(torch_checks.check_triton(False, None), "ok", "not installed")
+    check(torch_checks.check_triton(False, False), "warning", "not installed", "torch operations")
+    check(torch_checks.check_triton(True, False), "warning", "do not compile", "C compiler")
+
+
+# --------------------------------------------------------------------------- a stand-in device
+
+
+DRIVER = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.10  Mon Jan  1\nGCC version: 11.4"
+
+
+@pytest.fixture
+def device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Everything that is asked of a CUDA device, as it should be; a test changes some of it."""
+    root = link(two_nodes(tmp_path, near=f"0-{max(os.sched_getaffinity(0))}"), "32.0 GT/s", "16")
+    write(root, {"proc/driver/nvidia/version": DRIVER})
+    write(root, {"sys/kernel/mm/transparent_hugepage/enabled": "[always] madvise never"})
+    cgroup = {"memory.max": str(500 * GIB), "memory.high": "max", "memory.current": "0"}
+    write(root, {f"sys/fs/cgroup/{name}": text for name, text in cgroup.items()})
+    figures: dict[str, Any] = {"free": 79 * GIB, "h2d": 55.0, "pin": lambda *_: None, "triton": 1}
+    properties = SimpleNamespace(
+        name="H100", total_memory=80 * GIB, pci_domain_id=0, pci_bus_id=0x1B, pci_device_id=0
+    )
+    fakes = {
+        "device_count": lambda: 1,
+        "get_device_properties": lambda *_: properties,
+        "set_device": lambda *_: None,
+        "mem_get_info": lambda *_: (figures["free"], 80 * GIB),
+        "memory_reserved": lambda *_: 0,
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    monkeypatch.setattr(doctor, "_ROOT", root)
+    monkeypatch.setattr(torch_checks.backend, "pin", lambda *given: figures["pin"](*given))
+    monkeypatch.setattr(torch_checks.backend, "unpin", lambda *given: None)
+    monkeypatch.setattr(torch_checks, "triton_kernels", lambda: figures["triton"])
+
+    def measure_link(*_: object) -> dict[str, float]:
+        return {"h2d_gbps": figures["h2d"], "d2h_gbps": 54.0, "h2d+d2h_gbps": 90.0}
+
+    monkeypatch.setattr(torch_checks, "measure_link", measure_link)
+    return figures
+
+
+def states(capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
+    main(["doctor", "--json"])
+    rows = json.loads(capsys.readouterr().out)["checks"]
+    return {row["name"]: row["state"] for row in rows}
+
+
+def test_a_device_as_it_should_be(
+    device: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = states(capsys)
+    wanted = {"device", "host memory", "NUMA", "triton", "other processes", "page-locking"}
+    assert found.keys() >= wanted | {"link", "PCIe"}
+    assert set(found.values()) - {found["ulimit -l"]} <= {"ok"}, found
+
+
+def test_faults_of_a_device(device: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    def refused(address: int, n_bytes: int, of: torch.device) -> None:
+        assert address % 4096 == 0
+        raise PinningError("memory", reason="cudaHostRegister answered 2")
+
+    good = states(capsys)
+    device |= {"free": 10 * GIB, "h2d": 6.0, "pin": refused, "triton": None}
+    found = states(capsys)
+    changed = {name: state for name, state in found.items() if state != good[name]}
+    assert changed == {
+        "other processes": "warning", "link": "warning", "page-locking": "error",
+        "triton": "warning",
+    }  # fmt: skip
+
+
+def test_the_driver_says_its_version(tmp_path: Path) -> None:
+    assert host_checks.driver_version(tmp_path) == ""
+    write(tmp_path, {"proc/driver/nvidia/version": DRIVER})
+    assert host_checks.driver_version(tmp_path) == "570.86.10"
+
+
+# --------------------------------------------------------------------------- the command
+
+
+def test_a_check_that_fails_is_not_known_and_ends_nothing() -> None:
+    def broken() -> Check:
+        raise RuntimeError("no\nlink")
+
+    check(attempt("link", broken), "warning", "not known: RuntimeError: no link")
+
+
+def test_the_worst_state() -> None:
+    ok, warning, error = (Check("", state, "") for state in ("ok", "warning", "error"))  # type: ignore[arg-type]
+    assert worst([ok]) == "ok"
+    assert worst([ok, warning]) == "warning"
+    assert worst([warning, error, ok]) == "error"
+
+
+NAMES_OF_CHECKS = ["Python", "torch", "FSDP2", "device", "ulimit -l", "host memory"]
+
+
+def test_all_checks_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    code = main(["doctor", "--json"])
+    report = json.loads(capsys.readouterr().out)
+    found = {row["name"]: row for row in report["checks"]}
+    assert list(found)[:6] == NAMES_OF_CHECKS
+    assert {"huge pages", "NUMA", "triton", "numpy"} <= found.keys()
+    assert found["FSDP2"]["state"] == "ok"
+    assert all(row.keys() == {"name", "state", "found", "remedy"} for row in found.values())
+    assert code == int(report["state"] == "error")
+
+
+def test_an_error_is_a_line_and_the_exit_code(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fault = Check("link", "error", "cut", "mend it")
+    monkeypatch.setattr(doctor, "_checks", lambda index: iter([Check("torch", "ok", "2"), fault]))
+    assert main(["doctor"]) == 1
+    assert capsys.readouterr().out == "ok       torch  2\nerror    link   cut. Remedy: mend it\n"
+    monkeypatch.setattr(doctor, "_checks", lambda index: iter([fault._replace(state="warning")]))
+    assert main(["doctor"]) == 0
+
+
+def test_a_device_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--device", "99"]) == 1
+    found = capsys.readouterr()
+    assert found.err.startswith("fsdp-offload: --device 99: torch sees ")
+    assert found.err.count("\n") == 1
+
+
+def test_the_range_of_the_package_is_what_is_asked() -> None:
+    assert torch_checks.check_torch(f"{TORCH_RUN[0]}.0", TORCH_RUN).state == "ok"

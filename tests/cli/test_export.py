@@ -1,0 +1,78 @@
+"""``export`` writes what ``safetensors`` reads: the weights, or the masters."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+
+from fsdp_offload.cli.main import main
+from tests.cli.checkpoints import save
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def test_weights_come_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = save(tmp_path / "one")
+    assert main(["export", str(tmp_path / "one"), str(tmp_path / "out"), "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["files"]
+    path = Path(row["path"])
+    assert row == {"path": f"{tmp_path}/out/model.safetensors", "file_bytes": path.stat().st_size}
+    found = safetensors.torch.load_file(path)
+    assert found.keys() == {"weight", "bias"}
+    assert torch.equal(found["weight"], model.state_dict()["weight"])
+    assert torch.equal(found["bias"], model.state_dict()["bias"])
+
+
+def test_options_are_passed_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = save(tmp_path / "one")
+    names = tmp_path / "names.json"
+    names.write_text('{"weight": "linear.weight", "bias": null}')
+    options = ["--dtype", "fp32", "--names", str(names), "--model-prefix", "model."]
+    options += ["--optimizer-prefix", "optim.", "--max-shard-bytes", "1"]
+    assert main(["export", str(tmp_path / "one"), str(tmp_path / "out"), *options]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    found = safetensors.torch.load_file(line.split()[1])
+    assert found.keys() == {"linear.weight"}
+    master, weight = found["linear.weight"], model.state_dict()["weight"]
+    assert master.dtype == torch.float32
+    assert torch.equal(master.bfloat16(), weight)
+    assert not torch.equal(master, weight.float())  # the remainder counts
+
+
+def test_several_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save(tmp_path / "one")
+    words = ["export", str(tmp_path / "one"), str(tmp_path / "out"), "--max-shard-bytes", "24"]
+    assert main([*words, "--json"]) == 0
+    paths = [row["path"] for row in json.loads(capsys.readouterr().out)["files"]]
+    assert [path.rpartition("/")[2] for path in paths] == [
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+        "model.safetensors.index.json",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        (["--max-shard-bytes", "much"], "max_shard_bytes='much': not a size"),
+        (["--names", "{folder}/list.json"], "/list.json: no JSON object of names"),
+        (["--names", "{folder}/none.json"], "/none.json: No such file or directory"),
+        (["--model-prefix", "ema."], "weights are missing"),
+    ],
+)
+def test_what_cannot_be_exported(
+    options: list[str], error: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save(tmp_path / "one")
+    (tmp_path / "list.json").write_text("[1]")
+    options = [word.format(folder=tmp_path) for word in options]
+    assert main(["export", str(tmp_path / "one"), str(tmp_path / "out"), *options]) == 1
+    found = capsys.readouterr()
+    assert (found.out, found.err.count("\n")) == ("", 1)
+    assert error in found.err
+    assert "Remedy: " in found.err
+    assert not list(tmp_path.glob("out/*.safetensors"))

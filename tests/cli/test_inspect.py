@@ -1,0 +1,163 @@
+"""``inspect`` of checkpoints that are whole, broken, of others, or code."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fsdp_offload.checkpoint.files import read_table
+from fsdp_offload.cli.main import main
+from tests.cli.checkpoints import save
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+GOLDEN = Path(__file__).parents[2] / "checkpoints" / "golden"
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("saved") / "one"
+    save(path)
+    return path
+
+
+@pytest.fixture
+def copied(saved: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(saved, tmp_path / "copied"))
+
+
+def inspect(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, dict[str, Any]]:
+    code = main(["inspect", *map(str, words), "--json"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_what_it_holds(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, report = inspect(capsys, saved)
+    assert (code, report["faults"], report["checksums"]) == (0, [], "elements")
+    rows = {row["name"]: row for row in report["tensors"]}
+    assert rows["model.weight"] == {
+        "name": "model.weight", "dtype": "bfloat16", "shape": [3, 4], "tensor_bytes": 24,
+    }  # fmt: skip
+    assert rows["optim.state.weight.exp_avg"]["dtype"] == "float32"
+    assert rows["optim.state.bias.master_remainder"]["shape"] == [3]
+    assert report["tensor_bytes"] == sum(row["tensor_bytes"] for row in rows.values())
+    assert "optim.param_groups.weight.lr" in report["other_values"]
+    assert report["extra"] == {
+        "step": 7, "rates": [0.5, None], "seen": "float32 [2]", "name": "a",
+    }  # fmt: skip
+    assert (report["optimizer_steps"], report["ranks"]) == ([1.0, 1.0], 1)
+    assert report["optimizer"] == "AdamW"
+
+
+def test_as_text(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(saved)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:2] == [str(saved), "complete; checksums of all elements hold"]
+    assert "extra step = 7" in lines
+    assert "             24  bfloat16  model.weight  [3, 4]" in lines
+
+
+def flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+def test_an_element_that_changed(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = copied / "__0_0.distcp"
+    metadata = pickle.loads((copied / ".metadata").read_bytes())
+    (info,) = (i for index, i in metadata.storage_data.items() if index.fqn == "model.weight")
+    table = read_table(file)
+    assert table is not None
+    items = [(i.offset, i.length) for i in metadata.storage_data.values()]
+    flip(file, info.offset + table.of(items, file)[info.offset].data_start)
+    code, report = inspect(capsys, copied)
+    assert (code, report["checksums"]) == (1, "tables")
+    assert "__0_0.distcp" in report["faults"][0]
+    assert "was written" in report["faults"][0]
+    assert len(report["tensors"]) == 10  # what it should hold is told all the same
+    assert inspect(capsys, copied, "--skip-elements")[0] == 0  # as the option says
+
+
+def test_a_file_that_is_missing_or_short(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = copied / "__0_0.distcp"
+    os.truncate(file, file.stat().st_size - 1)
+    code, report = inspect(capsys, copied, "--skip-elements")
+    assert (code, report["checksums"]) == (1, "none")
+    assert "bytes, but" in report["faults"][0]
+    file.unlink()
+    assert main(["inspect", str(copied)]) == 1
+    assert f"not as it was written: {file}: it is missing" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", [".metadata", "manifest.json"])
+def test_metadata_that_changed(name: str, copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flip(copied / name, (copied / name).stat().st_size // 2)
+    assert main(["inspect", str(copied), "--json"]) == 1
+    found = capsys.readouterr()
+    assert (found.out, found.err.count("\n")) == ("", 1)
+    assert found.err.startswith(f"fsdp-offload: {copied / name}: it is not as it was written")
+
+
+def test_no_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(tmp_path / "none")]) == 1
+    assert "it has no .metadata" in capsys.readouterr().err
+
+
+class Code:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (os.environ["MADE_BY_CODE"],)
+
+
+@pytest.mark.parametrize("command", ["inspect", "export"])
+def test_code_in_a_pickle_does_not_run(
+    command: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = tmp_path / "made"
+    monkeypatch.setenv("MADE_BY_CODE", str(made))
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Code()))
+    words = [command, str(tmp_path), *([str(tmp_path / "out")] if command == "export" else [])]
+    assert main(words) == 1
+    assert "posix.mkdir: it describes no tensor" in capsys.readouterr().err
+    assert not made.exists()
+    pickle.loads((tmp_path / ".metadata").read_bytes())
+    assert made.exists()  # it was code
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in GOLDEN.iterdir()))
+def test_checkpoints_of_all_kinds(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, report = inspect(capsys, GOLDEN / name / "checkpoint")
+    assert (code, report["faults"]) == (0, [])
+    assert report["checksums"] == ("none" if name.startswith("torch") else "elements")
+    assert report["optimizer_steps"] == [3.0, 3.0]
+
+
+def test_what_differs(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    same = inspect(capsys, saved, "--other", saved)
+    assert same[0] == 0
+    assert same[1]["other"] == {
+        "path": str(saved), "only_here": [], "only_there": [], "changed": [],
+    }  # fmt: skip
+    save(tmp_path / "wide", width=5, dtype=torch.float32)
+    code, report = inspect(capsys, saved, "--other", tmp_path / "wide")
+    other = report["other"]
+    assert code == 1
+    remainders = [f"optim.state.{name}.master_remainder" for name in ("bias", "weight")]
+    assert (other["only_here"], other["only_there"]) == (remainders, [])
+    changed = {row["name"]: row for row in other["changed"]}
+    assert changed["model.weight"]["here"] == {"dtype": "bfloat16", "shape": [3, 4]}
+    assert changed["model.weight"]["there"] == {"dtype": "float32", "shape": [5, 4]}
+    assert "optim.state.weight.step" not in changed
+    assert main(["inspect", str(tmp_path / "wide"), "--other", str(saved)]) == 1
+    text = capsys.readouterr().out
+    assert f"only there        {remainders[0]}\n" in text
+    assert "model.bias: float32 [5], there bfloat16 [3]\n" in text

@@ -1,0 +1,114 @@
+"""The command line itself: what it imports, how it fails."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib import import_module
+
+import pytest
+
+import fsdp_offload
+from fsdp_offload.cli import doctor, main
+from fsdp_offload.core.errors import CheckpointError
+
+LIST_MODULES = """
+import sys
+from fsdp_offload.cli.main import main
+try:
+    main(sys.argv[1:])
+finally:
+    print(*sorted(sys.modules), file=sys.stderr)
+"""
+
+
+def modules_after(*words: str) -> tuple[str, set[str]]:
+    """What a fresh interpreter prints, and what it has imported then."""
+    command = [sys.executable, "-c", LIST_MODULES, *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return done.stdout, set(done.stderr.split())
+
+
+@pytest.mark.parametrize("words", [["--help"], ["--version"], ["doctor", "--help"]])
+def test_help_does_without_torch(words: list[str]) -> None:
+    text, modules = modules_after(*words)
+    assert text.startswith(("usage: fsdp-offload", "fsdp-offload 0"))
+    assert "fsdp_offload.core.errors" in modules
+    assert not {name for name in modules if name.split(".")[0] in ("torch", "numpy", "tqdm")}
+
+
+def test_help_names_all_commands() -> None:
+    command = [sys.executable, "-m", "fsdp_offload", "--help"]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert all(f"    {name} " in text for name in main.COMMANDS)
+
+
+def test_functions_of_the_table_are_there() -> None:
+    for command in main.COMMANDS.values():
+        module = import_module(f"fsdp_offload.cli.{command.module}")
+        assert callable(getattr(module, command.run))
+        assert not command.add_arguments or callable(getattr(module, command.add_arguments))
+
+
+@pytest.mark.parametrize(
+    "words", [[], ["nothing"], ["doctor", "--device", "x"], ["doctor", "--dev"]]
+)
+def test_wrong_usage(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main.main(words)
+    assert left.value.code == 2
+    found = capsys.readouterr()
+    assert found.err.startswith("fsdp-offload: ")
+    assert "Remedy: see fsdp-offload" in found.err
+    assert found.err.endswith(" --help\n")
+    assert (found.err.count("\n"), found.out) == (1, "")
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (CheckpointError("a\nb", reason="c", remedy="d"), "a b: c. Remedy: d"),
+        (FileNotFoundError(2, "No such file", "x.json"), "x.json: No such file. Remedy: name a "),
+        (ImportError("no libfoo", name="torch"), "torch: no libfoo. Remedy: see fsdp-offload doct"),
+    ],
+)
+def test_a_failure_is_one_line(
+    error: Exception,
+    line: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(options: object) -> int:
+        raise error
+
+    monkeypatch.setattr(doctor, "run", fail)
+    assert main.main(["doctor", "--json"]) == 1
+    found = capsys.readouterr()
+    assert found.err.startswith(f"fsdp-offload: {line}")
+    assert (found.err.count("\n"), found.out) == (1, "")
+
+
+def test_a_mistake_of_ours_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(options: object) -> int:
+        raise AssertionError
+
+    monkeypatch.setattr(doctor, "run", fail)
+    with pytest.raises(AssertionError):
+        main.main(["doctor"])
+
+
+def test_a_reader_that_stops_early() -> None:
+    command = f"{sys.executable} -m fsdp_offload doctor | true; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(
+        ["bash", "-c", command],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert "Traceback" not in done.stderr
+    assert done.stdout == "1\n"
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main.main(["--version"])
+    assert left.value.code == 0
+    assert capsys.readouterr().out == f"fsdp-offload {fsdp_offload.__version__}\n"
