@@ -1,0 +1,279 @@
+"""``plan``: bytes and milliseconds of a job from its size, without a GPU."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, Final
+
+from ..core.config import parse_bytes
+from ..core.errors import ConfigError
+from ..plan.estimate import CARDS, Card, Estimate, Model, Workload, estimate, fewest_gpus
+
+_GIB: Final = 1 << 30
+_UNITS: Final = {"M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}
+_NAMES: Final[dict[str, tuple[str, ...]]] = {
+    "layers": ("num_hidden_layers", "n_layer", "num_layers"),
+    "width": ("hidden_size", "n_embd", "d_model"),
+    "vocabulary": ("vocab_size",),
+    "mlp": ("intermediate_size", "n_inner", "ffn_dim"),
+    "heads": ("num_attention_heads", "n_head"),
+    "kv_heads": ("num_key_value_heads",),
+    "head_width": ("head_dim",),
+}
+"""Of the fields of a ``config.json``."""
+_PLAIN_MLP: Final = frozenset(("gpt2", "gpt_neox", "opt", "bloom", "phi"))
+"""Models whose MLP has two matrices; others have a gate, which is a third."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Of the command line."""
+    add = parser.add_argument
+    size = parser.add_mutually_exclusive_group(required=True)
+    size.add_argument("--params", help="parameters: 8e9, 8B, 500M; the usual shape is assumed")
+    size.add_argument("--config", type=Path, help="config.json of a Hugging Face model")
+    size.add_argument("--model", help="module:function that returns the model; built on 'meta'")
+    add("--gpus", type=int, default=1, help="that the model is sharded over")
+    add("--gpu", default="h100-80", help=f"{', '.join(CARDS)}, or 'this': memory of this machine's")
+    add("--link", type=float, help="GB/s to host memory each way, while both are busy")
+    add("--tokens", type=int, default=16384, help="per iteration and GPU")
+    add("--seq", type=int, default=2048, help="tokens of one sequence")
+    add("--weights", choices=("bf16", "fp32"), default="bf16", help="dtype of the parameters")
+    add("--moments", choices=("fp32", "bf16", "int8"), default="fp32")
+    add("--no-checkpointing", action="store_true", help="keep all activations")
+    add("--device-memory", default="auto", help="as of HybridDeviceOptimizer: auto, 0, 8GiB")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the plan; 0: it fits, 1: it does not.
+
+    Raises:
+        ConfigError: the size of the model, or the card, is not known.
+    """
+    model = model_of(options)
+    card = card_of(options.gpu)
+    if options.link:
+        card = replace(card, link_bytes_per_s=options.link * 1e9)
+    work = Workload(
+        tokens=options.tokens,
+        seq=options.seq,
+        gpus=options.gpus,
+        checkpointed=not options.no_checkpointing,
+        shard_bytes=2 if options.weights == "bf16" else 4,
+        moments=options.moments,
+    )
+    given = options.device_memory
+    found = estimate(model, work, card, None if given == "auto" else parse_bytes(given))
+    fewest = fewest_gpus(model, work, card)
+    if options.json:
+        report = {
+            "model": asdict(model),
+            "work": asdict(work),
+            "card": asdict(card),
+            "fits": found is not None,
+            "fewest_gpus": fewest,
+            "estimate": None if found is None else asdict(found) | derived(found),
+        }
+        json.dump(report, sys.stdout, indent=1)
+        print()
+    else:
+        print(text_of(model, work, card, options.gpu, found, fewest))
+    return 0 if found is not None else 1
+
+
+def derived(found: Estimate) -> dict[str, float]:
+    """What follows from the rest."""
+    return {
+        "travels_bytes": found.travels_bytes,
+        "iteration_ms": found.iteration_ms,
+        "share_of_bound": found.share_of_bound,
+    }
+
+
+# --------------------------------------------------------------------------- what is asked
+
+
+def model_of(options: argparse.Namespace) -> Model:
+    """By ``--params``, ``--config`` or ``--model``.
+
+    Raises:
+        ConfigError: the size is not known.
+    """
+    if options.params is not None:
+        return Model.of_size(number_of(options.params))
+    if options.config is not None:
+        try:
+            return model_of_config(json.loads(options.config.read_text()))
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"--config {options.config}", reason=str(error), remedy="name a config.json"
+            ) from None
+    return model_of_function(options.model)
+
+
+def number_of(text: str) -> float:
+    """``8B``, ``8e9``, ``500M``.
+
+    Raises:
+        ConfigError: it is no positive number.
+    """
+    unit = _UNITS.get(text[-1:].upper())
+    try:
+        number = float(text[:-1]) * unit if unit else float(text)
+        if number > 0:
+            return number
+    except ValueError:
+        pass
+    raise ConfigError(
+        f"--params {text}", reason="no number of parameters", remedy="write 8e9, 8B or 500M"
+    )
+
+
+def model_of_config(config: Mapping[str, Any]) -> Model:
+    """Of a decoder by the fields of its ``config.json``.
+
+    Raises:
+        ConfigError: one is missing, or it is a mixture of experts.
+    """
+    config = config.get("text_config", config)
+    kind = str(config.get("model_type", "unknown"))
+    if any("expert" in name for name in config):
+        raise ConfigError(
+            f"a config of {kind}",
+            reason="experts are not counted",
+            remedy="use --model module:function",
+        )
+    layers, width, vocabulary = (_field(config, name) for name in ("layers", "width", "vocabulary"))
+    heads = _field(config, "heads")
+    head_width = _field(config, "head_width", width // heads)
+    kv_heads = _field(config, "kv_heads", heads)
+    mlp = _field(config, "mlp", 4 * width)
+    matrices = 2 if kind in _PLAIN_MLP else 3
+    attention = 2 * width * head_width * (heads + kv_heads)
+    block = attention + matrices * width * mlp + 2 * width
+    copies = 1 if config.get("tie_word_embeddings", kind in _PLAIN_MLP) else 2
+    params = layers * block + copies * vocabulary * width + width
+    saved = 8 + (2 if matrices == 2 else 4) * mlp / width
+    return Model(params, layers, width, vocabulary, saved)
+
+
+def _field(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
+    for key in _NAMES[name]:
+        if config.get(key) is not None:
+            return int(config[key])
+    if default is not None:
+        return default
+    raise ConfigError(
+        f"a config without {' or '.join(_NAMES[name])}",
+        reason="the size of the model is not known",
+        remedy="use --model module:function, or --params",
+    )
+
+
+def model_of_function(name: str) -> Model:
+    """Of what ``module:function`` returns, with ``torch.device("meta")`` as the default device.
+
+    Raises:
+        ConfigError: there is no such function, or no embedding or blocks in the model.
+    """
+    import torch
+    from torch import nn
+
+    module, _, function = name.partition(":")
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        make = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(
+            f"--model {name}", reason=str(error), remedy="name module:function"
+        ) from None
+    finally:
+        sys.path.pop(0)
+    with torch.device("meta"):
+        model = make()
+    embedding = next((m for m in model.modules() if isinstance(m, nn.Embedding)), None)
+    blocks = max((len(m) for m in model.modules() if isinstance(m, nn.ModuleList)), default=0)
+    if embedding is None or not blocks:
+        raise ConfigError(
+            f"--model {name}",
+            reason="it has no nn.Embedding, or no nn.ModuleList of blocks",
+            remedy="use --params",
+        )
+    params = sum(parameter.numel() for parameter in set(model.parameters()))
+    return Model(params, blocks, embedding.embedding_dim, embedding.num_embeddings)
+
+
+def card_of(name: str) -> Card:
+    """By its name; ``this``: the first card's speed with the memory of this machine's GPU.
+
+    Raises:
+        ConfigError: it is not known.
+    """
+    if name == "this":
+        import torch
+
+        if torch.cuda.is_available():
+            _, total = torch.cuda.mem_get_info()
+            nearest = min(CARDS.values(), key=lambda card: abs(card.memory_bytes - total))
+            return replace(nearest, memory_bytes=total)
+    elif name in CARDS:
+        return CARDS[name]
+    raise ConfigError(
+        f"--gpu {name}",
+        reason="there is no GPU here" if name == "this" else "it is not in the table",
+        remedy=f"use {', '.join(CARDS)}",
+    )
+
+
+# --------------------------------------------------------------------------- what is said
+
+
+def text_of(
+    model: Model, work: Workload, card: Card, name: str, found: Estimate | None, fewest: int | None
+) -> str:
+    """A line for each figure."""
+    weights = "bf16" if work.shard_bytes == 2 else "fp32"
+    lines = [
+        f"{model.params / 1e9:.2f} G parameters ({model.layers} blocks, {model.width} wide), "
+        f"{weights} weights, {work.moments} moments, {work.gpus} x {name}, "
+        f"{work.tokens} tokens per GPU",
+        "",
+    ]
+    if found is None:
+        lines.append(f"It does not fit into {card.memory_bytes / _GIB:.1f} GiB.")
+    else:
+        peak = ("peak, of " + f"{card.memory_bytes / _GIB:.1f}", found.peak_bytes)
+        lines += ["GiB on each GPU"]
+        lines += [
+            f"  {what:<34}{n_bytes / _GIB:8.2f}"
+            for what, n_bytes in (
+                ("weights", found.weights_bytes),
+                ("gradients", found.gradients_bytes),
+                ("whole parameters of blocks", found.unsharded_bytes),
+                ("activations and logits", found.activations_bytes),
+                ("state that stays", found.stays_bytes),
+                ("slots of state that travels", found.slots_bytes),
+                peak,
+            )
+        ]
+        lines += ["GiB for each GPU"]
+        lines += [f"  {'host memory, page-locked':<34}{found.host_bytes / _GIB:8.2f}"]
+        lines += [f"  {'state that travels, each way':<34}{found.travels_bytes / _GIB:8.2f}"]
+        lines += ["ms per iteration"]
+        lines += [
+            f"  {what:<34}{ms:8.0f}"
+            for what, ms in (
+                ("forward and backward", found.compute_ms),
+                ("update", found.update_ms),
+                ("travel that nothing hides", found.exposed_ms),
+                ("all", found.iteration_ms),
+            )
+        ]
+        lines += [f"share of the bound: {found.share_of_bound:.2f}"]
+    lines += [f"fewest GPUs that it fits on: {'unknown' if fewest is None else fewest}"]
+    return "\n".join(lines)
