@@ -19,11 +19,6 @@ _ROOT: Final = Path("/")
 _OLDEST_PYTHON: Final = (3, 11)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Of the command line."""
-    parser.add_argument("--device", type=int, default=0, help="CUDA device by its number")
-
-
 def run(options: argparse.Namespace) -> int:
     """Print all checks; 0: no error, 1: an error."""
     checks = list(_checks(options.device))

@@ -7,18 +7,6 @@ import json
 from pathlib import Path
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Of the command line."""
-    add = parser.add_argument
-    add("checkpoint", type=Path, help="its folder; the model is not needed")
-    add("out", type=Path, help="folder for the files; made where it does not exist")
-    add("--dtype", choices=("bf16", "fp32"), help="default: as stored; fp32: the masters, exactly")
-    add("--max-shard-bytes", default="5GB", help="of one file's elements: bytes, 5GB, 2GiB")
-    add("--names", type=Path, help="JSON object: name in the files by FQN; null: left out")
-    add("--model-prefix", help="before the FQNs of weights in the checkpoint")
-    add("--optimizer-prefix", help="before state.FQN in the checkpoint")
-
-
 def run(options: argparse.Namespace) -> int:
     """Write the files, and print their paths.
 

@@ -30,14 +30,6 @@ _DIFFERENT: Final = ("only_here", "only_there", "changed")
 _SHOWN: Final = 60  # characters of a value in a line
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Of the command line."""
-    add = parser.add_argument
-    add("checkpoint", type=Path, help="its folder")
-    add("--other", type=Path, help="another one: which tensors it lacks, or has otherwise")
-    add("--skip-elements", action="store_true", help="do not read them to compare checksums")
-
-
 def run(options: argparse.Namespace) -> int:
     """Print it; 0: complete, and no difference, 1: not.
 

@@ -16,6 +16,7 @@ from typing import Final, NamedTuple, NoReturn
 
 from .. import __version__
 from ..core.errors import OffloadError
+from . import arguments
 
 PROGRAM: Final = "fsdp-offload"
 
@@ -25,25 +26,29 @@ class Command(NamedTuple):
 
     Args:
         help: what it is for, in a line.
-        module: of this folder; imported when the subcommand is asked for.
-        run: its function that does the work and gives the exit code.
-        add_arguments: its function that adds them to a parser, which has ``--json`` already;
-            empty: ``run`` gets the words behind the subcommand as they are.
+        module: of this folder, imported when the subcommand is to run; its function ``run`` does
+            the work and gives the exit code.
+        add_arguments: adds them to a parser, which has ``--json`` already; ``None``: ``run`` gets
+            the words behind the subcommand as they are.
     """
 
     help: str
     module: str
-    run: str = "run"
-    add_arguments: str = "add_arguments"
+    add_arguments: Callable[[argparse.ArgumentParser], None] | None = None
 
 
 COMMANDS: Final = {
-    "doctor": Command("what makes offload slow or fail on this machine", "doctor"),
-    "inspect": Command("what a checkpoint holds, whether it is intact, what differs", "inspection"),
-    "export": Command("weights of a checkpoint as safetensors files", "export"),
-    "bench": Command(
-        "iterations; 'bench phases', 'bench checkpoint': those", "bench", add_arguments=""
+    "plan": Command("memory and time of a job from its size", "plan", arguments.plan),
+    "doctor": Command(
+        "what makes offload slow or fail on this machine", "doctor", arguments.doctor
     ),
+    "inspect": Command(
+        "what a checkpoint holds, whether it is intact, what differs",
+        "inspection",
+        arguments.inspect,
+    ),
+    "export": Command("weights of a checkpoint as safetensors files", "export", arguments.export),
+    "bench": Command("iterations; 'bench phases', 'bench checkpoint': those", "bench"),
 }
 
 
@@ -84,15 +89,14 @@ def main(words: Sequence[str] | None = None) -> int:
 def _work(words: Sequence[str]) -> Callable[[], int]:
     """What the words ask for."""
     command = COMMANDS.get(words[0]) if words else None
-    if command is not None and not command.add_arguments:
-        return partial(_function(command, command.run), words[1:])
-    options = _parser(words[0] if words else "").parse_args(words)
-    command = COMMANDS[options.command]
-    return partial(_function(command, command.run), options)
+    if command is not None and command.add_arguments is None:
+        return partial(_run(command), words[1:])
+    options = _parser().parse_args(words)
+    return partial(_run(COMMANDS[options.command]), options)
 
 
-def _parser(asked: str) -> argparse.ArgumentParser:
-    """Of all subcommands; with the arguments of the one that is asked for."""
+def _parser() -> argparse.ArgumentParser:
+    """Of all subcommands."""
     parser = _Parser(prog=PROGRAM, description="State of optimizers in host memory: tools.")
     parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
@@ -100,14 +104,14 @@ def _parser(asked: str) -> argparse.ArgumentParser:
         own = commands.add_parser(
             name, help=command.help, description=command.help, allow_abbrev=False
         )
-        if name == asked and command.add_arguments:
+        if command.add_arguments is not None:
             own.add_argument("--json", action="store_true", help="one JSON document on stdout")
-            _function(command, command.add_arguments)(own)
+            command.add_arguments(own)
     return parser
 
 
-def _function(command: Command, name: str) -> Callable[..., int]:
-    function: Callable[..., int] = getattr(import_module(f".{command.module}", __package__), name)
+def _run(command: Command) -> Callable[..., int]:
+    function: Callable[..., int] = import_module(f".{command.module}", __package__).run
     return function
 
 

@@ -13,7 +13,16 @@ from typing import Any, Final
 
 from ..core.config import parse_bytes
 from ..core.errors import ConfigError
-from ..plan.estimate import CARDS, Card, Estimate, Model, Workload, estimate, fewest_gpus
+from ..plan.estimate import (
+    CARDS,
+    MOST_GPUS,
+    Card,
+    Estimate,
+    Model,
+    Workload,
+    estimate,
+    fewest_gpus,
+)
 
 _GIB: Final = 1 << 30
 _UNITS: Final = {"M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}
@@ -31,33 +40,19 @@ _PLAIN_MLP: Final = frozenset(("gpt2", "gpt_neox", "opt", "bloom", "phi"))
 """Models whose MLP has two matrices; others have a gate, which is a third."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Of the command line."""
-    add = parser.add_argument
-    size = parser.add_mutually_exclusive_group(required=True)
-    size.add_argument("--params", help="parameters: 8e9, 8B, 500M; the usual shape is assumed")
-    size.add_argument("--config", type=Path, help="config.json of a Hugging Face model")
-    size.add_argument("--model", help="module:function that returns the model; built on 'meta'")
-    add("--gpus", type=int, default=1, help="that the model is sharded over")
-    add("--gpu", default="h100-80", help=f"{', '.join(CARDS)}, or 'this': memory of this machine's")
-    add("--link", type=float, help="GB/s to host memory each way, while both are busy")
-    add("--tokens", type=int, default=16384, help="per iteration and GPU")
-    add("--seq", type=int, default=2048, help="tokens of one sequence")
-    add("--weights", choices=("bf16", "fp32"), default="bf16", help="dtype of the parameters")
-    add("--moments", choices=("fp32", "bf16", "int8"), default="fp32")
-    add("--no-checkpointing", action="store_true", help="keep all activations")
-    add("--device-memory", default="auto", help="as of HybridDeviceOptimizer: auto, 0, 8GiB")
-
-
 def run(options: argparse.Namespace) -> int:
     """Print the plan; 0: it fits, 1: it does not.
 
     Raises:
-        ConfigError: the size of the model, or the card, is not known.
+        ConfigError: the size of the model, or the card, is not known; a number is not positive.
     """
+    for name in ("gpus", "tokens", "seq", "link"):
+        number = getattr(options, name)
+        if number is not None and number <= 0:
+            raise ConfigError(f"--{name} {number}", reason="not positive", remedy="use 1 or more")
     model = model_of(options)
     card = card_of(options.gpu)
-    if options.link:
+    if options.link is not None:
         card = replace(card, link_bytes_per_s=options.link * 1e9)
     work = Workload(
         tokens=options.tokens,
@@ -275,5 +270,6 @@ def text_of(
             )
         ]
         lines += [f"share of the bound: {found.share_of_bound:.2f}"]
-    lines += [f"fewest GPUs that it fits on: {'unknown' if fewest is None else fewest}"]
+    enough = f"more than {MOST_GPUS}: try fewer --tokens" if fewest is None else str(fewest)
+    lines += [f"fewest GPUs that it fits on: {enough}"]
     return "\n".join(lines)

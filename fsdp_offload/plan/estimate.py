@@ -21,6 +21,7 @@ from typing import Final
 from .residency import LEAST_SLOTS, MOST_SLOT_BYTES, margin_bytes
 
 _GIB: Final = 1 << 30
+MOST_GPUS: Final = 4096
 BUCKET_BYTES: Final = 32 << 20
 CONTEXT_BYTES: Final = 600 << 20
 """That CUDA, cuBLAS and NCCL take beside torch's allocator."""
@@ -222,10 +223,11 @@ def reached(width: int) -> float:
     return share
 
 
-def fewest_gpus(model: Model, work: Workload, card: Card, most: int = 4096) -> int | None:
-    """The smallest power of two of GPUs on which it fits; None: not on ``most``."""
+def fewest_gpus(model: Model, work: Workload, card: Card) -> int | None:
+    """The smallest power of two of GPUs on which it fits; None: not on
+    :data:`MOST_GPUS`."""
     gpus = 1
-    while gpus <= most:
+    while gpus <= MOST_GPUS:
         several = Workload(**{**vars(work), "gpus": gpus})
         if estimate(model, several, card) is not None:
             return gpus

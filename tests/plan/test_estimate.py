@@ -8,13 +8,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdp_offload.plan.estimate import CARDS, Model, Workload, estimate, fewest_gpus, reached
+from fsdp_offload.plan.estimate import (
+    CARDS,
+    MOST_GPUS,
+    Model,
+    Workload,
+    estimate,
+    fewest_gpus,
+    reached,
+)
 
 GIB = 1 << 30
 H100 = CARDS["h100-80"]
 FIRST = Model(1_330_000_000, 24, 2048, 60000)
 NARROW = Model(1_260_000_000, 60, 1280, 60000)
-SHORT = Workload(8192, checkpointed=False)
+SECOND = Model(6_690_000_000, 32, 4096, 60000)
+THIRD = Model(7_900_000_000, 38, 4096, 60000)
+SHORT, LONG = Workload(8192, checkpointed=False), Workload(16384)
 
 
 @pytest.mark.parametrize(
@@ -37,10 +47,25 @@ def test_memory_is_what_was_measured(
     assert found.peak_bytes / GIB == pytest.approx(gib, rel=0.03)
 
 
-@pytest.mark.parametrize(("device_memory", "ms"), [(None, 152.5), (2 * GIB, 364), (4 * GIB, 318)])
-def test_times_are_what_was_measured(device_memory: float | None, ms: float) -> None:
-    """Medians of iterations with clipping, on one H100, torch 2.11, commit cf0cb87."""
-    found = estimate(FIRST, SHORT, H100, device_memory)
+@pytest.mark.parametrize(
+    ("model", "work", "card", "device_memory", "ms"),
+    [
+        pytest.param(FIRST, SHORT, "h100-80", None, 155.0, id="first"),
+        pytest.param(FIRST, SHORT, "h100-80", 2 * GIB, 375.1, id="2 GiB"),
+        pytest.param(SECOND, LONG, "h100-80", None, 1544.8, id="second"),
+        pytest.param(THIRD, LONG, "h100-80", None, 2099.7, id="third"),
+        pytest.param(FIRST, SHORT, "h200", None, 146.2, id="first, H200"),
+        pytest.param(SECOND, LONG, "h200", None, 1480.2, id="second, H200"),
+    ],
+)
+def test_times_are_what_was_measured(
+    model: Model, work: Workload, card: str, device_memory: float | None, ms: float
+) -> None:
+    """Medians of iterations with clipping, torch 2.11, commit 6190976 (2 GiB: d1d32f3).
+
+    Second and third with expandable_segments.
+    """
+    found = estimate(model, work, CARDS[card], device_memory)
     assert found is not None
     assert found.iteration_ms == pytest.approx(ms, rel=0.1)
 
@@ -81,7 +106,7 @@ def test_it_fits_on_the_fewest_gpus_and_not_on_half_of_them(
     model, card = Model.of_size(params), CARDS[name]
     fewest = fewest_gpus(model, work, card)
     if fewest is None:
-        assert estimate(model, replace(work, gpus=4096), card) is None
+        assert estimate(model, replace(work, gpus=MOST_GPUS), card) is None
         return
     assert estimate(model, replace(work, gpus=fewest), card) is not None
     assert fewest == 1 or estimate(model, replace(work, gpus=fewest // 2), card) is None

@@ -1,0 +1,134 @@
+"""``plan``: where the size comes from, what it prints, what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsdp_offload.cli import arguments
+from fsdp_offload.cli.main import main
+from fsdp_offload.plan.estimate import CARDS, Model, Workload, estimate
+
+LLAMA = {
+    "model_type": "llama", "num_hidden_layers": 32, "hidden_size": 4096, "vocab_size": 128256,
+    "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+"""Llama 3 8B, whose model card says 8.03 G parameters."""
+GPT2 = {"model_type": "gpt2", "n_layer": 12, "n_embd": 768, "vocab_size": 50257, "n_head": 12}
+MODEL = """
+from torch import nn
+
+class Decoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(50, 8)
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+def empty():
+    return nn.Linear(2, 2)
+"""
+
+
+def plan(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str, Any]]:
+    code = main(["plan", *words, "--json"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_the_cards_are_those_of_the_estimate() -> None:
+    assert arguments.CARDS == tuple(CARDS)
+
+
+def test_the_words_are_passed_on(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "--gpus 4 --gpu h200 --link 30 --tokens 4096 --seq 1024 --weights fp32 --moments int8"
+    code, found = plan(capsys, "--params", "3B", *words.split(), "--no-checkpointing",
+                       "--device-memory", "2GiB")  # fmt: skip
+    assert (code, found["fits"]) == (0, True)
+    assert found["card"]["link_bytes_per_s"] == 30e9
+    work = Workload(4096, 1024, 4, False, 4, "int8")
+    assert found["work"] == vars(work)
+    known = vars(CARDS["h200"]) | {"link_bytes_per_s": 30e9}
+    expected = estimate(Model.of_size(3e9), work, type(CARDS["h200"])(**known), 2 << 30)
+    assert expected is not None
+    assert found["estimate"].items() >= vars(expected).items()
+    assert found["estimate"]["iteration_ms"] == expected.iteration_ms
+
+
+def test_text_has_a_line_for_each_figure(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--params", "8B"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("8.00 G parameters (34 blocks, 4352 wide), bf16 weights")
+    assert text.endswith("fewest GPUs that it fits on: 1\n")
+    shown = (Path(__file__).parents[2] / "docs" / "command-line.md").read_text()
+    assert f"$ fsdp-offload plan --params 8B\n{text}" in shown
+
+
+def test_what_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--params", "70B", "--gpu", "rtx-4090"]) == 1
+    end = "It does not fit into 23.5 GiB.\nfewest GPUs that it fits on: more than 4096: try fewer"
+    assert end in capsys.readouterr().out
+    assert main(["plan", "--params", "8B", "--gpu", "rtx-4090", "--tokens", "4096"]) == 1
+    assert "fewest GPUs that it fits on: 2\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("config", "params"), [(LLAMA, 8.03e9), (GPT2, 124.4e6)])
+def test_a_config_of_hugging_face(
+    config: dict[str, Any], params: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    _, found = plan(capsys, "--config", str(path))
+    assert found["model"]["params"] == pytest.approx(params, rel=0.01)
+
+
+def test_a_function_that_makes_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "my_decoder.py").write_text(MODEL)
+    monkeypatch.chdir(tmp_path)
+    _, found = plan(capsys, "--model", "my_decoder:Decoder")
+    assert found["model"] == vars(Model(50 * 8 + 3 * 72, 3, 8, 50))
+    assert main(["plan", "--model", "my_decoder:empty"]) == 1
+    assert "no nn.Embedding" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["--params", "many"], "no number of parameters"),
+        (["--params", "0"], "no number of parameters"),
+        (["--params", "8B", "--gpu", "tpu"], "it is not in the table"),
+        (["--params", "8B", "--device-memory", "much"], "not a size"),
+        (["--params", "8B", "--gpus", "0"], "not positive"),
+        (["--params", "8B", "--tokens", "0"], "not positive"),
+        (["--params", "8B", "--link", "0"], "not positive"),
+        (["--config", "nowhere.json"], "No such file"),
+        (["--model", "nowhere"], "Remedy: name module:function"),
+        (["--model", "nowhere:at_all"], "No module named"),
+    ],
+)
+def test_what_is_refused(words: list[str], reason: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *words]) == 1
+    found = capsys.readouterr()
+    assert reason in found.err
+    assert found.out == ""
+
+
+@pytest.mark.parametrize("missing", ["num_hidden_layers", "vocab_size"])
+def test_a_config_without_a_field(
+    missing: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({k: v for k, v in LLAMA.items() if k != missing}))
+    assert main(["plan", "--config", str(path)]) == 1
+    assert missing in capsys.readouterr().err
+
+
+def test_experts_are_not_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA | {"num_local_experts": 8}))
+    assert main(["plan", "--config", str(path)]) == 1
+    assert "experts are not counted" in capsys.readouterr().err
