@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..core.errors import ConfigError
 
+LOGIT_TOKENS = 4096  # whose logits are there at a time, where they are computed again
 BATCHES = 4  # so that neighbouring iterations do not see the same tokens
 
 
@@ -97,14 +98,23 @@ class GPT(nn.Module):
         """Mean next-token loss, fp32, of ``(batch, seq)`` tokens.
 
         Logits and what is kept of them for the backward stay in bf16 (60000 x 8192 of them are
-        1 GB); the kernels accumulate in fp32, and so does the mean.
+        1 GB); the kernels accumulate in fp32, and so does the mean. Where blocks are computed again
+        in backward, so are logits, in parts.
         """
         x = self.tokens(inputs)
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=False) if self.is_checkpointed else block(x)
-        logits = F.linear(self.norm(x), self.tokens.weight)
-        losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
-        return losses.float().mean()
+        x, wanted, weight = self.norm(x).flatten(0, 1), targets.flatten(), self.tokens.weight
+        if not self.is_checkpointed:
+            return _losses(x, weight, wanted).float().mean()
+        parts = zip(x.split(LOGIT_TOKENS), wanted.split(LOGIT_TOKENS), strict=True)
+        losses = [checkpoint(_losses, a, weight, b, use_reentrant=False) for a, b in parts]
+        return torch.cat(losses).float().mean()
+
+
+def _losses(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """Of each token."""
+    return F.cross_entropy(F.linear(x, weight), targets, reduction="none")
 
 
 def unsharded_model(job: Job, device: torch.device) -> GPT:
