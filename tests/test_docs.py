@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -77,3 +79,15 @@ def test_every_page_is_in_the_navigation_of_the_site() -> None:
     docs = REPOSITORY / "docs"
     assert {str(page.relative_to(docs)) for page in docs.rglob("*.md")} == set(listed) - outside
     assert len(listed) == len(set(listed))
+
+
+def test_charts_are_drawn_from_the_figures_beside_them(tmp_path: Path) -> None:
+    folder = REPOSITORY / "docs" / "benchmarks"
+    charts = sorted(folder.glob("*.svg"))
+    assert charts
+    for chart in charts:
+        drawn = tmp_path / chart.name
+        figures = chart.with_suffix(".json")
+        command = [sys.executable, str(folder / "chart.py"), str(figures), str(drawn)]
+        subprocess.run(command, check=True)
+        assert drawn.read_text() == chart.read_text()
