@@ -219,7 +219,7 @@ class OffloadConfig:
                 reason="outside [0, 1]",
                 remedy="0 keeps all state on the device, 1 offloads all of it",
             )
-        if isinstance(self.update_on, str):
+        if isinstance(self.update_on, str) or not isinstance(self.update_on, Sequence):
             if self.update_on not in ("auto", "device", "host"):
                 raise ConfigError(
                     f"update_on={self.update_on!r}",
@@ -248,8 +248,8 @@ class OffloadConfig:
         if self.overlap is not None and self.overlap not in OVERLAPS:
             raise ConfigError(
                 f"overlap={self.overlap!r}",
-                reason="unknown choice",
-                remedy=f"use one of {', '.join(OVERLAPS)}",
+                reason="no such mode",
+                remedy=f"use one of {', '.join(OVERLAPS)}, or leave it out",
             )
 
     def compute_dtype(self, shard_dtype: torch.dtype) -> torch.dtype:

@@ -37,8 +37,9 @@ class HostMemory(NamedTuple):
 
 
 def size_text(n_bytes: int) -> str:
-    """``n_bytes`` in GiB for people, and exactly."""
-    return f"{n_bytes / 2**30:.2f} GiB ({n_bytes} bytes)"
+    """``n_bytes`` in GiB for people, unless it is little, and exactly."""
+    exact = f"{n_bytes} bytes"
+    return f"{n_bytes / 2**30:.2f} GiB ({exact})" if n_bytes >= 2**30 / 100 else exact
 
 
 def host_memory(root: Path = _ROOT) -> list[HostMemory]:

@@ -66,7 +66,7 @@ def test_host_memory() -> None:
     check(host_checks.check_host_memory([free, cgroup], 64 * GIB), "ok", "64.00 GiB", "cgroup")
     check(host_checks.check_host_memory([free, cgroup], 65 * GIB), "warning", "64.00 GiB", "65.00")
     full = HostMemory("its memory cgroup", 0, 100 * GIB)
-    check(host_checks.check_host_memory([free, full], 0), "error", "0.00 GiB", "cgroup")
+    check(host_checks.check_host_memory([free, full], 0), "error", "0 bytes free", "cgroup")
     check(host_checks.check_host_memory([], 0), "warning", "not known", "host_memory=")
 
 

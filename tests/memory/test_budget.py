@@ -8,7 +8,7 @@ import pytest
 
 from fsdp_offload.core.errors import ConfigError, HostMemoryError
 from fsdp_offload.memory import check_host_budget, local_ranks
-from fsdp_offload.memory.budget import PAGE_BYTES, HostMemory, host_memory
+from fsdp_offload.memory.budget import PAGE_BYTES, HostMemory, host_memory, size_text
 
 GIB = 1 << 30
 
@@ -139,3 +139,11 @@ def test_local_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("LOCAL_WORLD_SIZE", wrong)
         with pytest.raises(ConfigError, match="LOCAL_WORLD_SIZE"):
             local_ranks()
+
+
+@pytest.mark.parametrize(
+    ("n_bytes", "text"),
+    [(0, "0 bytes"), (66560, "66560 bytes"), (2**30, "1.00 GiB (1073741824 bytes)")],
+)
+def test_little_memory_is_not_said_in_gib(n_bytes: int, text: str) -> None:
+    assert size_text(n_bytes) == text

@@ -81,6 +81,8 @@ BAD_ARGUMENTS: list[tuple[dict[str, Any], type[OffloadError], str]] = [
     ({"update_on": ["streamed", "disk"]}, ConfigError, "'disk'"),
     ({"update_on": ["streamed"] * 3}, ConfigError, "3 lanes"),
     ({"overlap": "backward"}, ConfigError, "'backward'"),
+    ({"overlap": True}, ConfigError, "overlap=True"),
+    ({"update_on": True}, ConfigError, "update_on=True"),
     ({"transfer": {"pin": "never"}}, ConfigError, "{'pin': 'never'}"),
     ({"model": 5}, ConfigError, "int"),
     ({"model": [nn.Linear(1, 1), "layer"]}, ConfigError, "str"),
