@@ -56,8 +56,9 @@ class GatedShard(Tensor):
 
     _shard: Tensor
     _wait: Callable[[], None]
-    _looks: tuple[torch.Size, torch.dtype] | None = None
-    """What :meth:`takes` a shard by."""
+    _looks: tuple[torch.Size, torch.dtype] | None
+    """What :meth:`takes` a shard by; None: it takes none."""
+    _is_free = False
 
     @staticmethod
     def __new__(cls, shard: Tensor, wait: Callable[[], None]) -> Self:
@@ -65,20 +66,21 @@ class GatedShard(Tensor):
             cls, shard.shape, strides=shard.stride(), dtype=shard.dtype, device=shard.device
         )
         made._shard, made._wait = shard, wait
+        made._looks = (shard.shape, shard.dtype) if shard.is_contiguous() else None
         refuse_addresses(made)  # for C++ that asks for one
         return made
 
     def takes(self, shard: Tensor) -> bool:
         """Stand for another shard, after :meth:`release`; False: not for one that looks like it."""
-        if self._looks != (shard.shape, shard.dtype) or not shard.is_contiguous():
+        looks = (shard.shape, shard.dtype)
+        if not self._is_free or self._looks != looks or not shard.is_contiguous():
             return False
-        self._shard, self._looks = shard, None
+        self._shard, self._is_free = shard, False
         return True
 
     def release(self) -> None:
         """Stand for none, and keep none alive."""
-        shard = self._shard
-        self._looks = (shard.shape, shard.dtype) if shard.is_contiguous() else None
+        self._is_free = True
         del self._shard
 
     @property
