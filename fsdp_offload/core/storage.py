@@ -1,4 +1,4 @@
-"""The only file that touches private API of torch's storages and of its CUDA allocator.
+"""The only file that touches private API of torch's storages, CUDA allocator and profiler.
 
 [Note: other memory for a storage]
 A storage object is what all views, aliases and DTensors of some memory share. To move them all to
@@ -239,3 +239,11 @@ def _allocator_settings() -> str:
     if read is not None:  # what was set later
         found.append(str(read()))
     return ",".join(found)
+
+
+# --------------------------------------------------------------------------- the profiler
+
+
+def is_profiling() -> bool:
+    """Whether a profiler of torch records in this thread: a second one would end the first."""
+    return bool(torch.autograd._profiler_enabled())  # type: ignore[attr-defined]

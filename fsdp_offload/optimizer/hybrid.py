@@ -20,11 +20,13 @@ import contextlib
 import functools
 import inspect
 import logging
+import os
 import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -57,6 +59,7 @@ from .masters import Masters, remove_all, watch_loads, watch_reads
 from .reservation import Reservation
 from .state_view import StateView
 from .statistics import Statistics, gather
+from .timeline import record
 from .wrapping import (
     GroupedParameters,
     changed_groups_error,
@@ -651,6 +654,29 @@ class HybridDeviceOptimizer(Optimizer):
             steps=self._steps,
             step_ms=self._step_ms,
         )
+
+    def timeline(self, path: str | os.PathLike[str]) -> contextlib.AbstractContextManager[None]:
+        """Record what runs inside, and write a picture of it: see where the time goes.
+
+        ``.svg``: rows for forward and backward, updates, copies to the device and back, and lines
+        where ``step()`` began; below them how many ms each row was busy, and the ms from one step
+        to the next. ``.json``: a Chrome trace of it all, for Perfetto. Where there is no device
+        the rows are operators: inside of ``step()``, and outside.
+
+        Recording slows the host down a little; before and after it nothing is slower. If the block
+        raises, the exception is passed on and no file is written. Nothing is collective: each rank
+        may write a path of its own.
+
+        Args:
+            path: of the file, in a folder that exists. A file that is there is replaced.
+
+        Raises:
+            ConfigError: another suffix, no such folder, or a profiler or timeline that records
+                already; nothing was recorded.
+            ClosedError, LaneError: it is closed, or an earlier update failed.
+        """
+        self._life.check()
+        return record(self, self.device, Path(path))
 
     def close(self) -> None:
         """Finish all work and give host memory, slots and the thread back. Idempotent."""
