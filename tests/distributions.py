@@ -7,6 +7,7 @@ the other into the environment of the interpreter that runs this. ``AssertionErr
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -32,8 +33,11 @@ def tracked() -> set[str]:
 
 
 def output(*command: str | Path, folder: Path) -> str:
-    """Of a command that has to succeed, run in ``folder``."""
-    done = subprocess.run(command, cwd=folder, stdout=subprocess.PIPE, text=True, check=True)
+    """Of a command that has to succeed, run in ``folder``; it sees installed packages alone."""
+    others = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        command, cwd=folder, env=others, stdout=subprocess.PIPE, text=True, check=True
+    )
     return done.stdout
 
 
