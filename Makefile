@@ -19,7 +19,11 @@ STAMP_DOCS := $(VENV_DOCS)/.up-to-date
 EXTRA_DOCS := import tomllib; \
 	print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], sep="\n")
 
-.PHONY: help venv demo lint test test-long test-gpu docs clean
+# Wheel and source distribution are installed here, one after the other.
+VENV_DIST ?= .venv-dist
+BIN_DIST  := $(abspath $(VENV_DIST))/bin
+
+.PHONY: help venv demo lint test test-long test-gpu docs dist clean
 
 help:
 	@echo "make venv       create or update $(VENV)"
@@ -29,6 +33,7 @@ help:
 	@echo "make test-long  the same tiers with the tests marked 'long'"
 	@echo "make test-gpu   tier T4 with this machine's own python3 and torch"
 	@echo "make docs       build the documentation site into site/"
+	@echo "make dist       build wheel and sdist into dist/, install and try both"
 	@echo "make clean      remove build outputs and caches"
 
 venv: $(STAMP)
@@ -67,6 +72,14 @@ $(STAMP_DOCS): pyproject.toml
 	$(BIN_DOCS)/python -m pip install --quiet --disable-pip-version-check -r $(VENV_DOCS)/requirements.txt
 	touch $@
 
+# `build` makes the wheel from the sdist. It needs an environment without this folder's package.
+dist:
+	rm -rf dist
+	$(PYTHON) -m venv --clear $(VENV_DIST)
+	$(BIN_DIST)/python -m pip install --quiet --disable-pip-version-check build $(TORCH)
+	$(BIN_DIST)/python -m build --outdir dist
+	$(BIN_DIST)/python tests/distributions.py dist
+
 clean:
 	rm -rf build dist site .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis *.egg-info
-	find . -name __pycache__ -not -path './$(VENV)/*' -not -path './$(VENV_DOCS)/*' -prune -exec rm -rf {} +
+	find . -name __pycache__ -not -path './$(VENV)/*' -not -path './$(VENV_DOCS)/*' -not -path './$(VENV_DIST)/*' -prune -exec rm -rf {} +

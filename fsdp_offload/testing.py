@@ -80,6 +80,8 @@ from fsdp_offload.core.backend import (
 from fsdp_offload.core.errors import ConfigError, DeviceError
 from fsdp_offload.core.storage import identity, owners
 
+__all__ = ["ADVERSARIES", "StreamSimulator"]
+
 ADVERSARIES: tuple[str, ...] = (
     "lazy",
     "eager",

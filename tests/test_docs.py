@@ -9,7 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[1]
-FOLDERS = ("docs", "examples")
+FOLDERS = (".github", "docs", "examples")
 LINK = re.compile(r"\[([^\]]*)\]\(([^)\s]+)\)")
 PAGE_IN_CODE = re.compile(r"\bdocs/[\w/.-]+\.(?:md|json)\b")
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+import fsdp_offload
 from fsdp_offload.core.fsdp import TORCH_RUN
 
 REPOSITORY = Path(__file__).parents[1]
@@ -49,13 +50,51 @@ def test_the_range_of_torch_is_what_was_run(settings: dict[str, Any]) -> None:
     major, minor = map(int, TORCH_RUN[-1].split("."))
     assert torch == f"torch>={TORCH_RUN[0]},<{major}.{minor + 1}"
     table = (REPOSITORY / "docs" / "compatibility.md").read_text()
-    assert re.findall(r"^\| (\d\.\d+)", table, re.MULTILINE) == [*TORCH_RUN]
+    rows = re.findall(r"^\| (\d\.\d+) \| CPU \| \d+ \| (\d+) \|", table, re.MULTILINE)
+    assert rows == [(version, "0") for version in TORCH_RUN]
+    span = f"{TORCH_RUN[0]} to {TORCH_RUN[-1]}"
+    for page in ("README.md", "CHANGELOG.md", "docs/index.md", "docs/limits.md"):
+        assert f"torch {span}" in (REPOSITORY / page).read_text(), page
+    pinned = re.search(r"^torch==(\d\.\d+)", (REPOSITORY / "constraints.txt").read_text(), re.M)
+    assert pinned is not None
+    assert pinned[1] in TORCH_RUN
+
+
+def test_the_version_stands_in_one_place(settings: dict[str, Any]) -> None:
+    """The changelog's first heading has the version that the next release will have."""
+    assert settings["project"]["dynamic"] == ["version"]
+    assert "version" not in settings["project"]
+    path = settings["tool"]["hatch"]["version"]["path"]
+    (line,) = re.findall(r'^__version__ = "(.+)"$', (REPOSITORY / path).read_text(), re.MULTILINE)
+    assert line == fsdp_offload.__version__
+    changes = (REPOSITORY / "CHANGELOG.md").read_text()
+    newest = re.search(r"^## (.+)$", changes, re.MULTILINE)
+    assert newest is not None
+    assert line in newest[1].split()
+
+
+def test_classifiers_name_the_versions_of_python_that_were_run(settings: dict[str, Any]) -> None:
+    classifiers = settings["project"]["classifiers"]
+    named = re.findall(r"Python :: (3\.\d+)$", "\n".join(classifiers), re.MULTILINE)
+    page = (REPOSITORY / "docs" / "compatibility.md").read_text()
+    assert named == re.findall(r"^Python (3\.\d+)\.", page, re.MULTILINE) == ["3.11"]
 
 
 def test_the_source_distribution_holds_what_tests_read(settings: dict[str, Any]) -> None:
     patterns = settings["tool"]["hatch"]["build"]["targets"]["sdist"]["include"]
     assert all(pattern.startswith("/") for pattern in patterns), "matches in every folder"
     assert all((REPOSITORY / pattern[1:]).exists() for pattern in patterns)
-    needed = {"fsdp_offload", "tests", "docs", "examples", "checkpoints/golden"}
+    needed = {"fsdp_offload", "tests", "docs", "examples", "checkpoints/golden", ".github"}
     needed |= {"constraints.txt", "Makefile", "README.md", "CHANGELOG.md", "LICENSE"}
     assert needed <= {pattern[1:] for pattern in patterns}
+
+
+def test_templates_ask_for_what_a_report_needs() -> None:
+    folder = REPOSITORY / ".github"
+    bug = (folder / "ISSUE_TEMPLATE" / "bug.md").read_text()
+    assert all(text in bug for text in ("`fsdp-offload doctor`", "`print(optimizer)`", "Versions"))
+    named = re.findall(r"(?:docs|\.github)/[\w/]+\.md", bug)
+    assert len(named) == 3
+    assert all((REPOSITORY / path).exists() for path in named)
+    for template in (folder / "ISSUE_TEMPLATE").iterdir():
+        assert re.match(r"---\nname: .+\nabout: .+\n---\n", template.read_text()), template

@@ -26,6 +26,8 @@ from ..core import dtensor
 from ..core.chunks import attach_chunk
 from ..core.errors import UnsupportedParameterError
 
+__all__ = ["describe"]
+
 
 def describe(parameters: nn.Module | Iterable[Tensor]) -> None:
     """Let parameters tell DCP, and this package, which of their rows are on this rank.
