@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import tokenize
 from collections import defaultdict
@@ -73,6 +74,7 @@ def long_functions() -> list[str]:
     ]
 
 
+@functools.cache
 def tree(path: Path) -> ast.Module:
     """Parsed."""
     return ast.parse(path.read_text())

@@ -38,7 +38,8 @@ def start(
     """A Python process in a session of its own, so that its ranks can be ended with it."""
     paths = [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
     # The tests run on the CPU wherever they run; one thread per rank leaves cores to the others.
-    environment = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **exported}
+    quiet = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment = {**quiet, "PYTHONFAULTHANDLER": "1", **exported}  # says where it was aborted
     return subprocess.Popen(
         [sys.executable, *arguments],
         env={**os.environ, **environment, "PYTHONPATH": os.pathsep.join(filter(None, paths))},

@@ -1,6 +1,6 @@
 """``timeline()``: a picture of what device and links did during a few iterations.
 
-``record`` runs torch's profiler, ``spans_of`` reads its Chrome trace and ``draw`` makes an SVG of
+``record`` runs torch's profiler, ``spans_of`` reads its Chrome trace and ``svg_of`` makes an SVG of
 what was read. The last two are pure.
 """
 
@@ -88,7 +88,7 @@ def record(optimizer: Optimizer, device: torch.device, path: Path) -> Iterator[N
         trace = Path(folder) / "trace.json"
         profiled.export_chrome_trace(str(trace))
         spans = spans_of(json.loads(trace.read_text(encoding="utf-8", errors="replace")))
-    path.write_text(draw(spans), encoding="utf-8")
+    path.write_text(svg_of(spans), encoding="utf-8")
 
 
 def _check(path: Path) -> None:
@@ -184,7 +184,7 @@ def legend(spans: Sequence[Span]) -> list[str]:
     ]
 
 
-def draw(spans: Sequence[Span]) -> str:
+def svg_of(spans: Sequence[Span]) -> str:
     """An SVG: a row for each kind of work, a line where each step began, the legend."""
     rows = [row for row in COLOURS if any(span.row == row for span in spans)]
     most_ms = max((span.end_ms for span in spans), default=0.0) or 1.0

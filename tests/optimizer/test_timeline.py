@@ -15,7 +15,7 @@ from torch.profiler import profile
 from fsdp_offload import HybridDeviceOptimizer
 from fsdp_offload.core.errors import ClosedError, ConfigError
 from fsdp_offload.core.storage import is_profiling
-from fsdp_offload.optimizer.timeline import MARK, STEP, Span, draw, legend, merged, spans_of
+from fsdp_offload.optimizer.timeline import MARK, STEP, Span, legend, merged, spans_of, svg_of
 from tests.helpers.own_optimizers import Lion
 from tests.helpers.training import (
     Model,
@@ -152,7 +152,7 @@ def test_legend() -> None:
 def test_the_picture_has_rows_boxes_marks_and_legend() -> None:
     spans = [Span("compute", 0, 40), Span("compute", 60, 100), Span("updates", 50, 60)]
     spans += [Span(STEP, at, at) for at in (40, 95)]
-    svg = ElementTree.fromstring(draw(spans))
+    svg = ElementTree.fromstring(svg_of(spans))
     texts = [element.text for element in svg.iter() if element.tag.endswith("text")]
     assert texts[:7] == [*map(str, range(0, 101, 20)), "ms"]
     assert texts[7:] == ["compute", "updates", "step()", "step()", *legend(spans)]
@@ -168,13 +168,13 @@ def test_the_picture_has_rows_boxes_marks_and_legend() -> None:
 
 
 def test_a_picture_of_nothing_says_so() -> None:
-    assert "busy, ms: nothing was recorded" in draw([])
-    assert "fewer than two steps were recorded" in draw([Span(STEP, 0, 0)])
+    assert "busy, ms: nothing was recorded" in svg_of([])
+    assert "fewer than two steps were recorded" in svg_of([Span(STEP, 0, 0)])
 
 
 def test_thousands_of_kernels_make_a_small_picture() -> None:
     spans = [Span("compute", at / 100, at / 100 + 0.009) for at in range(100_000)]
-    assert len(draw(spans)) < 5_000
+    assert len(svg_of(spans)) < 5_000
 
 
 # --------------------------------------------------------------------------- recording
