@@ -6,6 +6,10 @@ import argparse
 import json
 from pathlib import Path
 
+from ..checkpoint import export_safetensors
+from ..core.errors import ConfigError
+from .metadata import refuse_code
+
 
 def run(options: argparse.Namespace) -> int:
     """Write the files, and print their paths.
@@ -13,9 +17,6 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         OffloadError: as of ``checkpoint.export_safetensors``.
     """
-    from ..checkpoint import export_safetensors
-    from .metadata import refuse_code
-
     refuse_code(options.checkpoint)
     files = export_safetensors(
         options.checkpoint,
@@ -41,8 +42,6 @@ def _names_in(path: Path) -> dict[str, str | None]:
     Raises:
         ConfigError: it is none.
     """
-    from ..core.errors import ConfigError
-
     try:
         names = json.loads(path.read_text())
     except ValueError:

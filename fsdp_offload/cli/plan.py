@@ -11,7 +11,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Final
 
-from ..core.config import parse_bytes
+import torch
+from torch import nn
+
+from ..core.config import GIB, parse_bytes
 from ..core.errors import ConfigError
 from ..plan.estimate import (
     CARDS,
@@ -24,7 +27,6 @@ from ..plan.estimate import (
     fewest_gpus,
 )
 
-_GIB: Final = 1 << 30
 _UNITS: Final = {"M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}
 _NAMES: Final[dict[str, tuple[str, ...]]] = {
     "layers": ("num_hidden_layers", "n_layer", "num_layers"),
@@ -176,9 +178,6 @@ def model_of_function(name: str) -> Model:
     Raises:
         ConfigError: there is no such function, or no embedding or blocks in the model.
     """
-    import torch
-    from torch import nn
-
     module, _, function = name.partition(":")
     sys.path.insert(0, str(Path.cwd()))
     try:
@@ -210,8 +209,6 @@ def card_of(name: str) -> Card:
         ConfigError: it is not known.
     """
     if name == "this":
-        import torch
-
         if torch.cuda.is_available():
             _, total = torch.cuda.mem_get_info()
             nearest = min(CARDS.values(), key=lambda card: abs(card.memory_bytes - total))
@@ -240,35 +237,30 @@ def text_of(
         "",
     ]
     if found is None:
-        lines.append(f"It does not fit into {card.memory_bytes / _GIB:.1f} GiB.")
+        lines.append(f"It does not fit into {card.memory_bytes / GIB:.1f} GiB.")
     else:
-        peak = ("peak, of " + f"{card.memory_bytes / _GIB:.1f}", found.peak_bytes)
-        lines += ["GiB on each GPU"]
-        lines += [
-            f"  {what:<34}{n_bytes / _GIB:8.2f}"
-            for what, n_bytes in (
-                ("weights", found.weights_bytes),
-                ("gradients", found.gradients_bytes),
-                ("whole parameters of blocks", found.unsharded_bytes),
-                ("activations and logits", found.activations_bytes),
-                ("state that stays", found.stays_bytes),
-                ("slots of state that travels", found.slots_bytes),
-                peak,
-            )
-        ]
-        lines += ["GiB for each GPU"]
-        lines += [f"  {'host memory, page-locked':<34}{found.host_bytes / _GIB:8.2f}"]
-        lines += [f"  {'state that travels, each way':<34}{found.travels_bytes / _GIB:8.2f}"]
-        lines += ["ms per iteration"]
-        lines += [
-            f"  {what:<34}{ms:8.0f}"
-            for what, ms in (
-                ("forward and backward", found.compute_ms),
-                ("update", found.update_ms),
-                ("travel that nothing hides", found.exposed_ms),
-                ("all", found.iteration_ms),
-            )
-        ]
+        on_gpu = {
+            "weights": found.weights_bytes,
+            "gradients": found.gradients_bytes,
+            "whole parameters of blocks": found.unsharded_bytes,
+            "activations and logits": found.activations_bytes,
+            "state that stays": found.stays_bytes,
+            "slots of state that travels": found.slots_bytes,
+            f"peak, of {card.memory_bytes / GIB:.1f}": found.peak_bytes,
+        }
+        for_gpu = {
+            "host memory, page-locked": found.host_bytes,
+            "state that travels, each way": found.travels_bytes,
+        }
+        times_ms = {
+            "forward and backward": found.compute_ms,
+            "update": found.update_ms,
+            "travel that nothing hides": found.exposed_ms,
+            "all": found.iteration_ms,
+        }
+        for title, sizes in (("GiB on each GPU", on_gpu), ("GiB for each GPU", for_gpu)):
+            lines += [title, *(f"  {what:<34}{n / GIB:8.2f}" for what, n in sizes.items())]
+        lines += ["ms per iteration", *(f"  {what:<34}{ms:8.0f}" for what, ms in times_ms.items())]
         lines += [f"share of the bound: {found.share_of_bound:.2f}"]
     enough = f"more than {MOST_GPUS}: try fewer --tokens" if fewest is None else str(fewest)
     lines += [f"fewest GPUs that it fits on: {enough}"]

@@ -18,11 +18,10 @@ import math
 from dataclasses import dataclass
 from typing import Final
 
-from .residency import LEAST_SLOTS, MOST_SLOT_BYTES, margin_bytes
+from ..core.config import GIB, SMALL_BUCKET_BYTES
+from .residency import margin_bytes, most_slots
 
-_GIB: Final = 1 << 30
 MOST_GPUS: Final = 4096
-BUCKET_BYTES: Final = 32 << 20
 CONTEXT_BYTES: Final = 600 << 20
 """That CUDA, cuBLAS and NCCL take beside torch's allocator."""
 
@@ -39,15 +38,15 @@ class Card:
 
 
 CARDS: Final = {
-    "h100-80": Card(int(79.2 * _GIB), 989e12, 3.35e12, 41e9),
-    "h200": Card(int(139.8 * _GIB), 989e12, 4.8e12, 41e9),
-    "b200": Card(int(178 * _GIB), 2250e12, 8e12, 41e9),
-    "gh200": Card(int(94.5 * _GIB), 989e12, 4e12, 200e9),
-    "a100-80": Card(int(79.1 * _GIB), 312e12, 2.04e12, 20e9),
-    "a100-40": Card(int(39.4 * _GIB), 312e12, 1.56e12, 20e9),
-    "l40s": Card(int(44.4 * _GIB), 362e12, 0.86e12, 20e9),
-    "rtx-4090": Card(int(23.5 * _GIB), 165e12, 1.01e12, 20e9),
-    "rtx-5090": Card(int(31.4 * _GIB), 210e12, 1.79e12, 41e9),
+    "h100-80": Card(int(79.2 * GIB), 989e12, 3.35e12, 41e9),
+    "h200": Card(int(139.8 * GIB), 989e12, 4.8e12, 41e9),
+    "b200": Card(int(178 * GIB), 2250e12, 8e12, 41e9),
+    "gh200": Card(int(94.5 * GIB), 989e12, 4e12, 200e9),
+    "a100-80": Card(int(79.1 * GIB), 312e12, 2.04e12, 20e9),
+    "a100-40": Card(int(39.4 * GIB), 312e12, 1.56e12, 20e9),
+    "l40s": Card(int(44.4 * GIB), 362e12, 0.86e12, 20e9),
+    "rtx-4090": Card(int(23.5 * GIB), 165e12, 1.01e12, 20e9),
+    "rtx-5090": Card(int(31.4 * GIB), 210e12, 1.79e12, 41e9),
 }
 
 REACHED: Final = ((1024, 0.33), (2048, 0.51), (4096, 0.64), (8192, 0.66))
@@ -198,8 +197,7 @@ def _divide(state: float, allowed: float) -> tuple[float, float]:
     """What stays, and slots: as :func:`.residency.choose`."""
     if state <= allowed:
         return state, 0.0
-    least = LEAST_SLOTS * BUCKET_BYTES
-    slots = max(float(least), min(allowed / 2, MOST_SLOT_BYTES))
+    slots = float(SMALL_BUCKET_BYTES * most_slots(int(allowed), SMALL_BUCKET_BYTES))
     return max(0.0, allowed - slots), slots
 
 

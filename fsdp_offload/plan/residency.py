@@ -80,6 +80,11 @@ class Choice(NamedTuple):
     staying: frozenset[int]
 
 
+def most_slots(allowed: int, slot_bytes: int) -> int:
+    """How many slots ``allowed`` bytes are good for, while buckets travel."""
+    return max(LEAST_SLOTS, min(allowed // 2, MOST_SLOT_BYTES) // slot_bytes)
+
+
 def choose(
     sizes: Sequence[int],
     preferred: Sequence[int],
@@ -106,8 +111,7 @@ def choose(
     if sum(sizes) <= allowed and not away:
         return Choice(0, frozenset(range(len(sizes))))
     slot_bytes = max(sizes)
-    most = max(LEAST_SLOTS, min(allowed // 2, MOST_SLOT_BYTES) // slot_bytes)
-    slots = min(most, len(sizes))
+    slots = min(most_slots(allowed, slot_bytes), len(sizes))
     room = allowed - slots * slot_bytes
     chosen: set[int] = set()
     for index in sorted(preferred, key=lambda index: index not in staying):  # stable
