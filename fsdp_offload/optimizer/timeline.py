@@ -74,9 +74,7 @@ def record(optimizer: Optimizer, device: torch.device, path: Path) -> Iterator[N
         torch.accelerator.synchronize(device)  # what came before is not of the picture
     hook = optimizer.register_step_pre_hook(mark)
     try:
-        # Its end waits for the device. acc_events: without it torch warns of cycles, of which
-        # there is one.
-        with profile(activities=activities, acc_events=True) as profiled:
+        with profile(activities=activities, acc_events=True) as profiled:  # else it may warn
             yield
             is_whole = is_profiling()
     finally:
