@@ -74,7 +74,7 @@ def record(optimizer: Optimizer, device: torch.device, path: Path) -> Iterator[N
         torch.accelerator.synchronize(device)  # what came before is not of the picture
     hook = optimizer.register_step_pre_hook(mark)
     try:
-        with profile(activities=activities, acc_events=True) as profiled:  # else it may warn
+        with profile(activities=activities, acc_events=True) as profiled:  # else torch warns
             yield
             is_whole = is_profiling()
     finally:
