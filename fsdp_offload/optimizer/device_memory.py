@@ -1,10 +1,10 @@
 """Device memory that the optimizer takes while there is some to spare, and gives back.
 
 [Note: when it is looked at]
-After a few steps the job has been through its peak once, and times are steady after some more. So
-memory is looked at after the steps of ``LOOK_AFTER``, and then whenever torch's allocator has taken
-more from the driver than before, or had to give back cached memory to serve a request. No rank asks
-another: what stays does not change bits.
+After a few steps the job has been through its peak once, if all its iterations are alike. So memory
+is looked at after ``FIRST_LOOK`` steps, when the peak has become steady, and every ``AWAY_STEPS``
+steps; and whenever torch's allocator has taken more from the driver than before, or had to give
+back cached memory to serve a request. No rank asks another: what stays does not change bits.
 """
 
 from __future__ import annotations
@@ -17,9 +17,15 @@ import torch
 from ..core.backend import Backend
 from ..core.config import GIB, MIB
 from ..pipeline.engine import Engine
-from ..plan.residency import AWAY_STEPS, Reading, allowed_bytes
+from ..plan.residency import (
+    AWAY_STEPS,
+    LEAST_MARGIN_BYTES,
+    Reading,
+    allowed_bytes,
+    is_steady,
+)
 
-LOOK_AFTER: Final = frozenset((3, 12, 48))
+FIRST_LOOK: Final = 3
 
 _log = logging.getLogger("fsdp_offload")
 
@@ -33,7 +39,8 @@ class DeviceMemory:
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self._peak_bytes = 0
+        self._peak_bytes = self._grown_at = 0
+        self._was_steady = False
         self.last_change = ""
         """When, why and for what memory was taken or given back."""
         self._retries: int | None = None  # not those of before
@@ -50,18 +57,25 @@ class DeviceMemory:
             return
         reserved, unused, retries = figures
         is_short = self._retries is not None and retries > self._retries
-        grew = reserved > self._peak_bytes
+        grown = reserved - self._peak_bytes
+        if is_short or grown > LEAST_MARGIN_BYTES // 2:  # less is what the margin is for
+            self._grown_at = step
         self._peak_bytes, self._retries = max(reserved, self._peak_bytes), retries
-        if step not in LOOK_AFTER and not is_short and not (grew and step > min(LOOK_AFTER)):
+        was_steady, self._was_steady = self._was_steady, is_steady(step, self._grown_at)
+        is_due = step == FIRST_LOOK or step % AWAY_STEPS == 0 or self._was_steady > was_steady
+        if not is_due and not is_short and not (grown > 0 and step > FIRST_LOOK):
             return
         free, total = self._backend.free_and_total()
         own = sum(engine.own_bytes for engine in engines)
-        allowed = allowed_bytes(Reading(total, free, reserved, self._peak_bytes, own))
+        reading = Reading(total, free, reserved, self._peak_bytes, own, self._was_steady)
+        allowed = allowed_bytes(reading)
         if is_short:
             allowed = min(allowed, own // 2)
-        why = "the peak has grown" if grew else "to spare"
+        why = "the peak has grown" if grown > 0 else "to spare"
         why = "torch's allocator was short" if is_short else why
         self._fit(step, engines, allowed, why, unused)
+        if (figures := self._backend.allocator()) is not None:  # what was just taken is no growth
+            self._peak_bytes = max(figures.reserved_bytes, self._peak_bytes)
 
     def _fit(
         self, step: int, engines: list[Engine], allowed: int, why: str, unused_bytes: int

@@ -4,6 +4,8 @@
 torch's allocator keeps what it once took from the driver, so what was *reserved* at its peak is
 what the job needs at some point of an iteration, the optimizer's own memory with it. What the
 driver has beyond that peak, less a margin, is to spare. Others on the device count as they are now.
+State leaves between steps only, so the margin is what an iteration may take beyond all before it: a
+quarter of the device, until the peak has not grown for most of the steps so far.
 
 [Note: what it goes into]
 First into slots, so that the link is not idle while nothing can be updated, then into buckets that
@@ -28,6 +30,11 @@ from .order import ring_size
 
 LEAST_MARGIN_BYTES: Final = GIB
 MARGIN_SHARE: Final = 0.025
+UNSTEADY_MARGIN_SHARE: Final = 0.25
+FIRST_STEPS: Final = 12
+"""In which no peak is steady."""
+MOST_STEADY_STEPS: Final = 100
+"""After so many without growth it is, whatever was before."""
 LEAST_SLOTS: Final = 4
 """Three keep both directions of the link busy; the fourth absorbs jitter. :func:`.ring_size` may
 leave one out."""
@@ -50,17 +57,26 @@ class Reading:
     """The most that it had."""
     own_bytes: int
     """What of it the optimizer has: slots and buckets that stay."""
+    is_steady: bool = True
+    """See :func:`is_steady`."""
 
 
-def margin_bytes(total_bytes: int) -> int:
+def is_steady(step: int, grown_at: int) -> bool:
+    """Whether the job's peak, which grew last after step ``grown_at``, will hardly grow again."""
+    steps = min(MOST_STEADY_STEPS, 3 * step // 4)
+    return step >= FIRST_STEPS and step - grown_at >= steps
+
+
+def margin_bytes(total_bytes: int, is_steady: bool = True) -> int:
     """What is left alone."""
-    return max(LEAST_MARGIN_BYTES, int(total_bytes * MARGIN_SHARE))
+    share = MARGIN_SHARE if is_steady else UNSTEADY_MARGIN_SHARE
+    return max(LEAST_MARGIN_BYTES, int(total_bytes * share))
 
 
 def allowed_bytes(reading: Reading) -> int:
     """What the optimizer may have in all."""
     grows = max(0, reading.peak_reserved_bytes - reading.reserved_bytes)
-    spare = reading.free_bytes - grows - margin_bytes(reading.total_bytes)
+    spare = reading.free_bytes - grows - margin_bytes(reading.total_bytes, reading.is_steady)
     return max(0, reading.own_bytes + spare)
 
 

@@ -13,7 +13,7 @@ from fsdp_offload.core import config
 from fsdp_offload.core.backend import AllocatorFigures, CpuBackend, use_backend
 from fsdp_offload.core.config import GIB
 from fsdp_offload.plan import residency
-from fsdp_offload.plan.residency import AWAY_STEPS, margin_bytes
+from fsdp_offload.plan.residency import AWAY_STEPS, is_steady, margin_bytes
 from tests.pipeline.test_overlap import Job
 
 CPU = torch.device("cpu")
@@ -36,7 +36,7 @@ class Device(CpuBackend):
         return AllocatorFigures(self.reserved_bytes, self.unused_bytes, self.retries)
 
     def free_and_total(self) -> tuple[int, int]:
-        return margin_bytes(TOTAL) + self.spare_bytes, TOTAL
+        return margin_bytes(TOTAL, is_steady=False) + self.spare_bytes, TOTAL
 
     def allocate(self, n_bytes: int) -> torch.Tensor:
         if n_bytes > self.most:
@@ -81,6 +81,28 @@ def test_what_is_to_spare_is_taken_after_some_steps_and_given_back_when_it_is_sh
         job.train(64 - 6 - AWAY_STEPS + 1, first=6 + AWAY_STEPS - 1)
         assert staying(job) == 5
         job.assert_like(plain)
+
+
+def test_a_quarter_of_the_device_is_left_alone_until_the_peak_is_steady() -> None:
+    device = Device()
+    with use_backend(device):
+        job = Job("forward", device, device_memory="auto", transfer=SMALL)
+        device.spare_bytes = -8 * GIB
+        for step in range(60):
+            if step in (6, 8, 40):
+                device.reserved_bytes += GIB
+            job.train(1, first=step)
+            # Last growth after step 9, steady after 33, until the next growth in step 41.
+            assert staying(job) == (5 if 33 <= step + 1 < 41 else 0), step
+
+
+def test_a_peak_is_steady_when_it_has_not_grown_for_most_of_the_steps() -> None:
+    found = [step for step in range(1, 500) if is_steady(step, min(step, 3))]
+    assert found == list(range(12, 500))
+    assert not is_steady(40, 11)
+    assert is_steady(40, 10)
+    assert not is_steady(1099, 1000)
+    assert is_steady(1100, 1000)
 
 
 def test_a_number_is_never_exceeded_nor_changed(monkeypatch: pytest.MonkeyPatch) -> None:
