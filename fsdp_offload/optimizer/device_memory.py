@@ -39,7 +39,7 @@ class DeviceMemory:
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self._peak_bytes = self._grown_at = 0
+        self._peak_bytes = self._job_bytes = self._grown_at = 0
         self._was_steady = False
         self.last_change = ""
         """When, why and for what memory was taken or given back."""
@@ -60,14 +60,16 @@ class DeviceMemory:
         grown = reserved - self._peak_bytes
         if is_short or grown > LEAST_MARGIN_BYTES // 2:  # less is what the margin is for
             self._grown_at = step
+        own = sum(engine.own_bytes for engine in engines)
+        if grown > 0:
+            self._job_bytes = max(self._job_bytes, reserved - own)
         self._peak_bytes, self._retries = max(reserved, self._peak_bytes), retries
         was_steady, self._was_steady = self._was_steady, is_steady(step, self._grown_at)
         is_due = step == FIRST_LOOK or step % AWAY_STEPS == 0 or self._was_steady > was_steady
         if not is_due and not is_short and not (grown > 0 and step > FIRST_LOOK):
             return
         free, total = self._backend.free_and_total()
-        own = sum(engine.own_bytes for engine in engines)
-        reading = Reading(total, free, reserved, self._peak_bytes, own, self._was_steady)
+        reading = Reading(total, free, reserved, self._job_bytes, own, self._was_steady)
         allowed = allowed_bytes(reading)
         if is_short:
             allowed = min(allowed, own // 2)

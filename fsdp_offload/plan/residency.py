@@ -1,9 +1,11 @@
 """How much device memory an optimizer may have, and which buckets stay in it: pure functions.
 
 [Note: what is to spare]
-torch's allocator keeps what it once took from the driver, so what was *reserved* at its peak is
-what the job needs at some point of an iteration, the optimizer's own memory with it. What the
-driver has beyond that peak, less a margin, is to spare. Others on the device count as they are now.
+torch's allocator keeps what it once took from the driver, so what was *reserved* when it last grew,
+less the optimizer's own memory, is what the job needs at some point of an iteration. What driver
+and allocator have beyond that, less a margin, is to spare. What the optimizer gives back stays in
+the allocator, where the job finds it: the job's need does not change by that. Others on the device
+count as they are now.
 State leaves between steps only, so the margin is what an iteration may take beyond all before it: a
 quarter of the device, until the peak has not grown for most of the steps so far.
 
@@ -53,8 +55,8 @@ class Reading:
     """What the driver could give out now."""
     reserved_bytes: int
     """What torch's allocator has of the driver now."""
-    peak_reserved_bytes: int
-    """The most that it had."""
+    job_bytes: int
+    """What the job needs of it at most: see the note."""
     own_bytes: int
     """What of it the optimizer has: slots and buckets that stay."""
     is_steady: bool = True
@@ -75,8 +77,11 @@ def margin_bytes(total_bytes: int, is_steady: bool = True) -> int:
 
 def allowed_bytes(reading: Reading) -> int:
     """What the optimizer may have in all."""
-    grows = max(0, reading.peak_reserved_bytes - reading.reserved_bytes)
-    spare = reading.free_bytes - grows - margin_bytes(reading.total_bytes, reading.is_steady)
+    margin = margin_bytes(reading.total_bytes, reading.is_steady)
+    unused = reading.reserved_bytes - reading.own_bytes - reading.job_bytes
+    spare = reading.free_bytes + unused - margin
+    if spare > 0:  # what is unused in the allocator may not fit a bucket: only the driver's counts
+        spare = min(spare, max(0, reading.free_bytes - margin))
     return max(0, reading.own_bytes + spare)
 
 

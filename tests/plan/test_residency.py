@@ -68,16 +68,26 @@ def test_what_had_to_leave_stays_away_for_a_while(
     st.integers(0, 200 * GIB), st.integers(0, 200 * GIB),
 )  # fmt: skip
 def test_what_is_allowed_leaves_the_margin_at_the_peak(
-    total: int, free: int, reserved: int, peak: int, own: int
+    total: int, free: int, reserved: int, job: int, own: int
 ) -> None:
     free = min(free, total)
     reserved = min(reserved, total - free)
-    peak, own = max(peak, reserved), min(own, reserved)
-    allowed = allowed_bytes(Reading(total, free, reserved, peak, own))
+    own = min(own, reserved)
+    allowed = allowed_bytes(Reading(total, free, reserved, job, own))
     if allowed > own:
-        assert free - (peak - reserved) - (allowed - own) >= margin_bytes(total)
-    if free - (peak - reserved) < margin_bytes(total):
+        assert free - (allowed - own) >= margin_bytes(total)
+        assert free + reserved - job - allowed >= margin_bytes(total)
+    if free + reserved - job - own < margin_bytes(total):
         assert allowed < own or own == 0
+
+
+@given(st.integers(0, 4 * GIB), st.integers(0, 60 * GIB), st.integers(0, 8 * GIB))
+def test_what_was_given_back_once_is_not_asked_for_again(free: int, job: int, own: int) -> None:
+    """It stays in the allocator: neither the driver's free memory nor what is reserved changes."""
+    total, reserved = free + job + own, job + own
+    allowed = allowed_bytes(Reading(total, free, reserved, job, own))
+    if allowed < own:
+        assert allowed_bytes(Reading(total, free, reserved, job, allowed)) == allowed
 
 
 @given(st.integers(1, 600), st.integers(0, 600), st.integers(0, 600), st.integers(1, 600))

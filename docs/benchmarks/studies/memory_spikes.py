@@ -3,8 +3,8 @@
     PYTORCH_ALLOC_CONF=expandable_segments:True python docs/benchmarks/studies/memory_spikes.py
 
 Each step has 1, 2, 3 or 4 quarters of ``--tokens``. Before one forward in four, and after one
-``step()`` in four, the user takes 0.5 to 8 GiB and frees them at once. Another process holds so much
-of the device that 1.15 times the peak of plain AdamW is left. Rows: ``device_memory=0`` and
+``step()`` in four, the user takes 0.5 to 8 GiB and frees them at once. Another process holds so
+much of the device that 1.15 times the peak of plain AdamW is left. Rows: ``device_memory=0`` and
 ``"auto"`` with spikes, ``"auto"`` without. They have to end without ``OutOfMemoryError``, with the
 same losses.
 """
@@ -98,7 +98,8 @@ def child(options: argparse.Namespace) -> None:
         if options.limit_bytes:
             command = [sys.executable, "-c", HOLD, str(options.limit_bytes)]
             holder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-            assert holder.stdout is not None and holder.stdout.readline() == b"held\n"
+            assert holder.stdout is not None
+            assert holder.stdout.readline() == b"held\n"
         try:
             job = Job(layers=options.layers, tokens=options.tokens)
             row = train(options.row, options.steps, job, options.spikes)
