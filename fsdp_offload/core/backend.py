@@ -418,7 +418,7 @@ class AcceleratorBackend:
         return _AcceleratorStream(raw, self._module, name, self._commands)
 
     def current_stream(self) -> Stream:
-        raw = self._module.current_stream(self.device)
+        raw = self._module.current_stream(self.device.index)  # torch is slow with a device
         if self._is_capturing():
             raise DeviceError(
                 "step() inside a CUDA graph capture",
@@ -436,7 +436,7 @@ class AcceleratorBackend:
     def _is_capturing(self) -> bool:
         if self.device.type != "cuda":
             return False
-        with torch.cuda.device(self.device):
+        with torch.cuda.device(self.device.index):
             return torch.cuda.is_current_stream_capturing()
 
     def enter_thread(self) -> None:

@@ -43,7 +43,8 @@ allocates by ``_all_gather_comm`` or ``_reduce_scatter_comm`` of the group (torc
 _fully_shard/_fsdp_collectives.py, 2.11, 2.13, 2.15). So that buffer is of a class that has another
 way of doing them. A ``TorchFunctionMode`` would see every call of FSDP2's: 12,000 in an iteration
 of 60 layers. ``chunk_cat_mixed_dtype``, which torch 2.15 calls in place of ``chunk_cat``, is left
-to torch: it has not been measured.
+to torch: it has not been measured. While no state travels there are no bulk copies to wait for, and
+torch's own operations take less of the host's time.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ import inspect
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
@@ -405,6 +407,11 @@ def _are_plain(tensors: Sequence[Tensor], dtype: torch.dtype) -> bool:
 class Watcher(Protocol):
     """Who is told; ``index`` is the group's position in :func:`find_groups`."""
 
+    @property
+    def uses_link(self) -> bool:
+        """Whether bulk copies run beside forward and backward: see [Note: tables]."""
+        ...
+
     def before_gather(self, index: int, stream: Stream) -> None:
         """``stream`` is about to read the group's shards."""
         ...
@@ -477,7 +484,7 @@ class Group:
         if watcher is not None and starts and self._world_size > 1:
             streams = raw.comm_ctx.get_all_gather_streams(async_op, raw._training_state)
             watcher.before_gather(index, backend.adopt_stream(streams[0]))
-        with copies_without_tables(raw, "_all_gather_comm"):
+        with self._copies(watcher, "_all_gather_comm"):
             original(async_op)
 
     def _wait_for_unshard(
@@ -517,13 +524,18 @@ class Group:
                 original(*unused)
                 _raise_after_backward(error)
                 return
-        copies = copies_without_tables(self._raw, "_reduce_scatter_comm")
+        copies = self._copies(watcher, "_reduce_scatter_comm")
         with copies, self._reducing() as reduce_stream:
             original(*unused)
         if has_new and self._reduces():
             event = self._raw._post_reduce_event  # None on the CPU, where nothing is late
             stream = backend.adopt_stream(reduce_stream)
             watcher.after_reduce(index, backend.adopt_event(event), stream)
+
+    def _copies(self, watcher: Watcher | None, name: str) -> AbstractContextManager[None]:
+        if watcher is None or not watcher.uses_link:
+            return contextlib.nullcontext()
+        return copies_without_tables(self._raw, name)
 
     # ------------------------------------------------------------------ what FSDP2 is about to do
 

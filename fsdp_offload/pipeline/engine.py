@@ -449,6 +449,11 @@ class Engine:
         return frozenset() if self.streamed is None else frozenset(self.streamed.staying)
 
     @property
+    def uses_link(self) -> bool:
+        """Whether updates move state or gradients between device and host memory."""
+        return self.host is not None or (self.streamed is not None and bool(self.streamed.slots))
+
+    @property
     def streamed_count(self) -> int:
         """Buckets of the streamed lane."""
         return 0 if self.streamed is None else len(self.streamed.buckets)

@@ -291,6 +291,11 @@ class Overlap:
 
     # ------------------------------------------------------------------ Watcher
 
+    @property
+    def uses_link(self) -> bool:
+        """See :class:`..core.fsdp.Watcher`."""
+        return any(engine.uses_link for engine in self._engines)
+
     def before_gather(self, index: int, stream: Stream) -> None:
         """See :class:`..core.fsdp.Watcher`."""
         self.gates[index].is_asked = True

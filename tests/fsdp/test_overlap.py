@@ -412,24 +412,29 @@ def test_backward_that_the_caller_finalizes(ranks: Ranks, overlap: str) -> None:
     ranks(2).run(finalize_by_hand, overlap)
 
 
-def refuse_torchs_copies(size: int) -> None:
+def count_torchs_copies(size: int, memory: int | str) -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     fully_shard(model, mesh=mesh_of(size, False))
-    optimizer = wrap(model, "forward")
-    with mock.patch.multiple(
-        torch, _chunk_cat=mock.DEFAULT, split_with_sizes_copy=mock.DEFAULT
-    ) as own:
+    optimizer = wrap(model, "forward", device_memory=memory)
+    names = ("_chunk_cat", "split_with_sizes_copy")
+    own = {name: mock.Mock(wraps=getattr(torch, name)) for name in names}
+    with mock.patch.multiple(torch, **own):
         for _ in range(2):
             model(torch.ones(2, 8)).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-    check(not any(copy.called for copy in own.values()), "a copy of FSDP2's own")
+    counted = [copy.called for copy in own.values()]
+    # One rank gathers nothing that would have to be split.
+    check(counted == [memory != 0, memory != 0 and size > 1], f"copies of FSDP2's own: {counted}")
     optimizer.close()
 
 
+@pytest.mark.parametrize("memory", [0, "1MiB"])
 @pytest.mark.parametrize("size", [1, 2])
-def test_fsdps_buffers_are_copied_without_tables(ranks: Ranks, size: int) -> None:
-    ranks(size).run(refuse_torchs_copies, size)
+def test_fsdps_buffers_are_copied_without_tables_while_state_travels(
+    ranks: Ranks, size: int, memory: int | str
+) -> None:
+    ranks(size).run(count_torchs_copies, size, memory)
 
 
 # --------------------------------------------------------------------------- refused

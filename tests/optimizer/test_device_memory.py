@@ -65,8 +65,10 @@ def test_what_is_to_spare_is_taken_after_some_steps_and_given_back_when_it_is_sh
         device.spare_bytes = GIB
         job.train(2)
         assert staying(job) == 0
+        assert job.optimizer._overlap is None or job.optimizer._overlap.uses_link
         job.train(1, first=2)
         assert staying(job) == 5
+        assert job.optimizer._overlap is None or not job.optimizer._overlap.uses_link
         assert "5 of 5 buckets stay" in caplog.text
         job.train(2, first=3)
         assert job.optimizer.statistics().moved_bytes == 0
