@@ -6,10 +6,10 @@ gradients; when it ends, all gradients, and what one block needs. FSDP2 keeps th
 them whole copies of the root's parameters and of two blocks, with one rank too.
 
 [Note: time]
-Matrix products take their FLOPs over what the card reaches at that width (:data:`REACHED`), updates
-their bytes over its memory bandwidth. State that travels passes the link both ways at the same
-time. With ``"forward"`` it is hidden behind the forward, and behind the rest of the iteration as
-much of it as slots hold.
+Matrix products take their FLOPs over what the card reaches at that width (:data:`REACHED`), but not
+less than the host takes to enqueue them; updates take their bytes over the card's bandwidth. State
+that travels passes the link both ways at the same time. With ``"forward"`` it is hidden behind the
+forward, and behind the rest of the iteration as much of it as slots hold.
 """
 
 from __future__ import annotations
@@ -51,6 +51,10 @@ CARDS: Final = {
 
 REACHED: Final = ((1024, 0.33), (2048, 0.51), (4096, 0.64), (8192, 0.66))
 """Share of a card's FLOPs that forward and backward reach, by width: H100, whole iterations."""
+
+HOST_MS_PER_BLOCK: Final = 4.5
+"""That the host takes for one FSDP2 group, forward, backward and update: 3.7 on one H100, 5 on two
+(docs/benchmarks/iteration_h100_2026-11-24.md, jobs of 2048 and 4096 tokens)."""
 
 
 @dataclass(frozen=True)
@@ -160,6 +164,7 @@ def estimate(
     if stays + slots > most:
         return None
     compute_ms = 1e3 * _flops(model, work) / (card.flops_per_s * reached(model.width))
+    compute_ms = max(compute_ms, HOST_MS_PER_BLOCK * model.layers)
     passes = 2 * work.state_bytes + 3 * work.shard_bytes  # state and shard both ways, gradient
     forward_ms = compute_ms / (4 if work.checkpointed else 3)
     link_ms = 1e3 * (state - stays) / card.link_bytes_per_s

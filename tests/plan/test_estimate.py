@@ -24,6 +24,8 @@ FIRST = Model(1_330_000_000, 24, 2048, 60000)
 NARROW = Model(1_260_000_000, 60, 1280, 60000)
 SECOND = Model(6_690_000_000, 32, 4096, 60000)
 THIRD = Model(7_900_000_000, 38, 4096, 60000)
+DEEP = Model(3_140_000_000, 60, 2048, 60000)
+PAIR = Workload(4096, gpus=2, checkpointed=False)
 SHORT, LONG = Workload(8192, checkpointed=False), Workload(16384)
 
 
@@ -36,12 +38,13 @@ SHORT, LONG = Workload(8192, checkpointed=False), Workload(16384)
         pytest.param(
             NARROW, replace(SHORT, tokens=4096, moments="bf16"), 1.5 * GIB, 14.87, id="60 layers"
         ),
+        pytest.param(DEEP, PAIR, None, 34.37, id="two GPUs"),
     ],
 )
 def test_memory_is_what_was_measured(
     model: Model, work: Workload, device_memory: float | None, gib: float
 ) -> None:
-    """Peaks of torch's allocator on one H100, torch 2.11, commit d0d21fd."""
+    """Peaks of torch's allocator on H100s, torch 2.11, commit d0d21fd; two GPUs: 35dfab6."""
     found = estimate(model, work, H100, device_memory)
     assert found is not None
     assert found.peak_bytes / GIB == pytest.approx(gib, rel=0.03)
@@ -56,14 +59,16 @@ def test_memory_is_what_was_measured(
         pytest.param(THIRD, LONG, "h100-80", None, 2099.7, id="third"),
         pytest.param(FIRST, SHORT, "h200", None, 146.2, id="first, H200"),
         pytest.param(SECOND, LONG, "h200", None, 1480.2, id="second, H200"),
+        pytest.param(DEEP, PAIR, "h100-80", None, 314.0, id="two GPUs, the host is late"),
+        pytest.param(DEEP, replace(LONG, gpus=2), "h100-80", None, 849.4, id="two GPUs"),
+        pytest.param(DEEP, replace(LONG, gpus=2), "h100-80", 0, 1101.1, id="two GPUs, 0"),
     ],
 )
 def test_times_are_what_was_measured(
     model: Model, work: Workload, card: str, device_memory: float | None, ms: float
 ) -> None:
-    """Medians of iterations with clipping, torch 2.11, commit 6190976 (2 GiB: d1d32f3).
-
-    Second and third with expandable_segments.
+    """Medians of iterations with clipping, torch 2.11, commit 6190976; 2 GiB: d1d32f3, two GPUs:
+    35dfab6. Second and third with expandable_segments.
     """
     found = estimate(model, work, CARDS[card], device_memory)
     assert found is not None
