@@ -88,6 +88,8 @@ def test_charts_are_drawn_from_the_figures_beside_them(tmp_path: Path) -> None:
     for chart in charts:
         drawn = tmp_path / chart.name
         figures = chart.with_suffix(".json")
-        command = [sys.executable, str(folder / "chart.py"), str(figures), str(drawn)]
-        subprocess.run(command, check=True)
+        command = [str(folder / "chart.py")]
+        if chart.name.startswith("memory_over_time"):
+            command = [str(folder / "memory_over_time.py"), "draw"]
+        subprocess.run([sys.executable, *command, str(figures), str(drawn)], check=True)
         assert drawn.read_text() == chart.read_text()
