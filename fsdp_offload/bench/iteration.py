@@ -197,7 +197,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--rows", default=DEFAULT_ROWS, help="names joined by commas; default: all")
     add("--iterations", type=int, default=10, help="timed ones per row")
-    add("--warm-up", type=int, default=14, help="iterations before them; order changes after 12")
+    add("--warm-up", type=int, default=20, help="iterations before them, for memory to be steady")
     add("--layers", type=int, default=24)
     add("--params", type=float, help="choose --layers for this many parameters, such as 3.14e9")
     add("--dim", type=int, default=2048)

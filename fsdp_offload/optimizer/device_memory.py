@@ -57,12 +57,12 @@ class DeviceMemory:
             return
         reserved, unused, retries = figures
         is_short = self._retries is not None and retries > self._retries
-        grown = reserved - self._peak_bytes
-        if is_short or grown > LEAST_MARGIN_BYTES // 2:  # less is what the margin is for
-            self._grown_at = step
         own = sum(engine.own_bytes for engine in engines)
-        if grown > 0:
-            self._job_bytes = max(self._job_bytes, reserved - own)
+        grown = reserved - self._peak_bytes
+        more = reserved - own - self._job_bytes if grown > 0 else 0  # for the job alone
+        if is_short or more > LEAST_MARGIN_BYTES // 2:  # less is what the margin is for
+            self._grown_at = step
+        self._job_bytes += max(0, more)
         self._peak_bytes, self._retries = max(reserved, self._peak_bytes), retries
         was_steady, self._was_steady = self._was_steady, is_steady(step, self._grown_at)
         is_due = step == FIRST_LOOK or step % AWAY_STEPS == 0 or self._was_steady > was_steady

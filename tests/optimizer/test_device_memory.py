@@ -12,6 +12,7 @@ from fsdp_offload import TransferConfig
 from fsdp_offload.core import config
 from fsdp_offload.core.backend import AllocatorFigures, CpuBackend, use_backend
 from fsdp_offload.core.config import GIB
+from fsdp_offload.optimizer import device_memory
 from fsdp_offload.plan import residency
 from fsdp_offload.plan.residency import AWAY_STEPS, is_steady, margin_bytes
 from tests.pipeline.test_overlap import Job
@@ -96,6 +97,25 @@ def test_a_quarter_of_the_device_is_left_alone_until_the_peak_is_steady() -> Non
             job.train(1, first=step)
             # Last growth after step 9, steady after 33, until the next growth in step 41.
             assert staying(job) == (5 if 33 <= step + 1 < 41 else 0), step
+
+
+def test_what_the_job_takes_anew_in_place_of_what_was_taken_is_no_growth(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """State was put into memory that torch's allocator had cached for the job."""
+    monkeypatch.setattr(device_memory, "LEAST_MARGIN_BYTES", 2)
+    device = Device()
+    with use_backend(device):
+        job = Job("forward", device, device_memory="auto", transfer=SMALL)
+        (engine,) = job.optimizer._reserved.engines
+        device.spare_bytes, before = GIB, engine.own_bytes
+        job.train(3)
+        assert staying(job) == 5
+        taken = engine.own_bytes - before
+        for step, more in enumerate((taken, taken), start=3):
+            device.reserved_bytes += more
+            job.train(1, first=step)
+            assert job.optimizer._memory._grown_at == (1 if step == 3 else 5)
 
 
 def test_a_peak_is_steady_when_it_has_not_grown_for_most_of_the_steps() -> None:
