@@ -132,7 +132,9 @@ def _check_options(
 ) -> None:
     if dtype not in _DTYPES:
         raise ConfigError(
-            f"dtype={dtype!r}", reason="unknown choice", remedy='use "bf16", "fp32" or None'
+            f"dtype={dtype!r}",
+            reason="weights are written in bf16 or fp32, or as they are",
+            remedy='use "bf16", "fp32" or None',
         )
     fits = isinstance(source, str | os.PathLike) and optimizer is None
     if isinstance(source, nn.Module):
