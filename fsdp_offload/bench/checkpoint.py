@@ -30,6 +30,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from .. import checkpoint
+from ..core.progress import progress
 from ..optimizer.hybrid import HybridDeviceOptimizer
 from . import machine
 from .machine import Row, seconds_of, slowest
@@ -84,11 +85,12 @@ def measure(
         "async_save, stall": begin,
         "async_save, rest": lambda: pending.pop().result(),
     }
-    for _ in range(repeats):
-        for what, run in steps.items():
+    with progress(repeats * len(steps), name, unit=" measurements") as bar:
+        for what, run in list(steps.items()) * repeats:
             if run is not load and not pending:
                 seconds_of(clear, device)
             seconds.setdefault(what, []).append(slowest([seconds_of(run, device)])[0])
+            bar.advance()
     total = n_bytes * dist.get_world_size()
     return [
         {"name": f"{name} {what}", "status": "ok", "s": min(s), "gbps": total / min(s) / 1e9}

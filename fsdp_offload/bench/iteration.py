@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..core.errors import OffloadError
+from ..core.progress import progress
 from ..optimizer.hybrid import HybridDeviceOptimizer
 from . import machine
 from .machine import GIB, Row, on_all_ranks
@@ -100,7 +101,10 @@ def measure(
     """Train ``warm_up`` and ``LEAD_IN`` iterations, then ``iterations`` timed ones."""
     device = batches[0][0].device
     loop = Loop(trainer, batches, warm_up + LEAD_IN + iterations)
-    loop.run(warm_up)
+    with progress(warm_up, "warming up", unit=" iterations") as bar:
+        for _ in range(warm_up):
+            loop.run(1)
+            bar.advance()
     finish(trainer, device)
     dist.barrier()
     began = time.perf_counter()

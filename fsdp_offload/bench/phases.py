@@ -36,6 +36,7 @@ from torch.distributed.tensor import DTensor
 
 from ..core.backend import release_cached
 from ..core.errors import DeviceError
+from ..core.progress import progress
 from ..phases import PhaseOffloader, swap
 from . import machine
 from .machine import GIB, Row, seconds_of, slowest
@@ -234,13 +235,15 @@ def main(argv: Sequence[str] | None = None) -> Row:
         if link:
             machine.free_everything(device)
             link["free_ms_per_gib"] = measure_frees(device)
-        rows = []
-        for name in options.rows.split(","):
-            machine.free_everything(device)
-            try:
-                rows.append(measure(name, job, device, options.cycles, link))
-            except DeviceError as error:  # fixed addresses on a CPU, torch before 2.13
-                rows.append({"name": name, "status": "not available", "reason": str(error)})
+        rows, names = [], options.rows.split(",")
+        with progress(len(names), "measuring", unit=" rows") as bar:
+            for name in names:
+                machine.free_everything(device)
+                try:
+                    rows.append(measure(name, job, device, options.cycles, link))
+                except DeviceError as error:  # fixed addresses on a CPU, torch before 2.13
+                    rows.append({"name": name, "status": "not available", "reason": str(error)})
+                bar.advance()
         report = machine.publish(device, job, rows, link, options.json)
         if dist.get_rank() == 0:
             print(markdown_table(report, PHASES))
