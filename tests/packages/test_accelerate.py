@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import os
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ import torch
 from fsdp_offload import ConfigError, HybridDeviceOptimizer, SpentGradientError
 from tests.fsdp.models import check
 from tests.helpers.ranks import RankPool
-from tests.packages.gloo_trainers import Model, accelerate_with_fsdp2, batch, loss_of
+from tests.packages.gloo_trainers import Model, accelerate_with_fsdp2, batch, forgetting, loss_of
 
 pytest.importorskip("accelerate", reason="accelerate is not installed")
 Ranks = Callable[..., RankPool]
@@ -237,3 +239,31 @@ def refused() -> None:
 @pytest.mark.long
 def test_the_accelerated_optimizer_and_overlap_before_prepare_are_refused(ranks: Ranks) -> None:
     ranks(2).run(refused)
+
+
+def train_without_fsdp(wraps: bool) -> list[float]:
+    from accelerate import Accelerator
+
+    exported = {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}  # asked for, and not used
+    with forgetting(), mock.patch.dict(os.environ, exported):
+        accelerator = Accelerator(cpu=True)
+        model: Any = Model()
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.01)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        if wraps:
+            optimizer.optimizer = HybridDeviceOptimizer(optimizer.optimizer, model)
+        seen = []
+        for step in range(4):
+            loss = loss_of(model(batch(step)), batch(step))
+            accelerator.backward(loss)
+            seen += [loss.item(), float(accelerator.clip_grad_norm_(model.parameters(), 0.5))]
+            optimizer.step()
+            optimizer.zero_grad()
+    return seen
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("size", [1, 2])
+def test_one_process_and_ddp(ranks: Ranks, size: int) -> None:
+    expected = ranks(size).run(train_without_fsdp, False)
+    assert ranks(size).run(train_without_fsdp, True) == expected
