@@ -42,7 +42,8 @@ for step in range(first, args.steps):
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
-    print(f"step {step} loss {loss.item():.9f}", flush=True)
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        print(f"step {step} loss {loss.item():.9f}", flush=True)
     if (step + 1) % 5 == 0:
         path = args.folder / f"step-{step + 1:06d}"
         extra = {"step": step + 1}

@@ -42,7 +42,13 @@ def output(*command: str | Path, folder: Path) -> str:
 
 
 def check_wheel(wheel: Path) -> None:
-    """It holds all of the package, and metadata besides."""
+    """It holds all of the package, and metadata besides, with a README for a package index."""
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
+        readme = archive.read(name).decode()
+    assert "Description-Content-Type: text/markdown" in readme
+    assert "HybridDeviceOptimizer(optimizer, model)" in readme
+    assert not (links := re.findall(r"\]\((?!\w+:|#)[^)\s]+\)", readme)), links
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     assert "fsdp_offload/py.typed" in names
     check_same(names, {name for name in tracked() if name.startswith("fsdp_offload/")})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 import subprocess
 import sys
 from collections import Counter
@@ -93,3 +94,14 @@ def test_charts_are_drawn_from_the_figures_beside_them(tmp_path: Path) -> None:
             command = [str(folder / "memory_over_time.py"), "draw"]
         subprocess.run([sys.executable, *command, str(figures), str(drawn)], check=True)
         assert drawn.read_text() == chart.read_text()
+
+
+def test_tables_are_made_of_the_figures_beside_them() -> None:
+    """If not: `python docs/benchmarks/tables.py`."""
+    folder = REPOSITORY / "docs" / "benchmarks"
+    tables = runpy.run_path(str(folder / "tables.py"))
+    found = {page.name: page.read_text() for page in folder.glob("*.md")}
+    assert found == {name: tables["filled"](text) for name, text in found.items()}
+    assert re.findall("<!-- table: (.*) -->", found["README.md"]) == list(tables["HEADS"])
+    text = "\n".join(page.read_text() for page in pages())
+    assert [file.name for file in folder.glob("*.json") if file.name not in text] == []

@@ -12,7 +12,6 @@ ranks the slowest. Files stay in the page cache. ``stall`` is the call of ``asyn
 
 from __future__ import annotations
 
-import argparse
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -30,8 +29,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from .. import checkpoint
+from ..core.progress import progress
 from ..optimizer.hybrid import HybridDeviceOptimizer
-from . import machine
+from . import arguments, machine
 from .machine import Row, seconds_of, slowest
 from .model import Job, sharded_model
 from .table import CHECKPOINTS, markdown_table
@@ -39,7 +39,6 @@ from .table import CHECKPOINTS, markdown_table
 Calls = tuple[Callable[[], object], Callable[[], object], Callable[[], Any]]
 FLAT = torch_state.StateDictOptions(flatten_optimizer_state_dict=True)
 THREADS = 8
-SMALL: dict[str, Any] = {"dim": 64, "vocabulary": 128, "tokens": 32, "seq": 16}
 
 
 def torch_calls(model: nn.Module, optimizer: Optimizer, path: Path) -> Calls:
@@ -84,11 +83,12 @@ def measure(
         "async_save, stall": begin,
         "async_save, rest": lambda: pending.pop().result(),
     }
-    for _ in range(repeats):
-        for what, run in steps.items():
+    with progress(repeats * len(steps), name, unit=" measurements") as bar:
+        for what, run in list(steps.items()) * repeats:
             if run is not load and not pending:
                 seconds_of(clear, device)
             seconds.setdefault(what, []).append(slowest([seconds_of(run, device)])[0])
+            bar.advance()
     total = n_bytes * dist.get_world_size()
     return [
         {"name": f"{name} {what}", "status": "ok", "s": min(s), "gbps": total / min(s) / 1e9}
@@ -105,19 +105,13 @@ def local_bytes(model: nn.Module, optimizer: Optimizer) -> int:
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Run all rows; rank 0 prints them, and with ``--json`` writes them."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--layers", type=int, default=24)
-    parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument("--shards", choices=("bf16", "fp32"), default="fp32")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args(argv)
+    options = arguments.checkpoints().parse_args(argv)
+    options.device = options.device or machine.default_device()
     with machine.process_group(options.device) as device:
         folder = options.folder / "bench_checkpoint"
         folder.mkdir(parents=True, exist_ok=True)
-        sizes = SMALL if options.device == "cpu" else {}
-        job = Job(layers=options.layers, shards=options.shards, **sizes)
+        sizes = arguments.with_sizes(options, is_small=options.device == "cpu")
+        job = Job(**sizes, shards=options.shards)
         model = sharded_model(job, device)
         for parameter in model.parameters():
             parameter.grad = torch.randn_like(parameter) * 1e-3

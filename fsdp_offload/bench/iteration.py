@@ -9,7 +9,6 @@ import statistics
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -17,11 +16,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..core.errors import OffloadError
+from ..core.progress import progress
 from ..optimizer.hybrid import HybridDeviceOptimizer
-from . import machine
+from . import arguments, machine
 from .machine import GIB, Row, on_all_ranks
 from .model import Job, layers_for, synthetic_batches
-from .rows import DEFAULT_ROWS, Case, Trainer, make_trainer
+from .rows import Case, Trainer, make_trainer
 from .table import ITERATIONS, line_of, markdown_table
 
 PARTS: Final = ("forward", "backward", "update")
@@ -100,7 +100,10 @@ def measure(
     """Train ``warm_up`` and ``LEAD_IN`` iterations, then ``iterations`` timed ones."""
     device = batches[0][0].device
     loop = Loop(trainer, batches, warm_up + LEAD_IN + iterations)
-    loop.run(warm_up)
+    with progress(warm_up, "warming up", unit=" iterations") as bar:
+        for _ in range(warm_up):
+            loop.run(1)
+            bar.advance()
     finish(trainer, device)
     dist.barrier()
     began = time.perf_counter()
@@ -193,23 +196,10 @@ def _attempt(run: Callable[[], Row], failure: str) -> Row:
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
-    add = parser.add_argument
-    add("--rows", default=DEFAULT_ROWS, help="names joined by commas; default: all")
-    add("--iterations", type=int, default=10, help="timed ones per row")
-    add("--warm-up", type=int, default=20, help="iterations before them, for memory to be steady")
-    add("--layers", type=int, default=24)
-    add("--params", type=float, help="choose --layers for this many parameters, such as 3.14e9")
-    add("--dim", type=int, default=2048)
-    add("--vocabulary", type=int, default=60000)
-    add("--tokens", type=int, default=8192, help="per iteration and rank")
-    add("--seq", type=int, default=2048)
-    add("--shards", choices=("bf16", "fp32"), default="bf16")
-    add("--checkpointed", action="store_true", help="blocks are computed again in backward")
-    add("--deterministic", action="store_true", help="kernels whose bits repeat, to compare losses")
-    add("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--json", type=Path, help="all figures; written after each row")
-    options = parser.parse_args(argv)
+    options = arguments.iterations().parse_args(argv)
+    options.device = options.device or machine.default_device()
+    sizes = arguments.with_sizes(options, is_small=options.device == "cpu")
+    vars(options).update(sizes)
     if options.params is not None:
         options.layers = layers_for(options.params, options.dim, options.vocabulary)
     for name in options.rows.split(","):

@@ -32,6 +32,11 @@ COPIES: Final = 8
 VARIABLES: Final = ("CUDA_", "NCCL_", "PYTORCH_")  # of the environment: what changes times
 
 
+def default_device() -> str:
+    """Where benchmarks run unless the caller says."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 @contextlib.contextmanager
 def process_group(device: str, *, timeout_s: float = 600.0) -> Iterator[torch.device]:
     """The group of torchrun, or one of this process alone; gives this rank's device.

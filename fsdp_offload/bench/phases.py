@@ -21,12 +21,10 @@ before the first copy, and the ``freed_segments`` calls of ``cudaFree`` behind t
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -35,9 +33,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..core.backend import release_cached
-from ..core.errors import DeviceError
+from ..core.errors import ConfigError, DeviceError
+from ..core.progress import progress
 from ..phases import PhaseOffloader, swap
-from . import machine
+from . import arguments, machine
 from .machine import GIB, Row, seconds_of, slowest
 from .model import Job, layers_for, sharded_model
 from .table import PHASES, markdown_table
@@ -45,8 +44,6 @@ from .table import PHASES, markdown_table
 AWAY_S: Final = 0.1
 """After torch's allocator has given memory back, the first copies to new memory take longer for
 about 20 ms (likely the driver clears what it got); a job is away for longer than that."""
-SMALL: Final[dict[str, Any]] = {"dim": 128, "vocabulary": 512, "seq": 128, "tokens": 128}
-ROWS: Final = ("offloader", "fixed", "swap", "loop")
 
 
 class Payload:
@@ -218,29 +215,34 @@ def _free_bytes(device: torch.device) -> int:
 
 def main(argv: Sequence[str] | None = None) -> Row:
     """Run all rows; rank 0 prints a table, and with ``--json`` writes everything."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--params", type=float, default=1.33e9, help="of each rank's shards")
-    parser.add_argument("--cycles", type=int, default=6, help="the first and at least one more")
-    parser.add_argument("--rows", default=",".join(ROWS))
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args(argv)
+    options = arguments.phases().parse_args(argv)
+    options.device = options.device or machine.default_device()
+    names = options.rows.split(",")
+    if unknown := [name for name in names if name not in arguments.PHASES_ROWS]:
+        raise ConfigError(
+            f"row {unknown[0]!r}",
+            reason="it is not measured",
+            remedy=f"use {', '.join(arguments.PHASES_ROWS)}",
+        )
     with machine.process_group(options.device) as device:
-        sizes = SMALL if options.device == "cpu" else {}
-        shape = Job(**sizes)
-        params = options.params * dist.get_world_size()
-        job = Job(layers=layers_for(params, shape.dim, shape.vocabulary), **sizes)
+        sizes = arguments.with_sizes(options, is_small=options.device == "cpu")
+        params = options.params or (1e6 if options.device == "cpu" else 1.33e9)
+        params *= dist.get_world_size()
+        sizes["layers"] = layers_for(params, sizes["dim"], sizes["vocabulary"])
+        job = Job(**sizes)
         link: Row = machine.measure_link(device, 5) if device.type == "cuda" else {}
         if link:
             machine.free_everything(device)
             link["free_ms_per_gib"] = measure_frees(device)
         rows = []
-        for name in options.rows.split(","):
-            machine.free_everything(device)
-            try:
-                rows.append(measure(name, job, device, options.cycles, link))
-            except DeviceError as error:  # fixed addresses on a CPU, torch before 2.13
-                rows.append({"name": name, "status": "not available", "reason": str(error)})
+        with progress(len(names), "measuring", unit=" rows") as bar:
+            for name in names:
+                machine.free_everything(device)
+                try:
+                    rows.append(measure(name, job, device, options.cycles, link))
+                except DeviceError as error:  # fixed addresses on a CPU, torch before 2.13
+                    rows.append({"name": name, "status": "not available", "reason": str(error)})
+                bar.advance()
         report = machine.publish(device, job, rows, link, options.json)
         if dist.get_rank() == 0:
             print(markdown_table(report, PHASES))

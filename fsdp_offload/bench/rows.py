@@ -37,11 +37,6 @@ from .model import Job, sharded_model, unsharded_model
 OURS: Final = ("default", "step", "forward", "backward")
 MAX_NORM: Final = 1.0
 LEARNING_RATE: Final = 1e-4
-DEFAULT_ROWS: Final = (
-    "plain-torchclip,step-f0-torchclip,default-torchclip,default-d2GiB-torchclip,"
-    "default-d0-torchclip,backward-d2GiB,backward-d2GiB-bf16,backward-d2GiB-int8,torchao,"
-    "cpuoffload-torchclip"
-)
 _WORDS: Final[dict[str, tuple[str, Any]]] = {
     "clip": ("clip", "ours"),
     "torchclip": ("clip", "torch"),

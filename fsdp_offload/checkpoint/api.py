@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
-from ..core.errors import OffloadError
+from ..core.errors import ConfigError, OffloadError
 from .files import memory_of, typed, typed_error
 from .planner import FlatSavePlanner, JobLoadPlanner, JobReader
 from .stager import Stager
@@ -167,6 +167,8 @@ def load(
     """
     refuse_inherited(optimizer)
     group = coordination_group()
+    if path is not None:
+        _check_path(path)
     reader = JobReader(path, threads=threads, optimizer=optimizer)
     planner = JobLoadPlanner(
         models_of(model),
@@ -181,7 +183,22 @@ def load(
     return planner.extra
 
 
+def _check_path(path: object) -> None:
+    """Refuse what no path can be made of, before ranks wait for one another.
+
+    Raises:
+        ConfigError: arguments were exchanged.
+    """
+    if not isinstance(path, str | os.PathLike):
+        raise ConfigError(
+            f"path of type {type(path).__name__}",
+            reason="not a path",
+            remedy="give the path first, then the model, then the optimizer",
+        )
+
+
 def _writer(path: Folder, optimizer: Optimizer | None, **options: Any) -> Writer:
+    _check_path(path)
     return Writer(path, optimizer_class=class_name(optimizer), **options)
 
 

@@ -38,6 +38,7 @@ from torch.optim import Optimizer
 from ..core import dtensor
 from ..core.config import parse_bytes
 from ..core.errors import CheckpointError, ConfigError, UnsupportedParameterError
+from ..core.progress import progress
 from ..update import codec
 from .api import coordination_group, run_save
 from .files import fsync_folder, memory_of, run_all, typed, write_bytes, write_whole
@@ -132,7 +133,9 @@ def _check_options(
 ) -> None:
     if dtype not in _DTYPES:
         raise ConfigError(
-            f"dtype={dtype!r}", reason="unknown choice", remedy='use "bf16", "fp32" or None'
+            f"dtype={dtype!r}",
+            reason="weights are written in bf16 or fp32, or as they are",
+            remedy='use "bf16", "fp32" or None',
         )
     fits = isinstance(source, str | os.PathLike) and optimizer is None
     if isinstance(source, nn.Module):
@@ -356,10 +359,12 @@ class _ExportWriter(Writer):
         """Write this rank's chunks, and make them permanent."""
         assert isinstance(planner, _ExportPlanner)
         self.files = plan.planner_data
-        for file in self.files:
-            items = [item for item in plan.items if item.index.fqn in file.offsets]
-            if items:
-                _write_chunks(self._path / ASIDE / file.name, file, items, planner.found)
+        with progress(len(plan.items), "exporting", unit=" chunks") as bar:
+            for file in self.files:
+                items = [item for item in plan.items if item.index.fqn in file.offsets]
+                if items:
+                    path = self._path / ASIDE / file.name
+                    _write_chunks(path, file, items, planner.found, bar.advance)
         done: Future[list[WriteResult]] = Future()
         done.set_result([])
         return done
@@ -369,7 +374,13 @@ class _ExportWriter(Writer):
         _publish_files(self._path, self.files)
 
 
-def _write_chunks(path: Path, file: File, items: Sequence[WriteItem], found: _Found) -> None:
+def _write_chunks(
+    path: Path,
+    file: File,
+    items: Sequence[WriteItem],
+    found: _Found,
+    advance: Callable[[], None],
+) -> None:
     """Convert and write chunks of tensors, a few rows at a time."""
     entries = {entry.fqn: entry for entry in file.entries.values()}
     descriptor = os.open(path, os.O_WRONLY)
@@ -389,6 +400,7 @@ def _write_chunks(path: Path, file: File, items: Sequence[WriteItem], found: _Fo
                 )
                 for start in range(0, len(tensors[0]), rows)
             )
+            advance()
         os.fsync(descriptor)
     finally:
         os.close(descriptor)

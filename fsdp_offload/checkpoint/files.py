@@ -37,6 +37,7 @@ import torch
 from torch import Tensor
 
 from ..core.errors import CheckpointCorruptError, CheckpointError, ConfigError, OffloadError
+from ..core.progress import progress
 from ..memory import local_ranks
 
 BLOCK_BYTES: Final = 8 << 20
@@ -320,18 +321,23 @@ def thread_count() -> int:
     return max(1, min(MAX_THREADS, cores // local_ranks()))
 
 
-def run_all(jobs: Iterable[Callable[[], _Result]], *, threads: int | None = None) -> list[_Result]:
+def run_all(
+    jobs: Iterable[Callable[[], _Result]], *, threads: int | None = None, text: str = ""
+) -> list[_Result]:
     """Run ``jobs`` on ``threads`` threads, of which the caller's is one; their results in order.
+
+    With ``text`` a bar says so, and how many of them are done.
 
     The first error is raised when no job runs any more; jobs not yet begun are dropped.
     """
     waiting = list(enumerate(jobs))[::-1]
+    count = len(waiting)
     results: dict[int, _Result] = {}
     errors: list[BaseException] = []
     idle = threading.Condition()
     running = 0
 
-    def work() -> None:
+    def work(advance: Callable[[], None]) -> None:
         nonlocal running
         while True:
             with idle:
@@ -341,6 +347,7 @@ def run_all(jobs: Iterable[Callable[[], _Result]], *, threads: int | None = None
                 running += 1
             try:
                 results[index] = job()
+                advance()
             except BaseException as error:
                 errors.append(error)
             finally:
@@ -351,13 +358,14 @@ def run_all(jobs: Iterable[Callable[[], _Result]], *, threads: int | None = None
     # No pool of concurrent.futures: it takes no work while the interpreter ends, which is when an
     # asynchronous save is completed; and threading.Thread.start() waits for a thread that has no
     # memory to begin. No job waits for these threads: the caller does what they do not.
-    with contextlib.suppress(RuntimeError, MemoryError):
-        for _ in range(min(threads or thread_count(), len(waiting)) - 1):
-            _thread.start_new_thread(work, ())
-    work()
-    _scratch.__dict__.clear()  # of this thread, which lives on
-    with idle:
-        idle.wait_for(lambda: not running)
+    with progress(count if text else 0, text, unit=" blocks") as bar:
+        with contextlib.suppress(RuntimeError, MemoryError):
+            for _ in range(min(threads or thread_count(), count) - 1):
+                _thread.start_new_thread(work, (bar.advance,))
+        work(bar.advance)
+        _scratch.__dict__.clear()  # of this thread, which lives on
+        with idle:
+            idle.wait_for(lambda: not running)
     if errors:
         raise errors[0]
     return [results[index] for index in range(len(results))]

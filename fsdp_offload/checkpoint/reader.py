@@ -141,7 +141,7 @@ class Reader(FileSystemReader):
                     target = planner.resolve_tensor(request)
                     targets.append((request, target))
                     jobs += _tensor_jobs(opened[name], info, self._box(request), target.detach())
-            run_all(jobs, threads=self._threads)
+            run_all(jobs, threads=self._threads, text="loading")
         for request, target in targets:
             planner.commit_tensor(request, target)  # planners of others may do something
         if foreign:
@@ -174,7 +174,7 @@ class Reader(FileSystemReader):
                     functools.partial(_check_block, file, info, start)
                     for start in range(0, info.length, file.block_bytes)
                 ]
-            run_all(jobs, threads=self._threads)
+            run_all(jobs, threads=self._threads, text="comparing checksums")
         return bool(jobs)
 
     def _open(self, name: str, files: ExitStack) -> _File:

@@ -41,7 +41,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ..core import dtensor
-from ..core.arguments import backend_of
+from ..core.arguments import backend_of, listed
 from ..core.backend import backend_for
 from ..core.errors import ConfigError, StateDictError
 from ..optimizer.hybrid import HybridDeviceOptimizer
@@ -152,8 +152,12 @@ class OptimizerState:
 
 
 def models_of(model: Models) -> tuple[nn.Module, ...]:
-    """One or several modules as a tuple."""
-    return (model,) if isinstance(model, nn.Module) else tuple(model)
+    """One or several modules as a tuple.
+
+    Raises:
+        ConfigError: something else was given.
+    """
+    return tuple(listed(model))
 
 
 def _single(models: tuple[nn.Module, ...]) -> nn.Module:

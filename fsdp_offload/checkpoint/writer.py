@@ -205,7 +205,7 @@ def _write_file(path: Path, items: list[_Item], threads: int | None) -> None:
             for item in items
             for start in range(0, item.nbytes, BLOCK_BYTES)
         ]
-        crcs = iter(run_all(jobs, threads=threads))
+        crcs = iter(run_all(jobs, threads=threads, text="saving"))
         table = [
             Checksums(
                 len(item.before) if item.after else 0,

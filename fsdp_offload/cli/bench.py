@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from .. import bench
+from ..bench import arguments
 
 
 def run(words: Sequence[str]) -> int:
@@ -15,9 +16,11 @@ def run(words: Sequence[str]) -> int:
     Args:
         words: behind ``bench``: ``phases`` or ``checkpoint``, or nothing, then its arguments.
     """
-    name = bench.__name__
-    if words and words[0] in ("phases", "checkpoint"):
-        name, words = f"{name}.{words[0]}", words[1:]
+    which, name = "", bench.__name__
+    if words and words[0] in arguments.PARSERS:
+        which, words = words[0], words[1:]
+        name = f"{name}.{which}"
+    arguments.PARSERS[which]().parse_args(words)  # leaves here for --help, and for wrong usage
     sys.argv[1:] = words
     runpy.run_module(name, run_name="__main__", alter_sys=True)
     return 0

@@ -12,13 +12,12 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
-from typing import Final, NamedTuple, NoReturn
+from typing import Final, NamedTuple
 
 from .. import __version__
+from ..bench.arguments import PROGRAM, Parser
 from ..core.errors import OffloadError
 from . import arguments
-
-PROGRAM: Final = "fsdp-offload"
 
 
 class Command(NamedTuple):
@@ -50,14 +49,6 @@ COMMANDS: Final = {
     "export": Command("weights of a checkpoint as safetensors files", "export", arguments.export),
     "bench": Command("iterations; 'bench phases', 'bench checkpoint': those", "bench"),
 }
-
-
-class _Parser(argparse.ArgumentParser):
-    """Tells wrong usage in the form of this package's errors."""
-
-    def error(self, message: str) -> NoReturn:
-        """Leave with 2."""
-        self.exit(2, f"{PROGRAM}: {message}. Remedy: see {self.prog} --help\n")
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -97,7 +88,7 @@ def _work(words: Sequence[str]) -> Callable[[], int]:
 
 def _parser() -> argparse.ArgumentParser:
     """Of all subcommands."""
-    parser = _Parser(prog=PROGRAM, description="State of optimizers in host memory: tools.")
+    parser = Parser(prog=PROGRAM, description="State of optimizers in host memory: tools.")
     parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, command in COMMANDS.items():

@@ -14,15 +14,13 @@ from .errors import ConfigError, DeviceError, UnsupportedParameterError
 from .fsdp import check_torch, offloads_parameters
 
 
-def modules_of(model: nn.Module | Sequence[nn.Module] | None) -> list[nn.Module]:
-    """The modules given as ``model=``.
+def listed(model: object) -> list[nn.Module]:
+    """One or several modules.
 
     Raises:
         ConfigError: something else was given.
-        UnsupportedParameterError: one was sharded with ``CPUOffloadPolicy``.
-        UnsupportedTorchError: see :func:`check_torch`.
     """
-    models: list[Any] = [] if model is None else [model]
+    models: list[Any] = [model]
     if isinstance(model, Iterable) and not isinstance(model, nn.Module):
         models = list(model)
     for each in models:
@@ -32,6 +30,18 @@ def modules_of(model: nn.Module | Sequence[nn.Module] | None) -> list[nn.Module]
                 reason="not a torch.nn.Module",
                 remedy="pass the module whose parameters the optimizer holds, or several",
             )
+    return models
+
+
+def modules_of(model: nn.Module | Sequence[nn.Module] | None) -> list[nn.Module]:
+    """The modules given as ``model=``.
+
+    Raises:
+        ConfigError: something else was given.
+        UnsupportedParameterError: one was sharded with ``CPUOffloadPolicy``.
+        UnsupportedTorchError: see :func:`check_torch`.
+    """
+    models = [] if model is None else listed(model)
     check_torch(models)
     if offloads_parameters(models):
         raise UnsupportedParameterError(

@@ -137,7 +137,7 @@ class TransferConfig:
         if self.pin not in ("require", "prefer", "never"):
             raise ConfigError(
                 f"transfer.pin={self.pin!r}",
-                reason="unknown choice",
+                reason="page-locking is required, preferred or left out",
                 remedy='use "require", "prefer" or "never"',
             )
 
@@ -223,14 +223,14 @@ class OffloadConfig:
             if self.update_on not in ("auto", "device", "host"):
                 raise ConfigError(
                     f"update_on={self.update_on!r}",
-                    reason="unknown choice",
+                    reason="state is updated on the device, or on the host's cores",
                     remedy='use "device", "host", "auto", or one lane per parameter',
                 )
         elif unknown := [lane for lane in self.update_on if lane not in LANES]:
             raise ConfigError(
                 f"update_on contains {unknown[0]!r}",
-                reason="unknown lane",
-                remedy=f"use one of {', '.join(LANES)} per parameter",
+                reason="a list names the lane of each parameter",
+                remedy=f"use {', '.join(LANES)}",
             )
         lanes = (self.update_on,) if isinstance(self.update_on, str) else self.update_on
         if self.moments is not None and "host" in lanes:
@@ -248,7 +248,7 @@ class OffloadConfig:
         if self.overlap is not None and self.overlap not in OVERLAPS:
             raise ConfigError(
                 f"overlap={self.overlap!r}",
-                reason="no such mode",
+                reason="it names what the updates run in, or beside",
                 remedy=f"use one of {', '.join(OVERLAPS)}, or leave it out",
             )
 

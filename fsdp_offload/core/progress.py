@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Final
 
 import torch.distributed as dist
+
+_DELAY_S: Final = 2
+"""What is done sooner shows nothing."""
 
 
 def is_rank_0() -> bool:
@@ -18,44 +23,50 @@ def is_rank_0() -> bool:
 class Progress:
     """A bar that may not be there. Several threads may advance it."""
 
-    def __init__(self, n_bytes: int, text: str, delay_s: float) -> None:
+    def __init__(self, total: float, text: str, unit: str) -> None:
         self._bar = None
-        if n_bytes:
+        # A background save would write between the lines of the job's own bars.
+        is_asked = threading.current_thread() is threading.main_thread() and is_rank_0()
+        if total and is_asked and sys.stderr is not None and sys.stderr.isatty():
             from tqdm import tqdm
 
             self._bar = tqdm(
-                total=n_bytes,
-                unit="B",
-                unit_scale=True,
+                total=total,
+                unit=unit,
+                unit_scale=unit == "B",
                 unit_divisor=1024,
                 desc=text,
-                delay=delay_s,
+                delay=_DELAY_S,
+                leave=False,
             )
         self._lock = threading.Lock()
         self._start = time.perf_counter()
 
-    def advance(self, n_bytes: int) -> None:
-        """So many more are done."""
+    def advance(self, done: float = 1) -> None:
+        """So much more is done."""
         if self._bar is not None:
             with self._lock:
-                self._bar.update(n_bytes)
+                self._bar.update(done)
 
     def describe(self, text: str) -> None:
         """Say what is done from now on, where advance cannot tell."""
         if self._bar is not None:
-            late = time.perf_counter() - self._start > 1
+            late = time.perf_counter() - self._start > _DELAY_S
             self._bar.set_description(text, refresh=late)
 
     def close(self) -> None:
-        """Leave the bar as it stands."""
+        """Take the bar away."""
         if self._bar is not None:
             self._bar.close()
 
 
 @contextmanager
-def progress(n_bytes: int, text: str, *, delay_s: float = 0) -> Iterator[Progress]:
-    """A bar over ``n_bytes``, shown after ``delay_s``; of 0 bytes none."""
-    bar = Progress(n_bytes, text, delay_s)
+def progress(total: float, text: str, *, unit: str = "B") -> Iterator[Progress]:
+    """A bar over ``total`` bytes, or another ``unit``; of 0 none.
+
+    Shown on rank 0, by its main thread, where there is a terminal, if it takes more than 2 s.
+    """
+    bar = Progress(total, text, unit)
     try:
         yield bar
     finally:

@@ -91,7 +91,6 @@ class HostArena:
         device: the device that the memory travels to and from; it decides which cores touch it.
         can_pin: whether the device's driver can register host memory.
         transfer: how to obtain the memory (``pin``, ``huge_pages``, ``numa``).
-        show_progress: show a bar when it takes longer than two seconds.
 
     Raises:
         HostMemoryError: the kernel refused to map it.
@@ -107,7 +106,6 @@ class HostArena:
         device: torch.device,
         can_pin: bool,
         transfer: TransferConfig,
-        show_progress: bool = False,
     ) -> None:
         assert n_bytes >= 0, n_bytes
         self._n_bytes = n_bytes
@@ -119,8 +117,7 @@ class HostArena:
         if n_bytes == 0:
             return
         self._mapping, self._huge_pages = _map(n_bytes, huge_pages=transfer.huge_pages)
-        shown_bytes = n_bytes if show_progress else 0
-        with progress(shown_bytes, "touching host memory", delay_s=2) as bar:
+        with progress(n_bytes, "touching host memory") as bar:
             self._touch(device, transfer.numa, bar.advance)
             if can_pin and transfer.pin != "never":
                 # This takes about as long as touching and cannot report how far it is.

@@ -16,7 +16,6 @@ from ..core.arguments import backend_of
 from ..core.backend import Backend
 from ..core.config import OffloadConfig
 from ..core.errors import DeviceError
-from ..core.progress import is_rank_0
 from ..pipeline.engine import Engine
 from ..pipeline.host import HostBucket
 from ..pipeline.inventory import Inventory, Placed
@@ -85,7 +84,6 @@ class Reservation:
                 self.config,
                 self.backend,
                 device_bytes=self.config.first_device_bytes - taken,
-                show_progress=is_rank_0(),
                 native_state=shown,
             )
             try:

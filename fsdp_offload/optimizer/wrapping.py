@@ -106,7 +106,8 @@ def check_holds(optimizer: Optimizer, models: Sequence[nn.Module]) -> None:
     if not models:
         _log.warning(
             "HybridDeviceOptimizer without model=: no parameter names, no overlap with forward "
-            "and backward, and loads into the module are not noticed"
+            "and backward, and loads into the module are not noticed. Remedy: pass the module, "
+            "HybridDeviceOptimizer(optimizer, model)"
         )
         return
     named = dtensor.parameter_names(models)

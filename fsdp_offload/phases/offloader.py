@@ -37,6 +37,12 @@ _CHOICES: Final[dict[str, tuple[object, ...]]] = {
     "state": ("save", "keep"),
     "keep_addresses": (True, False),
 }
+_WHY: Final = {
+    "params": "parameters are needed again, so they are copied out, or stay",
+    "grads": "it says what becomes of .grad, by name",
+    "state": "state is needed again, so it is copied out, or stays",
+}
+"""Why there are no other choices."""
 
 
 @dataclass(frozen=True)
@@ -429,7 +435,9 @@ def _check_choices(**given: object) -> None:
         if value not in choices or not isinstance(value, str | bool | None):  # 1 is no True
             quoted = (f'"{each}"' if isinstance(each, str) else str(each) for each in choices)
             raise ConfigError(
-                f"{name}={value!r}", reason="unknown choice", remedy="use " + " or ".join(quoted)
+                f"{name}={value!r}",
+                reason=_WHY.get(name, "neither True nor False"),
+                remedy="use " + " or ".join(quoted),
             )
 
 

@@ -110,7 +110,6 @@ class Engine:
         backend: Backend,
         *,
         device_bytes: int,
-        show_progress: bool,
         native_state: States,
     ) -> None:
         self.backend, self.config = backend, config
@@ -141,14 +140,14 @@ class Engine:
         self._gates: list[_GateUpdates] = []
         self._away_until: dict[int, int] = {}  # steps before which streamed buckets do not stay
         try:
-            arena = self._arena(self.host_bytes, show_progress)
+            arena = self._arena(self.host_bytes)
             self._make_tensors(dtype_groups, arena)
             self.scratch = self._scratch(dtype_groups)
             self.resident = self._resident(optimizer, dtype_groups, params)
             self.streamed = self._streamed(optimizer, dtype_groups, params, arena, device_bytes)
             self._release_scratch()
             if host:
-                memory = self._arena(sizes.host_bytes, show_progress=False)
+                memory = self._arena(sizes.host_bytes)
                 pinned = all(each.pinned for each in self.arena_statistics())
                 across = copier(backend.device, pinned=pinned)
                 staging = HostStaging(backend, memory, sizes, across)
@@ -163,13 +162,12 @@ class Engine:
 
     # ------------------------------------------------------------------ building
 
-    def _arena(self, n_bytes: int, show_progress: bool) -> HostArena:
+    def _arena(self, n_bytes: int) -> HostArena:
         arena = HostArena(
             n_bytes,
             device=self.backend.device,
             can_pin=self.backend.can_pin,
             transfer=self.config.transfer,
-            show_progress=show_progress,
         )
         self.arenas.append(arena)
         return arena

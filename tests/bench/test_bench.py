@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from fsdp_offload.bench import checkpoint, iteration, phases
+from fsdp_offload.bench.arguments import DEFAULT_ROWS, PHASES_ROWS
 from fsdp_offload.bench.model import Job, synthetic_batches
-from fsdp_offload.bench.rows import DEFAULT_ROWS, Case
+from fsdp_offload.bench.rows import Case
 from fsdp_offload.core.errors import ConfigError
 from tests.helpers.ranks import RankPool
 
@@ -118,7 +119,7 @@ def test_a_job_is_checked() -> None:
 @pytest.mark.filterwarnings("ignore")
 def test_phases() -> None:
     report = phases.main(["--device", "cpu", "--params", "4e5", "--cycles", "3"])
-    assert [row["name"] for row in report["rows"]] == list(phases.ROWS)
+    assert [row["name"] for row in report["rows"]] == list(PHASES_ROWS)
     for row in report["rows"]:
         if row["name"] == "fixed" and row["status"] != "ok":
             assert "torch 2.13 or later" in row["reason"]

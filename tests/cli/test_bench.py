@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from fsdp_offload import ConfigError
+from fsdp_offload.bench import iteration, phases
 from fsdp_offload.cli.main import main
 
 SMALL = ["--device", "cpu", "--layers", "1", "--dim", "64", "--vocabulary", "128"]
@@ -21,7 +23,7 @@ SHORT = ["--tokens", "32", "--seq", "16", "--iterations", "1", "--warm-up", "1"]
     ("words", "module", "rest"),
     [
         (["--rows", "plain", "--json", "x"], "bench", ["--rows", "plain", "--json", "x"]),
-        (["phases", "--help"], "bench.phases", ["--help"]),
+        (["phases", "--cycles", "2"], "bench.phases", ["--cycles", "2"]),
         (["checkpoint", "folder"], "bench.checkpoint", ["folder"]),
         ([], "bench", []),
     ],
@@ -53,3 +55,16 @@ def test_an_iteration_and_a_mistake(tmp_path: Path) -> None:
     assert done.stderr.startswith("fsdp-offload: ")
     assert "'plane' is no kind of row" in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_on_the_cpu_sizes_are_small(capsys: pytest.CaptureFixture[str]) -> None:
+    """Those of a GPU would take all of a workstation's memory."""
+    iteration.main("--device cpu --rows plain --warm-up 1 --iterations 1".split())
+    phases.main("--device cpu --rows offloader --cycles 2".split())
+    assert "0.00 G parameters" in capsys.readouterr().out
+
+
+def test_a_row_that_phases_have_not_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"row 'nope': it is not measured\. Remedy: use off"):
+        phases.main(["--device", "cpu", "--rows", "nope"])

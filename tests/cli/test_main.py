@@ -31,7 +31,16 @@ def modules_after(*words: str) -> tuple[str, set[str]]:
 
 @pytest.mark.parametrize(
     "words",
-    [["--help"], ["--version"], ["doctor", "--help"], ["plan", "--help"], ["inspect", "--help"]],
+    [
+        ["--help"],
+        ["--version"],
+        ["doctor", "--help"],
+        ["plan", "--help"],
+        ["inspect", "--help"],
+        ["bench", "--help"],
+        ["bench", "phases", "--help"],
+        ["bench", "checkpoint", "--help"],
+    ],
 )
 def test_help_does_without_torch(words: list[str]) -> None:
     text, modules = modules_after(*words)
@@ -53,7 +62,15 @@ def test_functions_of_the_table_are_there() -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [[], ["nothing"], ["doctor", "--device", "x"], ["doctor", "--dev"]]
+    "words",
+    [
+        [],
+        ["nothing"],
+        ["doctor", "--device", "x"],
+        ["doctor", "--dev"],
+        ["bench", "--layer", "2"],
+        ["bench", "checkpoint"],
+    ],
 )
 def test_wrong_usage(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:

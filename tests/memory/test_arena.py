@@ -304,29 +304,3 @@ def test_a_forked_child_does_not_unregister(monkeypatch: pytest.MonkeyPatch) -> 
 
     assert in_child(check) == 0
     assert arena.statistics().pinned
-
-
-def test_progress_is_a_bar_on_stderr_only_when_asked(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tqdm = pytest.importorskip("tqdm")
-    made: list[dict[str, object]] = []
-
-    class Bar(tqdm.tqdm):  # type: ignore[misc, name-defined]
-        def __init__(self, **options: object) -> None:
-            made.append(dict(options))
-            super().__init__(**{**options, "delay": 0, "mininterval": 0})
-
-    monkeypatch.setattr(tqdm, "tqdm", Bar)
-    for show in (False, True):
-        HostArena(
-            130 * MIB,
-            device=CPU,
-            can_pin=False,
-            transfer=TransferConfig(),
-            show_progress=show,
-        )
-    assert len(made) == 1
-    assert made[0]["total"] == 130 * MIB
-    assert made[0]["delay"] == 2
-    assert "130M/130M" in capsys.readouterr().err

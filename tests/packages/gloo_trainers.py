@@ -55,16 +55,25 @@ def loss_of(logits: Tensor, tokens: Tensor) -> Tensor:
 
 
 @contextlib.contextmanager
-def accelerate_with_fsdp2() -> Iterator[None]:
-    """Inside, Accelerate takes gloo for a backend of GPUs: on the CPU it would use DDP.
-
-    Its state is of the process; ranks are used again.
-    """
-    from accelerate.state import AcceleratorState, DistributedType, GradientState, PartialState
+def forgetting() -> Iterator[None]:
+    """Accelerate's state is of the process; ranks are used again."""
+    from accelerate.state import AcceleratorState, GradientState, PartialState
 
     def forget() -> None:
         for state in (AcceleratorState, GradientState, PartialState):
             state._reset_state()
+
+    forget()
+    try:
+        yield
+    finally:
+        forget()
+
+
+@contextlib.contextmanager
+def accelerate_with_fsdp2() -> Iterator[None]:
+    """Inside, Accelerate takes gloo for a backend of GPUs: on the CPU it would use DDP."""
+    from accelerate.state import DistributedType, PartialState
 
     def backend(*_: Any) -> tuple[str, DistributedType]:
         return "gloo", DistributedType.MULTI_GPU
@@ -77,9 +86,6 @@ def accelerate_with_fsdp2() -> Iterator[None]:
         mock.patch.dict(os.environ, {**environment, "FSDP_VERSION": "2"}),
         mock.patch.object(PartialState, "_prepare_backend", backend),
         mock.patch.object(PartialState, "wait_for_everyone", barrier),
+        forgetting(),
     ):
-        forget()
-        try:
-            yield
-        finally:
-            forget()
+        yield

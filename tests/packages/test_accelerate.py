@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import os
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,10 +16,9 @@ import torch
 from fsdp_offload import ConfigError, HybridDeviceOptimizer, SpentGradientError
 from tests.fsdp.models import check
 from tests.helpers.ranks import RankPool
-from tests.packages.gloo_trainers import Model, accelerate_with_fsdp2, batch, loss_of
+from tests.packages.gloo_trainers import Model, accelerate_with_fsdp2, batch, forgetting, loss_of
 
 pytest.importorskip("accelerate", reason="accelerate is not installed")
-pytestmark = pytest.mark.long
 Ranks = Callable[..., RankPool]
 WAYS = ("after", "swapped", "before")
 
@@ -97,6 +98,12 @@ def train(
     return seen
 
 
+def test_smoke(ranks: Ranks) -> None:
+    expected = ranks(2).run(train, "plain", range(2))
+    assert ranks(2).run(train, "after", range(2), overlap="forward") == expected
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("scaled", [False, True], ids=["", "scaled"])
 @pytest.mark.parametrize(
     ("way", "overlap"),
@@ -107,6 +114,7 @@ def test_training_is_the_same(ranks: Ranks, way: str, overlap: str, scaled: bool
     assert ranks(2).run(train, way, range(4), scaled=scaled, overlap=overlap) == expected
 
 
+@pytest.mark.long
 def test_updates_in_backward_are_the_same_without_clipping(ranks: Ranks) -> None:
     expected = ranks(2).run(train, "plain", range(4), clip=False)
     assert ranks(2).run(train, "after", range(4), clip=False, overlap="backward") == expected
@@ -120,6 +128,7 @@ def clipped_in_backward() -> str:
     return ""
 
 
+@pytest.mark.long
 def test_clipping_after_updates_in_backward_says_which_overlap_to_use(ranks: Ranks) -> None:
     for said in ranks(2).run(clipped_in_backward):
         assert 'use overlap="forward"' in said
@@ -136,6 +145,7 @@ def save_and_go_on(
     return train(second, range(3, 5), load=f"{tmp}/{first}", **kept), expected
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("full", [False, True], ids=["sharded", "full"])
 @pytest.mark.parametrize(
     ("first", "second"),
@@ -158,6 +168,7 @@ def half(
     return train(second, rest, dtype=torch.bfloat16, full=full, load=folder)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("full", [False, True], ids=["sharded", "full"])
 @pytest.mark.parametrize("way", ["after", "before"])
 def test_bf16_checkpoints_of_accelerate_keep_the_master(
@@ -169,6 +180,7 @@ def test_bf16_checkpoints_of_accelerate_keep_the_master(
         assert found == all_of_them[-len(found) :]
 
 
+@pytest.mark.long
 def test_a_bf16_checkpoint_with_a_master_resumes_in_the_plain_optimizer(
     ranks: Ranks, tmp_path: Path
 ) -> None:
@@ -193,6 +205,7 @@ def plain_into_ours(tmp: str) -> tuple[str, list[float], list[float]]:
     return said, train("loaded", range(3, 5), **kept), train("plain", range(3, 5), **kept)
 
 
+@pytest.mark.long
 def test_a_plain_bf16_checkpoint_is_loaded_before_wrapping(ranks: Ranks, tmp_path: Path) -> None:
     for said, loaded, plain in ranks(2).run(plain_into_ours, str(tmp_path)):
         assert "Missing key" in said
@@ -223,5 +236,34 @@ def refused() -> None:
         raise AssertionError("overlap before prepare was not refused")
 
 
+@pytest.mark.long
 def test_the_accelerated_optimizer_and_overlap_before_prepare_are_refused(ranks: Ranks) -> None:
     ranks(2).run(refused)
+
+
+def train_without_fsdp(wraps: bool) -> list[float]:
+    from accelerate import Accelerator
+
+    exported = {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}  # asked for, and not used
+    with forgetting(), mock.patch.dict(os.environ, exported):
+        accelerator = Accelerator(cpu=True)
+        model: Any = Model()
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.01)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        if wraps:
+            optimizer.optimizer = HybridDeviceOptimizer(optimizer.optimizer, model)
+        seen = []
+        for step in range(4):
+            loss = loss_of(model(batch(step)), batch(step))
+            accelerator.backward(loss)
+            seen += [loss.item(), float(accelerator.clip_grad_norm_(model.parameters(), 0.5))]
+            optimizer.step()
+            optimizer.zero_grad()
+    return seen
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("size", [1, 2])
+def test_one_process_and_ddp(ranks: Ranks, size: int) -> None:
+    expected = ranks(size).run(train_without_fsdp, False)
+    assert ranks(size).run(train_without_fsdp, True) == expected

@@ -7,6 +7,7 @@ import logging
 import os
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -21,7 +22,6 @@ from tests.helpers.ranks import RankPool
 from tests.packages.gloo_trainers import Model, batch, loss_of
 
 pytest.importorskip("lightning", reason="lightning is not installed")
-pytestmark = pytest.mark.long
 Ranks = Callable[..., RankPool]
 STEPS = 5
 
@@ -56,7 +56,7 @@ def make_module(way: str, options: dict[str, Any]) -> Any:
     return Module()
 
 
-def make_strategy(way: str, options: dict[str, Any]) -> Any:
+def make_strategy(way: str, full: bool, options: dict[str, Any]) -> Any:
     from lightning.pytorch.strategies import ModelParallelStrategy
 
     class Offloading(ModelParallelStrategy):
@@ -65,10 +65,19 @@ def make_strategy(way: str, options: dict[str, Any]) -> Any:
             module = self.lightning_module
             self.optimizers = [HybridDeviceOptimizer(o, module, **options) for o in self.optimizers]
 
-    return (Offloading if way == "strategy" else ModelParallelStrategy)()
+    cls = Offloading if way == "strategy" else ModelParallelStrategy
+    return cls(save_distributed_checkpoint=not full)
 
 
-def train(way: str, **options: Any) -> list[float]:
+def train(
+    way: str,
+    *,
+    steps: int = STEPS,
+    save: str = "",
+    load: str | None = None,
+    full: bool = False,
+    **options: Any,
+) -> list[float]:
     from lightning.pytorch import Trainer
     from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 
@@ -79,10 +88,9 @@ def train(way: str, **options: Any) -> list[float]:
         trainer = Trainer(
             accelerator="cpu",
             devices=2,
-            strategy=make_strategy(way, options),
+            strategy=make_strategy(way, full, options),
             plugins=[TorchElasticEnvironment()],
-            max_steps=STEPS,
-            gradient_clip_val=None,
+            max_steps=steps,
             logger=False,
             enable_checkpointing=False,
             enable_progress_bar=False,
@@ -90,13 +98,35 @@ def train(way: str, **options: Any) -> list[float]:
             use_distributed_sampler=False,
         )
         module = make_module(way, options)
-        trainer.fit(module, torch.utils.data.DataLoader([batch(i) for i in range(8)], None))
+        data = torch.utils.data.DataLoader([batch(i) for i in range(8)], None)
+        trainer.fit(module, data, ckpt_path=load)
+        if save:
+            trainer.save_checkpoint(save)
     if way != "plain":
         made = trainer.strategy.optimizers[0].statistics().steps
-        check(made == STEPS, f"{made} steps")
+        check(made == len(module.seen), f"{made} steps")
     return module.seen
 
 
+def test_smoke(ranks: Ranks) -> None:
+    assert ranks(2).run(train, "strategy") == ranks(2).run(train, "plain")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("full", [False, True])
+def test_checkpoints_resume(ranks: Ranks, tmp_path: Path, full: bool) -> None:
+    """Lightning's own resume begins with the first batch again, so a plain one is compared."""
+    for first in ("plain", "strategy"):
+        ranks(2).run(train, first, steps=3, save=str(tmp_path / first), full=full)
+    load = str(tmp_path / "plain")
+    expected = ranks(2).run(train, "plain", load=load, full=full)
+    assert len(expected[0]) == STEPS - 3
+    for first, second in (("strategy", "strategy"), ("plain", "strategy"), ("strategy", "plain")):
+        found = ranks(2).run(train, second, load=str(tmp_path / first), full=full)
+        assert found == expected, (first, second)
+
+
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("way", "overlap"),
     [("inside", "step"), ("strategy", "step"), ("strategy", "forward"), ("strategy", "backward")],
@@ -124,6 +154,7 @@ def moved_bytes(way: str) -> int:
     return n_bytes
 
 
+@pytest.mark.long
 def test_a_strategy_that_wraps_last_has_less_moved(ranks: Ranks) -> None:
     inside, strategy = (ranks(2).run(moved_bytes, way)[0] for way in ("inside", "strategy"))
     assert strategy < inside

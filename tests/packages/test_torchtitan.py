@@ -23,7 +23,6 @@ from tests.helpers.ranks import RankPool
 from tests.packages.gloo_trainers import Model, batch, loss_of
 
 pytest.importorskip("torchtitan", reason="torchtitan is not installed")
-pytestmark = pytest.mark.long
 Ranks = Callable[..., RankPool]
 
 
@@ -113,12 +112,18 @@ def train(
     return seen
 
 
+def test_smoke(ranks: Ranks) -> None:
+    assert ranks(2).run(train, True, range(2)) == ranks(2).run(train, False, range(2))
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("overlap", ["step", "forward"])
 def test_training_is_the_same(ranks: Ranks, overlap: str) -> None:
     expected = ranks(2).run(train, False, range(5))
     assert ranks(2).run(train, True, range(5), overlap=overlap) == expected
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", ["disabled", "async"])
 @pytest.mark.parametrize(("first", "second"), [(True, True), (True, False), (False, True)], ids=str)
 def test_checkpoints_resume(
@@ -141,6 +146,7 @@ def clipped_in_backward() -> str:
     return ""
 
 
+@pytest.mark.long
 def test_clipping_after_updates_in_backward_says_which_overlap_to_use(ranks: Ranks) -> None:
     for said in ranks(2).run(clipped_in_backward):
         assert said.startswith("SpentGradientError")
@@ -155,6 +161,7 @@ def load_plain(folder: str, **options: Any) -> str:
     return ""
 
 
+@pytest.mark.long
 def test_bf16_shards(ranks: Ranks, tmp_path: Path) -> None:
     """With masters, ours resume exactly; a plain checkpoint needs ``master="none"``, which is the
     arithmetic of the job that has saved it."""

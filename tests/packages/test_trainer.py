@@ -18,7 +18,6 @@ from tests.packages.gloo_trainers import accelerate_with_fsdp2
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("accelerate", reason="accelerate is not installed")
-pytestmark = pytest.mark.long
 Ranks = Callable[..., RankPool]
 VOCABULARY, STEPS = 64, 4
 
@@ -164,6 +163,12 @@ def finished(trainer: Any, way: str) -> list[Any]:
     return [{k: v for k, v in row.items() if k in kept} for row in trainer.state.log_history]
 
 
+def test_smoke(ranks: Ranks, tmp_path: Path) -> None:
+    expected = ranks(2).run(train, "plain", str(tmp_path / "plain"), False)
+    assert ranks(2).run(train, "prepare", str(tmp_path / "ours"), False) == expected
+
+
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("way", "full"),
     [
@@ -202,6 +207,7 @@ def clipped_in_backward(folder: str) -> str:
     return ""
 
 
+@pytest.mark.long
 def test_updates_in_backward_are_refused_where_the_trainer_takes_the_norm(
     ranks: Ranks, tmp_path: Path
 ) -> None:
@@ -209,6 +215,7 @@ def test_updates_in_backward_are_refused_where_the_trainer_takes_the_norm(
         assert 'use overlap="forward"' in said
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("optim", "package", "way"),
     [
@@ -277,6 +284,14 @@ def tokenizer() -> Any:
     )
 
 
+def test_trl_smoke(ranks: Ranks, tmp_path: Path) -> None:
+    for package in ("trl", "peft", "datasets"):
+        pytest.importorskip(package, reason=f"{package} is not installed")
+    expected = ranks(2).run(fine_tune, "plain", str(tmp_path / "plain"))
+    assert ranks(2).run(fine_tune, "prepare", str(tmp_path / "ours")) == expected
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("overlap", ["step", "forward"])
 def test_trl_with_lora_trains_and_resumes_the_same(
     ranks: Ranks, tmp_path: Path, overlap: str

@@ -1,0 +1,93 @@
+"""Arguments of the benchmarks; nothing here imports torch, so that ``--help`` is quick."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final, NoReturn
+
+PROGRAM: Final = "fsdp-offload"
+DEFAULT_ROWS: Final = (
+    "plain-torchclip,step-f0-torchclip,default-torchclip,default-d2GiB-torchclip,"
+    "default-d0-torchclip,backward-d2GiB,backward-d2GiB-bf16,backward-d2GiB-int8,torchao,"
+    "cpuoffload-torchclip"
+)
+PHASES_ROWS: Final = ("offloader", "fixed", "swap", "loop")
+SIZES: Final = {"layers": 24, "dim": 2048, "vocabulary": 60000, "tokens": 8192, "seq": 2048}
+SMALL: Final = {"layers": 2, "dim": 128, "vocabulary": 512, "tokens": 128, "seq": 128}
+"""On the CPU, where figures say whether it works, and nothing about GPUs."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Tells wrong usage in the form of this package's errors."""
+
+    def error(self, message: str) -> NoReturn:
+        """Leave with 2."""
+        self.exit(2, f"{PROGRAM}: {message}. Remedy: see {self.prog} --help\n")
+
+
+def _parser(name: str, text: str) -> Parser:
+    parser = Parser(prog=f"{PROGRAM} {name}", description=text, allow_abbrev=False)
+    add = parser.add_argument
+    add("--device", choices=("cuda", "cpu"), help="default: cuda if there is one; cpu: small sizes")
+    add("--json", type=Path, help="file for all figures")
+    return parser
+
+
+def _sizes(parser: Parser, *names: str) -> None:
+    helps = {"tokens": "per iteration and rank", "seq": "tokens of one sequence"}
+    for name in names:
+        text = f"{helps.get(name, 'of the GPT')}; default: {SIZES[name]}"
+        parser.add_argument(f"--{name}", type=int, help=text)
+
+
+def iterations() -> Parser:
+    """Of ``bench``."""
+    parser = _parser("bench", "whole iterations of one job, with each optimizer in turn")
+    add = parser.add_argument
+    add("--rows", default=DEFAULT_ROWS, help="names joined by commas; default: all")
+    add("--iterations", type=int, default=10, help="timed ones per row")
+    add("--warm-up", type=int, default=20, help="iterations before them, for memory to be steady")
+    add("--params", type=float, help="choose --layers for this many parameters, such as 3.14e9")
+    _sizes(parser, *SIZES)
+    add("--shards", choices=("bf16", "fp32"), default="bf16", help="dtype of the parameters")
+    add("--checkpointed", action="store_true", help="blocks are computed again in backward")
+    add("--deterministic", action="store_true", help="kernels whose bits repeat, to compare losses")
+    return parser
+
+
+def phases() -> Parser:
+    """Of ``bench phases``."""
+    parser = _parser("bench phases", "a model and its optimizer leave the device and come back")
+    add = parser.add_argument
+    add("--params", type=float, help="of each rank's shards; default: 1.33e9, on the CPU 1e6")
+    add("--cycles", type=int, default=6, help="the first and at least one more")
+    add("--rows", default=",".join(PHASES_ROWS), help="names joined by commas; default: all")
+    return parser
+
+
+def checkpoints() -> Parser:
+    """Of ``bench checkpoint``."""
+    parser = _parser("bench checkpoint", "a model and its optimizer are saved and loaded")
+    add = parser.add_argument
+    add("folder", type=Path, help="on the disk to measure; a folder in it is made and removed")
+    _sizes(parser, "layers")
+    add("--repeats", type=int, default=2, help="of which the best counts")
+    add("--shards", choices=("bf16", "fp32"), default="fp32", help="dtype of the parameters")
+    return parser
+
+
+PARSERS: Final[dict[str, Callable[[], Parser]]] = {
+    "": iterations,
+    "phases": phases,
+    "checkpoint": checkpoints,
+}
+"""By the word behind ``bench``."""
+
+
+def with_sizes(options: argparse.Namespace, *, is_small: bool) -> dict[str, Any]:
+    """Sizes of the job: those that were given, else the usual ones."""
+    usual = SMALL if is_small else SIZES
+    given = {name: getattr(options, name, None) for name in usual}
+    return {name: usual[name] if size is None else size for name, size in given.items()}

@@ -1,0 +1,154 @@
+"""Mistakes that first users made: each gets an error or a warning that says what to do.
+
+Here are those that no other test provokes; :data:`ELSEWHERE` names the tests of the others.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from fsdp_offload import (
+    ConfigError,
+    HybridDeviceOptimizer,
+    NonFiniteGradientError,
+    PhaseOffloader,
+    TransferConfig,
+    checkpoint,
+)
+from tests.helpers.training import assert_explains
+
+TESTS = Path(__file__).parent
+PAGE = (TESTS.parent / "docs" / "troubleshooting.md").read_text()
+REFUSED = "optimizer/test_refusals.py::test_a_bad_argument_is_refused"
+ELSEWHERE = {
+    "another model as model=": "optimizer/test_wrapping.py::test_sharded_models_that_are_others",
+    "fully_shard after wrapping": "optimizer/test_wrapping.py::test_fully_shard_after_wrapping",
+    "model= forgotten": "optimizer/test_wrapping.py::test_a_model_left_out_is_worth_one_warning",
+    "model as second argument": "optimizer/test_wrapping.py::test_the_model_may_be_the_second",
+    "model and optimizer exchanged": "optimizer/test_refusals.py::test_what_cannot_be_wrapped",
+    "prefetch_bytes= of the optimizer": REFUSED,
+    "unscale_, own clipping in backward mode": "fsdp/test_overlap.py::test_errors_name_what_was",
+    "gradients that come in parts": "fsdp/test_overlap.py::test_gradients_that_come_in_two_parts",
+    "offload between backward and step": "phases/test_gradients.py::test_between_backward_and_step",
+    "a parameter read after step()": "fsdp/test_gated.py::test_reading_waits",
+    "full_state_dict=True with bf16": "fsdp/test_remainder_bits.py::test_masters_survive_whole",
+    "strict dcp.load of a plain checkpoint": "checkpoint/test_plain_masters.py::test_a_strict_load",
+    "numpy missing": "test_examples.py::test_minimal_saves_and_resumes_on_one_rank_without_numpy",
+    "a torch that was not run": "fsdp/test_names.py::test_",
+    "host memory too small": "optimizer/test_refusals.py::test_a_host_budget_that_is_too_small",
+}
+
+
+@pytest.mark.parametrize("mistake", ELSEWHERE)
+def test_another_test_provokes_it(mistake: str) -> None:
+    file, _, name = ELSEWHERE[mistake].partition("::")
+    assert re.search(rf"^def {name}", (TESTS / file).read_text(), re.MULTILINE)
+
+
+def made(dtype: torch.dtype = torch.float32) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)).to(dtype)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+def saved(order: Callable[[str, Any, Any], tuple[Any, ...]], folder: Path) -> None:
+    checkpoint.save(*order(str(folder / "one"), *made()))
+
+
+def loaded(order: Callable[[str, Any, Any], tuple[Any, ...]], folder: Path) -> None:
+    checkpoint.load(*order(str(folder / "one"), *made()))
+
+
+def offloaded(**options: Any) -> None:
+    PhaseOffloader(made()[0], **options)
+
+
+def wrapped(**options: Any) -> None:
+    model, optimizer = made()
+    HybridDeviceOptimizer(optimizer, model, **options)
+
+
+MISTAKES: dict[str, tuple[Callable[[Path], object], str, str]] = {
+    "overlap=True": (lambda _: wrapped(overlap=True), "what the updates run in", "step, forward"),
+    'update_on="cpu"': (lambda _: wrapped(update_on="cpu"), "on the device, or on the", '"host"'),
+    'pin="no"': (lambda _: TransferConfig(pin="no"), "required, preferred", '"never"'),  # type: ignore[arg-type]
+    'params="drop"': (lambda _: offloaded(params="drop"), "needed again", '"save" or "keep"'),
+    'grads="none"': (lambda _: offloaded(grads="none"), "becomes of .grad", 'None or "drop"'),
+    "keep_addresses=1": (lambda _: offloaded(keep_addresses=1), "neither True", "True or False"),
+    "save(path, optimizer, model)": (
+        lambda folder: saved(lambda path, model, optimizer: (path, optimizer, model), folder),
+        "model of type AdamW: not a torch.nn.Module",
+        "pass the module",
+    ),
+    "save(model, optimizer, path)": (
+        lambda folder: saved(lambda path, model, optimizer: (model, optimizer, path), folder),
+        "path of type Sequential: not a path",
+        "give the path first",
+    ),
+    "load(model, optimizer, path)": (
+        lambda folder: loaded(lambda path, model, optimizer: (model, optimizer, path), folder),
+        "path of type Sequential: not a path",
+        "give the path first",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_it_is_refused_with_reason_and_remedy(mistake: str, tmp_path: Path) -> None:
+    provoke, reason, remedy = MISTAKES[mistake]
+    with pytest.raises(ConfigError) as caught:
+        provoke(tmp_path)
+    assert_explains(caught.value, reason, remedy)
+    assert os.listdir(tmp_path) == []
+
+
+def test_moments_may_be_named_by_the_words_of_exports(tmp_path: Path) -> None:
+    for moments in ("fp32", "bf16", "int8", torch.bfloat16):
+        wrapped(moments=moments)
+    with pytest.raises(ConfigError, match=r"weights are written in bf16 or fp32.*Remedy: use"):
+        checkpoint.export_safetensors(tmp_path / "one", tmp_path / "out", dtype="fp8")
+
+
+def test_fp16_gradients_overflow_as_with_torch() -> None:
+    """Without an error in either; asked for, there is one."""
+    found = []
+    for wraps in (False, True):
+        model, optimizer = made(torch.float16)
+        if wraps:
+            optimizer = HybridDeviceOptimizer(optimizer, model, master_weights=False)
+        (model(torch.ones(1, 4, dtype=torch.float16)).sum() * 6e4 * 6e4).backward()
+        optimizer.step()
+        found.append([p.detach().clone() for p in model.parameters()])
+        assert not all(p.isfinite().all() for p in found[-1])
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=0, equal_nan=True)
+    assert isinstance(optimizer, HybridDeviceOptimizer)
+    with pytest.raises(NonFiniteGradientError, match="Remedy"):
+        optimizer.clip_grad_norm_(1.0, error_if_nonfinite=True)
+    assert "`NonFiniteGradientError`" in PAGE
+
+
+def test_what_torch_says_stands_on_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    """docs/troubleshooting.md is searched by these texts."""
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(ValueError) as no_group:
+        fully_shard(made()[0])
+    model, optimizer = made(torch.float16)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(model(torch.ones(1, 4, dtype=torch.float16)).sum()).backward()
+    with pytest.raises(ValueError) as unscaled:
+        scaler.unscale_(optimizer)
+    for caught, text in (
+        (no_group, "environment variable RANK expected, but not set"),
+        (unscaled, "Attempting to unscale FP16 gradients."),
+    ):
+        assert text in str(caught.value)
+        assert text in PAGE
