@@ -167,6 +167,18 @@ class PagePool:
         """Put the pages back. Again: nothing."""
         self.kernels.release(self, table)
 
+    def try_out(self, capacity: int, row_bytes: Sequence[int]) -> None:
+        """Launch each kernel as for such a group, with no rows."""
+        table = self._new_table(1, is_captured=False)
+        words = [self.near] * len(row_bytes)
+        for dtype in (torch.int64, torch.int32):
+            count = torch.zeros(1, dtype=dtype, device=self.device)
+            for far in (False, True):
+                self.claim(table, count, capacity, row_bytes, far=far)
+        self.move(table, words, row_bytes, out=True)
+        self.move(table, words, row_bytes, out=False)
+        self.release(table)
+
     def n_free(self) -> int:
         """Pages that could be claimed. The host waits for the device."""
         return int(self.tops.sum())

@@ -25,7 +25,7 @@ from ..memory import HostArena, check_host_budget, local_ranks
 from ..plan.activations import StashPlan, make_plan
 from .attach import Attachment
 from .group import Group
-from .pages import INVALID, INVALID_ROWS, MOST_FAR, MOST_NEAR, MOST_RANGES, OVERFLOWS, PagePool
+from .pages import INVALID_ROWS, MOST_FAR, MOST_NEAR, MOST_RANGES, OVERFLOWS, PagePool
 from .store import TAILS, RowStore
 
 _log = logging.getLogger("fsdp_offload")
@@ -310,6 +310,8 @@ class PagedStash:
             if count is None:
                 count = 2 * (self._store.recorded_groups or UNRECORDED_GROUPS)
             pool.add_tables(tables * count, n_pages, to_capture=True)
+            for group in set(plan.groups):  # what a capture launches was compiled before
+                pool.try_out(group.capacity, group.row_bytes[:MOST_RANGES])
 
     # ------------------------------------------------------------------ overflow
 
@@ -421,14 +423,17 @@ class PagedStash:
         self._store.check_usable(what)
         self._refuse_capture(what)
         device = self._backend.device
-        seen = torch.tensor([0, 0, 0, int(failed)], device=device)
+        seen = torch.zeros(4, dtype=torch.int64, device=device)
         own = torch.zeros(1, dtype=torch.int64, device=device)
         if (pool := self._store.pool) is not None:
-            seen[:2] = pool.flags[[OVERFLOWS, INVALID]]
-            own = pool.flags[INVALID_ROWS : INVALID_ROWS + 1].clone()
-            pool.flags[: INVALID_ROWS + 1] = 0
+            flags = pool.flags[: INVALID_ROWS + 1]  # overflows, invalid counts, such a count
+            seen[:INVALID_ROWS] = flags[:INVALID_ROWS]
+            own.copy_(flags[INVALID_ROWS:])
+            flags.zero_()
         for flag in also:
             seen[2] += (flag != 0).any()
+        if failed:
+            seen[3] = 1
         if dist.is_available() and dist.is_initialized():
             dist.all_reduce(seen, dist.ReduceOp.MAX, group=process_group)
         overflowed, invalid, asked, error, rows = torch.cat([seen, own]).tolist()

@@ -63,7 +63,8 @@ class MoE(nn.Module):
         say(routed, count)
         gate, up = self.product(routed, self.gate_up, count).chunk(2, dim=-1)
         out = self.product(F.silu(gate) * up, self.down, count)
-        return x + combine(out, place, x.shape[0])
+        moved = combine(out, place, x.shape[0])
+        return x + F.pad(moved[:, 1:], (1, 0))  # each layer has the same rows
 
     @staticmethod
     def product(x: Tensor, weight: Tensor, count: Tensor) -> Tensor:
@@ -78,8 +79,10 @@ def dispatch(x: Tensor, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
     count = slots.sum()
     where = torch.where(slots, slots.cumsum(0) - 1, capacity)  # those that do not exist: behind
     place = x.new_full((capacity + 1,), tokens, dtype=torch.int64)
-    place = place.index_put((where.clamp(max=capacity),), torch.arange(2 * tokens) % tokens)
-    place = torch.where(torch.arange(capacity) < count, place[:capacity], tokens)
+    place = place.index_put(
+        (where.clamp(max=capacity),), torch.arange(2 * tokens, device=x.device) % tokens
+    )
+    place = torch.where(torch.arange(capacity, device=x.device) < count, place[:capacity], tokens)
     padded = torch.cat([x, x.new_zeros(1, x.shape[1])])
     return padded[place], place, count
 
@@ -116,10 +119,10 @@ def model(layers: int = 3, **sizes: int) -> Model:
     return Model(layers, **sizes)
 
 
-def batch(seed: int, tokens: int = TOKENS) -> Tensor:
+def batch(seed: int, tokens: int = TOKENS, dim: int = DIM) -> Tensor:
     """Tokens that take other numbers of rows with each seed."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(tokens, DIM, generator=generator)
+    return torch.randn(tokens, dim, generator=generator)
 
 
 def gradients(module: nn.Module, x: Tensor) -> list[Tensor]:
