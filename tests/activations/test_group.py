@@ -78,7 +78,7 @@ def test_in_opposite_order_the_stacks_are_as_they_were(stash: PagedStash) -> Non
 
 
 def test_pages_are_used_where_they_should_be() -> None:
-    stash = PagedStash(CPU, "12KiB", "32KiB", **SIZES)
+    stash = PagedStash(CPU, "20KiB", "32KiB", **SIZES)
     with stash.exact():
         moe.gradients(moe.model().use(stash), torch.ones(moe.TOKENS, moe.DIM))
     stash.prepare()
