@@ -91,6 +91,7 @@ class PagePool:
         self.kernels = kernels or _kernels(device)
         self._tables: list[PageTable] = []
         self._tables_to_capture: list[PageTable] = []
+        self._captured: list[PageTable] = []
 
     @property
     def can_capture(self) -> bool:
@@ -128,7 +129,9 @@ class PagePool:
                 remedy="call prepare(captured_groups=...) with the number of groups of all "
                 "captures, after an iteration with the largest buffers",
             )
-        return self._tables_to_capture.pop()
+        table = self._tables_to_capture.pop()
+        self._captured.append(table)  # replays go on using its memory
+        return table
 
     def give_table(self, table: PageTable) -> None:
         """Its pages were released."""
