@@ -3,23 +3,21 @@
     python examples/moe_gpt.py --steps 100
     torchrun --nproc-per-node 2 examples/moe_gpt.py --steps 100
 
-Each token goes to two of eight experts or four null ones, which do nothing: how many rows an expert
-rank gets is not known on the host, and the host does not ask. Experts are divided over the ranks;
-tokens are gathered from all ranks, and results are summed back. The rest is FSDP2's, the
-optimizer's state lies in host memory. The text is Python's standard library.
+Each token goes to two of eight experts or four null ones: how many rows a rank's experts get is not
+known on the host, and the host does not ask. Tokens are gathered from all ranks, results are summed
+back; the rest is FSDP2's, the optimizer's state in host memory, the text Python's sources.
 """
 
 import argparse
 import os
-import sys
 import sysconfig
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
@@ -31,8 +29,8 @@ try:
 except ImportError:  # a build for CPUs
     triton = None
 
+LAUNCHED = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}  # torchrun's, or one process
 VOCABULARY, EXPERTS, NULL_EXPERTS, TOP = 256, 8, 4, 2
-MAX_DATA_BYTES = 8 << 20
 
 if triton is not None:
 
@@ -146,8 +144,8 @@ class Combine(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
         y, weight, token, exists = ctx.saved_tensors
         rows = g[token]
-        of_weight = (rows * y).sum(-1).masked_fill(~exists, 0)
-        return rows * weight[:, None], of_weight, None, None, None
+        gradient = (rows * y).sum(-1).masked_fill(~exists, 0)
+        return rows * weight[:, None], gradient, None, None, None
 
 
 class MoE(nn.Module):
@@ -158,28 +156,24 @@ class MoE(nn.Module):
         every = torch.randn(EXPERTS, dim, 2 * width) / dim**0.5  # the same with any number of ranks
         self.up = nn.Parameter(every.split(self.mine)[dist.get_rank()].clone())
         self.down = nn.Parameter(torch.zeros(self.mine, width, dim))
-        self.find_stash = lambda: stash  # not in what is copied or saved with a module
+        self.stash = stash
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """(tokens, dim) to the same, and a loss that is least where experts have equal loads."""
         shares = self.router(x).float().softmax(-1)
         weight, expert = shares.topk(TOP, dim=-1)
-        loads = F.one_hot(expert, shares.shape[1]).float().mean((0, 1))
-        balance = (loads * shares.mean(0)).sum() * shares.shape[1]
-        stash = self.find_stash()
-        if stash is None:
-            return self.routed(x, weight, expert, None), balance
-        with stash.group() as group:
+        loads = F.one_hot(expert, EXPERTS + NULL_EXPERTS).float().mean((0, 1))
+        balance = (EXPERTS + NULL_EXPERTS) * (loads * shares.mean(0)).sum()
+        with self.stash.group() if self.stash else nullcontext() as group:
             return self.routed(x, weight, expert, group), balance
 
     def routed(self, x: Tensor, weight: Tensor, expert: Tensor, group: Any) -> Tensor:
         x, weight = Gather.apply(x), Gather.apply(weight.to(x.dtype)).flatten()
         expert = gathered(expert).flatten() - dist.get_rank() * self.mine
-        behind = (expert < 0) | (expert >= self.mine)  # another rank's, or null
-        expert = expert.masked_fill(behind, self.mine)
+        expert = torch.where((expert < 0) | (expert > self.mine), self.mine, expert)  # not here
         order = expert.argsort(stable=True)[: x.shape[0] * min(TOP, self.mine)]  # the worst case
-        counts = (expert[:, None] == torch.arange(self.mine, device=x.device)).sum(0)
-        ends = counts.cumsum(0).int()
+        mine = torch.arange(self.mine, device=x.device)
+        ends = (expert[:, None] == mine).sum(0).cumsum(0).int()
         count = ends[-1:].clone()
         exists = torch.arange(order.numel(), device=x.device) < count
         token = order // TOP
@@ -187,8 +181,8 @@ class MoE(nn.Module):
         if group is not None:
             group.rows(rows, count)
         hidden = swiglu(F.grouped_mm(rows, self.up, offs=ends), count)
-        y = F.grouped_mm(hidden, self.down, offs=ends)
-        return Scatter.apply(Combine.apply(y, weight[order], token, exists, x.shape[0]))
+        hidden = F.grouped_mm(hidden, self.down, offs=ends)
+        return Scatter.apply(Combine.apply(hidden, weight[order], token, exists, x.shape[0]))
 
 
 class Block(nn.Module):
@@ -196,16 +190,13 @@ class Block(nn.Module):
         super().__init__()
         self.heads = max(1, dim // 32)
         self.attention_norm, self.moe_norm = nn.RMSNorm(dim), nn.RMSNorm(dim)
-        self.qkv = nn.Linear(dim, 3 * dim, bias=False)
-        self.out = nn.Linear(dim, dim, bias=False)
-        nn.init.zeros_(self.out.weight)  # so that a block starts as the identity
+        self.qkv, self.out = (nn.Linear(dim, n * dim, bias=False) for n in (3, 1))
         self.moe = MoE(dim, 2 * dim, stash)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         batch, seq, dim = x.shape
         qkv = self.qkv(self.attention_norm(x)).view(batch, seq, 3, self.heads, -1)
-        query, key, value = qkv.permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        mixed = F.scaled_dot_product_attention(*qkv.permute(2, 0, 3, 1, 4), is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).reshape(batch, seq, dim))
         y, balance = self.moe(self.moe_norm(x).flatten(0, 1))
         return x + y.view_as(x), balance
@@ -219,44 +210,39 @@ class GPT(nn.Module):
         self.norm, self.head = nn.RMSNorm(dim), nn.Linear(dim, VOCABULARY, bias=False)
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        x = self.tokens(inputs) + self.places.weight
-        balance = 0.0
+        x, balance = self.tokens(inputs) + self.places.weight, 0.0
         for block in self.blocks:
             x, more = block(x)
             balance = balance + more
-        logits = self.head(self.norm(x)).float()
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten()) + 0.01 * balance
+        logits = self.head(self.norm(x)).float().flatten(0, 1)
+        return F.cross_entropy(logits, targets.flatten()) + 0.01 * balance
 
 
 def read_text() -> Tensor:
     """The sources of Python's standard library, as bytes; the same on every rank."""
     data = bytearray()
     for file in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
-        data += file.read_bytes()[: MAX_DATA_BYTES - len(data)]
+        data += file.read_bytes()
     return torch.frombuffer(data, dtype=torch.uint8)
 
 
 def start_process_group() -> torch.device:
-    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    local = int(os.environ.get("LOCAL_RANK", 0))
+    rank, local, world = (int(os.environ.get(name, default)) for name, default in LAUNCHED.items())
     is_cuda = torch.cuda.device_count() > local
+    device = torch.device("cuda", local) if is_cuda else torch.device("cpu")
     if is_cuda:
-        torch.cuda.set_device(local)
+        torch.cuda.set_device(device)
     store = None if "RANK" in os.environ else dist.HashStore()  # torchrun's, or of this process
-    backend = "nccl" if is_cuda else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world)
-    return torch.device("cuda", local) if is_cuda else torch.device("cpu")
+    dist.init_process_group("nccl" if is_cuda else "gloo", store=store, rank=rank, world_size=world)
+    return device
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add = parser.add_argument
-    add("--steps", type=int, default=100)
-    add("--batch", type=int, default=8, help="sequences of a step on each rank")
-    add("--seq", type=int, default=128)
-    add("--layers", type=int, default=3)
-    add("--dim", type=int, default=128)  # a multiple of 32
-    add("--no-stash", action="store_true", help="keep whole buffers")
+    parser.add_argument("--no-stash", action="store_true", help="keep whole buffers")
+    sizes = {"steps": 100, "batch": 8, "seq": 128, "layers": 3, "dim": 128}  # on each rank
+    for name, size in sizes.items():
+        parser.add_argument(f"--{name}", type=int, default=size)
     args = parser.parse_args()
     device, text = start_process_group(), read_text()
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -265,9 +251,8 @@ def main() -> None:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32  # of grouped products
     model = GPT(args.layers, args.dim, args.seq, stash).to(device, dtype)
     experts = [p for block in model.blocks for p in (block.moe.up, block.moe.down)]
-    mesh = init_device_mesh(device.type, (world,))
     for module in (*model.blocks, model):
-        fully_shard(module, mesh=mesh, ignored_params=set(experts))
+        fully_shard(module, ignored_params=set(experts))
     optimizer = HybridDeviceOptimizer(torch.optim.AdamW(model.parameters(), lr=3e-3), model)
     for step in range(args.steps):
         random = torch.Generator().manual_seed(1000 * step + rank)
@@ -281,19 +266,17 @@ def main() -> None:
         optimizer.step()
         optimizer.zero_grad()
         if step == 0 and stash is not None:
-            plan = stash.prepare()
-            print(plan.explain() if rank == 0 else "", end="\n" * (rank == 0))
+            print(f"rank {rank}: {stash.prepare().explain()}")
         if rank == 0 and (step % 10 == 0 or step + 1 == args.steps):
-            print(f"step {step:4d}  loss {loss.item():.4f}")
+            print(f"step {step:4d}  loss {loss.item():.4f}", flush=True)
     if stash is not None and rank == 0:
         now = stash.statistics()
-        used = now.most_device_pages * now.page_bytes / 2**20
-        print(f"pages in use at most: {used:.1f} MiB, groups outside of them: {now.exact_groups}")
-    optimizer.close()
+        print(
+            f"pages at most: {now.most_device_pages}, exact groups: {now.exact_groups}", flush=True
+        )
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     main()
-    sys.stdout.flush()
     os._exit(0)  # gloo's threads can abort the interpreter while it shuts down
