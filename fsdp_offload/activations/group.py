@@ -167,7 +167,7 @@ class Group:
         if not torch.is_grad_enabled():
             return self
         if not self._store.is_open and storages.has_saved_tensor_hooks():
-            self._store.counts.inactive_groups += 1
+            self._store.counts["inactive_groups"] += 1
             self._store.log_once(
                 "PagedStash: a group inside of activation checkpointing or of other hooks for "
                 "saved tensors does nothing"
@@ -238,13 +238,11 @@ class Group:
                 ranges[key] = saved.add(rows)
                 words.append(_words(tensor, rows, self._capacity))
             taken.append((handle, ranges[key], View.of(tensor, rows)))
-        store.counts.groups += 1
+        store.counts.update(groups=1, taken=len(taken), ranges=len(words))
         if words:
             saved.hold(self._count, words)
         for handle, memory, view in taken:
             handle.take(memory, view)
-        store.counts.taken += len(taken)
-        store.counts.ranges += len(words)
         store.host_seconds += time.perf_counter() - began
 
 

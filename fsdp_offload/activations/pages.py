@@ -31,18 +31,10 @@ from . import pages_plain
 
 MOST_RANGES: Final = 8
 """Memory ranges that one table has pages of."""
-TOTAL: Final = 8
-NEAR: Final = 9
-ROWS: Final = 10
-"""Of a record: first the number of the first page of each range, then these."""
 RECORD_NUMEL: Final = 16
-OVERFLOWS: Final = 0
-INVALID: Final = 1
-INVALID_ROWS: Final = 2
-MOST_NEAR: Final = 3
-MOST_FAR: Final = 4
-CLAIMED: Final = 5
-"""Of the flags: what has happened, since the host looked or at most."""
+"""Of a record: the number of the first page of each range, then total, near pages and rows."""
+OVERFLOWS, INVALID, INVALID_ROWS, MOST_NEAR, MOST_FAR, CLAIMED = range(6)
+"""Of the flags: how often, a count that was, the most pages in use, all pages so far."""
 FLAGS_NUMEL: Final = 8
 
 

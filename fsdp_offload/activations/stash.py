@@ -63,36 +63,23 @@ class _Agreed(NamedTuple):
 class StashStatistics:
     """What a stash has done and holds. Of graphs' replays only pages and overflows are known."""
 
-    groups: int
-    """That were closed, dropped ones and captured ones too."""
-    exact_groups: int
-    """Of these: whose rows were kept outside of the pool."""
-    inactive_groups: int
-    """Inside of activation checkpointing or of other hooks: they did nothing."""
-    live_groups: int
-    """Whose backward has not come."""
-    taken: int
-    """Saved tensors that were copied away,"""
-    ranges: int
-    """and memory ranges that they were views of: the number of copies."""
-    kept: dict[str, int]
-    """Saved tensors that stayed as they are, by reason,"""
+    groups: int  # closed ones, captured ones among them
+    exact_groups: int  # of these: whose rows were kept outside of the pool
+    inactive_groups: int  # inside of activation checkpointing or other hooks: they did nothing
+    live_groups: int  # whose backward has not come
+    taken: int  # saved tensors that were copied away
+    ranges: int  # memory ranges that they were views of: the number of copies
+    kept: dict[str, int]  # saved tensors that stayed as they are, by reason
     kept_bytes: dict[str, int]
-    """and their bytes."""
-    overflows: int
-    """Groups for which pages ran out, up to the last ``check()`` or ``run()``."""
+    overflows: int  # groups for which pages ran out since the last check() or run()
     page_bytes: int
-    device_pages: int
-    """Of the pool, on the device,"""
-    used_device_pages: int
-    """in use now,"""
+    device_pages: int  # of the pool
+    used_device_pages: int  # now
     most_device_pages: int
-    """and at most."""
     host_pages: int
     used_host_pages: int
     most_host_pages: int
-    host_ms: float
-    """Time of the host in groups' ends."""
+    host_ms: float  # time of the host in groups' ends
 
 
 class PagedStash:
@@ -468,12 +455,12 @@ class PagedStash:
             near, far = store.pool.n_near, store.pool.n_far
             used = [n - free for n, free in zip((near, far), store.pool.tops.tolist(), strict=True)]
         return StashStatistics(
-            groups=store.counts.groups,
-            exact_groups=store.counts.exact_groups,
-            inactive_groups=store.counts.inactive_groups,
+            groups=store.counts["groups"],
+            exact_groups=store.counts["exact_groups"],
+            inactive_groups=store.counts["inactive_groups"],
             live_groups=store.n_live - len(store.dropped),
-            taken=store.counts.taken,
-            ranges=store.counts.ranges,
+            taken=store.counts["taken"],
+            ranges=store.counts["ranges"],
             kept=dict(store.kept),
             kept_bytes=dict(store.kept_bytes),
             overflows=flags[OVERFLOWS],

@@ -7,8 +7,7 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -30,28 +29,13 @@ TAILS: Final[dict[str, int | None]] = {"undefined": None, "nan": -1, "zero": 0}
 """What words of 8 bytes beyond the count are filled with. All bits set is a NaN in each format."""
 
 
-class Held(Protocol):
-    """Rows of one group, away from the buffers that they were in."""
-
-    n_pages: int
-    """For the recording; 0 where nothing was recorded."""
-
-    def restore(self, words: Sequence[Tensor]) -> None:
-        """Copy them into buffers of all rows, on the current stream, and give up their memory."""
-        ...
-
-    def drop(self) -> None:
-        """Give up what holds them."""
-        ...
-
-
 class ExactRows:
-    """The rows alone, in memory of their own.
+    """The rows of one group alone, in memory of their own.
 
     Args:
         words: all rows of each range.
         counts: words of those that exist.
-        n_pages: see :class:`Held`.
+        n_pages: what they would take, for the recording; 0: nothing was recorded.
     """
 
     def __init__(self, words: Sequence[Tensor], counts: Sequence[int], n_pages: int) -> None:
@@ -59,13 +43,13 @@ class ExactRows:
         self._copies = [_copy(all_rows[:n]) for all_rows, n in zip(words, counts, strict=True)]
 
     def restore(self, words: Sequence[Tensor]) -> None:
-        """See :class:`Held`."""
+        """Copy them into buffers of all rows, on the current stream, and give up their memory."""
         for copy, all_rows in zip(self._copies, words, strict=True):
             all_rows[: copy.numel()].copy_(copy)
         self.drop()
 
     def drop(self) -> None:
-        """See :class:`Held`."""
+        """Give up their memory."""
         self._copies = []
 
 
@@ -91,7 +75,7 @@ class PagedRows:
         self._pool, self._parts, self._is_capturing = pool, parts, is_capturing
 
     def restore(self, words: Sequence[Tensor]) -> None:
-        """See :class:`Held`."""
+        """As :meth:`ExactRows.restore`."""
         is_captured = self._parts[0][0].is_captured
         if self._is_capturing() != is_captured:
             raise DeviceError(
@@ -108,7 +92,7 @@ class PagedRows:
         self.drop()
 
     def drop(self) -> None:
-        """See :class:`Held`."""
+        """As :meth:`ExactRows.drop`."""
         for table, _ in reversed(self._parts):
             # A graph that never comes to its backward: its next replay's claim releases them.
             if self._is_capturing() == table.is_captured:
@@ -116,15 +100,7 @@ class PagedRows:
             self._pool.give_table(table)
 
 
-@dataclass
-class Counts:
-    """What groups did; tensors and bytes that were kept, by reason."""
-
-    groups: int = 0
-    exact_groups: int = 0
-    inactive_groups: int = 0
-    taken: int = 0
-    ranges: int = 0
+Held = ExactRows | PagedRows
 
 
 class RowStore:
@@ -145,8 +121,8 @@ class RowStore:
         self.is_exact, self.is_closed, self.is_open = True, False, False
         self.dropped: list[Held] = []  # by finalizers, in any thread
         self.n_live = 0
-        self.counts = Counts()
-        self.kept: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter()
+        self.kept: Counter[str] = Counter()  # tensors, by reason
         self.kept_bytes: Counter[str] = Counter()
         self.recorded: list[GroupRows] = []
         self.recorded_groups = self.most_pages = self._pages = 0
@@ -239,7 +215,7 @@ class RowStore:
             rows = _exact_count(count, capacity)
             n_pages = self._record(position, GroupRows(rows, capacity, tuple(row_bytes)))
             if pool is None or not self.is_present() or pool.n_free() < n_pages:
-                self.counts.exact_groups += 1
+                self.counts["exact_groups"] += 1
                 numbers = [rows * each // 8 for each in row_bytes]
                 return self._began(ExactRows(words, numbers, n_pages))
         assert pool is not None
@@ -302,8 +278,6 @@ class RowStore:
             raise AwayError(
                 "a group of a PagedStash", reason="its region is paused", remedy="call resume()"
             )
-
-    # ------------------------------------------------------------------ counting
 
     def note_kept(self, reason: str, tensor: Tensor) -> None:
         """A saved tensor stays as it is."""
