@@ -144,8 +144,7 @@ class Combine(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
         y, weight, token, exists = ctx.saved_tensors
         rows = g[token]
-        gradient = (rows * y).sum(-1).masked_fill(~exists, 0)
-        return rows * weight[:, None], gradient, None, None, None
+        return rows * weight[:, None], (rows * y).sum(-1).masked_fill(~exists, 0), None, None, None
 
 
 class MoE(nn.Module):
@@ -240,8 +239,7 @@ def start_process_group() -> torch.device:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--no-stash", action="store_true", help="keep whole buffers")
-    sizes = {"steps": 100, "batch": 8, "seq": 128, "layers": 3, "dim": 128}  # on each rank
-    for name, size in sizes.items():
+    for name, size in (("steps", 100), ("batch", 8), ("seq", 128), ("layers", 3), ("dim", 128)):
         parser.add_argument(f"--{name}", type=int, default=size)
     args = parser.parse_args()
     device, text = start_process_group(), read_text()
