@@ -6,9 +6,11 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from . import checkpoint
+    from .activations import PagedStash, StashPlan, StashStatistics
     from .checkpoint import OptimizerState
     from .core.config import TransferConfig
     from .core.errors import (
+        ActivationError,
         AwayError,
         CheckpointCorruptError,
         CheckpointError,
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
         OffloadError,
         PinningError,
         SpentGradientError,
+        StashOverflowError,
         StateDictError,
         StateSchemaError,
         UnspentGradientError,
@@ -36,6 +39,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "ActivationError",
     "AwayError",
     "CheckpointCorruptError",
     "CheckpointError",
@@ -50,11 +54,15 @@ __all__ = [
     "NonFiniteGradientError",
     "OffloadError",
     "OptimizerState",
+    "PagedStash",
     "PhaseOffloader",
     "PhaseStatistics",
     "PinningError",
     "RegionStatistics",
     "SpentGradientError",
+    "StashOverflowError",
+    "StashPlan",
+    "StashStatistics",
     "StateDictError",
     "StateSchemaError",
     "Statistics",
@@ -72,8 +80,11 @@ _MODULES = {
     "RegionStatistics": "phases",
     "HybridDeviceOptimizer": "optimizer.hybrid",
     "OptimizerState": "checkpoint",
+    "PagedStash": "activations",
     "PhaseOffloader": "phases",
     "PhaseStatistics": "phases",
+    "StashPlan": "activations",
+    "StashStatistics": "activations",
     "Statistics": "optimizer.statistics",
     "swap": "phases",
 }

@@ -461,6 +461,10 @@ class StreamSimulator:
         self._poll()
         return self._current
 
+    def is_capturing(self) -> bool:
+        """Never."""
+        return False
+
     def adopt_stream(self, raw: object) -> SimulatedStream:
         """The current stream: what others do is not launched here, it runs at once."""
         return self.current_stream()

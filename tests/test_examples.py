@@ -150,6 +150,25 @@ def test_minimal_goes_on_after_a_kill(tmp_path: Path) -> None:
     assert before[last - 1] < before[0]
 
 
+MOE = (
+    str(EXAMPLES / "moe_gpt.py"),
+    "--steps=12",
+    "--layers=2",
+    "--dim=64",
+    "--seq=64",
+    "--batch=4",
+)
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_experts_train_on_the_same_losses_with_pages(ranks: int) -> None:
+    launch = [*TORCHRUN, f"--nproc-per-node={ranks}"] if ranks > 1 else []
+    paged = finish(start([*launch, *MOE]))
+    assert losses(paged) == losses(finish(start([*launch, *MOE, "--no-stash"])))
+    assert losses(paged)[10] < losses(paged)[0] - 0.5
+    assert re.search(r"^pages at most: [1-9]", paged, re.MULTILINE), paged
+
+
 def rewards(output: str) -> list[float]:
     """As printed every five iterations."""
     return [float(reward) for reward in re.findall(r"reward (\d\.\d+) ", output)]

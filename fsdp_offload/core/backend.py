@@ -229,6 +229,10 @@ class Backend(Protocol):
         """The stream that the caller's own torch operations go to."""
         ...
 
+    def is_capturing(self) -> bool:
+        """Whether what the caller's current stream is given goes into a CUDA graph."""
+        ...
+
     def adopt_stream(self, raw: Any) -> Stream:
         """A stream that another library (FSDP2) made, such as ``torch.cuda.Stream``."""
         ...
@@ -419,12 +423,6 @@ class AcceleratorBackend:
 
     def current_stream(self) -> Stream:
         raw = self._module.current_stream(self.device.index)  # torch is slow with a device
-        if self._is_capturing():
-            raise DeviceError(
-                "step() inside a CUDA graph capture",
-                reason="host transfers and lane decisions cannot be replayed",
-                remedy="capture forward and backward, and call step() outside of the graph",
-            )
         return self._wrapped(raw, "current")
 
     def adopt_stream(self, raw: Any) -> Stream:
@@ -433,7 +431,7 @@ class AcceleratorBackend:
     def adopt_event(self, raw: Any) -> Event:
         return raw  # type: ignore[no-any-return]
 
-    def _is_capturing(self) -> bool:
+    def is_capturing(self) -> bool:
         if self.device.type != "cuda":
             return False
         with torch.cuda.device(self.device.index):
@@ -536,6 +534,9 @@ class CpuBackend:
     def current_stream(self) -> Stream:
         return _CpuStream("current")
 
+    def is_capturing(self) -> bool:
+        return False
+
     def adopt_stream(self, raw: Any) -> Stream:
         return _CpuStream("adopted")
 
@@ -582,6 +583,25 @@ def backend_for(device: torch.device) -> Backend:
     if device.type == "cpu":
         return CpuBackend(device)
     return AcceleratorBackend(device)
+
+
+def stream_to_wait(backend: Backend, what: str = "step()") -> Stream:
+    """:meth:`Backend.current_stream`, for work that a CUDA graph cannot hold.
+
+    Args:
+        backend: of the device.
+        what: what the caller does, for the message.
+
+    Raises:
+        DeviceError: the stream is being captured.
+    """
+    if backend.is_capturing():
+        raise DeviceError(
+            f"{what} inside a CUDA graph capture",
+            reason="host transfers and lane decisions cannot be replayed",
+            remedy=f"capture forward and backward, and call {what} outside of the graph",
+        )
+    return backend.current_stream()
 
 
 # --------------------------------------------------------------------------- device memory

@@ -18,6 +18,8 @@
     ├── LaneError                    an update failed half-way       (also a RuntimeError)
     ├── CheckpointError              saving or loading failed        (also a RuntimeError)
     │   └── CheckpointCorruptError       a file is not as it was written
+    ├── ActivationError              saved activations cannot be kept in pages (a RuntimeError)
+    │   └── StashOverflowError           pages ran out, or rows went beyond the capacity
     └── ClosedError                  used after ``close()``          (also a RuntimeError)
 
 Each message has three parts: the value, the reason and the remedy.
@@ -118,6 +120,14 @@ class CheckpointError(OffloadError, RuntimeError):
 
 class CheckpointCorruptError(CheckpointError):
     """A file of a checkpoint is missing, truncated, or not as it was written."""
+
+
+class ActivationError(OffloadError, RuntimeError):
+    """A group of saved activations was used in a way that would give wrong gradients."""
+
+
+class StashOverflowError(ActivationError):
+    """Pages ran out, or more rows came than a buffer holds: what was computed is undefined."""
 
 
 class ClosedError(OffloadError, RuntimeError):

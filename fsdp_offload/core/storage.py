@@ -1,4 +1,5 @@
-"""The only file that touches private API of torch's storages, CUDA allocator and profiler.
+"""The only file that touches private API of torch's storages, CUDA allocator, profiler and hooks of
+saved tensors.
 
 [Note: other memory for a storage]
 A storage object is what all views, aliases and DTensors of some memory share. To move them all to
@@ -239,6 +240,16 @@ def _allocator_settings() -> str:
     if read is not None:  # what was set later
         found.append(str(read()))
     return ",".join(found)
+
+
+# --------------------------------------------------------------------------- autograd's hooks
+
+
+def has_saved_tensor_hooks() -> bool:
+    """Whether saved tensors of this thread go through hooks now: activation checkpointing has some,
+    ``save_on_cpu`` has. False where torch cannot be asked."""
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return top is not None and top(True) is not None
 
 
 # --------------------------------------------------------------------------- the profiler

@@ -42,7 +42,15 @@ from torch import Tensor
 
 from ..core import dtensor
 from ..core import storage as storages
-from ..core.backend import Backend, Event, Stream, TimedEvent, free_bytes, release_cached
+from ..core.backend import (
+    Backend,
+    Event,
+    Stream,
+    TimedEvent,
+    free_bytes,
+    release_cached,
+    stream_to_wait,
+)
 from ..core.config import TransferConfig
 from ..core.errors import DeviceMemoryError
 from ..core.interrupts import held_back
@@ -285,7 +293,7 @@ class Transfer:
         away: dict[str, Sequence[Block]] = {}
         try:
             # Whatever memory is read below was last written before now.
-            self._out.wait(self._backend.current_stream().record())
+            self._out.wait(self._now())
             for kind, blocks in batches:
                 away[kind] = blocks
                 if not blocks:
@@ -300,7 +308,7 @@ class Transfer:
             self._out.synchronize()  # what the copies read, and write, may go from here on
             raise
         if dropped:
-            releases.append((self._backend.current_stream().record(), dropped))
+            releases.append((self._now(), dropped))
         self._away, self._dropped = away, dropped
         self._places = {
             storages.identity(storage): (block.key, start, storage.nbytes())
@@ -346,7 +354,7 @@ class Transfer:
 
         try:
             # Memory that is taken below was freed before now, in order of the caller's stream.
-            self._in.wait(self._backend.current_stream().record())
+            self._in.wait(self._now())
             for kind, blocks in self._away.items():
                 if not blocks:
                     continue
@@ -372,6 +380,10 @@ class Transfer:
         self.handle = Handle(copies, began=began, used=used)
         self.last_back = self.handle if copies else self.last_back
         return self.handle
+
+    def _now(self) -> Event:
+        """Everything that the caller's stream was given so far."""
+        return stream_to_wait(self._backend, "an offload or a reload").record()
 
     def _take_segment(self, n_bytes: int) -> None:
         """Let torch's allocator have a segment in its cache: see [Note: shared segments]."""

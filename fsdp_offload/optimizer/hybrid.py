@@ -37,6 +37,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..core import dtensor
 from ..core.arguments import backend_of, modules_of
+from ..core.backend import stream_to_wait
 from ..core.config import Lane, OffloadConfig, TransferConfig, check_keywords
 from ..core.errors import ConfigError, SpentGradientError
 from ..core.interrupts import held_back
@@ -245,7 +246,7 @@ class HybridDeviceOptimizer(Optimizer):
         self._check_present("step()")
         if self._own_step is not None:
             return self._step_by_class(closure)
-        current = self._reserved.backend.current_stream()  # refuses a graph capture
+        current = stream_to_wait(self._reserved.backend)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -422,7 +423,7 @@ class HybridDeviceOptimizer(Optimizer):
     def _begin_in_backward(self) -> Work:
         """See :class:`.overlap.Owner`."""
         work = self._begin()
-        start = self._reserved.backend.current_stream().record()
+        start = stream_to_wait(self._reserved.backend).record()
         for engine in self._reserved.engines:
             engine.begin(start)
         return work

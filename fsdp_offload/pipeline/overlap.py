@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..core import dtensor
-from ..core.backend import Backend, Event, Stream, TimedEvent
+from ..core.backend import Backend, Event, Stream, TimedEvent, stream_to_wait
 from ..core.config import OffloadConfig
 from ..core.errors import ConfigError, DeviceError
 from ..core.fsdp import Group, find_groups
@@ -314,14 +314,13 @@ class Overlap:
         gate = self.gates[index]
         if not gate.events:
             return
-        try:
-            current = self._backend.current_stream()
-        except DeviceError:
+        if self._backend.is_capturing():
             raise DeviceError(
                 "a parameter or a gradient used inside a CUDA graph capture",
                 reason="its update is under way, and a graph cannot wait for that when it replays",
                 remedy="call synchronize() before the capture",
-            ) from None
+            )
+        current = self._backend.current_stream()
         self._wait(gate, current, "using a parameter or a gradient after step()")
 
     def after_gather(self, index: int) -> None:
@@ -336,7 +335,7 @@ class Overlap:
         """See :class:`..core.fsdp.Watcher`."""
         gate = self.gates[index]
         if not self._in_backward and gate.events:  # another backward, without a forward
-            self._wait(gate, self._backend.current_stream(), "backward()")
+            self._wait(gate, stream_to_wait(self._backend), "backward()")
             self._open(gate)
         for param in gate.params:
             if is_spent(param.parameter.grad):

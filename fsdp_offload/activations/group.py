@@ -1,0 +1,280 @@
+"""One group: hooks for what autograd saves while it is open, and handles for what it gets back.
+
+[Note: no cycles]
+A node of autograd's graph holds its saved tensors' handles, and both hooks as long as those. So
+neither a hook nor a handle may lead back to the node: a kept tensor is detached, a handle knows its
+memory range and that knows its group's :class:`SavedRows`, which knows ranges only weakly. All go
+by reference count then. A finalizer makes no call to the device, because it may run in any thread,
+during a capture, too: it appends to a list, which the next group works off.
+
+[Note: when rows come back]
+With the first handle that backward asks for, all of a group does, on the stream that is current
+then. A range's memory goes with the last handle of it, or as late as the caller's graph does
+(``retain_graph``).
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from types import TracebackType
+
+import torch
+from torch import Tensor
+
+from ..core import storage as storages
+from ..core.errors import ActivationError, ConfigError
+from .selection import Rows, View, rows_or_reason
+from .store import Held, RowStore
+
+
+class SavedRows:
+    """What is away of one group, until it is restored."""
+
+    def __init__(self, store: RowStore, capacity: int) -> None:
+        self._store, self._capacity = store, capacity
+        self._ranges: list[weakref.ref[MemoryRange]] = []
+        self._row_bytes: list[int] = []
+        self.held: Held | None = None
+
+    def add(self, rows: Rows) -> MemoryRange:
+        """A range that :attr:`held` is going to have."""
+        made = MemoryRange(self)
+        self._ranges.append(weakref.ref(made))
+        self._row_bytes.append(rows.row_bytes)
+        return made
+
+    def hold(self, count: Tensor, words: list[Tensor]) -> None:
+        """Copy the rows of all ranges away."""
+        self.held = self._store.hold(count, self._capacity, self._row_bytes, words)
+
+    def restore(self) -> None:
+        """Give each range its memory."""
+        assert self.held is not None
+        words = self._store.restore(self.held, self._capacity, self._row_bytes)
+        self.held = None
+        for find, memory in zip(self._ranges, words, strict=True):
+            if (found := find()) is not None:  # else nobody will ask for it
+                found.words = memory
+
+    def __del__(self) -> None:
+        if self.held is not None:
+            self._store.dropped.append(self.held)
+
+
+class MemoryRange:
+    """Rows that several saved tensors may view."""
+
+    __slots__ = ("__weakref__", "saved", "words")
+
+    def __init__(self, saved: SavedRows) -> None:
+        self.saved = saved
+        self.words: Tensor | None = None  # restored
+
+    def restored(self) -> Tensor:
+        """All rows; those beyond the count are undefined."""
+        if self.words is None:
+            self.saved.restore()
+        assert self.words is not None
+        return self.words
+
+
+class Handle:
+    """What autograd's graph has in the place of a saved tensor."""
+
+    __slots__ = ("__weakref__", "memory", "tensor", "version", "view")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor: Tensor | None = tensor  # as long as the group is open, or if it is kept
+        self.version = tensor._version
+        self.memory: MemoryRange | None = None
+        self.view: View | None = None
+
+    def keep(self) -> None:
+        """The tensor stays, without the history that would lead back to this handle."""
+        if self.tensor is not None and self.tensor.grad_fn is not None:
+            self.tensor = self.tensor.detach()
+
+    def take(self, memory: MemoryRange, view: View) -> None:
+        """The tensor is a view of rows that were copied away."""
+        self.tensor, self.memory, self.view = None, memory, view
+
+    def check_version(self) -> None:
+        """
+        Raises:
+            ActivationError: the tensor was written in place since it was saved.
+        """
+        tensor = self.tensor
+        if tensor is not None and tensor._version != self.version:
+            raise ActivationError(
+                f"a saved tensor of shape {tuple(tensor.shape)}, {tensor.dtype}",
+                reason="it was written in place after an operation had saved it for its backward",
+                remedy="use an operation that is not in place",
+            )
+
+
+def _unpack(handle: Handle) -> Tensor:
+    if handle.memory is not None and handle.view is not None:
+        return handle.view.over(handle.memory.restored())
+    handle.check_version()  # which torch leaves to hooks, where there are some
+    assert handle.tensor is not None
+    return handle.tensor
+
+
+class Group:
+    """The saved tensors of one call of an expert layer: see :meth:`.PagedStash.group`."""
+
+    def __init__(self, store: RowStore) -> None:
+        self._store = store
+        self._hooks: torch.autograd.graph.saved_tensors_hooks | None = None
+        self._handles: list[weakref.ref[Handle]] = []
+        self._asked_to_keep: list[Tensor] = []
+        self._capacity = 0
+        self._count: Tensor | None = None
+
+    @torch._disable_dynamo  # type: ignore[attr-defined]
+    def rows(self, x: Tensor, count: Tensor) -> None:
+        """Say how many rows exist. Once per group, anywhere inside of it.
+
+        Args:
+            x: a buffer on the stash's device; ``x.shape[0]`` is the capacity.
+            count: integer, one element, on the same device: the first so many rows of ``x``, and
+                of all that is computed from it row by row, exist. It is not written before the
+                group closes.
+
+        Raises:
+            ConfigError: one of them is something else.
+            ActivationError: it was said before.
+        """
+        if self._count is not None:
+            raise ActivationError(
+                "rows() twice in one group",
+                reason="a group has one capacity",
+                remedy="use a group for each buffer",
+            )
+        _check_buffer(x, self._store.device)
+        _check_count(count, self._store.device)
+        self._capacity, self._count = x.shape[0], count
+
+    @torch._disable_dynamo  # type: ignore[attr-defined]
+    def keep(self, *tensors: Tensor) -> None:
+        """Leave these, and all other views of their memory, as they are: a floating tensor whose
+        rows beyond the count are read, for instance."""
+        self._asked_to_keep += tensors
+
+    @torch._disable_dynamo  # type: ignore[attr-defined]
+    def __enter__(self) -> Group:
+        if not torch.is_grad_enabled():
+            return self
+        if not self._store.is_open and storages.has_saved_tensor_hooks():
+            self._store.counts["inactive_groups"] += 1
+            self._store.log_once(
+                "PagedStash: a group inside of activation checkpointing or of other hooks for "
+                "saved tensors does nothing"
+            )
+            return self
+        self._store.open()
+        hooks = torch.autograd.graph.saved_tensors_hooks
+        self._hooks = hooks(self._pack, _unpack)
+        self._hooks.__enter__()
+        return self
+
+    @torch._disable_dynamo  # type: ignore[attr-defined]
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._hooks is None:
+            return
+        self._hooks.__exit__(kind, error, traceback)
+        self._hooks = None  # it has a method of this group
+        self._store.is_open = False
+        handles = [handle for find in self._handles if (handle := find()) is not None]
+        self._handles.clear()
+        try:
+            if error is None and handles:
+                self._close(handles)
+        finally:
+            for handle in handles:
+                handle.keep()
+            self._asked_to_keep.clear()
+            self._count = None
+
+    def _pack(self, tensor: Tensor) -> Handle:
+        handle = Handle(tensor)
+        self._handles.append(weakref.ref(handle))
+        return handle
+
+    def _close(self, handles: list[Handle]) -> None:
+        """Copy away what is taken of the saved tensors, and let go of them."""
+        began = time.perf_counter()
+        if self._count is None:
+            raise ActivationError(
+                "a group without rows()",
+                reason="nothing says how many rows exist",
+                remedy="call group.rows(buffer, count) inside, or pass both to group()",
+            )
+        for handle in handles:
+            handle.check_version()
+        store = self._store
+        saved = SavedRows(store, self._capacity)
+        ranges: dict[tuple[int, Rows], MemoryRange] = {}
+        words: list[Tensor] = []
+        taken: list[tuple[Handle, MemoryRange, View]] = []
+        asked = {storages.identity(t.untyped_storage()) for t in self._asked_to_keep}
+        for handle in handles:
+            tensor = handle.tensor
+            assert tensor is not None
+            rows = rows_or_reason(tensor, self._capacity, store.device)
+            if isinstance(rows, Rows) and storages.identity(tensor.untyped_storage()) in asked:
+                rows = "asked for"
+            if isinstance(rows, str):
+                store.note_kept(rows, tensor)
+                continue
+            key = (storages.identity(tensor.untyped_storage()), rows)
+            if key not in ranges:
+                ranges[key] = saved.add(rows)
+                words.append(_words(tensor, rows, self._capacity))
+            taken.append((handle, ranges[key], View.of(tensor, rows)))
+        store.counts.update(groups=1, taken=len(taken), ranges=len(words))
+        if words:
+            saved.hold(self._count, words)
+        for handle, memory, view in taken:
+            handle.take(memory, view)
+        store.host_seconds += time.perf_counter() - began
+
+
+def _words(tensor: Tensor, rows: Rows, capacity: int) -> Tensor:
+    """All rows as int64, 1-D."""
+    made = torch.empty(0, dtype=torch.int64, device=tensor.device)
+    numel = capacity * rows.row_bytes // 8
+    return made.set_(tensor.untyped_storage(), rows.start_bytes // 8, (numel,), (1,))
+
+
+def _check_buffer(x: object, device: torch.device) -> None:
+    if not isinstance(x, Tensor) or x.dim() == 0 or x.device != device:
+        what = f"{tuple(x.shape)} on {x.device}" if isinstance(x, Tensor) else type(x).__name__
+        raise ConfigError(
+            f"rows of {what}",
+            reason="not a tensor with rows on the stash's device",
+            remedy=f"pass the buffer whose dim 0 is the capacity, on {device}",
+        )
+
+
+def _check_count(count: object, device: torch.device) -> None:
+    if isinstance(count, Tensor):
+        what = f"a count of shape {tuple(count.shape)}, {count.dtype}, on {count.device}"
+        is_integer = not (count.is_floating_point() or count.is_complex()) and (
+            count.dtype is not torch.bool
+        )
+        if is_integer and count.numel() == 1 and count.device == device:
+            return
+    else:
+        what = f"a count of type {type(count).__name__}"
+    raise ConfigError(
+        what,
+        reason="not an integer tensor of one element on the stash's device",
+        remedy="pass what the dispatcher has on the device, such as counts.sum()",
+    )

@@ -1,0 +1,179 @@
+"""Triton kernels of pages: claim, move, release. In torch operations: pages_plain.py.
+
+Capacity, bytes of rows, addresses and grids are the same at each launch of a group; how many rows
+and pages there are is read on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..update.kernels_table import pick, row_of
+from ..update.launching import Kernel
+
+if TYPE_CHECKING:
+    from .pages import PagePool, PageTable
+
+PROGRAMS: Final = 264
+"""Two per multiprocessor: 92 % of ``copy_`` on an H200, where 132 reach 80 %."""
+TILE: Final = 2048
+"""Words that a program has on their way: four accesses of 16 bytes per thread."""
+BLOCK: Final = 1024
+_RANGES: Final = 8
+# Places in a table's record and in the pool's flags: see pages.py.
+_TOTAL: tl.constexpr = tl.constexpr(8)
+_NEAR: tl.constexpr = tl.constexpr(9)
+_ROWS: tl.constexpr = tl.constexpr(10)
+
+
+@triton.jit
+def _push(free, pages, total, near, near_free, far_free, n_near, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Put a table's pages on the stacks, last ones first."""
+    for start in range(0, total, BLOCK):
+        j = start + tl.arange(0, BLOCK)
+        far_at = n_near + far_free + (total - near) - 1 - (j - near)
+        at = tl.where(j < near, near_free + near - 1 - j, far_at)
+        tl.store(free + at, tl.load(pages + j, mask=j < total), mask=j < total)
+
+
+@triton.jit
+def _claim(  # type: ignore[no-untyped-def]
+    count, tops, free, pages, record, flags, capacity, n_near, n_far,
+    r0, r1, r2, r3, r4, r5, r6, r7,
+    FAR_FIRST: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    near_free, far_free = tl.load(tops), tl.load(tops + 1)
+    held, held_near = tl.load(record + _TOTAL), tl.load(record + _NEAR)
+    rows = tl.load(count).to(tl.int64)
+    tl.debug_barrier()  # every warp has read what is written below
+    _push(free, pages, held, held_near, near_free, far_free, n_near, BLOCK)
+    near_free += held_near
+    far_free += held - held_near
+    tl.debug_barrier()
+    invalid = (rows < 0) | (rows > capacity)
+    rows_valid = tl.where(invalid, 0, rows)
+    total = 0 * rows
+    for index in tl.static_range(8):
+        row_bytes = pick(index, r0, r1, r2, r3, r4, r5, r6, r7)
+        total += (rows_valid * row_bytes + PAGE - 1) // PAGE
+    short = total > near_free + far_free
+    all_or_none = tl.where(short, 0, 1)
+    if FAR_FIRST:
+        near = tl.maximum(total - far_free, 0)
+    else:
+        near = tl.minimum(total, near_free)
+    total, near = total * all_or_none, near * all_or_none
+    far = total - near
+    first = 0 * rows
+    for index in tl.static_range(8):
+        tl.store(record + index, first * all_or_none)
+        row_bytes = pick(index, r0, r1, r2, r3, r4, r5, r6, r7)
+        first += (rows_valid * row_bytes + PAGE - 1) // PAGE
+    tl.store(record + _TOTAL, total)
+    tl.store(record + _NEAR, near)
+    tl.store(record + _ROWS, rows_valid * all_or_none)
+    for start in range(0, total, BLOCK):
+        j = start + tl.arange(0, BLOCK)
+        at = tl.where(j < near, near_free - 1 - j, n_near + far_free - 1 - (j - near))
+        tl.store(pages + j, tl.load(free + at, mask=j < total), mask=j < total)
+    tl.store(tops, near_free - near)
+    tl.store(tops + 1, far_free - far)
+    most_near, most_far = tl.load(flags + 3), tl.load(flags + 4)
+    overflows, invalids, claimed = tl.load(flags), tl.load(flags + 1), tl.load(flags + 5)
+    invalid_rows = tl.load(flags + 2)
+    tl.debug_barrier()
+    tl.store(flags, overflows + 1 - all_or_none)
+    tl.store(flags + 1, invalids + invalid.to(tl.int64))
+    tl.store(flags + 2, tl.where(invalid, rows, invalid_rows))
+    tl.store(flags + 3, tl.maximum(most_near, n_near - near_free + near))
+    tl.store(flags + 4, tl.maximum(most_far, n_far - far_free + far))
+    tl.store(flags + 5, claimed + total)
+
+
+@triton.jit
+def _release(tops, free, pages, record, n_near, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    near_free, far_free = tl.load(tops), tl.load(tops + 1)
+    total, near = tl.load(record + _TOTAL), tl.load(record + _NEAR)
+    tl.debug_barrier()
+    _push(free, pages, total, near, near_free, far_free, n_near, BLOCK)
+    tl.store(tops, near_free + near)
+    tl.store(tops + 1, far_free + total - near)
+    tl.store(record + _TOTAL, 0 * total)
+    tl.store(record + _NEAR, 0 * near)
+
+
+@triton.jit
+def _move(  # type: ignore[no-untyped-def]
+    w0, w1, w2, w3, w4, w5, w6, w7, near_pool, far_pool, pages, record, n_near,
+    r0, r1, r2, r3, r4, r5, r6, r7,
+    OUT: tl.constexpr, WORDS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Programs take tiles of pages in turns; WORDS of 8 bytes are a page."""
+    total, rows = tl.load(record + _TOTAL), tl.load(record + _ROWS)
+    TILES: tl.constexpr = WORDS // TILE
+    for unit in range(tl.program_id(0), total * TILES, tl.num_programs(0)):
+        page = unit // TILES
+        which = row_of(page, record, 1)
+        memory = pick(which, w0, w1, w2, w3, w4, w5, w6, w7)
+        row_bytes = pick(which, r0, r1, r2, r3, r4, r5, r6, r7)
+        slot = tl.load(pages + page).to(tl.int64)
+        pool = tl.where(slot < n_near, near_pool, far_pool)
+        slot = tl.where(slot < n_near, slot, slot - n_near)
+        in_page = (unit % TILES) * TILE + tl.arange(0, TILE)
+        at = (page - tl.load(record + which)).to(tl.int64) * WORDS + in_page
+        inside = at < rows * row_bytes // 8
+        if OUT:
+            tl.store(pool + slot * WORDS + in_page, tl.load(memory + at, mask=inside), mask=inside)
+        else:
+            tl.store(memory + at, tl.load(pool + slot * WORDS + in_page, mask=inside), mask=inside)
+
+
+_CLAIM, _RELEASE = Kernel(_claim, num_warps=8), Kernel(_release, num_warps=8)
+_MOVE = Kernel(_move, num_warps=8)
+
+
+def _eight(row_bytes: Sequence[int]) -> tuple[int, ...]:
+    return (*row_bytes, *(0,) * (_RANGES - len(row_bytes)))
+
+
+def claim(
+    pool: PagePool,
+    table: PageTable,
+    count: Tensor,
+    capacity: int,
+    row_bytes: Sequence[int],
+    far_first: bool,
+) -> None:
+    """See :meth:`.PagePool.claim`."""
+    operands = (count, pool.tops, pool.free, table.pages, table.record, pool.flags)
+    integers = (capacity, pool.n_near, pool.n_far, *_eight(row_bytes))
+    _CLAIM.launch(1, operands, integers, FAR_FIRST=far_first, PAGE=pool.page_bytes, BLOCK=BLOCK)
+
+
+def release(pool: PagePool, table: PageTable) -> None:
+    """See :meth:`.PagePool.release`."""
+    operands = (pool.tops, pool.free, table.pages, table.record)
+    _RELEASE.launch(1, operands, (pool.n_near,), BLOCK=BLOCK)
+
+
+def move(
+    pool: PagePool,
+    table: PageTable,
+    words: Sequence[Tensor],
+    row_bytes: Sequence[int],
+    out: bool,
+) -> None:
+    """See :meth:`.PagePool.move`."""
+    memories = (*words, *(words[0],) * (_RANGES - len(words)))
+    far = pool.far if pool.n_far else pool.near
+    operands = (*memories, pool.near, far, table.pages, table.record)
+    integers = (pool.n_near, *_eight(row_bytes))
+    page_words = pool.page_words
+    _MOVE.launch(
+        PROGRAMS, operands, integers, OUT=out, WORDS=page_words, TILE=min(TILE, page_words)
+    )

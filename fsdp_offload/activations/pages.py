@@ -1,0 +1,187 @@
+"""Pages of one pool of bytes: which are free, and which a group has. All of it is on the device.
+
+[Note: nothing is known on the host]
+How many rows exist is a number on the device. So a group's pages are claimed, filled, read and
+released by kernels (kernels_pages.py) whose arguments never change: a CUDA graph replays them.
+Free pages are two stacks of ids, one for the device's memory (near) and one for the host's (far).
+Where groups come back in the opposite order, the stacks are then as they were, bit for bit.
+
+[Note: page tables and captures]
+A claim first releases what its table still holds, so a graph whose forward is replayed without its
+backward loses no pages. A table that a capture has used belongs to that graph for good: were it
+used outside, too, a replay would release pages of a group that is live. Those for captures are made
+before any capture, because what a capture allocates starts with any content at each replay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from ..core.backend import Backend
+from ..core.errors import ActivationError
+from ..memory import HostArena
+from ..update.kernels import triton_kernels
+from . import pages_plain
+
+MOST_RANGES: Final = 8
+"""Memory ranges that one table has pages of."""
+RECORD_NUMEL: Final = 16
+"""Of a record: the number of the first page of each range, then total, near pages and rows."""
+OVERFLOWS, INVALID, INVALID_ROWS, MOST_NEAR, MOST_FAR, CLAIMED = range(6)
+"""Of the flags: how often, a count that was, the most pages in use, all pages so far."""
+FLAGS_NUMEL: Final = 8
+
+
+@dataclass(frozen=True, eq=False)
+class PageTable:
+    """Device memory in which a group's pages are written down."""
+
+    record: Tensor
+    """int64 of :data:`RECORD_NUMEL`."""
+    pages: Tensor
+    """int32: ids of pages; below the number of near pages they are those."""
+    is_captured: bool
+
+
+class PagePool:
+    """Pages and their tables.
+
+    Args:
+        backend: of the device.
+        page_bytes: a power of two.
+        near: int64, 1-D, contiguous, on the device: whole pages, at least one.
+        arena: memory of the far pages; None: there are none.
+        kernels: ``None``: Triton's where the device is CUDA's, else plain operations.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        page_bytes: int,
+        near: Tensor,
+        arena: HostArena | None = None,
+        kernels: ModuleType | None = None,
+    ) -> None:
+        self.page_bytes, self.page_words = page_bytes, page_bytes // 8
+        self.near, self.arena = near, arena
+        self.far = near[:0]
+        if arena is not None:
+            self.far = arena.tensor(0, arena.statistics().n_bytes // 8, torch.int64)
+        self.n_near, self.n_far = (
+            memory.numel() // self.page_words for memory in (self.near, self.far)
+        )
+        device = self.device = backend.device
+        self.free = torch.arange(self.n_near + self.n_far, dtype=torch.int32, device=device)
+        self.tops = torch.tensor([self.n_near, self.n_far], device=device)
+        self.flags = torch.zeros(FLAGS_NUMEL, dtype=torch.int64, device=device)
+        self.kernels = kernels or _kernels(device)
+        self._tables: list[PageTable] = []
+        self._tables_to_capture: list[PageTable] = []
+        self._captured: list[PageTable] = []
+
+    @property
+    def can_capture(self) -> bool:
+        """Whether its work can be replayed by a graph."""
+        return self.kernels is not pages_plain
+
+    def add_tables(self, count: int, n_pages: int, *, to_capture: bool) -> None:
+        """Make tables of up to ``n_pages`` pages."""
+        tables = self._tables_to_capture if to_capture else self._tables
+        tables += [self._new_table(n_pages, to_capture) for _ in range(count)]
+
+    def _new_table(self, n_pages: int, is_captured: bool) -> PageTable:
+        record = torch.zeros(RECORD_NUMEL, dtype=torch.int64, device=self.device)
+        length = max(1, min(n_pages, self.n_near + self.n_far))
+        pages = torch.zeros(length, dtype=torch.int32, device=self.device)
+        return PageTable(record, pages, is_captured)
+
+    def take_table(self, n_pages: int, *, to_capture: bool) -> PageTable:
+        """A table for up to ``n_pages`` pages, or for all there are.
+
+        Raises:
+            ActivationError: none that a capture could use is left.
+        """
+        n_pages = min(n_pages, self.n_near + self.n_far)
+        if not to_capture:
+            found = next((t for t in reversed(self._tables) if t.pages.numel() >= n_pages), None)
+            if found is None:
+                return self._new_table(n_pages, is_captured=False)
+            self._tables.remove(found)
+            return found
+        if not self._tables_to_capture or self._tables_to_capture[-1].pages.numel() < n_pages:
+            raise ActivationError(
+                f"a group of up to {n_pages} pages inside a CUDA graph capture",
+                reason="no page table for it is left, and a capture can make none",
+                remedy="call prepare(captured_groups=...) with the number of groups of all "
+                "captures, after an iteration with the largest buffers",
+            )
+        table = self._tables_to_capture.pop()
+        self._captured.append(table)  # replays go on using its memory
+        return table
+
+    def give_table(self, table: PageTable) -> None:
+        """Its pages were released."""
+        if not table.is_captured:
+            self._tables.append(table)
+
+    def claim(
+        self, table: PageTable, count: Tensor, capacity: int, row_bytes: Sequence[int], *, far: bool
+    ) -> None:
+        """Take pages for rows of several ranges: all, or none and the overflow flag is raised.
+
+        Args:
+            table: what it still holds is released before.
+            count: integer, one element, on the device: how many rows exist. Below 0 or above
+                ``capacity``: none are taken, and the flag for that is raised.
+            capacity: how many rows there can be.
+            row_bytes: of each range; up to :data:`MOST_RANGES`.
+            far: far pages first, then near ones; else the other way round.
+        """
+        self.kernels.claim(self, table, count, capacity, row_bytes, far)
+
+    def move(
+        self, table: PageTable, words: Sequence[Tensor], row_bytes: Sequence[int], *, out: bool
+    ) -> None:
+        """Copy the rows that exist into the pages (``out``), or back.
+
+        Args:
+            table: claimed.
+            words: int64, one per range, with all rows.
+            row_bytes: of each range.
+            out: which way.
+        """
+        self.kernels.move(self, table, words, row_bytes, out)
+
+    def release(self, table: PageTable) -> None:
+        """Put the pages back. Again: nothing."""
+        self.kernels.release(self, table)
+
+    def try_out(self, capacity: int, row_bytes: Sequence[int]) -> None:
+        """Launch each kernel as for such a group, with no rows."""
+        table = self._new_table(1, is_captured=False)
+        words = [self.near] * len(row_bytes)
+        for dtype in (torch.int64, torch.int32):
+            count = torch.zeros(1, dtype=dtype, device=self.device)
+            for far in (False, True):
+                self.claim(table, count, capacity, row_bytes, far=far)
+        self.move(table, words, row_bytes, out=True)
+        self.move(table, words, row_bytes, out=False)
+        self.release(table)
+
+    def n_free(self) -> int:
+        """Pages that could be claimed. The host waits for the device."""
+        return int(self.tops.sum())
+
+
+def _kernels(device: torch.device) -> ModuleType:
+    if device.type != "cuda" or triton_kernels() is None:
+        return pages_plain
+    from . import kernels_pages
+
+    return kernels_pages

@@ -1,0 +1,113 @@
+"""Which saved tensors are taken, and what of their memory is copied: pure functions.
+
+[Note: rows and memory]
+A tensor is taken if its dim 0 is the group's, so that row ``i`` of it is row ``i`` of the buffer.
+What is copied are whole rows of the memory that it views: ``gate`` and ``up``, two chunks of one
+tensor, have the same :class:`Rows`, which are copied once. Rows beyond the count are not copied, so
+a parameter, whose rows all count, must never be taken: not as it is, not as a view, not as a cast.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..core import dtensor
+
+ALIGNMENT: Final = 16
+"""Bytes that a kernel reads at once."""
+
+
+class Rows(NamedTuple):
+    """As many rows as the buffer has, one behind the other, in one storage."""
+
+    start_bytes: int
+    """From the storage's beginning; its address is a multiple of :data:`ALIGNMENT`."""
+    row_bytes: int
+    """Likewise a multiple."""
+
+
+class View(NamedTuple):
+    """A tensor over :class:`Rows`."""
+
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset_bytes: int
+    """From the first row's beginning."""
+
+    @classmethod
+    def of(cls, tensor: Tensor, rows: Rows) -> View:
+        """The view that ``tensor`` is."""
+        offset_bytes = int(tensor.storage_offset()) * tensor.itemsize - rows.start_bytes
+        return cls(tensor.dtype, tensor.size(), tensor.stride(), offset_bytes)
+
+    def over(self, words: Tensor) -> Tensor:
+        """The same view of other memory (1-D, storage offset 0)."""
+        made = torch.empty(0, dtype=self.dtype, device=words.device)
+        offset = self.offset_bytes // self.dtype.itemsize
+        return made.set_(words.untyped_storage(), offset, self.size, self.stride)
+
+
+def rows_or_reason(tensor: Tensor, capacity: int, device: torch.device) -> Rows | str:
+    """What of a saved tensor is copied, or why it is kept as it is.
+
+    Args:
+        tensor: as autograd saves it.
+        capacity: dim 0 of the group's buffer.
+        device: of the stash.
+    """
+    if _is_of_parameter(tensor):
+        return "a parameter"
+    if type(tensor) is not Tensor or tensor.layout is not torch.strided:
+        return "a subclass"
+    if tensor.device != device:
+        return "another device"
+    if not tensor.is_floating_point():
+        return "not floating"
+    if tensor.dim() == 0 or tensor.shape[0] != capacity or not tensor.numel():
+        return "other rows"
+    rows = _rows_of(tensor, capacity)
+    if rows is None:
+        return "rows apart"
+    address = tensor.untyped_storage().data_ptr() + rows.start_bytes
+    if rows.row_bytes % ALIGNMENT or address % ALIGNMENT:
+        return f"rows of no multiple of {ALIGNMENT} bytes"
+    return rows
+
+
+def _rows_of(tensor: Tensor, capacity: int) -> Rows | None:
+    """Of the tensor itself, else of the tensor that it views, else of its whole storage."""
+    size, start = tensor.itemsize, int(tensor.storage_offset()) * tensor.itemsize
+    if tensor.is_contiguous():
+        return Rows(start, tensor.numel() // capacity * size)
+    row_bytes = tensor.stride(0) * size
+    last = sum((n - 1) * s for n, s in zip(tensor.shape[1:], tensor.stride()[1:], strict=True))
+    wholes = [(0, tensor.untyped_storage().nbytes())]
+    base = tensor._base
+    if base is not None and base.is_contiguous():
+        base_start = int(base.storage_offset()) * base.itemsize
+        wholes.insert(0, (base_start, base.numel() * base.itemsize))
+    for whole_start, n_bytes in wholes:
+        in_row = start - whole_start
+        if n_bytes == capacity * row_bytes and 0 <= in_row <= row_bytes - (last + 1) * size:
+            return Rows(whole_start, row_bytes)
+    return None
+
+
+def _is_of_parameter(tensor: Tensor) -> bool:
+    """Whether it is a parameter, a view of one, or all of one in another dtype or as local tensor
+    (a DTensor's), which autocast and expert parallelism save."""
+    base = tensor if tensor._base is None else tensor._base
+    if isinstance(base, nn.Parameter):
+        return True
+    node = base.grad_fn
+    while node is not None and len(node.next_functions) == 1:
+        node = node.next_functions[0][0]
+    parameter = getattr(node, "variable", None)  # of a node that accumulates a gradient
+    if not isinstance(parameter, nn.Parameter):
+        return False
+    return math.prod(dtensor.local(parameter).shape) == base.numel()

@@ -1,0 +1,306 @@
+"""Where rows of a closed group are: in pages, or kept exactly. What was recorded and counted."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from ..core.backend import Backend
+from ..core.errors import (
+    ActivationError,
+    AwayError,
+    ClosedError,
+    DeviceError,
+    StashOverflowError,
+)
+from ..plan.activations import GroupRows
+from .pages import MOST_RANGES, PagePool, PageTable
+
+_log = logging.getLogger("fsdp_offload")
+
+TAILS: Final[dict[str, int | None]] = {"undefined": None, "nan": -1, "zero": 0}
+"""What words of 8 bytes beyond the count are filled with. All bits set is a NaN in each format."""
+
+
+class ExactRows:
+    """The rows of one group alone, in memory of their own.
+
+    Args:
+        words: all rows of each range.
+        counts: words of those that exist.
+        n_pages: what they would take, for the recording; 0: nothing was recorded.
+    """
+
+    def __init__(self, words: Sequence[Tensor], counts: Sequence[int], n_pages: int) -> None:
+        self.n_pages = n_pages
+        self._copies = [_copy(all_rows[:n]) for all_rows, n in zip(words, counts, strict=True)]
+
+    def restore(self, words: Sequence[Tensor]) -> None:
+        """Copy them into buffers of all rows, on the current stream, and give up their memory."""
+        for copy, all_rows in zip(self._copies, words, strict=True):
+            all_rows[: copy.numel()].copy_(copy)
+        self.drop()
+
+    def drop(self) -> None:
+        """Give up their memory."""
+        self._copies = []
+
+
+def _copy(rows: Tensor) -> Tensor:
+    """On the device, or in pageable host memory where that is full."""
+    try:
+        return rows.clone()
+    except torch.OutOfMemoryError:
+        return rows.cpu()
+
+
+class PagedRows:
+    """Rows in pages of a pool; each table has up to eight ranges."""
+
+    def __init__(
+        self,
+        pool: PagePool,
+        parts: Sequence[tuple[PageTable, Sequence[int]]],
+        n_pages: int,
+        is_capturing: Callable[[], bool],
+    ) -> None:
+        self.n_pages = n_pages
+        self._pool, self._parts, self._is_capturing = pool, parts, is_capturing
+
+    def restore(self, words: Sequence[Tensor]) -> None:
+        """As :meth:`ExactRows.restore`."""
+        is_captured = self._parts[0][0].is_captured
+        if self._is_capturing() != is_captured:
+            raise DeviceError(
+                f"backward {'outside' if is_captured else 'inside'} of a CUDA graph capture",
+                reason=f"its forward was {'captured' if is_captured else 'not'}, and pages are "
+                "released once",
+                remedy="capture forward and backward, or neither",
+            )
+        first = 0
+        for table, row_bytes in self._parts:
+            mine = words[first : first + len(row_bytes)]
+            self._pool.move(table, mine, row_bytes, out=False)
+            first += len(row_bytes)
+        self.drop()
+
+    def drop(self) -> None:
+        """As :meth:`ExactRows.drop`."""
+        for table, _ in reversed(self._parts):
+            # A graph that never comes to its backward: its next replay's claim releases them.
+            if self._is_capturing() == table.is_captured:
+                self._pool.release(table)
+            self._pool.give_table(table)
+
+
+Held = ExactRows | PagedRows
+
+
+class RowStore:
+    """What groups of one stash share.
+
+    Args:
+        backend: of the stash's device.
+        page_bytes: of the pool that :attr:`pool` may be, and of what is recorded.
+        tail: a key of :data:`TAILS`.
+    """
+
+    def __init__(self, backend: Backend, page_bytes: int, tail: str) -> None:
+        self.backend, self.device, self.page_bytes = backend, backend.device, page_bytes
+        self.fill = TAILS[tail]
+        self.pool: PagePool | None = None
+        self.is_present: Callable[[], bool] = _yes
+        self.host_groups = 0
+        self.is_exact, self.is_closed, self.is_open = True, False, False
+        self.dropped: list[Held] = []  # by finalizers, in any thread
+        self.n_live = 0
+        self.counts: Counter[str] = Counter()
+        self.kept: Counter[str] = Counter()  # tensors, by reason
+        self.kept_bytes: Counter[str] = Counter()
+        self.recorded: list[GroupRows] = []
+        self.recorded_groups = self.most_pages = self._pages = 0
+        self._pid, self._thread = os.getpid(), 0
+        self._logged: set[str] = set()
+        self.host_seconds = 0.0  # of closing and restoring groups
+
+    # ------------------------------------------------------------------ groups
+
+    def open(self) -> None:
+        """A group begins.
+
+        Raises:
+            ActivationError: another one is open, or the thread is not that of the first group.
+            ClosedError: the stash is closed, or of another process.
+            DeviceError: the stream is captured and there are no pages, or they must not be used.
+        """
+        self.check_usable("group()")
+        self._thread = self._thread or threading.get_ident()
+        if self._thread != threading.get_ident():
+            raise ActivationError(
+                "a group in another thread than the stash's first one",
+                reason="groups share stacks of pages in the order of one stream",
+                remedy="use a PagedStash of its own in each thread",
+            )
+        if self.is_open:
+            raise ActivationError(
+                "a group inside of a group of the same stash",
+                reason="a saved tensor would belong to both",
+                remedy="close the first group before, or use one group for both",
+            )
+        if self.is_capturing():
+            if self.pool is None or self.is_exact or not self.pool.can_capture:
+                raise DeviceError(
+                    "a group inside a CUDA graph capture without pages",
+                    reason="the host would have to wait for the number of rows",
+                    remedy="call prepare() before the capture, where Triton works, and capture "
+                    "outside of exact()",
+                )
+        self.collect()
+        self.is_open = True
+
+    def check_usable(self, what: str) -> None:
+        """
+        Raises:
+            ClosedError: the stash is closed, or of another process.
+        """
+        if self.is_closed or os.getpid() != self._pid:
+            raise ClosedError(
+                f"{what} of a PagedStash",
+                reason="it is closed" if self.is_closed else "it is of the parent process",
+                remedy="make a new one",
+            )
+
+    def is_capturing(self) -> bool:
+        """Whether a CUDA graph gets what is enqueued."""
+        return self.backend.is_capturing()
+
+    def collect(self) -> None:
+        """Give up what graphs that were dropped have held; inside a capture, later."""
+        if self.is_capturing():
+            return
+        while self.dropped:
+            held = self.dropped.pop()
+            held.drop()
+            self._ended(held)
+
+    def _ended(self, held: Held) -> None:
+        self.n_live -= 1
+        self._pages -= held.n_pages
+
+    def hold(
+        self, count: Tensor, capacity: int, row_bytes: Sequence[int], words: Sequence[Tensor]
+    ) -> Held:
+        """Copy the rows that exist, on the current stream.
+
+        Args:
+            count: how many exist.
+            capacity: all rows.
+            row_bytes: of each range.
+            words: int64, all rows of each range.
+
+        Raises:
+            StashOverflowError: the host knows the count, and it is above the capacity.
+            ActivationError: no page table is left for a capture.
+        """
+        n_pages = 0
+        position, pool = self.n_live, self.pool
+        if self.is_exact:
+            rows = _exact_count(count, capacity)
+            n_pages = self._record(position, GroupRows(rows, capacity, tuple(row_bytes)))
+            if pool is None or not self.is_present() or pool.n_free() < n_pages:
+                self.counts["exact_groups"] += 1
+                numbers = [rows * each // 8 for each in row_bytes]
+                return self._began(ExactRows(words, numbers, n_pages))
+        assert pool is not None
+        self.check_present()
+        capturing, parts = self.is_capturing(), []
+        for first in range(0, len(words), MOST_RANGES):
+            some = tuple(row_bytes[first : first + MOST_RANGES])
+            worst = GroupRows(capacity, capacity, some).pages(self.page_bytes)
+            table = pool.take_table(worst, to_capture=capturing)
+            pool.claim(table, count, capacity, some, far=position < self.host_groups)
+            pool.move(table, words[first : first + MOST_RANGES], some, out=True)
+            parts.append((table, some))
+        return self._began(PagedRows(pool, parts, n_pages, self.is_capturing))
+
+    def _began(self, held: Held) -> Held:
+        self.n_live += 1
+        self._pages += held.n_pages
+        self.most_pages = max(self.most_pages, self._pages)
+        return held
+
+    def _record(self, position: int, rows: GroupRows) -> int:
+        self.recorded_groups += 1
+        if position < len(self.recorded):
+            before = self.recorded[position]
+            if before.pages(self.page_bytes) > rows.pages(self.page_bytes):
+                return rows.pages(self.page_bytes)
+            self.recorded[position] = rows
+        else:
+            self.recorded.append(rows)
+        return rows.pages(self.page_bytes)
+
+    def restore(self, held: Held, capacity: int, row_bytes: Sequence[int]) -> list[Tensor]:
+        """New buffers with the rows, on the current stream.
+
+        Raises:
+            ClosedError: the pages were given up.
+            AwayError: their region is paused.
+            DeviceError: one of forward and backward is captured, the other is not.
+        """
+        if isinstance(held, PagedRows):
+            self.check_usable("backward()")
+            self.check_present()
+        words = [
+            torch.empty(capacity * each // 8, dtype=torch.int64, device=self.device)
+            for each in row_bytes
+        ]
+        if self.fill is not None:
+            for memory in words:
+                memory.fill_(self.fill)
+        held.restore(words)
+        self._ended(held)
+        return words
+
+    def check_present(self) -> None:
+        """
+        Raises:
+            AwayError: the pool's region is paused.
+        """
+        if not self.is_present():
+            raise AwayError(
+                "a group of a PagedStash", reason="its region is paused", remedy="call resume()"
+            )
+
+    def note_kept(self, reason: str, tensor: Tensor) -> None:
+        """A saved tensor stays as it is."""
+        self.kept[reason] += 1
+        self.kept_bytes[reason] += tensor.numel() * tensor.itemsize
+
+    def log_once(self, text: str) -> None:
+        """For what happens in each layer of each iteration."""
+        if text not in self._logged:
+            self._logged.add(text)
+            _log.info(text)
+
+
+def _yes() -> bool:
+    return True
+
+
+def _exact_count(count: Tensor, capacity: int) -> int:
+    rows = int(count)
+    if not 0 <= rows <= capacity:
+        raise StashOverflowError(
+            f"{rows} rows of {capacity}",
+            reason="the buffer cannot hold them, so the dispatcher has dropped some",
+            remedy="make the buffer larger, or dispatch again with its true size",
+        )
+    return rows

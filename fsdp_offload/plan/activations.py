@@ -1,0 +1,121 @@
+"""Sizes of a paged stash: pages on the device, pages in host memory, and who has which. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..core.config import GIB
+
+
+@dataclass(frozen=True)
+class GroupRows:
+    """What was saved of one group, the largest of those with as many groups before them."""
+
+    rows: int
+    """The most that existed."""
+    capacity: int
+    row_bytes: tuple[int, ...]
+    """Of each memory range."""
+
+    def pages(self, page_bytes: int, rows: int | None = None) -> int:
+        """That so many rows take; ``None``: those that existed."""
+        count = self.rows if rows is None else rows
+        return sum(-(-count * each // page_bytes) for each in self.row_bytes)
+
+
+@dataclass(frozen=True)
+class StashPlan:
+    """What ``prepare()`` takes."""
+
+    groups: tuple[GroupRows, ...]
+    """As recorded, in the order in which they were saved."""
+    page_bytes: int
+    margin: float
+    most_pages: int
+    """In use at once, as recorded; 0: nothing was recorded."""
+    device_pages: int
+    host_pages: int
+    host_groups: int
+    """So many groups, the first ones, go to host memory at once: they are needed last."""
+
+    @property
+    def device_bytes(self) -> int:
+        """Of the pool in device memory."""
+        return self.device_pages * self.page_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """Of the pool in host memory."""
+        return self.host_pages * self.page_bytes
+
+    @property
+    def is_full(self) -> bool:
+        """Whether every buffer was full: pages save nothing then."""
+        return bool(self.groups) and all(each.rows == each.capacity for each in self.groups)
+
+    def explain(self) -> str:
+        """The sizes in words, one line each."""
+        used = sum(each.rows * sum(each.row_bytes) for each in self.groups)
+        worst = sum(each.capacity * sum(each.row_bytes) for each in self.groups)
+        lines = [
+            f"pool: {_size(self.device_bytes)} on the device, {_size(self.host_bytes)} on the "
+            f"host, in pages of {self.page_bytes} bytes"
+        ]
+        if not self.groups:
+            return lines[0] + "; no group was recorded"
+        need = self.most_pages * self.page_bytes
+        lines += [
+            f"groups: {len(self.groups)}, buffers {_size(worst)}, rows that existed {_size(used)}",
+            f"in use at once: {_size(need)}, with a margin of {self.margin:g}: "
+            f"{_size(math.ceil(need * self.margin))}",
+        ]
+        if self.host_groups:
+            lines.append(
+                f"to the host: the first {self.host_groups} groups, since the pool on the device "
+                "is smaller than what is in use"
+            )
+        if self.is_full:
+            lines.append("every buffer was full: pages save nothing here")
+        return "\n".join(lines)
+
+
+def make_plan(
+    groups: Sequence[GroupRows],
+    most_pages: int,
+    *,
+    page_bytes: int,
+    device_bytes: int | None,
+    host_bytes: int,
+    margin: float,
+) -> StashPlan:
+    """How many pages there are, and which groups go to the host.
+
+    Args:
+        groups: recorded; empty where ``device_bytes`` is given instead.
+        most_pages: in use at once, as recorded.
+        page_bytes: of a page.
+        device_bytes: of the pool on the device; ``None``: what was recorded, with the margin, and
+            no more than all rows of all buffers.
+        host_bytes: of the pool on the host.
+        margin: factor to what was recorded, at least 1.
+    """
+    wanted = math.ceil(most_pages * margin)
+    if device_bytes is None:
+        worst = sum(each.pages(page_bytes, each.capacity) for each in groups)
+        device_pages = max(1, min(wanted, max(worst, most_pages)))
+    else:
+        device_pages = max(1, device_bytes // page_bytes)
+    host_pages = host_bytes // page_bytes
+    host_groups, rest = 0, wanted
+    while rest > device_pages and wanted - rest < host_pages and host_groups < len(groups):
+        rest -= math.ceil(groups[host_groups].pages(page_bytes) * margin)
+        host_groups += 1
+    return StashPlan(
+        tuple(groups), page_bytes, margin, most_pages, device_pages, host_pages, host_groups
+    )
+
+
+def _size(n_bytes: int) -> str:
+    return f"{n_bytes / GIB:.2f} GiB" if n_bytes >= GIB / 10 else f"{n_bytes / (1 << 20):.2f} MiB"

@@ -1,0 +1,443 @@
+"""Groups: the bits of no stash, whatever autograd does with what it saved."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from fsdp_offload import (
+    ActivationError,
+    AwayError,
+    ClosedError,
+    ConfigError,
+    FixedAddressRegion,
+    PagedStash,
+)
+from fsdp_offload.activations.group import Group, Handle, MemoryRange, SavedRows
+from tests.activations import moe
+from tests.activations.moe import CPU
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+SIZES: dict[str, Any] = {"page_bytes": 256, "tail": "nan"}
+
+
+@pytest.fixture(params=["exact", "pages", "spill", "far first"])
+def stash(request: pytest.FixtureRequest) -> Iterator[PagedStash]:
+    """In each of its modes; it has recorded three layers with 24 rows."""
+    sizes = {"spill": ("12KiB", "32KiB"), "far first": (None, "64KiB")}
+    device_bytes, host_bytes = sizes.get(request.param, (None, 0))
+    made = PagedStash(CPU, device_bytes, host_bytes, **SIZES)
+    if request.param != "exact":
+        wide = torch.ones(moe.TOKENS, moe.DIM)
+        with made.exact():
+            moe.gradients(moe.model().use(made), wide)
+        plan = made.prepare()
+        if request.param == "spill":
+            made._store.host_groups = 0
+            assert plan.host_groups > 0
+        if request.param == "far first":
+            made._store.host_groups = 2
+    yield made
+    assert is_idle(made)
+    made.close()
+
+
+def is_idle(stash: PagedStash) -> bool:
+    """No pages are in use, nothing is live, and the stacks are in their first order."""
+    stash._store.collect()
+    now, pool = stash.statistics(), stash._store.pool
+    if pool is not None:
+        order = torch.arange(pool.free.numel(), dtype=torch.int32)
+        assert torch.equal(pool.free.sort().values, order)
+    return now.used_device_pages == now.used_host_pages == now.live_groups == 0
+
+
+def test_the_bits_are_those_without_a_stash(stash: PagedStash) -> None:
+    model = moe.model()
+    for seed in range(4):
+        expected = moe.gradients(model.use(None), moe.batch(seed))
+        assert moe.same(moe.gradients(model.use(stash), moe.batch(seed)), expected)
+    now = stash.statistics()
+    assert (now.overflows, now.inactive_groups) == (0, 0)
+
+
+def test_in_opposite_order_the_stacks_are_as_they_were(stash: PagedStash) -> None:
+    moe.gradients(moe.model().use(stash), moe.batch(3))
+    if (pool := stash._store.pool) is not None:
+        order = torch.arange(pool.free.numel(), dtype=torch.int32)
+        assert torch.equal(pool.free, order)
+
+
+def test_pages_are_used_where_they_should_be() -> None:
+    stash = PagedStash(CPU, "20KiB", "32KiB", **SIZES)
+    with stash.exact():
+        moe.gradients(moe.model().use(stash), torch.ones(moe.TOKENS, moe.DIM))
+    stash.prepare()
+    moe.model().use(stash)(moe.batch(0))
+    now = stash.statistics()
+    assert now.most_device_pages > 0
+    assert now.most_host_pages > 0
+    assert now.exact_groups == 3  # those before
+    stash.close()
+
+
+def test_several_microbatches_are_live_at_once(stash: PagedStash) -> None:
+    """In turns, as a pipeline has them: neither first in, first out nor the opposite."""
+    model, batches = moe.model(1), [moe.batch(seed) for seed in range(4)]
+
+    def run() -> list[Tensor]:
+        model.zero_grad()
+        losses = [model(x).square().mean() for x in batches[:2]]
+        for x in batches[2:]:
+            losses.pop(0).backward()
+            losses.append(model(x).square().mean())
+        for loss in losses:
+            loss.backward()
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    model.use(None)
+    expected = run()
+    model.use(stash)
+    assert moe.same(run(), expected)
+
+
+def test_a_retained_graph_goes_back_twice_and_a_second_derivative_is_exact(
+    stash: PagedStash,
+) -> None:
+    x = moe.batch(0).requires_grad_()
+    count = torch.tensor(5)
+    found: list[list[Tensor]] = []
+    for use in (False, True):
+        buffer = moe.poisoned(torch.cat([x, x]), count)
+        if use:
+            with stash.group(buffer, count):
+                y = (buffer * buffer.sin())[:5].sum()
+        else:
+            y = (buffer * buffer.sin())[:5].sum()
+        (first,) = torch.autograd.grad(y, buffer, create_graph=True)
+        (second,) = torch.autograd.grad(first[:5].sum(), buffer, retain_graph=True)
+        (again,) = torch.autograd.grad(y, buffer, retain_graph=True)
+        assert torch.equal(first[:5], again[:5])
+        found.append([first[:5].detach(), second[:5]])
+    assert moe.same(*found)
+
+
+def test_a_memory_range_is_copied_once(stash: PagedStash) -> None:
+    before = stash.statistics()
+    routed, count = torch.randn(40, 16, requires_grad=True), torch.tensor(7)
+    with stash.group(routed, count):
+        both = routed * 2 + 1
+        gate, up = both.chunk(2, dim=-1)  # two views
+        y = gate * up
+        z = y * y  # saved twice
+    now = stash.statistics()
+    assert now.taken - before.taken == 4
+    assert now.ranges - before.ranges == 2
+    z[:7].sum().backward()
+    assert routed.grad is not None
+
+
+def test_without_a_backward_everything_goes_by_reference_count(stash: PagedStash) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        y = moe.model().use(stash)(moe.batch(0))
+        assert stash.statistics().live_groups == 3
+        del y
+        kinds = (Handle, MemoryRange, SavedRows, Group)
+        assert not [found for found in gc.get_objects() if isinstance(found, kinds)]
+        assert stash.statistics().live_groups == 0
+        moe.model().use(stash)(moe.batch(0))  # its first group releases the pages
+    finally:
+        gc.enable()
+
+
+def test_a_backward_that_ends_in_the_middle_loses_nothing(stash: PagedStash) -> None:
+    model = moe.model()
+    model.layers[1].register_full_backward_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="on purpose"):
+        moe.gradients(model.use(stash), moe.batch(0))
+    del model
+    gc.collect()  # the hook's frames
+
+
+def fail(*_: object) -> None:
+    raise RuntimeError("on purpose")
+
+
+def test_an_exception_inside_leaves_nothing_behind(stash: PagedStash) -> None:
+    buffer, count = torch.randn(40, 16, requires_grad=True), torch.tensor(7)
+    y = buffer
+    with suppress(RuntimeError), stash.group(buffer, count):
+        y = buffer.sin()
+        fail()
+    y.sum().backward()  # as without a stash
+    assert torch.equal(buffer.grad, buffer.detach().cos())
+    with stash.group(buffer, count):  # not open any more
+        pass
+
+
+def test_backward_inside_of_the_group(stash: PagedStash) -> None:
+    buffer, count = torch.randn(40, 16, requires_grad=True), torch.tensor(7)
+    with stash.group(buffer, count):
+        buffer.sin().sum().backward()
+    assert torch.equal(buffer.grad, buffer.detach().cos())
+
+
+def test_nothing_is_saved_without_gradients(stash: PagedStash) -> None:
+    before = stash.statistics()
+    buffer, count = torch.randn(40, 16), torch.tensor(7)
+    with stash.group(buffer, count):
+        buffer.sin()  # its input needs none
+    with torch.no_grad(), stash.group(buffer.requires_grad_(), count):
+        buffer.sin()
+    now = stash.statistics()
+    assert (now.taken, now.groups, now.inactive_groups) == (before.taken, before.groups, 0)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_group_inside_of_a_checkpoint_does_nothing(stash: PagedStash, reentrant: bool) -> None:
+    model, x = moe.model(), moe.batch(0).requires_grad_()
+    expected = moe.gradients(model.use(None), x)
+
+    class Checkpointed(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(model, x, use_reentrant=reentrant)  # type: ignore[no-any-return]
+
+        def zero_grad(self, set_to_none: bool = True) -> None:
+            model.zero_grad(set_to_none)
+
+        def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+            return model.parameters(recurse)
+
+    model.use(stash)
+    assert moe.same(moe.gradients(Checkpointed(), x), expected)
+    if not reentrant:  # that kind has no hooks: its recomputed forward is stashed and comes back
+        assert stash.statistics().inactive_groups == 6
+
+
+def test_a_group_inside_of_other_hooks_does_nothing(stash: PagedStash) -> None:
+    with torch.autograd.graph.save_on_cpu():
+        moe.gradients(moe.model().use(stash), moe.batch(0))
+    assert stash.statistics().inactive_groups == 3
+
+
+def test_a_compiled_function_inside_of_a_group(stash: PagedStash) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x, w: (x @ w).sin() * x, backend="aot_eager")
+    buffer = torch.randn(40, 16, requires_grad=True)
+    weight, count = nn.Parameter(torch.randn(16, 16)), torch.tensor(7)
+    with stash.group(buffer, count):
+        y = compiled(buffer, weight)
+    y[:7].sum().backward()
+    mine = [buffer.grad[:7].clone()]
+    buffer.grad = weight.grad = None
+    ((buffer @ weight).sin() * buffer)[:7].sum().backward()
+    assert torch.allclose(mine[0], buffer.grad[:7])
+    assert stash.statistics().taken > 0
+
+
+def test_attached_by_hooks(stash: PagedStash) -> None:
+    """``rows`` reads the inputs of an inner module."""
+
+    class Inner(nn.Module):
+        def forward(self, routed: Tensor, count: Tensor) -> Tensor:
+            return moe.poisoned(routed, count).sin().square()
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Inner()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x * 2, torch.tensor(7))[:7]  # type: ignore[no-any-return]
+
+    outer, x = Outer(), torch.randn(40, 16, requires_grad=True)
+    attached = stash.attach(outer, at=outer.inner, rows=lambda routed, count: count)
+    before = stash.statistics().taken
+    outer(x).sum().backward()
+    assert stash.statistics().taken > before
+    mine, x.grad = x.grad, None
+    attached.remove()
+    outer(x).sum().backward()
+    assert torch.equal(mine[:7], x.grad[:7])
+    groups = stash.statistics().groups
+    attached.remove()
+    outer(x)
+    assert stash.statistics().groups == groups
+
+
+def test_an_attached_module_that_raises_leaves_no_group_open(stash: PagedStash) -> None:
+    module = nn.Linear(16, 16)
+    stash.attach(module, rows=lambda x: torch.tensor(3))
+    with pytest.raises(RuntimeError, match="shapes"):
+        module(torch.ones(40, 15))
+    module(torch.ones(40, 16)).sum().backward()
+
+
+def test_two_stashes_beside_each_other() -> None:
+    a, b = (PagedStash(CPU, "64KiB", **SIZES) for _ in range(2))
+    for each in (a, b):
+        each.prepare()
+    model = moe.model(2)
+    expected = moe.gradients(model, moe.batch(0))
+    model.use(a)
+    model.layers[1].stash = b
+    assert moe.same(moe.gradients(model, moe.batch(0)), expected)
+    assert a.statistics().groups == b.statistics().groups == 1
+
+
+# --------------------------------------------------------------------------- refusals
+
+
+@contextmanager
+def opened() -> Iterator[tuple[PagedStash, Tensor, Group]]:
+    stash, x = PagedStash(CPU, **SIZES), torch.randn(40, 16, requires_grad=True)
+    with stash.group() as group:
+        yield stash, x, group
+
+
+@pytest.mark.parametrize(
+    ("x", "count", "part"),
+    [
+        (torch.zeros(4, 4), torch.tensor(1.0), "float32"),
+        (torch.zeros(4, 4), torch.tensor(True), "bool"),
+        (torch.zeros(4, 4), torch.tensor([1, 2]), "(2,)"),
+        (torch.zeros(4, 4), 3, "int"),
+        (torch.zeros(4, 4), torch.tensor(1, device="meta"), "meta"),
+        (torch.zeros(4, 4, device="meta"), torch.tensor(1), "meta"),
+        (torch.tensor(1.0), torch.tensor(1), "()"),
+        ([1], torch.tensor(1), "list"),
+    ],
+)
+def test_rows_that_are_none_are_refused(x: Any, count: Any, part: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        PagedStash(CPU).group(x, count)
+    assert part in caught.value.what
+
+
+def test_only_one_of_buffer_and_rows_is_refused() -> None:
+    with pytest.raises(ConfigError, match="both"):
+        PagedStash(CPU).group(torch.zeros(4, 4))
+
+
+def test_rows_twice_and_two_groups_at_once_are_refused() -> None:
+    with opened() as (stash, x, group):
+        group.rows(x, torch.tensor(3))
+        with pytest.raises(ActivationError, match="twice"):
+            group.rows(x, torch.tensor(3))
+        with pytest.raises(ActivationError, match="inside of a group"), stash.group():
+            pass
+
+
+def test_a_group_that_was_never_told_its_rows_is_refused() -> None:
+    with pytest.raises(ActivationError, match="without rows"), opened() as (_, x, _):
+        y = x.sin()
+    del y
+
+
+def test_another_thread_is_refused() -> None:
+    caught: list[Exception] = []
+    with opened() as (stash, _, group):
+        group.keep()
+
+    def run() -> None:
+        try:
+            with stash.group():
+                pass
+        except ActivationError as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert "thread" in str(caught[0])
+
+
+@pytest.mark.parametrize("saved", ["input", "output", "kept"])
+def test_a_saved_tensor_written_in_place_inside_is_refused(saved: str) -> None:
+    graph: list[Tensor] = []  # what is saved of a graph that is gone needs no care
+
+    def run() -> None:
+        with opened() as (_, x, group):
+            group.rows(x, torch.tensor(3))
+            y = x * 2
+            if saved == "output":
+                y = y.exp()
+            elif saved == "kept":
+                y = y[:5].clone()
+            graph.append(y.sin())
+            y.mul_(2)
+
+    with pytest.raises(ActivationError, match="in place"):
+        run()
+
+
+def test_a_kept_tensor_written_in_place_later_is_refused_as_by_torch() -> None:
+    with opened() as (_, x, group):
+        group.rows(x, torch.tensor(3))
+        y = (x * 2)[:5].clone()
+        z = y.sin()
+    y.mul_(2)
+    with pytest.raises(ActivationError, match="in place"):
+        z.sum().backward()
+
+
+def test_a_taken_tensor_may_be_written_in_place_later(stash: PagedStash) -> None:
+    x = torch.randn(40, 16, requires_grad=True)
+    with stash.group(x, torch.tensor(3)):
+        y = x * 1
+        z = y.sin()
+    y.mul_(2)
+    z[:3].sum().backward()
+    assert torch.equal(x.grad[:3], x.detach()[:3].cos())
+
+
+def test_backward_after_close_is_refused() -> None:
+    stash = PagedStash(CPU, "64KiB", **SIZES)
+    stash.prepare()
+    y = moe.model().use(stash)(moe.batch(0))
+    stash.close()
+    stash.close()
+    with pytest.raises(ClosedError):
+        y.sum().backward()
+    with pytest.raises(ClosedError):
+        stash.group()
+
+
+def test_a_paused_region_is_refused() -> None:
+    region = FixedAddressRegion("stash", CPU)
+    stash = PagedStash(CPU, "64KiB", region=region, **SIZES)
+    stash.prepare()
+    model = moe.model()
+    expected = moe.gradients(model, moe.batch(0))
+    region.pause(save=False)
+    with pytest.raises(AwayError, match="paused"):
+        model.use(stash)(moe.batch(0))
+    region.resume()
+    assert moe.same(moe.gradients(model, moe.batch(0)), expected)
+
+
+def test_live_memory_is_that_of_the_rows() -> None:
+    """After the forward neither the buffers nor what was computed from them is there."""
+    stash = PagedStash(CPU, "64KiB", **SIZES)
+    stash.prepare()
+    x = torch.randn(40, 16, requires_grad=True)
+    with stash.group(x, torch.tensor(3)):
+        y = x * 2
+        z = y.sin()
+    gone = weakref.ref(y)
+    memory = y.untyped_storage()
+    del y
+    assert gone() is None
+    assert torch._C._storage_Use_Count(memory._cdata) == 1
+    z[:3].sum().backward()

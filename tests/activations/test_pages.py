@@ -1,0 +1,247 @@
+"""Claims, moves and releases against lists of Python; the kernels too, in Triton's interpreter.
+
+``TRITON_INTERPRET=1 python -m pytest tests/activations/test_pages.py`` runs them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import random
+import subprocess
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+
+from fsdp_offload import TransferConfig
+from fsdp_offload.activations.pages import (
+    CLAIMED,
+    INVALID,
+    INVALID_ROWS,
+    MOST_FAR,
+    MOST_NEAR,
+    OVERFLOWS,
+    PagePool,
+    PageTable,
+)
+from fsdp_offload.core.backend import CpuBackend
+from fsdp_offload.memory import HostArena
+from tests.activations.moe import CPU
+
+PAGE = 128
+CAPACITY = 64
+IN_INTERPRETER = os.environ.get("TRITON_INTERPRET") == "1"
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def kernels() -> ModuleType:
+    name = "kernels_pages" if IN_INTERPRETER else "pages_plain"
+    return importlib.import_module(f"fsdp_offload.activations.{name}")
+
+
+def make_pool(near: int, far: int = 0) -> PagePool:
+    arena = None
+    if far:
+        arena = HostArena(far * PAGE, device=CPU, can_pin=False, transfer=TransferConfig())
+    memory = torch.zeros(near * PAGE // 8, dtype=torch.int64)
+    return PagePool(CpuBackend(CPU), PAGE, memory, arena, kernels())
+
+
+def table_of(pool: PagePool) -> PageTable:
+    return pool.take_table(1 << 20, to_capture=False)
+
+
+def ids(table: PageTable) -> list[int]:
+    return table.pages[: int(table.record[8])].tolist()
+
+
+def claim(
+    pool: PagePool, table: PageTable, rows: int, row_bytes: tuple[int, ...], far: bool = False
+) -> None:
+    pool.claim(table, torch.tensor(rows), CAPACITY, row_bytes, far=far)
+
+
+class Expected:
+    """The stacks as lists."""
+
+    def __init__(self, near: int, far: int) -> None:
+        self.near, self.far = list(range(near)), [near + i for i in range(far)]
+
+    def claim(self, rows: int, row_bytes: tuple[int, ...], far_first: bool) -> list[int]:
+        count = sum(-(-rows * each // PAGE) for each in row_bytes) if 0 <= rows <= CAPACITY else 0
+        if count > len(self.near) + len(self.far):
+            return []
+        n_far = min(count, len(self.far)) if far_first else max(0, count - len(self.near))
+        found = [self.near.pop() for _ in range(count - n_far)]
+        return found + [self.far.pop() for _ in range(n_far)]
+
+    def release(self, pages: list[int], near: int) -> None:
+        mine = [page for page in pages if page < near]
+        self.near += reversed(mine)
+        self.far += reversed(pages[len(mine) :])
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_any_order_of_claims_and_releases(seed: int) -> None:
+    """No page twice, none lost, all or nothing; and the same pages as lists give."""
+    choose = random.Random(seed)
+    near, far = 40, (0, 25)[seed % 2]
+    pool, expected = make_pool(near, far), Expected(near, far)
+    live: list[tuple[PageTable, list[int]]] = []
+    for _ in range(12 if IN_INTERPRETER else 60):
+        if live and choose.random() < 0.45:
+            table, pages = live.pop(choose.randrange(len(live)))
+            pool.release(table)
+            pool.give_table(table)
+            expected.release(pages, near)
+        else:
+            rows = choose.choice([0, 1, 7, 8, 9, 33, CAPACITY, -1, CAPACITY + 1])
+            row_bytes = tuple(choose.choice([16, 64, 144]) for _ in range(choose.randint(1, 8)))
+            far_first = bool(far) and choose.random() < 0.3
+            table = table_of(pool)
+            claim(pool, table, rows, row_bytes, far_first)
+            live.append((table, expected.claim(rows, row_bytes, far_first)))
+        assert all(ids(table) == pages for table, pages in live)
+        tops = pool.tops.tolist()
+        assert pool.free[: tops[0]].tolist() == expected.near
+        assert pool.free[near : near + tops[1]].tolist() == expected.far
+    for table, _ in live:
+        pool.release(table)
+    assert pool.tops.tolist() == [near, far]
+
+
+def test_the_opposite_order_leaves_the_stacks_as_they_were() -> None:
+    pool = make_pool(20, 10)
+    before = pool.free.clone()
+    tables = [table_of(pool) for _ in range(4)]
+    for rows, table in zip((3, 0, 40, 17), tables, strict=True):
+        claim(pool, table, rows, (16, 32))
+    for table in reversed(tables):
+        pool.release(table)
+        pool.release(table)  # nothing
+    assert torch.equal(pool.free, before)
+    assert pool.tops.tolist() == [20, 10]
+
+
+def test_flags() -> None:
+    pool = make_pool(4, 2)
+    table, other = table_of(pool), table_of(pool)
+    claim(pool, table, 40, (16,))  # 5 pages
+    claim(pool, other, 16, (16,))  # 2: too many
+    assert ids(other) == []
+    assert pool.flags[[OVERFLOWS, INVALID, MOST_NEAR, MOST_FAR, CLAIMED]].tolist() == [
+        1, 0, 4, 1, 5,
+    ]  # fmt: skip
+    claim(pool, other, -7, (16,))
+    assert pool.flags[[INVALID, INVALID_ROWS]].tolist() == [1, -7]
+    claim(pool, other, 8, (16,))
+    assert len(ids(other)) == 1
+
+
+def test_a_claim_releases_what_its_table_still_holds() -> None:
+    """As in a graph whose forward is replayed again without its backward."""
+    pool = make_pool(6)
+    table = table_of(pool)
+    for rows in (40, 48, 8, 48):
+        claim(pool, table, rows, (16,))
+        assert len(set(ids(table))) == -(-rows * 16 // PAGE)
+        assert pool.n_free() + len(ids(table)) == 6
+    assert int(pool.flags[OVERFLOWS]) == 0
+
+
+def words(rows: int, row_bytes: int) -> Tensor:
+    return torch.randint(-(1 << 62), 1 << 62, (rows * row_bytes // 8,))
+
+
+@pytest.mark.parametrize("rows", [0, 1, 7, 8, 9, CAPACITY])
+@pytest.mark.parametrize("far", [False, True], ids=["near", "far"])
+def test_rows_come_back_and_nothing_else_is_written(rows: int, far: bool) -> None:
+    pool, row_bytes = make_pool(400, 300), (16, 112, 16, 48, 32, 16, 16, 64)
+    for _ in range(2):  # two groups, so that pages of one begin within the pool
+        table = table_of(pool)
+        claim(pool, table, rows, row_bytes, far)
+        memory = [words(CAPACITY, each) for each in row_bytes]
+        pool.move(table, memory, row_bytes, out=True)
+        back = [torch.full_like(each, -1) for each in memory]
+        pool.move(table, back, row_bytes, out=False)
+        for mine, original, each in zip(back, memory, row_bytes, strict=True):
+            end = rows * each // 8
+            assert torch.equal(mine[:end], original[:end])
+            assert bool((mine[end:] == -1).all())
+        if not far:
+            assert pool.near.any() or not rows
+        claim(pool, table, rows, row_bytes[:1], far)
+
+
+def test_an_overflow_moves_nothing() -> None:
+    pool = make_pool(1)
+    table = table_of(pool)
+    claim(pool, table, CAPACITY, (64,))
+    memory = words(CAPACITY, 64)
+    pool.move(table, [memory], (64,), out=True)
+    assert not pool.near.any()
+    before = memory.clone()
+    pool.move(table, [memory], (64,), out=False)
+    assert torch.equal(memory, before)
+
+
+def test_a_table_of_a_capture_is_used_once() -> None:
+    pool = make_pool(4)
+    pool.add_tables(1, 4, to_capture=True)
+    table = pool.take_table(4, to_capture=True)
+    pool.give_table(table)
+    assert not pool._tables_to_capture
+    assert pool.take_table(4, to_capture=False) is not table
+
+
+@pytest.mark.long
+def test_the_kernels_in_the_interpreter() -> None:
+    pytest.importorskip("triton")
+    if tuple(map(int, importlib.import_module("numpy").__version__.split(".")[:2])) >= (2, 4):
+        pytest.skip("Triton 3.6's interpreter needs an older numpy")
+    command = [sys.executable, "-m", "pytest", "-q", __file__, "-Wignore::DeprecationWarning"]
+    done = subprocess.run(
+        command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.long
+@pytest.mark.skipif(IN_INTERPRETER, reason="nothing is compiled there")
+def test_the_kernels_compile_for_a_gpu_and_read_16_bytes_at_once() -> None:
+    triton = pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+
+    from fsdp_offload.activations import kernels_pages
+
+    for kernel, constants in (
+        (kernels_pages._claim, {"FAR_FIRST": False, "PAGE": 1 << 18, "BLOCK": 1024}),
+        (kernels_pages._release, {"BLOCK": 1024}),
+        (kernels_pages._move, {"OUT": True, "WORDS": 1 << 15, "TILE": 2048}),
+    ):
+        names = kernel.arg_names
+        pointers = {"free", "pages"}
+        signature = {
+            name: "constexpr"
+            if name in constants
+            else "*i32"
+            if name in pointers
+            else "i32"
+            if name.startswith(("r", "n_", "cap")) and name != "record"
+            else "*i64"
+            for name in names
+        }
+        divisible = {
+            (i,): [["tt.divisibility", 16]]
+            for i, name in enumerate(names)
+            if signature[name].startswith("*") or name.startswith("r")
+        }
+        source = triton.compiler.ASTSource(kernel, signature, constants, divisible)
+        made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8})
+        if kernel is kernels_pages._move:
+            assert "ld.global.v2.b64" in made.asm["ptx"]
+            assert "st.global.v2.b64" in made.asm["ptx"]

@@ -1,0 +1,114 @@
+"""What of the saved tensors is taken, and why others are kept: one case for each rule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fsdp_offload import PagedStash
+from fsdp_offload.activations.selection import Rows, View, rows_or_reason
+from tests.activations.moe import CPU
+
+CAPACITY = 8
+
+
+def of(tensor: Tensor) -> Rows | str:
+    return rows_or_reason(tensor, CAPACITY, CPU)
+
+
+def rows(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.zeros(CAPACITY, *shape, dtype=dtype)
+
+
+TAKEN: dict[str, tuple[Callable[[], Tensor], Rows]] = {
+    "fp32": (lambda: rows(4), Rows(0, 16)),
+    "bf16": (lambda: rows(8, dtype=torch.bfloat16), Rows(0, 16)),
+    "fp16": (lambda: rows(24, dtype=torch.float16), Rows(0, 48)),
+    "fp8 e4m3": (lambda: rows(16, dtype=torch.float8_e4m3fn), Rows(0, 16)),
+    "fp8 e5m2": (lambda: rows(32, dtype=torch.float8_e5m2), Rows(0, 32)),
+    "several dims": (lambda: rows(2, 3, 4), Rows(0, 96)),
+    "one number per row": (lambda: torch.zeros(CAPACITY, dtype=torch.complex128).real, Rows(0, 16)),
+    "left chunk": (lambda: rows(16).chunk(2, dim=-1)[0], Rows(0, 64)),
+    "right chunk": (lambda: rows(16).chunk(2, dim=-1)[1], Rows(0, 64)),
+    "chunk that was detached": (lambda: rows(16).chunk(2, dim=-1)[1].detach(), Rows(0, 64)),
+    "chunk of rows behind others": (
+        lambda: torch.zeros(3 * CAPACITY, 16)[CAPACITY : 2 * CAPACITY].clone().chunk(2, -1)[1],
+        Rows(0, 64),
+    ),
+    "rows behind others": (lambda: torch.zeros(3 * CAPACITY, 4)[CAPACITY:-CAPACITY], Rows(128, 16)),
+    "every second row": (lambda: torch.zeros(2 * CAPACITY, 4)[::2], Rows(0, 32)),
+    "dims exchanged inside of a row": (lambda: rows(2, 8).transpose(1, 2), Rows(0, 64)),
+    "computed from a parameter and rows": (
+        lambda: rows(CAPACITY) @ nn.Parameter(torch.zeros(CAPACITY, CAPACITY)),
+        Rows(0, 32),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_taken(name: str) -> None:
+    make, expected = TAKEN[name]
+    tensor = make()
+    assert of(tensor) == expected
+    with torch.no_grad():  # a view of other memory with the same content is the same tensor
+        words = torch.zeros(CAPACITY * expected.row_bytes // 8, dtype=torch.int64)
+        numbers = torch.arange(tensor.numel()).reshape(tensor.shape) % 8
+        tensor.copy_(numbers)
+        storage = tensor.untyped_storage()
+        words.untyped_storage().copy_(storage[expected.start_bytes :][: words.numel() * 8])
+        other = View.of(tensor, expected).over(words)
+        assert other.stride() == tensor.stride()
+        assert torch.equal(other.float(), numbers.float())
+
+
+def cast() -> Tensor:
+    """As autocast makes one of a weight with as many outputs as the buffer has rows."""
+    return nn.Linear(8, CAPACITY).weight.to(torch.bfloat16)
+
+
+KEPT: dict[str, tuple[Callable[[], Tensor], str]] = {
+    "parameter": (lambda: nn.Parameter(rows(4)), "a parameter"),
+    "view of a parameter": (lambda: nn.Parameter(torch.zeros(4, CAPACITY)).t(), "a parameter"),
+    "cast of a parameter": (cast, "a parameter"),
+    "view of a cast": (lambda: cast()[:], "a parameter"),
+    "subclass": (lambda: rows(4).as_subclass(type("Sub", (Tensor,), {})), "a subclass"),
+    "sparse": (lambda: torch.eye(CAPACITY).to_sparse(), "a subclass"),
+    "other device": (lambda: torch.zeros(CAPACITY, 4, device="meta"), "another device"),
+    "integers": (lambda: rows(4, dtype=torch.int32), "not floating"),
+    "bool": (lambda: rows(16, dtype=torch.bool), "not floating"),
+    "other rows": (lambda: torch.zeros(CAPACITY + 1, 4), "other rows"),
+    "no rows": (lambda: torch.tensor(0.0), "other rows"),
+    "empty rows": (lambda: rows(0), "other rows"),
+    "expanded": (lambda: torch.zeros(1, 4).expand(CAPACITY, 4), "rows apart"),
+    "transposed": (lambda: torch.zeros(4, CAPACITY).t(), "rows apart"),
+    "columns of more rows": (lambda: torch.zeros(2 * CAPACITY, 8)[:CAPACITY, :4], "rows apart"),
+    "row of 12 bytes": (lambda: rows(3), "rows of no multiple of 16 bytes"),
+    "no aligned address": (lambda: torch.zeros(8 * 4 + 1)[1:].view(8, 4),
+                           "rows of no multiple of 16 bytes"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_kept(name: str) -> None:
+    make, reason = KEPT[name]
+    assert of(make()) == reason
+
+
+def test_reasons_are_counted_and_what_is_asked_for_is_kept() -> None:
+    stash = PagedStash(CPU)
+    x, count = rows(4).requires_grad_(), torch.tensor(3)
+    index = torch.zeros(CAPACITY, 4, dtype=torch.int64)
+    with stash.group(x, count) as group:
+        y = (x * 2).sin()
+        scale = torch.full((CAPACITY, 4), 2.0)
+        group.keep(scale)
+        z = y.gather(1, index) * scale
+    now = stash.statistics()
+    assert now.kept == {"not floating": 1, "asked for": 1}
+    assert now.kept_bytes == {"not floating": index.numel() * 8, "asked for": 128}
+    assert now.taken == 2  # what sin() and gather() read
+    z.sum().backward()
+    assert x.grad is not None

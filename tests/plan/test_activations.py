@@ -1,0 +1,53 @@
+"""How large the pool of a stash is, and which groups go to the host."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fsdp_offload.plan.activations import GroupRows, StashPlan, make_plan
+
+PAGE = 1 << 18
+LAYER = GroupRows(rows=65536, capacity=524288, row_bytes=(4096, 3072, 1536))
+
+
+def plan(layers: int = 4, device_bytes: int | None = None, host_bytes: int = 0) -> StashPlan:
+    return make_plan(
+        [LAYER] * layers,
+        layers * LAYER.pages(PAGE),
+        page_bytes=PAGE,
+        device_bytes=device_bytes,
+        host_bytes=host_bytes,
+        margin=1.25,
+    )
+
+
+def test_what_is_explained() -> None:
+    assert plan(device_bytes=2 << 30, host_bytes=1 << 30).explain() == (
+        "pool: 2.00 GiB on the device, 1.00 GiB on the host, in pages of 262144 bytes\n"
+        "groups: 4, buffers 17.00 GiB, rows that existed 2.12 GiB\n"
+        "in use at once: 2.12 GiB, with a margin of 1.25: 2.66 GiB\n"
+        "to the host: the first 1 groups, since the pool on the device is smaller than what is in "
+        "use"
+    )
+    assert plan(0, device_bytes=1 << 30).explain().endswith("no group was recorded")
+
+
+def test_full_buffers_are_said_to_be_full() -> None:
+    full = GroupRows(rows=64, capacity=64, row_bytes=(64,))
+    made = make_plan([full], 1, page_bytes=4096, device_bytes=None, host_bytes=0, margin=1.25)
+    assert made.device_pages == 1  # not more than all rows of all buffers
+    assert "every buffer was full" in made.explain()
+
+
+@given(st.integers(0, 6), st.integers(0, 4 << 30), st.integers(0, 2 << 30))
+def test_first_groups_alone_go_to_the_host_and_only_as_many_as_needed(
+    layers: int, device_bytes: int, host_bytes: int
+) -> None:
+    made = plan(layers, device_bytes, host_bytes)
+    assert made.device_bytes <= max(device_bytes, PAGE)
+    assert made.host_bytes <= host_bytes
+    each = LAYER.pages(PAGE) * 1.25
+    left = layers * each - made.device_pages
+    assert (made.host_groups > 0) == (left > 0 and made.host_pages > 0)
+    assert not made.host_groups or made.host_groups * each < left + each + 1
