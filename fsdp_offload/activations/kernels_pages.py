@@ -57,10 +57,14 @@ def _claim(  # type: ignore[no-untyped-def]
     tl.debug_barrier()
     invalid = (rows < 0) | (rows > capacity)
     rows_valid = tl.where(invalid, 0, rows)
-    total = 0 * rows
-    for index in tl.static_range(8):
-        row_bytes = pick(index, r0, r1, r2, r3, r4, r5, r6, r7)
-        total += (rows_valid * row_bytes + PAGE - 1) // PAGE
+    e0 = (rows_valid * r0 + PAGE - 1) // PAGE
+    e1 = e0 + (rows_valid * r1 + PAGE - 1) // PAGE
+    e2 = e1 + (rows_valid * r2 + PAGE - 1) // PAGE
+    e3 = e2 + (rows_valid * r3 + PAGE - 1) // PAGE
+    e4 = e3 + (rows_valid * r4 + PAGE - 1) // PAGE
+    e5 = e4 + (rows_valid * r5 + PAGE - 1) // PAGE
+    e6 = e5 + (rows_valid * r6 + PAGE - 1) // PAGE
+    total = e6 + (rows_valid * r7 + PAGE - 1) // PAGE
     short = total > near_free + far_free
     all_or_none = tl.where(short, 0, 1)
     if FAR_FIRST:
@@ -69,11 +73,14 @@ def _claim(  # type: ignore[no-untyped-def]
         near = tl.minimum(total, near_free)
     total, near = total * all_or_none, near * all_or_none
     far = total - near
-    first = 0 * rows
-    for index in tl.static_range(8):
-        tl.store(record + index, first * all_or_none)
-        row_bytes = pick(index, r0, r1, r2, r3, r4, r5, r6, r7)
-        first += (rows_valid * row_bytes + PAGE - 1) // PAGE
+    tl.store(record, 0 * total)
+    tl.store(record + 1, e0 * all_or_none)
+    tl.store(record + 2, e1 * all_or_none)
+    tl.store(record + 3, e2 * all_or_none)
+    tl.store(record + 4, e3 * all_or_none)
+    tl.store(record + 5, e4 * all_or_none)
+    tl.store(record + 6, e5 * all_or_none)
+    tl.store(record + 7, e6 * all_or_none)
     tl.store(record + _TOTAL, total)
     tl.store(record + _NEAR, near)
     tl.store(record + _ROWS, rows_valid * all_or_none)
