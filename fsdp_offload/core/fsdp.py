@@ -66,7 +66,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from .backend import Backend, Event, Stream, stream_to_wait
 from .errors import UnsupportedTorchError
 
-TORCH_RUN: Final = ("2.11", "2.13", "2.15")
+TORCH_RUN: Final = ("2.11", "2.13", "2.14", "2.15")
 """Versions that all tests were run with (docs/compatibility.md)."""
 
 _log = logging.getLogger("fsdp_offload")
