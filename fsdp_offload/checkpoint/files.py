@@ -112,7 +112,7 @@ def read_bytes(descriptor: int, offset: int, into: memoryview | bytearray, path:
 
 @contextlib.contextmanager
 def new_file(path: Path) -> Iterator[int]:
-    """A descriptor of a file that does not exist yet; what was written is permanent on leaving.
+    """A descriptor of a new file; what was written is permanent when the block ends.
 
     Raises:
         CheckpointError: the file system refused.

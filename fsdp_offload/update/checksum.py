@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .kernels import triton_kernels
 
-_CHUNK = 1 << 20  # elements per pass of the plain twin: 16 MiB of temporaries
+_CHUNK = 1 << 20  # elements per pass of the torch operations: 16 MiB of temporaries
 
 
 def checksum(flat: Tensor) -> Tensor:

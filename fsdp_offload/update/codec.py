@@ -16,7 +16,7 @@ The int16 is stored and shown as the bf16 tensor of the same bits, because neith
 carries int16. Its values as bf16 mean nothing, and many are NaN: it may be copied, cut and sent,
 never cast or computed with. Only here and in the kernels is it an integer.
 
-Two implementations with the same bits: torch operations (any device, the plain twin) and one
+Two implementations with the same bits: torch operations (any device) and one
 Triton kernel each way (CUDA), see :mod:`.kernels_triton`.
 """
 

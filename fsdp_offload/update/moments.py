@@ -15,7 +15,7 @@ not in the code. A second moment that is not zero never becomes zero, because on
 scales the step. A block with a NaN or an infinity becomes NaN as a whole. Rounding to nearest
 what was decoded gives the same codes and scales again, so decoded values can be saved for them.
 
-Two implementations with the same bits: torch operations (the plain twin) and Triton (CUDA).
+Two implementations with the same bits: torch operations (plain ones) and Triton (CUDA).
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 Unpacked, an element costs 50 bytes of device memory traffic and more: master and gradient, and
 moments in fewer bits, go to scratch memory and back. The kernel keeps all of it in registers: 26
 bytes with fp32 moments, 18 with bf16. Its bits are those of the unpacked path, which calls
-``torch._fused_adamw_``; :func:`adam_plain` is its twin. Adam with a decay in the gradient is left
+``torch._fused_adamw_``; :func:`adam_plain` has them, too. Adam with a decay in the gradient is left
 to torch: its kernel contracts that sum in some of the elements and not in others.
 
 [Note: powers]
@@ -315,7 +315,7 @@ def adam_plain(
     rng_key: RngKey,
     constants: AdamConstants,
 ) -> None:
-    """:func:`adam` in torch operations; the slow twin, for tests."""
+    """:func:`adam` in torch operations; slow, for tests."""
     flags, device = constants.flags, weight.device
     lr, beta1, beta2, decay, eps = (
         torch.tensor(number, dtype=torch.float32, device=device) for number in constants.numbers

@@ -48,7 +48,7 @@ class RngKey:
     first: int  # index in the global tensor of the first element
 
     def bits(self, numel: int, half: int, device: torch.device) -> Tensor:
-        """16 bits per element, as int32 in [0, 65535]; the plain twin of the Triton hash."""
+        """16 bits per element, as int32 in [0, 65535]: the Triton hash in torch operations."""
         at = torch.arange(self.first, self.first + numel, dtype=torch.int64, device=device)
         mixed = _low_word(at) ^ self.key
         mixed += _low_word(at >> 32) * (0x9E3779B9 - (1 << 32))
