@@ -21,11 +21,13 @@ from tests.helpers.ranks import RankPool
 CAPACITY = moe.WIDTH
 
 
-def trained(stash: PagedStash | None, overlap: str, dtype: torch.dtype) -> list[Tensor]:
+def trained(
+    stash: PagedStash | None, overlap: str, dtype: torch.dtype, device: torch.device
+) -> list[Tensor]:
     """Losses and shards of six steps, of two microbatches each."""
-    model = moe.model(3, capacity=CAPACITY).use(stash)
+    model = moe.model(3, capacity=CAPACITY).use(stash).to(device)
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     for module in (*model.layers, model):
         fully_shard(module, mesh=mesh, mp_policy=policy)
     optimizer = HybridDeviceOptimizer(
@@ -34,7 +36,7 @@ def trained(stash: PagedStash | None, overlap: str, dtype: torch.dtype) -> list[
     found: list[Tensor] = []
     for step in range(6):
         for micro in range(2 if overlap != "backward" else 1):
-            x = moe.batch(4 * step + 2 * micro + dist.get_rank())
+            x = moe.batch(4 * step + 2 * micro + dist.get_rank()).to(device)
             loss = model(x).float().square().mean()
             loss.backward()
             found.append(loss.detach())
@@ -48,10 +50,11 @@ def trained(stash: PagedStash | None, overlap: str, dtype: torch.dtype) -> list[
     return found
 
 
-def compare(overlap: str, dtype: torch.dtype) -> None:
-    stash = PagedStash(CPU, page_bytes=256, tail="nan")
-    expected = trained(None, overlap, dtype)
-    assert moe.same(trained(stash, overlap, dtype), expected)
+def compare(overlap: str, dtype: torch.dtype, device_type: str) -> None:
+    device = torch.device(device_type, dist.get_rank()) if device_type == "cuda" else CPU
+    stash = PagedStash(device, page_bytes=256, tail="nan")
+    expected = trained(None, overlap, dtype, device)
+    assert moe.same(trained(stash, overlap, dtype, device), expected)
     stash.check()
     now = stash.statistics()
     assert now.kept["a parameter"] > 0
@@ -59,10 +62,20 @@ def compare(overlap: str, dtype: torch.dtype) -> None:
     assert now.used_device_pages == now.inactive_groups == 0
 
 
-@pytest.mark.parametrize(
+MODES = pytest.mark.parametrize(
     ("overlap", "dtype"),
     [("step", torch.bfloat16), ("forward", torch.float32), ("backward", torch.bfloat16)],
 )
+
+
+@MODES
 def test_a_stash_changes_no_bit(ranks: Any, overlap: str, dtype: torch.dtype) -> None:
     pool: RankPool = ranks(2)
-    pool.run(compare, overlap, dtype)
+    pool.run(compare, overlap, dtype, "cpu")
+
+
+@pytest.mark.gpus(2)
+@MODES
+def test_a_stash_changes_no_bit_on_gpus(ranks: Any, overlap: str, dtype: torch.dtype) -> None:
+    pool: RankPool = ranks(2, device_type="cuda")
+    pool.run(compare, overlap, dtype, "cuda")
