@@ -21,6 +21,7 @@ OUTSIDE = {
     "examples/README.md": "examples/README.md",
     "examples/finetune.py": "examples/finetune.py",
     "examples/minimal.py": "examples/minimal.py",
+    "examples/moe_gpt.py": "examples/moe_gpt.py",
     "examples/rl_phases.py": "examples/rl_phases.py",
     "examples/train_gpt.py": "examples/train_gpt.py",
 }

@@ -4,8 +4,8 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 run=checkpoints/run/demo
-steps=120      # of the first part
-all_steps=200  # of both parts; the learning rate schedule spans both
+steps=40      # of the first part
+all_steps=60  # of both parts; the learning rate schedule spans both
 
 gpus=$(python -c 'import torch; print(torch.accelerator.device_count())')
 # All GPUs, then half of them. With one GPU: on it, then on two CPU ranks.
@@ -21,8 +21,9 @@ while ((batch < 16)); do batch=$((batch * 2)); done
 train() {  # ranks, then the arguments of train_gpt.py
   local ranks=$1 threads
   shift
-  # torchrun gives each rank one thread unless told otherwise; the host's cores are shared out.
-  threads=$(($(nproc) / ranks))
+  # torchrun gives each rank one thread unless told otherwise. Half of the cores stay free: where
+  # other jobs have them, OpenMP's threads wait for each other, and a step takes many times as long.
+  threads=$(($(nproc) / ranks / 2))
   # Port 0: a free one, so that two demos can run side by side.
   OMP_NUM_THREADS=$((threads > 0 ? threads : 1)) PYTHONUNBUFFERED=1 \
     torchrun --nproc-per-node "$ranks" --rdzv-backend c10d --rdzv-endpoint localhost:0 \
@@ -40,7 +41,7 @@ train "$second" --steps "$all_steps" --resume "$run/part-1" --save "$run/part-2"
 
 echo
 echo "== 3. A policy learns to write: trainer and generator take turns on the device =="
-python examples/rl_phases.py --iterations 20
+OMP_NUM_THREADS=1 python examples/rl_phases.py --iterations 20
 
 echo
 echo "Shown: FSDP2 training with the optimizer's state in host memory, a checkpoint of $first" \

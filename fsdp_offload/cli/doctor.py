@@ -56,7 +56,7 @@ def check_import(import_torch: Callable[[], object]) -> Check | None:
 
 def check_numpy(is_there: bool) -> Check:
     """Nothing here needs it."""
-    found = "there" if is_there else "not installed; torch's dcp.save on several ranks needs it"
+    found = "there" if is_there else "not installed; torch's dcp.save in a process group needs it"
     return Check("numpy", "ok", f"{found}; this package does not")
 
 

@@ -139,6 +139,13 @@ def test_checkpoint(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_checkpoint_without_numpy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "find_spec", {}.get)
+    report = checkpoint.main([str(tmp_path), "--device", "cpu", "--layers", "1", "--repeats", "1"])
+    assert [row["status"] for row in report["rows"]] == ["not available", *["ok"] * 4]
+
+
 @pytest.mark.long
 def test_as_users_start_it() -> None:
     command = [sys.executable, "-W", "ignore", "-m", "fsdp_offload.bench", *TINY, *SHORT]

@@ -84,6 +84,27 @@ def test_wrong_usage(words: list[str], capsys: pytest.CaptureFixture[str]) -> No
 
 
 @pytest.mark.parametrize(
+    ("words", "unknown"),
+    [
+        (["plan", "--parms", "8B"], "--parms 8B"),
+        (["plan", "8B"], "8B"),
+        (["export", "--dtpe", "fp32"], "--dtpe"),
+        (["inspect", "a", "b"], "b"),
+        (["doctor", "--devise", "1"], "--devise 1"),
+        (["bench", "checkpoint", "--layer", "2"], "--layer"),
+    ],
+)
+def test_unknown_words_come_before_missing_ones(
+    words: list[str], unknown: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main.main(words)
+    line = capsys.readouterr().err
+    assert line.startswith(f"fsdp-offload: unrecognized arguments: {unknown}. Remedy: see fsdp-of")
+    assert f" {words[0]} " in line
+
+
+@pytest.mark.parametrize(
     ("error", "line"),
     [
         (CheckpointError("a\nb", reason="c", remedy="d"), "a b: c. Remedy: d"),
