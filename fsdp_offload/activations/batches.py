@@ -20,15 +20,16 @@ import torch
 from torch import Tensor
 
 from ..core.backend import Backend, Event, TimedEvent
+from ..core.config import MIB
 from ..core.errors import ClosedError, DeviceError
 from ..memory import HostArena
 from ..memory.intervals import Intervals
 from ..plan.layout import align
+from ..plan.share import AHEAD, Link
 from .handles import MemoryRange, written_error
 from .selection import Span
 
-AHEAD: Final = 2
-"""Batches that are brought back before they are needed."""
+PROBE_BYTES: Final = 16 * MIB
 _ALIGNMENT_BYTES: Final = 64  # of ranges in host memory
 
 
@@ -131,8 +132,7 @@ class Dropped(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """A point of the compute stream: a batch was ``"saved"`` or is ``"needed"``, or the stream
-    begins to ``"wait"`` for a copy, or goes ``"on"``."""
+    """A point of the compute stream; kinds are those of :func:`.times_of`."""
 
     kind: str
     batch: int
@@ -155,15 +155,17 @@ class BatchCopies:
         self._in = backend.stream("activations_back")
         self.intervals = Intervals(arena.statistics().n_bytes)
         self.open = Batch(self)
+        self.stays = False  # batches from now on stay on the device
         self._sending: deque[Batch] = deque()
         self._sending_bytes = 0
-        self._order: list[weakref.ref[Batch]] = []  # as they were saved; those with host memory
+        self._order: list[weakref.ref[Batch]] = []  # as they were saved
         self._last_back: Event | None = None  # that no copy out has waited for
         self.is_closed = False
         self.dropped: list[Dropped] = []  # by finalizers, in any thread
         self.counts: Counter[str] = Counter()
         self.kept_by_others: dict[int, int] | None = None  # bytes by position, while recorded
         self.marks: list[Mark] | None = None  # while recorded
+        self.sizes: dict[int, int] = {}  # of batches, likewise
 
     # ------------------------------------------------------------------ out
 
@@ -178,15 +180,14 @@ class BatchCopies:
         batch.index = self.counts["batches"]
         self.counts["batches"] += 1
         self._mark("saved", batch)
+        self._order.append(weakref.ref(batch))
         size = 0
         for memory in batch.originals:
             batch.starts.append(size)
             size += align(memory.numel(), _ALIGNMENT_BYTES)
-        batch.place = self.intervals.take(size)
+        batch.place = None if self.stays else self.intervals.take(size)
         if batch.place is None:
-            self.counts["full_batches"] += 1
-            batch.hand_out(batch.originals)
-            batch.originals = []
+            self.counts["full_batches"] += not self.stays
             return
         self._out.wait(current.record())
         if self._last_back is not None:
@@ -195,7 +196,6 @@ class BatchCopies:
         self._out.copy(self._host(batch), batch.originals)
         batch.sent = self._out.record()
         self.counts["sent_bytes"] += sum(memory.numel() for memory in batch.originals)
-        self._order.append(weakref.ref(batch))
         self._sending.append(batch)
         self._sending_bytes += size
         self._let_go()
@@ -247,10 +247,13 @@ class BatchCopies:
         self.collect()
         if batch is self.open:
             batch.index, self.open = self.counts["batches"], Batch(self)
+            self.counts["batches"] += 1
         self._mark("needed", batch)
         batch.is_needed = True
         if batch.originals:  # their copy out may go on: they are held until it has ended
             batch.hand_out(batch.originals)
+            if batch.sent is None:
+                batch.originals = []
         elif not batch.fresh:
             self._bring_back(batch)
         self._bring_back_before(batch)
@@ -316,6 +319,8 @@ class BatchCopies:
         if self.marks is not None:
             event = self._backend.current_stream().record_timed()
             self.marks.append(Mark(kind, batch.index, event))
+            if kind == "saved":
+                self.sizes[batch.index] = batch.n_bytes
 
     def collect(self) -> None:
         """Let go of what copies have ended for, and of what batches had that went."""
@@ -329,8 +334,29 @@ class BatchCopies:
             if dropped.fresh and dropped.back is not None:
                 self._backend.current_stream().wait(dropped.back)
 
+    def measured(self, optimizer_bytes: tuple[int, int]) -> Link:
+        """The link's rates while both directions are busy. Nothing is live; the host waits."""
+        n_bytes = min(PROBE_BYTES, self.intervals.n_bytes // 2)
+        memory = [self._backend.allocate(n_bytes) for _ in range(2)]
+        host = [self._arena.tensor(i * n_bytes, n_bytes, torch.uint8) for i in range(2)]
+        ready = self._backend.current_stream().record()
+        events = []
+        for stream, target, source in (
+            (self._out, host[0], memory[0]),
+            (self._in, memory[1], host[1]),
+        ):
+            stream.wait(ready)
+            stream.copy([target], [source])  # not timed: the other direction begins later
+            began = stream.record_timed()
+            stream.copy([target] * 4, [source] * 4)
+            events.append((began, stream.record_timed()))
+        self._out.synchronize()
+        self._in.synchronize()
+        gbps = [4e-6 * n_bytes / max(a.elapsed_time(b), 1e-6) for a, b in events]
+        return Link(gbps[0], gbps[1], *optimizer_bytes)
+
     def live(self) -> list[Batch]:
-        """Batches with host memory that a backward may ask for; forgets the others."""
+        """Batches that a backward may ask for; forgets the others."""
         self.collect()
         found = [batch for find in self._order if (batch := find()) is not None]
         self._order = [weakref.ref(batch) for batch in found]

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from ..core import storage as storages
-from ..core.backend import backend_for
+from ..core.backend import TimedEvent, backend_for
 from ..core.config import MIB, TransferConfig, parse_bytes
 from ..core.errors import ActivationError, ClosedError, ConfigError, DeviceError, HostMemoryError
 from ..memory import HostArena, check_host_budget, local_ranks
+from ..plan.share import OffloadPlan, choose_share, times_of
 from .batches import BatchCopies, SavedRange
 from .handles import Handle, Saver, unpack
 from .selection import Span, View, span_or_reason
@@ -50,13 +51,12 @@ class OffloadStatistics:
 
     iterations: int  # begun: entered while nothing was away
     inactive: int  # entered inside of activation checkpointing or other hooks: it did nothing
-    taken: int  # saved tensors that went with a batch
+    taken: int  # saved tensors of batches
     ranges: int  # memory ranges that they were views of: the number of copies each way
     kept: dict[str, int]  # saved tensors that stayed as they are, by reason
     kept_bytes: dict[str, int]
-    batches: int
     full_batches: int  # that stayed on the device, because host memory was full
-    live_batches: int  # in host memory, or on their way, whose backward has not come
+    live_batches: int  # whose backward has not come, or that a retained graph has
     sent_bytes: int  # to host memory
     returned_bytes: int
     waits_for_room: int  # batches that the device waited for, because too much was on its way
@@ -88,8 +88,10 @@ class ActivationOffload(Saver):
     Args:
         host_memory: page-locked memory of this rank, taken at once. What it has no room for stays
             on the device.
-        share: of what can be moved, in bytes, the first of a forward first: 1.0: all.
-        optimizer: a ``HybridDeviceOptimizer``: its device is taken.
+        share: of what can be moved, the first of a forward: of 1.0 all, of 0.5 half of the bytes.
+            ``"auto"``: what costs 1 % of an iteration at most, from the third one on; all before.
+        optimizer: a ``HybridDeviceOptimizer``: its device is taken, and what it moves over the same
+            link is counted.
         device: where the model computes; ``None``: the optimizer's, or the current one.
         inflight_bytes: device memory that may be held for copies that have not ended. The device
             waits for the oldest if it is more.
@@ -104,7 +106,7 @@ class ActivationOffload(Saver):
     def __init__(
         self,
         host_memory: int | str,
-        share: float = 1.0,
+        share: float | str = "auto",
         optimizer: LinkUser | None = None,
         *,
         device: torch.device | str | None = None,
@@ -116,6 +118,7 @@ class ActivationOffload(Saver):
         _check(host_memory, n_bytes, share, optimizer)
         self._share, self._optimizer = share, optimizer
         self._backend = backend_for(_device_of(device, optimizer))
+        self._inflight_bytes = inflight
         self._copies = BatchCopies(self._backend, self._take(n_bytes, transfer), inflight)
         self._hooks: list[torch.autograd.graph.saved_tensors_hooks | None] = []
         self._known: dict[int, list[_Known]] = {}  # by storage
@@ -125,6 +128,8 @@ class ActivationOffload(Saver):
         self._kept_bytes: Counter[str] = Counter()
         self._position = self._seen_bytes = 0  # in this iteration
         self._most_bytes = None if share else 0  # that are moved in one
+        self._began: TimedEvent | None = None  # of the iteration that is timed
+        self._plan: OffloadPlan | None = None
         self._pid, self._thread, self._is_closed = os.getpid(), 0, False
 
     def _take(self, n_bytes: int, transfer: TransferConfig | None) -> HostArena:
@@ -203,16 +208,48 @@ class ActivationOffload(Saver):
             )
 
     def _begin_iteration(self) -> None:
+        """The first one records what others keep; the second, for ``"auto"``, times."""
         copies, counts = self._copies, self._counts
         if copies.kept_by_others is not None:
             self._kept_by_others, copies.kept_by_others = copies.kept_by_others, None
             eligible = self._seen_bytes - sum(self._kept_by_others.values())
-            self._most_bytes = int(self._share * eligible) if self._share < 1 else None
+            if self._share == "auto":
+                copies.marks, copies.counts["batches"] = [], 0
+                self._began = self._backend.current_stream().record_timed()
+            elif (share := float(self._share)) < 1:
+                self._most_bytes = int(share * eligible)
+        elif self._began is not None:
+            self._choose(self._began)
         if not counts["iterations"]:
             copies.kept_by_others = {}
         counts["iterations"] += 1
+        copies.stays = self._most_bytes == 0
         self._position = self._seen_bytes = 0
         self._known.clear()
+
+    def _choose(self, began: TimedEvent) -> None:
+        """What is moved from now on. The host waits for the device, once."""
+        copies = self._copies
+        end = self._backend.current_stream().record_timed()
+        end.synchronize()
+        marks = [(m.kind, m.batch, began.elapsed_time(m.event)) for m in copies.marks or ()]
+        batches, iteration_ms = times_of(marks, copies.sizes, began.elapsed_time(end))
+        copies.marks = self._began = None
+        optimizer_bytes = (0, 0)
+        if self._optimizer is not None:
+            now = self._optimizer.statistics()
+            if now.overlap != "step":  # else it moves nothing while activations move
+                optimizer_bytes = (now.moved_bytes, now.fetched_bytes)
+        plan = self._plan = choose_share(
+            batches,
+            iteration_ms,
+            copies.measured(optimizer_bytes),
+            host_bytes=copies.intervals.n_bytes,
+            inflight_bytes=self._inflight_bytes,
+        )
+        if plan.moved < len(batches):
+            self._most_bytes = plan.moved_bytes
+        _log.info("ActivationOffload: %s", plan.explain())
 
     def save(self, handle: Handle) -> None:
         """As of :class:`.Saver`."""
@@ -247,22 +284,30 @@ class ActivationOffload(Saver):
                     return memory, known.span
         n_bytes, position = span.end_bytes - span.start_bytes, self._position
         self._position += 1
-        found, reason = None, ""
         if self._kept_by_others.get(position) == n_bytes:
-            reason = "others keep it"
-        elif self._most_bytes is not None and self._seen_bytes + n_bytes > self._most_bytes:
-            reason = "beyond the share"
-            self._seen_bytes = self._most_bytes  # the first of a forward, without gaps
+            entries.append(_Known(weakref.ref(storage), span, tensor._version, None))
+            return "others keep it"
+        copies = self._copies
+        self._seen_bytes += n_bytes
+        if self._most_bytes is not None and self._seen_bytes > self._most_bytes:
+            if not copies.stays:
+                copies.send()
+                copies.stays = True
         else:
-            self._seen_bytes += n_bytes
             self._counts["ranges"] += 1
-            found = self._copies.open.add(tensor, span, position)
-        if reason != "beyond the share":
-            weak = None if found is None else weakref.ref(found)
-            entries.append(_Known(weakref.ref(storage), span, tensor._version, weak))
-        return reason if found is None else (found, span)
+        found = copies.open.add(tensor, span, position)
+        entries.append(_Known(weakref.ref(storage), span, tensor._version, weakref.ref(found)))
+        return found, span
 
     # ------------------------------------------------------------------ the rest
+
+    def explain(self) -> str:
+        """How much is moved, and why, in words."""
+        if self._plan is not None:
+            return self._plan.explain()
+        if self._share == "auto":
+            return "moved: all that can be; the third iteration chooses"
+        return f"moved: the first {float(self._share):.0%} of what can be, as share= says"
 
     def statistics(self) -> OffloadStatistics:
         """See :class:`OffloadStatistics`. Lets go of device memory whose copies have ended."""
@@ -275,7 +320,6 @@ class ActivationOffload(Saver):
             ranges=counts["ranges"],
             kept=dict(self._kept),
             kept_bytes=dict(self._kept_bytes),
-            batches=copies.counts["batches"],
             full_batches=copies.counts["full_batches"],
             live_batches=live,
             sent_bytes=copies.counts["sent_bytes"],
@@ -301,9 +345,11 @@ def _check(host_memory: object, n_bytes: int, share: object, optimizer: object) 
             remedy='give a size such as "48GiB", or use no ActivationOffload',
         )
     is_number = isinstance(share, int | float) and not isinstance(share, bool)
-    if not (is_number and 0 <= share <= 1):  # type: ignore[operator]
+    if share != "auto" and not (is_number and 0 <= share <= 1):  # type: ignore[operator]
         raise ConfigError(
-            f"share={share!r}", reason="no number from 0 to 1", remedy="use 1.0 to move all"
+            f"share={share!r}",
+            reason='neither "auto" nor a number from 0 to 1',
+            remedy="use 1.0 to move all",
         )
     if optimizer is not None and not hasattr(optimizer, "statistics"):
         raise ConfigError(

@@ -9,6 +9,8 @@ import threading
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
+from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,11 +29,12 @@ from fsdp_offload import (
     PagedStash,
     TransferConfig,
 )
-from fsdp_offload.activations import batches, offload
+from fsdp_offload.activations import offload
 from fsdp_offload.activations.batches import Batch
 from fsdp_offload.activations.handles import Handle
 from fsdp_offload.activations.selection import Span, View, span_or_reason
 from fsdp_offload.core.backend import CpuBackend
+from fsdp_offload.plan.share import AHEAD, Link, OffloadPlan, SavedBatch
 from fsdp_offload.testing import StreamSimulator
 from tests.activations import moe
 from tests.activations.moe import CPU
@@ -98,7 +101,7 @@ def gradients(net: nn.Module, seed: int, moved: ActivationOffload | None = None)
 
 
 def made(host_memory: int | str = "4MiB", **how: Any) -> ActivationOffload:
-    return ActivationOffload(host_memory, device="cpu", **how)
+    return ActivationOffload(host_memory, **{"share": 1.0, "device": "cpu"} | how)
 
 
 def is_idle(moved: ActivationOffload) -> bool:
@@ -107,8 +110,18 @@ def is_idle(moved: ActivationOffload) -> bool:
 
 
 @pytest.mark.parametrize("policy", [None, *POLICIES])
-@pytest.mark.parametrize("how", [{}, {"share": 0.4}, {"share": 0}, {"host_memory": 9 * SIZE},
-                                 {"inflight_bytes": 0}], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        {"share": 0.4},
+        {"share": 0},
+        {"share": "auto"},
+        {"host_memory": 9 * SIZE},
+        {"inflight_bytes": 0},
+    ],
+    ids=str,
+)
 def test_the_bits_are_those_without(policy: str | None, how: dict[str, Any]) -> None:
     net = model()
     expected = [gradients(net, seed) for seed in range(4)]
@@ -366,7 +379,52 @@ def test_a_share_is_the_first_of_a_forward() -> None:
         y.sum().backward()
         sent = moved.statistics().sent_bytes - before
     assert sent == 4 * SIZE
-    assert moved.statistics().kept["beyond the share"] == 16
+    assert moved._copies.counts["full_batches"] == 0
+
+
+@pytest.mark.parametrize("overlap", [None, "step", "backward"])
+def test_auto_moves_what_its_plan_says(
+    overlap: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+
+    def choose(found: list[SavedBatch], ms: float, link: Link, **bytes_: int) -> OffloadPlan:
+        seen.append((found, ms, link, bytes_))
+        return OffloadPlan(tuple(found), ms, link, 2, 0.0, bytes_["host_bytes"])
+
+    class Optimizer:
+        device = CPU
+
+        def statistics(self) -> Any:
+            return SimpleNamespace(overlap=overlap, moved_bytes=7, fetched_bytes=8)
+
+    monkeypatch.setattr(offload, "choose_share", choose)
+    moved = made(share="auto", optimizer=None if overlap is None else Optimizer())
+    net, sent, texts = model(), [0], []
+    expected = gradients(net, 0)
+    for _ in range(4):
+        texts.append(moved.explain())
+        assert moe.same(gradients(net, 0, moved), expected)
+        sent.append(moved.statistics().sent_bytes)
+    ((found, ms, link, bytes_),) = seen
+    sizes = [each.n_bytes for each in found]
+    assert [b - a for a, b in pairwise(sent)] == [sent[1], sum(sizes), *[sum(sizes[:2])] * 2]
+    times = [0, *(each.saved_ms for each in found), *(each.needed_ms for each in found[::-1]), ms]
+    assert times == sorted(times)
+    bytes_of_optimizer = (7, 8) if overlap == "backward" else (0, 0)
+    assert (link.optimizer_out_bytes, link.optimizer_back_bytes) == bytes_of_optimizer
+    assert min(link.out_gbps, link.back_gbps) > 0
+    assert bytes_ == {"host_bytes": 4 << 20, "inflight_bytes": 512 << 20}
+    assert "the third iteration chooses" in texts[2]
+    assert f"the first 2 of {len(sizes)} batches" in moved.explain()
+    assert "first 50%" in made(share=0.5).explain()
+
+
+def test_auto_chooses_by_itself() -> None:
+    net, moved = model(), made(share="auto")
+    for seed in range(4):
+        assert moe.same(gradients(net, seed, moved), gradients(net, seed))
+    assert "GB/s out" in moved.explain()
 
 
 def test_what_is_on_its_way_is_not_brought_back() -> None:
@@ -385,10 +443,10 @@ def test_two_batches_come_back_ahead() -> None:
         y = x
         for _ in range(15):
             y = y.exp().mul(0.1)
-    assert moved.statistics().batches == 5
+    assert moved._copies.counts["batches"] == 5
     last = y.grad_fn.next_functions[0][0]
     last._saved_result  # noqa: B018
-    assert moved.statistics().returned_bytes == (1 + batches.AHEAD) * 3 * SIZE
+    assert moved.statistics().returned_bytes == (1 + AHEAD) * 3 * SIZE
 
 
 def test_without_memory_nothing_comes_back_ahead(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,7 +79,7 @@ def run(scene: str, policy: str, skip: Skip) -> tuple[list[Tensor], Simulator]:
     with Simulator(policy, skip) as simulator:
         current = simulator.current_stream()
         inflight = 2 * SIZE if scene == "little room" else 0
-        moved = ActivationOffload(20 * SIZE, device="cpu", inflight_bytes=inflight)
+        moved = ActivationOffload(20 * SIZE, 1.0, device="cpu", inflight_bytes=inflight)
         found: list[Tensor] = []
         pairs = [forward(current, moved, 3)] if scene == "in turns" else []
         for seed in range(3):
