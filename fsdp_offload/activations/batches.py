@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter, deque
-from typing import Final, NamedTuple
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -86,6 +86,7 @@ class Batch:
         self.back: Event | None = None
         self.n_bytes = self.index = 0
         self.is_needed = False  # backward has asked for one of the ranges
+        self.is_next = False  # it soon will
 
     def add(self, tensor: Tensor, span: Span, position: int) -> SavedRange:
         """A further range, which ``tensor`` lies in."""
@@ -102,11 +103,11 @@ class Batch:
         """None for those that nobody can ask for any more."""
         return [find() for find in self._ranges]
 
-    def drop_unneeded(self) -> None:
-        """Before the copy out: forget ranges that went, or that backward has asked for."""
+    def drop_dead(self) -> None:
+        """Before the copy out: forget ranges that went."""
         pairs = zip(self._ranges, self.originals, strict=True)
-        needed = [(f, m) for f, m in pairs if (found := f()) is not None and found.words is None]
-        self._ranges, self.originals = [f for f, _ in needed], [m for _, m in needed]
+        alive = [(find, memory) for find, memory in pairs if find() is not None]
+        self._ranges, self.originals = [f for f, _ in alive], [m for _, m in alive]
 
     def hand_out(self, memories: list[Tensor]) -> None:
         """Give each range its memory, so that each goes with its last handle."""
@@ -120,23 +121,11 @@ class Batch:
 
     def __del__(self) -> None:
         if self.place is not None or self.fresh:
-            self._copies.dropped.append(Dropped(self.place, self.fresh, self.back))
+            self._copies.dropped.append((self.place, self.fresh, self.back))
 
 
-class Dropped(NamedTuple):
-    """What a batch had when it went."""
-
-    place: int | None
-    fresh: list[Tensor]
-    back: Event | None
-
-
-class Mark(NamedTuple):
-    """A point of the compute stream; kinds are those of :func:`.times_of`."""
-
-    kind: str
-    batch: int
-    event: TimedEvent
+Mark = tuple[str, int, TimedEvent]
+"""A kind of :func:`.times_of`, a batch, and the point of the compute stream."""
 
 
 class BatchCopies:
@@ -161,7 +150,8 @@ class BatchCopies:
         self._order: list[weakref.ref[Batch]] = []  # as they were saved
         self._last_back: Event | None = None  # that no copy out has waited for
         self.is_closed = False
-        self.dropped: list[Dropped] = []  # by finalizers, in any thread
+        # What batches had that went, by finalizers, in any thread.
+        self.dropped: list[tuple[int | None, list[Tensor], Event | None]] = []
         self.counts: Counter[str] = Counter()
         self.kept_by_others: dict[int, int] | None = None  # bytes by position, while recorded
         self.marks: list[Mark] | None = None  # while recorded
@@ -172,7 +162,7 @@ class BatchCopies:
     def send(self) -> None:
         """Copy what is in :attr:`open` to the host, and begin another batch."""
         batch, self.open = self.open, Batch(self)
-        batch.drop_unneeded()
+        batch.drop_dead()
         if not batch.originals:
             return
         self.collect()
@@ -221,13 +211,15 @@ class BatchCopies:
                 self.counts["waits_for_room"] += 1
             self._sending.popleft()
             self._sending_bytes -= sum(align(m.numel(), _ALIGNMENT_BYTES) for m in batch.originals)
-            for found in batch.ranges():
-                if found is not None and found.words is None:
-                    found.check_version()
-                    found.original = None
-            batch.originals = []
-            if batch.is_needed:  # what was copied is not used
+            if batch.is_needed or batch.is_next:  # what was copied is not used
+                batch.fresh = [] if batch.is_needed else batch.originals
                 self._give_place(batch)
+            else:
+                for found in batch.ranges():
+                    if found is not None:
+                        found.check_version()
+                        found.original = None
+            batch.originals = []
 
     # ------------------------------------------------------------------ back
 
@@ -257,9 +249,9 @@ class BatchCopies:
         elif not batch.fresh:
             self._bring_back(batch)
         self._bring_back_before(batch)
-        if batch.fresh:
-            assert batch.back is not None
+        if batch.back is not None:
             self._wait(batch, batch.back)
+        if batch.fresh:
             batch.hand_out(batch.fresh)
             batch.fresh = []
 
@@ -294,14 +286,17 @@ class BatchCopies:
 
     def _bring_back_before(self, batch: Batch) -> None:
         """Up to :data:`AHEAD`, if there is memory."""
-        n_ahead = 0
-        for find in reversed(self._order):
+        order, n_ahead = self._order, 0
+        while order and ((last := order[-1]()) is None or last.is_needed):
+            order.pop()
+        for find in reversed(order):
             other = find()
             if other is None or other.index >= batch.index or other.is_needed:
                 continue
             if n_ahead == AHEAD:
                 return
             n_ahead += 1
+            other.is_next = True
             if not other.fresh and not other.originals:
                 try:
                     self._bring_back(other)
@@ -318,7 +313,7 @@ class BatchCopies:
     def _mark(self, kind: str, batch: Batch) -> None:
         if self.marks is not None:
             event = self._backend.current_stream().record_timed()
-            self.marks.append(Mark(kind, batch.index, event))
+            self.marks.append((kind, batch.index, event))
             if kind == "saved":
                 self.sizes[batch.index] = batch.n_bytes
 
@@ -328,11 +323,12 @@ class BatchCopies:
             return
         self._let_go()
         while self.dropped:
-            dropped = self.dropped.pop()
-            if dropped.place is not None:  # later copies to it are behind on the same stream
-                self.intervals.give(dropped.place)
-            if dropped.fresh and dropped.back is not None:
-                self._backend.current_stream().wait(dropped.back)
+            place, fresh, back = self.dropped.pop()
+            if place is not None:  # later copies to it are behind on the same stream
+                self.intervals.give(place)
+            if back is not None:
+                self._backend.current_stream().wait(back)
+            del fresh
 
     def measured(self, optimizer_bytes: tuple[int, int]) -> Link:
         """The link's rates while both directions are busy. Nothing is live; the host waits."""
@@ -358,7 +354,9 @@ class BatchCopies:
     def live(self) -> list[Batch]:
         """Batches that a backward may ask for; forgets the others."""
         self.collect()
-        found = [batch for find in self._order if (batch := find()) is not None]
+        batches = [batch for find in self._order if (batch := find()) is not None]
+        # Those that are still on their way out may have no range any more.
+        found = [batch for batch in batches if any(batch.ranges()) and not batch.is_needed]
         self._order = [weakref.ref(batch) for batch in found]
         return found
 

@@ -9,10 +9,11 @@ import weakref
 from collections import Counter
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Final, NamedTuple, NoReturn, Protocol
+from typing import Any, Final, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from ..core import storage as storages
 from ..core.backend import TimedEvent, backend_for
@@ -32,19 +33,6 @@ LEAST_BYTES: Final = MIB // 4
 """Of a memory range: a smaller one takes longer to enqueue than to copy."""
 
 
-class LinkUser(Protocol):
-    """What is used of a :class:`.HybridDeviceOptimizer`."""
-
-    @property
-    def device(self) -> torch.device:
-        """Where its parameters are."""
-        ...
-
-    def statistics(self) -> Any:
-        """With ``overlap``, ``moved_bytes`` and ``fetched_bytes``."""
-        ...
-
-
 @dataclass(frozen=True)
 class OffloadStatistics:
     """What an :class:`ActivationOffload` has done and holds."""
@@ -56,7 +44,7 @@ class OffloadStatistics:
     kept: dict[str, int]  # saved tensors that stayed as they are, by reason
     kept_bytes: dict[str, int]
     full_batches: int  # that stayed on the device, because host memory was full
-    live_batches: int  # whose backward has not come, or that a retained graph has
+    live_batches: int  # whose backward has not come
     sent_bytes: int  # to host memory
     returned_bytes: int
     waits_for_room: int  # batches that the device waited for, because too much was on its way
@@ -107,7 +95,7 @@ class ActivationOffload(Saver):
         self,
         host_memory: int | str,
         share: float | str = "auto",
-        optimizer: LinkUser | None = None,
+        optimizer: Optimizer | None = None,
         *,
         device: torch.device | str | None = None,
         inflight_bytes: int | str = "512MiB",
@@ -116,7 +104,8 @@ class ActivationOffload(Saver):
         n_bytes = parse_bytes(host_memory, "host_memory")
         inflight = parse_bytes(inflight_bytes, "inflight_bytes")
         _check(host_memory, n_bytes, share, optimizer)
-        self._share, self._optimizer = share, optimizer
+        self._share = share
+        self._optimizer: Any = optimizer  # with statistics()
         self._backend = backend_for(_device_of(device, optimizer))
         self._inflight_bytes = inflight
         self._copies = BatchCopies(self._backend, self._take(n_bytes, transfer), inflight)
@@ -232,7 +221,7 @@ class ActivationOffload(Saver):
         copies = self._copies
         end = self._backend.current_stream().record_timed()
         end.synchronize()
-        marks = [(m.kind, m.batch, began.elapsed_time(m.event)) for m in copies.marks or ()]
+        marks = [(kind, batch, began.elapsed_time(at)) for kind, batch, at in copies.marks or ()]
         batches, iteration_ms = times_of(marks, copies.sizes, began.elapsed_time(end))
         copies.marks = self._began = None
         optimizer_bytes = (0, 0)
@@ -359,9 +348,9 @@ def _check(host_memory: object, n_bytes: int, share: object, optimizer: object) 
         )
 
 
-def _device_of(device: torch.device | str | None, optimizer: LinkUser | None) -> torch.device:
+def _device_of(device: torch.device | str | None, optimizer: Any) -> torch.device:
     if device is not None:
         return torch.device(device)
     if optimizer is not None:
-        return optimizer.device
+        return torch.device(optimizer.device)
     return torch.accelerator.current_accelerator() or torch.device("cpu")

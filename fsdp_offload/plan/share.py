@@ -148,10 +148,11 @@ def waits_ms(
                 now = max(now, sent[oldest])
             continue
         for other in range(index, max(index - AHEAD, 0) - 1, -1):
-            if other not in here and other in sent and sent[other] <= now:
+            if other not in here and sent.get(other, now) > now:
+                here[other] = 0.0  # it is on its way out still, so it stays
+            elif other not in here and other in sent:
                 back_free = here[other] = max(now, back_free) + batches[other].n_bytes / back
-        here.setdefault(index, 0.0)  # its copy out goes on: it is still on the device
-        waited += max(0.0, here[index] - now)
+        waited += max(0.0, here.get(index, now) - now)
     return waited
 
 

@@ -137,7 +137,7 @@ def test_the_bits_are_those_without(policy: str | None, how: dict[str, Any]) -> 
     assert is_idle(moved)
     assert (now.sent_bytes > 0) == (how != {"share": 0})
     assert (now.full_batches > 0) == ("host_memory" in how)
-    assert now.inactive == 0
+    assert (now.inactive, now.iterations) == (0, 4)
     moved.close()
     if simulator is not None:
         assert simulator.late_uses == []
@@ -257,6 +257,7 @@ def test_everything_goes_by_reference_count(policy: str) -> None:
                     torch.autograd.grad(loss.sum(), net.blocks[-1].down.weight)
                 del loss
             assert kept
+            assert moved.statistics().iterations == 2  # what is only being copied is not live
             simulator.synchronize()
             assert is_idle(moved)
             assert [find for find in kept if find() is not None] == []
@@ -449,8 +450,23 @@ def test_two_batches_come_back_ahead() -> None:
     assert moved.statistics().returned_bytes == (1 + AHEAD) * 3 * SIZE
 
 
+def test_what_is_needed_soon_is_not_let_go() -> None:
+    with StreamSimulator("lazy", inline_current=True) as simulator:
+        moved, x = made(), batch(0).requires_grad_()
+        with moved:
+            y = x
+            for _ in range(15):
+                y = y.exp().mul(0.1)
+        y.grad_fn.next_functions[0][0]._saved_result  # noqa: B018
+        simulator.synchronize()
+        moved.statistics()
+        y.sum().backward()
+        assert moved.statistics().returned_bytes == 2 * 3 * SIZE
+        moved.close()
+
+
 def test_without_memory_nothing_comes_back_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    left = [9]
+    left = [4]
 
     def allocate(self: CpuBackend, n_bytes: int) -> Tensor:
         left[0] -= 1
@@ -462,6 +478,8 @@ def test_without_memory_nothing_comes_back_ahead(monkeypatch: pytest.MonkeyPatch
     net, moved = model(), made()
     with moved:
         loss = net(batch(0)).sum()
+    loss.grad_fn.next_functions[0][0].next_functions[1][0]._saved_mat1  # noqa: B018
+    assert left[0] < 0  # that was for the next one
     with pytest.raises(torch.OutOfMemoryError):
         loss.backward(retain_graph=True)
     left[0] = 10**6
