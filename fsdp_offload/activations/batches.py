@@ -269,8 +269,7 @@ class BatchCopies:
         assert batch.sent is not None
         self._in.wait(self._backend.current_stream().record())
         self._in.wait(batch.sent)
-        pairs = [(m, h) for m, h in zip(batch.fresh, self._host(batch), strict=True) if m.numel()]
-        self._in.copy([memory for memory, _ in pairs], [host for _, host in pairs])
+        self._in.copy(batch.fresh, self._host(batch))
         batch.back = self._last_back = self._in.record()
         self._give_place(batch)
         self.counts["returned_bytes"] += sum(memory.numel() for memory in batch.fresh)

@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 from ..core import storage as storages
 from ..core.backend import TimedEvent, backend_for
 from ..core.config import MIB, TransferConfig, parse_bytes
-from ..core.errors import ActivationError, ClosedError, ConfigError, DeviceError, HostMemoryError
-from ..memory import HostArena, check_host_budget, local_ranks
+from ..core.errors import ActivationError, ClosedError, ConfigError, DeviceError
+from ..memory import checked_arena
 from ..plan.share import OffloadPlan, choose_share, times_of
 from .batches import BatchCopies, SavedRange
 from .handles import Handle, Saver, unpack
@@ -108,7 +108,13 @@ class ActivationOffload(Saver):
         self._optimizer: Any = optimizer  # with statistics()
         self._backend = backend_for(_device_of(device, optimizer))
         self._inflight_bytes = inflight
-        self._copies = BatchCopies(self._backend, self._take(n_bytes, transfer), inflight)
+        arena = checked_arena(
+            f"host_memory={host_memory!r} of an ActivationOffload",
+            n_bytes,
+            self._backend,
+            transfer or TransferConfig(),
+        )
+        self._copies = BatchCopies(self._backend, arena, inflight)
         self._hooks: list[torch.autograd.graph.saved_tensors_hooks | None] = []
         self._known: dict[int, list[_Known]] = {}  # by storage
         self._kept_by_others: dict[int, int] = {}  # bytes by position
@@ -120,20 +126,6 @@ class ActivationOffload(Saver):
         self._began: TimedEvent | None = None  # of the iteration that is timed
         self._plan: OffloadPlan | None = None
         self._pid, self._thread, self._is_closed = os.getpid(), 0, False
-
-    def _take(self, n_bytes: int, transfer: TransferConfig | None) -> HostArena:
-        how = transfer or TransferConfig()
-        budget = None if how.host_memory is None else int(how.host_memory)
-        try:
-            check_host_budget(n_bytes, local_ranks=local_ranks(), budget_bytes=budget)
-            backend = self._backend
-            return HostArena(n_bytes, device=backend.device, can_pin=backend.can_pin, transfer=how)
-        except HostMemoryError as error:
-            raise HostMemoryError(
-                f"host_memory={n_bytes} bytes for activations",
-                reason=f"{error.what}: {error.reason}",
-                remedy="give less: what finds no room stays on the device",
-            ) from error
 
     def __reduce__(self) -> NoReturn:
         raise ConfigError(
@@ -300,20 +292,15 @@ class ActivationOffload(Saver):
 
     def statistics(self) -> OffloadStatistics:
         """See :class:`OffloadStatistics`. Lets go of device memory whose copies have ended."""
-        copies, counts = self._copies, self._counts
+        copies, own = self._copies, ("iterations", "inactive", "taken", "ranges")
         live = len(copies.live())
+        others = ("full_batches", "sent_bytes", "returned_bytes", "waits_for_room")
         return OffloadStatistics(
-            iterations=counts["iterations"],
-            inactive=counts["inactive"],
-            taken=counts["taken"],
-            ranges=counts["ranges"],
+            **{name: self._counts[name] for name in own},
+            **{name: copies.counts[name] for name in others},
             kept=dict(self._kept),
             kept_bytes=dict(self._kept_bytes),
-            full_batches=copies.counts["full_batches"],
             live_batches=live,
-            sent_bytes=copies.counts["sent_bytes"],
-            returned_bytes=copies.counts["returned_bytes"],
-            waits_for_room=copies.counts["waits_for_room"],
             host_bytes=copies.intervals.n_bytes,
             used_host_bytes=copies.intervals.used_bytes,
             most_host_bytes=copies.intervals.most_used_bytes,

@@ -70,7 +70,7 @@ def compare(share: Any, overlap: str, dtype: torch.dtype) -> None:
     [
         (1.0, "step", torch.bfloat16),
         (0.5, "forward", torch.float32),
-        (1.0, "backward", torch.bfloat16),
+        ("auto", "backward", torch.bfloat16),
     ],
 )
 def test_moving_changes_no_bit(ranks: Any, share: Any, overlap: str, dtype: torch.dtype) -> None:

@@ -164,12 +164,31 @@ def test_memory_falls_by_what_was_moved_and_stays_flat() -> None:
 def test_captures_are_refused() -> None:
     moved, graph = ActivationOffload("64MiB", 1.0, device=CUDA), torch.cuda.CUDAGraph()
     weight = torch.ones(1024, 1024, device=CUDA, requires_grad=True)
-    with pytest.raises(DeviceError, match="capture"), torch.cuda.graph(graph), moved:
-        pass
-    torch.cuda.synchronize()
-    assert moe.same([weight.exp()], [weight.exp()])  # the device works on
+    with torch.cuda.graph(graph):
+        with torch.no_grad():
+            y = weight.exp()
+        with pytest.raises(DeviceError, match="capture"):
+            moved.__enter__()
+    graph.replay()
+    assert torch.equal(y, weight.exp())
+    with moved:  # which works on
+        z = weight.exp().sum()
+    z.backward()
+    assert torch.equal(weight.grad, y)
+    moved.close()
+
+
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match")
+def test_captured_callables_inside_keep_what_they_save() -> None:
+    moved = ActivationOffload("64MiB", 1.0, device=CUDA)
+    linear = nn.Linear(DIM, DIM).to(CUDA)
+    sample = torch.randn(SEQ, DIM, device=CUDA, requires_grad=True)
+    expected = torch.autograd.grad(linear(sample).exp().sum(), sample)
     with moved:
-        assert weight.exp().sum().isfinite()
+        captured = torch.cuda.make_graphed_callables(linear, (sample.detach().requires_grad_(),))
+    with moved:
+        y = captured(sample).exp().sum()
+    assert moe.same(list(torch.autograd.grad(y, sample)), list(expected))
     moved.close()
 
 
