@@ -149,7 +149,7 @@ class ActivationOffload(Saver):
                 )
             return self
         if not self._copies.live():
-            self._begin_iteration()
+            self._begin_iteration()  # or go on with one that has saved nothing
         hooks = torch.autograd.graph.saved_tensors_hooks(self.pack, unpack)
         hooks.__enter__()
         self._hooks.append(hooks)
@@ -191,6 +191,10 @@ class ActivationOffload(Saver):
     def _begin_iteration(self) -> None:
         """The first one records what others keep; the second, for ``"auto"``, times."""
         copies, counts = self._copies, self._counts
+        if counts["iterations"] and not self._position:  # nothing was saved, as in an evaluation
+            if self._began is not None:
+                self._began = self._backend.current_stream().record_timed()
+            return
         if copies.kept_by_others is not None:
             self._kept_by_others, copies.kept_by_others = copies.kept_by_others, None
             eligible = self._seen_bytes - sum(self._kept_by_others.values())

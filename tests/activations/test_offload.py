@@ -359,6 +359,8 @@ def test_what_others_keep_is_not_moved_again() -> None:
             z = (y.exp() * y.sin()).exp().sum()
         z.backward()
 
+    with moved, torch.no_grad():  # an evaluation is no iteration
+        x @ weight
     iterate()
     first = moved.statistics()
     assert first.sent_bytes == 5 * SIZE
@@ -367,6 +369,7 @@ def test_what_others_keep_is_not_moved_again() -> None:
         now = moved.statistics()
     assert now.sent_bytes - first.sent_bytes == 2 * 3 * SIZE  # not x and y
     assert now.kept["others keep it"] == 4
+    assert now.iterations == 3
 
 
 def test_a_share_is_the_first_of_a_forward() -> None:
@@ -405,6 +408,8 @@ def test_auto_moves_what_its_plan_says(
     expected = gradients(net, 0)
     for _ in range(4):
         texts.append(moved.explain())
+        with moved, torch.no_grad():
+            net(batch(0))
         assert moe.same(gradients(net, 0, moved), expected)
         sent.append(moved.statistics().sent_bytes)
     ((found, ms, link, bytes_),) = seen
