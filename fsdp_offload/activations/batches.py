@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter, deque
+from collections.abc import Callable
 from typing import Final
 
 import torch
@@ -128,6 +129,10 @@ Mark = tuple[str, int, TimedEvent]
 """A kind of :func:`.times_of`, a batch, and the point of the compute stream."""
 
 
+def _all(number: int) -> bool:
+    return True
+
+
 class BatchCopies:
     """The streams, the host memory, and the batches that are under way or away.
 
@@ -144,7 +149,8 @@ class BatchCopies:
         self._in = backend.stream("activations_back")
         self.intervals = Intervals(arena.statistics().n_bytes)
         self.open = Batch(self)
-        self.stays = False  # batches from now on stay on the device
+        self.is_moved: Callable[[int], bool] = _all  # by number of the batch in an iteration
+        self.first_index = 0  # of this iteration
         self._sending: deque[Batch] = deque()
         self._sending_bytes = 0
         self._order: list[weakref.ref[Batch]] = []  # as they were saved
@@ -175,9 +181,11 @@ class BatchCopies:
         for memory in batch.originals:
             batch.starts.append(size)
             size += align(memory.numel(), _ALIGNMENT_BYTES)
-        batch.place = None if self.stays else self.intervals.take(size)
+        if not self.is_moved(batch.index - self.first_index):
+            return
+        batch.place = self.intervals.take(size)
         if batch.place is None:
-            self.counts["full_batches"] += not self.stays
+            self.counts["full_batches"] += 1
             return
         self._out.wait(current.record())
         if self._last_back is not None:
@@ -291,6 +299,8 @@ class BatchCopies:
         for find in reversed(order):
             other = find()
             if other is None or other.index >= batch.index or other.is_needed:
+                continue
+            if other.sent is None:  # it stays
                 continue
             if n_ahead == AHEAD:
                 return

@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any, Final, NamedTuple, NoReturn
 
@@ -40,7 +41,7 @@ class OffloadStatistics:
     iterations: int  # begun: entered while nothing was away
     inactive: int  # entered inside of activation checkpointing or other hooks: it did nothing
     taken: int  # saved tensors of batches
-    ranges: int  # memory ranges that they were views of: the number of copies each way
+    ranges: int  # memory ranges that they were views of
     kept: dict[str, int]  # saved tensors that stayed as they are, by reason
     kept_bytes: dict[str, int]
     full_batches: int  # that stayed on the device, because host memory was full
@@ -76,8 +77,8 @@ class ActivationOffload(Saver):
     Args:
         host_memory: page-locked memory of this rank, taken at once. What it has no room for stays
             on the device.
-        share: of what can be moved, the first of a forward: of 1.0 all, of 0.5 half of the bytes.
-            ``"auto"``: what costs 1 % of an iteration at most, from the third one on; all before.
+        share: of what can be moved: 1.0: all; 0.5: every second batch. ``"auto"``: what costs 1 %
+            of an iteration at most, from the third one on; all before.
         optimizer: a ``HybridDeviceOptimizer``: its device is taken, and what it moves over the same
             link is counted.
         device: where the model computes; ``None``: the optimizer's, or the current one.
@@ -121,8 +122,9 @@ class ActivationOffload(Saver):
         self._counts: Counter[str] = Counter()
         self._kept: Counter[str] = Counter()
         self._kept_bytes: Counter[str] = Counter()
-        self._position = self._seen_bytes = 0  # in this iteration
-        self._most_bytes = None if share else 0  # that are moved in one
+        self._position = 0  # ranges so far in this iteration
+        if isinstance(share, int | float):
+            self._copies.is_moved = partial(_is_moved, share)
         self._began: TimedEvent | None = None  # of the iteration that is timed
         self._plan: OffloadPlan | None = None
         self._pid, self._thread, self._is_closed = os.getpid(), 0, False
@@ -197,19 +199,15 @@ class ActivationOffload(Saver):
             return
         if copies.kept_by_others is not None:
             self._kept_by_others, copies.kept_by_others = copies.kept_by_others, None
-            eligible = self._seen_bytes - sum(self._kept_by_others.values())
             if self._share == "auto":
-                copies.marks, copies.counts["batches"] = [], 0
+                copies.marks = []
                 self._began = self._backend.current_stream().record_timed()
-            elif (share := float(self._share)) < 1:
-                self._most_bytes = int(share * eligible)
         elif self._began is not None:
             self._choose(self._began)
         if not counts["iterations"]:
             copies.kept_by_others = {}
         counts["iterations"] += 1
-        copies.stays = self._most_bytes == 0
-        self._position = self._seen_bytes = 0
+        copies.first_index, self._position = copies.counts["batches"], 0
         self._known.clear()
 
     def _choose(self, began: TimedEvent) -> None:
@@ -232,8 +230,8 @@ class ActivationOffload(Saver):
             host_bytes=copies.intervals.n_bytes,
             inflight_bytes=self._inflight_bytes,
         )
-        if plan.moved < len(batches):
-            self._most_bytes = plan.moved_bytes
+        # More batches than were timed come if there is more to do; they stay.
+        copies.is_moved = plan.moved.__contains__
         _log.info("ActivationOffload: %s", plan.explain())
 
     def save(self, handle: Handle) -> None:
@@ -272,15 +270,8 @@ class ActivationOffload(Saver):
         if self._kept_by_others.get(position) == n_bytes:
             entries.append(_Known(weakref.ref(storage), span, tensor._version, None))
             return "others keep it"
-        copies = self._copies
-        self._seen_bytes += n_bytes
-        if self._most_bytes is not None and self._seen_bytes > self._most_bytes:
-            if not copies.stays:
-                copies.send()
-                copies.stays = True
-        else:
-            self._counts["ranges"] += 1
-        found = copies.open.add(tensor, span, position)
+        self._counts["ranges"] += 1
+        found = self._copies.open.add(tensor, span, position)
         entries.append(_Known(weakref.ref(storage), span, tensor._version, weakref.ref(found)))
         return found, span
 
@@ -292,7 +283,7 @@ class ActivationOffload(Saver):
             return self._plan.explain()
         if self._share == "auto":
             return "moved: all that can be; the third iteration chooses"
-        return f"moved: the first {float(self._share):.0%} of what can be, as share= says"
+        return f"moved: {float(self._share):.0%} of what can be, as share= says"
 
     def statistics(self) -> OffloadStatistics:
         """See :class:`OffloadStatistics`. Lets go of device memory whose copies have ended."""
@@ -315,6 +306,11 @@ class ActivationOffload(Saver):
         if not self._is_closed:
             self._is_closed = True
             self._copies.close()
+
+
+def _is_moved(share: float, number: int) -> bool:
+    """Evenly: see [Note: spread] in ``plan/share.py``."""
+    return int((number + 1) * share) > int(number * share)
 
 
 def _check(host_memory: object, n_bytes: int, share: object, optimizer: object) -> None:

@@ -1,9 +1,15 @@
-"""How many saved activations are moved for free: the link in both directions, simulated. Pure."""
+"""Which saved activations are moved for free: the link in both directions, simulated. Pure.
+
+[Note: spread]
+A link is several times slower than a dense model saves. What is moved must be spread over the
+forward: the first batches in a row would queue up, and be needed in a row at backward's end.
+"""
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Final
 
@@ -47,12 +53,12 @@ class Link:
 
 @dataclass(frozen=True)
 class OffloadPlan:
-    """Which batches are moved: the first ones, which are needed last."""
+    """Which batches are moved."""
 
     batches: tuple[SavedBatch, ...]
     iteration_ms: float
     link: Link
-    moved: int
+    moved: frozenset[int]
     waits_ms: float
     """That the device is expected to wait for copies."""
     host_bytes: int
@@ -60,23 +66,23 @@ class OffloadPlan:
     @property
     def moved_bytes(self) -> int:
         """In each direction and iteration."""
-        return sum(each.n_bytes for each in self.batches[: self.moved])
+        return sum(self.batches[index].n_bytes for index in self.moved)
 
     def explain(self) -> str:
         """The choice in words, one line each."""
         total = sum(each.n_bytes for each in self.batches)
         out, back = self.link.shares(self.iteration_ms)
         lines = [
-            f"moved: the first {self.moved} of {len(self.batches)} batches, "
+            f"moved: {len(self.moved)} of {len(self.batches)} batches, "
             f"{self.moved_bytes / GIB:.2f} of {total / GIB:.2f} GiB that could be",
             f"link: {self.link.out_gbps:.1f} GB/s out, {self.link.back_gbps:.1f} back, both at "
             f"once; the optimizer takes {out:.0%} and {back:.0%} of it",
             f"waits for copies: {self.waits_ms:.2f} ms of an iteration of "
             f"{self.iteration_ms:.1f} ms, of which {ALLOWED_SHARE:.0%} are allowed",
         ]
-        if self.moved < len(self.batches):
-            room = self.host_bytes - self.moved_bytes
-            by_memory = self.batches[self.moved].n_bytes > room
+        stay = [each.n_bytes for i, each in enumerate(self.batches) if i not in self.moved]
+        if stay:
+            by_memory = min(stay) > self.host_bytes - self.moved_bytes
             limit = "host memory is full" if by_memory else "the device would wait for longer"
             lines.append(f"no more, because {limit}")
         return "\n".join(lines)
@@ -90,7 +96,7 @@ def choose_share(
     host_bytes: int,
     inflight_bytes: int,
 ) -> OffloadPlan:
-    """The most that is moved within :data:`ALLOWED_SHARE`.
+    """Batches, the earliest first, as long as waits stay within :data:`ALLOWED_SHARE`.
 
     Args:
         batches: of one iteration, as they were saved.
@@ -99,40 +105,37 @@ def choose_share(
         host_bytes: that there are for them.
         inflight_bytes: device memory that may be held for copies out.
     """
-    moved = room = 0
-    for batch in batches:
-        room += batch.n_bytes
-        if room > host_bytes:
-            break
-        moved += 1
-    while moved:
-        waits = waits_ms(batches, moved, iteration_ms, link, inflight_bytes)
-        if waits <= ALLOWED_SHARE * iteration_ms:
-            break
-        moved -= 1
-    else:
-        waits = 0.0
+    moved: frozenset[int] = frozenset()
+    waits = 0.0
+    room = host_bytes
+    for index, batch in enumerate(batches):
+        if batch.n_bytes <= room:
+            more = moved | {index}
+            found = waits_ms(batches, more, iteration_ms, link, inflight_bytes)
+            if found <= ALLOWED_SHARE * iteration_ms:
+                moved, waits, room = more, found, room - batch.n_bytes
     return OffloadPlan(tuple(batches), iteration_ms, link, moved, waits, host_bytes)
 
 
 def waits_ms(
     batches: Sequence[SavedBatch],
-    moved: int,
+    moved: Set[int],
     iteration_ms: float,
     link: Link,
     inflight_bytes: int,
 ) -> float:
-    """How long the device waits, if so many batches are moved as ``BatchCopies`` does."""
+    """How long the device waits, if these batches are moved as ``BatchCopies`` does."""
     taken = link.shares(iteration_ms)
     out, back = (
         max(1e6 * gbps * (1 - share), 1.0)  # bytes per ms
         for gbps, share in zip((link.out_gbps, link.back_gbps), taken, strict=True)
     )
-    events = [(b.saved_ms, 0, index) for index, b in enumerate(batches[:moved])]
+    order = sorted(moved)
+    events = [(batches[index].saved_ms, 0, index) for index in order]
     events += [(b.needed_ms, 1, index) for index, b in enumerate(batches)]
     waited = out_free = back_free = 0.0
     sent: dict[int, float] = {}  # when the copy out ends
-    here = {index: 0.0 for index in range(moved, len(batches))}  # when it is on the device again
+    here: dict[int, float] = {}  # when it is on the device again
     sending: deque[int] = deque()
     held = 0
     for at_ms, is_needed, index in sorted(events):
@@ -147,7 +150,9 @@ def waits_ms(
                 waited += max(0.0, sent[oldest] - now)
                 now = max(now, sent[oldest])
             continue
-        for other in range(index, max(index - AHEAD, 0) - 1, -1):
+        upto = bisect_right(order, index)
+        first = upto - AHEAD - (index in moved)
+        for other in reversed(order[max(first, 0) : upto]):
             if other not in here and sent.get(other, now) > now:
                 here[other] = 0.0  # it is on its way out still, so it stays
             elif other not in here and other in sent:
