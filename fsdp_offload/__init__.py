@@ -6,7 +6,13 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from . import checkpoint
-    from .activations import PagedStash, StashPlan, StashStatistics
+    from .activations import (
+        ActivationOffload,
+        OffloadStatistics,
+        PagedStash,
+        StashPlan,
+        StashStatistics,
+    )
     from .checkpoint import OptimizerState
     from .core.config import TransferConfig
     from .core.errors import (
@@ -40,6 +46,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ActivationError",
+    "ActivationOffload",
     "AwayError",
     "CheckpointCorruptError",
     "CheckpointError",
@@ -53,6 +60,7 @@ __all__ = [
     "LaneError",
     "NonFiniteGradientError",
     "OffloadError",
+    "OffloadStatistics",
     "OptimizerState",
     "PagedStash",
     "PhaseOffloader",
@@ -76,9 +84,11 @@ __all__ = [
 ]
 
 _MODULES = {
+    "ActivationOffload": "activations",
     "FixedAddressRegion": "phases",
     "RegionStatistics": "phases",
     "HybridDeviceOptimizer": "optimizer.hybrid",
+    "OffloadStatistics": "activations",
     "OptimizerState": "checkpoint",
     "PagedStash": "activations",
     "PhaseOffloader": "phases",

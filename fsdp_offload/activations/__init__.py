@@ -1,10 +1,20 @@
-"""Activations: what autograd saves of buffers that are not full, in pages of what is used."""
+"""Activations: what autograd saves, in pages of what is used, or in host memory."""
 
 from __future__ import annotations
 
 from ..plan.activations import GroupRows, StashPlan
 from .attach import Attachment
 from .group import Group
+from .offload import ActivationOffload, OffloadStatistics
 from .stash import PagedStash, StashStatistics
 
-__all__ = ["Attachment", "Group", "GroupRows", "PagedStash", "StashPlan", "StashStatistics"]
+__all__ = [
+    "ActivationOffload",
+    "Attachment",
+    "Group",
+    "GroupRows",
+    "OffloadStatistics",
+    "PagedStash",
+    "StashPlan",
+    "StashStatistics",
+]

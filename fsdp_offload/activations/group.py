@@ -1,11 +1,4 @@
-"""One group: hooks for what autograd saves while it is open, and handles for what it gets back.
-
-[Note: no cycles]
-A node of autograd's graph holds its saved tensors' handles, and both hooks as long as those. So
-neither a hook nor a handle may lead back to the node: a kept tensor is detached, a handle knows its
-memory range and that knows its group's :class:`SavedRows`, which knows ranges only weakly. All go
-by reference count then. A finalizer makes no call to the device, because it may run in any thread,
-during a capture, too: it appends to a list, which the next group works off.
+"""One group: hooks for what autograd saves while it is open.
 
 [Note: when rows come back]
 With the first handle that backward asks for, all of a group does, on the stream that is current
@@ -24,6 +17,7 @@ from torch import Tensor
 
 from ..core import storage as storages
 from ..core.errors import ActivationError, ConfigError
+from .handles import Handle, MemoryRange, Saver, unpack
 from .selection import Rows, View, rows_or_reason
 from .store import Held, RowStore
 
@@ -62,65 +56,6 @@ class SavedRows:
             self._store.dropped.append(self.held)
 
 
-class MemoryRange:
-    """Rows that several saved tensors may view."""
-
-    __slots__ = ("__weakref__", "saved", "words")
-
-    def __init__(self, saved: SavedRows) -> None:
-        self.saved = saved
-        self.words: Tensor | None = None  # restored
-
-    def restored(self) -> Tensor:
-        """All rows; those beyond the count are undefined."""
-        if self.words is None:
-            self.saved.restore()
-        assert self.words is not None
-        return self.words
-
-
-class Handle:
-    """What autograd's graph has in the place of a saved tensor."""
-
-    __slots__ = ("__weakref__", "memory", "tensor", "version", "view")
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor: Tensor | None = tensor  # as long as the group is open, or if it is kept
-        self.version = tensor._version
-        self.memory: MemoryRange | None = None
-        self.view: View | None = None
-
-    def keep(self) -> None:
-        """The tensor stays, without the history that would lead back to this handle."""
-        if self.tensor is not None and self.tensor.grad_fn is not None:
-            self.tensor = self.tensor.detach()
-
-    def take(self, memory: MemoryRange, view: View) -> None:
-        """The tensor is a view of rows that were copied away."""
-        self.tensor, self.memory, self.view = None, memory, view
-
-    def check_version(self) -> None:
-        """
-        Raises:
-            ActivationError: the tensor was written in place since it was saved.
-        """
-        tensor = self.tensor
-        if tensor is not None and tensor._version != self.version:
-            raise ActivationError(
-                f"a saved tensor of shape {tuple(tensor.shape)}, {tensor.dtype}",
-                reason="it was written in place after an operation had saved it for its backward",
-                remedy="use an operation that is not in place",
-            )
-
-
-def _unpack(handle: Handle) -> Tensor:
-    if handle.memory is not None and handle.view is not None:
-        return handle.view.over(handle.memory.restored())
-    handle.check_version()  # which torch leaves to hooks, where there are some
-    assert handle.tensor is not None
-    return handle.tensor
-
-
 class Group:
     """The saved tensors of one call of an expert layer: see :meth:`.PagedStash.group`."""
 
@@ -129,6 +64,7 @@ class Group:
         self._hooks: torch.autograd.graph.saved_tensors_hooks | None = None
         self._handles: list[weakref.ref[Handle]] = []
         self._asked_to_keep: list[Tensor] = []
+        self._outer: Saver | None = None  # an ActivationOffload's, which gets what is kept
         self._capacity = 0
         self._count: Tensor | None = None
 
@@ -166,7 +102,9 @@ class Group:
     def __enter__(self) -> Group:
         if not torch.is_grad_enabled():
             return self
-        if not self._store.is_open and storages.has_saved_tensor_hooks():
+        hook = storages.saved_tensor_hook()
+        self._outer = Saver.behind(hook)
+        if hook is not None and self._outer is None and not self._store.is_open:
             self._store.counts["inactive_groups"] += 1
             self._store.log_once(
                 "PagedStash: a group inside of activation checkpointing or of other hooks for "
@@ -175,7 +113,7 @@ class Group:
             return self
         self._store.open()
         hooks = torch.autograd.graph.saved_tensors_hooks
-        self._hooks = hooks(self._pack, _unpack)
+        self._hooks = hooks(self._pack, unpack)
         self._hooks.__enter__()
         return self
 
@@ -198,7 +136,10 @@ class Group:
                 self._close(handles)
         finally:
             for handle in handles:
+                if self._outer is not None and error is None and handle.memory is None:
+                    self._outer.save(handle)
                 handle.keep()
+            self._outer = None
             self._asked_to_keep.clear()
             self._count = None
 

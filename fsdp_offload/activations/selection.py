@@ -5,6 +5,10 @@ A tensor is taken if its dim 0 is the group's, so that row ``i`` of it is row ``
 What is copied are whole rows of the memory that it views: ``gate`` and ``up``, two chunks of one
 tensor, have the same :class:`Rows`, which are copied once. Rows beyond the count are not copied, so
 a parameter, whose rows all count, must never be taken: not as it is, not as a view, not as a cast.
+
+[Note: spans]
+What is copied to the host is what a tensor spans, or all of what it is a chunk of: query, key and
+value, interleaved in one product, have the same :class:`Span`.
 """
 
 from __future__ import annotations
@@ -30,25 +34,34 @@ class Rows(NamedTuple):
     """Likewise a multiple."""
 
 
+class Span(NamedTuple):
+    """Bytes of one storage."""
+
+    start_bytes: int
+    """A multiple of :data:`ALIGNMENT`, so that views of other memory are aligned alike."""
+    end_bytes: int
+
+
 class View(NamedTuple):
-    """A tensor over :class:`Rows`."""
+    """A tensor over :class:`Rows` or a :class:`Span`."""
 
     dtype: torch.dtype
     size: torch.Size
     stride: tuple[int, ...]
     offset_bytes: int
-    """From the first row's beginning."""
+    """From the beginning of those."""
 
     @classmethod
-    def of(cls, tensor: Tensor, rows: Rows) -> View:
+    def of(cls, tensor: Tensor, whole: Rows | Span) -> View:
         """The view that ``tensor`` is."""
-        offset_bytes = int(tensor.storage_offset()) * tensor.itemsize - rows.start_bytes
+        offset_bytes = int(tensor.storage_offset()) * tensor.itemsize - whole.start_bytes
         return cls(tensor.dtype, tensor.size(), tensor.stride(), offset_bytes)
 
     def over(self, words: Tensor) -> Tensor:
-        """The same view of other memory (1-D, storage offset 0)."""
+        """The same view of other memory (1-D)."""
         made = torch.empty(0, dtype=self.dtype, device=words.device)
-        offset = self.offset_bytes // self.dtype.itemsize
+        start_bytes = int(words.storage_offset()) * words.itemsize
+        offset = (start_bytes + self.offset_bytes) // self.dtype.itemsize
         return made.set_(words.untyped_storage(), offset, self.size, self.stride)
 
 
@@ -60,14 +73,8 @@ def rows_or_reason(tensor: Tensor, capacity: int, device: torch.device) -> Rows 
         capacity: dim 0 of the group's buffer.
         device: of the stash.
     """
-    if _is_of_parameter(tensor):
-        return "a parameter"
-    if type(tensor) is not Tensor or tensor.layout is not torch.strided:
-        return "a subclass"
-    if tensor.device != device:
-        return "another device"
-    if not tensor.is_floating_point():
-        return "not floating"
+    if (reason := _reason(tensor, device)) is not None:
+        return reason
     if tensor.dim() == 0 or tensor.shape[0] != capacity or not tensor.numel():
         return "other rows"
     rows = _rows_of(tensor, capacity)
@@ -77,6 +84,58 @@ def rows_or_reason(tensor: Tensor, capacity: int, device: torch.device) -> Rows 
     if rows.row_bytes % ALIGNMENT or address % ALIGNMENT:
         return f"rows of no multiple of {ALIGNMENT} bytes"
     return rows
+
+
+def span_or_reason(tensor: Tensor, device: torch.device, least_bytes: int) -> Span | str:
+    """As :func:`rows_or_reason`, of a tensor whose elements all count.
+
+    Args:
+        tensor: as autograd saves it.
+        device: that is copied from.
+        least_bytes: of a span that is worth a copy.
+    """
+    if (reason := _reason(tensor, device)) is not None:
+        return reason
+    if not tensor.numel():
+        return "small"
+    start, end = _span_of(tensor)
+    if end - start < least_bytes:
+        return "small"
+    end = min(-(-end // ALIGNMENT) * ALIGNMENT, tensor.untyped_storage().nbytes())
+    return Span(start // ALIGNMENT * ALIGNMENT, end)
+
+
+def _span_of(tensor: Tensor) -> tuple[int, int]:
+    """Of the tensor itself, if it has no gaps; else of the tensor that it views, or of its whole
+    storage, if that is not much more."""
+    start, end = own = _extent(tensor)
+    if end - start > tensor.numel() * tensor.itemsize:
+        base = tensor._base
+        wholes = [] if base is None else [_extent(base)]
+        for whole in (*wholes, (0, tensor.untyped_storage().nbytes())):
+            if whole[0] <= start and end <= whole[1] <= whole[0] + 2 * (end - start):
+                return whole
+    return own
+
+
+def _extent(tensor: Tensor) -> tuple[int, int]:
+    """From the first element's first byte to the last one's end."""
+    start = int(tensor.storage_offset())
+    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    return start * tensor.itemsize, (start + last + 1) * tensor.itemsize
+
+
+def _reason(tensor: Tensor, device: torch.device) -> str | None:
+    """Why a saved tensor is kept, however large it is."""
+    if _is_of_parameter(tensor):
+        return "a parameter"
+    if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_neg():
+        return "a subclass"
+    if tensor.device != device:
+        return "another device"
+    if not tensor.is_floating_point():
+        return "not floating"
+    return None
 
 
 def _rows_of(tensor: Tensor, capacity: int) -> Rows | None:

@@ -21,7 +21,7 @@ from ..core.errors import (
     DeviceMemoryError,
     StashOverflowError,
 )
-from ..memory import HostArena, check_host_budget, local_ranks
+from ..memory import checked_arena
 from ..plan.activations import StashPlan, make_plan
 from .attach import Attachment
 from .group import Group
@@ -254,13 +254,14 @@ class PagedStash:
         return plan
 
     def _take_pool(self, plan: StashPlan) -> PagePool:
-        check_host_budget(
-            plan.host_bytes,
-            local_ranks=local_ranks(),
-            budget_bytes=None
-            if self._transfer.host_memory is None
-            else parse_bytes(self._transfer.host_memory),
-        )
+        arena = None
+        if plan.host_pages:
+            arena = checked_arena(
+                f"host_bytes={self._host_bytes} of a PagedStash",
+                plan.host_bytes,
+                self._backend,
+                self._transfer,
+            )
         numel = plan.device_bytes // 8
         try:
             if self._region is None:
@@ -273,14 +274,6 @@ class PagedStash:
                 reason=str(error),
                 remedy="give a smaller device_bytes, and host_bytes for the rest",
             ) from error
-        arena = None
-        if plan.host_pages:
-            arena = HostArena(
-                plan.host_bytes,
-                device=self._backend.device,
-                can_pin=self._backend.can_pin,
-                transfer=self._transfer,
-            )
         if self._region is not None:
             region = self._region
             self._store.is_present = lambda: not region.is_paused

@@ -245,11 +245,12 @@ def _allocator_settings() -> str:
 # --------------------------------------------------------------------------- autograd's hooks
 
 
-def has_saved_tensor_hooks() -> bool:
-    """Whether saved tensors of this thread go through hooks now: activation checkpointing has some,
-    ``save_on_cpu`` has. False where torch cannot be asked."""
+def saved_tensor_hook() -> Callable[[Tensor], Any] | None:
+    """The first hook that saved tensors of this thread go through now: activation checkpointing has
+    some, ``save_on_cpu`` has. None, too, where torch cannot be asked."""
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-    return top is not None and top(True) is not None
+    pair = None if top is None else top(True)
+    return None if pair is None else pair[0]
 
 
 # --------------------------------------------------------------------------- the profiler

@@ -32,7 +32,7 @@ from ..core import backend as backend
 from ..core.config import MIB, TransferConfig
 from ..core.errors import HostMemoryError, PinningError
 from ..core.progress import progress
-from .budget import local_ranks, size_text
+from .budget import check_host_budget, local_ranks, size_text
 
 HUGE_PAGE_BYTES: Final = 2 * MIB
 # One torch call touches at most 16384 pages: from 32768 elements on torch spreads an operation over
@@ -220,6 +220,25 @@ class HostArena:
             self, _unpin, os.getpid(), address, self._n_bytes, device, self._mapping
         )
         self._pin_seconds = time.perf_counter() - start
+
+
+def checked_arena(
+    what: str, n_bytes: int, device: backend.Backend, transfer: TransferConfig
+) -> HostArena:
+    """An arena, if ``transfer.host_memory`` and the host have room for it.
+
+    Raises:
+        HostMemoryError: they have not, for ``what``; nothing was taken.
+        PinningError: as of :class:`HostArena`.
+    """
+    budget = None if transfer.host_memory is None else int(transfer.host_memory)
+    try:
+        check_host_budget(n_bytes, local_ranks=local_ranks(), budget_bytes=budget)
+        return HostArena(n_bytes, device=device.device, can_pin=device.can_pin, transfer=transfer)
+    except HostMemoryError as error:
+        raise HostMemoryError(
+            what, reason=f"{error.what}: {error.reason}", remedy="give less"
+        ) from error
 
 
 def _unpin(pid: int, address: int, n_bytes: int, device: torch.device, mapping: mmap.mmap) -> None:

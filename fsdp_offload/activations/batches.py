@@ -1,0 +1,378 @@
+"""Saved tensors in batches to host memory and back, beside what computes.
+
+[Note: who waits for whom]
+*Out*: the stream ``activations_out`` waits for an event of the compute stream, which has produced
+what is copied, and for the last copy back, whose host memory it may write to. Device memory is held
+until the copy's event has completed, or the compute stream waits for it, because too much is held.
+*Back*: memory is taken on the compute stream, ``activations_back`` waits for an event of that,
+which may be using it still, and for the copy out. The compute stream waits once per batch, before
+it first reads, or before memory that nobody asked for goes. Streams are looked up when they are
+used.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from ..core.backend import Backend, Event, TimedEvent
+from ..core.config import MIB
+from ..core.errors import ClosedError, DeviceError
+from ..memory import HostArena
+from ..memory.intervals import Intervals
+from ..plan.layout import align
+from ..plan.share import AHEAD, Link
+from .handles import MemoryRange, written_error
+from .selection import Span
+
+PROBE_BYTES: Final = 16 * MIB
+_ALIGNMENT_BYTES: Final = 64  # of ranges in host memory
+
+
+class SavedRange(MemoryRange):
+    """A memory range that is or was on the device.
+
+    Args:
+        batch: that it is copied with.
+        tensor: the first that was saved of it.
+        position: how many were saved before, in this iteration.
+        n_bytes: its size.
+    """
+
+    __slots__ = ("is_written", "n_bytes", "original", "position", "shape", "storage", "version")
+
+    def __init__(self, batch: Batch, tensor: Tensor, position: int, n_bytes: int) -> None:
+        super().__init__(batch)
+        self.original: Tensor | None = tensor.detach()  # until it may go; it has the version
+        self.version = tensor._version
+        self.storage = weakref.ref(tensor.untyped_storage())
+        self.position, self.n_bytes = position, n_bytes
+        self.shape = (tensor.shape, tensor.dtype)
+        self.is_written = False
+
+    def check_version(self) -> None:
+        """Look whether it was written while it was being copied."""
+        if self.original is not None and self.original._version != self.version:
+            self.is_written = True
+
+    def restored(self) -> Tensor:
+        """As of :class:`MemoryRange`.
+
+        Raises:
+            ActivationError: it was written in place before its copy had ended.
+        """
+        words = super().restored()
+        self.check_version()
+        if self.is_written:
+            raise written_error(*self.shape)
+        return words
+
+
+class Batch:
+    """Ranges that are copied together. It lives as long as one of them, or its copy out."""
+
+    def __init__(self, copies: BatchCopies) -> None:
+        self._copies = copies
+        self._ranges: list[weakref.ref[SavedRange]] = []
+        self.originals: list[Tensor] = []  # of each range, as bytes; empty: they were let go
+        self.fresh: list[Tensor] = []  # of each range, brought back and not asked for yet
+        self.starts: list[int] = []  # of each range, from the beginning of the host memory
+        self.place: int | None = None  # of the host memory
+        self.sent: Event | None = None
+        self.back: Event | None = None
+        self.n_bytes = self.index = 0
+        self.is_needed = False  # backward has asked for one of the ranges
+        self.is_next = False  # it soon will
+
+    def add(self, tensor: Tensor, span: Span, position: int) -> SavedRange:
+        """A further range, which ``tensor`` lies in."""
+        n_bytes = span.end_bytes - span.start_bytes
+        made = SavedRange(self, tensor, position, n_bytes)
+        memory = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+        memory.set_(tensor.untyped_storage(), span.start_bytes, (n_bytes,), (1,))
+        self._ranges.append(weakref.ref(made))
+        self.originals.append(memory)
+        self.n_bytes += n_bytes
+        return made
+
+    def ranges(self) -> list[SavedRange | None]:
+        """None for those that nobody can ask for any more."""
+        return [find() for find in self._ranges]
+
+    def drop_dead(self) -> None:
+        """Before the copy out: forget ranges that went."""
+        pairs = zip(self._ranges, self.originals, strict=True)
+        alive = [(find, memory) for find, memory in pairs if find() is not None]
+        self._ranges, self.originals = [f for f, _ in alive], [m for _, m in alive]
+
+    def hand_out(self, memories: list[Tensor]) -> None:
+        """Give each range its memory, so that each goes with its last handle."""
+        for found, memory in zip(self.ranges(), memories, strict=True):
+            if found is not None and found.words is None:
+                found.words = memory
+
+    def restore(self) -> None:
+        """As of :class:`.Restorable`."""
+        self._copies.need(self)
+
+    def __del__(self) -> None:
+        if self.place is not None or self.fresh:
+            self._copies.dropped.append((self.place, self.fresh, self.back))
+
+
+Mark = tuple[str, int, TimedEvent]
+"""A kind of :func:`.times_of`, a batch, and the point of the compute stream."""
+
+
+def _all(number: int) -> bool:
+    return True
+
+
+class BatchCopies:
+    """The streams, the host memory, and the batches that are under way or away.
+
+    Args:
+        backend: of the device.
+        arena: host memory.
+        inflight_bytes: device memory that may be held for copies out.
+    """
+
+    def __init__(self, backend: Backend, arena: HostArena, inflight_bytes: int) -> None:
+        self._backend, self._arena = backend, arena
+        self._inflight_bytes = inflight_bytes
+        self._out = backend.stream("activations_out")
+        self._in = backend.stream("activations_back")
+        self.intervals = Intervals(arena.statistics().n_bytes)
+        self.open = Batch(self)
+        self.is_moved: Callable[[int], bool] = _all  # by number of the batch in an iteration
+        self.first_index = 0  # of this iteration
+        self._sending: deque[Batch] = deque()
+        self._sending_bytes = 0
+        self._order: list[weakref.ref[Batch]] = []  # as they were saved
+        self._last_back: Event | None = None  # that no copy out has waited for
+        self.is_closed = False
+        # What batches had that went, by finalizers, in any thread.
+        self.dropped: list[tuple[int | None, list[Tensor], Event | None]] = []
+        self.counts: Counter[str] = Counter()
+        self.kept_by_others: dict[int, int] | None = None  # bytes by position, while recorded
+        self.marks: list[Mark] | None = None  # while recorded
+        self.sizes: dict[int, int] = {}  # of batches, likewise
+
+    # ------------------------------------------------------------------ out
+
+    def send(self) -> None:
+        """Copy what is in :attr:`open` to the host, and begin another batch."""
+        batch, self.open = self.open, Batch(self)
+        batch.drop_dead()
+        if not batch.originals:
+            return
+        self.collect()
+        current = self._backend.current_stream()
+        batch.index = self.counts["batches"]
+        self.counts["batches"] += 1
+        self._mark("saved", batch)
+        self._order.append(weakref.ref(batch))
+        size = 0
+        for memory in batch.originals:
+            batch.starts.append(size)
+            size += align(memory.numel(), _ALIGNMENT_BYTES)
+        if not self.is_moved(batch.index - self.first_index):
+            return
+        batch.place = self.intervals.take(size)
+        if batch.place is None:
+            self.counts["full_batches"] += 1
+            return
+        self._out.wait(current.record())
+        if self._last_back is not None:
+            self._out.wait(self._last_back)
+            self._last_back = None
+        self._out.copy(self._host(batch), batch.originals)
+        batch.sent = self._out.record()
+        self.counts["sent_bytes"] += sum(memory.numel() for memory in batch.originals)
+        self._sending.append(batch)
+        self._sending_bytes += size
+        self._let_go()
+
+    def _host(self, batch: Batch) -> list[Tensor]:
+        """What each range has of the host memory."""
+        assert batch.place is not None
+        sizes = [memory.numel() for memory in batch.originals or batch.fresh]
+        return [
+            self._arena.tensor(batch.place + start, size, torch.uint8)
+            for start, size in zip(batch.starts, sizes, strict=True)
+        ]
+
+    def _let_go(self) -> None:
+        """Of device memory whose copy has ended; of the oldest, behind a wait, if it is much."""
+        while self._sending:
+            batch = self._sending[0]
+            assert batch.sent is not None
+            if not batch.sent.query():
+                if self._sending_bytes <= self._inflight_bytes:
+                    return
+                self._wait(batch, batch.sent)
+                self.counts["waits_for_room"] += 1
+            self._sending.popleft()
+            self._sending_bytes -= sum(align(m.numel(), _ALIGNMENT_BYTES) for m in batch.originals)
+            if batch.is_needed or batch.is_next:  # what was copied is not used
+                batch.fresh = [] if batch.is_needed else batch.originals
+                self._give_place(batch)
+            else:
+                for found in batch.ranges():
+                    if found is not None:
+                        found.check_version()
+                        found.original = None
+            batch.originals = []
+
+    # ------------------------------------------------------------------ back
+
+    def need(self, batch: Batch) -> None:
+        """Give all ranges of a batch their memory, and bring those before it back.
+
+        Raises:
+            DeviceError: inside a CUDA graph capture.
+            torch.OutOfMemoryError: the batch is still in host memory.
+        """
+        if self._backend.is_capturing():
+            raise DeviceError(
+                "backward inside of a CUDA graph capture",
+                reason="its forward was outside, and what it saved is in host memory",
+                remedy="capture forward and backward without an ActivationOffload",
+            )
+        self.collect()
+        if batch is self.open:
+            batch.index, self.open = self.counts["batches"], Batch(self)
+            self.counts["batches"] += 1
+        self._mark("needed", batch)
+        batch.is_needed = True
+        if batch.originals:  # their copy out may go on: they are held until it has ended
+            batch.hand_out(batch.originals)
+            if batch.sent is None:
+                batch.originals = []
+        elif not batch.fresh:
+            self._bring_back(batch)
+        self._bring_back_before(batch)
+        if batch.back is not None:
+            self._wait(batch, batch.back)
+        if batch.fresh:
+            batch.hand_out(batch.fresh)
+            batch.fresh = []
+
+    def _bring_back(self, batch: Batch) -> None:
+        if self.is_closed:
+            raise ClosedError(
+                "backward of what an ActivationOffload has moved",
+                reason="it was closed, and its host memory given up",
+                remedy="call close() when no backward is left",
+            )
+        ranges = batch.ranges()
+        batch.fresh = [
+            self._backend.allocate(0 if found is None else found.n_bytes) for found in ranges
+        ]
+        assert batch.sent is not None
+        self._in.wait(self._backend.current_stream().record())
+        self._in.wait(batch.sent)
+        self._in.copy(batch.fresh, self._host(batch))
+        batch.back = self._last_back = self._in.record()
+        self._give_place(batch)
+        self.counts["returned_bytes"] += sum(memory.numel() for memory in batch.fresh)
+        if self.kept_by_others is not None:
+            for found in ranges:
+                if found is not None and found.storage() is not None:
+                    self.kept_by_others[found.position] = found.n_bytes
+
+    def _give_place(self, batch: Batch) -> None:
+        if batch.place is not None:
+            self.intervals.give(batch.place)
+            batch.place = None
+
+    def _bring_back_before(self, batch: Batch) -> None:
+        """Up to :data:`AHEAD`, if there is memory."""
+        order, n_ahead = self._order, 0
+        while order and ((last := order[-1]()) is None or last.is_needed):
+            order.pop()
+        for find in reversed(order):
+            other = find()
+            if other is None or other.index >= batch.index or other.is_needed:
+                continue
+            if other.sent is None:  # it stays
+                continue
+            if n_ahead == AHEAD:
+                return
+            n_ahead += 1
+            other.is_next = True
+            if not other.fresh and not other.originals:
+                try:
+                    self._bring_back(other)
+                except torch.OutOfMemoryError:  # it may be there when the batch is needed
+                    return
+
+    # ------------------------------------------------------------------ both
+
+    def _wait(self, batch: Batch, event: Event) -> None:
+        self._mark("wait", batch)
+        self._backend.current_stream().wait(event)
+        self._mark("on", batch)
+
+    def _mark(self, kind: str, batch: Batch) -> None:
+        if self.marks is not None:
+            event = self._backend.current_stream().record_timed()
+            self.marks.append((kind, batch.index, event))
+            if kind == "saved":
+                self.sizes[batch.index] = batch.n_bytes
+
+    def collect(self) -> None:
+        """Let go of what copies have ended for, and of what batches had that went."""
+        if self._backend.is_capturing():
+            return
+        self._let_go()
+        while self.dropped:
+            place, fresh, back = self.dropped.pop()
+            if place is not None:  # later copies to it are behind on the same stream
+                self.intervals.give(place)
+            if back is not None:
+                self._backend.current_stream().wait(back)
+            del fresh
+
+    def measured(self, optimizer_bytes: tuple[int, int]) -> Link:
+        """The link's rates while both directions are busy. Nothing is live; the host waits."""
+        n_bytes = min(PROBE_BYTES, self.intervals.n_bytes // 2)
+        memory = [self._backend.allocate(n_bytes) for _ in range(2)]
+        host = [self._arena.tensor(i * n_bytes, n_bytes, torch.uint8) for i in range(2)]
+        ready = self._backend.current_stream().record()
+        events = []
+        for stream, target, source in (
+            (self._out, host[0], memory[0]),
+            (self._in, memory[1], host[1]),
+        ):
+            stream.wait(ready)
+            stream.copy([target], [source])  # not timed: the other direction begins later
+            began = stream.record_timed()
+            stream.copy([target] * 4, [source] * 4)
+            events.append((began, stream.record_timed()))
+        self._out.synchronize()
+        self._in.synchronize()
+        gbps = [4e-6 * n_bytes / max(a.elapsed_time(b), 1e-6) for a, b in events]
+        return Link(gbps[0], gbps[1], *optimizer_bytes)
+
+    def live(self) -> list[Batch]:
+        """Batches that a backward may ask for; forgets the others."""
+        self.collect()
+        batches = [batch for find in self._order if (batch := find()) is not None]
+        # Those that are still on their way out may have no range any more.
+        found = [batch for batch in batches if any(batch.ranges()) and not batch.is_needed]
+        self._order = [weakref.ref(batch) for batch in found]
+        return found
+
+    def close(self) -> None:
+        """Give the host memory up, when all copies have ended."""
+        self._out.synchronize()
+        self._in.synchronize()
+        self.collect()
+        self.is_closed = True
+        self._arena.close()

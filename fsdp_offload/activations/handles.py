@@ -1,0 +1,112 @@
+"""What autograd's graph has in the place of saved tensors, whoever has their memory.
+
+[Note: no cycles]
+A node of autograd's graph holds its saved tensors' handles, and both hooks as long as those. So
+neither a hook nor a handle may lead back to the node: a kept tensor is detached, a handle knows its
+memory range and that knows what it was saved with, which knows ranges only weakly. All go by
+reference count then. A finalizer makes no call to the device, because it may run in any thread,
+during a capture, too: it appends to a list, which is worked off later.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ..core.errors import ActivationError
+from .selection import View
+
+
+class Restorable(Protocol):
+    """Ranges that were saved together."""
+
+    def restore(self) -> None:
+        """Give each range its memory."""
+        ...
+
+
+class MemoryRange:
+    """Memory that several saved tensors may view."""
+
+    __slots__ = ("__weakref__", "saved", "words")
+
+    def __init__(self, saved: Restorable) -> None:
+        self.saved = saved
+        self.words: Tensor | None = None  # restored
+
+    def restored(self) -> Tensor:
+        """1-D, of any dtype."""
+        if self.words is None:
+            self.saved.restore()
+        assert self.words is not None
+        return self.words
+
+
+class Handle:
+    """What autograd's graph has in the place of a saved tensor."""
+
+    __slots__ = ("__weakref__", "memory", "tensor", "version", "view")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor: Tensor | None = tensor  # until it is known where it goes, or if it is kept
+        self.version = tensor._version
+        self.memory: MemoryRange | None = None
+        self.view: View | None = None
+
+    def keep(self) -> None:
+        """The tensor stays, without the history that would lead back to this handle."""
+        if self.tensor is not None and self.tensor.grad_fn is not None:
+            self.tensor = self.tensor.detach()
+
+    def take(self, memory: MemoryRange, view: View) -> None:
+        """The tensor is a view of a range that is copied away."""
+        self.tensor, self.memory, self.view = None, memory, view
+
+    def check_version(self) -> None:
+        """
+        Raises:
+            ActivationError: the tensor was written in place since it was saved.
+        """
+        tensor = self.tensor
+        if tensor is not None and tensor._version != self.version:
+            raise written_error(tensor.shape, tensor.dtype)
+
+
+def unpack(handle: Handle) -> Tensor:
+    """The saved tensor: the hook for all handles."""
+    if handle.memory is not None and handle.view is not None:
+        return handle.view.over(handle.memory.restored())
+    handle.check_version()  # which torch leaves to hooks, where there are some
+    assert handle.tensor is not None
+    return handle.tensor
+
+
+class Saver:
+    """Takes saved tensors; what a group inside of it keeps, too."""
+
+    def save(self, handle: Handle) -> None:
+        """Take the handle's tensor, or let the handle keep it."""
+        raise NotImplementedError
+
+    def pack(self, tensor: Tensor) -> Handle:
+        """The hook."""
+        handle = Handle(tensor)
+        self.save(handle)
+        return handle
+
+    @staticmethod
+    def behind(hook: object) -> Saver | None:
+        """Whose :meth:`pack` a hook is."""
+        owner = getattr(hook, "__self__", None)
+        return owner if isinstance(owner, Saver) else None
+
+
+def written_error(shape: torch.Size, dtype: torch.dtype) -> ActivationError:
+    """Of a saved tensor that changed while it was needed."""
+    return ActivationError(
+        f"a saved tensor of shape {tuple(shape)}, {dtype}",
+        reason="it was written in place after an operation had saved it for its backward",
+        remedy="use an operation that is not in place",
+    )

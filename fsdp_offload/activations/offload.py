@@ -1,0 +1,343 @@
+"""``ActivationOffload``: what autograd saves, in host memory until its backward."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import weakref
+from collections import Counter
+from dataclasses import dataclass
+from functools import partial
+from types import TracebackType
+from typing import Any, Final, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ..core import storage as storages
+from ..core.backend import TimedEvent, backend_for
+from ..core.config import MIB, TransferConfig, parse_bytes
+from ..core.errors import ActivationError, ClosedError, ConfigError, DeviceError
+from ..memory import checked_arena
+from ..plan.share import OffloadPlan, choose_share, times_of
+from .batches import BatchCopies, SavedRange
+from .handles import Handle, Saver, unpack
+from .selection import Span, View, span_or_reason
+
+_log = logging.getLogger("fsdp_offload")
+
+BATCH_BYTES: Final = 64 * MIB
+"""That are copied together, at least: a link needs 4 MiB to be quick."""
+LEAST_BYTES: Final = MIB // 4
+"""Of a memory range: a smaller one takes longer to enqueue than to copy."""
+
+
+@dataclass(frozen=True)
+class OffloadStatistics:
+    """What an :class:`ActivationOffload` has done and holds."""
+
+    iterations: int  # begun: entered while nothing was away
+    inactive: int  # entered inside of activation checkpointing or other hooks: it did nothing
+    taken: int  # saved tensors of batches
+    ranges: int  # memory ranges that they were views of
+    kept: dict[str, int]  # saved tensors that stayed as they are, by reason
+    kept_bytes: dict[str, int]
+    full_batches: int  # that stayed on the device, because host memory was full
+    live_batches: int  # whose backward has not come
+    sent_bytes: int  # to host memory
+    returned_bytes: int
+    waits_for_room: int  # batches that the device waited for, because too much was on its way
+    host_bytes: int  # of host memory
+    used_host_bytes: int  # now
+    most_host_bytes: int
+
+
+class _Known(NamedTuple):
+    """A span that was seen in this iteration."""
+
+    storage: weakref.ref[torch.UntypedStorage]
+    span: Span
+    version: int
+    found: weakref.ref[SavedRange] | None  # None: it is kept, since others keep it anyway
+
+
+class ActivationOffload(Saver):
+    """Moves what autograd saves to host memory, beside the forward, and back beside the backward.
+
+    Example::
+
+        offload = ActivationOffload(host_memory="48GiB")
+        for batch in data:
+            with offload:
+                loss = model(batch)
+            loss.backward()
+
+    Args:
+        host_memory: page-locked memory of this rank, taken at once. What it has no room for stays
+            on the device.
+        share: of what can be moved: 1.0: all; 0.5: every second batch. ``"auto"``: what costs 1 %
+            of an iteration at most, from the third one on; all before.
+        optimizer: a ``HybridDeviceOptimizer``: its device is taken, and what it moves over the same
+            link is counted.
+        device: where the model computes; ``None``: the optimizer's, or the current one.
+        inflight_bytes: device memory that may be held for copies that have not ended. The device
+            waits for the oldest if it is more.
+        transfer: how to obtain host memory.
+
+    Raises:
+        ConfigError: an argument is wrong.
+        DeviceError: the device cannot be used here.
+        HostMemoryError, PinningError: no room; nothing was taken.
+    """
+
+    def __init__(
+        self,
+        host_memory: int | str,
+        share: float | str = "auto",
+        optimizer: Optimizer | None = None,
+        *,
+        device: torch.device | str | None = None,
+        inflight_bytes: int | str = "512MiB",
+        transfer: TransferConfig | None = None,
+    ) -> None:
+        n_bytes = parse_bytes(host_memory, "host_memory")
+        inflight = parse_bytes(inflight_bytes, "inflight_bytes")
+        _check(host_memory, n_bytes, share, optimizer)
+        self._share = share
+        self._optimizer: Any = optimizer  # with statistics()
+        self._backend = backend_for(_device_of(device, optimizer))
+        self._inflight_bytes = inflight
+        arena = checked_arena(
+            f"host_memory={host_memory!r} of an ActivationOffload",
+            n_bytes,
+            self._backend,
+            transfer or TransferConfig(),
+        )
+        self._copies = BatchCopies(self._backend, arena, inflight)
+        self._hooks: list[torch.autograd.graph.saved_tensors_hooks | None] = []
+        self._known: dict[int, list[_Known]] = {}  # by storage
+        self._kept_by_others: dict[int, int] = {}  # bytes by position
+        self._counts: Counter[str] = Counter()
+        self._kept: Counter[str] = Counter()
+        self._kept_bytes: Counter[str] = Counter()
+        self._position = 0  # ranges so far in this iteration
+        if isinstance(share, int | float):
+            self._copies.is_moved = partial(_is_moved, share)
+        self._began: TimedEvent | None = None  # of the iteration that is timed
+        self._plan: OffloadPlan | None = None
+        self._pid, self._thread, self._is_closed = os.getpid(), 0, False
+
+    def __reduce__(self) -> NoReturn:
+        raise ConfigError(
+            "a copy or a pickle of an ActivationOffload",
+            reason="it owns host memory that saved tensors are in",
+            remedy="make another one, and keep it outside of modules that are copied",
+        )
+
+    # ------------------------------------------------------------------ forward
+
+    @torch._disable_dynamo  # type: ignore[attr-defined]
+    def __enter__(self) -> ActivationOffload:
+        self._check_usable()
+        if storages.saved_tensor_hook() is not None:
+            self._hooks.append(None)
+            self._counts["inactive"] += 1
+            if self._counts["inactive"] == 1:
+                _log.info(
+                    "ActivationOffload: entered inside of activation checkpointing or of other "
+                    "hooks for saved tensors, it does nothing"
+                )
+            return self
+        if not self._copies.live():
+            self._begin_iteration()  # or go on with one that has saved nothing
+        hooks = torch.autograd.graph.saved_tensors_hooks(self.pack, unpack)
+        hooks.__enter__()
+        self._hooks.append(hooks)
+        return self
+
+    @torch._disable_dynamo  # type: ignore[attr-defined]
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        hooks = self._hooks.pop()
+        if hooks is not None:
+            hooks.__exit__(kind, error, traceback)
+            self._copies.send()
+
+    def _check_usable(self) -> None:
+        if self._is_closed or os.getpid() != self._pid:
+            raise ClosedError(
+                "an ActivationOffload",
+                reason="it is closed" if self._is_closed else "it is of the parent process",
+                remedy="make a new one",
+            )
+        self._thread = self._thread or threading.get_ident()
+        if self._thread != threading.get_ident():
+            raise ActivationError(
+                "an ActivationOffload in another thread than before",
+                reason="batches are in the order of one stream",
+                remedy="use one of its own in each thread",
+            )
+        if self._backend.is_capturing():
+            raise DeviceError(
+                "an ActivationOffload inside a CUDA graph capture",
+                reason="where batches go is decided by the host, in each iteration anew",
+                remedy="capture without it; a PagedStash can be captured",
+            )
+
+    def _begin_iteration(self) -> None:
+        """The first one records what others keep; the second, for ``"auto"``, times."""
+        copies, counts = self._copies, self._counts
+        if counts["iterations"] and not self._position:  # nothing was saved, as in an evaluation
+            if self._began is not None:
+                self._began = self._backend.current_stream().record_timed()
+            return
+        if copies.kept_by_others is not None:
+            self._kept_by_others, copies.kept_by_others = copies.kept_by_others, None
+            if self._share == "auto":
+                copies.marks = []
+                self._began = self._backend.current_stream().record_timed()
+        elif self._began is not None:
+            self._choose(self._began)
+        if not counts["iterations"]:
+            copies.kept_by_others = {}
+        counts["iterations"] += 1
+        copies.first_index, self._position = copies.counts["batches"], 0
+        self._known.clear()
+
+    def _choose(self, began: TimedEvent) -> None:
+        """What is moved from now on. The host waits for the device, once."""
+        copies = self._copies
+        end = self._backend.current_stream().record_timed()
+        end.synchronize()
+        marks = [(kind, batch, began.elapsed_time(at)) for kind, batch, at in copies.marks or ()]
+        batches, iteration_ms = times_of(marks, copies.sizes, began.elapsed_time(end))
+        copies.marks = self._began = None
+        optimizer_bytes = (0, 0)
+        if self._optimizer is not None:
+            now = self._optimizer.statistics()
+            if now.overlap != "step":  # else it moves nothing while activations move
+                optimizer_bytes = (now.moved_bytes, now.fetched_bytes)
+        plan = self._plan = choose_share(
+            batches,
+            iteration_ms,
+            copies.measured(optimizer_bytes),
+            host_bytes=copies.intervals.n_bytes,
+            inflight_bytes=self._inflight_bytes,
+        )
+        # More batches than were timed come if there is more to do; they stay.
+        copies.is_moved = plan.moved.__contains__
+        _log.info("ActivationOffload: %s", plan.explain())
+
+    def save(self, handle: Handle) -> None:
+        """As of :class:`.Saver`."""
+        tensor = handle.tensor
+        assert tensor is not None
+        span = span_or_reason(tensor, self._backend.device, LEAST_BYTES)
+        if isinstance(span, Span) and self._backend.is_capturing():
+            span = "a CUDA graph capture"
+        found = span if isinstance(span, str) else self._range_of(tensor, span)
+        if isinstance(found, str):
+            self._kept[found] += 1
+            self._kept_bytes[found] += tensor.numel() * tensor.itemsize
+            handle.keep()
+            return
+        self._counts["taken"] += 1
+        handle.take(found[0], View.of(tensor, found[1]))
+        if self._copies.open.n_bytes >= BATCH_BYTES:
+            self._copies.send()
+
+    def _range_of(self, tensor: Tensor, span: Span) -> tuple[SavedRange, Span] | str:
+        """The range that a span lies in, which is new or was taken before; or why it is kept."""
+        storage = tensor.untyped_storage()
+        entries = self._known.setdefault(storages.identity(storage), [])
+        if entries and entries[0].storage() is not storage:
+            entries.clear()  # of another storage, which is gone
+        for known in entries:
+            is_inside = known.span[0] <= span[0] and span[1] <= known.span[1]
+            if is_inside and known.version == tensor._version:
+                if known.found is None:
+                    return "others keep it"
+                if (memory := known.found()) is not None:
+                    return memory, known.span
+        n_bytes, position = span.end_bytes - span.start_bytes, self._position
+        self._position += 1
+        if self._kept_by_others.get(position) == n_bytes:
+            entries.append(_Known(weakref.ref(storage), span, tensor._version, None))
+            return "others keep it"
+        self._counts["ranges"] += 1
+        found = self._copies.open.add(tensor, span, position)
+        entries.append(_Known(weakref.ref(storage), span, tensor._version, weakref.ref(found)))
+        return found, span
+
+    # ------------------------------------------------------------------ the rest
+
+    def explain(self) -> str:
+        """How much is moved, and why, in words."""
+        if self._plan is not None:
+            return self._plan.explain()
+        if self._share == "auto":
+            return "moved: all that can be; the third iteration chooses"
+        return f"moved: {float(self._share):.0%} of what can be, as share= says"
+
+    def statistics(self) -> OffloadStatistics:
+        """See :class:`OffloadStatistics`. Lets go of device memory whose copies have ended."""
+        copies, own = self._copies, ("iterations", "inactive", "taken", "ranges")
+        live = len(copies.live())
+        others = ("full_batches", "sent_bytes", "returned_bytes", "waits_for_room")
+        return OffloadStatistics(
+            **{name: self._counts[name] for name in own},
+            **{name: copies.counts[name] for name in others},
+            kept=dict(self._kept),
+            kept_bytes=dict(self._kept_bytes),
+            live_batches=live,
+            host_bytes=copies.intervals.n_bytes,
+            used_host_bytes=copies.intervals.used_bytes,
+            most_host_bytes=copies.intervals.most_used_bytes,
+        )
+
+    def close(self) -> None:
+        """Give the host memory up. Idempotent. A backward that needs it raises."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._copies.close()
+
+
+def _is_moved(share: float, number: int) -> bool:
+    """Evenly: see [Note: spread] in ``plan/share.py``."""
+    return int((number + 1) * share) > int(number * share)
+
+
+def _check(host_memory: object, n_bytes: int, share: object, optimizer: object) -> None:
+    if not n_bytes:
+        raise ConfigError(
+            f"host_memory={host_memory!r}",
+            reason="nothing can be moved",
+            remedy='give a size such as "48GiB", or use no ActivationOffload',
+        )
+    is_number = isinstance(share, int | float) and not isinstance(share, bool)
+    if share != "auto" and not (is_number and 0 <= share <= 1):  # type: ignore[operator]
+        raise ConfigError(
+            f"share={share!r}",
+            reason='neither "auto" nor a number from 0 to 1',
+            remedy="use 1.0 to move all",
+        )
+    if optimizer is not None and not hasattr(optimizer, "statistics"):
+        raise ConfigError(
+            f"optimizer of type {type(optimizer).__name__}",
+            reason="it does not say what it moves over the link",
+            remedy="pass a HybridDeviceOptimizer, or None",
+        )
+
+
+def _device_of(device: torch.device | str | None, optimizer: Any) -> torch.device:
+    if device is not None:
+        return torch.device(device)
+    if optimizer is not None:
+        return torch.device(optimizer.device)
+    return torch.accelerator.current_accelerator() or torch.device("cpu")

@@ -1,0 +1,599 @@
+"""Activations in host memory: the bits of none, whatever autograd does with what it saved."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import threading
+import weakref
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from fsdp_offload import (
+    ActivationError,
+    ActivationOffload,
+    ClosedError,
+    ConfigError,
+    DeviceError,
+    HostMemoryError,
+    PagedStash,
+    TransferConfig,
+)
+from fsdp_offload.activations import offload
+from fsdp_offload.activations.batches import Batch
+from fsdp_offload.activations.handles import Handle
+from fsdp_offload.activations.selection import Span, View, span_or_reason
+from fsdp_offload.core.backend import CpuBackend
+from fsdp_offload.plan.share import AHEAD, Link, OffloadPlan, SavedBatch
+from fsdp_offload.testing import StreamSimulator
+from tests.activations import moe
+from tests.activations.moe import CPU
+from tests.helpers.policies import POLICIES
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+DIM, SEQ = 16, 32
+SIZE = SEQ * DIM * 4  # of one activation of `Block`
+
+
+@pytest.fixture(autouse=True)
+def _small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offload, "BATCH_BYTES", 3 * SIZE)
+    monkeypatch.setattr(offload, "LEAST_BYTES", 512)
+
+
+class Block(nn.Module):
+    """Attention and MLP, with all that autograd saves of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(DIM, 3 * DIM)
+        self.up, self.down = nn.Linear(DIM, 4 * DIM), nn.Linear(4 * DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.qkv(F.rms_norm(x, (DIM,))).unflatten(-1, (3, DIM)).unbind(-2)
+        scores = (query @ key.transpose(-1, -2)).softmax(-1)
+        x = x + F.dropout(scores @ value, 0.1)
+        return x + self.down(F.gelu(self.up(x)))
+
+
+class Model(nn.Module):
+    def __init__(self, layers: int = 3, checkpointed: bool = False) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(layers))
+        self.checkpointed = checkpointed
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
+        return x
+
+
+def model(layers: int = 3, checkpointed: bool = False) -> Model:
+    torch.manual_seed(1)
+    return Model(layers, checkpointed)
+
+
+def batch(seed: int) -> Tensor:
+    return torch.randn(SEQ, DIM, generator=torch.Generator().manual_seed(seed))
+
+
+def gradients(net: nn.Module, seed: int, moved: ActivationOffload | None = None) -> list[Tensor]:
+    """Loss and gradients of one iteration."""
+    torch.manual_seed(seed)
+    net.zero_grad()
+    if moved is None:
+        loss = net(batch(seed)).square().mean()
+    else:
+        with moved:
+            loss = net(batch(seed)).square().mean()
+    loss.backward()
+    return [loss.detach(), *(p.grad.clone() for p in net.parameters() if p.grad is not None)]
+
+
+def made(host_memory: int | str = "4MiB", **how: Any) -> ActivationOffload:
+    return ActivationOffload(host_memory, **{"share": 1.0, "device": "cpu"} | how)
+
+
+def is_idle(moved: ActivationOffload) -> bool:
+    now = moved.statistics()
+    return now.live_batches == now.used_host_bytes == 0
+
+
+@pytest.mark.parametrize("policy", [None, *POLICIES])
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        {"share": 0.4},
+        {"share": 0},
+        {"share": "auto"},
+        {"host_memory": 9 * SIZE},
+        {"inflight_bytes": 0},
+    ],
+    ids=str,
+)
+def test_the_bits_are_those_without(policy: str | None, how: dict[str, Any]) -> None:
+    net = model()
+    expected = [gradients(net, seed) for seed in range(4)]
+    simulator = None if policy is None else StreamSimulator(policy, inline_current=True)
+    if simulator is not None:
+        simulator.__enter__()
+    moved = made(**how)
+    for seed in range(4):
+        assert moe.same(gradients(net, seed, moved), expected[seed])
+    if simulator is not None:
+        simulator.synchronize()
+    now = moved.statistics()
+    assert is_idle(moved)
+    assert (now.sent_bytes > 0) == (how != {"share": 0})
+    assert (now.full_batches > 0) == ("host_memory" in how)
+    assert (now.inactive, now.iterations) == (0, 4)
+    moved.close()
+    if simulator is not None:
+        assert simulator.late_uses == []
+        simulator.__exit__(None, None, None)
+
+
+def test_each_range_is_copied_once_and_parameters_never() -> None:
+    moved, net = made(), model(1)
+    with moved:
+        y = net(batch(0).requires_grad_())
+    now = moved.statistics()
+    assert now.kept["a parameter"] == 3
+    # x, its norm (rms_norm has two saved forms in one), qkv, scores, dropout's mask and value,
+    # what up, gelu and down read
+    sizes = [1, 1, 3, 2, 1, 1, 4, 4]
+    assert now.sent_bytes <= sum(sizes) * SIZE
+    assert now.taken > now.ranges
+    y.sum().backward()
+    assert moved.statistics().returned_bytes == now.sent_bytes
+
+
+SPANS: dict[str, tuple[Callable[[], Tensor], Span | str]] = {
+    "all": (lambda: torch.zeros(8, 16), Span(0, 512)),
+    "transposed": (lambda: torch.zeros(16, 8).t(), Span(0, 512)),
+    "rows": (lambda: torch.zeros(32, 16)[8:16], Span(512, 1024)),
+    "a chunk": (lambda: torch.zeros(8, 32).chunk(2, -1)[1], Span(0, 1024)),
+    "a chunk that was detached": (lambda: torch.zeros(8, 32).chunk(2, -1)[0].detach(),
+                                  Span(0, 1024)),
+    "a chunk of rows": (lambda: torch.zeros(32, 32)[8:16].chunk(2, -1)[1], Span(1088, 2048)),
+    "expanded": (lambda: torch.zeros(1, 128).expand(8, 128), Span(0, 512)),
+    "not aligned": (lambda: torch.zeros(129)[1:], Span(0, 516)),
+    "small": (lambda: torch.zeros(127), "small"),
+    "empty": (lambda: torch.zeros(0, 16), "small"),
+    "parameter": (lambda: nn.Parameter(torch.zeros(128)).view(8, 16), "a parameter"),
+    "subclass": (lambda: torch.zeros(128).as_subclass(Sub), "a subclass"),
+    "negative": (lambda: torch.zeros(128, dtype=torch.complex64).conj().imag, "a subclass"),
+    "device": (lambda: torch.zeros(128, device="meta"), "another device"),
+    "integers": (lambda: torch.zeros(128, dtype=torch.int64), "not floating"),
+}  # fmt: skip
+
+
+class Sub(Tensor):
+    pass
+
+
+@pytest.mark.parametrize("name", SPANS)
+def test_what_is_copied_of_a_tensor(name: str) -> None:
+    make, expected = SPANS[name]
+    tensor = make()
+    span = span_or_reason(tensor, CPU, 512)
+    assert span == expected
+    if isinstance(span, Span):
+        words = torch.zeros(span.end_bytes - span.start_bytes, dtype=torch.uint8)
+        view = View.of(tensor, span).over(words)
+        assert (view.shape, view.stride()) == (tensor.shape, tensor.stride())
+        view.fill_(1)
+        assert bool((view == 1).all())
+
+
+def test_several_forwards_before_backwards_in_any_order() -> None:
+    net = model()
+    for order in ((0, 1, 2), (2, 1, 0), (1, 2, 0)):
+        found = []
+        for moved in (None, made()):
+            net.zero_grad()
+            losses = []
+            for seed in range(3):
+                torch.manual_seed(seed)
+                with moved or nullcontext():
+                    losses.append(net(batch(seed)).square().mean())
+            for index in order:
+                losses[index].backward()
+            found.append([p.grad.clone() for p in net.parameters() if p.grad is not None])
+            assert moved is None or is_idle(moved)
+        assert moe.same(*found)
+
+
+def test_retained_graphs_and_second_derivatives() -> None:
+    found = []
+    for moved in (None, made()):
+        x = batch(0).requires_grad_()
+        with moved or nullcontext():
+            y = ((x * x.sin()) * x).exp().sum()
+        (first,) = torch.autograd.grad(y, x, create_graph=True)
+        (second,) = torch.autograd.grad(first.sum(), x, retain_graph=True)
+        (again,) = torch.autograd.grad(y, x)
+        found.append([first.detach(), second, again.detach()])
+    assert moe.same(*found)
+
+
+def test_backward_inside_of_the_context() -> None:
+    net, moved = model(), made()
+    expected = gradients(net, 0)
+    torch.manual_seed(0)
+    net.zero_grad()
+    with moved:
+        loss = net(batch(0)).square().mean()
+        loss.backward()
+    found = [loss.detach(), *(p.grad.clone() for p in net.parameters() if p.grad is not None)]
+    assert moe.same(found, expected)
+    assert is_idle(moved)
+
+
+@pytest.mark.parametrize("policy", ["lazy", "immediate"])
+def test_everything_goes_by_reference_count(policy: str) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        with StreamSimulator(policy, inline_current=True) as simulator:
+            moved, net = made(), model()
+            kept: list[Any] = []
+            for seed in range(2):
+                with moved:
+                    loss = net(batch(seed))
+                kept += map(weakref.ref, alive(moved))
+                if seed:  # the first of it only
+                    torch.autograd.grad(loss.sum(), net.blocks[-1].down.weight)
+                del loss
+            assert kept
+            assert moved.statistics().iterations == 2  # what is only being copied is not live
+            simulator.synchronize()
+            assert is_idle(moved)
+            assert [find for find in kept if find() is not None] == []
+        assert simulator.late_uses == []
+    finally:
+        gc.enable()
+    assert not any(isinstance(each, Handle | Batch) and each is not moved._copies.open
+                   for each in gc.get_objects())  # fmt: skip
+
+
+def alive(moved: ActivationOffload) -> list[Batch]:
+    return moved._copies.live()
+
+
+def test_an_exception_in_forward_or_backward() -> None:
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            raise ZeroDivisionError
+
+    net, moved = model(), made()
+    expected = gradients(net, 0)
+    with suppress(ZeroDivisionError), moved:
+        net(batch(0))
+        raise ZeroDivisionError
+    assert is_idle(moved)
+    with moved:
+        y = net(Fails.apply(batch(0).requires_grad_()))
+    with pytest.raises(ZeroDivisionError):
+        y.sum().backward()
+    del y
+    assert is_idle(moved)
+    assert moe.same(gradients(net, 0, moved), expected)
+
+
+def test_nothing_is_saved_without_gradients() -> None:
+    moved = made()
+    with moved, torch.no_grad():
+        model()(batch(0))
+    assert moved.statistics().taken == 0
+
+
+def test_around_checkpointing_inputs_of_blocks_are_moved() -> None:
+    moved, net = made(), model(checkpointed=True)
+    expected = gradients(net, 0)
+    assert moe.same(gradients(net, 0, moved), expected)
+    assert moved.statistics().sent_bytes >= 2 * SIZE  # the first input is one of the caller's
+    assert moved.statistics().sent_bytes <= 4 * SIZE
+
+
+def test_inside_of_other_hooks_it_does_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    moved, x = made(), batch(0).requires_grad_()
+    caplog.set_level("INFO", "fsdp_offload")
+
+    def inside(x: Tensor) -> Tensor:
+        with moved:
+            return x.sin().exp()
+
+    checkpoint(inside, x, use_reentrant=False).sum().backward()
+    with moved, moved:  # nor inside of itself
+        x.sin().sum().backward()
+    now = moved.statistics()
+    assert now.inactive == 3  # forward, again in backward, and inside of itself
+    assert now.taken == 1
+    assert [r.message for r in caplog.records if "it does nothing" in r.message]
+    assert len(caplog.records) == 1
+
+
+def test_a_group_inside_hands_on_what_has_no_rows() -> None:
+    net, moved = moe.model(), made()
+    expected = moe.gradients(net.use(None), moe.batch(0))
+    stash = PagedStash(CPU, page_bytes=256, tail="nan")
+    with moved:
+        net.zero_grad()
+        loss = net.use(stash)(moe.batch(0)).square().mean()
+    stashed, now = stash.statistics(), moved.statistics()
+    assert stashed.inactive_groups == 0
+    assert now.kept["a parameter"] == stashed.kept["a parameter"]
+    assert now.taken >= 3  # x of each layer
+    loss.backward()
+    found = [loss.detach(), *(p.grad for p in net.parameters() if p.grad is not None)]
+    assert moe.same(found, expected)
+    assert is_idle(moved)
+
+
+def test_what_others_keep_is_not_moved_again() -> None:
+    moved, held = made(), []
+    weight = torch.randn(DIM, DIM, requires_grad=True)
+    x = batch(0)  # the caller's
+
+    def iterate() -> None:
+        with moved:
+            y = x @ weight
+            held[:] = [y]
+            z = (y.exp() * y.sin()).exp().sum()
+        z.backward()
+
+    with moved, torch.no_grad():  # an evaluation is no iteration
+        x @ weight
+    iterate()
+    first = moved.statistics()
+    assert first.sent_bytes == 5 * SIZE
+    for _ in range(2):
+        iterate()
+        now = moved.statistics()
+    assert now.sent_bytes - first.sent_bytes == 2 * 3 * SIZE  # not x and y
+    assert now.kept["others keep it"] == 4
+    assert now.iterations == 3
+
+
+def test_a_share_is_spread() -> None:
+    moved, x = made(share=0.5), batch(0).requires_grad_()
+    for _ in range(3):
+        with moved:
+            y = x
+            for _ in range(24):
+                y = y.exp().sin()
+        places = [batch.place is not None or bool(batch.fresh) for batch in alive(moved)]
+        assert places == [False, True] * 4
+        y.sum().backward()
+    assert moved._copies.counts["full_batches"] == 0
+
+
+@pytest.mark.parametrize("overlap", [None, "step", "backward"])
+def test_auto_moves_what_its_plan_says(
+    overlap: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+
+    def choose(found: list[SavedBatch], ms: float, link: Link, **bytes_: int) -> OffloadPlan:
+        seen.append((found, ms, link, bytes_))
+        return OffloadPlan(tuple(found), ms, link, frozenset({0, 3}), 0.0, 1)
+
+    class Optimizer:
+        device = CPU
+
+        def statistics(self) -> Any:
+            return SimpleNamespace(overlap=overlap, moved_bytes=7, fetched_bytes=8)
+
+    monkeypatch.setattr(offload, "choose_share", choose)
+    moved = made(share="auto", optimizer=None if overlap is None else Optimizer())
+    net, sent, texts = model(), [0], []
+    expected = gradients(net, 0)
+    for _ in range(4):
+        texts.append(moved.explain())
+        with moved, torch.no_grad():
+            net(batch(0))
+        assert moe.same(gradients(net, 0, moved), expected)
+        sent.append(moved.statistics().sent_bytes)
+    ((found, ms, link, bytes_),) = seen
+    sizes = [each.n_bytes for each in found]
+    assert [b - a for a, b in pairwise(sent)] == [sent[1], sum(sizes), *[sizes[0] + sizes[3]] * 2]
+    times = [0, *(each.saved_ms for each in found), *(each.needed_ms for each in found[::-1]), ms]
+    assert times == sorted(times)
+    bytes_of_optimizer = (7, 8) if overlap == "backward" else (0, 0)
+    assert (link.optimizer_out_bytes, link.optimizer_back_bytes) == bytes_of_optimizer
+    assert min(link.out_gbps, link.back_gbps) > 0
+    assert bytes_ == {"host_bytes": 4 << 20, "inflight_bytes": 512 << 20}
+    assert "the third iteration chooses" in texts[2]
+    assert f"2 of {len(sizes)} batches" in moved.explain()
+    assert "50%" in made(share=0.5).explain()
+
+
+def test_auto_chooses_by_itself() -> None:
+    net, moved = model(), made(share="auto")
+    for seed in range(4):
+        assert moe.same(gradients(net, seed, moved), gradients(net, seed))
+    assert "GB/s out" in moved.explain()
+
+
+def test_what_is_on_its_way_is_not_brought_back() -> None:
+    with StreamSimulator("lazy", inline_current=True):
+        moved, x = made(), batch(0).requires_grad_()
+        with moved:
+            y = x.exp().exp().sum()
+        y.backward()
+        assert moved.statistics().returned_bytes == 0
+        moved.close()
+
+
+@pytest.mark.parametrize(("share", "count"), [(1.0, 1 + AHEAD), (0.5, AHEAD)])
+def test_two_batches_come_back_ahead(share: float, count: int) -> None:
+    """Those in between that stay do not count."""
+    moved, x = made(share=share), batch(0).requires_grad_()
+    with moved:
+        y = x
+        for _ in range(15):
+            y = y.exp().mul(0.1)
+    assert moved._copies.counts["batches"] == 5
+    last = y.grad_fn.next_functions[0][0]
+    last._saved_result  # noqa: B018
+    assert moved.statistics().returned_bytes == count * 3 * SIZE
+
+
+def test_what_is_needed_soon_is_not_let_go() -> None:
+    with StreamSimulator("lazy", inline_current=True) as simulator:
+        moved, x = made(), batch(0).requires_grad_()
+        with moved:
+            y = x
+            for _ in range(15):
+                y = y.exp().mul(0.1)
+        y.grad_fn.next_functions[0][0]._saved_result  # noqa: B018
+        simulator.synchronize()
+        moved.statistics()
+        y.sum().backward()
+        assert moved.statistics().returned_bytes == 2 * 3 * SIZE
+        moved.close()
+
+
+def test_without_memory_nothing_comes_back_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    left = [4]
+
+    def allocate(self: CpuBackend, n_bytes: int) -> Tensor:
+        left[0] -= 1
+        if left[0] < 0:
+            raise torch.OutOfMemoryError
+        return torch.empty(n_bytes, dtype=torch.uint8)
+
+    monkeypatch.setattr(CpuBackend, "allocate", allocate)
+    net, moved = model(), made()
+    with moved:
+        loss = net(batch(0)).sum()
+    loss.grad_fn.next_functions[0][0].next_functions[1][0]._saved_mat1  # noqa: B018
+    assert left[0] < 0  # that was for the next one
+    with pytest.raises(torch.OutOfMemoryError):
+        loss.backward(retain_graph=True)
+    left[0] = 10**6
+    loss.backward()
+    del loss
+    assert is_idle(moved)
+
+
+@pytest.mark.parametrize("policy", ["lazy", "immediate"])
+def test_written_in_place_before_its_copy_has_ended(policy: str) -> None:
+    with StreamSimulator(policy, inline_current=True):
+        moved, x = made(), batch(0).requires_grad_()
+        with moved:
+            y = x.exp()
+            z = y.sin()
+            y.add_(1)
+        with pytest.raises(ActivationError, match="written in place"):
+            z.sum().backward()
+
+
+def test_written_in_place_afterwards_is_harmless() -> None:
+    moved, x = made(), batch(0).requires_grad_()
+    with moved:
+        y = x.exp()
+        z = y.sin().sum()
+    with torch.no_grad():
+        y.zero_()
+    z.backward()
+    assert torch.equal(x.grad, x.exp().cos() * x.exp())
+
+
+def test_saved_again_after_a_write_is_another_range() -> None:
+    moved, x = made(), batch(0)
+    weight = torch.ones(SEQ, DIM, requires_grad=True)
+    with moved:
+        first = (weight * x).sum()
+        moved._copies.send()
+        x.add_(1)
+        second = (weight * x).sum()
+    assert moved.statistics().ranges == 2
+    (first + second).backward()
+    assert torch.equal(weight.grad, batch(0) + (batch(0) + 1))
+
+
+def test_compiled_functions_inside() -> None:
+    moved, x = made(), batch(0).requires_grad_()
+
+    @torch.compile(backend="aot_eager")
+    def function(x: Tensor) -> Tensor:
+        return (x.sin() * x).exp()
+
+    (expected,) = torch.autograd.grad(function(x).sum(), x)
+    with moved:
+        y = function(x).sum()
+    assert moved.statistics().taken > 0
+    y.backward()
+    assert torch.equal(x.grad, expected)
+
+
+def test_bad_arguments() -> None:
+    for how in ({"host_memory": 0}, {"host_memory": "much"}, {"share": 1.5}, {"share": True},
+                {"share": "all"}, {"optimizer": object()}, {"inflight_bytes": -1}):  # fmt: skip
+        with pytest.raises(ConfigError):
+            made(**how)
+    with pytest.raises(HostMemoryError, match="give less"):
+        made("2MiB", transfer=TransferConfig(host_memory="1MiB"))
+    with pytest.raises(ConfigError, match="copy"):
+        copy.deepcopy(made())
+
+
+def test_where_it_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    moved, errors = made(), []
+
+    def enter() -> None:
+        try:
+            moved.__enter__()
+        except ActivationError as error:
+            errors.append(error)
+
+    with moved:
+        y = batch(0).requires_grad_().exp().sum()
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join()
+    assert len(errors) == 1
+    with monkeypatch.context() as patch:
+        patch.setattr(CpuBackend, "is_capturing", lambda self: True)
+        with pytest.raises(DeviceError, match="capture"), moved:
+            pass
+        with pytest.raises(DeviceError, match="capture"):
+            y.backward(retain_graph=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getpid", lambda: -1)
+        with pytest.raises(ClosedError, match="parent"), moved:
+            pass
+    moved.close()
+    moved.close()
+    with pytest.raises(ClosedError, match="given up"):
+        y.backward()
+    with pytest.raises(ClosedError), moved:
+        pass
+
+
+def test_a_capture_inside_keeps_what_it_saves(monkeypatch: pytest.MonkeyPatch) -> None:
+    moved = made()
+    with moved:
+        monkeypatch.setattr(CpuBackend, "is_capturing", lambda self: True)
+        y = batch(0).requires_grad_().exp()
+        monkeypatch.setattr(CpuBackend, "is_capturing", lambda self: False)
+    assert moved.statistics().kept == {"a CUDA graph capture": 1}
+    y.sum().backward()
