@@ -1,4 +1,4 @@
-"""What autograd's graph has in the place of saved tensors, whoever has their memory.
+"""What autograd's graph has in the place of saved tensors, wherever their memory is.
 
 [Note: no cycles]
 A node of autograd's graph holds its saved tensors' handles, and both hooks as long as those. So

@@ -57,9 +57,10 @@ class DeviceMemory:
             return
         reserved, unused, retries = figures
         is_short = self._retries is not None and retries > self._retries
-        own = sum(engine.own_bytes for engine in engines)
         grown = reserved - self._peak_bytes
-        more = reserved - own - self._job_bytes if grown > 0 else 0  # for the job alone
+        more = 0  # for the job alone
+        if grown > 0:
+            more = reserved - _own_bytes(engines) - self._job_bytes
         if is_short or more > LEAST_MARGIN_BYTES // 2:  # less is what the margin is for
             self._grown_at = step
         self._job_bytes += max(0, more)
@@ -69,6 +70,7 @@ class DeviceMemory:
         if not is_due and not is_short and not (grown > 0 and step > FIRST_LOOK):
             return
         free, total = self._backend.free_and_total()
+        own = _own_bytes(engines)
         reading = Reading(total, free, reserved, self._job_bytes, own, self._was_steady)
         allowed = allowed_bytes(reading)
         if is_short:
@@ -104,3 +106,8 @@ class DeviceMemory:
                         " of which PYTORCH_ALLOC_CONF=expandable_segments:True could leave some"
                     )
                 _log.info("device memory: %s", self.last_change)
+
+
+def _own_bytes(engines: list[Engine]) -> int:
+    """Adds up all buckets: not for each step."""
+    return sum(engine.own_bytes for engine in engines)
