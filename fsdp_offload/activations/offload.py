@@ -32,6 +32,9 @@ BATCH_BYTES: Final = 64 * MIB
 """That are copied together, at least: a link needs 4 MiB to be quick."""
 LEAST_BYTES: Final = MIB // 4
 """Of a memory range: a smaller one takes longer to enqueue than to copy."""
+TIMED: Final = (2, 4, 8, 16, 32)
+"""Iterations after which ``"auto"`` chooses. The first times are those of a job that warms up and
+moves all; an optimizer that moves state takes device memory until about the twentieth."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,7 @@ class _Known(NamedTuple):
     storage: weakref.ref[torch.UntypedStorage]
     span: Span
     version: int
-    found: weakref.ref[SavedRange] | None  # None: it is kept, since others keep it anyway
+    found: weakref.ref[SavedRange]
 
 
 class ActivationOffload(Saver):
@@ -78,7 +81,7 @@ class ActivationOffload(Saver):
         host_memory: page-locked memory of this rank, taken at once. What it has no room for stays
             on the device.
         share: of what can be moved: 1.0: all; 0.5: every second batch. ``"auto"``: what costs 1 %
-            of an iteration at most, from the third one on; all before.
+            of an iteration at most, as it is found after iterations 2, 4, 8, 16 and 32; all before.
         optimizer: a ``HybridDeviceOptimizer``: its device is taken, and what it moves over the same
             link is counted.
         device: where the model computes; ``None``: the optimizer's, or the current one.
@@ -118,11 +121,10 @@ class ActivationOffload(Saver):
         self._copies = BatchCopies(self._backend, arena, inflight)
         self._hooks: list[torch.autograd.graph.saved_tensors_hooks | None] = []
         self._known: dict[int, list[_Known]] = {}  # by storage
-        self._kept_by_others: dict[int, int] = {}  # bytes by position
         self._counts: Counter[str] = Counter()
         self._kept: Counter[str] = Counter()
         self._kept_bytes: Counter[str] = Counter()
-        self._position = 0  # ranges so far in this iteration
+        self._ranges_before = 0  # this iteration
         if isinstance(share, int | float):
             self._copies.is_moved = partial(_is_moved, share)
         self._began: TimedEvent | None = None  # of the iteration that is timed
@@ -191,23 +193,19 @@ class ActivationOffload(Saver):
             )
 
     def _begin_iteration(self) -> None:
-        """The first one records what others keep; the second, for ``"auto"``, times."""
+        """Some are timed, for ``"auto"``."""
         copies, counts = self._copies, self._counts
-        if counts["iterations"] and not self._position:  # nothing was saved, as in an evaluation
-            if self._began is not None:
+        if counts["iterations"] and counts["ranges"] == self._ranges_before:
+            if self._began is not None:  # nothing was saved, as in an evaluation
                 self._began = self._backend.current_stream().record_timed()
             return
-        if copies.kept_by_others is not None:
-            self._kept_by_others, copies.kept_by_others = copies.kept_by_others, None
-            if self._share == "auto":
-                copies.marks = []
-                self._began = self._backend.current_stream().record_timed()
-        elif self._began is not None:
+        if self._began is not None:
             self._choose(self._began)
-        if not counts["iterations"]:
-            copies.kept_by_others = {}
         counts["iterations"] += 1
-        copies.first_index, self._position = copies.counts["batches"], 0
+        if self._share == "auto" and counts["iterations"] in TIMED:
+            copies.marks, copies.sizes = [], {}
+            self._began = self._backend.current_stream().record_timed()
+        copies.first_index, self._ranges_before = copies.counts["batches"], counts["ranges"]
         self._known.clear()
 
     def _choose(self, began: TimedEvent) -> None:
@@ -241,19 +239,19 @@ class ActivationOffload(Saver):
         span = span_or_reason(tensor, self._backend.device, LEAST_BYTES)
         if isinstance(span, Span) and self._backend.is_capturing():
             span = "a CUDA graph capture"
-        found = span if isinstance(span, str) else self._range_of(tensor, span)
-        if isinstance(found, str):
-            self._kept[found] += 1
-            self._kept_bytes[found] += tensor.numel() * tensor.itemsize
+        if isinstance(span, str):
+            self._kept[span] += 1
+            self._kept_bytes[span] += tensor.numel() * tensor.itemsize
             handle.keep()
             return
         self._counts["taken"] += 1
-        handle.take(found[0], View.of(tensor, found[1]))
+        memory, span = self._range_of(tensor, span)
+        handle.take(memory, View.of(tensor, span))
         if self._copies.open.n_bytes >= BATCH_BYTES:
             self._copies.send()
 
-    def _range_of(self, tensor: Tensor, span: Span) -> tuple[SavedRange, Span] | str:
-        """The range that a span lies in, which is new or was taken before; or why it is kept."""
+    def _range_of(self, tensor: Tensor, span: Span) -> tuple[SavedRange, Span]:
+        """The range that a span lies in, which is new or was taken before."""
         storage = tensor.untyped_storage()
         entries = self._known.setdefault(storages.identity(storage), [])
         if entries and entries[0].storage() is not storage:
@@ -261,17 +259,10 @@ class ActivationOffload(Saver):
         for known in entries:
             is_inside = known.span[0] <= span[0] and span[1] <= known.span[1]
             if is_inside and known.version == tensor._version:
-                if known.found is None:
-                    return "others keep it"
                 if (memory := known.found()) is not None:
                     return memory, known.span
-        n_bytes, position = span.end_bytes - span.start_bytes, self._position
-        self._position += 1
-        if self._kept_by_others.get(position) == n_bytes:
-            entries.append(_Known(weakref.ref(storage), span, tensor._version, None))
-            return "others keep it"
         self._counts["ranges"] += 1
-        found = self._copies.open.add(tensor, span, position)
+        found = self._copies.open.add(tensor, span)
         entries.append(_Known(weakref.ref(storage), span, tensor._version, weakref.ref(found)))
         return found, span
 
@@ -282,7 +273,7 @@ class ActivationOffload(Saver):
         if self._plan is not None:
             return self._plan.explain()
         if self._share == "auto":
-            return "moved: all that can be; the third iteration chooses"
+            return "moved: all that can be, until the second iteration has been timed"
         return f"moved: {float(self._share):.0%} of what can be, as share= says"
 
     def statistics(self) -> OffloadStatistics:

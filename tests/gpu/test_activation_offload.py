@@ -148,7 +148,7 @@ def test_memory_falls_by_what_was_moved_and_stays_flat() -> None:
     before = moved.statistics().sent_bytes
     less = plain - after_forward(net, moved)
     sent = moved.statistics().sent_bytes - before
-    # The last batch may hold what others keep, too: what the first iteration could not see.
+    # What the caller holds, too, is sent and stays: the input.
     assert 0.9 * sent <= less <= sent * 1.01
     assert less >= 0.8 * plain
     figures = []
