@@ -400,15 +400,19 @@ def test_auto_moves_what_its_plan_says(
     moved = made(share="auto", optimizer=None if overlap is None else Optimizer())
     net, sent, texts = model(), [0], []
     expected = gradients(net, 0)
-    for _ in range(4):
+    for _ in range(9):
         texts.append(moved.explain())
         with moved, torch.no_grad():
             net(batch(0))
         assert moe.same(gradients(net, 0, moved), expected)
         sent.append(moved.statistics().sent_bytes)
-    ((found, ms, link, bytes_),) = seen
+    assert len(seen) == 3  # after iterations 2, 4 and 8
+    found, ms, link, bytes_ = seen[0]
     sizes = [each.n_bytes for each in found]
-    assert [b - a for a, b in pairwise(sent)] == [sent[1], sum(sizes), *[sizes[0] + sizes[3]] * 2]
+    assert [b - a for a, b in pairwise(sent)] == [sent[1], sum(sizes), *[sizes[0] + sizes[3]] * 7]
+    assert [[each.n_bytes for each in of] for of, *_ in seen] == [sizes] * 3
+    rates = [(each.out_gbps, each.back_gbps) for _, _, each, _ in seen]
+    assert rates == sorted(rates)  # a disturbed measurement counts for nothing
     times = [0, *(each.saved_ms for each in found), *(each.needed_ms for each in found[::-1]), ms]
     assert times == sorted(times)
     bytes_of_optimizer = (7, 8) if overlap == "backward" else (0, 0)
