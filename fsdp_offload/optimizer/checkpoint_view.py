@@ -32,7 +32,7 @@ class CheckpointView:
         """What ``optimizer.state`` shows, for a caller who does not write into it: what was fetched
         ahead stays, and the next step looks for no writes."""
         optimizer = self._optimizer
-        optimizer._finish_and_follow(for_writing=False)
+        optimizer._finish(for_writing=False)
         return {**optimizer._view.shown, **self.read_at_once()}
 
     def read_at_once(self) -> dict[Tensor, dict[str, Any]]:

@@ -17,7 +17,6 @@ capture of ``step()``, copying or pickling the wrapper, use in a forked process.
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 import logging
 import os
@@ -25,7 +24,6 @@ import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -46,7 +44,7 @@ from ..memory.transfer import Handle
 from ..pipeline.gradients import count_empty_shards, gradient_of
 from ..pipeline.inventory import Placed
 from ..pipeline.native import OwnStep
-from ..pipeline.overlap import Overlap, default_overlap, make_overlap
+from ..pipeline.overlap import Overlap, make_overlap, with_overlap
 from ..update import state as state_io
 from ..update.params import Snapshot, Work
 from ..update.schema import check_supported, is_torch_class
@@ -70,7 +68,6 @@ from .wrapping import (
     forward_bound_steps,
     make_inert,
     ordinary_tensors,
-    share_hooks,
 )
 
 _log = logging.getLogger("fsdp_offload")
@@ -159,7 +156,7 @@ class HybridDeviceOptimizer(Optimizer):
         self._hooks: list[RemovableHandle] = []
         backend = backend_of(p for group in optimizer.param_groups for p in group["params"])
         self._view = StateView()
-        config = self._resolved(optimizer)
+        config = with_overlap(self._config, optimizer, models)
         self._reserved = Reservation(optimizer, models, config, backend, self._view)
         self._masters = Masters(self._reserved, self._view)
         self._own_step = None if elementwise or is_torch_class(optimizer) else OwnStep(optimizer)
@@ -169,7 +166,7 @@ class HybridDeviceOptimizer(Optimizer):
             self._reserved,
             self._view,
             self._config.transfer,
-            finish=self._finish_and_follow,  # while masters can see the weights
+            finish=self._finish,  # while masters can see the weights
             adopt=self._adopt_while_away,
         )
         self._named_masters = False
@@ -184,15 +181,8 @@ class HybridDeviceOptimizer(Optimizer):
             raise
         self._connect()
 
-    def _resolved(self, optimizer: Optimizer) -> OffloadConfig:
-        """What the caller asked for, with the overlap that is possible for the parameters."""
-        if self._config.overlap is not None:
-            return self._config
-        return replace(self._config, overlap=default_overlap(optimizer, self._models))
-
     def _build(self) -> None:
         """Reserve state and take that of the wrapped optimizer over."""
-        backend = self._reserved.backend
         with ordinary_tensors():
             self._make_overlap()
             if self._own_step is None:
@@ -201,7 +191,7 @@ class HybridDeviceOptimizer(Optimizer):
                 self._masters.trust_shards()
             else:
                 self._view.shown = self._inner.state
-                self._own_step.warn(self._config, backend.device)
+                self._own_step.warn(self._config, self.device)
 
     def _make_overlap(self) -> None:
         reserved = self._reserved
@@ -213,11 +203,11 @@ class HybridDeviceOptimizer(Optimizer):
 
     def _connect(self) -> None:
         """Let the wrapped optimizer and the models speak to this one, and the caller use it."""
-        optimizer, models = self._inner, self._models
-        share_hooks(optimizer, self)
+        optimizer = self._inner
         make_inert(optimizer, self)
         optimizer.state = self._view.shown
-        self._hooks += watch_loads(models, self._before_module_load, self._after_module_load)
+        before, after = self._before_module_load, self._after_module_load
+        self._hooks += watch_loads(self._models, before, after)
         weakref.finalize(self, remove_all, self._hooks)
         if self._own_step is None:
             weakref.finalize(self, self._view.shown.clear)
@@ -265,44 +255,39 @@ class HybridDeviceOptimizer(Optimizer):
                 engine.prefetch()
             step_idle_groups(self._inner, work.snapshot)
             self._write_back(work.snapshot)
-        self._steps += 1
         self._masters.come_with_weights = False
-        # A scheduler built on the wrapped optimizer checks there that a step came first.
-        self._inner.__dict__["_opt_called"] = True
-        self._step_ms = (time.perf_counter() - began) * 1e3
+        self._count_step(began)
         return loss
 
     def _step_by_class(self, closure: Callable[[], Any] | None) -> Any:
         """``step()`` of a class that is not torch's."""
         assert self._own_step is not None
-        if closure is None and not self._had_gradient:
+        if closure is None:
             self._check_first()
+        self._had_gradient = True  # a closure's are still to come: they are not looked at
         began = time.perf_counter()
-        loss = self._own_step.step(closure if self._had_gradient else self._checked(closure))
+        loss = self._own_step.step(closure)
         self._view.shown = self._inner.state
-        self._steps += 1
-        self._inner.__dict__["_opt_called"] = True
-        self._step_ms = (time.perf_counter() - began) * 1e3
+        self._count_step(began)
         return loss
 
-    def _checked(self, closure: Callable[..., Any] | None) -> Callable[..., Any] | None:
-        """``closure``, after which gradients are there that a first step needs."""
+    def _count_step(self, began: float) -> None:
+        self._steps += 1
+        # A scheduler built on the wrapped optimizer checks there that a step came first.
+        self._inner.__dict__["_opt_called"] = True
+        self._step_ms = (time.perf_counter() - began) * 1e3
 
-        def call(*args: Any, **kwargs: Any) -> Any:
-            assert closure is not None
-            loss = closure(*args, **kwargs)
-            if not self._had_gradient:
-                self._check_first()
-            return loss
-
-        return None if closure is None else functools.wraps(closure)(call)
+    def _check_first(self) -> None:
+        """Refuse a first update of nothing at all, or not of what the model trains."""
+        if not self._had_gradient:
+            names = self._reserved.inventory.names
+            self._had_gradient = check_any_gradient(self._inner, self._models, names)
 
     def _collect(self) -> Work:
         """Gradients and a snapshot; whatever can be refused is refused here."""
         self._follow_groups()
         self._extend(self._reserved.late())
-        if not self._had_gradient:
-            self._check_first()
+        self._check_first()
         work = self._overlap.work if self._overlap is not None else None
         if work is None:
             work = self._begin()
@@ -316,26 +301,15 @@ class HybridDeviceOptimizer(Optimizer):
         count_empty_shards(params, self._reserved.never_have_gradients, work.gradients)
         return work
 
-    def _check_first(self) -> None:
-        """Refuse to update nothing at all, or not what the model trains: see the error.
-
-        The decision is this rank's own, so shards that are empty here say nothing.
-        """
-        held = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
-        found = any(dtensor.whole_gradient(p) is not None for p in held)
-        if found or any(dtensor.local(p).numel() for p in held):
-            if not any(map(dtensor.never_has_gradient, held)):
-                check_any_gradient(self._inner, self._models, self._reserved.inventory.names)
-        self._had_gradient = found
-
     def _follow_groups(self) -> None:
         """Follow parameters that the caller has exchanged in ``param_groups``.
 
-        Before the first update, state is reserved anew; later it would be that of others.
+        While nothing was updated or loaded, state is reserved anew; later it would be that of
+        others.
 
         Raises:
             ConfigError: ``param_groups`` is another list.
-            StateSchemaError: parameters were removed, replaced or moved after an update.
+            StateSchemaError: parameters were removed, replaced or moved, and there is state.
             AwayError: it is offloaded meanwhile.
         """
         if self._own_step is not None:
@@ -349,14 +323,12 @@ class HybridDeviceOptimizer(Optimizer):
         if self._grouped.are_same(self.param_groups):
             return
         if gone := self._grouped.gone(self.param_groups):
-            is_new = not self._steps and (self._overlap is None or not self._overlap.has_taken)
-            if not is_new or self._is_needed(gone):
+            is_begun = self._overlap is not None and self._overlap.has_taken
+            if self._steps or is_begun or self._has_state():
                 raise changed_groups_error(gone, self._reserved.inventory.names)
             self._device_state.check("a change of param_groups")
-            self._drain_quietly()
-            self._adopt_writes()
             with ordinary_tensors():
-                self._reserved.exchange(self._resolved(self._inner))
+                self._reserved.exchange(with_overlap(self._config, self._inner, self._models))
                 if self._overlap is None:
                     self._make_overlap()
             self._masters.trust_shards()
@@ -364,12 +336,11 @@ class HybridDeviceOptimizer(Optimizer):
             self._device_state.close()
         self._grouped = GroupedParameters(self.param_groups)
 
-    def _is_needed(self, gone: Sequence[Tensor]) -> bool:
-        """Whether parameters that no group has any more come with state of an earlier run."""
-        kept = {id(p) for group in self.param_groups for p in group["params"]}
-        lost = {p for p in gone if id(p) not in kept}
-        params = self._reserved.params
-        return any(p.parameter in lost and not state_io.is_fresh(p) for p in params)
+    def _has_state(self) -> bool:
+        """Whether an update, a load or the caller has made some."""
+        self._drain_quietly()
+        self._view.adopt_writes(self._reserved.params, is_away=self.is_away, again=True)
+        return not self._reserved.is_fresh()
 
     def _extend(self, added: list[Placed]) -> None:
         """Reserve state for parameters; on error everything is as before."""
@@ -382,15 +353,9 @@ class HybridDeviceOptimizer(Optimizer):
         if self._overlap is not None:
             self._overlap.attach(self._reserved.params, self._reserved.engines)
 
-    def _adopt_writes(self, *, again: bool = False) -> None:
-        """Follow what the caller did to state that was shown; ``again``: it may still be done."""
-        may_be_written = again and self._view.may_be_written
-        self._view.adopt_writes(self._reserved.params, is_away=self.is_away)
-        self._view.may_be_written = may_be_written
-
     def _begin(self) -> Work:
         """An iteration, before its first gradient is read."""
-        self._adopt_writes()
+        self._view.adopt_writes(self._reserved.params, is_away=False)
         self._follow_options()
         self._masters.begin_step()
         if self._overlap is not None:
@@ -404,17 +369,15 @@ class HybridDeviceOptimizer(Optimizer):
         work.grow(len(self._reserved.params))
         return work
 
-    def _follow_options(self) -> bool:
+    def _follow_options(self) -> None:
         """Reserve state that options have come to need, such as SGD's momentum where a scheduler
-        sets it. All parameters are made anew, in the lanes that they were in; returns whether."""
-        if not self._reserved.inventory.have_outgrown(self._reserved.params):
-            return False
-        self._finish_and_follow()
-        with self._failing("reserving more state"), torch.no_grad():
-            self._reserved.renew()
-            self._masters.trust_shards()
-        self._attach()
-        return True
+        sets it. All parameters are made anew, in the lanes that they were in."""
+        if self._reserved.inventory.have_outgrown(self._reserved.params):
+            self._finish()
+            with self._failing("reserving more state"), torch.no_grad():
+                self._reserved.renew()
+                self._masters.trust_shards()
+            self._attach()
 
     def _failing(self, what: str) -> contextlib.AbstractContextManager[None]:
         """An exception inside makes the optimizer failed and is raised as :class:`LaneError`."""
@@ -451,7 +414,7 @@ class HybridDeviceOptimizer(Optimizer):
     def state(self) -> defaultdict[Tensor, dict[str, Any]]:
         """Live state per parameter, after all transfers: tensors over host or device memory."""
         if self._life.is_built:
-            self._finish_and_follow()
+            self._finish()
             self._view.show(self._reserved.params)
         return self._view.shown
 
@@ -464,34 +427,26 @@ class HybridDeviceOptimizer(Optimizer):
                 remedy="use load_state_dict(), or write into the tensors in place",
             )
 
-    def _finish_and_follow(self, *, for_writing: bool = True) -> None:
-        """:meth:`_finish`, and whole masters follow weights that the caller has written, as they do
-        in an update."""
-        self._finish(for_writing=for_writing)
-        if not self.is_away:
-            self._masters.follow_weights()
-
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group as torch does; its state is reserved at once."""
-        if self._life.is_built:
-            self._check_present("add_param_group()")
-            self._follow_groups()
-            self._refuse_if_taken("add_param_group() before step()")
-        if self._life.is_built and self._own_step is not None:
+        if not self._life.is_built:
+            super().add_param_group(param_group)
+            return
+        self._check_present("add_param_group()")
+        self._follow_groups()
+        self._refuse_if_taken("add_param_group() before step()")
+        if self._own_step is not None:
             self._own_step.call("add_param_group", param_group)
             return
         super().add_param_group(param_group)
-        if not self._life.is_built:
-            return
-        self._grouped = GroupedParameters(self.param_groups)
-        group = len(self.param_groups) - 1
         try:
             check_supported(self._inner)
-            self._extend([m for m in self._reserved.inventory.trainable() if m[1] == group])
+            self._extend(self._reserved.late())
         except BaseException:
             self.param_groups.pop()
-            self._grouped = GroupedParameters(self.param_groups)
             raise
+        finally:
+            self._grouped = GroupedParameters(self.param_groups)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's; Megatron-FSDP's ``decoupled_grad`` goes as well.
@@ -643,18 +598,7 @@ class HybridDeviceOptimizer(Optimizer):
 
     def statistics(self) -> Statistics:
         """What is held where, and what the last step did."""
-        return gather(
-            self._reserved.engines,
-            self._reserved.params,
-            self._device_state,
-            self._reserved.natives(),
-            self._view.shown,
-            optimizer=type(self._inner).__name__,
-            overlap=self._reserved.config.overlap or "step",
-            memory_change="" if self._memory is None else self._memory.last_change,
-            steps=self._steps,
-            step_ms=self._step_ms,
-        )
+        return gather(self)
 
     def timeline(self, path: str | os.PathLike[str]) -> contextlib.AbstractContextManager[None]:
         """Record what runs inside, and write a picture of it: see where the time goes.
@@ -701,13 +645,7 @@ class HybridDeviceOptimizer(Optimizer):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(inner, name)
 
-    def __deepcopy__(self, memo: object) -> NoReturn:
-        self._refuse_copy()
-
-    def __reduce_ex__(self, protocol: object) -> NoReturn:
-        self._refuse_copy()
-
-    def _refuse_copy(self) -> NoReturn:
+    def __reduce_ex__(self, protocol: object) -> NoReturn:  # copy.deepcopy calls it, too
         raise ConfigError(
             f"copy or pickle of {type(self).__name__}",
             reason="its state is memory of this process",
@@ -788,13 +726,13 @@ class HybridDeviceOptimizer(Optimizer):
     def _adopt_while_away(self) -> None:
         if not self._life.closed:
             self._device_state.wait()
-            self._adopt_writes(again=True)
+            self._view.adopt_writes(self._reserved.params, is_away=True, again=True)
 
     # ------------------------------------------------------------------ for local snapshots
 
     def _finish(self, *, for_writing: bool = True) -> None:
-        """Finish all transfers and follow outside writes: memory then says what the state is,
-        and, with ``for_writing``, may be written into.
+        """Finish all transfers and follow outside writes, into weights too, as an update does:
+        memory then says what the state is, and, with ``for_writing``, may be written into.
 
         Raises:
             SpentGradientError: between a backward that updated parameters and ``step()``.
@@ -802,15 +740,12 @@ class HybridDeviceOptimizer(Optimizer):
         """
         self.synchronize()
         self._follow_groups()
-        if self._overlap is not None and self._overlap.has_taken:
-            raise SpentGradientError(
-                "the optimizer's state, asked for before step()",
-                reason="backward has updated some parameters, and step() is to update the others",
-                remedy="call step() first",
-            )
+        self._refuse_if_taken("the optimizer's state, asked for before step()")
         if for_writing:
             self._reserved.discard()
-        self._adopt_writes(again=True)
+        self._view.adopt_writes(self._reserved.params, is_away=self.is_away, again=True)
+        if not self.is_away:
+            self._masters.follow_weights()
 
     def _start_over(self) -> None:
         """All state is about to be replaced: an iteration that has begun is given up."""
@@ -848,25 +783,21 @@ class HybridDeviceOptimizer(Optimizer):
 
     def _before_module_read(self) -> None:
         """A module's weights are about to be read or written."""
-        if self._overlap is not None and self._is_watching():
+        if self._overlap is not None and self._life.is_ours:
             self._drain_quietly()
 
     def _before_module_load(self) -> None:
         """See :meth:`.Masters.before_load`."""
-        if self._reserved.mastered():
-            self._device_state.check("a load into the model")
-        if self._is_watching():
+        if self._life.is_ours:
+            if self._reserved.mastered():
+                self._device_state.check("a load into the model")
             self._masters.before_load()
 
     def _after_module_load(self) -> None:
         """See :meth:`.Masters.after_load`."""
-        if self._is_watching():
-            if not self._masters.come_with_weights:
-                self._drain_quietly()
+        if self._life.is_ours and not self._masters.come_with_weights:
+            self._drain_quietly()
             self._masters.after_load(self._inner)
-
-    def _is_watching(self) -> bool:
-        return self._life.is_ours and not self._life.closed
 
     def _drain(self) -> None:
         with contextlib.ExitStack() as waits:  # runs all of them, even if one raises

@@ -105,9 +105,7 @@ class Masters:
             self._before_load = weight_checksums(mastered)
 
     def after_load(self, inner: torch.optim.Optimizer) -> None:
-        """The module was loaded: masters become its weights. No update is under way."""
-        if self.come_with_weights:
-            return
+        """Other weights were loaded: masters become these. No update is under way."""
         self._reserved.discard()
         before, self._before_load = self._before_load, None
         params = self._reserved.mastered()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +13,7 @@ from torch.optim import Optimizer
 from ..core import dtensor
 from ..core.arguments import backend_of
 from ..core.backend import Backend
-from ..core.config import OffloadConfig
+from ..core.config import Lane, OffloadConfig
 from ..core.errors import DeviceError
 from ..pipeline.engine import Engine
 from ..pipeline.host import HostBucket
@@ -61,12 +60,28 @@ class Reservation:
         """Trainable parameters without state: unfrozen after wrapping."""
         return [placed for placed in self.inventory.trainable() if placed[0] not in self._managed]
 
-    def extend(self, added: list[Placed]) -> None:
-        """Reserve state for parameters; on error everything is as before."""
+    def is_fresh(self) -> bool:
+        """Whether there is no state but what is shown before a first update."""
+        others = self._view.unmanaged(self.params).values()
+        return not any(others) and all(map(state_io.is_fresh, self.params))
+
+    def extend(self, added: list[Placed], lanes: Mapping[Tensor, Lane] | None = None) -> None:
+        """Reserve state for parameters; on error everything is as before.
+
+        Args:
+            added: parameters.
+            lanes: theirs, where they had some before.
+        """
         if not added:
             return
-        self._check_device(added)
-        params, natives = self.inventory.plan(added, first=not self.engines)
+        backend = backend_of(parameter for parameter, _ in added)
+        if backend.device != self.backend.device:
+            raise DeviceError(
+                f"parameters on {backend.device}",
+                reason=f"this optimizer streams over the link of {self.backend.device}",
+                remedy="move them there, or wrap another optimizer for them",
+            )
+        params, natives = self.inventory.plan(added, first=not self.engines, lanes=lanes)
         shown = self._view.shown
         frozen = {p: shown[p] for p, _ in added if shown.get(p)}
         for param in params:
@@ -87,7 +102,10 @@ class Reservation:
                 native_state=shown,
             )
             try:
-                _write_frozen(params, frozen)
+                for param in params:
+                    if found := frozen.get(param.parameter):
+                        # It was trained before. Its weight may have been replaced meanwhile.
+                        state_io.write(param, state_io.agreeing(param, found))
                 exposed = {param.parameter: state_io.expose(param) for param in params}
             except BaseException:
                 engine.close()
@@ -100,15 +118,6 @@ class Reservation:
         ]
         shown.update(exposed)
         self._managed.update(parameter for parameter, _ in added)
-
-    def _check_device(self, added: list[Placed]) -> None:
-        backend = backend_of(parameter for parameter, _ in added)
-        if backend.device != self.backend.device:
-            raise DeviceError(
-                f"parameters on {backend.device}",
-                reason=f"this optimizer streams over the link of {self.backend.device}",
-                remedy="move them there, or wrap another optimizer for them",
-            )
 
     def take_over(self) -> None:
         """Copy state that the wrapped optimizer already has; it drops its own afterwards."""
@@ -129,35 +138,22 @@ class Reservation:
         kept = {param.parameter: state_io.copied(param) for param in self.params}
         # Frozen ones, too: they keep their state, and may be unfrozen.
         again = [placed for placed in self.inventory.parameters() if placed[0] in self._managed]
-        for engine in self.engines:
-            engine.close()
-        self.inventory.start_anew(self.params)
-        self.engines, self.params = [], []
+        lanes = {param.parameter: param.lane for param in self.params}
+        self.close()
         for parameter in kept:
             del self._view.shown[parameter]
-        self.extend(again)
+        self.extend(again, lanes)
         for param in self.params:
             state_io.write(param, kept[param.parameter])
 
     def exchange(self, config: OffloadConfig) -> None:
-        """As at construction, for the parameters that the groups have now; state is kept."""
-        self.config = config
+        """As at construction, for the parameters that the groups have now; there is no state."""
         groups = self._inner.param_groups
-        kept = {id(p): p for group in groups for p in group["params"]}
-        unmanaged = self._view.unmanaged(self.params)
-        state = {p: values for p, values in unmanaged.items() if values and id(p) in kept}
-        used = [p for p in self.params if id(p.parameter) in kept and not state_io.is_fresh(p)]
-        for parameter, shown in self._view.read(used).items():
-            state[parameter] = {
-                name: value.clone() if isinstance(value, Tensor) else value
-                for name, value in shown.items()
-            }
-        backend = backend_of(kept.values())
+        self.backend = backend_of(p for group in groups for p in group["params"])
+        self.config = config
         self.close()
         self._managed.clear()
         self._view.shown.clear()
-        self.backend = backend
-        self._view.shown.update(state)
         self.inventory = self._new_inventory()
         self.extend(self.inventory.trainable())
 
@@ -207,11 +203,3 @@ class Reservation:
         """What the shards hold now is what the host lanes last wrote."""
         for engine in self.engines:
             engine.trust_shards()
-
-
-def _write_frozen(params: list[ParamState], frozen: Mapping[Tensor, dict[str, Any]]) -> None:
-    """Take state back of parameters that were trained, frozen, and are trained again."""
-    for param in params:
-        if found := frozen.get(param.parameter):
-            # The weight may have been replaced meanwhile, and nothing compared the two.
-            state_io.write(param, state_io.agreeing(param, found))

@@ -49,8 +49,11 @@ class StateView:
             state_io.show(param, found[param.parameter])
         return found
 
-    def adopt_writes(self, params: Sequence[ParamState], *, is_away: bool) -> None:
-        """Follow what the caller did to the state that was shown: written, or dropped."""
+    def adopt_writes(
+        self, params: Sequence[ParamState], *, is_away: bool, again: bool = False
+    ) -> None:
+        """Follow what the caller did to the state that was shown: written, or dropped; ``again``:
+        it may still be done."""
         if not self.may_be_written:
             return
         with torch.no_grad():
@@ -63,7 +66,7 @@ class StateView:
                 elif not is_away:  # else once its weight can be read
                     state_io.reset(param)
                     self.shown[param.parameter] = state_io.expose(param)
-        self.may_be_written = False
+        self.may_be_written = again
 
     def unmanaged(self, params: Sequence[ParamState]) -> dict[Tensor, Values]:
         """What is not reserved: made and kept by the class, or of frozen parameters."""

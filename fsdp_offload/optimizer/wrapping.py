@@ -133,21 +133,30 @@ def check_holds(optimizer: Optimizer, models: Sequence[nn.Module]) -> None:
 
 def check_any_gradient(
     optimizer: Optimizer, models: Sequence[nn.Module], names: Mapping[Tensor, str]
-) -> None:
+) -> bool:
     """Refuse a first step with nothing to do: another model is being trained.
 
+    The decision is this rank's own, so shards that are empty here say nothing.
+
     Args:
-        optimizer: none of its parameters has a gradient, or those named in ``models`` that were
-            replaced there have none.
+        optimizer: about to step.
         models: as they are now.
         names: of its parameters, when it was wrapped.
+
+    Returns:
+        Whether a parameter has a gradient.
 
     Raises:
         ConfigError: parameters were replaced in ``models``; or none has a gradient at all.
     """
     held = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-    now = {name: parameter for parameter, name in dtensor.parameter_names(models).items()}
     without = [p for p in held if dtensor.whole_gradient(p) is None]
+    found = len(without) < len(held)
+    if any(map(dtensor.never_has_gradient, held)):
+        return found
+    if not found and not any(dtensor.local(p).numel() for p in held):
+        return found
+    now = {name: parameter for parameter, name in dtensor.parameter_names(models).items()}
     replaced = [p for p in without if now.get(names.get(p, ""), p) is not p]
     if replaced:
         raise ConfigError(
@@ -157,8 +166,8 @@ def check_any_gradient(
             "fully_shard was called after the optimizer was wrapped",
             remedy="call fully_shard, then build the optimizer, then wrap it",
         )
-    if len(without) < len(held):
-        return
+    if found:
+        return found
     order = "" if models else "; if fully_shard is used, call it before the optimizer is built"
     raise ConfigError(
         f"first step() of {len(held)} parameters, of which none ever had a gradient",
@@ -187,12 +196,12 @@ class GroupedParameters:
 
 
 def changed_groups_error(gone: Sequence[Tensor], names: Mapping[Tensor, str]) -> StateSchemaError:
-    """The error of a caller who changed groups when parameters had been updated already."""
+    """The error of a caller who changed groups when there was state already."""
     return StateSchemaError(
         f"param_groups in which {names.get(gone[0], 'a parameter')} and {len(gone) - 1} others are "
         "not where they were",
-        reason="parameters were removed, replaced or moved after they had been updated, and state "
-        "belongs to a parameter and its group",
+        reason="parameters were removed, replaced or moved when some had state, which belongs to "
+        "a parameter and its group",
         remedy="put them back; to stop training some, call requires_grad_(False) on them",
     )
 
@@ -205,19 +214,16 @@ def ordinary_tensors() -> Iterator[None]:
         yield
 
 
-def share_hooks(inner: Optimizer, wrapper: Optimizer) -> None:
-    """Hooks registered on either run once, with the wrapper as their argument."""
-    for name in _HOOKS:
-        if name in inner.__dict__:
-            wrapper.__dict__[name] = inner.__dict__[name]
-
-
 def make_inert(inner: Optimizer, wrapper: Optimizer) -> None:
-    """Forward the inner optimizer's methods and share its groups with the wrapper.
+    """Forward the inner optimizer's methods and share its groups with the wrapper. Hooks that are
+    registered on either run once, with the wrapper as their argument.
 
     The wrapper lives as long as the inner one: callers keep either. Both refer to each other, so
     that Python's cyclic collector frees them; ``close()`` gives memory back at once.
     """
+    for name in _HOOKS:
+        if name in inner.__dict__:
+            wrapper.__dict__[name] = inner.__dict__[name]
     for name in _FORWARDED:
         inner.__dict__[name] = _forwarder(name, wrapper)
     inner.param_groups = wrapper.param_groups

@@ -67,31 +67,24 @@ def measure_rates(
         DeviceError: a rank could not measure; all ranks of ``groups`` raise it.
     """
     began = time.perf_counter()
-    probe: Probe | None = None
+    made: list[Probe] = []
     error: Exception | None = None
-    values = [0.0, 0.0, 0.0]
-    try:
+    values: list[float] = []
+
+    def prepare() -> list[float]:
         backend.current_stream().synchronize()
-        probe = Probe(backend, transfer, effort or Effort())
-    except Exception as caught:  # this rank takes part to the end: others wait for it
-        error = caught
-    _least(groups, backend.device, [0.0])
-    try:
-        if probe is not None:
-            values[0] = probe.link_gbps()
-    except Exception as caught:
-        error = caught
-    _least(groups, backend.device, [0.0])
-    try:
-        if probe is not None and error is None:
-            values[1:] = probe.beside()
-    except Exception as caught:
-        error = caught
-    if probe is not None:
+        made.append(Probe(backend, transfer, effort or Effort()))
+        return []
+
+    for part in (prepare, lambda: [made[0].link_gbps()], lambda: made[0].beside()):
+        _least(groups, backend.device, [0.0])  # ranks begin each part together
+        try:
+            values += part() if error is None else ()
+        except Exception as caught:  # this rank takes part to the end: others wait for it
+            error = caught
+    for probe in made:
         probe.close()
-    if error is not None:
-        values = [0.0, 0.0, 0.0]
-    rates = Rates(*_least(groups, backend.device, values))
+    rates = Rates(*_least(groups, backend.device, [0.0] * 3 if error else values))
     if backend.device.type != "cpu":
         torch.accelerator.empty_cache()
     if not all(rates):

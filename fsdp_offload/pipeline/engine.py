@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -20,8 +20,7 @@ from ..memory import ArenaStatistics, HostArena, check_host_budget, local_ranks
 from ..plan import Kind, Layout, Slice, make_layout
 from ..plan.lanes import is_beside
 from ..plan.layout import align
-from ..plan.order import Job, deadline_order, fetched_first
-from ..plan.residency import choose, spread
+from ..plan.residency import choose
 from ..update.bucket import BucketUpdate, Scratch
 from ..update.one_kernel import StepPowers
 from ..update.params import MasterForm, ParamState, Snapshot, Work
@@ -32,7 +31,7 @@ from .host import HostBucket, HostStaging, HostStagingSizes, ring_depth
 from .host_lane import HostLane
 from .link import copier
 from .native import NativeUpdate, States
-from .streamed import StreamedBucket, StreamedLane, device_bytes_of
+from .streamed import StreamedBucket, StreamedLane, device_bytes_of, preferred
 from .worker import InlineWorker, ThreadPool, Worker
 
 _log = logging.getLogger("fsdp_offload")
@@ -138,7 +137,6 @@ class Engine:
         self._host_written: Event | None = None
         self._without_scratch: list[BucketUpdate] = []  # one of each kind, while there is none
         self._gates: list[_GateUpdates] = []
-        self._away_until: dict[int, int] = {}  # steps before which streamed buckets do not stay
         try:
             arena = self._arena(self.host_bytes)
             self._make_tensors(dtype_groups, arena)
@@ -160,6 +158,11 @@ class Engine:
             self.close()
             raise
 
+    @property
+    def _lanes(self) -> list[StreamedLane | HostLane]:
+        """Those that are there."""
+        return [lane for lane in (self.streamed, self.host) if lane is not None]
+
     # ------------------------------------------------------------------ building
 
     def _arena(self, n_bytes: int) -> HostArena:
@@ -172,17 +175,13 @@ class Engine:
         self.arenas.append(arena)
         return arena
 
-    def _on_device(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Zeros for state of the resident lane."""
-        return torch.zeros(numel, dtype=dtype, device=self.backend.device)
-
     def _make_tensors(self, dtype_groups: list[DtypeGroup], arena: HostArena) -> None:
         """The authoritative state tensors: flat, own storage, offset 0."""
         for group in dtype_groups:
             for param in group.params:
                 for kind, numel in param.kinds:
                     if param.lane == "resident":
-                        tensor = self._on_device(numel, kind.dtype)
+                        tensor = torch.zeros(numel, dtype=kind.dtype, device=self.backend.device)
                     else:
                         offset = group.layout.offsets[param.index, kind.name]
                         tensor = arena.tensor(offset, numel, kind.dtype)
@@ -233,31 +232,25 @@ class Engine:
             return None
         sizes = [device_bytes_of(bucket) for _, bucket in pairs]
         slot_bytes = max(sizes)
-        count, staying = choose(sizes, self._preferred(range(len(sizes))), device_bytes)
+        overlap = self.config.overlap or "step"
+        count, staying = choose(sizes, preferred(range(len(sizes)), overlap), device_bytes)
         slots = [self.backend.allocate(slot_bytes) for _ in range(count)]
         own = {i: self.backend.allocate(sizes[i]) for i in sorted(staying)}
-        lane = StreamedLane(
-            self.backend,
-            self.update,
-            slots,
-            own,
-            takes_turns=self.config.overlap != "step",
+        lane = StreamedLane(self.backend, self.update, slots, own, overlap)
+        lane.use(
+            [
+                StreamedBucket(
+                    optimizer,
+                    layout,
+                    bucket,
+                    params,
+                    arena,
+                    own[i] if i in own else slots[i % count],
+                    self.scratch,
+                )
+                for i, (layout, bucket) in enumerate(pairs)
+            ]
         )
-        lane.buckets = [
-            StreamedBucket(
-                optimizer,
-                layout,
-                bucket,
-                params,
-                arena,
-                own[i] if i in own else slots[i % count],
-                self.scratch,
-            )
-            for i, (layout, bucket) in enumerate(pairs)
-        ]
-        self._order: Sequence[int] = range(len(pairs))
-        self._ranks = list(self._order)  # of its buckets, in the forward
-        self._arrange(lane, own, count)
         return lane
 
     def _release_scratch(self) -> None:
@@ -289,11 +282,6 @@ class Engine:
         return lane
 
     # ------------------------------------------------------------------ running
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether a bucket of an iteration that has not ended was updated, or is about to be."""
-        return self.streamed is not None and self.streamed.has_begun
 
     def prepare(self, snapshot: Snapshot) -> None:
         """Before an iteration: scratch memory, if an update needs it now and there is none.
@@ -405,35 +393,6 @@ class Engine:
         if self.streamed is not None:
             self.streamed.prefetch()
 
-    def reorder(self, ready_ms: Sequence[float], ranks: Sequence[int], ms_per_byte: float) -> None:
-        """Choose the order of the streamed buckets, between two iterations.
-
-        Args:
-            ready_ms: per parameter, when its gradient is there, since the backward's first.
-            ranks: per parameter, when the forward needs it compared with others.
-            ms_per_byte: of the link, in each direction while both are busy.
-        """
-        if self.streamed is None:
-            return
-        staying = self.streamed.staying
-        jobs = [
-            Job(
-                ready_ms=max(ready_ms[index] for index in bucket.indices),
-                rank=min(ranks[index] for index in bucket.indices),
-                cost_ms=0 if i in staying else bucket.bucket.state_bytes * ms_per_byte,
-            )
-            for i, bucket in enumerate(self.streamed.buckets)
-        ]
-        self._ranks = [job.rank for job in jobs]
-        self._order = deadline_order(jobs)
-        self._arrange(self.streamed, self.streamed.staying, len(self.streamed.slots))
-
-    def _arrange(self, lane: StreamedLane, staying: Collection[int], slots: int) -> None:
-        order = self._order
-        if self.config.overlap != "backward":
-            order = fetched_first(order, staying, slots)
-        lane.arrange(order, staying, slots)
-
     def flush(self) -> None:
         """Block until host memory has all state; updates have been waited for."""
         if self.streamed is not None:
@@ -452,47 +411,9 @@ class Engine:
         return self.host is not None or (self.streamed is not None and bool(self.streamed.slots))
 
     @property
-    def streamed_count(self) -> int:
-        """Buckets of the streamed lane."""
-        return 0 if self.streamed is None else len(self.streamed.buckets)
-
-    @property
-    def streamed_bytes(self) -> int:
-        """State of the streamed lane."""
-        return 0 if self.streamed is None else sum(self.streamed.sizes)
-
-    @property
     def own_bytes(self) -> int:
         """Device memory of slots and of buckets that stay."""
-        lane = self.streamed
-        return 0 if lane is None else sum(t.numel() for t in (*lane.slots, *lane.staying.values()))
-
-    def fit(self, allowed_bytes: int, step: int) -> None:
-        """Use so much memory for slots and buckets that stay. Between two iterations.
-
-        Raises:
-            torch.OutOfMemoryError: there is less; everything is as before.
-        """
-        lane = self.streamed
-        if lane is None:
-            return
-        choice = choose(
-            lane.sizes,
-            self._preferred(sorted(range(len(lane.sizes)), key=self._ranks.__getitem__)),
-            allowed_bytes,
-            staying=lane.staying,
-            away_until=self._away_until,
-            step=step,
-        )
-        self._arrange(lane, choice.staying, choice.slots)
-
-    def _preferred(self, order: Sequence[int]) -> Sequence[int]:
-        """Buckets in the order of the forward, those first that shall stay."""
-        return order if self.config.overlap == "backward" else spread(order)
-
-    def keep_away(self, buckets: Iterable[int], until: int) -> None:
-        """Let these not come back to the device before that step."""
-        self._away_until.update(dict.fromkeys(buckets, until))
+        return 0 if self.streamed is None else self.streamed.own_bytes
 
     def discard(self) -> None:
         """Forget state that is on the device: the arena may be written into."""
@@ -501,20 +422,13 @@ class Engine:
 
     def abort(self) -> None:
         """Forget an iteration that has begun in backward: everything is written anew."""
-        if self.host is not None:
-            self.host.abort()
-        if self.streamed is not None:
-            self.streamed.abort()
+        for lane in self._lanes:
+            lane.abort()
 
     def staging(self) -> list[Tensor]:
         """Slots, buckets that stay, scratch, staging rings: device memory that holds but copies of
         state after :meth:`flush`."""
-        tensors = [self.scratch.memory]
-        if self.streamed is not None:
-            tensors += [*self.streamed.slots, *self.streamed.staying.values()]
-        if self.host is not None:
-            tensors += self.host.staging.on_device
-        return tensors
+        return [self.scratch.memory, *(t for lane in self._lanes for t in lane.staging_buffers)]
 
     @property
     def staging_bytes(self) -> int:
@@ -529,31 +443,24 @@ class Engine:
 
     def follow(self, *events: Event) -> None:
         """Use device memory, and state there, only after ``events``."""
-        lanes = [lane for lane in (self.streamed, self.host) if lane is not None]
-        for stream in (self.update, *(s for lane in lanes for s in lane.streams)):
+        for stream in (self.update, *(s for lane in self._lanes for s in lane.streams)):
             for event in events:
                 stream.wait(event)
 
     @property
     def bucket_count(self) -> int:
         """Units of update per step."""
-        lanes = (
-            self.resident,
-            self.streamed and self.streamed.buckets,
-            self.host and self.host.buckets,
-        )
-        return sum(len(buckets) for buckets in lanes if buckets)
+        return len(self.resident) + sum(len(lane.buckets) for lane in self._lanes)
 
     @property
     def moved_bytes(self) -> int:
         """Bytes that the last step wrote back: by the host lane, gradients that it sent."""
-        return sum(lane.moved_bytes for lane in (self.streamed, self.host) if lane is not None)
+        return sum(lane.moved_bytes for lane in self._lanes)
 
     @property
     def fetched_bytes(self) -> int:
         """Bytes that came to the device for the last step: what stays there does not."""
-        lanes = (self.streamed and self.streamed.fetched_bytes, self.host and self.host.moved_bytes)
-        return sum(n_bytes for n_bytes in lanes if n_bytes)
+        return sum(lane.fetched_bytes for lane in self._lanes)
 
     def trust_shards(self) -> None:
         """After a load: what the shards hold now is what the host lane last wrote."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -56,7 +56,6 @@ class Inventory:
         self._optimizer, self._models = optimizer, models
         self._config, self._device = config, device
         self._schemas: dict[Any, Schema] = {}
-        self._kept_lanes: dict[Tensor, Lane] = {}
         self.names = dtensor.parameter_names(models)
         self._name_missing()
 
@@ -94,18 +93,22 @@ class Inventory:
         values = {**group, **host_flags(group)}
         return schema_of(self._optimizer, values, dtype, torch.device("cpu"))
 
-    def plan(self, added: list[Placed], *, first: bool) -> tuple[list[ParamState], list[Placed]]:
+    def plan(
+        self, added: list[Placed], *, first: bool, lanes: Mapping[Tensor, Lane] | None = None
+    ) -> tuple[list[ParamState], list[Placed]]:
         """Parameters with their lanes, in update order, and the parameters that stay native.
 
         Args:
             added: new parameters, in the order of the groups.
             first: whether they are the ones given at construction; an explicit list of lanes
                 speaks of those only.
+            lanes: theirs, where they had some before; those without are native.
         """
         self._name_missing()
         specs = {parameter: self._measured(parameter, group) for parameter, group in added}
         ordered = self._in_update_order(added)
-        lanes = self._choose(specs, [parameter for parameter, _ in ordered], first=first)
+        if lanes is None:
+            lanes = self._choose(specs, [parameter for parameter, _ in ordered], first=first)
         natives = [placed for placed in ordered if specs[placed[0]].must_stay]
         if natives and self._config.offload_fraction > 0:
             _log.info(
@@ -115,7 +118,7 @@ class Inventory:
                 self.names[natives[0][0]],
             )
         params = [
-            self._state(parameter, group, specs[parameter], lanes[parameter])
+            self._state(parameter, group, specs[parameter], lanes.get(parameter, "resident"))
             for parameter, group in ordered
             if not specs[parameter].must_stay
         ]
@@ -127,9 +130,6 @@ class Inventory:
         """The lane of each parameter. A list of lanes speaks of the first ones, in the order of
         ``specs``; later ones are streamed beside it."""
         config = self._config
-        if kept := self._kept_lanes:
-            self._kept_lanes = {}
-            return {parameter: kept.get(parameter, "resident") for parameter in ordered}
         if not isinstance(config.update_on, str):
             if first:
                 ordered = list(specs)
@@ -246,10 +246,6 @@ class Inventory:
                     remedy="set options such as amsgrad or momentum before the first step",
                 )
         return outgrown
-
-    def start_anew(self, params: Sequence[ParamState]) -> None:
-        """The next plan is of parameters that have lanes, which they keep."""
-        self._kept_lanes = {param.parameter: param.lane for param in params}
 
     def schema_under(self, param: ParamState, group: dict[str, Any]) -> Schema:
         """The schema that ``param`` would have under other group values."""

@@ -19,7 +19,7 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, Protocol
 
 from torch import Tensor, nn
@@ -36,7 +36,7 @@ from ..update.params import ParamState, Work
 from ..update.schema import is_torch_class, works_on_matrices
 from .engine import Engine
 from .gradients import gradient_of
-from .streamed import Mark, best_ms_per_byte
+from .streamed import Mark, StreamedLane, best_ms_per_byte
 
 ASSUMED_MS_PER_BYTE: Final = 1 / 50e6
 """Of the link, each way, until it has been measured: PCIe 5 x16."""
@@ -263,10 +263,8 @@ class Overlap:
     def _reorder_when_measured(self) -> None:
         """Follow the times of an earlier iteration, as soon as the device has gone through it."""
         if self._steps in REORDER_AFTER:
-            lanes = [s.streamed for s in self._engines if s.streamed is not None]
-            self._watched = Times(
-                [gate.reduced for gate in self.gates], [lane.marks for lane in lanes]
-            )
+            marks = [lane.marks for lane in self._streamed_lanes()]
+            self._watched = Times([gate.reduced for gate in self.gates], marks)
         for gate in self.gates:
             gate.reduced = None
         if self._watched is None or not self._watched.are_known():
@@ -278,6 +276,9 @@ class Overlap:
         elif ready_ms:  # without a measured link nothing travels
             self._reorder(ready_ms, ms_per_byte or ASSUMED_MS_PER_BYTE)
 
+    def _streamed_lanes(self) -> list[StreamedLane]:
+        return [engine.streamed for engine in self._engines if engine.streamed is not None]
+
     def _reorder(self, ready_ms: Sequence[float], ms_per_byte: float) -> None:
         count = sum(len(gate.params) for gate in self._all_gates())
         # Ungated parameters: the stream of step() waits for them, so they come first.
@@ -285,9 +286,9 @@ class Overlap:
         for gate, ready in zip(self.gates, ready_ms, strict=True):
             for param in gate.params:
                 by_param[param.index], ranks[param.index] = ready, gate.rank
-        for engine in self._engines:
-            if not engine.has_begun:
-                engine.reorder(by_param, ranks, ms_per_byte)
+        for lane in self._streamed_lanes():
+            if not lane.has_begun:
+                lane.reorder(by_param, ranks, ms_per_byte)
 
     # ------------------------------------------------------------------ Watcher
 
@@ -389,12 +390,17 @@ def can_overlap(inner: Optimizer) -> bool:
     return is_torch_class(inner) and not works_on_matrices(inner)
 
 
-def default_overlap(inner: Optimizer, models: Sequence[nn.Module]) -> str:
-    """``"forward"`` where an FSDP2 module waits for each parameter that is trained."""
+def with_overlap(
+    config: OffloadConfig, inner: Optimizer, models: Sequence[nn.Module]
+) -> OffloadConfig:
+    """With ``overlap`` as it was asked for, else ``"forward"`` where an FSDP2 module waits for each
+    parameter that is trained."""
+    if config.overlap is not None:
+        return config
     gated = {p for group in find_groups(models) for p in group.parameters}
     trained = [p for group in inner.param_groups for p in group["params"] if p.requires_grad]
     is_gated = bool(trained) and gated.issuperset(trained)
-    return "forward" if is_gated and can_overlap(inner) else "step"
+    return replace(config, overlap="forward" if is_gated and can_overlap(inner) else "step")
 
 
 def make_overlap(

@@ -11,7 +11,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -32,7 +32,7 @@ class Outcome:
         self._lock = threading.Lock()
         self._open = 1
         self._error: BaseException | None = None
-        self._then: Callable[[], None] | None = None
+        self._then: Callable[[], object] | None = None
 
     def expect(self, calls: int) -> None:
         """Add that many calls, before the current one ends."""
@@ -55,7 +55,7 @@ class Outcome:
         """Whether the call has ended."""
         return self._done.is_set()
 
-    def when_done(self, then: Callable[[], None]) -> None:
+    def when_done(self, then: Callable[[], object]) -> None:
         """Call ``then``, which must neither wait nor raise, on the thread where the call ends."""
         with self._lock:
             if not self._done.is_set():
@@ -87,27 +87,12 @@ class Outcome:
 _Item = tuple[Outcome, Callable[..., Calls | None], tuple[Any, ...]]
 
 
-class Worker(Protocol):
-    """Runs calls, on one or several threads."""
-
-    def submit(self, fn: Callable[..., Calls | None], *args: Any) -> Outcome:
-        """Run ``fn(*args)``, then, in any order and beside each other, the calls it returns."""
-        ...
-
-    def alive(self) -> bool:
-        """Whether submitted calls will still run."""
-        ...
-
-    def stop(self) -> None:
-        """Let pending calls end, then end the threads; waits at most ``JOIN_SECONDS``."""
-        ...
-
-
 class InlineWorker:
-    """Runs each call at once, on the caller's thread (the stream simulator needs that)."""
+    """A :class:`ThreadPool` without threads: runs each call at once, on the caller's (the stream
+    simulator needs that)."""
 
     def submit(self, fn: Callable[..., Calls | None], *args: Any) -> Outcome:
-        """See :class:`Worker`."""
+        """See :meth:`.ThreadPool.submit`."""
         outcome = Outcome()
         try:
             for call in fn(*args) or ():
@@ -119,11 +104,11 @@ class InlineWorker:
         return outcome
 
     def alive(self) -> bool:
-        """See :class:`Worker`."""
+        """Always."""
         return True
 
     def stop(self) -> None:
-        """See :class:`Worker`."""
+        """Nothing is pending."""
 
 
 class ThreadPool:
@@ -165,23 +150,26 @@ class ThreadPool:
             ready.acquire()  # all have set up their number of kernel threads
 
     def submit(self, fn: Callable[..., Calls | None], *args: Any) -> Outcome:
-        """See :class:`Worker`."""
+        """Run ``fn(*args)``, then, in any order and beside each other, the calls it returns."""
         outcome = Outcome()
         self._queue.put((outcome, fn, args))
         return outcome
 
     def alive(self) -> bool:
-        """See :class:`Worker`."""
+        """Whether submitted calls will still run."""
         return all(thread.is_alive() for thread in self._threads)
 
     def stop(self) -> None:
-        """See :class:`Worker`."""
+        """Let pending calls end, then end the threads; waits at most ``JOIN_SECONDS``."""
         for _ in self._threads:
             self._queue.put(None)
         deadline = time.monotonic() + JOIN_SECONDS
         for thread in self._threads:
             if thread.is_alive() and thread is not threading.current_thread():
                 thread.join(max(0.0, deadline - time.monotonic()))
+
+
+Worker = InlineWorker | ThreadPool
 
 
 def _serve(
