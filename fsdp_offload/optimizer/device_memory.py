@@ -32,11 +32,7 @@ _log = logging.getLogger("fsdp_offload")
 
 
 class DeviceMemory:
-    """What one optimizer takes.
-
-    Args:
-        backend: of the device.
-    """
+    """What one optimizer takes."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
@@ -47,12 +43,7 @@ class DeviceMemory:
         self._retries: int | None = None  # not those of before
 
     def look(self, step: int, engines: list[Engine]) -> None:
-        """After ``step``: take more, or give back.
-
-        Args:
-            step: its number, from 1 on.
-            engines: the memory is theirs; between two iterations.
-        """
+        """After the step of that number, from 1 on: take more for ``engines``, or give back."""
         lanes = [engine.streamed for engine in engines if engine.streamed is not None]
         figures = self._backend.allocator()
         if figures is None or not engines:

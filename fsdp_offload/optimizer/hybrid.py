@@ -43,11 +43,11 @@ from ..core.progress import is_rank_0
 from ..memory.transfer import Handle
 from ..pipeline.gradients import count_empty_shards, gradient_of
 from ..pipeline.inventory import Placed
-from ..pipeline.native import OwnStep
+from ..pipeline.native import warn_that_state_stays
 from ..pipeline.overlap import Overlap, make_overlap, with_overlap
 from ..update import state as state_io
 from ..update.params import Snapshot, Work
-from ..update.schema import check_supported, is_torch_class
+from ..update.schema import check_supported, is_torch_class, raw_step
 from ..update.shadow import step_idle_groups
 from . import clipping, loading
 from .checkpoint_view import CheckpointView
@@ -158,8 +158,7 @@ class HybridDeviceOptimizer(Optimizer):
         self._view = StateView()
         config = with_overlap(self._config, optimizer, models)
         self._reserved = Reservation(optimizer, models, config, backend, self._view)
-        self._masters = Masters(self._reserved, self._view)
-        self._own_step = None if elementwise or is_torch_class(optimizer) else OwnStep(optimizer)
+        self._steps_itself = not (elementwise or is_torch_class(optimizer))
         self._overlap: Overlap | None = None
         self._memory = DeviceMemory(backend) if config.device_memory == "auto" else None
         self._device_state = DeviceState(
@@ -168,6 +167,14 @@ class HybridDeviceOptimizer(Optimizer):
             self._config.transfer,
             finish=self._finish,  # while masters can see the weights
             adopt=self._adopt_while_away,
+        )
+        self._masters = Masters(
+            optimizer,
+            self._life,
+            self._reserved,
+            self._view,
+            self._device_state,
+            drain=self._drain_quietly,
         )
         self._named_masters = False
         self._had_gradient = False  # of any parameter, in any step
@@ -185,19 +192,17 @@ class HybridDeviceOptimizer(Optimizer):
         """Reserve state and take that of the wrapped optimizer over."""
         with ordinary_tensors():
             self._make_overlap()
-            if self._own_step is None:
+            if self._steps_itself:
+                self._view.shown = self._inner.state
+                warn_that_state_stays(self._inner, self._config, self.device)
+            else:
                 self._extend(self._reserved.inventory.trainable())
                 self._reserved.take_over()
                 self._masters.trust_shards()
-            else:
-                self._view.shown = self._inner.state
-                self._own_step.warn(self._config, self.device)
 
     def _make_overlap(self) -> None:
-        reserved = self._reserved
-        self._overlap = make_overlap(
-            self, self._inner, self._models, reserved.config, reserved.backend
-        )
+        config, backend = self._reserved.config, self._reserved.backend
+        self._overlap = make_overlap(self, self._inner, self._models, config, backend)
         if self._overlap is not None:
             self._hooks += watch_reads(self._models, self._before_module_read)
 
@@ -206,10 +211,9 @@ class HybridDeviceOptimizer(Optimizer):
         optimizer = self._inner
         make_inert(optimizer, self)
         optimizer.state = self._view.shown
-        before, after = self._before_module_load, self._after_module_load
-        self._hooks += watch_loads(self._models, before, after)
+        self._hooks += watch_loads(self._models, self._masters)
         weakref.finalize(self, remove_all, self._hooks)
-        if self._own_step is None:
+        if not self._steps_itself:
             weakref.finalize(self, self._view.shown.clear)
             forward_bound_steps(optimizer, self)
         self._life.open()
@@ -234,7 +238,7 @@ class HybridDeviceOptimizer(Optimizer):
             StateSchemaError, UnsupportedParameterError: refused, nothing was updated.
         """
         self._check_present("step()")
-        if self._own_step is not None:
+        if self._steps_itself:
             return self._step_by_class(closure)
         current = stream_to_wait(self._reserved.backend)
         loss = None
@@ -260,13 +264,13 @@ class HybridDeviceOptimizer(Optimizer):
         return loss
 
     def _step_by_class(self, closure: Callable[[], Any] | None) -> Any:
-        """``step()`` of a class that is not torch's."""
-        assert self._own_step is not None
+        """``step()`` of a class that is not torch's: its own, on the caller's stream."""
         if closure is None:
             self._check_first()
         self._had_gradient = True  # a closure's are still to come: they are not looked at
         began = time.perf_counter()
-        loss = self._own_step.step(closure)
+        step = raw_step(type(self._inner))
+        loss = step(self._inner) if closure is None else step(self._inner, closure)
         self._view.shown = self._inner.state
         self._count_step(began)
         return loss
@@ -312,7 +316,7 @@ class HybridDeviceOptimizer(Optimizer):
             StateSchemaError: parameters were removed, replaced or moved, and there is state.
             AwayError: it is offloaded meanwhile.
         """
-        if self._own_step is not None:
+        if self._steps_itself:
             return  # it looks at its groups itself
         if self._inner.param_groups is not self.param_groups:
             raise ConfigError(
@@ -379,16 +383,19 @@ class HybridDeviceOptimizer(Optimizer):
                 self._masters.trust_shards()
             self._attach()
 
-    def _failing(self, what: str) -> contextlib.AbstractContextManager[None]:
-        """An exception inside makes the optimizer failed and is raised as :class:`LaneError`."""
-        return self._life.failing(what, self._drain_quietly)
+    def _failing(
+        self, what: str, *keep: type[Exception]
+    ) -> contextlib.AbstractContextManager[None]:
+        """See :meth:`.Lifecycle.failing`."""
+        return self._life.failing(what, self._drain_quietly, keep=keep)
 
     def _begin_in_backward(self) -> Work:
         """See :class:`.overlap.Owner`."""
         work = self._begin()
+        # What updates read besides gradients, such as a learning rate on the device, is there then.
         start = stream_to_wait(self._reserved.backend).record()
         for engine in self._reserved.engines:
-            engine.begin(start)
+            engine.update.wait(start)
         return work
 
     def _end_updates(self, work: Work) -> None:
@@ -435,8 +442,8 @@ class HybridDeviceOptimizer(Optimizer):
         self._check_present("add_param_group()")
         self._follow_groups()
         self._refuse_if_taken("add_param_group() before step()")
-        if self._own_step is not None:
-            self._own_step.call("add_param_group", param_group)
+        if self._steps_itself:
+            type(self._inner).add_param_group(self._inner, param_group)
             return
         super().add_param_group(param_group)
         try:
@@ -480,9 +487,8 @@ class HybridDeviceOptimizer(Optimizer):
         ``master_remainder`` (bits) or ``master`` (fp32), which plain optimizers ignore.
         """
         self._life.check()
-        if self._own_step is not None:
-            saved: dict[str, Any] = self._own_step.call("state_dict")
-            return saved
+        if self._steps_itself:
+            return type(self._inner).state_dict(self._inner)
         if not self._named_masters:
             self._named_masters = True
             loading.name_masters(self._reserved.params)
@@ -499,8 +505,8 @@ class HybridDeviceOptimizer(Optimizer):
         """
         self._life.check(failed_ok=True)
         self._device_state.check("load_state_dict()")
-        if self._own_step is not None:
-            self._own_step.call("load_state_dict", state_dict)
+        if self._steps_itself:
+            type(self._inner).load_state_dict(self._inner, dict(state_dict))
             self.param_groups, self._view.shown = self._inner.param_groups, self._inner.state
             return
         self._follow_groups()
@@ -583,7 +589,8 @@ class HybridDeviceOptimizer(Optimizer):
         self._life.check()
         with held_back(), self._failing("synchronize()"):
             self._drain()
-            self._reserved.flush()
+            for engine in self._reserved.engines:
+                engine.flush()
 
     def resync(self) -> None:
         """Set every master equal to its weight, after writing into parameters by hand.
@@ -594,7 +601,7 @@ class HybridDeviceOptimizer(Optimizer):
         self._device_state.check("resync()")
         self._finish()
         self._masters.set_from_weights(self._reserved.params)
-        self._masters.forget_frozen(self._inner)
+        self._masters.forget_frozen()
 
     def statistics(self) -> Statistics:
         """What is held where, and what the last step did."""
@@ -629,7 +636,7 @@ class HybridDeviceOptimizer(Optimizer):
             return
         self._drain_quietly()
         self._life.close()
-        if self._own_step is None:
+        if not self._steps_itself:
             self._view.shown.clear()
         self._give_back()
 
@@ -785,19 +792,6 @@ class HybridDeviceOptimizer(Optimizer):
         """A module's weights are about to be read or written."""
         if self._overlap is not None and self._life.is_ours:
             self._drain_quietly()
-
-    def _before_module_load(self) -> None:
-        """See :meth:`.Masters.before_load`."""
-        if self._life.is_ours:
-            if self._reserved.mastered():
-                self._device_state.check("a load into the model")
-            self._masters.before_load()
-
-    def _after_module_load(self) -> None:
-        """See :meth:`.Masters.after_load`."""
-        if self._life.is_ours and not self._masters.come_with_weights:
-            self._drain_quietly()
-            self._masters.after_load(self._inner)
 
     def _drain(self) -> None:
         with contextlib.ExitStack() as waits:  # runs all of them, even if one raises

@@ -7,7 +7,6 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-import torch
 from torch import Tensor
 
 from ..core.errors import StateDictError
@@ -79,7 +78,7 @@ def checked_groups(
         after = {**group, **values}
         param = next((r for r in params if r.group == index), None)
         if param is not None and signature(after) != signature(group):
-            if missing := missing_kinds(param, inventory.schema_under(param, after)):
+            if missing := missing_kinds(param, inventory.schema(param, after)):
                 raise StateDictError(
                     f"param_groups[{index}] of the checkpoint",
                     reason=f"its flags need state {missing}, which is not reserved",
@@ -100,10 +99,3 @@ def name_masters(params: Sequence[ParamState]) -> None:
             "fsdp_offload ignores these entries and goes on from the %s weights",
             len(mastered), entries, shards,
         )  # fmt: skip
-
-
-def native_value(device: torch.device, name: str, value: Any) -> Any:
-    """A loaded state value as the plain optimizer would keep it (dtype kept, device moved)."""
-    if isinstance(value, Tensor) and name != "step":
-        return value.to(device=device)
-    return value

@@ -24,15 +24,7 @@ from .state_view import StateView
 
 
 class Reservation:
-    """One engine for the parameters given at construction, one more for each later addition.
-
-    Args:
-        inner: the wrapped optimizer.
-        models: give names and the update order.
-        config: the user's choices.
-        backend: of the device that all shards are on.
-        view: what is shown of the state.
-    """
+    """One engine for the parameters given at construction, one more for each later addition."""
 
     def __init__(
         self,
@@ -66,12 +58,8 @@ class Reservation:
         return not any(others) and all(map(state_io.is_fresh, self.params))
 
     def extend(self, added: list[Placed], lanes: Mapping[Tensor, Lane] | None = None) -> None:
-        """Reserve state for parameters; on error everything is as before.
-
-        Args:
-            added: parameters.
-            lanes: theirs, where they had some before.
-        """
+        """Reserve state for parameters, in ``lanes`` if they had some before; on error everything
+        is as before."""
         if not added:
             return
         backend = backend_of(parameter for parameter, _ in added)
@@ -185,21 +173,7 @@ class Reservation:
         for engine in self.engines:
             yield from engine.host.buckets if engine.host is not None else ()
 
-    def staging(self) -> list[Tensor]:
-        """See :meth:`.Engine.staging`."""
-        return [tensor for engine in self.engines for tensor in engine.staging()]
-
-    def flush(self) -> None:
-        """Block until host memory has all state; updates have been waited for."""
-        for engine in self.engines:
-            engine.flush()
-
     def discard(self) -> None:
         """Forget state that was fetched ahead: it is about to be written into."""
         for engine in self.engines:
             engine.discard()
-
-    def trust_shards(self) -> None:
-        """What the shards hold now is what the host lanes last wrote."""
-        for engine in self.engines:
-            engine.trust_shards()

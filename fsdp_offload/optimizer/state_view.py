@@ -11,7 +11,6 @@ from torch import Tensor
 
 from ..update import state as state_io
 from ..update.params import ParamState
-from .loading import native_value
 
 Values = dict[str, Any]
 
@@ -80,7 +79,8 @@ class StateView:
         params: Sequence[ParamState],
         device: torch.device,
     ) -> None:
-        """Replace what :meth:`unmanaged` says by saved values.
+        """Replace what :meth:`unmanaged` says by saved values, as the plain optimizer would keep
+        them: on ``device``, dtypes kept.
 
         Args:
             saved: values by id.
@@ -90,12 +90,12 @@ class StateView:
         """
         managed = {param.parameter for param in params}
         for parameter, saved_id in ids.items():
-            found = saved.get(saved_id, {})
-            if parameter in managed or not (found or parameter in self.shown):
+            if parameter in managed:
                 continue
-            fresh = {name: native_value(device, name, value) for name, value in found.items()}
-            self.shown[parameter].clear()
-            if not fresh:
-                del self.shown[parameter]
-            else:
-                self.shown[parameter].update(fresh)
+            found = {
+                name: value.to(device) if isinstance(value, Tensor) and name != "step" else value
+                for name, value in saved.get(saved_id, {}).items()
+            }
+            self.shown.pop(parameter, None)
+            if found:
+                self.shown[parameter] = found

@@ -6,8 +6,9 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from torch import Tensor
+
 from ..core.config import GIB, MIB
-from ..pipeline.native import native_bytes
 
 if TYPE_CHECKING:
     from .hybrid import HybridDeviceOptimizer
@@ -92,7 +93,9 @@ def gather(optimizer: HybridDeviceOptimizer) -> Statistics:
     device_bytes = sum(p.spec.state_bytes for p in reserved.params if p.lane == "resident")
     if natives:
         lanes["native"] = len(natives)
-        device_bytes += native_bytes(natives, optimizer._view.shown)
+        values = (v for p in natives for v in optimizer._view.shown.get(p, {}).values())
+        device_bytes += sum(v.numel() * v.itemsize for v in values if isinstance(v, Tensor))
+    pipelined = [lane for engine in engines for lane in engine.lanes]
     arenas = [a for engine in engines for a in engine.arena_statistics() if a.n_bytes]
     return Statistics(
         optimizer=type(optimizer._inner).__name__,
@@ -108,10 +111,10 @@ def gather(optimizer: HybridDeviceOptimizer) -> Statistics:
         away_bytes=(own.away_bytes if own else device_bytes) if place.shows_copies else 0,
         offload_reserved_bytes=0 if transfer is None else transfer.buffers.n_bytes,
         staging_bytes=sum(s.staging_bytes for s in engines),
-        buckets=sum(s.bucket_count for s in engines),
+        buckets=sum(map(len, [*(s.resident for s in engines), *(s.buckets for s in pipelined)])),
         staying_buckets=sum(len(s.staying) for s in engines),
         memory_change="" if optimizer._memory is None else optimizer._memory.last_change,
-        moved_bytes=sum(s.moved_bytes for s in engines),
-        fetched_bytes=sum(s.fetched_bytes for s in engines),
+        moved_bytes=sum(lane.moved_bytes for lane in pipelined),
+        fetched_bytes=sum(lane.fetched_bytes for lane in pipelined),
         step_ms=optimizer._step_ms,
     )

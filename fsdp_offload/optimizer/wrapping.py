@@ -38,13 +38,13 @@ def check_wrappable(optimizer: object) -> None:
         ConfigError: not an optimizer, wrapped before, or without trainable parameters.
         UnsupportedOptimizerError: see :func:`check_supported`.
     """
-    _refuse_facade(optimizer)
     if isinstance(optimizer, nn.Module):
         raise ConfigError(
             f"optimizer of type {type(optimizer).__name__}",
             reason="a module, where the optimizer is expected",
             remedy="give the optimizer first: HybridDeviceOptimizer(optimizer, model)",
         )
+    _refuse_facade(optimizer)
     if not isinstance(optimizer, Optimizer):
         raise ConfigError(
             f"optimizer of type {type(optimizer).__name__}",
@@ -77,7 +77,7 @@ def _refuse_facade(optimizer: object) -> None:
     """
     for name in ("optimizer", "_optimizer"):
         held = getattr(optimizer, name, None)
-        if not isinstance(held, Optimizer) or held is optimizer or isinstance(optimizer, nn.Module):
+        if not isinstance(held, Optimizer) or held is optimizer:
             continue
         mine = getattr(optimizer, "param_groups", [])
         parameters = {id(p) for group in mine for p in group["params"]}
@@ -134,17 +134,10 @@ def check_holds(optimizer: Optimizer, models: Sequence[nn.Module]) -> None:
 def check_any_gradient(
     optimizer: Optimizer, models: Sequence[nn.Module], names: Mapping[Tensor, str]
 ) -> bool:
-    """Refuse a first step with nothing to do: another model is being trained.
+    """Refuse a first step with nothing to do: another model is being trained. Returns whether a
+    parameter has a gradient; ``names``: of parameters, when the optimizer was wrapped.
 
     The decision is this rank's own, so shards that are empty here say nothing.
-
-    Args:
-        optimizer: about to step.
-        models: as they are now.
-        names: of its parameters, when it was wrapped.
-
-    Returns:
-        Whether a parameter has a gradient.
 
     Raises:
         ConfigError: parameters were replaced in ``models``; or none has a gradient at all.
@@ -152,9 +145,8 @@ def check_any_gradient(
     held = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     without = [p for p in held if dtensor.whole_gradient(p) is None]
     found = len(without) < len(held)
-    if any(map(dtensor.never_has_gradient, held)):
-        return found
-    if not found and not any(dtensor.local(p).numel() for p in held):
+    is_all_empty = not any(dtensor.local(p).numel() for p in without) and not found
+    if is_all_empty or any(map(dtensor.never_has_gradient, held)):
         return found
     now = {name: parameter for parameter, name in dtensor.parameter_names(models).items()}
     replaced = [p for p in without if now.get(names.get(p, ""), p) is not p]

@@ -44,15 +44,6 @@ threads. With the others all buckets are large."""
 
 
 @dataclass(frozen=True)
-class _GateUpdates:
-    """What of a gate is in which lane."""
-
-    streamed: list[int]  # buckets
-    resident: bool
-    host: list[int]  # buckets
-
-
-@dataclass(frozen=True)
 class DtypeGroup:
     """Parameters that share a lane and every dtype, laid out together."""
 
@@ -136,7 +127,8 @@ class Engine:
         self._resident_updated: Event | None = None
         self._host_written: Event | None = None
         self._without_scratch: list[BucketUpdate] = []  # one of each kind, while there is none
-        self._gates: list[_GateUpdates] = []
+        # Of each gate: whether it is in the resident lane, and its buckets of the two others.
+        self._gates: list[tuple[bool, list[HostBucket], list[int]]] = []
         try:
             arena = self._arena(self.host_bytes)
             self._make_tensors(dtype_groups, arena)
@@ -159,8 +151,8 @@ class Engine:
             raise
 
     @property
-    def _lanes(self) -> list[StreamedLane | HostLane]:
-        """Those that are there."""
+    def lanes(self) -> list[StreamedLane | HostLane]:
+        """Those through which buckets travel, as far as there are some."""
         return [lane for lane in (self.streamed, self.host) if lane is not None]
 
     # ------------------------------------------------------------------ building
@@ -303,11 +295,6 @@ class Engine:
             ) from error
         self._without_scratch = []
 
-    def begin(self, start: Event) -> None:
-        """No update of the iteration runs before ``start``: what it reads besides gradients, such
-        as a learning rate on the device, is there."""
-        self.update.wait(start)
-
     def offer(self, work: Work) -> None:
         """More gradients are there: enqueue the buckets that have all of theirs, in order."""
         if self.host is not None:
@@ -361,24 +348,21 @@ class Engine:
         host = self.host.buckets if self.host else []
         streamed = self.streamed.buckets if self.streamed else []
         self._gates = [
-            _GateUpdates(
+            (
+                gate is native or not gate.isdisjoint(resident),
+                [bucket for bucket in host if not gate.isdisjoint(bucket.indices)],
                 [i for i, bucket in enumerate(streamed) if not gate.isdisjoint(bucket.indices)],
-                resident=gate is native or not gate.isdisjoint(resident),
-                host=[i for i, b in enumerate(host) if not gate.isdisjoint(b.indices)],
             )
             for gate in gates
         ]
 
     def updated(self, gate: int) -> list[Event]:
         """Events after which the shards of a gate are as the last :meth:`run` leaves them."""
-        part = self._gates[gate]
-        events: list[Event | None] = []
-        if part.resident:
-            events.append(self._resident_updated)
-        if self.host is not None:
-            events += [self.host.buckets[index].written for index in part.host]
-        if part.streamed and self.streamed is not None:
-            events.append(self.streamed.updated(part.streamed))
+        is_resident, on_host, streamed = self._gates[gate]
+        events: list[Event | None] = [self._resident_updated] if is_resident else []
+        events += [bucket.written for bucket in on_host]
+        if streamed and self.streamed is not None:
+            events.append(self.streamed.updated(streamed))
         return [event for event in events if event is not None]
 
     def synchronize(self) -> None:
@@ -422,13 +406,13 @@ class Engine:
 
     def abort(self) -> None:
         """Forget an iteration that has begun in backward: everything is written anew."""
-        for lane in self._lanes:
+        for lane in self.lanes:
             lane.abort()
 
     def staging(self) -> list[Tensor]:
         """Slots, buckets that stay, scratch, staging rings: device memory that holds but copies of
         state after :meth:`flush`."""
-        return [self.scratch.memory, *(t for lane in self._lanes for t in lane.staging_buffers)]
+        return [self.scratch.memory, *(t for lane in self.lanes for t in lane.staging_buffers)]
 
     @property
     def staging_bytes(self) -> int:
@@ -443,30 +427,9 @@ class Engine:
 
     def follow(self, *events: Event) -> None:
         """Use device memory, and state there, only after ``events``."""
-        for stream in (self.update, *(s for lane in self._lanes for s in lane.streams)):
+        for stream in (self.update, *(s for lane in self.lanes for s in lane.streams)):
             for event in events:
                 stream.wait(event)
-
-    @property
-    def bucket_count(self) -> int:
-        """Units of update per step."""
-        return len(self.resident) + sum(len(lane.buckets) for lane in self._lanes)
-
-    @property
-    def moved_bytes(self) -> int:
-        """Bytes that the last step wrote back: by the host lane, gradients that it sent."""
-        return sum(lane.moved_bytes for lane in self._lanes)
-
-    @property
-    def fetched_bytes(self) -> int:
-        """Bytes that came to the device for the last step: what stays there does not."""
-        return sum(lane.fetched_bytes for lane in self._lanes)
-
-    def trust_shards(self) -> None:
-        """After a load: what the shards hold now is what the host lane last wrote."""
-        if self.host is not None:
-            for bucket in self.host.buckets:
-                bucket.trust_shards()
 
     def arena_statistics(self) -> list[ArenaStatistics]:
         """Of the state arena and, with a host lane, of its gradient ring."""
@@ -490,19 +453,14 @@ class Engine:
             param.tensors.clear()
             param.slices.clear()
         self.resident, self.streamed, self.host, self.native = [], None, None, None
-        self._without_scratch = []
+        self._without_scratch, self._gates = [], []
         self.scratch = Scratch(
             torch.empty(0, dtype=torch.uint8), StepPowers(0, torch.device("cpu"))
         )
 
 
 def _host_staging_sizes(dtype_groups: list[DtypeGroup], threads: int) -> HostStagingSizes:
-    """What the buffers of the host lane have to hold.
-
-    Args:
-        dtype_groups: those of the host lane.
-        threads: that update at once.
-    """
+    """What the buffers of the host lane, whose groups these are, have to hold."""
     layouts = [(s.layout, s.first) for s in dtype_groups]
     numel_bytes = [x.scratch_numel * param.compute_dtype.itemsize for x, param in layouts]
     shard_bytes = [x.scratch_numel * param.info.dtype.itemsize for x, param in layouts]
@@ -528,12 +486,7 @@ def _is_beside(dtype_groups: list[DtypeGroup]) -> bool:
 
 
 def host_threads(config: OffloadConfig, *, beside: bool) -> int:
-    """Threads of the host lane; a single one is worth a warning.
-
-    Args:
-        config: how many the user wants, if that was said.
-        beside: see :func:`.cores.thread_count`.
-    """
+    """Threads of the host lane; a single one is worth a warning. ``beside``: a streamed lane."""
     threads = thread_count(config.transfer.host_threads, beside=beside)
     if thread_count(config.transfer.host_threads) == 1:
         _log.warning(

@@ -59,16 +59,10 @@ class HostStagingSizes:
 
 
 def ring_depth(threads: int, *, bucket_numel: int, buckets: int, least: int) -> int:
-    """Gradient buffers such that host threads never run out of work.
+    """Gradient buffers such that host threads never run out of work; ``least`` for the transfers.
 
     One arrives. The others hold one and a half times as many units as there are threads: units
     end at different times, and a buffer is free only when all of its units have ended.
-
-    Args:
-        threads: that update at once.
-        bucket_numel: elements of a bucket.
-        buckets: how many there are; more buffers than that would stay empty.
-        least: lower bound, for the transfers.
     """
     units = max(1, -(-bucket_numel // UNIT_NUMEL))
     wanted = 1 + -(-3 * threads // (2 * units))
@@ -76,14 +70,8 @@ def ring_depth(threads: int, *, bucket_numel: int, buckets: int, least: int) -> 
 
 
 class HostStaging:
-    """Buffers between device and host, shared by all host buckets.
-
-    Args:
-        backend: of the device.
-        host: takes ``sizes.host_bytes``.
-        sizes: what the buffers have to hold.
-        across: how their contents, and masters, cross the link.
-    """
+    """Buffers between device and host, shared by all host buckets; what is in them, and masters,
+    cross the link by ``across``."""
 
     def __init__(
         self, backend: Backend, host: HostArena, sizes: HostStagingSizes, across: Copy

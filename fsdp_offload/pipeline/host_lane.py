@@ -60,21 +60,14 @@ class _Update:
 
 
 class HostLane:
-    """All host buckets, in order.
-
-    Args:
-        backend: where streams come from.
-        staging: shared by all buckets.
-        worker: the host threads.
-        setup: what a thread of the lane does first.
-    """
+    """All host buckets, in order; ``setup`` is what a thread of the lane does first."""
 
     def __init__(
         self,
         backend: Backend,
         staging: HostStaging,
         worker: Worker,
-        setup: Callable[[], None] = lambda: None,
+        setup: Callable[[], None],
     ) -> None:
         self.staging, self.worker = staging, worker
         self.buckets: list[HostBucket] = []
@@ -94,13 +87,10 @@ class HostLane:
     # ------------------------------------------------------------------ on the caller's thread
 
     def run(self, work: Work, start: Event, between: Callable[[], None]) -> Event | None:
-        """Update every bucket that has a gradient; returns when all of it is enqueued.
+        """Update every bucket that has a gradient, after ``start``; ends when all is enqueued.
 
-        Args:
-            work: this step.
-            start: the caller's stream when ``step()`` was called; gradients are ready there.
-            between: called once the first buckets are under way: others enqueue their work
-                there instead of waiting behind the host thread.
+        ``between`` is called once the first buckets are under way: the device lanes enqueue their
+        work there instead of waiting behind the host threads.
 
         Returns:
             The event after which all shards are written, or None if there was nothing to do.
@@ -121,13 +111,8 @@ class HostLane:
         return self._back.record()
 
     def offer(self, work: Work, *, complete: bool) -> None:
-        """Begin to update the buckets whose gradients are there; waits for none of it.
-
-        Args:
-            work: this iteration.
-            complete: all gradients that will come are there, so the rest is updated, without
-                buckets that have none.
-        """
+        """Begin to update the buckets whose gradients are there, waiting for none of it. When all
+        that will come are there (``complete``), the rest, without buckets that have none."""
         self._begin(work)
         left, self._left = self._left, []
         for bucket in left:

@@ -79,19 +79,15 @@ class Inventory:
         """Those that may get gradients."""
         return [placed for placed in self.parameters() if placed[0].requires_grad]
 
-    def schema(self, group: int, dtype: torch.dtype, *, on_host: bool) -> Schema:
-        """The schema of parameters of ``dtype`` in ``group``, made once per set of flags."""
-        values = self._optimizer.param_groups[group]
+    def _schema(self, values: dict[str, Any], dtype: torch.dtype, *, on_host: bool) -> Schema:
+        """Of parameters of ``dtype`` in a group of these values, made once per set of flags."""
         key = (signature(values), dtype, on_host)
         if key not in self._schemas:
-            self._schemas[key] = self._make_schema(values, dtype, on_host=on_host)
+            device = self._device
+            if on_host:
+                values, device = {**values, **host_flags(values)}, torch.device("cpu")
+            self._schemas[key] = schema_of(self._optimizer, values, dtype, device)
         return self._schemas[key]
-
-    def _make_schema(self, group: dict[str, Any], dtype: torch.dtype, *, on_host: bool) -> Schema:
-        if not on_host:
-            return schema_of(self._optimizer, group, dtype, self._device)
-        values = {**group, **host_flags(group)}
-        return schema_of(self._optimizer, values, dtype, torch.device("cpu"))
 
     def plan(
         self, added: list[Placed], *, first: bool, lanes: Mapping[Tensor, Lane] | None = None
@@ -176,7 +172,8 @@ class Inventory:
             )
         schema = Schema((), elementwise=False)
         if not native:
-            schema = self.schema(group, compute, on_host=False)
+            values = self._optimizer.param_groups[group]
+            schema = self._schema(values, compute, on_host=False)
         form = master_form("resident", info.dtype, compute)
         per_numel = bytes_per_element(schema, form, compute, self._config)
         return ParamSpec(
@@ -200,7 +197,8 @@ class Inventory:
     def _state(self, parameter: Tensor, group: int, spec: ParamSpec, lane: Lane) -> ParamState:
         info = dtensor.shard_info(parameter, spec.fqn)
         compute = self._config.compute_dtype(info.dtype)
-        schema = self.schema(group, compute, on_host=lane == "host")
+        values = self._optimizer.param_groups[group]
+        schema = self._schema(values, compute, on_host=lane == "host")
         form = master_form(lane, info.dtype, compute)
         moments = moments_of(schema, compute, self._config.moments)
         cuttable, cut_numel = cut_at(info, lane, elementwise=schema.elementwise)
@@ -235,7 +233,7 @@ class Inventory:
         for param in params:
             key = (param.group, param.compute_dtype, param.lane == "host")
             if key not in checked:
-                checked[key] = self.schema(*key[:2], on_host=key[2])
+                checked[key] = self.schema(param, self._optimizer.param_groups[param.group])
             if not (missing := missing_kinds(param, checked[key])):
                 continue
             outgrown = True
@@ -247,9 +245,9 @@ class Inventory:
                 )
         return outgrown
 
-    def schema_under(self, param: ParamState, group: dict[str, Any]) -> Schema:
-        """The schema that ``param`` would have under other group values."""
-        return self._make_schema(group, param.compute_dtype, on_host=param.lane == "host")
+    def schema(self, param: ParamState, values: dict[str, Any]) -> Schema:
+        """What ``param`` has in a group of these values."""
+        return self._schema(values, param.compute_dtype, on_host=param.lane == "host")
 
 
 def missing_kinds(param: ParamState, schema: Schema) -> list[str]:

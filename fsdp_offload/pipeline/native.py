@@ -1,15 +1,11 @@
-"""What is updated as the class does it, on the device, with the state that the class makes.
-
-:class:`NativeUpdate`: parameters of torch's classes whose state :mod:`..update.schema` does not
-declare (tensor-subclass shards, Adafactor). A shadow steps the parameters themselves, whole.
-
-:class:`OwnStep`: a class that is not torch's. Its own methods run, on the optimizer itself.
+"""What is updated as the class does it, on the device, with the state that the class makes:
+parameters of torch's classes whose state :mod:`..update.schema` does not declare (tensor-subclass
+shards, Adafactor). A shadow steps the parameters themselves, whole.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -56,45 +52,20 @@ class NativeUpdate:
             self._step(self._shadow)
 
 
-class OwnStep:
-    """An optimizer whose class is not torch's, left to its own methods.
-
-    Args:
-        optimizer: the wrapped optimizer; what its instance has in place of its methods is passed
-            over.
-    """
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = optimizer
-
-    def step(self, closure: Callable[[], Any] | None) -> Any:
-        """The class's ``step``, on the caller's stream; hooks are the wrapper's to run."""
-        step = raw_step(type(self._optimizer))
-        return step(self._optimizer) if closure is None else step(self._optimizer, closure)
-
-    def call(self, method: str, *args: Any) -> Any:
-        """Another method of the class."""
-        return getattr(type(self._optimizer), method)(self._optimizer, *args)
-
-    def warn(self, config: OffloadConfig, device: torch.device) -> None:
-        """Say that nothing is offloaded, unless nothing was to be."""
-        if config.offload_fraction == 0:
-            return
-        parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
-        local = [dtensor.local(p) for p in parameters]
-        _log.warning(
-            "%s is not a class of torch.optim: it runs its own step, and its state stays on %s "
-            "(%d parameters of %d bytes on this rank, and as much again for each state tensor of "
-            "their shape and dtype). If each element's update depends on that element alone, "
-            "HybridDeviceOptimizer(..., elementwise=True) offloads the state",
-            type(self._optimizer).__name__,
-            device,
-            len(local),
-            sum(p.numel() * p.itemsize for p in local),
-        )
-
-
-def native_bytes(parameters: Iterable[Tensor], state: States) -> int:
-    """Bytes of the state tensors of ``parameters`` on this rank."""
-    values = [v for p in parameters for v in state.get(p, {}).values() if isinstance(v, Tensor)]
-    return sum(v.numel() * v.itemsize for v in values)
+def warn_that_state_stays(
+    optimizer: Optimizer, config: OffloadConfig, device: torch.device
+) -> None:
+    """Say of a class that runs its own step that nothing is offloaded, unless nothing was to be."""
+    if config.offload_fraction == 0:
+        return
+    local = [dtensor.local(p) for group in optimizer.param_groups for p in group["params"]]
+    _log.warning(
+        "%s is not a class of torch.optim: it runs its own step, and its state stays on %s "
+        "(%d parameters of %d bytes on this rank, and as much again for each state tensor of "
+        "their shape and dtype). If each element's update depends on that element alone, "
+        "HybridDeviceOptimizer(..., elementwise=True) offloads the state",
+        type(optimizer).__name__,
+        device,
+        len(local),
+        sum(p.numel() * p.itemsize for p in local),
+    )

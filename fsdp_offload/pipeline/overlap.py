@@ -120,14 +120,8 @@ class Times:
 
 
 class Overlap:
-    """Gates, spent gradients, and the iteration that has begun in backward.
-
-    Args:
-        owner: the optimizer; not kept alive.
-        groups: of its models.
-        backend: where streams come from.
-        in_backward: whether gradients are taken in backward.
-    """
+    """Gates, spent gradients, and the iteration that has begun in backward. The owner is not kept
+    alive; with ``in_backward`` gradients are taken in backward."""
 
     def __init__(
         self, owner: Owner, groups: Sequence[Group], backend: Backend, *, in_backward: bool
@@ -144,8 +138,10 @@ class Overlap:
         self._watched: Times | None = None
         self.work: Work | None = None
         """The iteration that has begun in backward; ``step()`` ends it."""
-        ends = [group.watch(i, self, backend) for i, group in enumerate(groups)]
-        self.unwatch: Callable[[], None] = weakref.finalize(self, _call_all, ends)
+        ends = contextlib.ExitStack()
+        for index, group in enumerate(groups):
+            ends.callback(group.watch(index, self, backend))
+        self.unwatch: Callable[[], object] = weakref.finalize(self, ends.close)
 
     def attach(self, params: Sequence[ParamState], engines: Sequence[Engine]) -> None:
         """Tell gates and engines of each other, whenever parameters are added."""
@@ -380,11 +376,6 @@ def _wait(find: Callable[[], Overlap | None], index: int) -> None:
         overlap.before_use(index)
 
 
-def _call_all(calls: Sequence[Callable[[], None]]) -> None:
-    for call in calls:
-        call()
-
-
 def can_overlap(inner: Optimizer) -> bool:
     """Whether its updates may run beside other work: slice by slice, without a collective."""
     return is_torch_class(inner) and not works_on_matrices(inner)
@@ -413,8 +404,7 @@ def make_overlap(
     """What ``config.overlap`` asks for; None where ``step()`` waits for everything.
 
     Raises:
-        ConfigError: there is nothing that the updates could be hidden under, or ``inner`` cannot
-            be updated slice by slice.
+        ConfigError: no FSDP2 module, or ``inner`` cannot be updated slice by slice.
     """
     mode = config.overlap
     if mode == "step":
