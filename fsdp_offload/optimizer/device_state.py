@@ -170,7 +170,8 @@ class DeviceState:
     def device_tensors(self) -> list[tuple[str, Tensor]]:
         """See :class:`.Offloadable`. Without weights and gradients, which a class may keep in its
         state and which are not the optimizer's to move."""
-        params, shown, device = self._reserved.params, self._view.shown, self._reserved.device
+        params, shown = self._reserved.params, self._view.shown
+        device = self._reserved.backend.device
         foreign: set[int] = set()
         for parameter in {*shown, *(param.parameter for param in params)}:
             for tensor in (parameter, parameter.grad):

@@ -161,20 +161,13 @@ class HybridDeviceOptimizer(Optimizer):
         self._steps_itself = not (elementwise or is_torch_class(optimizer))
         self._overlap: Overlap | None = None
         self._memory = DeviceMemory(backend) if config.device_memory == "auto" else None
+        # It ends all work while masters can see the weights.
+        finish, adopt = self._finish, self._adopt_while_away
         self._device_state = DeviceState(
-            self._reserved,
-            self._view,
-            self._config.transfer,
-            finish=self._finish,  # while masters can see the weights
-            adopt=self._adopt_while_away,
+            self._reserved, self._view, config.transfer, finish=finish, adopt=adopt
         )
         self._masters = Masters(
-            optimizer,
-            self._life,
-            self._reserved,
-            self._view,
-            self._device_state,
-            drain=self._drain_quietly,
+            self._life, self._reserved, self._view, self._device_state, self._drain_quietly
         )
         self._named_masters = False
         self._had_gradient = False  # of any parameter, in any step
@@ -578,7 +571,7 @@ class HybridDeviceOptimizer(Optimizer):
     @property
     def device(self) -> torch.device:
         """Where the shards live."""
-        return self._reserved.device
+        return self._reserved.backend.device
 
     def _checked_groups(self, saved: loading.Groups) -> loading.Groups:
         reserved = self._reserved

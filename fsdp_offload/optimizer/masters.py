@@ -35,14 +35,13 @@ class Masters:
 
     def __init__(
         self,
-        inner: torch.optim.Optimizer,
         life: Lifecycle,
         reserved: Reservation,
         view: StateView,
         device_state: DeviceState,
         drain: Callable[[], None],
     ) -> None:
-        self._inner, self._life, self._reserved, self._view = inner, life, reserved, view
+        self._life, self._reserved, self._view = life, reserved, view
         self._device_state, self._drain = device_state, drain
         self.come_with_weights = False
         """From a load of the optimizer's state to the next step: weights loaded meanwhile are those
@@ -93,7 +92,7 @@ class Masters:
 
     def forget_frozen(self) -> None:
         """Drop masters that were loaded for parameters which are not trained now."""
-        if not is_torch_class(self._inner):
+        if not is_torch_class(self._reserved.inner):
             return  # its state may have entries of these names
         for shown in self._view.unmanaged(self._reserved.params).values():
             for form in (MasterForm.REMAINDER, MasterForm.WHOLE):

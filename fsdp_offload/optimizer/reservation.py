@@ -34,7 +34,7 @@ class Reservation:
         backend: Backend,
         view: StateView,
     ) -> None:
-        self._inner, self._models, self.config, self._view = inner, models, config, view
+        self.inner, self._models, self.config, self._view = inner, models, config, view
         self.backend = backend
         self.engines: list[Engine] = []
         self.params: list[ParamState] = []
@@ -44,7 +44,7 @@ class Reservation:
         self.inventory = self._new_inventory()
 
     def _new_inventory(self) -> Inventory:
-        return Inventory(self._inner, self._models, self.config, self.backend.device)
+        return Inventory(self.inner, self._models, self.config, self.backend.device)
 
     # ------------------------------------------------------------------ reserving
 
@@ -80,7 +80,7 @@ class Reservation:
         taken = sum(engine.own_bytes for engine in self.engines)
         with torch.no_grad():
             engine = Engine(
-                self._inner,
+                self.inner,
                 everything,
                 params,
                 natives,
@@ -109,7 +109,7 @@ class Reservation:
 
     def take_over(self) -> None:
         """Copy state that the wrapped optimizer already has; it drops its own afterwards."""
-        state = self._inner.state
+        state = self.inner.state
         managed = {param.parameter for param in self.params}
         for param in self.params:
             state_io.check(param, state.get(param.parameter, {}))
@@ -136,7 +136,7 @@ class Reservation:
 
     def exchange(self, config: OffloadConfig) -> None:
         """As at construction, for the parameters that the groups have now; there is no state."""
-        groups = self._inner.param_groups
+        groups = self.inner.param_groups
         self.backend = backend_of(p for group in groups for p in group["params"])
         self.config = config
         self.close()
@@ -153,11 +153,6 @@ class Reservation:
         self.engines, self.params, self.never_have_gradients = [], [], []
 
     # ------------------------------------------------------------------ all engines
-
-    @property
-    def device(self) -> torch.device:
-        """Where the shards are."""
-        return self.backend.device
 
     def mastered(self) -> list[ParamState]:
         """Parameters whose fp32 master is not the shard itself."""

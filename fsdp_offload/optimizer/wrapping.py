@@ -83,18 +83,12 @@ def _refuse_facade(optimizer: object) -> None:
         parameters = {id(p) for group in mine for p in group["params"]}
         if not any(id(p) in parameters for group in held.param_groups for p in group["params"]):
             continue
+        reason = "it calls the step of the optimizer that it holds, and that one keeps the state"
+        remedy = f"wrap that one: optimizer.{name} = HybridDeviceOptimizer(optimizer.{name}, model)"
         if getattr(held, "is_offloaded", False):
-            raise ConfigError(
-                f"{type(optimizer).__name__} around a wrapped optimizer",
-                reason="it is wrapped already",
-                remedy="use it as it is",
-            )
-        raise ConfigError(
-            f"{type(optimizer).__name__} around {type(held).__name__}",
-            reason="it calls the step of the optimizer that it holds, and that one keeps the state",
-            remedy=f"wrap that one: optimizer.{name} = "
-            f"HybridDeviceOptimizer(optimizer.{name}, model)",
-        )
+            reason, remedy = "it is wrapped already", "use it as it is"
+        what = f"{type(optimizer).__name__} around {type(held).__name__}"
+        raise ConfigError(what, reason=reason, remedy=remedy)
 
 
 def check_holds(optimizer: Optimizer, models: Sequence[nn.Module]) -> None:

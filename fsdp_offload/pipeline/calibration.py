@@ -55,13 +55,8 @@ def measure_rates(
     *,
     effort: Effort | None = None,
 ) -> Rates:
-    """The rates of this machine. Collective over ``groups``.
-
-    Args:
-        backend: the device.
-        transfer: how host memory is obtained, and the host lane's threads.
-        groups: of the meshes that the parameters live on, in one order on all of their ranks.
-        effort: memory and time.
+    """The rates of this machine. Collective over ``groups``: of the meshes that the parameters live
+    on, in one order on all of their ranks.
 
     Raises:
         DeviceError: a rank could not measure; all ranks of ``groups`` raise it.
@@ -151,8 +146,8 @@ class Probe:
         for _ in range(count):
             index = 2 * self._sent % len(self._chunks)
             (host_in, device_in), (host_out, device_out) = self._chunks[index : index + 2]
-            self._h2d.launch(_copy_chunk, device_in, host_in)
-            self._d2h.launch(_copy_chunk, host_out, device_out)
+            self._h2d.copy([device_in], [host_in])
+            self._d2h.copy([host_out], [device_out])
             self._sent += 1
         self._h2d.synchronize()
         self._d2h.synchronize()
@@ -213,10 +208,6 @@ class Probe:
         self._steps, self._chunks = [], []
         for arena in self._arenas:
             arena.close()
-
-
-def _copy_chunk(target: Tensor, source: Tensor) -> None:
-    target.copy_(source, non_blocking=True)
 
 
 def _adamw_step(memory: Tensor) -> Callable[[], object]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -18,7 +19,7 @@ from ..core.config import OffloadConfig
 from ..core.errors import DeviceMemoryError
 from ..memory import ArenaStatistics, HostArena, check_host_budget, local_ranks
 from ..plan import Kind, Layout, Slice, make_layout
-from ..plan.lanes import is_beside
+from ..plan.lanes import FEW_STREAMED
 from ..plan.layout import align
 from ..plan.residency import choose
 from ..update.bucket import BucketUpdate, Scratch
@@ -477,12 +478,11 @@ def _host_staging_sizes(dtype_groups: list[DtypeGroup], threads: int) -> HostSta
 
 
 def _is_beside(dtype_groups: list[DtypeGroup]) -> bool:
-    """See :func:`.plan.lanes.is_beside`."""
-
-    def payload_bytes(lane: str) -> int:
-        return sum(s.layout.payload_bytes for s in dtype_groups if s.first.lane == lane)
-
-    return is_beside(payload_bytes("streamed"), payload_bytes("host"))
+    """Whether the streamed lane counts beside the host lane: see :data:`.FEW_STREAMED`."""
+    n_bytes = Counter[str]()
+    for group in dtype_groups:
+        n_bytes[group.first.lane] += group.layout.payload_bytes
+    return n_bytes["streamed"] > n_bytes["host"] * FEW_STREAMED
 
 
 def host_threads(config: OffloadConfig, *, beside: bool) -> int:

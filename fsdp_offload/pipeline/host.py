@@ -78,23 +78,19 @@ class HostStaging:
     ) -> None:
         numel_bytes, depth = sizes.numel_bytes, sizes.depth
         self.depth = depth
-        # On the device, each used by one stream: on the way out gradients and copies of the shards,
-        # on the way back masters and what is written into the shards.
+        # On the device, each used by one stream and of no content between steps: on the way out
+        # gradients and copies of the shards, on the way back masters and what goes into shards.
         self.gradients = backend.allocate(numel_bytes)
         self.observed = backend.allocate(sizes.shard_bytes)
         self.masters = backend.allocate(numel_bytes)
         self.rounded = backend.allocate(sizes.shard_bytes)
+        self.on_device = [self.gradients, self.observed, self.masters, self.rounded]
         self.across = across
         self.flag_memory = host.tensor(depth * numel_bytes, depth * FLAG_STRIDE, FLAG_DTYPE)
         self.host_gradients = [
             host.tensor(i * numel_bytes, numel_bytes, torch.uint8) for i in range(depth)
         ]
         self.host_user: list[Outcome | None] = [None] * depth  # last update of a host buffer
-
-    @property
-    def on_device(self) -> list[Tensor]:
-        """Device memory that holds nothing between steps."""
-        return [self.gradients, self.observed, self.masters, self.rounded]
 
 
 @dataclass(frozen=True)

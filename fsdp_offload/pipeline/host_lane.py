@@ -40,7 +40,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..core.backend import Backend, Event, PendingEvent, Stream
+from ..core.backend import Backend, Event, PendingEvent
 from ..core.errors import LaneError
 from ..update.params import Work
 from .host import HostBucket, HostStaging
@@ -83,6 +83,8 @@ class HostLane:
         self._work: weakref.ref[Work] | None = None  # the iteration that has begun
         self._left: list[HostBucket] = []  # buckets of it that were not offered yet
         self.moved_bytes = 0  # per direction, in the last iteration
+        self.streams = (self._out, self._back)  # those that use staging buffers and shards
+        self.staging_buffers = staging.on_device
 
     # ------------------------------------------------------------------ on the caller's thread
 
@@ -180,16 +182,6 @@ class HostLane:
             self._back.synchronize()
         if self._failure is not None:
             raise self._failure
-
-    @property
-    def streams(self) -> Sequence[Stream]:
-        """Those that use the staging buffers and the shards."""
-        return (self._out, self._back)
-
-    @property
-    def staging_buffers(self) -> list[Tensor]:
-        """Device memory that holds nothing between steps."""
-        return self.staging.on_device
 
     @property
     def fetched_bytes(self) -> int:

@@ -16,7 +16,7 @@ from ..core.backend import backend_for
 from ..core.config import Lane, OffloadConfig
 from ..core.errors import DeviceError, StateSchemaError, UnsupportedParameterError
 from ..core.fsdp import fsdp_parameters
-from ..plan import ParamSpec, Rates, choose_lanes, wants_rates
+from ..plan import ParamSpec, choose_lanes, wants_rates
 from ..update.moments import moments_of
 from ..update.params import ParamState, bytes_per_element, cut_at, master_form, state_kinds
 from ..update.schema import (
@@ -132,23 +132,15 @@ class Inventory:
             else:
                 config = replace(config, update_on="device")
         some = [specs[parameter] for parameter in ordered]
-        rates = None
+        rates = None  # on CPU tensors, and where measuring fails, all is streamed
         # The same decision on all ranks: it depends on global sizes only.
-        if wants_rates(some, config):
-            rates = self._rates(ordered)
-        lanes = choose_lanes(some, config, rates)
-        return dict(zip(ordered, lanes, strict=True))
-
-    def _rates(self, parameters: list[Tensor]) -> Rates | None:
-        """Measured; or ``None`` on CPU tensors and where it failed: all is streamed then."""
-        if self._device.type == "cpu":
-            return None
-        groups = dtensor.mesh_groups(parameters)
-        try:
-            return measure_rates(backend_for(self._device), self._config.transfer, groups)
-        except DeviceError as error:
-            _log.warning('update_on="auto" streams all offloaded state: %s', error)
-            return None
+        if wants_rates(some, config) and self._device.type != "cpu":
+            try:
+                groups = dtensor.mesh_groups(ordered)
+                rates = measure_rates(backend_for(self._device), config.transfer, groups)
+            except DeviceError as error:
+                _log.warning('update_on="auto" streams all offloaded state: %s', error)
+        return dict(zip(ordered, choose_lanes(some, config, rates), strict=True))
 
     def _in_update_order(self, added: list[Placed]) -> list[Placed]:
         """Outside FSDP first, then the models' order, then the rest as given."""
@@ -170,24 +162,25 @@ class Inventory:
                 reason=f"what {type(self._optimizer).__name__} does with it is not known",
                 remedy="leave elementwise=True out: the class then runs its own step on the device",
             )
-        schema = Schema((), elementwise=False)
+        values, schema = self._optimizer.param_groups[group], Schema((), elementwise=False)
         if not native:
-            values = self._optimizer.param_groups[group]
             schema = self._schema(values, compute, on_host=False)
         form = master_form("resident", info.dtype, compute)
         per_numel = bytes_per_element(schema, form, compute, self._config)
+        is_fast = self._is_fast_on_host(values, schema, compute)
         return ParamSpec(
             fqn=fqn,
             global_bytes=int(info.global_numel * per_numel),
             max_local_bytes=int(info.max_local_numel * per_numel),
             must_stay=native,
             whole=not schema.elementwise,
-            host_numel=info.max_local_numel if self._is_fast_on_host(group, schema, compute) else 0,
+            host_numel=info.max_local_numel if is_fast else 0,
         )
 
-    def _is_fast_on_host(self, group: int, schema: Schema, compute: torch.dtype) -> bool:
+    def _is_fast_on_host(
+        self, values: dict[str, Any], schema: Schema, compute: torch.dtype
+    ) -> bool:
         """Whether the host lane would run a fused fp32 kernel, which rates are measured with."""
-        values = self._optimizer.param_groups[group]
         fused, foreach = values.get("fused"), values.get("foreach")
         chosen = bool(fused) or (fused is None and foreach is None)
         single = {compute, self._config.moments or compute} == {torch.float32}

@@ -49,22 +49,18 @@ REORDER_AFTER: Final = frozenset((3, 6, 12, 48))
 class Owner(Protocol):
     """The optimizer, as the hooks see it."""
 
-    def _failing(self, what: str) -> contextlib.AbstractContextManager[None]:
-        """An exception inside makes the optimizer failed."""
-        ...
+    # An exception inside makes the optimizer failed.
+    def _failing(self, what: str) -> contextlib.AbstractContextManager[None]: ...
 
-    def _begin_in_backward(self) -> Work:
-        """An iteration whose first gradients have arrived. More state may be reserved for it, and
-        :meth:`Overlap.attach` called."""
-        ...
+    # An iteration whose first gradients have arrived. More state may be reserved for it, and
+    # Overlap.attach called.
+    def _begin_in_backward(self) -> Work: ...
 
-    def _check_usable(self) -> None:
-        """Raise where an update has failed."""
-        ...
+    # Raises where an update has failed.
+    def _check_usable(self) -> None: ...
 
-    def _check_present(self, what: str) -> None:
-        """Raise where an update has failed, or ``what`` needs memory that is offloaded."""
-        ...
+    # Raises where an update has failed, or ``what`` needs memory that is offloaded.
+    def _check_present(self, what: str) -> None: ...
 
 
 @dataclass(eq=False)
@@ -252,9 +248,8 @@ class Overlap:
         if not self._in_backward:
             return [0.0] * len(self.gates)
         sizes = [float(sum(r.spec.state_bytes for r in gate.params)) for gate in self.gates]
-        return assumed_ready_ms(
-            sizes, sum(sizes) * ASSUMED_MS_PER_BYTE, backward_share=ASSUMED_BACKWARD_SHARE
-        )
+        link_ms = sum(sizes) * ASSUMED_MS_PER_BYTE
+        return assumed_ready_ms(sizes, link_ms * ASSUMED_BACKWARD_SHARE)
 
     def _reorder_when_measured(self) -> None:
         """Follow the times of an earlier iteration, as soon as the device has gone through it."""

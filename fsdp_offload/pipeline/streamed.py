@@ -162,6 +162,7 @@ class StreamedLane:
         self._h2d: Stream = self._shared_h2d or backend.stream("h2d")
         self._update = update
         self._d2h = backend.stream("d2h")
+        self.streams = (self._h2d, self._d2h)  # those that use the slots, beside that of updates
         self._free: list[Event | None] = [None] * len(slots)
         self._arrived: list[Event | None] = [None] * len(slots)
         self._head = 0  # next position to be updated
@@ -428,11 +429,6 @@ class StreamedLane:
     def synchronize(self) -> None:
         """Block until updates have run, and what travels is back in the arena."""
         self._d2h.synchronize()
-
-    @property
-    def streams(self) -> Sequence[Stream]:
-        """Those that use the slots, beside the one of updates."""
-        return (self._h2d, self._d2h)
 
     def finish_transfers(self) -> None:
         """Block until nothing reads or writes the arena and the slots any more."""

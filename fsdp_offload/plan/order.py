@@ -101,19 +101,12 @@ def slot_use(staying: Sequence[bool], slots: int) -> SlotUse:
     return SlotUse(tuple(used), tuple(reach))
 
 
-def assumed_ready_ms(
-    sizes: Sequence[float], total_ms: float, *, backward_share: float
-) -> list[float]:
-    """When gradients come before anything was measured.
-
-    Args:
-        sizes: of the parts, in the order of the forward; the backward takes time in proportion.
-        total_ms: how long the link needs for all of them.
-        backward_share: the backward's duration over ``total_ms``.
-    """
+def assumed_ready_ms(sizes: Sequence[float], backward_ms: float) -> list[float]:
+    """When gradients come before anything was measured: the backward takes time in proportion to
+    ``sizes``, which are in the order of the forward."""
     whole = sum(sizes) or 1.0
     ready, left = [], whole
     for size in sizes:
-        ready.append(left / whole * total_ms * backward_share)
+        ready.append(left / whole * backward_ms)
         left -= size
     return ready
