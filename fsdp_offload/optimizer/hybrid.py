@@ -43,20 +43,19 @@ from ..core.progress import is_rank_0
 from ..memory.transfer import Handle
 from ..pipeline.gradients import count_empty_shards, gradient_of
 from ..pipeline.inventory import Placed
-from ..pipeline.native import warn_that_state_stays
 from ..pipeline.overlap import Overlap, make_overlap, with_overlap
 from ..update import state as state_io
 from ..update.params import Snapshot, Work
 from ..update.schema import check_supported, is_torch_class, raw_step
 from ..update.shadow import step_idle_groups
-from . import clipping, loading
+from . import clipping
 from .checkpoint_view import CheckpointView
 from .device_memory import DeviceMemory
 from .device_state import DeviceState
 from .lifecycle import Lifecycle
 from .masters import Masters, remove_all, watch_loads, watch_reads
 from .reservation import Reservation
-from .state_view import StateView
+from .state_view import Groups, StateView, checked_groups, match, name_masters
 from .statistics import Statistics, gather
 from .timeline import record
 from .wrapping import (
@@ -68,6 +67,7 @@ from .wrapping import (
     forward_bound_steps,
     make_inert,
     ordinary_tensors,
+    warn_that_state_stays,
 )
 
 _log = logging.getLogger("fsdp_offload")
@@ -484,7 +484,7 @@ class HybridDeviceOptimizer(Optimizer):
             return type(self._inner).state_dict(self._inner)
         if not self._named_masters:
             self._named_masters = True
-            loading.name_masters(self._reserved.params)
+            name_masters(self._reserved.params)
         return super().state_dict()  # reads self.state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -507,13 +507,8 @@ class HybridDeviceOptimizer(Optimizer):
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             replaced = pre_hook(self, loaded)
             loaded = loaded if replaced is None else replaced
-        ids = loading.match_ids(self.param_groups, loaded)
-        params, saved = self._reserved.params, loaded["state"]
-        # Where a flattened checkpoint lacks an entry, torch's unflattening puts an empty dict.
-        values: Sequence[Mapping[str, Any]] = [
-            {n: v for n, v in saved.get(ids[p.parameter], {}).items() if not isinstance(v, dict)}
-            for p in params
-        ]
+        params, saved = self._reserved.params, loaded.get("state")
+        ids, values = match(self.param_groups, loaded, params)
         groups = self._checked_groups(loaded["param_groups"])
         for param, found in zip(params, values, strict=True):
             state_io.check(param, found)
@@ -554,9 +549,7 @@ class HybridDeviceOptimizer(Optimizer):
             NonFiniteGradientError: if asked for, where the norm is not finite.
         """
         self._life.check()
-        gradients = clipping.gradients_of(
-            [p for group in self.param_groups for p in group["params"]]
-        )
+        gradients = clipping.gradients_of(p for g in self.param_groups for p in g["params"])
         norm = clipping.total_norm(gradients, norm_type, error_if_nonfinite=error_if_nonfinite)
         clipping.scale(gradients, clipping.coefficient(norm, max_norm))
         return norm
@@ -573,9 +566,9 @@ class HybridDeviceOptimizer(Optimizer):
         """Where the shards live."""
         return self._reserved.backend.device
 
-    def _checked_groups(self, saved: loading.Groups) -> loading.Groups:
+    def _checked_groups(self, saved: Groups) -> Groups:
         reserved = self._reserved
-        return loading.checked_groups(self.param_groups, saved, reserved.inventory, reserved.params)
+        return checked_groups(self.param_groups, saved, reserved.inventory, reserved.params)
 
     def synchronize(self) -> None:
         """Block until parameters and state are final and host memory may be read."""

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ..core import dtensor
+from ..core.config import OffloadConfig
 from ..core.errors import ConfigError, StateSchemaError
 from ..core.fsdp import fsdp_parameters
 from ..update.schema import check_supported, make_shadow, raw_step
@@ -122,6 +123,25 @@ def check_holds(optimizer: Optimizer, models: Sequence[nn.Module]) -> None:
         what,
         reason="the optimizer was built from the parameters of another module",
         remedy="pass the module whose parameters() the optimizer was built from",
+    )
+
+
+def warn_that_state_stays(
+    optimizer: Optimizer, config: OffloadConfig, device: torch.device
+) -> None:
+    """Say of a class that runs its own step that nothing is offloaded, unless nothing was to be."""
+    if config.offload_fraction == 0:
+        return
+    local = [dtensor.local(p) for group in optimizer.param_groups for p in group["params"]]
+    _log.warning(
+        "%s is not a class of torch.optim: it runs its own step, and its state stays on %s "
+        "(%d parameters of %d bytes on this rank, and as much again for each state tensor of "
+        "their shape and dtype). If each element's update depends on that element alone, "
+        "HybridDeviceOptimizer(..., elementwise=True) offloads the state",
+        type(optimizer).__name__,
+        device,
+        len(local),
+        sum(p.numel() * p.itemsize for p in local),
     )
 
 

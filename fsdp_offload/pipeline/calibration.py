@@ -28,9 +28,8 @@ from ..core.config import MIB, TransferConfig
 from ..core.errors import DeviceError
 from ..memory import HostArena
 from ..plan import Rates
-from .cores import thread_count
 from .host import UNIT_NUMEL
-from .worker import ThreadPool
+from .worker import ThreadPool, thread_count
 
 _log = logging.getLogger("fsdp_offload")
 

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,17 +26,17 @@ from ..plan.residency import choose
 from ..update.bucket import BucketUpdate, Scratch
 from ..update.one_kernel import StepPowers
 from ..update.params import MasterForm, ParamState, Snapshot, Work
-from ..update.schema import is_torch_class
+from ..update.schema import is_torch_class, make_shadow, raw_step
 from ..update.state import fill_initial, write_master
-from .cores import thread_count, thread_setup
 from .host import HostBucket, HostStaging, HostStagingSizes, ring_depth
 from .host_lane import HostLane
 from .link import copier
-from .native import NativeUpdate, States
 from .streamed import StreamedBucket, StreamedLane, device_bytes_of, preferred
-from .worker import InlineWorker, ThreadPool, Worker
+from .worker import InlineWorker, ThreadPool, Worker, thread_count, thread_setup
 
 _log = logging.getLogger("fsdp_offload")
+
+States = dict[Tensor, dict[str, Any]]
 
 HOST_DEPTH = 6
 """Least number of gradient buffers of the host lane in host memory."""
@@ -81,6 +82,38 @@ def make_dtype_groups(params: Sequence[ParamState], config: OffloadConfig) -> li
             stop = layout.arena_stop
         dtype_groups.append(DtypeGroup(params, layout))
     return dtype_groups
+
+
+class NativeUpdate:
+    """What is updated as the class does it, on the device, with the state that the class makes:
+    parameters of torch's classes whose state :mod:`..update.schema` does not declare (of a tensor
+    subclass, Adafactor's). A shadow steps the parameters themselves, whole.
+
+    Args:
+        optimizer: the wrapped optimizer.
+        placed: (parameter, index of its param_group), in order.
+        state: what the optimizer shows as its state; the class reads and writes it itself, so
+            what the caller puts there or deletes counts as it does without wrapping.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, placed: list[tuple[Tensor, int]], state: States
+    ) -> None:
+        self.parameters = [parameter for parameter, _ in placed]
+        self._indices = sorted({group for _, group in placed})
+        groups: list[dict[str, Any]] = [
+            {"params": [p for p, group in placed if group == index]} for index in self._indices
+        ]
+        self._shadow = make_shadow(optimizer, groups)
+        self._step = raw_step(type(optimizer))
+        self._shadow.__dict__["state"] = state
+
+    def run(self, snapshot: Snapshot) -> None:
+        """Step every parameter that has a gradient."""
+        for group, index in zip(self._shadow.param_groups, self._indices, strict=True):
+            group.update(snapshot.groups[index])
+        with torch.no_grad():
+            self._step(self._shadow)
 
 
 class Engine:

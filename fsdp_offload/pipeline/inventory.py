@@ -16,7 +16,7 @@ from ..core.backend import backend_for
 from ..core.config import Lane, OffloadConfig
 from ..core.errors import DeviceError, StateSchemaError, UnsupportedParameterError
 from ..core.fsdp import fsdp_parameters
-from ..plan import ParamSpec, choose_lanes, wants_rates
+from ..plan import ParamSpec, Rates, choose_lanes, wants_rates
 from ..update.moments import moments_of
 from ..update.params import ParamState, bytes_per_element, cut_at, master_form, state_kinds
 from ..update.schema import (
@@ -96,8 +96,7 @@ class Inventory:
 
         Args:
             added: new parameters, in the order of the groups.
-            first: whether they are the ones given at construction; an explicit list of lanes
-                speaks of those only.
+            first: they are the ones given at construction, of which a list of lanes speaks.
             lanes: theirs, where they had some before; those without are native.
         """
         self._name_missing()
@@ -132,15 +131,20 @@ class Inventory:
             else:
                 config = replace(config, update_on="device")
         some = [specs[parameter] for parameter in ordered]
-        rates = None  # on CPU tensors, and where measuring fails, all is streamed
         # The same decision on all ranks: it depends on global sizes only.
-        if wants_rates(some, config) and self._device.type != "cpu":
-            try:
-                groups = dtensor.mesh_groups(ordered)
-                rates = measure_rates(backend_for(self._device), config.transfer, groups)
-            except DeviceError as error:
-                _log.warning('update_on="auto" streams all offloaded state: %s', error)
+        rates = self._rates(ordered) if wants_rates(some, config) else None
         return dict(zip(ordered, choose_lanes(some, config, rates), strict=True))
+
+    def _rates(self, parameters: list[Tensor]) -> Rates | None:
+        """Measured; or ``None`` on CPU tensors and where it failed: all is streamed then."""
+        if self._device.type == "cpu":
+            return None
+        groups = dtensor.mesh_groups(parameters)
+        try:
+            return measure_rates(backend_for(self._device), self._config.transfer, groups)
+        except DeviceError as error:
+            _log.warning('update_on="auto" streams all offloaded state: %s', error)
+            return None
 
     def _in_update_order(self, added: list[Placed]) -> list[Placed]:
         """Outside FSDP first, then the models' order, then the rest as given."""

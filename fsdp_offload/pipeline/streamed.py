@@ -229,14 +229,9 @@ class StreamedLane:
     def arrange(
         self, order: Sequence[int], staying: Collection[int], slots: int | None = None
     ) -> None:
-        """From the next iteration on buckets pass in this order, and these stay on the device.
-
-        Waits for all transfers. Where there is no memory, everything is as before.
-
-        Args:
-            order: indices of all buckets.
-            staying: those that have memory of their own.
-            slots: for the others; None: as many as there are.
+        """From the next iteration on buckets pass in this order, these stay on the device, and the
+        others have so many slots (None: as many as there are). Waits for all transfers. Where there
+        is no memory, everything is as before.
 
         Raises:
             torch.OutOfMemoryError: of the device.
@@ -298,13 +293,9 @@ class StreamedLane:
         return self._head > 0
 
     def run(self, work: Work, *, complete: bool) -> None:
-        """Enqueue every bucket, in order, whose gradients are there; waits for none of it.
-
-        Args:
-            work: this iteration.
-            complete: all gradients that will come are there: the rest is enqueued, without the
-                buckets that have none, and the iteration ends.
-        """
+        """Enqueue every bucket, in order, whose gradients are there; waits for none of it. When all
+        that will come are there (``complete``), the rest, without buckets that have none: the
+        iteration ends."""
         waited: set[Event] = set()
         while self._head < len(self.order):
             bucket = self.buckets[self.order[self._head]]
@@ -313,7 +304,8 @@ class StreamedLane:
                 return
             gradients = work.of(bucket.bucket.slices)
             if all(gradient is None for gradient in gradients):
-                self._skip(bucket)
+                bucket.updated = self._last  # the arena and the shards are left as they are
+                self._head += 1
                 continue
             for index in bucket.indices:
                 event = work.ready[index]
@@ -371,11 +363,6 @@ class StreamedLane:
             if self._travelled % MARK_EVERY == 0:
                 self._marks.append((self._moved_bytes, self._d2h.record_timed()))
             self._travelled += 1
-        self._head += 1
-
-    def _skip(self, bucket: StreamedBucket) -> None:
-        """No gradient: the arena and the shards are left as they are."""
-        bucket.updated = self._last
         self._head += 1
 
     def _end(self) -> None:

@@ -45,12 +45,8 @@ def choose_lanes(
     config: OffloadConfig,
     rates: Rates | None = None,
 ) -> tuple[Lane, ...]:
-    """One lane per spec.
-
-    Args:
-        specs: in update order, or as ``config.update_on`` lists lanes.
-        config: the user's choices.
-        rates: needed by ``update_on="auto"`` alone, which streams without them.
+    """One lane per spec. Specs are in update order, or as ``config.update_on`` lists lanes.
+    ``update_on="auto"`` streams without ``rates``.
 
     Parameters stay on the device in the given order as long as they fit into what may stay; a
     parameter that does not fit is offloaded and later, smaller ones are still tried. So the
