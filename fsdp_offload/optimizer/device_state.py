@@ -61,8 +61,7 @@ def held_by(params: Sequence[ParamState], shown: Shown) -> Iterator[Held]:
 class DeviceState:
     """State of one optimizer that lies on the device; an :class:`.Offloadable`.
 
-    ``finish`` ends all work, so that memory says what the state is; ``adopt`` follows what the
-    caller has written into the state that was shown.
+    ``finish`` ends all work, so that memory says what the state is.
     """
 
     def __init__(
@@ -72,10 +71,9 @@ class DeviceState:
         config: TransferConfig,
         *,
         finish: Callable[[], None],
-        adopt: Callable[[], None],
     ) -> None:
         self._reserved, self._view, self._config = reserved, view, config
-        self._finish, self._adopt = finish, adopt
+        self._finish = finish
         self._copies: HostCopies | None = None
         self._arrival: Event | None = None
         self._replaced: list[tuple[Held, Tensor]] = []
@@ -165,7 +163,8 @@ class DeviceState:
 
     def prepare_reload(self) -> None:
         """See :class:`.Offloadable`."""
-        self._adopt()
+        self.wait()
+        self._view.adopt_writes(self._reserved.params, is_away=True, again=True)
 
     def device_tensors(self) -> list[tuple[str, Tensor]]:
         """See :class:`.Offloadable`. Without weights and gradients, which a class may keep in its

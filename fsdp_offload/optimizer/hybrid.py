@@ -162,9 +162,8 @@ class HybridDeviceOptimizer(Optimizer):
         self._overlap: Overlap | None = None
         self._memory = DeviceMemory(backend) if config.device_memory == "auto" else None
         # It ends all work while masters can see the weights.
-        finish, adopt = self._finish, self._adopt_while_away
         self._device_state = DeviceState(
-            self._reserved, self._view, config.transfer, finish=finish, adopt=adopt
+            self._reserved, self._view, config.transfer, finish=self._finish
         )
         self._masters = Masters(
             self._life, self._reserved, self._view, self._device_state, self._drain_quietly
@@ -715,11 +714,6 @@ class HybridDeviceOptimizer(Optimizer):
     def _offloadable(self) -> DeviceState:
         """For a ``PhaseOffloader``: see ``core/offloadable.py``."""
         return self._device_state
-
-    def _adopt_while_away(self) -> None:
-        if not self._life.closed:
-            self._device_state.wait()
-            self._view.adopt_writes(self._reserved.params, is_away=True, again=True)
 
     # ------------------------------------------------------------------ for local snapshots
 
