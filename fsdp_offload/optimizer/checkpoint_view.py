@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..core.errors import LaneError
-
 if TYPE_CHECKING:
     from .hybrid import HybridDeviceOptimizer
 
@@ -26,13 +24,11 @@ class CheckpointView:
         """Of the wrapped optimizer."""
         return type(self._optimizer._inner).__qualname__
 
-    # ------------------------------------------------------------------ saves
-
     def read(self) -> dict[Tensor, dict[str, Any]]:
         """What ``optimizer.state`` shows, for a caller who does not write into it: what was fetched
         ahead stays, and the next step looks for no writes."""
         optimizer = self._optimizer
-        optimizer._finish_and_follow(for_writing=False)
+        optimizer._finish(for_writing=False)
         return {**optimizer._view.shown, **self.read_at_once()}
 
     def read_at_once(self) -> dict[Tensor, dict[str, Any]]:
@@ -48,8 +44,6 @@ class CheckpointView:
         """
         if not self._optimizer._life.is_ours:
             self._optimizer._life.check()
-
-    # ------------------------------------------------------------------ loads
 
     def check_loadable(self, what: str) -> None:
         """Refuse a load while away or closed; a failed optimizer is what a load is for.
@@ -83,17 +77,8 @@ class CheckpointView:
             optimizer._masters.trust_shards()
         optimizer._masters.come_with_weights = True
 
-    @contextlib.contextmanager
-    def failing(self, what: str, *, keep: type[Exception]) -> Iterator[None]:
-        """An exception inside makes the optimizer failed; one of class ``keep`` stays what it is.
-
-        Raises:
-            LaneError: in place of another exception, which is its cause.
-        """
-        try:
-            with self._optimizer._failing(what):
-                yield
-        except LaneError as error:
-            if isinstance(cause := error.__cause__, keep):
-                raise cause from cause.__cause__
-            raise
+    def failing(
+        self, what: str, *, keep: type[Exception]
+    ) -> contextlib.AbstractContextManager[None]:
+        """See :meth:`.Lifecycle.failing`."""
+        return self._optimizer._failing(what, keep)

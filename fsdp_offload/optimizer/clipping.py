@@ -49,20 +49,11 @@ def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
 def total_norm(
     gradients: Sequence[Tensor], norm_type: float = 2.0, *, error_if_nonfinite: bool = False
 ) -> Tensor:
-    """Norm of all gradients as if they were one vector; what ``get_total_norm`` returns.
-
-    Collective over the meshes of the gradients. The host waits for nothing, unless
-    ``error_if_nonfinite``.
-
-    Args:
-        gradients: DTensors or plain tensors, in the order that decides the last bits.
-        norm_type: order p of the norm; ``inf`` for the largest absolute value.
-        error_if_nonfinite: raise where the norm is NaN or infinite; this waits for the device.
+    """What ``get_total_norm`` returns for all gradients, which may lie on several meshes.
+    Collective over these; the host waits for the device only with ``error_if_nonfinite``.
 
     Returns:
-        0-dim, in the gradients' dtype (of several: what torch promotes them to), on the device of
-        the first one. A replicated DTensor if all gradients are on one mesh. Without gradients
-        zero, fp32, on the CPU.
+        0-dim, on the device of the first one; a replicated DTensor if all are on one mesh.
 
     Raises:
         ConfigError: ``norm_type`` is NaN.
@@ -78,14 +69,11 @@ def total_norm(
         mesh = gradient.device_mesh if isinstance(gradient, DTensor) else None
         meshes.setdefault(mesh, []).append(gradient)
     norms = [_norm_over(mesh, alike, p) for mesh, alike in meshes.items()]
-    if len(norms) == 1:
-        total = norms[0]
-    elif norms:
+    total = norms[0] if norms else torch.tensor(0.0)
+    if len(norms) > 1:
         device = dtensor.local(gradients[0]).device
         parts = torch.stack([dtensor.local(norm).to(device) for norm in norms])
         total = torch.linalg.vector_norm(parts, p)
-    else:
-        total = torch.tensor(0.0)
     if error_if_nonfinite and not bool(dtensor.local(total).isfinite()):
         raise NonFiniteGradientError(
             f"total gradient norm of order {p} is {dtensor.local(total).item()}",
@@ -101,35 +89,32 @@ def _norm_over(mesh: DeviceMesh | None, gradients: list[Tensor], p: float) -> Te
         # torch has no infinity norm of an empty tensor.
         held = [g for g in gradients if g.numel()] if math.isinf(p) else gradients
         return get_total_norm(held, p) if held else gradients[0].new_zeros(())
+    replicated = [Replicate()] * mesh.ndim
     if not math.isinf(p):
         norm = get_total_norm(gradients, p)
         assert isinstance(norm, DTensor)
-        return norm.redistribute(placements=[Replicate()] * mesh.ndim)
+        return norm.redistribute(placements=replicated)
     # torch's raises on ranks whose shard is empty, and the others wait for them. Elements that
     # several ranks hold do not change a maximum, so every axis of the mesh is reduced over.
-    shards_here = [dtensor.local(_whole_sum(gradient)) for gradient in gradients]
+    # The norm of a sum, which a Partial gradient is, needs the sum.
+    shards_here = []
+    for gradient in gradients:
+        if isinstance(gradient, DTensor) and any(p.is_partial() for p in gradient.placements):
+            gradient = gradient.redistribute(placements=replicated)
+        shards_here.append(dtensor.local(gradient))
     norms = [torch.linalg.vector_norm(shard, p) for shard in shards_here if shard.numel()]
     norms.append(shards_here[0].new_full((), 0.0 if p > 0 else math.inf))
     extremum = torch.linalg.vector_norm(torch.stack(norms), p)
     for axis in range(mesh.ndim):
         operation = dist.ReduceOp.MAX if p > 0 else dist.ReduceOp.MIN
         dist.all_reduce(extremum, operation, group=mesh.get_group(axis))
-    return DTensor.from_local(extremum, mesh, [Replicate()] * mesh.ndim, run_check=False)
-
-
-def _whole_sum(gradient: Tensor) -> Tensor:
-    """The norm of a sum, which a Partial gradient is, needs the sum."""
-    if isinstance(gradient, DTensor) and any(p.is_partial() for p in gradient.placements):
-        return gradient.redistribute(placements=[Replicate()] * gradient.device_mesh.ndim)
-    return gradient
+    return DTensor.from_local(extremum, mesh, replicated, run_check=False)
 
 
 @torch.no_grad()
 def coefficient(total_norm: Tensor, max_norm: float) -> Tensor:
-    """What gradients of norm ``total_norm`` are multiplied by: ``max_norm`` over it, at most 1.
-
-    Returns:
-        0-dim plain tensor of the norm's dtype and device.
+    """What gradients of norm ``total_norm`` are multiplied by: ``max_norm`` over it, at most 1; a
+    0-dim plain tensor.
 
     Raises:
         ConfigError: ``max_norm`` is NaN or negative.

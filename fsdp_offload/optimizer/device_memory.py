@@ -17,6 +17,7 @@ import torch
 from ..core.backend import Backend
 from ..core.config import GIB, MIB
 from ..pipeline.engine import Engine
+from ..pipeline.streamed import StreamedLane
 from ..plan.residency import (
     AWAY_STEPS,
     LEAST_MARGIN_BYTES,
@@ -31,11 +32,7 @@ _log = logging.getLogger("fsdp_offload")
 
 
 class DeviceMemory:
-    """What one optimizer takes.
-
-    Args:
-        backend: of the device.
-    """
+    """What one optimizer takes."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
@@ -46,12 +43,8 @@ class DeviceMemory:
         self._retries: int | None = None  # not those of before
 
     def look(self, step: int, engines: list[Engine]) -> None:
-        """After ``step``: take more, or give back.
-
-        Args:
-            step: its number, from 1 on.
-            engines: the memory is theirs; between two iterations.
-        """
+        """After the step of that number, from 1 on: take more for ``engines``, or give back."""
+        lanes = [engine.streamed for engine in engines if engine.streamed is not None]
         figures = self._backend.allocator()
         if figures is None or not engines:
             return
@@ -60,7 +53,7 @@ class DeviceMemory:
         grown = reserved - self._peak_bytes
         more = 0  # for the job alone
         if grown > 0:
-            more = reserved - _own_bytes(engines) - self._job_bytes
+            more = reserved - _own_bytes(lanes) - self._job_bytes
         if is_short or more > LEAST_MARGIN_BYTES // 2:  # less is what the margin is for
             self._grown_at = step
         self._job_bytes += max(0, more)
@@ -70,36 +63,34 @@ class DeviceMemory:
         if not is_due and not is_short and not (grown > 0 and step > FIRST_LOOK):
             return
         free, total = self._backend.free_and_total()
-        own = _own_bytes(engines)
+        own = _own_bytes(lanes)
         reading = Reading(total, free, reserved, self._job_bytes, own, self._was_steady)
         allowed = allowed_bytes(reading)
         if is_short:
             allowed = min(allowed, own // 2)
         why = "the peak has grown" if grown > 0 else "to spare"
         why = "torch's allocator was short" if is_short else why
-        self._fit(step, engines, allowed, why, unused)
+        self._fit(step, lanes, allowed, why, unused)
         if (figures := self._backend.allocator()) is not None:  # what was just taken is no growth
             self._peak_bytes = max(figures.reserved_bytes, self._peak_bytes)
 
     def _fit(
-        self, step: int, engines: list[Engine], allowed: int, why: str, unused_bytes: int
+        self, step: int, lanes: list[StreamedLane], allowed: int, why: str, unused_bytes: int
     ) -> None:
-        state = sum(engine.streamed_bytes for engine in engines) or 1
-        for engine in engines:
-            share = allowed * engine.streamed_bytes // state
-            before = engine.staying
+        state = sum(sum(lane.sizes) for lane in lanes)
+        for lane in lanes:
+            share = allowed * sum(lane.sizes) // state
+            before = lane.staying.keys()
             try:
-                engine.fit(share, step)
+                lane.fit(share, step)
             except torch.OutOfMemoryError:  # others were faster; nothing has changed
                 continue
-            left = before - engine.staying
-            engine.keep_away(left, step + AWAY_STEPS)
-            if engine.staying != before:
+            if (now := lane.staying.keys()) != before:
                 self.last_change = (
-                    f"after step {step}, {share // MIB} MiB ({why}): {len(engine.staying)} of "
-                    f"{engine.streamed_count} buckets stay, {len(left)} left"
+                    f"after step {step}, {share // MIB} MiB ({why}): {len(now)} of "
+                    f"{len(lane.buckets)} buckets stay, {len(before - now)} left"
                 )
-                travels = len(engine.staying) < engine.streamed_count
+                travels = len(now) < len(lane.buckets)
                 if travels and unused_bytes >= GIB:
                     self.last_change += (
                         f"; torch's allocator has {unused_bytes // MIB} MiB that were never in use,"
@@ -108,6 +99,6 @@ class DeviceMemory:
                 _log.info("device memory: %s", self.last_change)
 
 
-def _own_bytes(engines: list[Engine]) -> int:
+def _own_bytes(lanes: list[StreamedLane]) -> int:
     """Adds up all buckets: not for each step."""
-    return sum(engine.own_bytes for engine in engines)
+    return sum(lane.own_bytes for lane in lanes)

@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from ..core import dtensor
@@ -59,34 +58,10 @@ def held_by(params: Sequence[ParamState], shown: Shown) -> Iterator[Held]:
                 yield Held(f"own.{index}.{name}", state, name)
 
 
-def tensors_on(
-    device: torch.device, params: Sequence[ParamState], shown: Shown
-) -> list[tuple[str, Tensor]]:
-    """Plain tensors of state on ``device``, without weights and gradients, which a class may keep
-    in its state and which are not the optimizer's to move."""
-    foreign: set[int] = set()
-    for parameter in {*shown, *(param.parameter for param in params)}:
-        for tensor in (parameter, parameter.grad):
-            if tensor is not None:
-                found = dtensor.plain_tensors(tensor)
-                foreign.update(storages.identity(plain.untyped_storage()) for _, plain in found)
-    return [
-        (f"{held.key}{below}", plain)
-        for held in held_by(params, shown)
-        for below, plain in dtensor.plain_tensors(held.holder[held.name])
-        if plain.device == device and storages.identity(plain.untyped_storage()) not in foreign
-    ]
-
-
 class DeviceState:
     """State of one optimizer that lies on the device; an :class:`.Offloadable`.
 
-    Args:
-        reserved: the engines and their parameters.
-        view: what is shown of the state.
-        config: how host memory is obtained.
-        finish: ends all work, so that memory says what the state is.
-        adopt: follows what the caller has written into the state that was shown.
+    ``finish`` ends all work, so that memory says what the state is.
     """
 
     def __init__(
@@ -96,10 +71,9 @@ class DeviceState:
         config: TransferConfig,
         *,
         finish: Callable[[], None],
-        adopt: Callable[[], None],
     ) -> None:
         self._reserved, self._view, self._config = reserved, view, config
-        self._finish, self._adopt = finish, adopt
+        self._finish = finish
         self._copies: HostCopies | None = None
         self._arrival: Event | None = None
         self._replaced: list[tuple[Held, Tensor]] = []
@@ -157,7 +131,7 @@ class DeviceState:
             staging = collect(("staging", tensor) for tensor in self.staging_buffers())
             self.transfer.out([("state", blocks)], dropped=staging)
             self.set_away(self.transfer)
-        return self._last_transfer(wait=wait)
+        return Handle() if self.transfer is None else self.transfer.last(wait=wait)
 
     def reload(self, *, wait: bool) -> Handle:
         """See :meth:`.HybridDeviceOptimizer.reload`."""
@@ -171,9 +145,6 @@ class DeviceState:
             self.prepare_reload()
             handle = self.transfer.back()
             self.set_present(handle.arrival())
-        return self._last_transfer(wait=wait)
-
-    def _last_transfer(self, *, wait: bool) -> Handle:
         return Handle() if self.transfer is None else self.transfer.last(wait=wait)
 
     def close(self) -> None:
@@ -192,15 +163,30 @@ class DeviceState:
 
     def prepare_reload(self) -> None:
         """See :class:`.Offloadable`."""
-        self._adopt()
+        self.wait()
+        self._view.adopt_writes(self._reserved.params, is_away=True, again=True)
 
     def device_tensors(self) -> list[tuple[str, Tensor]]:
-        """See :class:`.Offloadable`."""
-        return tensors_on(self._reserved.device, self._reserved.params, self._view.shown)
+        """See :class:`.Offloadable`. Without weights and gradients, which a class may keep in its
+        state and which are not the optimizer's to move."""
+        params, shown = self._reserved.params, self._view.shown
+        device = self._reserved.backend.device
+        foreign: set[int] = set()
+        for parameter in {*shown, *(param.parameter for param in params)}:
+            for tensor in (parameter, parameter.grad):
+                if tensor is not None:
+                    found = dtensor.plain_tensors(tensor)
+                    foreign.update(storages.identity(t.untyped_storage()) for _, t in found)
+        return [
+            (f"{held.key}{below}", plain)
+            for held in held_by(params, shown)
+            for below, plain in dtensor.plain_tensors(held.holder[held.name])
+            if plain.device == device and storages.identity(plain.untyped_storage()) not in foreign
+        ]
 
     def staging_buffers(self) -> list[Tensor]:
         """See :class:`.Offloadable`."""
-        return self._reserved.staging()
+        return [tensor for engine in self._reserved.engines for tensor in engine.staging()]
 
     def set_away(self, copies: HostCopies) -> None:
         """See :class:`.Offloadable`."""

@@ -17,7 +17,6 @@ capture of ``step()``, copying or pickling the wrapper, use in a forked process.
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 import logging
 import os
@@ -25,7 +24,6 @@ import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -45,20 +43,19 @@ from ..core.progress import is_rank_0
 from ..memory.transfer import Handle
 from ..pipeline.gradients import count_empty_shards, gradient_of
 from ..pipeline.inventory import Placed
-from ..pipeline.native import OwnStep
-from ..pipeline.overlap import Overlap, default_overlap, make_overlap
+from ..pipeline.overlap import Overlap, make_overlap, with_overlap
 from ..update import state as state_io
 from ..update.params import Snapshot, Work
-from ..update.schema import check_supported, is_torch_class
+from ..update.schema import check_supported, is_torch_class, raw_step
 from ..update.shadow import step_idle_groups
-from . import clipping, loading
+from . import clipping
 from .checkpoint_view import CheckpointView
 from .device_memory import DeviceMemory
 from .device_state import DeviceState
 from .lifecycle import Lifecycle
 from .masters import Masters, remove_all, watch_loads, watch_reads
 from .reservation import Reservation
-from .state_view import StateView
+from .state_view import Groups, StateView, checked_groups, match, name_masters
 from .statistics import Statistics, gather
 from .timeline import record
 from .wrapping import (
@@ -70,7 +67,7 @@ from .wrapping import (
     forward_bound_steps,
     make_inert,
     ordinary_tensors,
-    share_hooks,
+    warn_that_state_stays,
 )
 
 _log = logging.getLogger("fsdp_offload")
@@ -159,18 +156,17 @@ class HybridDeviceOptimizer(Optimizer):
         self._hooks: list[RemovableHandle] = []
         backend = backend_of(p for group in optimizer.param_groups for p in group["params"])
         self._view = StateView()
-        config = self._resolved(optimizer)
+        config = with_overlap(self._config, optimizer, models)
         self._reserved = Reservation(optimizer, models, config, backend, self._view)
-        self._masters = Masters(self._reserved, self._view)
-        self._own_step = None if elementwise or is_torch_class(optimizer) else OwnStep(optimizer)
+        self._steps_itself = not (elementwise or is_torch_class(optimizer))
         self._overlap: Overlap | None = None
         self._memory = DeviceMemory(backend) if config.device_memory == "auto" else None
+        # It ends all work while masters can see the weights.
         self._device_state = DeviceState(
-            self._reserved,
-            self._view,
-            self._config.transfer,
-            finish=self._finish_and_follow,  # while masters can see the weights
-            adopt=self._adopt_while_away,
+            self._reserved, self._view, config.transfer, finish=self._finish
+        )
+        self._masters = Masters(
+            self._life, self._reserved, self._view, self._device_state, self._drain_quietly
         )
         self._named_masters = False
         self._had_gradient = False  # of any parameter, in any step
@@ -184,42 +180,32 @@ class HybridDeviceOptimizer(Optimizer):
             raise
         self._connect()
 
-    def _resolved(self, optimizer: Optimizer) -> OffloadConfig:
-        """What the caller asked for, with the overlap that is possible for the parameters."""
-        if self._config.overlap is not None:
-            return self._config
-        return replace(self._config, overlap=default_overlap(optimizer, self._models))
-
     def _build(self) -> None:
         """Reserve state and take that of the wrapped optimizer over."""
-        backend = self._reserved.backend
         with ordinary_tensors():
             self._make_overlap()
-            if self._own_step is None:
+            if self._steps_itself:
+                self._view.shown = self._inner.state
+                warn_that_state_stays(self._inner, self._config, self.device)
+            else:
                 self._extend(self._reserved.inventory.trainable())
                 self._reserved.take_over()
                 self._masters.trust_shards()
-            else:
-                self._view.shown = self._inner.state
-                self._own_step.warn(self._config, backend.device)
 
     def _make_overlap(self) -> None:
-        reserved = self._reserved
-        self._overlap = make_overlap(
-            self, self._inner, self._models, reserved.config, reserved.backend
-        )
+        config, backend = self._reserved.config, self._reserved.backend
+        self._overlap = make_overlap(self, self._inner, self._models, config, backend)
         if self._overlap is not None:
             self._hooks += watch_reads(self._models, self._before_module_read)
 
     def _connect(self) -> None:
         """Let the wrapped optimizer and the models speak to this one, and the caller use it."""
-        optimizer, models = self._inner, self._models
-        share_hooks(optimizer, self)
+        optimizer = self._inner
         make_inert(optimizer, self)
         optimizer.state = self._view.shown
-        self._hooks += watch_loads(models, self._before_module_load, self._after_module_load)
+        self._hooks += watch_loads(self._models, self._masters)
         weakref.finalize(self, remove_all, self._hooks)
-        if self._own_step is None:
+        if not self._steps_itself:
             weakref.finalize(self, self._view.shown.clear)
             forward_bound_steps(optimizer, self)
         self._life.open()
@@ -244,7 +230,7 @@ class HybridDeviceOptimizer(Optimizer):
             StateSchemaError, UnsupportedParameterError: refused, nothing was updated.
         """
         self._check_present("step()")
-        if self._own_step is not None:
+        if self._steps_itself:
             return self._step_by_class(closure)
         current = stream_to_wait(self._reserved.backend)
         loss = None
@@ -265,44 +251,39 @@ class HybridDeviceOptimizer(Optimizer):
                 engine.prefetch()
             step_idle_groups(self._inner, work.snapshot)
             self._write_back(work.snapshot)
-        self._steps += 1
         self._masters.come_with_weights = False
-        # A scheduler built on the wrapped optimizer checks there that a step came first.
-        self._inner.__dict__["_opt_called"] = True
-        self._step_ms = (time.perf_counter() - began) * 1e3
+        self._count_step(began)
         return loss
 
     def _step_by_class(self, closure: Callable[[], Any] | None) -> Any:
-        """``step()`` of a class that is not torch's."""
-        assert self._own_step is not None
-        if closure is None and not self._had_gradient:
+        """``step()`` of a class that is not torch's: its own, on the caller's stream."""
+        if closure is None:
             self._check_first()
+        self._had_gradient = True  # a closure's are still to come: they are not looked at
         began = time.perf_counter()
-        loss = self._own_step.step(closure if self._had_gradient else self._checked(closure))
+        step = raw_step(type(self._inner))
+        loss = step(self._inner) if closure is None else step(self._inner, closure)
         self._view.shown = self._inner.state
-        self._steps += 1
-        self._inner.__dict__["_opt_called"] = True
-        self._step_ms = (time.perf_counter() - began) * 1e3
+        self._count_step(began)
         return loss
 
-    def _checked(self, closure: Callable[..., Any] | None) -> Callable[..., Any] | None:
-        """``closure``, after which gradients are there that a first step needs."""
+    def _count_step(self, began: float) -> None:
+        self._steps += 1
+        # A scheduler built on the wrapped optimizer checks there that a step came first.
+        self._inner.__dict__["_opt_called"] = True
+        self._step_ms = (time.perf_counter() - began) * 1e3
 
-        def call(*args: Any, **kwargs: Any) -> Any:
-            assert closure is not None
-            loss = closure(*args, **kwargs)
-            if not self._had_gradient:
-                self._check_first()
-            return loss
-
-        return None if closure is None else functools.wraps(closure)(call)
+    def _check_first(self) -> None:
+        """Refuse a first update of nothing at all, or not of what the model trains."""
+        if not self._had_gradient:
+            names = self._reserved.inventory.names
+            self._had_gradient = check_any_gradient(self._inner, self._models, names)
 
     def _collect(self) -> Work:
         """Gradients and a snapshot; whatever can be refused is refused here."""
         self._follow_groups()
         self._extend(self._reserved.late())
-        if not self._had_gradient:
-            self._check_first()
+        self._check_first()
         work = self._overlap.work if self._overlap is not None else None
         if work is None:
             work = self._begin()
@@ -316,29 +297,18 @@ class HybridDeviceOptimizer(Optimizer):
         count_empty_shards(params, self._reserved.never_have_gradients, work.gradients)
         return work
 
-    def _check_first(self) -> None:
-        """Refuse to update nothing at all, or not what the model trains: see the error.
-
-        The decision is this rank's own, so shards that are empty here say nothing.
-        """
-        held = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
-        found = any(dtensor.whole_gradient(p) is not None for p in held)
-        if found or any(dtensor.local(p).numel() for p in held):
-            if not any(map(dtensor.never_has_gradient, held)):
-                check_any_gradient(self._inner, self._models, self._reserved.inventory.names)
-        self._had_gradient = found
-
     def _follow_groups(self) -> None:
         """Follow parameters that the caller has exchanged in ``param_groups``.
 
-        Before the first update, state is reserved anew; later it would be that of others.
+        While nothing was updated or loaded, state is reserved anew; later it would be that of
+        others.
 
         Raises:
             ConfigError: ``param_groups`` is another list.
-            StateSchemaError: parameters were removed, replaced or moved after an update.
+            StateSchemaError: parameters were removed, replaced or moved, and there is state.
             AwayError: it is offloaded meanwhile.
         """
-        if self._own_step is not None:
+        if self._steps_itself:
             return  # it looks at its groups itself
         if self._inner.param_groups is not self.param_groups:
             raise ConfigError(
@@ -349,14 +319,12 @@ class HybridDeviceOptimizer(Optimizer):
         if self._grouped.are_same(self.param_groups):
             return
         if gone := self._grouped.gone(self.param_groups):
-            is_new = not self._steps and (self._overlap is None or not self._overlap.has_taken)
-            if not is_new or self._is_needed(gone):
+            is_begun = self._overlap is not None and self._overlap.has_taken
+            if self._steps or is_begun or self._has_state():
                 raise changed_groups_error(gone, self._reserved.inventory.names)
             self._device_state.check("a change of param_groups")
-            self._drain_quietly()
-            self._adopt_writes()
             with ordinary_tensors():
-                self._reserved.exchange(self._resolved(self._inner))
+                self._reserved.exchange(with_overlap(self._config, self._inner, self._models))
                 if self._overlap is None:
                     self._make_overlap()
             self._masters.trust_shards()
@@ -364,12 +332,11 @@ class HybridDeviceOptimizer(Optimizer):
             self._device_state.close()
         self._grouped = GroupedParameters(self.param_groups)
 
-    def _is_needed(self, gone: Sequence[Tensor]) -> bool:
-        """Whether parameters that no group has any more come with state of an earlier run."""
-        kept = {id(p) for group in self.param_groups for p in group["params"]}
-        lost = {p for p in gone if id(p) not in kept}
-        params = self._reserved.params
-        return any(p.parameter in lost and not state_io.is_fresh(p) for p in params)
+    def _has_state(self) -> bool:
+        """Whether an update, a load or the caller has made some."""
+        self._drain_quietly()
+        self._view.adopt_writes(self._reserved.params, is_away=self.is_away, again=True)
+        return not self._reserved.is_fresh()
 
     def _extend(self, added: list[Placed]) -> None:
         """Reserve state for parameters; on error everything is as before."""
@@ -382,15 +349,9 @@ class HybridDeviceOptimizer(Optimizer):
         if self._overlap is not None:
             self._overlap.attach(self._reserved.params, self._reserved.engines)
 
-    def _adopt_writes(self, *, again: bool = False) -> None:
-        """Follow what the caller did to state that was shown; ``again``: it may still be done."""
-        may_be_written = again and self._view.may_be_written
-        self._view.adopt_writes(self._reserved.params, is_away=self.is_away)
-        self._view.may_be_written = may_be_written
-
     def _begin(self) -> Work:
         """An iteration, before its first gradient is read."""
-        self._adopt_writes()
+        self._view.adopt_writes(self._reserved.params, is_away=False)
         self._follow_options()
         self._masters.begin_step()
         if self._overlap is not None:
@@ -404,28 +365,29 @@ class HybridDeviceOptimizer(Optimizer):
         work.grow(len(self._reserved.params))
         return work
 
-    def _follow_options(self) -> bool:
+    def _follow_options(self) -> None:
         """Reserve state that options have come to need, such as SGD's momentum where a scheduler
-        sets it. All parameters are made anew, in the lanes that they were in; returns whether."""
-        if not self._reserved.inventory.have_outgrown(self._reserved.params):
-            return False
-        self._finish_and_follow()
-        with self._failing("reserving more state"), torch.no_grad():
-            self._reserved.renew()
-            self._masters.trust_shards()
-        self._attach()
-        return True
+        sets it. All parameters are made anew, in the lanes that they were in."""
+        if self._reserved.inventory.have_outgrown(self._reserved.params):
+            self._finish()
+            with self._failing("reserving more state"), torch.no_grad():
+                self._reserved.renew()
+                self._masters.trust_shards()
+            self._attach()
 
-    def _failing(self, what: str) -> contextlib.AbstractContextManager[None]:
-        """An exception inside makes the optimizer failed and is raised as :class:`LaneError`."""
-        return self._life.failing(what, self._drain_quietly)
+    def _failing(
+        self, what: str, *keep: type[Exception]
+    ) -> contextlib.AbstractContextManager[None]:
+        """See :meth:`.Lifecycle.failing`."""
+        return self._life.failing(what, self._drain_quietly, keep=keep)
 
     def _begin_in_backward(self) -> Work:
         """See :class:`.overlap.Owner`."""
         work = self._begin()
+        # What updates read besides gradients, such as a learning rate on the device, is there then.
         start = stream_to_wait(self._reserved.backend).record()
         for engine in self._reserved.engines:
-            engine.begin(start)
+            engine.update.wait(start)
         return work
 
     def _end_updates(self, work: Work) -> None:
@@ -451,7 +413,7 @@ class HybridDeviceOptimizer(Optimizer):
     def state(self) -> defaultdict[Tensor, dict[str, Any]]:
         """Live state per parameter, after all transfers: tensors over host or device memory."""
         if self._life.is_built:
-            self._finish_and_follow()
+            self._finish()
             self._view.show(self._reserved.params)
         return self._view.shown
 
@@ -464,34 +426,26 @@ class HybridDeviceOptimizer(Optimizer):
                 remedy="use load_state_dict(), or write into the tensors in place",
             )
 
-    def _finish_and_follow(self, *, for_writing: bool = True) -> None:
-        """:meth:`_finish`, and whole masters follow weights that the caller has written, as they do
-        in an update."""
-        self._finish(for_writing=for_writing)
-        if not self.is_away:
-            self._masters.follow_weights()
-
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group as torch does; its state is reserved at once."""
-        if self._life.is_built:
-            self._check_present("add_param_group()")
-            self._follow_groups()
-            self._refuse_if_taken("add_param_group() before step()")
-        if self._life.is_built and self._own_step is not None:
-            self._own_step.call("add_param_group", param_group)
+        if not self._life.is_built:
+            super().add_param_group(param_group)
+            return
+        self._check_present("add_param_group()")
+        self._follow_groups()
+        self._refuse_if_taken("add_param_group() before step()")
+        if self._steps_itself:
+            type(self._inner).add_param_group(self._inner, param_group)
             return
         super().add_param_group(param_group)
-        if not self._life.is_built:
-            return
-        self._grouped = GroupedParameters(self.param_groups)
-        group = len(self.param_groups) - 1
         try:
             check_supported(self._inner)
-            self._extend([m for m in self._reserved.inventory.trainable() if m[1] == group])
+            self._extend(self._reserved.late())
         except BaseException:
             self.param_groups.pop()
-            self._grouped = GroupedParameters(self.param_groups)
             raise
+        finally:
+            self._grouped = GroupedParameters(self.param_groups)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's; Megatron-FSDP's ``decoupled_grad`` goes as well.
@@ -525,12 +479,11 @@ class HybridDeviceOptimizer(Optimizer):
         ``master_remainder`` (bits) or ``master`` (fp32), which plain optimizers ignore.
         """
         self._life.check()
-        if self._own_step is not None:
-            saved: dict[str, Any] = self._own_step.call("state_dict")
-            return saved
+        if self._steps_itself:
+            return type(self._inner).state_dict(self._inner)
         if not self._named_masters:
             self._named_masters = True
-            loading.name_masters(self._reserved.params)
+            name_masters(self._reserved.params)
         return super().state_dict()  # reads self.state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -544,8 +497,8 @@ class HybridDeviceOptimizer(Optimizer):
         """
         self._life.check(failed_ok=True)
         self._device_state.check("load_state_dict()")
-        if self._own_step is not None:
-            self._own_step.call("load_state_dict", state_dict)
+        if self._steps_itself:
+            type(self._inner).load_state_dict(self._inner, dict(state_dict))
             self.param_groups, self._view.shown = self._inner.param_groups, self._inner.state
             return
         self._follow_groups()
@@ -553,13 +506,8 @@ class HybridDeviceOptimizer(Optimizer):
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             replaced = pre_hook(self, loaded)
             loaded = loaded if replaced is None else replaced
-        ids = loading.match_ids(self.param_groups, loaded)
-        params, saved = self._reserved.params, loaded["state"]
-        # Where a flattened checkpoint lacks an entry, torch's unflattening puts an empty dict.
-        values: Sequence[Mapping[str, Any]] = [
-            {n: v for n, v in saved.get(ids[p.parameter], {}).items() if not isinstance(v, dict)}
-            for p in params
-        ]
+        params, saved = self._reserved.params, loaded.get("state")
+        ids, values = match(self.param_groups, loaded, params)
         groups = self._checked_groups(loaded["param_groups"])
         for param, found in zip(params, values, strict=True):
             state_io.check(param, found)
@@ -600,9 +548,7 @@ class HybridDeviceOptimizer(Optimizer):
             NonFiniteGradientError: if asked for, where the norm is not finite.
         """
         self._life.check()
-        gradients = clipping.gradients_of(
-            [p for group in self.param_groups for p in group["params"]]
-        )
+        gradients = clipping.gradients_of(p for g in self.param_groups for p in g["params"])
         norm = clipping.total_norm(gradients, norm_type, error_if_nonfinite=error_if_nonfinite)
         clipping.scale(gradients, clipping.coefficient(norm, max_norm))
         return norm
@@ -617,18 +563,19 @@ class HybridDeviceOptimizer(Optimizer):
     @property
     def device(self) -> torch.device:
         """Where the shards live."""
-        return self._reserved.device
+        return self._reserved.backend.device
 
-    def _checked_groups(self, saved: loading.Groups) -> loading.Groups:
+    def _checked_groups(self, saved: Groups) -> Groups:
         reserved = self._reserved
-        return loading.checked_groups(self.param_groups, saved, reserved.inventory, reserved.params)
+        return checked_groups(self.param_groups, saved, reserved.inventory, reserved.params)
 
     def synchronize(self) -> None:
         """Block until parameters and state are final and host memory may be read."""
         self._life.check()
         with held_back(), self._failing("synchronize()"):
             self._drain()
-            self._reserved.flush()
+            for engine in self._reserved.engines:
+                engine.flush()
 
     def resync(self) -> None:
         """Set every master equal to its weight, after writing into parameters by hand.
@@ -639,22 +586,11 @@ class HybridDeviceOptimizer(Optimizer):
         self._device_state.check("resync()")
         self._finish()
         self._masters.set_from_weights(self._reserved.params)
-        self._masters.forget_frozen(self._inner)
+        self._masters.forget_frozen()
 
     def statistics(self) -> Statistics:
         """What is held where, and what the last step did."""
-        return gather(
-            self._reserved.engines,
-            self._reserved.params,
-            self._device_state,
-            self._reserved.natives(),
-            self._view.shown,
-            optimizer=type(self._inner).__name__,
-            overlap=self._reserved.config.overlap or "step",
-            memory_change="" if self._memory is None else self._memory.last_change,
-            steps=self._steps,
-            step_ms=self._step_ms,
-        )
+        return gather(self)
 
     def timeline(self, path: str | os.PathLike[str]) -> contextlib.AbstractContextManager[None]:
         """Record what runs inside, and write a picture of it: see where the time goes.
@@ -685,7 +621,7 @@ class HybridDeviceOptimizer(Optimizer):
             return
         self._drain_quietly()
         self._life.close()
-        if self._own_step is None:
+        if not self._steps_itself:
             self._view.shown.clear()
         self._give_back()
 
@@ -701,13 +637,7 @@ class HybridDeviceOptimizer(Optimizer):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(inner, name)
 
-    def __deepcopy__(self, memo: object) -> NoReturn:
-        self._refuse_copy()
-
-    def __reduce_ex__(self, protocol: object) -> NoReturn:
-        self._refuse_copy()
-
-    def _refuse_copy(self) -> NoReturn:
+    def __reduce_ex__(self, protocol: object) -> NoReturn:  # copy.deepcopy calls it, too
         raise ConfigError(
             f"copy or pickle of {type(self).__name__}",
             reason="its state is memory of this process",
@@ -785,16 +715,11 @@ class HybridDeviceOptimizer(Optimizer):
         """For a ``PhaseOffloader``: see ``core/offloadable.py``."""
         return self._device_state
 
-    def _adopt_while_away(self) -> None:
-        if not self._life.closed:
-            self._device_state.wait()
-            self._adopt_writes(again=True)
-
     # ------------------------------------------------------------------ for local snapshots
 
     def _finish(self, *, for_writing: bool = True) -> None:
-        """Finish all transfers and follow outside writes: memory then says what the state is,
-        and, with ``for_writing``, may be written into.
+        """Finish all transfers and follow outside writes, into weights too, as an update does:
+        memory then says what the state is, and, with ``for_writing``, may be written into.
 
         Raises:
             SpentGradientError: between a backward that updated parameters and ``step()``.
@@ -802,15 +727,12 @@ class HybridDeviceOptimizer(Optimizer):
         """
         self.synchronize()
         self._follow_groups()
-        if self._overlap is not None and self._overlap.has_taken:
-            raise SpentGradientError(
-                "the optimizer's state, asked for before step()",
-                reason="backward has updated some parameters, and step() is to update the others",
-                remedy="call step() first",
-            )
+        self._refuse_if_taken("the optimizer's state, asked for before step()")
         if for_writing:
             self._reserved.discard()
-        self._adopt_writes(again=True)
+        self._view.adopt_writes(self._reserved.params, is_away=self.is_away, again=True)
+        if not self.is_away:
+            self._masters.follow_weights()
 
     def _start_over(self) -> None:
         """All state is about to be replaced: an iteration that has begun is given up."""
@@ -848,25 +770,8 @@ class HybridDeviceOptimizer(Optimizer):
 
     def _before_module_read(self) -> None:
         """A module's weights are about to be read or written."""
-        if self._overlap is not None and self._is_watching():
+        if self._overlap is not None and self._life.is_ours:
             self._drain_quietly()
-
-    def _before_module_load(self) -> None:
-        """See :meth:`.Masters.before_load`."""
-        if self._reserved.mastered():
-            self._device_state.check("a load into the model")
-        if self._is_watching():
-            self._masters.before_load()
-
-    def _after_module_load(self) -> None:
-        """See :meth:`.Masters.after_load`."""
-        if self._is_watching():
-            if not self._masters.come_with_weights:
-                self._drain_quietly()
-            self._masters.after_load(self._inner)
-
-    def _is_watching(self) -> bool:
-        return self._life.is_ours and not self._life.closed
 
     def _drain(self) -> None:
         with contextlib.ExitStack() as waits:  # runs all of them, even if one raises

@@ -79,23 +79,25 @@ class Lifecycle:
             ) from self._failure
 
     @contextlib.contextmanager
-    def failing(self, what: str, drain: Callable[[], None]) -> Iterator[None]:
+    def failing(
+        self, what: str, drain: Callable[[], None], *, keep: tuple[type[Exception], ...] = ()
+    ) -> Iterator[None]:
         """An exception inside makes the optimizer failed.
 
         Args:
             what: the call, for the message.
             drain: waits for what is still under way; must not raise.
+            keep: exceptions of these classes stay what they are, as KeyboardInterrupt does.
 
         Raises:
-            LaneError: in place of the exception, which is its cause. KeyboardInterrupt and the
-                like stay what they are.
+            LaneError: in place of another exception, which is its cause.
         """
         try:
             yield
         except BaseException as error:
             self._stage, self._failure = Stage.FAILED, error
             drain()
-            if not isinstance(error, Exception):
+            if isinstance(error, keep) or not isinstance(error, Exception):
                 raise
             reason = str(error) if isinstance(error, OffloadError) else repr(error)
             if isinstance(error, LaneError):  # of a lane's own threads: the remedy is the same

@@ -24,20 +24,25 @@ from ..update import state as state_io
 from ..update.checksum import checksum
 from ..update.params import MasterForm, ParamState
 from ..update.schema import is_torch_class
+from .device_state import DeviceState
+from .lifecycle import Lifecycle
 from .reservation import Reservation
 from .state_view import StateView
 
 
 class Masters:
-    """The masters of one optimizer.
+    """The masters of one optimizer."""
 
-    Args:
-        reserved: where they are.
-        view: what is shown of them.
-    """
-
-    def __init__(self, reserved: Reservation, view: StateView) -> None:
-        self._reserved, self._view = reserved, view
+    def __init__(
+        self,
+        life: Lifecycle,
+        reserved: Reservation,
+        view: StateView,
+        device_state: DeviceState,
+        drain: Callable[[], None],
+    ) -> None:
+        self._life, self._reserved, self._view = life, reserved, view
+        self._device_state, self._drain = device_state, drain
         self.come_with_weights = False
         """From a load of the optimizer's state to the next step: weights loaded meanwhile are those
         that the loaded masters belong to."""
@@ -82,11 +87,12 @@ class Masters:
     def trust_shards(self) -> None:
         """Weights are those that the masters belong to."""
         self._compared = None
-        self._reserved.trust_shards()
+        for bucket in self._reserved.host_buckets():
+            bucket.trust_shards()
 
-    def forget_frozen(self, inner: torch.optim.Optimizer) -> None:
+    def forget_frozen(self) -> None:
         """Drop masters that were loaded for parameters which are not trained now."""
-        if not is_torch_class(inner):
+        if not is_torch_class(self._reserved.inner):
             return  # its state may have entries of these names
         for shown in self._view.unmanaged(self._reserved.params).values():
             for form in (MasterForm.REMAINDER, MasterForm.WHOLE):
@@ -95,19 +101,28 @@ class Masters:
     # ------------------------------------------------------------------ loads into the module
 
     def before_load(self) -> None:
-        """The module is about to be loaded."""
+        """The module is about to be loaded.
+
+        Raises:
+            AwayError: there are masters that would have to follow, and state is offloaded.
+        """
+        if not self._life.is_ours:
+            return  # a forked process has the module, and none of the state
+        mastered = self._reserved.mastered()
+        if mastered:
+            self._device_state.check("a load into the model")
         self._before_load = None
         # torch's helpers show the state, load weights and state into it in place, and only then
         # call the load methods, the module's first. So where state was shown, masters may have
         # come with these weights, and only a change that this very load makes is a new weight.
-        mastered = self._reserved.mastered()
         if self._view.may_be_written and not self.come_with_weights and mastered:
             self._before_load = weight_checksums(mastered)
 
-    def after_load(self, inner: torch.optim.Optimizer) -> None:
-        """The module was loaded: masters become its weights. No update is under way."""
-        if self.come_with_weights:
+    def after_load(self) -> None:
+        """The module was loaded: masters become its weights, unless they came with them."""
+        if self.come_with_weights or not self._life.is_ours:
             return
+        self._drain()
         self._reserved.discard()
         before, self._before_load = self._before_load, None
         params = self._reserved.mastered()
@@ -115,7 +130,7 @@ class Masters:
             changed = (weight_checksums(params) != before).tolist()
             params = [p for p, differs in zip(params, changed, strict=True) if differs]
         else:
-            self.forget_frozen(inner)
+            self.forget_frozen()
         self.set_from_weights(params)
 
 
@@ -151,18 +166,14 @@ class ModuleHook:
 class LoadedHook(ModuleHook):
     """A :class:`ModuleHook` that follows a load."""
 
-    def __reduce__(self) -> tuple[type[ModuleHook], tuple[()]]:
-        return LoadedHook, ()
 
-
-def watch_loads(
-    models: Sequence[nn.Module], before: Callable[[], None], after: Callable[[], None]
-) -> list[RemovableHandle]:
-    """Call the methods around each load into one of ``models``."""
+def watch_loads(models: Sequence[nn.Module], masters: Masters) -> list[RemovableHandle]:
+    """Let masters follow each load into one of ``models``."""
+    before, after = ModuleHook(masters.before_load), LoadedHook(masters.after_load)
     handles = []
     for model in models:
-        handles.append(model.register_load_state_dict_pre_hook(ModuleHook(before)))
-        handles.append(model.register_load_state_dict_post_hook(LoadedHook(after)))
+        handles.append(model.register_load_state_dict_pre_hook(before))
+        handles.append(model.register_load_state_dict_post_hook(after))
     return handles
 
 

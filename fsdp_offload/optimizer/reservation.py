@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +13,7 @@ from torch.optim import Optimizer
 from ..core import dtensor
 from ..core.arguments import backend_of
 from ..core.backend import Backend
-from ..core.config import OffloadConfig
+from ..core.config import Lane, OffloadConfig
 from ..core.errors import DeviceError
 from ..pipeline.engine import Engine
 from ..pipeline.host import HostBucket
@@ -25,15 +24,7 @@ from .state_view import StateView
 
 
 class Reservation:
-    """One engine for the parameters given at construction, one more for each later addition.
-
-    Args:
-        inner: the wrapped optimizer.
-        models: give names and the update order.
-        config: the user's choices.
-        backend: of the device that all shards are on.
-        view: what is shown of the state.
-    """
+    """One engine for the parameters given at construction, one more for each later addition."""
 
     def __init__(
         self,
@@ -43,7 +34,7 @@ class Reservation:
         backend: Backend,
         view: StateView,
     ) -> None:
-        self._inner, self._models, self.config, self._view = inner, models, config, view
+        self.inner, self._models, self.config, self._view = inner, models, config, view
         self.backend = backend
         self.engines: list[Engine] = []
         self.params: list[ParamState] = []
@@ -53,7 +44,7 @@ class Reservation:
         self.inventory = self._new_inventory()
 
     def _new_inventory(self) -> Inventory:
-        return Inventory(self._inner, self._models, self.config, self.backend.device)
+        return Inventory(self.inner, self._models, self.config, self.backend.device)
 
     # ------------------------------------------------------------------ reserving
 
@@ -61,12 +52,24 @@ class Reservation:
         """Trainable parameters without state: unfrozen after wrapping."""
         return [placed for placed in self.inventory.trainable() if placed[0] not in self._managed]
 
-    def extend(self, added: list[Placed]) -> None:
-        """Reserve state for parameters; on error everything is as before."""
+    def is_fresh(self) -> bool:
+        """Whether there is no state but what is shown before a first update."""
+        others = self._view.unmanaged(self.params).values()
+        return not any(others) and all(map(state_io.is_fresh, self.params))
+
+    def extend(self, added: list[Placed], lanes: Mapping[Tensor, Lane] | None = None) -> None:
+        """Reserve state for parameters, in ``lanes`` if they had some before; on error everything
+        is as before."""
         if not added:
             return
-        self._check_device(added)
-        params, natives = self.inventory.plan(added, first=not self.engines)
+        backend = backend_of(parameter for parameter, _ in added)
+        if backend.device != self.backend.device:
+            raise DeviceError(
+                f"parameters on {backend.device}",
+                reason=f"this optimizer streams over the link of {self.backend.device}",
+                remedy="move them there, or wrap another optimizer for them",
+            )
+        params, natives = self.inventory.plan(added, first=not self.engines, lanes=lanes)
         shown = self._view.shown
         frozen = {p: shown[p] for p, _ in added if shown.get(p)}
         for param in params:
@@ -77,7 +80,7 @@ class Reservation:
         taken = sum(engine.own_bytes for engine in self.engines)
         with torch.no_grad():
             engine = Engine(
-                self._inner,
+                self.inner,
                 everything,
                 params,
                 natives,
@@ -87,7 +90,10 @@ class Reservation:
                 native_state=shown,
             )
             try:
-                _write_frozen(params, frozen)
+                for param in params:
+                    if found := frozen.get(param.parameter):
+                        # It was trained before. Its weight may have been replaced meanwhile.
+                        state_io.write(param, state_io.agreeing(param, found))
                 exposed = {param.parameter: state_io.expose(param) for param in params}
             except BaseException:
                 engine.close()
@@ -101,18 +107,9 @@ class Reservation:
         shown.update(exposed)
         self._managed.update(parameter for parameter, _ in added)
 
-    def _check_device(self, added: list[Placed]) -> None:
-        backend = backend_of(parameter for parameter, _ in added)
-        if backend.device != self.backend.device:
-            raise DeviceError(
-                f"parameters on {backend.device}",
-                reason=f"this optimizer streams over the link of {self.backend.device}",
-                remedy="move them there, or wrap another optimizer for them",
-            )
-
     def take_over(self) -> None:
         """Copy state that the wrapped optimizer already has; it drops its own afterwards."""
-        state = self._inner.state
+        state = self.inner.state
         managed = {param.parameter for param in self.params}
         for param in self.params:
             state_io.check(param, state.get(param.parameter, {}))
@@ -129,35 +126,22 @@ class Reservation:
         kept = {param.parameter: state_io.copied(param) for param in self.params}
         # Frozen ones, too: they keep their state, and may be unfrozen.
         again = [placed for placed in self.inventory.parameters() if placed[0] in self._managed]
-        for engine in self.engines:
-            engine.close()
-        self.inventory.start_anew(self.params)
-        self.engines, self.params = [], []
+        lanes = {param.parameter: param.lane for param in self.params}
+        self.close()
         for parameter in kept:
             del self._view.shown[parameter]
-        self.extend(again)
+        self.extend(again, lanes)
         for param in self.params:
             state_io.write(param, kept[param.parameter])
 
     def exchange(self, config: OffloadConfig) -> None:
-        """As at construction, for the parameters that the groups have now; state is kept."""
+        """As at construction, for the parameters that the groups have now; there is no state."""
+        groups = self.inner.param_groups
+        self.backend = backend_of(p for group in groups for p in group["params"])
         self.config = config
-        groups = self._inner.param_groups
-        kept = {id(p): p for group in groups for p in group["params"]}
-        unmanaged = self._view.unmanaged(self.params)
-        state = {p: values for p, values in unmanaged.items() if values and id(p) in kept}
-        used = [p for p in self.params if id(p.parameter) in kept and not state_io.is_fresh(p)]
-        for parameter, shown in self._view.read(used).items():
-            state[parameter] = {
-                name: value.clone() if isinstance(value, Tensor) else value
-                for name, value in shown.items()
-            }
-        backend = backend_of(kept.values())
         self.close()
         self._managed.clear()
         self._view.shown.clear()
-        self.backend = backend
-        self._view.shown.update(state)
         self.inventory = self._new_inventory()
         self.extend(self.inventory.trainable())
 
@@ -169,11 +153,6 @@ class Reservation:
         self.engines, self.params, self.never_have_gradients = [], [], []
 
     # ------------------------------------------------------------------ all engines
-
-    @property
-    def device(self) -> torch.device:
-        """Where the shards are."""
-        return self.backend.device
 
     def mastered(self) -> list[ParamState]:
         """Parameters whose fp32 master is not the shard itself."""
@@ -189,29 +168,7 @@ class Reservation:
         for engine in self.engines:
             yield from engine.host.buckets if engine.host is not None else ()
 
-    def staging(self) -> list[Tensor]:
-        """See :meth:`.Engine.staging`."""
-        return [tensor for engine in self.engines for tensor in engine.staging()]
-
-    def flush(self) -> None:
-        """Block until host memory has all state; updates have been waited for."""
-        for engine in self.engines:
-            engine.flush()
-
     def discard(self) -> None:
         """Forget state that was fetched ahead: it is about to be written into."""
         for engine in self.engines:
             engine.discard()
-
-    def trust_shards(self) -> None:
-        """What the shards hold now is what the host lanes last wrote."""
-        for engine in self.engines:
-            engine.trust_shards()
-
-
-def _write_frozen(params: list[ParamState], frozen: Mapping[Tensor, dict[str, Any]]) -> None:
-    """Take state back of parameters that were trained, frozen, and are trained again."""
-    for param in params:
-        if found := frozen.get(param.parameter):
-            # The weight may have been replaced meanwhile, and nothing compared the two.
-            state_io.write(param, state_io.agreeing(param, found))

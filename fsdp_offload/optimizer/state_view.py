@@ -1,17 +1,24 @@
-"""``optimizer.state`` as the caller sees it, and what becomes of writes into it."""
+"""``optimizer.state`` as the caller sees it, and what becomes of writes into it; state dicts that
+are loaded: matched and checked before any write."""
 
 from __future__ import annotations
 
+import copy
+import logging
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
+from ..core.errors import StateDictError
+from ..pipeline.inventory import Inventory, missing_kinds
 from ..update import state as state_io
 from ..update.params import ParamState
-from .loading import native_value
+from ..update.schema import signature
+
+_log = logging.getLogger("fsdp_offload")
 
 Values = dict[str, Any]
 
@@ -49,8 +56,11 @@ class StateView:
             state_io.show(param, found[param.parameter])
         return found
 
-    def adopt_writes(self, params: Sequence[ParamState], *, is_away: bool) -> None:
-        """Follow what the caller did to the state that was shown: written, or dropped."""
+    def adopt_writes(
+        self, params: Sequence[ParamState], *, is_away: bool, again: bool = False
+    ) -> None:
+        """Follow what the caller did to the state that was shown: written, or dropped; ``again``:
+        it may still be done."""
         if not self.may_be_written:
             return
         with torch.no_grad():
@@ -63,7 +73,7 @@ class StateView:
                 elif not is_away:  # else once its weight can be read
                     state_io.reset(param)
                     self.shown[param.parameter] = state_io.expose(param)
-        self.may_be_written = False
+        self.may_be_written = again
 
     def unmanaged(self, params: Sequence[ParamState]) -> dict[Tensor, Values]:
         """What is not reserved: made and kept by the class, or of frozen parameters."""
@@ -77,7 +87,8 @@ class StateView:
         params: Sequence[ParamState],
         device: torch.device,
     ) -> None:
-        """Replace what :meth:`unmanaged` says by saved values.
+        """Replace what :meth:`unmanaged` says by saved values, as the plain optimizer would keep
+        them: on ``device``, dtypes kept.
 
         Args:
             saved: values by id.
@@ -87,12 +98,106 @@ class StateView:
         """
         managed = {param.parameter for param in params}
         for parameter, saved_id in ids.items():
-            found = saved.get(saved_id, {})
-            if parameter in managed or not (found or parameter in self.shown):
+            if parameter in managed:
                 continue
-            fresh = {name: native_value(device, name, value) for name, value in found.items()}
-            self.shown[parameter].clear()
-            if not fresh:
-                del self.shown[parameter]
-            else:
-                self.shown[parameter].update(fresh)
+            found = {
+                name: value.to(device) if isinstance(value, Tensor) and name != "step" else value
+                for name, value in saved.get(saved_id, {}).items()
+            }
+            self.shown.pop(parameter, None)
+            if found:
+                self.shown[parameter] = found
+
+
+# --------------------------------------------------------------------------- loads
+
+IMPLEMENTATION_FLAGS: Final = frozenset(("foreach", "fused", "capturable", "differentiable"))
+"""Group values that say how a kernel runs, not what it computes: a load keeps the current ones."""
+
+Groups = list[dict[str, Any]]
+
+
+def match(
+    groups: Groups, loaded: Mapping[str, Any], params: Sequence[ParamState]
+) -> tuple[dict[Tensor, Any], Sequence[Mapping[str, Any]]]:
+    """The saved id (int or FQN) of every parameter, by position, as torch matches them, and the
+    saved values of each that is reserved.
+
+    Raises:
+        StateDictError: not an optimizer state dict, or other groups.
+    """
+    state = loaded.get("state")
+    if not isinstance(state, Mapping) or not isinstance(loaded.get("param_groups"), list):
+        raise StateDictError(
+            f"a dict with keys {sorted(map(str, loaded))}",
+            reason="an optimizer state dict has 'state' and 'param_groups'",
+            remedy="pass what state_dict() of this or of the plain optimizer returned",
+        )
+    sizes = [len(group["params"]) for group in loaded["param_groups"]]
+    expected = [len(group["params"]) for group in groups]
+    if sizes != expected:
+        raise StateDictError(
+            f"param_groups with {sizes} parameters",
+            reason=f"this optimizer has {expected}: the checkpoint is of another model or of "
+            "other groups",
+            remedy="build the model and its parameter groups as when it was saved",
+        )
+    ids = {
+        parameter: saved
+        for group, saved_group in zip(groups, loaded["param_groups"], strict=True)
+        for parameter, saved in zip(group["params"], saved_group["params"], strict=True)
+    }
+    for saved in ids.values():
+        if not isinstance(state.get(saved, {}), Mapping):
+            raise StateDictError(
+                f"state of parameter {saved!r} of type {type(state[saved]).__name__}",
+                reason="a parameter's state is a dict of names and values",
+                remedy="pass what state_dict() of this or of the plain optimizer returned",
+            )
+    # Where a flattened checkpoint lacks an entry, torch's unflattening puts an empty dict.
+    values = [
+        {n: v for n, v in state.get(ids[p.parameter], {}).items() if not isinstance(v, dict)}
+        for p in params
+    ]
+    return ids, values
+
+
+def checked_groups(
+    groups: Groups, saved: Groups, inventory: Inventory, params: Sequence[ParamState]
+) -> Groups:
+    """Group values to take over.
+
+    Raises:
+        StateDictError: their flags need state that is not reserved (``amsgrad``, ...).
+    """
+    result = []
+    for index, (group, saved_group) in enumerate(zip(groups, saved, strict=True)):
+        values = {
+            name: copy.deepcopy(value)
+            for name, value in saved_group.items()
+            if name not in ("params", "param_names") and name not in IMPLEMENTATION_FLAGS
+        }
+        after = {**group, **values}
+        param = next((r for r in params if r.group == index), None)
+        if param is not None and signature(after) != signature(group):
+            if missing := missing_kinds(param, inventory.schema(param, after)):
+                raise StateDictError(
+                    f"param_groups[{index}] of the checkpoint",
+                    reason=f"its flags need state {missing}, which is not reserved",
+                    remedy="build the optimizer with the flags of the checkpoint",
+                )
+        result.append(values)
+    return result
+
+
+def name_masters(params: Sequence[ParamState]) -> None:
+    """Log which entries of a state dict are lost on an optimizer without this library."""
+    mastered = [param for param in params if param.emits_master]
+    if mastered:
+        entries = " and ".join(sorted({repr(param.form.value) for param in mastered}))
+        shards = "/".join(sorted({str(param.info.dtype)[6:] for param in mastered}))
+        _log.warning(
+            "state_dict() holds the fp32 masters of %d parameters in %s: an optimizer without "
+            "fsdp_offload ignores these entries and goes on from the %s weights",
+            len(mastered), entries, shards,
+        )  # fmt: skip

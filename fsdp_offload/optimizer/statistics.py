@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from ..core.config import GIB, MIB
-from ..pipeline.engine import Engine
-from ..pipeline.native import States, native_bytes
-from ..update.params import ParamState
-from .device_state import DeviceState
+
+if TYPE_CHECKING:
+    from .hybrid import HybridDeviceOptimizer
 
 
 @dataclass(frozen=True)
@@ -83,36 +83,25 @@ def _size(n_bytes: int) -> str:
     return f"{n_bytes / GIB:.2f} GiB" if n_bytes >= GIB else f"{n_bytes / MIB:.1f} MiB"
 
 
-def gather(
-    engines: Sequence[Engine],
-    params: Sequence[ParamState],
-    place: DeviceState,
-    natives: Sequence[Tensor],
-    state: States,
-    *,
-    optimizer: str,
-    overlap: str,
-    memory_change: str,
-    steps: int,
-    step_ms: float,
-) -> Statistics:
-    """Add up what all engines hold."""
+def gather(optimizer: HybridDeviceOptimizer) -> Statistics:
+    """Add up what all engines of ``optimizer`` hold."""
+    reserved, place = optimizer._reserved, optimizer._device_state
+    engines, natives = reserved.engines, reserved.natives()
     transfer = place.transfer  # of the optimizer alone; else a PhaseOffloader has it
     own = transfer if transfer is not None and transfer.is_away else None
-    lanes: dict[str, int] = {}
-    device_bytes = 0
-    for param in params:
-        lanes[param.lane] = lanes.get(param.lane, 0) + 1
-        device_bytes += param.spec.state_bytes if param.lane == "resident" else 0
+    lanes = Counter[str](param.lane for param in reserved.params)
+    device_bytes = sum(p.spec.state_bytes for p in reserved.params if p.lane == "resident")
     if natives:
         lanes["native"] = len(natives)
-        device_bytes += native_bytes(natives, state)
+        values = (v for p in natives for v in optimizer._view.shown.get(p, {}).values())
+        device_bytes += sum(v.numel() * v.itemsize for v in values if isinstance(v, Tensor))
+    pipelined = [lane for engine in engines for lane in engine.lanes]
     arenas = [a for engine in engines for a in engine.arena_statistics() if a.n_bytes]
     return Statistics(
-        optimizer=optimizer,
-        overlap=overlap,
-        steps=steps,
-        parameters=lanes,
+        optimizer=type(optimizer._inner).__name__,
+        overlap=reserved.config.overlap or "step",
+        steps=optimizer._steps,
+        parameters=dict(lanes),
         device_state_bytes=0 if place.shows_copies else device_bytes,
         host_state_bytes=sum(s.payload_bytes for s in engines),
         host_arena_bytes=sum(a.n_bytes for a in arenas),
@@ -122,10 +111,10 @@ def gather(
         away_bytes=(own.away_bytes if own else device_bytes) if place.shows_copies else 0,
         offload_reserved_bytes=0 if transfer is None else transfer.buffers.n_bytes,
         staging_bytes=sum(s.staging_bytes for s in engines),
-        buckets=sum(s.bucket_count for s in engines),
+        buckets=sum(map(len, [*(s.resident for s in engines), *(s.buckets for s in pipelined)])),
         staying_buckets=sum(len(s.staying) for s in engines),
-        memory_change=memory_change,
-        moved_bytes=sum(s.moved_bytes for s in engines),
-        fetched_bytes=sum(s.fetched_bytes for s in engines),
-        step_ms=step_ms,
+        memory_change="" if optimizer._memory is None else optimizer._memory.last_change,
+        moved_bytes=sum(lane.moved_bytes for lane in pipelined),
+        fetched_bytes=sum(lane.fetched_bytes for lane in pipelined),
+        step_ms=optimizer._step_ms,
     )

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ..core import dtensor
+from ..core.config import OffloadConfig
 from ..core.errors import ConfigError, StateSchemaError
 from ..core.fsdp import fsdp_parameters
 from ..update.schema import check_supported, make_shadow, raw_step
@@ -38,13 +39,13 @@ def check_wrappable(optimizer: object) -> None:
         ConfigError: not an optimizer, wrapped before, or without trainable parameters.
         UnsupportedOptimizerError: see :func:`check_supported`.
     """
-    _refuse_facade(optimizer)
     if isinstance(optimizer, nn.Module):
         raise ConfigError(
             f"optimizer of type {type(optimizer).__name__}",
             reason="a module, where the optimizer is expected",
             remedy="give the optimizer first: HybridDeviceOptimizer(optimizer, model)",
         )
+    _refuse_facade(optimizer)
     if not isinstance(optimizer, Optimizer):
         raise ConfigError(
             f"optimizer of type {type(optimizer).__name__}",
@@ -77,24 +78,18 @@ def _refuse_facade(optimizer: object) -> None:
     """
     for name in ("optimizer", "_optimizer"):
         held = getattr(optimizer, name, None)
-        if not isinstance(held, Optimizer) or held is optimizer or isinstance(optimizer, nn.Module):
+        if not isinstance(held, Optimizer) or held is optimizer:
             continue
         mine = getattr(optimizer, "param_groups", [])
         parameters = {id(p) for group in mine for p in group["params"]}
         if not any(id(p) in parameters for group in held.param_groups for p in group["params"]):
             continue
+        reason = "it calls the step of the optimizer that it holds, and that one keeps the state"
+        remedy = f"wrap that one: optimizer.{name} = HybridDeviceOptimizer(optimizer.{name}, model)"
         if getattr(held, "is_offloaded", False):
-            raise ConfigError(
-                f"{type(optimizer).__name__} around a wrapped optimizer",
-                reason="it is wrapped already",
-                remedy="use it as it is",
-            )
-        raise ConfigError(
-            f"{type(optimizer).__name__} around {type(held).__name__}",
-            reason="it calls the step of the optimizer that it holds, and that one keeps the state",
-            remedy=f"wrap that one: optimizer.{name} = "
-            f"HybridDeviceOptimizer(optimizer.{name}, model)",
-        )
+            reason, remedy = "it is wrapped already", "use it as it is"
+        what = f"{type(optimizer).__name__} around {type(held).__name__}"
+        raise ConfigError(what, reason=reason, remedy=remedy)
 
 
 def check_holds(optimizer: Optimizer, models: Sequence[nn.Module]) -> None:
@@ -131,23 +126,43 @@ def check_holds(optimizer: Optimizer, models: Sequence[nn.Module]) -> None:
     )
 
 
+def warn_that_state_stays(
+    optimizer: Optimizer, config: OffloadConfig, device: torch.device
+) -> None:
+    """Say of a class that runs its own step that nothing is offloaded, unless nothing was to be."""
+    if config.offload_fraction == 0:
+        return
+    local = [dtensor.local(p) for group in optimizer.param_groups for p in group["params"]]
+    _log.warning(
+        "%s is not a class of torch.optim: it runs its own step, and its state stays on %s "
+        "(%d parameters of %d bytes on this rank, and as much again for each state tensor of "
+        "their shape and dtype). If each element's update depends on that element alone, "
+        "HybridDeviceOptimizer(..., elementwise=True) offloads the state",
+        type(optimizer).__name__,
+        device,
+        len(local),
+        sum(p.numel() * p.itemsize for p in local),
+    )
+
+
 def check_any_gradient(
     optimizer: Optimizer, models: Sequence[nn.Module], names: Mapping[Tensor, str]
-) -> None:
-    """Refuse a first step with nothing to do: another model is being trained.
+) -> bool:
+    """Refuse a first step with nothing to do: another model is being trained. Returns whether a
+    parameter has a gradient; ``names``: of parameters, when the optimizer was wrapped.
 
-    Args:
-        optimizer: none of its parameters has a gradient, or those named in ``models`` that were
-            replaced there have none.
-        models: as they are now.
-        names: of its parameters, when it was wrapped.
+    The decision is this rank's own, so shards that are empty here say nothing.
 
     Raises:
         ConfigError: parameters were replaced in ``models``; or none has a gradient at all.
     """
     held = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-    now = {name: parameter for parameter, name in dtensor.parameter_names(models).items()}
     without = [p for p in held if dtensor.whole_gradient(p) is None]
+    found = len(without) < len(held)
+    is_all_empty = not any(dtensor.local(p).numel() for p in without) and not found
+    if is_all_empty or any(map(dtensor.never_has_gradient, held)):
+        return found
+    now = {name: parameter for parameter, name in dtensor.parameter_names(models).items()}
     replaced = [p for p in without if now.get(names.get(p, ""), p) is not p]
     if replaced:
         raise ConfigError(
@@ -157,8 +172,8 @@ def check_any_gradient(
             "fully_shard was called after the optimizer was wrapped",
             remedy="call fully_shard, then build the optimizer, then wrap it",
         )
-    if len(without) < len(held):
-        return
+    if found:
+        return found
     order = "" if models else "; if fully_shard is used, call it before the optimizer is built"
     raise ConfigError(
         f"first step() of {len(held)} parameters, of which none ever had a gradient",
@@ -187,12 +202,12 @@ class GroupedParameters:
 
 
 def changed_groups_error(gone: Sequence[Tensor], names: Mapping[Tensor, str]) -> StateSchemaError:
-    """The error of a caller who changed groups when parameters had been updated already."""
+    """The error of a caller who changed groups when there was state already."""
     return StateSchemaError(
         f"param_groups in which {names.get(gone[0], 'a parameter')} and {len(gone) - 1} others are "
         "not where they were",
-        reason="parameters were removed, replaced or moved after they had been updated, and state "
-        "belongs to a parameter and its group",
+        reason="parameters were removed, replaced or moved when some had state, which belongs to "
+        "a parameter and its group",
         remedy="put them back; to stop training some, call requires_grad_(False) on them",
     )
 
@@ -205,19 +220,16 @@ def ordinary_tensors() -> Iterator[None]:
         yield
 
 
-def share_hooks(inner: Optimizer, wrapper: Optimizer) -> None:
-    """Hooks registered on either run once, with the wrapper as their argument."""
-    for name in _HOOKS:
-        if name in inner.__dict__:
-            wrapper.__dict__[name] = inner.__dict__[name]
-
-
 def make_inert(inner: Optimizer, wrapper: Optimizer) -> None:
-    """Forward the inner optimizer's methods and share its groups with the wrapper.
+    """Forward the inner optimizer's methods and share its groups with the wrapper. Hooks that are
+    registered on either run once, with the wrapper as their argument.
 
     The wrapper lives as long as the inner one: callers keep either. Both refer to each other, so
     that Python's cyclic collector frees them; ``close()`` gives memory back at once.
     """
+    for name in _HOOKS:
+        if name in inner.__dict__:
+            wrapper.__dict__[name] = inner.__dict__[name]
     for name in _FORWARDED:
         inner.__dict__[name] = _forwarder(name, wrapper)
     inner.param_groups = wrapper.param_groups

@@ -28,9 +28,8 @@ from ..core.config import MIB, TransferConfig
 from ..core.errors import DeviceError
 from ..memory import HostArena
 from ..plan import Rates
-from .cores import thread_count
 from .host import UNIT_NUMEL
-from .worker import ThreadPool
+from .worker import ThreadPool, thread_count
 
 _log = logging.getLogger("fsdp_offload")
 
@@ -55,43 +54,31 @@ def measure_rates(
     *,
     effort: Effort | None = None,
 ) -> Rates:
-    """The rates of this machine. Collective over ``groups``.
-
-    Args:
-        backend: the device.
-        transfer: how host memory is obtained, and the host lane's threads.
-        groups: of the meshes that the parameters live on, in one order on all of their ranks.
-        effort: memory and time.
+    """The rates of this machine. Collective over ``groups``: of the meshes that the parameters live
+    on, in one order on all of their ranks.
 
     Raises:
         DeviceError: a rank could not measure; all ranks of ``groups`` raise it.
     """
     began = time.perf_counter()
-    probe: Probe | None = None
+    made: list[Probe] = []
     error: Exception | None = None
-    values = [0.0, 0.0, 0.0]
-    try:
+    values: list[float] = []
+
+    def prepare() -> list[float]:
         backend.current_stream().synchronize()
-        probe = Probe(backend, transfer, effort or Effort())
-    except Exception as caught:  # this rank takes part to the end: others wait for it
-        error = caught
-    _least(groups, backend.device, [0.0])
-    try:
-        if probe is not None:
-            values[0] = probe.link_gbps()
-    except Exception as caught:
-        error = caught
-    _least(groups, backend.device, [0.0])
-    try:
-        if probe is not None and error is None:
-            values[1:] = probe.beside()
-    except Exception as caught:
-        error = caught
-    if probe is not None:
+        made.append(Probe(backend, transfer, effort or Effort()))
+        return []
+
+    for part in (prepare, lambda: [made[0].link_gbps()], lambda: made[0].beside()):
+        _least(groups, backend.device, [0.0])  # ranks begin each part together
+        try:
+            values += part() if error is None else ()
+        except Exception as caught:  # this rank takes part to the end: others wait for it
+            error = caught
+    for probe in made:
         probe.close()
-    if error is not None:
-        values = [0.0, 0.0, 0.0]
-    rates = Rates(*_least(groups, backend.device, values))
+    rates = Rates(*_least(groups, backend.device, [0.0] * 3 if error else values))
     if backend.device.type != "cpu":
         torch.accelerator.empty_cache()
     if not all(rates):
@@ -158,8 +145,8 @@ class Probe:
         for _ in range(count):
             index = 2 * self._sent % len(self._chunks)
             (host_in, device_in), (host_out, device_out) = self._chunks[index : index + 2]
-            self._h2d.launch(_copy_chunk, device_in, host_in)
-            self._d2h.launch(_copy_chunk, host_out, device_out)
+            self._h2d.copy([device_in], [host_in])
+            self._d2h.copy([host_out], [device_out])
             self._sent += 1
         self._h2d.synchronize()
         self._d2h.synchronize()
@@ -220,10 +207,6 @@ class Probe:
         self._steps, self._chunks = [], []
         for arena in self._arenas:
             arena.close()
-
-
-def _copy_chunk(target: Tensor, source: Tensor) -> None:
-    target.copy_(source, non_blocking=True)
 
 
 def _adamw_step(memory: Tensor) -> Callable[[], object]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Collection, Iterable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,39 +20,29 @@ from ..core.config import OffloadConfig
 from ..core.errors import DeviceMemoryError
 from ..memory import ArenaStatistics, HostArena, check_host_budget, local_ranks
 from ..plan import Kind, Layout, Slice, make_layout
-from ..plan.lanes import is_beside
+from ..plan.lanes import FEW_STREAMED
 from ..plan.layout import align
-from ..plan.order import Job, deadline_order, fetched_first
-from ..plan.residency import choose, spread
+from ..plan.residency import choose
 from ..update.bucket import BucketUpdate, Scratch
 from ..update.one_kernel import StepPowers
 from ..update.params import MasterForm, ParamState, Snapshot, Work
-from ..update.schema import is_torch_class
+from ..update.schema import is_torch_class, make_shadow, raw_step
 from ..update.state import fill_initial, write_master
-from .cores import thread_count, thread_setup
 from .host import HostBucket, HostStaging, HostStagingSizes, ring_depth
 from .host_lane import HostLane
 from .link import copier
-from .native import NativeUpdate, States
-from .streamed import StreamedBucket, StreamedLane, device_bytes_of
-from .worker import InlineWorker, ThreadPool, Worker
+from .streamed import StreamedBucket, StreamedLane, device_bytes_of, preferred
+from .worker import InlineWorker, ThreadPool, Worker, thread_count, thread_setup
 
 _log = logging.getLogger("fsdp_offload")
+
+States = dict[Tensor, dict[str, Any]]
 
 HOST_DEPTH = 6
 """Least number of gradient buffers of the host lane in host memory."""
 HOST_BUCKET_FACTOR = 2
 """Host buckets are that much larger with ``overlap="step"``: each costs a hand-over between
 threads. With the others all buckets are large."""
-
-
-@dataclass(frozen=True)
-class _GateUpdates:
-    """What of a gate is in which lane."""
-
-    streamed: list[int]  # buckets
-    resident: bool
-    host: list[int]  # buckets
 
 
 @dataclass(frozen=True)
@@ -90,6 +82,38 @@ def make_dtype_groups(params: Sequence[ParamState], config: OffloadConfig) -> li
             stop = layout.arena_stop
         dtype_groups.append(DtypeGroup(params, layout))
     return dtype_groups
+
+
+class NativeUpdate:
+    """What is updated as the class does it, on the device, with the state that the class makes:
+    parameters of torch's classes whose state :mod:`..update.schema` does not declare (of a tensor
+    subclass, Adafactor's). A shadow steps the parameters themselves, whole.
+
+    Args:
+        optimizer: the wrapped optimizer.
+        placed: (parameter, index of its param_group), in order.
+        state: what the optimizer shows as its state; the class reads and writes it itself, so
+            what the caller puts there or deletes counts as it does without wrapping.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, placed: list[tuple[Tensor, int]], state: States
+    ) -> None:
+        self.parameters = [parameter for parameter, _ in placed]
+        self._indices = sorted({group for _, group in placed})
+        groups: list[dict[str, Any]] = [
+            {"params": [p for p, group in placed if group == index]} for index in self._indices
+        ]
+        self._shadow = make_shadow(optimizer, groups)
+        self._step = raw_step(type(optimizer))
+        self._shadow.__dict__["state"] = state
+
+    def run(self, snapshot: Snapshot) -> None:
+        """Step every parameter that has a gradient."""
+        for group, index in zip(self._shadow.param_groups, self._indices, strict=True):
+            group.update(snapshot.groups[index])
+        with torch.no_grad():
+            self._step(self._shadow)
 
 
 class Engine:
@@ -137,8 +161,8 @@ class Engine:
         self._resident_updated: Event | None = None
         self._host_written: Event | None = None
         self._without_scratch: list[BucketUpdate] = []  # one of each kind, while there is none
-        self._gates: list[_GateUpdates] = []
-        self._away_until: dict[int, int] = {}  # steps before which streamed buckets do not stay
+        # Of each gate: whether it is in the resident lane, and its buckets of the two others.
+        self._gates: list[tuple[bool, list[HostBucket], list[int]]] = []
         try:
             arena = self._arena(self.host_bytes)
             self._make_tensors(dtype_groups, arena)
@@ -160,6 +184,11 @@ class Engine:
             self.close()
             raise
 
+    @property
+    def lanes(self) -> list[StreamedLane | HostLane]:
+        """Those through which buckets travel, as far as there are some."""
+        return [lane for lane in (self.streamed, self.host) if lane is not None]
+
     # ------------------------------------------------------------------ building
 
     def _arena(self, n_bytes: int) -> HostArena:
@@ -172,17 +201,13 @@ class Engine:
         self.arenas.append(arena)
         return arena
 
-    def _on_device(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Zeros for state of the resident lane."""
-        return torch.zeros(numel, dtype=dtype, device=self.backend.device)
-
     def _make_tensors(self, dtype_groups: list[DtypeGroup], arena: HostArena) -> None:
         """The authoritative state tensors: flat, own storage, offset 0."""
         for group in dtype_groups:
             for param in group.params:
                 for kind, numel in param.kinds:
                     if param.lane == "resident":
-                        tensor = self._on_device(numel, kind.dtype)
+                        tensor = torch.zeros(numel, dtype=kind.dtype, device=self.backend.device)
                     else:
                         offset = group.layout.offsets[param.index, kind.name]
                         tensor = arena.tensor(offset, numel, kind.dtype)
@@ -233,31 +258,25 @@ class Engine:
             return None
         sizes = [device_bytes_of(bucket) for _, bucket in pairs]
         slot_bytes = max(sizes)
-        count, staying = choose(sizes, self._preferred(range(len(sizes))), device_bytes)
+        overlap = self.config.overlap or "step"
+        count, staying = choose(sizes, preferred(range(len(sizes)), overlap), device_bytes)
         slots = [self.backend.allocate(slot_bytes) for _ in range(count)]
         own = {i: self.backend.allocate(sizes[i]) for i in sorted(staying)}
-        lane = StreamedLane(
-            self.backend,
-            self.update,
-            slots,
-            own,
-            takes_turns=self.config.overlap != "step",
+        lane = StreamedLane(self.backend, self.update, slots, own, overlap)
+        lane.use(
+            [
+                StreamedBucket(
+                    optimizer,
+                    layout,
+                    bucket,
+                    params,
+                    arena,
+                    own[i] if i in own else slots[i % count],
+                    self.scratch,
+                )
+                for i, (layout, bucket) in enumerate(pairs)
+            ]
         )
-        lane.buckets = [
-            StreamedBucket(
-                optimizer,
-                layout,
-                bucket,
-                params,
-                arena,
-                own[i] if i in own else slots[i % count],
-                self.scratch,
-            )
-            for i, (layout, bucket) in enumerate(pairs)
-        ]
-        self._order: Sequence[int] = range(len(pairs))
-        self._ranks = list(self._order)  # of its buckets, in the forward
-        self._arrange(lane, own, count)
         return lane
 
     def _release_scratch(self) -> None:
@@ -290,11 +309,6 @@ class Engine:
 
     # ------------------------------------------------------------------ running
 
-    @property
-    def has_begun(self) -> bool:
-        """Whether a bucket of an iteration that has not ended was updated, or is about to be."""
-        return self.streamed is not None and self.streamed.has_begun
-
     def prepare(self, snapshot: Snapshot) -> None:
         """Before an iteration: scratch memory, if an update needs it now and there is none.
 
@@ -314,11 +328,6 @@ class Engine:
                 "numbers and fused=True, which needs none",
             ) from error
         self._without_scratch = []
-
-    def begin(self, start: Event) -> None:
-        """No update of the iteration runs before ``start``: what it reads besides gradients, such
-        as a learning rate on the device, is there."""
-        self.update.wait(start)
 
     def offer(self, work: Work) -> None:
         """More gradients are there: enqueue the buckets that have all of theirs, in order."""
@@ -373,24 +382,21 @@ class Engine:
         host = self.host.buckets if self.host else []
         streamed = self.streamed.buckets if self.streamed else []
         self._gates = [
-            _GateUpdates(
+            (
+                gate is native or not gate.isdisjoint(resident),
+                [bucket for bucket in host if not gate.isdisjoint(bucket.indices)],
                 [i for i, bucket in enumerate(streamed) if not gate.isdisjoint(bucket.indices)],
-                resident=gate is native or not gate.isdisjoint(resident),
-                host=[i for i, b in enumerate(host) if not gate.isdisjoint(b.indices)],
             )
             for gate in gates
         ]
 
     def updated(self, gate: int) -> list[Event]:
         """Events after which the shards of a gate are as the last :meth:`run` leaves them."""
-        part = self._gates[gate]
-        events: list[Event | None] = []
-        if part.resident:
-            events.append(self._resident_updated)
-        if self.host is not None:
-            events += [self.host.buckets[index].written for index in part.host]
-        if part.streamed and self.streamed is not None:
-            events.append(self.streamed.updated(part.streamed))
+        is_resident, on_host, streamed = self._gates[gate]
+        events: list[Event | None] = [self._resident_updated] if is_resident else []
+        events += [bucket.written for bucket in on_host]
+        if streamed and self.streamed is not None:
+            events.append(self.streamed.updated(streamed))
         return [event for event in events if event is not None]
 
     def synchronize(self) -> None:
@@ -404,35 +410,6 @@ class Engine:
         """Fetch state for the next iteration, as far as there are slots for it."""
         if self.streamed is not None:
             self.streamed.prefetch()
-
-    def reorder(self, ready_ms: Sequence[float], ranks: Sequence[int], ms_per_byte: float) -> None:
-        """Choose the order of the streamed buckets, between two iterations.
-
-        Args:
-            ready_ms: per parameter, when its gradient is there, since the backward's first.
-            ranks: per parameter, when the forward needs it compared with others.
-            ms_per_byte: of the link, in each direction while both are busy.
-        """
-        if self.streamed is None:
-            return
-        staying = self.streamed.staying
-        jobs = [
-            Job(
-                ready_ms=max(ready_ms[index] for index in bucket.indices),
-                rank=min(ranks[index] for index in bucket.indices),
-                cost_ms=0 if i in staying else bucket.bucket.state_bytes * ms_per_byte,
-            )
-            for i, bucket in enumerate(self.streamed.buckets)
-        ]
-        self._ranks = [job.rank for job in jobs]
-        self._order = deadline_order(jobs)
-        self._arrange(self.streamed, self.streamed.staying, len(self.streamed.slots))
-
-    def _arrange(self, lane: StreamedLane, staying: Collection[int], slots: int) -> None:
-        order = self._order
-        if self.config.overlap != "backward":
-            order = fetched_first(order, staying, slots)
-        lane.arrange(order, staying, slots)
 
     def flush(self) -> None:
         """Block until host memory has all state; updates have been waited for."""
@@ -452,47 +429,9 @@ class Engine:
         return self.host is not None or (self.streamed is not None and bool(self.streamed.slots))
 
     @property
-    def streamed_count(self) -> int:
-        """Buckets of the streamed lane."""
-        return 0 if self.streamed is None else len(self.streamed.buckets)
-
-    @property
-    def streamed_bytes(self) -> int:
-        """State of the streamed lane."""
-        return 0 if self.streamed is None else sum(self.streamed.sizes)
-
-    @property
     def own_bytes(self) -> int:
         """Device memory of slots and of buckets that stay."""
-        lane = self.streamed
-        return 0 if lane is None else sum(t.numel() for t in (*lane.slots, *lane.staying.values()))
-
-    def fit(self, allowed_bytes: int, step: int) -> None:
-        """Use so much memory for slots and buckets that stay. Between two iterations.
-
-        Raises:
-            torch.OutOfMemoryError: there is less; everything is as before.
-        """
-        lane = self.streamed
-        if lane is None:
-            return
-        choice = choose(
-            lane.sizes,
-            self._preferred(sorted(range(len(lane.sizes)), key=self._ranks.__getitem__)),
-            allowed_bytes,
-            staying=lane.staying,
-            away_until=self._away_until,
-            step=step,
-        )
-        self._arrange(lane, choice.staying, choice.slots)
-
-    def _preferred(self, order: Sequence[int]) -> Sequence[int]:
-        """Buckets in the order of the forward, those first that shall stay."""
-        return order if self.config.overlap == "backward" else spread(order)
-
-    def keep_away(self, buckets: Iterable[int], until: int) -> None:
-        """Let these not come back to the device before that step."""
-        self._away_until.update(dict.fromkeys(buckets, until))
+        return 0 if self.streamed is None else self.streamed.own_bytes
 
     def discard(self) -> None:
         """Forget state that is on the device: the arena may be written into."""
@@ -501,20 +440,13 @@ class Engine:
 
     def abort(self) -> None:
         """Forget an iteration that has begun in backward: everything is written anew."""
-        if self.host is not None:
-            self.host.abort()
-        if self.streamed is not None:
-            self.streamed.abort()
+        for lane in self.lanes:
+            lane.abort()
 
     def staging(self) -> list[Tensor]:
         """Slots, buckets that stay, scratch, staging rings: device memory that holds but copies of
         state after :meth:`flush`."""
-        tensors = [self.scratch.memory]
-        if self.streamed is not None:
-            tensors += [*self.streamed.slots, *self.streamed.staying.values()]
-        if self.host is not None:
-            tensors += self.host.staging.on_device
-        return tensors
+        return [self.scratch.memory, *(t for lane in self.lanes for t in lane.staging_buffers)]
 
     @property
     def staging_bytes(self) -> int:
@@ -529,37 +461,9 @@ class Engine:
 
     def follow(self, *events: Event) -> None:
         """Use device memory, and state there, only after ``events``."""
-        lanes = [lane for lane in (self.streamed, self.host) if lane is not None]
-        for stream in (self.update, *(s for lane in lanes for s in lane.streams)):
+        for stream in (self.update, *(s for lane in self.lanes for s in lane.streams)):
             for event in events:
                 stream.wait(event)
-
-    @property
-    def bucket_count(self) -> int:
-        """Units of update per step."""
-        lanes = (
-            self.resident,
-            self.streamed and self.streamed.buckets,
-            self.host and self.host.buckets,
-        )
-        return sum(len(buckets) for buckets in lanes if buckets)
-
-    @property
-    def moved_bytes(self) -> int:
-        """Bytes that the last step wrote back: by the host lane, gradients that it sent."""
-        return sum(lane.moved_bytes for lane in (self.streamed, self.host) if lane is not None)
-
-    @property
-    def fetched_bytes(self) -> int:
-        """Bytes that came to the device for the last step: what stays there does not."""
-        lanes = (self.streamed and self.streamed.fetched_bytes, self.host and self.host.moved_bytes)
-        return sum(n_bytes for n_bytes in lanes if n_bytes)
-
-    def trust_shards(self) -> None:
-        """After a load: what the shards hold now is what the host lane last wrote."""
-        if self.host is not None:
-            for bucket in self.host.buckets:
-                bucket.trust_shards()
 
     def arena_statistics(self) -> list[ArenaStatistics]:
         """Of the state arena and, with a host lane, of its gradient ring."""
@@ -583,19 +487,14 @@ class Engine:
             param.tensors.clear()
             param.slices.clear()
         self.resident, self.streamed, self.host, self.native = [], None, None, None
-        self._without_scratch = []
+        self._without_scratch, self._gates = [], []
         self.scratch = Scratch(
             torch.empty(0, dtype=torch.uint8), StepPowers(0, torch.device("cpu"))
         )
 
 
 def _host_staging_sizes(dtype_groups: list[DtypeGroup], threads: int) -> HostStagingSizes:
-    """What the buffers of the host lane have to hold.
-
-    Args:
-        dtype_groups: those of the host lane.
-        threads: that update at once.
-    """
+    """What the buffers of the host lane, whose groups these are, have to hold."""
     layouts = [(s.layout, s.first) for s in dtype_groups]
     numel_bytes = [x.scratch_numel * param.compute_dtype.itemsize for x, param in layouts]
     shard_bytes = [x.scratch_numel * param.info.dtype.itemsize for x, param in layouts]
@@ -612,21 +511,15 @@ def _host_staging_sizes(dtype_groups: list[DtypeGroup], threads: int) -> HostSta
 
 
 def _is_beside(dtype_groups: list[DtypeGroup]) -> bool:
-    """See :func:`.plan.lanes.is_beside`."""
-
-    def payload_bytes(lane: str) -> int:
-        return sum(s.layout.payload_bytes for s in dtype_groups if s.first.lane == lane)
-
-    return is_beside(payload_bytes("streamed"), payload_bytes("host"))
+    """Whether the streamed lane counts beside the host lane: see :data:`.FEW_STREAMED`."""
+    n_bytes = Counter[str]()
+    for group in dtype_groups:
+        n_bytes[group.first.lane] += group.layout.payload_bytes
+    return n_bytes["streamed"] > n_bytes["host"] * FEW_STREAMED
 
 
 def host_threads(config: OffloadConfig, *, beside: bool) -> int:
-    """Threads of the host lane; a single one is worth a warning.
-
-    Args:
-        config: how many the user wants, if that was said.
-        beside: see :func:`.cores.thread_count`.
-    """
+    """Threads of the host lane; a single one is worth a warning. ``beside``: a streamed lane."""
     threads = thread_count(config.transfer.host_threads, beside=beside)
     if thread_count(config.transfer.host_threads) == 1:
         _log.warning(

@@ -59,16 +59,10 @@ class HostStagingSizes:
 
 
 def ring_depth(threads: int, *, bucket_numel: int, buckets: int, least: int) -> int:
-    """Gradient buffers such that host threads never run out of work.
+    """Gradient buffers such that host threads never run out of work; ``least`` for the transfers.
 
     One arrives. The others hold one and a half times as many units as there are threads: units
     end at different times, and a buffer is free only when all of its units have ended.
-
-    Args:
-        threads: that update at once.
-        bucket_numel: elements of a bucket.
-        buckets: how many there are; more buffers than that would stay empty.
-        least: lower bound, for the transfers.
     """
     units = max(1, -(-bucket_numel // UNIT_NUMEL))
     wanted = 1 + -(-3 * threads // (2 * units))
@@ -76,37 +70,27 @@ def ring_depth(threads: int, *, bucket_numel: int, buckets: int, least: int) -> 
 
 
 class HostStaging:
-    """Buffers between device and host, shared by all host buckets.
-
-    Args:
-        backend: of the device.
-        host: takes ``sizes.host_bytes``.
-        sizes: what the buffers have to hold.
-        across: how their contents, and masters, cross the link.
-    """
+    """Buffers between device and host, shared by all host buckets; what is in them, and masters,
+    cross the link by ``across``."""
 
     def __init__(
         self, backend: Backend, host: HostArena, sizes: HostStagingSizes, across: Copy
     ) -> None:
         numel_bytes, depth = sizes.numel_bytes, sizes.depth
         self.depth = depth
-        # On the device, each used by one stream: on the way out gradients and copies of the shards,
-        # on the way back masters and what is written into the shards.
+        # On the device, each used by one stream and of no content between steps: on the way out
+        # gradients and copies of the shards, on the way back masters and what goes into shards.
         self.gradients = backend.allocate(numel_bytes)
         self.observed = backend.allocate(sizes.shard_bytes)
         self.masters = backend.allocate(numel_bytes)
         self.rounded = backend.allocate(sizes.shard_bytes)
+        self.on_device = [self.gradients, self.observed, self.masters, self.rounded]
         self.across = across
         self.flag_memory = host.tensor(depth * numel_bytes, depth * FLAG_STRIDE, FLAG_DTYPE)
         self.host_gradients = [
             host.tensor(i * numel_bytes, numel_bytes, torch.uint8) for i in range(depth)
         ]
         self.host_user: list[Outcome | None] = [None] * depth  # last update of a host buffer
-
-    @property
-    def on_device(self) -> list[Tensor]:
-        """Device memory that holds nothing between steps."""
-        return [self.gradients, self.observed, self.masters, self.rounded]
 
 
 @dataclass(frozen=True)

@@ -33,13 +33,14 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from ..core.backend import Backend, Event, PendingEvent, Stream
+from ..core.backend import Backend, Event, PendingEvent
 from ..core.errors import LaneError
 from ..update.params import Work
 from .host import HostBucket, HostStaging
@@ -53,27 +54,20 @@ class _Update:
     bucket: HostBucket
     gradients: list[Tensor | None]
     work: Work
-    ready: Sequence[Event]
+    ready: Sequence[Event]  # the gradients may be read after these, and those of earlier buckets
     written: PendingEvent | None = None
     outcome: Outcome | None = None
 
 
 class HostLane:
-    """All host buckets, in order.
-
-    Args:
-        backend: where streams come from.
-        staging: shared by all buckets.
-        worker: the host threads.
-        setup: what a thread of the lane does first.
-    """
+    """All host buckets, in order; ``setup`` is what a thread of the lane does first."""
 
     def __init__(
         self,
         backend: Backend,
         staging: HostStaging,
         worker: Worker,
-        setup: Callable[[], None] = lambda: None,
+        setup: Callable[[], None],
     ) -> None:
         self.staging, self.worker = staging, worker
         self.buckets: list[HostBucket] = []
@@ -82,25 +76,23 @@ class HostLane:
         self._out = backend.stream("host_out")
         self._back = backend.stream("host_back")
         self._under_way: deque[_Update] = deque()
-        self._waited: set[Event] = set()  # of one iteration: the stream out is behind them
-        self._waited_in: weakref.ref[Work] | None = None
+        self._waited: set[Event] = set()  # of one iteration: the stream out will be behind them
         self._failure: LaneError | None = None
         self._lock = threading.Lock()  # of what both the caller and the driver look at: _promised
         self._promised: set[PendingEvent] = set()
         self._work: weakref.ref[Work] | None = None  # the iteration that has begun
         self._left: list[HostBucket] = []  # buckets of it that were not offered yet
         self.moved_bytes = 0  # per direction, in the last iteration
+        self.streams = (self._out, self._back)  # those that use staging buffers and shards
+        self.staging_buffers = staging.on_device
 
     # ------------------------------------------------------------------ on the caller's thread
 
     def run(self, work: Work, start: Event, between: Callable[[], None]) -> Event | None:
-        """Update every bucket that has a gradient; returns when all of it is enqueued.
+        """Update every bucket that has a gradient, after ``start``; ends when all is enqueued.
 
-        Args:
-            work: this step.
-            start: the caller's stream when ``step()`` was called; gradients are ready there.
-            between: called once the first buckets are under way: others enqueue their work
-                there instead of waiting behind the host thread.
+        ``between`` is called once the first buckets are under way: the device lanes enqueue their
+        work there instead of waiting behind the host threads.
 
         Returns:
             The event after which all shards are written, or None if there was nothing to do.
@@ -108,25 +100,21 @@ class HostLane:
         self._begin(work)
         active = [(b, work.of(b.bucket.slices)) for b in self.buckets]
         active = [(b, g) for b, g in active if any(x is not None for x in g)]
-        first = max(1, min(self.staging.depth - 1, len(active)))
-        for count, (bucket, gradients) in enumerate(active, start=1):
-            self.push(bucket, gradients, work, [start])
-            if count == first:
-                between()
         if not active:
             between()
             return None
+        first = max(1, min(self.staging.depth - 1, len(active)))
+        for count, (bucket, gradients) in enumerate(active, start=1):
+            self.moved_bytes += bucket.sent_bytes
+            self._push(_Update(bucket, gradients, work, [start] if count == 1 else []))
+            if count == first:
+                between()
         self.flush()
         return self._back.record()
 
     def offer(self, work: Work, *, complete: bool) -> None:
-        """Begin to update the buckets whose gradients are there; waits for none of it.
-
-        Args:
-            work: this iteration.
-            complete: all gradients that will come are there, so the rest is updated, without
-                buckets that have none.
-        """
+        """Begin to update the buckets whose gradients are there, waiting for none of it. When all
+        that will come are there (``complete``), the rest, without buckets that have none."""
         self._begin(work)
         left, self._left = self._left, []
         for bucket in left:
@@ -137,46 +125,31 @@ class HostLane:
             if all(gradient is None for gradient in gradients):
                 bucket.written = None
                 continue
-            events = [work.ready[index] for index in bucket.indices]
-            ready = [event for event in events if event is not None]
-            bucket.written = self.submit(bucket, gradients, work, ready)
+            events = {work.ready[index]: None for index in bucket.indices}  # in this order, once
+            ready = [e for e in events if e is not None and e not in self._waited]
+            self._waited.update(ready)
+            bucket.written = self._hand_over(_Update(bucket, gradients, work, ready))
 
-    def submit(
-        self,
-        bucket: HostBucket,
-        gradients: list[Tensor | None],
-        work: Work,
-        ready: Sequence[Event],
-    ) -> PendingEvent:
-        """Leave one bucket to the driver.
+    def _hand_over(self, update: _Update) -> PendingEvent:
+        """Leave one bucket to the driver; returns the event after which its shards are written.
 
-        Args:
-            bucket: of this lane; not on its way already.
-            gradients: per part of the bucket, 1-D or None; not written until the event returned
-                has been waited for, and kept alive that long by the caller.
-            work: what they belong to.
-            ready: events after which the gradients may be read.
-
-        Returns:
-            The event after which the bucket's shards are written.
+        Until then its gradients are not written, and the caller keeps them alive.
         """
         if self._driver is None:
-            self._driver = self._make_driver()
-        self.moved_bytes += bucket.sent_bytes
-        written = PendingEvent(self._advance)
+            has_threads = self._backend.has_threads
+            setup, name = self._setup, "host-driver"
+            self._driver = ThreadPool(1, 1, setup, name) if has_threads else InlineWorker()
+        self.moved_bytes += update.bucket.sent_bytes
+        update.written = PendingEvent(self._advance)
         with self._lock:
-            self._promised.add(written)
-        self._driver.submit(self._drive, _Update(bucket, gradients, work, ready, written))
-        return written
-
-    def _make_driver(self) -> Worker:
-        if not self._backend.has_threads:
-            return InlineWorker()
-        return ThreadPool(1, 1, self._setup, name="host-driver")
+            self._promised.add(update.written)
+        self._driver.submit(self._drive, update)
+        return update.written
 
     def _begin(self, work: Work) -> None:
         if self._work is None or self._work() is not work:
             self._work, self._left = weakref.ref(work), list(self.buckets)
+            self._waited.clear()
             self.moved_bytes = 0
 
     def _advance(self, written: PendingEvent) -> None:
@@ -211,16 +184,16 @@ class HostLane:
             raise self._failure
 
     @property
-    def streams(self) -> Sequence[Stream]:
-        """Those that use the staging buffers and the shards."""
-        return (self._out, self._back)
+    def fetched_bytes(self) -> int:
+        """In the last iteration: masters, as many bytes as gradients were sent."""
+        return self.moved_bytes
 
     def abort(self) -> None:
         """Forget a failure and an iteration that has begun: everything is written anew.
 
         The lane has been synchronized, or is lost.
         """
-        self._failure = self._work = self._waited_in = None
+        self._failure = self._work = None
         self._under_way.clear()
 
     def stop(self) -> None:
@@ -239,7 +212,7 @@ class HostLane:
         self._guarded(lambda: self._push(update))
         driver, outcome = self._driver, update.outcome
         if self._backend.has_threads and driver is not None and outcome is not None:
-            outcome.when_done(lambda: _submit(driver, self._guarded, self._return_updated))
+            outcome.when_done(partial(driver.submit, self._guarded, self._return_updated))
 
     def _guarded(self, do: Callable[[], None]) -> None:
         """An exception inside fails the lane and every bucket that has not returned."""
@@ -277,26 +250,14 @@ class HostLane:
 
     # ------------------------------------------------------------------ on either
 
-    def push(
-        self,
-        bucket: HostBucket,
-        gradients: list[Tensor | None],
-        work: Work,
-        ready: Iterable[Event],
-    ) -> None:
-        """Enqueue a bucket's way out, and the oldest one's way back where the ring is full.
-
-        Blocks until the latter has been updated. Arguments are those of :meth:`submit`.
-        """
-        self.moved_bytes += bucket.sent_bytes
-        self._push(_Update(bucket, gradients, work, list(ready)))
-
     def flush(self) -> None:
         """Wait for all updates under way and enqueue the way back."""
         while self._under_way:
             self._return_oldest()
 
     def _push(self, update: _Update) -> None:
+        """Enqueue a bucket's way out, and the oldest one's way back where the ring is full: blocks
+        until that has been updated."""
         self._fetch(update)
         self._under_way.append(update)
         if len(self._under_way) >= self.staging.depth:
@@ -307,32 +268,20 @@ class HostLane:
         assert update.outcome is not None
         update.outcome.wait(self.worker.alive)
         self._under_way.popleft()
-        self._complete(update, self._return(update))
+        self._back.launch(update.bucket.write_shards, update.gradients)
+        self._complete(update, self._back.record())
 
     def _fetch(self, update: _Update) -> None:
         bucket = update.bucket
         slot = bucket.index % self.staging.depth
         if (user := self.staging.host_user[slot]) is not None:
             user.wait(self.worker.alive)
-        self._wait_for_gradients(update)
+        for event in update.ready:
+            self._out.wait(event)
         self._out.launch(bucket.send_gradients, update.gradients)
         arrived = self._out.record()
         update.outcome = self.worker.submit(bucket.update, arrived, update.work)
         self.staging.host_user[slot] = update.outcome
-
-    def _wait_for_gradients(self, update: _Update) -> None:
-        """Let the stream out wait, once for each event of an iteration."""
-        if self._waited_in is None or self._waited_in() is not update.work:
-            self._waited_in = weakref.ref(update.work)
-            self._waited.clear()
-        for event in update.ready:
-            if event not in self._waited:
-                self._waited.add(event)
-                self._out.wait(event)
-
-    def _return(self, update: _Update) -> Event:
-        self._back.launch(update.bucket.write_shards, update.gradients)
-        return self._back.record()
 
 
 def _failed(error: BaseException) -> LaneError:
@@ -343,7 +292,3 @@ def _failed(error: BaseException) -> LaneError:
     )
     made.__cause__ = error
     return made
-
-
-def _submit(driver: Worker, call: Callable[..., None], argument: Callable[[], None]) -> None:
-    driver.submit(call, argument)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -56,7 +56,6 @@ class Inventory:
         self._optimizer, self._models = optimizer, models
         self._config, self._device = config, device
         self._schemas: dict[Any, Schema] = {}
-        self._kept_lanes: dict[Tensor, Lane] = {}
         self.names = dtensor.parameter_names(models)
         self._name_missing()
 
@@ -80,32 +79,31 @@ class Inventory:
         """Those that may get gradients."""
         return [placed for placed in self.parameters() if placed[0].requires_grad]
 
-    def schema(self, group: int, dtype: torch.dtype, *, on_host: bool) -> Schema:
-        """The schema of parameters of ``dtype`` in ``group``, made once per set of flags."""
-        values = self._optimizer.param_groups[group]
+    def _schema(self, values: dict[str, Any], dtype: torch.dtype, *, on_host: bool) -> Schema:
+        """Of parameters of ``dtype`` in a group of these values, made once per set of flags."""
         key = (signature(values), dtype, on_host)
         if key not in self._schemas:
-            self._schemas[key] = self._make_schema(values, dtype, on_host=on_host)
+            device = self._device
+            if on_host:
+                values, device = {**values, **host_flags(values)}, torch.device("cpu")
+            self._schemas[key] = schema_of(self._optimizer, values, dtype, device)
         return self._schemas[key]
 
-    def _make_schema(self, group: dict[str, Any], dtype: torch.dtype, *, on_host: bool) -> Schema:
-        if not on_host:
-            return schema_of(self._optimizer, group, dtype, self._device)
-        values = {**group, **host_flags(group)}
-        return schema_of(self._optimizer, values, dtype, torch.device("cpu"))
-
-    def plan(self, added: list[Placed], *, first: bool) -> tuple[list[ParamState], list[Placed]]:
+    def plan(
+        self, added: list[Placed], *, first: bool, lanes: Mapping[Tensor, Lane] | None = None
+    ) -> tuple[list[ParamState], list[Placed]]:
         """Parameters with their lanes, in update order, and the parameters that stay native.
 
         Args:
             added: new parameters, in the order of the groups.
-            first: whether they are the ones given at construction; an explicit list of lanes
-                speaks of those only.
+            first: they are the ones given at construction, of which a list of lanes speaks.
+            lanes: theirs, where they had some before; those without are native.
         """
         self._name_missing()
         specs = {parameter: self._measured(parameter, group) for parameter, group in added}
         ordered = self._in_update_order(added)
-        lanes = self._choose(specs, [parameter for parameter, _ in ordered], first=first)
+        if lanes is None:
+            lanes = self._choose(specs, [parameter for parameter, _ in ordered], first=first)
         natives = [placed for placed in ordered if specs[placed[0]].must_stay]
         if natives and self._config.offload_fraction > 0:
             _log.info(
@@ -115,7 +113,7 @@ class Inventory:
                 self.names[natives[0][0]],
             )
         params = [
-            self._state(parameter, group, specs[parameter], lanes[parameter])
+            self._state(parameter, group, specs[parameter], lanes.get(parameter, "resident"))
             for parameter, group in ordered
             if not specs[parameter].must_stay
         ]
@@ -127,21 +125,15 @@ class Inventory:
         """The lane of each parameter. A list of lanes speaks of the first ones, in the order of
         ``specs``; later ones are streamed beside it."""
         config = self._config
-        if kept := self._kept_lanes:
-            self._kept_lanes = {}
-            return {parameter: kept.get(parameter, "resident") for parameter in ordered}
         if not isinstance(config.update_on, str):
             if first:
                 ordered = list(specs)
             else:
                 config = replace(config, update_on="device")
         some = [specs[parameter] for parameter in ordered]
-        rates = None
         # The same decision on all ranks: it depends on global sizes only.
-        if wants_rates(some, config):
-            rates = self._rates(ordered)
-        lanes = choose_lanes(some, config, rates)
-        return dict(zip(ordered, lanes, strict=True))
+        rates = self._rates(ordered) if wants_rates(some, config) else None
+        return dict(zip(ordered, choose_lanes(some, config, rates), strict=True))
 
     def _rates(self, parameters: list[Tensor]) -> Rates | None:
         """Measured; or ``None`` on CPU tensors and where it failed: all is streamed then."""
@@ -174,23 +166,25 @@ class Inventory:
                 reason=f"what {type(self._optimizer).__name__} does with it is not known",
                 remedy="leave elementwise=True out: the class then runs its own step on the device",
             )
-        schema = Schema((), elementwise=False)
+        values, schema = self._optimizer.param_groups[group], Schema((), elementwise=False)
         if not native:
-            schema = self.schema(group, compute, on_host=False)
+            schema = self._schema(values, compute, on_host=False)
         form = master_form("resident", info.dtype, compute)
         per_numel = bytes_per_element(schema, form, compute, self._config)
+        is_fast = self._is_fast_on_host(values, schema, compute)
         return ParamSpec(
             fqn=fqn,
             global_bytes=int(info.global_numel * per_numel),
             max_local_bytes=int(info.max_local_numel * per_numel),
             must_stay=native,
             whole=not schema.elementwise,
-            host_numel=info.max_local_numel if self._is_fast_on_host(group, schema, compute) else 0,
+            host_numel=info.max_local_numel if is_fast else 0,
         )
 
-    def _is_fast_on_host(self, group: int, schema: Schema, compute: torch.dtype) -> bool:
+    def _is_fast_on_host(
+        self, values: dict[str, Any], schema: Schema, compute: torch.dtype
+    ) -> bool:
         """Whether the host lane would run a fused fp32 kernel, which rates are measured with."""
-        values = self._optimizer.param_groups[group]
         fused, foreach = values.get("fused"), values.get("foreach")
         chosen = bool(fused) or (fused is None and foreach is None)
         single = {compute, self._config.moments or compute} == {torch.float32}
@@ -200,7 +194,8 @@ class Inventory:
     def _state(self, parameter: Tensor, group: int, spec: ParamSpec, lane: Lane) -> ParamState:
         info = dtensor.shard_info(parameter, spec.fqn)
         compute = self._config.compute_dtype(info.dtype)
-        schema = self.schema(group, compute, on_host=lane == "host")
+        values = self._optimizer.param_groups[group]
+        schema = self._schema(values, compute, on_host=lane == "host")
         form = master_form(lane, info.dtype, compute)
         moments = moments_of(schema, compute, self._config.moments)
         cuttable, cut_numel = cut_at(info, lane, elementwise=schema.elementwise)
@@ -235,7 +230,7 @@ class Inventory:
         for param in params:
             key = (param.group, param.compute_dtype, param.lane == "host")
             if key not in checked:
-                checked[key] = self.schema(*key[:2], on_host=key[2])
+                checked[key] = self.schema(param, self._optimizer.param_groups[param.group])
             if not (missing := missing_kinds(param, checked[key])):
                 continue
             outgrown = True
@@ -247,13 +242,9 @@ class Inventory:
                 )
         return outgrown
 
-    def start_anew(self, params: Sequence[ParamState]) -> None:
-        """The next plan is of parameters that have lanes, which they keep."""
-        self._kept_lanes = {param.parameter: param.lane for param in params}
-
-    def schema_under(self, param: ParamState, group: dict[str, Any]) -> Schema:
-        """The schema that ``param`` would have under other group values."""
-        return self._make_schema(group, param.compute_dtype, on_host=param.lane == "host")
+    def schema(self, param: ParamState, values: dict[str, Any]) -> Schema:
+        """What ``param`` has in a group of these values."""
+        return self._schema(values, param.compute_dtype, on_host=param.lane == "host")
 
 
 def missing_kinds(param: ParamState, schema: Schema) -> list[str]:

@@ -19,7 +19,7 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, Protocol
 
 from torch import Tensor, nn
@@ -36,7 +36,7 @@ from ..update.params import ParamState, Work
 from ..update.schema import is_torch_class, works_on_matrices
 from .engine import Engine
 from .gradients import gradient_of
-from .streamed import Mark, best_ms_per_byte
+from .streamed import Mark, StreamedLane, best_ms_per_byte
 
 ASSUMED_MS_PER_BYTE: Final = 1 / 50e6
 """Of the link, each way, until it has been measured: PCIe 5 x16."""
@@ -49,22 +49,18 @@ REORDER_AFTER: Final = frozenset((3, 6, 12, 48))
 class Owner(Protocol):
     """The optimizer, as the hooks see it."""
 
-    def _failing(self, what: str) -> contextlib.AbstractContextManager[None]:
-        """An exception inside makes the optimizer failed."""
-        ...
+    # An exception inside makes the optimizer failed.
+    def _failing(self, what: str) -> contextlib.AbstractContextManager[None]: ...
 
-    def _begin_in_backward(self) -> Work:
-        """An iteration whose first gradients have arrived. More state may be reserved for it, and
-        :meth:`Overlap.attach` called."""
-        ...
+    # An iteration whose first gradients have arrived. More state may be reserved for it, and
+    # Overlap.attach called.
+    def _begin_in_backward(self) -> Work: ...
 
-    def _check_usable(self) -> None:
-        """Raise where an update has failed."""
-        ...
+    # Raises where an update has failed.
+    def _check_usable(self) -> None: ...
 
-    def _check_present(self, what: str) -> None:
-        """Raise where an update has failed, or ``what`` needs memory that is offloaded."""
-        ...
+    # Raises where an update has failed, or ``what`` needs memory that is offloaded.
+    def _check_present(self, what: str) -> None: ...
 
 
 @dataclass(eq=False)
@@ -120,14 +116,8 @@ class Times:
 
 
 class Overlap:
-    """Gates, spent gradients, and the iteration that has begun in backward.
-
-    Args:
-        owner: the optimizer; not kept alive.
-        groups: of its models.
-        backend: where streams come from.
-        in_backward: whether gradients are taken in backward.
-    """
+    """Gates, spent gradients, and the iteration that has begun in backward. The owner is not kept
+    alive; with ``in_backward`` gradients are taken in backward."""
 
     def __init__(
         self, owner: Owner, groups: Sequence[Group], backend: Backend, *, in_backward: bool
@@ -144,8 +134,10 @@ class Overlap:
         self._watched: Times | None = None
         self.work: Work | None = None
         """The iteration that has begun in backward; ``step()`` ends it."""
-        ends = [group.watch(i, self, backend) for i, group in enumerate(groups)]
-        self.unwatch: Callable[[], None] = weakref.finalize(self, _call_all, ends)
+        ends = contextlib.ExitStack()
+        for index, group in enumerate(groups):
+            ends.callback(group.watch(index, self, backend))
+        self.unwatch: Callable[[], object] = weakref.finalize(self, ends.close)
 
     def attach(self, params: Sequence[ParamState], engines: Sequence[Engine]) -> None:
         """Tell gates and engines of each other, whenever parameters are added."""
@@ -256,17 +248,14 @@ class Overlap:
         if not self._in_backward:
             return [0.0] * len(self.gates)
         sizes = [float(sum(r.spec.state_bytes for r in gate.params)) for gate in self.gates]
-        return assumed_ready_ms(
-            sizes, sum(sizes) * ASSUMED_MS_PER_BYTE, backward_share=ASSUMED_BACKWARD_SHARE
-        )
+        link_ms = sum(sizes) * ASSUMED_MS_PER_BYTE
+        return assumed_ready_ms(sizes, link_ms * ASSUMED_BACKWARD_SHARE)
 
     def _reorder_when_measured(self) -> None:
         """Follow the times of an earlier iteration, as soon as the device has gone through it."""
         if self._steps in REORDER_AFTER:
-            lanes = [s.streamed for s in self._engines if s.streamed is not None]
-            self._watched = Times(
-                [gate.reduced for gate in self.gates], [lane.marks for lane in lanes]
-            )
+            marks = [lane.marks for lane in self._streamed_lanes()]
+            self._watched = Times([gate.reduced for gate in self.gates], marks)
         for gate in self.gates:
             gate.reduced = None
         if self._watched is None or not self._watched.are_known():
@@ -278,6 +267,9 @@ class Overlap:
         elif ready_ms:  # without a measured link nothing travels
             self._reorder(ready_ms, ms_per_byte or ASSUMED_MS_PER_BYTE)
 
+    def _streamed_lanes(self) -> list[StreamedLane]:
+        return [engine.streamed for engine in self._engines if engine.streamed is not None]
+
     def _reorder(self, ready_ms: Sequence[float], ms_per_byte: float) -> None:
         count = sum(len(gate.params) for gate in self._all_gates())
         # Ungated parameters: the stream of step() waits for them, so they come first.
@@ -285,9 +277,9 @@ class Overlap:
         for gate, ready in zip(self.gates, ready_ms, strict=True):
             for param in gate.params:
                 by_param[param.index], ranks[param.index] = ready, gate.rank
-        for engine in self._engines:
-            if not engine.has_begun:
-                engine.reorder(by_param, ranks, ms_per_byte)
+        for lane in self._streamed_lanes():
+            if not lane.has_begun:
+                lane.reorder(by_param, ranks, ms_per_byte)
 
     # ------------------------------------------------------------------ Watcher
 
@@ -379,22 +371,22 @@ def _wait(find: Callable[[], Overlap | None], index: int) -> None:
         overlap.before_use(index)
 
 
-def _call_all(calls: Sequence[Callable[[], None]]) -> None:
-    for call in calls:
-        call()
-
-
 def can_overlap(inner: Optimizer) -> bool:
     """Whether its updates may run beside other work: slice by slice, without a collective."""
     return is_torch_class(inner) and not works_on_matrices(inner)
 
 
-def default_overlap(inner: Optimizer, models: Sequence[nn.Module]) -> str:
-    """``"forward"`` where an FSDP2 module waits for each parameter that is trained."""
+def with_overlap(
+    config: OffloadConfig, inner: Optimizer, models: Sequence[nn.Module]
+) -> OffloadConfig:
+    """With ``overlap`` as it was asked for, else ``"forward"`` where an FSDP2 module waits for each
+    parameter that is trained."""
+    if config.overlap is not None:
+        return config
     gated = {p for group in find_groups(models) for p in group.parameters}
     trained = [p for group in inner.param_groups for p in group["params"] if p.requires_grad]
     is_gated = bool(trained) and gated.issuperset(trained)
-    return "forward" if is_gated and can_overlap(inner) else "step"
+    return replace(config, overlap="forward" if is_gated and can_overlap(inner) else "step")
 
 
 def make_overlap(
@@ -407,8 +399,7 @@ def make_overlap(
     """What ``config.overlap`` asks for; None where ``step()`` waits for everything.
 
     Raises:
-        ConfigError: there is nothing that the updates could be hidden under, or ``inner`` cannot
-            be updated slice by slice.
+        ConfigError: no FSDP2 module, or ``inner`` cannot be updated slice by slice.
     """
     mode = config.overlap
     if mode == "step":

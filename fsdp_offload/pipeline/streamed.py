@@ -40,7 +40,8 @@ from ..core.backend import Backend, Event, Stream, TimedEvent, in_turns
 from ..memory import HostArena
 from ..plan import Bucket, Kind, Layout, Slice
 from ..plan.layout import align, kind_range
-from ..plan.order import SlotUse, slot_use
+from ..plan.order import Job, SlotUse, deadline_order, fetched_first, slot_use
+from ..plan.residency import AWAY_STEPS, choose, spread
 from ..update.bucket import BucketUpdate, Scratch
 from ..update.params import REMAINDER_KIND, MasterForm, ParamState, Work
 
@@ -120,14 +121,20 @@ class StreamedBucket:
         return flat.view(span.kind.dtype)
 
 
+def preferred(order: Sequence[int], overlap: str) -> Sequence[int]:
+    """Buckets in the order of the forward, those first that shall stay."""
+    return order if overlap == "backward" else spread(order)
+
+
 class StreamedLane:
-    """All streamed buckets, in order, over a ring of slots.
+    """All streamed buckets, in order, over a ring of slots; :meth:`use` gives it its buckets.
 
     Args:
         update: the stream on which updates run, shared with the resident lane.
         slots: uint8 memory, each as large as the largest bucket.
         staying: uint8 memory of each bucket that stays, by its index.
-        takes_turns: whether copies of others to the device have to get through meanwhile.
+        overlap: what updates run beside. With ``"step"`` the link is the lane's alone; else copies
+            of others to the device have to get through.
     """
 
     def __init__(
@@ -136,8 +143,7 @@ class StreamedLane:
         update: Stream,
         slots: list[Tensor],
         staying: dict[int, Tensor],
-        *,
-        takes_turns: bool,
+        overlap: str,
     ) -> None:
         self.slots = slots
         self.buckets: list[StreamedBucket] = []
@@ -146,13 +152,17 @@ class StreamedLane:
         self.staying = staying
         self._is_current: set[int] = set()  # of those, the ones whose memory has their state
         self._fetched_in_place: dict[int, Event] = {}  # when it came there
-        self._backend = backend
+        self._away_until: dict[int, int] = {}  # steps before which buckets do not stay
+        self._deadlines: Sequence[int] = []  # the buckets, in the order of service
+        self._ranks: Sequence[int] = []  # of each, in the forward
+        self._backend, self._overlap = backend, overlap
         self._use = SlotUse((), (0,))
         # Alone on the link, whole spans on one stream are faster.
-        self._shared_h2d = backend.bulk_stream("h2d") if takes_turns else None
+        self._shared_h2d = backend.bulk_stream("h2d") if overlap != "step" else None
         self._h2d: Stream = self._shared_h2d or backend.stream("h2d")
         self._update = update
         self._d2h = backend.stream("d2h")
+        self.streams = (self._h2d, self._d2h)  # those that use the slots, beside that of updates
         self._free: list[Event | None] = [None] * len(slots)
         self._arrived: list[Event | None] = [None] * len(slots)
         self._head = 0  # next position to be updated
@@ -166,17 +176,62 @@ class StreamedLane:
         self.marks: list[Mark] = []  # of the last iteration
         self._marks: list[Mark] = []  # of this one
 
+    def use(self, buckets: list[StreamedBucket]) -> None:
+        """These are all buckets, in the order of the forward."""
+        self.buckets = buckets
+        self._deadlines = self._ranks = range(len(buckets))
+        self._arrange(self.staying, len(self.slots))
+
+    def reorder(self, ready_ms: Sequence[float], ranks: Sequence[int], ms_per_byte: float) -> None:
+        """Choose the order of the buckets, between two iterations.
+
+        Args:
+            ready_ms: per parameter, when its gradient is there, since the backward's first.
+            ranks: per parameter, when the forward needs it compared with others.
+            ms_per_byte: of the link, in each direction while both are busy.
+        """
+        jobs = [
+            Job(
+                ready_ms=max(ready_ms[index] for index in bucket.indices),
+                rank=min(ranks[index] for index in bucket.indices),
+                cost_ms=0 if i in self.staying else bucket.bucket.state_bytes * ms_per_byte,
+            )
+            for i, bucket in enumerate(self.buckets)
+        ]
+        self._ranks = [job.rank for job in jobs]
+        self._deadlines = deadline_order(jobs)
+        self._arrange(self.staying, len(self.slots))
+
+    def fit(self, allowed_bytes: int, step: int) -> None:
+        """Use so much memory for slots and buckets that stay. After that step.
+
+        Raises:
+            torch.OutOfMemoryError: there is less; everything is as before.
+        """
+        slots, staying = choose(
+            self.sizes,
+            preferred(sorted(range(len(self.buckets)), key=self._ranks.__getitem__), self._overlap),
+            allowed_bytes,
+            staying=self.staying,
+            away_until=self._away_until,
+            step=step,
+        )
+        left = self.staying.keys() - staying
+        self._arrange(staying, slots)
+        self._away_until.update(dict.fromkeys(left, step + AWAY_STEPS))
+
+    def _arrange(self, staying: Collection[int], slots: int) -> None:
+        order = self._deadlines
+        if self._overlap != "backward":
+            order = fetched_first(order, staying, slots)
+        self.arrange(order, staying, slots)
+
     def arrange(
         self, order: Sequence[int], staying: Collection[int], slots: int | None = None
     ) -> None:
-        """From the next iteration on buckets pass in this order, and these stay on the device.
-
-        Waits for all transfers. Where there is no memory, everything is as before.
-
-        Args:
-            order: indices of all buckets.
-            staying: those that have memory of their own.
-            slots: for the others; None: as many as there are.
+        """From the next iteration on buckets pass in this order, these stay on the device, and the
+        others have so many slots (None: as many as there are). Waits for all transfers. Where there
+        is no memory, everything is as before.
 
         Raises:
             torch.OutOfMemoryError: of the device.
@@ -218,6 +273,16 @@ class StreamedLane:
         self._free, self._arrived = [None] * count, [None] * count
 
     @property
+    def staging_buffers(self) -> list[Tensor]:
+        """Slots, and the memory of buckets that stay."""
+        return [*self.slots, *self.staying.values()]
+
+    @property
+    def own_bytes(self) -> int:
+        """Device memory of :attr:`staging_buffers`, whether it is there now or away."""
+        return sum(tensor.numel() for tensor in self.staging_buffers)
+
+    @property
     def sizes(self) -> list[int]:
         """Bytes that each bucket takes on the device."""
         return [device_bytes_of(bucket.bucket) for bucket in self.buckets]
@@ -228,13 +293,9 @@ class StreamedLane:
         return self._head > 0
 
     def run(self, work: Work, *, complete: bool) -> None:
-        """Enqueue every bucket, in order, whose gradients are there; waits for none of it.
-
-        Args:
-            work: this iteration.
-            complete: all gradients that will come are there: the rest is enqueued, without the
-                buckets that have none, and the iteration ends.
-        """
+        """Enqueue every bucket, in order, whose gradients are there; waits for none of it. When all
+        that will come are there (``complete``), the rest, without buckets that have none: the
+        iteration ends."""
         waited: set[Event] = set()
         while self._head < len(self.order):
             bucket = self.buckets[self.order[self._head]]
@@ -243,7 +304,8 @@ class StreamedLane:
                 return
             gradients = work.of(bucket.bucket.slices)
             if all(gradient is None for gradient in gradients):
-                self._skip(bucket)
+                bucket.updated = self._last  # the arena and the shards are left as they are
+                self._head += 1
                 continue
             for index in bucket.indices:
                 event = work.ready[index]
@@ -303,11 +365,6 @@ class StreamedLane:
             self._travelled += 1
         self._head += 1
 
-    def _skip(self, bucket: StreamedBucket) -> None:
-        """No gradient: the arena and the shards are left as they are."""
-        bucket.updated = self._last
-        self._head += 1
-
     def _end(self) -> None:
         self.marks, self._marks = self._marks, []
         self.moved_bytes, self._moved_bytes = self._moved_bytes, 0
@@ -359,11 +416,6 @@ class StreamedLane:
     def synchronize(self) -> None:
         """Block until updates have run, and what travels is back in the arena."""
         self._d2h.synchronize()
-
-    @property
-    def streams(self) -> Sequence[Stream]:
-        """Those that use the slots, beside the one of updates."""
-        return (self._h2d, self._d2h)
 
     def finish_transfers(self) -> None:
         """Block until nothing reads or writes the arena and the slots any more."""

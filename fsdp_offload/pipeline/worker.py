@@ -3,19 +3,34 @@
 Many threads that each run single-threaded kernels on small pieces, instead of one thread that
 runs kernels on all cores: no kernel waits at its end for the slowest core. Measured on 16 cores:
 4.8 against 3.9 G parameters/s for fused AdamW (``docs/internals/pipeline.md``).
+
+They run on cores near the device, and on none that another rank has. Only threads of this package
+are bound, each by itself and to a set of cores, not to one: the caller's own threads may run there
+too, and the system moves ours out of their way.
+
+[Note: whose cores]
+Memory of the arena lies next to the device, so do the cores. Several ranks of a host may find the
+same ones. Where the process may use every core of the machine, they were not divided, and each
+rank takes its share of those near its device, whole physical cores at a time. Where it may not, a
+launcher or a container has decided, and all near cores that it left are used.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 
+from ..core.backend import Backend, cores_near, parse_cpu_list
 from ..core.errors import LaneError
+from ..memory import local_ranks
 
 JOIN_SECONDS = 10.0
 
@@ -32,7 +47,7 @@ class Outcome:
         self._lock = threading.Lock()
         self._open = 1
         self._error: BaseException | None = None
-        self._then: Callable[[], None] | None = None
+        self._then: Callable[[], object] | None = None
 
     def expect(self, calls: int) -> None:
         """Add that many calls, before the current one ends."""
@@ -55,7 +70,7 @@ class Outcome:
         """Whether the call has ended."""
         return self._done.is_set()
 
-    def when_done(self, then: Callable[[], None]) -> None:
+    def when_done(self, then: Callable[[], object]) -> None:
         """Call ``then``, which must neither wait nor raise, on the thread where the call ends."""
         with self._lock:
             if not self._done.is_set():
@@ -87,27 +102,12 @@ class Outcome:
 _Item = tuple[Outcome, Callable[..., Calls | None], tuple[Any, ...]]
 
 
-class Worker(Protocol):
-    """Runs calls, on one or several threads."""
-
-    def submit(self, fn: Callable[..., Calls | None], *args: Any) -> Outcome:
-        """Run ``fn(*args)``, then, in any order and beside each other, the calls it returns."""
-        ...
-
-    def alive(self) -> bool:
-        """Whether submitted calls will still run."""
-        ...
-
-    def stop(self) -> None:
-        """Let pending calls end, then end the threads; waits at most ``JOIN_SECONDS``."""
-        ...
-
-
 class InlineWorker:
-    """Runs each call at once, on the caller's thread (the stream simulator needs that)."""
+    """A :class:`ThreadPool` without threads: runs each call at once, on the caller's (the stream
+    simulator needs that)."""
 
     def submit(self, fn: Callable[..., Calls | None], *args: Any) -> Outcome:
-        """See :class:`Worker`."""
+        """See :meth:`.ThreadPool.submit`."""
         outcome = Outcome()
         try:
             for call in fn(*args) or ():
@@ -119,11 +119,11 @@ class InlineWorker:
         return outcome
 
     def alive(self) -> bool:
-        """See :class:`Worker`."""
+        """Always."""
         return True
 
     def stop(self) -> None:
-        """See :class:`Worker`."""
+        """Nothing is pending."""
 
 
 class ThreadPool:
@@ -131,8 +131,7 @@ class ThreadPool:
 
     Args:
         threads: how many.
-        kernel_threads: intra-op threads of torch kernels that run on each. Other threads of the
-            process keep their number, and so do threads that are created later.
+        kernel_threads: intra-op threads of torch kernels on each. Other threads keep their number.
         prepare: called on each thread before its first call; must not raise.
         name: of the threads, with a number behind it.
     """
@@ -165,23 +164,26 @@ class ThreadPool:
             ready.acquire()  # all have set up their number of kernel threads
 
     def submit(self, fn: Callable[..., Calls | None], *args: Any) -> Outcome:
-        """See :class:`Worker`."""
+        """Run ``fn(*args)``, then, in any order and beside each other, the calls it returns."""
         outcome = Outcome()
         self._queue.put((outcome, fn, args))
         return outcome
 
     def alive(self) -> bool:
-        """See :class:`Worker`."""
+        """Whether submitted calls will still run."""
         return all(thread.is_alive() for thread in self._threads)
 
     def stop(self) -> None:
-        """See :class:`Worker`."""
+        """Let pending calls end, then end the threads; waits at most ``JOIN_SECONDS``."""
         for _ in self._threads:
             self._queue.put(None)
         deadline = time.monotonic() + JOIN_SECONDS
         for thread in self._threads:
             if thread.is_alive() and thread is not threading.current_thread():
                 thread.join(max(0.0, deadline - time.monotonic()))
+
+
+Worker = InlineWorker | ThreadPool
 
 
 def _serve(
@@ -217,3 +219,86 @@ def _serve(
             outcome.finish(None)
         # Nothing of a step may outlive it here: its gradients would.
         del item, outcome, fn, args, more, call
+
+
+# --------------------------------------------------------------------------- their cores
+
+
+def thread_count(wanted: int | None, *, beside: bool = False) -> int:
+    """Threads of the host lane: as ``wanted``, else cores of this process / ranks on this host.
+
+    ``beside`` a streamed lane half of that: the others are left to the link's share of host memory,
+    and to the threads that enqueue.
+    """
+    share = len(os.sched_getaffinity(0)) // local_ranks()
+    return wanted or max(1, share // 2 if beside else share)
+
+
+def thread_setup(backend: Backend, *, bind: bool) -> Callable[[], None]:
+    """What each new thread of the host lane does first; with ``bind`` it runs on
+    :func:`cores_of_rank`. Never raises for want of permission."""
+    cores = cores_of_rank(backend.device) if bind else frozenset[int]()
+
+    def setup() -> None:
+        backend.enter_thread()
+        if cores:
+            with contextlib.suppress(OSError):  # a sandbox that forbids it: slower, not wrong
+                os.sched_setaffinity(0, cores)  # 0: this thread alone
+
+    return setup
+
+
+def cores_of_rank(device: torch.device) -> frozenset[int]:
+    """Cores for the host lane's threads of this rank; never empty."""
+    near = cores_near(device)
+    ranks, rank = local_ranks(), _local_rank()
+    if ranks == 1 or rank is None or len(os.sched_getaffinity(0)) < (os.cpu_count() or 1):
+        return near
+    sharing = _ranks_near(device, near, ranks, rank)
+    if rank not in sharing:
+        return near
+    return share(sibling_groups(near), sharing.index(rank), len(sharing))
+
+
+def _local_rank() -> int | None:
+    """``LOCAL_RANK`` as torchrun sets it, if it is one."""
+    text = os.environ.get("LOCAL_RANK", "")
+    return int(text) if text.isdecimal() and int(text) < local_ranks() else None
+
+
+def _ranks_near(device: torch.device, near: frozenset[int], ranks: int, rank: int) -> list[int]:
+    """Local ranks whose devices are next to the same cores; empty where that is unknown."""
+    if near == frozenset(os.sched_getaffinity(0)):  # there is but one set
+        return list(range(ranks))
+    if device.index != rank or torch.cuda.device_count() < ranks:
+        return []  # each rank sees devices of its own, or does not use the one of its number
+    return [i for i in range(ranks) if cores_near(torch.device(device.type, i)) == near]
+
+
+def share(groups: Sequence[tuple[int, ...]], index: int, count: int) -> frozenset[int]:
+    """Part ``index`` of ``count`` of the groups, sizes differing by one group at most.
+
+    Of fewer groups than parts, all of them: then parts have to be shared.
+    """
+    start, stop = len(groups) * index // count, len(groups) * (index + 1) // count
+    mine = groups[start:stop] if len(groups) >= count else groups
+    return frozenset(core for group in mine for core in group)
+
+
+def sibling_groups(
+    cores: Iterable[int], root: Path = Path("/sys/devices/system/cpu")
+) -> list[tuple[int, ...]]:
+    """``cores`` by physical core, ascending; each alone where that is unknown.
+
+    Source: Linux ``/sys/devices/system/cpu/cpu<n>/topology/thread_siblings_list``.
+    """
+    allowed = frozenset(cores)
+    groups: set[tuple[int, ...]] = set()
+    for core in allowed:
+        try:
+            text = (root / f"cpu{core}" / "topology" / "thread_siblings_list").read_text()
+        except OSError:
+            text = str(core)
+        siblings = parse_cpu_list(text) | {core}
+        groups.add(tuple(sorted(siblings & allowed)))
+    return sorted(groups)

@@ -15,7 +15,7 @@ forward, and behind the rest of the iteration as much of it as slots hold.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from ..core.config import GIB, SMALL_BUCKET_BYTES
@@ -145,14 +145,8 @@ class Estimate:
 def estimate(
     model: Model, work: Workload, card: Card, device_memory_bytes: float | None = None
 ) -> Estimate | None:
-    """What a GPU takes; None: it does not fit.
-
-    Args:
-        model: all of it.
-        work: of one GPU.
-        card: its kind.
-        device_memory_bytes: for state; None: what is to spare, as ``device_memory="auto"``.
-    """
+    """What a GPU takes, with so much memory for state, or (None) with what is to spare, as
+    ``device_memory="auto"``. Returns None where it does not fit."""
     shards = model.params / work.gpus
     weights, gradients = work.shard_bytes * shards, work.shard_bytes * shards
     unsharded = 2 * (model.root_params + 2 * model.block_params)
@@ -231,8 +225,7 @@ def fewest_gpus(model: Model, work: Workload, card: Card) -> int | None:
     :data:`MOST_GPUS`."""
     gpus = 1
     while gpus <= MOST_GPUS:
-        several = Workload(**{**vars(work), "gpus": gpus})
-        if estimate(model, several, card) is not None:
+        if estimate(model, replace(work, gpus=gpus), card) is not None:
             return gpus
         gpus *= 2
     return None

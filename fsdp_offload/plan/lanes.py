@@ -25,7 +25,8 @@ MIN_GAIN: Final = 0.05
 MIN_BYTES: Final = 256 * MIB
 """State below which nothing is measured: the links of today carry it in 6 ms."""
 FEW_STREAMED: Final = 0.1
-"""Up to that much of the host lane's bytes, a streamed lane does not take cores from it."""
+"""Up to that much of the host lane's bytes, a streamed lane does not take cores from it; with more
+the host lane has fewer threads, and both are slower than alone."""
 
 
 class Rates(NamedTuple):
@@ -44,12 +45,8 @@ def choose_lanes(
     config: OffloadConfig,
     rates: Rates | None = None,
 ) -> tuple[Lane, ...]:
-    """One lane per spec.
-
-    Args:
-        specs: in update order, or as ``config.update_on`` lists lanes.
-        config: the user's choices.
-        rates: needed by ``update_on="auto"`` alone, which streams without them.
+    """One lane per spec. Specs are in update order, or as ``config.update_on`` lists lanes.
+    ``update_on="auto"`` streams without ``rates``.
 
     Parameters stay on the device in the given order as long as they fit into what may stay; a
     parameter that does not fit is offloaded and later, smaller ones are still tried. So the
@@ -94,12 +91,6 @@ def wants_rates(specs: Sequence[ParamSpec], config: OffloadConfig) -> bool:
     pairs = zip(specs, lanes, strict=True)
     movable = (c for c, lane in pairs if lane == "streamed" and c.host_numel)
     return sum(c.max_local_bytes for c in movable) >= MIN_BYTES
-
-
-def is_beside(streamed_bytes: int, host_bytes: int) -> bool:
-    """Whether a streamed lane of so much state counts beside a host lane: the latter has fewer
-    threads then, and both are slower than alone."""
-    return streamed_bytes > host_bytes * FEW_STREAMED
 
 
 def step_seconds(streamed_bytes: int, host_numel: int, rates: Rates) -> float:

@@ -131,11 +131,6 @@ class Layout:
     payload_bytes: int
 
     @property
-    def slot_bytes(self) -> int:
-        """Slot size that fits every bucket."""
-        return max((bucket.slot_bytes for bucket in self.buckets), default=0)
-
-    @property
     def scratch_numel(self) -> int:
         """Scratch elements that fit every bucket."""
         return max((bucket.scratch_numel for bucket in self.buckets), default=0)

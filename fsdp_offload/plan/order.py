@@ -68,25 +68,17 @@ def ring_size(buckets: int, most: int) -> int:
 
 @dataclass(frozen=True)
 class SlotUse:
-    """Which slot the bucket at each position of an order uses, and how far ahead it may be filled.
+    """Which slot the bucket at each position of an order uses, and how far ahead that is filled."""
 
-    Attributes:
-        slots: per position; None: the bucket stays in memory of its own.
-        reach: per number of positions that have been passed, none to all: up to which position,
-            exclusive, the slots are free for the buckets that come.
-    """
-
-    slots: tuple[int | None, ...]
+    slots: tuple[int | None, ...]  # per position; None: the bucket stays in memory of its own
     reach: tuple[int, ...]
+    """Per number of positions that have been passed, none to all: up to which position, exclusive,
+    the slots are free for the buckets that come."""
 
 
 def slot_use(staying: Sequence[bool], slots: int) -> SlotUse:
-    """Slots for the positions of an order: buckets that do not stay go round through them.
-
-    Args:
-        staying: per position, whether its bucket stays.
-        slots: at least 1, unless all stay.
-    """
+    """Slots (at least 1, unless all stay) for the positions of an order: buckets that do not stay
+    go round through them."""
     used: list[int | None] = []
     travelling: list[int] = []  # positions
     for position, stays in enumerate(staying):
@@ -101,19 +93,12 @@ def slot_use(staying: Sequence[bool], slots: int) -> SlotUse:
     return SlotUse(tuple(used), tuple(reach))
 
 
-def assumed_ready_ms(
-    sizes: Sequence[float], total_ms: float, *, backward_share: float
-) -> list[float]:
-    """When gradients come before anything was measured.
-
-    Args:
-        sizes: of the parts, in the order of the forward; the backward takes time in proportion.
-        total_ms: how long the link needs for all of them.
-        backward_share: the backward's duration over ``total_ms``.
-    """
+def assumed_ready_ms(sizes: Sequence[float], backward_ms: float) -> list[float]:
+    """When gradients come before anything was measured: the backward takes time in proportion to
+    ``sizes``, which are in the order of the forward."""
     whole = sum(sizes) or 1.0
     ready, left = [], whole
     for size in sizes:
-        ready.append(left / whole * total_ms * backward_share)
+        ready.append(left / whole * backward_ms)
         left -= size
     return ready

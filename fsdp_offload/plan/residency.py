@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Final
 
 from ..core.config import GIB
 from .order import ring_size
@@ -94,13 +94,6 @@ def spread(order: Sequence[int]) -> list[int]:
     return [order[i] for i in sorted(range(len(order)), key=lambda i: i * golden % 1)]
 
 
-class Choice(NamedTuple):
-    """What the memory is used for."""
-
-    slots: int
-    staying: frozenset[int]
-
-
 def most_slots(allowed: int, slot_bytes: int) -> int:
     """How many slots ``allowed`` bytes are good for, while buckets travel."""
     return max(LEAST_SLOTS, min(allowed // 2, MOST_SLOT_BYTES) // slot_bytes)
@@ -114,8 +107,8 @@ def choose(
     staying: Collection[int] = (),
     away_until: Mapping[int, int] | None = None,
     step: int = 0,
-) -> Choice:
-    """Slots, and buckets that stay, for so many bytes.
+) -> tuple[int, frozenset[int]]:
+    """How many slots, and which buckets stay, for so many bytes.
 
     Args:
         sizes: bytes of each bucket.
@@ -127,10 +120,10 @@ def choose(
         step: the number of this one.
     """
     if not sizes:
-        return Choice(0, frozenset())
+        return 0, frozenset()
     away = {i for i, until in (away_until or {}).items() if step < until and i not in staying}
     if sum(sizes) <= allowed and not away:
-        return Choice(0, frozenset(range(len(sizes))))
+        return 0, frozenset(range(len(sizes)))
     slot_bytes = max(sizes)
     slots = min(most_slots(allowed, slot_bytes), len(sizes))
     room = allowed - slots * slot_bytes
@@ -140,4 +133,4 @@ def choose(
             chosen.add(index)
             room -= sizes[index]
     left = len(sizes) - len(chosen)
-    return Choice(ring_size(left, slots) if left else 0, frozenset(chosen))
+    return ring_size(left, slots) if left else 0, frozenset(chosen)

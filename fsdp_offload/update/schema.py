@@ -8,7 +8,7 @@ from one of them and overrides any of its methods but ``__init__`` counts as not
 [Note: classes that are not torch's]
 Nothing that one can try out tells what such a class does with a parameter: it may keep factors
 above a size, begin a phase after some steps, or read what another parameter left. So it runs its
-own step on the device (``pipeline/native.py``), unless the caller says ``elementwise=True``. Then
+own step on the device (``optimizer/hybrid.py``), unless the caller says ``elementwise=True``. Then
 its step runs twice on a scratch vector with different data, which shows the entries of its state;
 each must be shaped like the parameter, a 0-dim tensor or a number.
 

@@ -9,7 +9,6 @@ from collections.abc import Callable
 
 import pytest
 
-from fsdp_offload import HybridDeviceOptimizer
 from fsdp_offload.optimizer.masters import Masters
 from fsdp_offload.pipeline.engine import Engine
 from tests.helpers.ranks import RankPool
@@ -58,7 +57,7 @@ FAULTS: dict[str, tuple[object, str, Callable[..., object]]] = {
         Engine, "discard", lambda self: None,
     ),
     "masters do not follow weights before they are shown": (
-        HybridDeviceOptimizer, "_finish_and_follow", HybridDeviceOptimizer._finish,
+        Masters, "follow_weights", lambda self: None,
     ),
 }  # fmt: skip
 """What an owner's method does wrongly."""

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from fsdp_offload.core.backend import CpuBackend
-from fsdp_offload.pipeline import cores
-from fsdp_offload.pipeline.cores import cores_of_rank, share, sibling_groups, thread_setup
+from fsdp_offload.pipeline import worker
 from fsdp_offload.pipeline.engine import host_threads
+from fsdp_offload.pipeline.worker import cores_of_rank, share, sibling_groups, thread_setup
 from tests.helpers.config import config
 
 CUDA = [torch.device("cuda", i) for i in range(4)]
@@ -26,10 +26,10 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     monkeypatch.setattr(os, "cpu_count", lambda: 16)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: SOCKETS[0] | SOCKETS[1])
-    monkeypatch.setattr(cores, "cores_near", lambda device: SOCKETS[device.index // 2])
+    monkeypatch.setattr(worker, "cores_near", lambda device: SOCKETS[device.index // 2])
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(
-        cores, "sibling_groups", lambda some: sorted({(c % 8, c % 8 + 8) for c in some})
+        worker, "sibling_groups", lambda some: sorted({(c % 8, c % 8 + 8) for c in some})
     )
     return monkeypatch
 
@@ -68,7 +68,7 @@ def test_who_shares_cores_is_not_guessed(unknown: str, machine: pytest.MonkeyPat
 
 def test_ranks_without_an_accelerator_divide_all_cores(machine: pytest.MonkeyPatch) -> None:
     everything = SOCKETS[0] | SOCKETS[1]
-    machine.setattr(cores, "cores_near", lambda device: everything)
+    machine.setattr(worker, "cores_near", lambda device: everything)
     parts = []
     for rank in range(4):
         machine.setenv("LOCAL_RANK", str(rank))
@@ -100,7 +100,7 @@ def test_siblings_come_from_the_system_and_stay_within_what_is_allowed(tmp_path:
 def test_only_the_thread_itself_is_bound(bind: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     before = os.sched_getaffinity(0)
     one = frozenset({min(before)})
-    monkeypatch.setattr(cores, "cores_of_rank", lambda device: one)
+    monkeypatch.setattr(worker, "cores_of_rank", lambda device: one)
     setup = thread_setup(CpuBackend(torch.device("cpu")), bind=bind)
     found: list[set[int]] = []
 

@@ -22,7 +22,6 @@ from fsdp_offload import (
 )
 from fsdp_offload.core.backend import backend_for
 from fsdp_offload.pipeline import streamed
-from fsdp_offload.pipeline.engine import Engine
 from fsdp_offload.pipeline.host import HostUnit
 from fsdp_offload.pipeline.overlap import Times
 from fsdp_offload.pipeline.streamed import StreamedLane
@@ -248,7 +247,7 @@ def test_which_buckets_stay(mode: str, staying: set[int], monkeypatch: pytest.Mo
     job = Job(mode, device_memory=0)
     (engine,) = job.optimizer._reserved.engines
     largest = max(engine.streamed.sizes)
-    engine.fit(4 * largest, 0)
+    engine.streamed.fit(4 * largest, 0)
     assert engine.staying == staying
 
 
@@ -441,13 +440,13 @@ def test_the_order_follows_the_measured_times_with_the_same_bits(
 ) -> None:
     monkeypatch.setattr(streamed, "MARK_EVERY", 1)
     seen: list[list[float]] = []
-    original = Engine.reorder
+    original = StreamedLane.reorder
 
-    def reorder(self: Engine, ready_ms: Any, ranks: Any, ms_per_byte: float) -> None:
+    def reorder(self: StreamedLane, ready_ms: Any, ranks: Any, ms_per_byte: float) -> None:
         seen.append(list(ready_ms))
         original(self, ready_ms, ranks, ms_per_byte)
 
-    monkeypatch.setattr(Engine, "reorder", reorder)
+    monkeypatch.setattr(StreamedLane, "reorder", reorder)
     plain = Job(None)
     plain.train(8)
     job = Job(overlap)

@@ -212,5 +212,6 @@ def test_an_optimizer_without_state_still_has_slices_and_scratch(cuttable: bool)
         [ParamSpec(0, 0, (), cuttable), ParamSpec(1, 9, (), cuttable)], bucket_bytes=4096
     )
     assert [piece.numel for piece in slices_of(layout)] == [0, 9]
-    assert (layout.payload_bytes, layout.slot_bytes, layout.arena_stop) == (0, 0, 0)
+    assert (layout.payload_bytes, layout.arena_stop) == (0, 0)
+    assert [bucket.slot_bytes for bucket in layout.buckets] == [0]
     assert layout.scratch_numel == ALIGN_NUMEL

@@ -110,11 +110,11 @@ def test_where_all_stay_no_slot_is_needed() -> None:
 
 @given(st.lists(st.integers(0, 1000).map(float), max_size=20), st.floats(0.1, 1e4))
 def test_assumed_times_fall_from_the_whole_backward_on(sizes: list[float], total: float) -> None:
-    ready = assumed_ready_ms(sizes, total, backward_share=0.25)
+    ready = assumed_ready_ms(sizes, total)
 
     assert len(ready) == len(sizes)
     assert ready == sorted(ready, reverse=True)
     assert all(time >= -1e-9 * total for time in ready)
     if sum(sizes):
-        assert ready[0] == pytest.approx(total * 0.25)
-        assert ready[-1] == pytest.approx(total * 0.25 * sizes[-1] / sum(sizes), abs=1e-9 * total)
+        assert ready[0] == pytest.approx(total)
+        assert ready[-1] == pytest.approx(total * sizes[-1] / sum(sizes), abs=1e-9 * total)
