@@ -1,7 +1,8 @@
-"""What all benchmarks share: the process group, the machine, its link, figures of all ranks."""
+"""What all benchmarks share: options, process group, machine, link, all ranks' figures."""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import gc
 import json
@@ -23,33 +24,37 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
+from .arguments import SIZES, SMALL
 from .model import Job
 
 Row = dict[str, Any]
-GIB: Final = 1 << 30
 COPY_BYTES: Final = 256 << 20
 COPIES: Final = 8
 VARIABLES: Final = ("CUDA_", "NCCL_", "PYTORCH_")  # of the environment: what changes times
 
 
-def default_device() -> str:
-    """Where benchmarks run unless the caller says."""
-    return "cuda" if torch.cuda.is_available() else "cpu"
+def options_of(parser: argparse.ArgumentParser, words: Sequence[str] | None) -> argparse.Namespace:
+    """A command line; device and sizes that it does not name are the usual ones."""
+    options = parser.parse_args(words)
+    options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    for name, size in (SMALL if options.device == "cpu" else SIZES).items():
+        if getattr(options, name, None) is None:
+            setattr(options, name, size)
+    return options
 
 
 @contextlib.contextmanager
-def process_group(device: str, *, timeout_s: float = 600.0) -> Iterator[torch.device]:
+def process_group(device: str) -> Iterator[torch.device]:
     """The group of torchrun, or one of this process alone; gives this rank's device.
 
     Args:
         device: ``"cuda"`` (NCCL, and gloo for CPU tensors) or ``"cpu"`` (gloo).
-        timeout_s: seconds after which a collective that not all ranks reach fails.
     """
     backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
     index = int(os.environ.get("LOCAL_RANK", "0"))
     if device == "cuda":
         torch.cuda.set_device(index)
-    timeout = timedelta(seconds=timeout_s)
+    timeout = timedelta(minutes=5)  # of a collective that not all ranks reach
     with tempfile.TemporaryDirectory() as folder:
         if "RANK" in os.environ:
             dist.init_process_group(backend, timeout=timeout)
