@@ -40,7 +40,5 @@ def attempt(name: str, look: Callable[[], Check]) -> Check:
 
 def worst(checks: Sequence[Check]) -> State:
     """Of all states."""
-    states = {check.state for check in checks}
-    if "error" in states:
-        return "error"
-    return "warning" if "warning" in states else "ok"
+    states: tuple[State, ...] = ("ok", "warning", "error")
+    return max((check.state for check in checks), key=states.index)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ..checkpoint import export_safetensors
 from ..core.errors import ConfigError
-from .metadata import refuse_code
+from .inspection import refuse_code
 
 
 def run(options: argparse.Namespace) -> int:

@@ -74,22 +74,15 @@ def run(options: argparse.Namespace) -> int:
             "card": asdict(card),
             "fits": found is not None,
             "fewest_gpus": fewest,
-            "estimate": None if found is None else asdict(found) | derived(found),
+            "estimate": None,
         }
-        json.dump(report, sys.stdout, indent=1)
-        print()
+        if found is not None:
+            derived = ("travels_bytes", "iteration_ms", "share_of_bound")
+            report["estimate"] = asdict(found) | {name: getattr(found, name) for name in derived}
+        print(json.dumps(report, indent=1))
     else:
         print(text_of(model, work, card, options.gpu, found, fewest))
     return 0 if found is not None else 1
-
-
-def derived(found: Estimate) -> dict[str, float]:
-    """What follows from the rest."""
-    return {
-        "travels_bytes": found.travels_bytes,
-        "iteration_ms": found.iteration_ms,
-        "share_of_bound": found.share_of_bound,
-    }
 
 
 # --------------------------------------------------------------------------- what is asked
