@@ -47,8 +47,7 @@ def options_of(parser: argparse.ArgumentParser, words: Sequence[str] | None) -> 
 def process_group(device: str) -> Iterator[torch.device]:
     """The group of torchrun, or one of this process alone; gives this rank's device.
 
-    Args:
-        device: ``"cuda"`` (NCCL, and gloo for CPU tensors) or ``"cpu"`` (gloo).
+    On ``"cuda"`` it is of NCCL, with gloo for CPU tensors, on ``"cpu"`` of gloo.
     """
     backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
     index = int(os.environ.get("LOCAL_RANK", "0"))
@@ -84,8 +83,7 @@ def merged(row: Row) -> Row:
     """One row of all ranks' rows: figures of the slowest or largest; the rest is this rank's."""
     names = [name for name, value in row.items() if type(value) in (int, float)]
     found = slowest([row[name] for name in names])
-    kinds = [type(row[name]) for name in names]
-    return row | {n: kind(v) for n, kind, v in zip(names, kinds, found, strict=True)}
+    return row | {name: type(row[name])(n) for name, n in zip(names, found, strict=True)}
 
 
 def environment(device: torch.device) -> Row:
@@ -133,11 +131,9 @@ def seconds_of(run: Callable[[], object], device: torch.device) -> float:
 
 
 def measure_link(device: torch.device, iterations: int) -> Row:
-    """GB/s of pinned copies: to the device, from it, and both at once (sum of both ways).
+    """GB/s of pinned copies: to a CUDA device, from it, and both at once (sum of both ways).
 
-    Args:
-        device: a CUDA device.
-        iterations: of 2 GiB each way, all ranks at the same time; the median of the slowest.
+    An iteration is 2 GiB each way, all ranks at the same time; the median of the slowest counts.
     """
     up, down = (torch.empty(COPY_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2))
     up_device, down_device = (torch.empty_like(up, device=device) for _ in range(2))

@@ -70,11 +70,7 @@ class Case(NamedTuple):
 
     @classmethod
     def parse(cls, name: str) -> Case:
-        """The case that ``name`` means.
-
-        Raises:
-            ConfigError: a word is unknown, or does not go with the kind of row.
-        """
+        """The case that ``name`` means; refuses words unknown to this kind of row."""
         kind, *words = name.split("-")
         if kind not in (*OURS, *_WORDS_OF_PEERS):
             raise _refused(name, f"{kind!r} is no kind of row")
@@ -114,11 +110,7 @@ class Trainer(NamedTuple):
 
 
 def make_trainer(case: Case, job: Job, device: torch.device) -> Trainer:
-    """The trainer of any row.
-
-    Raises:
-        ImportError: the peer is not installed.
-    """
+    """The trainer of any row; an ImportError if its peer is not installed."""
     if case.kind == "torchao":
         model: nn.Module = unsharded_model(job, device)  # it knows no DTensors
         peer = importlib.import_module("torchao.optim").CPUOffloadOptimizer

@@ -40,11 +40,7 @@ def check_python(version: tuple[int, ...]) -> Check:
 
 
 def check_import(import_torch: Callable[[], object]) -> Check | None:
-    """An error if torch, or a public name of it that this package needs, cannot be imported.
-
-    Args:
-        import_torch: imports it.
-    """
+    """An error if torch, or a public name of it that this package needs, cannot be imported."""
     try:
         import_torch()
     except (ImportError, OSError) as error:  # OSError: a library that it is linked with

@@ -64,15 +64,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def look(path: Path, *, elements: bool) -> dict[str, Any]:
-    """The report on one checkpoint.
-
-    Args:
-        path: its folder.
-        elements: compare them with their checksums: all files are read.
-
-    Raises:
-        CheckpointError: there is no checkpoint, or its ``.metadata`` is not to be read.
-    """
+    """The report on one checkpoint; ``elements``: all files are read to compare checksums."""
     reader = _reader(path)
     report: dict[str, Any] = {"path": str(path), "faults": [], "checksums": "none"}
     values: dict[str, Any] = {}

@@ -67,13 +67,7 @@ def check_names() -> Check:
 
 
 def check_device(cuda: str | None, driver: str, devices: Sequence[str]) -> Check:
-    """A device that torch can use.
-
-    Args:
-        cuda: version that torch was built for; ``None``: without it.
-        driver: what the kernel's NVIDIA driver says of itself; empty: there is none.
-        devices: names of those that torch sees.
-    """
+    """A device that torch, built for ``cuda``, can use; empty ``driver``: there is none."""
     if devices and cuda is None:
         remedy = "an NVIDIA device: streams and pinning are CUDA's"
         return Check("device", "warning", f"{', '.join(devices)}, which was not tried", remedy)
@@ -104,13 +98,7 @@ def check_pinning(device: torch.device) -> Check:
 
 
 def check_link(device: torch.device, root: Path, address: str) -> Check:
-    """Copies of page-locked memory on the current device: 2 GiB each way, some times.
-
-    Args:
-        device: on CUDA.
-        root: holds ``sys``.
-        address: of the device on the PCI bus.
-    """
+    """Copies of page-locked memory on the current device: 2 GiB each way, some times."""
     with _group_of_one():
         measured = measure_link(device, 3)
     to, back, both = (measured[f"{way}_gbps"] for way in ("h2d", "d2h", "h2d+d2h"))

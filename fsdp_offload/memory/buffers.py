@@ -82,18 +82,15 @@ class HostBuffers:
             self._by_key[item.key] = _Buffer(arena, start, capacity)
             start += capacity
         self._arenas.append(arena)
-        self._drop_unused()
+        # A tensor over an arena without a buffer in use keeps its memory mapped.
+        used = {id(buffer.arena) for buffer in self._by_key.values()}
+        for unused in [arena for arena in self._arenas if id(arena) not in used]:
+            self._arenas.remove(unused)
+            unused.close()
 
     def _fits(self, item: Sized) -> bool:
         buffer = self._by_key.get(item.key)
         return buffer is not None and item.n_bytes <= buffer.capacity_bytes
-
-    def _drop_unused(self) -> None:
-        """Close arenas without a buffer in use; a tensor over one keeps its memory mapped."""
-        used = {id(buffer.arena) for buffer in self._by_key.values()}
-        for arena in [arena for arena in self._arenas if id(arena) not in used]:
-            self._arenas.remove(arena)
-            arena.close()
 
     def of(self, item: Sized) -> Tensor:
         """The item's buffer: 1-D uint8, ``n_bytes`` long, a storage of its own."""
