@@ -146,10 +146,9 @@ def sharded_model(
     """The model under FSDP2 over all ranks: every block is a group, and the root is one."""
     model = unsharded_model(job, device)
     options: dict[str, Any] = {"mesh": init_device_mesh(device.type, (dist.get_world_size(),))}
+    options["offload_policy"] = offload_policy or OffloadPolicy()
     if job.shards == "fp32":
         options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-    if offload_policy is not None:
-        options["offload_policy"] = offload_policy
     for block in model.blocks:
         fully_shard(block, **options)
     fully_shard(model, **options)
