@@ -53,7 +53,7 @@ def process_group(device: str) -> Iterator[torch.device]:
     index = int(os.environ.get("LOCAL_RANK", "0"))
     if device == "cuda":
         torch.cuda.set_device(index)
-    timeout = timedelta(minutes=5)  # of a collective that not all ranks reach
+    timeout = timedelta(minutes=10)  # of a collective that not all ranks reach
     with tempfile.TemporaryDirectory() as folder:
         if "RANK" in os.environ:
             dist.init_process_group(backend, timeout=timeout)
