@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
@@ -39,30 +38,26 @@ class Parser(argparse.ArgumentParser):
         return found
 
 
-def _parser(name: str, text: str) -> Parser:
+def _parser(name: str, text: str, *sizes: str) -> Parser:
+    """With what all benchmarks have, and those ``sizes`` of the job that this one asks for."""
     parser = Parser(prog=f"{PROGRAM} {name}", description=text, allow_abbrev=False)
     add = parser.add_argument
     add("--device", choices=("cuda", "cpu"), help="default: cuda if there is one; cpu: small sizes")
     add("--json", type=Path, help="file for all figures")
-    return parser
-
-
-def _sizes(parser: Parser, *names: str) -> None:
     helps = {"tokens": "per iteration and rank", "seq": "tokens of one sequence"}
-    for name in names:
-        text = f"{helps.get(name, 'of the GPT')}; default: {SIZES[name]}"
-        parser.add_argument(f"--{name}", type=int, help=text)
+    for size in sizes:
+        add(f"--{size}", type=int, help=f"{helps.get(size, 'of the GPT')}; default: {SIZES[size]}")
+    return parser
 
 
 def iterations() -> Parser:
     """Of ``bench``."""
-    parser = _parser("bench", "whole iterations of one job, with each optimizer in turn")
+    parser = _parser("bench", "whole iterations of one job, with each optimizer in turn", *SIZES)
     add = parser.add_argument
     add("--rows", default=DEFAULT_ROWS, help="names joined by commas; default: all")
     add("--iterations", type=int, default=10, help="timed ones per row")
     add("--warm-up", type=int, default=20, help="iterations before them, for memory to be steady")
     add("--params", type=float, help="choose --layers for this many parameters, such as 3.14e9")
-    _sizes(parser, *SIZES)
     add("--shards", choices=("bf16", "fp32"), default="bf16", help="dtype of the parameters")
     add("--checkpointed", action="store_true", help="blocks are computed again in backward")
     add("--deterministic", action="store_true", help="kernels whose bits repeat, to compare losses")
@@ -81,25 +76,13 @@ def phases() -> Parser:
 
 def checkpoints() -> Parser:
     """Of ``bench checkpoint``."""
-    parser = _parser("bench checkpoint", "a model and its optimizer are saved and loaded")
+    parser = _parser("bench checkpoint", "a model and its optimizer are saved and loaded", "layers")
     add = parser.add_argument
     add("folder", type=Path, help="on the disk to measure; a folder in it is made and removed")
-    _sizes(parser, "layers")
     add("--repeats", type=int, default=2, help="of which the best counts")
     add("--shards", choices=("bf16", "fp32"), default="fp32", help="dtype of the parameters")
     return parser
 
 
-PARSERS: Final[dict[str, Callable[[], Parser]]] = {
-    "": iterations,
-    "phases": phases,
-    "checkpoint": checkpoints,
-}
+PARSERS: Final = {"": iterations, "phases": phases, "checkpoint": checkpoints}
 """By the word behind ``bench``."""
-
-
-def with_sizes(options: argparse.Namespace, *, is_small: bool) -> dict[str, Any]:
-    """Sizes of the job: those that were given, else the usual ones."""
-    usual = SMALL if is_small else SIZES
-    given = {name: getattr(options, name, None) for name in usual}
-    return {name: usual[name] if size is None else size for name, size in given.items()}

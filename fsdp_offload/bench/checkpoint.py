@@ -26,10 +26,10 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import async_save as dcp_async_save
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from .. import checkpoint
+from ..core import dtensor
 from ..core.progress import progress
 from ..optimizer.hybrid import HybridDeviceOptimizer
 from . import arguments, machine
@@ -67,29 +67,29 @@ def measure(
     name: str, calls: Calls, n_bytes: int, path: Path, device: torch.device, repeats: int
 ) -> list[Row]:
     """Rows of one way; ``n_bytes`` are this rank's."""
-    seconds: dict[str, list[float]] = {}
     save, load, begin_save = calls
-    pending: list[Any] = []
+    seconds: dict[str, list[float]] = {}
+
+    def timed(what: str, run: Callable[[], Any]) -> Any:
+        found = []
+        took = seconds_of(lambda: found.append(run()), device)
+        seconds.setdefault(what, []).append(slowest([took])[0])
+        bar.advance()
+        return found[0]
 
     def clear() -> None:
         if dist.get_rank() == 0:
             shutil.rmtree(path, ignore_errors=True)
+        dist.barrier()
 
-    def begin() -> None:
-        pending.append(begin_save())
-
-    steps: dict[str, Callable[[], object]] = {
-        "save": save,
-        "load": load,
-        "async_save, stall": begin,
-        "async_save, rest": lambda: pending.pop().result(),
-    }
-    with progress(repeats * len(steps), name, unit=" measurements") as bar:
-        for what, run in list(steps.items()) * repeats:
-            if run is not load and not pending:
-                seconds_of(clear, device)
-            seconds.setdefault(what, []).append(slowest([seconds_of(run, device)])[0])
-            bar.advance()
+    with progress(4 * repeats, name, unit=" measurements") as bar:
+        for _ in range(repeats):
+            clear()
+            timed("save", save)
+            timed("load", load)
+            clear()
+            pending = timed("async_save, stall", begin_save)
+            timed("async_save, rest", pending.result)
     total = n_bytes * dist.get_world_size()
     return [
         {"name": f"{name} {what}", "status": "ok", "s": min(s), "gbps": total / min(s) / 1e9}
@@ -100,38 +100,34 @@ def measure(
 def local_bytes(model: nn.Module, optimizer: Optimizer) -> int:
     """What this rank saves of it."""
     values = [*model.parameters(), *(v for s in optimizer.state.values() for v in s.values())]
-    tensors = [v.to_local() if isinstance(v, DTensor) else v for v in values]
-    return sum(v.numel() * v.itemsize for v in tensors if isinstance(v, Tensor))
+    return sum(dtensor.local(v).nbytes for v in values if isinstance(v, Tensor))
 
 
-def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+def main(argv: Sequence[str] | None = None) -> Row:
     """Run all rows; rank 0 prints them, and with ``--json`` writes them."""
-    options = arguments.checkpoints().parse_args(argv)
-    options.device = options.device or machine.default_device()
+    options = machine.options_of(arguments.checkpoints(), argv)
     with machine.process_group(options.device) as device:
         folder = options.folder / "bench_checkpoint"
         folder.mkdir(parents=True, exist_ok=True)
-        sizes = arguments.with_sizes(options, is_small=options.device == "cpu")
-        job = Job(**sizes, shards=options.shards)
+        path, repeats = folder / "checkpoint", options.repeats
+        job = Job.of(options)
         model = sharded_model(job, device)
         for parameter in model.parameters():
             parameter.grad = torch.randn_like(parameter) * 1e-3
         plain = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
         plain.step()
-        path, repeats = folder / "checkpoint", options.repeats
         calls = torch_calls(model, plain, path)
         if find_spec("numpy"):
             rows = measure("torch", calls, local_bytes(model, plain), path, device, repeats)
         else:  # torch's collectives of objects fail without, on some ranks only
             rows = [{"name": "torch", "status": "not available", "reason": "numpy is missing"}]
         ours = HybridDeviceOptimizer(plain, model=model)
-        our_bytes = local_bytes(model, ours)
         calls = (
             lambda: checkpoint.save(path, model, ours),
             lambda: checkpoint.load(path, model, ours),
             lambda: checkpoint.async_save(path, model, ours),
         )
-        rows += measure("ours", calls, our_bytes, path, device, repeats)
+        rows += measure("ours", calls, local_bytes(model, ours), path, device, repeats)
         ours.close()
         shutil.rmtree(folder, ignore_errors=True)
         report = machine.publish(device, job, rows, {}, options.json)

@@ -7,19 +7,21 @@ import contextlib
 import os
 import statistics
 import time
-import traceback
-from collections.abc import Callable, Sequence
-from typing import Any, Final
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..core.backend import TimedEvent, backend_for
+from ..core.config import GIB
 from ..core.errors import OffloadError
 from ..core.progress import progress
 from ..optimizer.hybrid import HybridDeviceOptimizer
 from . import arguments, machine
-from .machine import GIB, Row, on_all_ranks
+from .machine import Row
 from .model import Job, layers_for, synthetic_batches
 from .rows import Case, Trainer, make_trainer
 from .table import ITERATIONS, line_of, markdown_table
@@ -30,61 +32,52 @@ LEAD_IN: Final = 4
 device stood still would make the first of them too short."""
 
 
-class Loop:
-    """Trains on; keeps each iteration's loss on the device, and points of its time.
+def measure(
+    trainer: Trainer, batches: Sequence[tuple[Tensor, Tensor]], warm_up: int, iterations: int
+) -> Row:
+    """Train ``warm_up`` and ``LEAD_IN`` iterations, then ``iterations`` timed ones."""
+    device = batches[0][0].device
+    stream = backend_for(device).current_stream()
+    first = warm_up + LEAD_IN  # of the timed ones
+    losses = torch.zeros(first + iterations, device=device)  # none is allocated later
+    points: list[TimedEvent] = []
 
-    Args:
-        trainer: what is measured.
-        batches: taken in turn.
-        iterations: all of them, timed or not.
-    """
+    def train(index: int) -> None:
+        def mark() -> None:
+            if index >= first:
+                points.append(stream.record_timed())
 
-    def __init__(
-        self, trainer: Trainer, batches: Sequence[tuple[Tensor, Tensor]], iterations: int
-    ) -> None:
-        self._trainer, self._batches = trainer, batches
-        self._device = batches[0][0].device
-        self._losses = torch.zeros(iterations, device=self._device)  # none is allocated later
-        self._done = 0
-        self._points: list[Any] = []
+        loss = trainer.model(*batches[index % len(batches)])
+        mark()
+        loss.backward()
+        mark()
+        losses[index].copy_(loss.detach())
+        trainer.clip()
+        trainer.optimizer.step()
+        trainer.optimizer.zero_grad()
+        mark()
 
-    def run(self, iterations: int, *, timed: bool = False) -> None:
-        """That many iterations."""
-        for _ in range(iterations):
-            loss = self._trainer.model(*self._batches[self._done % len(self._batches)])
-            self.mark(timed)
-            loss.backward()
-            self.mark(timed)
-            self._losses[self._done].copy_(loss.detach())
-            self._trainer.clip()
-            self._trainer.optimizer.step()
-            self._trainer.optimizer.zero_grad()
-            self.mark(timed)
-            self._done += 1
-
-    def mark(self, timed: bool = True) -> None:
-        """One more point: an event on the current stream, or of the host's clock on a CPU."""
-        if timed and self._device.type == "cuda":
-            self._points.append(torch.cuda.Event(enable_timing=True))
-            self._points[-1].record()
-        elif timed:
-            self._points.append(time.perf_counter())
-
-    def times_ms(self) -> Row:
-        """Medians of iterations and their parts; the device must have passed all points."""
-        pairs = zip(self._points, self._points[1:], strict=False)
-        is_cuda = self._device.type == "cuda"
-        spans = [a.elapsed_time(b) if is_cuda else 1e3 * (b - a) for a, b in pairs]
-        parts = {name: spans[i :: len(PARTS)] for i, name in enumerate(PARTS)}
-        totals = [sum(span) for span in zip(*parts.values(), strict=True)]
-        row: Row = {f"{name}_ms": statistics.median(span) for name, span in parts.items()}
-        row["iterations_ms"] = [round(total, 2) for total in totals]
-        return {"iteration_ms": statistics.median(totals)} | row
-
-    def losses(self) -> list[float]:
-        """All of them; waits for the device."""
-        found: list[float] = self._losses.tolist()
-        return found
+    with progress(warm_up, "warming up", unit=" iterations") as bar:
+        for index in range(warm_up):
+            train(index)
+            bar.advance()
+    finish(trainer, device)
+    dist.barrier()
+    began = time.perf_counter()
+    for index in range(warm_up, first):
+        train(index)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    points.append(stream.record_timed())
+    for index in range(first, first + iterations):
+        train(index)
+    enqueued = time.perf_counter()
+    finish(trainer, device)
+    row = times_ms(points) | {"host_ms": 1e3 * (enqueued - began) / (LEAD_IN + iterations)}
+    if device.type == "cuda":
+        row["device_peak_gib"] = torch.cuda.max_memory_allocated() / GIB
+    found = losses.tolist()
+    return row | {"losses": found, "loss": found[-1]}
 
 
 def finish(trainer: Trainer, device: torch.device) -> None:
@@ -94,43 +87,14 @@ def finish(trainer: Trainer, device: torch.device) -> None:
     machine.synchronize(device)
 
 
-def measure(
-    trainer: Trainer, batches: Sequence[tuple[Tensor, Tensor]], warm_up: int, iterations: int
-) -> Row:
-    """Train ``warm_up`` and ``LEAD_IN`` iterations, then ``iterations`` timed ones."""
-    device = batches[0][0].device
-    loop = Loop(trainer, batches, warm_up + LEAD_IN + iterations)
-    with progress(warm_up, "warming up", unit=" iterations") as bar:
-        for _ in range(warm_up):
-            loop.run(1)
-            bar.advance()
-    finish(trainer, device)
-    dist.barrier()
-    began = time.perf_counter()
-    loop.run(LEAD_IN)
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    loop.mark()
-    loop.run(iterations, timed=True)
-    enqueued = time.perf_counter()
-    finish(trainer, device)
-    row = loop.times_ms() | {"host_ms": 1e3 * (enqueued - began) / (LEAD_IN + iterations)}
-    if device.type == "cuda":
-        row["device_peak_gib"] = torch.cuda.max_memory_allocated() / GIB
-    losses = loop.losses()
-    return row | {"losses": losses, "loss": losses[-1]}
-
-
-def traffic_of(optimizer: HybridDeviceOptimizer) -> Row:
-    """What ``statistics()`` says of ours."""
-    figures = optimizer.statistics()
-    return {
-        "host_gib": figures.host_arena_bytes / GIB,
-        "device_state_gib": figures.device_state_bytes / GIB,
-        "moved_bytes": figures.moved_bytes,
-        "fetched_bytes": figures.fetched_bytes,
-        "lanes": figures.parameters,
-    }
+def times_ms(points: Sequence[TimedEvent]) -> Row:
+    """Medians of iterations and their parts; the device has passed all points."""
+    spans = [one.elapsed_time(other) for one, other in pairwise(points)]
+    parts = {name: spans[i :: len(PARTS)] for i, name in enumerate(PARTS)}
+    totals = [sum(span) for span in zip(*parts.values(), strict=True)]
+    row: Row = {"iteration_ms": statistics.median(totals)}
+    row |= {f"{name}_ms": statistics.median(span) for name, span in parts.items()}
+    return row | {"iterations_ms": [round(total, 2) for total in totals]}
 
 
 def derived(row: Row, rows: Sequence[Row]) -> Row:
@@ -152,78 +116,59 @@ def derived(row: Row, rows: Sequence[Row]) -> Row:
 def run_row(
     case: Case, job: Job, batches: Sequence[tuple[Tensor, Tensor]], options: argparse.Namespace
 ) -> Row:
-    """Build, measure, free; a row that fails on one rank has failed on all of them."""
-    made: list[Trainer] = []
+    """Build, measure, free. What fails is a row, too, and ends no run."""
+    row: Row = {"name": case.name, "kind": case.kind, "clip": case.clip}
+    trainer = None
     # torchrun's default is one; updates on the CPU need what there is.
     threads = torch.get_num_threads()
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks))
-
-    def build() -> Row:
-        began = time.perf_counter()
-        made.append(make_trainer(case, job, batches[0][0].device))
-        return {"construction_s": time.perf_counter() - began}
-
-    def train() -> Row:
-        row = measure(made[0], batches, options.warm_up, options.iterations)
-        return row | (traffic_of(made[0].optimizer) if case.is_ours else {})
-
-    row = _attempt(build, "not available")
-    if row["status"] == "ok":
-        row |= _attempt(train, "failed")
-    if row["status"] == "ok":
-        row = machine.merged(row)
-    if made and case.is_ours:
-        with contextlib.suppress(OffloadError):  # the row says it already
-            made[0].optimizer.close()
-    torch.set_num_threads(threads)
-    return {"name": case.name, "kind": case.kind, "clip": case.clip} | row
-
-
-def _attempt(run: Callable[[], Row], failure: str) -> Row:
-    """``run()`` with status "ok", or why not; if it fails on one rank, it failed on all."""
-    row: Row
     try:
-        row = run() | {"status": "ok"}
-    except Exception as error:  # a row that fails must not end the run
+        began = time.perf_counter()
+        trainer = make_trainer(case, job, batches[0][0].device)
+        row["construction_s"] = time.perf_counter() - began
+        row |= measure(trainer, batches, options.warm_up, options.iterations)
+        if case.is_ours:
+            figures = trainer.optimizer.statistics()
+            row |= {
+                "host_gib": figures.host_arena_bytes / GIB,
+                "device_state_gib": figures.device_state_bytes / GIB,
+                "moved_bytes": figures.moved_bytes,
+                "fetched_bytes": figures.fetched_bytes,
+                "lanes": figures.parameters,
+            }
+        row = machine.merged(row) | {"status": "ok"}
+    except Exception as error:
         text = " ".join(str(error).split())[:300]
-        row = {"status": failure, "reason": f"{type(error).__name__}: {text}"}
-        traceback.clear_frames(error.__traceback__)  # they hold the model
-    if not on_all_ranks(row["status"] == "ok") and row["status"] == "ok":
-        row = {"status": failure, "reason": "on another rank"}
+        status = "not available" if isinstance(error, ImportError) else "failed"
+        row |= {"status": status, "reason": f"{type(error).__name__}: {text}"}
+    if trainer is not None and case.is_ours:
+        with contextlib.suppress(OffloadError):  # the row says it already
+            trainer.optimizer.close()
+    torch.set_num_threads(threads)
     return row
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
-    options = arguments.iterations().parse_args(argv)
-    options.device = options.device or machine.default_device()
-    sizes = arguments.with_sizes(options, is_small=options.device == "cpu")
-    vars(options).update(sizes)
+def main(argv: Sequence[str] | None = None) -> Row:
+    """Run all rows; rank 0 prints each as it is done, then the table."""
+    options = machine.options_of(arguments.iterations(), argv)
     if options.params is not None:
         options.layers = layers_for(options.params, options.dim, options.vocabulary)
-    for name in options.rows.split(","):
-        Case.parse(name)  # a wrong name ends the run before anything is built
-    return options
-
-
-def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """Run all rows; rank 0 prints each as it is done, then the table."""
-    options = parse(argv)
+    # A wrong name ends the run before anything is built.
+    cases = [Case.parse(name) for name in options.rows.split(",")]
     if options.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    with machine.process_group(options.device, timeout_s=300) as device:
-        sizes = ("layers", "dim", "vocabulary", "tokens", "seq", "shards", "checkpointed")
-        job = Job(**{name: getattr(options, name) for name in sizes})
+    with machine.process_group(options.device) as device:
+        job = Job.of(options)
         batches = synthetic_batches(job, device)
         link = machine.measure_link(device, 10) if device.type == "cuda" else {}
         rows: list[Row] = []
         report: Row = {}
-        for name in options.rows.split(","):
+        for case in cases:
             machine.free_everything(device)
-            rows.append(run_row(Case.parse(name), job, batches, options))
+            rows.append(run_row(case, job, batches, options))
             found = [row | derived(row, rows) for row in rows]
             report = machine.publish(device, job, found, link, options.json)
             if dist.get_rank() == 0:

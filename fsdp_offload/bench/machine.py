@@ -1,7 +1,8 @@
-"""What all benchmarks share: the process group, the machine, its link, figures of all ranks."""
+"""What all benchmarks share: options, process group, machine, link, all ranks' figures."""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import gc
 import json
@@ -23,33 +24,36 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
+from .arguments import SIZES, SMALL
 from .model import Job
 
 Row = dict[str, Any]
-GIB: Final = 1 << 30
 COPY_BYTES: Final = 256 << 20
 COPIES: Final = 8
 VARIABLES: Final = ("CUDA_", "NCCL_", "PYTORCH_")  # of the environment: what changes times
 
 
-def default_device() -> str:
-    """Where benchmarks run unless the caller says."""
-    return "cuda" if torch.cuda.is_available() else "cpu"
+def options_of(parser: argparse.ArgumentParser, words: Sequence[str] | None) -> argparse.Namespace:
+    """A command line; device and sizes that it does not name are the usual ones."""
+    options = parser.parse_args(words)
+    options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    for name, size in (SMALL if options.device == "cpu" else SIZES).items():
+        if getattr(options, name, None) is None:
+            setattr(options, name, size)
+    return options
 
 
 @contextlib.contextmanager
-def process_group(device: str, *, timeout_s: float = 600.0) -> Iterator[torch.device]:
+def process_group(device: str) -> Iterator[torch.device]:
     """The group of torchrun, or one of this process alone; gives this rank's device.
 
-    Args:
-        device: ``"cuda"`` (NCCL, and gloo for CPU tensors) or ``"cpu"`` (gloo).
-        timeout_s: seconds after which a collective that not all ranks reach fails.
+    On ``"cuda"`` it is of NCCL, with gloo for CPU tensors, on ``"cpu"`` of gloo.
     """
     backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
     index = int(os.environ.get("LOCAL_RANK", "0"))
     if device == "cuda":
         torch.cuda.set_device(index)
-    timeout = timedelta(seconds=timeout_s)
+    timeout = timedelta(minutes=10)  # of a collective that not all ranks reach
     with tempfile.TemporaryDirectory() as folder:
         if "RANK" in os.environ:
             dist.init_process_group(backend, timeout=timeout)
@@ -79,8 +83,7 @@ def merged(row: Row) -> Row:
     """One row of all ranks' rows: figures of the slowest or largest; the rest is this rank's."""
     names = [name for name, value in row.items() if type(value) in (int, float)]
     found = slowest([row[name] for name in names])
-    kinds = [type(row[name]) for name in names]
-    return row | {n: kind(v) for n, kind, v in zip(names, kinds, found, strict=True)}
+    return row | {name: type(row[name])(n) for name, n in zip(names, found, strict=True)}
 
 
 def environment(device: torch.device) -> Row:
@@ -128,11 +131,9 @@ def seconds_of(run: Callable[[], object], device: torch.device) -> float:
 
 
 def measure_link(device: torch.device, iterations: int) -> Row:
-    """GB/s of pinned copies: to the device, from it, and both at once (sum of both ways).
+    """GB/s of pinned copies: to a CUDA device, from it, and both at once (sum of both ways).
 
-    Args:
-        device: a CUDA device.
-        iterations: of 2 GiB each way, all ranks at the same time; the median of the slowest.
+    An iteration is 2 GiB each way, all ranks at the same time; the median of the slowest counts.
     """
     up, down = (torch.empty(COPY_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2))
     up_device, down_device = (torch.empty_like(up, device=device) for _ in range(2))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from argparse import Namespace
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 import torch
@@ -48,6 +49,12 @@ class Job:
                 remedy="change --tokens, --seq or --dim",
             )
 
+    @classmethod
+    def of(cls, options: Namespace) -> Job:
+        """By those options of a command line that have a field's name."""
+        names = {field.name for field in fields(cls)}
+        return cls(**{name: value for name, value in vars(options).items() if name in names})
+
     @property
     def heads(self) -> int:
         """Attention heads: 128 wide, 64 wide in small models."""
@@ -79,9 +86,8 @@ class Block(nn.Module):
         query, key, value = qkv.permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).reshape(batch, seq, dim))
-        widened: Tensor = F.gelu(self.up(self.mlp_norm(x)))
-        x = x + self.down(widened)
-        return x
+        widened: Tensor = self.down(F.gelu(self.up(self.mlp_norm(x))))
+        return x + widened
 
 
 class GPT(nn.Module):
@@ -140,10 +146,9 @@ def sharded_model(
     """The model under FSDP2 over all ranks: every block is a group, and the root is one."""
     model = unsharded_model(job, device)
     options: dict[str, Any] = {"mesh": init_device_mesh(device.type, (dist.get_world_size(),))}
+    options["offload_policy"] = offload_policy or OffloadPolicy()
     if job.shards == "fp32":
         options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-    if offload_policy is not None:
-        options["offload_policy"] = offload_policy
     for block in model.blocks:
         fully_shard(block, **options)
     fully_shard(model, **options)

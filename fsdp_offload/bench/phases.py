@@ -23,21 +23,22 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from ..core.backend import release_cached
+from ..core import dtensor
+from ..core.backend import free_bytes, release_cached
+from ..core.config import GIB
 from ..core.errors import ConfigError, DeviceError
 from ..core.progress import progress
 from ..phases import PhaseOffloader, swap
 from . import arguments, machine
-from .machine import GIB, Row, seconds_of, slowest
+from .machine import Row, seconds_of, slowest
 from .model import Job, layers_for, sharded_model
 from .table import PHASES, markdown_table
 
@@ -46,151 +47,133 @@ AWAY_S: Final = 0.1
 about 20 ms (likely the driver clears what it got); a job is away for longer than that."""
 
 
-class Payload:
-    """A model, its AdamW with fp32 state as large as after a step, and what moves them."""
-
-    def __init__(self, job: Job, device: torch.device, name: str) -> None:
-        self.device = device
-        model = sharded_model(job, device)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-        tensors: list[Tensor] = list(model.parameters())
-        for parameter in model.parameters():
-            state: dict[str, Any] = {"step": torch.tensor(1.0)}
-            for moment in ("exp_avg", "exp_avg_sq"):
-                state[moment] = torch.zeros_like(parameter, dtype=torch.float32)
-                tensors.append(state[moment])
-            optimizer.state[parameter] = state
-        # The loop's tensors are held by nothing else.
-        self.phases = (
-            None
-            if name == "loop"
-            else PhaseOffloader(model, optimizer, keep_addresses=name == "fixed")
-        )
-        local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
-        self.tensors = [t.detach() for t in local if t.numel()]
-
-    def fill(self) -> None:
-        """Random bytes, NaNs among them, the same each time."""
-        for words, wanted in self._words():
-            words.copy_(wanted)
-
-    def is_filled(self) -> bool:
-        """Whether each byte is what :meth:`fill` wrote."""
-        return all(torch.equal(words, wanted) for words, wanted in self._words())
-
-    def _words(self) -> list[tuple[Tensor, Tensor]]:
-        generator = torch.Generator(self.device).manual_seed(0)
-        found = []
-        for tensor in self.tensors:
-            flat = tensor.view(-1)
-            words = flat.view(torch.int32 if flat.nbytes % 4 == 0 else torch.uint8)
-            found.append((words, torch.empty_like(words).random_(generator=generator)))
-        return found
-
-
 class PinnedLoop:
     """Copies each tensor to a buffer of its own and drops it; it comes back as another tensor."""
 
-    def __init__(self, payload: Payload) -> None:
-        self.payload, self.buffers = payload, list[Tensor]()
+    def __init__(self, tensors: list[Tensor], device: torch.device) -> None:
+        self.tensors, self.device = tensors, device
+        self.buffers: list[Tensor] = []
         self.copies_s = 0.0
 
     def offload(self) -> None:
         """All memory is the driver's when this returns."""
-        tensors, pin = self.payload.tensors, self.payload.device.type == "cuda"
         if not self.buffers:
-            self.buffers = [torch.empty_like(t, device="cpu", pin_memory=pin) for t in tensors]
+            pin = self.device.type == "cuda"
+            self.buffers = [torch.empty_like(t, device="cpu", pin_memory=pin) for t in self.tensors]
         began = time.perf_counter()
-        for buffer, tensor in zip(self.buffers, tensors, strict=True):
+        for buffer, tensor in zip(self.buffers, self.tensors, strict=True):
             buffer.copy_(tensor, non_blocking=True)
-        machine.synchronize(self.payload.device)
+        machine.synchronize(self.device)
         self.copies_s = time.perf_counter() - began
-        tensors.clear()
-        release_cached(self.payload.device)
+        self.tensors.clear()
+        release_cached(self.device)
 
     def reload(self) -> None:
         """Tensors can be used when this returns."""
-        device = self.payload.device
-        self.payload.tensors += [b.to(device, non_blocking=True, copy=True) for b in self.buffers]
-        machine.synchronize(device)
+        self.tensors += [b.to(self.device, non_blocking=True, copy=True) for b in self.buffers]
+        machine.synchronize(self.device)
+
+
+def build(
+    name: str, job: Job, device: torch.device
+) -> tuple[PhaseOffloader | PinnedLoop, list[Tensor]]:
+    """What moves a model and its AdamW, with fp32 state as large as after a step; their tensors."""
+    model = sharded_model(job, device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    tensors: list[Tensor] = list(model.parameters())
+    for parameter in model.parameters():
+        state: dict[str, Any] = {"step": torch.tensor(1.0)}
+        for moment in ("exp_avg", "exp_avg_sq"):
+            state[moment] = torch.zeros_like(parameter, dtype=torch.float32)
+            tensors.append(state[moment])
+        optimizer.state[parameter] = state
+    found = [local for t in tensors if (local := dtensor.local(t)).numel()]
+    for words, wanted in random_words(found, device):
+        words.copy_(wanted)
+    if name == "loop":  # nothing else holds its tensors
+        return PinnedLoop(found, device), found
+    return PhaseOffloader(model, optimizer, keep_addresses=name == "fixed"), found
+
+
+def random_words(tensors: list[Tensor], device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
+    """Each tensor, and random bytes for it, NaNs among them, the same each time."""
+    generator = torch.Generator(device).manual_seed(0)
+    for tensor in tensors:
+        flat = tensor.view(-1)
+        words = flat.view(torch.int32 if flat.nbytes % 4 == 0 else torch.uint8)
+        yield words, torch.empty_like(words).random_(generator=generator)
 
 
 def measure(name: str, job: Job, device: torch.device, cycles: int, link: Row) -> Row:
     """The first cycle, the median and the slowest of the next ones, and what they leave behind."""
-    one = Payload(job, device, name)
-    one.fill()
-    payloads = [one]
-    loop = PinnedLoop(one)
-    if one.phases is None:
-        offload: Callable[[], object] = loop.offload
-        reload: Callable[[], object] = loop.reload
-    elif name == "swap":
-        one.phases.offload()
-        payloads.append(other := Payload(job, device, name))
-        assert other.phases is not None
-        other.phases.offload()
-        one.phases.reload()
-        offload = partial(swap, out=one.phases, in_=other.phases)
-        reload = partial(swap, out=other.phases, in_=one.phases)
-    else:
-        offload, reload = one.phases.offload, one.phases.reload
-    n_bytes = sum(tensor.nbytes for tensor in one.tensors)
-    addresses = [tensor.data_ptr() for tensor in one.tensors]
+    mover, tensors = build(name, job, device)
+    offload: Callable[[], object] = mover.offload
+    reload: Callable[[], object] = mover.reload
+    n_bytes = moved_bytes = sum(tensor.nbytes for tensor in tensors)
+    addresses = [tensor.data_ptr() for tensor in tensors]
+    other: Any = None
+    if name == "swap":
+        offload()
+        other, _ = build(name, job, device)
+        other.offload()
+        reload()
+        offload = partial(swap, out=cast(PhaseOffloader, mover), in_=other)
+        reload = partial(swap, out=other, in_=cast(PhaseOffloader, mover))
+        moved_bytes *= 2  # as much comes as leaves
     times: dict[str, list[float]] = {"out": [], "back": []}
     copies: dict[str, list[float]] = {"out": [], "back": []}
     freed, segments = [], []
     for _ in range(cycles):
         machine.free_everything(device)
-        before, count = _free_bytes(device), _freed_segments(device)
+        before, count = free_bytes(device) or 0, _freed_segments()
         times["out"].append(seconds_of(offload, device))
-        freed.append((_free_bytes(device) - before) / n_bytes)
-        segments.append(_freed_segments(device) - count)
+        freed.append(((free_bytes(device) or 0) - before) / n_bytes)
+        segments.append(_freed_segments() - count)
         if device.type == "cuda":
             time.sleep(AWAY_S)
         times["back"].append(seconds_of(reload, device))
-        for way, seconds in _copy_seconds(one, loop).items():
+        for way, seconds in _copy_seconds(mover).items():
             copies[way].append(seconds)
     row: Row = {"name": name, "status": "ok", "gib": n_bytes / GIB, "cycles": cycles}
     for way, raw in (("out", "d2h"), ("back", "h2d")):
         first, *later = slowest(times[way])
-        moved = n_bytes * len(payloads)  # in a swap as much comes as leaves
         row |= {f"first_{way}_s": first, f"{way}_s": statistics.median(later)}
         row[f"{way}_copies_s"] = statistics.median(slowest(copies[way])[1:])
-        row[f"{way}_gbps"] = moved / row[f"{way}_s"] / 1e9
+        row[f"{way}_gbps"] = moved_bytes / row[f"{way}_s"] / 1e9
         if link:
             gbps = link["h2d+d2h_gbps" if name == "swap" else f"{raw}_gbps"]
             row[f"{way}_of_link"] = row[f"{way}_gbps"] / gbps
-            row[f"worst_{way}_of_link"] = moved / max(later) / 1e9 / gbps
+            row[f"worst_{way}_of_link"] = moved_bytes / max(later) / 1e9 / gbps
     if device.type == "cuda" and name != "swap":
         row["freed_share"] = -max(slowest([-share for share in freed]))
         row["freed_segments"] = statistics.median(segments[1:])
-    if one.phases is not None:
-        row["host_over_payload"] = one.phases.statistics().host_bytes / n_bytes
-    row["same_bits"] = machine.on_all_ranks(one.is_filled())
-    stayed = [tensor.data_ptr() for tensor in one.tensors] == addresses
+    row["same_bits"] = machine.on_all_ranks(
+        all(torch.equal(*pair) for pair in random_words(tensors, device))
+    )
+    stayed = [tensor.data_ptr() for tensor in tensors] == addresses
     row["same_addresses"] = machine.on_all_ranks(stayed)
-    for payload in payloads:
-        if payload.phases is not None:
-            payload.phases.close()
+    if isinstance(mover, PhaseOffloader):
+        row["host_over_payload"] = mover.statistics().host_bytes / n_bytes
+    for each in (mover, other):
+        if isinstance(each, PhaseOffloader):
+            each.close()
     return row
 
 
-def _copy_seconds(payload: Payload, loop: PinnedLoop) -> dict[str, float]:
+def _copy_seconds(mover: PhaseOffloader | PinnedLoop) -> dict[str, float]:
     """Of the last cycle's copies; the loop allocates between its copies back."""
-    if payload.phases is None:
-        return {"out": loop.copies_s, "back": 0.0}
-    figures = payload.phases.statistics()
+    if isinstance(mover, PinnedLoop):
+        return {"out": mover.copies_s, "back": 0.0}
+    figures = mover.statistics()
     return {
         way: sum(kind.seconds for kind in kinds.values())
         for way, kinds in (("out", figures.offloaded), ("back", figures.reloaded))
     }
 
 
-def _freed_segments(device: torch.device) -> int:
-    """How often torch's allocator has called ``cudaFree``."""
-    if device.type != "cuda":
-        return 0
-    return int(torch.cuda.memory_stats(device)["segment.all.freed"])
+def _freed_segments() -> int:
+    """How often torch's allocator has called ``cudaFree`` on the current device."""
+    return int(torch.cuda.memory_stats().get("segment.all.freed", 0))
 
 
 def measure_frees(device: torch.device) -> dict[int, float]:
@@ -208,15 +191,9 @@ def measure_frees(device: torch.device) -> dict[int, float]:
     return found
 
 
-def _free_bytes(device: torch.device) -> int:
-    """As the driver says: what another process could take."""
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
-
-
 def main(argv: Sequence[str] | None = None) -> Row:
     """Run all rows; rank 0 prints a table, and with ``--json`` writes everything."""
-    options = arguments.phases().parse_args(argv)
-    options.device = options.device or machine.default_device()
+    options = machine.options_of(arguments.phases(), argv)
     names = options.rows.split(",")
     if unknown := [name for name in names if name not in arguments.PHASES_ROWS]:
         raise ConfigError(
@@ -225,16 +202,15 @@ def main(argv: Sequence[str] | None = None) -> Row:
             remedy=f"use {', '.join(arguments.PHASES_ROWS)}",
         )
     with machine.process_group(options.device) as device:
-        sizes = arguments.with_sizes(options, is_small=options.device == "cpu")
         params = options.params or (1e6 if options.device == "cpu" else 1.33e9)
         params *= dist.get_world_size()
-        sizes["layers"] = layers_for(params, sizes["dim"], sizes["vocabulary"])
-        job = Job(**sizes)
+        options.layers = layers_for(params, options.dim, options.vocabulary)
+        job = Job.of(options)
         link: Row = machine.measure_link(device, 5) if device.type == "cuda" else {}
         if link:
             machine.free_everything(device)
             link["free_ms_per_gib"] = measure_frees(device)
-        rows = []
+        rows: list[Row] = []
         with progress(len(names), "measuring", unit=" rows") as bar:
             for name in names:
                 machine.free_everything(device)

@@ -51,6 +51,11 @@ _NUMBERS: Final[dict[str, tuple[str, Callable[[str], Any]]]] = {
     "d": ("device_memory", parse_bytes),
     "b": ("bucket_bytes", parse_bytes),
 }
+_WORDS_OF_PEERS: Final = {
+    "plain": {"torchclip", "again"},
+    "cpuoffload": {"torchclip", "again"},
+    "torchao": {"again"},
+}
 
 
 class Case(NamedTuple):
@@ -58,38 +63,27 @@ class Case(NamedTuple):
 
     name: str
     kind: str
+    clip: str
+    """``"none"``, ``"ours"`` or ``"torch"``."""
     options: dict[str, Any]
-    """What the words of the name choose."""
+    """What the other words of the name choose."""
 
     @classmethod
     def parse(cls, name: str) -> Case:
-        """The case that ``name`` means.
-
-        Raises:
-            ConfigError: a word is unknown, or does not go with the kind of row.
-        """
+        """The case that ``name`` means; refuses words unknown to this kind of row."""
         kind, *words = name.split("-")
+        if kind not in (*OURS, *_WORDS_OF_PEERS):
+            raise _refused(name, f"{kind!r} is no kind of row")
+        if kind in _WORDS_OF_PEERS and not _WORDS_OF_PEERS[kind].issuperset(words):
+            raise _refused(name, f"{kind!r} rows have no such options")
         options = dict(_read(name, word) for word in words)
-        known = {"torchao": {"again"}, "cpuoffload": {"again", "clip"}, "plain": {"again", "clip"}}
-        if kind not in (*OURS, *known):
-            reason = f"{kind!r} is no kind of row"
-        elif kind in known and (options.keys() - known[kind] or options.get("clip") == "ours"):
-            reason = f"{kind!r} rows have no such options"
-        else:
-            return cls(name, kind, options)
-        raise ConfigError(
-            f"row {name!r}", reason=reason, remedy="see the words in fsdp_offload/bench/rows.py"
-        )
+        options.pop("again", None)
+        return cls(name, kind, options.pop("clip", "none"), options)
 
     @property
     def is_ours(self) -> bool:
         """Whether the row uses :class:`HybridDeviceOptimizer`."""
         return self.kind in OURS
-
-    @property
-    def clip(self) -> str:
-        """``"none"``, ``"ours"`` or ``"torch"``."""
-        return str(self.options.get("clip", "none"))
 
 
 def _read(name: str, word: str) -> tuple[str, Any]:
@@ -99,11 +93,12 @@ def _read(name: str, word: str) -> tuple[str, Any]:
         option, read = _NUMBERS[word[:1]]
         return option, read(word[1:])
     except (KeyError, ValueError):  # a ConfigError is a ValueError
-        raise ConfigError(
-            f"row {name!r}",
-            reason=f"the word {word!r} is unknown",
-            remedy=f"use {', '.join(_WORDS)}, f0.5, d2GiB or b64MiB",
-        ) from None
+        raise _refused(name, f"the word {word!r} is unknown") from None
+
+
+def _refused(name: str, reason: str) -> ConfigError:
+    remedy = "see the words in fsdp_offload/bench/rows.py"
+    return ConfigError(f"row {name!r}", reason=reason, remedy=remedy)
 
 
 class Trainer(NamedTuple):
@@ -115,11 +110,7 @@ class Trainer(NamedTuple):
 
 
 def make_trainer(case: Case, job: Job, device: torch.device) -> Trainer:
-    """The trainer of any row.
-
-    Raises:
-        ImportError: the peer is not installed.
-    """
+    """The trainer of any row; an ImportError if its peer is not installed."""
     if case.kind == "torchao":
         model: nn.Module = unsharded_model(job, device)  # it knows no DTensors
         peer = importlib.import_module("torchao.optim").CPUOffloadOptimizer
@@ -129,18 +120,12 @@ def make_trainer(case: Case, job: Job, device: torch.device) -> Trainer:
     policy = CPUOffloadPolicy(pin_memory=device.type == "cuda") if is_cpu else None
     model = sharded_model(job, device, policy)
     optimizer = AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
-    chosen = case.options
     if case.is_ours:  # the others keep no master of bf16 shards
-        given = ("offload_fraction", "device_memory", "update_on", "moments")
-        options = {name: chosen[name] for name in given if name in chosen}
+        options = dict(case.options)
         if case.kind != "default":
             options["overlap"] = case.kind
-        optimizer = HybridDeviceOptimizer(
-            optimizer,
-            model=model,
-            transfer=TransferConfig(bucket_bytes=chosen.get("bucket_bytes")),
-            **options,
-        )
+        transfer = TransferConfig(bucket_bytes=options.pop("bucket_bytes", None))
+        optimizer = HybridDeviceOptimizer(optimizer, model=model, transfer=transfer, **options)
     if case.clip == "ours":
         return Trainer(model, optimizer, partial(optimizer.clip_grad_norm_, MAX_NORM))
     if case.clip == "torch":

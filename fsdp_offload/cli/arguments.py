@@ -53,3 +53,6 @@ def export(parser: argparse.ArgumentParser) -> None:
     add("--names", type=Path, help="JSON object: name in the files by FQN; null: left out")
     add("--model-prefix", help="before the FQNs of weights in the checkpoint")
     add("--optimizer-prefix", help="before state.FQN in the checkpoint")
+
+
+ADD: Final = {"doctor": doctor, "plan": plan, "inspect": inspect, "export": export}

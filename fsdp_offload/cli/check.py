@@ -9,19 +9,12 @@ State = Literal["ok", "warning", "error"]
 
 
 class Check(NamedTuple):
-    """What was looked at, and what it means for offload.
-
-    Args:
-        name: of what was looked at.
-        state: ``"warning"``: slower, or not known; ``"error"``: offload fails here.
-        found: what was there.
-        remedy: what the user can do about it; empty if nothing has to be done.
-    """
+    """What was looked at, and what it means for offload."""
 
     name: str
-    state: State
+    state: State  # "warning": slower, or not known; "error": offload fails here
     found: str
-    remedy: str = ""
+    remedy: str = ""  # what the user can do about it; empty if nothing has to be done
 
     def line(self, width: int) -> str:
         """For people; names are padded to ``width``."""
@@ -40,7 +33,5 @@ def attempt(name: str, look: Callable[[], Check]) -> Check:
 
 def worst(checks: Sequence[Check]) -> State:
     """Of all states."""
-    states = {check.state for check in checks}
-    if "error" in states:
-        return "error"
-    return "warning" if "warning" in states else "ok"
+    states: tuple[State, ...] = ("ok", "warning", "error")
+    return max((check.state for check in checks), key=states.index)

@@ -40,11 +40,7 @@ def check_python(version: tuple[int, ...]) -> Check:
 
 
 def check_import(import_torch: Callable[[], object]) -> Check | None:
-    """An error if torch, or a public name of it that this package needs, cannot be imported.
-
-    Args:
-        import_torch: imports it.
-    """
+    """An error if torch, or a public name of it that this package needs, cannot be imported."""
     try:
         import_torch()
     except (ImportError, OSError) as error:  # OSError: a library that it is linked with
@@ -94,25 +90,22 @@ def _of_torch_and_host(index: int) -> Iterator[Check]:
     address = torch_checks.address_of(device) if device else ""
     properties = [torch.cuda.get_device_properties(i) for i in range(count)]
     device_bytes = sum(each.total_memory for each in properties)
-    cores = os.sched_getaffinity(0)
     limit_bytes = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    is_there = find_spec("triton") is not None
 
     yield torch_checks.check_torch(str(torch.__version__), TORCH_RUN)
-    yield attempt("FSDP2", torch_checks.names_here)
+    yield attempt("FSDP2", torch_checks.check_names)
     driver = host_checks.driver_version(_ROOT)
     yield torch_checks.check_device(torch.version.cuda, driver, [each.name for each in properties])
     yield host_checks.check_memlock(limit_bytes, _ROOT)
     yield host_checks.check_host_memory(host_memory(_ROOT), device_bytes)
     yield host_checks.check_huge_pages(_ROOT)
-    yield host_checks.check_numa(_ROOT, address, cores)
-    if device is None:
-        yield torch_checks.check_triton(is_there, None)
-        return
-    torch.cuda.set_device(device)
-    yield attempt("triton", lambda: torch_checks.triton_here(is_there))
-    yield attempt("other processes", lambda: torch_checks.others_here(device))
-    yield attempt("page-locking", lambda: torch_checks.pinning_here(device))
-    # The link before its state: an idle device may have slowed it down.
-    yield attempt("link", lambda: torch_checks.link_here(device, _ROOT, address))
-    yield host_checks.check_pcie(_ROOT, address)
+    yield host_checks.check_numa(_ROOT, address, os.sched_getaffinity(0))
+    if device is not None:
+        torch.cuda.set_device(device)
+    yield attempt("triton", lambda: torch_checks.check_triton(device))
+    if device is not None:
+        yield attempt("other processes", lambda: torch_checks.check_others(device))
+        yield attempt("page-locking", lambda: torch_checks.check_pinning(device))
+        # The link before its state: an idle device may have slowed it down.
+        yield attempt("link", lambda: torch_checks.check_link(device, _ROOT, address))
+        yield host_checks.check_pcie(_ROOT, address)

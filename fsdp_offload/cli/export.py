@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ..checkpoint import export_safetensors
 from ..core.errors import ConfigError
-from .metadata import refuse_code
+from .inspection import refuse_code
 
 
 def run(options: argparse.Namespace) -> int:
@@ -37,11 +37,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _names_in(path: Path) -> dict[str, str | None]:
-    """Of a JSON object.
-
-    Raises:
-        ConfigError: it is none.
-    """
+    """Of a JSON object; refuses what is none."""
     try:
         names = json.loads(path.read_text())
     except ValueError:

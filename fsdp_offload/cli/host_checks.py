@@ -1,6 +1,7 @@
 """Checks of the host: each takes what it looks at, so that a test can give it a fault.
 
-Paths are Linux's, below a ``root`` that holds ``proc`` and ``sys``.
+Paths are Linux's, below a ``root`` that holds ``proc`` and ``sys``. ``address`` is the device's on
+the PCI bus, empty where there is none.
 """
 
 from __future__ import annotations
@@ -20,14 +21,10 @@ _RDMA: Final = "sys/class/infiniband"
 
 
 def check_memlock(limit_bytes: int, root: Path) -> Check:
-    """``ulimit -l``.
+    """``ulimit -l``, the soft ``RLIMIT_MEMLOCK``.
 
     The CUDA driver locks pages in the kernel on its own account, which this limit does not bound.
     RDMA adapters do count against it: NCCL between hosts fails there, with or without offload.
-
-    Args:
-        limit_bytes: soft ``RLIMIT_MEMLOCK``.
-        root: tells whether there is an RDMA adapter.
     """
     if limit_bytes == resource.RLIM_INFINITY:
         return Check("ulimit -l", "ok", "unlimited")
@@ -43,12 +40,7 @@ def check_memlock(limit_bytes: int, root: Path) -> Check:
 
 
 def check_host_memory(bounds: Collection[HostMemory], device_bytes: int) -> Check:
-    """What the host has left for state: the tightest bound.
-
-    Args:
-        bounds: as :func:`fsdp_offload.memory.budget.host_memory` gives them.
-        device_bytes: memory of all devices that this process sees; 0 without one.
-    """
+    """What the host has left for state: the tightest bound, beside the memory of all devices."""
     name = "host memory"
     if not bounds:
         remedy = "say what all ranks may use with host_memory="
@@ -84,13 +76,7 @@ def check_huge_pages(root: Path) -> Check:
 
 
 def check_numa(root: Path, address: str, cores: Collection[int]) -> Check:
-    """Whether this process may run next to the device, where its arena should lie.
-
-    Args:
-        root: holds ``sys``.
-        address: of the device on the PCI bus; empty: there is none.
-        cores: that this process may use.
-    """
+    """Whether this process may use ``cores`` next to the device, where its arena should lie."""
     name = "NUMA"
     names = _names(root / "sys/devices/system/node")
     nodes = [each for each in names if each.removeprefix("node").isdecimal()]
@@ -118,10 +104,6 @@ def check_pcie(root: Path, address: str) -> Check:
     """Speed and width of the device's link now, against what the device can do.
 
     An idle device may lower its link's speed: read it behind copies.
-
-    Args:
-        root: holds ``sys``.
-        address: of the device on the PCI bus.
     """
     folder = root / "sys/bus/pci/devices" / address
     names = ("current_link_speed", "current_link_width", "max_link_speed", "max_link_width")

@@ -1,25 +1,33 @@
-"""``inspect``: what a checkpoint holds, whether it is as written, what another has otherwise."""
+"""``inspect``: what a checkpoint holds, whether it is as written, what another has otherwise.
+
+``.metadata`` is a pickle. ``checkpoint.load`` unpickles it as torch does, which is for checkpoints
+that the user trusts. Commands that only look into a folder refuse one that names anything but what
+describes tensors.
+"""
 
 from __future__ import annotations
 
 import argparse
 import io
 import json
+import pickle
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
+import torch
 from torch import Tensor
+from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from ..checkpoint import Reader
 from ..checkpoint.files import typed
+from ..checkpoint.folder import METADATA
 from ..checkpoint.planner import read_values
 from ..checkpoint.state import EXTRA, decode
 from ..core.errors import CheckpointError
 from ..memory.budget import size_text
-from .metadata import refuse_code
 
 _CHECKSUMS: Final = {
     "elements": "checksums of all elements hold",
@@ -28,6 +36,17 @@ _CHECKSUMS: Final = {
 }
 _DIFFERENT: Final = ("only_here", "only_there", "changed")
 _SHOWN: Final = 60  # characters of a value in a line
+_DESCRIBING: Final = frozenset(
+    (
+        ("builtins", "set"),
+        ("collections", "OrderedDict"),
+        ("pathlib", "PosixPath"),
+        ("pathlib._local", "PosixPath"),  # of Python 3.13
+        ("torch", "Size"),
+        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+        ("torch.serialization", "_get_layout"),
+    )
+)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -45,15 +64,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def look(path: Path, *, elements: bool) -> dict[str, Any]:
-    """The report on one checkpoint.
-
-    Args:
-        path: its folder.
-        elements: compare them with their checksums: all files are read.
-
-    Raises:
-        CheckpointError: there is no checkpoint, or its ``.metadata`` is not to be read.
-    """
+    """The report on one checkpoint; ``elements``: all files are read to compare checksums."""
     reader = _reader(path)
     report: dict[str, Any] = {"path": str(path), "faults": [], "checksums": "none"}
     values: dict[str, Any] = {}
@@ -97,13 +108,42 @@ def differences(
 # --------------------------------------------------------------------------- what is read
 
 
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        """Only what describes tensors; every class of torch's module of metadata does."""
+        of_metadata = getattr(metadata, name, None) if module == metadata.__name__ else None
+        is_own = isinstance(of_metadata, type) and of_metadata.__module__ == module
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if is_own or is_dtype or (module, name) in _DESCRIBING:
+            return super().find_class(module, name)
+        raise CheckpointError(
+            f"{METADATA} with {module}.{name}",
+            reason="it describes no tensor, and may run code",
+            remedy="checkpoint.load(), if you trust who wrote the checkpoint",
+        )
+
+
+def refuse_code(path: Path) -> None:
+    """Refuse a checkpoint whose ``.metadata`` names more than what describes tensors.
+
+    Raises:
+        CheckpointError: it does. A file that is missing or broken is left to the reader.
+    """
+    try:
+        _Unpickler(io.BytesIO((path / METADATA).read_bytes())).load()
+    except CheckpointError:
+        raise
+    except Exception:  # changed bytes of a pickle may raise anything
+        return
+
+
 def _reader(path: Path) -> Reader:
     """That has read ``.metadata``."""
     refuse_code(path)
     reader = Reader(path)
-    metadata = reader.read_metadata()
-    if metadata is not reader.metadata:  # it failed, and this call raises why
-        reader.set_up_storage_reader(metadata, True)
+    found = reader.read_metadata()
+    if found is not reader.metadata:  # it failed, and this call raises why
+        reader.set_up_storage_reader(found, True)
     return reader
 
 

@@ -8,47 +8,26 @@ from __future__ import annotations
 
 import argparse
 import os
+import runpy
 import sys
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from importlib import import_module
-from typing import Final, NamedTuple
+from typing import Final
 
 from .. import __version__
-from ..bench.arguments import PROGRAM, Parser
+from ..bench.arguments import PARSERS, PROGRAM, Parser
 from ..core.errors import OffloadError
 from . import arguments
 
-
-class Command(NamedTuple):
-    """One subcommand.
-
-    Args:
-        help: what it is for, in a line.
-        module: of this folder, imported when the subcommand is to run; its function ``run`` does
-            the work and gives the exit code.
-        add_arguments: adds them to a parser, which has ``--json`` already; ``None``: ``run`` gets
-            the words behind the subcommand as they are.
-    """
-
-    help: str
-    module: str
-    add_arguments: Callable[[argparse.ArgumentParser], None] | None = None
-
-
 COMMANDS: Final = {
-    "plan": Command("memory and time of a job from its size", "plan", arguments.plan),
-    "doctor": Command(
-        "what makes offload slow or fail on this machine", "doctor", arguments.doctor
-    ),
-    "inspect": Command(
-        "what a checkpoint holds, whether it is intact, what differs",
-        "inspection",
-        arguments.inspect,
-    ),
-    "export": Command("weights of a checkpoint as safetensors files", "export", arguments.export),
-    "bench": Command("iterations; 'bench phases', 'bench checkpoint': those", "bench"),
+    "plan": ("plan", "memory and time of a job from its size"),
+    "doctor": ("doctor", "what makes offload slow or fail on this machine"),
+    "inspect": ("inspection", "what a checkpoint holds, whether it is intact, what differs"),
+    "export": ("export", "weights of a checkpoint as safetensors files"),
+    "bench": ("", "iterations; 'bench phases', 'bench checkpoint': those"),
 }
+"""Module and help of each. The module is imported when its command is to run; its function ``run``
+does the work and gives the exit code. ``bench`` hands all words on."""
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -62,7 +41,7 @@ def main(words: Sequence[str] | None = None) -> int:
     """
     words = sys.argv[1:] if words is None else words
     try:
-        code = _work(words)()
+        code = _run(words)
         sys.stdout.flush()
         return code
     except BrokenPipeError:  # the reader, such as head, has had enough: not worth a line
@@ -77,13 +56,12 @@ def main(words: Sequence[str] | None = None) -> int:
         return _failed(f"{error.name or 'import'}: {error}", f"see {PROGRAM} doctor")
 
 
-def _work(words: Sequence[str]) -> Callable[[], int]:
-    """What the words ask for."""
-    command = COMMANDS.get(words[0]) if words else None
-    if command is not None and command.add_arguments is None:
-        return partial(_run(command), words[1:])
+def _run(words: Sequence[str]) -> int:
+    if words and words[0] == "bench":
+        return _bench(words[1:])
     options = _parser().parse_args(words)
-    return partial(_run(COMMANDS[options.command]), options)
+    module = import_module(f".{COMMANDS[options.command][0]}", __package__)
+    return int(module.run(options))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -91,19 +69,23 @@ def _parser() -> argparse.ArgumentParser:
     parser = Parser(prog=PROGRAM, description="State of optimizers in host memory: tools.")
     parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for name, command in COMMANDS.items():
-        own = commands.add_parser(
-            name, help=command.help, description=command.help, allow_abbrev=False
-        )
-        if command.add_arguments is not None:
+    for name, (module, text) in COMMANDS.items():
+        own = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
+        if module:
             own.add_argument("--json", action="store_true", help="one JSON document on stdout")
-            command.add_arguments(own)
+            arguments.ADD[name](own)
     return parser
 
 
-def _run(command: Command) -> Callable[..., int]:
-    function: Callable[..., int] = import_module(f".{command.module}", __package__).run
-    return function
+def _bench(words: Sequence[str]) -> int:
+    """Run a benchmark as ``python -m`` would; its JSON then names that command."""
+    which = words[0] if words and words[0] in PARSERS else ""
+    words = words[1:] if which else words
+    PARSERS[which]().parse_args(words)  # leaves here for --help, and for wrong usage
+    sys.argv[1:] = words
+    name = f"fsdp_offload.bench.{which}".rstrip(".")
+    runpy.run_module(name, run_name="__main__", alter_sys=True)
+    return 0
 
 
 def _failed(text: str, remedy: str = "") -> int:

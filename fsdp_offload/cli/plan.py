@@ -74,33 +74,22 @@ def run(options: argparse.Namespace) -> int:
             "card": asdict(card),
             "fits": found is not None,
             "fewest_gpus": fewest,
-            "estimate": None if found is None else asdict(found) | derived(found),
+            "estimate": None,
         }
-        json.dump(report, sys.stdout, indent=1)
-        print()
+        if found is not None:
+            derived = ("travels_bytes", "iteration_ms", "share_of_bound")
+            report["estimate"] = asdict(found) | {name: getattr(found, name) for name in derived}
+        print(json.dumps(report, indent=1))
     else:
         print(text_of(model, work, card, options.gpu, found, fewest))
     return 0 if found is not None else 1
-
-
-def derived(found: Estimate) -> dict[str, float]:
-    """What follows from the rest."""
-    return {
-        "travels_bytes": found.travels_bytes,
-        "iteration_ms": found.iteration_ms,
-        "share_of_bound": found.share_of_bound,
-    }
 
 
 # --------------------------------------------------------------------------- what is asked
 
 
 def model_of(options: argparse.Namespace) -> Model:
-    """By ``--params``, ``--config`` or ``--model``.
-
-    Raises:
-        ConfigError: the size is not known.
-    """
+    """By ``--params``, ``--config`` or ``--model``."""
     if options.params is not None:
         return Model.of_size(number_of(options.params))
     if options.config is not None:
@@ -114,11 +103,7 @@ def model_of(options: argparse.Namespace) -> Model:
 
 
 def number_of(text: str) -> float:
-    """``8B``, ``8e9``, ``500M``.
-
-    Raises:
-        ConfigError: it is no positive number.
-    """
+    """``8B``, ``8e9``, ``500M``."""
     unit = _UNITS.get(text[-1:].upper())
     try:
         number = float(text[:-1]) * unit if unit else float(text)
@@ -132,11 +117,7 @@ def number_of(text: str) -> float:
 
 
 def model_of_config(config: Mapping[str, Any]) -> Model:
-    """Of a decoder by the fields of its ``config.json``.
-
-    Raises:
-        ConfigError: one is missing, or it is a mixture of experts.
-    """
+    """Of a decoder by the fields of its ``config.json``."""
     config = config.get("text_config", config)
     kind = str(config.get("model_type", "unknown"))
     if any("expert" in name for name in config):
@@ -173,11 +154,7 @@ def _field(config: Mapping[str, Any], name: str, default: int | None = None) -> 
 
 
 def model_of_function(name: str) -> Model:
-    """Of what ``module:function`` returns, with ``torch.device("meta")`` as the default device.
-
-    Raises:
-        ConfigError: there is no such function, or no embedding or blocks in the model.
-    """
+    """Of what ``module:function`` returns, with ``torch.device("meta")`` as the default device."""
     module, _, function = name.partition(":")
     sys.path.insert(0, str(Path.cwd()))
     try:
@@ -203,11 +180,7 @@ def model_of_function(name: str) -> Model:
 
 
 def card_of(name: str) -> Card:
-    """By its name; ``this``: the first card's speed with the memory of this machine's GPU.
-
-    Raises:
-        ConfigError: it is not known.
-    """
+    """By its name; ``this``: the first card's speed with the memory of this machine's GPU."""
     if name == "this":
         if torch.cuda.is_available():
             _, total = torch.cuda.mem_get_info()

@@ -32,6 +32,7 @@ from ..core import backend as backend
 from ..core.config import MIB, TransferConfig
 from ..core.errors import HostMemoryError, PinningError
 from ..core.progress import progress
+from ..plan.layout import align
 from .budget import check_host_budget, local_ranks, size_text
 
 HUGE_PAGE_BYTES: Final = 2 * MIB
@@ -48,23 +49,12 @@ _THP_SWITCH: Final = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 class ArenaStatistics:
     """What an arena holds and what it took to get it."""
 
-    n_bytes: int
-    """Payload; what is mapped beyond it is less than a page."""
-
-    pinned: bool
-    """Registered with the device's driver at present."""
-
-    huge_pages: bool
-    """The kernel was asked for huge pages and was quick enough to give them."""
-
-    threads: int
-    """Threads that touched the memory."""
-
-    touch_seconds: float
-    """Time to have every page in place and zeroed."""
-
-    pin_seconds: float
-    """Time of the registration."""
+    n_bytes: int  # payload; what is mapped beyond it is less than a page
+    pinned: bool  # registered with the device's driver at present
+    huge_pages: bool  # the kernel was asked for them and was quick enough to give them
+    threads: int  # that touched the memory
+    touch_seconds: float  # to have every page in place and zeroed
+    pin_seconds: float  # of the registration
 
 
 # In a forked child the range is not mapped, and later mappings of the child may lie there. The
@@ -165,8 +155,10 @@ class HostArena:
         assert self._mapping is not None
         start = time.perf_counter()
         cores = backend.cores_near(device) if numa else frozenset(os.sched_getaffinity(0))
-        threads = _thread_count(len(cores))
-        step = min(_CALL_BYTES, _round_up(-(-self._n_bytes // threads), HUGE_PAGE_BYTES))
+        # This rank's share, a few at least: the ranks beside it may be done already.
+        share = len(os.sched_getaffinity(0)) // local_ranks()
+        threads = min(len(cores), max(share, _MIN_THREADS))
+        step = min(_CALL_BYTES, align(-(-self._n_bytes // threads), HUGE_PAGE_BYTES))
         chunks = range(0, self._n_bytes, step)
         self._threads = min(threads, len(chunks))
         memory = self.tensor(0, self._n_bytes, torch.uint8)
@@ -200,7 +192,7 @@ class HostArena:
         """Register the whole range at once."""
         assert self._mapping is not None
         start = time.perf_counter()
-        address = _address(self._mapping)
+        address = torch.frombuffer(self._mapping, dtype=torch.uint8, count=1).data_ptr()
         try:
             backend.pin(address, self._n_bytes, device)
         except PinningError as error:
@@ -280,17 +272,3 @@ def _huge_pages_allowed() -> bool:
         return "[never]" not in _THP_SWITCH.read_text()
     except OSError:
         return False
-
-
-def _address(mapping: mmap.mmap) -> int:
-    return torch.frombuffer(mapping, dtype=torch.uint8, count=1).data_ptr()
-
-
-def _thread_count(near: int) -> int:
-    """This rank's share of the cores, a few at least: the ranks beside it may be done already."""
-    share = len(os.sched_getaffinity(0)) // local_ranks()
-    return min(near, max(share, _MIN_THREADS))
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple

@@ -110,23 +110,22 @@ def check_host_budget(
         HostMemoryError: it does not fit; the message has all the numbers.
     """
     needed = required_bytes * local_ranks
-    if budget_bytes is not None and needed > budget_bytes:
-        raise _too_much(required_bytes, local_ranks, f"host_memory is {size_text(budget_bytes)}")
-    if required_bytes == 0 or budget_bytes is not None:
+    reasons = []
+    if budget_bytes is not None:
+        if needed > budget_bytes:
+            reasons.append(f"host_memory is {size_text(budget_bytes)}")
+    elif required_bytes:
+        for source, free, total in host_memory(root):
+            if required_bytes > free or needed > total:
+                reasons.append(f"{source} leaves {size_text(free)} of {size_text(total)}")
+    if not reasons:
         return
-    for source, free, total in host_memory(root):
-        if required_bytes > free or needed > total:
-            why = f"{source} leaves {size_text(free)} of {size_text(total)}"
-            raise _too_much(required_bytes, local_ranks, why)
-
-
-def _too_much(required_bytes: int, ranks: int, why: str) -> HostMemoryError:
     what = f"offloaded state needs {size_text(required_bytes)} of host memory on this rank"
-    if ranks > 1:
-        what += f" and {size_text(required_bytes * ranks)} on the {ranks} ranks of this host"
-    return HostMemoryError(
+    if local_ranks > 1:
+        what += f" and {size_text(needed)} on the {local_ranks} ranks of this host"
+    raise HostMemoryError(
         what,
-        reason=why,
+        reason=reasons[0],
         remedy="lower offload_fraction, run fewer ranks per host, raise the "
         "container's memory limit, or, if the host has more than it shows, say how much all its "
         "ranks may use with host_memory=",

@@ -22,11 +22,29 @@ from . import ArenaStatistics, HostArena, check_host_budget, local_ranks
 _ALIGNMENT_BYTES: Final = 64
 
 
-class Sized(Protocol):
-    """What has a buffer."""
+class Block(Protocol):
+    """Bytes of device memory that are copied, given up and taken together."""
 
-    key: str
-    n_bytes: int
+    key: str  # the same at each offload: it gets the host buffer that it had
+    n_bytes: int  # above 0
+    # Those that begin in it, with their first byte there; one may end in a block behind it.
+    storages: Sequence[tuple[torch.UntypedStorage, int]]
+
+    def view(self) -> Tensor:
+        """Its bytes: 1-D uint8 on the device. It must be present."""
+        ...
+
+    def release(self) -> None:
+        """Give its memory up. All work on it has completed."""
+        ...
+
+    def restore(self) -> None:
+        """Take memory for it again, with any content, in order of the current stream.
+
+        Raises:
+            torch.OutOfMemoryError: there is none; it is as before.
+        """
+        ...
 
 
 class _Buffer(NamedTuple):
@@ -48,7 +66,7 @@ class HostBuffers:
         self._by_key: dict[str, _Buffer] = {}
         self._arenas: list[HostArena] = []
 
-    def reserve(self, items: Iterable[Sized], taken_bytes: int = 0) -> None:
+    def reserve(self, items: Iterable[Block], taken_bytes: int = 0) -> None:
         """Have a buffer for each item; new ones lie side by side, in order.
 
         Args:
@@ -82,20 +100,17 @@ class HostBuffers:
             self._by_key[item.key] = _Buffer(arena, start, capacity)
             start += capacity
         self._arenas.append(arena)
-        self._drop_unused()
+        # A tensor over an arena without a buffer in use keeps its memory mapped.
+        used = {id(buffer.arena) for buffer in self._by_key.values()}
+        for unused in [arena for arena in self._arenas if id(arena) not in used]:
+            self._arenas.remove(unused)
+            unused.close()
 
-    def _fits(self, item: Sized) -> bool:
+    def _fits(self, item: Block) -> bool:
         buffer = self._by_key.get(item.key)
         return buffer is not None and item.n_bytes <= buffer.capacity_bytes
 
-    def _drop_unused(self) -> None:
-        """Close arenas without a buffer in use; a tensor over one keeps its memory mapped."""
-        used = {id(buffer.arena) for buffer in self._by_key.values()}
-        for arena in [arena for arena in self._arenas if id(arena) not in used]:
-            self._arenas.remove(arena)
-            arena.close()
-
-    def of(self, item: Sized) -> Tensor:
+    def of(self, item: Block) -> Tensor:
         """The item's buffer: 1-D uint8, ``n_bytes`` long, a storage of its own."""
         return self.span(item.key, 0, item.n_bytes)
 

@@ -35,7 +35,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,7 +54,7 @@ from ..core.backend import (
 from ..core.config import TransferConfig
 from ..core.errors import DeviceMemoryError
 from ..core.interrupts import held_back
-from .buffers import HostBuffers
+from .buffers import Block, HostBuffers
 
 BATCH_BYTES: Final = 128 << 20
 SEGMENT_BYTES: Final = 512 << 20
@@ -62,31 +62,6 @@ AHEAD_BYTES: Final = 256 << 20
 """Of memory that is taken before the copy into the first of it is enqueued. Mapping memory waits
 for the copy that runs; with others behind that one, the link does not."""
 _SMALL_BYTES: Final = 2 << 20
-
-
-class Block(Protocol):
-    """Bytes of device memory that are copied, given up and taken together."""
-
-    key: str  # the same at each offload: it gets the host buffer that it had
-    n_bytes: int  # above 0
-    # Those that begin in it, with their first byte there; one may end in a block behind it.
-    storages: Sequence[tuple[torch.UntypedStorage, int]]
-
-    def view(self) -> Tensor:
-        """Its bytes: 1-D uint8 on the device. It must be present."""
-        ...
-
-    def release(self) -> None:
-        """Give its memory up. All work on it has completed."""
-        ...
-
-    def restore(self) -> None:
-        """Take memory for it again, with any content, in order of the current stream.
-
-        Raises:
-            torch.OutOfMemoryError: there is none; it is as before.
-        """
-        ...
 
 
 class StorageBlock:

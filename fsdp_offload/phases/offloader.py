@@ -23,7 +23,8 @@ from ..core.errors import ClosedError, ConfigError, DeviceMemoryError, Unsupport
 from ..core.fsdp import find_groups
 from ..core.interrupts import held_back
 from ..core.offloadable import offloadable_of
-from ..memory.transfer import Block, Figures, Handle, StorageBlock, Transfer, collect, in_order
+from ..memory.buffers import Block
+from ..memory.transfer import Figures, Handle, StorageBlock, Transfer, collect, in_order
 from .gradients import Gradients
 from .guard import ModelGuard, PlainOptimizer, remove_all
 from .pages import FixedMemory, is_movable
@@ -31,18 +32,13 @@ from .pages import FixedMemory, is_movable
 KINDS: Final = ("params", "grads", "state")
 """In the order in which they travel."""
 
-_CHOICES: Final[dict[str, tuple[object, ...]]] = {
-    "params": ("save", "keep"),
-    "grads": (None, "drop", "save", "keep"),
-    "state": ("save", "keep"),
-    "keep_addresses": (True, False),
+_CHOICES: Final[dict[str, tuple[tuple[object, ...], str]]] = {
+    "params": (("save", "keep"), "parameters are needed again, so they are copied out, or stay"),
+    "grads": ((None, "drop", "save", "keep"), "it says what becomes of .grad, by name"),
+    "state": (("save", "keep"), "state is needed again, so it is copied out, or stays"),
+    "keep_addresses": ((True, False), "neither True nor False"),
 }
-_WHY: Final = {
-    "params": "parameters are needed again, so they are copied out, or stay",
-    "grads": "it says what becomes of .grad, by name",
-    "state": "state is needed again, so it is copied out, or stays",
-}
-"""Why there are no other choices."""
+"""With why there are no others."""
 
 
 @dataclass(frozen=True)
@@ -342,29 +338,22 @@ class PhaseOffloader:
         kept = [kind for kind in KINDS if self._policies[kind] == "keep"]
         for kind in kept:
             list(self._storages(kind, parameters, known))
-        for kind in KINDS:
-            if kind not in kept:
-                chunks = self._fixed[kind].blocks() if kind in self._fixed else ()
-                yield kind, [*chunks, *self._storage_blocks(kind, parameters, known)]
-
-    def _storage_blocks(
-        self, kind: str, parameters: Mapping[str, Tensor], known: set[int]
-    ) -> list[StorageBlock]:
-        """Those of a kind that move by themselves."""
-        found: list[StorageBlock] = []
         fixed = list(self._fixed.values())
-        for name, storage in self._storages(kind, parameters, known):
-            if not is_movable(storage, fixed):
-                continue
-            if storage.resizable():
-                found.append(StorageBlock(f"{kind}.{name}", storage))
-            elif self._backend.device.type != "cpu":  # there nothing is lost if it stays
-                raise UnsupportedParameterError(
-                    f"{kind} {name}",
-                    reason="torch does not own its memory, so it cannot be given up",
-                    remedy="clone() it once after loading",
-                )
-        return in_order(found)
+        for kind in (kind for kind in KINDS if kind not in kept):
+            chunks = self._fixed[kind].blocks() if kind in self._fixed else ()
+            found: list[StorageBlock] = []
+            for name, storage in self._storages(kind, parameters, known):
+                if not is_movable(storage, fixed):
+                    continue
+                if storage.resizable():
+                    found.append(StorageBlock(f"{kind}.{name}", storage))
+                elif self._backend.device.type != "cpu":  # there nothing is lost if it stays
+                    raise UnsupportedParameterError(
+                        f"{kind} {name}",
+                        reason="torch does not own its memory, so it cannot be given up",
+                        remedy="clone() it once after loading",
+                    )
+            yield kind, [*chunks, *in_order(found)]
 
     def _storages(
         self, kind: str, parameters: Mapping[str, Tensor], known: set[int]
@@ -430,13 +419,13 @@ def swap(*, out: PhaseOffloader, in_: PhaseOffloader, wait: bool = True) -> tupl
 
 
 def _check_choices(**given: object) -> None:
-    for name, choices in _CHOICES.items():
+    for name, (choices, why) in _CHOICES.items():
         value = given[name]
         if value not in choices or not isinstance(value, str | bool | None):  # 1 is no True
             quoted = (f'"{each}"' if isinstance(each, str) else str(each) for each in choices)
             raise ConfigError(
                 f"{name}={value!r}",
-                reason=_WHY.get(name, "neither True nor False"),
+                reason=why,
                 remedy="use " + " or ".join(quoted),
             )
 

@@ -168,23 +168,15 @@ class Pages:
         """1-D uint8 over a range that is mapped now; on CUDA its storage keeps the range."""
         return self._driver.tensor(self.address + start, n_bytes, self)
 
-    def fits(self, n_bytes: int) -> bool:
-        """Whether :meth:`take` can give that much."""
-        return self.used_bytes + n_bytes <= self.n_bytes
-
     def take(self, n_bytes: int) -> torch.UntypedStorage:
         """A storage over the next bytes."""
         taken = self.tensor(self.used_bytes, n_bytes).untyped_storage()
         self.used_bytes += align(n_bytes, _ALIGNMENT_BYTES)
         return taken
 
-    def holds(self, storage: torch.UntypedStorage) -> bool:
-        """Whether the storage lies here."""
-        return 0 <= storage.data_ptr() - self.address < self.n_bytes
-
 
 class Chunk:
-    """One chunk of pages as a :class:`~..memory.transfer.Block`: unmapped and mapped, in place."""
+    """One chunk of pages as a :class:`~..memory.buffers.Block`: unmapped and mapped, in place."""
 
     def __init__(
         self, pages: Pages, index: int, found: Sequence[tuple[torch.UntypedStorage, int]] = ()
@@ -251,7 +243,7 @@ class FixedMemory:
         Raises:
             torch.OutOfMemoryError: there is no memory to grow by.
         """
-        found = (pages for pages in self._pages if pages.fits(n_bytes))
+        found = (pages for pages in self._pages if pages.used_bytes + n_bytes <= pages.n_bytes)
         pages = next(found, None) or self._grow(n_bytes)
         return pages.take(n_bytes), pages
 
@@ -317,7 +309,9 @@ class FixedMemory:
         self._pages = [pages for pages in self._pages if id(pages) in used]
 
     def _holding(self, storage: torch.UntypedStorage) -> Pages | None:
-        return next((pages for pages in self._pages if pages.holds(storage)), None)
+        address = storage.data_ptr()
+        found = (pages for pages in self._pages if 0 <= address - pages.address < pages.n_bytes)
+        return next(found, None)
 
     def _note(self, storage: torch.UntypedStorage, pages: Pages) -> None:
         storages.tie(storage, pages)  # torch before 2.13 does not keep them by itself

@@ -70,7 +70,9 @@ class FixedAddressRegion:
             raise ConfigError(
                 f"chunk_bytes={chunk_bytes!r}", reason="no size", remedy="use bytes above 0"
             )
-        backend = backend_for(_device(device))
+        if device is None:
+            device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
+        backend = backend_for(torch.device(device))
         self.name, self.device = name, backend.device
         self._backend = backend
         self._memory = FixedMemory(name, self.device, chunk_bytes)
@@ -225,9 +227,3 @@ class FixedAddressRegion:
             raise ClosedError(
                 f"{what} of region {self.name!r}", reason="it is closed", remedy="make a new one"
             )
-
-
-def _device(given: torch.device | str | int | None) -> torch.device:
-    if given is not None:
-        return torch.device(given)
-    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from fsdp_offload.bench import checkpoint, iteration, phases
-from fsdp_offload.bench.arguments import DEFAULT_ROWS, PHASES_ROWS
+from fsdp_offload.bench.arguments import DEFAULT_ROWS, PHASES_ROWS, iterations
+from fsdp_offload.bench.machine import options_of
 from fsdp_offload.bench.model import Job, synthetic_batches
 from fsdp_offload.bench.rows import Case
 from fsdp_offload.core.errors import ConfigError
@@ -59,8 +60,8 @@ def test_a_row_that_fails_ends_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def rows_of_this_rank() -> list[dict[str, Any]]:
-    options = iteration.parse([*TINY, *SHORT, "--rows", "plain", "--shards", "fp32"])
-    job = Job(layers=1, dim=64, vocabulary=128, tokens=32, seq=16)
+    options = options_of(iterations(), [*TINY, *SHORT, "--shards", "fp32"])
+    job = Job.of(options)
     batches = synthetic_batches(job, torch.device("cpu"))
     return [
         iteration.run_row(Case.parse(name), job, batches, options) for name in ("plain", "step")
@@ -86,10 +87,10 @@ def test_checkpointed_blocks_give_the_same_losses() -> None:
 
 def test_words_of_a_name() -> None:
     assert [Case.parse(name).name for name in DEFAULT_ROWS.split(",")] == DEFAULT_ROWS.split(",")
-    case = Case.parse("forward-clip-bf16-d4GiB-b64MiB-f0.5")
+    case = Case.parse("forward-clip-bf16-d4GiB-b64MiB-f0.5-again")
     assert (case.kind, case.clip, case.is_ours) == ("forward", "ours", True)
     assert case.options == {
-        "clip": "ours", "moments": torch.bfloat16, "device_memory": 4 << 30,
+        "moments": torch.bfloat16, "device_memory": 4 << 30,
         "bucket_bytes": 64 << 20, "offload_fraction": 0.5,
     }  # fmt: skip
 

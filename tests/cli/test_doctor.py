@@ -15,7 +15,7 @@ import torch
 from fsdp_offload.cli import doctor, host_checks, torch_checks
 from fsdp_offload.cli.check import Check, attempt, worst
 from fsdp_offload.cli.main import main
-from fsdp_offload.core.errors import PinningError, UnsupportedTorchError
+from fsdp_offload.core.errors import PinningError
 from fsdp_offload.core.fsdp import NAMES, TORCH_RUN
 from fsdp_offload.memory.budget import HostMemory
 
@@ -163,19 +163,12 @@ def test_torch_that_cannot_be_imported() -> None:
     assert doctor.check_import(lambda: None) is None
 
 
-def test_a_name_of_fsdp2_that_is_missing() -> None:
-    def missing() -> None:
-        raise UnsupportedTorchError("FSDPParamGroup.unshard", reason="gone", remedy="torch 2.13")
-
-    check(torch_checks.check_names(missing), "error", "unshard: gone", "torch 2.13")
-
-
 def test_names_of_fsdp2_are_tried_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    check(torch_checks.names_here(), "ok", f"all {len(NAMES)}")
+    check(torch_checks.check_names(), "ok", f"all {len(NAMES)}")
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
     monkeypatch.delattr(FSDPParamGroup, "wait_for_unshard")
-    check(torch_checks.names_here(), "error", "FSDPParamGroup.wait_for_unshard")
+    check(torch_checks.check_names(), "error", "FSDPParamGroup.wait_for_unshard", "torch 2.")
 
 
 @pytest.mark.parametrize(
@@ -193,35 +186,58 @@ def test_device(cuda: str | None, driver: str, devices: list[str], state: str, t
     check(torch_checks.check_device(cuda, driver, devices), state, text)
 
 
-def test_page_locking_that_the_driver_refuses() -> None:
-    def refused() -> None:
+CPU = torch.device("cpu")
+
+
+def test_page_locking_that_the_driver_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> None:
         raise PinningError("1 byte", reason="cudaHostRegister answered 2")
 
-    check(torch_checks.check_pinning(refused), "error", "answered 2", "free host memory")
-    check(torch_checks.check_pinning(lambda: None), "ok")
+    unpinned: list[int] = []
+    monkeypatch.setattr(torch_checks.backend, "unpin", lambda _, size, on: unpinned.append(size))
+    monkeypatch.setattr(torch_checks.backend, "pin", refused)
+    check(torch_checks.check_pinning(CPU), "error", "answered 2", "free host memory")
+    assert unpinned == []
+    monkeypatch.setattr(torch_checks.backend, "pin", lambda *_: None)
+    check(torch_checks.check_pinning(CPU), "ok")
+    assert unpinned == [64 << 20]
 
 
-def test_a_slow_link() -> None:
-    def measured(to: float, back: float) -> dict[str, Any]:
-        return {"h2d_gbps": to, "d2h_gbps": back, "h2d+d2h_gbps": to + back}
+def test_a_slow_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = link(tmp_path, "32.0 GT/s PCIe", "16")
 
-    check(torch_checks.check_link(measured(55, 54), 63), "ok", "55.0 GB/s", "54.0 back", "63.0")
-    check(torch_checks.check_link(measured(25, 54), 63), "warning", "25.0 GB/s")
-    check(torch_checks.check_link(measured(55, 25), 63), "warning", "25.0 back")
-    check(torch_checks.check_link(measured(12, 12), 0), "ok", "12.0 GB/s")  # no bound is known
+    def found(to: float, back: float, root: Path = root) -> Check:
+        figures = {"h2d_gbps": to, "d2h_gbps": back, "h2d+d2h_gbps": to + back}
+        monkeypatch.setattr(torch_checks, "measure_link", lambda *_: figures)
+        return torch_checks.check_link(CPU, root, ADDRESS)
 
-
-def test_other_processes_on_the_device() -> None:
-    check(torch_checks.check_others(79 * GIB, 80 * GIB, 0), "ok", "79.00 GiB")
-    check(torch_checks.check_others(39 * GIB, 80 * GIB, 40 * GIB), "ok")
-    check(torch_checks.check_others(39 * GIB, 80 * GIB, 0), "warning", "others have about 41.00")
+    check(found(55, 54), "ok", "55.0 GB/s", "54.0 back", "63.0")
+    check(found(25, 54), "warning", "25.0 GB/s")
+    check(found(55, 25), "warning", "25.0 back")
+    check(found(12, 12, tmp_path / "none"), "ok", "12.0 GB/s")  # no bound is known
 
 
-def test_triton() -> None:
-    check(torch_checks.check_triton(True, True), "ok", "compile")
-    check(torch_checks.check_triton(False, None), "ok", "not installed")
-    check(torch_checks.check_triton(False, False), "warning", "not installed", "torch operations")
-    check(torch_checks.check_triton(True, False), "warning", "do not compile", "C compiler")
+def test_other_processes_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    def found(free_gib: int, own_gib: int) -> Check:
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free_gib * GIB, 80 * GIB))
+        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: own_gib * GIB)
+        return torch_checks.check_others(CPU)
+
+    check(found(79, 0), "ok", "79.00 GiB")
+    check(found(39, 40), "ok")
+    check(found(39, 0), "warning", "others have about 41.00")
+
+
+def test_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    def found(device: torch.device | None, *, is_there: bool, kernels: object = None) -> Check:
+        monkeypatch.setattr(torch_checks, "find_spec", lambda _: is_there or None)
+        monkeypatch.setattr(torch_checks, "triton_kernels", lambda: kernels)
+        return torch_checks.check_triton(device)
+
+    check(found(CPU, is_there=True, kernels=1), "ok", "compile")
+    check(found(None, is_there=False), "ok", "not installed")
+    check(found(CPU, is_there=False), "warning", "not installed", "torch operations")
+    check(found(CPU, is_there=True), "warning", "do not compile", "C compiler")
 
 
 # --------------------------------------------------------------------------- a stand-in device
