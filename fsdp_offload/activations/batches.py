@@ -36,6 +36,8 @@ from .handles import MemoryRange, written_error
 from .selection import Span
 
 PROBE_BYTES: Final = 16 * MIB
+PROBES: Final = 8
+"""In each direction, of other host memory each: what the processor has cached would be faster."""
 TURN_BYTES: Final = 4 * MIB
 """Of a copy back: see [Note: turns]."""
 _ALIGNMENT_BYTES: Final = 64  # of ranges in host memory
@@ -345,22 +347,23 @@ class BatchCopies:
         """The link's rates while both directions are busy: the best so far, since copies of others
         may disturb. Nothing is live; the host waits."""
         n_bytes = min(PROBE_BYTES, self.intervals.n_bytes // 2)
-        memory = [self._backend.allocate(n_bytes) for _ in range(2)]
-        host = [self._arena.tensor(i * n_bytes, n_bytes, torch.uint8) for i in range(2)]
+        count = min(PROBES, self.intervals.n_bytes // (2 * n_bytes))
+        chunks = [self._arena.tensor(i * n_bytes, n_bytes, torch.uint8) for i in range(2 * count)]
+        memory = [[self._backend.allocate(n_bytes)] * count for _ in range(2)]
         ready = self._backend.current_stream().record()
         events = []
-        for stream, target, source in (
-            (self._out, host[0], memory[0]),
-            (self._in, memory[1], host[1]),
+        for stream, targets, sources in (
+            (self._out, chunks[:count], memory[0]),
+            (self._in, memory[1], chunks[count:]),
         ):
             stream.wait(ready)
-            stream.copy([target], [source])  # not timed: the other direction begins later
+            stream.copy(targets[:1], sources[:1])  # not timed: the other direction begins later
             began = stream.record_timed()
-            stream.copy([target] * 4, [source] * 4)
+            stream.copy(targets, sources)
             events.append((began, stream.record_timed()))
         self._out.synchronize()
         self._in.synchronize()
-        found = [4e-6 * n_bytes / max(a.elapsed_time(b), 1e-6) for a, b in events]
+        found = [1e-6 * count * n_bytes / max(a.elapsed_time(b), 1e-6) for a, b in events]
         self._gbps = [max(pair) for pair in zip(found, self._gbps, strict=True)]
         return Link(self._gbps[0], self._gbps[1], *optimizer_bytes)
 

@@ -80,8 +80,8 @@ class ActivationOffload(Saver):
     Args:
         host_memory: page-locked memory of this rank, taken at once. What it has no room for stays
             on the device.
-        share: of what can be moved: 1.0: all; 0.5: every second batch. ``"auto"``: what costs 1 %
-            of an iteration at most, as it is found after iterations 2, 4, 8, 16 and 32; all before.
+        share: of what can be moved: 1.0: all; 0.5: every second batch. ``"auto"``: what the
+            device hardly waits for, as it is found after iterations 2, 4, 8, 16 and 32; all before.
         optimizer: a ``HybridDeviceOptimizer``: its device is taken, and what it moves over the same
             link is counted.
         device: where the model computes; ``None``: the optimizer's, or the current one.

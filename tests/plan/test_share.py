@@ -77,7 +77,7 @@ def test_host_memory_bounds_it_and_the_text_says_so() -> None:
     assert plan.explain().splitlines() == [
         "moved: 2 of 4 batches, 0.09 of 0.19 GiB that could be",
         "link: 50.0 GB/s out, 50.0 back, both at once; the optimizer takes 0% and 0% of it",
-        "waits for copies: 0.00 ms of an iteration of 24.0 ms, of which 1% are allowed",
+        "waits for copies: 0.00 ms of an iteration of 24.0 ms, of which 0.25% are allowed",
         "no more, because host memory is full",
     ]
 

@@ -124,13 +124,12 @@ def torchtune_gb(model: nn.Module, batch: tuple[Tensor, Tensor]) -> float:
     also if it was saved before, or views one (``_activation_offloading.py``)."""
     sizes = [0]
 
-    def count(tensor: Tensor) -> Tensor:
+    def count(tensor: Tensor) -> None:  # a hook that gives the tensor back makes a cycle
         n_bytes = tensor.numel() * tensor.itemsize
         if n_bytes >= 1024 and not isinstance(tensor, nn.Parameter | nn.Buffer):
             sizes.append(n_bytes)
-        return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(count, lambda nothing: nothing):
         model(*batch)
     return sum(sizes) / 1e9
 
