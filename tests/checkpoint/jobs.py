@@ -176,6 +176,13 @@ def train(job: Job, steps: range) -> None:
         job.optimizer.zero_grad()
 
 
+def trained(variant: Variant, steps: int = LAST_BEFORE) -> Job:
+    """A job after its first steps, in which block 1 has no gradient."""
+    job = make(variant)
+    train(job, range(1, steps + 1))
+    return job
+
+
 def elsewhere(variant: Variant) -> Job:
     """A job that has gone another way: everything in it has to be replaced."""
     job = make(variant, lr=0.5)
@@ -347,8 +354,7 @@ def save_all(root: Path, sources: tuple[Source, ...]) -> dict[Variant, Course] |
     """Train each variant once, save it in all wanted ways, train on; rank 0 tells."""
     courses = {}
     for variant in dict.fromkeys(source.variant for source in sources):
-        job = make(variant)
-        train(job, range(1, LAST_BEFORE + 1))
+        job = trained(variant)
         for source in sources:
             if source.variant == variant:
                 SAVERS[source.way](job, source.folder(root))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,20 +21,13 @@ from fsdp_offload import checkpoint
 from fsdp_offload.checkpoint import Stager, Writer, writer
 from fsdp_offload.core.errors import CheckpointError, OffloadError
 from tests.checkpoint import jobs
-from tests.checkpoint.jobs import Job, Variant
-from tests.fsdp import models
+from tests.checkpoint.jobs import Variant
 from tests.fsdp.models import check, check_same
 from tests.helpers.ranks import RankPool
 
 Ranks = Callable[..., RankPool]
 BF16 = torch.bfloat16
 OURS_BF16 = Variant(dtype=BF16)
-
-
-def trained(variant: Variant) -> Job:
-    job = jobs.make(variant)
-    jobs.train(job, range(1, jobs.LAST_BEFORE + 1))
-    return job
 
 
 def files_of(path: Path) -> dict[str, bytes]:
@@ -70,7 +63,7 @@ class Gate:
 
 def save_both_ways(variant: Variant, root: Path) -> None:
     """Twice, as the memory for copies is used again."""
-    job = trained(variant)
+    job = jobs.trained(variant)
     for turn, first in enumerate((4, 7)):
         checkpoint.save(root / f"sync {turn}", *job.pair, extra={"turn": turn})
         with Gate():
@@ -109,7 +102,7 @@ def test_bytes_are_those_of_a_save_at_that_step(
 
 
 def save_twice(root: Path) -> None:
-    job = trained(Variant())
+    job = jobs.trained(Variant())
     with Gate() as gate:
         first = checkpoint.async_save(root / "first", *job.pair)
         threading.Timer(0.3, gate.opened.set).start()
@@ -130,7 +123,7 @@ def test_saves_wait_for_each_other(ranks: Ranks, tmp_path: Path) -> None:
 
 def fail_in_the_thread(root: Path) -> tuple[str, list[str], bool]:
     """One rank's file system fails after the call has returned."""
-    job = trained(Variant())
+    job = jobs.trained(Variant())
     checkpoint.save(root / "before", *job.pair)
     before = jobs.whole(job)
     with Gate():
@@ -165,7 +158,7 @@ def test_an_error_of_one_rank_reaches_the_future_of_all(ranks: Ranks, tmp_path: 
 
 def fail_while_copying(root: Path) -> str:
     """Staging fails on one rank; none may publish, and none may wait for it for ever."""
-    job = trained(Variant())
+    job = jobs.trained(Variant())
     stage = Stager.stage
 
     def failing(*args: Any) -> Any:
@@ -204,14 +197,11 @@ def test_without_a_thread_the_save_is_done_by_the_caller(tmp_path: Path) -> None
     assert checkpoint.latest(tmp_path) == tmp_path / "one"
 
 
-# --------------------------------------------------------------------------- groups
-
-
 # --------------------------------------------------------------------------- torch's async_save
 
 
 def by_torch(root: Path, process: bool, plugins: bool) -> None:
-    job = trained(OURS_BF16)
+    job = jobs.trained(OURS_BF16)
     expected = jobs.whole(job)
     model, optimizer = get_model_state_dict(job.model), checkpoint.OptimizerState(*job.pair)
     kind = dcp.state_dict_saver.AsyncCheckpointerType
@@ -241,27 +231,6 @@ def test_async_save_of_torch_takes_the_state_of_that_step(
 
 
 # --------------------------------------------------------------------------- one process
-
-
-@pytest.fixture
-def alone(one_thread: None) -> Iterator[tuple[nn.Module, Any]]:
-    model = nn.Sequential(nn.Linear(40, 30), nn.Tanh(), nn.Linear(30, 20))
-    optimizer = models.wrap(torch.optim.AdamW(model.parameters(), lr=0.1), model)
-    model(torch.randn(3, 40)).sum().backward()
-    optimizer.step()
-    yield model, optimizer
-    optimizer.close()
-
-
-def test_one_process_saves_without_a_group(alone: tuple[nn.Module, Any], tmp_path: Path) -> None:
-    model, optimizer = alone
-    checkpoint.save(tmp_path / "sync", model, optimizer)
-    future = checkpoint.async_save(tmp_path / "async", model, optimizer)
-    optimizer.step()
-    future.result(60)
-
-    data = "__0_0.distcp"
-    assert (tmp_path / "async" / data).read_bytes() == (tmp_path / "sync" / data).read_bytes()
 
 
 def test_weights_alone_are_saved_beside_training(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -41,10 +42,6 @@ def golden(name: str) -> Path:
 
 def expected_of(name: str) -> dict[str, Tensor]:
     return load_file(GOLDEN / name / "expected.safetensors")
-
-
-def dtype_of(name: str) -> torch.dtype:
-    return expected_of(name)["weight"].dtype
 
 
 def bits(tensor: Tensor) -> Tensor:
@@ -87,9 +84,9 @@ def adjusted(
     """What a job of ``dtype`` keeps of it."""
     found = dict(expected)
     for fqn in ("weight", "bias"):
-        if dtype == torch.float32:
-            found[fqn] = found[f"{fqn}.master"]
-        elif lane is None:  # plain AdamW keeps what it shows: bf16, and no master
+        source = fqn if lane is None else f"{fqn}.master"
+        found[fqn] = found[source].to(dtype)
+        if lane is None:  # plain AdamW has no master
             for part in ("exp_avg", "exp_avg_sq"):
                 found[f"{fqn}.{part}"] = found[f"{fqn}.{part}"].to(dtype)
             found[f"{fqn}.master"] = found[fqn].float()
@@ -108,14 +105,8 @@ def compare(name: str, dtype: torch.dtype, lane: str | None) -> str:
 
 
 def cases() -> list[tuple[str, torch.dtype, str | None]]:
-    """Every golden checkpoint into every lane and a plain optimizer, of its dtype and of fp32."""
-    found: list[tuple[str, torch.dtype, str | None]] = []
-    for name in NAMES:
-        dtypes = {dtype_of(name), torch.float32}
-        for dtype in sorted(dtypes, key=str):
-            found += [(name, dtype, lane) for lane in LANES]
-        found.append((name, dtype_of(name), None))
-    return found
+    """Every golden checkpoint into every lane and a plain optimizer, in both dtypes."""
+    return [*itertools.product(NAMES, (torch.float32, torch.bfloat16), (*LANES, None))]
 
 
 @pytest.mark.parametrize(("name", "dtype", "lane"), cases())

@@ -354,19 +354,6 @@ def stage(*others: str) -> Pair:
     return pair
 
 
-def resume_stages(path: Path) -> None:
-    saving_pair = stage()
-    checkpoint.save(path, *saving_pair, extra={"step": 2})
-    loading = stage()
-    step(loading, -3.0)
-    check(checkpoint.load(path, *loading) == {"step": 2}, "extra")
-    check_values(loading, values_of(saving_pair))
-
-
-def test_stages_of_a_pipeline_are_resumed(ranks: Ranks, tmp_path: Path) -> None:
-    ranks(2).run(resume_stages, tmp_path / "one")
-
-
 def lack_a_module(path: Path) -> OffloadError | None:
     """Only the last rank had it when it was saved."""
     saving_pair = stage(*["head"] * dist.get_rank())
