@@ -22,7 +22,7 @@ from fsdp_offload.checkpoint import Stager, Writer, writer
 from fsdp_offload.core.errors import CheckpointError, OffloadError
 from tests.checkpoint import jobs
 from tests.checkpoint.jobs import Variant
-from tests.fsdp.models import check, check_same
+from tests.fsdp.models import check, check_same_dicts
 from tests.helpers.ranks import RankPool
 
 Ranks = Callable[..., RankPool]
@@ -56,9 +56,6 @@ class Gate:
     def __exit__(self, *_: object) -> None:
         self.opened.set()
         self._patch.stop()
-
-
-# --------------------------------------------------------------------------- the same bytes
 
 
 def save_both_ways(variant: Variant, root: Path) -> None:
@@ -98,9 +95,6 @@ def test_bytes_are_those_of_a_save_at_that_step(
     ranks(2).run(save_both_ways, variant, tmp_path)
 
 
-# --------------------------------------------------------------------------- several saves
-
-
 def save_twice(root: Path) -> None:
     job = jobs.trained(Variant())
     with Gate() as gate:
@@ -116,9 +110,6 @@ def save_twice(root: Path) -> None:
 
 def test_saves_wait_for_each_other(ranks: Ranks, tmp_path: Path) -> None:
     ranks(2).run(save_twice, tmp_path)
-
-
-# --------------------------------------------------------------------------- errors
 
 
 def fail_in_the_thread(root: Path) -> tuple[str, list[str], bool]:
@@ -142,8 +133,7 @@ def fail_in_the_thread(root: Path) -> tuple[str, list[str], bool]:
         assert os.fsync is real
     dist.barrier()
     left = sorted(path.name for path in root.iterdir())
-    for name, value in jobs.whole(job).items():
-        check_same(value, before[name], name)
+    check_same_dicts(jobs.whole(job), before, "whole job")
     checkpoint.async_save(root / "after", *job.pair).result(60)  # nothing is stuck
     return told, left, (root / "after").is_dir()
 
@@ -197,9 +187,6 @@ def test_without_a_thread_the_save_is_done_by_the_caller(tmp_path: Path) -> None
     assert checkpoint.latest(tmp_path) == tmp_path / "one"
 
 
-# --------------------------------------------------------------------------- torch's async_save
-
-
 def by_torch(root: Path, process: bool, plugins: bool) -> None:
     job = jobs.trained(OURS_BF16)
     expected = jobs.whole(job)
@@ -216,8 +203,7 @@ def by_torch(root: Path, process: bool, plugins: bool) -> None:
     future.result()
     other = jobs.elsewhere(OURS_BF16)
     checkpoint.load(root, *other.pair)
-    for name, value in jobs.whole(other).items():
-        check_same(value, expected[name], name)
+    check_same_dicts(jobs.whole(other), expected, "whole job")
 
 
 @pytest.mark.parametrize(
@@ -228,9 +214,6 @@ def test_async_save_of_torch_takes_the_state_of_that_step(
     ranks: Ranks, tmp_path: Path, process: bool, plugins: bool
 ) -> None:
     ranks(2).run(by_torch, tmp_path / "one", process, plugins)
-
-
-# --------------------------------------------------------------------------- one process
 
 
 def test_weights_alone_are_saved_beside_training(tmp_path: Path) -> None:

@@ -122,9 +122,6 @@ def test_an_empty_shard_holds_nothing_but_a_tensor_without_elements_is_saved() -
         assert all(find_tensor_shard(made, item.index).shape == (0, 3) for item in items)
 
 
-# --------------------------------------------------------------------------- what is refused
-
-
 def test_a_slice_that_is_not_that_of_the_shard_is_refused() -> None:
     for span in (slice(0, 9), slice(1, 7)):
         with pytest.raises(UnsupportedParameterError, match="a shard of \\(2, 3\\)"):
@@ -157,9 +154,6 @@ def test_other_cuts_are_another_placement() -> None:
     assert dtensor.same_placement(parameter, state)
     assert not dtensor.same_placement(other, state)
     assert dtensor.same_placement(other, torch.zeros_like(state))  # tells nothing of its cuts
-
-
-# --------------------------------------------------------------------------- tilings
 
 
 def elements(shape: tuple[int, ...], box: Box) -> list[int]:

@@ -56,9 +56,6 @@ SAVED, OTHER, BEFORE = 3, 4, 9
 """Steps: of the checkpoint, of another one beside it, of the job that loads."""
 
 
-# --------------------------------------------------------------------------- corruptions
-
-
 @dataclass(frozen=True)
 class Corruption:
     """One way to break a copy of a checkpoint.
@@ -205,9 +202,6 @@ KINDS: dict[str, Callable[[Path, Path, random.Random], set[str]]] = {
 FEW = [Corruption(kind, seed) for kind in KINDS for seed in range(2)]
 
 
-# --------------------------------------------------------------------------- the checkpoint
-
-
 def save_known(path: Path, step: int, *, rows: int = 301) -> None:
     made = job(rows)
     set_to(made, step)
@@ -245,9 +239,6 @@ def kept_job() -> Job:
 def broken(saved: Path, where: Path, corruption: Corruption) -> set[str]:
     shutil.copytree(saved / "good", where)
     return corruption.apply(where, saved / "other")
-
-
-# --------------------------------------------------------------------------- what must hold
 
 
 def check_error(error: BaseException, names: set[str]) -> None:
@@ -380,9 +371,6 @@ def load_broken_again(made: Job, path: Path) -> str:
     return "failed" if is_failed(made) else "refused"
 
 
-# --------------------------------------------------------------------------- several ranks
-
-
 def load_all(saved: Path, cases: list[tuple[Path, set[str], bool]]) -> list[str]:
     """On every rank; a failed check must not leave other ranks in a collective."""
     made, outcomes = job(), []
@@ -412,9 +400,6 @@ def try_on_ranks(
 def test_all_ranks_refuse_together(ranks: Ranks, saved: Path, tmp_path: Path) -> None:
     outcomes = try_on_ranks(ranks, saved, tmp_path, FEW)
     assert "failed" in outcomes
-
-
-# --------------------------------------------------------------------------- of other programs
 
 
 def save_foreign(path: Path, made: Job) -> None:
@@ -514,9 +499,6 @@ def test_chunks_that_leave_elements_out_are_refused(
         loading, foreign, {"chunks leave elements out", ".metadata"}, told_before=True
     )
     assert found == "refused"
-
-
-# --------------------------------------------------------------------------- disks
 
 
 class Refusing:

@@ -40,6 +40,7 @@ from fsdp_offload.checkpoint.export import CODES, INDEX
 from fsdp_offload.update import codec
 from tests.checkpoint import jobs, make_golden
 from tests.checkpoint.jobs import FLAT, NESTED
+from tests.checkpoint.known import assert_same
 from tests.fsdp import models
 from tests.fsdp.models import check
 from tests.fsdp.test_meshes import parallel, parallel_loss
@@ -60,23 +61,6 @@ def load(folder: Path) -> Tensors:
     for name in files:
         loaded |= safetensors.torch.load_file(folder / name)
     return loaded
-
-
-def differences(found: Tensors, expected: Tensors) -> list[str]:
-    """What differs in names, dtypes, shapes or bits."""
-    wrong = [f"only one has {name}" for name in sorted(found.keys() ^ expected.keys())]
-    for name in sorted(found.keys() & expected.keys()):
-        a, b = found[name], expected[name].detach()
-        if (a.dtype, a.shape) != (b.dtype, b.shape):
-            wrong.append(f"{name}: {a.dtype} {a.shape}, expected {b.dtype} {b.shape}")
-        elif not torch.equal(raw(a), raw(b)):
-            wrong.append(f"{name}: {int((raw(a) != raw(b)).sum())} of {a.nbytes} bytes differ")
-    return wrong
-
-
-def raw(tensor: Tensor) -> Tensor:
-    """Its bytes."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def left_in(folder: Path) -> list[str]:
@@ -119,9 +103,6 @@ def once(model: nn.Module) -> Tensors:
     return found
 
 
-# --------------------------------------------------------------------------- layout
-
-
 @pytest.mark.parametrize("dtype", CODES)
 def test_every_dtype_is_read_back_by_safetensors(dtype: torch.dtype, tmp_path: Path) -> None:
     tensor = torch.arange(24, dtype=torch.uint8).view(dtype) if dtype != torch.bool else None
@@ -133,10 +114,7 @@ def test_every_dtype_is_read_back_by_safetensors(dtype: torch.dtype, tmp_path: P
 
     export_safetensors(model, tmp_path, dtype="bf16")
 
-    assert not differences(load(tmp_path), {"x": model.x})
-
-
-# --------------------------------------------------------------------------- a plain model
+    assert_same(load(tmp_path), {"x": model.x})
 
 
 def test_a_model_is_written_as_stored(tmp_path: Path) -> None:
@@ -149,7 +127,7 @@ def test_a_model_is_written_as_stored(tmp_path: Path) -> None:
     assert written == (tmp_path / "new" / "folder" / "model.safetensors",)
     assert left_in(tmp_path / "new" / "folder") == ["model.safetensors"]
     found = load(tmp_path / "new" / "folder")
-    assert not differences(found, once(model))
+    assert_same(found, once(model))
     assert "scratch" not in found
     data = written[0].read_bytes()
     size = int.from_bytes(data[:8], "little")
@@ -193,7 +171,7 @@ def test_several_files_have_an_index(tmp_path: Path) -> None:
     for (nbytes, found), (_, after) in itertools.pairwise(filled):
         assert len(found) == 1 or nbytes <= 100
         assert nbytes + expected[after[0]].nbytes > 100, "more would have fitted"
-    assert not differences(load(tmp_path), expected)
+    assert_same(load(tmp_path), expected)
 
 
 @pytest.mark.parametrize(("before", "after"), [(100, "5GB"), ("5GB", 100), (100, 200)])
@@ -208,7 +186,7 @@ def test_nothing_of_an_earlier_export_stays(
     written = export_safetensors(model, tmp_path, max_shard_bytes=after)
 
     assert left_in(tmp_path) == sorted(["config.json", *(path.name for path in written)])
-    assert not differences(load(tmp_path), once(model))
+    assert_same(load(tmp_path), once(model))
 
 
 def test_names_rename_and_leave_out(tmp_path: Path) -> None:
@@ -217,17 +195,17 @@ def test_names_rename_and_leave_out(tmp_path: Path) -> None:
 
     export_safetensors(model, tmp_path, names={"embed.weight": "wte"})
     found = load(tmp_path)
-    assert not differences({"wte": found["wte"]}, {"wte": expected["embed.weight"]})
+    assert_same({"wte": found["wte"]}, {"wte": expected["embed.weight"]})
     assert found.keys() == expected.keys() - {"embed.weight"} | {"wte"}
 
     names = {name: f"x.{name}" if "norm" in name else None for name in expected}
     export_safetensors(model, tmp_path, names=names)
     kept = {f"x.{name}": tensor for name, tensor in expected.items() if "norm" in name}
-    assert not differences(load(tmp_path), kept)
+    assert_same(load(tmp_path), kept)
 
     export_safetensors(model, tmp_path, names={"head.weight": "lm_head.weight"})
     both = {**expected, "lm_head.weight": expected["embed.weight"]}
-    assert not differences(load(tmp_path), both)
+    assert_same(load(tmp_path), both)
 
 
 def test_wrappers_leave_no_trace_in_names(tmp_path: Path) -> None:
@@ -237,7 +215,7 @@ def test_wrappers_leave_no_trace_in_names(tmp_path: Path) -> None:
 
     export_safetensors(model, tmp_path)
 
-    assert not differences(load(tmp_path), expected)
+    assert_same(load(tmp_path), expected)
 
 
 @pytest.mark.parametrize(
@@ -248,16 +226,16 @@ def test_masters_are_exported_exactly(tmp_path: Path, lane: str, dtype: torch.dt
     model, wrapped, masters = trained(dtype, lane)
 
     export_safetensors(model, tmp_path / "fp32", optimizer=wrapped, dtype="fp32")
-    assert not differences(load(tmp_path / "fp32"), masters)
+    assert_same(load(tmp_path / "fp32"), masters)
 
     export_safetensors(model, tmp_path / "none", optimizer=wrapped)
-    assert not differences(load(tmp_path / "none"), once(model))
+    assert_same(load(tmp_path / "none"), once(model))
 
     export_safetensors(model, tmp_path / "bf16", optimizer=wrapped, dtype="bf16")
     stored = once(model)
     if dtype == torch.float16:  # not rounded twice
         stored = {name: master.bfloat16() for name, master in masters.items()}
-    assert not differences(load(tmp_path / "bf16"), stored)
+    assert_same(load(tmp_path / "bf16"), stored)
 
 
 @pytest.mark.parametrize(
@@ -278,7 +256,7 @@ def test_weights_without_a_master_are_converted_and_buffers_are_not(
 
     for optimizer in (None, plain):
         export_safetensors(model, tmp_path, optimizer=optimizer, dtype=dtype)
-        assert not differences(load(tmp_path), expected)
+        assert_same(load(tmp_path), expected)
     assert not plain.state
 
 
@@ -290,10 +268,7 @@ def test_a_whole_master_gives_way_to_weights_written_from_outside(tmp_path: Path
 
     export_safetensors(model, tmp_path, optimizer=wrapped, dtype="fp32")
 
-    assert not differences(load(tmp_path), masters)
-
-
-# --------------------------------------------------------------------------- what is refused
+    assert_same(load(tmp_path), masters)
 
 
 def refused(
@@ -371,7 +346,7 @@ def test_a_full_disk_leaves_an_earlier_export_as_it_was(tmp_path: Path, after_by
         export_safetensors(Net(), tmp_path, max_shard_bytes=100)
 
     assert left_in(tmp_path) == before
-    assert not differences(load(tmp_path), once(earlier))
+    assert_same(load(tmp_path), once(earlier))
 
 
 @pytest.mark.parametrize("renames", [0, 3])
@@ -408,10 +383,7 @@ def test_what_a_killed_export_left_is_replaced(tmp_path: Path) -> None:
     export_safetensors(model, tmp_path / "out")
 
     assert left_in(tmp_path / "out") == ["model.safetensors"]
-    assert not differences(load(tmp_path / "out"), once(model))
-
-
-# --------------------------------------------------------------------------- memory
+    assert_same(load(tmp_path / "out"), once(model))
 
 
 def test_blocks_are_small_whatever_the_tensor(tmp_path: Path) -> None:
@@ -440,10 +412,7 @@ def test_blocks_are_small_whatever_the_tensor(tmp_path: Path) -> None:
     assert sum(blocks) > 2 * 24_000_000
     master = torch.empty(model.weight.numel())
     codec.decode_plain(model.weight.detach().view(-1), remainder.view(-1), master)
-    assert not differences(load(tmp_path), {"weight": master.view(model.weight.shape)})
-
-
-# --------------------------------------------------------------------------- a checkpoint
+    assert_same(load(tmp_path), {"weight": master.view(model.weight.shape)})
 
 
 def save_alone(state: dict[str, Any], path: Path) -> Path:
@@ -461,9 +430,9 @@ def test_a_checkpoint_is_exported_without_a_model(tmp_path: Path) -> None:
     )
 
     export_safetensors(saved, tmp_path / "fp32", dtype="fp32")
-    assert not differences(load(tmp_path / "fp32"), masters)
+    assert_same(load(tmp_path / "fp32"), masters)
     export_safetensors(str(saved), tmp_path / "none")
-    assert not differences(load(tmp_path / "none"), once(model))
+    assert_same(load(tmp_path / "none"), once(model))
 
 
 def test_a_checkpoint_of_weights_alone(tmp_path: Path) -> None:
@@ -476,7 +445,7 @@ def test_a_checkpoint_of_weights_alone(tmp_path: Path) -> None:
         name: tensor.float() if tensor.is_floating_point() else tensor
         for name, tensor in model.state_dict().items()
     }
-    assert not differences(load(tmp_path / "out"), expected)
+    assert_same(load(tmp_path / "out"), expected)
 
 
 def test_tied_weights_in_a_checkpoint_are_written_under_every_name(tmp_path: Path) -> None:
@@ -487,7 +456,7 @@ def test_tied_weights_in_a_checkpoint_are_written_under_every_name(tmp_path: Pat
 
     export_safetensors(tmp_path / "saved", tmp_path / "out")
 
-    assert not differences(load(tmp_path / "out"), dict(model.state_dict()))
+    assert_same(load(tmp_path / "out"), dict(model.state_dict()))
 
 
 def test_a_flat_state_dict_whose_names_begin_with_model(tmp_path: Path) -> None:
@@ -496,7 +465,7 @@ def test_a_flat_state_dict_whose_names_begin_with_model(tmp_path: Path) -> None:
     for name, saved in (("flat", dict(state)), ("nested", {"model": dict(state)})):
         path = save_alone(saved, tmp_path / name)
         export_safetensors(path, tmp_path / "out")
-        assert not differences(load(tmp_path / "out"), state)
+        assert_same(load(tmp_path / "out"), state)
 
 
 def test_masters_of_a_model_are_not_taken_for_those_of_its_copy(tmp_path: Path) -> None:
@@ -508,9 +477,9 @@ def test_masters_of_a_model_are_not_taken_for_those_of_its_copy(tmp_path: Path) 
 
     refused(CheckpointError, "whose they are", out, saved, out, dtype="fp32", model_prefix="ema.")
     export_safetensors(saved, out, model_prefix="ema.")
-    assert not differences(load(out), copy)
+    assert_same(load(out), copy)
     export_safetensors(saved, out, dtype="fp32")
-    assert not differences(load(out), masters)
+    assert_same(load(out), masters)
 
 
 def test_masters_under_integer_ids_are_refused_where_they_count(tmp_path: Path) -> None:
@@ -521,10 +490,7 @@ def test_masters_under_integer_ids_are_refused_where_they_count(tmp_path: Path) 
 
     refused(CheckpointError, "whose they are", out, saved, out, dtype="fp32")
     export_safetensors(saved, out, dtype="bf16")
-    assert not differences(load(out), once(model))
-
-
-# --------------------------------------------------------------------------- sharded models
+    assert_same(load(out), once(model))
 
 
 def gathered(model: nn.Module) -> Tensors:
@@ -538,8 +504,7 @@ def gathered(model: nn.Module) -> Tensors:
 
 def check_export(folder: Path, expected: Tensors) -> None:
     dist.barrier()
-    wrong = differences(load(folder), expected)
-    check(not wrong, f"{wrong}")
+    assert_same(load(folder), expected)
     check(not list(folder.glob(".*")), "temporary files stayed")
 
 
@@ -636,7 +601,7 @@ def test_masters_of_sharded_training_live_and_from_a_checkpoint(
             if layout == "nested" and dtype == "fp32":
                 # Which parameters are in groups is not told there; this one has no state.
                 found["frozen"] = found["frozen"].float()
-            assert not differences(found, live), (layout, dtype)
+            assert_same(found, live), (layout, dtype)
 
 
 def export_stages(folder: Path) -> None:
@@ -658,9 +623,6 @@ def export_stages(folder: Path) -> None:
 
 def test_pipeline_stages_are_joined(ranks: Ranks, tmp_path: Path) -> None:
     ranks(2).run(export_stages, tmp_path)
-
-
-# --------------------------------------------------------------------------- failing together
 
 
 def fail(folder: Path, how: str) -> tuple[str, str]:
@@ -716,9 +678,6 @@ def test_a_partial_tensor_is_refused(ranks: Ranks, tmp_path: Path) -> None:
     assert left_in(tmp_path) == []
 
 
-# --------------------------------------------------------------------------- transformers
-
-
 @pytest.mark.parametrize(("tied", "max_shard_bytes"), [(False, "5GB"), (True, 20_000)])
 def test_transformers_loads_what_was_exported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tied: bool, max_shard_bytes: int | str
@@ -742,5 +701,5 @@ def test_transformers_loads_what_was_exported(
     assert (len(written) > 1) == (max_shard_bytes == 20_000)
     assert not told["missing_keys"]
     assert not told["unexpected_keys"]
-    assert not differences(dict(loaded.state_dict()), dict(model.state_dict()))
+    assert_same(dict(loaded.state_dict()), dict(model.state_dict()))
     assert ("lm_head.weight" in load(tmp_path)) == (not tied)

@@ -110,9 +110,6 @@ def flip(path: Path, offset: int) -> None:
     path.write_bytes(data)
 
 
-# --------------------------------------------------------------------------- round trips
-
-
 @pytest.mark.parametrize("threads", [1, None])
 @pytest.mark.parametrize("small", [False, True])
 def test_what_is_written_is_read(
@@ -225,9 +222,6 @@ def test_threads_are_this_ranks_share_of_the_cores(
     assert files.thread_count() == threads
 
 
-# --------------------------------------------------------------------------- parts of a chunk
-
-
 class PartPlanner(dcp.DefaultLoadPlanner):
     """Asks for one box of one tensor, whatever the target's layout."""
 
@@ -304,9 +298,6 @@ def test_elements_are_converted_to_the_dtype_of_the_target(
     assert torch.equal(found["t"], whole.to(dtype))
 
 
-# --------------------------------------------------------------------------- tables
-
-
 def test_a_table_comes_back_as_it_was(tmp_path: Path) -> None:
     checksums = [Checksums(64, [1, 0xFFFFFFFF]), Checksums(0, [7])]
     path = tmp_path / "file"
@@ -339,9 +330,6 @@ def test_a_changed_table_is_refused_or_not_ours(
     else:
         with pytest.raises(CheckpointCorruptError, match="file"):
             read_table(path)
-
-
-# --------------------------------------------------------------------------- errors
 
 
 def test_ranks_that_do_not_talk_are_refused(tmp_path: Path) -> None:

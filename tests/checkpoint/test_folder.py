@@ -68,9 +68,6 @@ def names(where: Path) -> list[str]:
     return sorted(path.name for path in where.iterdir())
 
 
-# --------------------------------------------------------------------------- what is complete
-
-
 def test_a_published_folder_is_complete_and_alone(tmp_path: Path) -> None:
     save(tmp_path / "a", "one")
     assert names(tmp_path) == ["a"]
@@ -145,9 +142,6 @@ def test_a_folder_without_metadata_is_no_checkpoint(tmp_path: Path, name: str) -
         check(tmp_path / name)
 
 
-# --------------------------------------------------------------------------- before anything
-
-
 def test_a_folder_that_exists_is_refused(tmp_path: Path) -> None:
     save(tmp_path / "a", "one")
     with pytest.raises(CheckpointError, match=r"it exists.*overwrite=True"):
@@ -181,9 +175,6 @@ def test_a_parent_that_is_a_file_is_refused(tmp_path: Path) -> None:
         folder.prepare(tmp_path / "a" / "b", overwrite=False)
 
 
-# --------------------------------------------------------------------------- keeping the last
-
-
 def test_pruning_removes_the_oldest_complete_ones(tmp_path: Path) -> None:
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "x").write_text("mine")
@@ -202,9 +193,6 @@ def test_a_rewritten_one_is_the_newest(tmp_path: Path) -> None:
     save(tmp_path / "a", "three", overwrite=True, keep_last=1)
     assert names(tmp_path) == ["a"]
     assert content_of(tmp_path / "a") == "three"
-
-
-# --------------------------------------------------------------------------- killed anywhere
 
 
 class Killed(BaseException):

@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import struct
-import traceback
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +20,9 @@ from torch import Tensor
 
 from fsdp_offload import checkpoint
 from fsdp_offload.checkpoint import folder
+from tests.checkpoint.known import assert_same
 from tests.checkpoint.make_golden import EXTRA, GOLDEN, LR, MAKERS, Job, dump, job, make
+from tests.fsdp.test_state_dict import attempt
 from tests.helpers.ranks import RankPool
 
 pytestmark = [
@@ -46,19 +47,6 @@ def expected_of(name: str) -> dict[str, Tensor]:
 
 def bits(tensor: Tensor) -> Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)
-
-
-def difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> str:
-    """Names whose shape, dtype or bits differ; empty if none."""
-    if found.keys() != expected.keys():
-        return f"keys {sorted(found.keys() ^ expected.keys())}"
-    wrong = [
-        name
-        for name, value in expected.items()
-        if (found[name].dtype, found[name].shape) != (value.dtype, value.shape)
-        or not torch.equal(bits(found[name]), bits(value))
-    ]
-    return ", ".join(wrong)
 
 
 def spoil(made: Job) -> None:
@@ -93,15 +81,15 @@ def adjusted(
     return found
 
 
-def compare(name: str, dtype: torch.dtype, lane: str | None) -> str:
-    """What is wrong after a load; empty if nothing."""
+def compare(name: str, dtype: torch.dtype, lane: str | None) -> None:
+    """Raise if anything is wrong after a load."""
     made, extra = load(name, dtype, lane)
     options = made[1].param_groups[0]
     if (options["lr"], tuple(options["betas"])) != (LR, (0.8, 0.95)):
-        return f"options {options}"
+        raise AssertionError(f"options {options}")
     if extra != (EXTRA if name in OURS else {}):
-        return f"extra {extra}"
-    return difference(dump(made), adjusted(expected_of(name), dtype, lane))
+        raise AssertionError(f"extra {extra}")
+    assert_same(dump(made), adjusted(expected_of(name), dtype, lane))
 
 
 def cases() -> list[tuple[str, torch.dtype, str | None]]:
@@ -111,23 +99,16 @@ def cases() -> list[tuple[str, torch.dtype, str | None]]:
 
 @pytest.mark.parametrize(("name", "dtype", "lane"), cases())
 def test_a_golden_checkpoint_is_loaded(name: str, dtype: torch.dtype, lane: str | None) -> None:
-    assert compare(name, dtype, lane) == ""
+    compare(name, dtype, lane)
 
 
-def compare_all() -> list[str]:
-    found = []
+def compare_all() -> None:
     for case in cases():
-        try:
-            outcome = compare(*case)
-        except Exception:
-            outcome = traceback.format_exc()
-        found.append(f"{case}: {outcome}" if outcome else "")
-    return found
+        compare(*case)
 
 
 def test_golden_checkpoints_are_loaded_on_two_ranks(ranks: Ranks) -> None:
-    for found in ranks(2).run(compare_all):
-        assert [message for message in found if message] == []
+    attempt(ranks, compare_all)
 
 
 def test_all_forms_are_there() -> None:

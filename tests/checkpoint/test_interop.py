@@ -16,7 +16,7 @@ from fsdp_offload.core.errors import CheckpointError, OffloadError
 from tests.checkpoint import jobs
 from tests.checkpoint.jobs import FLAT, NESTED, Job, Variant
 from tests.fsdp import models
-from tests.fsdp.models import check, check_same
+from tests.fsdp.models import check, check_same, check_same_dicts
 from tests.fsdp.test_state_dict import attempt
 from tests.helpers.ranks import RankPool
 
@@ -50,9 +50,6 @@ def refusal(fn: Callable[[], Any]) -> OffloadError | None:
     except OffloadError as error:
         return error
     return None
-
-
-# --------------------------------------------------------------------------- torch's functions
 
 
 def stateful(variant: Variant, path: Path, writer: bool, reader: bool) -> None:
@@ -99,9 +96,6 @@ def torch_reads_ours(variant: Variant, path: Path) -> None:
 def test_plain_dcp_load_reads_our_files(ranks: Ranks, tmp_path: Path, variant: Variant) -> None:
     """A plain job resumes from them without this package."""
     ranks(2).run(torch_reads_ours, variant, tmp_path / "one")
-
-
-# --------------------------------------------------------------------------- layouts of others
 
 
 def titan(job: Job) -> dict[str, Any]:
@@ -180,9 +174,6 @@ def test_one_of_several_jobs_is_named_by_its_prefixes(ranks: Ranks, tmp_path: Pa
         assert "model_prefix" in error.remedy
 
 
-# --------------------------------------------------------------------------- weights alone
-
-
 def load_weights(path: Path) -> OffloadError | None:
     saving = jobs.trained(OURS_BF16)
     checkpoint.save(path, saving.model)
@@ -203,8 +194,7 @@ def load_weights(path: Path) -> OffloadError | None:
                 check(not found[name].any(), f"{name} is not zero")
     unchanged = jobs.whole(used)
     refused = refusal(lambda: checkpoint.load(path, *used.pair))
-    for name, value in jobs.whole(used).items():
-        check_same(value, unchanged[name], f"{name} after a refusal")
+    check_same_dicts(jobs.whole(used), unchanged, "whole job")
     return refused
 
 
@@ -212,9 +202,6 @@ def test_weights_alone_set_masters_and_leave_moments(ranks: Ranks, tmp_path: Pat
     for error in ranks(2).run(load_weights, tmp_path / "weights"):
         assert isinstance(error, CheckpointError)
         assert "optimizer" in str(error)
-
-
-# --------------------------------------------------------------------------- plain optimizers
 
 
 def plain_has_less(path: Path) -> None:

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from fsdp_offload import checkpoint
 from fsdp_offload.checkpoint import Reader
 from fsdp_offload.core.errors import CheckpointError, OffloadError, StateDictError
+from tests.checkpoint.known import assert_same
 from tests.checkpoint.test_saving import Pair, layers, pair_of, step, values_of
 from tests.fsdp import models
 
@@ -29,20 +30,6 @@ def dcp_save(state: dict[str, Any], path: Path) -> None:
     """As another program would."""
     with warnings.catch_warnings(action="ignore"):  # that there is no process group
         dcp.save(state, checkpoint_id=path, no_dist=True)
-
-
-def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        assert is_same(found[name], value), name
-
-
-def is_same(found: Tensor, expected: Tensor) -> bool:
-    """Dtype, shape and bits."""
-    return found.dtype == expected.dtype and torch.equal(models.bits(found), models.bits(expected))
-
-
-# --------------------------------------------------------------------------- values
 
 
 class Extra(nn.Linear):
@@ -155,9 +142,6 @@ def test_a_buffer_that_is_a_conjugate_view_is_saved_resolved(tmp_path: Path) -> 
         assert torch.equal(getattr(loaded, name), expected), name
 
 
-# --------------------------------------------------------------------------- places
-
-
 @pytest.mark.parametrize("given", [{"model_prefix": "model."}, {"optimizer_prefix": "optim."}])
 def test_one_prefix_of_our_own_checkpoints_is_enough(tmp_path: Path, given: dict[str, str]) -> None:
     saved, loading = pair_of(layers(2)), pair_of(layers(2))
@@ -175,9 +159,6 @@ def test_extra_of_another_program_is_not_ours(tmp_path: Path, extra: Any) -> Non
 
     assert checkpoint.load(tmp_path, loading) == {}
     assert_same(loading.state_dict(), saved.state_dict())
-
-
-# --------------------------------------------------------------------------- refusals
 
 
 def with_amsgrad() -> Pair:

@@ -81,9 +81,6 @@ def saved_all(root: Path, ranks: Ranks) -> Saved:
     return ranks(4).run(jobs.save_all, root / "all", sources, timeout_s=600)[0]
 
 
-# --------------------------------------------------------------------------- comparing
-
-
 def same(found: Any, expected: Any) -> bool:
     """Of the same bits; what the optimizer keeps in fewer bits is compared rounded."""
     if not isinstance(expected, Tensor):

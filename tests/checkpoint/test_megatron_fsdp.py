@@ -152,9 +152,6 @@ def check_is(made: Job, expected: dict[str, Tensor], what: str) -> None:
             check(models.placement(shown) == models.placement(parameter), f"{name}, {kind}: placed")
 
 
-# --------------------------------------------------------------------------- same bits
-
-
 def train(decoupled: bool, dtype: torch.dtype) -> set[str]:
     """Six steps beside the plain optimizer; returns what kinds of shards were met."""
     made = job()
@@ -202,9 +199,6 @@ def step_without_gradients() -> None:
 
 def test_a_step_without_any_gradient_counts_nowhere(ranks: Ranks) -> None:
     ranks(2).run(step_without_gradients)
-
-
-# --------------------------------------------------------------------------- checkpoints
 
 
 def entries(made: Job) -> dict[str, Any]:
@@ -293,9 +287,6 @@ def test_weights_are_exported_from_where_they_lie(ranks: Ranks, tmp_path: Path) 
     assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
-# --------------------------------------------------------------------------- other mesh axes
-
-
 EVEN = {"embed": (22, 12), "up": (70, 12), "cube": (6, 2, 6), "row": (2, 4)}
 
 
@@ -348,8 +339,6 @@ def test_replicas_and_tensor_parallel_blocks_are_saved_where_they_belong(
     for found in ranks(4).run(load_numbers, tmp_path):
         assert all(torch.equal(found[name], value) for name, value in numbered().items())
 
-
-# --------------------------------------------------------------------------- the real package
 
 NEEDS_PACKAGE = pytest.mark.skipif(
     find_spec("megatron_fsdp") is None,

@@ -71,9 +71,6 @@ def check_masters(found: Job, expected: Job) -> None:
         assert torch.equal(master.view(mine.shape), theirs.float())
 
 
-# --------------------------------------------------------------------------- from a plain one
-
-
 @pytest.mark.parametrize("lane", LANES)
 def test_a_strict_load_by_torch_names_the_entry(lane: str, tmp_path: Path) -> None:
     """docs/troubleshooting.md has this text."""
@@ -98,9 +95,6 @@ def test_both_remedies_take_masters_from_the_weights(
         set_model_state_dict(target[0], state["model"])
         set_optimizer_state_dict(*target, state["optim"])
     check_masters(target, source)
-
-
-# --------------------------------------------------------------------------- to a plain one
 
 
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -141,9 +135,6 @@ def test_a_plain_optimizer_that_loads_ours_says_what_it_ignores(
     (message,) = said(caplog)
     assert NAMES[lane].strip("'") in message
     assert "AdamW ignores them" in message
-
-
-# --------------------------------------------------------------------------- written by hand
 
 
 @pytest.mark.parametrize(

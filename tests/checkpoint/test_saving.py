@@ -30,7 +30,7 @@ from fsdp_offload.optimizer import masters
 from fsdp_offload.pipeline.overlap import REORDER_AFTER
 from tests.checkpoint.test_interop import refusal
 from tests.fsdp import models
-from tests.fsdp.models import check, check_same
+from tests.fsdp.models import check
 from tests.helpers.ranks import RankPool
 
 Ranks = Callable[..., RankPool]
@@ -77,13 +77,8 @@ def values_of(pair: Pair) -> dict[str, Tensor]:
 
 
 def check_values(pair: Pair, expected: dict[str, Tensor]) -> None:
-    found = values_of(pair)
-    check(found.keys() == expected.keys(), f"values {sorted(found)}")
-    for name, value in expected.items():
-        check_same(found[name], value, name)
+    models.check_same_dicts(values_of(pair), expected, "values")
 
-
-# --------------------------------------------------------------------------- async_save
 
 SCRIPT = """
 import sys, torch
@@ -114,9 +109,6 @@ def test_a_save_beside_a_script_that_ends_is_completed(tmp_path: Path) -> None:
     loaded.to_empty(device="cpu")
     checkpoint.load(path, loaded)
     assert all(torch.equal(value, expected[name]) for name, value in loaded.state_dict().items())
-
-
-# --------------------------------------------------------------------------- folders
 
 
 def test_links_are_no_checkpoints_of_their_own(tmp_path: Path) -> None:
@@ -169,9 +161,6 @@ def test_what_was_killed_before_the_last_rename_is_not_replaced_unasked(tmp_path
     path.rename(tmp_path / ".one.writing")
     checkpoint.save(path, model, extra={"save": 2}, overwrite=True)
     assert checkpoint.load(path, model) == {"save": 2}
-
-
-# --------------------------------------------------------------------------- what is saved
 
 
 def save_extra(root: Path) -> list[dict[str, Any]]:
@@ -248,9 +237,6 @@ def save_between_steps(root: Path) -> None:
 
 def test_a_save_leaves_the_next_step_as_it_was(ranks: Ranks, tmp_path: Path) -> None:
     ranks(2).run(save_between_steps, tmp_path)
-
-
-# --------------------------------------------------------------------------- errors of one rank
 
 
 def unknown_parameters(pair: Pair, root: Path) -> list[Callable[[], Any]]:
@@ -340,9 +326,6 @@ def test_a_load_that_one_rank_cannot_take_over_fails_on_all(ranks: Ranks, tmp_pa
         assert "the hook broke" in str(told)
         assert [type(error) for error in failed] == [LaneError, LaneError]
     assert "rank 1" in str(results[0][0])
-
-
-# --------------------------------------------------------------------------- pipelines
 
 
 def stage(*others: str) -> Pair:
