@@ -13,20 +13,15 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list, _create_write_items
 from torch.distributed.checkpoint.utils import find_tensor_shard
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_offload.checkpoint import megatron_fsdp
 from fsdp_offload.core import dtensor
@@ -176,36 +171,6 @@ def check_tiling(states: list[Tensor], shape: tuple[int, ...], *, replicas: int)
     assert set(written) == set(range(math.prod(shape)))
     assert all(count in (1, replicas) for count in written.values())
     assert loaded == Counter({element: replicas for element in range(math.prod(shape))})
-
-
-def under_fake_ranks(size: int, fn: Callable[[], list[Tensor]]) -> list[list[Tensor]]:
-    """``fn`` on every rank of a world that consists of this process alone, one after the other."""
-    found = []
-    for rank in range(size):
-        dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
-        try:
-            found.append(fn())
-        finally:
-            dist.destroy_process_group()
-            _clear_sharding_prop_cache()  # it remembers the mesh of this rank
-    return found
-
-
-def fsdp_in_tp_state() -> list[Tensor]:
-    """State of a layer that FSDP2 has sharded over 3 ranks, within TP over 2 and 2 replicas."""
-    mesh = init_device_mesh("cpu", (2, 3, 2), mesh_dim_names=("outer", "dp", "tp"))
-    layer = parallelize_module(nn.Linear(3, 14), mesh["tp"], ColwiseParallel())
-    fully_shard(layer, mesh=mesh["outer", "dp"])
-    assert layer.weight.placements[0] == Replicate()
-    for parameter in layer.parameters():
-        dtensor.shard_info(parameter, "even")  # torch's own cuts
-    return [dtensor.like(p, dtensor.local(p).double()) for p in layer.parameters()]
-
-
-def test_shards_of_real_fsdp_within_tp_tile() -> None:
-    weights, biases = zip(*under_fake_ranks(12, fsdp_in_tp_state), strict=True)
-    check_tiling(list(weights), (14, 3), replicas=2)
-    check_tiling(list(biases), (14,), replicas=2)
 
 
 @given(st.data(), st.integers(1, 8), st.integers(1, 3), st.sampled_from([1, 2, 4]))

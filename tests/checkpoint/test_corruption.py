@@ -7,6 +7,7 @@ failed; and the next load makes everything exact.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import os
@@ -28,7 +29,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
 )
@@ -42,6 +42,7 @@ from fsdp_offload import (
 )
 from fsdp_offload.checkpoint import writer
 from fsdp_offload.checkpoint.files import read_table
+from tests.checkpoint.jobs import FLAT
 from tests.checkpoint.known import Job, Model, check_is, check_weights, job, set_to
 from tests.helpers.ranks import RankPool
 
@@ -54,28 +55,6 @@ pytestmark = [
 Ranks = Callable[..., RankPool]
 SAVED, OTHER, BEFORE = 3, 4, 9
 """Steps: of the checkpoint, of another one beside it, of the job that loads."""
-
-
-@dataclass(frozen=True)
-class Corruption:
-    """One way to break a copy of a checkpoint.
-
-    Args:
-        kind: a key of ``KINDS``.
-        seed: of the place.
-    """
-
-    kind: str
-    seed: int
-
-    def apply(self, path: Path, other: Path) -> set[str]:
-        """Break ``path``; ``other`` is another save. Returns the names an error may tell."""
-        return KINDS[self.kind](path, other, random.Random(self.seed))
-
-    @property
-    def told_before(self) -> bool:
-        """Whether it must be found before anything is written."""
-        return self.kind != "bits of elements"
 
 
 def data_file(path: Path, rng: random.Random) -> Path:
@@ -188,18 +167,12 @@ def items_of(path: Path) -> list[Item]:
     return items
 
 
-KINDS: dict[str, Callable[[Path, Path, random.Random], set[str]]] = {
-    "truncated": truncate,
-    "extended": extend,
-    "removed": remove,
-    "swapped": swap,
-    "of another save": replace_file,
-    "zeros": zeros,
-    "bits of metadata": bits_of_metadata,
-    "bits of tables": bits_of_table,
-    "bits of elements": bits_of_elements,
-}
-FEW = [Corruption(kind, seed) for kind in KINDS for seed in range(2)]
+Corruption = Callable[[Path, Path, random.Random], set[str]]
+"""Breaks the first, a copy of a checkpoint; the second is another save. Returns the names that an
+error may tell."""
+KINDS: list[Corruption] = [truncate, extend, remove, swap, replace_file, zeros]
+KINDS += [bits_of_metadata, bits_of_table, bits_of_elements]
+FEW = [(kind, seed) for kind in KINDS for seed in range(2)]
 
 
 def save_known(path: Path, step: int, *, rows: int = 301) -> None:
@@ -236,9 +209,11 @@ def kept_job() -> Job:
     return job()
 
 
-def broken(saved: Path, where: Path, corruption: Corruption) -> set[str]:
+def broken(saved: Path, where: Path, corrupt: Corruption, seed: int) -> tuple[set[str], bool]:
+    """The names that an error may tell, and whether it must come before anything is written."""
     shutil.copytree(saved / "good", where)
-    return corruption.apply(where, saved / "other")
+    names = corrupt(where, saved / "other", random.Random(seed))
+    return names, corrupt is not bits_of_elements
 
 
 def check_error(error: BaseException, names: set[str]) -> None:
@@ -288,19 +263,14 @@ def load_good(made: Job, path: Path) -> None:
     assert not is_failed(made)
 
 
-def try_one(saved: Path, where: Path, made: Job, corruption: Corruption) -> str:
-    names = broken(saved, where, corruption)
-    found = load_broken(made, where, names, told_before=corruption.told_before)
-    assert found != "loaded", f"{corruption}: not noticed, although all bytes are read"
-    load_good(made, saved / "good")
-    return found
-
-
-@pytest.mark.parametrize("corruption", FEW, ids=str)
+@pytest.mark.parametrize(("corrupt", "seed"), FEW)
 def test_a_broken_checkpoint_is_never_loaded(
-    saved: Path, tmp_path: Path, loading: Job, corruption: Corruption
+    saved: Path, tmp_path: Path, loading: Job, corrupt: Corruption, seed: int
 ) -> None:
-    try_one(saved, tmp_path / "broken", loading, corruption)
+    names, told_before = broken(saved, tmp_path / "broken", corrupt, seed)
+    found = load_broken(loading, tmp_path / "broken", names, told_before=told_before)
+    assert found != "loaded", "not noticed, although all bytes are read"
+    load_good(loading, saved / "good")
 
 
 def test_bytes_that_nobody_reads_do_not_matter(saved: Path, tmp_path: Path, loading: Job) -> None:
@@ -384,45 +354,25 @@ def load_all(saved: Path, cases: list[tuple[Path, set[str], bool]]) -> list[str]
     return outcomes
 
 
-def try_on_ranks(
-    ranks: Ranks, saved: Path, where: Path, corruptions: list[Corruption]
-) -> list[str]:
+def test_all_ranks_refuse_together(ranks: Ranks, saved: Path, tmp_path: Path) -> None:
     cases = []
-    for index, corruption in enumerate(corruptions):
-        path = where / f"{index} {corruption.kind}"
-        cases.append((path, broken(saved, path, corruption), corruption.told_before))
+    for corrupt, seed in FEW:
+        path = tmp_path / f"{corrupt.__name__} {seed}"
+        cases.append((path, *broken(saved, path, corrupt, seed)))
     first, second = ranks(2).run(load_all, saved, cases)
     assert first == second, "ranks disagree"
-    assert set(first) <= {"refused", "failed"}, first
-    return first
-
-
-def test_all_ranks_refuse_together(ranks: Ranks, saved: Path, tmp_path: Path) -> None:
-    outcomes = try_on_ranks(ranks, saved, tmp_path, FEW)
-    assert "failed" in outcomes
-
-
-def save_foreign(path: Path, made: Job) -> None:
-    """As a job with a plain optimizer saves it with torch's own function."""
-    options = StateDictOptions(flatten_optimizer_state_dict=True)
-    state = {
-        "model": get_model_state_dict(made[0]),
-        "optim": get_optimizer_state_dict(*made, options=options),
-    }
-    dcp.save(state, storage_writer=dcp.FileSystemWriter(path), no_dist=not dist.is_initialized())
+    assert set(first) == {"refused", "failed"}, first
 
 
 @pytest.fixture
 def foreign(tmp_path: Path, loading: Job) -> Path:
+    """As a job with a plain optimizer saves it with torch's own function."""
     set_to(loading, SAVED)
-    save_foreign(tmp_path / "foreign", loading)
-    return tmp_path / "foreign"
-
-
-def edit_metadata(path: Path, edit: Callable[[Any], None]) -> None:
-    metadata = pickle.loads((path / ".metadata").read_bytes())
-    edit(metadata)
-    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    optimizer = get_optimizer_state_dict(*loading, options=FLAT)
+    state = {"model": get_model_state_dict(loading[0]), "optim": optimizer}
+    path = tmp_path / "foreign"
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(path), no_dist=True)
+    return path
 
 
 @pytest.mark.parametrize("left", [0, 1000])
@@ -494,7 +444,9 @@ def move_chunk(metadata: Any) -> None:
 def test_chunks_that_leave_elements_out_are_refused(
     foreign: Path, loading: Job, edit: Callable[[Any], None]
 ) -> None:
-    edit_metadata(foreign, edit)
+    metadata = pickle.loads((foreign / ".metadata").read_bytes())
+    edit(metadata)
+    (foreign / ".metadata").write_bytes(pickle.dumps(metadata))
     found = load_broken(
         loading, foreign, {"chunks leave elements out", ".metadata"}, told_before=True
     )
@@ -606,7 +558,8 @@ def refuse_on_one_rank(root: Path, asynchronous: bool) -> list[str]:
     set_to(made, SAVED)
     checkpoint.save(root / "earlier", *made, extra={"step": SAVED})
     for rank, call, after in [(1, "pwrite", 0), (1, "pwrite", 1), (1, "fsync", 0), (0, "fsync", 1)]:
-        with contextual(Refusing(call, after, errno.ENOSPC), active=dist.get_rank() == rank):
+        active = dist.get_rank() == rank
+        with Refusing(call, after, errno.ENOSPC) if active else contextlib.nullcontext():
             try:
                 save_any(root / "new", made, asynchronous=asynchronous)
             except CheckpointError as error:
@@ -620,12 +573,6 @@ def refuse_on_one_rank(root: Path, asynchronous: bool) -> list[str]:
             messages.append(f"0 {error}")
         check_nothing_left(root, made)
     return messages
-
-
-def contextual(refusing: Refusing, *, active: bool) -> Any:
-    from contextlib import nullcontext
-
-    return refusing if active else nullcontext()
 
 
 @pytest.mark.parametrize("asynchronous", [False, pytest.param(True, marks=pytest.mark.long)])

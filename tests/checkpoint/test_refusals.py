@@ -7,7 +7,6 @@ import json
 import os
 import pickle
 import select
-import shutil
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -126,29 +125,6 @@ def test_metadata_of_another_form_is_corrupt(
     path.write_bytes(pickle.dumps(metadata))
     with pytest.raises(CheckpointError):
         checkpoint.load(tmp_path / "one", *pair)
-
-
-def test_what_a_killed_process_left_half_removed_goes_with_the_next_save(
-    tmp_path: Path, pair: Pair
-) -> None:
-    for name in "abc":
-        checkpoint.save(tmp_path / name, *pair)
-
-    class Killed(BaseException):
-        pass
-
-    removing = shutil.rmtree
-
-    def killed(path: Path, **_: Any) -> None:
-        next(p for p in sorted(Path(path).iterdir()) if p.name.startswith("__")).unlink()
-        raise Killed
-
-    with mock.patch.object(shutil, "rmtree", killed), pytest.raises(Killed):
-        folder.prune(tmp_path / "c", 2)
-    assert len(list(tmp_path.iterdir())) == 3
-    assert shutil.rmtree is removing
-    checkpoint.save(tmp_path / "d", *pair, keep_last=2)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["c", "d"]
 
 
 def test_what_cannot_be_removed_fails_no_save(
