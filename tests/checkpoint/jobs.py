@@ -34,6 +34,7 @@ from fsdp_offload.update import codec
 from fsdp_offload.update.params import MasterForm, ParamState
 from tests.fsdp import models
 from tests.fsdp.models import Block, Toy, local
+from tests.helpers.ranks import RankPool
 
 BATCH = 12  # sequences, over all ranks: 1, 2, 3 and 4 divide it
 LAST_BEFORE = 3  # the step after which jobs are saved
@@ -41,6 +42,7 @@ AFTER = range(LAST_BEFORE + 1, LAST_BEFORE + 4)
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 NESTED = StateDictOptions()
 MIXED = ("host", "streamed", "resident")
+Ranks = Callable[..., RankPool]
 Lanes = tuple[str, ...] | float  # one lane per parameter in turn, or a fraction
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import threading
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,11 +20,9 @@ from fsdp_offload import checkpoint
 from fsdp_offload.checkpoint import Stager, Writer, writer
 from fsdp_offload.core.errors import CheckpointError, OffloadError
 from tests.checkpoint import jobs
-from tests.checkpoint.jobs import Variant
+from tests.checkpoint.jobs import Ranks, Variant
 from tests.fsdp.models import check, check_same_dicts
-from tests.helpers.ranks import RankPool
 
-Ranks = Callable[..., RankPool]
 BF16 = torch.bfloat16
 OURS_BF16 = Variant(dtype=BF16)
 

@@ -6,7 +6,6 @@ import copy
 import io
 import itertools
 import math
-import pickle
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -84,10 +83,6 @@ def test_an_uneven_shard_answers_with_its_box() -> None:
     assert len(_create_chunk_list(state)) == 1
 
 
-def by_pickle(state: Tensor) -> Tensor:
-    return pickle.loads(pickle.dumps(state))
-
-
 def by_file(state: Tensor) -> Tensor:
     buffer = io.BytesIO()
     torch.save({"w": state}, buffer)
@@ -98,7 +93,7 @@ def by_stager(state: Tensor) -> Tensor:
     return StateDictStager().stage({"w": state})["w"]
 
 
-@pytest.mark.parametrize("way", [by_pickle, copy.deepcopy, by_file, by_stager])
+@pytest.mark.parametrize("way", [copy.deepcopy, by_file, by_stager])
 def test_the_answers_follow_a_copy_of_the_tensor(way: Callable[[Tensor], Tensor]) -> None:
     state, shard = bare(3)
     copied = way(attach_chunk(state, shard, SHAPE, (1, 0)))

@@ -42,9 +42,8 @@ from fsdp_offload import (
 )
 from fsdp_offload.checkpoint import writer
 from fsdp_offload.checkpoint.files import read_table
-from tests.checkpoint.jobs import FLAT
+from tests.checkpoint.jobs import FLAT, Ranks
 from tests.checkpoint.known import Job, Model, check_is, check_weights, job, set_to
-from tests.helpers.ranks import RankPool
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -52,7 +51,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning"),
 ]
 
-Ranks = Callable[..., RankPool]
 SAVED, OTHER, BEFORE = 3, 4, 9
 """Steps: of the checkpoint, of another one beside it, of the job that loads."""
 

@@ -8,7 +8,7 @@ import itertools
 import json
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -39,14 +39,12 @@ from fsdp_offload.checkpoint import export, export_safetensors
 from fsdp_offload.checkpoint.export import CODES, INDEX
 from fsdp_offload.update import codec
 from tests.checkpoint import jobs, make_golden
-from tests.checkpoint.jobs import FLAT, NESTED
+from tests.checkpoint.jobs import FLAT, NESTED, Ranks
 from tests.checkpoint.known import assert_same
 from tests.fsdp import models
 from tests.fsdp.models import check
 from tests.fsdp.test_meshes import parallel, parallel_loss
-from tests.helpers.ranks import RankPool
 
-Ranks = Callable[..., RankPool]
 Tensors = dict[str, Tensor]
 
 

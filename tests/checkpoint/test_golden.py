@@ -8,7 +8,6 @@ import os
 import shutil
 import struct
 import zlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +19,10 @@ from torch import Tensor
 
 from fsdp_offload import checkpoint
 from fsdp_offload.checkpoint import folder
+from tests.checkpoint.jobs import Ranks
 from tests.checkpoint.known import assert_same
 from tests.checkpoint.make_golden import EXTRA, GOLDEN, LR, MAKERS, Job, dump, job, make
 from tests.fsdp.test_state_dict import attempt
-from tests.helpers.ranks import RankPool
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -31,7 +30,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning"),
 ]
 
-Ranks = Callable[..., RankPool]
 NAMES = sorted(path.name for path in GOLDEN.iterdir())
 OURS = [name for name in NAMES if name.startswith("v3_")]
 LANES = ("streamed", "host", "resident")

@@ -8,7 +8,6 @@ import os
 import pickle
 import select
 import zlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -26,12 +25,11 @@ from fsdp_offload.core.errors import (
     ConfigError,
     StateDictError,
 )
+from tests.checkpoint.jobs import Ranks
 from tests.checkpoint.known import assert_same
 from tests.checkpoint.test_saving import Pair, layers, pair_of, values_of
-from tests.helpers.ranks import RankPool
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-Ranks = Callable[..., RankPool]
 
 
 @pytest.fixture

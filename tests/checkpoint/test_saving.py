@@ -28,12 +28,11 @@ from fsdp_offload.core.errors import (
 )
 from fsdp_offload.optimizer import masters
 from fsdp_offload.pipeline.overlap import REORDER_AFTER
+from tests.checkpoint.jobs import Ranks
 from tests.checkpoint.test_interop import refusal
 from tests.fsdp import models
 from tests.fsdp.models import check
-from tests.helpers.ranks import RankPool
 
-Ranks = Callable[..., RankPool]
 Pair = tuple[nn.Module, HybridDeviceOptimizer]
 
 pytestmark = pytest.mark.usefixtures("one_thread")
