@@ -59,17 +59,12 @@ def known(name: str, step: int, like: Tensor) -> Tensor:
     return value
 
 
-def weights(made: Job) -> Iterator[tuple[str, Tensor]]:
-    for fqn, parameter in made[0].named_parameters():
-        yield fqn, parameter.detach()
-
-
 def tensors(made: Job) -> Iterator[tuple[str, Tensor]]:
     """Weights and state, by name."""
     model, optimizer = made
     state = optimizer.state
-    yield from weights(made)
     for fqn, parameter in model.named_parameters():
+        yield fqn, parameter.detach()
         yield from ((f"{fqn}.{name}", value) for name, value in state[parameter].items())
 
 
@@ -86,13 +81,6 @@ def same(found: Tensor, expected: Tensor) -> bool:
     if isinstance(found, DTensor) and isinstance(expected, DTensor):
         found, expected = found.to_local(), expected.to_local()
     return torch.equal(found, expected)
-
-
-def check_weights(made: Job, step: int) -> None:
-    """Raise if a weight is not that of ``step``."""
-    for name, value in weights(made):
-        if not same(value, known(name, step, value)):
-            raise AssertionError(f"{name} is not that of step {step}")
 
 
 def check_is(made: Job, step: int) -> None:

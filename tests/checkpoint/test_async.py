@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -32,27 +34,21 @@ def files_of(path: Path) -> dict[str, bytes]:
     return {f.name: f.read_bytes() for f in path.iterdir() if f.name != "manifest.json"}
 
 
-class Gate:
-    """Holds the saving thread until it is opened."""
+@contextlib.contextmanager
+def gate() -> Iterator[threading.Event]:
+    """Holds the saving thread until the event is set, at the end at the latest."""
+    opened, real = threading.Event(), Writer.write_data
 
-    def __init__(self) -> None:
-        self.opened = threading.Event()
+    def write_data(writer: Writer, *args: Any) -> Any:
+        if threading.current_thread().name == "fsdp-offload-save":
+            assert opened.wait(60), "the gate stayed closed"
+        return real(writer, *args)
 
-    def __enter__(self) -> Gate:
-        gate, real = self, Writer.write_data
-
-        def write_data(writer: Writer, *args: Any) -> Any:
-            if threading.current_thread().name == "fsdp-offload-save":
-                assert gate.opened.wait(60), "the gate stayed closed"
-            return real(writer, *args)
-
-        self._patch = mock.patch.object(Writer, "write_data", write_data)
-        self._patch.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.opened.set()
-        self._patch.stop()
+    with mock.patch.object(Writer, "write_data", write_data):
+        try:
+            yield opened
+        finally:
+            opened.set()
 
 
 def save_both_ways(variant: Variant, root: Path) -> None:
@@ -60,7 +56,7 @@ def save_both_ways(variant: Variant, root: Path) -> None:
     job = jobs.trained(variant)
     for turn, first in enumerate((4, 7)):
         checkpoint.save(root / f"sync {turn}", *job.pair, extra={"turn": turn})
-        with Gate():
+        with gate():
             path = root / f"async {turn}"
             future = checkpoint.async_save(path, *job.pair, extra={"turn": turn})
             jobs.train(job, range(first, first + 3))
@@ -94,9 +90,9 @@ def test_bytes_are_those_of_a_save_at_that_step(
 
 def save_twice(root: Path) -> None:
     job = jobs.trained(Variant())
-    with Gate() as gate:
+    with gate() as opened:
         first = checkpoint.async_save(root / "first", *job.pair)
-        threading.Timer(0.3, gate.opened.set).start()
+        threading.Timer(0.3, opened.set).start()
         second = checkpoint.async_save(root / "second", *job.pair)
         check(first.done(), "the second save did not wait for the first")
         checkpoint.save(root / "third", *job.pair)
@@ -114,7 +110,7 @@ def fail_in_the_thread(root: Path) -> tuple[str, list[str], bool]:
     job = jobs.trained(Variant())
     checkpoint.save(root / "before", *job.pair)
     before = jobs.whole(job)
-    with Gate():
+    with gate():
         future = checkpoint.async_save(root / "broken", *job.pair)
         if dist.get_rank() == 1:
             real, failing = os.fsync, OSError(28, "No space left on device")
@@ -216,7 +212,7 @@ def test_async_save_of_torch_takes_the_state_of_that_step(
 def test_weights_alone_are_saved_beside_training(tmp_path: Path) -> None:
     model = nn.Linear(300, 100)
     weight = model.weight.detach().clone()
-    with Gate():
+    with gate():
         future = checkpoint.async_save(tmp_path / "one", model)
         model.weight.data.zero_()
     future.result(60)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+import itertools
 import os
 import pickle
 import random
@@ -43,7 +44,7 @@ from fsdp_offload import (
 from fsdp_offload.checkpoint import writer
 from fsdp_offload.checkpoint.files import read_table
 from tests.checkpoint.jobs import FLAT, Ranks
-from tests.checkpoint.known import Job, Model, check_is, check_weights, job, set_to
+from tests.checkpoint.known import Job, Model, assert_same, check_is, job, known, set_to
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -279,7 +280,8 @@ def test_bytes_that_nobody_reads_do_not_matter(saved: Path, tmp_path: Path, load
     change(file, item.data_offset + item.data_nbytes // 2, random.Random(0))
     model = Model()
     checkpoint.load(tmp_path / "broken", model)
-    check_weights((model, loading[1]), SAVED)
+    weights = dict(model.named_parameters())
+    assert_same(weights, {fqn: known(fqn, SAVED, weight) for fqn, weight in weights.items()})
     found = load_broken(loading, tmp_path / "broken", {file.name}, told_before=False)
     assert found == "failed"
     load_good(loading, saved / "good")
@@ -321,7 +323,9 @@ def test_a_failed_optimizer_stays_failed_until_a_load_succeeds(saved: Path, tmp_
     (item,) = (i for i in items_of(file) if i.key == "optim.state.large.exp_avg_sq")
     change(file, item.data_offset + 5, random.Random(0))
     for _ in range(2):
-        assert load_broken_again(made, tmp_path / "bad") == "failed"
+        with pytest.raises(CheckpointCorruptError, match=r"__0_0\.distcp"):
+            checkpoint.load(tmp_path / "bad", *made)
+        assert is_failed(made)
     with pytest.raises(CheckpointError, match="absent"):
         checkpoint.load(tmp_path / "absent", *made)
     assert is_failed(made)
@@ -331,12 +335,6 @@ def test_a_failed_optimizer_stays_failed_until_a_load_succeeds(saved: Path, tmp_
     load_good(made, saved / "good")
     checkpoint.save(tmp_path / "new", *made, extra={"step": SAVED})
     load_good(made, tmp_path / "new")
-
-
-def load_broken_again(made: Job, path: Path) -> str:
-    with pytest.raises(CheckpointCorruptError, match=r"__0_0\.distcp"):
-        checkpoint.load(path, *made)
-    return "failed" if is_failed(made) else "refused"
 
 
 def load_all(saved: Path, cases: list[tuple[Path, set[str], bool]]) -> list[str]:
@@ -451,25 +449,16 @@ def test_chunks_that_leave_elements_out_are_refused(
     assert found == "refused"
 
 
-class Refusing:
-    """A call of ``os`` that fails from its ``after``-th time on."""
+def refusing(name: str, after: int, code: int) -> Any:
+    """A call of ``os`` fails from its ``after``-th time on."""
+    real, calls = getattr(os, name), itertools.count()
 
-    def __init__(self, name: str, after: int, code: int) -> None:
-        self.name, self.left, self.code = name, after, code
-        self.real = getattr(os, name)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if next(calls) >= after:
+            raise OSError(code, os.strerror(code))
+        return real(*args, **kwargs)
 
-    def __enter__(self) -> Refusing:
-        setattr(os, self.name, self)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        setattr(os, self.name, self.real)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.left -= 1
-        if self.left < 0:
-            raise OSError(self.code, os.strerror(self.code))
-        return self.real(*args, **kwargs)
+    return mock.patch.object(os, name, call)
 
 
 def save_any(path: Path, made: Job, *, asynchronous: bool, **options: Any) -> None:
@@ -525,7 +514,7 @@ def test_a_disk_that_refuses_leaves_the_earlier_checkpoint(
     earlier: Path, loading: Job, asynchronous: bool, call: str, after: int, code: int
 ) -> None:
     before = set(os.listdir("/proc/self/fd"))
-    with Refusing(call, after, code), pytest.raises(CheckpointError) as caught:
+    with refusing(call, after, code), pytest.raises(CheckpointError) as caught:
         save_any(earlier / "new", loading, asynchronous=asynchronous)
     assert os.strerror(code) in str(caught.value)
     assert set(os.listdir("/proc/self/fd")) == before, "a file is still open"
@@ -545,7 +534,7 @@ def test_a_limit_on_file_sizes_is_told(earlier: Path, loading: Job) -> None:
 
 
 def test_an_overwrite_that_fails_leaves_what_was_there(earlier: Path, loading: Job) -> None:
-    with Refusing("fsync", 1, errno.ENOSPC), pytest.raises(CheckpointError):
+    with refusing("fsync", 1, errno.ENOSPC), pytest.raises(CheckpointError):
         save_any(earlier / "earlier", loading, asynchronous=False, overwrite=True)
     check_nothing_left(earlier, loading)
 
@@ -557,7 +546,7 @@ def refuse_on_one_rank(root: Path, asynchronous: bool) -> list[str]:
     checkpoint.save(root / "earlier", *made, extra={"step": SAVED})
     for rank, call, after in [(1, "pwrite", 0), (1, "pwrite", 1), (1, "fsync", 0), (0, "fsync", 1)]:
         active = dist.get_rank() == rank
-        with Refusing(call, after, errno.ENOSPC) if active else contextlib.nullcontext():
+        with refusing(call, after, errno.ENOSPC) if active else contextlib.nullcontext():
             try:
                 save_any(root / "new", made, asynchronous=asynchronous)
             except CheckpointError as error:

@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
 )
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial
 from torch.optim import Optimizer
@@ -506,16 +507,17 @@ def check_export(folder: Path, expected: Tensors) -> None:
     check(not list(folder.glob(".*")), "temporary files stayed")
 
 
+def mesh_of(kind: str) -> DeviceMesh:
+    world = dist.get_world_size()
+    if kind == "hsdp":
+        return models.mesh((2, world // 2), ("replicate", "shard"))
+    return models.flat_mesh(1 if kind == "one" else world)
+
+
 def export_sharded(folder: Path, kind: str, max_shard_bytes: int) -> int:
     """Returns how many bytes this rank has written."""
-    world = dist.get_world_size()
-    meshes = {
-        "fsdp": lambda: models.flat_mesh(world),
-        "hsdp": lambda: models.mesh((2, world // 2), ("replicate", "shard")),
-        "one": lambda: models.flat_mesh(1),
-    }
     # With tensor parallelism: strided shards, a layer outside, a plain scale.
-    model = parallel(14) if kind == "tp" else models.toy(meshes[kind]())
+    model = parallel(14) if kind == "tp" else models.toy(mesh_of(kind))
     model.register_buffer("count", torch.arange(3))
     if kind == "tp":
         parallel_loss(model, 1).backward()  # an unsharded root must not disturb
@@ -547,11 +549,7 @@ def test_sharded_models(ranks: Ranks, tmp_path: Path, size: int, kind: str) -> N
 
 def train_and_export(folder: Path, kind: str) -> None:
     """bf16 FSDP2 training: the fp32 export has the bits of the masters."""
-    world = dist.get_world_size()
-    on = models.flat_mesh(world)
-    if kind == "hsdp":
-        on = models.mesh((2, world // 2), ("replicate", "shard"))
-    model = models.toy(on, dtype=torch.bfloat16)
+    model = models.toy(mesh_of(kind), dtype=torch.bfloat16)
     inner = torch.optim.AdamW(models.groups(model), fused=True)
     wrapped = models.wrap(inner, model, update_on=jobs.MIXED)
     for step in range(1, 4):

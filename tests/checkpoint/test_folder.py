@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from torch.distributed.checkpoint.metadata import Metadata
@@ -196,30 +198,21 @@ class Killed(BaseException):
 OPERATIONS = ("rename", "unlink", "rmdir", "mkdir", "fsync")
 
 
-class Life:
+@contextlib.contextmanager
+def life(left: int) -> Iterator[None]:
     """File operations succeed ``left`` times; then the process is dead."""
+    done = itertools.count()
 
-    def __init__(self, left: int) -> None:
-        self.left = left
-
-    def __enter__(self) -> Life:
-        self._real = {name: getattr(os, name) for name in OPERATIONS}
-        for name, call in self._real.items():
-            setattr(os, name, self._counted(call))
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for name, call in self._real.items():
-            setattr(os, name, call)
-
-    def _counted(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            if self.left == 0:
+    def counted(call: Callable[..., Any]) -> Callable[..., Any]:
+        def one_more(*args: Any, **kwargs: Any) -> Any:
+            if next(done) >= left:
                 raise Killed
-            self.left -= 1
             return call(*args, **kwargs)
 
-        return counted
+        return one_more
+
+    with mock.patch.multiple(os, **{name: counted(getattr(os, name)) for name in OPERATIONS}):
+        yield
 
 
 def lives(run: Callable[[], None], restore: Callable[[], None]) -> Iterator[None]:
@@ -227,7 +220,7 @@ def lives(run: Callable[[], None], restore: Callable[[], None]) -> Iterator[None
     for left in range(1000):
         restore()
         try:
-            with Life(left):
+            with life(left):
                 run()
         except Killed:
             yield

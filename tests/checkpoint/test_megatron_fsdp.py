@@ -28,7 +28,7 @@ from tests.checkpoint import stand_in
 from tests.checkpoint.jobs import Ranks
 from tests.checkpoint.known import assert_same
 from tests.fsdp import models
-from tests.fsdp.models import check
+from tests.fsdp.models import check, local
 
 LANES = ("streamed", "host", "resident")
 KINDS = ("exp_avg", "exp_avg_sq")
@@ -59,10 +59,6 @@ def job(*, seed: int = 0, dtype: torch.dtype = torch.float32) -> Job:
     layout = stand_in.Layout(models.mesh((dist.get_world_size(),), ("dp",)))
     parameters = layout.make(whole(seed, dtype))
     return parameters, models.wrap(adamw(parameters.values()), update_on=LANES)
-
-
-def local(parameter: Tensor) -> Tensor:
-    return models.local(parameter)
 
 
 def piece(full: Tensor, parameter: nn.Parameter) -> Tensor:
