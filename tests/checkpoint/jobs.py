@@ -36,6 +36,7 @@ from tests.fsdp import models
 from tests.fsdp.models import Block, Toy, local
 from tests.helpers.ranks import RankPool
 
+BF16 = torch.bfloat16
 BATCH = 12  # sequences, over all ranks: 1, 2, 3 and 4 divide it
 LAST_BEFORE = 3  # the step after which jobs are saved
 AFTER = range(LAST_BEFORE + 1, LAST_BEFORE + 4)
@@ -92,6 +93,10 @@ class Variant:
         kind = f"ours({lanes})" if self.wrapped else "plain"
         mesh = "" if self.mesh == "flat" else f"-{self.mesh}"
         return f"{kind}-{str(self.dtype).removeprefix('torch.')}{mesh}"
+
+
+OURS, PLAIN = Variant(), Variant(wrapped=False)
+OURS_BF16, PLAIN_BF16 = Variant(dtype=BF16), Variant(wrapped=False, dtype=BF16)
 
 
 @dataclass

@@ -22,11 +22,8 @@ from fsdp_offload import checkpoint
 from fsdp_offload.checkpoint import Stager, Writer, writer
 from fsdp_offload.core.errors import CheckpointError, OffloadError
 from tests.checkpoint import jobs
-from tests.checkpoint.jobs import Ranks, Variant
+from tests.checkpoint.jobs import OURS_BF16, Ranks, Variant
 from tests.fsdp.models import check, check_same_dicts
-
-BF16 = torch.bfloat16
-OURS_BF16 = Variant(dtype=BF16)
 
 
 def files_of(path: Path) -> dict[str, bytes]:

@@ -174,17 +174,13 @@ KINDS += [bits_of_metadata, bits_of_table, bits_of_elements]
 FEW = [(kind, seed) for kind in KINDS for seed in range(2)]
 
 
-def save_known(path: Path, step: int, *, rows: int = 301) -> None:
-    made = job(rows)
-    set_to(made, step)
-    checkpoint.save(path, *made, extra={"step": step})
-
-
 def save_both(root: Path) -> None:
     # So that large items are several blocks.
     with mock.patch.object(writer, "BLOCK_BYTES", 16 << 10):
-        save_known(root / "good", SAVED)
-        save_known(root / "other", OTHER)
+        for name, step in (("good", SAVED), ("other", OTHER)):
+            made = job()
+            set_to(made, step)
+            checkpoint.save(root / name, *made, extra={"step": step})
 
 
 @pytest.fixture(scope="module")
@@ -388,20 +384,16 @@ def test_a_changed_foreign_archive_is_typed(
     rng = random.Random(seed)
     file = foreign / "__0_0.distcp"
     infos = pickle.loads((foreign / ".metadata").read_bytes()).storage_data
-    read = [found for index, found in infos.items() if ".param_groups." not in index.fqn]
-    info = rng.choice(sorted(read, key=lambda info: info.offset))
+    read = [(index.fqn, i) for index, i in infos.items() if ".param_groups." not in index.fqn]
+    fqn, info = rng.choice(sorted(read, key=lambda item: item[1].offset))
     data = bytearray(file.read_bytes())
     data[info.offset : info.offset + 200] = rng.randbytes(200)
     file.write_bytes(data)
     set_to(loading, BEFORE)
     with pytest.raises(CheckpointError) as caught:
         checkpoint.load(foreign, *loading)
-    assert "foreign" in str(caught.value) or info_key(infos, info) in str(caught.value)
+    assert "foreign" in str(caught.value) or fqn in str(caught.value)
     load_good(loading, saved / "good")
-
-
-def info_key(infos: dict[Any, Any], info: Any) -> str:
-    return next(str(index.fqn) for index, found in infos.items() if found == info)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -415,8 +407,8 @@ def test_changed_foreign_metadata_is_typed(
     data[at : at + 40] = rng.randbytes(40)
     file.write_bytes(data)
     set_to(loading, BEFORE)
-    error = raised_by(lambda: checkpoint.load(foreign, *loading))
-    assert error is None or isinstance(error, OffloadError), repr(error)
+    with contextlib.suppress(OffloadError):  # and nothing else
+        checkpoint.load(foreign, *loading)
     load_good(loading, saved / "good")
 
 

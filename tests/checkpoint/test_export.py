@@ -566,12 +566,11 @@ def train_and_export(folder: Path, kind: str) -> None:
     for dtype in ("bf16", None):
         export_safetensors(model, folder / "bf16", optimizer=wrapped, dtype=dtype)
         check_export(folder / "bf16", gathered(model))
-    for options in (FLAT, NESTED):
+    for name, options in (("flat", FLAT), ("nested", NESTED)):
         state = {
             "model": get_model_state_dict(model),
             "optim": get_optimizer_state_dict(model, wrapped, options=options),
         }
-        name = "flat" if options is FLAT else "nested"
         dcp.save(state, checkpoint_id=folder / name)
     wrapped.close()
 

@@ -14,14 +14,10 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_op
 from fsdp_offload import checkpoint
 from fsdp_offload.core.errors import CheckpointError, OffloadError
 from tests.checkpoint import jobs
-from tests.checkpoint.jobs import FLAT, NESTED, Job, Ranks, Variant
+from tests.checkpoint.jobs import FLAT, NESTED, OURS, OURS_BF16, PLAIN, Job, Ranks, Variant
 from tests.fsdp import models
 from tests.fsdp.models import check, check_same, check_same_dicts
 from tests.fsdp.test_state_dict import attempt
-
-BF16 = torch.bfloat16
-OURS, PLAIN = Variant(), Variant(wrapped=False)
-OURS_BF16, PLAIN_BF16 = Variant(dtype=BF16), Variant(wrapped=False, dtype=BF16)
 
 
 def check_arrived(found: Job, expected: Job, *, options: bool = True) -> None:

@@ -11,12 +11,19 @@ import torch
 from torch import Tensor
 
 from tests.checkpoint import jobs
-from tests.checkpoint.jobs import Course, Ranks, Source, Variant
+from tests.checkpoint.jobs import (
+    BF16,
+    OURS,
+    OURS_BF16,
+    PLAIN,
+    PLAIN_BF16,
+    Course,
+    Ranks,
+    Source,
+    Variant,
+)
 from tests.checkpoint.known import assert_same
 
-BF16 = torch.bfloat16
-OURS, PLAIN = Variant(), Variant(wrapped=False)
-OURS_BF16, PLAIN_BF16 = Variant(dtype=BF16), Variant(wrapped=False, dtype=BF16)
 HOST_BF16, STREAMED_BF16 = Variant(lanes=("host",), dtype=BF16), Variant(lanes=1.0, dtype=BF16)
 OURS_HSDP = Variant(mesh="hsdp")
 OURS_TP, PLAIN_TP = Variant(mesh="tp"), Variant(wrapped=False, mesh="tp")

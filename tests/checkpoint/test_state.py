@@ -20,13 +20,11 @@ from torch.distributed.tensor import DTensor
 from fsdp_offload.checkpoint.state import collect, pack, unpack
 from fsdp_offload.core.errors import OffloadError, StateDictError
 from tests.checkpoint import jobs
-from tests.checkpoint.jobs import FLAT, Ranks, Variant
+from tests.checkpoint.jobs import BF16, FLAT, Ranks, Variant
 from tests.checkpoint.test_interop import refusal
 from tests.fsdp import models
 from tests.fsdp.models import check, check_same, local
 from tests.helpers.own_optimizers import Own
-
-BF16 = torch.bfloat16
 
 
 def compare_with_torch(variant: Variant) -> list[str]:
@@ -102,17 +100,6 @@ def test_state_of_a_shard_that_is_not_cut_like_it_is_refused(ranks: Ranks) -> No
         assert isinstance(error, StateDictError)
         assert "'row'" in error.what
         assert "gather" in error.remedy
-
-
-def test_tied_weights_are_packed_once() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, bias=False))
-    model[1].weight = model[0].weight
-    packed = pack(model, models.wrap(torch.optim.AdamW(model.parameters()), model))
-
-    assert [key for key in packed if key.endswith("exp_avg")] == [
-        "state.0.bias.exp_avg",
-        "state.0.weight.exp_avg",
-    ]
 
 
 def wrapped_by_torch() -> nn.Module:
