@@ -155,9 +155,6 @@ def _groups(model: nn.Module, lr: float) -> list[dict[str, Any]]:
     ]
 
 
-# --------------------------------------------------------------------------- training
-
-
 def share(variant: Variant) -> tuple[int, int]:
     """Which part of the global batch this rank has, and of how many."""
     if variant.mesh != "tp":
@@ -195,9 +192,6 @@ def elsewhere(variant: Variant) -> Job:
     job = make(variant, lr=0.5)
     train(job, range(20, 21))
     return job
-
-
-# --------------------------------------------------------------------------- looking at all of it
 
 
 def whole(job: Job) -> dict[str, Any]:
@@ -277,9 +271,6 @@ def addresses(optimizer: Optimizer) -> list[int]:
     ]
 
 
-# --------------------------------------------------------------------------- ways to save
-
-
 def save_ours(job: Job, path: Path) -> None:
     checkpoint.save(path, *job.pair, extra={"step": LAST_BEFORE})
 
@@ -322,9 +313,6 @@ SAVERS: dict[str, Callable[[Job, Path], None]] = {
     "nested": save_nested,
     "stateful": save_stateful,
 }
-
-
-# --------------------------------------------------------------------------- on the ranks
 
 
 @dataclass(frozen=True)
