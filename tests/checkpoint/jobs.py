@@ -34,13 +34,16 @@ from fsdp_offload.update import codec
 from fsdp_offload.update.params import MasterForm, ParamState
 from tests.fsdp import models
 from tests.fsdp.models import Block, Toy, local
+from tests.helpers.ranks import RankPool
 
+BF16 = torch.bfloat16
 BATCH = 12  # sequences, over all ranks: 1, 2, 3 and 4 divide it
 LAST_BEFORE = 3  # the step after which jobs are saved
 AFTER = range(LAST_BEFORE + 1, LAST_BEFORE + 4)
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 NESTED = StateDictOptions()
 MIXED = ("host", "streamed", "resident")
+Ranks = Callable[..., RankPool]
 Lanes = tuple[str, ...] | float  # one lane per parameter in turn, or a fraction
 
 
@@ -90,6 +93,10 @@ class Variant:
         kind = f"ours({lanes})" if self.wrapped else "plain"
         mesh = "" if self.mesh == "flat" else f"-{self.mesh}"
         return f"{kind}-{str(self.dtype).removeprefix('torch.')}{mesh}"
+
+
+OURS, PLAIN = Variant(), Variant(wrapped=False)
+OURS_BF16, PLAIN_BF16 = Variant(dtype=BF16), Variant(wrapped=False, dtype=BF16)
 
 
 @dataclass
@@ -148,9 +155,6 @@ def _groups(model: nn.Module, lr: float) -> list[dict[str, Any]]:
     ]
 
 
-# --------------------------------------------------------------------------- training
-
-
 def share(variant: Variant) -> tuple[int, int]:
     """Which part of the global batch this rank has, and of how many."""
     if variant.mesh != "tp":
@@ -176,14 +180,18 @@ def train(job: Job, steps: range) -> None:
         job.optimizer.zero_grad()
 
 
+def trained(variant: Variant, steps: int = LAST_BEFORE) -> Job:
+    """A job after its first steps, in which block 1 has no gradient."""
+    job = make(variant)
+    train(job, range(1, steps + 1))
+    return job
+
+
 def elsewhere(variant: Variant) -> Job:
     """A job that has gone another way: everything in it has to be replaced."""
     job = make(variant, lr=0.5)
     train(job, range(20, 21))
     return job
-
-
-# --------------------------------------------------------------------------- looking at all of it
 
 
 def whole(job: Job) -> dict[str, Any]:
@@ -263,9 +271,6 @@ def addresses(optimizer: Optimizer) -> list[int]:
     ]
 
 
-# --------------------------------------------------------------------------- ways to save
-
-
 def save_ours(job: Job, path: Path) -> None:
     checkpoint.save(path, *job.pair, extra={"step": LAST_BEFORE})
 
@@ -310,9 +315,6 @@ SAVERS: dict[str, Callable[[Job, Path], None]] = {
 }
 
 
-# --------------------------------------------------------------------------- on the ranks
-
-
 @dataclass(frozen=True)
 class Source:
     """A checkpoint: of which job, and written how."""
@@ -347,8 +349,7 @@ def save_all(root: Path, sources: tuple[Source, ...]) -> dict[Variant, Course] |
     """Train each variant once, save it in all wanted ways, train on; rank 0 tells."""
     courses = {}
     for variant in dict.fromkeys(source.variant for source in sources):
-        job = make(variant)
-        train(job, range(1, LAST_BEFORE + 1))
+        job = trained(variant)
         for source in sources:
             if source.variant == variant:
                 SAVERS[source.way](job, source.folder(root))

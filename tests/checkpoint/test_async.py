@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,20 +22,8 @@ from fsdp_offload import checkpoint
 from fsdp_offload.checkpoint import Stager, Writer, writer
 from fsdp_offload.core.errors import CheckpointError, OffloadError
 from tests.checkpoint import jobs
-from tests.checkpoint.jobs import Job, Variant
-from tests.fsdp import models
-from tests.fsdp.models import check, check_same
-from tests.helpers.ranks import RankPool
-
-Ranks = Callable[..., RankPool]
-BF16 = torch.bfloat16
-OURS_BF16 = Variant(dtype=BF16)
-
-
-def trained(variant: Variant) -> Job:
-    job = jobs.make(variant)
-    jobs.train(job, range(1, jobs.LAST_BEFORE + 1))
-    return job
+from tests.checkpoint.jobs import OURS_BF16, Ranks, Variant
+from tests.fsdp.models import check, check_same_dicts
 
 
 def files_of(path: Path) -> dict[str, bytes]:
@@ -42,38 +31,29 @@ def files_of(path: Path) -> dict[str, bytes]:
     return {f.name: f.read_bytes() for f in path.iterdir() if f.name != "manifest.json"}
 
 
-class Gate:
-    """Holds the saving thread until it is opened."""
+@contextlib.contextmanager
+def gate() -> Iterator[threading.Event]:
+    """Holds the saving thread until the event is set, at the end at the latest."""
+    opened, real = threading.Event(), Writer.write_data
 
-    def __init__(self) -> None:
-        self.opened = threading.Event()
+    def write_data(writer: Writer, *args: Any) -> Any:
+        if threading.current_thread().name == "fsdp-offload-save":
+            assert opened.wait(60), "the gate stayed closed"
+        return real(writer, *args)
 
-    def __enter__(self) -> Gate:
-        gate, real = self, Writer.write_data
-
-        def write_data(writer: Writer, *args: Any) -> Any:
-            if threading.current_thread().name == "fsdp-offload-save":
-                assert gate.opened.wait(60), "the gate stayed closed"
-            return real(writer, *args)
-
-        self._patch = mock.patch.object(Writer, "write_data", write_data)
-        self._patch.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.opened.set()
-        self._patch.stop()
-
-
-# --------------------------------------------------------------------------- the same bytes
+    with mock.patch.object(Writer, "write_data", write_data):
+        try:
+            yield opened
+        finally:
+            opened.set()
 
 
 def save_both_ways(variant: Variant, root: Path) -> None:
     """Twice, as the memory for copies is used again."""
-    job = trained(variant)
+    job = jobs.trained(variant)
     for turn, first in enumerate((4, 7)):
         checkpoint.save(root / f"sync {turn}", *job.pair, extra={"turn": turn})
-        with Gate():
+        with gate():
             path = root / f"async {turn}"
             future = checkpoint.async_save(path, *job.pair, extra={"turn": turn})
             jobs.train(job, range(first, first + 3))
@@ -105,14 +85,11 @@ def test_bytes_are_those_of_a_save_at_that_step(
     ranks(2).run(save_both_ways, variant, tmp_path)
 
 
-# --------------------------------------------------------------------------- several saves
-
-
 def save_twice(root: Path) -> None:
-    job = trained(Variant())
-    with Gate() as gate:
+    job = jobs.trained(Variant())
+    with gate() as opened:
         first = checkpoint.async_save(root / "first", *job.pair)
-        threading.Timer(0.3, gate.opened.set).start()
+        threading.Timer(0.3, opened.set).start()
         second = checkpoint.async_save(root / "second", *job.pair)
         check(first.done(), "the second save did not wait for the first")
         checkpoint.save(root / "third", *job.pair)
@@ -125,15 +102,12 @@ def test_saves_wait_for_each_other(ranks: Ranks, tmp_path: Path) -> None:
     ranks(2).run(save_twice, tmp_path)
 
 
-# --------------------------------------------------------------------------- errors
-
-
 def fail_in_the_thread(root: Path) -> tuple[str, list[str], bool]:
     """One rank's file system fails after the call has returned."""
-    job = trained(Variant())
+    job = jobs.trained(Variant())
     checkpoint.save(root / "before", *job.pair)
     before = jobs.whole(job)
-    with Gate():
+    with gate():
         future = checkpoint.async_save(root / "broken", *job.pair)
         if dist.get_rank() == 1:
             real, failing = os.fsync, OSError(28, "No space left on device")
@@ -149,8 +123,7 @@ def fail_in_the_thread(root: Path) -> tuple[str, list[str], bool]:
         assert os.fsync is real
     dist.barrier()
     left = sorted(path.name for path in root.iterdir())
-    for name, value in jobs.whole(job).items():
-        check_same(value, before[name], name)
+    check_same_dicts(jobs.whole(job), before, "whole job")
     checkpoint.async_save(root / "after", *job.pair).result(60)  # nothing is stuck
     return told, left, (root / "after").is_dir()
 
@@ -165,7 +138,7 @@ def test_an_error_of_one_rank_reaches_the_future_of_all(ranks: Ranks, tmp_path: 
 
 def fail_while_copying(root: Path) -> str:
     """Staging fails on one rank; none may publish, and none may wait for it for ever."""
-    job = trained(Variant())
+    job = jobs.trained(Variant())
     stage = Stager.stage
 
     def failing(*args: Any) -> Any:
@@ -204,14 +177,8 @@ def test_without_a_thread_the_save_is_done_by_the_caller(tmp_path: Path) -> None
     assert checkpoint.latest(tmp_path) == tmp_path / "one"
 
 
-# --------------------------------------------------------------------------- groups
-
-
-# --------------------------------------------------------------------------- torch's async_save
-
-
 def by_torch(root: Path, process: bool, plugins: bool) -> None:
-    job = trained(OURS_BF16)
+    job = jobs.trained(OURS_BF16)
     expected = jobs.whole(job)
     model, optimizer = get_model_state_dict(job.model), checkpoint.OptimizerState(*job.pair)
     kind = dcp.state_dict_saver.AsyncCheckpointerType
@@ -226,8 +193,7 @@ def by_torch(root: Path, process: bool, plugins: bool) -> None:
     future.result()
     other = jobs.elsewhere(OURS_BF16)
     checkpoint.load(root, *other.pair)
-    for name, value in jobs.whole(other).items():
-        check_same(value, expected[name], name)
+    check_same_dicts(jobs.whole(other), expected, "whole job")
 
 
 @pytest.mark.parametrize(
@@ -240,34 +206,10 @@ def test_async_save_of_torch_takes_the_state_of_that_step(
     ranks(2).run(by_torch, tmp_path / "one", process, plugins)
 
 
-# --------------------------------------------------------------------------- one process
-
-
-@pytest.fixture
-def alone(one_thread: None) -> Iterator[tuple[nn.Module, Any]]:
-    model = nn.Sequential(nn.Linear(40, 30), nn.Tanh(), nn.Linear(30, 20))
-    optimizer = models.wrap(torch.optim.AdamW(model.parameters(), lr=0.1), model)
-    model(torch.randn(3, 40)).sum().backward()
-    optimizer.step()
-    yield model, optimizer
-    optimizer.close()
-
-
-def test_one_process_saves_without_a_group(alone: tuple[nn.Module, Any], tmp_path: Path) -> None:
-    model, optimizer = alone
-    checkpoint.save(tmp_path / "sync", model, optimizer)
-    future = checkpoint.async_save(tmp_path / "async", model, optimizer)
-    optimizer.step()
-    future.result(60)
-
-    data = "__0_0.distcp"
-    assert (tmp_path / "async" / data).read_bytes() == (tmp_path / "sync" / data).read_bytes()
-
-
 def test_weights_alone_are_saved_beside_training(tmp_path: Path) -> None:
     model = nn.Linear(300, 100)
     weight = model.weight.detach().clone()
-    with Gate():
+    with gate():
         future = checkpoint.async_save(tmp_path / "one", model)
         model.weight.data.zero_()
     future.result(60)

@@ -6,27 +6,21 @@ import copy
 import io
 import itertools
 import math
-import pickle
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list, _create_write_items
 from torch.distributed.checkpoint.utils import find_tensor_shard
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_offload.checkpoint import megatron_fsdp
 from fsdp_offload.core import dtensor
@@ -89,10 +83,6 @@ def test_an_uneven_shard_answers_with_its_box() -> None:
     assert len(_create_chunk_list(state)) == 1
 
 
-def by_pickle(state: Tensor) -> Tensor:
-    return pickle.loads(pickle.dumps(state))
-
-
 def by_file(state: Tensor) -> Tensor:
     buffer = io.BytesIO()
     torch.save({"w": state}, buffer)
@@ -103,7 +93,7 @@ def by_stager(state: Tensor) -> Tensor:
     return StateDictStager().stage({"w": state})["w"]
 
 
-@pytest.mark.parametrize("way", [by_pickle, copy.deepcopy, by_file, by_stager])
+@pytest.mark.parametrize("way", [copy.deepcopy, by_file, by_stager])
 def test_the_answers_follow_a_copy_of_the_tensor(way: Callable[[Tensor], Tensor]) -> None:
     state, shard = bare(3)
     copied = way(attach_chunk(state, shard, SHAPE, (1, 0)))
@@ -120,9 +110,6 @@ def test_an_empty_shard_holds_nothing_but_a_tensor_without_elements_is_saved() -
         items = _create_write_items("w", made)
         assert len(items) == len(_create_chunk_list(made)) == count
         assert all(find_tensor_shard(made, item.index).shape == (0, 3) for item in items)
-
-
-# --------------------------------------------------------------------------- what is refused
 
 
 def test_a_slice_that_is_not_that_of_the_shard_is_refused() -> None:
@@ -159,9 +146,6 @@ def test_other_cuts_are_another_placement() -> None:
     assert dtensor.same_placement(other, torch.zeros_like(state))  # tells nothing of its cuts
 
 
-# --------------------------------------------------------------------------- tilings
-
-
 def elements(shape: tuple[int, ...], box: Box) -> list[int]:
     """Row-major numbers of the elements in a box."""
     inside = tuple(slice(o, o + n) for o, n in zip(*box, strict=True))
@@ -182,36 +166,6 @@ def check_tiling(states: list[Tensor], shape: tuple[int, ...], *, replicas: int)
     assert set(written) == set(range(math.prod(shape)))
     assert all(count in (1, replicas) for count in written.values())
     assert loaded == Counter({element: replicas for element in range(math.prod(shape))})
-
-
-def under_fake_ranks(size: int, fn: Callable[[], list[Tensor]]) -> list[list[Tensor]]:
-    """``fn`` on every rank of a world that consists of this process alone, one after the other."""
-    found = []
-    for rank in range(size):
-        dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
-        try:
-            found.append(fn())
-        finally:
-            dist.destroy_process_group()
-            _clear_sharding_prop_cache()  # it remembers the mesh of this rank
-    return found
-
-
-def fsdp_in_tp_state() -> list[Tensor]:
-    """State of a layer that FSDP2 has sharded over 3 ranks, within TP over 2 and 2 replicas."""
-    mesh = init_device_mesh("cpu", (2, 3, 2), mesh_dim_names=("outer", "dp", "tp"))
-    layer = parallelize_module(nn.Linear(3, 14), mesh["tp"], ColwiseParallel())
-    fully_shard(layer, mesh=mesh["outer", "dp"])
-    assert layer.weight.placements[0] == Replicate()
-    for parameter in layer.parameters():
-        dtensor.shard_info(parameter, "even")  # torch's own cuts
-    return [dtensor.like(p, dtensor.local(p).double()) for p in layer.parameters()]
-
-
-def test_shards_of_real_fsdp_within_tp_tile() -> None:
-    weights, biases = zip(*under_fake_ranks(12, fsdp_in_tp_state), strict=True)
-    check_tiling(list(weights), (14, 3), replicas=2)
-    check_tiling(list(biases), (14,), replicas=2)
 
 
 @given(st.data(), st.integers(1, 8), st.integers(1, 3), st.sampled_from([1, 2, 4]))

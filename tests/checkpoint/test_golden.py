@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
 import struct
-import traceback
 import zlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,10 @@ from torch import Tensor
 
 from fsdp_offload import checkpoint
 from fsdp_offload.checkpoint import folder
+from tests.checkpoint.jobs import Ranks
+from tests.checkpoint.known import assert_same
 from tests.checkpoint.make_golden import EXTRA, GOLDEN, LR, MAKERS, Job, dump, job, make
-from tests.helpers.ranks import RankPool
+from tests.fsdp.test_state_dict import attempt
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -29,7 +30,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning"),
 ]
 
-Ranks = Callable[..., RankPool]
 NAMES = sorted(path.name for path in GOLDEN.iterdir())
 OURS = [name for name in NAMES if name.startswith("v3_")]
 LANES = ("streamed", "host", "resident")
@@ -43,25 +43,8 @@ def expected_of(name: str) -> dict[str, Tensor]:
     return load_file(GOLDEN / name / "expected.safetensors")
 
 
-def dtype_of(name: str) -> torch.dtype:
-    return expected_of(name)["weight"].dtype
-
-
 def bits(tensor: Tensor) -> Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)
-
-
-def difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> str:
-    """Names whose shape, dtype or bits differ; empty if none."""
-    if found.keys() != expected.keys():
-        return f"keys {sorted(found.keys() ^ expected.keys())}"
-    wrong = [
-        name
-        for name, value in expected.items()
-        if (found[name].dtype, found[name].shape) != (value.dtype, value.shape)
-        or not torch.equal(bits(found[name]), bits(value))
-    ]
-    return ", ".join(wrong)
 
 
 def spoil(made: Job) -> None:
@@ -87,56 +70,43 @@ def adjusted(
     """What a job of ``dtype`` keeps of it."""
     found = dict(expected)
     for fqn in ("weight", "bias"):
-        if dtype == torch.float32:
-            found[fqn] = found[f"{fqn}.master"]
-        elif lane is None:  # plain AdamW keeps what it shows: bf16, and no master
+        source = fqn if lane is None else f"{fqn}.master"
+        found[fqn] = found[source].to(dtype)
+        if lane is None:  # plain AdamW has no master
             for part in ("exp_avg", "exp_avg_sq"):
                 found[f"{fqn}.{part}"] = found[f"{fqn}.{part}"].to(dtype)
             found[f"{fqn}.master"] = found[fqn].float()
     return found
 
 
-def compare(name: str, dtype: torch.dtype, lane: str | None) -> str:
-    """What is wrong after a load; empty if nothing."""
+def compare(name: str, dtype: torch.dtype, lane: str | None) -> None:
+    """Raise if anything is wrong after a load."""
     made, extra = load(name, dtype, lane)
     options = made[1].param_groups[0]
     if (options["lr"], tuple(options["betas"])) != (LR, (0.8, 0.95)):
-        return f"options {options}"
+        raise AssertionError(f"options {options}")
     if extra != (EXTRA if name in OURS else {}):
-        return f"extra {extra}"
-    return difference(dump(made), adjusted(expected_of(name), dtype, lane))
+        raise AssertionError(f"extra {extra}")
+    assert_same(dump(made), adjusted(expected_of(name), dtype, lane))
 
 
 def cases() -> list[tuple[str, torch.dtype, str | None]]:
-    """Every golden checkpoint into every lane and a plain optimizer, of its dtype and of fp32."""
-    found: list[tuple[str, torch.dtype, str | None]] = []
-    for name in NAMES:
-        dtypes = {dtype_of(name), torch.float32}
-        for dtype in sorted(dtypes, key=str):
-            found += [(name, dtype, lane) for lane in LANES]
-        found.append((name, dtype_of(name), None))
-    return found
+    """Every golden checkpoint into every lane and a plain optimizer, in both dtypes."""
+    return [*itertools.product(NAMES, (torch.float32, torch.bfloat16), (*LANES, None))]
 
 
 @pytest.mark.parametrize(("name", "dtype", "lane"), cases())
 def test_a_golden_checkpoint_is_loaded(name: str, dtype: torch.dtype, lane: str | None) -> None:
-    assert compare(name, dtype, lane) == ""
+    compare(name, dtype, lane)
 
 
-def compare_all() -> list[str]:
-    found = []
+def compare_all() -> None:
     for case in cases():
-        try:
-            outcome = compare(*case)
-        except Exception:
-            outcome = traceback.format_exc()
-        found.append(f"{case}: {outcome}" if outcome else "")
-    return found
+        compare(*case)
 
 
 def test_golden_checkpoints_are_loaded_on_two_ranks(ranks: Ranks) -> None:
-    for found in ranks(2).run(compare_all):
-        assert [message for message in found if message] == []
+    attempt(ranks, compare_all)
 
 
 def test_all_forms_are_there() -> None:

@@ -16,8 +16,8 @@ from fsdp_offload import checkpoint
 from fsdp_offload.checkpoint import folder, state
 from fsdp_offload.checkpoint import planner as planner_module
 from fsdp_offload.core.errors import LaneError
+from tests.checkpoint.known import assert_same
 from tests.checkpoint.test_saving import Pair, layers, pair_of, step, values_of
-from tests.fsdp import models
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -31,12 +31,6 @@ def _handler() -> Iterator[None]:
 
 def interrupt() -> None:
     os.kill(os.getpid(), signal.SIGINT)
-
-
-def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        assert torch.equal(models.bits(found[name]), models.bits(value)), name
 
 
 def saved_and_other(path: Path) -> tuple[dict[str, torch.Tensor], Pair]:

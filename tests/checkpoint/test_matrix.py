@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +11,19 @@ import torch
 from torch import Tensor
 
 from tests.checkpoint import jobs
-from tests.checkpoint.jobs import Course, Source, Variant
-from tests.helpers.ranks import RankPool
+from tests.checkpoint.jobs import (
+    BF16,
+    OURS,
+    OURS_BF16,
+    PLAIN,
+    PLAIN_BF16,
+    Course,
+    Ranks,
+    Source,
+    Variant,
+)
+from tests.checkpoint.known import assert_same
 
-Ranks = Callable[..., RankPool]
-BF16 = torch.bfloat16
-OURS, PLAIN = Variant(), Variant(wrapped=False)
-OURS_BF16, PLAIN_BF16 = Variant(dtype=BF16), Variant(wrapped=False, dtype=BF16)
 HOST_BF16, STREAMED_BF16 = Variant(lanes=("host",), dtype=BF16), Variant(lanes=1.0, dtype=BF16)
 OURS_HSDP = Variant(mesh="hsdp")
 OURS_TP, PLAIN_TP = Variant(mesh="tp"), Variant(wrapped=False, mesh="tp")
@@ -81,18 +86,12 @@ def saved_all(root: Path, ranks: Ranks) -> Saved:
     return ranks(4).run(jobs.save_all, root / "all", sources, timeout_s=600)[0]
 
 
-# --------------------------------------------------------------------------- comparing
-
-
-def same(found: Any, expected: Any) -> bool:
-    """Of the same bits; what the optimizer keeps in fewer bits is compared rounded."""
-    if not isinstance(expected, Tensor):
-        return found == expected
-    return torch.equal(bits(found), bits(expected))
-
-
-def bits(value: Tensor) -> Tensor:
-    return value.contiguous().view(torch.int16 if value.itemsize == 2 else torch.int32)
+def check_same(found: Any, expected: Any, name: str) -> None:
+    """Of the same bits."""
+    if isinstance(expected, Tensor):
+        assert_same({name: found}, {name: expected})
+    else:
+        assert found == expected, name
 
 
 def check_loaded(found: dict[str, Any], expected: dict[str, Any], target: Variant) -> None:
@@ -102,16 +101,10 @@ def check_loaded(found: dict[str, Any], expected: dict[str, Any], target: Varian
             continue
         moment = isinstance(value, Tensor) and name.startswith("exp_avg")
         wanted = value.to(found[name].dtype) if moment else value
-        assert same(found[name], wanted), name
+        check_same(found[name], wanted, name)
     for name in found.keys() - expected.keys():  # masters that nobody has saved
         weight = expected[name.replace("master ", "weight ")]
-        assert same(found[name], weight.float()), name
-
-
-def check_goes_on(found: Course, expected: Course) -> None:
-    """As the run that was never interrupted: the same bits."""
-    for name in found.at_end.keys() & expected.at_end.keys():
-        assert same(found.at_end[name], expected.at_end[name]), f"{name} at the end"
+        check_same(found[name], weight.float(), name)
 
 
 # Gradients of another world size are sums in another order. Greatest distances seen in the product
@@ -121,13 +114,13 @@ def check_goes_on(found: Course, expected: Course) -> None:
 LIMITS = {"weight": 8.0, "master": 8.0, "exp_avg": 16.0, "exp_avg_sq": 32.0}
 
 
-def check_goes_on_nearly(found: Course, expected: Course, dtype: torch.dtype) -> None:
-    """As it, but for the order of sums."""
+def check_goes_on(found: Course, expected: Course, dtype: torch.dtype, *, exactly: bool) -> None:
+    """As the run that was never interrupted: the same bits, or but for the order of sums."""
     for name in found.at_end.keys() & expected.at_end.keys():
         mine, theirs = found.at_end[name], expected.at_end[name]
         kind, _, _ = name.partition(" ")
-        if kind not in LIMITS:
-            assert mine == theirs, name
+        if exactly or kind not in LIMITS:
+            check_same(mine, theirs, name)
             continue
         ulp = torch.finfo(dtype).eps * theirs.float().abs().max().item()
         distance = (mine.float() - theirs.float()).abs().max().item()
@@ -144,12 +137,8 @@ def resume(ranks: Ranks, root: Path, saved: Saved, row: tuple[int, Source, Varia
     found = ranks(world).run(jobs.load_one, root, source, target)[0]
     expected = saved[source.variant]
     check_loaded(found.at_save, expected.at_save, target)
-    if not exact(source, target):
-        return
-    if world == 4:
-        check_goes_on(found, expected)
-    else:
-        check_goes_on_nearly(found, expected, target.dtype)
+    if exact(source, target):
+        check_goes_on(found, expected, target.dtype, exactly=world == 4)
 
 
 @pytest.mark.parametrize("row", DEFAULT, ids=named)

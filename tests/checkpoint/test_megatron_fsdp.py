@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -25,11 +25,11 @@ from fsdp_offload.checkpoint import megatron_fsdp
 from fsdp_offload.core import dtensor
 from fsdp_offload.update import codec
 from tests.checkpoint import stand_in
+from tests.checkpoint.jobs import Ranks
+from tests.checkpoint.known import assert_same
 from tests.fsdp import models
-from tests.fsdp.models import check
-from tests.helpers.ranks import RankPool
+from tests.fsdp.models import check, local
 
-Ranks = Callable[..., RankPool]
 LANES = ("streamed", "host", "resident")
 KINDS = ("exp_avg", "exp_avg_sq")
 SHAPES = {
@@ -59,10 +59,6 @@ def job(*, seed: int = 0, dtype: torch.dtype = torch.float32) -> Job:
     layout = stand_in.Layout(models.mesh((dist.get_world_size(),), ("dp",)))
     parameters = layout.make(whole(seed, dtype))
     return parameters, models.wrap(adamw(parameters.values()), update_on=LANES)
-
-
-def local(parameter: Tensor) -> Tensor:
-    return models.local(parameter)
 
 
 def piece(full: Tensor, parameter: nn.Parameter) -> Tensor:
@@ -152,9 +148,6 @@ def check_is(made: Job, expected: dict[str, Tensor], what: str) -> None:
             check(models.placement(shown) == models.placement(parameter), f"{name}, {kind}: placed")
 
 
-# --------------------------------------------------------------------------- same bits
-
-
 def train(decoupled: bool, dtype: torch.dtype) -> set[str]:
     """Six steps beside the plain optimizer; returns what kinds of shards were met."""
     made = job()
@@ -189,22 +182,6 @@ def test_steps_have_the_bits_of_the_plain_optimizer(
     met = set().union(*ranks(size).run(train, decoupled, dtype))
 
     assert met >= {"empty", "whole", "uneven"}
-
-
-def step_without_gradients() -> None:
-    parameters, optimizer = job()
-    before = {n: local(p).clone() for n, p in parameters.items()}
-    optimizer.step()
-    for name, parameter in parameters.items():
-        check(optimizer.state[parameter]["step"] == 0, f"{name} was counted")
-        check(torch.equal(local(parameter), before[name]), f"{name} was touched")
-
-
-def test_a_step_without_any_gradient_counts_nowhere(ranks: Ranks) -> None:
-    ranks(2).run(step_without_gradients)
-
-
-# --------------------------------------------------------------------------- checkpoints
 
 
 def entries(made: Job) -> dict[str, Any]:
@@ -244,18 +221,17 @@ def load(path: Path, dtype: torch.dtype) -> None:
         check_is(made, plain(3), "after the load")
 
 
-def load_plain(path: Path) -> None:
-    """Into DTensors as FSDP2 makes them."""
-    mesh = models.mesh((dist.get_world_size(),), ("shard",))
-    expected = known()
-    state: dict[str, Any] = {
-        key: distribute_tensor(torch.zeros_like(value), mesh, [Shard(0)]) if value.dim() else value
-        for key, value in expected.items()
+def load_in_fsdp2(like: Mapping[str, Tensor], path: Path) -> dict[str, Tensor]:
+    """Into DTensors cut as FSDP2 cuts, on the CPU; whole tensors."""
+    on = init_device_mesh("cpu", (dist.get_world_size(),))
+    target = {
+        key: distribute_tensor(torch.zeros(value.shape, dtype=value.dtype), on, [Shard(0)])
+        if value.dim()
+        else torch.zeros_like(value, device="cpu")
+        for key, value in like.items()
     }
-    dcp.load(state, checkpoint_id=path)
-    for key, value in state.items():
-        found = value.full_tensor() if isinstance(value, DTensor) else value
-        models.check_same(found, expected[key], key)
+    dcp.load(target, checkpoint_id=path)
+    return {k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in target.items()}
 
 
 @pytest.mark.parametrize(
@@ -274,7 +250,8 @@ def test_a_checkpoint_loads_into_other_cuts_and_into_fsdp2(
     ranks(before).run(save, tmp_path, dtype)
     ranks(after).run(load, tmp_path, dtype)
     if dtype == torch.float32:
-        ranks(after).run(load_plain, tmp_path)
+        for found in ranks(after).run(load_in_fsdp2, known(), tmp_path):
+            assert_same(found, known())
 
 
 def export(folder: Path) -> None:
@@ -291,9 +268,6 @@ def test_weights_are_exported_from_where_they_lie(ranks: Ranks, tmp_path: Path) 
     expected = {name: value.float() for name, value in whole(0, torch.bfloat16).items()}
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], value) for name, value in expected.items())
-
-
-# --------------------------------------------------------------------------- other mesh axes
 
 
 EVEN = {"embed": (22, 12), "up": (70, 12), "cube": (6, 2, 6), "row": (2, 4)}
@@ -328,16 +302,6 @@ def save_numbers(kind: str, path: Path) -> int:
     )
 
 
-def load_numbers(path: Path) -> dict[str, Tensor]:
-    mesh = models.mesh((4,), ("shard",))
-    shaped = numbered()
-    state = {
-        n: distribute_tensor(torch.zeros(v.shape), mesh, [Shard(0)]) for n, v in shaped.items()
-    }
-    dcp.load(state, checkpoint_id=path)
-    return {name: value.full_tensor() for name, value in state.items()}
-
-
 @pytest.mark.parametrize("kind", ["hsdp", "tp rows", "tp columns"])
 def test_replicas_and_tensor_parallel_blocks_are_saved_where_they_belong(
     ranks: Ranks, tmp_path: Path, kind: str
@@ -345,11 +309,9 @@ def test_replicas_and_tensor_parallel_blocks_are_saved_where_they_belong(
     counts = ranks(4).run(save_numbers, kind, tmp_path)
     assert sum(counts) == sum(v.numel() for v in numbered().values())
     assert (counts[2:] == [0, 0]) == (kind == "hsdp")
-    for found in ranks(4).run(load_numbers, tmp_path):
-        assert all(torch.equal(found[name], value) for name, value in numbered().items())
+    for found in ranks(4).run(load_in_fsdp2, numbered(), tmp_path):
+        assert_same(found, numbered())
 
-
-# --------------------------------------------------------------------------- the real package
 
 NEEDS_PACKAGE = pytest.mark.skipif(
     find_spec("megatron_fsdp") is None,
@@ -453,26 +415,13 @@ def train_megatron(device: str, strategy: int, path: Path) -> None:
         wrapped.zero_grad()
     state = {f"{names[p]}.{k}": v for p, held in wrapped.state.items() for k, v in held.items()}
     dcp.save(state, checkpoint_id=path)
-    found = load_like(state, path)
+    found = load_in_fsdp2(state, path)
     for parameter, name in names.items():
         check(float(found[f"{name}.step"]) == 4, f"{name}: {found[f'{name}.step']}")
         for kind in KINDS:
             mine = local(wrapped.state[parameter][kind])
             same = torch.equal(piece(found[f"{name}.{kind}"], parameter), mine.cpu())
             check(same, f"{name}.{kind} after the load")
-
-
-def load_like(state: dict[str, Any], path: Path) -> dict[str, Tensor]:
-    """The checkpoint in DTensors cut as FSDP2 cuts, then whole; all on the CPU."""
-    on = init_device_mesh("cpu", (dist.get_world_size(),))
-    target = {
-        k: distribute_tensor(torch.zeros(v.shape, dtype=v.dtype), on, [Shard(0)])
-        if isinstance(v, DTensor)
-        else torch.zeros_like(v, device="cpu")
-        for k, v in state.items()
-    }
-    dcp.load(target, checkpoint_id=path)
-    return {k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in target.items()}
 
 
 def train_megatron_on_cpu(strategy: int, path: Path) -> None:
@@ -517,7 +466,7 @@ def save_from_new_buffers(path: Path) -> None:
         state[name] = wrapped.state[parameter]["exp_avg"]
         local(state[name]).copy_(local(parameter))
     dcp.save(state, checkpoint_id=path)
-    found = load_like(state, path)
+    found = load_in_fsdp2(state, path)
     for name, value in full.items():
         check(torch.equal(found[name], value), name)
 

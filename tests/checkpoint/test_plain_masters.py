@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import (
@@ -18,39 +17,21 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.optim import Optimizer
 
-from fsdp_offload import HybridDeviceOptimizer, TransferConfig, checkpoint
-from fsdp_offload.update import codec
+from fsdp_offload import checkpoint
+from tests.checkpoint.make_golden import Job, dump, job, train
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning"),
 ]
 
-Job = tuple[nn.Module, Optimizer]
-SMALL = TransferConfig(bucket_bytes=4096, host_threads=1)
-LANES = ["streamed", "resident", "host"]
+BF16 = torch.bfloat16
+LANES = ["streamed", "host"]
 
 
-def plain(dtype: torch.dtype = torch.bfloat16) -> Job:
-    torch.manual_seed(0)
-    model = nn.Linear(40, 30).to(dtype)
-    return model, torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
-
-
-def ours(lane: str, dtype: torch.dtype = torch.bfloat16) -> Job:
-    model, inner = plain(dtype)
-    return model, HybridDeviceOptimizer(inner, model=model, transfer=SMALL, update_on=[lane, lane])
-
-
-def train(made: Job) -> Job:
-    for step in range(3):
-        generator = torch.Generator().manual_seed(step)
-        for p in made[0].parameters():
-            p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
-        made[1].step()
-        made[1].zero_grad()
+def trained(made: Job) -> Job:
+    train(made)
     return made
 
 
@@ -60,26 +41,19 @@ def dicts(made: Job) -> dict[str, Any]:
 
 def check_masters(found: Job, expected: Job) -> None:
     """Moments are the plain optimizer's, masters its weights."""
-    for mine, theirs in zip(found[0].parameters(), expected[0].parameters(), strict=True):
-        assert torch.equal(mine, theirs)
-        state = found[1].state[mine]
-        assert torch.equal(state["exp_avg"].bfloat16(), expected[1].state[theirs]["exp_avg"])
-        master = state.get("master")
-        if master is None:
-            master = torch.empty(mine.numel())
-            codec.decode(mine.detach().view(-1), state["master_remainder"].view(-1), master)
-        assert torch.equal(master.view(mine.shape), theirs.float())
-
-
-# --------------------------------------------------------------------------- from a plain one
+    mine, theirs = dump(found), dump(expected)
+    for fqn in ("weight", "bias"):
+        assert torch.equal(mine[fqn], theirs[fqn])
+        assert torch.equal(mine[f"{fqn}.exp_avg"].bfloat16(), theirs[f"{fqn}.exp_avg"])
+        assert torch.equal(mine[f"{fqn}.master"], theirs[fqn].float())
 
 
 @pytest.mark.parametrize("lane", LANES)
 def test_a_strict_load_by_torch_names_the_entry(lane: str, tmp_path: Path) -> None:
     """docs/troubleshooting.md has this text."""
-    dcp.save(dicts(train(plain())), checkpoint_id=tmp_path / "one", no_dist=True)
+    dcp.save(dicts(trained(job(BF16, None))), checkpoint_id=tmp_path / "one", no_dist=True)
     with pytest.raises(CheckpointException, match=r"Missing key in checkpoint.*master"):
-        dcp.load(dicts(ours(lane)), checkpoint_id=tmp_path / "one", no_dist=True)
+        dcp.load(dicts(job(BF16, lane)), checkpoint_id=tmp_path / "one", no_dist=True)
 
 
 @pytest.mark.parametrize("remedy", ["checkpoint.load", "allow_partial_load"])
@@ -87,9 +61,9 @@ def test_a_strict_load_by_torch_names_the_entry(lane: str, tmp_path: Path) -> No
 def test_both_remedies_take_masters_from_the_weights(
     lane: str, remedy: str, tmp_path: Path
 ) -> None:
-    source, path = train(plain()), tmp_path / "one"
+    source, path = trained(job(BF16, None)), tmp_path / "one"
     dcp.save(dicts(source), checkpoint_id=path, no_dist=True)
-    target = ours(lane)
+    target = job(BF16, lane)
     if remedy == "checkpoint.load":
         checkpoint.load(path, *target)
     else:
@@ -100,21 +74,18 @@ def test_both_remedies_take_masters_from_the_weights(
     check_masters(target, source)
 
 
-# --------------------------------------------------------------------------- to a plain one
-
-
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [message for message in caplog.messages if "masters" in message]
 
 
-NAMES = {"streamed": "'master_remainder'", "resident": "'master_remainder'", "host": "'master'"}
+NAMES = {"streamed": "'master_remainder'", "host": "'master'"}
 
 
 @pytest.mark.parametrize("lane", LANES)
 def test_a_state_dict_with_masters_says_once_who_ignores_them(
     lane: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    made = train(ours(lane))
+    made = trained(job(BF16, lane))
     copy.deepcopy(dicts(made))
     (message,) = said(caplog)
     assert NAMES[lane] in message
@@ -127,8 +98,8 @@ def test_a_state_dict_with_masters_says_once_who_ignores_them(
 def test_nothing_is_said_where_nothing_is_lost(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    train(ours("streamed", torch.float32))[1].state_dict()
-    checkpoint.save(tmp_path / "one", *train(ours("streamed")))
+    trained(job(torch.float32, "streamed"))[1].state_dict()
+    checkpoint.save(tmp_path / "one", *trained(job(BF16, "streamed")))
     assert not said(caplog)
 
 
@@ -136,14 +107,11 @@ def test_nothing_is_said_where_nothing_is_lost(
 def test_a_plain_optimizer_that_loads_ours_says_what_it_ignores(
     lane: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    checkpoint.save(tmp_path / "one", *train(ours(lane)))
-    checkpoint.load(tmp_path / "one", *plain())
+    checkpoint.save(tmp_path / "one", *trained(job(BF16, lane)))
+    checkpoint.load(tmp_path / "one", *job(BF16, None))
     (message,) = said(caplog)
     assert NAMES[lane].strip("'") in message
     assert "AdamW ignores them" in message
-
-
-# --------------------------------------------------------------------------- written by hand
 
 
 @pytest.mark.parametrize(
@@ -155,12 +123,12 @@ def test_a_save_carries_weights_that_were_written_by_hand(
     lane: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
     """A load into another lane or dtype gives them, not what they were before."""
-    made = train(ours(lane, dtype))
+    made = trained(job(dtype, lane))
     with torch.no_grad():
         for parameter in made[0].parameters():
             parameter.fill_(0.1)
     checkpoint.save(tmp_path / "one", *made)
-    for target in (ours("resident", dtype), ours("streamed", torch.float32)):
+    for target in (job(dtype, "resident"), job(torch.float32, "streamed")):
         checkpoint.load(tmp_path / "one", *target)
         for parameter in target[0].parameters():
             # Where a weight was that number before, by chance, its master stays.

@@ -7,9 +7,7 @@ import json
 import os
 import pickle
 import select
-import shutil
 import zlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -27,25 +25,16 @@ from fsdp_offload.core.errors import (
     ConfigError,
     StateDictError,
 )
+from tests.checkpoint.jobs import Ranks
+from tests.checkpoint.known import assert_same
 from tests.checkpoint.test_saving import Pair, layers, pair_of, values_of
-from tests.fsdp import models
-from tests.helpers.ranks import RankPool
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-Ranks = Callable[..., RankPool]
 
 
 @pytest.fixture
 def pair() -> Pair:
     return pair_of(layers(6, 6))
-
-
-def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    for name, value in expected.items():
-        assert torch.equal(models.bits(found[name]), models.bits(value)), name
-
-
-# --------------------------------------------------------------------------- arguments
 
 
 @pytest.mark.parametrize(
@@ -62,9 +51,6 @@ def test_what_is_no_count_is_refused_first(
     assert not list(tmp_path.iterdir())
 
 
-# --------------------------------------------------------------------------- the current folder
-
-
 @pytest.mark.parametrize("path", [".", "..", "../here", "/"])
 def test_the_current_folder_is_not_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pair: Pair, path: str
@@ -75,9 +61,6 @@ def test_the_current_folder_is_not_replaced(
         checkpoint.save(path, *pair)
     assert Path.cwd() == tmp_path / "here"
     assert [p.name for p in tmp_path.iterdir()] == ["here"]
-
-
-# --------------------------------------------------------------------------- two jobs, one path
 
 
 def test_a_file_of_another_job_is_named_as_such(tmp_path: Path, pair: Pair) -> None:
@@ -95,8 +78,6 @@ def test_a_file_of_another_job_is_named_as_such(tmp_path: Path, pair: Pair) -> N
         checkpoint.save(tmp_path / "one", *pair)
     assert "path of its own" in caught.value.remedy
 
-
-# --------------------------------------------------------------------------- manifests
 
 FILES = {".metadata": [10, 3], "__0_0.distcp": [10, 3]}
 GOOD = {
@@ -144,32 +125,6 @@ def test_metadata_of_another_form_is_corrupt(
         checkpoint.load(tmp_path / "one", *pair)
 
 
-# --------------------------------------------------------------------------- keep_last
-
-
-def test_what_a_killed_process_left_half_removed_goes_with_the_next_save(
-    tmp_path: Path, pair: Pair
-) -> None:
-    for name in "abc":
-        checkpoint.save(tmp_path / name, *pair)
-
-    class Killed(BaseException):
-        pass
-
-    removing = shutil.rmtree
-
-    def killed(path: Path, **_: Any) -> None:
-        next(p for p in sorted(Path(path).iterdir()) if p.name.startswith("__")).unlink()
-        raise Killed
-
-    with mock.patch.object(shutil, "rmtree", killed), pytest.raises(Killed):
-        folder.prune(tmp_path / "c", 2)
-    assert len(list(tmp_path.iterdir())) == 3
-    assert shutil.rmtree is removing
-    checkpoint.save(tmp_path / "d", *pair, keep_last=2)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["c", "d"]
-
-
 def test_what_cannot_be_removed_fails_no_save(
     tmp_path: Path, pair: Pair, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -185,9 +140,6 @@ def test_what_cannot_be_removed_fails_no_save(
         checkpoint.save(tmp_path / "b", *pair, keep_last=1)
     assert "Permission denied" in caplog.text
     assert checkpoint.latest(tmp_path) == tmp_path / "b"
-
-
-# --------------------------------------------------------------------------- forks
 
 
 def save_in_a_fork(path: Path) -> list[str]:
@@ -223,9 +175,6 @@ def save_in_a_fork(path: Path) -> list[str]:
 def test_a_forked_child_is_refused_at_once(ranks: Ranks, tmp_path: Path) -> None:
     for told in ranks(2).run(save_in_a_fork, tmp_path):
         assert told == [ClosedError.__name__] * 3
-
-
-# --------------------------------------------------------------------------- state dicts
 
 
 @pytest.mark.parametrize(

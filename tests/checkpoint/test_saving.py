@@ -28,12 +28,11 @@ from fsdp_offload.core.errors import (
 )
 from fsdp_offload.optimizer import masters
 from fsdp_offload.pipeline.overlap import REORDER_AFTER
+from tests.checkpoint.jobs import Ranks
 from tests.checkpoint.test_interop import refusal
 from tests.fsdp import models
-from tests.fsdp.models import check, check_same
-from tests.helpers.ranks import RankPool
+from tests.fsdp.models import check
 
-Ranks = Callable[..., RankPool]
 Pair = tuple[nn.Module, HybridDeviceOptimizer]
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -77,13 +76,8 @@ def values_of(pair: Pair) -> dict[str, Tensor]:
 
 
 def check_values(pair: Pair, expected: dict[str, Tensor]) -> None:
-    found = values_of(pair)
-    check(found.keys() == expected.keys(), f"values {sorted(found)}")
-    for name, value in expected.items():
-        check_same(found[name], value, name)
+    models.check_same_dicts(values_of(pair), expected, "values")
 
-
-# --------------------------------------------------------------------------- async_save
 
 SCRIPT = """
 import sys, torch
@@ -114,9 +108,6 @@ def test_a_save_beside_a_script_that_ends_is_completed(tmp_path: Path) -> None:
     loaded.to_empty(device="cpu")
     checkpoint.load(path, loaded)
     assert all(torch.equal(value, expected[name]) for name, value in loaded.state_dict().items())
-
-
-# --------------------------------------------------------------------------- folders
 
 
 def test_links_are_no_checkpoints_of_their_own(tmp_path: Path) -> None:
@@ -169,9 +160,6 @@ def test_what_was_killed_before_the_last_rename_is_not_replaced_unasked(tmp_path
     path.rename(tmp_path / ".one.writing")
     checkpoint.save(path, model, extra={"save": 2}, overwrite=True)
     assert checkpoint.load(path, model) == {"save": 2}
-
-
-# --------------------------------------------------------------------------- what is saved
 
 
 def save_extra(root: Path) -> list[dict[str, Any]]:
@@ -248,9 +236,6 @@ def save_between_steps(root: Path) -> None:
 
 def test_a_save_leaves_the_next_step_as_it_was(ranks: Ranks, tmp_path: Path) -> None:
     ranks(2).run(save_between_steps, tmp_path)
-
-
-# --------------------------------------------------------------------------- errors of one rank
 
 
 def unknown_parameters(pair: Pair, root: Path) -> list[Callable[[], Any]]:
@@ -342,9 +327,6 @@ def test_a_load_that_one_rank_cannot_take_over_fails_on_all(ranks: Ranks, tmp_pa
     assert "rank 1" in str(results[0][0])
 
 
-# --------------------------------------------------------------------------- pipelines
-
-
 def stage(*others: str) -> Pair:
     """Rank r has module ``stage{r}``; and ``others``."""
     rank = dist.get_rank()
@@ -352,19 +334,6 @@ def stage(*others: str) -> Pair:
     pair = pair_of(nn.ModuleDict({n: nn.Linear(4, 4) for n in (f"stage{rank}", *others)}))
     step(pair, float(rank))
     return pair
-
-
-def resume_stages(path: Path) -> None:
-    saving_pair = stage()
-    checkpoint.save(path, *saving_pair, extra={"step": 2})
-    loading = stage()
-    step(loading, -3.0)
-    check(checkpoint.load(path, *loading) == {"step": 2}, "extra")
-    check_values(loading, values_of(saving_pair))
-
-
-def test_stages_of_a_pipeline_are_resumed(ranks: Ranks, tmp_path: Path) -> None:
-    ranks(2).run(resume_stages, tmp_path / "one")
 
 
 def lack_a_module(path: Path) -> OffloadError | None:

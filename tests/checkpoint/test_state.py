@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,36 +18,21 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from fsdp_offload.checkpoint.state import collect, pack, unpack
-from fsdp_offload.core.errors import ConfigError, StateDictError
+from fsdp_offload.core.errors import OffloadError, StateDictError
 from tests.checkpoint import jobs
-from tests.checkpoint.jobs import FLAT, Variant
+from tests.checkpoint.jobs import BF16, FLAT, Ranks, Variant
+from tests.checkpoint.test_interop import refusal
 from tests.fsdp import models
 from tests.fsdp.models import check, check_same, local
 from tests.helpers.own_optimizers import Own
-from tests.helpers.ranks import RankPool
-
-Ranks = Callable[..., RankPool]
-BF16 = torch.bfloat16
-
-
-def trained(variant: Variant) -> jobs.Job:
-    """After steps in which block 1 never had a gradient."""
-    job = jobs.make(variant)
-    jobs.train(job, range(1, jobs.LAST_BEFORE + 1))
-    return job
-
-
-# --------------------------------------------------------------------------- keys and memory
 
 
 def compare_with_torch(variant: Variant) -> list[str]:
-    job = trained(variant)
+    job = jobs.trained(variant)
     packed = pack(*job.pair)
     expected = get_optimizer_state_dict(*job.pair, options=FLAT)
-    check(packed.keys() == expected.keys(), f"keys {packed.keys() ^ expected.keys()}")
     check(list(packed) == sorted(packed), "not sorted")
-    for key, value in expected.items():
-        check_same(packed[key], value, key)
+    models.check_same_dicts(packed, expected, "packed")
     return list(packed)
 
 
@@ -63,7 +47,7 @@ def test_keys_and_values_are_those_of_torch_on_all_ranks(ranks: Ranks, variant: 
 
 
 def look_at_memory(dtype: torch.dtype) -> int:
-    job = trained(Variant(dtype=dtype))
+    job = jobs.trained(Variant(dtype=dtype))
     live = {
         local(value).data_ptr()
         for record in job.optimizer._reserved.params
@@ -95,45 +79,13 @@ def test_values_are_the_live_state_in_storages_of_its_size(
     assert empty[3] > 0, "no shard was empty"
 
 
-def unpack_by_hand(plain: bool) -> None:
-    source, target = trained(Variant()), jobs.elsewhere(Variant(wrapped=not plain))
-    packed = copy.deepcopy(pack(*source.pair))
-    before = jobs.addresses(target.optimizer)
-    unpack(*target.pair, packed)
-    check(plain or jobs.addresses(target.optimizer) == before, "the state moved")
-    found, expected = jobs.whole(target), jobs.whole(source)
-    for name, value in expected.items():
-        if not name.startswith("weight"):
-            check_same(found[name], value, name)
-
-
-@pytest.mark.parametrize("plain", [False, True])
-def test_packed_state_is_unpacked_into_both_kinds(ranks: Ranks, plain: bool) -> None:
-    ranks(2).run(unpack_by_hand, plain)
-
-
-# --------------------------------------------------------------------------- cost
-
-
-# --------------------------------------------------------------------------- refusals
-
-
-def refused(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Exception | None:
-    """What a call raised, so that it can be looked at outside."""
-    try:
-        fn(*args, **kwargs)
-    except (ConfigError, StateDictError) as error:
-        return error
-    return None
-
-
-def pack_factored() -> Exception | None:
+def pack_factored() -> OffloadError | None:
     """A class that reads its shard: torch's own Adafactor does not step on DTensors."""
     model = fully_shard(nn.Linear(6, 8), mesh=models.flat_mesh(2))
     optimizer = models.wrap(LocalRows(model.parameters()), model)
     model(torch.ones(2, 6)).sum().backward()
     optimizer.step()
-    return refused(pack, model, optimizer)
+    return refusal(lambda: pack(model, optimizer))
 
 
 class LocalRows(Own):
@@ -148,28 +100,6 @@ def test_state_of_a_shard_that_is_not_cut_like_it_is_refused(ranks: Ranks) -> No
         assert isinstance(error, StateDictError)
         assert "'row'" in error.what
         assert "gather" in error.remedy
-
-
-def test_a_parameter_that_the_model_lacks_is_refused() -> None:
-    model, other = nn.Linear(3, 2), nn.Linear(3, 2)
-    optimizer = models.wrap(torch.optim.AdamW([*model.parameters(), *other.parameters()]))
-
-    with pytest.raises(ConfigError, match="shape"):
-        pack(model, optimizer)
-
-
-# --------------------------------------------------------------------------- names
-
-
-def test_tied_weights_are_packed_once() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, bias=False))
-    model[1].weight = model[0].weight
-    packed = pack(model, models.wrap(torch.optim.AdamW(model.parameters()), model))
-
-    assert [key for key in packed if key.endswith("exp_avg")] == [
-        "state.0.bias.exp_avg",
-        "state.0.weight.exp_avg",
-    ]
 
 
 def wrapped_by_torch() -> nn.Module:
@@ -189,14 +119,6 @@ def test_names_are_those_that_torch_saves() -> None:
     assert {"state.0.weight.step", "state.1.weight.step"} <= packed.keys()
 
 
-def test_parts_of_a_pipeline_are_packed_together() -> None:
-    parts = [nn.Sequential(nn.Linear(3, 3)), nn.ModuleDict({"last": nn.Linear(3, 1)})]
-    both = [parameter for part in parts for parameter in part.parameters()]
-    packed = pack(parts, models.wrap(torch.optim.AdamW(both), parts))
-
-    assert {"state.0.weight.step", "state.last.weight.step"} <= packed.keys()
-
-
 def test_a_plain_optimizer_is_packed_by_torch() -> None:
     model = nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -205,20 +127,19 @@ def test_a_plain_optimizer_is_packed_by_torch() -> None:
     assert list(packed) == sorted(get_optimizer_state_dict(model, optimizer, options=FLAT))
 
 
-def test_parts_of_a_pipeline_have_the_same_names_in_a_plain_optimizer() -> None:
+def test_parts_of_a_pipeline_are_packed_together() -> None:
+    """Under the same names as with a plain optimizer."""
     parts = [nn.Sequential(nn.Linear(3, 3)), nn.ModuleDict({"last": nn.Linear(3, 1)})]
     both = [parameter for part in parts for parameter in part.parameters()]
     packed = pack(parts, torch.optim.AdamW(both, fused=False, foreach=False))
     ours = models.wrap(torch.optim.AdamW(both, foreach=False), parts)
 
     assert packed.keys() == pack(parts, ours).keys()
-
-
-# --------------------------------------------------------------------------- collectives of a save
+    assert {"state.0.weight.step", "state.last.weight.step"} <= packed.keys()
 
 
 def left_to_plan() -> list[str]:
-    job = trained(Variant(dtype=BF16))
+    job = jobs.trained(Variant(dtype=BF16))
     state = collect([job.model], job.optimizer, None)
     optim = {k.removeprefix("optim."): v for k, v in state.items() if k.startswith("optim.")}
     return [key for key, value in optim.items() if not isinstance(value, DTensor)]
@@ -268,7 +189,7 @@ def watched(calls: list[str]) -> Iterator[None]:
 
 
 def list_collectives(path: Path) -> dict[str, list[str]]:
-    job = trained(Variant())
+    job = jobs.trained(Variant())
     jobs.checkpoint.save(path / "first", *job.pair)  # makes the group
     found: dict[str, list[str]] = {"pack": [], "save": [], "async_save": [], "load": []}
     actions: dict[str, Callable[[], Any]] = {

@@ -52,18 +52,10 @@ def test_a_save_without_memory_for_threads_ends(tmp_path: Path, free_kib: int) -
     assert checkpoint.latest(tmp_path) == (path if done.stdout.strip() == "saved" else None)
 
 
-def no_thread(*_: Any) -> None:
-    raise RuntimeError("can't start new thread")
-
-
-def test_the_caller_does_what_no_thread_does() -> None:
-    with mock.patch.object(files._thread, "start_new_thread", no_thread):
-        assert files.run_all([lambda i=i: i for i in range(50)], threads=8) == list(range(50))  # type: ignore[misc]
-
-
-def test_a_thread_that_never_begins_is_not_waited_for() -> None:
-    """As one that dies for want of memory before its first line."""
-    with mock.patch.object(files._thread, "start_new_thread", return_value=0):
+@pytest.mark.parametrize("how", [{"side_effect": RuntimeError("no thread")}, {"return_value": 0}])
+def test_the_caller_does_what_no_thread_does(how: dict[str, Any]) -> None:
+    """None can be had, or one dies for want of memory before its first line."""
+    with mock.patch.object(files._thread, "start_new_thread", **how):
         assert files.run_all([lambda i=i: i for i in range(50)], threads=8) == list(range(50))  # type: ignore[misc]
 
 
