@@ -21,7 +21,10 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from fsdp_offload import HybridDeviceOptimizer, TransferConfig
+from tests.helpers.ranks import RankPool
 
+Ranks = Callable[..., RankPool]
+"""The fixture ``ranks``."""
 VOCABULARY = 23
 WIDTH = 45
 TRANSFER = TransferConfig(bucket_bytes=4096, host_threads=1)

@@ -6,7 +6,6 @@ unused at steps 1 and 5, so that its parameters get their first gradient late.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,10 +17,9 @@ from torch.optim import Optimizer
 from fsdp_offload import HybridDeviceOptimizer
 from fsdp_offload.core.errors import UnsupportedParameterError
 from tests.fsdp import models
-from tests.fsdp.models import check
-from tests.helpers.ranks import RankPool
+from tests.fsdp.models import Ranks, check
+from tests.helpers.side_by_side import master_of, rounded
 
-Ranks = Callable[..., RankPool]
 SIZES = (1, 2, 4)
 ALL = 99  # more variants than there are
 
@@ -138,21 +136,6 @@ def test_every_optimizer_equals_the_plain_one_in_all_lanes(
 # --------------------------------------------------------------------------- bf16 shards
 
 
-def round_half_away(master: Tensor) -> Tensor:
-    """bf16 bits (int16) of an fp32 tensor, ties away from zero: what shards hold."""
-    words = master.contiguous().view(torch.int32).to(torch.int64) & 0xFFFFFFFF
-    return (((words + 0x8000) >> 16) & 0xFFFF).to(torch.int32).to(torch.int16)
-
-
-def master_of(state: dict[str, Any], shard: Tensor) -> Tensor:
-    """The fp32 master that the state of a bf16 parameter describes."""
-    if "master" in state:
-        return models.local(state["master"])
-    low = models.local(state["master_remainder"]).view(torch.int16).to(torch.int64)
-    high = shard.view(torch.int16).to(torch.int64) << 16
-    return ((high + low) & 0xFFFFFFFF).to(torch.int32).view(torch.float32)
-
-
 def check_masters(wrapped: HybridDeviceOptimizer, twin: Optimizer, what: str) -> None:
     state = wrapped.state
     pairs = zip(models.parameters_of(wrapped), models.parameters_of(twin), strict=True)
@@ -161,10 +144,9 @@ def check_masters(wrapped: HybridDeviceOptimizer, twin: Optimizer, what: str) ->
         if not parameter.requires_grad:
             models.check_same(shard, expected.detach().bfloat16(), label)
             continue
-        found = master_of(state[parameter], shard)
+        found = master_of(shard, {n: models.local(v) for n, v in state[parameter].items()})
         models.check_same(found, expected.detach(), f"{label}, master", placed=False)
-        rounded = round_half_away(models.local(expected))
-        check(torch.equal(shard.view(torch.int16), rounded), f"{label}: shard is not its rounding")
+        models.check_same(shard, rounded(models.local(expected), shard.dtype), f"{label}, shard")
         for name, value in twin.state.get(expected, {}).items():
             models.check_same(state[parameter][name], value, f"{label}, {name}", placed=False)
 

@@ -27,11 +27,9 @@ from fsdp_offload.core.gated import GatedShard
 from fsdp_offload.pipeline.host import HostUnit
 from fsdp_offload.testing import StreamSimulator
 from tests.fsdp import models
-from tests.fsdp.models import check
+from tests.fsdp.models import Ranks, check
 from tests.fsdp.test_overlap import adamw, build, loss_of, wrap
-from tests.helpers.ranks import RankPool
 
-Ranks = Callable[..., RankPool]
 Parameters = list[Any]
 OLD_COMPILER = pytest.mark.skipif(
     torch.__version__ < "2.12", reason="torch.compile of 2.11 raises: docs/overlap.md says so"

@@ -25,10 +25,8 @@ from torch.optim import Optimizer
 from fsdp_offload import PhaseOffloader
 from fsdp_offload.core.fsdp import find_groups
 from tests.fsdp import models
-from tests.fsdp.models import check
-from tests.helpers.ranks import RankPool
+from tests.fsdp.models import Ranks, check
 
-Ranks = Callable[..., RankPool]
 DIM = 12
 LANES = ("streamed", "host", "resident")
 

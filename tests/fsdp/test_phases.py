@@ -29,10 +29,8 @@ from fsdp_offload import HybridDeviceOptimizer, PhaseOffloader, checkpoint
 from fsdp_offload.core.errors import AwayError, SpentGradientError, UnspentGradientError
 from fsdp_offload.core.fsdp import find_groups
 from tests.fsdp import models
-from tests.fsdp.models import Toy, check, check_same, check_twins
-from tests.helpers.ranks import RankPool
+from tests.fsdp.models import Ranks, Toy, check, check_same, check_twins
 
-Ranks = Callable[..., RankPool]
 Job = tuple[Toy, Optimizer]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -18,10 +18,8 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
 from tests.fsdp import models
-from tests.fsdp.models import check
-from tests.helpers.ranks import RankPool
+from tests.fsdp.models import Ranks, check
 
-Ranks = Callable[..., RankPool]
 LANES = ("streamed", "host", "resident")
 
 

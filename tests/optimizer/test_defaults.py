@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,11 +12,8 @@ from torch import nn
 
 from fsdp_offload import HybridDeviceOptimizer
 from tests.fsdp import models
-from tests.fsdp.models import check
+from tests.fsdp.models import Ranks, check
 from tests.helpers.own_optimizers import Lion
-from tests.helpers.ranks import RankPool
-
-Ranks = Callable[..., RankPool]
 
 
 def test_there_are_few_options() -> None:

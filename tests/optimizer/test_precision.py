@@ -34,15 +34,14 @@ from fsdp_offload.update.bucket import Scratch
 from fsdp_offload.update.rng_key import RngKey
 from fsdp_offload.update.schema import makes_its_state
 from tests.fsdp import models
+from tests.fsdp.models import Ranks
 from tests.helpers.fake_fsdp import FakeFsdp
-from tests.helpers.ranks import RankPool
 from tests.helpers.side_by_side import master_of, rounded
 
 SHAPES = ((70, 50), (129,), (), (0, 5), (7, 3, 4), (64,))
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 SMALL = TransferConfig(bucket_bytes=4096)
 LOSSY = (BF16, "int8")
-Ranks = Callable[..., RankPool]
 # dcp without a process group says so.
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),

@@ -25,11 +25,9 @@ from fsdp_offload import (
     TransferConfig,
 )
 from tests.fsdp import models
-from tests.fsdp.models import check
-from tests.helpers.ranks import RankPool
+from tests.fsdp.models import Ranks, check
 from tests.helpers.training import assert_explains as explained
 
-Ranks = Callable[..., RankPool]
 SMALL = TransferConfig(bucket_bytes=4096, host_threads=1)
 
 
