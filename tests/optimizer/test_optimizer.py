@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -227,26 +227,6 @@ def test_groups_with_names_keep_them() -> None:
 # --------------------------------------------------------------------------- state dicts
 
 
-def test_ids_may_be_numbers_or_names() -> None:
-    lane = "streamed"
-    model, optimizer, *_ = pair(lane, torch.optim.AdamW)
-    train(model, optimizer, range(2))
-    saved = copy.deepcopy(optimizer.state_dict())
-    names = {0: "layers.0.weight", 1: "layers.0.bias"}
-    named = {
-        "state": {names[i]: state for i, state in reversed(saved["state"].items())},
-        "param_groups": [
-            {**group, "params": [names[i] for i in group["params"]]}
-            for group in saved["param_groups"]
-        ],
-    }
-    _, other, *_ = pair(lane, torch.optim.AdamW)
-    other.load_state_dict(named)
-
-    assert_same(other.state_dict(), saved)
-    assert other.state_dict()["param_groups"][0]["params"] == [0, 1]
-
-
 @each_lane
 def test_a_saved_state_dict_loads_with_weights_only(lane: str) -> None:
     model, optimizer, *_ = pair(lane, torch.optim.AdamW)
@@ -283,41 +263,6 @@ def test_a_load_takes_hyper_parameters_and_leaves_the_choice_of_kernel() -> None
 
     assert (group["lr"], group["betas"]) == (0.3, (0.5, 0.6))
     assert (group["fused"], group["foreach"]) == (True, None)
-
-
-# --------------------------------------------------------------------------- GradScaler
-
-
-@pytest.mark.parametrize(
-    ("lane", "fused", "through"),
-    [
-        ("resident", False, "wrapper"),
-        ("streamed", True, "wrapper"),
-        ("streamed", False, "inner"),
-        ("host", True, "inner"),
-    ],
-)
-def test_a_grad_scaler_unscales_and_skips_steps_with_infinite_gradients(
-    lane: str, fused: bool, through: str
-) -> None:
-    model, optimizer, twin_model, twin = pair(lane, fused=fused)
-    seen = []
-    for each, its in ((model, optimizer), (twin_model, twin)):
-        target = its._inner if its is optimizer and through == "inner" else its
-        scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
-        for step in range(4):
-            target.zero_grad()
-            loss = torch.stack([p.square().sum() for p in each.parameters()]).sum()
-            scaler.scale(loss * (float("inf") if step == 1 else 1.0)).backward()
-            if step == 2:
-                scaler.unscale_(target)
-                nn.utils.clip_grad_norm_(each.parameters(), 1.0)
-            scaler.step(target)
-            scaler.update()
-            seen.append((each is model, scaler.get_scale(), values(each)))
-
-    assert optimizer.statistics().steps == 3
-    assert_same([s[1:] for s in seen if s[0]], [s[1:] for s in seen if not s[0]])
 
 
 # --------------------------------------------------------------------------- how much, and where
