@@ -519,9 +519,6 @@ def drop() -> None:
         check(same(kept + 0, sharded(plain)[0]), "what was kept from before")
 
 
-# --------------------------------------------------------------------------- errors
-
-
 def fail_before_a_reader() -> None:
     """The first one gets the error; then weights can be read, and written for a load."""
     model = build(dist.get_world_size())

@@ -74,9 +74,6 @@ def check_job(found: Job, expected: Job, what: str) -> None:
     check_bits(whole, patterns(), what)
 
 
-# --------------------------------------------------------------------------- torch's own calls
-
-
 def through_whole_dicts(*, flat: bool, cpu_offload: bool, broadcast: bool) -> None:
     """As trainers save and load; the loading job is fresh.
 
@@ -112,9 +109,6 @@ def test_masters_survive_whole_state_dicts(
     ranks: Ranks, flat: bool, cpu_offload: bool, broadcast: bool
 ) -> None:
     ranks(2).run(through_whole_dicts, flat=flat, cpu_offload=cpu_offload, broadcast=broadcast)
-
-
-# --------------------------------------------------------------------------- bits are no numbers
 
 
 def load_cast(path: Path) -> list[str]:

@@ -133,9 +133,6 @@ WAYS: dict[str, Way] = {
 }
 
 
-# --------------------------------------------------------------------------- fp32, same world size
-
-
 def resume(way: str, source: str, target: str, path: Path) -> None:
     """Save after two steps, load into a job that had gone elsewhere, and train on."""
     save, load = WAYS[way]
@@ -175,9 +172,6 @@ def test_a_resumed_run_equals_an_uninterrupted_one(
     ranks: Ranks, tmp_path: Path, way: str, source: str, target: str
 ) -> None:
     ranks(2).run(resume, way, source, target, tmp_path)
-
-
-# --------------------------------------------------------------------------- what a state dict is
 
 
 def describe_state() -> None:

@@ -230,9 +230,6 @@ def test_infinity_norms_with_empty_shards(ranks: Ranks) -> None:
     assert ranks(4).run(inf_of_empty_shards) == [[7.0, 2.0]] * 4
 
 
-# --------------------------------------------------------------------------- several meshes
-
-
 def several_meshes() -> list[Any]:
     """Norm and number of all-reduces of parameters on two meshes beside a plain one."""
     grid = models.mesh((2, 2), ("dp", "tp"))

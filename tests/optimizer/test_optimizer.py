@@ -43,9 +43,6 @@ from tests.helpers.training import (
 pytestmark = pytest.mark.usefixtures("one_thread", "small_host_buckets")
 
 
-# --------------------------------------------------------------------------- an Optimizer
-
-
 def test_it_is_an_optimizer_that_shares_groups_and_defaults() -> None:
     inner = torch.optim.AdamW(Model().parameters(), lr=0.1)
     groups, group, defaults = inner.param_groups, inner.param_groups[0], dict(inner.defaults)
@@ -81,9 +78,6 @@ def test_after_wrapping_the_inner_optimizer_forwards_to_the_wrapper(lane: str) -
     inner.zero_grad()
     assert all(p.grad is None for p in model.parameters())
     assert inner.step(lambda: 5.0) == 5.0
-
-
-# --------------------------------------------------------------------------- schedulers
 
 
 @pytest.mark.parametrize(
@@ -191,9 +185,6 @@ def test_state_dict_hooks_run_and_may_replace_the_state_dict(on_inner: bool) -> 
     assert calls == ["save", "saved", "load", "loaded"]
     assert optimizer.param_groups[0]["lr"] == 0.7
     assert saved["extra"] == 1, "the caller's dict was changed"
-
-
-# --------------------------------------------------------------------------- groups
 
 
 @pytest.mark.parametrize(("lane", "on_inner"), [("host", False), ("streamed", True)])
@@ -493,8 +484,6 @@ def test_one_host_thread_gives_a_warning(caplog: pytest.LogCaptureFixture) -> No
     assert len(caplog.records) == 1
     assert "host_threads" in caplog.text
 
-
-# --------------------------------------------------------------------------- the package
 
 IMPORT = """
 import sys

@@ -13,12 +13,12 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-from torch.distributed.fsdp import fully_shard
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import OneCycleLR
 
 from fsdp_offload import HybridDeviceOptimizer, StateDictError, checkpoint
+from tests.fsdp import models
+from tests.fsdp.models import Ranks
 from tests.helpers.own_optimizers import NumberState
 from tests.helpers.side_by_side import SHAPES, Apart, SideBySide, bits
 from tests.helpers.training import LANES, Model, assert_same, each_lane, pair, train, values, wrap
@@ -57,11 +57,6 @@ def by_state_dict(model: nn.Module, optimizer: Any, path: Path) -> dict[str, Any
     return {names[index]: state["master"] for index, state in saved["state"].items()}
 
 
-def by_torchs_helper(model: nn.Module, optimizer: Any, path: Path) -> dict[str, Any]:
-    saved = get_optimizer_state_dict(model, optimizer)
-    return {name: state["master"] for name, state in saved["state"].items()}
-
-
 def by_save(model: nn.Module, optimizer: Any, path: Path) -> dict[str, Any]:
     checkpoint.save(path / "saved", model, optimizer)
     found = {
@@ -76,12 +71,14 @@ def by_reading(model: nn.Module, optimizer: Any, path: Path) -> dict[str, Any]:
     return {names[p]: state["master"].clone() for p, state in optimizer.state.items()}
 
 
-SAVES = [by_state_dict, by_torchs_helper, by_save, by_reading]
-
-
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize(
-    ("lane", "dtype", "save"), [(*WHOLE[i % 3], save) for i, save in enumerate(SAVES)], ids=name_of
+    ("lane", "dtype", "save"),
+    [
+        (*where, save)
+        for where, save in zip(WHOLE, (by_state_dict, by_reading, by_save), strict=True)
+    ],
+    ids=name_of,
 )
 def test_masters_that_are_saved_round_to_the_weights(
     lane: str, dtype: torch.dtype, save: Callable[..., dict[str, Any]], tmp_path: Path
@@ -324,29 +321,24 @@ def test_amsgrad_switched_on_before_the_first_step_is_reserved_then() -> None:
     assert "max_exp_avg_sq" in twins.wrapped.state[twins.mine[0]]
 
 
-def sharded(overlap: str) -> list[float]:
-    """Losses of an FSDP2 model with momentum from a scheduler."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
-    for layer in (model[0], model[2], model):
-        fully_shard(layer)
+def losses(overlap: str) -> list[float]:
+    """Of an FSDP2 model with momentum from a scheduler."""
+    model = models.toy(models.flat_mesh(2))
     optimizer: Optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     if overlap:
-        optimizer = HybridDeviceOptimizer(optimizer, model=model, overlap=overlap)
+        optimizer = models.wrap(optimizer, model, overlap=overlap)
     scheduler = OneCycleLR(optimizer, max_lr=0.2, total_steps=8)
-    losses = []
+    found = []
     for step in range(5):
-        loss = model(torch.full((4, 8), 0.1 * step)).square().sum()
-        loss.backward()
+        found.append(models.backward(model, step))
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
-        losses.append(float(loss))
-    return losses
+    return found
 
 
-def test_momentum_set_by_a_scheduler_with_every_overlap(ranks: Any) -> None:
+def test_momentum_set_by_a_scheduler_with_every_overlap(ranks: Ranks) -> None:
     pool = ranks(2)
-    expected = pool.run(sharded, "")
+    expected = pool.run(losses, "")
     for overlap in ("step", "forward", "backward"):
-        assert pool.run(sharded, overlap) == expected, overlap
+        assert pool.run(losses, overlap) == expected, overlap

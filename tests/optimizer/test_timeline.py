@@ -13,7 +13,7 @@ import torch
 from torch.profiler import profile
 
 from fsdp_offload import HybridDeviceOptimizer
-from fsdp_offload.core.errors import ClosedError, ConfigError
+from fsdp_offload.core.errors import ConfigError
 from fsdp_offload.core.storage import is_profiling
 from fsdp_offload.optimizer.timeline import MARK, STEP, Span, legend, merged, spans_of, svg_of
 from tests.helpers.own_optimizers import Lion
@@ -269,10 +269,3 @@ def test_an_exception_is_passed_on_and_nothing_is_written(tmp_path: Path) -> Non
     with optimizer.timeline(path):
         train(model, optimizer, range(1))
     assert path.read_text().startswith("<svg")
-
-
-def test_a_closed_optimizer_has_none(tmp_path: Path) -> None:
-    optimizer = pair("streamed")[1]
-    optimizer.close()
-    with pytest.raises(ClosedError):
-        optimizer.timeline(tmp_path / "a.svg")

@@ -177,22 +177,10 @@ def test_a_failure_in_backward_makes_the_optimizer_failed_until_a_load(
     job.assert_like(plain)
 
 
-def test_a_failure_on_a_host_thread_surfaces_in_the_next_forward(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("found_in", ["forward()", "step before"])
+def test_a_failure_on_a_host_thread_surfaces_in_the_next_forward_or_step(
+    found_in: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert "forward()" in _failure_on_a_host_thread(monkeypatch, lambda job: job.played.forward())
-
-
-def test_a_failure_on_a_host_thread_surfaces_in_the_next_iteration_of_a_group_left_out(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    assert "step before" in _failure_on_a_host_thread(monkeypatch, lambda job: job.optimizer.step())
-
-
-def _failure_on_a_host_thread(
-    monkeypatch: pytest.MonkeyPatch, finds: Callable[[Job], object]
-) -> str:
-    """What the error says that ``finds`` raises after ``step()`` has returned."""
     job = Job("forward", update_on="host")
     job.train(2)
     job.backward(2)
@@ -203,11 +191,12 @@ def _failure_on_a_host_thread(
     monkeypatch.setattr(HostUnit, "update", fail)
     job.optimizer.step()
     job.optimizer.zero_grad()
+    finds = job.played.forward if found_in == "forward()" else job.optimizer.step
     with pytest.raises(LaneError, match="on a host thread") as caught:
-        finds(job)
+        finds()
+    assert found_in in caught.value.what
     with pytest.raises(LaneError, match="load a checkpoint"):
         job.optimizer.step()
-    return caught.value.what
 
 
 # --------------------------------------------------------------------------- buckets that stay
