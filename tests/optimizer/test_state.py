@@ -21,7 +21,7 @@ from tests.fsdp import models
 from tests.fsdp.models import Ranks
 from tests.helpers.own_optimizers import NumberState
 from tests.helpers.side_by_side import SHAPES, Apart, SideBySide, bits
-from tests.helpers.training import LANES, Model, assert_same, each_lane, pair, train, values, wrap
+from tests.helpers.training import LANES, Model, assert_same, each_lane, train, values, wrap
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 WHOLE = [("streamed", FP16), ("host", FP16), ("host", BF16)]
@@ -242,18 +242,6 @@ def test_a_parameter_that_is_frozen_meanwhile_keeps_its_place(lane: str) -> None
 
 
 # --------------------------------------------------------------------------- written by hand
-
-
-@pytest.mark.parametrize("lane", ["streamed", "host"])
-def test_a_step_count_written_in_place_reaches_every_piece(lane: str) -> None:
-    model, mine, twin_model, plain = pair(lane, torch.optim.AdamW, fused=True)
-    for each, optimizer in ((model, mine), (twin_model, plain)):
-        train(each, optimizer, range(3))
-        for state in optimizer.state.values():
-            state["step"].zero_()
-        train(each, optimizer, range(3, 5))
-    assert_same(values(model), values(twin_model))
-    assert {float(state["step"]) for state in mine.state.values()} == {2.0}
 
 
 def test_state_replaced_by_another_shape_is_refused() -> None:
