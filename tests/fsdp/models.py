@@ -117,6 +117,15 @@ def backward(
     return loss.item()
 
 
+def train(made: tuple[nn.Module, Optimizer], steps: range) -> None:
+    """One update for each of the steps."""
+    model, optimizer = made
+    for step in steps:
+        backward(model, step)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def groups(model: nn.Module, *, lr: float = 0.01, matrices_only: bool = False) -> list[Any]:
     """Two param groups of different ``lr``, both with parameters of every block.
 

@@ -29,7 +29,7 @@ from fsdp_offload import HybridDeviceOptimizer, PhaseOffloader, checkpoint
 from fsdp_offload.core.errors import AwayError, SpentGradientError, UnspentGradientError
 from fsdp_offload.core.fsdp import find_groups
 from tests.fsdp import models
-from tests.fsdp.models import Ranks, Toy, check, check_same, check_same_dicts, check_twins
+from tests.fsdp.models import Ranks, Toy, check, check_same, check_same_dicts, check_twins, train
 
 Job = tuple[Toy, Optimizer]
 
@@ -54,13 +54,6 @@ def away(model: nn.Module) -> bool:
 def refused(use: Callable[[], object]) -> None:
     with pytest.raises(AwayError):
         use()
-
-
-def train(made: Job, steps: range) -> None:
-    for step in steps:
-        models.backward(made[0], step)
-        made[1].step()
-        made[1].zero_grad()
 
 
 # --------------------------------------------------------------------------- the same bits

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from tests.fsdp import models
-from tests.fsdp.models import Ranks, Toy, check
+from tests.fsdp.models import Ranks, Toy, check, train
 
 MIXED = ("host", "streamed", "resident")
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -42,14 +42,6 @@ def job(
     model = models.toy(models.flat_mesh(2), dtype=dtype)
     inner = torch.optim.AdamW(models.groups(model, lr=lr), weight_decay=0.1, fused=True)
     return model, inner if kind == "plain" else models.wrap(inner, model, update_on=lanes)
-
-
-def train(made: Job, steps: range) -> None:
-    model, optimizer = made
-    for step in steps:
-        models.backward(model, step)
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 def state_addresses(optimizer: Optimizer) -> list[int]:

@@ -14,11 +14,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import OneCycleLR
 
 from fsdp_offload import HybridDeviceOptimizer, StateDictError, checkpoint
-from tests.fsdp import models
-from tests.fsdp.models import Ranks
 from tests.helpers.own_optimizers import NumberState
 from tests.helpers.side_by_side import SHAPES, Apart, SideBySide, bits
 from tests.helpers.training import LANES, Model, assert_same, each_lane, train, values, wrap
@@ -89,23 +86,6 @@ def test_masters_that_are_saved_round_to_the_weights(
     masters = save(model, optimizer, tmp_path)
     for name, parameter in model.named_parameters():
         assert torch.equal(masters[name].to(dtype), parameter), name
-
-
-@pytest.mark.parametrize(
-    ("lane", "dtype", "other"), [(*WHOLE[i], WHOLE[i - 1]) for i in range(3)], ids=str
-)
-def test_weights_written_before_a_save_come_back_in_any_lane(
-    lane: str, dtype: torch.dtype, other: tuple[str, torch.dtype]
-) -> None:
-    model, optimizer = made(lane, dtype)
-    clamp(model)
-    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-    fresh, resumed = made(*other, steps=0)
-    fresh.load_state_dict(saved[0])
-    resumed.load_state_dict(saved[1])
-    for parameter in fresh.parameters():
-        assert parameter.abs().max() <= LIMIT * 1.01
-        assert resumed.state[parameter]["master"].abs().max() <= LIMIT * 1.01
 
 
 @each_lane
@@ -307,26 +287,3 @@ def test_amsgrad_switched_on_before_the_first_step_is_reserved_then() -> None:
     twins.change(amsgrad=True)
     twins.run(4)
     assert "max_exp_avg_sq" in twins.wrapped.state[twins.mine[0]]
-
-
-def losses(overlap: str) -> list[float]:
-    """Of an FSDP2 model with momentum from a scheduler."""
-    model = models.toy(models.flat_mesh(2))
-    optimizer: Optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    if overlap:
-        optimizer = models.wrap(optimizer, model, overlap=overlap)
-    scheduler = OneCycleLR(optimizer, max_lr=0.2, total_steps=8)
-    found = []
-    for step in range(5):
-        found.append(models.backward(model, step))
-        optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
-    return found
-
-
-def test_momentum_set_by_a_scheduler_with_every_overlap(ranks: Ranks) -> None:
-    pool = ranks(2)
-    expected = pool.run(losses, "")
-    for overlap in ("step", "forward", "backward"):
-        assert pool.run(losses, overlap) == expected, overlap
