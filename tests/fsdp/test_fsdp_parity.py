@@ -209,8 +209,8 @@ class Matrices(nn.Module):
         return [layer(x) for layer in self.layers]
 
 
-def muon_twins() -> list[Optimizer]:
-    """The plain optimizer and the wrapper, each over its own copy; groups take turns."""
+def muon_over_two_groups() -> None:
+    """Buckets hold one matrix each on ranks 0 to 2, and two, of different groups, on rank 3."""
     twins: list[Optimizer] = []
     for _ in range(2):
         torch.manual_seed(0)
@@ -218,12 +218,7 @@ def muon_twins() -> list[Optimizer]:
         fully_shard(model, mesh=models.flat_mesh(4))
         given = list(model.parameters())
         twins.append(torch.optim.Muon([{"params": given[1::2]}, {"params": given[::2]}]))
-    return [twins[0], models.wrap(twins[1], model)]
-
-
-def muon_over_two_groups() -> None:
-    """Buckets hold one matrix each on ranks 0 to 2, and two, of different groups, on rank 3."""
-    plain, wrapped = muon_twins()
+    plain, wrapped = twins[0], models.wrap(twins[1], model)
     for step in range(3):
         for index, parameter in enumerate(models.parameters_of(plain)):
             late = step == 0 and index == 2  # never updated before, beside one that was

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import itertools
 import math
 from collections.abc import Callable
@@ -241,15 +240,6 @@ def go_on(model: nn.Module, optimizer: Optimizer) -> None:
         optimizer.step()
 
 
-def through_state_dict(source: Any, target: Any, _: Path) -> None:
-    buffer = io.BytesIO()
-    torch.save({"m": source[0].state_dict(), "o": source[1].state_dict()}, buffer)
-    buffer.seek(0)
-    loaded = torch.load(buffer, weights_only=True)
-    target[0].load_state_dict(loaded["m"])
-    target[1].load_state_dict(loaded["o"])
-
-
 def through_checkpoint(source: Any, target: Any, path: Path) -> None:
     save(path / "a", *source)
     load(path / "a", *target)
@@ -273,10 +263,9 @@ def through_helpers(source: Any, target: Any, _: Path) -> None:
 @pytest.mark.parametrize(
     ("way", "kept", "fraction"),
     [
-        (through_state_dict, BF16, 1.0),
         (through_checkpoint, "int8", 1.0),
         (through_dcp, "int8", 0.0),
-        (through_helpers, BF16, 0.0),
+        (through_helpers, BF16, 0.5),
     ],
 )
 def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(
