@@ -21,7 +21,10 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from fsdp_offload import HybridDeviceOptimizer, TransferConfig
+from tests.helpers.ranks import RankPool
 
+Ranks = Callable[..., RankPool]
+"""The fixture ``ranks``."""
 VOCABULARY = 23
 WIDTH = 45
 TRANSFER = TransferConfig(bucket_bytes=4096, host_threads=1)
@@ -112,6 +115,15 @@ def backward(
     loss = F.cross_entropy(logits.flatten(0, 1).float(), data.roll(1, 1).flatten())
     scale(loss).backward()
     return loss.item()
+
+
+def train(made: tuple[nn.Module, Optimizer], steps: range) -> None:
+    """One update for each of the steps."""
+    model, optimizer = made
+    for step in steps:
+        backward(model, step)
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def groups(model: nn.Module, *, lr: float = 0.01, matrices_only: bool = False) -> list[Any]:

@@ -6,7 +6,6 @@ unused at steps 1 and 5, so that its parameters get their first gradient late.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,10 +17,9 @@ from torch.optim import Optimizer
 from fsdp_offload import HybridDeviceOptimizer
 from fsdp_offload.core.errors import UnsupportedParameterError
 from tests.fsdp import models
-from tests.fsdp.models import check
-from tests.helpers.ranks import RankPool
+from tests.fsdp.models import Ranks, check
+from tests.helpers.side_by_side import master_of, rounded
 
-Ranks = Callable[..., RankPool]
 SIZES = (1, 2, 4)
 ALL = 99  # more variants than there are
 
@@ -138,21 +136,6 @@ def test_every_optimizer_equals_the_plain_one_in_all_lanes(
 # --------------------------------------------------------------------------- bf16 shards
 
 
-def round_half_away(master: Tensor) -> Tensor:
-    """bf16 bits (int16) of an fp32 tensor, ties away from zero: what shards hold."""
-    words = master.contiguous().view(torch.int32).to(torch.int64) & 0xFFFFFFFF
-    return (((words + 0x8000) >> 16) & 0xFFFF).to(torch.int32).to(torch.int16)
-
-
-def master_of(state: dict[str, Any], shard: Tensor) -> Tensor:
-    """The fp32 master that the state of a bf16 parameter describes."""
-    if "master" in state:
-        return models.local(state["master"])
-    low = models.local(state["master_remainder"]).view(torch.int16).to(torch.int64)
-    high = shard.view(torch.int16).to(torch.int64) << 16
-    return ((high + low) & 0xFFFFFFFF).to(torch.int32).view(torch.float32)
-
-
 def check_masters(wrapped: HybridDeviceOptimizer, twin: Optimizer, what: str) -> None:
     state = wrapped.state
     pairs = zip(models.parameters_of(wrapped), models.parameters_of(twin), strict=True)
@@ -161,10 +144,9 @@ def check_masters(wrapped: HybridDeviceOptimizer, twin: Optimizer, what: str) ->
         if not parameter.requires_grad:
             models.check_same(shard, expected.detach().bfloat16(), label)
             continue
-        found = master_of(state[parameter], shard)
+        found = master_of(shard, {n: models.local(v) for n, v in state[parameter].items()})
         models.check_same(found, expected.detach(), f"{label}, master", placed=False)
-        rounded = round_half_away(models.local(expected))
-        check(torch.equal(shard.view(torch.int16), rounded), f"{label}: shard is not its rounding")
+        models.check_same(shard, rounded(models.local(expected), shard.dtype), f"{label}, shard")
         for name, value in twin.state.get(expected, {}).items():
             models.check_same(state[parameter][name], value, f"{label}, {name}", placed=False)
 
@@ -227,8 +209,8 @@ class Matrices(nn.Module):
         return [layer(x) for layer in self.layers]
 
 
-def muon_twins() -> list[Optimizer]:
-    """The plain optimizer and the wrapper, each over its own copy; groups take turns."""
+def muon_over_two_groups() -> None:
+    """Buckets hold one matrix each on ranks 0 to 2, and two, of different groups, on rank 3."""
     twins: list[Optimizer] = []
     for _ in range(2):
         torch.manual_seed(0)
@@ -236,12 +218,7 @@ def muon_twins() -> list[Optimizer]:
         fully_shard(model, mesh=models.flat_mesh(4))
         given = list(model.parameters())
         twins.append(torch.optim.Muon([{"params": given[1::2]}, {"params": given[::2]}]))
-    return [twins[0], models.wrap(twins[1], model)]
-
-
-def muon_over_two_groups() -> None:
-    """Buckets hold one matrix each on ranks 0 to 2, and two, of different groups, on rank 3."""
-    plain, wrapped = muon_twins()
+    plain, wrapped = twins[0], models.wrap(twins[1], model)
     for step in range(3):
         for index, parameter in enumerate(models.parameters_of(plain)):
             late = step == 0 and index == 2  # never updated before, beside one that was
@@ -288,20 +265,15 @@ def test_all_ranks_choose_the_same_lanes_in_the_same_order(
     assert len(chosen) == 2
 
 
-# --------------------------------------------------------------------------- refused
-
-
 def wrap_cpu_offloaded() -> str:
     policy = CPUOffloadPolicy(pin_memory=False)
     model = models.toy(models.flat_mesh(2), offload_policy=policy)
     inner = build("AdamW", model)
-    try:
+    with pytest.raises(UnsupportedParameterError) as caught:
         models.wrap(inner, model)
-    except UnsupportedParameterError as error:
-        inner.step()  # still an ordinary optimizer
-        check(type(inner).step is inner.step.__func__, "the optimizer was left half wrapped")
-        return str(error)
-    raise AssertionError("wrapped")
+    inner.step()  # still an ordinary optimizer
+    check(type(inner).step is inner.step.__func__, "the optimizer was left half wrapped")
+    return str(caught.value)
 
 
 def test_cpu_offload_policy_is_refused_with_the_reason_and_the_remedy(ranks: Ranks) -> None:

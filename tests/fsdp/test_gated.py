@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 from fsdp_offload import DeviceError, LaneError, PhaseOffloader
 from fsdp_offload.core import dtensor
@@ -27,11 +27,9 @@ from fsdp_offload.core.gated import GatedShard
 from fsdp_offload.pipeline.host import HostUnit
 from fsdp_offload.testing import StreamSimulator
 from tests.fsdp import models
-from tests.fsdp.models import check
+from tests.fsdp.models import Ranks, check
 from tests.fsdp.test_overlap import adamw, build, loss_of, wrap
-from tests.helpers.ranks import RankPool
 
-Ranks = Callable[..., RankPool]
 Parameters = list[Any]
 OLD_COMPILER = pytest.mark.skipif(
     torch.__version__ < "2.12", reason="torch.compile of 2.11 raises: docs/overlap.md says so"
@@ -75,15 +73,6 @@ def read_by_state_dict(ps: Parameters) -> Any:
     return [value.clone() for value in get_model_state_dict(holder).values()]
 
 
-def read_by_another_optimizer(ps: Parameters) -> Any:
-    for p in ps:
-        p.grad = torch.ones_like(p)
-    torch.optim.AdamW(ps, lr=0.5, weight_decay=0.5).step()
-    for p in ps:
-        p.grad = None
-    return ps
-
-
 def scatter(ps: Parameters) -> Any:
     """A collective of the user's on the local tensor."""
     even, another = [p for p in ps if len(p) % 2 == 0]
@@ -99,12 +88,6 @@ def scatter(ps: Parameters) -> Any:
 def in_place(change: Callable[[Any], Any], ps: Parameters) -> Any:
     for p in ps:
         change(p)
-    return ps
-
-
-@torch.no_grad()
-def foreach_mul(ps: Parameters) -> Any:
-    torch._foreach_mul_(ps, 0.5)
     return ps
 
 
@@ -141,7 +124,6 @@ READERS: dict[str, Callable[[Parameters], Any]] = {
     "norm": lambda ps: [p.detach().norm() for p in ps],
     "autograd": read_gradient,
     "full_tensor": lambda ps: [p.full_tensor() for p in ps],
-    "redistribute": lambda ps: [p.redistribute(placements=[Replicate()]) for p in ps],
     "to_local": lambda ps: [p.to_local() for p in ps],
     "detach": lambda ps: [p.detach().clone() for p in ps],
     "operation on the local tensor": lambda ps: [local(p) + 1 for p in ps],
@@ -152,11 +134,8 @@ READERS: dict[str, Callable[[Parameters], Any]] = {
     "address": by_address,
     "get_model_state_dict": read_by_state_dict,
     "_foreach_lerp_ of averages": read_by_foreach,
-    "another optimizer": read_by_another_optimizer,
     "collectives": scatter,
     "mul_": functools.partial(in_place, lambda p: p.mul_(0.5)),
-    "copy_": functools.partial(in_place, lambda p: p.copy_(torch.full_like(p, 3.0))),
-    "_foreach_mul_": foreach_mul,
     "assignment to the local tensor": assigned,
     "inference_mode": inference,
 }
@@ -225,13 +204,10 @@ def test_reading_waits(ranks: Ranks, first: int, overlap: str) -> None:
     ranks(2).run(read_while_updates_are_held_back, names, overlap, guarded=True)
 
 
-def without_gates(names: list[str]) -> None:
+def read_without_gates() -> None:
     with mock.patch.object(dtensor, "close_gate"):
+        names = ["full_tensor", "address", "mul_"]
         read_while_updates_are_held_back(names, "forward", guarded=False)
-
-
-def test_without_gated_shards_each_of_these_reads_old_values(ranks: Ranks) -> None:
-    ranks(2).run(without_gates, ["full_tensor", "address", "mul_"])
 
 
 # --------------------------------------------------------------------------- gradients
@@ -276,8 +252,6 @@ def step_again(model: Any, optimizer: Any) -> Any:
 
 GRADIENT_USES: dict[str, Callable[[Any, Any], Any]] = {
     "norm": lambda model, _: torch.nn.utils.get_total_norm(gradients_of(model)).full_tensor(),
-    "full_tensor": lambda model, _: [g.full_tensor() for g in gradients_of(model)],
-    "to_local": lambda model, _: [g.to_local().clone() for g in gradients_of(model)],
     "clipping": lambda model, _: nn.utils.clip_grad_norm_(sharded(model), 0.1).full_tensor(),
     "zero_grad": zeroed,
     "by hand": by_hand,
@@ -313,13 +287,14 @@ def test_gradients_are_there_until_they_are_zeroed(ranks: Ranks) -> None:
     ranks(2).run(use_gradients, list(GRADIENT_USES), guarded=True)
 
 
-def use_gradients_without_gates(names: list[str]) -> None:
+def write_gradients_without_gates() -> None:
     with mock.patch.object(dtensor.GatedGradients, "close"):
-        use_gradients(names, guarded=False)
+        use_gradients(["clipping", "zero_grad", "by hand"], guarded=False)
 
 
-def test_without_gated_gradients_a_write_reaches_the_update(ranks: Ranks) -> None:
-    ranks(2).run(use_gradients_without_gates, ["clipping", "zero_grad", "by hand"])
+@pytest.mark.parametrize("job", [read_without_gates, write_gradients_without_gates])
+def test_without_gates_numbers_are_wrong(ranks: Ranks, job: Callable[[], None]) -> None:
+    ranks(2).run(job)
 
 
 def let_gradients_go(by: str) -> None:
@@ -391,10 +366,11 @@ def gates(model: Any) -> set[bool]:
     return {type(local(p)) is GatedShard for p in parameters if p.requires_grad}
 
 
-def look_at_metadata(overlap: str) -> None:
+def look_at_metadata() -> None:
+    """It does not wait."""
     with StreamSimulator("lazy", inline_current=True) as simulator:
         model = build(dist.get_world_size())
-        optimizer = wrap(model, overlap)
+        optimizer = wrap(model, "forward")
         step(model, optimizer, 0)
         simulator.reset_counters()
         for p in model.parameters():
@@ -410,10 +386,6 @@ def look_at_metadata(overlap: str) -> None:
         check(not simulator.wait_log, f"waits: {simulator.wait_log}")
         check(gates(model) == {True}, "gated before and after")
         optimizer.close()
-
-
-def test_metadata_does_not_wait(ranks: Ranks) -> None:
-    ranks(2).run(look_at_metadata, "forward")
 
 
 def train_untouched(overlap: str, size: int, setting: str) -> None:
@@ -487,22 +459,6 @@ def test_each_stream_that_uses_a_parameter_waits_until_it_is_gathered(
 # --------------------------------------------------------------------------- shards come back
 
 
-def close_it(model: Any, optimizer: Any) -> None:
-    optimizer.close()
-
-
-def synchronize(model: Any, optimizer: Any) -> None:
-    optimizer.synchronize()
-
-
-def read_state(model: Any, optimizer: Any) -> None:
-    optimizer.state_dict()
-
-
-def read_weights(model: Any, optimizer: Any) -> None:
-    model.state_dict()
-
-
 def go_away(model: Any, optimizer: Any) -> None:
     offloader = PhaseOffloader(model, optimizer)
     offloader.offload()
@@ -515,8 +471,13 @@ def load(model: Any, optimizer: Any) -> None:
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
 
 
-ENDS = {
-    each.__name__: each for each in (close_it, synchronize, read_state, read_weights, go_away, load)
+ENDS: dict[str, Callable[[Any, Any], object]] = {
+    "close": lambda model, optimizer: optimizer.close(),
+    "synchronize": lambda model, optimizer: optimizer.synchronize(),
+    "state_dict": lambda model, optimizer: optimizer.state_dict(),
+    "state_dict of the model": lambda model, optimizer: model.state_dict(),
+    "offload": go_away,
+    "load": load,
 }
 
 
@@ -539,14 +500,14 @@ def come_back(name: str, overlap: str) -> None:
 
 @pytest.mark.parametrize("name", ENDS)
 def test_shards_come_back(ranks: Ranks, name: str) -> None:
-    ranks(2).run(come_back, name, "backward" if name in ("load", "close_it") else "forward")
+    ranks(2).run(come_back, name, "backward" if name in ("load", "close") else "forward")
 
 
-def drop(overlap: str) -> None:
-    """Nobody has kept the optimizer, nor do gated shards keep it or the model."""
+def drop() -> None:
+    """Shards come back: nobody has kept the optimizer, nor do gated shards keep it or the model."""
     with StreamSimulator("lazy", inline_current=True):
         plain, mine = build(dist.get_world_size()), build(dist.get_world_size())
-        reference, optimizer = adamw(plain), wrap(mine, overlap)
+        reference, optimizer = adamw(plain), wrap(mine, "backward")
         step(plain, reference, 0)
         step(mine, optimizer, 0)
         kept, dropped = local(sharded(mine)[0]), weakref.ref(optimizer)
@@ -556,13 +517,6 @@ def drop(overlap: str) -> None:
         check(gates(mine) == {False}, "after the drop")
         check(same(sharded(mine), sharded(plain)), "waited for")
         check(same(kept + 0, sharded(plain)[0]), "what was kept from before")
-
-
-def test_shards_come_back_when_the_optimizer_is_dropped(ranks: Ranks) -> None:
-    ranks(2).run(drop, "backward")
-
-
-# --------------------------------------------------------------------------- errors
 
 
 def fail_before_a_reader() -> None:
@@ -577,41 +531,34 @@ def fail_before_a_reader() -> None:
 
     with mock.patch.object(HostUnit, "update", fail):
         optimizer.step()
-        try:
-            for parameter in sharded(model):
-                parameter.detach().norm()
-        except LaneError as error:
-            check("using a parameter" in error.what, error.what)
-            check("on a host thread" in error.reason, error.reason)
-            check("load a checkpoint" in error.remedy, error.remedy)
-        else:
-            raise AssertionError("nothing was raised")
+        with pytest.raises(LaneError) as caught:
+            as_parts([p.detach().norm() for p in sharded(model)])
+        check("using a parameter" in caught.value.what, caught.value.what)
+        check("on a host thread" in caught.value.reason, caught.value.reason)
+        check("load a checkpoint" in caught.value.remedy, caught.value.remedy)
     check(gates(model) == {False}, "after the failure")
     for parameter in sharded(model):
         parameter.detach().zero_()
     optimizer.close()
 
 
-def test_a_failed_update_is_raised_from_the_read(ranks: Ranks) -> None:
-    ranks(2).run(fail_before_a_reader)
-
-
-def capture() -> None:
+def read_in_a_graph_capture() -> None:
+    """It is refused."""
     with StreamSimulator("lazy", inline_current=True) as simulator:
         model = build(dist.get_world_size())
         optimizer = wrap(model, "forward")
         step(model, optimizer, 0)
         with mock.patch.object(simulator, "is_capturing", return_value=True):
-            try:
+            with pytest.raises(DeviceError) as caught:
                 sharded(model)[0].detach().norm()
-            except DeviceError as error:
-                check("a parameter" in error.what, error.what)
-                check("synchronize()" in error.remedy, error.remedy)
-            else:
-                raise AssertionError("nothing was raised")
+            check("a parameter" in caught.value.what, caught.value.what)
+            check("synchronize()" in caught.value.remedy, caught.value.remedy)
         optimizer.synchronize()  # it has not failed
         optimizer.close()
 
 
-def test_a_graph_capture_that_reads_a_parameter_is_refused(ranks: Ranks) -> None:
-    ranks(2).run(capture)
+@pytest.mark.parametrize(
+    "job", [look_at_metadata, drop, fail_before_a_reader, read_in_a_graph_capture]
+)
+def test_on_two_ranks(ranks: Ranks, job: Callable[[], None]) -> None:
+    ranks(2).run(job)

@@ -25,10 +25,8 @@ from torch.optim import Optimizer
 from fsdp_offload import PhaseOffloader
 from fsdp_offload.core.fsdp import find_groups
 from tests.fsdp import models
-from tests.fsdp.models import check
-from tests.helpers.ranks import RankPool
+from tests.fsdp.models import Ranks, check
 
-Ranks = Callable[..., RankPool]
 DIM = 12
 LANES = ("streamed", "host", "resident")
 
@@ -65,10 +63,10 @@ def train_twins(
 
 
 def train_and_leave(
-    make: Callable[[], nn.Module], loss_of: Callable[[nn.Module, int], Tensor], overlap: str
+    make: Callable[[], nn.Module], loss_of: Callable[[nn.Module, int], Tensor]
 ) -> nn.Module:
     """:func:`train_twins` in the streamed lane; then all leaves and comes back as it was."""
-    model, optimizer = train_twins(make, loss_of, steps=3, update_on="device", overlap=overlap)
+    model, optimizer = train_twins(make, loss_of, steps=3, update_on="device", overlap="backward")
     optimizer.zero_grad()
     before = [models.local(parameter).clone() for parameter in model.parameters()]
     with PhaseOffloader(model, optimizer).away():
@@ -76,9 +74,6 @@ def train_and_leave(
     for index, (parameter, old) in enumerate(zip(model.parameters(), before, strict=True)):
         models.check_same(models.local(parameter), old, f"parameter {index} after a departure")
     return model
-
-
-# --------------------------------------------------------------------------- HSDP
 
 
 def train_hsdp(dtype: torch.dtype) -> list[Tensor]:
@@ -232,12 +227,12 @@ def experts_in_one_call() -> nn.Module:
     )
 
 
-def train_experts_in_one_call(overlap: str) -> None:
+def train_experts_in_one_call() -> None:
     def loss_of(model: nn.Module, step: int) -> Tensor:
         generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
         return model(torch.randn(4, DIM, generator=generator), -1).square().mean()
 
-    model = train_and_leave(experts_in_one_call, loss_of, overlap)
+    model = train_and_leave(experts_in_one_call, loss_of)
     check(len(find_groups([model])) == 2, "not two groups")
     meshes = {p.device_mesh.size() for p in model.parameters()}
     check(meshes == {2, 4}, f"meshes of {meshes} ranks")
@@ -246,12 +241,9 @@ def train_experts_in_one_call(overlap: str) -> None:
 @pytest.mark.skipif(
     not hasattr(_fsdp_common, "ShardPlacementResult"), reason="this torch has one mesh per call"
 )
-@pytest.mark.parametrize("overlap", ["backward"])
-def test_two_meshes_in_one_call(ranks: Ranks, overlap: str) -> None:
-    ranks(4).run(train_experts_in_one_call, overlap)
+def test_two_meshes_in_one_call(ranks: Ranks) -> None:
+    ranks(4).run(train_experts_in_one_call)
 
-
-# --------------------------------------------------------------------------- one mesh for all
 
 SPMD: dict[str, dict[str, Any]] = {
     "sharded": {"shard": "outer"},
@@ -276,13 +268,13 @@ def on_one_mesh(kind: str) -> nn.Module:
     return fully_shard(model, mesh=spmd_mesh(), dp_mesh_dims=dims)
 
 
-def train_on_one_mesh(kind: str, overlap: str) -> None:
+def train_on_one_mesh(kind: str) -> None:
     def loss_of(model: nn.Module, step: int) -> Tensor:
         data = torch.randn(4, DIM, generator=torch.Generator().manual_seed(step))
         given = DTensor.from_local(data, spmd_mesh(), [Replicate(), Replicate()])
         return model(given).square().mean()
 
-    train_and_leave(lambda: on_one_mesh(kind), loss_of, overlap)
+    train_and_leave(lambda: on_one_mesh(kind), loss_of)
 
 
 @pytest.mark.skipif(
@@ -290,10 +282,7 @@ def train_on_one_mesh(kind: str, overlap: str) -> None:
 )
 @pytest.mark.parametrize("kind", list(SPMD))
 def test_axes_of_one_mesh(ranks: Ranks, kind: str) -> None:
-    ranks(4).run(train_on_one_mesh, kind, "backward")
-
-
-# --------------------------------------------------------------------------- gradient placements
+    ranks(4).run(train_on_one_mesh, kind)
 
 
 class Normed(nn.Module):

@@ -19,10 +19,8 @@ import fsdp_offload
 from fsdp_offload import HybridDeviceOptimizer, PhaseOffloader, UnsupportedTorchError
 from fsdp_offload.core import fsdp
 from tests.fsdp import models
-from tests.fsdp.models import check
-from tests.helpers.ranks import RankPool
+from tests.fsdp.models import Ranks, check
 
-Ranks = Callable[..., RankPool]
 PACKAGE = Path(fsdp_offload.__file__).parent
 
 

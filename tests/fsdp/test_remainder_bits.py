@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +19,14 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.optim import Optimizer
 
 from fsdp_offload import checkpoint
 from fsdp_offload.checkpoint import OptimizerState
 from fsdp_offload.core.errors import StateDictError
 from tests.fsdp import models
-from tests.fsdp.models import check, local
-from tests.helpers.ranks import RankPool
+from tests.fsdp.models import Ranks, check, local
 
-Ranks = Callable[..., RankPool]
 Job = tuple[nn.Module, Optimizer]
 REMAINDER = "master_remainder"
 
@@ -78,36 +74,6 @@ def check_job(found: Job, expected: Job, what: str) -> None:
     check_bits(whole, patterns(), what)
 
 
-# --------------------------------------------------------------------------- one tensor
-
-
-def through_collectives() -> None:
-    every, rank, size = patterns(), dist.get_rank(), dist.get_world_size()
-    sent = every.clone() if rank == 0 else torch.zeros_like(every)
-    dist.broadcast(sent, src=0)
-    check_bits(sent, every, "broadcast")
-    rows = every.chunk(size)
-    parts = [torch.empty_like(rows[0]) for _ in rows]
-    dist.all_gather(parts, rows[rank].contiguous())
-    check_bits(torch.cat(parts), every, "all_gather")
-    whole = torch.empty_like(every)
-    dist.all_gather_into_tensor(whole, rows[rank].contiguous())
-    check_bits(whole, every, "all_gather_into_tensor")
-    mine = torch.empty_like(rows[0])
-    dist.scatter(mine, [r.contiguous() for r in rows] if rank == 0 else None, src=0)
-    check_bits(mine, rows[rank], "scatter")
-    mesh = models.flat_mesh(size)
-    placed = distribute_tensor(every if rank == 0 else torch.zeros_like(every), mesh, [Shard(0)])
-    check_bits(placed.redistribute(mesh, [Replicate()]).to_local(), every, "distribute_tensor")
-
-
-def test_every_pattern_passes_collectives(ranks: Ranks) -> None:
-    ranks(2).run(through_collectives)
-
-
-# --------------------------------------------------------------------------- torch's own calls
-
-
 def through_whole_dicts(*, flat: bool, cpu_offload: bool, broadcast: bool) -> None:
     """As trainers save and load; the loading job is fresh.
 
@@ -143,9 +109,6 @@ def test_masters_survive_whole_state_dicts(
     ranks: Ranks, flat: bool, cpu_offload: bool, broadcast: bool
 ) -> None:
     ranks(2).run(through_whole_dicts, flat=flat, cpu_offload=cpu_offload, broadcast=broadcast)
-
-
-# --------------------------------------------------------------------------- bits are no numbers
 
 
 def load_cast(path: Path) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -17,11 +17,9 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from fsdp_offload.core.errors import ConfigError, NonFiniteGradientError
 from fsdp_offload.optimizer.clipping import coefficient, gradients_of, scale, total_norm
 from tests.fsdp import models
-from tests.fsdp.models import check, check_same
+from tests.fsdp.models import Ranks, check, check_same
 from tests.fsdp.test_meshes import normed, normed_loss
-from tests.helpers.ranks import RankPool
 
-Ranks = Callable[..., RankPool]
 NORMS = (2.0, 1.0, math.inf, 3.0, 0.5, -math.inf, 0.0)
 FP32, BF16 = torch.float32, torch.bfloat16
 
@@ -230,9 +228,6 @@ def inf_of_empty_shards() -> list[float]:
 
 def test_infinity_norms_with_empty_shards(ranks: Ranks) -> None:
     assert ranks(4).run(inf_of_empty_shards) == [[7.0, 2.0]] * 4
-
-
-# --------------------------------------------------------------------------- several meshes
 
 
 def several_meshes() -> list[Any]:

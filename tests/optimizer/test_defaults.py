@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,11 +12,8 @@ from torch import nn
 
 from fsdp_offload import HybridDeviceOptimizer
 from tests.fsdp import models
-from tests.fsdp.models import check
+from tests.fsdp.models import Ranks
 from tests.helpers.own_optimizers import Lion
-from tests.helpers.ranks import RankPool
-
-Ranks = Callable[..., RankPool]
 
 
 def test_there_are_few_options() -> None:
@@ -75,30 +71,3 @@ def test_fsdp2_modules_are_updated_beside_the_forward(
     ranks: Ranks, how: str, expected: str
 ) -> None:
     assert ranks(2).run(chosen, how) == [expected] * 2
-
-
-def shard_after_wrapping() -> None:
-    """As Accelerate does: the optimizer gets the DTensors in place of its parameters."""
-    twin = models.toy(models.flat_mesh(dist.get_world_size()))
-    torch.manual_seed(0)
-    model: Any = models.Toy()
-    inner = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
-    optimizer = HybridDeviceOptimizer(inner, model)
-    check(optimizer.statistics().overlap == "step", "before")
-    models.shard(model, models.flat_mesh(dist.get_world_size()))
-    inner.param_groups[0]["params"][:] = [p for p in model.parameters() if p.requires_grad]
-    reference = torch.optim.AdamW([p for p in twin.parameters() if p.requires_grad], lr=0.01)
-    for step in range(3):
-        for each, stepper in ((twin, reference), (model, optimizer)):
-            models.backward(each, step)
-            stepper.step()
-            stepper.zero_grad()
-    check(optimizer.statistics().overlap == "forward", "afterwards")
-    optimizer.synchronize()
-    for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
-        check(torch.equal(models.local(mine), models.local(theirs)), "values")
-    optimizer.close()
-
-
-def test_where_the_model_is_sharded_later_the_choice_is_made_anew(ranks: Ranks) -> None:
-    ranks(2).run(shard_after_wrapping)

@@ -42,9 +42,6 @@ from tests.helpers.training import (
 pytestmark = pytest.mark.usefixtures("one_thread", "small_host_buckets")
 
 
-# --------------------------------------------------------------------------- parameters
-
-
 def test_a_sparse_gradient_is_refused_before_anything_is_updated() -> None:
     torch.manual_seed(0)
     model = nn.ModuleList([nn.Linear(3, 3), nn.Embedding(10, 3, sparse=True)])
@@ -124,6 +121,7 @@ USES: dict[str, Callable[[HybridDeviceOptimizer], object]] = {
     "load_state_dict": lambda o: o.load_state_dict({}),
     "synchronize": lambda o: o.synchronize(),
     "resync": lambda o: o.resync(),
+    "timeline": lambda o: o.timeline("a.svg"),
     "add_param_group": lambda o: o.add_param_group({"params": [nn.Parameter(torch.zeros(2))]}),
     "inner.step": lambda o: o._inner.step(),
     "inner.state_dict": lambda o: o._inner.state_dict(),
@@ -146,41 +144,30 @@ def test_every_use_after_close_is_refused(use: str, arenas: list[weakref.ref[Hos
 
 def use_in_a_fork(lane: str) -> None:
     """Both processes use the optimizer; runs in a rank, which has no threads of other tests."""
-    p = nn.Parameter(torch.zeros(100))
-    p.grad = torch.ones(100)
-    optimizer = HybridDeviceOptimizer(torch.optim.AdamW([p]), update_on=lane)
-    optimizer.step()
+    model = Model(dtype=torch.bfloat16)
+    optimizer = wrap(torch.optim.AdamW(model.parameters()), lane, model=model)
+    train(model, optimizer, range(1))
     child = os.fork()
     if child == 0:
         status = 1
         try:
-            check_refused(optimizer)
+            for use in USES.values():
+                with pytest.raises(ClosedError, match="process that built it") as caught:
+                    use(optimizer)
+                assert str(os.getpid()) in caught.value.what
+            model.load_state_dict(Model(seed=1, dtype=torch.bfloat16).state_dict())
             optimizer.close()  # does nothing
             del optimizer
             status = 0
         finally:
             os._exit(status)
     assert os.waitpid(child, 0)[1] == 0
-    optimizer.step()
-    assert float(optimizer.state[p]["step"]) == 2
+    train(model, optimizer, range(1, 2))
+    assert float(optimizer.state[model.weights[0]]["step"]) == 2
     optimizer.close()
 
 
-def check_refused(optimizer: HybridDeviceOptimizer) -> None:
-    """Each use."""
-    for use in (
-        optimizer.step,
-        optimizer.state_dict,
-        optimizer.synchronize,
-        lambda: optimizer.state,
-        lambda: optimizer.load_state_dict({}),
-    ):
-        with pytest.raises(ClosedError, match="process that built it") as caught:
-            use()
-        assert str(os.getpid()) in caught.value.what
-
-
-@pytest.mark.parametrize("lane", ["device", "host"])
+@pytest.mark.parametrize("lane", ["streamed", "host"])
 def test_use_in_a_forked_process_is_refused_there_and_harmless_here(
     ranks: Callable[..., RankPool], lane: str
 ) -> None:

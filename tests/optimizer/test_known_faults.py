@@ -199,9 +199,6 @@ def test_the_master_of_a_weight_written_by_hand_is_within_half_a_step_of_its_dty
         assert ((master - wanted).abs() <= wanted.abs() * half_step).all()
 
 
-# --------------------------------------------------------------------------- what users see
-
-
 @each_lane_and_dtype
 def test_torchs_get_optimizer_state_dict_runs_no_random_dummy_step(
     lane: str, dtype: torch.dtype
@@ -292,9 +289,6 @@ def test_pinned_memory_is_allocated_once_and_not_per_tensor(
     assert [n for n in made if n] == pinned
     assert len(made) == n_allocations, "memory was allocated after construction"
     assert optimizer.statistics().pinned == (n_arenas > 0)
-
-
-# --------------------------------------------------------------------------- order and failures
 
 
 @pytest.mark.parametrize(

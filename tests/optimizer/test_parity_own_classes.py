@@ -58,22 +58,15 @@ def compare_settings(twins: SideBySide) -> None:
         assert getattr(twins.wrapped, name, None) == getattr(twins.plain, name, None)
 
 
-@pytest.mark.parametrize(("cls", "lane"), [*zip(ELEMENTWISE, itertools.cycle(LANES), strict=False)])
+@pytest.mark.parametrize(("cls", "first"), [*zip(ELEMENTWISE, itertools.cycle(range(3)))])
+@pytest.mark.parametrize("mixed", [False, True], ids=["one lane", "mixed"])
 def test_element_wise_classes_are_cut_and_exact_in_every_lane(
-    cls: type[Optimizer], lane: str
+    cls: type[Optimizer], first: int, mixed: bool
 ) -> None:
-    shapes = ((130, 70), *SHAPES[1:]) if lane == "host" else SHAPES  # its buckets are larger
-    twins = own_twins(cls, shapes=shapes, update_on=[lane] * len(SHAPES))
+    lanes = [LANES[(first + i * mixed) % 3] for i in range(len(SHAPES))]
+    twins = own_twins(cls, shapes=((130, 70), *SHAPES[1:]), update_on=lanes)
     assert twins.wrapped.statistics().buckets > 3
-    twins.run()
-    compare_settings(twins)
-
-
-@pytest.mark.parametrize("cls", ELEMENTWISE)
-def test_element_wise_classes_are_exact_with_all_lanes_mixed(cls: type[Optimizer]) -> None:
-    lanes = [LANES[i % 3] for i in range(len(SHAPES))]
-    twins = own_twins(cls, update_on=lanes)
-    assert twins.lanes() == set(LANES)
+    assert twins.lanes() == set(lanes)
     twins.run()
     compare_settings(twins)
 

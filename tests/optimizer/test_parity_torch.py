@@ -215,9 +215,6 @@ def test_masters_beyond_the_range_of_the_shard_are_kept(dtype: torch.dtype, lane
     assert torch.equal(parameter.float(), plain)
 
 
-# --------------------------------------------------------------------------- mixed in one optimizer
-
-
 @pytest.mark.parametrize(("name", "turn"), [*zip(sorted(ELEMENTWISE), itertools.cycle(range(3)))])
 def test_lanes_and_dtypes_mixed_in_one_optimizer(name: str, turn: int) -> None:
     """Every dtype in every lane, one step for all of them."""

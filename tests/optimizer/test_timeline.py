@@ -13,7 +13,7 @@ import torch
 from torch.profiler import profile
 
 from fsdp_offload import HybridDeviceOptimizer
-from fsdp_offload.core.errors import ClosedError, ConfigError
+from fsdp_offload.core.errors import ConfigError
 from fsdp_offload.core.storage import is_profiling
 from fsdp_offload.optimizer.timeline import MARK, STEP, Span, legend, merged, spans_of, svg_of
 from tests.helpers.own_optimizers import Lion
@@ -57,15 +57,17 @@ def marks(spans: list[Span]) -> list[float]:
 
 
 def test_rows_of_a_gpu() -> None:
+    """Steps begin where the device got there, not the host."""
     spans = spans_of(trace())
     # Copies on two streams overlap: 6 ms and 6 ms within 8.
     expected = {"compute": 26.25, "collectives": 4, "updates": 5, "H2D": 8, "D2H": 7}
     assert busy(spans) == {row: 3 * ms for row, ms in expected.items()}
     assert min(span.start_ms for span in spans) == 0
-
-
-def test_steps_begin_where_the_device_got_there_not_the_host() -> None:
-    assert marks(spans_of(trace())) == [28, 68, 108]
+    assert marks(spans) == [28, 68, 108]
+    assert legend(spans) == [
+        "busy, ms: compute 78.8, collectives 12.0, updates 15.0, H2D 24.0, D2H 21.0",
+        "from step to step, ms: 40.0, 40.0",
+    ]
 
 
 def test_without_marks_of_the_device_those_of_the_host_count() -> None:
@@ -140,13 +142,6 @@ def test_gaps_stay_unless_they_are_too_small_to_see() -> None:
     spans = [Span("H2D", 4, 5), Span("H2D", 0, 2), Span("H2D", 1, 3), Span("H2D", 0.5, 1)]
     assert merged(spans) == [(0, 3), (4, 5)]
     assert merged(spans, gap_ms=1) == [(0, 5)]
-
-
-def test_legend() -> None:
-    assert legend(spans_of(trace())) == [
-        "busy, ms: compute 78.8, collectives 12.0, updates 15.0, H2D 24.0, D2H 21.0",
-        "from step to step, ms: 40.0, 40.0",
-    ]
 
 
 def test_the_picture_has_rows_boxes_marks_and_legend() -> None:
@@ -269,10 +264,3 @@ def test_an_exception_is_passed_on_and_nothing_is_written(tmp_path: Path) -> Non
     with optimizer.timeline(path):
         train(model, optimizer, range(1))
     assert path.read_text().startswith("<svg")
-
-
-def test_a_closed_optimizer_has_none(tmp_path: Path) -> None:
-    optimizer = pair("streamed")[1]
-    optimizer.close()
-    with pytest.raises(ClosedError):
-        optimizer.timeline(tmp_path / "a.svg")

@@ -92,9 +92,6 @@ def drivers() -> list[threading.Thread]:
     return [t for t in threading.enumerate() if t.name.startswith("fsdp_offload-host-driver")]
 
 
-# --------------------------------------------------------------------------- numbers
-
-
 def test_buckets_are_offered_once_as_their_gradients_arrive(job: Job) -> None:
     now = CpuBackend(CPU).current_stream().record()
     for step in range(3):
@@ -158,9 +155,6 @@ def test_each_thread_enters_the_device_before_it_works(monkeypatch: pytest.Monke
         "fsdp_offload-host-",
         "fsdp_offload-host-driver-",
     ]
-
-
-# --------------------------------------------------------------------------- buffers
 
 
 def test_buffers_hold_enough_units_for_all_threads() -> None:
@@ -233,9 +227,6 @@ def test_a_driver_that_is_gone_is_an_error_and_no_hang(
         written[0].recorded()
 
 
-# --------------------------------------------------------------------------- lifetimes
-
-
 @pytest.mark.parametrize("fails", [False, True], ids=["usual", "failed"])
 def test_a_dropped_optimizer_frees_its_lane_without_the_cyclic_collector(
     fails: bool, monkeypatch: pytest.MonkeyPatch
@@ -255,9 +246,6 @@ def test_a_dropped_optimizer_frees_its_lane_without_the_cyclic_collector(
         assert fails or lane() is None  # a traceback holds whatever it passed through
     finally:
         gc.enable()
-
-
-# --------------------------------------------------------------------------- pending events
 
 
 def test_a_pending_event_runs_what_is_left_on_the_waiting_thread() -> None:

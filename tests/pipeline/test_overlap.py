@@ -122,6 +122,11 @@ def test_what_would_split_an_iteration_is_refused_and_the_iteration_can_be_ended
     job.assert_like(plain)
 
 
+def put(group: dict[str, Any], name: str, value: Any) -> None:
+    """In place where it is a tensor."""
+    group[name] = group[name].fill_(value) if isinstance(group[name], Tensor) else value
+
+
 @pytest.mark.parametrize("lr", [0.05, torch.tensor(0.05)], ids=["float", "tensor"])
 def test_hyper_parameters_changed_before_the_step_are_refused_until_restored(lr: Any) -> None:
     plain, job = Job(None, lr=lr), Job("backward", lr=lr)
@@ -130,17 +135,11 @@ def test_hyper_parameters_changed_before_the_step_are_refused_until_restored(lr:
         each.backward(2)
     group = job.optimizer.param_groups[0]
     for name, value in (("lr", 0.5), ("betas", (0.5, 0.6)), ("weight_decay", 1.0)):
-        before = group[name].clone() if isinstance(group[name], Tensor) else group[name]
-        if isinstance(before, Tensor):
-            group[name].fill_(value)
-        else:
-            group[name] = value
+        before = copy.deepcopy(group[name])
+        put(group, name, value)
         with pytest.raises(ConfigError, match=f"'{name}'"):
             job.optimizer.step()
-        if isinstance(before, Tensor):
-            group[name].copy_(before)
-        else:
-            group[name] = before
+        put(group, name, before)
     job.optimizer.step()
     plain.optimizer.step()
     job.assert_like(plain)
@@ -153,9 +152,7 @@ def test_a_failure_in_backward_makes_the_optimizer_failed_until_a_load(
     plain.train(3)
     job.train(3)
     weights = [p.detach().clone() for p in job.parameters]
-    saved = torch.utils._pytree.tree_map(
-        lambda v: v.clone() if isinstance(v, Tensor) else v, job.optimizer.state_dict()
-    )
+    saved = copy.deepcopy(job.optimizer.state_dict())
 
     def fail(*_: object) -> None:
         raise ZeroDivisionError("in a bucket")
@@ -177,22 +174,10 @@ def test_a_failure_in_backward_makes_the_optimizer_failed_until_a_load(
     job.assert_like(plain)
 
 
-def test_a_failure_on_a_host_thread_surfaces_in_the_next_forward(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("found_in", ["forward()", "step before"])
+def test_a_failure_on_a_host_thread_surfaces_in_the_next_forward_or_step(
+    found_in: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert "forward()" in _failure_on_a_host_thread(monkeypatch, lambda job: job.played.forward())
-
-
-def test_a_failure_on_a_host_thread_surfaces_in_the_next_iteration_of_a_group_left_out(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    assert "step before" in _failure_on_a_host_thread(monkeypatch, lambda job: job.optimizer.step())
-
-
-def _failure_on_a_host_thread(
-    monkeypatch: pytest.MonkeyPatch, finds: Callable[[Job], object]
-) -> str:
-    """What the error says that ``finds`` raises after ``step()`` has returned."""
     job = Job("forward", update_on="host")
     job.train(2)
     job.backward(2)
@@ -203,11 +188,12 @@ def _failure_on_a_host_thread(
     monkeypatch.setattr(HostUnit, "update", fail)
     job.optimizer.step()
     job.optimizer.zero_grad()
+    finds = job.played.forward if found_in == "forward()" else job.optimizer.step
     with pytest.raises(LaneError, match="on a host thread") as caught:
-        finds(job)
+        finds()
+    assert found_in in caught.value.what
     with pytest.raises(LaneError, match="load a checkpoint"):
         job.optimizer.step()
-    return caught.value.what
 
 
 # --------------------------------------------------------------------------- buckets that stay

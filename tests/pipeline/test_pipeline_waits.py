@@ -19,8 +19,6 @@ and memory of the arena, which the simulator never gives to anybody else.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,14 +105,6 @@ def write_gradient(gradient: Tensor, parameter: Tensor, step: int) -> None:
     gradient.copy_(parameter * 0.5 + (step + 1) / 8)
 
 
-def copy(target: Tensor, source: Tensor) -> None:
-    target.copy_(source)
-
-
-def zero(gradient: Tensor) -> None:
-    gradient.zero_()
-
-
 def make_parameters(numels: tuple[int, ...], dtype: torch.dtype) -> list[nn.Parameter]:
     generator = torch.Generator().manual_seed(len(numels))
     return [nn.Parameter(torch.randn(n, generator=generator).to(dtype)) for n in numels]
@@ -152,7 +142,7 @@ def after_step(scene: Scenario, parameters: list[nn.Parameter]) -> None:
         if scene.gradients == "dropped":
             parameter.grad = None
         elif scene.gradients == "zeroed" and parameter.grad is not None:
-            backend_for(CPU).current_stream().launch(zero, parameter.grad)
+            backend_for(CPU).current_stream().launch(Tensor.zero_, parameter.grad)
 
 
 def train(scene: Scenario, *, drain: bool = False) -> list[Tensor]:
@@ -173,7 +163,7 @@ def train(scene: Scenario, *, drain: bool = False) -> list[Tensor]:
     found = [torch.zeros_like(p) for p in parameters]
     if not drain:
         for target, parameter in zip(found, parameters, strict=True):
-            current.launch(copy, target, parameter)
+            current.launch(Tensor.copy_, target, parameter)
         current.synchronize()
     state = optimizer.state  # waits by itself
     if drain:
@@ -202,19 +192,6 @@ def simulate(
 
 
 WAITS = Removal(simulate, expect)
-
-
-@contextmanager
-def gradients_dropped_early(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Buckets get copies of gradients that nobody keeps once the bucket is enqueued."""
-    original = Work.of
-
-    def of(work: Work, pieces: list[Any]) -> list[Tensor | None]:
-        return [None if g is None else g.clone() for g in original(work, pieces)]
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Work, "of", of)
-        yield
 
 
 # --------------------------------------------------------------------------- tests
@@ -255,10 +232,16 @@ def test_temporary_copies_of_strided_gradients_live_long_enough(
 def test_gradients_dropped_before_their_update_are_noticed(
     lanes: tuple[str, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Buckets get copies of gradients that nobody keeps once the bucket is enqueued."""
     scene = Scenario(lanes, dtype, steps=2, gradients="strided")
     expected = WAITS.expected(scene)
-    with gradients_dropped_early(monkeypatch):
-        found, simulator = simulate(scene, "lazy", inline_current=True)
+    original = Work.of
+
+    def of(work: Work, pieces: list[Any]) -> list[Tensor | None]:
+        return [None if g is None else g.clone() for g in original(work, pieces)]
+
+    monkeypatch.setattr(Work, "of", of)
+    found, simulator = simulate(scene, "lazy", inline_current=True)
 
     assert not same(found, expected)
     assert any("BucketUpdate.run" in use for use in simulator.late_uses)
