@@ -347,7 +347,7 @@ class BatchCopies:
         """The link's rates while both directions are busy: the best so far, since copies of others
         may disturb. Nothing is live; the host waits."""
         n_bytes = min(PROBE_BYTES, self.intervals.n_bytes // 2)
-        count = min(PROBES, self.intervals.n_bytes // (2 * n_bytes))
+        count = min(PROBES, self.intervals.n_bytes // max(2 * n_bytes, 1))
         chunks = [self._arena.tensor(i * n_bytes, n_bytes, torch.uint8) for i in range(2 * count)]
         memory = [[self._backend.allocate(n_bytes)] * count for _ in range(2)]
         ready = self._backend.current_stream().record()

@@ -431,6 +431,15 @@ def test_auto_chooses_by_itself() -> None:
     assert "GB/s out" in moved.explain()
 
 
+def test_auto_with_room_for_nothing_moves_nothing() -> None:
+    net, moved = model(), ActivationOffload(1, device=CPU)
+    for seed in range(3):
+        assert moe.same(gradients(net, seed, moved), gradients(net, seed))
+    assert moved.statistics().sent_bytes == 0
+    assert "host memory is full" in moved.explain()
+    moved.close()
+
+
 def test_what_is_on_its_way_is_not_brought_back() -> None:
     with StreamSimulator("lazy", inline_current=True):
         moved, x = made(), batch(0).requires_grad_()
