@@ -31,13 +31,14 @@ from ..core.errors import ClosedError, DeviceError
 from ..memory import HostArena
 from ..memory.intervals import Intervals
 from ..plan.layout import align
-from ..plan.share import AHEAD, Link
+from ..plan.share import AHEAD
 from .handles import MemoryRange, written_error
 from .selection import Span
 
 PROBE_BYTES: Final = 16 * MIB
-PROBES: Final = 8
-"""In each direction, of other host memory each: what the processor has cached would be faster."""
+PROBES: Final = 64
+"""In each direction, of other host memory each: what the processor has cached is faster, and at
+either end of a short probe one direction is alone."""
 TURN_BYTES: Final = 4 * MIB
 """Of a copy back: see [Note: turns]."""
 _ALIGNMENT_BYTES: Final = 64  # of ranges in host memory
@@ -168,7 +169,7 @@ class BatchCopies:
         self.counts: Counter[str] = Counter()
         self.marks: list[Mark] | None = None  # while recorded
         self.sizes: dict[int, int] = {}  # of batches, likewise
-        self._gbps = [0.0, 0.0]  # the best that was measured, out and back
+        self._gbps = (0.0, 0.0)  # the best that was measured, out and back
 
     # ------------------------------------------------------------------ out
 
@@ -343,9 +344,9 @@ class BatchCopies:
                 self._backend.current_stream().wait(back)
             del fresh
 
-    def measured(self, optimizer_bytes: tuple[int, int]) -> Link:
-        """The link's rates while both directions are busy: the best so far, since copies of others
-        may disturb. Nothing is live; the host waits."""
+    def measured_gbps(self) -> tuple[float, float]:
+        """Of the link, out and back, while both directions are busy: the best so far, since copies
+        of others may disturb. Nothing is live; the host waits."""
         n_bytes = min(PROBE_BYTES, self.intervals.n_bytes // 2)
         count = min(PROBES, self.intervals.n_bytes // max(2 * n_bytes, 1))
         chunks = [self._arena.tensor(i * n_bytes, n_bytes, torch.uint8) for i in range(2 * count)]
@@ -364,8 +365,8 @@ class BatchCopies:
         self._out.synchronize()
         self._in.synchronize()
         found = [1e-6 * count * n_bytes / max(a.elapsed_time(b), 1e-6) for a, b in events]
-        self._gbps = [max(pair) for pair in zip(found, self._gbps, strict=True)]
-        return Link(self._gbps[0], self._gbps[1], *optimizer_bytes)
+        self._gbps = (max(found[0], self._gbps[0]), max(found[1], self._gbps[1]))
+        return self._gbps
 
     def live(self) -> list[Batch]:
         """Batches that a backward may ask for; forgets the others."""

@@ -21,7 +21,7 @@ from ..core.backend import TimedEvent, backend_for
 from ..core.config import MIB, TransferConfig, parse_bytes
 from ..core.errors import ActivationError, ClosedError, ConfigError, DeviceError
 from ..memory import checked_arena
-from ..plan.share import OffloadPlan, choose_share, times_of
+from ..plan.share import Link, OffloadPlan, choose_share, times_of
 from .batches import BatchCopies, SavedRange
 from .handles import Handle, Saver, unpack
 from .selection import Span, View, span_or_reason
@@ -216,15 +216,17 @@ class ActivationOffload(Saver):
         marks = [(kind, batch, began.elapsed_time(at)) for kind, batch, at in copies.marks or ()]
         batches, iteration_ms = times_of(marks, copies.sizes, began.elapsed_time(end))
         copies.marks = self._began = None
-        optimizer_bytes = (0, 0)
+        used: Any = ()
         if self._optimizer is not None:
+            self._optimizer.synchronize()  # its copies would make the link look slow
             now = self._optimizer.statistics()
             if now.overlap != "step":  # else it moves nothing while activations move
-                optimizer_bytes = (now.moved_bytes, now.fetched_bytes)
+                used = (now.moved_bytes, now.fetched_bytes, now.overlap)
+        link = Link(*copies.measured_gbps(), *used)
         plan = self._plan = choose_share(
             batches,
             iteration_ms,
-            copies.measured(optimizer_bytes),
+            link,
             host_bytes=copies.intervals.n_bytes,
             inflight_bytes=self._inflight_bytes,
         )

@@ -37,18 +37,20 @@ class Link:
     out_gbps: float
     back_gbps: float
     optimizer_out_bytes: int = 0
-    """That the optimizer moves in an iteration, evenly."""
+    """That the optimizer moves in an iteration."""
     optimizer_back_bytes: int = 0
+    overlap: str = "backward"
+    """The optimizer's: it begins there, and what takes longer is moved in the other half."""
 
-    def shares(self, iteration_ms: float) -> tuple[float, float]:
-        """That the optimizer takes out and back, at most 1."""
-        pairs = (
-            (self.optimizer_out_bytes, self.out_gbps),
-            (self.optimizer_back_bytes, self.back_gbps),
-        )
-        return tuple(  # type: ignore[return-value]
-            min(1.0, n / max(gbps * 1e6 * iteration_ms, 1.0)) for n, gbps in pairs
-        )
+    def shares(self, forward_ms: float, backward_ms: float) -> tuple[float, float]:
+        """That the optimizer takes out in forward and back in backward, at most 1."""
+        out_ms = self.optimizer_out_bytes / max(1e6 * self.out_gbps, 1.0)
+        back_ms = self.optimizer_back_bytes / max(1e6 * self.back_gbps, 1.0)
+        if self.overlap == "backward":
+            out_ms -= min(out_ms, backward_ms)
+        else:
+            back_ms -= min(back_ms, forward_ms)
+        return min(1.0, out_ms / (forward_ms or 1.0)), min(1.0, back_ms / (backward_ms or 1.0))
 
 
 @dataclass(frozen=True)
@@ -71,12 +73,12 @@ class OffloadPlan:
     def explain(self) -> str:
         """The choice in words, one line each."""
         total = sum(each.n_bytes for each in self.batches)
-        out, back = self.link.shares(self.iteration_ms)
+        out, back = self.link.shares(*_halves(self.batches, self.iteration_ms))
         lines = [
             f"moved: {len(self.moved)} of {len(self.batches)} batches, "
             f"{self.moved_bytes / GIB:.2f} of {total / GIB:.2f} GiB that could be",
             f"link: {self.link.out_gbps:.1f} GB/s out, {self.link.back_gbps:.1f} back, both at "
-            f"once; the optimizer takes {out:.0%} and {back:.0%} of it",
+            f"once; the optimizer takes {out:.0%} of it in forward, {back:.0%} in backward",
             f"waits for copies: {self.waits_ms:.2f} ms of an iteration of "
             f"{self.iteration_ms:.1f} ms, of which {ALLOWED_SHARE:.2%} are allowed",
         ]
@@ -125,7 +127,7 @@ def waits_ms(
     inflight_bytes: int,
 ) -> float:
     """How long the device waits, if these batches are moved as ``BatchCopies`` does."""
-    taken = link.shares(iteration_ms)
+    taken = link.shares(*_halves(batches, iteration_ms))
     out, back = (
         max(1e6 * gbps * (1 - share), 1.0)  # bytes per ms
         for gbps, share in zip((link.out_gbps, link.back_gbps), taken, strict=True)
@@ -159,6 +161,12 @@ def waits_ms(
                 back_free = here[other] = max(now, back_free) + batches[other].n_bytes / back
         waited += max(0.0, here.get(index, now) - now)
     return waited
+
+
+def _halves(batches: Sequence[SavedBatch], iteration_ms: float) -> tuple[float, float]:
+    """Forward, until the last batch is saved, and the rest."""
+    forward_ms = max((each.saved_ms for each in batches), default=0.0)
+    return forward_ms, max(0.0, iteration_ms - forward_ms)
 
 
 def times_of(

@@ -380,7 +380,7 @@ def test_a_share_is_spread() -> None:
     assert moved._copies.counts["full_batches"] == 0
 
 
-@pytest.mark.parametrize("overlap", [None, "step", "backward"])
+@pytest.mark.parametrize("overlap", [None, "step", "forward", "backward"])
 def test_auto_moves_what_its_plan_says(
     overlap: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -391,9 +391,13 @@ def test_auto_moves_what_its_plan_says(
         return OffloadPlan(tuple(found), ms, link, frozenset({0, 3}), 0.0, 1)
 
     class Optimizer:
-        device = CPU
+        device, waited = CPU, 0
+
+        def synchronize(self) -> None:
+            self.waited += 1
 
         def statistics(self) -> Any:
+            assert self.waited  # or its copies would slow the probe of the link
             return SimpleNamespace(overlap=overlap, moved_bytes=7, fetched_bytes=8)
 
     monkeypatch.setattr(offload, "choose_share", choose)
@@ -415,7 +419,9 @@ def test_auto_moves_what_its_plan_says(
     assert rates == sorted(rates)  # a disturbed measurement counts for nothing
     times = [0, *(each.saved_ms for each in found), *(each.needed_ms for each in found[::-1]), ms]
     assert times == sorted(times)
-    bytes_of_optimizer = (7, 8) if overlap == "backward" else (0, 0)
+    is_beside = overlap in ("forward", "backward")
+    bytes_of_optimizer = (7, 8) if is_beside else (0, 0)
+    assert not is_beside or link.overlap == overlap
     assert (link.optimizer_out_bytes, link.optimizer_back_bytes) == bytes_of_optimizer
     assert min(link.out_gbps, link.back_gbps) > 0
     assert bytes_ == {"host_bytes": 4 << 20, "inflight_bytes": 512 << 20}

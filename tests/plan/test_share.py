@@ -61,12 +61,29 @@ def test_what_is_held_for_copies_is_bounded() -> None:
 
 
 def test_the_optimizer_comes_first() -> None:
-    full = Link(50.0, 50.0, 50 * 1000 * MB, 0)
-    assert full.shares(1000.0) == (1.0, 0.0)
+    full = Link(50.0, 50.0, 50 * 1000 * MB, 0)  # 994 ms of it in backward, 6 in forward
     plan = choose_share(nested(4, 50 * MB, 2.0), 1000.0, full, host_bytes=10**9, inflight_bytes=0)
     assert not plan.moved
-    assert "the optimizer takes 100% and 0%" in plan.explain()
+    assert "the optimizer takes 100% of it in forward, 0% in backward" in plan.explain()
     assert "wait for longer" in plan.explain()
+
+
+@pytest.mark.parametrize(
+    ("overlap", "busy_ms", "shares"),
+    [
+        ("backward", 60, (0.0, 0.3)),
+        ("backward", 250, (0.5, 1.0)),
+        ("forward", 60, (0.6, 0.0)),
+        ("forward", 200, (1.0, 0.5)),
+        ("forward", 900, (1.0, 1.0)),
+    ],
+)
+def test_the_optimizer_begins_in_one_half(
+    overlap: str, busy_ms: int, shares: tuple[float, float]
+) -> None:
+    link = Link(50.0, 25.0, busy_ms * 50 * MB, busy_ms * 25 * MB, overlap)
+    assert link.shares(100.0, 200.0) == pytest.approx(shares)
+    assert link.shares(0.0, 0.0) == (1.0, 1.0)
 
 
 def test_host_memory_bounds_it_and_the_text_says_so() -> None:
@@ -76,7 +93,8 @@ def test_host_memory_bounds_it_and_the_text_says_so() -> None:
     assert (plan.moved, plan.moved_bytes, plan.waits_ms) == ({0, 1}, 100 * MB, 0.0)
     assert plan.explain().splitlines() == [
         "moved: 2 of 4 batches, 0.09 of 0.19 GiB that could be",
-        "link: 50.0 GB/s out, 50.0 back, both at once; the optimizer takes 0% and 0% of it",
+        "link: 50.0 GB/s out, 50.0 back, both at once; "
+        "the optimizer takes 0% of it in forward, 0% in backward",
         "waits for copies: 0.00 ms of an iteration of 24.0 ms, of which 0.25% are allowed",
         "no more, because host memory is full",
     ]
@@ -112,7 +130,12 @@ BATCHES = st.lists(
     max_size=12,
 ).map(lambda found: sorted(found, key=lambda each: each.saved_ms))
 LINKS = st.builds(
-    Link, st.floats(1, 100), st.floats(1, 100), st.integers(0, 10**10), st.integers(0, 10**10)
+    Link,
+    st.floats(1, 100),
+    st.floats(1, 100),
+    st.integers(0, 10**10),
+    st.integers(0, 10**10),
+    st.sampled_from(["forward", "backward"]),
 )
 
 
@@ -140,5 +163,6 @@ def test_a_faster_link_finishes_a_copy_out_no_later(
     """With all held that is on its way, nothing but copies back is waited for: once each."""
     moved = min(moved, len(batches))
     waited = waits_ms(batches, range_set(moved), 100.0, link, 10**12)
-    back = 1e6 * link.back_gbps * (1 - link.shares(100.0)[1])
+    forward_ms = max((each.saved_ms for each in batches), default=0.0)
+    back = 1e6 * link.back_gbps * (1 - link.shares(forward_ms, 100.0 - forward_ms)[1])
     assert waited <= sum(b.n_bytes for b in batches[:moved]) / max(back, 1.0) * (1 + 1e-9) + 1e-9
