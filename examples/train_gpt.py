@@ -193,7 +193,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--param-dtype", choices=DTYPES, default="fp32", help="what the shards are stored in")
     add("--compute-dtype", choices=DTYPES, help="what they are gathered in; default: the same")
     add("--offload-fraction", type=float, default=1.0, help="part of the state that leaves")
-    add("--update-on", choices=("auto", "device", "host"), default="device")
+    add("--update-on", choices=("device", "host"), default="device")
     add("--save", type=Path, metavar="DIR")
     add("--resume", type=Path, metavar="DIR")
     add("--log-every", type=int, default=10)

@@ -62,10 +62,7 @@ def _describe(parameter: DTensor, start: int, stop: int) -> None:
             '(outer_dp_sharding_strategy="no_shard")',
         )
     first = offsets[0] + start // (row_numel or 1)
-    # No rank knows the others' cuts, and one may leave a whole block with one rank.
-    attach_chunk(
-        parameter, shard, parameter.shape, (first, *offsets[1:]), max_numel=math.prod(block)
-    )
+    attach_chunk(parameter, shard, parameter.shape, (first, *offsets[1:]))
 
 
 def _flat_range(parameter: DTensor) -> tuple[int, int] | None:

@@ -12,7 +12,6 @@ or ``to()``, which make other tensors: attach last. Nothing here communicates.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
@@ -39,7 +38,6 @@ class ChunkAnswer:
         shape: of the global tensor.
         offsets: of the first element, per dim.
         writes: whether this rank saves it; exactly one of several replicas does.
-        max_numel: elements of the largest shard of any rank, at most.
     """
 
     question: str
@@ -47,7 +45,6 @@ class ChunkAnswer:
     shape: tuple[int, ...]
     offsets: tuple[int, ...]
     writes: bool
-    max_numel: int
 
     def __call__(self, *args: Any) -> Any:
         if self.question == CHUNK_LIST:
@@ -94,16 +91,14 @@ def attach_chunk(
     offsets: Sequence[int],
     *,
     writes: bool = True,
-    max_numel: int | None = None,
 ) -> Tensor:
     """Make ``tensor`` answer DCP that this rank holds ``shard``, the box at ``offsets`` of a tensor
     of ``shape``; changed in place and returned. See :class:`ChunkAnswer`.
 
     DCP loads only into a tensor whose ``size()`` is ``shape``, such as a DTensor.
     """
-    bound = math.prod(shape) if max_numel is None else max_numel
     for question in (CHUNK_LIST, TENSOR_SHARD, WRITE_ITEMS):
-        answer = ChunkAnswer(question, shard, tuple(shape), tuple(offsets), writes, bound)
+        answer = ChunkAnswer(question, shard, tuple(shape), tuple(offsets), writes)
         setattr(tensor, question, answer)
     return tensor
 

@@ -151,8 +151,7 @@ class OffloadConfig:
     """Bytes that the optimizer may take on the device, for state that travels or stays there."""
     update_on: str | tuple[str, ...] = "device"
     """Where offloaded state is updated. ``"device"``: streamed. ``"host"``: on CPU cores.
-    ``"auto"``: as the planner finds fastest by measured rates; on CPU tensors streamed. Or a lane
-    for each trainable parameter, in the order of ``param_groups``."""
+    Or a lane for each trainable parameter, in the order of ``param_groups``."""
     overlap: str | None = None
     """None: ``"forward"`` where that is possible, else ``"step"``."""
     moments: torch.dtype | Literal["int8"] | None = None
@@ -192,7 +191,7 @@ class OffloadConfig:
             raise ConfigError(
                 f"update_on={update_on!r}",
                 reason="neither a choice nor a list of lanes",
-                remedy='use "device", "host", "auto", or one lane per parameter',
+                remedy='use "device", "host", or one lane per parameter',
             )
         memory: int | Literal["auto"] = "auto"
         if device_memory != "auto":
@@ -220,11 +219,11 @@ class OffloadConfig:
                 remedy="0 keeps all state on the device, 1 offloads all of it",
             )
         if isinstance(self.update_on, str) or not isinstance(self.update_on, Sequence):
-            if self.update_on not in ("auto", "device", "host"):
+            if self.update_on not in ("device", "host"):
                 raise ConfigError(
                     f"update_on={self.update_on!r}",
                     reason="state is updated on the device, or on the host's cores",
-                    remedy='use "device", "host", "auto", or one lane per parameter',
+                    remedy='use "device", "host", or one lane per parameter',
                 )
         elif unknown := [lane for lane in self.update_on if lane not in LANES]:
             raise ConfigError(

@@ -29,12 +29,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from .chunks import CHUNK_LIST, attach_chunk, chunks_of
+from .chunks import attach_chunk, chunks_of
 from .errors import UnsupportedParameterError
 from .gated import GatedShard, ungated
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
 
@@ -44,7 +43,6 @@ class ShardInfo:
 
     global_shape: tuple[int, ...]
     local_shape: tuple[int, ...]
-    max_local_numel: int  # largest shard over all ranks, from global metadata alone
     dtype: torch.dtype
     device: torch.device
     is_plain: bool  # the shard is an ordinary dense tensor, not a subclass such as float8
@@ -171,7 +169,6 @@ def shard_info(parameter: Tensor, fqn: str) -> ShardInfo:
     return ShardInfo(
         global_shape=tuple(parameter.shape),
         local_shape=tuple(shard.shape),
-        max_local_numel=_max_local_numel(parameter),
         dtype=parameter.dtype,
         device=shard.device,
         is_plain=plain,
@@ -194,37 +191,13 @@ def first_index(parameter: Tensor) -> int:
     return index
 
 
-def _max_local_numel(parameter: Tensor) -> int:
-    """A bound on the shard of any rank, the same on all of them; reached, unless uneven."""
-    if not isinstance(parameter, DTensor):
-        return parameter.numel()
-    if (found := uneven(parameter)) is not None:
-        return found.max_numel
-    shape = list(parameter.shape)
-    for axis, placement in enumerate(parameter.placements):
-        dim = getattr(placement, "dim", None)  # Shard and _StridedShard; Replicate has none
-        if dim is not None:
-            shape[dim] = -(-shape[dim] // parameter.device_mesh.size(axis))
-    return math.prod(shape)
-
-
 # --------------------------------------------------------------------------- uneven shards
 
 
-@dataclass(frozen=True)
-class Uneven:
-    """Of a shard that is not cut where its placements say."""
-
-    offsets: tuple[int, ...]
-    """Of its first element, per dim of the global tensor; zeros if it is empty."""
-
-    max_numel: int
-    """Elements of the largest shard of any rank, at most."""
-
-
-def uneven(parameter: Tensor) -> Uneven | None:
-    """Where a shard begins that tells it by chunk metadata of its own, which the parameter or its
-    local tensor brings; ``None`` where the placements are right. No collective.
+def uneven_offsets(parameter: Tensor) -> tuple[int, ...] | None:
+    """Where a shard begins, per dim of the global tensor, that is not cut where its placements say
+    and tells it by chunk metadata, which the parameter or its local tensor brings; zeros if it is
+    empty; ``None`` where the placements are right. No collective.
 
     Raises:
         UnsupportedParameterError: the metadata are not those of one box of the shard's shape.
@@ -242,14 +215,12 @@ def uneven(parameter: Tensor) -> Uneven | None:
             reason=f"by its chunk metadata this rank should hold {chunks}",
             remedy="let __create_chunk_list__ tell one chunk, of the shard's shape",
         )
-    offsets = chunks[0].offsets if chunks else [0] * parameter.dim()
-    answer = getattr(holders[0], CHUNK_LIST)
-    return Uneven(tuple(offsets), getattr(answer, "max_numel", parameter.numel()))
+    return tuple(chunks[0].offsets if chunks else [0] * parameter.dim())
 
 
 def _check_even(parameter: Tensor, fqn: str, shape: tuple[int, ...]) -> None:
     """Refuse a shard that is cut elsewhere and does not say where."""
-    if not isinstance(parameter, DTensor) or uneven(parameter) is not None:
+    if not isinstance(parameter, DTensor) or uneven_offsets(parameter) is not None:
         return
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -356,7 +327,7 @@ def never_has_gradient(parameter: Tensor) -> bool:
     """Whether the shard is empty here and is left without a gradient for that reason alone."""
     if not isinstance(parameter, DTensor) or parameter._local_tensor.numel():
         return False
-    return uneven(parameter) is not None
+    return uneven_offsets(parameter) is not None
 
 
 def like(parameter: Tensor, shard: Tensor) -> Tensor:
@@ -375,9 +346,9 @@ def like(parameter: Tensor, shard: Tensor) -> Tensor:
     made = DTensor(
         shard, DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta), requires_grad=False
     )
-    if (found := uneven(parameter)) is not None:
+    if (offsets := uneven_offsets(parameter)) is not None:
         writes = not _is_replica(parameter)
-        attach_chunk(made, shard, parameter.shape, found.offsets, writes=writes)
+        attach_chunk(made, shard, parameter.shape, offsets, writes=writes)
     return made
 
 
@@ -419,22 +390,8 @@ def same_placement(parameter: Tensor, value: Tensor) -> bool:
         or value.device_mesh.size() != parameter.device_mesh.size()
     ):
         return False
-    told, own = uneven(value), uneven(parameter)
-    return told is None or (own is not None and told.offsets == own.offsets)
-
-
-def mesh_groups(parameters: Iterable[Tensor]) -> list[ProcessGroup]:
-    """Process groups of every mesh that ``parameters`` live on, each once, without groups of one.
-
-    In the order in which the parameters show their meshes, so the same on all ranks of a mesh.
-    """
-    groups: dict[ProcessGroup, None] = {}
-    for parameter in parameters:
-        if isinstance(parameter, DTensor):
-            mesh = parameter.device_mesh
-            axes = [axis for axis in range(mesh.ndim) if mesh.size(axis) > 1]
-            groups |= dict.fromkeys(mesh.get_group(axis) for axis in axes)
-    return list(groups)
+    told = uneven_offsets(value)
+    return told is None or told == uneven_offsets(parameter)
 
 
 def parameter_names(models: Sequence[nn.Module]) -> dict[Tensor, str]:

@@ -92,9 +92,9 @@ class HybridDeviceOptimizer(Optimizer):
             looked at after steps, and given back when memory is short. 0: as little as possible.
             Bits do not depend on it.
         host_memory: bytes that all ranks of this host may use together; None: what is free.
-        update_on: where offloaded state is updated: ``"device"`` (default: the same bits on every
-            machine), ``"host"``, ``"auto"`` (both, or the one that the measured rates of this
-            machine favour), or one lane name per trainable parameter in ``param_groups`` order.
+        update_on: where offloaded state is updated: ``"device"`` (default), ``"host"``: torch's
+            CPU kernels on this rank's cores, or one lane name per trainable parameter in
+            ``param_groups`` order.
         overlap: ``"step"``: updates run inside ``step()``. ``"forward"``: it returns at once, each
             FSDP2 module of ``model`` waits for its own parameters, and other code that uses a
             parameter or its gradient waits, too. ``"backward"``: besides, parameters are updated
@@ -555,8 +555,8 @@ class HybridDeviceOptimizer(Optimizer):
 
     @property
     def lanes(self) -> list[Lane]:
-        """The lane of each trainable parameter, in ``param_groups`` order. ``update_on=`` takes
-        such a list: it repeats the choice of an earlier run, and with it that run's bits."""
+        """The lane of each trainable parameter, in ``param_groups`` order, as ``update_on=``
+        takes it."""
         known = {param.parameter: param.lane for param in self._reserved.params}
         return [known.get(p, "resident") for p, _ in self._reserved.inventory.trainable()]
 

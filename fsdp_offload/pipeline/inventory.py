@@ -12,15 +12,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..core import dtensor
-from ..core.backend import backend_for
 from ..core.config import Lane, OffloadConfig
-from ..core.errors import DeviceError, StateSchemaError, UnsupportedParameterError
+from ..core.errors import StateSchemaError, UnsupportedParameterError
 from ..core.fsdp import fsdp_parameters
-from ..plan import ParamSpec, Rates, choose_lanes, wants_rates
+from ..plan import ParamSpec, choose_lanes
 from ..update.moments import moments_of
 from ..update.params import ParamState, bytes_per_element, cut_at, master_form, state_kinds
 from ..update.schema import (
-    FUSED_ON_CPU,
     Schema,
     has_schema,
     host_flags,
@@ -28,7 +26,6 @@ from ..update.schema import (
     signature,
     torch_class,
 )
-from .calibration import measure_rates
 
 _log = logging.getLogger("fsdp_offload")
 
@@ -131,20 +128,7 @@ class Inventory:
             else:
                 config = replace(config, update_on="device")
         some = [specs[parameter] for parameter in ordered]
-        # The same decision on all ranks: it depends on global sizes only.
-        rates = self._rates(ordered) if wants_rates(some, config) else None
-        return dict(zip(ordered, choose_lanes(some, config, rates), strict=True))
-
-    def _rates(self, parameters: list[Tensor]) -> Rates | None:
-        """Measured; or ``None`` on CPU tensors and where it failed: all is streamed then."""
-        if self._device.type == "cpu":
-            return None
-        groups = dtensor.mesh_groups(parameters)
-        try:
-            return measure_rates(backend_for(self._device), self._config.transfer, groups)
-        except DeviceError as error:
-            _log.warning('update_on="auto" streams all offloaded state: %s', error)
-            return None
+        return dict(zip(ordered, choose_lanes(some, config), strict=True))
 
     def _in_update_order(self, added: list[Placed]) -> list[Placed]:
         """Outside FSDP first, then the models' order, then the rest as given."""
@@ -171,25 +155,12 @@ class Inventory:
             schema = self._schema(values, compute, on_host=False)
         form = master_form("resident", info.dtype, compute)
         per_numel = bytes_per_element(schema, form, compute, self._config)
-        is_fast = self._is_fast_on_host(values, schema, compute)
         return ParamSpec(
             fqn=fqn,
             global_bytes=int(info.global_numel * per_numel),
-            max_local_bytes=int(info.max_local_numel * per_numel),
             must_stay=native,
             whole=not schema.elementwise,
-            host_numel=info.max_local_numel if is_fast else 0,
         )
-
-    def _is_fast_on_host(
-        self, values: dict[str, Any], schema: Schema, compute: torch.dtype
-    ) -> bool:
-        """Whether the host lane would run a fused fp32 kernel, which rates are measured with."""
-        fused, foreach = values.get("fused"), values.get("foreach")
-        chosen = bool(fused) or (fused is None and foreach is None)
-        single = {compute, self._config.moments or compute} == {torch.float32}
-        known = torch_class(self._optimizer) in FUSED_ON_CPU
-        return chosen and single and known and schema.elementwise
 
     def _state(self, parameter: Tensor, group: int, spec: ParamSpec, lane: Lane) -> ParamState:
         info = dtensor.shard_info(parameter, spec.fqn)

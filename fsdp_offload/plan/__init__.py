@@ -1,6 +1,6 @@
 """Decisions: pure functions of shapes, budgets and rates; no tensor is touched here."""
 
-from .lanes import Rates, choose_lanes, wants_rates
+from .lanes import choose_lanes
 from .layout import Bucket, Kind, Layout, ParamSpec, Slice, Span, make_layout
 
 __all__ = [
@@ -8,10 +8,8 @@ __all__ = [
     "Kind",
     "Layout",
     "ParamSpec",
-    "Rates",
     "Slice",
     "Span",
     "choose_lanes",
     "make_layout",
-    "wants_rates",
 ]

@@ -64,10 +64,8 @@ class ParamSpec:
     cut_numel: int = ALIGN_NUMEL  # cuts lie at multiples of this
     fqn: str = ""
     global_bytes: int = 0  # state bytes of the whole parameter
-    max_local_bytes: int = 0  # state bytes of its largest shard
     must_stay: bool = False  # tensor subclasses, state of unknown shape, coupled parameters
     whole: bool = False  # updated as a whole matrix: no host lane
-    host_numel: int = 0  # elements of its largest shard, if "auto" may give it the host lane
 
     @property
     def state_bytes(self) -> int:

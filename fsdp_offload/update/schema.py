@@ -9,7 +9,7 @@ from one of them and overrides any of its methods but ``__init__`` counts as not
 Nothing that one can try out tells what such a class does with a parameter: it may keep factors
 above a size, begin a phase after some steps, or read what another parameter left. So it runs its
 own step on the device (``optimizer/hybrid.py``), unless the caller says ``elementwise=True``. Then
-its step runs twice on a scratch vector with different data, which shows the entries of its state;
+its step runs once on a scratch vector, which shows the entries of its state;
 each must be shaped like the parameter, a 0-dim tensor or a number.
 
 Lazily created state is not always zero (SGD's first momentum, Rprop, ASGD, NAdam), so initial
@@ -23,14 +23,13 @@ import copy
 import functools
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..core import dtensor
 from ..core.errors import StateSchemaError, UnsupportedOptimizerError
 
 FUSED_ON_CPU: Final = (
@@ -354,152 +353,59 @@ def schema_of(
         return Schema(tuple(state.kinds), elementwise=cls.__name__ not in _WHOLE, eager=eager)
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), torch.no_grad():
-        kinds, eager = _found_kinds(optimizer, group, dtype, device)
-    return Schema(kinds, elementwise=True, eager=eager)
+        kinds = _found_kinds(optimizer, group, dtype, device)
+    return Schema(kinds, elementwise=True)
 
 
 # --------------------------------------------------------------------------- other classes
 
 
-class _Recorder(dict):  # type: ignore[type-arg]
-    """State of the scratch vector: keeps a copy of each value as it was when first set."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first: dict[str, Any] = {}
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        if name not in self.first:
-            self.first[name] = value.clone() if isinstance(value, Tensor) else value
-        super().__setitem__(name, value)
-
-    def setdefault(self, name: str, default: Any = None) -> Any:
-        """As of a dict, through :meth:`__setitem__`."""
-        if name not in self:
-            self[name] = default
-        return self[name]
-
-
 def _found_kinds(
     optimizer: Optimizer, group: dict[str, Any], dtype: torch.dtype, device: torch.device
-) -> tuple[tuple[StateKind, ...], bool]:
-    """The state of a scratch vector, and whether it is made at construction."""
-    existing: dict[str, Any] | None = None
+) -> tuple[StateKind, ...]:
+    """The state of a scratch vector after one step."""
     try:
-        try:
-            runs = [_run(optimizer, group, dtype, device, seed, existing) for seed in (1, 2)]
-        except KeyError:
-            if not (existing := _existing_state(optimizer, group, dtype)):
-                raise
-            runs = [_run(optimizer, group, dtype, device, seed, existing) for seed in (1, 2)]
+        state = _run(optimizer, group, dtype, device)
     except Exception as error:
         raise StateSchemaError(
             f"optimizer {type(optimizer).__name__} with elementwise=True",
             reason=f"its step failed on a vector of {_SCRATCH_NUMEL} elements: {error!r}",
             remedy="leave elementwise=True out: the class then runs its own step on the device",
         ) from error
-    return _classify(optimizer, runs, device), existing is not None
-
-
-def _existing_state(
-    optimizer: Optimizer, group: dict[str, Any], dtype: torch.dtype
-) -> dict[str, Any] | None:
-    """State that the class made for one parameter of the group at construction; what has the
-    parameter's dtype, in ``dtype``. Taken from a shard that is not empty, where there is one, so
-    that ranks with empty shards come to the same verdict; and not from a 0-dim parameter, if there
-    is another: beside one, a tensor of its shape cannot be told from a count."""
-
-    def rank(parameter: Tensor) -> tuple[bool, bool]:
-        return parameter.dim() == 0, dtensor.local(parameter).numel() == 0
-
-    for parameter in sorted(group["params"], key=rank):
-        if state := optimizer.state.get(parameter):
-            return {name: _of_vector(name, v, parameter, dtype) for name, v in state.items()}
-    return None
-
-
-def _of_vector(name: str, value: Any, parameter: Tensor, dtype: torch.dtype) -> Any:
-    """State of ``parameter`` as of a parameter with dimensions: its class says nothing of a 0-dim
-    one, of which only ``step`` counts as a count."""
-    if not isinstance(value, Tensor):
-        return value
-    local = dtensor.local(value)
-    if parameter.dim() == 0 and name != "step":
-        local = local.reshape(-1)
-    return local.to(dtype if value.dtype == parameter.dtype and local.dim() else value.dtype)
+    return tuple(_kind(optimizer, state, name, device) for name in state)
 
 
 def _run(
-    optimizer: Optimizer,
-    group: dict[str, Any],
-    dtype: torch.dtype,
-    device: torch.device,
-    seed: int,
-    existing: dict[str, Any] | None,
-) -> _Recorder:
+    optimizer: Optimizer, group: dict[str, Any], dtype: torch.dtype, device: torch.device
+) -> dict[str, Any]:
     """The state after one step of the class on a scratch vector."""
-    generator = torch.Generator().manual_seed(seed)
-    scratch, gradient = (
-        torch.randn(_SCRATCH_NUMEL, generator=generator, dtype=torch.float64, device="cpu")
-        .to(dtype)
-        .to(device)
-        for _ in range(2)
-    )
+    scratch = torch.ones(_SCRATCH_NUMEL, dtype=dtype, device=device)
     copied = {name: own_copy(v) for name, v in group.items() if name != "params"}
     shadow = make_shadow(optimizer, [{**copied, "params": [scratch]}])
-    shadow.state = defaultdict(_Recorder)
-    for name, value in (existing or {}).items():
-        shadow.state[scratch][name] = _scratch_value(value, scratch)
-    scratch.grad = gradient
+    scratch.grad = torch.ones_like(scratch)
     raw_step(type(optimizer))(shadow)
-    recorder: _Recorder = shadow.state[scratch]
-    return recorder
+    return shadow.state[scratch]
 
 
-def _scratch_value(value: Any, scratch: Tensor) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    if value.dim() == 0:
-        return value.clone()
-    first = value.flatten()[:1]
-    return torch.full_like(scratch, first.item() if first.numel() else 1.0, dtype=value.dtype)
-
-
-def _classify(
-    optimizer: Optimizer, runs: list[_Recorder], device: torch.device
-) -> tuple[StateKind, ...]:
-    kinds = []
-    for name, value in runs[0].items():
-        if isinstance(value, bool | int | float):
-            kinds.append(StateKind(name, "number"))
-        elif isinstance(value, Tensor) and tuple(value.shape) in ((), (_SCRATCH_NUMEL,)):
-            role: Role = "like" if value.dim() else "scalar"
-            initial = _constant(*(run.first.get(name) for run in runs))
-            same_device = value.device.type == device.type
-            kinds.append(StateKind(name, role, value.dtype, same_device, initial))
-        else:
-            raise StateSchemaError(
-                f"state {name!r} of {type(optimizer).__name__} with elementwise=True",
-                reason=f"{_described(value)} for a vector of {_SCRATCH_NUMEL} elements: neither "
-                "shaped like the parameter nor a single number",
-                remedy="leave elementwise=True out: the class then runs its own step on the device",
-            )
-    if not any(kind.name == "step" for kind in kinds):  # see state.write
-        kinds = [replace(k, initial=-0.0) if k.initial == 0 else k for k in kinds]
-    return tuple(kinds)
+def _kind(
+    optimizer: Optimizer, state: dict[str, Any], name: str, device: torch.device
+) -> StateKind:
+    value = state[name]
+    initial = 0.0 if "step" in state else -0.0  # see state.write
+    if isinstance(value, bool | int | float):
+        return StateKind(name, "number", initial=initial)
+    if isinstance(value, Tensor) and tuple(value.shape) in ((), (_SCRATCH_NUMEL,)):
+        role: Role = "like" if value.dim() else "scalar"
+        return StateKind(name, role, value.dtype, value.device.type == device.type, initial)
+    raise StateSchemaError(
+        f"state {name!r} of {type(optimizer).__name__} with elementwise=True",
+        reason=f"{_described(value)} for a vector of {_SCRATCH_NUMEL} elements: neither "
+        "shaped like the parameter nor a single number",
+        remedy="leave elementwise=True out: the class then runs its own step on the device",
+    )
 
 
 def _described(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
     return f"a {type(value).__name__}"
-
-
-def _constant(a: Any, b: Any) -> complex:
-    """The one number that both recorded tensors are filled with, else 0."""
-    if not isinstance(a, Tensor) or not isinstance(b, Tensor) or a.numel() == 0:
-        return 0.0
-    number = a.flatten()[0]
-    if bool((a == number).all()) and bool((b == number).all()):
-        return number.item()
-    return 0.0

@@ -15,7 +15,6 @@ from ..core.errors import StateDictError
 from ..core.storage import present
 from . import codec, moments
 from .moments import Moment
-from .overwriting import is_same, kept_apart
 from .params import MasterForm, ParamState
 from .schema import StateKind
 
@@ -190,18 +189,29 @@ def apart(
 ) -> Sequence[Mapping[str, Any]]:
     """The same values, of which none is overwritten before it is written: one that lies in state
     of something else (of another parameter, in a state dict of live tensors) is a clone."""
-    places = [(i, name) for i, param in enumerate(params) for name in param.tensors]
-    targets = [params[i].tensors[name] for i, name in places]
-    given = [values[i].get(name) for i, name in places]
-    sources = [
-        dtensor.local(value) if isinstance(value, Tensor) else target
-        for target, value in zip(targets, given, strict=True)
-    ]
+    own = {_address(tensor) for param in params for tensor in param.tensors.values()} - {0}
     result = list[Mapping[str, Any]](values)
-    for (i, name), before, after in zip(places, sources, kept_apart(targets, sources), strict=True):
-        if after is not before:
-            result[i] = {**result[i], name: dtensor.like(params[i].parameter, after)}
+    for i, param in enumerate(params):
+        for name, target in param.tensors.items():
+            source = values[i].get(name)
+            if not isinstance(source, Tensor):
+                continue
+            plain = dtensor.local(source)
+            if not _is_same(target, plain) and _address(plain) in own:
+                after = dtensor.like(param.parameter, plain.clone())
+                result[i] = {**result[i], name: after}
     return [_with_own_scalars(*pair) for pair in zip(params, result, strict=True)]
+
+
+def _address(tensor: Tensor) -> int:
+    """Of its storage: each state tensor has its own; 0 where there is none."""
+    return 0 if tensor.is_meta else tensor.untyped_storage().data_ptr()
+
+
+def _is_same(target: Tensor, source: Tensor) -> bool:
+    """Whether a copy would change nothing: they are the same memory, as the same dtype."""
+    where = (target.data_ptr(), target.dtype, target.device)
+    return source.is_contiguous() and where == (source.data_ptr(), source.dtype, source.device)
 
 
 def _with_own_scalars(param: ParamState, values: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -270,7 +280,7 @@ def count_updates(param: ParamState) -> None:
 def _copy(kept: Tensor, value: Tensor) -> None:
     """``kept[:] = value``, unless it is the same memory: loads in place end here too."""
     source = dtensor.local(value).reshape(-1)
-    if not is_same(kept, source):
+    if not _is_same(kept, source):
         kept.copy_(source)
 
 
@@ -359,7 +369,7 @@ def write_master(param: ParamState, values: Mapping[str, Any]) -> None:
         param.tensors[WHOLE].copy_(shard)
         return
     own = param.tensors.get(WHOLE)
-    if WHOLE in saved and own is not None and is_same(own, saved[WHOLE]):
+    if WHOLE in saved and own is not None and _is_same(own, saved[WHOLE]):
         _reseed_where_changed(param, shard)
     elif WHOLE in saved:
         _set_exactly(param, shard, saved[WHOLE].to(shard.device, param.compute_dtype))

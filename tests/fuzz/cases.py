@@ -30,8 +30,10 @@ SHAPES: Final = (
     (1, 40), (33, 31),
 )  # fmt: skip
 MATRICES: Final = ((7, 9), (13, 11), (40, 5), (1, 40), (33, 31), (2, 3))
-ELEMENTWISE_OWN: Final = (own.Lion, own.NumberState, own.EagerMomentum, own.GroupCounter)
-WHOLE_OWN: Final = (own.Lamb, own.Factored, own.Clipping, own.Langevin, own.Stateless)
+ELEMENTWISE_OWN: Final = (own.Lion, own.NumberState, own.GroupCounter)
+WHOLE_OWN: Final = (
+    own.Lamb, own.Factored, own.Clipping, own.Langevin, own.Stateless, own.EagerMomentum,
+)  # fmt: skip
 HAS_ELEMENTWISE: Final = "elementwise" in inspect.signature(HybridDeviceOptimizer).parameters
 
 FLAGS: Final[dict[str, dict[str, list[Any]]]] = {
@@ -169,7 +171,7 @@ def draw_case(seed: int, ranks: int = 1) -> Case:
     elementwise = name in ELEMENTWISE or (
         cls in ELEMENTWISE_OWN and HAS_ELEMENTWISE and rng.random() < 0.5
     )
-    half_allowed = not is_own or (elementwise and name != "EagerMomentum")
+    half_allowed = not is_own or elementwise
     dtypes = _draw_dtypes(rng, count, name, half_allowed, alike=ranks > 1)
     mastered = rng.random() < 0.85 and name != "Adafactor"
     layers = _split(rng, list(range(count)))

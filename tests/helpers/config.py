@@ -7,5 +7,5 @@ from typing import Any
 from fsdp_offload.core.config import OffloadConfig
 
 
-def config(update_on: Any = "auto", **given: Any) -> OffloadConfig:
+def config(update_on: Any = "device", **given: Any) -> OffloadConfig:
     return OffloadConfig.make(**{"update_on": update_on, "overlap": "step", **given})

@@ -25,10 +25,9 @@ ELEMENTWISE = [
     own.AttributeCounter,
     own.TensorCounter,
     own.NumberState,
-    own.EagerMomentum,
     own.Stateless,
 ]
-LEFT_ALONE = [own.NumberState, own.Lamb, own.Factored, own.Clipping]
+LEFT_ALONE = [own.NumberState, own.EagerMomentum, own.Lamb, own.Factored, own.Clipping]
 
 
 def make(cls: type[Optimizer], **changed: Any) -> Build:
@@ -77,7 +76,6 @@ def test_element_wise_classes_are_cut_and_exact_in_every_lane(
         (own.Lion, torch.bfloat16, "streamed"),
         (own.NumberState, torch.float16, "resident"),
         (own.GroupCounter, torch.bfloat16, "host"),
-        (own.EagerMomentum, torch.float16, "streamed"),
     ],
 )
 def test_half_precision_masters_follow_the_class_on_fp32(
@@ -177,15 +175,6 @@ def test_steps_in_which_a_group_has_no_gradient_are_counted_as_without_wrapping(
         compare_settings(twins)
 
 
-@pytest.mark.parametrize("shapes", [((),), ((), (3,))], ids=str)
-def test_state_of_a_0_dim_parameter_that_is_made_at_construction(shapes: Any) -> None:
-    twins = own_twins(own.EagerMomentum, shapes=shapes)
-    twins.run(3)
-    for parameter in twins.mine:
-        assert twins.wrapped.state[parameter]["momentum"].shape == parameter.shape
-        assert twins.wrapped.state[parameter]["step"].dim() == 0
-
-
 class LateState(own.Own):
     """Adds a kind of state in its third step."""
 
@@ -212,7 +201,7 @@ def test_state_that_appears_later_is_an_error_that_names_it() -> None:
     assert isinstance(caught.value.__cause__, StateSchemaError)
 
 
-@pytest.mark.parametrize("cls", [own.ListState, own.Blocks, own.Failing])
+@pytest.mark.parametrize("cls", [own.ListState, own.Blocks, own.Failing, own.EagerMomentum])
 def test_classes_that_are_not_element_wise_as_promised_are_refused_when_wrapping(
     cls: type[Optimizer],
 ) -> None:

@@ -233,6 +233,22 @@ def test_state_replaced_by_another_shape_is_refused() -> None:
     assert_same(values(model), weights)
 
 
+def test_live_state_that_has_changed_places_is_loaded_as_it_was() -> None:
+    parameters = [nn.Parameter(torch.randn(9)) for _ in range(2)]
+    optimizer = HybridDeviceOptimizer(torch.optim.AdamW(parameters))
+    for parameter in parameters:
+        parameter.grad = torch.randn(9)
+    optimizer.step()
+    state = optimizer.state_dict()
+    before = copy.deepcopy(state["state"])
+    state["state"] = {0: state["state"][1], 1: state["state"][0]}
+    optimizer.load_state_dict(state)
+    after = optimizer.state_dict()["state"]
+    for index in range(2):
+        for name, value in before[index].items():
+            assert torch.equal(after[1 - index][name], value)
+
+
 def test_a_load_restores_python_numbers_that_were_shown() -> None:
     model = Model()
     optimizer = wrap(NumberState(model.parameters()), "streamed", elementwise=True)
