@@ -384,7 +384,8 @@ def _run(
     shadow = make_shadow(optimizer, [{**copied, "params": [scratch]}])
     scratch.grad = torch.ones_like(scratch)
     raw_step(type(optimizer))(shadow)
-    return shadow.state[scratch]
+    found: dict[str, Any] = shadow.state[scratch]
+    return found
 
 
 def _kind(
