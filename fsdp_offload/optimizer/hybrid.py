@@ -224,8 +224,8 @@ class HybridDeviceOptimizer(Optimizer):
         Raises:
             ConfigError: a hyper-parameter changed since backward updated parameters with it.
             AwayError: this optimizer, a shard or a gradient is offloaded; nothing was touched.
-            DeviceMemoryError: no room for scratch memory, which moments in fewer bits need once
-                hyper-parameters are tensors; nothing was updated.
+            DeviceMemoryError: no room for scratch memory, which bf16 shards and moments in fewer
+                bits need once hyper-parameters are tensors; nothing was updated.
             LaneError: this or an earlier update failed; only a load makes the optimizer usable.
             StateSchemaError, UnsupportedParameterError: refused, nothing was updated.
         """

@@ -321,8 +321,7 @@ class Engine:
             self.update.launch(self.scratch.fill)
         except torch.OutOfMemoryError as error:
             raise DeviceMemoryError(
-                f"an update of moments in fewer bits by the optimizer's class on "
-                f"{self.backend.device}",
+                f"an update by the optimizer's class on {self.backend.device}",
                 reason=f"there is no room for {self.scratch.memory.nbytes} bytes of scratch memory",
                 remedy="free device memory and call step() again, or keep hyper-parameters as "
                 "numbers and fused=True, which needs none",

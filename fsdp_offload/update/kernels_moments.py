@@ -362,7 +362,7 @@ def adam_of_table(
     """:func:`adam` of all slices of a table (see :func:`.one_kernel.table_of`).
 
     ``rows``: of the table. ``gradients``: :func:`.address_table.addresses_of`. ``updates``: of each
-    which, with this one. ``flags``: the constants BF16_WEIGHT, BF16_GRADIENT, MAXIMIZE, DECAY
+    slice, with this one. ``flags``: the constants BF16_WEIGHT, BF16_GRADIENT, MAXIMIZE, DECAY
     and BITS, in this order.
     """
     _ADAM_TABLE.launch(

@@ -1,4 +1,4 @@
-"""Triton functions that find a program's which in a :class:`.address_table.AddressTable`."""
+"""Triton functions that find a program's slice in a :class:`.address_table.AddressTable`."""
 
 from __future__ import annotations
 
