@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -20,7 +19,6 @@ from ..core.config import OffloadConfig
 from ..core.errors import DeviceMemoryError
 from ..memory import ArenaStatistics, HostArena, check_host_budget, local_ranks
 from ..plan import Kind, Layout, Slice, make_layout
-from ..plan.lanes import FEW_STREAMED
 from ..plan.layout import align
 from ..plan.residency import choose
 from ..update.bucket import BucketUpdate, Scratch
@@ -144,7 +142,7 @@ class Engine:
         self.host_bytes = max((s.layout.arena_stop for s in away), default=0)
         self.payload_bytes = sum(s.layout.payload_bytes for s in away)
         host = [s for s in dtype_groups if s.first.lane == "host"]
-        threads = host_threads(config, beside=_is_beside(dtype_groups)) if host else 1
+        threads = host_threads(config) if host else 1
         # A class of the user's own may keep what its instances share: one thread at a time.
         pool = (threads, 1) if is_torch_class(optimizer) else (1, threads)
         sizes = _host_staging_sizes(host, pool[0])
@@ -509,18 +507,10 @@ def _host_staging_sizes(dtype_groups: list[DtypeGroup], threads: int) -> HostSta
     )
 
 
-def _is_beside(dtype_groups: list[DtypeGroup]) -> bool:
-    """Whether the streamed lane counts beside the host lane: see :data:`.FEW_STREAMED`."""
-    n_bytes = Counter[str]()
-    for group in dtype_groups:
-        n_bytes[group.first.lane] += group.layout.payload_bytes
-    return n_bytes["streamed"] > n_bytes["host"] * FEW_STREAMED
-
-
-def host_threads(config: OffloadConfig, *, beside: bool) -> int:
-    """Threads of the host lane; a single one is worth a warning. ``beside``: a streamed lane."""
-    threads = thread_count(config.transfer.host_threads, beside=beside)
-    if thread_count(config.transfer.host_threads) == 1:
+def host_threads(config: OffloadConfig) -> int:
+    """Threads of the host lane; a single one is worth a warning."""
+    threads = thread_count(config.transfer.host_threads)
+    if threads == 1:
         _log.warning(
             "the host lane has 1 thread (%d cores, %d local ranks): expect about a tenth of the "
             "speed of 16; set TransferConfig(host_threads=...)",

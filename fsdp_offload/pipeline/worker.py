@@ -224,14 +224,9 @@ def _serve(
 # --------------------------------------------------------------------------- their cores
 
 
-def thread_count(wanted: int | None, *, beside: bool = False) -> int:
-    """Threads of the host lane: as ``wanted``, else cores of this process / ranks on this host.
-
-    ``beside`` a streamed lane half of that: the others are left to the link's share of host memory,
-    and to the threads that enqueue.
-    """
-    share = len(os.sched_getaffinity(0)) // local_ranks()
-    return wanted or max(1, share // 2 if beside else share)
+def thread_count(wanted: int | None) -> int:
+    """Threads of the host lane: as ``wanted``, else cores of this process / ranks on this host."""
+    return wanted or max(1, len(os.sched_getaffinity(0)) // local_ranks())
 
 
 def thread_setup(backend: Backend, *, bind: bool) -> Callable[[], None]:

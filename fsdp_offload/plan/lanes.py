@@ -6,15 +6,10 @@ Every rank must decide the same, so only global sizes are used.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
 
 from ..core.config import Lane, OffloadConfig
 from ..core.errors import ConfigError
 from .layout import ParamSpec
-
-FEW_STREAMED: Final = 0.1
-"""Up to that much of the host lane's bytes, a streamed lane does not take cores from it; with more
-the host lane has fewer threads, and both are slower than alone."""
 
 
 def choose_lanes(

@@ -124,12 +124,9 @@ def test_a_system_that_forbids_it_is_no_error(monkeypatch: pytest.MonkeyPatch) -
     thread_setup(CpuBackend(torch.device("cpu")), bind=True)()
 
 
-@pytest.mark.parametrize(
-    ("ranks", "alone", "both"), [(1, 16, 8), (3, 5, 2), (16, 1, 1), (64, 1, 1)]
-)
-def test_beside_a_streamed_lane_the_host_lane_has_half_of_the_share(
-    ranks: int, alone: int, both: int, machine: pytest.MonkeyPatch
+@pytest.mark.parametrize(("ranks", "threads"), [(1, 16), (3, 5), (16, 1), (64, 1)])
+def test_ranks_of_a_host_divide_its_cores(
+    ranks: int, threads: int, machine: pytest.MonkeyPatch
 ) -> None:
     machine.setenv("LOCAL_WORLD_SIZE", str(ranks))
-    assert host_threads(config(), beside=False) == alone
-    assert host_threads(config(), beside=True) == both
+    assert host_threads(config()) == threads
