@@ -91,14 +91,6 @@ BAD_ARGUMENTS: list[tuple[dict[str, Any], type[OffloadError], str]] = [
     # What belongs into a configuration names its place.
     ({"bucket_bytes": 3}, ConfigError, "transfer=TransferConfig(bucket_bytes=3)"),
     ({"pin": "never"}, ConfigError, "transfer=TransferConfig(pin='never')"),
-    # So do names that arguments had once.
-    ({"device_budget": "1GiB"}, ConfigError, "use device_memory="),
-    ({"prefetch_bytes": "2GiB"}, ConfigError, "use device_memory="),
-    ({"slots": 3}, ConfigError, "use device_memory="),
-    ({"host_budget": 1}, ConfigError, "use host_memory="),
-    ({"precision": "bf16"}, ConfigError, "use moments= and master_weights="),
-    ({"master": "none"}, ConfigError, "use master_weights=False"),
-    ({"rounding": "nearest"}, ConfigError, "leave it out"),
 ]
 
 
