@@ -145,6 +145,16 @@ def test_a_host_budget_that_is_too_small_says_both_numbers() -> None:
     assert isinstance(caught.value, MemoryError)
 
 
+def test_the_host_budget_is_that_of_all_groups_together() -> None:
+    first, second = nn.Linear(64, 64), nn.Linear(64, 64)
+    optimizer = HybridDeviceOptimizer(torch.optim.AdamW(first.parameters()), host_memory=40_000)
+    taken = optimizer.statistics().host_arena_bytes
+    with pytest.raises(HostMemoryError, match=f"is 40000 bytes, of which {taken} bytes are taken"):
+        optimizer.add_param_group({"params": list(second.parameters())})
+    assert optimizer.statistics().host_arena_bytes == taken
+    assert len(optimizer.param_groups) == 1
+
+
 # --------------------------------------------------------------------------- what is wrapped
 
 
