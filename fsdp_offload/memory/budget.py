@@ -127,15 +127,15 @@ def check_host_budget(
                 reasons.append(f"{source} leaves {size_text(free)} of {size_text(total)}")
     if not reasons:
         return
-    what = f"offloaded state needs {size_text(required_bytes)} of host memory on this rank"
+    what = f"{size_text(required_bytes)} of host memory on this rank"
     if local_ranks > 1:
         what += f" and {size_text(needed)} on the {local_ranks} ranks of this host"
     raise HostMemoryError(
         what,
         reason=reasons[0],
-        remedy="lower offload_fraction, run fewer ranks per host, raise the "
-        "container's memory limit, or, if the host has more than it shows, say how much all its "
-        "ranks may use with host_memory=",
+        remedy='offload less (offload_fraction= of an optimizer, "keep" or "drop" of a '
+        "PhaseOffloader), run fewer ranks per host, raise the container's memory limit, or, if the "
+        "host has more than it shows, say how much all its ranks may use with host_memory=",
     )
 
 
