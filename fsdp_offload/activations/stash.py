@@ -322,13 +322,13 @@ class PagedStash:
         also: Sequence[Tensor] = (),
         process_group: dist.ProcessGroup | None = None,
     ) -> T:
-        """``fn(retry=False)``; if pages ran out on a rank, ``fn(retry=True)`` in :meth:`exact`.
+        """``fn(False)``; if pages ran out on a rank, ``fn(True)`` in :meth:`exact`.
 
         All ranks repeat it, or none. Random state of torch, on the CPU and the device, is as before
         then.
 
         Args:
-            fn: a forward, or a forward and backward. It gets ``retry``, by position or keyword.
+            fn: a forward, or a forward and backward. It gets, by position, whether it is repeated.
             undo: called before the repetition, such as ``optimizer.zero_grad``.
             keep: tensors that ``fn`` writes, such as counters of tokens: as before then, too.
             also: as of :meth:`check`; the repetition is where the dispatcher makes its buffers
