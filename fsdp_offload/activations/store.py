@@ -128,7 +128,7 @@ class RowStore:
         self.recorded_groups = self.most_pages = self._pages = 0
         self._pid, self._thread = os.getpid(), 0
         self._logged: set[str] = set()
-        self.host_seconds = 0.0  # of closing and restoring groups
+        self.host_seconds = 0.0  # of closing groups
 
     @property
     def is_exact(self) -> bool:
