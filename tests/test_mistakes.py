@@ -28,14 +28,13 @@ from tests.helpers.training import assert_explains
 
 TESTS = Path(__file__).parent
 PAGE = (TESTS.parent / "docs" / "troubleshooting.md").read_text()
-REFUSED = "optimizer/test_refusals.py::test_a_bad_argument_is_refused"
 ELSEWHERE = {
     "another model as model=": "optimizer/test_wrapping.py::test_sharded_models_that_are_others",
     "fully_shard after wrapping": "optimizer/test_wrapping.py::test_fully_shard_after_wrapping",
     "model= forgotten": "optimizer/test_wrapping.py::test_a_model_left_out_is_worth_one_warning",
     "model as second argument": "optimizer/test_wrapping.py::test_the_model_may_be_the_second",
     "model and optimizer exchanged": "optimizer/test_refusals.py::test_what_cannot_be_wrapped",
-    "prefetch_bytes= of the optimizer": REFUSED,
+    "an argument misspelt": "optimizer/test_refusals.py::test_unknown_keywords_name_the_nearest",
     "unscale_, own clipping in backward mode": "fsdp/test_overlap.py::test_errors_name_what_was",
     "gradients that come in parts": "fsdp/test_overlap.py::test_gradients_that_come_in_two_parts",
     "offload between backward and step": "phases/test_gradients.py::test_between_backward_and_step",

@@ -50,10 +50,5 @@ class Attachment:
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def _leave(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         group, self._group = self._group, None
-        if group is None:
-            return
-        if output is None:  # forward raised, or there is nothing that a backward could come from
-            error = RuntimeError("no output")
-            group.__exit__(type(error), error, None)
-        else:
-            group.__exit__(None, None, None)
+        if group is not None:  # without output forward raised, or no backward can come from it
+            group.leave(takes=output is not None)

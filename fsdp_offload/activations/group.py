@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import time
 import weakref
-from types import TracebackType
 
 import torch
 from torch import Tensor
@@ -118,25 +117,24 @@ class Group:
         return self
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        self.leave(takes=error is None)
+
+    def leave(self, *, takes: bool) -> None:
+        """The end; ``takes``: copy away what was saved, else it stays as it is."""
         if self._hooks is None:
             return
-        self._hooks.__exit__(kind, error, traceback)
+        self._hooks.__exit__(None, None, None)
         self._hooks = None  # it has a method of this group
         self._store.is_open = False
         handles = [handle for find in self._handles if (handle := find()) is not None]
         self._handles.clear()
         try:
-            if error is None and handles:
+            if takes and handles:
                 self._close(handles)
         finally:
             for handle in handles:
-                if self._outer is not None and error is None and handle.memory is None:
+                if self._outer is not None and takes and handle.memory is None:
                     self._outer.save(handle)
                 handle.keep()
             self._outer = None

@@ -158,8 +158,9 @@ def _rows_of(tensor: Tensor, capacity: int) -> Rows | None:
 
 
 def _is_of_parameter(tensor: Tensor) -> bool:
-    """Whether it is a parameter, a view of one, or all of one in another dtype or as local tensor
-    (a DTensor's), which autocast and expert parallelism save."""
+    """Whether it is a parameter, a view of one, or computed of one alone with as many elements: in
+    another dtype or as local tensor (a DTensor's), which autocast and expert parallelism save, or
+    by other operations of one input (``p.exp()``), whose rows all count as well."""
     base = tensor if tensor._base is None else tensor._base
     if isinstance(base, nn.Parameter):
         return True

@@ -128,7 +128,6 @@ class PagedStash:
         self._backend = backend_for(torch.device(device))
         self._store = RowStore(self._backend, size, tail)
         self._region, self._transfer = region, transfer or TransferConfig()
-        self._plan: StashPlan | None = None
 
     def __reduce__(self) -> NoReturn:
         raise ConfigError(
@@ -138,7 +137,7 @@ class PagedStash:
         )
 
     def __repr__(self) -> str:
-        state = "closed" if self._store.is_closed else "exact" if self._plan is None else "paged"
+        state = "closed" if self._store.is_closed else "exact" if self._store.is_exact else "paged"
         return f"PagedStash({self._backend.device}, {state}, {self._store.n_live} live groups)"
 
     # ------------------------------------------------------------------ groups
@@ -196,19 +195,19 @@ class PagedStash:
             DeviceError: inside a CUDA graph capture.
         """
         self._refuse_capture("exact()")
-        before, self._store.is_exact = self._store.is_exact, True
+        before, self._store.asked_exact = self._store.asked_exact, True
         try:
             yield
         finally:
-            self._store.is_exact = before
+            self._store.asked_exact = before
 
     # ------------------------------------------------------------------ sizes
 
     def prepare(self, margin: float = 1.25, captured_groups: int | None = None) -> StashPlan:
         """Take the pool. From then on groups allocate nothing that lasts, and may be captured.
 
-        Call it after an iteration, or at once if ``device_bytes`` was given. Called again, it makes
-        another pool: graphs over the first one must be gone.
+        Call it after an iteration, or at once if ``device_bytes`` was given. Called again, it gives
+        the pool up and takes another one: graphs over the first must be gone.
 
         Args:
             margin: factor to the pages that were in use at once.
@@ -217,7 +216,8 @@ class PagedStash:
 
         Raises:
             ActivationError: nothing is known of the size, or a group is live.
-            DeviceMemoryError, HostMemoryError, PinningError: no room; nothing was taken.
+            DeviceMemoryError, HostMemoryError, PinningError: no room; there is no pool, and groups
+                are exact, as before the first call.
             DeviceError: inside a CUDA graph capture.
         """
         store = self._store
@@ -247,9 +247,16 @@ class PagedStash:
             margin=margin,
         )
         self._release_pool()
-        store.pool = self._take_pool(plan)
-        self._add_tables(store.pool, plan, captured_groups)
-        store.host_groups, store.is_exact, self._plan = plan.host_groups, False, plan
+        try:
+            pool = self._take_pool(plan)
+            self._add_tables(pool, plan, captured_groups)
+        except torch.OutOfMemoryError as error:
+            raise DeviceMemoryError(
+                f"a pool of {plan.device_bytes / MIB:.0f} MiB",
+                reason=f"{error}; there is none now, and groups are exact",
+                remedy="give a smaller device_bytes, and host_bytes for the rest",
+            ) from error
+        store.pool, store.host_groups = pool, plan.host_groups
         _log.info("PagedStash: %s", plan.explain())
         return plan
 
@@ -263,19 +270,10 @@ class PagedStash:
                 self._transfer,
             )
         numel = plan.device_bytes // 8
-        try:
-            if self._region is None:
-                near = torch.empty(numel, dtype=torch.int64, device=self._backend.device)
-            else:
-                near = self._region.empty(numel, dtype=torch.int64)
-        except torch.OutOfMemoryError as error:
-            raise DeviceMemoryError(
-                f"a pool of {plan.device_bytes / MIB:.0f} MiB",
-                reason=str(error),
-                remedy="give a smaller device_bytes, and host_bytes for the rest",
-            ) from error
-        if self._region is not None:
-            region = self._region
+        if (region := self._region) is None:
+            near = torch.empty(numel, dtype=torch.int64, device=self._backend.device)
+        else:
+            near = region.empty(numel, dtype=torch.int64)
             self._store.is_present = lambda: not region.is_paused
         return PagePool(self._backend, plan.page_bytes, near, arena)
 
@@ -324,13 +322,13 @@ class PagedStash:
         also: Sequence[Tensor] = (),
         process_group: dist.ProcessGroup | None = None,
     ) -> T:
-        """``fn(retry=False)``; if pages ran out on a rank, ``fn(retry=True)`` in :meth:`exact`.
+        """``fn(False)``; if pages ran out on a rank, ``fn(True)`` in :meth:`exact`.
 
         All ranks repeat it, or none. Random state of torch, on the CPU and the device, is as before
         then.
 
         Args:
-            fn: a forward, or a forward and backward. It gets ``retry``, by position or keyword.
+            fn: a forward, or a forward and backward. It gets, by position, whether it is repeated.
             undo: called before the repetition, such as ``optimizer.zero_grad``.
             keep: tensors that ``fn`` writes, such as counters of tokens: as before then, too.
             also: as of :meth:`check`; the repetition is where the dispatcher makes its buffers

@@ -118,7 +118,7 @@ class RowStore:
         self.pool: PagePool | None = None
         self.is_present: Callable[[], bool] = _yes
         self.host_groups = 0
-        self.is_exact, self.is_closed, self.is_open = True, False, False
+        self.asked_exact, self.is_closed, self.is_open = False, False, False
         self.dropped: list[Held] = []  # by finalizers, in any thread
         self.n_live = 0
         self.counts: Counter[str] = Counter()
@@ -128,7 +128,12 @@ class RowStore:
         self.recorded_groups = self.most_pages = self._pages = 0
         self._pid, self._thread = os.getpid(), 0
         self._logged: set[str] = set()
-        self.host_seconds = 0.0  # of closing and restoring groups
+        self.host_seconds = 0.0  # of closing groups
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the host waits for each count: there are no pages, or it was asked for."""
+        return self.pool is None or self.asked_exact
 
     # ------------------------------------------------------------------ groups
 

@@ -649,7 +649,7 @@ def pin(address: int, n_bytes: int, device: torch.device | None = None) -> None:
         raise PinningError(
             f"{n_bytes} bytes of host memory",
             reason=f"cudaHostRegister answered {code}",
-            remedy="raise the locked-memory limit (ulimit -l), lower offload_fraction, or allow "
+            remedy="raise the locked-memory limit (ulimit -l), offload less, or allow "
             'pageable memory with TransferConfig(pin="prefer")',
         )
 

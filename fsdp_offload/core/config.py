@@ -303,18 +303,6 @@ def _with_host_memory(transfer: TransferConfig, host_memory: int | str | None) -
     return replace(transfer, host_memory=host_memory)
 
 
-_FORMER: Final = {
-    "device_budget": ("one number says what the optimizer may take there", "use device_memory="),
-    "prefetch_bytes": ("how much is fetched ahead follows from it", "use device_memory="),
-    "slots": ("how many there are follows from it", "use device_memory="),
-    "host_budget": ("it has another name", "use host_memory="),
-    "precision": ("its choices are arguments of their own", "use moments= and master_weights="),
-    "master": ("it has another name", "use master_weights=False"),
-    "rounding": ("moments in fewer bits are always rounded at random", "leave it out"),
-}
-"""Names that arguments had: why they went, and what to write."""
-
-
 def check_keywords(unknown: Mapping[str, object], known: Iterable[str]) -> None:
     """Refuse keywords that :class:`HybridDeviceOptimizer` does not have.
 
@@ -323,14 +311,11 @@ def check_keywords(unknown: Mapping[str, object], known: Iterable[str]) -> None:
         known: the names that it has.
 
     Raises:
-        ConfigError: a field of :class:`TransferConfig`, or a name that one had earlier.
+        ConfigError: a field of :class:`TransferConfig`.
         TypeError: no such name anywhere; names the nearest one.
     """
     inner = [entry.name for entry in fields(TransferConfig)]
     for name, value in unknown.items():
-        if name in _FORMER:
-            reason, remedy = _FORMER[name]
-            raise ConfigError(f"{name}={value!r}", reason=reason, remedy=remedy)
         if name in inner:
             raise ConfigError(
                 f"{name}={value!r}",

@@ -8,7 +8,7 @@
     ├── DeviceError                  no accelerator, or several      (also a RuntimeError)
     ├── DeviceMemoryError            no room on the device to come back (also a RuntimeError)
     ├── AwayError                    used while it is offloaded      (also a RuntimeError)
-    ├── HostMemoryError              the state does not fit          (also a MemoryError)
+    ├── HostMemoryError              host memory is short            (also a MemoryError)
     ├── PinningError                 the driver refused to pin       (also a RuntimeError)
     ├── StateDictError               a state dict does not fit       (also a ValueError)
     ├── StateSchemaError             the optimizer changed its state (also a RuntimeError)
@@ -83,7 +83,7 @@ class AwayError(OffloadError, RuntimeError):
 
 
 class HostMemoryError(OffloadError, MemoryError):
-    """The state does not fit into the host memory that this rank may use."""
+    """It does not fit into the host memory that this rank may use."""
 
 
 class PinningError(OffloadError, RuntimeError):

@@ -221,15 +221,20 @@ def block_bytes(n_bytes: int) -> int:
     return max(-(-n_bytes // 512), 1) * 512
 
 
+def may_cut(device: torch.device) -> bool:
+    """Whether the allocator cuts large requests from any larger segment that it has cached."""
+    return device.type == "cuda" and "max_split_size_mb" not in _allocator_settings()
+
+
 def cuts_segments(device: torch.device) -> bool:
-    """Whether the allocator cuts large requests, exactly, from a larger segment that it has cached.
+    """Whether it does so exactly.
 
     Settings can forbid that, or make it useless: expandable segments are one anyway.
     """
-    if device.type != "cuda" or torch.cuda.get_allocator_backend() != "native":
+    if not may_cut(device) or torch.cuda.get_allocator_backend() != "native":
         return False
     settings = _allocator_settings().replace(" ", "").lower()
-    others = ("max_split_size_mb", "roundup_power2_divisions", "expandable_segments:true")
+    others = ("roundup_power2_divisions", "expandable_segments:true")
     return not any(name in settings for name in others)
 
 

@@ -247,7 +247,7 @@ def _map(n_bytes: int, *, huge_pages: bool) -> tuple[mmap.mmap, bool]:
         raise HostMemoryError(
             f"mapping {size_text(n_bytes)} of host memory",
             reason=f"the kernel refused ({error})",
-            remedy="lower offload_fraction, or raise the limit on address space (ulimit -v, "
+            remedy="offload less, or raise the limit on address space (ulimit -v, "
             "vm.overcommit_memory)",
         ) from None
     _mappings.add(mapping)

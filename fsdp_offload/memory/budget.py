@@ -92,7 +92,12 @@ def _read(path: Path) -> str:
 
 
 def check_host_budget(
-    required_bytes: int, *, local_ranks: int, budget_bytes: int | None, root: Path = _ROOT
+    required_bytes: int,
+    *,
+    local_ranks: int,
+    budget_bytes: int | None,
+    taken_bytes: int = 0,
+    root: Path = _ROOT,
 ) -> None:
     """Refuse an arena that does not fit, before anything is allocated.
 
@@ -104,31 +109,33 @@ def check_host_budget(
         required_bytes: host bytes that this rank is going to take.
         local_ranks: ranks on this host, this one included.
         budget_bytes: bytes that all of them may use together; ``None`` asks the host.
+        taken_bytes: what this rank has of ``budget_bytes`` already.
         root: holds ``proc`` and ``sys``.
 
     Raises:
         HostMemoryError: it does not fit; the message has all the numbers.
     """
-    needed = required_bytes * local_ranks
+    needed, taken = required_bytes * local_ranks, taken_bytes * local_ranks
     reasons = []
     if budget_bytes is not None:
-        if needed > budget_bytes:
-            reasons.append(f"host_memory is {size_text(budget_bytes)}")
+        if required_bytes and needed + taken > budget_bytes:
+            of_it = f", of which {size_text(taken)} are taken" if taken else ""
+            reasons.append(f"host_memory is {size_text(budget_bytes)}{of_it}")
     elif required_bytes:
         for source, free, total in host_memory(root):
             if required_bytes > free or needed > total:
                 reasons.append(f"{source} leaves {size_text(free)} of {size_text(total)}")
     if not reasons:
         return
-    what = f"offloaded state needs {size_text(required_bytes)} of host memory on this rank"
+    what = f"{size_text(required_bytes)} of host memory on this rank"
     if local_ranks > 1:
         what += f" and {size_text(needed)} on the {local_ranks} ranks of this host"
     raise HostMemoryError(
         what,
         reason=reasons[0],
-        remedy="lower offload_fraction, run fewer ranks per host, raise the "
-        "container's memory limit, or, if the host has more than it shows, say how much all its "
-        "ranks may use with host_memory=",
+        remedy='offload less (offload_fraction= of an optimizer, "keep" or "drop" of a '
+        "PhaseOffloader), run fewer ranks per host, raise the container's memory limit, or, if the "
+        "host has more than it shows, say how much all its ranks may use with host_memory=",
     )
 
 

@@ -81,12 +81,12 @@ class HostBuffers:
         n_bytes = sum(align(item.n_bytes, _ALIGNMENT_BYTES) for item in missing)
         if not n_bytes:
             return
-        budget, ranks = self._transfer.host_memory, local_ranks()
-        taken = (taken_bytes + self.n_bytes) * ranks  # the budget is that of all ranks
+        budget = self._transfer.host_memory
         check_host_budget(
             n_bytes,
-            local_ranks=ranks,
-            budget_bytes=None if budget is None else max(int(budget) - taken, 0),
+            local_ranks=local_ranks(),
+            budget_bytes=None if budget is None else int(budget),
+            taken_bytes=taken_bytes + self.n_bytes,
         )
         arena = HostArena(
             n_bytes,

@@ -362,7 +362,7 @@ class Transfer:
 
     def _take_segment(self, n_bytes: int) -> None:
         """Let torch's allocator have a segment in its cache: see [Note: shared segments]."""
-        if n_bytes and self._backend.device.type == "cuda":
+        if n_bytes and storages.may_cut(self._backend.device):
             with contextlib.suppress(torch.OutOfMemoryError):  # then each storage has its own
                 self._backend.allocate(n_bytes)
 

@@ -117,9 +117,8 @@ class DeviceState:
         """Take the host memory of :meth:`offload`; what will be copied."""
         if self.transfer is None:
             self.transfer = Transfer(self._reserved.backend, self._config)
-        arenas = [a for engine in self._reserved.engines for a in engine.arena_statistics()]
         blocks = collect(self.device_tensors())
-        self.transfer.buffers.reserve(blocks, taken_bytes=sum(arena.n_bytes for arena in arenas))
+        self.transfer.buffers.reserve(blocks, taken_bytes=self._reserved.host_bytes())
         return blocks
 
     def offload(self, *, wait: bool) -> Handle:

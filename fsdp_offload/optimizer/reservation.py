@@ -87,6 +87,7 @@ class Reservation:
                 self.config,
                 self.backend,
                 device_bytes=self.config.first_device_bytes - taken,
+                taken_host_bytes=self.host_bytes(),
                 native_state=shown,
             )
             try:
@@ -162,6 +163,10 @@ class Reservation:
         """Trainable parameters whose state the class makes and keeps."""
         managed = {param.parameter for param in self.params}
         return [p for p, _ in self.inventory.trainable() if p not in managed]
+
+    def host_bytes(self) -> int:
+        """Host memory of all engines."""
+        return sum(arena.n_bytes for each in self.engines for arena in each.arena_statistics())
 
     def host_buckets(self) -> Iterator[HostBucket]:
         """Of all host lanes."""

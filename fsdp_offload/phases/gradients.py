@@ -105,9 +105,9 @@ class Gradients:
         if self._policy in (None, "drop"):
             return []
         found = [
-            (name, p.grad)
+            (name, gradient)
             for name, p in parameters.items()
-            if p.grad is not None and not is_spent(p.grad)
+            if (gradient := dtensor.raw_gradient(p)) is not None and not is_spent(gradient)
         ]
         for index, group in enumerate(self._groups):
             waiting = enumerate(group.waiting_gradients)

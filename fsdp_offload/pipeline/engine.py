@@ -132,10 +132,10 @@ class Engine:
         backend: Backend,
         *,
         device_bytes: int,
+        taken_host_bytes: int,
         native_state: States,
     ) -> None:
-        self.backend, self.config = backend, config
-        self._added = list(added)
+        self.backend, self.config, self._added = backend, config, list(added)
         transfer = config.transfer
         dtype_groups = make_dtype_groups(added, config)
         away = [s for s in dtype_groups if s.first.lane != "resident"]
@@ -150,6 +150,7 @@ class Engine:
             self.host_bytes + (sizes.host_bytes if host else 0),
             local_ranks=local_ranks(),
             budget_bytes=None if transfer.host_memory is None else int(transfer.host_memory),
+            taken_bytes=taken_host_bytes,
         )
         self.arenas: list[HostArena] = []
         self.worker: Worker | None = None

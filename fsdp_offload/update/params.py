@@ -54,7 +54,7 @@ class ParamState:
     compute_dtype: torch.dtype
     lane: Lane
     form: MasterForm
-    memory: tuple[int, int]  # of the shard, see shards.memory_of; updates are in place
+    memory: tuple[int, int]  # of the shard, see dtensor.memory_of; updates are in place
     moments: tuple[Moment, ...] = ()  # like kinds that are kept in fewer bits
     tensors: dict[str, Tensor] = field(default_factory=dict)  # 1-D, numel of the kind
     slices: list[SliceState] = field(default_factory=list)

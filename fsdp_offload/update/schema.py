@@ -131,7 +131,7 @@ def check_supported(optimizer: Optimizer) -> None:
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise UnsupportedOptimizerError(
             "differentiable=True",
-            reason="autograd cannot parameter an update that runs in reused staging memory",
+            reason="autograd cannot record an update that runs in reused staging memory",
             remedy="build the optimizer with differentiable=False",
         )
 

@@ -284,6 +284,21 @@ def test_an_attached_module_that_raises_leaves_no_group_open(stash: PagedStash) 
     module(torch.ones(40, 16)).sum().backward()
 
 
+def test_what_an_attached_module_without_output_saves_stays_as_it_is(stash: PagedStash) -> None:
+    class Keeps(nn.Module):
+        def forward(self, x: Tensor) -> None:
+            self.found = x.sin()
+
+    module, x = Keeps(), torch.randn(40, 16, requires_grad=True)
+    stash.attach(module, rows=lambda x: torch.tensor(3))
+    taken = stash.statistics().taken
+    module(x)
+    assert stash.statistics().taken == taken
+    module.found.sum().backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad, x.detach().cos())
+
+
 def test_two_stashes_beside_each_other() -> None:
     a, b = (PagedStash(CPU, "64KiB", **SIZES) for _ in range(2))
     for each in (a, b):

@@ -74,6 +74,7 @@ KEPT: dict[str, tuple[Callable[[], Tensor], str]] = {
     "view of a parameter": (lambda: nn.Parameter(torch.zeros(4, CAPACITY)).t(), "a parameter"),
     "cast of a parameter": (cast, "a parameter"),
     "view of a cast": (lambda: cast()[:], "a parameter"),
+    "computed of a parameter alone": (lambda: cast().exp().sin(), "a parameter"),
     "subclass": (lambda: rows(4).as_subclass(type("Sub", (Tensor,), {})), "a subclass"),
     "sparse": (lambda: torch.eye(CAPACITY).to_sparse(), "a subclass"),
     "other device": (lambda: torch.zeros(CAPACITY, 4, device="meta"), "another device"),

@@ -251,6 +251,31 @@ def test_no_room_on_the_host_or_the_device_takes_nothing() -> None:
         moe.gradients(moe.model().use(each), moe.batch(0))  # still exact
 
 
+@pytest.mark.parametrize("fails", ["_take_pool", "_add_tables"])
+def test_without_room_for_another_pool_a_stash_is_exact(fails: str) -> None:
+    stash, model = prepared(), moe.model()
+    expected = moe.gradients(model, moe.batch(0))
+    full = mock.patch.object(PagedStash, fails, side_effect=torch.OutOfMemoryError("full"))
+    with full, pytest.raises(DeviceMemoryError, match="there is none now, and groups are exact"):
+        stash.prepare()
+    assert ", exact, " in repr(stash)
+    assert moe.same(moe.gradients(model.use(stash), moe.batch(0)), expected)
+    stash.prepare()
+    assert ", paged, " in repr(stash)
+
+
+def test_a_pool_that_is_taken_inside_of_exact_is_used_after_it() -> None:
+    stash, model = PagedStash(CPU, **SIZES), moe.model()
+    with stash.exact():
+        moe.gradients(model.use(stash), moe.batch(0))
+        stash.prepare()
+        assert ", exact, " in repr(stash)
+    assert ", paged, " in repr(stash)
+    before = stash.statistics().exact_groups
+    moe.gradients(model, moe.batch(0))
+    assert stash.statistics().exact_groups == before
+
+
 def test_exact_rows_go_to_the_host_where_the_device_is_full() -> None:
     stash, model = PagedStash(CPU, **SIZES), moe.model()
     expected = moe.gradients(model, moe.batch(0))

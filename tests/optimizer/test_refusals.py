@@ -91,14 +91,6 @@ BAD_ARGUMENTS: list[tuple[dict[str, Any], type[OffloadError], str]] = [
     # What belongs into a configuration names its place.
     ({"bucket_bytes": 3}, ConfigError, "transfer=TransferConfig(bucket_bytes=3)"),
     ({"pin": "never"}, ConfigError, "transfer=TransferConfig(pin='never')"),
-    # So do names that arguments had once.
-    ({"device_budget": "1GiB"}, ConfigError, "use device_memory="),
-    ({"prefetch_bytes": "2GiB"}, ConfigError, "use device_memory="),
-    ({"slots": 3}, ConfigError, "use device_memory="),
-    ({"host_budget": 1}, ConfigError, "use host_memory="),
-    ({"precision": "bf16"}, ConfigError, "use moments= and master_weights="),
-    ({"master": "none"}, ConfigError, "use master_weights=False"),
-    ({"rounding": "nearest"}, ConfigError, "leave it out"),
 ]
 
 
@@ -151,6 +143,16 @@ def test_a_host_budget_that_is_too_small_says_both_numbers() -> None:
 
     assert_explains(caught.value, str(n_bytes - 1), str(n_bytes))
     assert isinstance(caught.value, MemoryError)
+
+
+def test_the_host_budget_is_that_of_all_groups_together() -> None:
+    first, second = nn.Linear(64, 64), nn.Linear(64, 64)
+    optimizer = HybridDeviceOptimizer(torch.optim.AdamW(first.parameters()), host_memory=40_000)
+    taken = optimizer.statistics().host_arena_bytes
+    with pytest.raises(HostMemoryError, match=f"is 40000 bytes, of which {taken} bytes are taken"):
+        optimizer.add_param_group({"params": list(second.parameters())})
+    assert optimizer.statistics().host_arena_bytes == taken
+    assert len(optimizer.param_groups) == 1
 
 
 # --------------------------------------------------------------------------- what is wrapped

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from fsdp_offload.core.errors import (
     HostMemoryError,
 )
 from fsdp_offload.core.storage import AddressPool, can_swap
+from fsdp_offload.memory.transfer import Transfer
 from fsdp_offload.phases import pages
 from fsdp_offload.phases.pages import FixedMemory, HostDriver
 from tests.away import has_memory
@@ -238,6 +240,17 @@ def test_an_allocator_that_rounds_is_refused(
     memory.move_out()
     gc.collect()
     assert driver.held_bytes == 0
+
+
+@pytest.mark.parametrize(("setting", "taken"), [("", [512]), ("max_split_size_mb:256", [])])
+def test_a_segment_that_is_not_cut_is_not_taken(
+    monkeypatch: pytest.MonkeyPatch, setting: str, taken: list[int]
+) -> None:
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", setting)
+    found: list[int] = []
+    transfer: Any = SimpleNamespace(_backend=SimpleNamespace(device=CUDA, allocate=found.append))
+    Transfer._take_segment(transfer, 512)
+    assert found == taken
 
 
 @pytest.mark.parametrize(

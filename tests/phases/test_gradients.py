@@ -125,6 +125,18 @@ def test_of_parameters_that_the_optimizer_does_not_hold(held: int) -> None:
     job.cycle()
 
 
+def test_a_decoupled_gradient_is_saved_like_any_other() -> None:
+    job = Job(grads="save")
+    job.backward()
+    weight: Any = next(job.model.parameters())
+    weight.decoupled_grad, weight.grad = weight.grad, None  # as Megatron-FSDP keeps it
+    expected = weight.decoupled_grad.clone()
+    with job.phases.away():
+        stayed = has_memory(weight.decoupled_grad)  # pytest would print what is away
+    assert not stayed
+    assert torch.equal(weight.decoupled_grad, expected)
+
+
 def test_a_swap_is_refused_too() -> None:
     out, in_ = Job(), Job()
     in_.phases.offload()

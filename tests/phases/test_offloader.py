@@ -558,12 +558,12 @@ def test_a_sparse_buffer_stays() -> None:
 def test_host_memory_short_changes_nothing() -> None:
     model = net()
     optimizer = adamw(model.parameters())
-    with pytest.raises(HostMemoryError):
+    with pytest.raises(HostMemoryError, match=r'is 100 bytes.*"keep" or "drop" of a Phase'):
         PhaseOffloader(model, transfer=TransferConfig(host_memory=100))
     held = sum(t.untyped_storage().nbytes() + 64 for t in tensors_of(model))
     phases = PhaseOffloader(model, optimizer, transfer=TransferConfig(host_memory=held))
     train(model, optimizer, range(1))
-    with pytest.raises(HostMemoryError):
+    with pytest.raises(HostMemoryError, match=rf"host_memory is {held} bytes, of which \d+ bytes"):
         phases.offload()
     assert not phases.is_away
     assert all_present(tensors_of(model))
