@@ -83,23 +83,12 @@ class TransferConfig:
     it; else 32 MiB."""
 
     host_threads: int | None = None
-    """Threads of the host lane. ``None``: cores of this process / ranks on this host, and half of
-    that beside a streamed lane of more than a tenth of its bytes, whatever ``OMP_NUM_THREADS``
-    says."""
-
-    bind_threads: bool = True
-    """Keep the host lane's threads on cores next to the device (Linux). Where the process may use
-    all cores of the machine, ranks of one host divide them. Other threads are left alone."""
+    """Threads of the host lane, on cores next to the device. ``None``: cores of this process /
+    ranks on this host, whatever ``OMP_NUM_THREADS`` says."""
 
     pin: Literal["require", "prefer", "never"] = "require"
     """``"require"``: page-locked host memory or an error. ``"prefer"``: fall back to pageable
     memory with a warning. ``"never"``: pageable. Without an accelerator nothing is pinned."""
-
-    huge_pages: bool = True
-    """Ask for transparent huge pages under the arena (Linux; ignored where there are none)."""
-
-    numa: bool = True
-    """Touch the arena first from the cores next to the device, so that it lies in their memory."""
 
     host_memory: int | str | None = None
     """Bytes of host memory that all ranks on this host may use together. ``None``: the smaller of
@@ -127,12 +116,6 @@ class TransferConfig:
                 f"transfer.host_threads={self.host_threads}",
                 reason="the host lane needs a thread",
                 remedy="use 1 or more, or None for cores / local ranks",
-            )
-        if not isinstance(self.bind_threads, bool):
-            raise ConfigError(
-                f"transfer.bind_threads={self.bind_threads!r}",
-                reason="neither True nor False",
-                remedy="use True to keep threads near the device, False to leave them alone",
             )
         if self.pin not in ("require", "prefer", "never"):
             raise ConfigError(

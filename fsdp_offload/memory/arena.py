@@ -80,7 +80,7 @@ class HostArena:
         n_bytes: exact size in bytes; 0 is allowed.
         device: the device that the memory travels to and from; it decides which cores touch it.
         can_pin: whether the device's driver can register host memory.
-        transfer: how to obtain the memory (``pin``, ``huge_pages``, ``numa``).
+        transfer: how to obtain the memory (``pin``).
 
     Raises:
         HostMemoryError: the kernel refused to map it.
@@ -106,9 +106,9 @@ class HostArena:
         self._touch_seconds = self._pin_seconds = 0.0
         if n_bytes == 0:
             return
-        self._mapping, self._huge_pages = _map(n_bytes, huge_pages=transfer.huge_pages)
+        self._mapping, self._huge_pages = _map(n_bytes)
         with progress(n_bytes, "touching host memory") as bar:
-            self._touch(device, transfer.numa, bar.advance)
+            self._touch(device, bar.advance)
             if can_pin and transfer.pin != "never":
                 # This takes about as long as touching and cannot report how far it is.
                 bar.describe("page-locking host memory")
@@ -150,11 +150,11 @@ class HostArena:
             self._unpin()
         self._mapping = None
 
-    def _touch(self, device: torch.device, numa: bool, advance: Callable[[int], None]) -> None:
+    def _touch(self, device: torch.device, advance: Callable[[int], None]) -> None:
         """Write to every page from several threads, so that it exists and lies near ``device``."""
         assert self._mapping is not None
         start = time.perf_counter()
-        cores = backend.cores_near(device) if numa else frozenset(os.sched_getaffinity(0))
+        cores = backend.cores_near(device)
         # This rank's share, a few at least: the ranks beside it may be done already.
         share = len(os.sched_getaffinity(0)) // local_ranks()
         threads = min(len(cores), max(share, _MIN_THREADS))
@@ -172,9 +172,8 @@ class HostArena:
             return chunk.numel()
 
         def bind() -> None:
-            if numa:
-                with suppress(OSError):  # forbidden in some sandboxes; only placement suffers
-                    os.sched_setaffinity(0, cores)  # 0 is the calling thread, which ends soon
+            with suppress(OSError):  # forbidden in some sandboxes; only placement suffers
+                os.sched_setaffinity(0, cores)  # 0 is the calling thread, which ends soon
 
         with ThreadPoolExecutor(self._threads, "fsdp_offload-touch", bind) as pool:
             for n_bytes in pool.map(touch, chunks):
@@ -239,7 +238,7 @@ def _unpin(pid: int, address: int, n_bytes: int, device: torch.device, mapping: 
         backend.unpin(address, n_bytes, device)
 
 
-def _map(n_bytes: int, *, huge_pages: bool) -> tuple[mmap.mmap, bool]:
+def _map(n_bytes: int) -> tuple[mmap.mmap, bool]:
     """An untouched mapping of ``n_bytes``, and whether it will get huge pages."""
     try:
         mapping = mmap.mmap(-1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -253,7 +252,7 @@ def _map(n_bytes: int, *, huge_pages: bool) -> tuple[mmap.mmap, bool]:
     _mappings.add(mapping)
     _advise(mapping, "MADV_DONTFORK")
     # The mapping ends with the payload's last page, so a huge page never costs memory beyond it.
-    wanted = huge_pages and n_bytes >= HUGE_PAGE_BYTES and _huge_pages_allowed()
+    wanted = n_bytes >= HUGE_PAGE_BYTES and _huge_pages_allowed()
     return mapping, wanted and _advise(mapping, "MADV_HUGEPAGE")
 
 

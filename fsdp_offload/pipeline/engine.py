@@ -296,7 +296,7 @@ class Engine:
         staging: HostStaging,
         pool: tuple[int, int],
     ) -> HostLane:
-        setup = thread_setup(self.backend, bind=self.config.transfer.bind_threads)
+        setup = thread_setup(self.backend)
         self.worker = ThreadPool(*pool, setup) if self.backend.has_threads else InlineWorker()
         lane = HostLane(self.backend, staging, self.worker, setup)
         pairs = [(s.layout, bucket) for s in dtype_groups for bucket in s.layout.buckets]

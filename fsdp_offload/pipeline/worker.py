@@ -229,16 +229,15 @@ def thread_count(wanted: int | None) -> int:
     return wanted or max(1, len(os.sched_getaffinity(0)) // local_ranks())
 
 
-def thread_setup(backend: Backend, *, bind: bool) -> Callable[[], None]:
-    """What each new thread of the host lane does first; with ``bind`` it runs on
-    :func:`cores_of_rank`. Never raises for want of permission."""
-    cores = cores_of_rank(backend.device) if bind else frozenset[int]()
+def thread_setup(backend: Backend) -> Callable[[], None]:
+    """What each new thread of the host lane does first: it goes to :func:`cores_of_rank`. Never
+    raises for want of permission."""
+    cores = cores_of_rank(backend.device)
 
     def setup() -> None:
         backend.enter_thread()
-        if cores:
-            with contextlib.suppress(OSError):  # a sandbox that forbids it: slower, not wrong
-                os.sched_setaffinity(0, cores)  # 0: this thread alone
+        with contextlib.suppress(OSError):  # a sandbox that forbids it: slower, not wrong
+            os.sched_setaffinity(0, cores)  # 0: this thread alone
 
     return setup
 

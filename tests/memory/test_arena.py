@@ -127,11 +127,10 @@ def test_what_lies_outside_or_askew_is_our_own_bug(offset: int, numel: int) -> N
 # --------------------------------------------------------------------------- memory
 
 
-@pytest.mark.parametrize("huge_pages", [False, True])
-def test_every_page_is_in_place_and_not_one_more(huge_pages: bool) -> None:
+def test_every_page_is_in_place_and_not_one_more() -> None:
     n_bytes = 67 * MIB + 12_345
     before = rss_bytes()
-    arena = make(n_bytes, huge_pages=huge_pages)
+    arena = make(n_bytes)
     grown = rss_bytes() - before
     assert n_bytes <= grown + 128 * 1024  # the kernel counts a thread's last pages late
     assert grown <= n_bytes * 1.01 + MIB
@@ -206,16 +205,13 @@ def test_no_thread_setting_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert in_new_thread() == there
 
 
-@pytest.mark.parametrize("numa", [False, True])
-def test_memory_is_touched_from_the_cores_near_the_device(
-    numa: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_is_touched_from_the_cores_near_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     near = frozenset([min(os.sched_getaffinity(0))])
     bound: list[tuple[int, frozenset[int]]] = []
     monkeypatch.setattr(backend, "cores_near", lambda device: near)
     monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cores: bound.append((pid, cores)))
-    make(MIB, numa=numa)
-    assert bound == ([(0, near)] if numa else [])
+    make(MIB)
+    assert bound == [(0, near)]
 
 
 def test_threads_are_this_ranks_share_of_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -114,7 +114,6 @@ def test_a_bad_argument_is_refused_and_the_wrapped_optimizer_stays_as_it_was(
         ("bucket_bytes", "big"),
         ("host_threads", 0),
         ("host_threads", 1.5),
-        ("bind_threads", 1),
         ("pin", "maybe"),
         ("host_memory", -5),
     ],

@@ -96,12 +96,11 @@ def test_siblings_come_from_the_system_and_stay_within_what_is_allowed(tmp_path:
     assert sibling_groups({0, 1, 2, 5}, tmp_path) == [(0, 2), (1,), (5,)]
 
 
-@pytest.mark.parametrize("bind", [True, False])
-def test_only_the_thread_itself_is_bound(bind: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_thread_itself_is_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     before = os.sched_getaffinity(0)
     one = frozenset({min(before)})
     monkeypatch.setattr(worker, "cores_of_rank", lambda device: one)
-    setup = thread_setup(CpuBackend(torch.device("cpu")), bind=bind)
+    setup = thread_setup(CpuBackend(torch.device("cpu")))
     found: list[set[int]] = []
 
     def run() -> None:
@@ -112,7 +111,7 @@ def test_only_the_thread_itself_is_bound(bind: bool, monkeypatch: pytest.MonkeyP
     thread.start()
     thread.join()
 
-    assert found == [set(one) if bind else before]
+    assert found == [set(one)]
     assert os.sched_getaffinity(0) == before
 
 
@@ -121,7 +120,7 @@ def test_a_system_that_forbids_it_is_no_error(monkeypatch: pytest.MonkeyPatch) -
         raise PermissionError
 
     monkeypatch.setattr(os, "sched_setaffinity", forbid)
-    thread_setup(CpuBackend(torch.device("cpu")), bind=True)()
+    thread_setup(CpuBackend(torch.device("cpu")))()
 
 
 @pytest.mark.parametrize(("ranks", "threads"), [(1, 16), (3, 5), (16, 1), (64, 1)])

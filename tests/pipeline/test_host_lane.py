@@ -268,7 +268,7 @@ def beside(lanes: list[str], monkeypatch: pytest.MonkeyPatch) -> HybridDeviceOpt
     optimizer = HybridDeviceOptimizer(
         torch.optim.AdamW(parameters, lr=0.1, fused=True),
         update_on=lanes,
-        transfer=TransferConfig(bucket_bytes=4096, bind_threads=False),
+        transfer=TransferConfig(bucket_bytes=4096),
     )
     for _ in range(2):
         for parameter in parameters:
@@ -278,23 +278,22 @@ def beside(lanes: list[str], monkeypatch: pytest.MonkeyPatch) -> HybridDeviceOpt
 
 
 @pytest.mark.parametrize(
-    ("lanes", "threads", "driving"),
+    ("lanes", "driving"),
     [
-        (["host"] * 3, 6, 0),  # the caller waits for nothing else
-        (["streamed", "host", "streamed"], 3, 1),
-        (["streamed", *["host"] * 30], 6, 1),  # too little for the link to leave cores to it
+        (["host"] * 3, 0),  # the caller waits for nothing else
+        (["streamed", "host", "streamed"], 1),
     ],
-    ids=["alone", "both", "hardly streamed"],
+    ids=["alone", "both"],
 )
-def test_beside_a_streamed_lane_half_of_the_threads_and_a_driver(
-    monkeypatch: pytest.MonkeyPatch, lanes: list[str], threads: int, driving: int
+def test_beside_a_streamed_lane_a_thread_drives_the_host_lane(
+    monkeypatch: pytest.MonkeyPatch, lanes: list[str], driving: int
 ) -> None:
     before = set(threading.enumerate())
     optimizer = beside(lanes, monkeypatch)
     ours = [t.name for t in set(threading.enumerate()) - before]
     optimizer.close()
     names = [name.removeprefix("fsdp_offload-host-") for name in ours]
-    assert sum(name.isdecimal() for name in names) == threads
+    assert sum(name.isdecimal() for name in names) == 6
     assert sum(name.startswith("driver") for name in names) == driving
 
 
