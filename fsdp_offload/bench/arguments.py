@@ -74,15 +74,5 @@ def phases() -> Parser:
     return parser
 
 
-def checkpoints() -> Parser:
-    """Of ``bench checkpoint``."""
-    parser = _parser("bench checkpoint", "a model and its optimizer are saved and loaded", "layers")
-    add = parser.add_argument
-    add("folder", type=Path, help="on the disk to measure; a folder in it is made and removed")
-    add("--repeats", type=int, default=2, help="of which the best counts")
-    add("--shards", choices=("bf16", "fp32"), default="fp32", help="dtype of the parameters")
-    return parser
-
-
-PARSERS: Final = {"": iterations, "phases": phases, "checkpoint": checkpoints}
+PARSERS: Final = {"": iterations, "phases": phases}
 """By the word behind ``bench``."""

@@ -30,7 +30,6 @@ PHASES: Final[Columns] = (
     ("same bits", "same_bits", ""),
     ("same addresses", "same_addresses", ""),
 )
-CHECKPOINTS: Final[Columns] = (("s", "s", ".2f"), ("GB/s", "gbps", ".2f"))
 
 
 def _cell(row: Mapping[str, Any], key: str, form: str) -> str:

@@ -24,7 +24,7 @@ COMMANDS: Final = {
     "doctor": ("doctor", "what makes offload slow or fail on this machine"),
     "inspect": ("inspection", "what a checkpoint holds, whether it is intact, what differs"),
     "export": ("export", "weights of a checkpoint as safetensors files"),
-    "bench": ("", "iterations; 'bench phases', 'bench checkpoint': those"),
+    "bench": ("", "whole iterations; 'bench phases': out and back"),
 }
 """Module and help of each. The module is imported when its command is to run; its function ``run``
 does the work and gives the exit code. ``bench`` hands all words on."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp_offload.bench import checkpoint, iteration, phases
+from fsdp_offload.bench import iteration, phases
 from fsdp_offload.bench.arguments import DEFAULT_ROWS, PHASES_ROWS, iterations
 from fsdp_offload.bench.machine import options_of
 from fsdp_offload.bench.model import Job, synthetic_batches
@@ -22,6 +23,7 @@ from tests.helpers.ranks import RankPool
 
 TINY = ["--device", "cpu", "--layers", "1", "--dim", "64", "--vocabulary", "128", "--tokens", "32"]
 SHORT = ["--seq", "16", "--iterations", "3", "--warm-up", "1"]
+STUDIES = Path(__file__).parents[2] / "docs" / "benchmarks" / "studies"
 NUMEL = 128 * 64 + 12 * 64 * 64 + 3 * 64
 
 
@@ -133,18 +135,12 @@ def test_phases() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_checkpoint(tmp_path: Path) -> None:
-    report = checkpoint.main([str(tmp_path), "--device", "cpu", "--layers", "1", "--repeats", "1"])
+def test_the_study_of_checkpoints(tmp_path: Path) -> None:
+    main = runpy.run_path(str(STUDIES / "checkpoint.py"))["main"]
+    report = main([str(tmp_path), "--device", "cpu", "--layers", "1", "--repeats", "1"])
     assert len(report["rows"]) == 8
     assert all(row["s"] > 0 for row in report["rows"])
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_checkpoint_without_numpy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint, "find_spec", {}.get)
-    report = checkpoint.main([str(tmp_path), "--device", "cpu", "--layers", "1", "--repeats", "1"])
-    assert [row["status"] for row in report["rows"]] == ["not available", *["ok"] * 4]
 
 
 @pytest.mark.long

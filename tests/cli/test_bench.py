@@ -24,7 +24,6 @@ SHORT = ["--tokens", "32", "--seq", "16", "--iterations", "1", "--warm-up", "1"]
     [
         (["--rows", "plain", "--json", "x"], "bench", ["--rows", "plain", "--json", "x"]),
         (["phases", "--cycles", "2"], "bench.phases", ["--cycles", "2"]),
-        (["checkpoint", "folder"], "bench.checkpoint", ["folder"]),
         ([], "bench", []),
     ],
 )

@@ -39,7 +39,6 @@ def modules_after(*words: str) -> tuple[str, set[str]]:
         ["inspect", "--help"],
         ["bench", "--help"],
         ["bench", "phases", "--help"],
-        ["bench", "checkpoint", "--help"],
     ],
 )
 def test_help_does_without_torch(words: list[str]) -> None:
@@ -68,7 +67,7 @@ def test_functions_of_the_table_are_there() -> None:
         ["doctor", "--device", "x"],
         ["doctor", "--dev"],
         ["bench", "--layer", "2"],
-        ["bench", "checkpoint"],
+        ["bench", "checkpoint", "folder"],
     ],
 )
 def test_wrong_usage(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -90,7 +89,7 @@ def test_wrong_usage(words: list[str], capsys: pytest.CaptureFixture[str]) -> No
         (["export", "--dtpe", "fp32"], "--dtpe"),
         (["inspect", "a", "b"], "b"),
         (["doctor", "--devise", "1"], "--devise 1"),
-        (["bench", "checkpoint", "--layer", "2"], "--layer"),
+        (["bench", "phases", "--cycle", "2"], "--cycle 2"),
     ],
 )
 def test_unknown_words_come_before_missing_ones(
