@@ -9,7 +9,7 @@ from typing import Any, Final, NoReturn
 PROGRAM: Final = "fsdp-offload"
 DEFAULT_ROWS: Final = (
     "plain-torchclip,step-f0-torchclip,default-torchclip,default-d2GiB-torchclip,"
-    "default-d0-torchclip,backward-d2GiB,backward-d2GiB-bf16,backward-d2GiB-int8,torchao,"
+    "default-d0-torchclip,plain,backward-d2GiB,backward-d2GiB-bf16,backward-d2GiB-int8,torchao,"
     "cpuoffload-torchclip"
 )
 PHASES_ROWS: Final = ("offloader", "fixed", "swap", "loop")

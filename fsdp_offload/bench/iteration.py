@@ -98,18 +98,18 @@ def times_ms(points: Sequence[TimedEvent]) -> Row:
 
 
 def derived(row: Row, rows: Sequence[Row]) -> Row:
-    """A measured row beside the on-device row of the same run, which clips if the row does."""
+    """A measured row beside the first on-device row of the same run that clips if it does."""
     if row["status"] != "ok":
         return {}
     found: Row = {}
     ms = row["iteration_ms"]
     if row.get("moved_bytes"):
         found["gbps"] = (row["moved_bytes"] + row["fetched_bytes"]) / ms / 1e6
-    plain = [r for r in rows if r["kind"] == "plain" and r["status"] == "ok"]
-    plain.sort(key=lambda r: (r["clip"] == "none") != (row["clip"] == "none"))
-    if plain:
-        base_ms = plain[0]["iteration_ms"]
-        found |= {"exposed_ms": ms - base_ms, "of_on_device": ms / base_ms}
+    for base in rows:
+        clips_alike = (base["clip"] == "none") == (row["clip"] == "none")
+        if base["kind"] == "plain" and base["status"] == "ok" and clips_alike:
+            base_ms = base["iteration_ms"]
+            return found | {"exposed_ms": ms - base_ms, "of_on_device": ms / base_ms}
     return found
 
 
