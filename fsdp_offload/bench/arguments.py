@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
@@ -38,6 +40,18 @@ class Parser(argparse.ArgumentParser):
         return found
 
 
+def at_least(least: float, kind: type[int] | type[float] = int) -> Callable[[str], float]:
+    """Reads a number; a smaller one, or none, is wrong usage."""
+
+    def read(text: str) -> float:
+        with suppress(ValueError):
+            if (number := kind(text)) >= least:
+                return number
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least {least}")
+
+    return read
+
+
 def _parser(name: str, text: str, *sizes: str) -> Parser:
     """With what all benchmarks have, and those ``sizes`` of the job that this one asks for."""
     parser = Parser(prog=f"{PROGRAM} {name}", description=text, allow_abbrev=False)
@@ -46,7 +60,8 @@ def _parser(name: str, text: str, *sizes: str) -> Parser:
     add("--json", type=Path, help="file for all figures")
     helps = {"tokens": "per iteration and rank", "seq": "tokens of one sequence"}
     for size in sizes:
-        add(f"--{size}", type=int, help=f"{helps.get(size, 'of the GPT')}; default: {SIZES[size]}")
+        text = f"{helps.get(size, 'of the GPT')}; default: {SIZES[size]}"
+        add(f"--{size}", type=at_least(1), help=text)
     return parser
 
 
@@ -55,8 +70,8 @@ def iterations() -> Parser:
     parser = _parser("bench", "whole iterations of one job, with each optimizer in turn", *SIZES)
     add = parser.add_argument
     add("--rows", default=DEFAULT_ROWS, help="names joined by commas; default: all")
-    add("--iterations", type=int, default=10, help="timed ones per row")
-    add("--warm-up", type=int, default=20, help="iterations before them, for memory to be steady")
+    add("--iterations", type=at_least(1), default=10, help="timed ones per row")
+    add("--warm-up", type=at_least(0), default=20, help="before them, for memory to be steady")
     add("--params", type=float, help="choose --layers for this many parameters, such as 3.14e9")
     add("--shards", choices=("bf16", "fp32"), default="bf16", help="dtype of the parameters")
     add("--checkpointed", action="store_true", help="blocks are computed again in backward")
@@ -69,7 +84,7 @@ def phases() -> Parser:
     parser = _parser("bench phases", "a model and its optimizer leave the device and come back")
     add = parser.add_argument
     add("--params", type=float, help="of each rank's shards; default: 1.33e9, on the CPU 1e6")
-    add("--cycles", type=int, default=6, help="the first and at least one more")
+    add("--cycles", type=at_least(2), default=6, help="the first and at least one more")
     add("--rows", default=",".join(PHASES_ROWS), help="names joined by commas; default: all")
     return parser
 

@@ -68,6 +68,9 @@ def test_functions_of_the_table_are_there() -> None:
         ["doctor", "--dev"],
         ["bench", "--layer", "2"],
         ["bench", "checkpoint", "folder"],
+        ["bench", "--iterations", "0"],
+        ["bench", "--layers", "two"],
+        ["bench", "phases", "--cycles", "1"],
     ],
 )
 def test_wrong_usage(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
