@@ -50,7 +50,9 @@ def main(words: Sequence[str] | None = None) -> int:
     except OffloadError as error:
         return _failed(str(error))
     except OSError as error:
-        remedy = "name a path that this user may read, or write"
+        if error.errno is None:  # torch's, of a library that it cannot load
+            return _failed(str(error), f"see {PROGRAM} doctor")
+        remedy = "name a path that this user may read, or write, with space for the files"
         return _failed(f"{error.filename or type(error).__name__}: {error.strerror}", remedy)
     except ImportError as error:
         return _failed(f"{error.name or 'import'}: {error}", f"see {PROGRAM} doctor")
