@@ -1,7 +1,7 @@
 """The command line: a table of subcommands, one line for an error.
 
-Exit codes: 0, and 2 for wrong usage. 1: the command failed, or found what its page
-(docs/command-line.md) says.
+Exit codes: 0, and 2 for wrong usage, a value that cannot be used among it. 1: the command failed,
+or found what its page (docs/command-line.md) says.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Final
 
 from .. import __version__
 from ..bench.arguments import PARSERS, PROGRAM, Parser
-from ..core.errors import OffloadError
+from ..core.errors import ConfigError, OffloadError
 from . import arguments
 
 COMMANDS: Final = {
@@ -47,6 +47,8 @@ def main(words: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader, such as head, has had enough: not worth a line
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except ConfigError as error:  # of an option's value; 1 may be an answer, as of plan
+        return _failed(str(error), code=2)
     except OffloadError as error:
         return _failed(str(error))
     except OSError as error:
@@ -90,7 +92,7 @@ def _bench(words: Sequence[str]) -> int:
     return 0
 
 
-def _failed(text: str, remedy: str = "") -> int:
+def _failed(text: str, remedy: str = "", code: int = 1) -> int:
     text += f". Remedy: {remedy}" if remedy else ""
     print(f"{PROGRAM}: {' '.join(text.split())}", file=sys.stderr)
-    return 1
+    return code

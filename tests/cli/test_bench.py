@@ -50,7 +50,7 @@ def test_an_iteration_and_a_mistake(tmp_path: Path) -> None:
     environment = json.loads((tmp_path / "out.json").read_text())["environment"]
     assert environment["command"].startswith("python -m fsdp_offload.bench --device cpu")
     done = subprocess.run([*command, "--rows", "plane"], capture_output=True, text=True)
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert done.stderr.startswith("fsdp-offload: ")
     assert "'plane' is no kind of row" in done.stderr
     assert done.stderr.count("\n") == 1

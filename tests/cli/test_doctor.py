@@ -359,7 +359,7 @@ def test_an_error_is_a_line_and_the_exit_code(
 
 
 def test_a_device_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "--device", "99"]) == 1
+    assert main(["doctor", "--device", "99"]) == 2
     found = capsys.readouterr()
     assert found.err.startswith("fsdp-offload: --device 99: torch sees ")
     assert found.err.count("\n") == 1
