@@ -42,7 +42,6 @@ def inspect(parser: argparse.ArgumentParser) -> None:
     """Of ``inspect``."""
     add = parser.add_argument
     add("checkpoint", type=Path, help="its folder")
-    add("--other", type=Path, help="another one: which tensors it lacks, or has otherwise")
     add("--skip-elements", action="store_true", help="do not read them to compare checksums")
 
 

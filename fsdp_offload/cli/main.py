@@ -22,7 +22,7 @@ from . import arguments
 COMMANDS: Final = {
     "plan": ("plan", "memory and time of a job from its size"),
     "doctor": ("doctor", "what makes offload slow or fail on this machine"),
-    "inspect": ("inspection", "what a checkpoint holds, whether it is intact, what differs"),
+    "inspect": ("inspection", "what a checkpoint holds, whether it is intact"),
     "export": ("export", "weights of a checkpoint as safetensors files"),
     "bench": ("", "whole iterations; 'bench phases': out and back"),
 }
