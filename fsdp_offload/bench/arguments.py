@@ -28,15 +28,10 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{PROGRAM}: {message}. Remedy: see {self.prog} --help\n")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """What is unknown comes before what is missing: it may be that, misspelt."""
-        every: list[Any] = [*self._actions, *self._mutually_exclusive_groups]
-        needed = [each for each in every if each.required]
-        for required in (False, True):
-            for each in needed:
-                each.required = required
-            found = super().parse_known_args(args, namespace)
-            if found[1]:
-                self.error(f"unrecognized arguments: {' '.join(found[1])}")
+        """Words that a subcommand does not know are its error: the remedy is its own help."""
+        found = super().parse_known_args(args, namespace)
+        if found[1]:
+            self.error(f"unrecognized arguments: {' '.join(found[1])}")
         return found
 
 

@@ -4,7 +4,6 @@ Usage::
 
     python -m fsdp_offload.bench.phases [--params 1.33e9] [--cycles 6] [--json out.json]
     torchrun --nproc-per-node 2 -m fsdp_offload.bench.phases
-    python -m fsdp_offload.bench.phases --device cpu
 
 Each rank holds the shards of ``--params`` bf16 parameters and their fp32 AdamW state (2.5 and
 9.9 GiB with the default), a GPT's tensors under FSDP2. All ranks move at the same time; seconds are
@@ -133,9 +132,8 @@ def measure(name: str, job: Job, device: torch.device, cycles: int, link: Row) -
             row[f"worst_{way}_of_link"] = moved_bytes / max(later) / 1e9 / gbps
     if device.type == "cuda" and name != "swap":
         row["freed_share"] = -max(slowest([-share for share in freed]))
-    row["same_bits"] = machine.on_all_ranks(
-        all(torch.equal(*pair) for pair in random_words(tensors, device))
-    )
+    same = all(torch.equal(*pair) for pair in random_words(tensors, device))
+    row["same_bits"] = machine.on_all_ranks(same)
     stayed = [tensor.data_ptr() for tensor in tensors] == addresses
     row["same_addresses"] = machine.on_all_ranks(stayed)
     if isinstance(mover, PhaseOffloader):
@@ -151,15 +149,11 @@ def main(argv: Sequence[str] | None = None) -> Row:
     options = machine.options_of(arguments.phases(), argv)
     names = options.rows.split(",")
     if unknown := [name for name in names if name not in arguments.PHASES_ROWS]:
-        raise ConfigError(
-            f"row {unknown[0]!r}",
-            reason="it is not measured",
-            remedy=f"use {', '.join(arguments.PHASES_ROWS)}",
-        )
+        remedy = f"use {', '.join(arguments.PHASES_ROWS)}"
+        raise ConfigError(f"row {unknown[0]!r}", reason="it is not measured", remedy=remedy)
     with machine.process_group(options.device) as device:
         params = options.params or (1e6 if options.device == "cpu" else 1.33e9)
-        params *= dist.get_world_size()
-        options.layers = layers_for(params, options.dim, options.vocabulary)
+        options.layers = layers_for(params * dist.get_world_size(), options.dim, options.vocabulary)
         job = Job.of(options)
         link: Row = machine.measure_link(device, 5) if device.type == "cuda" else {}
         rows: list[Row] = []

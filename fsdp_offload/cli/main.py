@@ -82,13 +82,13 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _bench(words: Sequence[str]) -> int:
-    """Run a benchmark as ``python -m`` would; its JSON then names that command."""
+    """Run a benchmark as ``python -m`` would."""
     which = words[0] if words and words[0] in PARSERS else ""
     words = words[1:] if which else words
     PARSERS[which]().parse_args(words)  # leaves here for --help, and for wrong usage
     sys.argv[1:] = words
     name = f"fsdp_offload.bench.{which}".rstrip(".")
-    runpy.run_module(name, run_name="__main__", alter_sys=True)
+    runpy.run_module(name, run_name="__main__")
     return 0
 
 

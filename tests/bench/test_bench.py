@@ -100,7 +100,7 @@ def test_checkpointed_blocks_give_the_same_losses() -> None:
 def test_words_of_a_name() -> None:
     assert [Case.parse(name).name for name in DEFAULT_ROWS.split(",")] == DEFAULT_ROWS.split(",")
     case = Case.parse("forward-clip-bf16-d4GiB-b64MiB-f0.5-again")
-    assert (case.kind, case.clip, case.is_ours) == ("forward", "ours", True)
+    assert (case.kind, case.clip) == ("forward", "ours")
     assert case.options == {
         "moments": torch.bfloat16, "device_memory": 4 << 30,
         "bucket_bytes": 64 << 20, "offload_fraction": 0.5,
