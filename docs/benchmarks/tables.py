@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from fsdp_offload.bench.table import CHECKPOINTS, ITERATIONS, PHASES, markdown_table
+from fsdp_offload.bench.table import ITERATIONS, PHASES, markdown_table
 
 FOLDER = Path(__file__).resolve().parent
-COLUMNS = {"iteration": ITERATIONS, "phases": PHASES, "checkpoint": CHECKPOINTS}
+COLUMNS = {"iteration": ITERATIONS, "phases": PHASES}
 SPECIAL = ("deterministic", "settings")  # for losses, and for a chart: on a page of their own
 HEADS = {
     "iteration": "GPU, date | link, GB/s | parameters, G | tokens | what | clips | ms | tokens/s "

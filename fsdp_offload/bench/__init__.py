@@ -7,6 +7,6 @@ whole iterations, without a synchronisation in between::
     python -m fsdp_offload.bench --rows plain,forward,backward-bf16 --tokens 16384
     torchrun --nproc-per-node 4 -m fsdp_offload.bench --params 3.14e9 --dim 3200 --tokens 4096
 
-Rows are named as in :mod:`.rows`. ``bench.phases`` and ``bench.checkpoint`` measure how tensors
-leave the device and come back, and how long a checkpoint takes.
+Rows are named as in :mod:`.rows`. ``bench.phases`` measures how tensors leave the device and come
+back. Studies, such as how long a checkpoint takes, are in ``docs/benchmarks/studies``.
 """

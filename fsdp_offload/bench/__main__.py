@@ -10,5 +10,4 @@ from .iteration import main
 if __name__ == "__main__":
     main()
     sys.stdout.flush()
-    sys.stderr.flush()
     os._exit(0)  # threads of gloo and of peers can abort the interpreter while it shuts down

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
 PROGRAM: Final = "fsdp-offload"
 DEFAULT_ROWS: Final = (
     "plain-torchclip,step-f0-torchclip,default-torchclip,default-d2GiB-torchclip,"
-    "default-d0-torchclip,backward-d2GiB,backward-d2GiB-bf16,backward-d2GiB-int8,torchao,"
+    "default-d0-torchclip,plain,backward-d2GiB,backward-d2GiB-bf16,backward-d2GiB-int8,torchao,"
     "cpuoffload-torchclip"
 )
 PHASES_ROWS: Final = ("offloader", "fixed", "swap", "loop")
@@ -26,16 +28,23 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{PROGRAM}: {message}. Remedy: see {self.prog} --help\n")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """What is unknown comes before what is missing: it may be that, misspelt."""
-        every: list[Any] = [*self._actions, *self._mutually_exclusive_groups]
-        needed = [each for each in every if each.required]
-        for required in (False, True):
-            for each in needed:
-                each.required = required
-            found = super().parse_known_args(args, namespace)
-            if found[1]:
-                self.error(f"unrecognized arguments: {' '.join(found[1])}")
+        """Words that a subcommand does not know are its error: the remedy is its own help."""
+        found = super().parse_known_args(args, namespace)
+        if found[1]:
+            self.error(f"unrecognized arguments: {' '.join(found[1])}")
         return found
+
+
+def at_least(least: float, kind: type[int] | type[float] = int) -> Callable[[str], float]:
+    """Reads a number; a smaller one, or none, is wrong usage."""
+
+    def read(text: str) -> float:
+        with suppress(ValueError):
+            if (number := kind(text)) >= least:
+                return number
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least {least}")
+
+    return read
 
 
 def _parser(name: str, text: str, *sizes: str) -> Parser:
@@ -46,7 +55,8 @@ def _parser(name: str, text: str, *sizes: str) -> Parser:
     add("--json", type=Path, help="file for all figures")
     helps = {"tokens": "per iteration and rank", "seq": "tokens of one sequence"}
     for size in sizes:
-        add(f"--{size}", type=int, help=f"{helps.get(size, 'of the GPT')}; default: {SIZES[size]}")
+        text = f"{helps.get(size, 'of the GPT')}; default: {SIZES[size]}"
+        add(f"--{size}", type=at_least(1), help=text)
     return parser
 
 
@@ -55,8 +65,8 @@ def iterations() -> Parser:
     parser = _parser("bench", "whole iterations of one job, with each optimizer in turn", *SIZES)
     add = parser.add_argument
     add("--rows", default=DEFAULT_ROWS, help="names joined by commas; default: all")
-    add("--iterations", type=int, default=10, help="timed ones per row")
-    add("--warm-up", type=int, default=20, help="iterations before them, for memory to be steady")
+    add("--iterations", type=at_least(1), default=10, help="timed ones per row")
+    add("--warm-up", type=at_least(0), default=20, help="before them, for memory to be steady")
     add("--params", type=float, help="choose --layers for this many parameters, such as 3.14e9")
     add("--shards", choices=("bf16", "fp32"), default="bf16", help="dtype of the parameters")
     add("--checkpointed", action="store_true", help="blocks are computed again in backward")
@@ -69,20 +79,10 @@ def phases() -> Parser:
     parser = _parser("bench phases", "a model and its optimizer leave the device and come back")
     add = parser.add_argument
     add("--params", type=float, help="of each rank's shards; default: 1.33e9, on the CPU 1e6")
-    add("--cycles", type=int, default=6, help="the first and at least one more")
+    add("--cycles", type=at_least(2), default=6, help="the first and at least one more")
     add("--rows", default=",".join(PHASES_ROWS), help="names joined by commas; default: all")
     return parser
 
 
-def checkpoints() -> Parser:
-    """Of ``bench checkpoint``."""
-    parser = _parser("bench checkpoint", "a model and its optimizer are saved and loaded", "layers")
-    add = parser.add_argument
-    add("folder", type=Path, help="on the disk to measure; a folder in it is made and removed")
-    add("--repeats", type=int, default=2, help="of which the best counts")
-    add("--shards", choices=("bf16", "fp32"), default="fp32", help="dtype of the parameters")
-    return parser
-
-
-PARSERS: Final = {"": iterations, "phases": phases, "checkpoint": checkpoints}
+PARSERS: Final = {"": iterations, "phases": phases}
 """By the word behind ``bench``."""

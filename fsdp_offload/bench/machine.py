@@ -96,12 +96,9 @@ def environment(device: torch.device) -> Row:
     git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         row["commit"] = subprocess.check_output(git, text=True, stderr=subprocess.DEVNULL).strip()
-    spec = getattr(sys.modules["__main__"], "__spec__", None)
-    module = "" if spec is None else spec.name.removesuffix(".__main__")
-    words = (re.sub(r"[^=\s]*/", "", word) for word in sys.argv[1:])  # folders differ
-    command = " ".join([f"python -m {module}", *words])
+    words = (re.sub(r"[^=\s]*/", "", word) for word in sys.orig_argv)  # folders differ
     versions = {"torch": torch.__version__, "python": platform.python_version()}
-    return row | versions | {"command": command}
+    return row | versions | {"command": " ".join(words)}
 
 
 def synchronize(device: torch.device) -> None:

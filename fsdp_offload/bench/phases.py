@@ -4,7 +4,6 @@ Usage::
 
     python -m fsdp_offload.bench.phases [--params 1.33e9] [--cycles 6] [--json out.json]
     torchrun --nproc-per-node 2 -m fsdp_offload.bench.phases
-    python -m fsdp_offload.bench.phases --device cpu
 
 Each rank holds the shards of ``--params`` bf16 parameters and their fp32 AdamW state (2.5 and
 9.9 GiB with the default), a GPT's tensors under FSDP2. All ranks move at the same time; seconds are
@@ -12,11 +11,6 @@ those of the slowest; between offload and reload lie 0.1 s, in which a job would
 ``offloader`` is :class:`PhaseOffloader`, ``fixed`` the same with ``keep_addresses=True``, ``swap``
 two of these that take each other's place, ``loop`` what jobs write by hand: a loop over tensors and
 page-locked buffers that are taken in the first cycle and kept.
-
-Where the time out goes: ``out_copies_s`` is from the first copy's start to the last one's end, as
-the device saw it (of ``loop``, as the host saw it). What is missing to ``out_s`` is what comes
-before the first copy, and the ``freed_segments`` calls of ``cudaFree`` behind the last one;
-``free_ms_per_gib`` of the report says what these take for segments of several sizes.
 """
 
 from __future__ import annotations
@@ -53,18 +47,15 @@ class PinnedLoop:
     def __init__(self, tensors: list[Tensor], device: torch.device) -> None:
         self.tensors, self.device = tensors, device
         self.buffers: list[Tensor] = []
-        self.copies_s = 0.0
 
     def offload(self) -> None:
         """All memory is the driver's when this returns."""
         if not self.buffers:
             pin = self.device.type == "cuda"
             self.buffers = [torch.empty_like(t, device="cpu", pin_memory=pin) for t in self.tensors]
-        began = time.perf_counter()
         for buffer, tensor in zip(self.buffers, self.tensors, strict=True):
             buffer.copy_(tensor, non_blocking=True)
         machine.synchronize(self.device)
-        self.copies_s = time.perf_counter() - began
         self.tensors.clear()
         release_cached(self.device)
 
@@ -121,24 +112,19 @@ def measure(name: str, job: Job, device: torch.device, cycles: int, link: Row) -
         reload = partial(swap, out=other, in_=cast(PhaseOffloader, mover))
         moved_bytes *= 2  # as much comes as leaves
     times: dict[str, list[float]] = {"out": [], "back": []}
-    copies: dict[str, list[float]] = {"out": [], "back": []}
-    freed, segments = [], []
+    freed = []
     for _ in range(cycles):
         machine.free_everything(device)
-        before, count = free_bytes(device) or 0, _freed_segments()
+        before = free_bytes(device) or 0
         times["out"].append(seconds_of(offload, device))
         freed.append(((free_bytes(device) or 0) - before) / n_bytes)
-        segments.append(_freed_segments() - count)
         if device.type == "cuda":
             time.sleep(AWAY_S)
         times["back"].append(seconds_of(reload, device))
-        for way, seconds in _copy_seconds(mover).items():
-            copies[way].append(seconds)
     row: Row = {"name": name, "status": "ok", "gib": n_bytes / GIB, "cycles": cycles}
     for way, raw in (("out", "d2h"), ("back", "h2d")):
         first, *later = slowest(times[way])
         row |= {f"first_{way}_s": first, f"{way}_s": statistics.median(later)}
-        row[f"{way}_copies_s"] = statistics.median(slowest(copies[way])[1:])
         row[f"{way}_gbps"] = moved_bytes / row[f"{way}_s"] / 1e9
         if link:
             gbps = link["h2d+d2h_gbps" if name == "swap" else f"{raw}_gbps"]
@@ -146,10 +132,8 @@ def measure(name: str, job: Job, device: torch.device, cycles: int, link: Row) -
             row[f"worst_{way}_of_link"] = moved_bytes / max(later) / 1e9 / gbps
     if device.type == "cuda" and name != "swap":
         row["freed_share"] = -max(slowest([-share for share in freed]))
-        row["freed_segments"] = statistics.median(segments[1:])
-    row["same_bits"] = machine.on_all_ranks(
-        all(torch.equal(*pair) for pair in random_words(tensors, device))
-    )
+    same = all(torch.equal(*pair) for pair in random_words(tensors, device))
+    row["same_bits"] = machine.on_all_ranks(same)
     stayed = [tensor.data_ptr() for tensor in tensors] == addresses
     row["same_addresses"] = machine.on_all_ranks(stayed)
     if isinstance(mover, PhaseOffloader):
@@ -160,56 +144,18 @@ def measure(name: str, job: Job, device: torch.device, cycles: int, link: Row) -
     return row
 
 
-def _copy_seconds(mover: PhaseOffloader | PinnedLoop) -> dict[str, float]:
-    """Of the last cycle's copies; the loop allocates between its copies back."""
-    if isinstance(mover, PinnedLoop):
-        return {"out": mover.copies_s, "back": 0.0}
-    figures = mover.statistics()
-    return {
-        way: sum(kind.seconds for kind in kinds.values())
-        for way, kinds in (("out", figures.offloaded), ("back", figures.reloaded))
-    }
-
-
-def _freed_segments() -> int:
-    """How often torch's allocator has called ``cudaFree`` on the current device."""
-    return int(torch.cuda.memory_stats().get("segment.all.freed", 0))
-
-
-def measure_frees(device: torch.device) -> dict[int, float]:
-    """Milliseconds per GiB that torch's allocator takes to give segments back to the driver, by
-    their size in MiB: 4 GiB, all ranks at the same time."""
-    found = {}
-    for mib in (16, 64, 256, 1024):
-        held = [
-            torch.empty(mib << 20, dtype=torch.uint8, device=device) for _ in range(4096 // mib)
-        ]
-        machine.synchronize(device)
-        held.clear()
-        seconds = seconds_of(partial(release_cached, device), device)
-        found[mib] = slowest([seconds])[0] * 1e3 / 4
-    return found
-
-
 def main(argv: Sequence[str] | None = None) -> Row:
     """Run all rows; rank 0 prints a table, and with ``--json`` writes everything."""
     options = machine.options_of(arguments.phases(), argv)
     names = options.rows.split(",")
     if unknown := [name for name in names if name not in arguments.PHASES_ROWS]:
-        raise ConfigError(
-            f"row {unknown[0]!r}",
-            reason="it is not measured",
-            remedy=f"use {', '.join(arguments.PHASES_ROWS)}",
-        )
+        remedy = f"use {', '.join(arguments.PHASES_ROWS)}"
+        raise ConfigError(f"row {unknown[0]!r}", reason="it is not measured", remedy=remedy)
     with machine.process_group(options.device) as device:
         params = options.params or (1e6 if options.device == "cpu" else 1.33e9)
-        params *= dist.get_world_size()
-        options.layers = layers_for(params, options.dim, options.vocabulary)
+        options.layers = layers_for(params * dist.get_world_size(), options.dim, options.vocabulary)
         job = Job.of(options)
         link: Row = machine.measure_link(device, 5) if device.type == "cuda" else {}
-        if link:
-            machine.free_everything(device)
-            link["free_ms_per_gib"] = measure_frees(device)
         rows: list[Row] = []
         with progress(len(names), "measuring", unit=" rows") as bar:
             for name in names:

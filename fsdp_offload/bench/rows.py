@@ -79,11 +79,6 @@ class Case(NamedTuple):
         options.pop("again", None)
         return cls(name, kind, options.pop("clip", "none"), options)
 
-    @property
-    def is_ours(self) -> bool:
-        """Whether the row uses :class:`HybridDeviceOptimizer`."""
-        return self.kind in OURS
-
 
 def _read(name: str, word: str) -> tuple[str, Any]:
     if word in _WORDS:
@@ -119,7 +114,7 @@ def make_trainer(case: Case, job: Job, device: torch.device) -> Trainer:
     policy = CPUOffloadPolicy(pin_memory=device.type == "cuda") if is_cpu else None
     model = sharded_model(job, device, policy)
     optimizer = AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
-    if case.is_ours:  # the others keep no master of bf16 shards
+    if case.kind in OURS:  # the others keep no master of bf16 shards
         options = dict(case.options)
         if case.kind != "default":
             options["overlap"] = case.kind

@@ -25,14 +25,11 @@ PHASES: Final[Columns] = (
     ("GB/s", "{}_gbps", ".1f"),
     ("of the link", "{}_of_link", ".3f"),
     ("slowest cycle", "worst_{}_of_link", ".3f"),
-    ("copies alone, s", "{}_copies_s", ".3f"),
-    ("segments freed", "freed_segments", ".0f"),
     ("freed / payload", "freed_share", ".3f"),
     ("host / payload", "host_over_payload", ".4f"),
     ("same bits", "same_bits", ""),
     ("same addresses", "same_addresses", ""),
 )
-CHECKPOINTS: Final[Columns] = (("s", "s", ".2f"), ("GB/s", "gbps", ".2f"))
 
 
 def _cell(row: Mapping[str, Any], key: str, form: str) -> str:

@@ -6,6 +6,8 @@ import argparse
 from pathlib import Path
 from typing import Final
 
+from ..bench.arguments import at_least
+
 CARDS: Final = (
     "h100-80", "h200", "b200", "gh200", "a100-80", "a100-40", "l40s", "rtx-4090", "rtx-5090",
 )  # fmt: skip
@@ -24,11 +26,12 @@ def plan(parser: argparse.ArgumentParser) -> None:
     size.add_argument("--params", help="parameters: 8e9, 8B, 500M; the usual shape is assumed")
     size.add_argument("--config", type=Path, help="config.json of a Hugging Face model")
     size.add_argument("--model", help="module:function that returns the model; built on 'meta'")
-    add("--gpus", type=int, default=1, help="that the model is sharded over")
-    add("--gpu", default="h100-80", help=f"{', '.join(CARDS)}, or 'this': memory of this machine's")
-    add("--link", type=float, help="GB/s to host memory each way, while both are busy")
-    add("--tokens", type=int, default=16384, help="per iteration and GPU")
-    add("--seq", type=int, default=2048, help="tokens of one sequence")
+    add("--gpus", type=at_least(1), default=1, help="that the model is sharded over")
+    add("--gpu", choices=CARDS, default="h100-80", help=", ".join(CARDS), metavar="CARD")
+    link = "GB/s to host memory each way, while both are busy"
+    add("--link", type=at_least(0.1, float), help=link)
+    add("--tokens", type=at_least(1), default=16384, help="per iteration and GPU")
+    add("--seq", type=at_least(1), default=2048, help="tokens of one sequence")
     add("--weights", choices=("bf16", "fp32"), default="bf16", help="dtype of the parameters")
     add("--moments", choices=("fp32", "bf16", "int8"), default="fp32")
     add("--no-checkpointing", action="store_true", help="keep all activations")
@@ -39,7 +42,6 @@ def inspect(parser: argparse.ArgumentParser) -> None:
     """Of ``inspect``."""
     add = parser.add_argument
     add("checkpoint", type=Path, help="its folder")
-    add("--other", type=Path, help="another one: which tensors it lacks, or has otherwise")
     add("--skip-elements", action="store_true", help="do not read them to compare checksums")
 
 

@@ -6,17 +6,14 @@ import argparse
 import json
 import os
 import resource
-import sys
 from collections.abc import Callable, Iterator
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
 from .check import Check, attempt, worst
 
 _ROOT: Final = Path("/")
-_OLDEST_PYTHON: Final = (3, 11)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -31,14 +28,6 @@ def run(options: argparse.Namespace) -> int:
     return int(worst(checks) == "error")
 
 
-def check_python(version: tuple[int, ...]) -> Check:
-    """The interpreter's version."""
-    text = ".".join(map(str, version))
-    if version < _OLDEST_PYTHON:
-        return Check("Python", "error", text, "install Python 3.11 or later")
-    return Check("Python", "ok", text)
-
-
 def check_import(import_torch: Callable[[], object]) -> Check | None:
     """An error if torch, or a public name of it that this package needs, cannot be imported."""
     try:
@@ -50,20 +39,12 @@ def check_import(import_torch: Callable[[], object]) -> Check | None:
     return None
 
 
-def check_numpy(is_there: bool) -> Check:
-    """Nothing here needs it."""
-    found = "there" if is_there else "not installed; torch's dcp.save in a process group needs it"
-    return Check("numpy", "ok", f"{found}; this package does not")
-
-
 def _checks(index: int) -> Iterator[Check]:
-    yield check_python(sys.version_info[:3])
     failed = check_import(lambda: import_module(".torch_checks", __package__))
     if failed is None:
         yield from _of_torch_and_host(index)
     else:
         yield failed
-    yield check_numpy(find_spec("numpy") is not None)
 
 
 def _of_torch_and_host(index: int) -> Iterator[Check]:

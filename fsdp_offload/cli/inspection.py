@@ -1,4 +1,4 @@
-"""``inspect``: what a checkpoint holds, whether it is as written, what another has otherwise.
+"""``inspect``: what a checkpoint holds, and whether it is as it was written.
 
 ``.metadata`` is a pickle. ``checkpoint.load`` unpickles it as torch does, which is for checkpoints
 that the user trusts. Commands that only look into a folder refuse one that names anything but what
@@ -11,7 +11,7 @@ import argparse
 import io
 import json
 import pickle
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
@@ -34,7 +34,6 @@ _CHECKSUMS: Final = {
     "tables": "tables of checksums hold, elements were not read",
     "none": "without checksums: another program wrote it",
 }
-_DIFFERENT: Final = ("only_here", "only_there", "changed")
 _SHOWN: Final = 60  # characters of a value in a line
 _DESCRIBING: Final = frozenset(
     (
@@ -50,17 +49,14 @@ _DESCRIBING: Final = frozenset(
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print it; 0: complete, and no difference, 1: not.
+    """Print it; 0: complete, 1: not.
 
     Raises:
         CheckpointError: there is no checkpoint, or its ``.metadata`` is not to be read.
     """
     report = look(options.checkpoint, elements=not options.skip_elements)
-    if options.other is not None:
-        there = _tensors_of(_reader(options.other))
-        report["other"] = {"path": str(options.other)} | differences(report["tensors"], there)
     print(json.dumps(report, indent=1) if options.json else _text(report))
-    return int(bool(report["faults"] or any(report.get("other", {}).get(n) for n in _DIFFERENT)))
+    return int(bool(report["faults"]))
 
 
 def look(path: Path, *, elements: bool) -> dict[str, Any]:
@@ -87,22 +83,6 @@ def look(path: Path, *, elements: bool) -> dict[str, Any]:
         "tensors": tensors,
         "other_values": sorted(stored.keys() - {row["name"] for row in tensors}),
     }  # fmt: skip
-
-
-def differences(
-    here: Iterable[Mapping[str, Any]], there: Iterable[Mapping[str, Any]]
-) -> dict[str, Any]:
-    """Between the tensors of two checkpoints, as reports have them: by name, dtype and shape."""
-    mine, theirs = (
-        {row["name"]: {"dtype": row["dtype"], "shape": row["shape"]} for row in rows}
-        for rows in (here, there)
-    )
-    changed = [name for name in sorted(mine.keys() & theirs.keys()) if mine[name] != theirs[name]]
-    return {
-        "only_here": sorted(mine.keys() - theirs.keys()),
-        "only_there": sorted(theirs.keys() - mine.keys()),
-        "changed": [{"name": n, "here": mine[n], "there": theirs[n]} for n in changed],
-    }
 
 
 # --------------------------------------------------------------------------- what is read
@@ -214,15 +194,4 @@ def _text(report: Mapping[str, Any]) -> str:
         f"{row['tensor_bytes']:>15}  {row['dtype']:<8}  {row['name']}  {row['shape']}"
         for row in report["tensors"]
     ]
-    return "\n".join(lines + _text_of_other(report.get("other")))
-
-
-def _text_of_other(other: Mapping[str, Any] | None) -> list[str]:
-    if other is None:
-        return []
-    lines = [f"only here         {name}" for name in other["only_here"]]
-    lines += [f"only there        {name}" for name in other["only_there"]]
-    for row in other["changed"]:
-        here, there = (f"{row[w]['dtype']} {row[w]['shape']}" for w in ("here", "there"))
-        lines.append(f"differs           {row['name']}: {here}, there {there}")
-    return [f"against {other['path']}", *(lines or ["the same tensors, by dtype and shape"])]
+    return "\n".join(lines)

@@ -1,7 +1,7 @@
 """The command line: a table of subcommands, one line for an error.
 
-Exit codes: 0, and 2 for wrong usage. 1: the command failed, or found what its page
-(docs/command-line.md) says.
+Exit codes: 0, and 2 for wrong usage, a value that cannot be used among it. 1: the command failed,
+or found what its page (docs/command-line.md) says.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from typing import Final
 
 from .. import __version__
 from ..bench.arguments import PARSERS, PROGRAM, Parser
-from ..core.errors import OffloadError
+from ..core.errors import ConfigError, OffloadError
 from . import arguments
 
 COMMANDS: Final = {
     "plan": ("plan", "memory and time of a job from its size"),
     "doctor": ("doctor", "what makes offload slow or fail on this machine"),
-    "inspect": ("inspection", "what a checkpoint holds, whether it is intact, what differs"),
+    "inspect": ("inspection", "what a checkpoint holds, whether it is intact"),
     "export": ("export", "weights of a checkpoint as safetensors files"),
-    "bench": ("", "iterations; 'bench phases', 'bench checkpoint': those"),
+    "bench": ("", "whole iterations; 'bench phases': out and back"),
 }
 """Module and help of each. The module is imported when its command is to run; its function ``run``
 does the work and gives the exit code. ``bench`` hands all words on."""
@@ -47,10 +47,14 @@ def main(words: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader, such as head, has had enough: not worth a line
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except ConfigError as error:  # of an option's value; 1 may be an answer, as of plan
+        return _failed(str(error), code=2)
     except OffloadError as error:
         return _failed(str(error))
     except OSError as error:
-        remedy = "name a path that this user may read, or write"
+        if error.errno is None:  # torch's, of a library that it cannot load
+            return _failed(str(error), f"see {PROGRAM} doctor")
+        remedy = "name a path that this user may read, or write, with space for the files"
         return _failed(f"{error.filename or type(error).__name__}: {error.strerror}", remedy)
     except ImportError as error:
         return _failed(f"{error.name or 'import'}: {error}", f"see {PROGRAM} doctor")
@@ -78,17 +82,17 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _bench(words: Sequence[str]) -> int:
-    """Run a benchmark as ``python -m`` would; its JSON then names that command."""
+    """Run a benchmark as ``python -m`` would."""
     which = words[0] if words and words[0] in PARSERS else ""
     words = words[1:] if which else words
     PARSERS[which]().parse_args(words)  # leaves here for --help, and for wrong usage
     sys.argv[1:] = words
     name = f"fsdp_offload.bench.{which}".rstrip(".")
-    runpy.run_module(name, run_name="__main__", alter_sys=True)
+    runpy.run_module(name, run_name="__main__")
     return 0
 
 
-def _failed(text: str, remedy: str = "") -> int:
+def _failed(text: str, remedy: str = "", code: int = 1) -> int:
     text += f". Remedy: {remedy}" if remedy else ""
     print(f"{PROGRAM}: {' '.join(text.split())}", file=sys.stderr)
-    return 1
+    return code

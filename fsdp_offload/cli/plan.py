@@ -46,14 +46,10 @@ def run(options: argparse.Namespace) -> int:
     """Print the plan; 0: it fits, 1: it does not.
 
     Raises:
-        ConfigError: the size of the model, or the card, is not known; a number is not positive.
+        ConfigError: the size of the model is not known, or no number.
     """
-    for name in ("gpus", "tokens", "seq", "link"):
-        number = getattr(options, name)
-        if number is not None and number <= 0:
-            raise ConfigError(f"--{name} {number}", reason="not positive", remedy="use 1 or more")
     model = model_of(options)
-    card = card_of(options.gpu)
+    card = CARDS[options.gpu]
     if options.link is not None:
         card = replace(card, link_bytes_per_s=options.link * 1e9)
     work = Workload(
@@ -124,7 +120,8 @@ def model_of_config(config: Mapping[str, Any]) -> Model:
         raise ConfigError(
             f"a config of {kind}",
             reason="experts are not counted",
-            remedy="use --model module:function",
+            remedy="use --params with all parameters: weights and state are then right, times are "
+            "those of a dense model, which computes with all of them",
         )
     layers, width, vocabulary = (_field(config, name) for name in ("layers", "width", "vocabulary"))
     heads = _field(config, "heads")
@@ -177,22 +174,6 @@ def model_of_function(name: str) -> Model:
         )
     params = sum(parameter.numel() for parameter in set(model.parameters()))
     return Model(params, blocks, embedding.embedding_dim, embedding.num_embeddings)
-
-
-def card_of(name: str) -> Card:
-    """By its name; ``this``: the first card's speed with the memory of this machine's GPU."""
-    if name == "this":
-        if torch.cuda.is_available():
-            _, total = torch.cuda.mem_get_info()
-            nearest = min(CARDS.values(), key=lambda card: abs(card.memory_bytes - total))
-            return replace(nearest, memory_bytes=total)
-    elif name in CARDS:
-        return CARDS[name]
-    raise ConfigError(
-        f"--gpu {name}",
-        reason="there is no GPU here" if name == "this" else "it is not in the table",
-        remedy=f"use {', '.join(CARDS)}",
-    )
 
 
 # --------------------------------------------------------------------------- what is said

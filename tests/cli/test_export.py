@@ -56,21 +56,21 @@ def test_several_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
 
 
 @pytest.mark.parametrize(
-    ("options", "error"),
+    ("options", "code", "error"),
     [
-        (["--max-shard-bytes", "much"], "max_shard_bytes='much': not a size"),
-        (["--names", "{folder}/list.json"], "/list.json: no JSON object of names"),
-        (["--names", "{folder}/none.json"], "/none.json: No such file or directory"),
-        (["--model-prefix", "ema."], "weights are missing"),
+        (["--max-shard-bytes", "much"], 2, "max_shard_bytes='much': not a size"),
+        (["--names", "{folder}/list.json"], 2, "/list.json: no JSON object of names"),
+        (["--names", "{folder}/none.json"], 1, "/none.json: No such file or directory"),
+        (["--model-prefix", "ema."], 1, "weights are missing"),
     ],
 )
 def test_what_cannot_be_exported(
-    options: list[str], error: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    options: list[str], code: int, error: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save(tmp_path / "one")
     (tmp_path / "list.json").write_text("[1]")
     options = [word.format(folder=tmp_path) for word in options]
-    assert main(["export", str(tmp_path / "one"), str(tmp_path / "out"), *options]) == 1
+    assert main(["export", str(tmp_path / "one"), str(tmp_path / "out"), *options]) == code
     found = capsys.readouterr()
     assert (found.out, found.err.count("\n")) == ("", 1)
     assert error in found.err

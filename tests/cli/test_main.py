@@ -39,7 +39,6 @@ def modules_after(*words: str) -> tuple[str, set[str]]:
         ["inspect", "--help"],
         ["bench", "--help"],
         ["bench", "phases", "--help"],
-        ["bench", "checkpoint", "--help"],
     ],
 )
 def test_help_does_without_torch(words: list[str]) -> None:
@@ -68,7 +67,10 @@ def test_functions_of_the_table_are_there() -> None:
         ["doctor", "--device", "x"],
         ["doctor", "--dev"],
         ["bench", "--layer", "2"],
-        ["bench", "checkpoint"],
+        ["bench", "checkpoint", "folder"],
+        ["bench", "--iterations", "0"],
+        ["bench", "--layers", "two"],
+        ["bench", "phases", "--cycles", "1"],
     ],
 )
 def test_wrong_usage(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -85,15 +87,13 @@ def test_wrong_usage(words: list[str], capsys: pytest.CaptureFixture[str]) -> No
 @pytest.mark.parametrize(
     ("words", "unknown"),
     [
-        (["plan", "--parms", "8B"], "--parms 8B"),
-        (["plan", "8B"], "8B"),
-        (["export", "--dtpe", "fp32"], "--dtpe"),
+        (["plan", "--params", "8B", "--gpux", "8"], "--gpux 8"),
         (["inspect", "a", "b"], "b"),
         (["doctor", "--devise", "1"], "--devise 1"),
-        (["bench", "checkpoint", "--layer", "2"], "--layer"),
+        (["bench", "phases", "--cycle", "2"], "--cycle 2"),
     ],
 )
-def test_unknown_words_come_before_missing_ones(
+def test_unknown_words_lead_to_the_help_of_their_command(
     words: list[str], unknown: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
@@ -108,6 +108,8 @@ def test_unknown_words_come_before_missing_ones(
     [
         (CheckpointError("a\nb", reason="c", remedy="d"), "a b: c. Remedy: d"),
         (FileNotFoundError(2, "No such file", "x.json"), "x.json: No such file. Remedy: name a "),
+        (OSError(28, "No space left", "out"), "out: No space left. Remedy: name a path that this "),
+        (OSError("libcudart.so.12: cannot open"), "libcudart.so.12: cannot open. Remedy: see fsd"),
         (ImportError("no libfoo", name="torch"), "torch: no libfoo. Remedy: see fsdp-offload doct"),
     ],
 )

@@ -91,7 +91,7 @@ def test_a_function_that_makes_the_model(
     monkeypatch.chdir(tmp_path)
     _, found = plan(capsys, "--model", "my_decoder:Decoder")
     assert found["model"] == vars(Model(50 * 8 + 3 * 72, 3, 8, 50))
-    assert main(["plan", "--model", "my_decoder:empty"]) == 1
+    assert main(["plan", "--model", "my_decoder:empty"]) == 2
     assert "no nn.Embedding" in capsys.readouterr().err
 
 
@@ -100,21 +100,25 @@ def test_a_function_that_makes_the_model(
     [
         (["--params", "many"], "no number of parameters"),
         (["--params", "0"], "no number of parameters"),
-        (["--params", "8B", "--gpu", "tpu"], "it is not in the table"),
         (["--params", "8B", "--device-memory", "much"], "not a size"),
-        (["--params", "8B", "--gpus", "0"], "not positive"),
-        (["--params", "8B", "--tokens", "0"], "not positive"),
-        (["--params", "8B", "--link", "0"], "not positive"),
         (["--config", "nowhere.json"], "No such file"),
         (["--model", "nowhere"], "Remedy: name module:function"),
         (["--model", "nowhere:at_all"], "No module named"),
     ],
 )
 def test_what_is_refused(words: list[str], reason: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", *words]) == 1
+    assert main(["plan", *words]) == 2
     found = capsys.readouterr()
     assert reason in found.err
     assert found.out == ""
+
+
+@pytest.mark.parametrize("words", ["--gpu tpu", "--gpus 0", "--tokens 0", "--seq x", "--link 0"])
+def test_wrong_usage(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["plan", "--params", "8B", *words.split()])
+    assert left.value.code == 2
+    assert f"argument {words.split()[0]}: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("missing", ["num_hidden_layers", "vocab_size"])
@@ -123,12 +127,12 @@ def test_a_config_without_a_field(
 ) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps({k: v for k, v in LLAMA.items() if k != missing}))
-    assert main(["plan", "--config", str(path)]) == 1
+    assert main(["plan", "--config", str(path)]) == 2
     assert missing in capsys.readouterr().err
 
 
 def test_experts_are_not_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(LLAMA | {"num_local_experts": 8}))
-    assert main(["plan", "--config", str(path)]) == 1
+    assert main(["plan", "--config", str(path)]) == 2
     assert "experts are not counted" in capsys.readouterr().err

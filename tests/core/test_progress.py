@@ -14,7 +14,6 @@ import tqdm
 from torch import nn
 
 from fsdp_offload import HybridDeviceOptimizer, PhaseOffloader, checkpoint
-from fsdp_offload.bench import checkpoint as bench_checkpoint
 from fsdp_offload.bench import iteration, phases
 from fsdp_offload.core import progress as module
 from fsdp_offload.core.progress import progress
@@ -62,16 +61,11 @@ def bench_phases(folder: Path) -> None:
     phases.main("--device cpu --params 1e5 --cycles 2 --rows offloader".split())
 
 
-def bench_saves(folder: Path) -> None:
-    bench_checkpoint.main([str(folder), *"--device cpu --layers 1 --repeats 1".split()])
-
-
 PINNING = "touching host memory"
 LONG: dict[Callable[[Path], None], set[str]] = {
     save: {PINNING, "saving", "loading", "exporting"},
     bench: {"warming up"},
     bench_phases: {"measuring", PINNING},
-    bench_saves: {"torch", "ours", "saving", "loading", PINNING},
 }
 
 

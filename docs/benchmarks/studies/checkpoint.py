@@ -1,20 +1,19 @@
 """Checkpoints of a job against ``torch.distributed.checkpoint`` with plain AdamW on the device.
 
-Usage::
-
-    python -m fsdp_offload.bench.checkpoint FOLDER [--layers 24] [--repeats 2] [--json out.json]
+    PYTHONPATH=. python docs/benchmarks/studies/checkpoint.py FOLDER [--repeats 2] [--json out.json]
 
 One process (or several under torchrun), one GPT with FSDP2, first with plain fused AdamW saved by
 torch's functions, then with all state offloaded. Per row the best of ``--repeats``; of several
 ranks the slowest. Files stay in the page cache. ``stall`` is the call of ``async_save`` alone,
-``rest`` the time from there until the checkpoint is complete.
+``rest`` the time from there until the checkpoint is complete. torch writes with one thread, its
+default, which was faster than eight; its collectives need numpy.
 """
 
 from __future__ import annotations
 
 import shutil
+from argparse import ArgumentParser
 from collections.abc import Callable, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -28,18 +27,16 @@ from torch.distributed.checkpoint.state_dict_saver import async_save as dcp_asyn
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.optim import Optimizer
 
-from .. import checkpoint
-from ..core import dtensor
-from ..core.progress import progress
-from ..optimizer.hybrid import HybridDeviceOptimizer
-from . import arguments, machine
-from .machine import Row, seconds_of, slowest
-from .model import Job, sharded_model
-from .table import CHECKPOINTS, markdown_table
+from fsdp_offload import HybridDeviceOptimizer, checkpoint
+from fsdp_offload.bench import machine
+from fsdp_offload.bench.machine import Row, seconds_of, slowest
+from fsdp_offload.bench.model import Job, sharded_model
+from fsdp_offload.bench.table import markdown_table
+from fsdp_offload.core import dtensor
 
 Calls = tuple[Callable[[], object], Callable[[], object], Callable[[], Any]]
 FLAT = torch_state.StateDictOptions(flatten_optimizer_state_dict=True)
-THREADS = 8
+COLUMNS = (("s", "s", ".2f"), ("GB/s", "gbps", ".2f"))
 
 
 def torch_calls(model: nn.Module, optimizer: Optimizer, path: Path) -> Calls:
@@ -57,7 +54,7 @@ def torch_calls(model: nn.Module, optimizer: Optimizer, path: Path) -> Calls:
         torch_state.set_optimizer_state_dict(model, optimizer, loaded["optim"], options=FLAT)
 
     return (
-        lambda: dcp_save(state(), storage_writer=FileSystemWriter(path, thread_count=THREADS)),
+        lambda: dcp_save(state(), storage_writer=FileSystemWriter(path)),
         load,
         lambda: dcp_async_save(state(), checkpoint_id=path, process_group=group),
     )
@@ -74,7 +71,6 @@ def measure(
         found = []
         took = seconds_of(lambda: found.append(run()), device)
         seconds.setdefault(what, []).append(slowest([took])[0])
-        bar.advance()
         return found[0]
 
     def clear() -> None:
@@ -82,14 +78,13 @@ def measure(
             shutil.rmtree(path, ignore_errors=True)
         dist.barrier()
 
-    with progress(4 * repeats, name, unit=" measurements") as bar:
-        for _ in range(repeats):
-            clear()
-            timed("save", save)
-            timed("load", load)
-            clear()
-            pending = timed("async_save, stall", begin_save)
-            timed("async_save, rest", pending.result)
+    for _ in range(repeats):
+        clear()
+        timed("save", save)
+        timed("load", load)
+        clear()
+        pending = timed("async_save, stall", begin_save)
+        timed("async_save, rest", pending.result)
     total = n_bytes * dist.get_world_size()
     return [
         {"name": f"{name} {what}", "status": "ok", "s": min(s), "gbps": total / min(s) / 1e9}
@@ -105,7 +100,15 @@ def local_bytes(model: nn.Module, optimizer: Optimizer) -> int:
 
 def main(argv: Sequence[str] | None = None) -> Row:
     """Run all rows; rank 0 prints them, and with ``--json`` writes them."""
-    options = machine.options_of(arguments.checkpoints(), argv)
+    parser = ArgumentParser(description=__doc__, allow_abbrev=False)
+    add = parser.add_argument
+    add("folder", type=Path, help="on the disk to measure; a folder in it is made and removed")
+    add("--layers", type=int, help="of the GPT; default: 24, on the CPU 2")
+    add("--repeats", type=int, default=2, help="of which the best counts")
+    add("--shards", choices=("bf16", "fp32"), default="fp32", help="dtype of the parameters")
+    add("--device", choices=("cuda", "cpu"), help="default: cuda if there is one")
+    add("--json", type=Path, help="file for all figures")
+    options = machine.options_of(parser, argv)
     with machine.process_group(options.device) as device:
         folder = options.folder / "bench_checkpoint"
         folder.mkdir(parents=True, exist_ok=True)
@@ -117,10 +120,7 @@ def main(argv: Sequence[str] | None = None) -> Row:
         plain = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
         plain.step()
         calls = torch_calls(model, plain, path)
-        if find_spec("numpy"):
-            rows = measure("torch", calls, local_bytes(model, plain), path, device, repeats)
-        else:  # torch's collectives of objects fail without, on some ranks only
-            rows = [{"name": "torch", "status": "not available", "reason": "numpy is missing"}]
+        rows = measure("torch", calls, local_bytes(model, plain), path, device, repeats)
         ours = HybridDeviceOptimizer(plain, model=model)
         calls = (
             lambda: checkpoint.save(path, model, ours),
@@ -132,7 +132,7 @@ def main(argv: Sequence[str] | None = None) -> Row:
         shutil.rmtree(folder, ignore_errors=True)
         report = machine.publish(device, job, rows, {}, options.json)
         if dist.get_rank() == 0:
-            print(markdown_table(report, CHECKPOINTS))
+            print(markdown_table(report, COLUMNS))
     return report
 
 
