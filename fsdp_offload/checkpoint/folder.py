@@ -40,7 +40,7 @@ MANIFEST: Final = "manifest.json"
 METADATA: Final = ".metadata"
 FORMAT: Final = "fsdp_offload.checkpoint"
 VERSION: Final = 3
-_REMOVED: Final = ".removed"
+_REMOVED: Final = ".fsdp_offload.removed"
 
 
 @dataclass(frozen=True)
@@ -206,7 +206,7 @@ def prune(path: Path, keep_last: int) -> None:
     checkpoint at ``path`` is complete: what cannot be removed stays until the next save.
     """
     found = _complete_in(path.parent)
-    # Renamed first: what a killed process leaves half removed is known by its name.
+    # Renamed first: what a killed process leaves half removed is known by a name of our own.
     removed = [*path.parent.glob(f".*{_REMOVED}")]
     for old in sorted(found, key=lambda each: found[each].time_ns)[:-keep_last]:
         if old not in removed:

@@ -183,6 +183,15 @@ def test_pruning_removes_the_oldest_complete_ones(tmp_path: Path) -> None:
     assert names(tmp_path) == ["broken", "notes", "s5"]
 
 
+def test_pruning_leaves_folders_of_others_alone(tmp_path: Path) -> None:
+    (tmp_path / ".photos.removed").mkdir()
+    (tmp_path / ".photos.removed" / "x").write_text("mine")
+    for name in ("a", "b"):
+        save(tmp_path / name, name, keep_last=1)
+    assert names(tmp_path) == [".photos.removed", "b"]
+    assert names(tmp_path / ".photos.removed") == ["x"]
+
+
 def test_a_rewritten_one_is_the_newest(tmp_path: Path) -> None:
     save(tmp_path / "a", "one")
     save(tmp_path / "b", "two")
