@@ -146,7 +146,7 @@ def prepare(path: Path, *, overwrite: bool) -> Path:
             reason="it exists",
             remedy="choose another folder, or pass overwrite=True",
         )
-    if names and not any(n in (MANIFEST, METADATA) or n.startswith("__") for n in names):
+    if names and not any(n == METADATA or n.endswith(".distcp") for n in names):
         raise CheckpointError(
             f"{path}",
             reason="it holds other files than a checkpoint, which overwrite=True would remove",

@@ -163,12 +163,13 @@ def test_what_is_no_folder_is_never_replaced(
     assert names(tmp_path) == ["a", "file", "link"]
 
 
-def test_a_folder_of_other_things_is_never_replaced(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["thesis.txt", "__init__.py", "manifest.json"])
+def test_a_folder_of_other_things_is_never_replaced(tmp_path: Path, name: str) -> None:
     (tmp_path / "a").mkdir()
-    (tmp_path / "a" / "thesis.txt").write_text("mine")
+    (tmp_path / "a" / name).write_text("mine")
     with pytest.raises(CheckpointError, match="other files than a checkpoint"):
         folder.prepare(tmp_path / "a", overwrite=True)
-    assert (tmp_path / "a" / "thesis.txt").read_text() == "mine"
+    assert (tmp_path / "a" / name).read_text() == "mine"
 
 
 def test_pruning_removes_the_oldest_complete_ones(tmp_path: Path) -> None:
