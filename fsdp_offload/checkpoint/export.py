@@ -72,7 +72,9 @@ CODES: Final = {
 _DTYPES: Final = {None: None, "bf16": torch.bfloat16, "fp32": torch.float32}
 _CONVERTED: Final = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 """Other floating dtypes are quantised: without their scales a conversion makes no sense."""
-_OUR_FILES: Final = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
+_MARK: Final = "fsdp_offload.export"
+"""In the first bytes of every file, which tell it from weights of another origin."""
+_FILES: Final = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 
 
 def export_safetensors(
@@ -108,8 +110,9 @@ def export_safetensors(
     Raises:
         ConfigError: an argument is wrong, or ranks have different tensors of one name.
         UnsupportedParameterError: a tensor cannot be stored.
-        CheckpointError: weights are missing, the file system refused, or another rank failed.
-            Then nothing new stands in ``out`` under a final name.
+        CheckpointError: weights are missing, ``out`` holds some that no export wrote, the file
+            system refused, or another rank failed. Then nothing new stands in ``out`` under a
+            final name.
         CheckpointCorruptError: the checkpoint is not as it was written.
     """
 
@@ -179,7 +182,8 @@ class File:
     offsets: dict[str, int] = field(default_factory=dict)  # of the first element, by FQN
 
     def __post_init__(self) -> None:
-        table: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers asks for it
+        # transformers asks for the format.
+        table: dict[str, Any] = {"__metadata__": {"format": "pt", "writer": _MARK}}
         stop = 0
         for name, entry in self.entries.items():
             start, stop = stop, stop + entry.nbytes
@@ -257,7 +261,8 @@ def _create_files(made: Path, files: Sequence[File]) -> None:
     made.mkdir(parents=True)
     total = sum(file.nbytes for file in files)
     weights = {name: file.name for file in files for name in file.entries}
-    index = json.dumps({"metadata": {"total_size": total}, "weight_map": weights}, indent=2)
+    metadata = {"total_size": total, "writer": _MARK}
+    index = json.dumps({"metadata": metadata, "weight_map": weights}, indent=2)
     contents = [(file.header, len(file.header) + file.nbytes) for file in files]
     for name, (begin, nbytes) in zip(
         _names_of(files), [*contents, (index.encode(), len(index))], strict=False
@@ -266,15 +271,33 @@ def _create_files(made: Path, files: Sequence[File]) -> None:
         os.truncate(made / name, nbytes)
 
 
+def _earlier_export(folder: Path) -> list[Path]:
+    """Files that an export into ``folder`` replaces.
+
+    Raises:
+        CheckpointError: one of them is not of an export, and would be lost.
+    """
+    found = [path for path in folder.glob("model*") if _FILES.fullmatch(path.name)]
+    for path in found:
+        with path.open("rb") as file:
+            if f'"{_MARK}"'.encode() not in file.read(256):
+                raise CheckpointError(
+                    f"{path}",
+                    reason="no export_safetensors() wrote it, and this one would replace it",
+                    remedy="choose another folder, or move the weights away that are there",
+                )
+    return found
+
+
 def _publish_files(folder: Path, files: Sequence[File]) -> None:
     """Give complete files their places, and remove an earlier export there.
 
     The index goes first and comes last, so that at no time it names files of two exports.
     """
+    earlier = _earlier_export(folder)
     (folder / INDEX).unlink(missing_ok=True)
-    for path in folder.iterdir():
-        if _OUR_FILES.fullmatch(path.name):
-            path.unlink()
+    for path in earlier:
+        path.unlink(missing_ok=True)
     try:
         for name in _names_of(files):
             (folder / ASIDE / name).rename(folder / name)
@@ -350,7 +373,12 @@ class _ExportWriter(Writer):
         self._path = self._path.absolute()
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Make the files."""
+        """Make the files.
+
+        Raises:
+            CheckpointError: weights of another origin are in their way.
+        """
+        _earlier_export(self._path)
         self._aside = self._path / ASIDE  # what discard() removes
         _create_files(self._aside, plans[0].planner_data)
         return plans
