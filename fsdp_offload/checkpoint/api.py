@@ -112,18 +112,24 @@ def async_save(
         A future that is done when the checkpoint is complete on all ranks. Call ``result()``
         before the process group is destroyed: it raises what :func:`save` would, and
         HostMemoryError where the copies do not fit.
+
+    Raises:
+        ConfigError: ``path`` is none, as where arguments were exchanged.
+        ClosedError: this process is a fork of the one that built the optimizer.
     """
     refuse_inherited(optimizer)
     group = coordination_group()
     writer = _writer(path, optimizer, overwrite=overwrite, keep_last=keep_last, threads=threads)
-    owner = models_of(model)[0] if optimizer is None else optimizer
-    if owner not in _stagers:
-        _stagers[owner] = Stager()
-        weakref.finalize(owner, _stagers[owner].close)
     staged: Future[dict[str, Any]] = Future()
     try:
         with typed():
-            staged.set_result(_stagers[owner].stage(collect(models_of(model), optimizer, extra)))
+            models = models_of(model)
+            # A rank of a pipeline may hold nothing, and then copies nothing.
+            owner = next((each for each in (optimizer, *models) if each is not None), Stager)
+            if owner not in _stagers:
+                _stagers[owner] = Stager()
+                weakref.finalize(owner, _stagers[owner].close)
+            staged.set_result(_stagers[owner].stage(collect(models, optimizer, extra)))
     except OffloadError as error:
         staged.set_exception(error)  # in DCP's first step: other ranks do not wait for this one
     return _in_background(lambda: run_save(writer, FlatSavePlanner(staged.result), group))
