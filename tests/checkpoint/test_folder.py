@@ -111,6 +111,13 @@ def test_a_manifest_with_any_bit_changed_is_refused(tmp_path: Path) -> None:
         assert found == expected, "changed, and not noticed"
 
 
+def test_a_manifest_of_another_program_is_no_damage(tmp_path: Path) -> None:
+    save(tmp_path / "a", "one")
+    (tmp_path / "a" / "manifest.json").write_text('{"name": "app", "manifest": {"version": 2}}')
+    assert check(tmp_path / "a") == "one"
+    assert folder.latest(tmp_path) is None
+
+
 def test_a_later_version_is_refused_with_words(tmp_path: Path) -> None:
     save(tmp_path / "a", "one")
     later = Manifest(1, 2, "AdamW", {}, version=folder.VERSION + 1)
