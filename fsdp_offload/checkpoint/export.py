@@ -259,20 +259,18 @@ def _create_files(made: Path, files: Sequence[File]) -> None:
     """Make files of full size, with their headers, in an empty folder."""
     remove(made)  # of an export that was killed
     made.mkdir(parents=True)
-    total = sum(file.nbytes for file in files)
-    weights = {name: file.name for file in files for name in file.entries}
-    metadata = {"total_size": total, "writer": _MARK}
-    index = json.dumps({"metadata": metadata, "weight_map": weights}, indent=2)
-    contents = [(file.header, len(file.header) + file.nbytes) for file in files]
-    for name, (begin, nbytes) in zip(
-        _names_of(files), [*contents, (index.encode(), len(index))], strict=False
-    ):
-        write_whole(made / name, begin)
-        os.truncate(made / name, nbytes)
+    for file in files:
+        write_whole(made / file.name, file.header)
+        os.truncate(made / file.name, len(file.header) + file.nbytes)
+    if len(files) > 1:
+        metadata = {"total_size": sum(file.nbytes for file in files), "writer": _MARK}
+        weights = {name: file.name for file in files for name in file.entries}
+        index = json.dumps({"metadata": metadata, "weight_map": weights}, indent=2)
+        write_whole(made / INDEX, index.encode())
 
 
 def _earlier_export(folder: Path) -> list[Path]:
-    """Files that an export into ``folder`` replaces.
+    """Files that an export into ``folder`` replaces, the index first.
 
     Raises:
         CheckpointError: one of them is not of an export, and would be lost.
@@ -286,7 +284,7 @@ def _earlier_export(folder: Path) -> list[Path]:
                     reason="no export_safetensors() wrote it, and this one would replace it",
                     remedy="choose another folder, or move the weights away that are there",
                 )
-    return found
+    return sorted(found, key=lambda path: path.name != INDEX)
 
 
 def _publish_files(folder: Path, files: Sequence[File]) -> None:
@@ -294,10 +292,8 @@ def _publish_files(folder: Path, files: Sequence[File]) -> None:
 
     The index goes first and comes last, so that at no time it names files of two exports.
     """
-    earlier = _earlier_export(folder)
-    (folder / INDEX).unlink(missing_ok=True)
-    for path in earlier:
-        path.unlink(missing_ok=True)
+    for path in _earlier_export(folder):
+        path.unlink()
     try:
         for name in _names_of(files):
             (folder / ASIDE / name).rename(folder / name)
@@ -411,8 +407,8 @@ def _write_chunks(
 ) -> None:
     """Convert and write chunks of tensors, a few rows at a time."""
     entries = {entry.fqn: entry for entry in file.entries.values()}
-    descriptor = os.open(path, os.O_WRONLY)
-    try:
+    with path.open("r+b") as opened:
+        descriptor = opened.fileno()
         for item in items:
             assert item.tensor_data is not None  # the planner has tensors only
             entry, offset = entries[item.index.fqn], file.offsets[item.index.fqn]
@@ -430,8 +426,6 @@ def _write_chunks(
             )
             advance()
         os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _write_rows(
