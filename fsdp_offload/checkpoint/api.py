@@ -30,11 +30,12 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
+from ..core.arguments import listed
 from ..core.errors import ConfigError, OffloadError
 from .files import memory_of, typed, typed_error
 from .planner import FlatSavePlanner, JobLoadPlanner, JobReader
 from .stager import Stager
-from .state import Models, class_name, collect, models_of, refuse_inherited
+from .state import Models, class_name, collect, refuse_inherited
 from .writer import Writer
 
 _log = logging.getLogger("fsdp_offload")
@@ -86,7 +87,7 @@ def save(
     refuse_inherited(optimizer)
     group = coordination_group()
     writer = _writer(path, optimizer, overwrite=overwrite, keep_last=keep_last, threads=threads)
-    planner = FlatSavePlanner(lambda: collect(models_of(model), optimizer, extra))
+    planner = FlatSavePlanner(lambda: collect(listed(model), optimizer, extra))
     run_save(writer, planner, group)
 
 
@@ -123,7 +124,7 @@ def async_save(
     staged: Future[dict[str, Any]] = Future()
     try:
         with typed():
-            models = models_of(model)
+            models = listed(model)
             # A rank of a pipeline may hold nothing, and then copies nothing.
             owner = next((each for each in (optimizer, *models) if each is not None), Stager)
             if owner not in _stagers:
@@ -177,7 +178,7 @@ def load(
         _check_path(path)
     reader = JobReader(path, threads=threads, optimizer=optimizer)
     planner = JobLoadPlanner(
-        models_of(model),
+        listed(model),
         optimizer,
         reader,
         strict=strict,
@@ -233,13 +234,6 @@ def _in_background(work: Callable[[], None]) -> Future[None]:
     return future
 
 
-def wait_for_saves() -> None:
-    """Block until no ``async_save`` of this process writes; errors stay in their futures."""
-    for thread in list(_under_way):
-        if thread is not threading.current_thread():
-            thread.join()
-
-
 # --------------------------------------------------------------------------- DCP
 
 
@@ -248,7 +242,9 @@ def coordination_group() -> dist.ProcessGroup | None:
 
     Waits for saves under way: the collectives of two at once would be mixed up.
     """
-    wait_for_saves()
+    for thread in list(_under_way):
+        if thread is not threading.current_thread():  # where a future's callback saves
+            thread.join()
     if not (dist.is_available() and dist.is_initialized()):
         return None
     world = dist.group.WORLD

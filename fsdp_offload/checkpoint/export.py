@@ -46,8 +46,10 @@ from .folder import remove
 from .planner import check_same, read_values
 from .reader import Reader
 from .state import (
+    GROUPS,
     MODEL_PREFIXES,
     REMAINDER,
+    STATE,
     WHOLE,
     find_layout,
     state_to_read,
@@ -580,7 +582,7 @@ def _find_in_checkpoint(
             reason="weights are missing: no tensor has such a key",
             remedy="name the checkpoint of a model, or what its keys begin with (model_prefix=)",
         )
-    names = layout.state_names(stored)
+    names = layout.entries(STATE, stored)
     lost = {key for key in sizes if key.endswith((f".{REMAINDER}", f".{WHOLE}"))}
     for fqn, found in keys.items():
         found += [layout.state(fqn) + n for n in (REMAINDER, WHOLE) if n in names.get(fqn, ())]
@@ -592,7 +594,7 @@ def _find_in_checkpoint(
             remedy="name theirs with optimizer_prefix=, save optimizer state by FQN "
             '(get_optimizer_state_dict), or export with dtype="bf16" or None',
         )
-    trained = (names.keys() | layout.option_owners(stored)) & keys.keys()
+    trained = (names.keys() | layout.entries(GROUPS, stored).keys()) & keys.keys()
     entries, tensors = [], {}
     for fqn in keys:
         stored_as = sizes[prefix + fqn].properties.dtype

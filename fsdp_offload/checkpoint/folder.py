@@ -20,7 +20,7 @@ import shutil
 import time
 import zlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -60,8 +60,8 @@ class Manifest:
     world_size: int
     optimizer: str
     files: Mapping[str, tuple[int, int]]
-    format: str = field(default=FORMAT)
-    version: int = field(default=VERSION)
+    format: str = FORMAT
+    version: int = VERSION
 
     def encode(self) -> bytes:
         """As the file's bytes: JSON with its own CRC-32."""

@@ -199,7 +199,7 @@ class JobLoadPlanner(FlatLoadPlanner):
 
     def __init__(
         self,
-        models: tuple[nn.Module, ...],
+        models: Sequence[nn.Module],
         optimizer: Optimizer | None,
         reader: JobReader,
         *,
@@ -327,7 +327,7 @@ class JobLoadPlanner(FlatLoadPlanner):
                 remedy="build the optimizer that was saved, or pass strict=False",
             )
         names = names_of(self._models, optimizer)
-        saved = layout.state_names(self._stored)
+        saved = layout.entries(STATE, self._stored)
         is_wrapped = isinstance(optimizer, HybridDeviceOptimizer)
         lost = [found & {WHOLE, REMAINDER} for found in saved.values()]
         if not is_wrapped and any(lost):
