@@ -30,11 +30,12 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
+from ..core.arguments import listed
 from ..core.errors import ConfigError, OffloadError
 from .files import memory_of, typed, typed_error
 from .planner import FlatSavePlanner, JobLoadPlanner, JobReader
 from .stager import Stager
-from .state import Models, class_name, collect, models_of, refuse_inherited
+from .state import Models, class_name, collect, refuse_inherited
 from .writer import Writer
 
 _log = logging.getLogger("fsdp_offload")
@@ -86,7 +87,7 @@ def save(
     refuse_inherited(optimizer)
     group = coordination_group()
     writer = _writer(path, optimizer, overwrite=overwrite, keep_last=keep_last, threads=threads)
-    planner = FlatSavePlanner(lambda: collect(models_of(model), optimizer, extra))
+    planner = FlatSavePlanner(lambda: collect(listed(model), optimizer, extra))
     run_save(writer, planner, group)
 
 
@@ -112,18 +113,24 @@ def async_save(
         A future that is done when the checkpoint is complete on all ranks. Call ``result()``
         before the process group is destroyed: it raises what :func:`save` would, and
         HostMemoryError where the copies do not fit.
+
+    Raises:
+        ConfigError: ``path`` is none, as where arguments were exchanged.
+        ClosedError: this process is a fork of the one that built the optimizer.
     """
     refuse_inherited(optimizer)
     group = coordination_group()
     writer = _writer(path, optimizer, overwrite=overwrite, keep_last=keep_last, threads=threads)
-    owner = models_of(model)[0] if optimizer is None else optimizer
-    if owner not in _stagers:
-        _stagers[owner] = Stager()
-        weakref.finalize(owner, _stagers[owner].close)
     staged: Future[dict[str, Any]] = Future()
     try:
         with typed():
-            staged.set_result(_stagers[owner].stage(collect(models_of(model), optimizer, extra)))
+            models = listed(model)
+            # A rank of a pipeline may hold nothing, and then copies nothing.
+            owner = next((each for each in (optimizer, *models) if each is not None), Stager)
+            if owner not in _stagers:
+                _stagers[owner] = Stager()
+                weakref.finalize(owner, _stagers[owner].close)
+            staged.set_result(_stagers[owner].stage(collect(models, optimizer, extra)))
     except OffloadError as error:
         staged.set_exception(error)  # in DCP's first step: other ranks do not wait for this one
     return _in_background(lambda: run_save(writer, FlatSavePlanner(staged.result), group))
@@ -171,7 +178,7 @@ def load(
         _check_path(path)
     reader = JobReader(path, threads=threads, optimizer=optimizer)
     planner = JobLoadPlanner(
-        models_of(model),
+        listed(model),
         optimizer,
         reader,
         strict=strict,
@@ -227,13 +234,6 @@ def _in_background(work: Callable[[], None]) -> Future[None]:
     return future
 
 
-def wait_for_saves() -> None:
-    """Block until no ``async_save`` of this process writes; errors stay in their futures."""
-    for thread in list(_under_way):
-        if thread is not threading.current_thread():
-            thread.join()
-
-
 # --------------------------------------------------------------------------- DCP
 
 
@@ -242,7 +242,9 @@ def coordination_group() -> dist.ProcessGroup | None:
 
     Waits for saves under way: the collectives of two at once would be mixed up.
     """
-    wait_for_saves()
+    for thread in list(_under_way):
+        if thread is not threading.current_thread():  # where a future's callback saves
+            thread.join()
     if not (dist.is_available() and dist.is_initialized()):
         return None
     world = dist.group.WORLD

@@ -46,8 +46,10 @@ from .folder import remove
 from .planner import check_same, read_values
 from .reader import Reader
 from .state import (
+    GROUPS,
     MODEL_PREFIXES,
     REMAINDER,
+    STATE,
     WHOLE,
     find_layout,
     state_to_read,
@@ -72,7 +74,9 @@ CODES: Final = {
 _DTYPES: Final = {None: None, "bf16": torch.bfloat16, "fp32": torch.float32}
 _CONVERTED: Final = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 """Other floating dtypes are quantised: without their scales a conversion makes no sense."""
-_OUR_FILES: Final = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
+_MARK: Final = "fsdp_offload.export"
+"""In the first bytes of every file, which tell it from weights of another origin."""
+_FILES: Final = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 
 
 def export_safetensors(
@@ -108,8 +112,9 @@ def export_safetensors(
     Raises:
         ConfigError: an argument is wrong, or ranks have different tensors of one name.
         UnsupportedParameterError: a tensor cannot be stored.
-        CheckpointError: weights are missing, the file system refused, or another rank failed.
-            Then nothing new stands in ``out`` under a final name.
+        CheckpointError: weights are missing, ``out`` holds some that no export wrote, the file
+            system refused, or another rank failed. Then nothing new stands in ``out`` under a
+            final name.
         CheckpointCorruptError: the checkpoint is not as it was written.
     """
 
@@ -179,7 +184,8 @@ class File:
     offsets: dict[str, int] = field(default_factory=dict)  # of the first element, by FQN
 
     def __post_init__(self) -> None:
-        table: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers asks for it
+        # transformers asks for the format.
+        table: dict[str, Any] = {"__metadata__": {"format": "pt", "writer": _MARK}}
         stop = 0
         for name, entry in self.entries.items():
             start, stop = stop, stop + entry.nbytes
@@ -255,15 +261,32 @@ def _create_files(made: Path, files: Sequence[File]) -> None:
     """Make files of full size, with their headers, in an empty folder."""
     remove(made)  # of an export that was killed
     made.mkdir(parents=True)
-    total = sum(file.nbytes for file in files)
-    weights = {name: file.name for file in files for name in file.entries}
-    index = json.dumps({"metadata": {"total_size": total}, "weight_map": weights}, indent=2)
-    contents = [(file.header, len(file.header) + file.nbytes) for file in files]
-    for name, (begin, nbytes) in zip(
-        _names_of(files), [*contents, (index.encode(), len(index))], strict=False
-    ):
-        write_whole(made / name, begin)
-        os.truncate(made / name, nbytes)
+    for file in files:
+        write_whole(made / file.name, file.header)
+        os.truncate(made / file.name, len(file.header) + file.nbytes)
+    if len(files) > 1:
+        metadata = {"total_size": sum(file.nbytes for file in files), "writer": _MARK}
+        weights = {name: file.name for file in files for name in file.entries}
+        index = json.dumps({"metadata": metadata, "weight_map": weights}, indent=2)
+        write_whole(made / INDEX, index.encode())
+
+
+def _earlier_export(folder: Path) -> list[Path]:
+    """Files that an export into ``folder`` replaces, the index first.
+
+    Raises:
+        CheckpointError: one of them is not of an export, and would be lost.
+    """
+    found = [path for path in folder.glob("model*") if _FILES.fullmatch(path.name)]
+    for path in found:
+        with path.open("rb") as file:
+            if f'"{_MARK}"'.encode() not in file.read(256):
+                raise CheckpointError(
+                    f"{path}",
+                    reason="no export_safetensors() wrote it, and this one would replace it",
+                    remedy="choose another folder, or move the weights away that are there",
+                )
+    return sorted(found, key=lambda path: path.name != INDEX)
 
 
 def _publish_files(folder: Path, files: Sequence[File]) -> None:
@@ -271,10 +294,8 @@ def _publish_files(folder: Path, files: Sequence[File]) -> None:
 
     The index goes first and comes last, so that at no time it names files of two exports.
     """
-    (folder / INDEX).unlink(missing_ok=True)
-    for path in folder.iterdir():
-        if _OUR_FILES.fullmatch(path.name):
-            path.unlink()
+    for path in _earlier_export(folder):
+        path.unlink()
     try:
         for name in _names_of(files):
             (folder / ASIDE / name).rename(folder / name)
@@ -350,7 +371,12 @@ class _ExportWriter(Writer):
         self._path = self._path.absolute()
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Make the files."""
+        """Make the files.
+
+        Raises:
+            CheckpointError: weights of another origin are in their way.
+        """
+        _earlier_export(self._path)
         self._aside = self._path / ASIDE  # what discard() removes
         _create_files(self._aside, plans[0].planner_data)
         return plans
@@ -383,8 +409,8 @@ def _write_chunks(
 ) -> None:
     """Convert and write chunks of tensors, a few rows at a time."""
     entries = {entry.fqn: entry for entry in file.entries.values()}
-    descriptor = os.open(path, os.O_WRONLY)
-    try:
+    with path.open("r+b") as opened:
+        descriptor = opened.fileno()
         for item in items:
             assert item.tensor_data is not None  # the planner has tensors only
             entry, offset = entries[item.index.fqn], file.offsets[item.index.fqn]
@@ -402,8 +428,6 @@ def _write_chunks(
             )
             advance()
         os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _write_rows(
@@ -558,7 +582,7 @@ def _find_in_checkpoint(
             reason="weights are missing: no tensor has such a key",
             remedy="name the checkpoint of a model, or what its keys begin with (model_prefix=)",
         )
-    names = layout.state_names(stored)
+    names = layout.entries(STATE, stored)
     lost = {key for key in sizes if key.endswith((f".{REMAINDER}", f".{WHOLE}"))}
     for fqn, found in keys.items():
         found += [layout.state(fqn) + n for n in (REMAINDER, WHOLE) if n in names.get(fqn, ())]
@@ -570,7 +594,7 @@ def _find_in_checkpoint(
             remedy="name theirs with optimizer_prefix=, save optimizer state by FQN "
             '(get_optimizer_state_dict), or export with dtype="bf16" or None',
         )
-    trained = (names.keys() | layout.option_owners(stored)) & keys.keys()
+    trained = (names.keys() | layout.entries(GROUPS, stored).keys()) & keys.keys()
     entries, tensors = [], {}
     for fqn in keys:
         stored_as = sizes[prefix + fqn].properties.dtype

@@ -37,6 +37,7 @@ import torch
 from torch import Tensor
 
 from ..core.errors import CheckpointCorruptError, CheckpointError, ConfigError, OffloadError
+from ..core.interrupts import held_back
 from ..core.progress import progress
 from ..memory import local_ranks
 
@@ -330,42 +331,48 @@ def run_all(
 
     The first error is raised when no job runs any more; jobs not yet begun are dropped.
     """
-    waiting = list(enumerate(jobs))[::-1]
-    count = len(waiting)
+    listed = list(jobs)
+    waiting = enumerate(listed)  # for all threads: each takes the next
     results: dict[int, _Result] = {}
     errors: list[BaseException] = []
     idle = threading.Condition()
-    running = 0
+    helping = 0
 
     def work(advance: Callable[[], None]) -> None:
-        nonlocal running
-        while True:
-            with idle:
-                if errors or not waiting:
+        try:
+            for index, job in waiting:
+                if errors:
                     return
-                index, job = waiting.pop()
-                running += 1
-            try:
                 results[index] = job()
                 advance()
-            except BaseException as error:
-                errors.append(error)
-            finally:
-                with idle:
-                    running -= 1
-                    idle.notify_all()
+        except BaseException as error:
+            errors.append(error)
+
+    def help_out(advance: Callable[[], None]) -> None:
+        nonlocal helping
+        with idle:
+            helping += 1
+        try:
+            work(advance)
+        finally:
+            with idle:
+                helping -= 1
+                idle.notify_all()
 
     # No pool of concurrent.futures: it takes no work while the interpreter ends, which is when an
     # asynchronous save is completed; and threading.Thread.start() waits for a thread that has no
     # memory to begin. No job waits for these threads: the caller does what they do not.
-    with progress(count if text else 0, text, unit=" blocks") as bar:
-        with contextlib.suppress(RuntimeError, MemoryError):
-            for _ in range(min(threads or thread_count(), count) - 1):
-                _thread.start_new_thread(work, (bar.advance,))
-        work(bar.advance)
+    with progress(len(listed) if text else 0, text, unit=" blocks") as bar:
+        try:
+            with contextlib.suppress(RuntimeError, MemoryError):
+                for _ in range(min(threads or thread_count(), len(listed)) - 1):
+                    _thread.start_new_thread(help_out, (bar.advance,))
+            work(bar.advance)
+        except BaseException as error:  # Ctrl-C outside of a job
+            errors.append(error)
         _scratch.__dict__.clear()  # of this thread, which lives on
-        with idle:
-            idle.wait_for(lambda: not running)
+        with held_back(), idle:  # the caller closes files that a job may still use
+            idle.wait_for(lambda: not helping)
     if errors:
         raise errors[0]
     return [results[index] for index in range(len(results))]

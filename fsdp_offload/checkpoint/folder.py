@@ -20,7 +20,7 @@ import shutil
 import time
 import zlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -40,7 +40,7 @@ MANIFEST: Final = "manifest.json"
 METADATA: Final = ".metadata"
 FORMAT: Final = "fsdp_offload.checkpoint"
 VERSION: Final = 3
-_REMOVED: Final = ".removed"
+_REMOVED: Final = ".fsdp_offload.removed"
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,8 @@ class Manifest:
     world_size: int
     optimizer: str
     files: Mapping[str, tuple[int, int]]
-    format: str = field(default=FORMAT)
-    version: int = field(default=VERSION)
+    format: str = FORMAT
+    version: int = VERSION
 
     def encode(self) -> bytes:
         """As the file's bytes: JSON with its own CRC-32."""
@@ -69,8 +69,8 @@ class Manifest:
         return json.dumps({"crc32": zlib.crc32(text.encode()), "manifest": text}).encode()
 
     @classmethod
-    def decode(cls, data: bytes, path: Path) -> Manifest:
-        """From a file's bytes.
+    def decode(cls, data: bytes, path: Path) -> Manifest | None:
+        """From a file's bytes; ``None``: another program wrote them.
 
         Raises:
             CheckpointCorruptError: they are not as they were written.
@@ -78,6 +78,8 @@ class Manifest:
         """
         try:
             outer = json.loads(data)
+            if "crc32" not in outer and FORMAT not in str(outer):  # a changed bit leaves one
+                return None
             text = outer["manifest"]
             if zlib.crc32(text.encode()) != outer["crc32"]:
                 raise corrupt(path, "it is not as it was written")
@@ -146,7 +148,7 @@ def prepare(path: Path, *, overwrite: bool) -> Path:
             reason="it exists",
             remedy="choose another folder, or pass overwrite=True",
         )
-    if names and not any(n in (MANIFEST, METADATA) or n.startswith("__") for n in names):
+    if names and not any(n == METADATA or n.endswith(".distcp") for n in names):
         raise CheckpointError(
             f"{path}",
             reason="it holds other files than a checkpoint, which overwrite=True would remove",
@@ -206,7 +208,7 @@ def prune(path: Path, keep_last: int) -> None:
     checkpoint at ``path`` is complete: what cannot be removed stays until the next save.
     """
     found = _complete_in(path.parent)
-    # Renamed first: what a killed process leaves half removed is known by its name.
+    # Renamed first: what a killed process leaves half removed is known by a name of our own.
     removed = [*path.parent.glob(f".*{_REMOVED}")]
     for old in sorted(found, key=lambda each: found[each].time_ns)[:-keep_last]:
         if old not in removed:
@@ -269,7 +271,7 @@ def open_checkpoint(path: Path) -> tuple[Manifest | None, Metadata]:
 
 
 def read_manifest(path: Path) -> Manifest | None:
-    """The manifest of a checkpoint; ``None`` if it has none: another program wrote it.
+    """The manifest of a checkpoint; ``None`` if another program wrote it.
 
     Raises:
         CheckpointCorruptError: it is not as it was written.

@@ -199,7 +199,7 @@ class JobLoadPlanner(FlatLoadPlanner):
 
     def __init__(
         self,
-        models: tuple[nn.Module, ...],
+        models: Sequence[nn.Module],
         optimizer: Optimizer | None,
         reader: JobReader,
         *,
@@ -327,7 +327,7 @@ class JobLoadPlanner(FlatLoadPlanner):
                 remedy="build the optimizer that was saved, or pass strict=False",
             )
         names = names_of(self._models, optimizer)
-        saved = layout.state_names(self._stored)
+        saved = layout.entries(STATE, self._stored)
         is_wrapped = isinstance(optimizer, HybridDeviceOptimizer)
         lost = [found & {WHOLE, REMAINDER} for found in saved.values()]
         if not is_wrapped and any(lost):
@@ -337,9 +337,10 @@ class JobLoadPlanner(FlatLoadPlanner):
                 sum(map(bool, lost)), ", ".join(sorted(set().union(*lost))),
                 type(optimizer).__name__,
             )  # fmt: skip
-        live: Mapping[Tensor, Mapping[str, Any]] = {}
+        live: Mapping[Tensor, Mapping[str, Any]]
         if isinstance(optimizer, HybridDeviceOptimizer):
             live = optimizer._for_checkpoints.read_at_once()
+            optimizer._for_checkpoints.check_names({p: saved.get(n, ()) for p, n in names.items()})
         else:
             live = optimizer.state
         for parameter, _ in parameters_of(optimizer):
@@ -347,7 +348,6 @@ class JobLoadPlanner(FlatLoadPlanner):
             found, state = saved.get(fqn, set()), live.get(parameter, {})
             is_offloaded = is_wrapped and bool(state)
             if is_offloaded and found:  # without any, it never had a gradient: its state is reset
-                self._check_names(fqn, found, state)
                 self._plan_master(parameter, fqn, found, state, layout)
             for name in sorted(found - {WHOLE, REMAINDER}):
                 if name in state or not is_offloaded:
@@ -367,17 +367,6 @@ class JobLoadPlanner(FlatLoadPlanner):
         for fqns, of_group in zip(groups, options, strict=True):
             for fqn in fqns:
                 self._options.update({f"{GROUPS}{fqn}.{o}": v for o, v in of_group.items()})
-
-    @staticmethod
-    def _check_names(fqn: str, saved: set[str], live: Mapping[str, Any]) -> None:
-        missing = sorted(live.keys() - saved - {WHOLE, REMAINDER})
-        # Of a parameter that was not updated, its master alone was saved.
-        if missing and saved - {WHOLE, REMAINDER}:
-            raise StateDictError(
-                f"state of {fqn} with keys {sorted(saved)}",
-                reason=f"{missing} are missing: saved by another optimizer class or other settings",
-                remedy="load a checkpoint of the same optimizer class and flags",
-            )
 
     def _plan_entry(
         self, parameter: Tensor, fqn: str, name: str, live: Any, layout: Layout

@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
@@ -41,14 +41,6 @@ SLICE_BYTES: Final = 4 * BLOCK_BYTES
 at its edges are read twice."""
 
 Job = Callable[[], None]
-
-
-class ItemPlace(Protocol):
-    """Where an item lies, as torch's ``.metadata`` says."""
-
-    relative_path: str
-    offset: int
-    length: int
 
 
 class Reader(FileSystemReader):
@@ -126,21 +118,18 @@ class Reader(FileSystemReader):
         jobs: list[Job] = []
         targets: list[tuple[ReadItem, Tensor]] = []
         with ExitStack() as files:
-            opened: dict[str, _File] = {}
+            opened = self._opener(files)
             for request in plan.items:
                 info = self.storage_data[request.storage_index]
-                name = info.relative_path
-                if self._table(name) is None:
+                file = opened(info.relative_path)
+                if file is None:
                     foreign.append(request)
-                    continue
-                if name not in opened:
-                    opened[name] = self._open(name, files)
-                if request.type is LoadItemType.BYTE_IO:
-                    planner.load_bytes(request, io.BytesIO(opened[name].whole(info)))
+                elif request.type is LoadItemType.BYTE_IO:
+                    planner.load_bytes(request, io.BytesIO(file.whole(info)))
                 else:
                     target = planner.resolve_tensor(request)
                     targets.append((request, target))
-                    jobs += _tensor_jobs(opened[name], info, self._box(request), target.detach())
+                    jobs += _tensor_jobs(file, info, self._box(request), target.detach())
             run_all(jobs, threads=self._threads, text="loading")
         for request, target in targets:
             planner.commit_tensor(request, target)  # planners of others may do something
@@ -162,29 +151,29 @@ class Reader(FileSystemReader):
         """
         jobs: list[Job] = []
         with ExitStack() as files:
-            opened: dict[str, _File] = {}
+            opened = self._opener(files)
             for info in self.metadata.storage_data.values():
-                name = info.relative_path
-                if self._table(name) is None:
-                    continue
-                if name not in opened:
-                    opened[name] = self._open(name, files)
-                file = opened[name]
-                jobs += [
-                    functools.partial(_check_block, file, info, start)
-                    for start in range(0, info.length, file.block_bytes)
-                ]
+                if (file := opened(info.relative_path)) is not None:
+                    jobs += [
+                        functools.partial(_check_block, file, info, start)
+                        for start in range(0, info.length, file.block_bytes)
+                    ]
             run_all(jobs, threads=self._threads, text="comparing checksums")
         return bool(jobs)
 
-    def _open(self, name: str, files: ExitStack) -> _File:
-        path = Path(self.path) / name
-        table = self._table(name)
-        assert table is not None  # the caller asked
-        descriptor = os.open(path, os.O_RDONLY)
-        files.callback(os.close, descriptor)
-        checksums = table.of(self._items[name], path)
-        return _File(path, descriptor, table.block_bytes, checksums)
+    def _opener(self, files: ExitStack) -> Callable[[str], _File | None]:
+        """Opens each file once, until ``files`` closes it; ``None``: another program wrote it."""
+
+        @functools.cache
+        def opened(name: str) -> _File | None:
+            path = Path(self.path) / name
+            if (table := self._table(name)) is None:
+                return None
+            descriptor = os.open(path, os.O_RDONLY)
+            files.callback(os.close, descriptor)
+            return _File(path, descriptor, table.block_bytes, table.of(self._items[name], path))
+
+        return opened
 
     def _table(self, name: str) -> Table | None:
         if name not in self._tables:
@@ -224,13 +213,13 @@ class _File:
     block_bytes: int
     checksums: dict[int, Checksums]
 
-    def whole(self, info: ItemPlace) -> bytes:
+    def whole(self, info: _StorageInfo) -> bytes:
         """A whole item, verified."""
         data = bytearray(info.length)
         self.read(info, 0, memoryview(data))
         return bytes(data)
 
-    def read(self, info: ItemPlace, start: int, into: memoryview) -> None:
+    def read(self, info: _StorageInfo, start: int, into: memoryview) -> None:
         """Fill ``into`` with bytes of an item from ``start``, verified.
 
         Blocks that ``into`` does not cover are read as a whole, to compare their checksums.
@@ -255,12 +244,12 @@ class _File:
                 )
 
 
-def _check_block(file: _File, info: ItemPlace, start: int) -> None:
+def _check_block(file: _File, info: _StorageInfo, start: int) -> None:
     block = scratch(min(file.block_bytes, info.length - start))
     file.read(info, start, memory_of(block))
 
 
-def _tensor_jobs(file: _File, info: ItemPlace, box: Tensor, target: Tensor) -> Iterator[Job]:
+def _tensor_jobs(file: _File, info: _StorageInfo, box: Tensor, target: Tensor) -> Iterator[Job]:
     """Jobs that read ``box``, a view of the chunk that an item holds, into ``target``."""
     start, itemsize = file.checksums[info.offset].data_start, box.element_size()
     if start + box.untyped_storage().nbytes() > info.length:
@@ -276,7 +265,7 @@ def _tensor_jobs(file: _File, info: ItemPlace, box: Tensor, target: Tensor) -> I
             yield functools.partial(_read_rows, file, info, start, some, wanted)
 
 
-def _read_rows(file: _File, info: ItemPlace, start: int, box: Tensor, target: Tensor) -> None:
+def _read_rows(file: _File, info: _StorageInfo, start: int, box: Tensor, target: Tensor) -> None:
     """Read what spans the box, and copy from it what it has, in the target's dtype."""
     steps = zip(box.shape, box.stride(), strict=True)
     flat = torch.empty(1 + sum((size - 1) * stride for size, stride in steps), dtype=box.dtype)
@@ -286,7 +275,7 @@ def _read_rows(file: _File, info: ItemPlace, start: int, box: Tensor, target: Te
         target.copy_(flat.as_strided(box.shape, box.stride()))
 
 
-def _block_jobs(file: _File, info: ItemPlace, first: int, target: Tensor) -> Iterator[Job]:
+def _block_jobs(file: _File, info: _StorageInfo, first: int, target: Tensor) -> Iterator[Job]:
     """One job for each block of the item that has bytes of ``target`` (1-D uint8)."""
     stop, size = first + target.numel(), file.block_bytes
     for edge in range(first // size * size, stop, size):
@@ -294,7 +283,7 @@ def _block_jobs(file: _File, info: ItemPlace, first: int, target: Tensor) -> Ite
         yield functools.partial(_read_into, file, info, low, target[low - first : high - first])
 
 
-def _read_into(file: _File, info: ItemPlace, start: int, target: Tensor) -> None:
+def _read_into(file: _File, info: _StorageInfo, start: int, target: Tensor) -> None:
     if target.device.type == "cpu":
         file.read(info, start, memory_of(target))
     else:

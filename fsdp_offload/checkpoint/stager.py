@@ -91,7 +91,6 @@ class Stager(AsyncStager):
 
     def synchronize_staging(self) -> None:
         """Nothing is under way: :meth:`stage` returns when the copies are there."""
-        return
 
     def close(self) -> None:
         """Give the memory back; the copies are gone."""

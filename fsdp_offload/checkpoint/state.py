@@ -77,8 +77,8 @@ def pack(model: Models, optimizer: Optimizer, *, for_writing: bool = True) -> di
         LaneError: the optimizer has failed.
     """
     if not isinstance(optimizer, HybridDeviceOptimizer):
-        return _pack_plain(models_of(model), optimizer)
-    names = names_of(models_of(model), optimizer)
+        return _pack_plain(listed(model), optimizer)
+    names = names_of(listed(model), optimizer)
     packed: dict[str, Any] = {}
     state = optimizer.state if for_writing else state_to_read(optimizer)
     for parameter, group in parameters_of(optimizer):
@@ -108,7 +108,7 @@ def unpack(model: Models, optimizer: Optimizer, packed: Mapping[str, Any]) -> No
         ConfigError: a parameter is not in ``model``.
         StateDictError: keys, shapes or placements do not fit; nothing was written.
     """
-    names = names_of(models_of(model), optimizer)
+    names = names_of(listed(model), optimizer)
     state: dict[str, dict[str, Any]] = {}
     options_of: dict[str, dict[str, Any]] = {}
     for key, value in packed.items():
@@ -149,19 +149,6 @@ class OptimizerState:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over what :meth:`state_dict` returned; its values may be the live state."""
         unpack(self._model, self._optimizer, state_dict)
-
-
-def models_of(model: Models) -> tuple[nn.Module, ...]:
-    """One or several modules as a tuple.
-
-    Raises:
-        ConfigError: something else was given.
-    """
-    return tuple(listed(model))
-
-
-def _single(models: tuple[nn.Module, ...]) -> nn.Module:
-    return models[0] if len(models) == 1 else nn.ModuleList(models)
 
 
 def parameters_of(optimizer: Optimizer) -> Iterator[tuple[Tensor, dict[str, Any]]]:
@@ -208,9 +195,10 @@ def _check_value(parameter: Tensor, fqn: str, name: str, value: Any) -> None:
         )
 
 
-def _pack_plain(models: tuple[nn.Module, ...], optimizer: Optimizer) -> dict[str, Any]:
+def _pack_plain(models: Sequence[nn.Module], optimizer: Optimizer) -> dict[str, Any]:
     options = StateDictOptions(flatten_optimizer_state_dict=True)
-    packed = get_optimizer_state_dict(_single(models), optimizer, options=options)
+    single = models[0] if len(models) == 1 else nn.ModuleList(models)
+    packed = get_optimizer_state_dict(single, optimizer, options=options)
     if len(models) > 1:  # the position in the list is no part of a name
         packed = {re.sub(r"^(state|param_groups)\.\d+\.", r"\1.", k): v for k, v in packed.items()}
     return dict(sorted(packed.items()))
@@ -263,16 +251,13 @@ def collect(
         names = names_of(models, optimizer)
         others = {name for parameter, name in names.items() if not dtensor.is_first(parameter)}
         for key, value in pack(models, optimizer, for_writing=False).items():
-            if isinstance(value, DTensor) or _owner(key) not in others:
+            owner = key.removeprefix(GROUPS).removeprefix(STATE).rpartition(".")[0]
+            if isinstance(value, DTensor) or owner not in others:
                 state[f"optim.{key}"] = value
     if extra is not None:
         state[EXTRA] = encode(dict(extra), EXTRA)
     wait_for(models)
     return state
-
-
-def _owner(key: str) -> str:
-    return key.removeprefix(GROUPS).removeprefix(STATE).rpartition(".")[0]
 
 
 def class_name(optimizer: Optimizer | None) -> str:
@@ -356,23 +341,15 @@ class Layout:
         start = self.optimizer
         return not key.startswith((f"{start}{STATE}", f"{start}{GROUPS[:-1]}"))
 
-    def state_names(self, keys: Collection[str]) -> dict[str, set[str]]:
-        """Which entries there are, by FQN."""
+    def entries(self, kind: str, keys: Collection[str]) -> dict[str, set[str]]:
+        """Names of the entries, of state (``STATE``) or of options (``GROUPS``), by FQN."""
         found: dict[str, set[str]] = {}
-        start = f"{self.optimizer}{STATE}{self.inner}"
+        start = f"{self.optimizer}{kind}{self.inner}"
         for key in keys:
             if self.optimizer is not None and key.startswith(start):
                 fqn, _, name = key.removeprefix(start).rpartition(".")
                 found.setdefault(fqn, set()).add(name)
         return found
-
-    def option_owners(self, keys: Collection[str]) -> set[str]:
-        """FQNs of parameters whose options are there by name."""
-        start = f"{self.optimizer}{GROUPS}{self.inner}"
-        found = (
-            key.removeprefix(start).rpartition(".")[0] for key in keys if key.startswith(start)
-        )
-        return set() if self.optimizer is None else set(found)
 
     def option_keys(self, keys: Collection[str], fqns: Collection[str]) -> list[str]:
         """Keys that hold options of the groups of ``fqns``, in any of the three forms."""

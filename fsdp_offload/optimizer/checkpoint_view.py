@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+from ..update.state import check_names
 
 if TYPE_CHECKING:
     from .hybrid import HybridDeviceOptimizer
@@ -53,6 +55,15 @@ class CheckpointView:
         """
         self._optimizer._life.check(failed_ok=True)
         self._optimizer._device_state.check(what)
+
+    def check_names(self, saved: Mapping[Tensor, Collection[str]]) -> None:
+        """Refuse state of a checkpoint, given by the names of its entries, that lacks one.
+
+        Raises:
+            StateDictError: it was saved by another class, or by one with other flags.
+        """
+        for param in self._optimizer._reserved.params:
+            check_names(param, saved.get(param.parameter, ()))
 
     def check_options(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Refuse options of a checkpoint, one mapping per group, that need other state.

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from fsdp_offload import checkpoint
 from fsdp_offload.checkpoint import Stager, Writer, writer
-from fsdp_offload.core.errors import CheckpointError, OffloadError
+from fsdp_offload.core.errors import CheckpointError, ConfigError, OffloadError
 from tests.checkpoint import jobs
 from tests.checkpoint.jobs import OURS_BF16, Ranks, Variant
 from tests.fsdp.models import check, check_same_dicts
@@ -175,6 +175,15 @@ def test_without_a_thread_the_save_is_done_by_the_caller(tmp_path: Path) -> None
 
     assert future.done()
     assert checkpoint.latest(tmp_path) == tmp_path / "one"
+
+
+def test_errors_of_arguments_are_those_of_the_future_but_for_the_path(tmp_path: Path) -> None:
+    for wrong in ((3,), (nn.Linear(2, 2), "adam")):
+        with pytest.raises(OffloadError):
+            checkpoint.async_save(tmp_path / "one", *wrong).result(60)
+    with pytest.raises(ConfigError, match="not a path"):
+        checkpoint.async_save(nn.Linear(2, 2), tmp_path / "one")
+    assert checkpoint.async_save(tmp_path / "nothing", []).result(60) is None
 
 
 def by_torch(root: Path, process: bool, plugins: bool) -> None:

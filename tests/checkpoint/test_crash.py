@@ -171,4 +171,4 @@ def test_a_killed_save_leaves_a_complete_checkpoint(
         checkpoint.save(run / name, *made, extra={"step": step + 1}, overwrite=True)
         assert checkpoint.latest(run) == run / name
         left = {path.name for path in run.iterdir()}
-        assert not left & {f".{name}.writing", f".{name}.removed"}
+        assert not left & {f".{name}.writing", f".{name}.fsdp_offload.removed"}

@@ -144,7 +144,7 @@ def test_tied_weights_are_written_once_and_load_into_their_model(tmp_path: Path)
     assert safetensors.torch.load_model(other, path) == (set(), [])
     assert torch.equal(other.head.weight, model.embed.weight)
     with safetensors.safe_open(path, "pt") as file:
-        assert file.metadata() == {"format": "pt"}
+        assert file.metadata() == {"format": "pt", "writer": "fsdp_offload.export"}
 
 
 def test_several_files_have_an_index(tmp_path: Path) -> None:
@@ -186,6 +186,18 @@ def test_nothing_of_an_earlier_export_stays(
 
     assert left_in(tmp_path) == sorted(["config.json", *(path.name for path in written)])
     assert_same(load(tmp_path), once(model))
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model-00001-of-00002.safetensors", INDEX])
+def test_weights_of_another_origin_are_never_replaced(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text('{"metadata": {}, "weight_map": {}}')
+
+    match = f"{name}: no export.*choose another folder"
+    with full_disk(0), pytest.raises(CheckpointError, match=match):  # before anything is written
+        export_safetensors(Net(), tmp_path)
+
+    assert left_in(tmp_path) == [name]
+    assert (tmp_path / name).read_text() == '{"metadata": {}, "weight_map": {}}'
 
 
 def test_names_rename_and_leave_out(tmp_path: Path) -> None:
@@ -627,6 +639,11 @@ def fail(folder: Path, how: str) -> tuple[str, str]:
     harm: Any = contextlib.nullcontext()
     if how == "shape":
         model.register_buffer("count", torch.zeros(3 + rank))
+    elif how == "foreign":
+        folder = folder.with_name("foreign")
+        folder.mkdir(exist_ok=True)
+        safetensors.torch.save_file({"x": torch.ones(2)}, folder / "model.safetensors")
+        dist.barrier()
     elif rank == 1:
         settings = {"dtype": "fp8"} if how == "argument" else {}
         harm = full_disk(500) if how == "disk" else harm
@@ -646,6 +663,7 @@ def fail(folder: Path, how: str) -> tuple[str, str]:
         ("disk", "CheckpointError", "No space left"),
         ("folder", "CheckpointError", "see different folders"),
         ("shape", "ConfigError", "count"),
+        ("foreign", "CheckpointError", "no export"),
     ],
 )
 def test_all_ranks_raise_if_one_fails(
@@ -656,7 +674,7 @@ def test_all_ranks_raise_if_one_fails(
     for rank, (name, message) in enumerate(raised):
         assert name == kind, raised
         assert text in message
-        assert how == "shape" or ("rank 1" in message) == (rank == 0)
+        assert how in ("shape", "foreign") or ("rank 1" in message) == (rank == 0)
     assert left_in(tmp_path / "out") == []
 
 

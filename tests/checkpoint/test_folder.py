@@ -111,6 +111,13 @@ def test_a_manifest_with_any_bit_changed_is_refused(tmp_path: Path) -> None:
         assert found == expected, "changed, and not noticed"
 
 
+def test_a_manifest_of_another_program_is_no_damage(tmp_path: Path) -> None:
+    save(tmp_path / "a", "one")
+    (tmp_path / "a" / "manifest.json").write_text('{"name": "app", "manifest": {"version": 2}}')
+    assert check(tmp_path / "a") == "one"
+    assert folder.latest(tmp_path) is None
+
+
 def test_a_later_version_is_refused_with_words(tmp_path: Path) -> None:
     save(tmp_path / "a", "one")
     later = Manifest(1, 2, "AdamW", {}, version=folder.VERSION + 1)
@@ -163,12 +170,13 @@ def test_what_is_no_folder_is_never_replaced(
     assert names(tmp_path) == ["a", "file", "link"]
 
 
-def test_a_folder_of_other_things_is_never_replaced(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["thesis.txt", "__init__.py", "manifest.json"])
+def test_a_folder_of_other_things_is_never_replaced(tmp_path: Path, name: str) -> None:
     (tmp_path / "a").mkdir()
-    (tmp_path / "a" / "thesis.txt").write_text("mine")
+    (tmp_path / "a" / name).write_text("mine")
     with pytest.raises(CheckpointError, match="other files than a checkpoint"):
         folder.prepare(tmp_path / "a", overwrite=True)
-    assert (tmp_path / "a" / "thesis.txt").read_text() == "mine"
+    assert (tmp_path / "a" / name).read_text() == "mine"
 
 
 def test_pruning_removes_the_oldest_complete_ones(tmp_path: Path) -> None:
@@ -181,6 +189,15 @@ def test_pruning_removes_the_oldest_complete_ones(tmp_path: Path) -> None:
     (tmp_path / "broken" / "__0_0.distcp").unlink()
     save(tmp_path / "s5", "5", keep_last=1)
     assert names(tmp_path) == ["broken", "notes", "s5"]
+
+
+def test_pruning_leaves_folders_of_others_alone(tmp_path: Path) -> None:
+    (tmp_path / ".photos.removed").mkdir()
+    (tmp_path / ".photos.removed" / "x").write_text("mine")
+    for name in ("a", "b"):
+        save(tmp_path / name, name, keep_last=1)
+    assert names(tmp_path) == [".photos.removed", "b"]
+    assert names(tmp_path / ".photos.removed") == ["x"]
 
 
 def test_a_rewritten_one_is_the_newest(tmp_path: Path) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ import pytest
 import torch
 
 from fsdp_offload import checkpoint
-from fsdp_offload.checkpoint import folder, state
+from fsdp_offload.checkpoint import files, folder, state
 from fsdp_offload.checkpoint import planner as planner_module
 from fsdp_offload.core.errors import LaneError
 from tests.checkpoint.known import assert_same
@@ -83,6 +85,25 @@ def test_a_load_that_was_interrupted_while_it_read_has_failed(tmp_path: Path) ->
         loading[1].state_dict()
     checkpoint.load(tmp_path / "one", *loading)
     assert_same(values_of(loading), expected)
+
+
+def test_an_interrupt_is_raised_when_no_thread_works_any_more() -> None:
+    """Its caller closes the file that other threads write."""
+    started, ended = threading.Event(), []
+
+    def job() -> None:
+        if threading.current_thread() is threading.main_thread():
+            assert started.wait(60)
+            return
+        started.set()
+        time.sleep(0.2)  # the main thread waits
+        interrupt()
+        time.sleep(0.2)
+        ended.append(True)
+
+    with pytest.raises(KeyboardInterrupt):
+        files.run_all([job, job], threads=2)
+    assert ended
 
 
 @pytest.mark.parametrize("name", ["write_whole", "_install"])

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from fsdp_offload.checkpoint.state import Layout, find_layout
+from fsdp_offload.checkpoint.state import STATE, Layout, find_layout
 
 FQNS = ["embed.weight", "blocks.0.up.weight", "blocks.0.up.bias", "gain"]
 LAYOUTS = [
@@ -30,7 +30,7 @@ def test_usual_prefixes_are_found(layout: Layout) -> None:
     assert found == layout
     weights = {key for key in keys_of(layout) if found.is_weight(key)}
     assert weights == {layout.weight(fqn) for fqn in FQNS}
-    assert found.state_names(keys_of(layout)) == {f: {"step", "exp_avg"} for f in FQNS[:2]}
+    assert found.entries(STATE, keys_of(layout)) == {f: {"step", "exp_avg"} for f in FQNS[:2]}
 
 
 def test_others_have_to_be_named() -> None:
@@ -43,7 +43,7 @@ def test_others_have_to_be_named() -> None:
 def test_nothing_is_found_in_a_checkpoint_of_another_model() -> None:
     found = find_layout(keys_of(LAYOUTS[0]), ["other.weight", "weight"])
     assert found == Layout(None, None)
-    assert found.state_names(keys_of(LAYOUTS[0])) == {}
+    assert found.entries(STATE, keys_of(LAYOUTS[0])) == {}
 
 
 def test_state_without_entries_is_found_by_its_options() -> None:

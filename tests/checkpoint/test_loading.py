@@ -197,6 +197,23 @@ def test_what_does_not_fit_is_refused_before_anything(
     step(loading)
 
 
+def test_masters_alone_are_loaded_where_the_class_can_keep_more(tmp_path: Path) -> None:
+    """Of SGD without momentum they are all of the state."""
+    pairs = []
+    for momentum in (0.0, 0.9):
+        model = layers(2, 2).bfloat16()
+        inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
+        pairs.append((model, models.wrap(inner, model)))
+        step(pairs[-1])
+    saving, loading = pairs
+    checkpoint.save(tmp_path / "one", *saving)
+    checkpoint.load(tmp_path / "one", *loading)
+    for pair in pairs:
+        step(pair)
+    found = values_of(loading)
+    assert_same({name: found[name] for name in values_of(saving)}, values_of(saving))
+
+
 def test_there_is_nothing_to_load_where_latest_found_nothing(tmp_path: Path) -> None:
     loading = pair_of(layers(2))
     before = values_of(loading)
