@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import random
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
@@ -11,7 +10,6 @@ from typing import Any, Final
 import torch
 from torch.optim import Optimizer
 
-from fsdp_offload import HybridDeviceOptimizer
 from tests.helpers import own_optimizers as own
 from tests.helpers.optimizer_table import (
     ELEMENTWISE,
@@ -32,7 +30,6 @@ SHAPES: Final = (
 MATRICES: Final = ((7, 9), (13, 11), (40, 5), (1, 40), (33, 31), (2, 3))
 ELEMENTWISE_OWN: Final = (own.Lion, own.NumberState, own.EagerMomentum, own.GroupCounter)
 WHOLE_OWN: Final = (own.Lamb, own.Factored, own.Clipping, own.Langevin, own.Stateless)
-HAS_ELEMENTWISE: Final = "elementwise" in inspect.signature(HybridDeviceOptimizer).parameters
 
 FLAGS: Final[dict[str, dict[str, list[Any]]]] = {
     "Adadelta": {"rho": [0.8], "eps": [1e-3]},
@@ -166,9 +163,7 @@ def draw_case(seed: int, ranks: int = 1) -> Case:
         shapes = [s if s else (3,) for s in shapes]  # FSDP2 refuses 0-dim parameters
     elif rng.random() < 0.1 and name not in ("Adafactor", "Muon", "Lamb"):
         shapes[rng.randrange(count)] = (0, 5)
-    elementwise = name in ELEMENTWISE or (
-        cls in ELEMENTWISE_OWN and HAS_ELEMENTWISE and rng.random() < 0.5
-    )
+    elementwise = name in ELEMENTWISE or (cls in ELEMENTWISE_OWN and rng.random() < 0.5)
     half_allowed = not is_own or (elementwise and name != "EagerMomentum")
     dtypes = _draw_dtypes(rng, count, name, half_allowed, alike=ranks > 1)
     mastered = rng.random() < 0.85 and name != "Adafactor"

@@ -50,14 +50,14 @@ class CpuTwin:
 
 
 def hold_up(optimizer: Any, late: str) -> None:
-    if late == "compute":
-        torch.cuda._sleep(SLEEP)
-    elif late in ("h2d", "update", "d2h"):
+    """A :class:`CpuTwin` has no streams to hold up; an unknown ``late`` raises."""
+    if late.startswith("host_") and isinstance(optimizer, HybridDeviceOptimizer):
+        lane = optimizer._reserved.engines[0].host
+        assert lane is not None
+        streams = {"host_out": lane._out, "host_back": lane._back}
+        streams[late].launch(torch.cuda._sleep, SLEEP)
+    elif late != "threads":  # these sleep themselves: see ``lateness``
         test_overlap.hold_up(optimizer, late)
-    elif late.startswith("host_") and isinstance(optimizer, HybridDeviceOptimizer):
-        getattr(optimizer._reserved.engines[0].host, late.removeprefix("host")).launch(
-            torch.cuda._sleep, SLEEP
-        )
 
 
 def train(model: Any, optimizer: Any, late: str, *, clip: bool) -> Tensor:
