@@ -7,6 +7,7 @@ gradients to the host, steps torch's fused AdamW there and copies weights back, 
 from __future__ import annotations
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -157,7 +158,10 @@ def test_every_mode_has_the_bits_of_step(
         assert all(torch.equal(bits(a), bits(b)) for a, b in zip(outcomes[0], other, strict=True))
 
 
-def test_threads_select_the_device(mesh: Any) -> None:
-    backend = AcceleratorBackend(torch.device("cuda", 0))
-    backend.enter_thread()
-    assert torch.cuda.current_device() == 0
+@pytest.mark.gpus(2)
+def test_threads_select_the_device() -> None:
+    """A new thread has device 0."""
+    backend = AcceleratorBackend(torch.device("cuda", 1))
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(backend.enter_thread).result()
+        assert thread.submit(torch.cuda.current_device).result() == 1
