@@ -22,7 +22,6 @@ from fsdp_offload.checkpoint import folder
 from tests.checkpoint.jobs import Ranks
 from tests.checkpoint.known import assert_same
 from tests.checkpoint.make_golden import EXTRA, GOLDEN, LR, MAKERS, Job, dump, job, make
-from tests.fsdp.test_state_dict import attempt
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -106,7 +105,7 @@ def compare_all() -> None:
 
 
 def test_golden_checkpoints_are_loaded_on_two_ranks(ranks: Ranks) -> None:
-    attempt(ranks, compare_all)
+    ranks(2).run(compare_all)
 
 
 def test_all_forms_are_there() -> None:
