@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 from tests.helpers import own_optimizers as own
 from tests.helpers.optimizer_table import (
     ELEMENTWISE,
-    EXTRA,
     FOREACH,
     FUSED,
     IMPLEMENTATIONS,
@@ -228,7 +227,7 @@ def _draw_class(rng: random.Random, ranks: int) -> tuple[type[Optimizer], dict[s
     possible += ["for-loop", "foreach"] if name in FOREACH else []
     possible += ["fused"] if name in FUSED else []
     implementation = rng.choice(possible)
-    kwargs = dict(rng.choice([*SETTINGS[name], *EXTRA.get(name, ())]))
+    kwargs = dict(rng.choice(SETTINGS[name]))
     kwargs.pop("capturable", None)
     extra = {**FLAGS[name], **({} if name in ("Rprop", "Muon", "Adafactor") else COMMON)}
     for flag, values in extra.items():
