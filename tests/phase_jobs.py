@@ -99,9 +99,9 @@ def make_net(dtype: torch.dtype = torch.float32, width: int = WIDTH) -> Net:
     return fully_shard(net, mesh=mesh)  # type: ignore[return-value]
 
 
-def make_optimizer(net: Net, lanes: str) -> Optimizer:
+def make_optimizer(net: Net, lanes: str, lr: float = 0.01) -> Optimizer:
     """AdamW, wrapped as ``LANES`` says."""
-    plain = torch.optim.AdamW(net.parameters(), lr=0.01)
+    plain = torch.optim.AdamW(net.parameters(), lr=lr)
     options = LANES[lanes]
     if options is None:
         return plain
@@ -131,7 +131,10 @@ def inputs(step: int, dtype: torch.dtype) -> Tensor:
 
 
 def train(
-    net: Net, optimizer: Optimizer, steps: Iterable[int], switch: Callable[[str], None]
+    net: Net,
+    optimizer: Optimizer,
+    steps: Iterable[int],
+    switch: Callable[[str], object] = lambda where: None,
 ) -> None:
     """Clipped steps; ``switch`` is called with where the step stands."""
     dtype = next(net.parameters()).dtype
@@ -286,7 +289,7 @@ def use_while_away(lanes: str) -> None:
     phases.reload()
     phases.reload()
     check_same(snapshot(net, optimizer), before, f"after errors, {lanes}")
-    train(net, optimizer, range(1), lambda where: None)
+    train(net, optimizer, range(1))
     close(phases, optimizer)
 
 
@@ -298,7 +301,7 @@ def saves_while_away(lanes: str, folder: str) -> None:
     future = checkpoint.async_save(f"{folder}/{lanes}-under-way", net, optimizer)
     with phases.away():
         pass
-    train(net, optimizer, range(1), lambda where: None)
+    train(net, optimizer, range(1))
     future.result()
     checkpoint.load(f"{folder}/{lanes}-under-way", net, optimizer)
     check_same(snapshot(net, optimizer), before, f"saved under way, {lanes}")
@@ -309,7 +312,7 @@ def saves_while_away(lanes: str, folder: str) -> None:
     with pytest.raises(AwayError, match=r"checkpoint\.load"):
         checkpoint.load(f"{folder}/{lanes}", net, optimizer)
     phases.reload()
-    train(net, optimizer, range(1), lambda where: None)
+    train(net, optimizer, range(1))
     checkpoint.load(f"{folder}/{lanes}", net, optimizer)
     check_same(snapshot(net, optimizer), before, f"saved while away, {lanes}")
     close(phases, optimizer)
