@@ -42,7 +42,8 @@ from fsdp_offload import (
 from fsdp_offload.checkpoint import writer
 from fsdp_offload.checkpoint.files import read_table
 from tests.checkpoint.jobs import FLAT, Ranks
-from tests.checkpoint.known import Job, Model, assert_same, check_is, job, known, set_to
+from tests.checkpoint.known import Job, Model, check_is, job, known, set_to
+from tests.helpers.compare import assert_same
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),

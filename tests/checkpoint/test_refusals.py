@@ -26,8 +26,8 @@ from fsdp_offload.core.errors import (
     StateDictError,
 )
 from tests.checkpoint.jobs import Ranks
-from tests.checkpoint.known import assert_same
 from tests.checkpoint.test_saving import Pair, layers, pair_of, values_of
+from tests.helpers.compare import assert_same
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

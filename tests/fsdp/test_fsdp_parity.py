@@ -19,7 +19,7 @@ from fsdp_offload import HybridDeviceOptimizer
 from fsdp_offload.core.errors import UnsupportedParameterError
 from tests.fsdp import models
 from tests.fsdp.models import Ranks, check
-from tests.helpers.side_by_side import master_of, rounded
+from tests.helpers.compare import master_of, rounded
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "resident": {"offload_fraction": 0.0},

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from fsdp_offload import checkpoint
-from tests.fsdp.models import bits
+from tests.helpers.compare import assert_same
 from tests.phase_jobs import Net, close, device_here, make_net, make_optimizer, train
 
 LANES = ("streamed", "host", "mixed")
@@ -74,10 +74,6 @@ def load_and_go_on(path: str, kind: str, dtype: str) -> tuple[dict[str, Any], di
     return loaded, after
 
 
-def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[str]:
-    return [name for name in a if not torch.equal(bits(a[name]), bits(b[name]))]
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", LANES)
 def test_a_job_goes_on_exactly(
@@ -87,8 +83,8 @@ def test_a_job_goes_on_exactly(
     saved, after = pool.run(save_and_go_on, str(tmp_path), kind, dtype)[0]
     for name in ("sync", "first", "second"):
         loaded, resumed = pool.run(load_and_go_on, str(tmp_path / name), kind, dtype)[0]
-        assert not equal(saved, loaded), name
-        assert not equal(after, resumed), name
+        assert_same(loaded, saved, name)
+        assert_same(resumed, after, name)
 
 
 def peak_of_a_save(folder: str) -> int:
@@ -124,7 +120,7 @@ def through_whole_states(dtype: str) -> None:
         )
         set_model_state_dict(other[0], weights, options=options)
         set_optimizer_state_dict(*other, state, options=options)
-        assert not equal(saved, whole(other))
+        assert_same(whole(other), saved)
         close(other[1])
     close(made[1])
 

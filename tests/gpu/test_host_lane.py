@@ -18,7 +18,7 @@ from fsdp_offload import HybridDeviceOptimizer, TransferConfig
 from fsdp_offload.core.backend import AcceleratorBackend
 from fsdp_offload.pipeline import host
 from tests.gpu import test_overlap
-from tests.helpers.side_by_side import bits
+from tests.helpers.compare import bits
 
 mesh = test_overlap.mesh
 STEPS, SLEEP = 6, test_overlap.SLEEP

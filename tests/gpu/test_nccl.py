@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from fsdp_offload import HybridDeviceOptimizer
-from tests.phase_jobs import SMALL, inputs, local, make_net, train
+from tests.helpers.compare import local
+from tests.phase_jobs import SMALL, inputs, make_net, train
 
 
 def twins(lane: Any, options: dict[str, Any]) -> None:

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from fsdp_offload import HybridDeviceOptimizer, TransferConfig
-from tests.fsdp.models import bits
+from tests.helpers.compare import bits
 
 STEPS = 8
 SLEEP = 20_000_000  # cycles: about 10 ms

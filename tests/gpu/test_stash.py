@@ -17,7 +17,7 @@ from fsdp_offload.activations.pages import PagePool
 from fsdp_offload.core.backend import backend_for
 from fsdp_offload.memory import HostArena
 from tests.activations import moe
-from tests.helpers.side_by_side import bits
+from tests.helpers.compare import bits
 
 CUDA = torch.device("cuda", 0)
 DIM, TOKENS, LAYERS = 128, 512, 4

@@ -38,6 +38,7 @@ from fsdp_offload.memory.transfer import Handle, StorageBlock
 from fsdp_offload.phases import offloader
 from fsdp_offload.phases.pages import Chunk, FixedMemory
 from tests.away import has_memory
+from tests.helpers.compare import assert_same
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -111,10 +112,6 @@ def owners(tensor: Tensor | None) -> int:
     """Of its storage."""
     assert tensor is not None
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
-
-
-def assert_same(first: Any, second: Any) -> None:
-    torch.testing.assert_close(first, second, rtol=0, atol=0, equal_nan=True)
 
 
 def adamw(parameters: Any) -> Optimizer:
