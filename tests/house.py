@@ -7,7 +7,6 @@ import functools
 import re
 import tokenize
 from collections import defaultdict
-from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -80,100 +79,6 @@ def tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
-def imports(*, deferred: bool) -> dict[str, set[str]]:
-    """Modules of the package that each module imports: at module level, or anywhere.
-
-    Imports for typing alone are left out.
-    """
-    known = {name_of(path) for path in sources()}
-    graph: dict[str, set[str]] = {}
-    for path in sources():
-        here = name_of(path)
-        package = here if path.name == "__init__.py" else here.rpartition(".")[0]
-        graph[here] = set()
-        for node in _imports_in(tree(path), deferred):
-            for target in _targets(node, package):
-                found = target if target in known else target.rpartition(".")[0]
-                if found in known and found != here:
-                    graph[here].add(found)
-    return graph
-
-
-def _imports_in(module: ast.Module, deferred: bool) -> Iterator[ast.Import | ast.ImportFrom]:
-    nodes: list[ast.AST] = list(module.body)
-    while nodes:
-        node = nodes.pop()
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            continue
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            yield node
-        elif deferred or not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            nodes += ast.iter_child_nodes(node)
-
-
-def _targets(node: ast.Import | ast.ImportFrom, package: str) -> list[str]:
-    if isinstance(node, ast.Import):
-        return [alias.name for alias in node.names]
-    base = node.module or ""
-    if node.level:
-        parts = package.split(".")
-        above = parts[: len(parts) - node.level + 1]
-        base = ".".join([*above, node.module] if node.module else above)
-    return [f"{base}.{alias.name}" for alias in node.names]
-
-
-def cycles(graph: dict[str, set[str]]) -> list[list[str]]:
-    """Strongly connected modules (Tarjan), of more than one."""
-    order: dict[str, int] = {}
-    low: dict[str, int] = {}
-    stack: list[str] = []
-    found: list[list[str]] = []
-
-    def visit(node: str) -> None:
-        order[node] = low[node] = len(order)
-        stack.append(node)
-        for other in graph[node]:
-            if other not in order:
-                visit(other)
-            if other in stack:
-                low[node] = min(low[node], low[other])
-        if low[node] == order[node]:
-            group = stack[stack.index(node) :]
-            del stack[stack.index(node) :]
-            if len(group) > 1:
-                found.append(sorted(group))
-
-    for node in graph:
-        if node not in order:
-            visit(node)
-    return found
-
-
-def folders() -> dict[str, set[str]]:
-    """Folders that each folder imports, deferred imports too; a module of the root is its own."""
-    found: dict[str, set[str]] = {}
-    for module, targets in imports(deferred=True).items():
-        here = _folder(module)
-        found.setdefault(here, set()).update(map(_folder, targets))
-        found[here].discard(here)
-    return found
-
-
-def _folder(module: str) -> str:
-    return ".".join(module.split(".")[:2])
-
-
-def floors() -> int:
-    """Longest chain of folders that import one another; there must be no cycle among them."""
-    graph = folders()
-    assert cycles(graph) == []
-
-    def height(node: str) -> int:
-        return 1 + max(map(height, graph[node]), default=0)
-
-    return max(map(height, graph))
-
-
 def private_torch_files() -> list[str]:
     """Modules whose code (not comments or docstrings) names private API of torch."""
     found = []
@@ -216,8 +121,6 @@ def main() -> None:
     print(f"package lines          {lines()}")
     print(f"comment lines          {comment_share():.1%}")
     print(f"files, in the root     {len(sources())}, {len(files_in_root())}")
-    print(f"floors                 {floors()}")
-    print(f"cycles                 {cycles(imports(deferred=True))}")
     print(f"classes                {classes()}")
     print(f"functions over 60      {long_functions()}")
     print(f"private torch API      {private_torch_files()}")

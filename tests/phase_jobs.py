@@ -20,7 +20,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fsdp_offload import (
@@ -32,6 +31,7 @@ from fsdp_offload import (
     checkpoint,
     swap,
 )
+from tests.helpers.compare import assert_same, local
 
 WIDTH = 129  # rows: uneven over 2 and 4 ranks, and not a multiple of 4
 STEPS = 4
@@ -99,9 +99,9 @@ def make_net(dtype: torch.dtype = torch.float32, width: int = WIDTH) -> Net:
     return fully_shard(net, mesh=mesh)  # type: ignore[return-value]
 
 
-def make_optimizer(net: Net, lanes: str) -> Optimizer:
+def make_optimizer(net: Net, lanes: str, lr: float = 0.01) -> Optimizer:
     """AdamW, wrapped as ``LANES`` says."""
-    plain = torch.optim.AdamW(net.parameters(), lr=0.01)
+    plain = torch.optim.AdamW(net.parameters(), lr=lr)
     options = LANES[lanes]
     if options is None:
         return plain
@@ -119,11 +119,6 @@ def close(*things: Any) -> None:
             thing.close()
 
 
-def local(tensor: Tensor) -> Tensor:
-    """This rank's shard."""
-    return tensor.detach()._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
-
-
 def inputs(step: int, dtype: torch.dtype) -> Tensor:
     """Of this rank."""
     generator = torch.Generator().manual_seed(1000 * step + dist.get_rank())
@@ -131,7 +126,10 @@ def inputs(step: int, dtype: torch.dtype) -> Tensor:
 
 
 def train(
-    net: Net, optimizer: Optimizer, steps: Iterable[int], switch: Callable[[str], None]
+    net: Net,
+    optimizer: Optimizer,
+    steps: Iterable[int],
+    switch: Callable[[str], object] = lambda where: None,
 ) -> None:
     """Clipped steps; ``switch`` is called with where the step stands."""
     dtype = next(net.parameters()).dtype
@@ -151,15 +149,6 @@ def snapshot(net: Net, optimizer: Optimizer) -> dict[str, Tensor]:
         for kind, value in optimizer.state[parameter].items():
             found[f"{name}/{kind}"] = local(value)
     return {name: tensor.cpu().clone() for name, tensor in found.items()}
-
-
-def check_same(found: dict[str, Tensor], expected: dict[str, Tensor], what: str) -> None:
-    """Equal names and bits."""
-    assert found.keys() == expected.keys(), f"{what}: {found.keys() ^ expected.keys()}"
-    for name, value in expected.items():
-        a, b = (t.contiguous().view(-1).view(torch.uint8) for t in (found[name], value))
-        assert a.shape == b.shape, f"{what}: {name} has {a.numel()} bytes, not {b.numel()}"
-        assert torch.equal(a, b), f"{what}: {int((a != b).sum())} bytes of {name} differ"
 
 
 def free_bytes() -> int:
@@ -209,7 +198,7 @@ def same_training(lanes: str, policy: str, dtype: str, *, keep_addresses: bool =
         train(net, optimizer, range(STEPS), switch)
         results.append(snapshot(net, optimizer))
         close(phases, optimizer)
-    check_same(results[1], results[0], f"{lanes}, {policy}, {dtype}")
+    assert_same(results[1], results[0], f"{lanes}, {policy}, {dtype}")
 
 
 def trained(lanes: str, width: int = WIDTH, **options: Any) -> tuple[Net, Optimizer, Any]:
@@ -245,7 +234,7 @@ def frees_its_payload(lanes: str, width: int, *, keep_addresses: bool) -> list[f
         if lanes == "plain" and not keep_addresses:
             assert {storage.nbytes() for storage in moved} == {0}
         phases.reload()
-        check_same(snapshot(net, optimizer), before, f"cycle of {lanes}")
+        assert_same(snapshot(net, optimizer), before, f"cycle of {lanes}")
     close(phases, optimizer)
     return shares
 
@@ -282,11 +271,11 @@ def use_while_away(lanes: str) -> None:
     with without_device_memory():
         for name, value in net.state_dict().items():
             if (key := f"{name}/weight") in before:
-                check_same({key: local(value).cpu()}, {key: before[key]}, "state_dict")
+                assert_same({key: local(value).cpu()}, {key: before[key]}, "state_dict")
     phases.reload()
     phases.reload()
-    check_same(snapshot(net, optimizer), before, f"after errors, {lanes}")
-    train(net, optimizer, range(1), lambda where: None)
+    assert_same(snapshot(net, optimizer), before, f"after errors, {lanes}")
+    train(net, optimizer, range(1))
     close(phases, optimizer)
 
 
@@ -298,10 +287,10 @@ def saves_while_away(lanes: str, folder: str) -> None:
     future = checkpoint.async_save(f"{folder}/{lanes}-under-way", net, optimizer)
     with phases.away():
         pass
-    train(net, optimizer, range(1), lambda where: None)
+    train(net, optimizer, range(1))
     future.result()
     checkpoint.load(f"{folder}/{lanes}-under-way", net, optimizer)
-    check_same(snapshot(net, optimizer), before, f"saved under way, {lanes}")
+    assert_same(snapshot(net, optimizer), before, f"saved under way, {lanes}")
     phases.offload()
     with without_device_memory():
         optimizer.state_dict()
@@ -309,9 +298,9 @@ def saves_while_away(lanes: str, folder: str) -> None:
     with pytest.raises(AwayError, match=r"checkpoint\.load"):
         checkpoint.load(f"{folder}/{lanes}", net, optimizer)
     phases.reload()
-    train(net, optimizer, range(1), lambda where: None)
+    train(net, optimizer, range(1))
     checkpoint.load(f"{folder}/{lanes}", net, optimizer)
-    check_same(snapshot(net, optimizer), before, f"saved while away, {lanes}")
+    assert_same(snapshot(net, optimizer), before, f"saved while away, {lanes}")
     close(phases, optimizer)
 
 
@@ -342,11 +331,11 @@ def no_room_to_come_back(width: int, *, keep_addresses: bool) -> None:
         assert phases.is_away
     weights = net.state_dict()
     name = "layers.0.weight"
-    check_same({name: local(weights[name]).cpu()}, {name: before[f"{name}/weight"]}, "away")
+    assert_same({name: local(weights[name]).cpu()}, {name: before[f"{name}/weight"]}, "away")
     del taken
     torch.cuda.empty_cache()
     phases.reload()
-    check_same(snapshot(net, optimizer), before, "after the second try")
+    assert_same(snapshot(net, optimizer), before, "after the second try")
     close(phases, optimizer)
 
 
@@ -408,10 +397,10 @@ def swapped(width: int, *, keep_addresses: bool) -> None:
     for _ in range(4):
         swap(out=one, in_=other)
         assert (one.is_away, other.is_away) == (True, False)
-        check_same(snapshot(*jobs[1][:2]), before[1], "the second")
+        assert_same(snapshot(*jobs[1][:2]), before[1], "the second")
         swap(out=other, in_=one)
         assert (one.is_away, other.is_away) == (False, True)
-        check_same(snapshot(*jobs[0][:2]), before[0], "the first")
+        assert_same(snapshot(*jobs[0][:2]), before[0], "the first")
         free.append(free_after_all())
     assert min(free[1:]) >= free[1] - (2 << 20), free
     close(one, other)
@@ -434,10 +423,10 @@ def loads(width: int, *, keep_addresses: bool) -> None:
     before, free = snapshot(net, optimizer), []
     for _ in range(4):
         optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-        check_same(snapshot(net, optimizer), before, "loaded")
+        assert_same(snapshot(net, optimizer), before, "loaded")
         with phases.away():
             pass
-        check_same(snapshot(net, optimizer), before, "back")
+        assert_same(snapshot(net, optimizer), before, "back")
         free.append(free_after_all())
     assert max(free) - min(free) < (32 << 20), free  # segments that others share
     close(phases, optimizer)

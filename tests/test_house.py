@@ -5,15 +5,10 @@ from __future__ import annotations
 from tests import house
 
 
-def test_there_are_no_cycles_even_with_imports_inside_of_functions() -> None:
-    assert house.cycles(house.imports(deferred=True)) == []
-
-
 def test_measures_stay_below_what_they_are() -> None:
-    assert house.lines() <= 24_900
+    assert house.lines() <= 24_584
     assert len(house.files_in_root()) <= 3
-    assert house.floors() <= 9
-    assert house.classes() <= 226
+    assert house.classes() <= 223
     assert house.long_functions() == []
     assert sum(house.banned_words().values()) <= 2
     assert len(house.private_torch_files()) <= 3

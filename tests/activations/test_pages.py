@@ -1,22 +1,15 @@
-"""Claims, moves and releases against lists of Python; the kernels too, in Triton's interpreter.
-
-``TRITON_INTERPRET=1 python -m pytest tests/activations/test_pages.py`` runs them.
-"""
+"""Claims, moves and releases against lists of Python; gpu/test_stash.py compares the kernels."""
 
 from __future__ import annotations
 
-import importlib
-import os
 import random
-import subprocess
-import sys
-from types import ModuleType
 
 import pytest
 import torch
 from torch import Tensor
 
 from fsdp_offload import TransferConfig
+from fsdp_offload.activations import pages_plain
 from fsdp_offload.activations.pages import (
     CLAIMED,
     INVALID,
@@ -33,14 +26,8 @@ from tests.activations.moe import CPU
 
 PAGE = 128
 CAPACITY = 64
-IN_INTERPRETER = os.environ.get("TRITON_INTERPRET") == "1"
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-def kernels() -> ModuleType:
-    name = "kernels_pages" if IN_INTERPRETER else "pages_plain"
-    return importlib.import_module(f"fsdp_offload.activations.{name}")
 
 
 def make_pool(near: int, far: int = 0) -> PagePool:
@@ -48,7 +35,7 @@ def make_pool(near: int, far: int = 0) -> PagePool:
     if far:
         arena = HostArena(far * PAGE, device=CPU, can_pin=False, transfer=TransferConfig())
     memory = torch.zeros(near * PAGE // 8, dtype=torch.int64)
-    return PagePool(CpuBackend(CPU), PAGE, memory, arena, kernels())
+    return PagePool(CpuBackend(CPU), PAGE, memory, arena, pages_plain)
 
 
 def table_of(pool: PagePool) -> PageTable:
@@ -92,7 +79,7 @@ def test_any_order_of_claims_and_releases(seed: int) -> None:
     near, far = 40, (0, 25)[seed % 2]
     pool, expected = make_pool(near, far), Expected(near, far)
     live: list[tuple[PageTable, list[int]]] = []
-    for _ in range(12 if IN_INTERPRETER else 60):
+    for _ in range(60):
         if live and choose.random() < 0.45:
             table, pages = live.pop(choose.randrange(len(live)))
             pool.release(table)
@@ -196,52 +183,3 @@ def test_a_table_of_a_capture_is_used_once() -> None:
     pool.give_table(table)
     assert not pool._tables_to_capture
     assert pool.take_table(4, to_capture=False) is not table
-
-
-@pytest.mark.long
-def test_the_kernels_in_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    if tuple(map(int, importlib.import_module("numpy").__version__.split(".")[:2])) >= (2, 4):
-        pytest.skip("Triton 3.6's interpreter needs an older numpy")
-    command = [sys.executable, "-m", "pytest", "-q", __file__, "-Wignore::DeprecationWarning"]
-    done = subprocess.run(
-        command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout
-
-
-@pytest.mark.long
-@pytest.mark.skipif(IN_INTERPRETER, reason="nothing is compiled there")
-def test_the_kernels_compile_for_a_gpu_and_read_16_bytes_at_once() -> None:
-    triton = pytest.importorskip("triton")
-    from triton.backends.compiler import GPUTarget
-
-    from fsdp_offload.activations import kernels_pages
-
-    for kernel, constants in (
-        (kernels_pages._claim, {"FAR_FIRST": False, "PAGE": 1 << 18, "BLOCK": 1024}),
-        (kernels_pages._release, {"BLOCK": 1024}),
-        (kernels_pages._move, {"OUT": True, "WORDS": 1 << 15, "TILE": 2048}),
-    ):
-        names = kernel.arg_names
-        pointers = {"free", "pages"}
-        signature = {
-            name: "constexpr"
-            if name in constants
-            else "*i32"
-            if name in pointers
-            else "i32"
-            if name.startswith(("r", "n_", "cap")) and name != "record"
-            else "*i64"
-            for name in names
-        }
-        divisible = {
-            (i,): [["tt.divisibility", 16]]
-            for i, name in enumerate(names)
-            if signature[name].startswith("*") or name.startswith("r")
-        }
-        source = triton.compiler.ASTSource(kernel, signature, constants, divisible)
-        made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8})
-        if kernel is kernels_pages._move:
-            assert "ld.global.v2.b64" in made.asm["ptx"]
-            assert "st.global.v2.b64" in made.asm["ptx"]

@@ -346,3 +346,6 @@ def test_copies_and_forked_processes_are_refused() -> None:
         pytest.raises(ClosedError, match="parent"),
     ):
         stash.group()
+    stash.close()
+    with pytest.raises(ClosedError, match="it is closed"):
+        stash.group()

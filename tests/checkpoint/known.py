@@ -7,7 +7,7 @@ compared by bits without a second run.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fsdp_offload import HybridDeviceOptimizer, TransferConfig
+from tests.helpers.compare import same
 
 Job = tuple[nn.Module, HybridDeviceOptimizer]
 
@@ -76,13 +77,6 @@ def set_to(made: Job, step: int) -> None:
     made[1].param_groups[0]["lr"] = step / 8
 
 
-def same(found: Tensor, expected: Tensor) -> bool:
-    """By value, of this rank's shard; no value is a NaN."""
-    if isinstance(found, DTensor) and isinstance(expected, DTensor):
-        found, expected = found.to_local(), expected.to_local()
-    return torch.equal(found, expected)
-
-
 def check_is(made: Job, step: int) -> None:
     """Raise if anything is not as :func:`set_to` left it."""
     for name, value in tensors(made):
@@ -90,26 +84,3 @@ def check_is(made: Job, step: int) -> None:
             raise AssertionError(f"{name} is not that of step {step}")
     if (lr := made[1].param_groups[0]["lr"]) != step / 8:
         raise AssertionError(f"lr {lr} is not that of step {step}")
-
-
-def differences(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[str]:
-    """What differs in names, dtypes, shapes or bits."""
-    wrong = [f"only one has {name}" for name in sorted(found.keys() ^ expected.keys())]
-    for name in sorted(found.keys() & expected.keys()):
-        a, b = found[name], expected[name].detach()
-        if (a.dtype, a.shape) != (b.dtype, b.shape):
-            wrong.append(f"{name}: {a.dtype} {a.shape}, expected {b.dtype} {b.shape}")
-        elif not torch.equal(raw(a), raw(b)):
-            wrong.append(f"{name}: {int((raw(a) != raw(b)).sum())} of {a.nbytes} bytes differ")
-    return wrong
-
-
-def raw(tensor: Tensor) -> Tensor:
-    """Its bytes."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-
-
-def assert_same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    """Raise if :func:`differences` finds any."""
-    if wrong := differences(found, expected):
-        raise AssertionError(f"{wrong}")

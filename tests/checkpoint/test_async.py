@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import warnings
 from collections.abc import Iterator
@@ -19,7 +18,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from fsdp_offload import checkpoint
-from fsdp_offload.checkpoint import Stager, Writer, writer
+from fsdp_offload.checkpoint import Stager, Writer
 from fsdp_offload.core.errors import CheckpointError, ConfigError, OffloadError
 from tests.checkpoint import jobs
 from tests.checkpoint.jobs import OURS_BF16, Ranks, Variant
@@ -100,40 +99,6 @@ def save_twice(root: Path) -> None:
 
 def test_saves_wait_for_each_other(ranks: Ranks, tmp_path: Path) -> None:
     ranks(2).run(save_twice, tmp_path)
-
-
-def fail_in_the_thread(root: Path) -> tuple[str, list[str], bool]:
-    """One rank's file system fails after the call has returned."""
-    job = jobs.trained(Variant())
-    checkpoint.save(root / "before", *job.pair)
-    before = jobs.whole(job)
-    with gate():
-        future = checkpoint.async_save(root / "broken", *job.pair)
-        if dist.get_rank() == 1:
-            real, failing = os.fsync, OSError(28, "No space left on device")
-            patch = mock.patch.object(writer.os, "fsync", side_effect=failing)
-            patch.start()
-    try:
-        future.result(60)
-        told = ""
-    except OffloadError as error:
-        told = f"{type(error).__name__}: {error}"
-    if dist.get_rank() == 1:
-        patch.stop()
-        assert os.fsync is real
-    dist.barrier()
-    left = sorted(path.name for path in root.iterdir())
-    check_same_dicts(jobs.whole(job), before, "whole job")
-    checkpoint.async_save(root / "after", *job.pair).result(60)  # nothing is stuck
-    return told, left, (root / "after").is_dir()
-
-
-def test_an_error_of_one_rank_reaches_the_future_of_all(ranks: Ranks, tmp_path: Path) -> None:
-    for told, left, went_on in ranks(2).run(fail_in_the_thread, tmp_path):
-        assert told.startswith(CheckpointError.__name__)
-        assert "No space left" in told
-        assert left == ["before"]
-        assert went_on
 
 
 def fail_while_copying(root: Path) -> str:

@@ -35,16 +35,15 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from fsdp_offload import (
-    CheckpointCorruptError,
     CheckpointError,
     LaneError,
-    OffloadError,
     checkpoint,
 )
 from fsdp_offload.checkpoint import writer
 from fsdp_offload.checkpoint.files import read_table
 from tests.checkpoint.jobs import FLAT, Ranks
-from tests.checkpoint.known import Job, Model, assert_same, check_is, job, known, set_to
+from tests.checkpoint.known import Job, Model, check_is, job, known, set_to
+from tests.helpers.compare import assert_same
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -246,9 +245,14 @@ def load_broken(made: Job, path: Path, names: set[str], *, told_before: bool) ->
         check_is(made, BEFORE)
         return "refused"
     assert not told_before, f"written before it was noticed: {error}"
-    for call in (made[1].step, made[1].state_dict):
+    for call in (
+        made[1].step,
+        made[1].state_dict,
+        lambda: checkpoint.save(path.parent / "of-failed", *made),
+    ):
         with pytest.raises(LaneError):
             call()
+    assert not (path.parent / "of-failed").exists()
     return "failed"
 
 
@@ -310,27 +314,6 @@ def test_without_its_manifest_a_checkpoint_is_loaded_and_compared(
     names = bits_of_elements(tmp_path / "bad", saved / "other", random.Random(0))
     assert load_broken(loading, tmp_path / "bad", names, told_before=False) != "loaded"
     load_good(loading, saved / "good")
-
-
-def test_a_failed_optimizer_stays_failed_until_a_load_succeeds(saved: Path, tmp_path: Path) -> None:
-    made = job()
-    shutil.copytree(saved / "good", tmp_path / "bad")
-    file = tmp_path / "bad" / "__0_0.distcp"
-    (item,) = (i for i in items_of(file) if i.key == "optim.state.large.exp_avg_sq")
-    change(file, item.data_offset + 5, random.Random(0))
-    for _ in range(2):
-        with pytest.raises(CheckpointCorruptError, match=r"__0_0\.distcp"):
-            checkpoint.load(tmp_path / "bad", *made)
-        assert is_failed(made)
-    with pytest.raises(CheckpointError, match="absent"):
-        checkpoint.load(tmp_path / "absent", *made)
-    assert is_failed(made)
-    with pytest.raises(LaneError):
-        checkpoint.save(tmp_path / "new", *made)
-    assert not (tmp_path / "new").exists()
-    load_good(made, saved / "good")
-    checkpoint.save(tmp_path / "new", *made, extra={"step": SAVED})
-    load_good(made, tmp_path / "new")
 
 
 def load_all(saved: Path, cases: list[tuple[Path, set[str], bool]]) -> list[str]:
@@ -406,9 +389,7 @@ def test_changed_foreign_metadata_is_typed(
     at = rng.randrange(len(data) - 40)
     data[at : at + 40] = rng.randbytes(40)
     file.write_bytes(data)
-    set_to(loading, BEFORE)
-    with contextlib.suppress(OffloadError):  # and nothing else
-        checkpoint.load(foreign, *loading)
+    assert load_broken(loading, foreign, {"foreign"}, told_before=False) != "loaded"
     load_good(loading, saved / "good")
 
 
@@ -525,12 +506,6 @@ def test_a_limit_on_file_sizes_is_told(earlier: Path, loading: Job) -> None:
     check_nothing_left(earlier, loading)
 
 
-def test_an_overwrite_that_fails_leaves_what_was_there(earlier: Path, loading: Job) -> None:
-    with refusing("fsync", 1, errno.ENOSPC), pytest.raises(CheckpointError):
-        save_any(earlier / "earlier", loading, asynchronous=False, overwrite=True)
-    check_nothing_left(earlier, loading)
-
-
 def refuse_on_one_rank(root: Path, asynchronous: bool) -> list[str]:
     """Rank 1 alone cannot write, flush or create; then the lead alone."""
     made, messages = job(), []
@@ -554,7 +529,7 @@ def refuse_on_one_rank(root: Path, asynchronous: bool) -> list[str]:
     return messages
 
 
-@pytest.mark.parametrize("asynchronous", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.parametrize("asynchronous", [False, True])
 def test_an_error_of_one_rank_is_raised_on_all(
     ranks: Ranks, tmp_path: Path, asynchronous: bool
 ) -> None:

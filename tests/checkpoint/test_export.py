@@ -41,10 +41,10 @@ from fsdp_offload.checkpoint.export import CODES, INDEX
 from fsdp_offload.update import codec
 from tests.checkpoint import jobs, make_golden
 from tests.checkpoint.jobs import FLAT, NESTED, Ranks
-from tests.checkpoint.known import assert_same
 from tests.fsdp import models
 from tests.fsdp.models import check
 from tests.fsdp.test_meshes import parallel, parallel_loss
+from tests.helpers.compare import assert_same
 
 Tensors = dict[str, Tensor]
 

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 from fsdp_offload import CheckpointCorruptError, CheckpointError, ConfigError
 from fsdp_offload.checkpoint import Reader, Writer, files, latest, reader, writer
 from fsdp_offload.checkpoint.files import Checksums, encode_table, envelope, read_table
+from tests.helpers.compare import assert_same
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -82,16 +83,6 @@ def read(folder: Path, targets: dict[str, Any], **options: Any) -> dict[str, Any
     except CheckpointException as error:
         raise error.failures[0][0] from error
     return targets
-
-
-def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        if isinstance(value, Tensor):
-            assert found[name].dtype == value.dtype, name
-            assert torch.equal(found[name], value), name
-        else:
-            assert found[name] == value, name
 
 
 def place_of(folder: Path, name: str) -> tuple[Any, int]:

@@ -20,9 +20,8 @@ from torch import Tensor
 from fsdp_offload import checkpoint
 from fsdp_offload.checkpoint import folder
 from tests.checkpoint.jobs import Ranks
-from tests.checkpoint.known import assert_same
 from tests.checkpoint.make_golden import EXTRA, GOLDEN, LR, MAKERS, Job, dump, job, make
-from tests.fsdp.test_state_dict import attempt
+from tests.helpers.compare import assert_same, bits
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -41,10 +40,6 @@ def golden(name: str) -> Path:
 
 def expected_of(name: str) -> dict[str, Tensor]:
     return load_file(GOLDEN / name / "expected.safetensors")
-
-
-def bits(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 def spoil(made: Job) -> None:
@@ -106,7 +101,7 @@ def compare_all() -> None:
 
 
 def test_golden_checkpoints_are_loaded_on_two_ranks(ranks: Ranks) -> None:
-    attempt(ranks, compare_all)
+    ranks(2).run(compare_all)
 
 
 def test_all_forms_are_there() -> None:

@@ -17,7 +17,6 @@ from tests.checkpoint import jobs
 from tests.checkpoint.jobs import FLAT, NESTED, OURS, OURS_BF16, PLAIN, Job, Ranks, Variant
 from tests.fsdp import models
 from tests.fsdp.models import check, check_same, check_same_dicts
-from tests.fsdp.test_state_dict import attempt
 
 
 def check_arrived(found: Job, expected: Job, *, options: bool = True) -> None:
@@ -213,4 +212,4 @@ def test_a_plain_job_has_state_of_the_parameters_that_were_saved(
     ranks: Ranks, tmp_path: Path, less: bool
 ) -> None:
     """Parameters that never had a gradient, here or there."""
-    attempt(ranks, load_into_plain, tmp_path / "one", less)
+    ranks(2).run(load_into_plain, tmp_path / "one", less)

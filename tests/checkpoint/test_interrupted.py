@@ -18,8 +18,8 @@ from fsdp_offload import checkpoint
 from fsdp_offload.checkpoint import files, folder, state
 from fsdp_offload.checkpoint import planner as planner_module
 from fsdp_offload.core.errors import LaneError
-from tests.checkpoint.known import assert_same
 from tests.checkpoint.test_saving import Pair, layers, pair_of, step, values_of
+from tests.helpers.compare import assert_same
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

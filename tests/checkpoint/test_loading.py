@@ -19,9 +19,9 @@ from torch.optim import Optimizer
 from fsdp_offload import checkpoint
 from fsdp_offload.checkpoint import Reader
 from fsdp_offload.core.errors import CheckpointError, OffloadError, StateDictError
-from tests.checkpoint.known import assert_same
 from tests.checkpoint.test_saving import Pair, layers, pair_of, step, values_of
 from tests.fsdp import models
+from tests.helpers.compare import assert_same
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -22,7 +22,7 @@ from tests.checkpoint.jobs import (
     Source,
     Variant,
 )
-from tests.checkpoint.known import assert_same
+from tests.helpers.compare import assert_same
 
 HOST_BF16, STREAMED_BF16 = Variant(lanes=("host",), dtype=BF16), Variant(lanes=1.0, dtype=BF16)
 OURS_HSDP = Variant(mesh="hsdp")
@@ -86,14 +86,6 @@ def saved_all(root: Path, ranks: Ranks) -> Saved:
     return ranks(4).run(jobs.save_all, root / "all", sources, timeout_s=600)[0]
 
 
-def check_same(found: Any, expected: Any, name: str) -> None:
-    """Of the same bits."""
-    if isinstance(expected, Tensor):
-        assert_same({name: found}, {name: expected})
-    else:
-        assert found == expected, name
-
-
 def check_loaded(found: dict[str, Any], expected: dict[str, Any], target: Variant) -> None:
     """All that was saved is there, bit for bit; moments in the precision of the target."""
     for name, value in expected.items():
@@ -101,10 +93,10 @@ def check_loaded(found: dict[str, Any], expected: dict[str, Any], target: Varian
             continue
         moment = isinstance(value, Tensor) and name.startswith("exp_avg")
         wanted = value.to(found[name].dtype) if moment else value
-        check_same(found[name], wanted, name)
+        assert_same(found[name], wanted, name)
     for name in found.keys() - expected.keys():  # masters that nobody has saved
         weight = expected[name.replace("master ", "weight ")]
-        check_same(found[name], weight.float(), name)
+        assert_same(found[name], weight.float(), name)
 
 
 # Gradients of another world size are sums in another order. Greatest distances seen in the product
@@ -120,7 +112,7 @@ def check_goes_on(found: Course, expected: Course, dtype: torch.dtype, *, exactl
         mine, theirs = found.at_end[name], expected.at_end[name]
         kind, _, _ = name.partition(" ")
         if exactly or kind not in LIMITS:
-            check_same(mine, theirs, name)
+            assert_same(mine, theirs, name)
             continue
         ulp = torch.finfo(dtype).eps * theirs.float().abs().max().item()
         distance = (mine.float() - theirs.float()).abs().max().item()

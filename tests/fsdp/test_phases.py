@@ -1,4 +1,4 @@
-"""Phases of FSDP2 jobs: the same bits, checkpoints while away, what FSDP2 does by itself."""
+"""Phases of FSDP2 jobs: what FSDP2 does by itself, checkpoints while away."""
 
 from __future__ import annotations
 
@@ -54,63 +54,6 @@ def away(model: nn.Module) -> bool:
 def refused(use: Callable[[], object]) -> None:
     with pytest.raises(AwayError):
         use()
-
-
-# --------------------------------------------------------------------------- the same bits
-
-
-def switch_after_every_step(
-    size: int, kind: str, params: str, grads: str, state: str, options: dict[str, Any]
-) -> None:
-    mine, twin = job(size, kind, **options), job(size, kind, **options)
-    phases = PhaseOffloader(*mine, params=params, grads=grads, state=state)
-    for step in range(1, 5):
-        for model, optimizer in (mine, twin):
-            models.backward(model, step)
-            if model is mine[0] and grads != "drop":
-                phases.offload(wait=False)
-                phases.reload(wait=False)
-            optimizer.step()
-            if model is mine[0]:
-                with phases.away():
-                    check(params == "keep" or away(model), "memory is left")
-                if isinstance(optimizer, HybridDeviceOptimizer):
-                    optimizer.offload(wait=step % 2 == 0)
-                    optimizer.reload(wait=step % 2 == 0)
-            optimizer.zero_grad()
-    check_twins(mine[1], twin[1], f"{kind} {params} {grads} {state}")
-    phases.close()
-
-
-UNSHARDED = {"reshard_after_forward": False}
-BF16 = {"dtype": torch.bfloat16}
-CASES: list[tuple[int, str, str, str, str, dict[str, Any]]] = [
-    (2, "plain", "save", "save", "save", {}),
-    (2, "step", "keep", "save", "keep", UNSHARDED),
-    (2, "forward", "save", "save", "save", BF16),
-    (2, "backward", "save", "drop", "save", {}),
-    (3, "fused", "save", "drop", "save", BF16),
-]
-MORE = [
-    (2, kind, params, grads, state, options)
-    for params in ("save", "keep")
-    for grads in ("drop", "save", "keep")
-    for state in ("save", "keep")
-    for kind, options in (("plain", UNSHARDED), ("fused", BF16), ("forward", BF16), ("step", {}))
-]
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_training_with_phases_has_the_same_bits(ranks: Ranks, size: int) -> None:
-    for case in CASES:
-        if case[0] == size:
-            ranks(size).run(switch_after_every_step, *case)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("case", MORE, ids=lambda case: "-".join(map(str, case[:5])))
-def test_all_policies_have_the_same_bits(ranks: Ranks, case: Any) -> None:
-    ranks(case[0]).run(switch_after_every_step, *case)
 
 
 # --------------------------------------------------------------------------- FSDP2 by itself

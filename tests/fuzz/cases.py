@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import random
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
@@ -11,11 +10,9 @@ from typing import Any, Final
 import torch
 from torch.optim import Optimizer
 
-from fsdp_offload import HybridDeviceOptimizer
 from tests.helpers import own_optimizers as own
 from tests.helpers.optimizer_table import (
     ELEMENTWISE,
-    EXTRA,
     FOREACH,
     FUSED,
     IMPLEMENTATIONS,
@@ -34,7 +31,6 @@ ELEMENTWISE_OWN: Final = (own.Lion, own.NumberState, own.GroupCounter)
 WHOLE_OWN: Final = (
     own.Lamb, own.Factored, own.Clipping, own.Langevin, own.Stateless, own.EagerMomentum,
 )  # fmt: skip
-HAS_ELEMENTWISE: Final = "elementwise" in inspect.signature(HybridDeviceOptimizer).parameters
 
 FLAGS: Final[dict[str, dict[str, list[Any]]]] = {
     "Adadelta": {"rho": [0.8], "eps": [1e-3]},
@@ -168,9 +164,7 @@ def draw_case(seed: int, ranks: int = 1) -> Case:
         shapes = [s if s else (3,) for s in shapes]  # FSDP2 refuses 0-dim parameters
     elif rng.random() < 0.1 and name not in ("Adafactor", "Muon", "Lamb"):
         shapes[rng.randrange(count)] = (0, 5)
-    elementwise = name in ELEMENTWISE or (
-        cls in ELEMENTWISE_OWN and HAS_ELEMENTWISE and rng.random() < 0.5
-    )
+    elementwise = name in ELEMENTWISE or (cls in ELEMENTWISE_OWN and rng.random() < 0.5)
     half_allowed = not is_own or elementwise
     dtypes = _draw_dtypes(rng, count, name, half_allowed, alike=ranks > 1)
     mastered = rng.random() < 0.85 and name != "Adafactor"
@@ -235,7 +229,7 @@ def _draw_class(rng: random.Random, ranks: int) -> tuple[type[Optimizer], dict[s
     possible += ["for-loop", "foreach"] if name in FOREACH else []
     possible += ["fused"] if name in FUSED else []
     implementation = rng.choice(possible)
-    kwargs = dict(rng.choice([*SETTINGS[name], *EXTRA.get(name, ())]))
+    kwargs = dict(rng.choice(SETTINGS[name]))
     kwargs.pop("capturable", None)
     extra = {**FLAGS[name], **({} if name in ("Rprop", "Muon", "Adafactor") else COMMON)}
     for flag, values in extra.items():

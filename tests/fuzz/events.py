@@ -23,8 +23,8 @@ from torch.optim import lr_scheduler
 
 from fsdp_offload import checkpoint
 from fsdp_offload.core.storage import can_swap
+from tests.helpers.compare import rounded
 from tests.helpers.optimizer_table import ELEMENTWISE
-from tests.helpers.side_by_side import rounded
 
 from .cases import COMMON, FLAGS, HALF, Case, Event, draw_case
 from .net import like, local

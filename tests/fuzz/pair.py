@@ -18,7 +18,8 @@ from torch.optim import Optimizer
 from fsdp_offload import HybridDeviceOptimizer, PhaseOffloader, TransferConfig
 from fsdp_offload.core.errors import AwayError, OffloadError, SpentGradientError
 from fsdp_offload.plan import residency
-from tests.helpers.side_by_side import MASTERS, rounded
+from tests.helpers.compare import rounded
+from tests.helpers.side_by_side import MASTERS
 
 from .cases import Case
 from .net import like, local, make_net

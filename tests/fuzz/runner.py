@@ -195,8 +195,7 @@ def ready() -> ExitStack:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     stack.callback(torch.set_num_threads, threads)
-    if hasattr(engine, "HOST_BUCKET_FACTOR"):
-        stack.enter_context(mock.patch.object(engine, "HOST_BUCKET_FACTOR", 1))
+    stack.enter_context(mock.patch.object(engine, "HOST_BUCKET_FACTOR", 1))
     log = logging.getLogger("fsdp_offload")
     stack.callback(log.setLevel, log.level)
     log.setLevel(logging.ERROR)

@@ -11,11 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from fsdp_offload import ActivationOffload, DeviceError
 from fsdp_offload.activations import offload
-from tests.activations import moe
+from tests.activations import moe, test_offload
 
 CUDA = torch.device("cuda", 0)
 DIM, SEQ, BATCH, LAYERS, MIB = 512, 512, 8, 6, 1 << 20
@@ -36,26 +35,16 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(F.rms_norm(x, (DIM,)))))
 
 
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
-        self.checkpointed = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
-        return x
-
-
 @pytest.fixture(autouse=True)
 def _smaller_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offload, "BATCH_BYTES", 16 * MIB)
 
 
-def model(dtype: torch.dtype = torch.bfloat16) -> Model:
+def model(dtype: torch.dtype = torch.bfloat16) -> test_offload.Model:
     torch.manual_seed(0)
-    return Model().to(CUDA, dtype)
+    net = test_offload.Model(layers=0)
+    net.blocks.extend(Block() for _ in range(LAYERS))
+    return net.to(CUDA, dtype)
 
 
 def batch(seed: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:

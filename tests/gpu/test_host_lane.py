@@ -7,6 +7,7 @@ gradients to the host, steps torch's fused AdamW there and copies weights back, 
 from __future__ import annotations
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from fsdp_offload import HybridDeviceOptimizer, TransferConfig
 from fsdp_offload.core.backend import AcceleratorBackend
 from fsdp_offload.pipeline import host
 from tests.gpu import test_overlap
-from tests.helpers.side_by_side import bits
+from tests.helpers.compare import bits
 
 mesh = test_overlap.mesh
 STEPS, SLEEP = 6, test_overlap.SLEEP
@@ -50,14 +51,14 @@ class CpuTwin:
 
 
 def hold_up(optimizer: Any, late: str) -> None:
-    if late == "compute":
-        torch.cuda._sleep(SLEEP)
-    elif late in ("h2d", "update", "d2h"):
+    """A :class:`CpuTwin` has no streams to hold up; an unknown ``late`` raises."""
+    if late.startswith("host_") and isinstance(optimizer, HybridDeviceOptimizer):
+        lane = optimizer._reserved.engines[0].host
+        assert lane is not None
+        streams = {"host_out": lane._out, "host_back": lane._back}
+        streams[late].launch(torch.cuda._sleep, SLEEP)
+    elif late != "threads":  # these sleep themselves: see ``lateness``
         test_overlap.hold_up(optimizer, late)
-    elif late.startswith("host_") and isinstance(optimizer, HybridDeviceOptimizer):
-        getattr(optimizer._reserved.engines[0].host, late.removeprefix("host")).launch(
-            torch.cuda._sleep, SLEEP
-        )
 
 
 def train(model: Any, optimizer: Any, late: str, *, clip: bool) -> Tensor:
@@ -157,7 +158,10 @@ def test_every_mode_has_the_bits_of_step(
         assert all(torch.equal(bits(a), bits(b)) for a, b in zip(outcomes[0], other, strict=True))
 
 
-def test_threads_select_the_device(mesh: Any) -> None:
-    backend = AcceleratorBackend(torch.device("cuda", 0))
-    backend.enter_thread()
-    assert torch.cuda.current_device() == 0
+@pytest.mark.gpus(2)
+def test_threads_select_the_device() -> None:
+    """A new thread has device 0."""
+    backend = AcceleratorBackend(torch.device("cuda", 1))
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(backend.enter_thread).result()
+        assert thread.submit(torch.cuda.current_device).result() == 1

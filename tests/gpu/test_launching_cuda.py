@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fsdp_offload import HybridDeviceOptimizer, TransferConfig
 from fsdp_offload.update.kernels import triton_kernels
 from fsdp_offload.update.launching import Kernel
-from tests.helpers.side_by_side import bits
+from tests.helpers.compare import bits
 
 SMALL = TransferConfig(bucket_bytes=64 << 10)
 

@@ -1,4 +1,4 @@
-"""FSDP2 on NCCL: twins, clipping, checkpoints to another number of ranks."""
+"""FSDP2 on NCCL: twins, clipping."""
 
 from __future__ import annotations
 
@@ -7,52 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
-from fsdp_offload import HybridDeviceOptimizer, TransferConfig
-
-SMALL = TransferConfig(bucket_bytes=64 << 10)
-WIDTH = 129  # not a multiple of 4 and uneven over 2 and 4 ranks
-
-
-class Net(nn.Module):
-    """Uneven and empty shards: 129 and 3 rows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(3)])
-        self.narrow = nn.Linear(WIDTH, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return self.narrow(x)
-
-
-def make_net(dtype: torch.dtype = torch.float32, mesh: Any = None) -> Net:
-    torch.manual_seed(0)
-    net = Net().to("cuda", dtype)
-    for layer in (*net.layers, net.narrow):
-        fully_shard(layer, mesh=mesh)
-    fully_shard(net, mesh=mesh)
-    return net
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def train(net: Net, optimizer: torch.optim.Optimizer, steps: range) -> None:
-    for step in steps:
-        torch.manual_seed(1000 * step + dist.get_rank())
-        x = torch.randn(8, WIDTH, device="cuda", dtype=next(net.parameters()).dtype)
-        net(x).float().square().mean().backward()
-        nn.utils.clip_grad_norm_(net.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
+from fsdp_offload import HybridDeviceOptimizer
+from tests.helpers.compare import local
+from tests.phase_jobs import SMALL, inputs, make_net, train
 
 
 def twins(lane: Any, options: dict[str, Any]) -> None:
@@ -86,12 +45,10 @@ def host_twin() -> None:
     mine = HybridDeviceOptimizer(
         torch.optim.AdamW(net.parameters(), lr=0.01), model=net, update_on="host", transfer=SMALL
     )
-    copies = [nn.Parameter(local(p).detach().float().cpu()) for p in net.parameters()]
+    copies = [nn.Parameter(local(p).float().cpu()) for p in net.parameters()]
     plain = torch.optim.AdamW(copies, lr=0.01, fused=True)
     for step in range(4):
-        torch.manual_seed(1000 * step + dist.get_rank())
-        x = torch.randn(8, WIDTH, device="cuda", dtype=torch.bfloat16)
-        net(x).float().square().mean().backward()
+        net(inputs(step, torch.bfloat16)).float().square().mean().backward()
         for copy, parameter in zip(copies, net.parameters(), strict=True):
             copy.grad = local(parameter.grad).float().cpu()
         plain.step()

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from fsdp_offload import HybridDeviceOptimizer, TransferConfig
-from tests.fsdp.models import bits
+from tests.helpers.compare import bits
 
 STEPS = 8
 SLEEP = 20_000_000  # cycles: about 10 ms
@@ -61,12 +61,15 @@ def build(mesh: Any, dtype: torch.dtype) -> Any:
     return fully_shard(model, mesh=mesh)
 
 
-def hold_up(optimizer: Any, late: str) -> None:
-    segment = optimizer._reserved.engines[0] if hasattr(optimizer, "_engines") else None
+def hold_up(optimizer: torch.optim.Optimizer, late: str) -> None:
+    """A plain optimizer has no streams to hold up; an unknown ``late`` raises."""
     if late == "compute":
         torch.cuda._sleep(SLEEP)
-    elif segment is not None and late in ("h2d", "update", "d2h"):
-        getattr(segment.streamed, f"_{late}").launch(torch.cuda._sleep, SLEEP)
+    elif late != "nothing" and isinstance(optimizer, HybridDeviceOptimizer):
+        lane = optimizer._reserved.engines[0].streamed
+        assert lane is not None
+        streams = {"h2d": lane._h2d, "update": lane._update, "d2h": lane._d2h}
+        streams[late].launch(torch.cuda._sleep, SLEEP)
 
 
 def train(model: Any, optimizer: Any, late: str, *, clip: bool) -> list[Tensor]:

@@ -6,13 +6,14 @@ held up, and the pool is asked for small tensors full of NaN meanwhile.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 
 from fsdp_offload import HybridDeviceOptimizer, TransferConfig
+from fsdp_offload.core.backend import Stream
 from tests.gpu.test_overlap import SLEEP, STEPS, build, mesh
 
 __all__ = ["mesh"]  # a fixture
@@ -35,8 +36,13 @@ def be_late(optimizer: HybridDeviceOptimizer) -> None:
 
 
 def train(
-    model: Any, optimizer: Any, clip: Callable[[float], Any] | None, lr: torch.Tensor
+    model: Any,
+    optimizer: Any,
+    clip: Callable[[float], Any] | None,
+    lr: torch.Tensor,
+    late: Sequence[Stream] = (),
 ) -> torch.Tensor:
+    """``late``: streams that are held up before each step."""
     losses = []
     generator = torch.Generator("cuda").manual_seed(1)
     for _ in range(STEPS):
@@ -45,8 +51,8 @@ def train(
         loss.backward()
         if clip is not None:
             clip(0.05)
-        for segment in getattr(optimizer, "_engines", ()):
-            segment.update.launch(torch.cuda._sleep, SLEEP)
+        for stream in late:
+            stream.launch(torch.cuda._sleep, SLEEP)
         optimizer.step()
         ask_for_small_tensors()
         optimizer.zero_grad()
@@ -79,7 +85,10 @@ def test_learning_rates_on_the_device(mesh: Any, overlap: str, lanes: str) -> No
         torch.nn.utils.clip_grad_norm_(plain.parameters(), max_norm)
 
     expected = train(plain, reference, clip_plain if clips else None, rates[0])
-    found = train(mine, optimizer, optimizer.clip_grad_norm_ if clips else None, rates[1])
+    updates = [engine.update for engine in optimizer._reserved.engines]
+    assert updates
+    clip = optimizer.clip_grad_norm_ if clips else None
+    found = train(mine, optimizer, clip, rates[1], late=updates)
     optimizer.synchronize()
     assert torch.equal(found, expected), (found, expected)
     for a, b in zip(mine.parameters(), plain.parameters(), strict=True):

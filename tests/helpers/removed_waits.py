@@ -20,18 +20,10 @@ from fsdp_offload.core.backend import Event, backend_for
 from fsdp_offload.pipeline import engine, host
 from fsdp_offload.pipeline.worker import Calls, Outcome
 from fsdp_offload.testing import ADVERSARIES, SimulatedEvent, SimulatedStream, StreamSimulator
+from tests.helpers.compare import same
 
 CPU = torch.device("cpu")
 HOST = -1  # stands where the index of a stream does, for waits of the host
-
-
-def same(found: list[Tensor], expected: list[Tensor]) -> bool:
-    """Whether all bits agree; NaNs of the same pattern are equal."""
-    as_integers = {2: torch.int16, 4: torch.int32}
-    return all(
-        torch.equal(a.view(as_integers[a.itemsize]), b.view(as_integers[b.itemsize]))
-        for a, b in zip(found, expected, strict=True)
-    )
 
 
 # --------------------------------------------------------------------------- a lazy host thread

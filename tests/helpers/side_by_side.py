@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fsdp_offload import HybridDeviceOptimizer, TransferConfig
-from fsdp_offload.update import codec
+from tests.helpers.compare import assert_same, master_of, rounded
 
 SMALL: Final = TransferConfig(bucket_bytes=4096, host_threads=1)
 """512 elements of two fp32 kinds per bucket: large parameters are cut, small ones share one."""
@@ -33,44 +33,6 @@ MASTERS: Final = ("master_remainder", "master")
 
 Build = Callable[[list[dict[str, Any]]], Any]
 """Makes an optimizer (or :class:`Apart`) from groups of parameters."""
-
-
-def bits(tensor: Tensor) -> Tensor:
-    """The bytes of ``tensor``, so that NaNs and signed zeros compare too."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-
-
-def assert_same(mine: Any, plain: Any, what: str) -> None:
-    """Equal type, dtype, shape and bits."""
-    assert isinstance(mine, Tensor) == isinstance(plain, Tensor), f"{what}: {mine!r}, {plain!r}"
-    if not isinstance(plain, Tensor):
-        assert mine == plain, f"{what}: {mine!r}, plain {plain!r}"
-        return
-    assert (mine.dtype, mine.shape) == (plain.dtype, plain.shape), what
-    if not torch.equal(bits(mine), bits(plain)):
-        differs = int((bits(mine) != bits(plain)).sum())
-        raise AssertionError(f"{what}: {differs} bytes differ of {plain.numel()} elements")
-
-
-def master_of(parameter: Tensor, state: dict[str, Any]) -> Tensor:
-    """The value that the wrapped optimizer stands for: the parameter itself, or its master."""
-    if "master" in state:
-        return state["master"]
-    if "master_remainder" in state:
-        master = torch.empty(parameter.numel())
-        remainder = state["master_remainder"].reshape(-1)
-        codec.decode_plain(parameter.detach().reshape(-1), remainder, master)
-        return master.view(parameter.shape)
-    return parameter.detach()
-
-
-def rounded(master: Tensor, dtype: torch.dtype) -> Tensor:
-    """What the shard of a master must hold: bf16 by the codec, fp16 to nearest even."""
-    if master.dtype == dtype or dtype != torch.bfloat16:
-        return master.detach().to(dtype)
-    value = torch.empty(master.numel(), dtype=dtype)
-    codec.encode_plain(master.detach().reshape(-1), value, torch.empty_like(value))
-    return value.view(master.shape)
 
 
 class Apart:

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
 
 from fsdp_offload import HybridDeviceOptimizer, OffloadError, TransferConfig
 
@@ -51,16 +50,6 @@ def train(model: nn.Module, optimizer: Optimizer, steps: range) -> None:
 def values(model: nn.Module) -> list[Tensor]:
     """Copies of the parameters."""
     return [p.detach().clone() for p in model.parameters()]
-
-
-def assert_same(found: Any, expected: Any) -> None:
-    """Equal bits in nested containers: many remainders are no numbers."""
-    found, expected = (tree_map_only(Tensor, _words, each) for each in (found, expected))
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
-
-
-def _words(tensor: Tensor) -> Tensor:
-    return tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor
 
 
 def wrap(inner: Optimizer, lane: str, **settings: Any) -> HybridDeviceOptimizer:

@@ -127,7 +127,9 @@ def test_the_message_has_all_the_numbers(host: Host) -> None:
 
 
 def test_this_host_has_a_bound() -> None:
-    assert all(0 < free <= total for _, free, total in host_memory())
+    bounds = host_memory()
+    assert bounds
+    assert all(0 < bound.free_bytes <= bound.total_bytes for bound in bounds)
 
 
 def test_local_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

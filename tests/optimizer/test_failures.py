@@ -28,12 +28,12 @@ from fsdp_offload import (
 )
 from fsdp_offload.memory import HostArena
 from fsdp_offload.testing import StreamSimulator
+from tests.helpers.compare import assert_same
 from tests.helpers.ranks import RankPool
 from tests.helpers.training import (
     LANES,
     Model,
     assert_explains,
-    assert_same,
     train,
     values,
     wrap,

@@ -23,7 +23,8 @@ from fsdp_offload.pipeline import engine
 from fsdp_offload.testing import ADVERSARIES, StreamSimulator
 from fsdp_offload.update.codec import decode_plain
 from tests.helpers import training
-from tests.helpers.training import LANES, assert_same, each_lane, fill_gradients, values, wrap
+from tests.helpers.compare import assert_same
+from tests.helpers.training import LANES, each_lane, fill_gradients, values, wrap
 
 pytestmark = pytest.mark.usefixtures("one_thread", "small_host_buckets")
 CPU = torch.device("cpu")

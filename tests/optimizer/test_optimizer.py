@@ -27,10 +27,10 @@ from fsdp_offload.memory import HostArena
 from fsdp_offload.memory.arena import _mappings
 from fsdp_offload.testing import StreamSimulator
 from fsdp_offload.update.shadow import Shadow
+from tests.helpers.compare import assert_same
 from tests.helpers.training import (
     SMALL,
     Model,
-    assert_same,
     each_lane,
     fill_gradients,
     pair,

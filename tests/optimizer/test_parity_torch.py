@@ -10,8 +10,6 @@ is multiplied out in the test marked ``long``.
 from __future__ import annotations
 
 import itertools
-import subprocess
-import sys
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -22,6 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fsdp_offload import HybridDeviceOptimizer, TransferConfig
+from tests.helpers.compare import bits
 from tests.helpers.optimizer_table import (
     ELEMENTWISE,
     FUSED,
@@ -29,7 +28,7 @@ from tests.helpers.optimizer_table import (
     Setting,
     settings,
 )
-from tests.helpers.side_by_side import MATRICES, SHAPES, SMALL, Apart, Build, SideBySide, bits
+from tests.helpers.side_by_side import MATRICES, SHAPES, SMALL, Apart, Build, SideBySide
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -326,44 +325,10 @@ def test_large_parameters_on_several_threads(
 # --------------------------------------------------------------------------- other promises
 
 
-TABLE = """
-import sys, types, unittest
-sys.modules["expecttest"] = types.ModuleType("expecttest")
-sys.modules["expecttest"].TestCase = unittest.TestCase
-from torch.testing._internal.common_optimizers import optim_db
-for info in optim_db:
-    for case in info.optim_inputs_func("cpu"):
-        print(info.optim_cls.__name__, sorted((k, repr(v)) for k, v in case.kwargs.items()))
-"""
-
-
-@pytest.mark.long
-def test_the_table_of_settings_is_torchs_own() -> None:
-    """In a process of its own: torch's module changes global flags when it is imported."""
-    run = subprocess.run([sys.executable, "-c", TABLE], capture_output=True, text=True, check=True)
-    torchs = {
-        line
-        for line in run.stdout.splitlines()
-        if line.split()[0] not in ("LBFGS", "SparseAdam")  # refused
-    }
-    own = {
-        f"{name} {sorted((k, repr(v)) for k, v in kwargs.items())}"
-        for name, cases in SETTINGS.items()
-        for kwargs in cases
-    }
-    assert own == torchs
+def test_every_dense_class_of_torch_is_in_the_table() -> None:
     dense = {c for c in vars(torch.optim).values() if isinstance(c, type) and c is not Optimizer}
     names = {c.__name__ for c in dense if issubclass(c, Optimizer)}
     assert names == set(SETTINGS) | {"LBFGS", "SparseAdam"}
-
-
-def test_two_equal_tensors_with_other_bits_are_told_apart() -> None:
-    """What all comparisons here rest on."""
-    zero = torch.zeros(3)
-    assert torch.equal(zero, -zero)
-    assert not torch.equal(bits(zero), bits(-zero))
-    nan = torch.tensor([torch.nan])
-    assert torch.equal(bits(nan), bits(nan.clone()))
 
 
 def test_the_runs_cut_parameters_and_share_buckets() -> None:

@@ -35,8 +35,8 @@ from fsdp_offload.update.rng_key import RngKey
 from fsdp_offload.update.schema import makes_its_state
 from tests.fsdp import models
 from tests.fsdp.models import Ranks
+from tests.helpers.compare import assert_same, master_of, rounded
 from tests.helpers.fake_fsdp import FakeFsdp
-from tests.helpers.side_by_side import master_of, rounded
 from tests.helpers.training import Model
 
 SHAPES = ((70, 50), (129,), (), (0, 5), (7, 3, 4), (64,))
@@ -173,14 +173,6 @@ def all_bits(model: nn.Module, optimizer: HybridDeviceOptimizer) -> dict[str, Te
             found[f"{record.fqn} {name}"] = tensor.clone()
         found[f"{record.fqn} step"] = record.slices[0].state["step"].clone()
     return found
-
-
-def assert_same(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
-    assert a.keys() == b.keys()
-    for name, value in a.items():
-        other = b[name]
-        assert value.dtype == other.dtype, name
-        assert torch.equal(value.view(-1).view(torch.uint8), other.view(-1).view(torch.uint8)), name
 
 
 def test_memory_is_what_it_says() -> None:

@@ -31,7 +31,8 @@ from fsdp_offload import (
 from fsdp_offload.core import arguments, backend
 from fsdp_offload.core.backend import CpuBackend, use_backend
 from fsdp_offload.memory import HostArena
-from tests.helpers.training import Model, assert_explains, assert_same, train, values, wrap
+from tests.helpers.compare import assert_same
+from tests.helpers.training import Model, assert_explains, train, values, wrap
 
 pytestmark = pytest.mark.usefixtures("one_thread", "small_host_buckets")
 CPU = torch.device("cpu")

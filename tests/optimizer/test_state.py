@@ -16,9 +16,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fsdp_offload import HybridDeviceOptimizer, StateDictError, checkpoint
+from tests.helpers.compare import assert_same, bits
 from tests.helpers.own_optimizers import NumberState
-from tests.helpers.side_by_side import SHAPES, Apart, SideBySide, bits
-from tests.helpers.training import LANES, Model, assert_same, each_lane, train, values, wrap
+from tests.helpers.side_by_side import SHAPES, Apart, SideBySide
+from tests.helpers.training import LANES, Model, each_lane, train, values, wrap
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 WHOLE = [("streamed", FP16), ("host", FP16), ("host", BF16)]

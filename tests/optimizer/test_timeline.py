@@ -16,11 +16,11 @@ from fsdp_offload import HybridDeviceOptimizer
 from fsdp_offload.core.errors import ConfigError
 from fsdp_offload.core.storage import is_profiling
 from fsdp_offload.optimizer.timeline import MARK, STEP, Span, legend, merged, spans_of, svg_of
+from tests.helpers.compare import assert_same
 from tests.helpers.own_optimizers import Lion
 from tests.helpers.training import (
     Model,
     assert_explains,
-    assert_same,
     fill_gradients,
     pair,
     train,

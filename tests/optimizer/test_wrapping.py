@@ -26,6 +26,7 @@ from fsdp_offload import (
 )
 from tests.fsdp import models
 from tests.fsdp.models import Ranks, check
+from tests.helpers.compare import bits
 from tests.helpers.training import assert_explains as explained
 
 SMALL = TransferConfig(bucket_bytes=4096, host_threads=1)
@@ -115,12 +116,12 @@ def shard_after_wrapping(part: bool) -> None:
             p.grad = torch.ones_like(p)
     else:
         model(torch.ones(3, 20)).sum().backward()
-    before = [models.bits(p).clone() for p in model.parameters()]
+    before = [bits(p).clone() for p in model.parameters()]
     with pytest.raises(ConfigError) as caught:
         optimizer.step()
     for word in ("fully_shard", "0.weight", "then build the optimizer"):
         check(word in str(caught.value), str(caught.value))
-    after = [models.bits(p) for p in model.parameters()]
+    after = [bits(p) for p in model.parameters()]
     check(all(map(torch.equal, before, after)), "something was updated")
 
 

@@ -29,7 +29,8 @@ from fsdp_offload.memory.transfer import StorageBlock
 from fsdp_offload.pipeline.engine import Engine
 from fsdp_offload.testing import ADVERSARIES, StreamSimulator
 from tests.away import model_away
-from tests.helpers.side_by_side import MATRICES, SHAPES, SMALL, assert_same, bits, two_groups
+from tests.helpers.compare import assert_same, bits
+from tests.helpers.side_by_side import MATRICES, SHAPES, SMALL, two_groups
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
@@ -60,20 +61,6 @@ def step(parameters: list[nn.Parameter], optimizer: Optimizer, index: int) -> No
         gradient = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
         parameter.grad = gradient if (position + index) % 4 else None
     optimizer.step()
-
-
-def check_same(mine: list[nn.Parameter], theirs: list[nn.Parameter]) -> None:
-    for index, (a, b) in enumerate(zip(mine, theirs, strict=True)):
-        assert_same(a.detach(), b.detach(), f"parameter {index}")
-
-
-def check_same_state(mine: HybridDeviceOptimizer, theirs: HybridDeviceOptimizer) -> None:
-    a, b = mine.state_dict()["state"], theirs.state_dict()["state"]
-    assert a.keys() == b.keys()
-    for index in a:
-        assert a[index].keys() == b[index].keys()
-        for name in a[index]:
-            assert_same(a[index][name], b[index][name], f"{name} of {index}")
 
 
 def device_bytes(optimizer: HybridDeviceOptimizer) -> int:
@@ -123,15 +110,15 @@ def test_bits_are_those_of_a_twin_that_never_moves(case: str, wait: bool) -> Non
             assert statistics.device_state_bytes == statistics.staging_bytes == 0
             assert statistics.away_bytes >= before.device_state_bytes
             if index == 2:
-                check_same_state(away, stays)
+                assert_same(away.state_dict()["state"], stays.state_dict()["state"])
             away.reload(wait=wait)
             away.reload(wait=wait)
             after = away.statistics()
             assert after.device_state_bytes == before.device_state_bytes
             assert after.staging_bytes == before.staging_bytes
             assert (after.away_bytes, after.is_away) == (0, False)
-        check_same(mine, theirs)
-    check_same_state(away, stays)
+        assert_same(mine, theirs)
+    assert_same(away.state_dict()["state"], stays.state_dict()["state"])
 
 
 def muon(groups: Any) -> Muon:
@@ -158,13 +145,13 @@ def test_other_optimizers(make: Any) -> None:
         step(mine, away, index)
         step(theirs, stays, index)
         away.offload()
-        check_same_state(away, stays)
+        assert_same(away.state_dict()["state"], stays.state_dict()["state"])
         for state in away.state.values():
             for value in state.values():
                 assert not isinstance(value, Tensor) or value.untyped_storage().nbytes()
         away.reload()
-        check_same(mine, theirs)
-    check_same_state(away, stays)
+        assert_same(mine, theirs)
+    assert_same(away.state_dict()["state"], stays.state_dict()["state"])
 
 
 def test_state_of_a_tensor_subclass() -> None:
@@ -202,7 +189,7 @@ def test_use_while_away_is_refused_before_anything_is_touched() -> None:
         away.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
     assert len(away.param_groups) == groups
     away.reload()
-    check_same(mine, [nn.Parameter(b) for b in before])
+    assert_same(mine, [nn.Parameter(b) for b in before])
     for parameter in mine:
         parameter.grad = torch.ones_like(parameter)
     with model_away(mine), pytest.raises(AwayError, match="the shard of"):
@@ -257,15 +244,15 @@ def test_a_move_that_fails(
             away.reload() if is_reload else away.offload()
     assert away.is_away is is_reload
     assert (device_bytes(away) == 0) is is_reload
-    check_same_state(away, stays)
+    assert_same(away.state_dict()["state"], stays.state_dict()["state"])
     away.reload()
     for index in range(1, 3):
         step(mine, away, index)
         step(theirs, stays, index)
         away.offload()
         away.reload()
-    check_same(mine, theirs)
-    check_same_state(away, stays)
+    assert_same(mine, theirs)
+    assert_same(away.state_dict()["state"], stays.state_dict()["state"])
 
 
 def test_host_memory_counts_against_the_budget_and_is_given_back() -> None:

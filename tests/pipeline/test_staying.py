@@ -12,8 +12,8 @@ import torch
 
 from fsdp_offload.core.backend import CpuBackend, backend_for, use_backend
 from fsdp_offload.testing import StreamSimulator
+from tests.helpers.compare import same
 from tests.helpers.policies import POLICIES
-from tests.helpers.removed_waits import same
 from tests.pipeline.test_overlap_waits import BF16, CPU, FP32, Job, Scenario
 
 
