@@ -7,7 +7,7 @@ import os
 import threading
 import weakref
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
 from typing import Any, Final, NamedTuple, NoReturn
@@ -216,13 +216,18 @@ class ActivationOffload(Saver):
         marks = [(kind, batch, began.elapsed_time(at)) for kind, batch, at in copies.marks or ()]
         batches, iteration_ms = times_of(marks, copies.sizes, began.elapsed_time(end))
         copies.marks = self._began = None
-        used: Any = ()
         if self._optimizer is not None:
             self._optimizer.synchronize()  # its copies would make the link look slow
+        link = Link(*copies.measured_gbps())
+        if self._optimizer is not None:
             now = self._optimizer.statistics()
             if now.overlap != "step":  # else it moves nothing while activations move
-                used = (now.moved_bytes, now.fetched_bytes, now.overlap)
-        link = Link(*copies.measured_gbps(), *used)
+                link = replace(
+                    link,
+                    optimizer_out_bytes=now.moved_bytes,
+                    optimizer_back_bytes=now.fetched_bytes,
+                    overlap=now.overlap,
+                )
         plan = self._plan = choose_share(
             batches,
             iteration_ms,

@@ -227,7 +227,7 @@ def may_cut(device: torch.device) -> bool:
 
 
 def cuts_segments(device: torch.device) -> bool:
-    """Whether it does so exactly.
+    """Whether the allocator cuts what a request needs, and no more, from such a segment.
 
     Settings can forbid that, or make it useless: expandable segments are one anyway.
     """

@@ -87,7 +87,7 @@ class Reservation:
                 self.config,
                 self.backend,
                 device_bytes=self.config.first_device_bytes - taken,
-                taken_host_bytes=self.host_bytes(),
+                taken_host_bytes=self.host_arena_bytes(),
                 native_state=shown,
             )
             try:
@@ -164,8 +164,8 @@ class Reservation:
         managed = {param.parameter for param in self.params}
         return [p for p, _ in self.inventory.trainable() if p not in managed]
 
-    def host_bytes(self) -> int:
-        """Host memory of all engines."""
+    def host_arena_bytes(self) -> int:
+        """Host memory of all engines, state and staging."""
         return sum(arena.n_bytes for each in self.engines for arena in each.arena_statistics())
 
     def host_buckets(self) -> Iterator[HostBucket]:

@@ -104,7 +104,7 @@ def gather(optimizer: HybridDeviceOptimizer) -> Statistics:
         parameters=dict(lanes),
         device_state_bytes=0 if place.shows_copies else device_bytes,
         host_state_bytes=sum(s.payload_bytes for s in engines),
-        host_arena_bytes=sum(a.n_bytes for a in arenas),
+        host_arena_bytes=reserved.host_arena_bytes(),
         pinned=bool(arenas) and all(a.pinned for a in arenas),
         pin_seconds=sum(a.touch_seconds + a.pin_seconds for a in arenas),
         is_away=place.is_away,

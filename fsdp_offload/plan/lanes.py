@@ -12,10 +12,7 @@ from ..core.errors import ConfigError
 from .layout import ParamSpec
 
 
-def choose_lanes(
-    specs: Sequence[ParamSpec],
-    config: OffloadConfig,
-) -> tuple[Lane, ...]:
+def choose_lanes(specs: Sequence[ParamSpec], config: OffloadConfig) -> tuple[Lane, ...]:
     """One lane per spec. Specs are in update order, or as ``config.update_on`` lists lanes.
 
     Parameters stay on the device in the given order as long as they fit into what may stay; a

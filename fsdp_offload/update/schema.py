@@ -9,8 +9,8 @@ from one of them and overrides any of its methods but ``__init__`` counts as not
 Nothing that one can try out tells what such a class does with a parameter: it may keep factors
 above a size, begin a phase after some steps, or read what another parameter left. So it runs its
 own step on the device (``optimizer/hybrid.py``), unless the caller says ``elementwise=True``. Then
-its step runs once on a scratch vector, which shows the entries of its state;
-each must be shaped like the parameter, a 0-dim tensor or a number.
+its step runs once on a scratch vector, which shows the entries of its state; each must be shaped
+like the parameter, a 0-dim tensor or a number.
 
 Lazily created state is not always zero (SGD's first momentum, Rprop, ASGD, NAdam), so initial
 values are for display, and for telling whether state was ever written; the class initialises its
@@ -363,29 +363,21 @@ def schema_of(
 def _found_kinds(
     optimizer: Optimizer, group: dict[str, Any], dtype: torch.dtype, device: torch.device
 ) -> tuple[StateKind, ...]:
-    """The state of a scratch vector after one step."""
+    """The state of a scratch vector after one step of the class."""
+    scratch = torch.ones(_SCRATCH_NUMEL, dtype=dtype, device=device)
+    scratch.grad = torch.ones_like(scratch)
     try:
-        state = _run(optimizer, group, dtype, device)
+        copied = {name: own_copy(v) for name, v in group.items() if name != "params"}
+        shadow = make_shadow(optimizer, [{**copied, "params": [scratch]}])
+        raw_step(type(optimizer))(shadow)
     except Exception as error:
         raise StateSchemaError(
             f"optimizer {type(optimizer).__name__} with elementwise=True",
             reason=f"its step failed on a vector of {_SCRATCH_NUMEL} elements: {error!r}",
             remedy="leave elementwise=True out: the class then runs its own step on the device",
         ) from error
+    state: dict[str, Any] = shadow.state[scratch]
     return tuple(_kind(optimizer, state, name, device) for name in state)
-
-
-def _run(
-    optimizer: Optimizer, group: dict[str, Any], dtype: torch.dtype, device: torch.device
-) -> dict[str, Any]:
-    """The state after one step of the class on a scratch vector."""
-    scratch = torch.ones(_SCRATCH_NUMEL, dtype=dtype, device=device)
-    copied = {name: own_copy(v) for name, v in group.items() if name != "params"}
-    shadow = make_shadow(optimizer, [{**copied, "params": [scratch]}])
-    scratch.grad = torch.ones_like(scratch)
-    raw_step(type(optimizer))(shadow)
-    found: dict[str, Any] = shadow.state[scratch]
-    return found
 
 
 def _kind(

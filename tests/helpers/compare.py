@@ -58,7 +58,8 @@ def assert_same(found: Any, expected: Any, what: str = "") -> None:
 def master_of(parameter: Tensor, state: Mapping[str, Any]) -> Tensor:
     """The value that the wrapped optimizer stands for: the parameter itself, or its master."""
     if "master" in state:
-        return state["master"]  # type: ignore[no-any-return]
+        master: Tensor = state["master"]
+        return master
     if "master_remainder" in state:
         master = torch.empty(parameter.numel())
         remainder = state["master_remainder"].reshape(-1)

@@ -18,8 +18,8 @@ def config(**given: Any) -> OffloadConfig:
     return OffloadConfig.make(**{"update_on": "device", "overlap": "step", **given})
 
 
-def spec(fqn: str, global_bytes: int, **given: bool) -> ParamSpec:
-    return ParamSpec(fqn=fqn, global_bytes=global_bytes, **given)  # type: ignore[arg-type]
+def spec(fqn: str, global_bytes: int, *, must_stay: bool = False, whole: bool = False) -> ParamSpec:
+    return ParamSpec(fqn=fqn, global_bytes=global_bytes, must_stay=must_stay, whole=whole)
 
 
 @st.composite
