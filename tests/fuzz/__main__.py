@@ -51,6 +51,8 @@ def main() -> int:
         f"{outcome.count} sequences on {chosen.ranks} rank(s), {len(outcome.failures)} failed; "
         f"{seconds:.0f} s, {outcome.cpu_s:.0f} s of a core on each rank"
     )
+    for what, count in sorted(outcome.counts.items()):
+        print(f"{count:8} {what}")
     return bool(outcome.failures)
 
 
