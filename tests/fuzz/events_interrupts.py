@@ -15,6 +15,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Final
 
+import torch
+
 import fsdp_offload
 from fsdp_offload import checkpoint
 from fsdp_offload.core.errors import OffloadError
@@ -181,11 +183,12 @@ def _agree(pair: Pair) -> bool:
 
 
 def _save(pair: Pair, rng: random.Random) -> None:
-    path = pair.folder / "checkpoint"
+    arguments = pair.folder / "checkpoint", pair.model, pair.wrapped
+    pair.twin.state_dict()  # FSDP2 reshards for it
     if rng.random() < 0.7:
-        checkpoint.save(path, pair.model, pair.wrapped, overwrite=True)
+        checkpoint.save(*arguments, overwrite=True)
     else:
-        checkpoint.async_save(path, pair.model, pair.wrapped, overwrite=True).result()
+        checkpoint.async_save(*arguments, overwrite=True).result()
 
 
 def _entered_save(pair: Pair, rng: random.Random, kind: str) -> None:
@@ -243,6 +246,9 @@ def _ctrl_c(pair: Pair, rng: random.Random, place: str) -> Iterator[None]:
     pair.count("Ctrl-C", f"in {place}" if stop.place else "nowhere")
     if has_come != bool(stop.place):
         raise Mismatch("Ctrl-C was lost")
+    if not torch.is_grad_enabled():
+        torch.set_grad_enabled(True)
+        raise Mismatch("Ctrl-C left autograd switched off")
 
 
 @event(1)
@@ -265,7 +271,7 @@ def ctrl_c_in_save(pair: Pair, rng: random.Random) -> None:
     """The old checkpoint is there or the new one, nothing else, and both sides can be used."""
     if pair.is_spent:
         pair.zero_grad("wrapper")
-    checkpoint.save(pair.folder / "checkpoint", pair.model, pair.wrapped, overwrite=True)
+    _save(pair, rng)
     moments = [save_both(pair, "copy")]
     train(pair, rng)
     if pair.is_spent:
@@ -289,15 +295,14 @@ def ctrl_c_in_load(pair: Pair, rng: random.Random) -> None:
     """A second load makes all good."""
     if pair.is_spent:
         pair.zero_grad("wrapper")
-    path = pair.folder / "checkpoint"
-    checkpoint.save(path, pair.model, pair.wrapped, overwrite=True)
+    _save(pair, rng)
     moment = save_both(pair, "copy")
     train(pair, rng)
     if pair.is_spent:
         pair.zero_grad("wrapper")
     n_open = len(os.listdir("/proc/self/fd"))
     with _ctrl_c(pair, rng, "load"):
-        checkpoint.load(path, pair.model, pair.wrapped)
+        checkpoint.load(pair.folder / "checkpoint", pair.model, pair.wrapped)
     if len(os.listdir("/proc/self/fd")) > n_open:
         raise Mismatch("a load that was interrupted left a descriptor open")
     _load_one_of(pair, [moment])

@@ -111,8 +111,8 @@ def state_written(pair: Pair, rng: random.Random) -> None:
     if not found:
         return
     i, replaces, generator = rng.choice(found), rng.random() < 0.4, generator_of(rng)
-    pair.say(f"of {i}, {'replaced' if replaces else 'in place'}, wrapped: {face is pair.inner}")
     face = rng.choice((pair.wrapped, pair.inner))
+    pair.say(f"of {i}, {'replaced' if replaces else 'in place'}, wrapped: {face is pair.inner}")
     mine, plain = face.state[pair.mine[i]], pair.plain.state[pair.theirs[i]]
     for name, value in plain.items():
         if name == "step":
@@ -210,7 +210,8 @@ def read(pair: Pair, rng: random.Random) -> None:
     what, face = rng.choice((*READS, "model")), rng.choice(("wrapper", "wrapped"))
     pair.say(f"{what} of the {face}")
     if what == "model":
-        pair.model.state_dict()
+        for model in (pair.model, pair.twin):
+            model.state_dict()
         return
     found = list[dict[int, dict[str, Any]]]()
     pair.attempt("use between backward and step", lambda: found.append(pair.read(face, what)))
@@ -332,6 +333,8 @@ def load_by_helpers(pair: Pair, rng: random.Random) -> None:
     """torch's get_ and set_optimizer_state_dict, in place."""
     if pair.is_spent:
         pair.zero_grad("wrapper")
+    if not pair.reshard():
+        return
     if not all(pair.mine[i].requires_grad for i in pair.order) or pair.unrecorded:
         return  # torch leaves out what is frozen
     if pair.case.keeps_state_itself and len(_with_state(pair)) < len(pair.order):
@@ -412,6 +415,7 @@ def checkpoint_saved(pair: Pair, rng: random.Random) -> None:
         checkpoint.save(path, pair.model, pair.wrapped, overwrite=True)
     else:
         checkpoint.async_save(path, pair.model, pair.wrapped, overwrite=True).result()
+    pair.twin.state_dict()  # FSDP2 reshards for it
     pair.saved[2] = saved
 
 
@@ -430,6 +434,7 @@ def checkpoint_loaded(pair: Pair, rng: random.Random) -> None:
 @torch.no_grad()
 def loaded(pair: Pair, saved: Saved) -> None:
     """The plain side follows a load of the wrapped one."""
+    pair.twin.state_dict()  # FSDP2 reshards for it
     for parameter, value in zip(pair.carriers, saved.weights, strict=True):
         local(parameter).copy_(value)
     _restore_plain(pair, saved)
@@ -465,6 +470,7 @@ def _while_away(pair: Pair, rng: random.Random) -> None:
     if what == "state_dict":
         pair.wrapped.state_dict()
         pair.model.state_dict()
+        pair.twin.state_dict()
     elif what == "load":
         loaded = copy.deepcopy(pair.wrapped.state_dict())
         pair.refused("use while away", lambda: pair.wrapped.load_state_dict(loaded))

@@ -482,6 +482,7 @@ class Pair:
             self.phases[key] = PhaseOffloader(self.model, self.wrapped, **options)
         phases = self.phases[key]
         phases.offload()
+        self.reshard()
         yield phases
         phases.reload()
 
