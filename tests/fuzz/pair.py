@@ -325,8 +325,9 @@ class Pair:
         for i, (carrier, theirs) in enumerate(zip(self.carriers, self.theirs, strict=True)):
             theirs.grad = None
             if carrier.grad is not None and i in self.order:
-                # torch's fused kernels take other strides for these.
-                theirs.grad = local(carrier.grad).to(theirs.dtype).contiguous()
+                # torch's fused kernels take other strides for others; its steps may write into it.
+                gradient = local(carrier.grad).to(theirs.dtype)
+                theirs.grad = gradient.clone(memory_format=torch.contiguous_format)
                 self.stepped.add(i)
         self.plain.step()
         self.round()
