@@ -264,7 +264,7 @@ def _draw_lanes(rng: random.Random, elementwise: bool) -> tuple[str, ...]:
 
 def _draw_transfer(rng: random.Random) -> dict[str, Any]:
     transfer: dict[str, Any] = {
-        "bucket_bytes": rng.choice(("4096B", "4096B", "4096B", "1MiB")),
+        "bucket_bytes": rng.choice(("4KiB", "4KiB", "4KiB", "1MiB")),
         "host_threads": 1,
     }
     if rng.random() < 0.9:  # reading what is free takes a while

@@ -206,6 +206,8 @@ def _entered_save(pair: Pair, rng: random.Random, kind: str) -> None:
 
 def _load_one_of(pair: Pair, moments: list[Saved]) -> None:
     """What the checkpoint holds is one of these, whole."""
+    if pair.is_spent:
+        pair.zero_grad("wrapper")  # a load drops them
     checkpoint.load(pair.folder / "checkpoint", pair.model, pair.wrapped)
     for moment in moments[:-1]:
         loaded(pair, moment)
@@ -303,9 +305,9 @@ def ctrl_c_in_load(pair: Pair, rng: random.Random) -> None:
     n_open = len(os.listdir("/proc/self/fd"))
     with _ctrl_c(pair, rng, "load"):
         checkpoint.load(pair.folder / "checkpoint", pair.model, pair.wrapped)
+    _load_one_of(pair, [moment])
     if len(os.listdir("/proc/self/fd")) > n_open:
         raise Mismatch("a load that was interrupted left a descriptor open")
-    _load_one_of(pair, [moment])
     _step_on(pair, rng)
 
 

@@ -299,6 +299,8 @@ def load_plain(pair: Pair, rng: random.Random) -> None:
 @event(0.5)
 def load_live(pair: Pair, rng: random.Random) -> None:
     """The optimizer's own live tensors: nothing changes."""
+    if pair.is_spent:
+        pair.zero_grad("wrapper")  # a load drops them
     pair.wrapped.load_state_dict(pair.wrapped.state_dict())
     pair.has_loaded = True
 
