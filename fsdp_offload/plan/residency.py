@@ -35,7 +35,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Final
 
 from ..core.backend import AllocatorFigures
@@ -64,22 +63,6 @@ AWAY_STEPS: Final = 50
 """For so long a bucket that had to leave does not come back."""
 
 
-@dataclass(frozen=True)
-class Reading:
-    """Device memory of one rank, between two steps; all in bytes."""
-
-    free_bytes: int
-    """What the driver could give out now."""
-    reserved_bytes: int
-    """What torch's allocator has of the driver now."""
-    job_bytes: int
-    """What the job needs of it at most: see the note."""
-    own_bytes: int
-    """What of it the optimizer has: slots and buckets that stay."""
-    margin_bytes: int
-    """What is left alone."""
-
-
 def margin_bytes(total_bytes: int, step: int = FIRST_STEPS, grown_bytes: int = 0) -> int:
     """What is left alone after that step, at least ``grown_bytes``, but no more than at first."""
     most = max(LEAST_MARGIN_BYTES, int(total_bytes * FIRST_MARGIN_SHARE))
@@ -87,35 +70,33 @@ def margin_bytes(total_bytes: int, step: int = FIRST_STEPS, grown_bytes: int = 0
     return most if step < FIRST_STEPS else min(most, max(least, grown_bytes))
 
 
-def allowed_bytes(reading: Reading) -> int:
-    """What the optimizer may have in all."""
-    margin = reading.margin_bytes
-    unused = reading.reserved_bytes - reading.own_bytes - reading.job_bytes
-    spare = reading.free_bytes + unused - margin
+def allowed_bytes(free: int, reserved: int, job: int, own: int, margin: int) -> int:
+    """What the optimizer may have in all.
+
+    Args:
+        free: bytes that the driver could give out now.
+        reserved: what torch's allocator has of the driver now.
+        job: what the job needs of that at most: see the note.
+        own: what the optimizer has of it: slots and buckets that stay.
+        margin: what is left alone.
+    """
+    spare = free + reserved - own - job - margin
     if spare > 0:  # what is unused in the allocator may not fit a bucket: only the driver's counts
-        spare = min(spare, max(0, reading.free_bytes - margin))
-    return max(0, reading.own_bytes + spare)
+        spare = min(spare, max(0, free - margin))
+    return max(0, own + spare)
 
 
-class _Peak:
-    """A figure that never falls, and when it grew."""
+def _raise(history: list[tuple[int, int]], step: int, value: int) -> None:
+    """Of a figure that never falls: the steps after which it had grown."""
+    if value > history[-1][1]:
+        history.append((step, value))
 
-    def __init__(self) -> None:
-        self._history = [(0, 0)]
 
-    @property
-    def value(self) -> int:
-        return self._history[-1][1]
-
-    def raise_to(self, value: int, step: int) -> None:
-        if value > self.value:
-            self._history.append((step, value))
-
-    def growth_since(self, step: int) -> int:
-        """Steps up to this one are not asked for again."""
-        while len(self._history) > 1 and self._history[1][0] <= step:
-            del self._history[0]
-        return self.value - self._history[0][1]
+def _growth(history: list[tuple[int, int]], since: int) -> int:
+    """After that step; earlier ones are not asked for again."""
+    while len(history) > 1 and history[1][0] <= since:
+        del history[0]
+    return history[-1][1] - history[0][1]
 
 
 class MemoryWatch:
@@ -125,36 +106,31 @@ class MemoryWatch:
     """
 
     def __init__(self) -> None:
-        self._job, self._demand, self._retries = _Peak(), _Peak(), _Peak()
+        self._job, self._demand, self._retries = [(0, 0)], [(0, 0)], [(0, 0)]
         self._last: AllocatorFigures | None = None
         self._reserved_bytes = self._taken_at = self._grown_bytes = 0
         self._is_short = self._takes = False
 
     def is_due(self, step: int) -> bool:
         """Whether there is something to decide although no figure has changed."""
-        grown = abs(self._growth(step) - self._grown_bytes)
+        grown = abs(self._left_alone(step) - self._grown_bytes)
         is_first = step in (FIRST_LOOK, FIRST_STEPS)
         return is_first or step % AWAY_STEPS == 0 or grown >= LEAST_MARGIN_BYTES // 2
 
     def observe(self, step: int, now: AllocatorFigures, own_bytes: int) -> str:
-        """Take in the figures after that step. Returns why something is to be decided, or ``""``.
-
-        Args:
-            step: its number, from 1 on.
-            now: what the allocator says.
-            own_bytes: what the optimizer has.
-        """
+        """Take in the figures after that step, which is 1 or more, and what the optimizer has.
+        Returns why something is to be decided, or ``""``."""
         last, self._last = self._last, now
         self._is_short = last is not None and now.retries > last.retries
-        self._retries.raise_to(now.retries, step)
-        demand = self._demand.value
+        _raise(self._retries, step, now.retries)
+        demand = self._demand[-1][1]
         if last is None or now.allocated_peak_bytes > last.allocated_peak_bytes:
-            self._demand.raise_to(now.allocated_peak_bytes - own_bytes, step)
+            _raise(self._demand, step, now.allocated_peak_bytes - own_bytes)
         grown = now.reserved_bytes - self._reserved_bytes
         if grown > 0:
             # It may have grown into memory that was given back, but by its demand only.
-            most = self._job.value + grown + self._demand.value - demand
-            self._job.raise_to(min(now.reserved_bytes - own_bytes, most), step)
+            most = self._job[-1][1] + grown + self._demand[-1][1] - demand
+            _raise(self._job, step, min(now.reserved_bytes - own_bytes, most))
             self._reserved_bytes = now.reserved_bytes
         if self._is_short:
             return "torch's allocator was short"
@@ -165,10 +141,10 @@ class MemoryWatch:
     def decide(self, step: int, free_bytes: int, total_bytes: int, own_bytes: int) -> int | None:
         """Bytes that the optimizer may have from now on; None where a change is not worth it."""
         assert self._last is not None
-        self._grown_bytes = self._growth(step)
+        self._grown_bytes = self._left_alone(step)
         margin = margin_bytes(total_bytes, step, self._grown_bytes)
-        reserved, job = self._last.reserved_bytes, self._job.value
-        allowed = allowed_bytes(Reading(free_bytes, reserved, job, own_bytes, margin))
+        reserved, job = self._last.reserved_bytes, self._job[-1][1]
+        allowed = allowed_bytes(free_bytes, reserved, job, own_bytes, margin)
         if self._is_short:
             allowed = min(allowed, own_bytes // 2)
         self._takes = allowed > own_bytes
@@ -182,16 +158,16 @@ class MemoryWatch:
             self._taken_at = step
         self._reserved_bytes = max(self._reserved_bytes, now.reserved_bytes)
 
-    def _growth(self, step: int) -> int:
-        """What is to be left alone for it."""
+    def _left_alone(self, step: int) -> int:
+        """Bytes, for growth."""
         if step < FIRST_STEPS:
             return 0
         since = step - min(MOST_STEPS, 3 * step // 4)
-        if self._retries.growth_since(since):
+        if _growth(self._retries, since):
             return sys.maxsize
-        demand = self._demand.growth_since(since) - SMALL_GROWTH_BYTES
-        since = max(step - min(MOST_STEPS, step) // 4, self._taken_at + 2)
-        return max(DEMAND_FACTOR * demand, FRAGMENTS_FACTOR * self._job.growth_since(since), 0)
+        demand = _growth(self._demand, since) - SMALL_GROWTH_BYTES
+        fragments = _growth(self._job, max(step - min(MOST_STEPS, step) // 4, self._taken_at + 2))
+        return max(DEMAND_FACTOR * demand, FRAGMENTS_FACTOR * fragments, 0)
 
 
 def spread(order: Sequence[int]) -> list[int]:
