@@ -253,6 +253,17 @@ def fsdp_parameters(models: Iterable[nn.Module]) -> set[Tensor]:
     return managed
 
 
+def gathered_parameters(models: Iterable[nn.Module]) -> dict[Tensor, Tensor]:
+    """What FSDP2 modules show as parameters while they are gathered, and the sharded parameter that
+    each of them is gathered from."""
+    found = (fsdp_param for group, _ in fsdp_groups(models) for fsdp_param in group.fsdp_params)
+    return {
+        whole: each.sharded_param
+        for each in found
+        if (whole := getattr(each, "_unsharded_param", None)) is not None
+    }
+
+
 def offloads_parameters(models: Iterable[nn.Module]) -> bool:
     """Whether a module was sharded with ``CPUOffloadPolicy``."""
     groups = fsdp_groups(models)

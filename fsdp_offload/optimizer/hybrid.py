@@ -274,10 +274,12 @@ class HybridDeviceOptimizer(Optimizer):
         self._step_ms = (time.perf_counter() - began) * 1e3
 
     def _check_first(self) -> None:
-        """Refuse a first update of nothing at all, or not of what the model trains."""
+        """Refuse a first update where the model trains other parameters; warn of no gradient."""
         if not self._had_gradient:
             names = self._reserved.inventory.names
-            self._had_gradient = check_any_gradient(self._inner, self._models, names)
+            self._had_gradient = check_any_gradient(
+                self._inner, self._models, names, warns=not self._steps
+            )
 
     def _collect(self) -> Work:
         """Gradients and a snapshot; whatever can be refused is refused here."""
