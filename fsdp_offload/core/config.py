@@ -50,28 +50,27 @@ _UNITS: Final = {
 }
 
 
-class Size(int):
-    """Bytes that :func:`parse_bytes` returned: it accepts them again, however few they are."""
-
-
 def parse_bytes(value: object, name: str = "size") -> int:
     """Bytes meant by ``value``: 0, an int from 1 MiB on, or a number and a unit ("8GiB", "5 MB").
 
     Raises:
         ConfigError: no size, a negative one, or a number whose unit is missing.
     """
-    if isinstance(value, Size):
-        return value
     if not isinstance(value, bool) and isinstance(value, Integral):  # NumPy's, too
         if int(value) == 0 or int(value) >= MIB:
-            return Size(value)
+            return int(value)
     elif isinstance(value, str):
         if value.strip() == "0":
-            return Size(0)
+            return 0
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", value)
         if match is not None and match[2].upper() in _UNITS:
-            return Size(float(match[1]) * _UNITS[match[2].upper()])
+            return int(float(match[1]) * _UNITS[match[2].upper()])
     raise _no_size(value, name)
+
+
+def sized(value: int | str | None, name: str = "size") -> int | None:
+    """:func:`parse_bytes` of what may be left out."""
+    return None if value is None else parse_bytes(value, name)
 
 
 def _no_size(value: object, name: str) -> ConfigError:
@@ -119,12 +118,11 @@ class TransferConfig:
     free memory and what the cgroup leaves. Of an optimizer: ``host_memory=`` says the same."""
 
     def __post_init__(self) -> None:
-        for name in ("bucket_bytes", "host_memory"):
-            if (size := getattr(self, name)) is not None:
-                object.__setattr__(self, name, parse_bytes(size, name))
-        if self.bucket_bytes is not None and int(self.bucket_bytes) < 4096:
+        bucket_bytes = sized(self.bucket_bytes, "bucket_bytes")
+        sized(self.host_memory, "host_memory")
+        if bucket_bytes is not None and bucket_bytes < 4096:
             raise ConfigError(
-                f"bucket_bytes={self.bucket_bytes}",
+                f"bucket_bytes={self.bucket_bytes!r}",
                 reason="a bucket under 4 KiB cannot hold 64 elements of every kind of state",
                 remedy='use at least "4KiB"; 16 MiB and more reach link speed',
             )
@@ -274,9 +272,9 @@ class OffloadConfig:
     @property
     def bucket_bytes(self) -> int:
         """Bytes of state in a bucket."""
-        given = self.transfer.bucket_bytes
+        given = sized(self.transfer.bucket_bytes)
         if given is not None:
-            return int(given)
+            return given
         is_small = self.overlap == "step" or self.first_device_bytes < FIRST_DEVICE_BYTES
         return SMALL_BUCKET_BYTES if is_small else LARGE_BUCKET_BYTES
 
@@ -303,7 +301,7 @@ def _with_host_memory(transfer: TransferConfig, host_memory: int | str | None) -
         return transfer
     if transfer.host_memory is not None:
         raise ConfigError(
-            f"host_memory={host_memory!r} and {transfer.host_memory} in transfer",
+            f"host_memory={host_memory!r} and {transfer.host_memory!r} in transfer",
             reason="both say how much host memory there is",
             remedy="give one of them",
         )

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..core.backend import Backend, Event
-from ..core.config import OffloadConfig
+from ..core.config import OffloadConfig, sized
 from ..core.errors import DeviceMemoryError
 from ..memory import ArenaStatistics, HostArena, check_host_budget, local_ranks
 from ..plan import Kind, Layout, Slice, make_layout
@@ -149,7 +149,7 @@ class Engine:
         check_host_budget(
             self.host_bytes + (sizes.host_bytes if host else 0),
             local_ranks=local_ranks(),
-            budget_bytes=None if transfer.host_memory is None else int(transfer.host_memory),
+            budget_bytes=sized(transfer.host_memory),
             taken_bytes=taken_host_bytes,
         )
         self.arenas: list[HostArena] = []
