@@ -325,6 +325,11 @@ def clear_decoupled_gradient(parameter: Tensor) -> None:
         parameter.decoupled_grad = None  # type: ignore[attr-defined]
 
 
+def zero_gradient(parameter: Tensor) -> Tensor:
+    """What ``zero_grad(set_to_none=False)`` leaves of a gradient; waits for no update."""
+    return like(parameter, torch.zeros_like(with_history(parameter), requires_grad=False))
+
+
 def never_has_gradient(parameter: Tensor) -> bool:
     """Whether the shard is empty here and is left without a gradient for that reason alone."""
     if not isinstance(parameter, DTensor) or parameter._local_tensor.numel():
@@ -456,6 +461,23 @@ def memory_of(parameter: Tensor, storage: torch.UntypedStorage | None = None) ->
         return 0, 0
     storage = shard.untyped_storage() if storage is None else storage
     return storage._cdata, int(shard.storage_offset())
+
+
+def sharing_memory(parameters: Iterable[Tensor]) -> set[Tensor]:
+    """Those whose shards have memory in common with the shard of another one."""
+    spans = []
+    for parameter in parameters:
+        shard, (storage, offset) = with_history(parameter), memory_of(parameter)
+        start = offset * shard.itemsize
+        spans.append((storage, start, start + shard.nbytes, parameter))
+    found: set[Tensor] = set()
+    before, reached, last = 0, 0, None
+    for storage, start, stop, parameter in sorted(spans, key=lambda span: span[:2]):
+        if last is not None and storage == before and start < min(stop, reached):
+            found |= {last, parameter}
+        if storage != before or stop > reached:
+            before, reached, last = storage, stop, parameter
+    return found
 
 
 def plain_tensors(tensor: Tensor) -> list[tuple[str, Tensor]]:

@@ -96,6 +96,7 @@ NAMES: Final = (
     Name("group", "is_unsharded", "read", "whether a gather has anything to do"),
     Name("group", "_training_state", "read", "which streams the next gather takes"),
     Name("group", "_all_gather_result", "read", "a gather that was not waited for"),
+    Name("group", "_to_sharded", "called", "frees what a forward that raised has gathered"),
     Name("group", "_all_gather_comm", "written", "its buffer is copied from without tables"),
     Name("group", "_reduce_scatter_comm", "written", "its buffer is copied into without tables"),
     Name("group", "_all_reduce_hook", "read", "whether the reduction needs a stream of its own"),
@@ -466,10 +467,12 @@ class Group:
 
     # ------------------------------------------------------------------ while shards are away
 
-    def finish_gather(self) -> None:
-        """Finish an all-gather that was started by hand: afterwards ``reshard()`` frees it."""
+    def reshard(self) -> None:
+        """Free gathered parameters, also those of a forward that raised, and of an all-gather that
+        was started by hand; ``FSDPModule.reshard`` keeps them until the forward has ended."""
         if self._raw._all_gather_result is not None:
             self._raw.wait_for_unshard()
+        self._raw._to_sharded()
 
     @property
     def waiting_gradients(self) -> list[Tensor]:

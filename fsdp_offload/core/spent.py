@@ -125,6 +125,16 @@ def another_backward_error(fqn: str, *, is_stepped: bool) -> SpentGradientError:
     )
 
 
+def changed_gradient_error(fqn: str) -> SpentGradientError:
+    """The error of a caller who set ``.grad`` of ``fqn`` between its update and ``step()``."""
+    return SpentGradientError(
+        f"step() after .grad of {fqn} was set or dropped since backward()",
+        reason='overlap="backward" had updated the parameter by then; the next step() ends this '
+        "iteration",
+        remedy=f"change gradients after step(), or {_FORWARD}",
+    )
+
+
 def _user() -> str | None:
     """Which well-known function is using a gradient, by the names on the calling stack."""
     frame: FrameType | None = sys._getframe(1)

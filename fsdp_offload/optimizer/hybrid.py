@@ -293,6 +293,8 @@ class HybridDeviceOptimizer(Optimizer):
             work.snapshot.check_unchanged(self.param_groups)
         params = self._reserved.params
         work.grow(len(params))
+        if self._overlap is not None and self._overlap.has_taken:
+            self._overlap.check_taken(work)
         for param in params:
             if work.ready[param.index] is None:
                 work.gradients[param.index] = gradient_of(param)
@@ -459,7 +461,7 @@ class HybridDeviceOptimizer(Optimizer):
             if self._overlap.has_taken:
                 self._life.check()
             self._refuse_if_taken("zero_grad() before step()")
-            self._overlap.clear_spent()
+            self._overlap.clear_spent(set_to_none=set_to_none)
         super().zero_grad(set_to_none)
         for group in self.param_groups:
             for parameter in group["params"]:

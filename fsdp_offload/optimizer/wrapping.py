@@ -171,9 +171,10 @@ def check_any_gradient(
     Raises:
         ConfigError: ``models`` have other parameters in the place of some that have no gradient.
     """
-    held = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-    without = [p for p in held if dtensor.whole_gradient(p) is None]
-    found = len(without) < len(held)
+    every = [p for group in optimizer.param_groups for p in group["params"]]
+    found = any(dtensor.raw_gradient(p) is not None for p in every)
+    held = [p for p in every if p.requires_grad]
+    without = [p for p in held if dtensor.raw_gradient(p) is None]
     is_all_empty = not any(dtensor.local(p).numel() for p in without) and not found
     if is_all_empty or any(map(dtensor.never_has_gradient, held)):
         return found

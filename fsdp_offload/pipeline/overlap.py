@@ -30,7 +30,7 @@ from ..core.backend import Backend, Event, Stream, TimedEvent, stream_to_wait
 from ..core.config import OffloadConfig
 from ..core.errors import ConfigError, DeviceError
 from ..core.fsdp import Group, find_groups
-from ..core.spent import SpentGradient, another_backward_error, is_spent
+from ..core.spent import SpentGradient, another_backward_error, changed_gradient_error, is_spent
 from ..plan.order import assumed_ready_ms
 from ..update.params import ParamState, Work
 from ..update.schema import is_torch_class, works_on_matrices
@@ -185,11 +185,24 @@ class Overlap:
             if param.parameter.grad is not None:
                 param.parameter.grad = self._spent.get(param.parameter)
 
-    def clear_spent(self) -> None:
+    def clear_spent(self, *, set_to_none: bool = True) -> None:
         """What ``zero_grad()`` does for stand-ins."""
         for parameter in self._spent:
             if is_spent(parameter.grad):
-                parameter.grad = None
+                parameter.grad = None if set_to_none else dtensor.zero_gradient(parameter)
+
+    def check_taken(self, work: Work) -> None:
+        """Refuse gradients that were assigned, or dropped, after their update.
+
+        Raises:
+            SpentGradientError: there was one. They are forgotten, so the next ``step()`` works.
+        """
+        params = [param for gate in self.gates for param in gate.params]
+        taken = [param for param in params if work.gradients[param.index] is not None]
+        if changed := [param for param in taken if not is_spent(param.parameter.grad)]:
+            for param in changed:
+                param.parameter.grad = self._spent.get(param.parameter)
+            raise changed_gradient_error(changed[0].fqn)
 
     # ------------------------------------------------------------------ step()
 
