@@ -63,7 +63,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
-from .backend import Backend, Event, Stream, stream_to_wait
+from .backend import Backend, Event, Stream
 from .errors import UnsupportedTorchError
 
 TORCH_RUN: Final = ("2.11", "2.13", "2.14", "2.15")
@@ -511,7 +511,7 @@ class Group:
         watcher = find()
         gathers = watcher is not None and self._raw._all_gather_result is not None
         if gathers and self._world_size == 1:
-            watcher.before_gather(index, stream_to_wait(backend))  # type: ignore[union-attr]
+            watcher.before_gather(index, backend.current_stream())  # type: ignore[union-attr]
         original()
         if gathers:
             watcher.after_gather(index)  # type: ignore[union-attr]

@@ -398,7 +398,7 @@ class HybridDeviceOptimizer(Optimizer):
         """Whom the updates that are under way concern, and what becomes of the gradients."""
         if self._overlap is None:
             for engine in self._reserved.engines:
-                engine.finish()
+                engine.finish(self._reserved.backend.current_stream())
             return
         self._overlap.close(work)
         hooks = (*self._optimizer_step_post_hooks.values(), *_global_optimizer_post_hooks.values())
