@@ -192,7 +192,7 @@ def draw_case(seed: int, ranks: int = 1) -> Case:
         fraction = {"resident": 0.0, "streamed": 1.0, "host": 1.0}[lanes[0]]
         wrap["offload_fraction"] = rng.choice((fraction, 0.5)) if lanes[0] != "host" else fraction
     wrap["overlap"] = overlap
-    wrap["device_memory"] = rng.choice(("auto", 0, 20_000, 60_000, "1MiB"))
+    wrap["device_memory"] = rng.choice(("auto", 0, "20000B", "60000B", "1MiB"))
     if is_own and elementwise:
         wrap["elementwise"] = True
     return Case(
@@ -261,7 +261,7 @@ def _draw_lanes(rng: random.Random, elementwise: bool) -> tuple[str, ...]:
 
 def _draw_transfer(rng: random.Random) -> dict[str, Any]:
     transfer: dict[str, Any] = {
-        "bucket_bytes": rng.choice((4096, 4096, 4096, 1 << 20)),
+        "bucket_bytes": rng.choice(("4KiB", "4KiB", "4KiB", "1MiB")),
         "host_threads": 1,
     }
     if rng.random() < 0.9:  # reading what is free takes a while
