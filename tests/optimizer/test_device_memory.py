@@ -23,7 +23,7 @@ from tests.pipeline.test_overlap import Job
 
 CPU = torch.device("cpu")
 TOTAL = 64 * GIB
-SMALL = TransferConfig(bucket_bytes=4096, host_threads=1)
+SMALL = TransferConfig(bucket_bytes="4KiB", host_threads=1)
 
 
 class Device(CpuBackend):
@@ -116,7 +116,7 @@ def test_a_number_is_never_exceeded_nor_changed(
     device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(residency, "LEAST_SLOTS", 2)
-    job = Job("forward", device, device_memory=13_000, transfer=SMALL)
+    job = Job("forward", device, device_memory="13000B", transfer=SMALL)
     (engine,) = job.optimizer._reserved.engines
     device.spare_bytes = GIB
     for step in range(6):
