@@ -35,7 +35,7 @@ from ..core.errors import ConfigError, OffloadError
 from .files import memory_of, typed, typed_error
 from .planner import FlatSavePlanner, JobLoadPlanner, JobReader
 from .stager import Stager
-from .state import Models, class_name, collect, refuse_unusable
+from .state import Models, class_name, collect, refuse_inherited
 from .writer import Writer
 
 _log = logging.getLogger("fsdp_offload")
@@ -84,7 +84,7 @@ def save(
         ConfigError: an argument is wrong, or ``extra`` holds what cannot be loaded safely.
         LaneError: the optimizer has failed.
     """
-    refuse_unusable(optimizer)
+    refuse_inherited(optimizer)
     group = coordination_group()
     writer = _writer(path, optimizer, overwrite=overwrite, keep_last=keep_last, threads=threads)
     planner = FlatSavePlanner(lambda: collect(listed(model), optimizer, extra))
@@ -118,7 +118,7 @@ def async_save(
         ConfigError: ``path`` is none, as where arguments were exchanged.
         ClosedError: this process is a fork of the one that built the optimizer.
     """
-    refuse_unusable(optimizer)
+    refuse_inherited(optimizer)
     group = coordination_group()
     writer = _writer(path, optimizer, overwrite=overwrite, keep_last=keep_last, threads=threads)
     staged: Future[dict[str, Any]] = Future()
@@ -176,7 +176,7 @@ def load(
         StateDictError: state does not fit; nothing was written.
         ConfigError: ``optimizer`` is several, or no optimizer; or two models have equal names.
     """
-    refuse_unusable(optimizer)
+    refuse_inherited(optimizer)
     group = coordination_group()
     if path is not None:
         _check_path(path)

@@ -50,7 +50,7 @@ from ..optimizer.masters import tell_loaded
 from ..update import codec
 from ..update.state import check_remainder
 from .files import typed
-from .reader import Reader
+from .reader import Reader, targets_of
 from .rule import STATE, Layout, Match, Names, find_layout, match, prefixes_that_fit
 from .state import (
     EXTRA,
@@ -466,6 +466,10 @@ class JobReader(Reader):
         and after it the other one."""
         self.uninterrupted = contextlib.ExitStack()
         """Entered when everything was read."""
+
+    def compare(self, plan: LoadPlan, planner: LoadPlanner) -> None:
+        """Read, before any is written, values of several keys for one memory: they must agree."""
+        self._apart = self._read_apart(plan, targets_of(plan, planner))
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read in place, then take over."""

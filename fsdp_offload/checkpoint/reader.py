@@ -125,7 +125,7 @@ class Reader(FileSystemReader):
         """
         foreign: list[ReadItem] = []
         jobs: list[Job] = []
-        targets = _targets(plan, planner)
+        targets = targets_of(plan, planner)
         apart = self._apart or self._read_apart(plan, targets)
         with ExitStack() as files:
             opened = self._opener(files)
@@ -152,10 +152,6 @@ class Reader(FileSystemReader):
         done: Future[None] = Future()
         done.set_result(None)
         return done
-
-    def compare(self, plan: LoadPlan, planner: LoadPlanner) -> None:
-        """Read, before any is written, what :meth:`read_data` would refuse to write."""
-        self._apart = self._read_apart(plan, _targets(plan, planner))
 
     def _read_apart(
         self, plan: LoadPlan, targets: Mapping[ReadItem, Tensor]
@@ -251,7 +247,8 @@ class _Apart(DefaultLoadPlanner):
         return self._values[read_item]
 
 
-def _targets(plan: LoadPlan, planner: LoadPlanner) -> dict[ReadItem, Tensor]:
+def targets_of(plan: LoadPlan, planner: LoadPlanner) -> dict[ReadItem, Tensor]:
+    """What each item that is a tensor is read into."""
     return {
         item: planner.resolve_tensor(item).detach()
         for item in plan.items

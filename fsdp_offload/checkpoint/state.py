@@ -312,9 +312,9 @@ def class_name(optimizer: Optimizer | None) -> str:
     return "" if optimizer is None else type(optimizer).__qualname__
 
 
-def refuse_unusable(optimizer: Optimizer | None) -> None:
-    """Refuse what is no optimizer, and before any collective one of the parent process: no rank
-    answers a child.
+def refuse_inherited(optimizer: Optimizer | None) -> None:
+    """Refuse an optimizer of the parent process, and what is no optimizer, before any collective:
+    no rank answers a child.
 
     Raises:
         ConfigError: it is several optimizers, or something else.

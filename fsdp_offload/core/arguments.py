@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -46,8 +46,9 @@ def check_optimizer(optimizer: object, *, several: str) -> None:
     """
     if optimizer is None or isinstance(optimizer, Optimizer):
         return
-    reason, remedy = "not a torch.optim.Optimizer", "pass the optimizer itself"
-    if isinstance(optimizer, Iterable) and not isinstance(optimizer, str):
+    reason, remedy = "not a torch.optim.Optimizer", "pass the optimizer itself, after the model"
+    each: Any = optimizer.values() if isinstance(optimizer, Mapping) else optimizer
+    if isinstance(each, Iterable) and any(isinstance(one, Optimizer) for one in each):
         reason, remedy = "this call takes one optimizer", several
     raise ConfigError(f"optimizer of type {type(optimizer).__name__}", reason=reason, remedy=remedy)
 
