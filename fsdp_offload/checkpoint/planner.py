@@ -14,6 +14,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -51,7 +52,7 @@ from ..update import codec
 from ..update.state import check_remainder
 from .files import typed
 from .reader import Reader, targets_of
-from .rule import STATE, Layout, Match, Names, find_layout, match, prefixes_that_fit
+from .rule import STATE, Match, Names, find_layout, match, prefixes_that_fit
 from .state import (
     EXTRA,
     REMAINDER,
@@ -214,7 +215,6 @@ class JobLoadPlanner(FlatLoadPlanner):
         self._stored: Mapping[str, Any] = {}  # what the checkpoint says of each of its keys
         self._weights: dict[str, Any] = {}  # by FQN
         self._names: Mapping[Tensor, Names] = {}  # of the optimizer's parameters
-        self._layout: Layout
         self._found: Match
         self._read: dict[str, Any] = {}  # what each key is read into
         self._keys: dict[str, dict[str, str]] = {}  # that the optimizer takes, by FQN and entry
@@ -289,18 +289,15 @@ class JobLoadPlanner(FlatLoadPlanner):
 
     def _match(self) -> None:
         """Decide what of the checkpoint goes where; reads options."""
-        optimizer, stored = self._optimizer, self._stored
-        self._layout = find_layout(stored, self._weights, **self._prefixes)
-        tied = {f: names for names in dtensor.saved_names(self._models).values() for f in names}
+        optimizer, stored, groups = self._optimizer, self._stored, list[list[Names]]()
         if optimizer is not None:
             self._names = names_of(self._models, optimizer)
-        self._found = match(
-            self._layout,
-            stored,
-            {fqn: tied.get(fqn, [fqn]) for fqn in self._weights},
-            [] if optimizer is None else groups_of(optimizer, self._names),
-            lambda keys: read_values(self._reader, keys),
-        )
+            groups = groups_of(optimizer, self._names)
+        layout = find_layout(stored, self._weights, **self._prefixes)
+        tied = {f: names for names in dtensor.saved_names(self._models).values() for f in names}
+        weights = {fqn: tied.get(fqn, [fqn]) for fqn in self._weights}
+        read = functools.partial(read_values, self._reader)
+        self._found = match(layout, stored, weights, groups, read)
 
     # ------------------------------------------------------------------ weights
 
@@ -365,7 +362,7 @@ class JobLoadPlanner(FlatLoadPlanner):
 
     def _check_state(self, optimizer: Optimizer) -> None:
         """Refuse a checkpoint without state, or of another class of optimizer."""
-        if self._layout.optimizer is None:
+        if self._found.untold == {names[0] for names in self._names.values()}:
             fit = " or ".join(map(repr, prefixes_that_fit(self._stored, self._weights, STATE)))
             raise CheckpointError(
                 f"{self._reader.path}",

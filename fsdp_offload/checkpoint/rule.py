@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from ..core.errors import OffloadError
 
@@ -75,27 +75,16 @@ class Layout:
         return found
 
 
-@dataclass(frozen=True)
-class Match:
-    """What of a checkpoint goes where. A parameter is called by the first of its names.
+class Match(NamedTuple):
+    """What of a checkpoint goes where. A parameter is called by the first of its names."""
 
-    Args:
-        weights: the key of each name that is stored.
-        missing: names of tensors of the model that are stored under none of their names.
-        unknown: keys of weights that no tensor of the model has.
-        state: keys by entry, for each parameter of the optimizer; several for tied weights.
-        options: of each group.
-        untold: parameters of the optimizer that have neither state nor options.
-        left: weights of the model that have state and are not in the optimizer.
-    """
-
-    weights: dict[str, str]
-    missing: list[str]
-    unknown: list[str]
-    state: dict[str, dict[str, list[str]]]
-    options: list[Options]
-    untold: set[str]
-    left: list[str]
+    weights: dict[str, str]  # the key of each name that is stored
+    missing: list[str]  # names of tensors of the model that are stored under none of their names
+    unknown: list[str]  # keys of weights that no tensor of the model has
+    state: dict[str, dict[str, list[str]]]  # keys by entry, of each parameter of the optimizer
+    options: list[Options]  # of each group
+    untold: set[str]  # parameters of the optimizer that have neither state nor options
+    left: list[str]  # weights of the model that have state and are not in the optimizer
 
 
 def match(

@@ -179,6 +179,14 @@ def test_a_parameter_of_which_nothing_is_said_is_refused_or_begins_anew(
     assert torch.equal(*moments)
 
 
+@pytest.mark.parametrize("strict", [True, False])
+def test_state_under_integer_ids_is_no_state_of_this_model(tmp_path: Path, strict: bool) -> None:
+    saved = pair_of(layers(2))
+    dcp_save({"model": saved[0].state_dict(), "optim": saved[1].state_dict()}, tmp_path)
+    with pytest.raises(CheckpointError, match="no optimizer state for the parameters"):
+        checkpoint.load(tmp_path, *pair_of(layers(2)), strict=strict)
+
+
 def test_state_that_the_optimizer_does_not_hold_is_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
