@@ -29,7 +29,7 @@ from typing import Final
 import torch
 
 from ..core import backend as backend
-from ..core.config import MIB, TransferConfig
+from ..core.config import MIB, TransferConfig, sized
 from ..core.errors import HostMemoryError, PinningError
 from ..core.progress import progress
 from ..plan.layout import align
@@ -222,9 +222,10 @@ def checked_arena(
         HostMemoryError: they have not, for ``what``; nothing was taken.
         PinningError: as of :class:`HostArena`.
     """
-    budget = None if transfer.host_memory is None else int(transfer.host_memory)
     try:
-        check_host_budget(n_bytes, local_ranks=local_ranks(), budget_bytes=budget)
+        check_host_budget(
+            n_bytes, local_ranks=local_ranks(), budget_bytes=sized(transfer.host_memory)
+        )
         return HostArena(n_bytes, device=device.device, can_pin=device.can_pin, transfer=transfer)
     except HostMemoryError as error:
         raise HostMemoryError(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..core.backend import Backend
-from ..core.config import TransferConfig
+from ..core.config import TransferConfig, sized
 from ..plan.layout import align
 from . import ArenaStatistics, HostArena, check_host_budget, local_ranks
 
@@ -81,11 +81,10 @@ class HostBuffers:
         n_bytes = sum(align(item.n_bytes, _ALIGNMENT_BYTES) for item in missing)
         if not n_bytes:
             return
-        budget = self._transfer.host_memory
         check_host_budget(
             n_bytes,
             local_ranks=local_ranks(),
-            budget_bytes=None if budget is None else int(budget),
+            budget_bytes=sized(self._transfer.host_memory),
             taken_bytes=taken_bytes + self.n_bytes,
         )
         arena = HostArena(
