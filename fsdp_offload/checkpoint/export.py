@@ -564,9 +564,7 @@ def _find_in_checkpoint(
         prefix = "model." if any(p[0] == "model" and len(p) > 1 for p in paths.values()) else ""
     fqns = [key.removeprefix(prefix) for key in sizes if key.startswith(prefix)]
     # State of "model." fits weights of "ema.", too: the caller has to say that it is theirs.
-    known = (
-        fqns if optimizer_prefix is not None or prefix in ("", "model.", "model.module.") else []
-    )
+    known = fqns if optimizer_prefix is not None or prefix in _USUAL else []
     layout = find_layout(stored, known, model_prefix=prefix, optimizer_prefix=optimizer_prefix)
     layout = replace(layout, model=prefix)
     keys = {

@@ -322,7 +322,7 @@ class JobLoadPlanner(FlatLoadPlanner):
         for key, value in read_values(self._reader, values).items():
             self._weights[known[key]] = value
         for key in known.keys() - set(values):
-            self._read_into(key, self._weights[known[key]])
+            self._read_into([key], self._weights[known[key]])
 
     # ------------------------------------------------------------------ optimizer state
 
@@ -416,7 +416,7 @@ class JobLoadPlanner(FlatLoadPlanner):
         weights = [self._found.weights[name] for name in names if name in self._found.weights]
         if parameter.dtype == torch.float32 or (live is not None and kept is None):
             if form is not None:  # the weight is the master
-                self._read_all(saved[form], master)
+                self._read_into(saved[form], master)
                 self._masters.append((parameter, saved[form][0]))
         elif form is not None:
             self._take(names[0], form, saved[form], master)
@@ -430,18 +430,15 @@ class JobLoadPlanner(FlatLoadPlanner):
 
     def _take(self, fqn: str, entry: str, keys: Sequence[str], value: Any) -> None:
         """Read ``keys`` into an entry of the state that the optimizer takes."""
-        self._read_all(keys, value)
+        self._read_into(keys, value)
         self._keys.setdefault(fqn, {})[entry] = keys[0]
 
-    def _read_all(self, keys: Sequence[str], value: Any) -> None:
+    def _read_into(self, keys: Sequence[str], value: Any) -> None:
+        """Plan to read keys into a tensor, or a value that is none."""
         for key in keys:
-            self._read_into(key, value)
-
-    def _read_into(self, key: str, value: Any) -> None:
-        """Plan to read a key into a tensor, or a value that is none."""
-        entry = self._stored[key]
-        _check_shape(key, entry, value)
-        self._read[key] = value if isinstance(entry, TensorStorageMetadata) else None
+            entry = self._stored[key]
+            _check_shape(key, entry, value)
+            self._read[key] = value if isinstance(entry, TensorStorageMetadata) else None
 
 
 class JobReader(Reader):
