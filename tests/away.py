@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fsdp_offload import TransferConfig
 from fsdp_offload.core import storage as storages
 from fsdp_offload.core.backend import CpuBackend
-from fsdp_offload.memory.transfer import Transfer, collect
+from fsdp_offload.link.transfer import Transfer, collect
 
 
 @contextmanager

@@ -26,11 +26,10 @@ import torch
 from torch import Tensor
 
 from ..core.backend import Backend, Event, TimedEvent, in_turns
-from ..core.config import MIB
+from ..core.config import MIB, align
 from ..core.errors import ClosedError, DeviceError
-from ..memory import HostArena
-from ..memory.intervals import Intervals
-from ..plan.layout import align
+from ..link import HostRange
+from ..link.host_pool import Intervals
 from ..plan.share import AHEAD
 from .handles import MemoryRange, written_error
 from .selection import Span
@@ -150,7 +149,7 @@ class BatchCopies:
         inflight_bytes: device memory that may be held for copies out.
     """
 
-    def __init__(self, backend: Backend, arena: HostArena, inflight_bytes: int) -> None:
+    def __init__(self, backend: Backend, arena: HostRange, inflight_bytes: int) -> None:
         self._backend, self._arena = backend, arena
         self._inflight_bytes = inflight_bytes
         self._out = backend.stream("activations_out")

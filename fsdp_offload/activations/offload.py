@@ -20,7 +20,7 @@ from ..core import storage as storages
 from ..core.backend import TimedEvent, backend_for
 from ..core.config import MIB, TransferConfig, parse_bytes
 from ..core.errors import ActivationError, ClosedError, ConfigError, DeviceError
-from ..memory import checked_arena
+from ..link import checked_arena
 from ..plan.share import Link, OffloadPlan, choose_share, times_of
 from .batches import BatchCopies, SavedRange
 from .handles import Handle, Saver, unpack

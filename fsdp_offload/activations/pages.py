@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ..core.backend import Backend
 from ..core.errors import ActivationError
-from ..memory import HostArena
+from ..link import HostRange
 from ..update.kernels import triton_kernels
 from . import pages_plain
 
@@ -65,7 +65,7 @@ class PagePool:
         backend: Backend,
         page_bytes: int,
         near: Tensor,
-        arena: HostArena | None = None,
+        arena: HostRange | None = None,
         kernels: ModuleType | None = None,
     ) -> None:
         self.page_bytes, self.page_words = page_bytes, page_bytes // 8

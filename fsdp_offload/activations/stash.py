@@ -21,7 +21,7 @@ from ..core.errors import (
     DeviceMemoryError,
     StashOverflowError,
 )
-from ..memory import checked_arena
+from ..link import checked_arena
 from ..plan.activations import StashPlan, make_plan
 from .attach import Attachment
 from .group import Group

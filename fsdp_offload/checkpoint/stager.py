@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from ..core import dtensor
 from ..core.backend import backend_for
 from ..core.config import TransferConfig
-from ..memory import HostArena, check_host_budget, local_ranks
+from ..link import HostRange, check_host_budget, local_ranks
 from .files import BLOCK_BYTES, aligned, as_bytes, run_all
 
 
@@ -28,7 +28,7 @@ class Stager(AsyncStager):
     """
 
     def __init__(self) -> None:
-        self._arena: HostArena | None = None
+        self._arena: HostRange | None = None
         self._nbytes = 0
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -72,7 +72,7 @@ class Stager(AsyncStager):
         check_host_budget(nbytes, local_ranks=local_ranks(), budget_bytes=None)
         devices = {tensor.device for tensor in tensors if tensor.device.type != "cpu"}
         backend = backend_for(min(devices, key=str, default=torch.device("cpu")))
-        self._arena = HostArena(
+        self._arena = HostRange(
             nbytes,
             device=backend.device,
             can_pin=backend.can_pin,

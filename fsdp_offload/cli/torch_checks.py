@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from ..bench.machine import measure_link
 from ..core import backend, fsdp
 from ..core.errors import PinningError, UnsupportedTorchError
-from ..memory.budget import size_text
+from ..link.budget import size_text
 from ..update.kernels import triton_kernels
 from .check import Check
 from .host_checks import pcie_gbps

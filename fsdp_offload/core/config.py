@@ -72,6 +72,11 @@ def parse_bytes(value: int | str, name: str = "size") -> int:
     return parsed
 
 
+def align(value: int, unit: int) -> int:
+    """``value`` rounded up to a multiple of ``unit``."""
+    return -(-value // unit) * unit
+
+
 @dataclass(frozen=True)
 class TransferConfig:
     """How state travels between host and device, and how host memory is obtained."""

@@ -23,7 +23,7 @@ from ..core.backend import Event
 from ..core.config import TransferConfig
 from ..core.errors import AwayError
 from ..core.offloadable import HostCopies
-from ..memory.transfer import Handle, StorageBlock, Transfer, collect
+from ..link.transfer import Handle, StorageBlock, Transfer, collect
 from ..update.params import ParamState
 from .reservation import Reservation
 from .state_view import StateView

@@ -15,7 +15,7 @@ from ..core.config import TransferConfig
 from ..core.errors import AwayError, ClosedError, ConfigError, DeviceMemoryError
 from ..core.interrupts import held_back
 from ..core.storage import tie
-from ..memory.transfer import Figures, Handle, Transfer
+from ..link.transfer import Figures, Handle, Transfer
 from .pages import CHUNK_BYTES, FixedMemory
 
 

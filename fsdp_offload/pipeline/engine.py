@@ -15,11 +15,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..core.backend import Backend, Event
-from ..core.config import OffloadConfig
+from ..core.config import OffloadConfig, align
 from ..core.errors import DeviceMemoryError
-from ..memory import ArenaStatistics, HostArena, check_host_budget, local_ranks
+from ..link import ArenaStatistics, HostRange, check_host_budget, local_ranks
 from ..plan import Kind, Layout, Slice, make_layout
-from ..plan.layout import align
 from ..plan.residency import choose
 from ..update.bucket import BucketUpdate, Scratch
 from ..update.one_kernel import StepPowers
@@ -152,7 +151,7 @@ class Engine:
             budget_bytes=None if transfer.host_memory is None else int(transfer.host_memory),
             taken_bytes=taken_host_bytes,
         )
-        self.arenas: list[HostArena] = []
+        self.arenas: list[HostRange] = []
         self.worker: Worker | None = None
         self.streamed: StreamedLane | None = None
         self.host: HostLane | None = None
@@ -190,8 +189,8 @@ class Engine:
 
     # ------------------------------------------------------------------ building
 
-    def _arena(self, n_bytes: int) -> HostArena:
-        arena = HostArena(
+    def _arena(self, n_bytes: int) -> HostRange:
+        arena = HostRange(
             n_bytes,
             device=self.backend.device,
             can_pin=self.backend.can_pin,
@@ -200,7 +199,7 @@ class Engine:
         self.arenas.append(arena)
         return arena
 
-    def _make_tensors(self, dtype_groups: list[DtypeGroup], arena: HostArena) -> None:
+    def _make_tensors(self, dtype_groups: list[DtypeGroup], arena: HostRange) -> None:
         """The authoritative state tensors: flat, own storage, offset 0."""
         for group in dtype_groups:
             for param in group.params:
@@ -244,7 +243,7 @@ class Engine:
         optimizer: Optimizer,
         dtype_groups: list[DtypeGroup],
         params: list[ParamState],
-        arena: HostArena,
+        arena: HostRange,
         device_bytes: int,
     ) -> StreamedLane | None:
         pairs = [
@@ -292,7 +291,7 @@ class Engine:
         optimizer: Optimizer,
         dtype_groups: list[DtypeGroup],
         params: list[ParamState],
-        arena: HostArena,
+        arena: HostRange,
         staging: HostStaging,
         pool: tuple[int, int],
     ) -> HostLane:

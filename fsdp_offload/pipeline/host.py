@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from ..core import dtensor
 from ..core.backend import Backend, Event, PendingEvent
 from ..core.storage import present
-from ..memory import HostArena
+from ..link import HostRange
 from ..plan import Bucket, Kind, Layout, Slice
 from ..plan.layout import kind_range, split
 from ..update import codec
@@ -74,7 +74,7 @@ class HostStaging:
     cross the link by ``across``."""
 
     def __init__(
-        self, backend: Backend, host: HostArena, sizes: HostStagingSizes, across: Copy
+        self, backend: Backend, host: HostRange, sizes: HostStagingSizes, across: Copy
     ) -> None:
         numel_bytes, depth = sizes.numel_bytes, sizes.depth
         self.depth = depth
@@ -118,7 +118,7 @@ class HostBucket:
         layout: Layout,
         bucket: Bucket,
         params: list[ParamState],
-        arena: HostArena,
+        arena: HostRange,
         staging: HostStaging,
         index: int,
     ) -> None:
@@ -166,7 +166,7 @@ class HostBucket:
         self.host_flag = staging.flag_memory[slot * FLAG_STRIDE :][:1]
 
     def _make_units(
-        self, optimizer: Optimizer, layout: Layout, params: list[ParamState], arena: HostArena
+        self, optimizer: Optimizer, layout: Layout, params: list[ParamState], arena: HostRange
     ) -> list[HostUnit]:
         def view(slice_: Slice, kind: Kind, numel: int) -> Tensor:
             start, stop = kind_range(slice_, kind, numel, layout.offsets)

@@ -17,7 +17,7 @@ from fsdp_offload.cli.check import Check, attempt, worst
 from fsdp_offload.cli.main import main
 from fsdp_offload.core.errors import PinningError
 from fsdp_offload.core.fsdp import NAMES, TORCH_RUN
-from fsdp_offload.memory.budget import HostMemory
+from fsdp_offload.link.budget import HostMemory
 
 GIB = 1 << 30
 ADDRESS = "0000:1b:00.0"

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
 from fsdp_offload import HybridDeviceOptimizer
 from fsdp_offload.core import backend
 from fsdp_offload.core.backend import CpuBackend, use_backend
-from fsdp_offload.memory import HostArena
+from fsdp_offload.link import HostRange
 from fsdp_offload.pipeline import engine
 from fsdp_offload.testing import ADVERSARIES, StreamSimulator
 from fsdp_offload.update.codec import decode_plain
@@ -274,12 +274,12 @@ def test_pinned_memory_is_allocated_once_and_not_per_tensor(
     monkeypatch.setattr(backend, "unpin", lambda address, n_bytes, device: None)
     made: list[int] = []
 
-    class CountedArena(HostArena):
+    class CountedArena(HostRange):
         def __init__(self, n_bytes: int, **settings: Any) -> None:
             made.append(n_bytes)
             super().__init__(n_bytes, **settings)
 
-    monkeypatch.setattr(engine, "HostArena", CountedArena)
+    monkeypatch.setattr(engine, "HostRange", CountedArena)
     parameters = nn.ParameterList(nn.Parameter(torch.randn(100)) for _ in range(50))
     with use_backend(_Pinning(CPU)):
         optimizer = wrap(torch.optim.AdamW(parameters), lane)

@@ -33,8 +33,8 @@ from fsdp_offload.core.errors import (
     UnsupportedParameterError,
 )
 from fsdp_offload.core.storage import can_swap
-from fsdp_offload.memory import HostArena, buffers, transfer
-from fsdp_offload.memory.transfer import Handle, StorageBlock
+from fsdp_offload.link import HostRange, host_pool, transfer
+from fsdp_offload.link.transfer import Handle, StorageBlock
 from fsdp_offload.phases import offloader
 from fsdp_offload.phases.pages import Chunk, FixedMemory
 from tests.away import has_memory
@@ -123,16 +123,16 @@ def sgd(parameters: Any) -> Optimizer:
 
 
 @pytest.fixture
-def arenas(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[HostArena]]:
+def arenas(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[HostRange]]:
     """Every arena that blocks get from here on."""
-    found: list[weakref.ref[HostArena]] = []
+    found: list[weakref.ref[HostRange]] = []
 
-    def build(*args: Any, **settings: Any) -> HostArena:
-        arena = HostArena(*args, **settings)
+    def build(*args: Any, **settings: Any) -> HostRange:
+        arena = HostRange(*args, **settings)
         found.append(weakref.ref(arena))
         return arena
 
-    monkeypatch.setattr(buffers, "HostArena", build)
+    monkeypatch.setattr(host_pool, "HostRange", build)
     return found
 
 

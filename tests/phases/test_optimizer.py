@@ -24,8 +24,8 @@ from fsdp_offload import (
     TransferConfig,
 )
 from fsdp_offload.core.backend import copy_all
-from fsdp_offload.memory import HostArena, buffers
-from fsdp_offload.memory.transfer import StorageBlock
+from fsdp_offload.link import HostRange, host_pool
+from fsdp_offload.link.transfer import StorageBlock
 from fsdp_offload.pipeline.engine import Engine
 from fsdp_offload.testing import ADVERSARIES, StreamSimulator
 from tests.away import model_away
@@ -405,14 +405,14 @@ def test_a_step_that_does_not_follow_the_reload_shows(monkeypatch: pytest.Monkey
 def test_host_memory_goes_with_the_optimizer_even_while_it_is_away(
     closes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made: list[weakref.ref[HostArena]] = []
+    made: list[weakref.ref[HostRange]] = []
 
-    class Noted(HostArena):
+    class Noted(HostRange):
         def __init__(self, *args: Any, **settings: Any) -> None:
             made.append(weakref.ref(self))
             super().__init__(*args, **settings)
 
-    monkeypatch.setattr(buffers, "HostArena", Noted)
+    monkeypatch.setattr(host_pool, "HostRange", Noted)
     mine, away = build(offload_fraction=0.5)
     step(mine, away, 1)
     away.offload(wait=False)

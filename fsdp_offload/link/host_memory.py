@@ -29,10 +29,9 @@ from typing import Final
 import torch
 
 from ..core import backend as backend
-from ..core.config import MIB, TransferConfig
+from ..core.config import MIB, TransferConfig, align
 from ..core.errors import HostMemoryError, PinningError
 from ..core.progress import progress
-from ..plan.layout import align
 from .budget import check_host_budget, local_ranks, size_text
 
 HUGE_PAGE_BYTES: Final = 2 * MIB
@@ -70,11 +69,11 @@ def _keep_mappings_in_child() -> None:
 os.register_at_fork(after_in_child=_keep_mappings_in_child)
 
 
-class HostArena:
+class HostRange:
     """``n_bytes`` of zeroed host memory, given out as 1D tensors without a copy.
 
     Every page is in place when the constructor returns. Nothing is checked against the host's free
-    memory here; :func:`fsdp_offload.memory.check_host_budget` does that first.
+    memory here; :func:`fsdp_offload.link.budget.check_host_budget` does that first.
 
     Args:
         n_bytes: exact size in bytes; 0 is allowed.
@@ -100,7 +99,7 @@ class HostArena:
         assert n_bytes >= 0, n_bytes
         self._n_bytes = n_bytes
         self._mapping: mmap.mmap | None = None
-        self._unpin: weakref.finalize[..., HostArena] | None = None
+        self._unpin: weakref.finalize[..., HostRange] | None = None
         self._huge_pages = False
         self._threads = 0
         self._touch_seconds = self._pin_seconds = 0.0
@@ -215,17 +214,17 @@ class HostArena:
 
 def checked_arena(
     what: str, n_bytes: int, device: backend.Backend, transfer: TransferConfig
-) -> HostArena:
+) -> HostRange:
     """An arena, if ``transfer.host_memory`` and the host have room for it.
 
     Raises:
         HostMemoryError: they have not, for ``what``; nothing was taken.
-        PinningError: as of :class:`HostArena`.
+        PinningError: as of :class:`HostRange`.
     """
     budget = None if transfer.host_memory is None else int(transfer.host_memory)
     try:
         check_host_budget(n_bytes, local_ranks=local_ranks(), budget_bytes=budget)
-        return HostArena(n_bytes, device=device.device, can_pin=device.can_pin, transfer=transfer)
+        return HostRange(n_bytes, device=device.device, can_pin=device.can_pin, transfer=transfer)
     except HostMemoryError as error:
         raise HostMemoryError(
             what, reason=f"{error.what}: {error.reason}", remedy="give less"

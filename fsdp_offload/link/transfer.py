@@ -20,7 +20,7 @@ host enqueues these while the link is busy with those.
 [Note: shared segments]
 torch's allocator takes a segment from the driver for each large storage, and gives back segment by
 segment, while nothing is copied: 3 to 5 ms per GiB in segments of 16 MiB, 0.4 to 0.5 in segments of
-1 GiB (H100, docs/internals/memory.md). So before storages
+1 GiB (H100, docs/internals/link.md). So before storages
 come back, the sum of the next ``SEGMENT_BYTES`` is allocated and dropped: the allocator cuts them
 from that, and the next offload has fewer segments to give back.
 """
@@ -54,7 +54,7 @@ from ..core.backend import (
 from ..core.config import TransferConfig
 from ..core.errors import DeviceMemoryError
 from ..core.interrupts import held_back
-from .buffers import Block, HostBuffers
+from .host_pool import Block, HostBuffers
 
 BATCH_BYTES: Final = 128 << 20
 SEGMENT_BYTES: Final = 512 << 20

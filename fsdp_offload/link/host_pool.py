@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from ..core.backend import Backend
-from ..core.config import TransferConfig
-from ..plan.layout import align
-from . import ArenaStatistics, HostArena, check_host_budget, local_ranks
+from ..core.config import TransferConfig, align
+from .budget import check_host_budget, local_ranks
+from .host_memory import ArenaStatistics, HostRange
 
 _ALIGNMENT_BYTES: Final = 64
 
@@ -48,7 +48,7 @@ class Block(Protocol):
 
 
 class _Buffer(NamedTuple):
-    arena: HostArena
+    arena: HostRange
     start: int  # bytes
     capacity_bytes: int
 
@@ -64,7 +64,7 @@ class HostBuffers:
     def __init__(self, backend: Backend, transfer: TransferConfig) -> None:
         self._backend, self._transfer = backend, transfer
         self._by_key: dict[str, _Buffer] = {}
-        self._arenas: list[HostArena] = []
+        self._arenas: list[HostRange] = []
 
     def reserve(self, items: Iterable[Block], taken_bytes: int = 0) -> None:
         """Have a buffer for each item; new ones lie side by side, in order.
@@ -88,7 +88,7 @@ class HostBuffers:
             budget_bytes=None if budget is None else int(budget),
             taken_bytes=taken_bytes + self.n_bytes,
         )
-        arena = HostArena(
+        arena = HostRange(
             n_bytes,
             device=self._backend.device,
             can_pin=self._backend.can_pin,
@@ -134,3 +134,38 @@ class HostBuffers:
         for arena in self._arenas:
             arena.close()
         self._arenas.clear()
+
+
+class Intervals:
+    """Which bytes of ``n_bytes`` are taken, first fit; all are free at first. Pure."""
+
+    def __init__(self, n_bytes: int) -> None:
+        self.n_bytes = n_bytes
+        self.used_bytes = self.most_used_bytes = 0
+        self._free = [(0, n_bytes)] if n_bytes else []  # in order, no two of them side by side
+        self._taken: dict[int, int] = {}  # end by start
+
+    def take(self, n_bytes: int) -> int | None:
+        """The start of an interval; None: no gap is as large."""
+        for index, (start, end) in enumerate(self._free):
+            if end - start < n_bytes:
+                continue
+            rest = (start + n_bytes, end)
+            self._free[index : index + 1] = [rest] if rest[0] < end else []
+            self._taken[start] = start + n_bytes
+            self.used_bytes += n_bytes
+            self.most_used_bytes = max(self.most_used_bytes, self.used_bytes)
+            return start
+        return None
+
+    def give(self, start: int) -> None:
+        """Free the interval that begins there."""
+        end = self._taken.pop(start)
+        self.used_bytes -= end - start
+        index = sum(other < start for other, _ in self._free)
+        if index < len(self._free) and self._free[index][0] == end:
+            end = self._free.pop(index)[1]
+        if index and self._free[index - 1][1] == start:
+            index -= 1
+            start = self._free.pop(index)[0]
+        self._free.insert(index, (start, end))

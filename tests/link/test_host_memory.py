@@ -17,16 +17,16 @@ import torch
 from fsdp_offload.core import backend
 from fsdp_offload.core.config import MIB, TransferConfig
 from fsdp_offload.core.errors import HostMemoryError, PinningError
-from fsdp_offload.memory import HostArena
+from fsdp_offload.link import HostRange
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.int16, torch.int64, torch.float8_e4m3fn, torch.bool)
 THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
-def make(n_bytes: int, *, can_pin: bool = False, **transfer: object) -> HostArena:
+def make(n_bytes: int, *, can_pin: bool = False, **transfer: object) -> HostRange:
     config = TransferConfig(**transfer)  # type: ignore[arg-type]
-    return HostArena(n_bytes, device=CPU, can_pin=can_pin, transfer=config)
+    return HostRange(n_bytes, device=CPU, can_pin=can_pin, transfer=config)
 
 
 def smaps_of(address: int) -> dict[str, str] | None:

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from fsdp_offload.core.errors import ConfigError, HostMemoryError
-from fsdp_offload.memory import check_host_budget, local_ranks
-from fsdp_offload.memory.budget import PAGE_BYTES, HostMemory, host_memory, size_text
+from fsdp_offload.link import check_host_budget, local_ranks
+from fsdp_offload.link.budget import PAGE_BYTES, HostMemory, host_memory, size_text
 
 GIB = 1 << 30
 

@@ -1,13 +1,13 @@
-"""Host memory: is there enough of it, and the arena that holds the state."""
+"""Bytes in motion: page-locked host memory, and transfers between it and the device."""
 
 from __future__ import annotations
 
-from .arena import ArenaStatistics, HostArena, checked_arena
 from .budget import check_host_budget, local_ranks
+from .host_memory import ArenaStatistics, HostRange, checked_arena
 
 __all__ = [
     "ArenaStatistics",
-    "HostArena",
+    "HostRange",
     "check_host_budget",
     "checked_arena",
     "local_ranks",
