@@ -97,15 +97,16 @@ class HostRange:
         transfer: TransferConfig,
     ) -> None:
         assert n_bytes >= 0, n_bytes
-        self._n_bytes = n_bytes
+        self.n_bytes = n_bytes
         self._mapping: mmap.mmap | None = None
         self._unpin: weakref.finalize[..., HostRange] | None = None
-        self._huge_pages = False
-        self._threads = 0
-        self._touch_seconds = self._pin_seconds = 0.0
+        self.huge_pages = False  # the kernel was asked for them and was quick enough to give them
+        self.threads = 0  # that touched the memory
+        self.touch_seconds = 0.0  # to have every page in place and zeroed
+        self.pin_seconds = 0.0  # of the registration
         if n_bytes == 0:
             return
-        self._mapping, self._huge_pages = _map(n_bytes)
+        self._mapping, self.huge_pages = _map(n_bytes)
         with progress(n_bytes, "touching host memory") as bar:
             self._touch(device, bar.advance)
             if can_pin and transfer.pin != "never":
@@ -121,7 +122,7 @@ class HostRange:
         """
         n_bytes = numel * dtype.itemsize
         assert numel >= 0, numel
-        assert 0 <= offset_bytes <= self._n_bytes - n_bytes, (offset_bytes, n_bytes, self._n_bytes)
+        assert 0 <= offset_bytes <= self.n_bytes - n_bytes, (offset_bytes, n_bytes, self.n_bytes)
         assert offset_bytes % dtype.itemsize == 0, (offset_bytes, dtype)
         if numel == 0:
             return torch.empty(0, dtype=dtype, device="cpu")
@@ -129,15 +130,20 @@ class HostRange:
         with torch.inference_mode(False):  # else it could not be written outside of the mode
             return torch.frombuffer(self._mapping, dtype=dtype, count=numel, offset=offset_bytes)
 
+    @property
+    def pinned(self) -> bool:
+        """Whether it is registered with the device's driver at present."""
+        return self._unpin is not None and self._unpin.alive
+
     def statistics(self) -> ArenaStatistics:
         """Sizes in bytes and times in seconds; still answers after :meth:`close`."""
         return ArenaStatistics(
-            n_bytes=self._n_bytes,
-            pinned=self._unpin is not None and self._unpin.alive,
-            huge_pages=self._huge_pages,
-            threads=self._threads,
-            touch_seconds=self._touch_seconds,
-            pin_seconds=self._pin_seconds,
+            n_bytes=self.n_bytes,
+            pinned=self.pinned,
+            huge_pages=self.huge_pages,
+            threads=self.threads,
+            touch_seconds=self.touch_seconds,
+            pin_seconds=self.pin_seconds,
         )
 
     def close(self) -> None:
@@ -157,16 +163,16 @@ class HostRange:
         # This rank's share, a few at least: the ranks beside it may be done already.
         share = len(os.sched_getaffinity(0)) // local_ranks()
         threads = min(len(cores), max(share, _MIN_THREADS))
-        step = min(_CALL_BYTES, align(-(-self._n_bytes // threads), HUGE_PAGE_BYTES))
-        chunks = range(0, self._n_bytes, step)
-        self._threads = min(threads, len(chunks))
-        memory = self.tensor(0, self._n_bytes, torch.uint8)
+        step = min(_CALL_BYTES, align(-(-self.n_bytes // threads), HUGE_PAGE_BYTES))
+        chunks = range(0, self.n_bytes, step)
+        self.threads = min(threads, len(chunks))
+        memory = self.tensor(0, self.n_bytes, torch.uint8)
 
         def touch(begin: int) -> int:
             began = time.perf_counter()
             chunk = memory[begin : begin + step]
             chunk[:: mmap.PAGESIZE].zero_()  # without the GIL
-            if self._huge_pages and time.perf_counter() - began > _STALL_SECONDS:
+            if self.huge_pages and time.perf_counter() - began > _STALL_SECONDS:
                 self._give_up_huge_pages()
             return chunk.numel()
 
@@ -174,15 +180,15 @@ class HostRange:
             with suppress(OSError):  # forbidden in some sandboxes; only placement suffers
                 os.sched_setaffinity(0, cores)  # 0 is the calling thread, which ends soon
 
-        with ThreadPoolExecutor(self._threads, "fsdp_offload-touch", bind) as pool:
+        with ThreadPoolExecutor(self.threads, "fsdp_offload-touch", bind) as pool:
             for n_bytes in pool.map(touch, chunks):
                 advance(n_bytes)
-        self._touch_seconds = time.perf_counter() - start
+        self.touch_seconds = time.perf_counter() - start
 
     def _give_up_huge_pages(self) -> None:
         """Go on with small pages: on a fragmented host the kernel compacts memory for each huge
         one, which can be slower than everything else here by far."""
-        self._huge_pages = False
+        self.huge_pages = False
         if self._mapping is not None:
             _advise(self._mapping, "MADV_NOHUGEPAGE")
 
@@ -192,13 +198,13 @@ class HostRange:
         start = time.perf_counter()
         address = torch.frombuffer(self._mapping, dtype=torch.uint8, count=1).data_ptr()
         try:
-            backend.pin(address, self._n_bytes, device)
+            backend.pin(address, self.n_bytes, device)
         except PinningError as error:
             if required:
                 self._mapping = None
                 raise
             warnings.warn(
-                f"{size_text(self._n_bytes)} of host memory stay pageable, which makes transfers "
+                f"{size_text(self.n_bytes)} of host memory stay pageable, which makes transfers "
                 f"slower: {error.reason}",
                 RuntimeWarning,
                 stacklevel=3,
@@ -207,9 +213,9 @@ class HostRange:
         # The callback owns the mapping: it is unregistered first and unmapped after. At exit it
         # runs before the device's context goes.
         self._unpin = weakref.finalize(
-            self, _unpin, os.getpid(), address, self._n_bytes, device, self._mapping
+            self, _unpin, os.getpid(), address, self.n_bytes, device, self._mapping
         )
-        self._pin_seconds = time.perf_counter() - start
+        self.pin_seconds = time.perf_counter() - start
 
 
 def checked_arena(

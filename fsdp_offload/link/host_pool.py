@@ -1,139 +1,152 @@
-"""Host memory of what is offloaded: exact, page-locked, kept by key.
+"""Host memory by holder: one ledger of the process, one check, one bound.
 
-[Note: sizes that change]
-What a key stands for may have another size at each offload: FSDP2 reduces the gradients of a group
-in one buffer, and its size depends on which parameters took part. A buffer serves whatever fits.
-One that is outgrown is replaced, and an arena of which no buffer is in use is given back.
+What takes host memory has a :class:`HostPool`. The open pools of a process are its ledger: it says
+who holds how much, and whatever is taken is checked against the sum. ``host_memory=`` bounds that
+sum, times the ranks of the host, from the first pool that was given it to the last one. So it does
+not matter which of them it was given to, and two values cannot both hold.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Final, NamedTuple, Protocol
-
-import torch
-from torch import Tensor
+import contextlib
+import gc
+import os
+import threading
+import weakref
+from collections.abc import Callable
 
 from ..core.backend import Backend
-from ..core.config import TransferConfig, align
-from .budget import check_host_budget, local_ranks
-from .host_memory import ArenaStatistics, HostRange
+from ..core.config import TransferConfig
+from ..core.errors import ConfigError, HostMemoryError
+from .budget import check_host_memory, local_ranks
+from .host_memory import HostRange
 
-_ALIGNMENT_BYTES: Final = 64
-
-
-class Block(Protocol):
-    """Bytes of device memory that are copied, given up and taken together."""
-
-    key: str  # the same at each offload: it gets the host buffer that it had
-    n_bytes: int  # above 0
-    # Those that begin in it, with their first byte there; one may end in a block behind it.
-    storages: Sequence[tuple[torch.UntypedStorage, int]]
-
-    def view(self) -> Tensor:
-        """Its bytes: 1-D uint8 on the device. It must be present."""
-        ...
-
-    def release(self) -> None:
-        """Give its memory up. All work on it has completed."""
-        ...
-
-    def restore(self) -> None:
-        """Take memory for it again, with any content, in order of the current stream.
-
-        Raises:
-            torch.OutOfMemoryError: there is none; it is as before.
-        """
-        ...
+_open: weakref.WeakSet[HostPool] = weakref.WeakSet()  # the ledger
+_lock = threading.RLock()  # around the ledger; reentrant, because finalizers close pools
 
 
-class _Buffer(NamedTuple):
-    arena: HostRange
-    start: int  # bytes
-    capacity_bytes: int
+def _forget_in_child() -> None:
+    """A forked child does not get the memory, and another thread may have had the lock."""
+    global _lock
+    _lock = threading.RLock()
+    _open.clear()
 
 
-class HostBuffers:
-    """Host memory by key. Taken by :meth:`reserve`, given back by :meth:`close`.
+os.register_at_fork(after_in_child=_forget_in_child)
+
+
+def held_bytes() -> dict[str, int]:
+    """Host memory that this process holds, by holder, the largest first."""
+    found: dict[str, int] = {}
+    with _lock:
+        for pool in _open:
+            found[pool.holder] = found.get(pool.holder, 0) + pool.n_bytes
+    return dict(sorted(((k, n) for k, n in found.items() if n), key=lambda item: -item[1]))
+
+
+class HostPool:
+    """Page-locked memory that one holder takes for the transfers of one device.
+
+    Memory goes back with :meth:`give`, with :meth:`close`, or with the pool.
 
     Args:
-        backend: of the device that is copied from.
-        transfer: how to obtain memory (``pin``, ``huge_pages``, ``numa``, ``host_memory``).
+        holder: in the user's words, for errors and statistics.
+        backend: of the device.
+        transfer: how to obtain memory (``pin``), and the bound (``host_memory``).
+
+    Raises:
+        ConfigError: an open pool was given another ``host_memory``.
     """
 
-    def __init__(self, backend: Backend, transfer: TransferConfig) -> None:
+    def __init__(self, holder: str, backend: Backend, transfer: TransferConfig) -> None:
+        self.holder = holder
+        self.n_bytes = 0  # taken, or being taken
         self._backend, self._transfer = backend, transfer
-        self._by_key: dict[str, _Buffer] = {}
-        self._arenas: list[HostRange] = []
-
-    def reserve(self, items: Iterable[Block], taken_bytes: int = 0) -> None:
-        """Have a buffer for each item; new ones lie side by side, in order.
-
-        Args:
-            items: with different keys.
-            taken_bytes: host memory of this rank that ``host_memory`` counts besides.
-
-        Raises:
-            HostMemoryError: it does not fit; nothing was taken.
-            PinningError: the driver refused; it was given back.
-        """
-        missing = [item for item in items if not self._fits(item)]
-        n_bytes = sum(align(item.n_bytes, _ALIGNMENT_BYTES) for item in missing)
-        if not n_bytes:
-            return
-        budget = self._transfer.host_memory
-        check_host_budget(
-            n_bytes,
-            local_ranks=local_ranks(),
-            budget_bytes=None if budget is None else int(budget),
-            taken_bytes=taken_bytes + self.n_bytes,
-        )
-        arena = HostRange(
-            n_bytes,
-            device=self._backend.device,
-            can_pin=self._backend.can_pin,
-            transfer=self._transfer,
-        )
-        start = 0
-        for item in missing:
-            capacity = align(item.n_bytes, _ALIGNMENT_BYTES)
-            self._by_key[item.key] = _Buffer(arena, start, capacity)
-            start += capacity
-        self._arenas.append(arena)
-        # A tensor over an arena without a buffer in use keeps its memory mapped.
-        used = {id(buffer.arena) for buffer in self._by_key.values()}
-        for unused in [arena for arena in self._arenas if id(arena) not in used]:
-            self._arenas.remove(unused)
-            unused.close()
-
-    def _fits(self, item: Block) -> bool:
-        buffer = self._by_key.get(item.key)
-        return buffer is not None and item.n_bytes <= buffer.capacity_bytes
-
-    def of(self, item: Block) -> Tensor:
-        """The item's buffer: 1-D uint8, ``n_bytes`` long, a storage of its own."""
-        return self.span(item.key, 0, item.n_bytes)
-
-    def span(self, key: str, start: int, n_bytes: int) -> Tensor:
-        """1-D uint8 from byte ``start`` of a buffer on, also over buffers that lie behind it."""
-        buffer = self._by_key[key]
-        return buffer.arena.tensor(buffer.start + start, n_bytes, torch.uint8)
+        self._ranges: list[HostRange] = []
+        _insist(self._join)
 
     @property
-    def n_bytes(self) -> int:
-        """Host memory taken."""
-        return sum(arena.n_bytes for arena in self.statistics())
+    def pinned_bytes(self) -> int:
+        """What is page-locked of :attr:`n_bytes`."""
+        return sum(each.n_bytes for each in self._ranges if each.pinned)
 
-    def statistics(self) -> Sequence[ArenaStatistics]:
-        """Of each arena."""
-        return [arena.statistics() for arena in self._arenas]
+    @property
+    def seconds(self) -> float:
+        """That it took to have every page in place, and to page-lock it."""
+        return sum(each.touch_seconds + each.pin_seconds for each in self._ranges)
+
+    def take(self, n_bytes: int) -> HostRange:
+        """Zeroed memory of this size, which may be 0.
+
+        Raises:
+            HostMemoryError: ``host_memory``, or the host, has no room for it; nothing was taken.
+            PinningError: the driver refused; it was given back.
+            ConfigError: see :class:`HostPool`; of a pool that was closed.
+        """
+        try:
+            _insist(lambda: self._reserve(n_bytes))
+            taken = HostRange(
+                n_bytes,
+                device=self._backend.device,
+                can_pin=self._backend.can_pin,
+                transfer=self._transfer,
+            )
+        except BaseException:
+            self.n_bytes = sum(each.n_bytes for each in self._ranges)
+            if not self._ranges:
+                self.close()  # a bound that was too small must not stay
+            raise
+        self._ranges.append(taken)
+        return taken
+
+    def give(self, taken: HostRange) -> None:
+        """Unregister a range; the last tensor over it unmaps it. All transfers have ended."""
+        self._ranges.remove(taken)
+        self.n_bytes -= taken.n_bytes
+        taken.close()
 
     def close(self) -> None:
-        """Give all memory back; a tensor over it keeps it mapped. Idempotent."""
-        self._by_key.clear()
-        for arena in self._arenas:
-            arena.close()
-        self._arenas.clear()
+        """Give everything back, and the bound up. Idempotent; the pool may be used again."""
+        for taken in list(self._ranges):
+            self.give(taken)
+        with _lock:
+            _open.discard(self)
+
+    def _join(self) -> None:
+        """Be in the ledger."""
+        bound = self._transfer.host_memory
+        with _lock:
+            for other in _open if bound is not None else ():
+                if other is not self and other._transfer.host_memory not in (None, bound):
+                    raise ConfigError(
+                        f"host_memory={bound} of {self.holder}",
+                        reason=f"{other.holder} has host_memory={other._transfer.host_memory}, and "
+                        "one value bounds everything in this process, and all ranks of the host",
+                        remedy="give both the same, leave it out here, or close the other one",
+                    )
+            _open.add(self)
+
+    def _reserve(self, n_bytes: int) -> None:
+        """Write the bytes into the ledger, if there is room for them."""
+        with _lock:
+            self._join()
+            bounds = (pool._transfer.host_memory for pool in _open)
+            check_host_memory(
+                n_bytes,
+                self.holder,
+                held=held_bytes(),
+                bound_bytes=next((int(each) for each in bounds if each is not None), None),
+                local_ranks=local_ranks(),
+            )
+            self.n_bytes += n_bytes
+
+
+def _insist(attempt: Callable[[], None]) -> None:
+    """Before it fails, let go of pools that reference cycles alone keep."""
+    with contextlib.suppress(ConfigError, HostMemoryError):
+        return attempt()
+    gc.collect()
+    return attempt()
 
 
 class Intervals:

@@ -54,7 +54,7 @@ from ..core.backend import (
 from ..core.config import TransferConfig
 from ..core.errors import DeviceMemoryError
 from ..core.interrupts import held_back
-from .host_pool import Block, HostBuffers
+from .buffers import Block, HostBuffers
 
 BATCH_BYTES: Final = 128 << 20
 SEGMENT_BYTES: Final = 512 << 20

@@ -23,7 +23,7 @@ from ..core.errors import ClosedError, ConfigError, DeviceMemoryError, Unsupport
 from ..core.fsdp import find_groups
 from ..core.interrupts import held_back
 from ..core.offloadable import offloadable_of
-from ..link.host_pool import Block
+from ..link.buffers import Block
 from ..link.transfer import Figures, Handle, StorageBlock, Transfer, collect, in_order
 from .gradients import Gradients
 from .guard import ModelGuard, PlainOptimizer, remove_all

@@ -286,7 +286,7 @@ def test_statistics_are_what_tensors_add_up_to(
     hidden = 4 * n_host if dtype == torch.float32 else 0
     shown = state_bytes(optimizer, "streamed") + state_bytes(optimizer, "host")
     assert statistics.host_state_bytes == shown + hidden
-    assert statistics.host_arena_bytes == sum(a()._n_bytes for a in arenas)  # type: ignore[union-attr]
+    assert statistics.host_arena_bytes == sum(a().n_bytes for a in arenas)  # type: ignore[union-attr]
     assert statistics.host_arena_bytes >= statistics.host_state_bytes
     assert not statistics.pinned
     pieces = sum(len(record.slices) for record in optimizer._reserved.params)

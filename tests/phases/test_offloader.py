@@ -33,7 +33,7 @@ from fsdp_offload.core.errors import (
     UnsupportedParameterError,
 )
 from fsdp_offload.core.storage import can_swap
-from fsdp_offload.link import HostRange, host_pool, transfer
+from fsdp_offload.link import HostRange, buffers, transfer
 from fsdp_offload.link.transfer import Handle, StorageBlock
 from fsdp_offload.phases import offloader
 from fsdp_offload.phases.pages import Chunk, FixedMemory
@@ -132,7 +132,7 @@ def arenas(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[HostRange]]:
         found.append(weakref.ref(arena))
         return arena
 
-    monkeypatch.setattr(host_pool, "HostRange", build)
+    monkeypatch.setattr(buffers, "HostRange", build)
     return found
 
 

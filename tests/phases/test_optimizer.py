@@ -24,7 +24,7 @@ from fsdp_offload import (
     TransferConfig,
 )
 from fsdp_offload.core.backend import copy_all
-from fsdp_offload.link import HostRange, host_pool
+from fsdp_offload.link import HostRange, buffers
 from fsdp_offload.link.transfer import StorageBlock
 from fsdp_offload.pipeline.engine import Engine
 from fsdp_offload.testing import ADVERSARIES, StreamSimulator
@@ -412,7 +412,7 @@ def test_host_memory_goes_with_the_optimizer_even_while_it_is_away(
             made.append(weakref.ref(self))
             super().__init__(*args, **settings)
 
-    monkeypatch.setattr(host_pool, "HostRange", Noted)
+    monkeypatch.setattr(buffers, "HostRange", Noted)
     mine, away = build(offload_fraction=0.5)
     step(mine, away, 1)
     away.offload(wait=False)
