@@ -96,8 +96,7 @@ def small_host_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def arenas(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[HostRange]]:
     """Every arena that is made in the test."""
-    from fsdp_offload.link import HostRange
-    from fsdp_offload.pipeline import engine
+    from fsdp_offload.link import HostRange, host_pool
 
     made: list[weakref.ref[HostRange]] = []
 
@@ -106,7 +105,7 @@ def arenas(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[HostRange]]:
             made.append(weakref.ref(self))
             super().__init__(n_bytes, **settings)
 
-    monkeypatch.setattr(engine, "HostRange", Noted)
+    monkeypatch.setattr(host_pool, "HostRange", Noted)
     return made
 
 

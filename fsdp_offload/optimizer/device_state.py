@@ -118,7 +118,7 @@ class DeviceState:
         if self.transfer is None:
             self.transfer = Transfer(self._reserved.backend, self._config)
         blocks = collect(self.device_tensors())
-        self.transfer.buffers.reserve(blocks, taken_bytes=self._reserved.host_arena_bytes())
+        self.transfer.buffers.reserve(blocks, taken_bytes=self._reserved.pool.n_bytes)
         return blocks
 
     def offload(self, *, wait: bool) -> Handle:

@@ -96,7 +96,6 @@ def gather(optimizer: HybridDeviceOptimizer) -> Statistics:
         values = (v for p in natives for v in optimizer._view.shown.get(p, {}).values())
         device_bytes += sum(v.numel() * v.itemsize for v in values if isinstance(v, Tensor))
     pipelined = [lane for engine in engines for lane in engine.lanes]
-    arenas = [a for engine in engines for a in engine.arena_statistics() if a.n_bytes]
     return Statistics(
         optimizer=type(optimizer._inner).__name__,
         overlap=reserved.config.overlap or "step",
@@ -104,9 +103,9 @@ def gather(optimizer: HybridDeviceOptimizer) -> Statistics:
         parameters=dict(lanes),
         device_state_bytes=0 if place.shows_copies else device_bytes,
         host_state_bytes=sum(s.payload_bytes for s in engines),
-        host_arena_bytes=reserved.host_arena_bytes(),
-        pinned=bool(arenas) and all(a.pinned for a in arenas),
-        pin_seconds=sum(a.touch_seconds + a.pin_seconds for a in arenas),
+        host_arena_bytes=reserved.pool.n_bytes,
+        pinned=0 < reserved.pool.n_bytes == reserved.pool.pinned_bytes,
+        pin_seconds=reserved.pool.seconds,
         is_away=place.is_away,
         away_bytes=(own.away_bytes if own else device_bytes) if place.shows_copies else 0,
         offload_reserved_bytes=0 if transfer is None else transfer.buffers.n_bytes,

@@ -48,14 +48,15 @@ FLAG_STRIDE: Final = 2
 class HostStagingSizes:
     """How large the host lane's buffers are."""
 
+    host_start: int  # of what lies in host memory, a multiple of 256 bytes
     numel_bytes: int  # the masters, or gradients, of the largest bucket
     shard_bytes: int  # its shards
     depth: int  # gradient buffers in host memory
 
     @property
-    def host_bytes(self) -> int:
-        """Host memory that they take."""
-        return self.depth * (self.numel_bytes + FLAG_STRIDE * FLAG_DTYPE.itemsize)
+    def host_stop(self) -> int:
+        """End of what lies in host memory."""
+        return self.host_start + self.depth * (self.numel_bytes + FLAG_STRIDE * FLAG_DTYPE.itemsize)
 
 
 def ring_depth(threads: int, *, bucket_numel: int, buckets: int, least: int) -> int:
@@ -76,7 +77,7 @@ class HostStaging:
     def __init__(
         self, backend: Backend, host: HostRange, sizes: HostStagingSizes, across: Copy
     ) -> None:
-        numel_bytes, depth = sizes.numel_bytes, sizes.depth
+        start, numel_bytes, depth = sizes.host_start, sizes.numel_bytes, sizes.depth
         self.depth = depth
         # On the device, each used by one stream and of no content between steps: on the way out
         # gradients and copies of the shards, on the way back masters and what goes into shards.
@@ -86,9 +87,9 @@ class HostStaging:
         self.rounded = backend.allocate(sizes.shard_bytes)
         self.on_device = [self.gradients, self.observed, self.masters, self.rounded]
         self.across = across
-        self.flag_memory = host.tensor(depth * numel_bytes, depth * FLAG_STRIDE, FLAG_DTYPE)
+        self.flag_memory = host.tensor(start + depth * numel_bytes, depth * FLAG_STRIDE, FLAG_DTYPE)
         self.host_gradients = [
-            host.tensor(i * numel_bytes, numel_bytes, torch.uint8) for i in range(depth)
+            host.tensor(start + i * numel_bytes, numel_bytes, torch.uint8) for i in range(depth)
         ]
         self.host_user: list[Outcome | None] = [None] * depth  # last update of a host buffer
 

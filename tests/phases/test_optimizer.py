@@ -264,6 +264,7 @@ def test_host_memory_counts_against_the_budget_and_is_given_back() -> None:
         away.offload()
     assert not away.is_away
     assert torch.equal(away.state_dict()["state"][0]["exp_avg"], state["state"][0]["exp_avg"])
+    away.close()  # it has the bound
 
     mine, away = build(offload_fraction=0.5)
     away.reserve_offload()
