@@ -51,57 +51,19 @@ from ..core.backend import (
     release_cached,
     stream_to_wait,
 )
-from ..core.config import TransferConfig
+from ..core.config import TransferConfig, align
 from ..core.errors import DeviceMemoryError
 from ..core.interrupts import held_back
-from .buffers import Block, HostBuffers
+from .block import Block, StorageBlock
+from .host_memory import HostRange
+from .host_pool import HostPool
 
 BATCH_BYTES: Final = 128 << 20
 SEGMENT_BYTES: Final = 512 << 20
 AHEAD_BYTES: Final = 256 << 20
 """Of memory that is taken before the copy into the first of it is enqueued. Mapping memory waits
 for the copy that runs; with others behind that one, the link does not."""
-_SMALL_BYTES: Final = 2 << 20
-
-
-class StorageBlock:
-    """A storage of torch's, resized to 0 and back, so its address changes.
-
-    It moves once, with all of its bytes: views, tied weights and the padding of FSDP2's shards
-    stay what they are, because the storage object stays and only its memory goes.
-    """
-
-    def __init__(self, key: str, storage: torch.UntypedStorage) -> None:
-        self.key, self.n_bytes = key, storage.nbytes()
-        self.storages: Sequence[tuple[torch.UntypedStorage, int]] = ((storage, 0),)
-        self._storage = storage
-
-    @torch.inference_mode(False)
-    def view(self) -> Tensor:
-        empty = torch.empty(0, dtype=torch.uint8, device=self._storage.device)
-        return empty.set_(self._storage)
-
-    def release(self) -> None:
-        self._storage.resize_(0)
-
-    def restore(self) -> None:
-        self._storage.resize_(self.n_bytes)
-
-
-def in_order(blocks: Iterable[StorageBlock]) -> list[StorageBlock]:
-    """As they travel, see [Note: batches]."""
-    return sorted(blocks, key=lambda block: block.n_bytes < _SMALL_BYTES)
-
-
-def collect(named: Iterable[tuple[str, Tensor]]) -> list[StorageBlock]:
-    """Storages of plain tensors, each once, that torch can give up and that nothing else moves."""
-    found: dict[int, StorageBlock] = {}
-    for key, tensor in named:
-        storage = tensor.untyped_storage()
-        is_own = storage.resizable() and storages.owner_of(storage) is None
-        if storage.nbytes() and is_own:
-            found.setdefault(storages.identity(storage), StorageBlock(key, storage))
-    return in_order(found.values())
+_ALIGNMENT_BYTES: Final = 64  # of a block in host memory
 
 
 @dataclass(frozen=True)
@@ -208,20 +170,35 @@ class Handle:
         }
 
 
+class _Buffer(NamedTuple):
+    """Of one block, in host memory."""
+
+    memory: HostRange
+    start: int  # bytes
+    capacity_bytes: int
+
+
 class Transfer:
     """Moves blocks of one device out and back. Calls come from one thread at a time.
 
     Args:
         backend: where streams and device memory come from.
-        config: how to obtain host memory (``pin``, ``huge_pages``, ``numa``, ``host_memory``).
+        config: how to obtain host memory (``pin``, ``host_memory``).
+        holder: of the host memory, for errors and statistics.
         empties_cache: whether the end of :meth:`out` lets torch's allocator give what it has cached
             to the driver.
     """
 
     def __init__(
-        self, backend: Backend, config: TransferConfig, *, empties_cache: bool = False
+        self,
+        backend: Backend,
+        config: TransferConfig,
+        holder: str,
+        *,
+        empties_cache: bool = False,
     ) -> None:
-        self.buffers = HostBuffers(backend, config)
+        self.pool = HostPool(holder, backend, config)
+        self._buffers: dict[str, _Buffer] = {}  # by key of the block
         self.handle = Handle()  # of the last transfer
         self.last_out, self.last_back = Handle(), Handle()  # of the last ones that copied
         self._backend = backend
@@ -243,6 +220,41 @@ class Transfer:
     def away_bytes(self) -> int:
         """What is in host memory only, or is under way there."""
         return sum(block.n_bytes for blocks in self._away.values() for block in blocks)
+
+    def reserve(self, blocks: Sequence[Block]) -> None:
+        """Have host memory for each block; what is new lies side by side, in order.
+
+        A key may stand for another size at each offload: FSDP2 reduces the gradients of a group in
+        one buffer, whose size depends on which parameters took part. A buffer serves whatever
+        fits. One that is outgrown is replaced.
+
+        Args:
+            blocks: with different keys.
+
+        Raises:
+            HostMemoryError, PinningError: see :meth:`.HostPool.take`; all is as before.
+        """
+        missing = [block for block in blocks if not self._fits(block)]
+        sizes = [align(block.n_bytes, _ALIGNMENT_BYTES) for block in missing]
+        if not missing:
+            return
+        memory, start = self.pool.take(sum(sizes)), 0
+        before = {buffer.memory for buffer in self._buffers.values()}
+        for block, size in zip(missing, sizes, strict=True):
+            self._buffers[block.key] = _Buffer(memory, start, size)
+            start += size
+        # A tensor over memory that is given back keeps it mapped.
+        for unused in before - {buffer.memory for buffer in self._buffers.values()}:
+            self.pool.give(unused)
+
+    def _fits(self, block: Block) -> bool:
+        buffer = self._buffers.get(block.key)
+        return buffer is not None and block.n_bytes <= buffer.capacity_bytes
+
+    def _host(self, key: str, start: int, n_bytes: int) -> Tensor:
+        """1-D uint8 from byte ``start`` of a buffer on, also over buffers that lie behind it."""
+        buffer = self._buffers[key]
+        return buffer.memory.tensor(buffer.start + start, n_bytes, torch.uint8)
 
     def out(
         self, batches: Iterable[tuple[str, Sequence[Block]]], dropped: Sequence[Block] = ()
@@ -273,7 +285,7 @@ class Transfer:
                 away[kind] = blocks
                 if not blocks:
                     continue
-                self.buffers.reserve(blocks)
+                self.reserve(blocks)
                 first = self._out.record_timed()
                 for batch in _batches(blocks, BATCH_BYTES):
                     self._copy(self._out, batch, used, is_out=True)
@@ -374,7 +386,8 @@ class Transfer:
         Device memory is the owner's of a storage, who may drop it: the stream that it belongs to
         waits for the copies before anything else is written there.
         """
-        there, here = [self.buffers.of(each) for each in batch], [each.view() for each in batch]
+        there = [self._host(each.key, 0, each.n_bytes) for each in batch]
+        here = [each.view() for each in batch]
         used += there
         stream.copy(there, here) if is_out else stream.copy(here, there)
 
@@ -396,7 +409,7 @@ class Transfer:
             if place is None:
                 return plain
             replaced = True
-            return storages.view_over(self.buffers.span(*place), plain)
+            return storages.view_over(self._host(*place), plain)
 
         if tensor.layout is not torch.strided:
             return None
@@ -411,7 +424,8 @@ class Transfer:
         """Give host memory back; what is away is lost. Idempotent."""
         self.handle.wait()
         self._away, self._dropped, self._places = {}, (), {}
-        self.buffers.close()
+        self._buffers.clear()
+        self.pool.close()
 
 
 def _synchronize(streams: Iterable[Stream], pid: int) -> None:

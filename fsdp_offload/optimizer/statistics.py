@@ -108,7 +108,7 @@ def gather(optimizer: HybridDeviceOptimizer) -> Statistics:
         pin_seconds=reserved.pool.seconds,
         is_away=place.is_away,
         away_bytes=(own.away_bytes if own else device_bytes) if place.shows_copies else 0,
-        offload_reserved_bytes=0 if transfer is None else transfer.buffers.n_bytes,
+        offload_reserved_bytes=0 if transfer is None else transfer.pool.n_bytes,
         staging_bytes=sum(s.staging_bytes for s in engines),
         buckets=sum(map(len, [*(s.resident for s in engines), *(s.buckets for s in pipelined)])),
         staying_buckets=sum(len(s.staying) for s in engines),

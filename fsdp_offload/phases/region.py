@@ -76,7 +76,9 @@ class FixedAddressRegion:
         self.name, self.device = name, backend.device
         self._backend = backend
         self._memory = FixedMemory(name, self.device, chunk_bytes)
-        self._transfer = Transfer(backend, transfer or TransferConfig())
+        self._transfer = Transfer(
+            backend, transfer or TransferConfig(), f"FixedAddressRegion: {name}"
+        )
         self._is_paused = self._is_closed = False
 
     def __reduce__(self) -> NoReturn:
@@ -152,7 +154,7 @@ class FixedAddressRegion:
             PinningError: the driver refused.
         """
         self._check_open("reserve()")
-        self._transfer.buffers.reserve(self._memory.blocks())
+        self._transfer.reserve(self._memory.blocks())
 
     @held_back()
     def pause(self, save: bool = True, wait: bool = True) -> Handle:
@@ -207,7 +209,7 @@ class FixedAddressRegion:
         return RegionStatistics(
             n_bytes=self.n_bytes,
             device_bytes=self._memory.mapped_bytes,
-            pinned_bytes=self._transfer.buffers.n_bytes,
+            pinned_bytes=self._transfer.pool.n_bytes,
             offloaded=self._transfer.last_out.figures().get("region", Figures()),
             reloaded=self._transfer.last_back.figures().get("region", Figures()),
         )
