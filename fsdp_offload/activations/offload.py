@@ -20,7 +20,7 @@ from ..core import storage as storages
 from ..core.backend import TimedEvent, backend_for
 from ..core.config import MIB, TransferConfig, parse_bytes
 from ..core.errors import ActivationError, ClosedError, ConfigError, DeviceError
-from ..link import checked_arena
+from ..link import HostPool
 from ..plan.share import Link, OffloadPlan, choose_share, times_of
 from .batches import BatchCopies, SavedRange
 from .handles import Handle, Saver, unpack
@@ -112,13 +112,8 @@ class ActivationOffload(Saver):
         self._optimizer: Any = optimizer  # with statistics()
         self._backend = backend_for(_device_of(device, optimizer))
         self._inflight_bytes = inflight
-        arena = checked_arena(
-            f"host_memory={host_memory!r} of an ActivationOffload",
-            n_bytes,
-            self._backend,
-            transfer or TransferConfig(),
-        )
-        self._copies = BatchCopies(self._backend, arena, inflight)
+        pool = HostPool("ActivationOffload", self._backend, transfer or TransferConfig())
+        self._copies = BatchCopies(self._backend, pool, n_bytes, inflight)
         self._hooks: list[torch.autograd.graph.saved_tensors_hooks | None] = []
         self._known: dict[int, list[_Known]] = {}  # by storage
         self._counts: Counter[str] = Counter()
