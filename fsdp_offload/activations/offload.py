@@ -20,7 +20,7 @@ from ..core import storage as storages
 from ..core.backend import TimedEvent, backend_for
 from ..core.config import MIB, TransferConfig, parse_bytes
 from ..core.errors import ActivationError, ClosedError, ConfigError, DeviceError
-from ..link import HostPool
+from ..link import HostPool, held_bytes
 from ..plan.share import Link, OffloadPlan, choose_share, times_of
 from .batches import BatchCopies, SavedRange
 from .handles import Handle, Saver, unpack
@@ -55,6 +55,7 @@ class OffloadStatistics:
     host_bytes: int  # of host memory
     used_host_bytes: int  # now
     most_host_bytes: int
+    host_bytes_by_holder: dict[str, int]  # of all that this process holds; host_memory= bounds it
 
 
 class _Known(NamedTuple):
@@ -292,6 +293,7 @@ class ActivationOffload(Saver):
             host_bytes=copies.intervals.n_bytes,
             used_host_bytes=copies.intervals.used_bytes,
             most_host_bytes=copies.intervals.most_used_bytes,
+            host_bytes_by_holder=held_bytes(),
         )
 
     def close(self) -> None:

@@ -2,16 +2,8 @@
 
 from __future__ import annotations
 
-from .budget import check_host_budget, local_ranks
-from .host_memory import ArenaStatistics, HostRange, checked_arena
+from .budget import local_ranks
+from .host_memory import HostRange
 from .host_pool import HostPool, held_bytes
 
-__all__ = [
-    "ArenaStatistics",
-    "HostPool",
-    "HostRange",
-    "check_host_budget",
-    "checked_arena",
-    "held_bytes",
-    "local_ranks",
-]
+__all__ = ["HostPool", "HostRange", "held_bytes", "local_ranks"]

@@ -63,7 +63,7 @@ class StorageBlock:
 
 
 def in_order(blocks: Iterable[StorageBlock]) -> list[StorageBlock]:
-    """As they travel, see [Note: batches]."""
+    """As they travel: the host enqueues small ones while the link is busy with large ones."""
     return sorted(blocks, key=lambda block: block.n_bytes < _SMALL_BYTES)
 
 

@@ -8,15 +8,16 @@ not matter which of them it was given to, and two values cannot both hold.
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import gc
 import os
 import threading
 import weakref
-from collections.abc import Callable
+from collections import Counter
 
 from ..core.backend import Backend
-from ..core.config import TransferConfig
+from ..core.config import TransferConfig, parse_bytes
 from ..core.errors import ConfigError, HostMemoryError
 from .budget import check_host_memory, local_ranks
 from .host_memory import HostRange
@@ -37,11 +38,11 @@ os.register_at_fork(after_in_child=_forget_in_child)
 
 def held_bytes() -> dict[str, int]:
     """Host memory that this process holds, by holder, the largest first."""
-    found: dict[str, int] = {}
+    found = Counter[str]()
     with _lock:
         for pool in _open:
-            found[pool.holder] = found.get(pool.holder, 0) + pool.n_bytes
-    return dict(sorted(((k, n) for k, n in found.items() if n), key=lambda item: -item[1]))
+            found[pool.holder] += pool.n_bytes
+    return dict((+found).most_common())
 
 
 class HostPool:
@@ -62,8 +63,10 @@ class HostPool:
         self.holder = holder
         self.n_bytes = 0  # taken, or being taken
         self._backend, self._transfer = backend, transfer
+        size = transfer.host_memory
+        self._bound_bytes = None if size is None else parse_bytes(size, "host_memory")
         self._ranges: list[HostRange] = []
-        _insist(self._join)
+        self._insist(0)
 
     @property
     def pinned_bytes(self) -> int:
@@ -73,7 +76,7 @@ class HostPool:
     @property
     def seconds(self) -> float:
         """That it took to have every page in place, and to page-lock it."""
-        return sum(each.touch_seconds + each.pin_seconds for each in self._ranges)
+        return sum(each.seconds for each in self._ranges)
 
     def take(self, n_bytes: int) -> HostRange:
         """Zeroed memory of this size, which may be 0.
@@ -84,7 +87,7 @@ class HostPool:
             ConfigError: see :class:`HostPool`; of a pool that was closed.
         """
         try:
-            _insist(lambda: self._reserve(n_bytes))
+            self._insist(n_bytes)
             taken = HostRange(
                 n_bytes,
                 device=self._backend.device,
@@ -101,9 +104,10 @@ class HostPool:
 
     def give(self, taken: HostRange) -> None:
         """Unregister a range; the last tensor over it unmaps it. All transfers have ended."""
-        self._ranges.remove(taken)
-        self.n_bytes -= taken.n_bytes
-        taken.close()
+        if taken in self._ranges:
+            self._ranges.remove(taken)
+            self.n_bytes -= taken.n_bytes
+            taken.close()
 
     def close(self) -> None:
         """Give everything back, and the bound up. Idempotent; the pool may be used again."""
@@ -112,41 +116,33 @@ class HostPool:
         with _lock:
             _open.discard(self)
 
-    def _join(self) -> None:
-        """Be in the ledger."""
-        bound = self._transfer.host_memory
-        with _lock:
-            for other in _open if bound is not None else ():
-                if other is not self and other._transfer.host_memory not in (None, bound):
-                    raise ConfigError(
-                        f"host_memory={bound} of {self.holder}",
-                        reason=f"{other.holder} has host_memory={other._transfer.host_memory}, and "
-                        "one value bounds everything in this process, and all ranks of the host",
-                        remedy="give both the same, leave it out here, or close the other one",
-                    )
-            _open.add(self)
+    def _insist(self, n_bytes: int) -> None:
+        """Reserve; before that fails, let go of pools that reference cycles alone keep."""
+        with contextlib.suppress(ConfigError, HostMemoryError):
+            return self._reserve(n_bytes)
+        gc.collect()
+        return self._reserve(n_bytes)
 
     def _reserve(self, n_bytes: int) -> None:
-        """Write the bytes into the ledger, if there is room for them."""
+        """Be in the ledger, with so many bytes more, if they fit."""
         with _lock:
-            self._join()
-            bounds = (pool._transfer.host_memory for pool in _open)
+            known = next((pool for pool in _open if pool._bound_bytes is not None), self)
+            if self._bound_bytes not in (None, known._bound_bytes):
+                raise ConfigError(
+                    f"host_memory={self._bound_bytes} of {self.holder}",
+                    reason=f"{known.holder} has host_memory={known._bound_bytes}, and one value "
+                    "bounds everything in this process, and all ranks of the host",
+                    remedy="give both the same, leave it out here, or close the other one",
+                )
             check_host_memory(
                 n_bytes,
                 self.holder,
                 held=held_bytes(),
-                bound_bytes=next((int(each) for each in bounds if each is not None), None),
+                bound_bytes=known._bound_bytes,
                 local_ranks=local_ranks(),
             )
+            _open.add(self)
             self.n_bytes += n_bytes
-
-
-def _insist(attempt: Callable[[], None]) -> None:
-    """Before it fails, let go of pools that reference cycles alone keep."""
-    with contextlib.suppress(ConfigError, HostMemoryError):
-        return attempt()
-    gc.collect()
-    return attempt()
 
 
 class Intervals:
@@ -155,30 +151,22 @@ class Intervals:
     def __init__(self, n_bytes: int) -> None:
         self.n_bytes = n_bytes
         self.used_bytes = self.most_used_bytes = 0
-        self._free = [(0, n_bytes)] if n_bytes else []  # in order, no two of them side by side
-        self._taken: dict[int, int] = {}  # end by start
+        self._taken: list[tuple[int, int]] = []  # starts and ends, in order
 
     def take(self, n_bytes: int) -> int | None:
         """The start of an interval; None: no gap is as large."""
-        for index, (start, end) in enumerate(self._free):
-            if end - start < n_bytes:
-                continue
-            rest = (start + n_bytes, end)
-            self._free[index : index + 1] = [rest] if rest[0] < end else []
-            self._taken[start] = start + n_bytes
-            self.used_bytes += n_bytes
-            self.most_used_bytes = max(self.most_used_bytes, self.used_bytes)
-            return start
+        start = 0
+        for index, (begin, end) in enumerate([*self._taken, (self.n_bytes, 0)]):
+            if begin - start >= n_bytes:
+                self._taken.insert(index, (start, start + n_bytes))
+                self.used_bytes += n_bytes
+                self.most_used_bytes = max(self.most_used_bytes, self.used_bytes)
+                return start
+            start = end
         return None
 
     def give(self, start: int) -> None:
         """Free the interval that begins there."""
-        end = self._taken.pop(start)
-        self.used_bytes -= end - start
-        index = sum(other < start for other, _ in self._free)
-        if index < len(self._free) and self._free[index][0] == end:
-            end = self._free.pop(index)[1]
-        if index and self._free[index - 1][1] == start:
-            index -= 1
-            start = self._free.pop(index)[0]
-        self._free.insert(index, (start, end))
+        begin, end = self._taken.pop(bisect.bisect_left(self._taken, (start, 0)))
+        assert begin == start, (begin, start)
+        self.used_bytes -= end - begin

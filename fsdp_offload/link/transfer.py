@@ -1,28 +1,14 @@
 """Copies of device memory to host memory and back, with the memory given up in between.
 
-[Note: all or nothing]
 ``out`` enqueues every copy before the first byte is given up: until then an exception leaves
 everything on the device, and giving up fails no more. ``back`` gives up what it has taken if it
 runs out of memory half-way: the host has all bytes still.
 
-[Note: order]
-One stream per direction, so that two transfers (a swap) use both directions of the link. A stream
-starts behind what the caller's current stream has been given, and the caller's waits for what was
-copied back. Device memory goes when its own copy has completed, which is the host's work: each call
-of a :class:`Handle` does what is due. Memory for the way back is allocated in order of the caller's
-stream, so the copies into it wait for that, too.
-
-[Note: batches]
-Blocks are enqueued and given up in batches of about ``BATCH_BYTES``, with one event each: copies
-without an event in between follow each other closely. Large storages come before small ones: the
-host enqueues these while the link is busy with those.
-
-[Note: shared segments]
-torch's allocator takes a segment from the driver for each large storage, and gives back segment by
-segment, while nothing is copied: 3 to 5 ms per GiB in segments of 16 MiB, 0.4 to 0.5 in segments of
-1 GiB (H100, docs/internals/link.md). So before storages
-come back, the sum of the next ``SEGMENT_BYTES`` is allocated and dropped: the allocator cuts them
-from that, and the next offload has fewer segments to give back.
+There is one stream per direction, so that two transfers (a swap) use both directions of the link.
+A stream starts behind what the caller's current stream has been given, and the caller's waits for
+what was copied back. Device memory goes when its own copy has completed, which is the host's work:
+each call of a :class:`Handle` does what is due. Memory for the way back is allocated in order of
+the caller's stream, so the copies into it wait for that, too.
 """
 
 from __future__ import annotations
@@ -59,6 +45,8 @@ from .host_memory import HostRange
 from .host_pool import HostPool
 
 BATCH_BYTES: Final = 128 << 20
+"""Of blocks that are enqueued, and given up, with one event: copies without an event in between
+follow each other closely."""
 SEGMENT_BYTES: Final = 512 << 20
 AHEAD_BYTES: Final = 256 << 20
 """Of memory that is taken before the copy into the first of it is enqueued. Mapping memory waits
@@ -170,14 +158,6 @@ class Handle:
         }
 
 
-class _Buffer(NamedTuple):
-    """Of one block, in host memory."""
-
-    memory: HostRange
-    start: int  # bytes
-    capacity_bytes: int
-
-
 class Transfer:
     """Moves blocks of one device out and back. Calls come from one thread at a time.
 
@@ -192,13 +172,14 @@ class Transfer:
     def __init__(
         self,
         backend: Backend,
-        config: TransferConfig,
+        config: TransferConfig | None,
         holder: str,
         *,
         empties_cache: bool = False,
     ) -> None:
-        self.pool = HostPool(holder, backend, config)
-        self._buffers: dict[str, _Buffer] = {}  # by key of the block
+        self.pool = HostPool(holder, backend, config or TransferConfig())
+        # Of each block, by key: host memory, where it begins there, and its capacity.
+        self._buffers: dict[str, tuple[HostRange, int, int]] = {}
         self.handle = Handle()  # of the last transfer
         self.last_out, self.last_back = Handle(), Handle()  # of the last ones that copied
         self._backend = backend
@@ -234,27 +215,24 @@ class Transfer:
         Raises:
             HostMemoryError, PinningError: see :meth:`.HostPool.take`; all is as before.
         """
-        missing = [block for block in blocks if not self._fits(block)]
-        sizes = [align(block.n_bytes, _ALIGNMENT_BYTES) for block in missing]
+        known = self._buffers
+        missing = [b for b in blocks if b.key not in known or b.n_bytes > known[b.key][2]]
         if not missing:
             return
+        sizes = [align(block.n_bytes, _ALIGNMENT_BYTES) for block in missing]
         memory, start = self.pool.take(sum(sizes)), 0
-        before = {buffer.memory for buffer in self._buffers.values()}
+        before = {buffer[0] for buffer in known.values()}
         for block, size in zip(missing, sizes, strict=True):
-            self._buffers[block.key] = _Buffer(memory, start, size)
+            known[block.key] = memory, start, size
             start += size
         # A tensor over memory that is given back keeps it mapped.
-        for unused in before - {buffer.memory for buffer in self._buffers.values()}:
+        for unused in before - {buffer[0] for buffer in known.values()}:
             self.pool.give(unused)
-
-    def _fits(self, block: Block) -> bool:
-        buffer = self._buffers.get(block.key)
-        return buffer is not None and block.n_bytes <= buffer.capacity_bytes
 
     def _host(self, key: str, start: int, n_bytes: int) -> Tensor:
         """1-D uint8 from byte ``start`` of a buffer on, also over buffers that lie behind it."""
-        buffer = self._buffers[key]
-        return buffer.memory.tensor(buffer.start + start, n_bytes, torch.uint8)
+        memory, first, _ = self._buffers[key]
+        return memory.tensor(first + start, n_bytes, torch.uint8)
 
     def out(
         self, batches: Iterable[tuple[str, Sequence[Block]]], dropped: Sequence[Block] = ()
@@ -373,7 +351,8 @@ class Transfer:
         return stream_to_wait(self._backend, "an offload or a reload").record()
 
     def _take_segment(self, n_bytes: int) -> None:
-        """Let torch's allocator have a segment in its cache: see [Note: shared segments]."""
+        """Let torch's allocator cut the next storages from one segment. It gives segments back one
+        by one, while nothing is copied, so the next offload is quicker if they are few."""
         if n_bytes and storages.may_cut(self._backend.device):
             with contextlib.suppress(torch.OutOfMemoryError):  # then each storage has its own
                 self._backend.allocate(n_bytes)

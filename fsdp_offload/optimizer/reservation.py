@@ -134,7 +134,7 @@ class Reservation:
         # Frozen ones, too: they keep their state, and may be unfrozen.
         again = [placed for placed in self.inventory.parameters() if placed[0] in self._managed]
         lanes = {param.parameter: param.lane for param in self.params}
-        self._close_engines()
+        self.close()
         for parameter in kept:
             del self._view.shown[parameter]
         self.extend(again, lanes)
@@ -155,14 +155,11 @@ class Reservation:
 
     def close(self) -> None:
         """Give all memory back. Idempotent."""
-        self._close_engines()
-        self.pool.close()
-
-    def _close_engines(self) -> None:
         for close in self._closers:
             close()
         self._closers.clear()
         self.engines, self.params, self.never_have_gradients = [], [], []
+        self.pool.close()
 
     # ------------------------------------------------------------------ all engines
 

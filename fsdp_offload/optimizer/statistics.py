@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from ..core.config import GIB, MIB
+from ..link import held_bytes
 
 if TYPE_CHECKING:
     from .hybrid import HybridDeviceOptimizer
@@ -36,6 +37,9 @@ class Statistics:
     """Whether all of that memory is page-locked."""
     pin_seconds: float
     """Seconds that touching and page-locking it took."""
+    host_bytes_by_holder: dict[str, int]
+    """Host memory of all that this process holds, this optimizer or not: ``host_memory=`` bounds
+    the sum for all ranks of the host."""
     is_away: bool
     """Whether the optimizer's device memory is offloaded."""
     away_bytes: int
@@ -106,6 +110,7 @@ def gather(optimizer: HybridDeviceOptimizer) -> Statistics:
         host_arena_bytes=reserved.pool.n_bytes,
         pinned=0 < reserved.pool.n_bytes == reserved.pool.pinned_bytes,
         pin_seconds=reserved.pool.seconds,
+        host_bytes_by_holder=held_bytes(),
         is_away=place.is_away,
         away_bytes=(own.away_bytes if own else device_bytes) if place.shows_copies else 0,
         offload_reserved_bytes=0 if transfer is None else transfer.pool.n_bytes,

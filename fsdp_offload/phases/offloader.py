@@ -23,6 +23,7 @@ from ..core.errors import ClosedError, ConfigError, DeviceMemoryError, Unsupport
 from ..core.fsdp import find_groups
 from ..core.interrupts import held_back
 from ..core.offloadable import offloadable_of
+from ..link import held_bytes
 from ..link.block import Block, StorageBlock, collect, in_order
 from ..link.transfer import Figures, Handle, Transfer
 from .gradients import Gradients
@@ -53,6 +54,7 @@ class PhaseStatistics:
     host_bytes: int  # held for what is offloaded
     pinned_bytes: int  # page-locked part of host_bytes
     pin_seconds: float  # to obtain and page-lock it
+    host_bytes_by_holder: dict[str, int]  # of all that this process holds; host_memory= bounds it
     cycles: int  # reloads
 
 
@@ -127,10 +129,8 @@ class PhaseOffloader:
             for kind in ("params", "state")
             if keep_addresses and self._policies[kind] == "save"
         }
-        saved = [kind for kind in KINDS if self._policies[kind] == "save"]
-        holder = f"PhaseOffloader: {', '.join(saved)}"
-        transfer = transfer or TransferConfig()
-        self._transfer = Transfer(backend, transfer, holder, empties_cache=True)
+        saved = ", ".join(kind for kind in KINDS if self._policies[kind] == "save") or "nothing"
+        self._transfer = Transfer(backend, transfer, f"PhaseOffloader: {saved}", empties_cache=True)
         self._guard = ModelGuard(models, self)
         self._is_away = self._is_closed = self._moves_optimizer = False
         self._pid = os.getpid()
@@ -276,6 +276,7 @@ class PhaseOffloader:
             host_bytes=pool.n_bytes,
             pinned_bytes=pool.pinned_bytes,
             pin_seconds=pool.seconds,
+            host_bytes_by_holder=held_bytes(),
             cycles=self._cycles,
         )
 

@@ -15,6 +15,7 @@ from ..core.config import TransferConfig
 from ..core.errors import AwayError, ClosedError, ConfigError, DeviceMemoryError
 from ..core.interrupts import held_back
 from ..core.storage import tie
+from ..link import held_bytes
 from ..link.transfer import Figures, Handle, Transfer
 from .pages import CHUNK_BYTES, FixedMemory
 
@@ -26,6 +27,7 @@ class RegionStatistics:
     n_bytes: int  # device memory of the whole region, with what lies between tensors
     device_bytes: int  # that it has now
     pinned_bytes: int  # host memory for its contents; 0 before the first pause(save=True)
+    host_bytes_by_holder: dict[str, int]  # of all that this process holds; host_memory= bounds it
     offloaded: Figures  # of the last pause that copied, once it was waited for
     reloaded: Figures  # of the last resume, likewise
 
@@ -76,9 +78,7 @@ class FixedAddressRegion:
         self.name, self.device = name, backend.device
         self._backend = backend
         self._memory = FixedMemory(name, self.device, chunk_bytes)
-        self._transfer = Transfer(
-            backend, transfer or TransferConfig(), f"FixedAddressRegion: {name}"
-        )
+        self._transfer = Transfer(backend, transfer, f"FixedAddressRegion: {name}")
         self._is_paused = self._is_closed = False
 
     def __reduce__(self) -> NoReturn:
@@ -210,6 +210,7 @@ class FixedAddressRegion:
             n_bytes=self.n_bytes,
             device_bytes=self._memory.mapped_bytes,
             pinned_bytes=self._transfer.pool.n_bytes,
+            host_bytes_by_holder=held_bytes(),
             offloaded=self._transfer.last_out.figures().get("region", Figures()),
             reloaded=self._transfer.last_back.figures().get("region", Figures()),
         )

@@ -146,8 +146,7 @@ class Engine:
         sizes = _host_staging_sizes(host, threads_of[0], start=align(state_bytes, 256))
         self._pool = pool
         # State, and behind it the gradient ring of the host lane.
-        arena = pool.take(sizes.host_stop if host else state_bytes)
-        self._memory: HostRange | None = arena
+        self._arena = arena = pool.take(sizes.host_stop if host else state_bytes)
         self.worker: Worker | None = None
         self.streamed: StreamedLane | None = None
         self.host: HostLane | None = None
@@ -456,9 +455,7 @@ class Engine:
             self.host.stop()
         if self.worker is not None:
             self.worker.stop()
-        if self._memory is not None:
-            self._pool.give(self._memory)
-            self._memory = None
+        self._pool.give(self._arena)
         # It is unmapped when the last view of it is gone; slots and scratch are freed likewise.
         for param in self._added:  # parameters and slices refer to each other
             param.tensors.clear()
