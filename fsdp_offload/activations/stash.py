@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..core.backend import backend_for
-from ..core.config import MIB, TransferConfig, parse_bytes
+from ..core.config import MIB, TransferConfig, parse_bytes, sized
 from ..core.errors import (
     ActivationError,
     ConfigError,
@@ -112,9 +112,7 @@ class PagedStash:
         tail: str = "undefined",
         transfer: TransferConfig | None = None,
     ) -> None:
-        self._device_bytes = None
-        if device_bytes is not None:
-            self._device_bytes = parse_bytes(device_bytes, "device_bytes")
+        self._device_bytes = sized(device_bytes, "device_bytes")
         self._host_bytes = parse_bytes(host_bytes, "host_bytes")
         size = parse_bytes(page_bytes, "page_bytes")
         if size < LEAST_PAGE_BYTES or size & (size - 1):

@@ -17,7 +17,7 @@ import weakref
 from collections import Counter
 
 from ..core.backend import Backend
-from ..core.config import TransferConfig, parse_bytes
+from ..core.config import TransferConfig, sized
 from ..core.errors import ConfigError, HostMemoryError
 from .budget import check_host_memory, local_ranks
 from .host_memory import HostRange
@@ -63,8 +63,7 @@ class HostPool:
         self.holder = holder
         self.n_bytes = 0  # taken, or being taken
         self._backend, self._transfer = backend, transfer
-        size = transfer.host_memory
-        self._bound_bytes = None if size is None else parse_bytes(size, "host_memory")
+        self._bound_bytes = sized(transfer.host_memory)
         self._ranges: list[HostRange] = []
         self._insist(0)
 
@@ -129,8 +128,8 @@ class HostPool:
             known = next((pool for pool in _open if pool._bound_bytes is not None), self)
             if self._bound_bytes not in (None, known._bound_bytes):
                 raise ConfigError(
-                    f"host_memory={self._bound_bytes} of {self.holder}",
-                    reason=f"{known.holder} has host_memory={known._bound_bytes}, and one value "
+                    f"host_memory={self._transfer.host_memory!r} of {self.holder}",
+                    reason=f"{known.holder} has {known._transfer.host_memory!r}, and one value "
                     "bounds everything in this process, and all ranks of the host",
                     remedy="give both the same, leave it out here, or close the other one",
                 )

@@ -274,10 +274,12 @@ class HybridDeviceOptimizer(Optimizer):
         self._step_ms = (time.perf_counter() - began) * 1e3
 
     def _check_first(self) -> None:
-        """Refuse a first update of nothing at all, or not of what the model trains."""
+        """Refuse a first update where the model trains other parameters; warn of no gradient."""
         if not self._had_gradient:
             names = self._reserved.inventory.names
-            self._had_gradient = check_any_gradient(self._inner, self._models, names)
+            self._had_gradient = check_any_gradient(
+                self._inner, self._models, names, warns=not self._steps
+            )
 
     def _collect(self) -> Work:
         """Gradients and a snapshot; whatever can be refused is refused here."""
@@ -291,6 +293,8 @@ class HybridDeviceOptimizer(Optimizer):
             work.snapshot.check_unchanged(self.param_groups)
         params = self._reserved.params
         work.grow(len(params))
+        if self._overlap is not None and self._overlap.has_taken:
+            self._overlap.check_taken(work)
         for param in params:
             if work.ready[param.index] is None:
                 work.gradients[param.index] = gradient_of(param)
@@ -394,7 +398,7 @@ class HybridDeviceOptimizer(Optimizer):
         """Whom the updates that are under way concern, and what becomes of the gradients."""
         if self._overlap is None:
             for engine in self._reserved.engines:
-                engine.finish()
+                engine.finish(self._reserved.backend.current_stream())
             return
         self._overlap.close(work)
         hooks = (*self._optimizer_step_post_hooks.values(), *_global_optimizer_post_hooks.values())
@@ -457,7 +461,7 @@ class HybridDeviceOptimizer(Optimizer):
             if self._overlap.has_taken:
                 self._life.check()
             self._refuse_if_taken("zero_grad() before step()")
-            self._overlap.clear_spent()
+            self._overlap.clear_spent(set_to_none=set_to_none)
         super().zero_grad(set_to_none)
         for group in self.param_groups:
             for parameter in group["params"]:

@@ -55,8 +55,13 @@ class Reservation:
     # ------------------------------------------------------------------ reserving
 
     def late(self) -> list[Placed]:
-        """Trainable parameters without state: unfrozen after wrapping."""
-        return [placed for placed in self.inventory.trainable() if placed[0] not in self._managed]
+        """Parameters without state that were unfrozen, or given a gradient, after wrapping."""
+        return [
+            (parameter, group)
+            for parameter, group in self.inventory.parameters()
+            if parameter not in self._managed
+            and (parameter.requires_grad or parameter.grad is not None)
+        ]
 
     def is_fresh(self) -> bool:
         """Whether there is no state but what is shown before a first update."""

@@ -99,10 +99,11 @@ def gather(optimizer: HybridDeviceOptimizer) -> Statistics:
         lanes["native"] = len(natives)
         values = (v for p in natives for v in optimizer._view.shown.get(p, {}).values())
         device_bytes += sum(v.numel() * v.itemsize for v in values if isinstance(v, Tensor))
+    is_off = optimizer._overlap is not None and optimizer._overlap.is_off
     pipelined = [lane for engine in engines for lane in engine.lanes]
     return Statistics(
         optimizer=type(optimizer._inner).__name__,
-        overlap=reserved.config.overlap or "step",
+        overlap="step" if is_off else reserved.config.overlap or "step",
         steps=optimizer._steps,
         parameters=dict(lanes),
         device_state_bytes=0 if place.shows_copies else device_bytes,

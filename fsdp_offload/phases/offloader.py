@@ -11,7 +11,6 @@ from typing import Final, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from ..core import dtensor
@@ -306,10 +305,7 @@ class PhaseOffloader:
         if self._optimizer is not None:
             self._optimizer.prepare_offload()
         for group in self._groups:
-            group.finish_gather()
-        for module in (module for model in self._models for module in model.modules()):
-            if isinstance(module, FSDPModule):
-                module.reshard()
+            group.reshard()
 
     def _parameters(self) -> dict[str, Tensor]:
         return {

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..core.backend import backend_for
-from ..core.config import TransferConfig
+from ..core.config import TransferConfig, parse_bytes
 from ..core.errors import AwayError, ClosedError, ConfigError, DeviceMemoryError
 from ..core.interrupts import held_back
 from ..core.storage import tie
@@ -64,20 +64,19 @@ class FixedAddressRegion:
         device: torch.device | str | int | None = None,
         *,
         transfer: TransferConfig | None = None,
-        chunk_bytes: int = CHUNK_BYTES,
+        chunk_bytes: int | str = CHUNK_BYTES,
     ) -> None:
         if not isinstance(name, str) or not name:
             raise ConfigError(f"name={name!r}", reason="no name", remedy='give one, such as "kv"')
-        if isinstance(chunk_bytes, bool) or not isinstance(chunk_bytes, int) or chunk_bytes <= 0:
-            raise ConfigError(
-                f"chunk_bytes={chunk_bytes!r}", reason="no size", remedy="use bytes above 0"
-            )
+        chunk = parse_bytes(chunk_bytes, "chunk_bytes")
+        if not chunk:
+            raise ConfigError("chunk_bytes=0", reason="no size", remedy="leave it out")
         if device is None:
             device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
         backend = backend_for(torch.device(device))
         self.name, self.device = name, backend.device
         self._backend = backend
-        self._memory = FixedMemory(name, self.device, chunk_bytes)
+        self._memory = FixedMemory(name, self.device, chunk)
         self._transfer = Transfer(backend, transfer, f"FixedAddressRegion: {name}")
         self._is_paused = self._is_closed = False
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..core.backend import Backend, Event
+from ..core.backend import Backend, Event, Stream
 from ..core.config import OffloadConfig, align
 from ..core.errors import DeviceMemoryError
 from ..link import HostPool, HostRange, local_ranks
@@ -343,15 +343,14 @@ class Engine:
         else:
             self._host_written = self.host.run(work, start, on_device)
 
-    def finish(self) -> None:
-        """Make the caller's stream wait for every update of :meth:`run`."""
-        current = self.backend.current_stream()
+    def finish(self, stream: Stream) -> None:
+        """Make ``stream`` wait for every update that was enqueued."""
         if self._host_written is not None:
-            current.wait(self._host_written)
+            stream.wait(self._host_written)
         for bucket in self.host.buckets if self.host is not None else ():
             if bucket.written is not None:
-                current.wait(bucket.written)
-        current.wait(self.update.record())
+                stream.wait(bucket.written)
+        stream.wait(self.update.record())
 
     def watch_gates(self, gates: Sequence[frozenset[int]]) -> None:
         """``gates``: sets of parameters whose updates are asked for by :meth:`updated`; the last

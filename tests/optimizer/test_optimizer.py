@@ -310,12 +310,12 @@ def test_statistics_are_what_tensors_add_up_to(
 
 
 @pytest.mark.parametrize(
-    ("device_memory", "expected"), [(0, 4), (4 * 8192, 4), (14 * 8192, 14), ("1MiB", 20)]
+    ("device_memory", "expected"), [(0, 4), ("32KiB", 4), ("112KiB", 14), ("1MiB", 20)]
 )
 def test_staging_is_as_large_as_was_asked_for(device_memory: Any, expected: int) -> None:
     """Four slots at least; all of the state, 20 buckets, at most."""
     inner = torch.optim.AdamW(Model(shapes=((20_480,),)).parameters())
-    transfer = TransferConfig(bucket_bytes=8192)
+    transfer = TransferConfig(bucket_bytes="8KiB")
     optimizer = HybridDeviceOptimizer(inner, transfer=transfer, device_memory=device_memory)
     assert optimizer.statistics().staging_bytes == expected * 8192
 
@@ -432,7 +432,7 @@ def test_only_the_host_lanes_own_threads_get_their_number_of_kernel_threads(
 
     threading.Thread(target=older_thread, daemon=True).start()
     model = Model()
-    transfer = TransferConfig(bucket_bytes=4096, host_threads=wanted)
+    transfer = TransferConfig(bucket_bytes="4KiB", host_threads=wanted)
     inner = cls(model.parameters(), lr=0.1)
     optimizer = HybridDeviceOptimizer(inner, elementwise=True, update_on="host", transfer=transfer)
     newer = threading.Thread(target=lambda: answers.append(torch.get_num_threads()))

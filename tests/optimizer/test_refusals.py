@@ -73,9 +73,9 @@ BAD_ARGUMENTS: list[tuple[dict[str, Any], type[OffloadError], str]] = [
     ({"moments": "fp32", "master_weights": False}, ConfigError, "without a master"),
     ({"master_weights": 1}, ConfigError, "master_weights=1"),
     (
-        {"host_memory": 5, "transfer": TransferConfig(host_memory=6)},
+        {"host_memory": "5B", "transfer": TransferConfig(host_memory="6B")},
         ConfigError,
-        "host_memory=5 and 6 in transfer",
+        "host_memory='5B' and '6B' in transfer",
     ),
     ({"update_on": "gpu"}, ConfigError, "'gpu'"),
     ({"update_on": 3}, ConfigError, "3"),
@@ -88,7 +88,7 @@ BAD_ARGUMENTS: list[tuple[dict[str, Any], type[OffloadError], str]] = [
     ({"model": 5}, ConfigError, "int"),
     ({"model": [nn.Linear(1, 1), "layer"]}, ConfigError, "str"),
     ({"model": [Model(), nn.Linear(2, 2)]}, ConfigError, "none of them in the optimizer"),
-    ({"transfer": TransferConfig(host_memory=1000)}, HostMemoryError, "bytes"),
+    ({"transfer": TransferConfig(host_memory="1000B")}, HostMemoryError, "bytes"),
     # What belongs into a configuration names its place.
     ({"bucket_bytes": 3}, ConfigError, "transfer=TransferConfig(bucket_bytes=3)"),
     ({"pin": "never"}, ConfigError, "transfer=TransferConfig(pin='never')"),
@@ -111,7 +111,7 @@ def test_a_bad_argument_is_refused_and_the_wrapped_optimizer_stays_as_it_was(
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("bucket_bytes", 100),
+        ("bucket_bytes", "100B"),
         ("bucket_bytes", "big"),
         ("host_threads", 0),
         ("host_threads", 1.5),
@@ -137,7 +137,7 @@ def test_unknown_keywords_name_the_nearest() -> None:
 def test_a_host_budget_that_is_too_small_says_both_numbers() -> None:
     fits = HybridDeviceOptimizer(torch.optim.AdamW(Model().parameters()))
     n_bytes = fits.statistics().host_arena_bytes
-    transfer = TransferConfig(host_memory=n_bytes - 1)
+    transfer = TransferConfig(host_memory=f"{n_bytes - 1}B")
     with pytest.raises(HostMemoryError) as caught:
         HybridDeviceOptimizer(torch.optim.AdamW(Model().parameters()), transfer=transfer)
 
@@ -147,7 +147,7 @@ def test_a_host_budget_that_is_too_small_says_both_numbers() -> None:
 
 def test_the_host_budget_is_that_of_all_groups_together() -> None:
     first, second = nn.Linear(64, 64), nn.Linear(64, 64)
-    optimizer = HybridDeviceOptimizer(torch.optim.AdamW(first.parameters()), host_memory=40_000)
+    optimizer = HybridDeviceOptimizer(torch.optim.AdamW(first.parameters()), host_memory="40000B")
     taken = optimizer.statistics().host_arena_bytes
     with pytest.raises(HostMemoryError, match=f"is 40000 bytes, of which {taken} bytes are taken"):
         optimizer.add_param_group({"params": list(second.parameters())})

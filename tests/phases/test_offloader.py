@@ -529,9 +529,9 @@ def test_host_memory_short_changes_nothing() -> None:
     model = net()
     optimizer = adamw(model.parameters())
     with pytest.raises(HostMemoryError, match=r'is 100 bytes.*"keep" or "drop" of a Phase'):
-        PhaseOffloader(model, transfer=TransferConfig(host_memory=100))
+        PhaseOffloader(model, transfer=TransferConfig(host_memory="100B"))
     held = sum(t.untyped_storage().nbytes() + 64 for t in tensors_of(model))
-    phases = PhaseOffloader(model, optimizer, transfer=TransferConfig(host_memory=held))
+    phases = PhaseOffloader(model, optimizer, transfer=TransferConfig(host_memory=f"{held}B"))
     train(model, optimizer, range(1))
     with pytest.raises(HostMemoryError, match=rf"host_memory is {held} bytes, of which \d+ bytes"):
         phases.offload()

@@ -256,7 +256,7 @@ def test_a_move_that_fails(
 
 
 def test_host_memory_counts_against_the_budget_and_is_given_back() -> None:
-    budget = TransferConfig(bucket_bytes=4096, host_threads=1, host_memory=35_000)
+    budget = TransferConfig(bucket_bytes="4KiB", host_threads=1, host_memory="35000B")
     mine, away = build(offload_fraction=0.5, transfer=budget)
     step(mine, away, 0)
     state = copy.deepcopy(away.state_dict())
@@ -376,12 +376,12 @@ def simulated(
     return found, simulator
 
 
-SMALL_BUCKETS = TransferConfig(bucket_bytes=4096, host_threads=1)
+SMALL_BUCKETS = TransferConfig(bucket_bytes="4KiB", host_threads=1)
 
 
 @pytest.mark.parametrize("dtype", [pytest.param(FP32, marks=pytest.mark.long), BF16])
 def test_every_order_that_streams_allow_gives_the_same_bits(dtype: torch.dtype) -> None:
-    wrap = {"update_on": MIXED, "transfer": SMALL_BUCKETS, "device_memory": 24_000}
+    wrap = {"update_on": MIXED, "transfer": SMALL_BUCKETS, "device_memory": "24000B"}
     expected, _ = simulated("immediate", True, dtype, wrap)
     for policy in ADVERSARIES:
         found, simulator = simulated(policy, False, dtype, wrap)
