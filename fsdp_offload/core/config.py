@@ -95,6 +95,11 @@ def _no_size(value: object, name: str) -> ConfigError:
     return ConfigError(f"{name}={value!r}", reason=reason, remedy=remedy)
 
 
+def align(value: int, unit: int) -> int:
+    """``value`` rounded up to a multiple of ``unit``."""
+    return -(-value // unit) * unit
+
+
 @dataclass(frozen=True)
 class TransferConfig:
     """How state travels between host and device, and how host memory is obtained."""

@@ -40,7 +40,7 @@ from ..core.config import Lane, OffloadConfig, TransferConfig, check_keywords
 from ..core.errors import ConfigError, SpentGradientError
 from ..core.interrupts import held_back
 from ..core.progress import is_rank_0
-from ..memory.transfer import Handle
+from ..link.transfer import Handle
 from ..pipeline.gradients import count_empty_shards, gradient_of
 from ..pipeline.inventory import Placed
 from ..pipeline.overlap import Overlap, make_overlap, with_overlap

@@ -22,8 +22,9 @@ from ..core.errors import ClosedError, ConfigError, DeviceMemoryError, Unsupport
 from ..core.fsdp import find_groups
 from ..core.interrupts import held_back
 from ..core.offloadable import offloadable_of
-from ..memory.buffers import Block
-from ..memory.transfer import Figures, Handle, StorageBlock, Transfer, collect, in_order
+from ..link import held_bytes
+from ..link.block import Block, StorageBlock, collect, in_order
+from ..link.transfer import Figures, Handle, Transfer
 from .gradients import Gradients
 from .guard import ModelGuard, PlainOptimizer, remove_all
 from .pages import FixedMemory, is_movable
@@ -52,6 +53,7 @@ class PhaseStatistics:
     host_bytes: int  # held for what is offloaded
     pinned_bytes: int  # page-locked part of host_bytes
     pin_seconds: float  # to obtain and page-lock it
+    host_bytes_by_holder: dict[str, int]  # of all that this process holds; host_memory= bounds it
     cycles: int  # reloads
 
 
@@ -126,7 +128,8 @@ class PhaseOffloader:
             for kind in ("params", "state")
             if keep_addresses and self._policies[kind] == "save"
         }
-        self._transfer = Transfer(backend, transfer or TransferConfig(), empties_cache=True)
+        saved = ", ".join(kind for kind in KINDS if self._policies[kind] == "save") or "nothing"
+        self._transfer = Transfer(backend, transfer, f"PhaseOffloader: {saved}", empties_cache=True)
         self._guard = ModelGuard(models, self)
         self._is_away = self._is_closed = self._moves_optimizer = False
         self._pid = os.getpid()
@@ -136,7 +139,7 @@ class PhaseOffloader:
                 self._prepare()
                 self._keep_addresses()
                 found = [b for _, blocks in self._blocks(self._parameters()) for b in blocks]
-                self._transfer.buffers.reserve(found)
+                self._transfer.reserve(found)
             except BaseException:
                 self._transfer.close()
                 for memory in self._fixed.values():
@@ -260,7 +263,7 @@ class PhaseOffloader:
 
     def statistics(self) -> PhaseStatistics:
         """Figures of the moves that have ended."""
-        arenas = self._transfer.buffers.statistics()
+        pool = self._transfer.pool
         last_out, last_back = self._transfer.last_out, self._transfer.last_back
         out, back = last_out.figures(), last_back.figures()
         return PhaseStatistics(
@@ -269,9 +272,10 @@ class PhaseOffloader:
             offload_seconds=last_out.seconds,
             reload_seconds=last_back.seconds,
             freed_bytes=last_out.freed_bytes,
-            host_bytes=sum(arena.n_bytes for arena in arenas),
-            pinned_bytes=sum(arena.n_bytes for arena in arenas if arena.pinned),
-            pin_seconds=sum(arena.touch_seconds + arena.pin_seconds for arena in arenas),
+            host_bytes=pool.n_bytes,
+            pinned_bytes=pool.pinned_bytes,
+            pin_seconds=pool.seconds,
+            host_bytes_by_holder=held_bytes(),
             cycles=self._cycles,
         )
 
