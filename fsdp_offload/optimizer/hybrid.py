@@ -91,7 +91,8 @@ class HybridDeviceOptimizer(Optimizer):
             travels through, and where some of it stays. ``"auto"`` (default): what is to spare,
             looked at after steps, and given back when memory is short. 0: as little as possible.
             Bits do not depend on it.
-        host_memory: bytes that all ranks of this host may use together; None: what is free.
+        host_memory: bytes that all ranks of this host may use together, for this and everything
+            else of this package; None: what is free.
         update_on: where offloaded state is updated: ``"device"`` (default), ``"host"``: torch's
             CPU kernels on this rank's cores, or one lane name per trainable parameter in
             ``param_groups`` order.
