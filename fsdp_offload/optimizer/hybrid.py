@@ -524,7 +524,9 @@ class HybridDeviceOptimizer(Optimizer):
             for param, found in zip(params, values, strict=True):
                 state_io.write(param, found)
                 self._view.shown[param.parameter].update(state_io.expose(param))
-            self._view.load_unmanaged(saved, ids, params, self.device)
+            self._view.load_unmanaged(
+                saved, ids, params, self.device, steps_are_tensors=is_torch_class(self._inner)
+            )
             self._masters.trust_shards()
         self._masters.come_with_weights = True
         if seeded := sum(map(state_io.seeds_master, params, values)):

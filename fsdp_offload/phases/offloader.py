@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from ..core import dtensor
 from ..core import storage as storages
-from ..core.arguments import backend_of, modules_of
+from ..core.arguments import backend_of, check_optimizer, modules_of
 from ..core.backend import release_cached
 from ..core.config import TransferConfig
 from ..core.errors import ClosedError, ConfigError, DeviceMemoryError, UnsupportedParameterError
@@ -432,12 +432,10 @@ def _check_choices(**given: object) -> None:
 
 def _check_optimizer(optimizer: object) -> None:
     """Refuse what is no optimizer, or one that is wrapped."""
-    if optimizer is not None and not isinstance(optimizer, Optimizer):
-        raise ConfigError(
-            f"optimizer of type {type(optimizer).__name__}",
-            reason="not a torch.optim.Optimizer",
-            remedy="pass the optimizer itself, or None",
-        )
+    check_optimizer(
+        optimizer,
+        several="move the others by PhaseOffloader(model, other, params='keep', grads='keep')",
+    )
     if getattr(getattr(optimizer, "__dict__", {}).get("step"), "forwards_to_wrapper", False):
         raise ConfigError(
             f"optimizer {type(optimizer).__name__}",

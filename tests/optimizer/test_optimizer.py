@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -209,6 +210,38 @@ def test_groups_with_names_keep_them() -> None:
     assert optimizer.param_groups[0]["param_names"] == names
     assert optimizer.state_dict()["param_groups"][0]["param_names"] == names
     assert [record.fqn for record in optimizer._reserved.params] == names
+
+
+def test_names_of_a_loaded_state_dict_are_taken_as_by_torch() -> None:
+    saved = torch.optim.AdamW(Model().named_parameters())
+    found = []
+    for wrapped in (False, True):
+        model = Model()
+        optimizer: Optimizer = torch.optim.AdamW(model.parameters())
+        optimizer = HybridDeviceOptimizer(optimizer, model) if wrapped else optimizer
+        optimizer.load_state_dict(copy.deepcopy(saved.state_dict()))
+        found.append(optimizer.state_dict()["param_groups"][0]["param_names"])
+    assert found[0] == found[1] == [name for name, _ in Model().named_parameters()]
+
+
+def test_steps_that_are_numbers_are_loaded_as_by_torch() -> None:
+    """Of a class that keeps its state itself, and of a parameter that is frozen."""
+    for made in (torch.optim.Adafactor, torch.optim.AdamW):
+        pairs = []
+        for wrapped in (False, True):
+            model = Model()
+            optimizer: Optimizer = made(model.parameters(), lr=0.01)
+            optimizer = HybridDeviceOptimizer(optimizer, model) if wrapped else optimizer
+            train(model, optimizer, range(2))
+            saved = copy.deepcopy(optimizer.state_dict())
+            for state in saved["state"].values():
+                state["step"] = state["step"].item()
+            model.weights[0].requires_grad_(False)
+            optimizer.load_state_dict(saved)
+            model.requires_grad_(True)
+            train(model, optimizer, range(2, 4))
+            pairs.append((values(model), optimizer.state_dict()))
+        assert_same(pairs[0], pairs[1])
 
 
 # --------------------------------------------------------------------------- state dicts
