@@ -4,19 +4,49 @@
 A checkpoint is a folder with ``manifest.json``, which is written last and names every other file
 with its size and a CRC-32: of ``.metadata`` that of its bytes, of data files that of their table. A
 folder is complete if its manifest is intact and all files have the sizes that it says; its name
-means nothing. Until then the files stand in ``.{name}.writing`` beside the final place.
+means nothing.
+
+[Note: publishing]
+Each save writes into a folder of its own beside the final place: ``.fsdp_offload.HOST.PID.START.
+RANDOM.writing``, of rank 0's process. No other save writes there, and there is no lock. When all is
+written and is what the ranks say that they wrote, one call gives the folder its name: a rename
+where nothing is there, else an exchange of the two folders (Linux ``renameat2``), after which the
+old one is removed. At any moment the path is the old checkpoint or the new one.
+
+File systems without the exchange (NFS) get two renames: the old checkpoint goes into ``.replaced``
+of the new one's folder, then that folder gets its name. Between the two, :func:`latest` waits for
+a living save, and names the checkpoint in ``.replaced`` of a dead one; the next save in the
+folder, or the same one if its second rename fails, puts it back.
+
+What is removed is renamed to ``.fsdp_offload.RANDOM.removed`` first, so that it is known by its
+name however far that comes. A reader that lists a folder beside this may find a name whose folder
+has gone or is another one by now; :func:`_complete_in` then lists again.
+
+[Note: leftovers]
+A save removes, before it writes, what saves that are dead have left beside its path. On this host
+(boot and namespace of process ids) a save is dead if the process of that id has another start time;
+on another host if its folder has had the same modification time for ``SILENT_S``, which rank 0
+renews all the time. An earlier version wrote into ``.NAME.writing`` and removed by way of
+``.NAME.fsdp_offload.removed``: complete ones are checkpoints like others; what is in part there is
+removed after the same silence.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copyreg
+import ctypes
+import errno
+import functools
 import io
 import json
 import logging
 import os
 import pickle
+import re
 import shutil
+import socket
+import threading
 import time
 import zlib
 from collections.abc import Mapping
@@ -31,7 +61,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from ..core.errors import CheckpointError
+from ..core.errors import CheckpointError, ConfigError
 from .files import corrupt, fsync_folder, read_table, write_whole
 
 _log = logging.getLogger("fsdp_offload")
@@ -40,7 +70,13 @@ MANIFEST: Final = "manifest.json"
 METADATA: Final = ".metadata"
 FORMAT: Final = "fsdp_offload.checkpoint"
 VERSION: Final = 3
-_REMOVED: Final = ".fsdp_offload.removed"
+SILENT_S: Final = 600.0
+"""A save on another host that has shown no sign of life for so long is dead."""
+
+_RENAME_S: Final = 5.0
+"""So long a reader waits for another process to come from one rename to the next."""
+
+_OURS, _NEW, _REMOVED, _REPLACED = ".fsdp_offload.", ".writing", ".removed", ".replaced"
 
 
 @dataclass(frozen=True)
@@ -98,23 +134,52 @@ class Manifest:
             raise corrupt(path, f"it is not what a save writes: {error!r}") from error
 
 
-# --------------------------------------------------------------------------- writing
+# --------------------------------------------------------------------------- paths
 
 
-def aside(path: Path) -> Path:
-    """Where the files of ``path`` stand until they are complete."""
-    return path.with_name(f".{path.name}.writing")
-
-
-def destination(path: Path) -> Path:
-    """The absolute path of a save.
+def checked(path: object) -> Path:
+    """``path`` as an absolute one, from the folder that is current now.
 
     Raises:
-        CheckpointError: the save would replace the current folder.
+        ConfigError: no checkpoint can be there: a URL, no path, or too long a name.
     """
-    path = path.absolute()
-    if path.name in ("", ".."):
-        path = path.resolve()
+    if not isinstance(path, str | os.PathLike):
+        raise ConfigError(
+            f"path of type {type(path).__name__}",
+            reason="not a path",
+            remedy="give the path first, then the model, then the optimizer",
+        )
+    text = os.fsdecode(path)
+    if re.match(r"[A-Za-z][\w+.-]*:/", text) or "\0" in text:
+        raise ConfigError(
+            f"path {text!r}",
+            reason="it is no path of a file system",
+            remedy="name a folder of a file system that all ranks share; copy it from there",
+        )
+    found = Path(text).absolute()
+    if found.name in ("", ".."):
+        found = found.resolve()
+    there = next(each for each in (*found.parents, Path("/")) if os.path.isdir(each))
+    name_bytes = max(len(os.fsencode(name)) for name in found.parts)
+    # Its files, and those of the folder that is written first.
+    path_bytes = len(os.fsencode(found)) + len(_working(found).name) + 32
+    limits = os.pathconf(there, "PC_NAME_MAX"), os.pathconf(there, "PC_PATH_MAX")
+    if name_bytes > limits[0] or path_bytes > limits[1]:
+        raise ConfigError(
+            f"path {text[:40]}...{text[-40:]}",
+            reason=f"names of {name_bytes} bytes, paths of {path_bytes} with its files; the file "
+            f"system has at most {limits[0]} and {limits[1]}",
+            remedy="choose a shorter name",
+        )
+    return found
+
+
+def check_not_current(path: Path) -> None:
+    """Refuse to replace the current folder.
+
+    Raises:
+        CheckpointError: the save would.
+    """
     current = Path.cwd()
     if path.resolve() in (current, *current.parents):
         raise CheckpointError(
@@ -122,42 +187,130 @@ def destination(path: Path) -> Path:
             reason="it is, or holds, the current folder, which a save would replace",
             remedy="name a folder that does not exist yet",
         )
-    return path
+
+
+def _check_replaceable(path: Path, *, overwrite: bool) -> None:
+    """Refuse to replace what is not to be replaced.
+
+    Raises:
+        CheckpointError: ``path`` exists.
+    """
+    files = [p for p in (path, *path.parents) if p.exists() and not p.is_dir()]
+    names = [] if path.is_symlink() or files or not path.exists() else os.listdir(path)
+    if path.is_symlink() or files:
+        reason, remedy = f"{files[0] if files else path} is no folder", "choose another path"
+    elif names and not any(n == METADATA or n.endswith(".distcp") for n in names):
+        reason = "it holds other files than a checkpoint, which overwrite=True would remove"
+        remedy = "choose another folder"
+    elif names and not overwrite:
+        reason, remedy = "it exists", "choose another folder, or pass overwrite=True"
+    else:
+        return
+    raise CheckpointError(f"{path}", reason=reason, remedy=remedy)
+
+
+# --------------------------------------------------------------------------- working folders
+
+
+def _working(path: Path) -> Path:
+    """A folder of this process's own beside ``path``; see [Note: publishing]."""
+    pid = os.getpid()
+    owner = f"{_OURS}{_host()}@{pid}@{_start_of(pid)}"
+    return path.parent / f"{owner}@{os.urandom(8).hex()}{_NEW}"
+
+
+@functools.cache
+def _host() -> str:
+    """What process ids are of: the host, since it was booted, and their namespace."""
+    found = socket.gethostname()[:40]
+    with contextlib.suppress(OSError):  # no /proc
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+        found += f"-{zlib.crc32((boot + os.readlink('/proc/self/ns/pid')).encode()):08x}"
+    return found
+
+
+def _start_of(pid: int | str) -> str:
+    """When a process was started, in ticks since boot; empty: it has ended."""
+    with contextlib.suppress(OSError):
+        state, *values = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return "" if state in "ZX" else values[18]
+    return ""
+
+
+def _is_dead(made: Path, now: float) -> bool:
+    """Whether the save that made a folder has ended; ``now``: the file system's time."""
+    owner = made.name.split("@")
+    if owner[0] == _OURS + _host():
+        return _start_of(owner[1]) != owner[2]
+    with contextlib.suppress(OSError):  # it has gone
+        return max(p.stat().st_mtime for p in (made, *made.iterdir())) + SILENT_S < now
+    return False
 
 
 def prepare(path: Path, *, overwrite: bool) -> Path:
-    """An empty folder to write into, once per job.
+    """An empty folder to write into, once per job; dead saves leave nothing beside it.
 
     Raises:
         CheckpointError: ``path`` exists and must not be replaced.
     """
-    files = [p for p in (path, *path.parents) if p.exists() and not p.is_dir()]
-    if path.is_symlink() or files:
-        raise CheckpointError(
-            f"{path}",
-            reason=f"{files[0] if files else path} is no folder",
-            remedy="choose another path",
-        )
-    made = aside(path)
-    if path.parent.is_dir() and made in _complete_in(path.parent):
-        _install(path)  # a process was killed just before: nothing complete is dropped unasked
-    names = [entry.name for entry in path.iterdir()] if path.exists() else []
-    if names and not overwrite:
-        raise CheckpointError(
-            f"{path}",
-            reason="it exists",
-            remedy="choose another folder, or pass overwrite=True",
-        )
-    if names and not any(n == METADATA or n.endswith(".distcp") for n in names):
-        raise CheckpointError(
-            f"{path}",
-            reason="it holds other files than a checkpoint, which overwrite=True would remove",
-            remedy="choose another folder",
-        )
-    remove(made)
-    made.parent.mkdir(parents=True, exist_ok=True)
-    made.mkdir()
+    _check_replaceable(path, overwrite=overwrite)
+    _clear(path.parent, 0.0)  # of this host, where no times are compared
+    made = _working(path)
+    with contextlib.suppress(OSError):  # what other hosts left may have taken all room
+        made.mkdir(parents=True)
+    _clear(path.parent, made.stat().st_mtime if made.exists() else time.time())
+    made.mkdir(parents=True, exist_ok=True)
     return made
+
+
+def show_life(made: Path, ended: threading.Event) -> None:
+    """Tell other hosts until ``ended`` that the save in ``made`` goes on."""
+    while not ended.wait(SILENT_S / 10):
+        with contextlib.suppress(OSError):
+            os.utime(made)
+
+
+def _clear(folder: Path, now: float) -> None:
+    """Remove what dead saves have left in ``folder``."""
+    for each in folder.iterdir() if folder.is_dir() else ():
+        name = each.name
+        if not name.startswith("."):
+            discard(each / _REPLACED, folder)
+        elif name.startswith(_OURS) and name.endswith(_REMOVED):
+            remove(each)
+        elif name.endswith((_NEW, f"{_OURS[:-1]}{_REMOVED}")) and _is_dead(each, now):
+            names = set(os.listdir(each)) - {METADATA, MANIFEST}
+            is_earlier = all(n.endswith(".distcp") for n in names) and not _look(each)[1]
+            if name.startswith(_OURS) or is_earlier:
+                discard(each)
+
+
+def discard(made: Path, beside: Path | None = None) -> bool:
+    """Remove a folder, but for a checkpoint that was moved into it from its place.
+
+    It gets another name first, in ``beside``: what is left then, the next save removes.
+    """
+    beside = made.parent if beside is None else beside
+    try:
+        for old in made.glob(f"{_REPLACED}/*"):
+            with contextlib.suppress(OSError):  # another one is in its place
+                old.rename(beside / old.name)
+        gone = beside / f"{_OURS}{os.urandom(8).hex()}{_REMOVED}"
+        made.rename(gone)
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR):  # another process removes it
+            _log.warning("%s is not removed: %s", made, error.strerror)
+        return False
+    remove(gone)
+    return True
+
+
+def remove(path: Path) -> None:
+    """Remove a folder, as far as the file system lets it."""
+    shutil.rmtree(path, ignore_errors=True)
+
+
+# --------------------------------------------------------------------------- writing
 
 
 class _MetadataPickler(pickle.Pickler):
@@ -177,55 +330,86 @@ def encode_metadata(metadata: Metadata) -> bytes:
     return buffer.getvalue()
 
 
-def publish(path: Path, *, world_size: int, optimizer: str) -> None:
-    """Write the manifest of what stands aside, and make it the checkpoint at ``path``."""
-    made = aside(path)
-    files = {p.name: (p.stat().st_size, _crc_of(p)) for p in sorted(made.iterdir())}
+def publish(
+    made: Path,
+    path: Path,
+    written: Mapping[str, tuple[int, int]],
+    *,
+    overwrite: bool,
+    world_size: int,
+    optimizer: str,
+) -> None:
+    """Write the manifest of a working folder, and make it the checkpoint at ``path``.
+
+    Args:
+        written: bytes and CRC-32 of its files, as those who wrote them say; see :class:`Manifest`.
+
+    Raises:
+        CheckpointError: other files are there, or ``path`` must not be replaced.
+    """
+    found = {p.name: (p.stat().st_size, _crc_of(p)) for p in sorted(made.iterdir())}
+    if wrong := sorted(dict(found.items() ^ written.items())):
+        raise CheckpointError(
+            f"{path}: {wrong[0]}, (bytes, CRC-32) {found.get(wrong[0], 'missing')}",
+            reason=f"{written.get(wrong[0], 'nothing')} was written: another program changed it, "
+            "or ranks see different folders",
+            remedy="choose a folder that all ranks share and that nobody else writes to",
+        )
     # A clock that was set back must not make an older checkpoint the latest one.
     newest = max((m.time_ns for m in _complete_in(path.parent).values()), default=0)
-    manifest = Manifest(max(time.time_ns(), newest + 1), world_size, optimizer, files)
+    manifest = Manifest(max(time.time_ns(), newest + 1), world_size, optimizer, found)
     write_whole(made / MANIFEST, manifest.encode())
     fsync_folder(made)
-    _install(path)
+    _install(made, path, overwrite=overwrite)
 
 
-def _install(path: Path) -> None:
-    """Put the complete checkpoint that stands aside in the place of ``path``."""
-    # Killed between the renames, the process leaves both, complete, for latest() to find.
-    old = path.with_name(f".{path.name}{_REMOVED}")
-    if path.exists():
-        remove(old)
-        path.rename(old)
-    aside(path).rename(path)
+def _install(made: Path, path: Path, *, overwrite: bool) -> None:
+    """Give a working folder its name; see [Note: publishing]."""
+    while True:
+        _check_replaceable(path, overwrite=overwrite)
+        try:
+            made.rename(path)
+            break
+        except OSError as error:
+            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+                raise
+        if _exchange(made, path):
+            break
+        old = made / _REPLACED / path.name
+        discard(old.parent)
+        old.parent.mkdir()
+        with contextlib.suppress(FileNotFoundError):  # another save has just moved it
+            path.rename(old)
     fsync_folder(path.parent)
-    remove(old)
+    discard(path / _REPLACED, path.parent)
+    discard(made)  # the old checkpoint, after an exchange
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Swap two folders in one step, where kernel and file system can."""
+    call = getattr(ctypes.CDLL(None), "renameat2", None)
+    here, swap = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    return call is not None and not call(here, os.fsencode(one), here, os.fsencode(other), swap)
 
 
 def prune(path: Path, keep_last: int) -> None:
     """Remove the oldest complete checkpoints beside ``path``, so that ``keep_last`` stay.
 
     What is not complete, or not of this package, is left alone. Nothing is raised, because the
-    checkpoint at ``path`` is complete: what cannot be removed stays until the next save.
+    checkpoint at ``path`` is complete. The log names what is removed, as a warning if it is named
+    otherwise than ``path``, but for its numbers: it may have been meant to stay.
     """
     found = _complete_in(path.parent)
-    # Renamed first: what a killed process leaves half removed is known by a name of our own.
-    removed = [*path.parent.glob(f".*{_REMOVED}")]
     for old in sorted(found, key=lambda each: found[each].time_ns)[:-keep_last]:
-        if old not in removed:
-            removed.append(old.with_name(f".{old.name}{_REMOVED}"))
-            try:
-                old.rename(removed[-1])
-            except FileNotFoundError:
-                pass  # another process removes it
-            except OSError as error:
-                _log.warning("%s is not removed: %s", old, error.strerror)
-    for old in removed:
-        remove(old)
-
-
-def remove(path: Path) -> None:
-    """Remove a folder, as far as the file system lets it."""
-    shutil.rmtree(path, ignore_errors=True)
+        if not discard(old, path.parent):
+            continue
+        if re.sub(r"\d+", "", old.name) == re.sub(r"\d+", "", path.name):
+            _log.info("keep_last=%d removed %s", keep_last, old)
+        else:
+            _log.warning(
+                "keep_last=%d removed %s: it counts all complete checkpoints beside %s. Remedy: "
+                "save what is to stay in a folder of its own", keep_last, old, path.name,
+            )  # fmt: skip
 
 
 def _crc_of(path: Path) -> int:
@@ -334,26 +518,53 @@ def _check_chunks(path: Path, metadata: Metadata) -> None:
 def latest(folder: str | os.PathLike[str]) -> Path | None:
     """The newest complete checkpoint of this package in ``folder``, or ``None``.
 
-    Found by content: names mean nothing. Ask on one rank and tell the others, or ask on all before
-    any of them saves.
+    Found by content: names mean nothing. Beside a save it names the old checkpoint or the new one.
+    Ask on one rank and tell the others, or ask on all before any of them saves.
+
+    Raises:
+        ConfigError: a URL, or no path.
     """
+    checked(folder)
     found = _complete_in(Path(folder))
     return max(found, key=lambda path: found[path].time_ns, default=None)
 
 
 def _complete_in(folder: Path) -> dict[Path, Manifest]:
-    """Complete checkpoints of this package in ``folder``, also under names of a killed save."""
-    found: dict[Path, Manifest] = {}
-    for path in folder.iterdir() if folder.is_dir() else ():
+    """Complete checkpoints of this package in ``folder``, as they were at one moment."""
+    until = time.monotonic() + _RENAME_S
+    while True:
+        found: dict[Path, Manifest] = {}
+        is_still = True
+        for path in folder.iterdir() if folder.is_dir() else ():
+            if path.name.startswith(_OURS):
+                moved = [*path.glob(f"{_REPLACED}/*")]
+                if moved and not _is_dead(path, time.time()) and time.monotonic() < until:
+                    is_still = False  # between two renames
+                    time.sleep(0.001)
+            else:
+                moved = [path]
+            for each in moved:
+                manifest, is_complete = _look(each)
+                if manifest is not None and is_complete:
+                    found[each] = manifest
+                is_still &= os.path.lexists(each) and _look(each) == (manifest, is_complete)
+        if is_still:
+            return found
+
+
+def _look(path: Path) -> tuple[Manifest | None, bool]:
+    """The manifest, if there is one, and whether all is there."""
+    with contextlib.suppress(CheckpointError, OSError):
         if path.is_dir() and not path.is_symlink():
-            with contextlib.suppress(CheckpointError, OSError):  # another process may remove it
-                manifest = read_manifest(path)
-                if manifest is not None and _is_complete(path, manifest):
-                    found[path] = manifest
-    return found
+            manifest = read_manifest(path)
+            return manifest, _is_complete(path, manifest)
+    return None, False
 
 
-def _is_complete(path: Path, manifest: Manifest) -> bool:
-    return all(
-        (path / name).stat().st_size == nbytes for name, (nbytes, _) in manifest.files.items()
-    )
+def _is_complete(path: Path, manifest: Manifest | None) -> bool:
+    try:
+        return manifest is not None and all(
+            (path / name).stat().st_size == nbytes for name, (nbytes, _) in manifest.files.items()
+        )
+    except FileNotFoundError:
+        return False

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -45,6 +44,7 @@ from ..core import dtensor
 from ..core.errors import CheckpointError, ConfigError, OffloadError, StateDictError
 from ..core.interrupts import held_back
 from ..core.offloadable import check_present
+from ..core.progress import warn
 from ..optimizer.hybrid import HybridDeviceOptimizer
 from ..optimizer.masters import tell_loaded
 from ..update import codec
@@ -67,8 +67,6 @@ from .state import (
     unpack,
     weights_of,
 )
-
-_log = logging.getLogger("fsdp_offload")
 
 
 class FlatSavePlanner(DefaultSavePlanner):
@@ -331,7 +329,7 @@ class JobLoadPlanner(FlatLoadPlanner):
         is_wrapped = isinstance(optimizer, HybridDeviceOptimizer)
         lost = [found & {WHOLE, REMAINDER} for found in saved.values()]
         if not is_wrapped and any(lost):
-            _log.warning(
+            warn(
                 "the checkpoint has fp32 masters of %d parameters (%s): %s ignores them and goes "
                 "on from the weights",
                 sum(map(bool, lost)), ", ".join(sorted(set().union(*lost))),

@@ -31,7 +31,7 @@ import torch
 from ..core import backend as backend
 from ..core.config import MIB, TransferConfig
 from ..core.errors import HostMemoryError, PinningError
-from ..core.progress import progress
+from ..core.progress import progress, report
 from ..plan.layout import align
 from .budget import check_host_budget, local_ranks, size_text
 
@@ -113,6 +113,8 @@ class HostArena:
                 # This takes about as long as touching and cannot report how far it is.
                 bar.describe("page-locking host memory")
                 self._pin(device, required=transfer.pin == "require")
+        done = "page-locked" if self.statistics().pinned else "touched"
+        report(f"{done} host memory", n_bytes, self._touch_seconds + self._pin_seconds)
 
     def tensor(self, offset_bytes: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A 1D tensor over ``numel`` elements of the arena, without a copy.

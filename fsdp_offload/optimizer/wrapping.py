@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
@@ -17,9 +16,8 @@ from ..core import dtensor
 from ..core.config import OffloadConfig
 from ..core.errors import ConfigError, StateSchemaError
 from ..core.fsdp import fsdp_parameters
+from ..core.progress import warn
 from ..update.schema import check_supported, make_shadow, raw_step
-
-_log = logging.getLogger("fsdp_offload")
 
 _FORWARDED: Final = ("step", "zero_grad", "state_dict", "load_state_dict", "add_param_group")
 _HOOKS: Final = (
@@ -99,7 +97,7 @@ def check_holds(optimizer: Optimizer, models: Sequence[nn.Module]) -> None:
         ConfigError: it was built before ``fully_shard``, or for another model.
     """
     if not models:
-        _log.warning(
+        warn(
             "HybridDeviceOptimizer without model=: no parameter names, no overlap with forward "
             "and backward, and loads into the module are not noticed. Remedy: pass the module, "
             "HybridDeviceOptimizer(optimizer, model)"
@@ -133,7 +131,7 @@ def warn_that_state_stays(
     if config.offload_fraction == 0:
         return
     local = [dtensor.local(p) for group in optimizer.param_groups for p in group["params"]]
-    _log.warning(
+    warn(
         "%s is not a class of torch.optim: it runs its own step, and its state stays on %s "
         "(%d parameters of %d bytes on this rank, and as much again for each state tensor of "
         "their shape and dtype). If each element's update depends on that element alone, "
