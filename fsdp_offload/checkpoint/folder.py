@@ -1,11 +1,5 @@
 """Folders of checkpoints: written aside, published by one rename, recognised by their content.
 
-[Note: a complete checkpoint]
-A checkpoint is a folder with ``manifest.json``, which is written last and names every other file
-with its size and a CRC-32: of ``.metadata`` that of its bytes, of data files that of their table. A
-folder is complete if its manifest is intact and all files have the sizes that it says; its name
-means nothing.
-
 [Note: publishing]
 Each save writes into a folder of its own beside the final place: ``.fsdp_offload.HOST.PID.START.
 RANDOM.writing``, of rank 0's process. No other save writes there, and there is no lock. When all is
@@ -34,15 +28,11 @@ removed after the same silence.
 from __future__ import annotations
 
 import contextlib
-import copyreg
 import ctypes
 import errno
 import functools
-import io
-import json
 import logging
 import os
-import pickle
 import re
 import shutil
 import socket
@@ -50,26 +40,15 @@ import threading
 import time
 import zlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final
-
-from torch.distributed.checkpoint.metadata import (
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from typing import Final
 
 from ..core.errors import CheckpointError, ConfigError
-from .files import corrupt, fsync_folder, read_table, write_whole
+from .files import fsync_folder, write_whole
+from .manifest import MANIFEST, METADATA, Manifest, crc_of, read_manifest
 
 _log = logging.getLogger("fsdp_offload")
 
-MANIFEST: Final = "manifest.json"
-METADATA: Final = ".metadata"
-FORMAT: Final = "fsdp_offload.checkpoint"
-VERSION: Final = 3
 SILENT_S: Final = 600.0
 """A save on another host that has shown no sign of life for so long is dead."""
 
@@ -77,61 +56,6 @@ _RENAME_S: Final = 5.0
 """So long a reader waits for another process to come from one rename to the next."""
 
 _OURS, _NEW, _REMOVED, _REPLACED = ".fsdp_offload.", ".writing", ".removed", ".replaced"
-
-
-@dataclass(frozen=True)
-class Manifest:
-    """What a complete checkpoint consists of.
-
-    Args:
-        time_ns: when it was completed, in nanoseconds since 1970; greater than that of every
-            complete checkpoint that lay beside it.
-        world_size: ranks that wrote it.
-        optimizer: class of the (wrapped) optimizer; empty: unknown.
-        files: bytes of every file but the manifest, and its CRC-32 (of ``.metadata``: of all bytes;
-            of a data file: of its table).
-    """
-
-    time_ns: int
-    world_size: int
-    optimizer: str
-    files: Mapping[str, tuple[int, int]]
-    format: str = FORMAT
-    version: int = VERSION
-
-    def encode(self) -> bytes:
-        """As the file's bytes: JSON with its own CRC-32."""
-        text = json.dumps(asdict(self), sort_keys=True)
-        return json.dumps({"crc32": zlib.crc32(text.encode()), "manifest": text}).encode()
-
-    @classmethod
-    def decode(cls, data: bytes, path: Path) -> Manifest | None:
-        """From a file's bytes; ``None``: another program wrote them.
-
-        Raises:
-            CheckpointCorruptError: they are not as they were written.
-            CheckpointError: of another version of this package.
-        """
-        try:
-            outer = json.loads(data)
-            if "crc32" not in outer and FORMAT not in str(outer):  # a changed bit leaves one
-                return None
-            text = outer["manifest"]
-            if zlib.crc32(text.encode()) != outer["crc32"]:
-                raise corrupt(path, "it is not as it was written")
-            values = json.loads(text)
-            if values["version"] != VERSION:
-                raise CheckpointError(
-                    f"{path} of version {values['version']}",
-                    reason=f"this package reads version {VERSION}",
-                    remedy="load it with the version of fsdp_offload that wrote it",
-                )
-            # A later release may add fields.
-            files = {name: (int(nbytes), int(crc)) for name, (nbytes, crc, *_) in
-                     values["files"].items()}  # fmt: skip
-            return cls(int(values["time_ns"]), values["world_size"], values["optimizer"], files)
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise corrupt(path, f"it is not what a save writes: {error!r}") from error
 
 
 # --------------------------------------------------------------------------- paths
@@ -174,21 +98,6 @@ def checked(path: object) -> Path:
     return found
 
 
-def check_not_current(path: Path) -> None:
-    """Refuse to replace the current folder.
-
-    Raises:
-        CheckpointError: the save would.
-    """
-    current = Path.cwd()
-    if path.resolve() in (current, *current.parents):
-        raise CheckpointError(
-            f"{path}",
-            reason="it is, or holds, the current folder, which a save would replace",
-            remedy="name a folder that does not exist yet",
-        )
-
-
 def _check_replaceable(path: Path, *, overwrite: bool) -> None:
     """Refuse to replace what is not to be replaced.
 
@@ -196,9 +105,14 @@ def _check_replaceable(path: Path, *, overwrite: bool) -> None:
         CheckpointError: ``path`` exists.
     """
     files = [p for p in (path, *path.parents) if p.exists() and not p.is_dir()]
-    names = [] if path.is_symlink() or files or not path.exists() else os.listdir(path)
-    if path.is_symlink() or files:
-        reason, remedy = f"{files[0] if files else path} is no folder", "choose another path"
+    files += [path] if path.is_symlink() else []
+    names = os.listdir(path) if not files and path.exists() else []
+    current = Path.cwd()
+    if path.resolve() in (current, *current.parents):
+        reason = "it is, or holds, the current folder, which a save would replace"
+        remedy = "name a folder that does not exist yet"
+    elif files:
+        reason, remedy = f"{files[0]} is no folder", "choose another path"
     elif names and not any(n == METADATA or n.endswith(".distcp") for n in names):
         reason = "it holds other files than a checkpoint, which overwrite=True would remove"
         remedy = "choose another folder"
@@ -313,23 +227,6 @@ def remove(path: Path) -> None:
 # --------------------------------------------------------------------------- writing
 
 
-class _MetadataPickler(pickle.Pickler):
-    """torch 2.15 writes strides of tensors, which earlier versions do not read, and may lack."""
-
-    def reducer_override(self, value: Any) -> Any:
-        """The first five fields of a tensor's properties, as of torch 2.11."""
-        if type(value) is not TensorProperties:
-            return NotImplemented
-        return copyreg.__newobj__, (TensorProperties,), value.__getstate__()[:5]  # type: ignore[attr-defined]
-
-
-def encode_metadata(metadata: Metadata) -> bytes:
-    """As the bytes of ``.metadata``, which torch 2.11 and later read."""
-    buffer = io.BytesIO()
-    _MetadataPickler(buffer).dump(metadata)
-    return buffer.getvalue()
-
-
 def publish(
     made: Path,
     path: Path,
@@ -347,7 +244,7 @@ def publish(
     Raises:
         CheckpointError: other files are there, or ``path`` must not be replaced.
     """
-    found = {p.name: (p.stat().st_size, _crc_of(p)) for p in sorted(made.iterdir())}
+    found = {p.name: (p.stat().st_size, crc_of(p)) for p in sorted(made.iterdir())}
     if wrong := sorted(dict(found.items() ^ written.items())):
         raise CheckpointError(
             f"{path}: {wrong[0]}, (bytes, CRC-32) {found.get(wrong[0], 'missing')}",
@@ -412,107 +309,7 @@ def prune(path: Path, keep_last: int) -> None:
             )  # fmt: skip
 
 
-def _crc_of(path: Path) -> int:
-    """What tells a file from another of its size: of ``.metadata`` all bytes, else the table."""
-    if path.name == METADATA:
-        return zlib.crc32(path.read_bytes())
-    table = read_table(path)
-    if table is None:
-        raise corrupt(path, "it has no table of checksums")
-    return table.crc
-
-
 # --------------------------------------------------------------------------- reading
-
-
-def open_checkpoint(path: Path) -> tuple[Manifest | None, Metadata]:
-    """Manifest (``None``: another program wrote the checkpoint) and metadata, verified.
-
-    Raises:
-        CheckpointCorruptError: one of them is not as it was written.
-        CheckpointError: there is no checkpoint.
-    """
-    manifest = read_manifest(path)
-    try:
-        data = (path / METADATA).read_bytes()
-    except OSError as error:
-        if manifest is not None:
-            raise corrupt(path / METADATA, "it is missing") from error
-        raise CheckpointError(
-            f"{path}",
-            reason=f"it has no {METADATA}: this is no checkpoint, or its saving was interrupted",
-            remedy="name the folder of a checkpoint; fsdp_offload.checkpoint.latest() finds one",
-        ) from error
-    if manifest is not None and manifest.files.get(METADATA) != (len(data), zlib.crc32(data)):
-        raise corrupt(path / METADATA, "it is not as it was written")
-    try:
-        metadata = pickle.loads(data)
-    except Exception as error:  # changed bytes of a pickle may raise anything
-        raise corrupt(path / METADATA, f"it cannot be read: {error}") from error
-    if not isinstance(metadata, Metadata):
-        raise corrupt(path / METADATA, f"it holds a {type(metadata).__name__}")
-    return manifest, metadata
-
-
-def read_manifest(path: Path) -> Manifest | None:
-    """The manifest of a checkpoint; ``None`` if another program wrote it.
-
-    Raises:
-        CheckpointCorruptError: it is not as it was written.
-    """
-    try:
-        data = (path / MANIFEST).read_bytes()
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    return Manifest.decode(data, path / MANIFEST)
-
-
-def check_files(path: Path, manifest: Manifest | None, metadata: Metadata) -> None:
-    """Compare sizes and tables with the manifest, and chunks with tensors, before a load.
-
-    Raises:
-        CheckpointCorruptError: a file is missing, or not as it was written.
-        CheckpointError: elements are in no chunk.
-    """
-    for name, (nbytes, crc) in manifest.files.items() if manifest is not None else ():
-        file = path / name
-        try:
-            found = file.stat().st_size
-        except OSError:
-            raise corrupt(file, "it is missing") from None
-        if found != nbytes:
-            raise corrupt(file, f"it has {found} bytes, but {nbytes} were written")
-        if name != METADATA and _crc_of(file) != crc:
-            raise corrupt(file, "it is not as it was written, or of another save")
-    try:
-        _check_chunks(path, metadata)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise corrupt(path / METADATA, f"it is not what a save writes: {error}") from error
-
-
-def _check_chunks(path: Path, metadata: Metadata) -> None:
-    sizes: dict[str, int] = {}
-    for index, info in metadata.storage_data.items():
-        name = info.relative_path
-        if name not in sizes:
-            if not (path / name).is_file():
-                raise corrupt(path / name, "it is missing")
-            sizes[name] = (path / name).stat().st_size
-        if info.offset + info.length > sizes[name]:
-            raise corrupt(path / name, f"it ends within {index.fqn}")
-    for key, value in metadata.state_dict_metadata.items():
-        if isinstance(value, TensorStorageMetadata):
-            # torch refuses to save chunks that overlap or stick out.
-            chunks = {tuple(c.offsets): c.sizes for c in value.chunks if 0 not in c.sizes}
-            for offsets in chunks:
-                if MetadataIndex(key, offsets) not in metadata.storage_data:
-                    raise corrupt(path / METADATA, f"it names no file that has {key} at {offsets}")
-            if sum(box.numel() for box in chunks.values()) != value.size.numel():
-                raise CheckpointError(
-                    f"{path}: {key} of shape {tuple(value.size)}",
-                    reason=f"its {len(chunks)} chunks leave elements out",
-                    remedy="save it again with all ranks taking part",
-                )
 
 
 def latest(folder: str | os.PathLike[str]) -> Path | None:

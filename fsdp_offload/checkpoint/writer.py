@@ -42,6 +42,7 @@ from .files import (
     write_bytes,
     write_whole,
 )
+from .manifest import METADATA, encode_metadata
 
 
 class Writer(StorageWriter):
@@ -110,7 +111,6 @@ class Writer(StorageWriter):
             )
         check_count("keep_last", self._keep_last)
         check_count("threads", self._threads)
-        folder.check_not_current(self.path)
         self._start = time.perf_counter()
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
@@ -176,10 +176,10 @@ class Writer(StorageWriter):
         metadata.version = CURRENT_DCP_VERSION
         metadata.storage_data = {r.index: r.storage_data for rank in results for r in rank}
         metadata.storage_meta = StorageMeta()
-        data = folder.encode_metadata(metadata)
-        write_whole(self._aside / folder.METADATA, data)
+        data = encode_metadata(metadata)
+        write_whole(self._aside / METADATA, data)
         written = {r.storage_data.relative_path: r.file for rank in results for r in rank}  # type: ignore[attr-defined]
-        written[folder.METADATA] = len(data), zlib.crc32(data)
+        written[METADATA] = len(data), zlib.crc32(data)
         folder.publish(
             self._aside,
             self.path,

@@ -25,7 +25,13 @@ from torch.distributed.checkpoint.metadata import Metadata
 from fsdp_offload import CheckpointCorruptError, CheckpointError
 from fsdp_offload.checkpoint import folder
 from fsdp_offload.checkpoint.files import TAIL, Checksums, encode_table
-from fsdp_offload.checkpoint.folder import Manifest
+from fsdp_offload.checkpoint.manifest import (
+    VERSION,
+    Manifest,
+    check_files,
+    open_checkpoint,
+    read_manifest,
+)
 
 
 def fill(where: Path, content: str) -> dict[str, tuple[int, int]]:
@@ -47,8 +53,8 @@ def table(crc: int) -> bytes:
 
 def check(path: Path) -> str:
     """Raises what a load would; what the checkpoint says."""
-    manifest, metadata = folder.open_checkpoint(path)
-    folder.check_files(path, manifest, metadata)
+    found, metadata = open_checkpoint(path)
+    check_files(path, found, metadata)
     return str(metadata.planner_data)
 
 
@@ -67,7 +73,7 @@ def content_of(path: Path | None) -> str | None:
     """What a complete checkpoint says; fails if it is not complete."""
     if path is None:
         return None
-    assert folder.read_manifest(path) is not None
+    assert read_manifest(path) is not None
     content = check(path)
     for rank in range(2):
         assert (path / f"__{rank}_0.distcp").read_bytes().startswith(f"{content} of".encode())
@@ -82,7 +88,7 @@ def test_a_published_folder_is_complete_and_alone(tmp_path: Path) -> None:
     save(tmp_path / "a", "one")
     assert names(tmp_path) == ["a"]
     assert names(tmp_path / "a") == [".metadata", "__0_0.distcp", "__1_0.distcp", "manifest.json"]
-    manifest = folder.read_manifest(tmp_path / "a")
+    manifest = read_manifest(tmp_path / "a")
     assert manifest is not None
     assert (manifest.world_size, manifest.optimizer) == (2, "AdamW")
     assert set(manifest.files) == {".metadata", "__0_0.distcp", "__1_0.distcp"}
@@ -128,7 +134,7 @@ def test_a_manifest_of_another_program_is_no_damage(tmp_path: Path) -> None:
 
 def test_a_later_version_is_refused_with_words(tmp_path: Path) -> None:
     save(tmp_path / "a", "one")
-    later = Manifest(1, 2, "AdamW", {}, version=folder.VERSION + 1)
+    later = Manifest(1, 2, "AdamW", {}, version=VERSION + 1)
     (tmp_path / "a" / "manifest.json").write_bytes(later.encode())
     with pytest.raises(CheckpointError, match="version 4") as caught:
         check(tmp_path / "a")

@@ -21,7 +21,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from fsdp_offload import checkpoint
-from fsdp_offload.checkpoint import folder
+from fsdp_offload.checkpoint import manifest
 from fsdp_offload.core.errors import (
     CheckpointCorruptError,
     CheckpointError,
@@ -135,8 +135,8 @@ def test_a_failed_save_leaves_no_folder_above_it(tmp_path: Path) -> None:
 
 FILES = {".metadata": [10, 3], "__0_0.distcp": [10, 3]}
 GOOD = {
-    "format": folder.FORMAT,
-    "version": folder.VERSION,
+    "format": manifest.FORMAT,
+    "version": manifest.VERSION,
     "time_ns": 1,
     "world_size": 1,
     "optimizer": "AdamW",
