@@ -226,7 +226,7 @@ def _in_background(
     """
     future: Future[None] = Future()
     world = None if group is None else dist.group.WORLD
-    writer.ranks = 1 if group is None else dist.get_world_size()
+    writer._ranks = 1 if group is None else dist.get_world_size()
     lost = CheckpointError(
         f"{writer.path}",
         reason="its process group was destroyed before the save was complete",

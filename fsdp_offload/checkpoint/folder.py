@@ -1,8 +1,8 @@
 """Folders of checkpoints: written aside, published by one rename, recognised by their content.
 
 [Note: publishing]
-Each save writes into a folder of its own beside the final place: ``.fsdp_offload.HOST.PID.START.
-RANDOM.writing``, of rank 0's process. No other save writes there, and there is no lock. When all is
+Each save writes into a folder of its own beside the final place: ``.fsdp_offload.HOST@PID@
+START@RANDOM.writing``, of rank 0's process. No other save writes there, and there is no lock. When all is
 written and is what the ranks say that they wrote, one call gives the folder its name: a rename
 where nothing is there, else an exchange of the two folders (Linux ``renameat2``), after which the
 old one is removed. At any moment the path is the old checkpoint or the new one.

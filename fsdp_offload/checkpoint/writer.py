@@ -69,8 +69,8 @@ class Writer(StorageWriter):
 
     _aside: Path | None = None  # the coordinator's, while there is one
     _made_parents: Sequence[Path] = ()
-    ranks: int | None = None
-    """That save, if it is known: without its process group DCP saves what one rank has."""
+    # That save, if it is known: without its process group DCP would save what one rank has.
+    _ranks: int | None = None
 
     def __init__(
         self,
@@ -125,8 +125,8 @@ class Writer(StorageWriter):
             CheckpointError: ``path`` exists, or the file system refused.
         """
         self.discard()
-        if self.ranks not in (None, len(plans)):
-            raise CheckpointError(f"{self.path}: plans of {len(plans)} of {self.ranks} ranks")
+        if self._ranks not in (None, len(plans)):
+            raise CheckpointError(f"{self.path}: plans of {len(plans)} of {self._ranks} ranks")
         self._made_parents = [each for each in self.path.parents if not each.exists()]
         self._aside = folder.prepare(self.path, overwrite=self._overwrite)
         self._ended = threading.Event()

@@ -172,7 +172,7 @@ def test_at_any_line_all_stays_usable(tmp_path: Path, call: str, moments: int) -
         reset()
         all_lines, interrupted = lines(work, 0), 0
     chance = random.Random(moments)
-    descriptors = len(os.listdir("/proc/self/fd"))
+    descriptors, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
     for at in sorted(chance.sample(range(1, all_lines), min(moments, all_lines - 1))):
         reset()
         with contextlib.suppress(KeyboardInterrupt):
@@ -181,7 +181,7 @@ def test_at_any_line_all_stays_usable(tmp_path: Path, call: str, moments: int) -
         interrupted += 1
         gc.collect()
         assert len(os.listdir("/proc/self/fd")) == descriptors, at
-        assert threading.active_count() == 1, at
+        assert threading.active_count() <= threads, at
         if call == "load":
             checkpoint.load(tmp_path / "good", *pair)
         else:
