@@ -1,28 +1,24 @@
 """Folders of checkpoints: written aside, published by one rename, recognised by their content.
 
 [Note: publishing]
-Each save writes into a folder of its own beside the final place: ``.fsdp_offload.HOST@PID@
-START@RANDOM.writing``, of rank 0's process. No other save writes there, and there is no lock. When all is
-written and is what the ranks say that they wrote, one call gives the folder its name: a rename
-where nothing is there, else an exchange of the two folders (Linux ``renameat2``), after which the
-old one is removed. At any moment the path is the old checkpoint or the new one.
+Each save writes into a folder of its own beside the final place, ``.fsdp_offload.HOST@PID@START@
+RANDOM.writing`` of rank 0's process, so there is no lock. When it holds what the ranks say that
+they wrote, it gets its name in one call: a rename where nothing is there, else an exchange of both
+folders (Linux ``renameat2``), after which the old one is removed. At any moment the path is the old
+checkpoint or the new one. File systems without the exchange (NFS) get two renames: the old one goes
+into ``.fsdp_offload.replaced`` in the new one's folder, which then gets its name. Between the two
+:func:`latest` waits for a living save, and names the old one, where it is, of a dead one; the next
+save puts it back, as does the same one if its second rename fails.
 
-File systems without the exchange (NFS) get two renames: the old checkpoint goes into ``.replaced``
-of the new one's folder, then that folder gets its name. Between the two, :func:`latest` waits for
-a living save, and names the checkpoint in ``.replaced`` of a dead one; the next save in the
-folder, or the same one if its second rename fails, puts it back.
-
-What is removed is renamed to ``.fsdp_offload.RANDOM.removed`` first, so that it is known by its
-name however far that comes. A reader that lists a folder beside this may find a name whose folder
-has gone or is another one by now; :func:`_complete_in` then lists again.
+What is removed gets the name ``.fsdp_offload.RANDOM.removed`` first. So a reader that has listed a
+folder may find a name gone or of another folder; :func:`_complete_in` then lists again.
 
 [Note: leftovers]
-A save removes, before it writes, what saves that are dead have left beside its path. On this host
-(boot and namespace of process ids) a save is dead if the process of that id has another start time;
-on another host if its folder has had the same modification time for ``SILENT_S``, which rank 0
-renews all the time. An earlier version wrote into ``.NAME.writing`` and removed by way of
-``.NAME.fsdp_offload.removed``: complete ones are checkpoints like others; what is in part there is
-removed after the same silence.
+Before it writes, a save removes what dead ones have left beside its path. On this host (boot and
+namespace of process ids) a save is dead if the process of that id has another start time or none;
+on another host if nothing in its folder was modified for ``SILENT_S``: rank 0 renews its time. What
+an earlier version left half-done, as ``.NAME.writing`` or ``.NAME.fsdp_offload.removed``, goes
+after the same silence; if it is complete, it is a checkpoint like others.
 """
 
 from __future__ import annotations
@@ -55,7 +51,12 @@ SILENT_S: Final = 600.0
 _RENAME_S: Final = 5.0
 """So long a reader waits for another process to come from one rename to the next."""
 
-_OURS, _NEW, _REMOVED, _REPLACED = ".fsdp_offload.", ".writing", ".removed", ".replaced"
+_OURS, _NEW, _REMOVED, _REPLACED = (
+    ".fsdp_offload.",
+    ".writing",
+    ".removed",
+    ".fsdp_offload.replaced",
+)
 
 
 # --------------------------------------------------------------------------- paths
@@ -188,15 +189,16 @@ def _clear(folder: Path, now: float) -> None:
     """Remove what dead saves have left in ``folder``."""
     for each in folder.iterdir() if folder.is_dir() else ():
         name = each.name
-        if not name.startswith("."):
-            discard(each / _REPLACED, folder)
-        elif name.startswith(_OURS) and name.endswith(_REMOVED):
-            remove(each)
-        elif name.endswith((_NEW, f"{_OURS[:-1]}{_REMOVED}")) and _is_dead(each, now):
-            names = set(os.listdir(each)) - {METADATA, MANIFEST}
-            is_earlier = all(n.endswith(".distcp") for n in names) and not _look(each)[1]
-            if name.startswith(_OURS) or is_earlier:
-                discard(each)
+        with contextlib.suppress(OSError):  # another save removes it
+            if not name.startswith("."):
+                discard(each / _REPLACED, folder)
+            elif name.startswith(_OURS) and name.endswith(_REMOVED):
+                remove(each)
+            elif name.endswith((_NEW, f"{_OURS[:-1]}{_REMOVED}")) and _is_dead(each, now):
+                names = os.listdir(each)
+                is_data = all(n in (METADATA, MANIFEST) or n.endswith(".distcp") for n in names)
+                if name.startswith(_OURS) or (names and is_data and not _look(each)[1]):
+                    discard(each)
 
 
 def discard(made: Path, beside: Path | None = None) -> bool:
@@ -351,17 +353,11 @@ def _complete_in(folder: Path) -> dict[Path, Manifest]:
 
 def _look(path: Path) -> tuple[Manifest | None, bool]:
     """The manifest, if there is one, and whether all is there."""
+    manifest = None
     with contextlib.suppress(CheckpointError, OSError):
         if path.is_dir() and not path.is_symlink():
             manifest = read_manifest(path)
-            return manifest, _is_complete(path, manifest)
-    return None, False
-
-
-def _is_complete(path: Path, manifest: Manifest | None) -> bool:
-    try:
-        return manifest is not None and all(
-            (path / name).stat().st_size == nbytes for name, (nbytes, _) in manifest.files.items()
-        )
-    except FileNotFoundError:
-        return False
+            files = {} if manifest is None else manifest.files
+            is_there = all((path / name).stat().st_size == n for name, (n, _) in files.items())
+            return manifest, is_there and manifest is not None
+    return manifest, False

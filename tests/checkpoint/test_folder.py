@@ -361,7 +361,7 @@ def test_killed_anywhere_in_a_save(tmp_path: Path, before: list[str]) -> None:
     assert seen == {"new", (before or [None])[-1]}
 
 
-@pytest.mark.parametrize("target", ["old", ".replaced"])
+@pytest.mark.parametrize("target", ["old", ".fsdp_offload.replaced"])
 def test_a_rename_that_fails_leaves_the_old_one(tmp_path: Path, target: str) -> None:
     """The process lives on, and puts back what it had moved."""
     path = tmp_path / "old"
@@ -370,7 +370,7 @@ def test_a_rename_that_fails_leaves_the_old_one(tmp_path: Path, target: str) -> 
     written, rename, failed = fill(made, "new"), os.rename, []
 
     def refuse(one: Path, other: Path) -> None:
-        is_second = target == ".replaced" or not path.exists()
+        is_second = target == ".fsdp_offload.replaced" or not path.exists()
         if target in (other.name, other.parent.name) and is_second and not failed:
             failed.append(other)
             raise OSError(errno.EIO, "Input/output error")
