@@ -39,7 +39,7 @@ from ..core.backend import stream_to_wait
 from ..core.config import Lane, OffloadConfig, TransferConfig, check_keywords
 from ..core.errors import ConfigError, SpentGradientError
 from ..core.interrupts import held_back
-from ..core.progress import is_rank_0
+from ..core.progress import is_rank_0, warn
 from ..link.transfer import Handle
 from ..pipeline.gradients import count_empty_shards, gradient_of
 from ..pipeline.inventory import Placed
@@ -530,7 +530,7 @@ class HybridDeviceOptimizer(Optimizer):
             self._masters.trust_shards()
         self._masters.come_with_weights = True
         if seeded := sum(map(state_io.seeds_master, params, values)):
-            _log.warning(
+            warn(
                 "%d parameters came without a saved fp32 master: masters were set from the weights",
                 seeded,
             )
