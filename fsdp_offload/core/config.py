@@ -21,6 +21,7 @@ MIB: Final = 1 << 20
 GIB: Final = 1 << 30
 LANES: Final = ("resident", "streamed", "host")
 Lane = Literal["resident", "streamed", "host"]
+_PINS: Final = ("require", "prefer", "never")
 OVERLAPS: Final = ("step", "forward", "backward")
 FIRST_DEVICE_BYTES: Final = GIB
 """What ``device_memory="auto"`` takes until it is known what is to spare."""
@@ -66,6 +67,19 @@ def parse_bytes(value: object, name: str = "size") -> int:
         if match is not None and match[2].upper() in _UNITS:
             return int(float(match[1]) * _UNITS[match[2].upper()])
     raise _no_size(value, name)
+
+
+def check_choice(name: str, value: object, choices: Sequence[object], reason: str) -> None:
+    """Refuse what is not one of ``choices``; 1 is no True.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    if value not in choices or not isinstance(value, str | bool | None):
+        quoted = " or ".join(
+            f'"{each}"' if isinstance(each, str) else str(each) for each in choices
+        )
+        raise ConfigError(f"{name}={value!r}", reason=reason, remedy=f"use {quoted}")
 
 
 def sized(value: int | str | None, name: str = "size") -> int | None:
@@ -139,12 +153,7 @@ class TransferConfig:
                 reason="the host lane needs a thread",
                 remedy="use 1 or more, or None for cores / local ranks",
             )
-        if self.pin not in ("require", "prefer", "never"):
-            raise ConfigError(
-                f"transfer.pin={self.pin!r}",
-                reason="page-locking is required, preferred or left out",
-                remedy='use "require", "prefer" or "never"',
-            )
+        check_choice("pin", self.pin, _PINS, "page-locking is required, preferred or left out")
 
 
 @dataclass(frozen=True)
@@ -224,18 +233,10 @@ class OffloadConfig:
                 remedy="0 keeps all state on the device, 1 offloads all of it",
             )
         if isinstance(self.update_on, str) or not isinstance(self.update_on, Sequence):
-            if self.update_on not in ("device", "host"):
-                raise ConfigError(
-                    f"update_on={self.update_on!r}",
-                    reason="state is updated on the device, or on the host's cores",
-                    remedy='use "device", "host", or one lane per parameter',
-                )
-        elif unknown := [lane for lane in self.update_on if lane not in LANES]:
-            raise ConfigError(
-                f"update_on contains {unknown[0]!r}",
-                reason="a list names the lane of each parameter",
-                remedy=f"use {', '.join(LANES)}",
-            )
+            why = "state is updated on the device, or on the host's cores; a list names lanes"
+            check_choice("update_on", self.update_on, ("device", "host"), why)
+        for lane in () if isinstance(self.update_on, str) else self.update_on:
+            check_choice("a lane in update_on", lane, LANES, "a list has a lane per parameter")
         lanes = (self.update_on,) if isinstance(self.update_on, str) else self.update_on
         if self.moments is not None and "host" in lanes:
             raise ConfigError(
@@ -243,18 +244,9 @@ class OffloadConfig:
                 reason="the host lane updates state where it lies, in the dtype of the update",
                 remedy='use update_on="device", or leave moments out',
             )
-        if not isinstance(self.master_weights, bool):
-            raise ConfigError(
-                f"master_weights={self.master_weights!r}",
-                reason="neither True nor False",
-                remedy="use False to update in the shard's own dtype, as torch would",
-            )
-        if self.overlap is not None and self.overlap not in OVERLAPS:
-            raise ConfigError(
-                f"overlap={self.overlap!r}",
-                reason="it names what the updates run in, or beside",
-                remedy=f"use one of {', '.join(OVERLAPS)}, or leave it out",
-            )
+        check_choice("master_weights", self.master_weights, (True, False), "neither True nor False")
+        why = "it names what the updates run in, or beside"
+        check_choice("overlap", self.overlap, (None, *OVERLAPS), why)
 
     def compute_dtype(self, shard_dtype: torch.dtype) -> torch.dtype:
         """dtype in which a shard of ``shard_dtype`` is updated and its moments are kept."""
