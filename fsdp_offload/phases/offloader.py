@@ -78,7 +78,8 @@ class PhaseOffloader:
             copied out and in. ``"keep"``: stays on the device.
         state: of the optimizer: ``"save"`` or ``"keep"``.
         keep_addresses: move parameters, buffers and state that exist now to new addresses, once,
-            here, where each reload puts them. Else addresses change with each cycle.
+            here, where each reload puts them. Else addresses change with each cycle. Needs torch
+            2.13 or later.
         transfer: how to obtain host memory (``pin``, ``huge_pages``, ``numa``, ``host_memory``).
 
     Raises:
