@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from fsdp_offload.memory import HostArena
+    from fsdp_offload.link import HostRange
     from tests.helpers.ranks import RankPool
 
 GPU_TESTS = Path(__file__).parent / "gpu"
@@ -93,19 +93,18 @@ def small_host_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def arenas(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[HostArena]]:
+def arenas(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[HostRange]]:
     """Every arena that is made in the test."""
-    from fsdp_offload.memory import HostArena
-    from fsdp_offload.pipeline import engine
+    from fsdp_offload.link import HostRange, host_pool
 
-    made: list[weakref.ref[HostArena]] = []
+    made: list[weakref.ref[HostRange]] = []
 
-    class Noted(HostArena):
+    class Noted(HostRange):
         def __init__(self, n_bytes: int, **settings: Any) -> None:
             made.append(weakref.ref(self))
             super().__init__(n_bytes, **settings)
 
-    monkeypatch.setattr(engine, "HostArena", Noted)
+    monkeypatch.setattr(host_pool, "HostRange", Noted)
     return made
 
 

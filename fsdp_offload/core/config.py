@@ -109,6 +109,11 @@ def _no_size(value: object, name: str) -> ConfigError:
     return ConfigError(f"{name}={value!r}", reason=reason, remedy=remedy)
 
 
+def align(value: int, unit: int) -> int:
+    """``value`` rounded up to a multiple of ``unit``."""
+    return -(-value // unit) * unit
+
+
 @dataclass(frozen=True)
 class TransferConfig:
     """How state travels between host and device, and how host memory is obtained."""
@@ -141,17 +146,11 @@ class TransferConfig:
                 remedy='use at least "4KiB"; 16 MiB and more reach link speed',
             )
         threads = self.host_threads
-        if threads is not None and (isinstance(threads, bool) or not isinstance(threads, int)):
+        if threads is not None and (type(threads) is not int or threads < 1):
             raise ConfigError(
-                f"transfer.host_threads={threads!r}",
-                reason="not a whole number",
-                remedy="use an int",
-            )
-        if self.host_threads is not None and self.host_threads < 1:
-            raise ConfigError(
-                f"transfer.host_threads={self.host_threads}",
-                reason="the host lane needs a thread",
-                remedy="use 1 or more, or None for cores / local ranks",
+                f"host_threads={threads!r}",
+                reason="the host lane needs a whole number of threads, 1 at least",
+                remedy="use an int from 1 on, or None for cores / local ranks",
             )
         check_choice("pin", self.pin, _PINS, "page-locking is required, preferred or left out")
 
@@ -163,7 +162,7 @@ class OffloadConfig:
     offload_fraction: float = 1.0
     device_memory: int | Literal["auto"] = "auto"
     """Bytes that the optimizer may take on the device, for state that travels or stays there."""
-    update_on: str | tuple[str, ...] = "device"
+    update_on: str | Sequence[str] = "device"
     """Where offloaded state is updated. ``"device"``: streamed. ``"host"``: on CPU cores.
     Or a lane for each trainable parameter, in the order of ``param_groups``."""
     overlap: str | None = None
@@ -201,19 +200,13 @@ class OffloadConfig:
                 reason="not a TransferConfig",
                 remedy="pass fsdp_offload.TransferConfig(...) or None",
             )
-        if not isinstance(update_on, Sequence):  # a str is one, too
-            raise ConfigError(
-                f"update_on={update_on!r}",
-                reason="neither a choice nor a list of lanes",
-                remedy='use "device", "host", or one lane per parameter',
-            )
         memory: int | Literal["auto"] = "auto"
         if device_memory != "auto":
             memory = parse_bytes(device_memory, "device_memory")
         return cls(
             offload_fraction=1.0 if offload_fraction is None else offload_fraction,
             device_memory=memory,
-            update_on=update_on if isinstance(update_on, str) else tuple(update_on),
+            update_on=tuple(update_on) if isinstance(update_on, list) else update_on,
             overlap=overlap,
             moments=_moments_meant(moments, master_weights),
             master_weights=master_weights,
@@ -222,14 +215,11 @@ class OffloadConfig:
 
     def __post_init__(self) -> None:
         fraction = self.offload_fraction
-        if isinstance(fraction, bool) or not isinstance(fraction, int | float):
+        is_number = isinstance(fraction, int | float) and not isinstance(fraction, bool)
+        if not is_number or not 0.0 <= fraction <= 1.0:  # also refuses NaN
             raise ConfigError(
-                f"offload_fraction={fraction!r}", reason="not a number", remedy="use 0 to 1"
-            )
-        if not 0.0 <= fraction <= 1.0:  # also refuses NaN
-            raise ConfigError(
-                f"offload_fraction={fraction}",
-                reason="outside [0, 1]",
+                f"offload_fraction={fraction!r}",
+                reason="not a number from 0 to 1",
                 remedy="0 keeps all state on the device, 1 offloads all of it",
             )
         if isinstance(self.update_on, str) or not isinstance(self.update_on, Sequence):

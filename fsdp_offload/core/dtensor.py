@@ -420,27 +420,21 @@ def parameter_names(models: Sequence[nn.Module]) -> dict[Tensor, str]:
     return names
 
 
-def saved_names(models: Sequence[nn.Module]) -> dict[Tensor, str]:
-    """FQN of every parameter as state dicts spell it, tied ones once.
+def saved_names(models: Sequence[nn.Module]) -> dict[Tensor, list[str]]:
+    """FQNs of every parameter and buffer as state dicts spell them; tied ones have several.
 
     Unlike :func:`parameter_names`, without what wrappers (``torch.compile``, activation
     checkpointing, DDP) put between the names of modules.
     """
     from torch.distributed.checkpoint.state_dict import _get_fqns
 
-    names: dict[Tensor, str] = {}
+    names: dict[Tensor, list[str]] = {}
     for model in models:
-        for name, parameter in named_parameters(model):
-            names.setdefault(parameter, *_get_fqns(model, name))
+        named = named_parameters(model, remove_duplicate=False)
+        for name, tensor in (*named, *model.named_buffers(remove_duplicate=False)):
+            known = names.setdefault(tensor, [])
+            known += [fqn for fqn in _get_fqns(model, name) if fqn not in known]
     return names
-
-
-def parameters_by_saved_name(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters by FQN as state dicts spell it, tied ones under every name."""
-    from torch.distributed.checkpoint.state_dict import _get_fqns
-
-    named = named_parameters(model, remove_duplicate=False)
-    return {fqn: parameter for name, parameter in named for fqn in _get_fqns(model, name)}
 
 
 def with_history(tensor: Tensor) -> Tensor:

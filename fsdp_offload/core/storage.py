@@ -122,9 +122,6 @@ def renew(storage: torch.UntypedStorage) -> None:
     n_bytes = storage.nbytes()
     if n_bytes == 0:
         return
-    if storage.resizable():
-        storage.resize_(n_bytes)  # the same size: other memory, and a copy
-        return
     fresh = torch.UntypedStorage(n_bytes, device=storage.device)  # swapped flags, too
     fresh.copy_(storage)
     swap_memory(storage, fresh)

@@ -40,7 +40,7 @@ from ..core.config import Lane, OffloadConfig, TransferConfig, check_keywords
 from ..core.errors import ConfigError, SpentGradientError
 from ..core.interrupts import held_back
 from ..core.progress import is_rank_0
-from ..memory.transfer import Handle
+from ..link.transfer import Handle
 from ..pipeline.gradients import count_empty_shards, gradient_of
 from ..pipeline.inventory import Placed
 from ..pipeline.overlap import Overlap, make_overlap, with_overlap
@@ -523,7 +523,9 @@ class HybridDeviceOptimizer(Optimizer):
             for param, found in zip(params, values, strict=True):
                 state_io.write(param, found)
                 self._view.shown[param.parameter].update(state_io.expose(param))
-            self._view.load_unmanaged(saved, ids, params, self.device)
+            self._view.load_unmanaged(
+                saved, ids, params, self.device, steps_are_tensors=is_torch_class(self._inner)
+            )
             self._masters.trust_shards()
         self._masters.come_with_weights = True
         if seeded := sum(map(state_io.seeds_master, params, values)):

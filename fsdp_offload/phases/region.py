@@ -15,7 +15,8 @@ from ..core.config import TransferConfig, parse_bytes
 from ..core.errors import AwayError, ClosedError, ConfigError, DeviceMemoryError
 from ..core.interrupts import held_back
 from ..core.storage import tie
-from ..memory.transfer import Figures, Handle, Transfer
+from ..link import held_bytes
+from ..link.transfer import Figures, Handle, Transfer
 from .pages import CHUNK_BYTES, FixedMemory
 
 
@@ -26,6 +27,7 @@ class RegionStatistics:
     n_bytes: int  # device memory of the whole region, with what lies between tensors
     device_bytes: int  # that it has now
     pinned_bytes: int  # host memory for its contents; 0 before the first pause(save=True)
+    host_bytes_by_holder: dict[str, int]  # of all that this process holds; host_memory= bounds it
     offloaded: Figures  # of the last pause that copied, once it was waited for
     reloaded: Figures  # of the last resume, likewise
 
@@ -75,7 +77,7 @@ class FixedAddressRegion:
         self.name, self.device = name, backend.device
         self._backend = backend
         self._memory = FixedMemory(name, self.device, chunk)
-        self._transfer = Transfer(backend, transfer or TransferConfig())
+        self._transfer = Transfer(backend, transfer, f"FixedAddressRegion: {name}")
         self._is_paused = self._is_closed = False
 
     def __reduce__(self) -> NoReturn:
@@ -151,7 +153,7 @@ class FixedAddressRegion:
             PinningError: the driver refused.
         """
         self._check_open("reserve()")
-        self._transfer.buffers.reserve(self._memory.blocks())
+        self._transfer.reserve(self._memory.blocks())
 
     @held_back()
     def pause(self, save: bool = True, wait: bool = True) -> Handle:
@@ -206,7 +208,8 @@ class FixedAddressRegion:
         return RegionStatistics(
             n_bytes=self.n_bytes,
             device_bytes=self._memory.mapped_bytes,
-            pinned_bytes=self._transfer.buffers.n_bytes,
+            pinned_bytes=self._transfer.pool.n_bytes,
+            host_bytes_by_holder=held_bytes(),
             offloaded=self._transfer.last_out.figures().get("region", Figures()),
             reloaded=self._transfer.last_back.figures().get("region", Figures()),
         )

@@ -13,8 +13,9 @@ State leaves between steps only, so the margin is what an iteration may take bey
 For the first twelve steps it is a quarter of the device. Then it follows the growth that was seen:
 
 * *Demand* is the peak of allocated memory without the optimizer's. Where all iterations are alike
-  it does not grow, however fragmented memory becomes. For growth in the last three quarters of the
-  steps, sixteen times as much is left alone; after a retry of the allocator, the first margin.
+  it does not grow, however fragmented memory becomes. If it grew in the last three quarters of the
+  steps, iterations are not alike, and the first margin holds; so it does after a retry of the
+  allocator.
 * What the job needs of reserved memory grows by fragmentation, too. For growth in the last quarter
   of the steps, twice as much is left alone. In the two iterations after a take the job takes
   anew what the optimizer found in the allocator's cache: that does not count.
@@ -52,7 +53,6 @@ MOST_STEPS: Final = 100
 """After so many, growth is forgotten, however many steps there were."""
 SMALL_GROWTH_BYTES: Final = GIB // 4
 """Of demand: it depends a little on how far the host is ahead."""
-DEMAND_FACTOR: Final = 16
 FRAGMENTS_FACTOR: Final = 2
 LEAST_SLOTS: Final = 4
 """Three keep both directions of the link busy; the fourth absorbs jitter. :func:`.ring_size` may
@@ -163,11 +163,10 @@ class MemoryWatch:
         if step < FIRST_STEPS:
             return 0
         since = step - min(MOST_STEPS, 3 * step // 4)
-        if _growth(self._retries, since):
+        if _growth(self._retries, since) or _growth(self._demand, since) > SMALL_GROWTH_BYTES:
             return sys.maxsize
-        demand = _growth(self._demand, since) - SMALL_GROWTH_BYTES
         fragments = _growth(self._job, max(step - min(MOST_STEPS, step) // 4, self._taken_at + 2))
-        return max(DEMAND_FACTOR * demand, FRAGMENTS_FACTOR * fragments, 0)
+        return FRAGMENTS_FACTOR * fragments
 
 
 def spread(order: Sequence[int]) -> list[int]:

@@ -297,7 +297,7 @@ def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
     refused(ConfigError, "dtype='fp8'", out, model, out, dtype="fp8")
     refused(ConfigError, "max_shard_bytes", out, model, out, max_shard_bytes="much")
     refused(ConfigError, "source of type int", out, 3, out)
-    refused(ConfigError, "optimizer Adam", out, model, out, optimizer="Adam")
+    refused(ConfigError, "optimizer of type str", out, model, out, optimizer="Adam")
     refused(ConfigError, "the masters of", out, tmp_path, out, optimizer=adam)
     for side in ("model_prefix", "optimizer_prefix"):
         refused(ConfigError, "prefixes.*'x.'", out, model, out, **{side: "x."})

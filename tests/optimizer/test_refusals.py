@@ -30,7 +30,7 @@ from fsdp_offload import (
 )
 from fsdp_offload.core import arguments, backend
 from fsdp_offload.core.backend import CpuBackend, use_backend
-from fsdp_offload.memory import HostArena
+from fsdp_offload.link import HostRange
 from tests.helpers.compare import assert_same
 from tests.helpers.training import Model, assert_explains, train, values, wrap
 
@@ -97,7 +97,7 @@ BAD_ARGUMENTS: list[tuple[dict[str, Any], type[OffloadError], str]] = [
 
 @pytest.mark.parametrize(("given", "kind", "what"), BAD_ARGUMENTS, ids=str)
 def test_a_bad_argument_is_refused_and_the_wrapped_optimizer_stays_as_it_was(
-    given: dict[str, Any], kind: type[OffloadError], what: str, arenas: list[weakref.ref[HostArena]]
+    given: dict[str, Any], kind: type[OffloadError], what: str, arenas: list[weakref.ref[HostRange]]
 ) -> None:
     refusal = Refusal()
     with pytest.raises(kind) as caught:
@@ -229,7 +229,7 @@ def test_some_parameters_of_the_models_are_enough() -> None:
 
 
 def test_state_of_the_wrapped_optimizer_that_does_not_fit_is_refused(
-    arenas: list[weakref.ref[HostArena]],
+    arenas: list[weakref.ref[HostRange]],
 ) -> None:
     refusal = Refusal()
     refusal.inner.param_groups[0]["amsgrad"] = True  # the state has no max_exp_avg_sq
@@ -284,12 +284,10 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
     return registered
 
 
-@pytest.mark.parametrize(("lane", "limit"), [("streamed", 0), ("host", 1)])
+@pytest.mark.parametrize("lane", ["streamed", "host"])
 def test_when_pinning_is_refused_all_memory_is_given_back(
-    lane: str, limit: int, driver: dict[int, int], arenas: list[weakref.ref[HostArena]]
+    lane: str, driver: dict[int, int], arenas: list[weakref.ref[HostRange]]
 ) -> None:
-    """The host lane's second piece of memory is its ring of gradient buffers."""
-    backend.limit[0] = limit  # type: ignore[attr-defined]
     refusal = Refusal()
     with use_backend(_Pinning(CPU)), pytest.raises(PinningError) as caught:
         wrap(refusal.inner, lane)
@@ -299,7 +297,7 @@ def test_when_pinning_is_refused_all_memory_is_given_back(
     assert driver == {}
     caught = None  # type: ignore[assignment]  # the traceback holds the half-built wrapper
     gc.collect()
-    assert [arena() for arena in arenas] == [None] * (limit + 1)
+    assert [arena() for arena in arenas] == [None]
     refusal.assert_untouched()
 
 

@@ -21,7 +21,7 @@ from fsdp_offload.core.errors import (
     HostMemoryError,
 )
 from fsdp_offload.core.storage import can_swap
-from fsdp_offload.memory.transfer import Transfer
+from fsdp_offload.link.transfer import Transfer
 from fsdp_offload.phases import pages
 from fsdp_offload.phases.pages import FixedMemory, HostDriver
 from tests.away import has_memory

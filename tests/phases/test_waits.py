@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_offload import FixedAddressRegion, PhaseOffloader, swap
-from fsdp_offload.memory import transfer
-from fsdp_offload.memory.transfer import StorageBlock
+from fsdp_offload.link import transfer
+from fsdp_offload.link.block import StorageBlock
 from fsdp_offload.testing import ADVERSARIES, StreamSimulator
 from tests.helpers.policies import POLICIES
 
