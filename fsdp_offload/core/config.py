@@ -293,10 +293,6 @@ def _with_host_memory(transfer: TransferConfig, host_memory: int | str | None) -
 def check_keywords(unknown: Mapping[str, object], known: Iterable[str]) -> None:
     """Refuse keywords that :class:`HybridDeviceOptimizer` does not have.
 
-    Args:
-        unknown: name and value of each.
-        known: the names that it has.
-
     Raises:
         ConfigError: a field of :class:`TransferConfig`.
         TypeError: no such name anywhere; names the nearest one.

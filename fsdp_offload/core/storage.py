@@ -11,15 +11,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .errors import AwayError
-
-_MIB: Final = 1 << 20
-
 
 # --------------------------------------------------------------------------- identity and presence
 
@@ -129,7 +126,7 @@ def renew(storage: torch.UntypedStorage) -> None:
 
 def is_small(n_bytes: int) -> bool:
     """Whether the allocator has segments of their own for requests of that size."""
-    return n_bytes <= _MIB
+    return n_bytes <= 1 << 20
 
 
 def block_bytes(n_bytes: int) -> int:
