@@ -158,13 +158,8 @@ def check_any_gradient(
 ) -> bool:
     """Whether a parameter has a gradient, before the first update.
 
-    The decision is this rank's own, so shards that are empty here say nothing.
-
-    Args:
-        optimizer: the wrapped optimizer.
-        models: given as ``model=``.
-        names: of parameters, when the optimizer was wrapped.
-        warns: log a warning where none has a gradient.
+    The decision is this rank's own, so shards that are empty here say nothing. ``names``: of
+    parameters, when the optimizer was wrapped; ``warns``: where none has a gradient.
 
     Raises:
         ConfigError: ``models`` have other parameters in the place of some that have no gradient.

@@ -17,7 +17,7 @@ from ..core import dtensor
 from ..core import storage as storages
 from ..core.arguments import backend_of, check_optimizer, modules_of
 from ..core.backend import release_cached
-from ..core.config import TransferConfig
+from ..core.config import TransferConfig, check_choice
 from ..core.errors import ClosedError, ConfigError, DeviceMemoryError, UnsupportedParameterError
 from ..core.fsdp import find_groups
 from ..core.interrupts import held_back
@@ -106,7 +106,9 @@ class PhaseOffloader:
         transfer: TransferConfig | None = None,
     ) -> None:
         self._policies = {"params": params, "grads": grads, "state": state}
-        _check_choices(**self._policies, keep_addresses=keep_addresses)
+        given = {**self._policies, "keep_addresses": keep_addresses}
+        for name, (choices, why) in _CHOICES.items():
+            check_choice(name, given[name], choices, why)
         self._models = models = modules_of(model)
         tensors = [t for m in models for t in (*m.parameters(), *m.buffers())]
         if not tensors:
@@ -416,18 +418,6 @@ def swap(*, out: PhaseOffloader, in_: PhaseOffloader, wait: bool = True) -> tupl
             one.wait()
             other.wait()
     return one, other
-
-
-def _check_choices(**given: object) -> None:
-    for name, (choices, why) in _CHOICES.items():
-        value = given[name]
-        if value not in choices or not isinstance(value, str | bool | None):  # 1 is no True
-            quoted = (f'"{each}"' if isinstance(each, str) else str(each) for each in choices)
-            raise ConfigError(
-                f"{name}={value!r}",
-                reason=why,
-                remedy="use " + " or ".join(quoted),
-            )
 
 
 def _check_optimizer(optimizer: object) -> None:
