@@ -35,7 +35,7 @@ from ..core.errors import ConfigError, OffloadError
 from .files import memory_of, typed, typed_error
 from .planner import FlatSavePlanner, JobLoadPlanner, JobReader
 from .stager import Stager
-from .state import Models, class_name, collect, refuse_inherited
+from .state import Models, class_name, collect, held, refuse_inherited
 from .writer import Writer
 
 _log = logging.getLogger("fsdp_offload")
@@ -88,7 +88,8 @@ def save(
     group = coordination_group()
     writer = _writer(path, optimizer, overwrite=overwrite, keep_last=keep_last, threads=threads)
     planner = FlatSavePlanner(lambda: collect(listed(model), optimizer, extra))
-    run_save(writer, planner, group)
+    with held("checkpoint.save()", optimizer):
+        run_save(writer, planner, group)
 
 
 def async_save(
@@ -130,7 +131,8 @@ def async_save(
             if owner not in _stagers:
                 _stagers[owner] = Stager()
                 weakref.finalize(owner, _stagers[owner].close)
-            staged.set_result(_stagers[owner].stage(collect(models, optimizer, extra)))
+            with held("checkpoint.async_save()", optimizer):
+                staged.set_result(_stagers[owner].stage(collect(models, optimizer, extra)))
     except OffloadError as error:
         staged.set_exception(error)  # in DCP's first step: other ranks do not wait for this one
     return _in_background(lambda: run_save(writer, FlatSavePlanner(staged.result), group))
@@ -185,7 +187,12 @@ def load(
         model_prefix=model_prefix,
         optimizer_prefix=optimizer_prefix,
     )
-    with raised_on_all(group), reader.uninterrupted, reader.until_all_have:
+    with (
+        held("checkpoint.load()", optimizer),
+        raised_on_all(group),
+        reader.uninterrupted,
+        reader.until_all_have,
+    ):
         _load(reader, planner, group)
     return planner.extra
 

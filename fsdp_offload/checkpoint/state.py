@@ -24,6 +24,7 @@ names one. Options of groups stand beside the state, flat (``param_groups.{fqn}.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -275,6 +276,17 @@ def refuse_inherited(optimizer: Optimizer | None) -> None:
     """
     if isinstance(optimizer, HybridDeviceOptimizer):
         optimizer._for_checkpoints.check_not_inherited()
+
+
+def held(what: str, optimizer: Optimizer | None) -> contextlib.AbstractContextManager[None]:
+    """Inside, other threads wait before they step, so that what is read is of one step.
+
+    Raises:
+        BusyError: a signal handler called ``what`` in the middle of a step.
+    """
+    if isinstance(optimizer, HybridDeviceOptimizer):
+        return optimizer._for_checkpoints.held(what)
+    return contextlib.nullcontext()
 
 
 def encode(value: Any, what: str) -> bytes:

@@ -30,8 +30,13 @@ class CheckpointView:
         """What ``optimizer.state`` shows, for a caller who does not write into it: what was fetched
         ahead stays, and the next step looks for no writes."""
         optimizer = self._optimizer
-        optimizer._finish(for_writing=False)
-        return {**optimizer._view.shown, **self.read_at_once()}
+        with optimizer._life.turn("reading the state"):
+            optimizer._finish(for_writing=False)
+            return {**optimizer._view.shown, **self.read_at_once()}
+
+    def held(self, what: str) -> contextlib.AbstractContextManager[None]:
+        """See :meth:`.Lifecycle.held`."""
+        return self._optimizer._life.held(what)
 
     def read_at_once(self) -> dict[Tensor, dict[str, Any]]:
         """State that is offloaded, by parameter, as its memory is now: without waiting, also after
@@ -81,12 +86,13 @@ class CheckpointView:
         """
         optimizer = self._optimizer
         self.check_loadable(what)
-        optimizer._start_over()
-        with self.failing(what, keep=keep), torch.no_grad():
-            yield
-            optimizer._view.expose(optimizer._reserved.params)
-            optimizer._masters.trust_shards()
-        optimizer._masters.come_with_weights = True
+        with optimizer._life.turn(what, interruptible=True):
+            optimizer._start_over()
+            with self.failing(what, keep=keep), torch.no_grad():
+                yield
+                optimizer._view.expose(optimizer._reserved.params)
+                optimizer._masters.trust_shards()
+            optimizer._masters.come_with_weights = True
 
     def failing(
         self, what: str, *, keep: type[Exception]

@@ -134,8 +134,9 @@ class PhaseOffloader:
         self._cycles = 0
         with held_back():
             try:
-                self._prepare()
-                self._keep_addresses()
+                with self._turn("PhaseOffloader()"):
+                    self._prepare()
+                    self._keep_addresses()
                 found = [b for _, blocks in self._blocks(self._parameters()) for b in blocks]
                 self._transfer.buffers.reserve(found)
             except BaseException:
@@ -173,6 +174,11 @@ class PhaseOffloader:
             ClosedError: after :meth:`close`, or in a forked process.
         """
         self._check()
+        with self._turn("offload()"):
+            self._offload()
+        return self._transfer.last(wait=wait)
+
+    def _offload(self) -> None:
         if not self._is_away:
             optimizer = self._optimizer
             # The user may have offloaded the optimizer alone: then it is reloaded alone, too.
@@ -187,7 +193,10 @@ class PhaseOffloader:
             if self._moves_optimizer and optimizer is not None:
                 optimizer.set_away(self._transfer)
             self._gradients.drop(parameters)
-        return self._transfer.last(wait=wait)
+
+    def _turn(self, what: str) -> contextlib.AbstractContextManager[None]:
+        optimizer = self._optimizer
+        return contextlib.nullcontext() if optimizer is None else optimizer.turn(what)
 
     @held_back()
     def reload(self, *, wait: bool = True) -> Handle:
@@ -203,7 +212,8 @@ class PhaseOffloader:
                 again when there is some.
             ClosedError: in a forked process.
         """
-        return self._reload(wait)
+        with self._turn("reload()"):
+            return self._reload(wait)
 
     def _reload(self, wait: bool, free_more: Callable[[], bool] | None = None) -> Handle:
         self._check()
@@ -408,7 +418,8 @@ def swap(*, out: PhaseOffloader, in_: PhaseOffloader, wait: bool = True) -> tupl
     with held_back():
         one = out.offload(wait=False)
         try:
-            other = in_._reload(False, one.release_next)
+            with in_._turn("reload()"):
+                other = in_._reload(False, one.release_next)
         except BaseException:
             one.wait()
             raise
@@ -437,10 +448,4 @@ def _check_optimizer(optimizer: object) -> None:
             f"optimizer of type {type(optimizer).__name__}",
             reason="not a torch.optim.Optimizer",
             remedy="pass the optimizer itself, or None",
-        )
-    if getattr(getattr(optimizer, "__dict__", {}).get("step"), "forwards_to_wrapper", False):
-        raise ConfigError(
-            f"optimizer {type(optimizer).__name__}",
-            reason="it is wrapped: its HybridDeviceOptimizer holds the state",
-            remedy="pass the wrapper",
         )
