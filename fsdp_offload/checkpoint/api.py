@@ -35,7 +35,7 @@ from ..core.errors import ConfigError, OffloadError
 from .files import memory_of, typed, typed_error
 from .planner import FlatSavePlanner, JobLoadPlanner, JobReader
 from .stager import Stager
-from .state import Models, class_name, collect, held, refuse_inherited
+from .state import Models, class_name, collect, held, refuse_inherited, wrapper_of
 from .writer import Writer
 
 _log = logging.getLogger("fsdp_offload")
@@ -84,11 +84,12 @@ def save(
         ConfigError: an argument is wrong, or ``extra`` holds what cannot be loaded safely.
         LaneError: the optimizer has failed.
     """
+    optimizer = wrapper_of(optimizer)
     refuse_inherited(optimizer)
     group = coordination_group()
     writer = _writer(path, optimizer, overwrite=overwrite, keep_last=keep_last, threads=threads)
     planner = FlatSavePlanner(lambda: collect(listed(model), optimizer, extra))
-    with held("checkpoint.save()", optimizer):
+    with held(optimizer):
         run_save(writer, planner, group)
 
 
@@ -119,6 +120,7 @@ def async_save(
         ConfigError: ``path`` is none, as where arguments were exchanged.
         ClosedError: this process is a fork of the one that built the optimizer.
     """
+    optimizer = wrapper_of(optimizer)
     refuse_inherited(optimizer)
     group = coordination_group()
     writer = _writer(path, optimizer, overwrite=overwrite, keep_last=keep_last, threads=threads)
@@ -131,7 +133,7 @@ def async_save(
             if owner not in _stagers:
                 _stagers[owner] = Stager()
                 weakref.finalize(owner, _stagers[owner].close)
-            with held("checkpoint.async_save()", optimizer):
+            with held(optimizer):
                 staged.set_result(_stagers[owner].stage(collect(models, optimizer, extra)))
     except OffloadError as error:
         staged.set_exception(error)  # in DCP's first step: other ranks do not wait for this one
@@ -174,6 +176,7 @@ def load(
             were read, the optimizer has failed until a load succeeds, and weights are undefined.
         StateDictError: state does not fit; nothing was written.
     """
+    optimizer = wrapper_of(optimizer)
     refuse_inherited(optimizer)
     group = coordination_group()
     if path is not None:
@@ -188,7 +191,7 @@ def load(
         optimizer_prefix=optimizer_prefix,
     )
     with (
-        held("checkpoint.load()", optimizer),
+        held(optimizer, saves=False),
         raised_on_all(group),
         reader.uninterrupted,
         reader.until_all_have,

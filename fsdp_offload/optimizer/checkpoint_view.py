@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
@@ -14,12 +14,19 @@ from ..update.state import check_names
 if TYPE_CHECKING:
     from .hybrid import HybridDeviceOptimizer
 
+_SAVE: Final = "checkpoint.save()"
+
 
 class CheckpointView:
     """One optimizer, for :mod:`fsdp_offload.checkpoint`. No flag is raised by reading."""
 
     def __init__(self, optimizer: HybridDeviceOptimizer) -> None:
         self._optimizer = optimizer
+
+    @property
+    def optimizer(self) -> HybridDeviceOptimizer:
+        """The wrapper, also where the caller has the optimizer that it wraps."""
+        return self._optimizer
 
     @property
     def class_name(self) -> str:
@@ -30,13 +37,17 @@ class CheckpointView:
         """What ``optimizer.state`` shows, for a caller who does not write into it: what was fetched
         ahead stays, and the next step looks for no writes."""
         optimizer = self._optimizer
-        with optimizer._life.turn("reading the state"):
+        with optimizer._life.turn("reading the state", within=_SAVE):
             optimizer._finish(for_writing=False)
             return {**optimizer._view.shown, **self.read_at_once()}
 
-    def held(self, what: str) -> contextlib.AbstractContextManager[None]:
-        """See :meth:`.Lifecycle.held`."""
-        return self._optimizer._life.held(what)
+    def saving(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, nothing changes what :meth:`read` has returned."""
+        return self._optimizer._life.turn(_SAVE, interruptible=True)
+
+    def loading(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, other threads wait; hooks of the load may use the optimizer."""
+        return self._optimizer._life.held("checkpoint.load()")
 
     def read_at_once(self) -> dict[Tensor, dict[str, Any]]:
         """State that is offloaded, by parameter, as its memory is now: without waiting, also after

@@ -562,7 +562,8 @@ class HybridDeviceOptimizer(Optimizer):
             SpentGradientError: with ``overlap="backward"``: they have been used by then.
             NonFiniteGradientError: if asked for, where the norm is not finite.
         """
-        self._life.check()
+        with self._life.turn("clip_grad_norm_()"):  # no longer: other ranks take part
+            self._life.check()
         gradients = clipping.gradients_of(p for g in self.param_groups for p in g["params"])
         norm = clipping.total_norm(gradients, norm_type, error_if_nonfinite=error_if_nonfinite)
         clipping.scale(gradients, clipping.coefficient(norm, max_norm))

@@ -85,13 +85,18 @@ class Lifecycle:
             ) from self._failure
 
     @contextlib.contextmanager
-    def turn(self, what: str, *, interruptible: bool = False) -> Iterator[None]:
+    def turn(self, what: str, *, interruptible: bool = False, within: str = "") -> Iterator[None]:
         """Inside, no other call has the optimizer: other threads wait, and Ctrl-C arrives at the
         end unless the turn is ``interruptible``.
 
+        Args:
+            what: the call.
+            interruptible: Ctrl-C arrives at once.
+            within: a call that may have the turn, and uses this one.
+
         Raises:
-            BusyError: this thread has a turn already, which a signal handler or a callback
-                interrupted. Waiting would never end.
+            BusyError: another call on this thread has the turn, which a signal handler or a
+                callback interrupted. Waiting would never end.
         """
         if not self.is_ours:  # the lock of a fork may stay taken
             yield
@@ -99,12 +104,13 @@ class Lifecycle:
         with self._lock:  # first without held_back(): Ctrl-C ends this wait
             pass
         with contextlib.nullcontext() if interruptible else held_back(), self._lock:
-            self._check_free(what)
-            self._running = what
+            if self._running != within:
+                self._check_free(what)
+            before, self._running = self._running, what
             try:
                 yield
             finally:
-                self._running = ""
+                self._running = before
 
     @contextlib.contextmanager
     def held(self, what: str) -> Iterator[None]:

@@ -34,6 +34,7 @@ ENTRIES: dict[str, Entry] = {
     "wrapped.state": lambda o, model, saved, path: o._wrapped.state,
     "state_dict": lambda o, model, saved, path: o.state_dict(),
     "load_state_dict": lambda o, model, saved, path: o.load_state_dict(saved),
+    "clip_grad_norm_": lambda o, model, saved, path: o.clip_grad_norm_(1e-3),
     "zero_grad": lambda o, model, saved, path: o.zero_grad(),
     "statistics": lambda o, model, saved, path: o.statistics(),
     "synchronize": lambda o, model, saved, path: o.synchronize(),
@@ -226,6 +227,29 @@ def test_a_step_waits_for_a_save_on_another_thread(tmp_path: Path) -> None:
         thread.join()
     assert not torch.equal(saved[0][0], values(model)[0])
     checkpoint.load(tmp_path / "one", model, optimizer)
+    assert_same([values(model), copy.deepcopy(optimizer.state_dict())], saved)
+    optimizer.close()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("name", ["step", "load_state_dict", "zero_grad", "state"])
+def test_a_signal_handler_changes_nothing_in_the_middle_of_a_save(
+    name: str, tmp_path: Path, in_handler: Any
+) -> None:
+    model, optimizer = made()
+    saved = [values(model), copy.deepcopy(optimizer.state_dict())]
+    run_save = api.run_save
+
+    def struck(*given: Any) -> None:
+        with pytest.raises(BusyError, match=r"in the middle of checkpoint\.save"):
+            in_handler(lambda: ENTRIES[name](optimizer, model, saved[1], tmp_path))
+        run_save(*given)
+
+    with mock.patch.object(api, "run_save", struck):
+        checkpoint.save(tmp_path / "one", model, optimizer)
+    assert_same([values(model), copy.deepcopy(optimizer.state_dict())], saved)
+    train(model, optimizer, range(2, 3))
+    checkpoint.load(tmp_path / "one", model, optimizer._wrapped)
     assert_same([values(model), copy.deepcopy(optimizer.state_dict())], saved)
     optimizer.close()
 

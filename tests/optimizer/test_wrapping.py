@@ -10,6 +10,7 @@ import pickle
 import weakref
 from collections import defaultdict
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from fsdp_offload import (
     PhaseOffloader,
     StateSchemaError,
     TransferConfig,
+    checkpoint,
 )
 from tests.fsdp import models
 from tests.fsdp.models import Ranks, check
@@ -50,7 +52,7 @@ def train(parameters: Any, optimizer: Any, steps: range = range(2)) -> None:
     for step in steps:
         generator = torch.Generator().manual_seed(step)
         for p in held:
-            p.grad = torch.randn(p.shape, generator=generator)
+            p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
         optimizer.step()
 
 
@@ -545,6 +547,8 @@ def test_attributes_and_methods_of_the_class_are_those_of_both_names(
         assert each.scale == scale
     assert all(map(torch.equal, plain.parameters(), mine.parameters()))
     wrapped.close()
+    with pytest.raises(ClosedError):  # the class's code reads what the wrapper shows
+        each.total()
 
 
 @each_kind
@@ -601,3 +605,18 @@ def test_a_scale_that_a_fused_step_would_apply_is_refused_with_what_works(
     wrapped.grad_scale = wrapped.found_inf = None
     train(mine.parameters(), optimizer)
     wrapped.close()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_checkpoints_of_the_wrapped_optimizer_have_the_masters(tmp_path: Path) -> None:
+    model = make().to(torch.bfloat16)
+    wrapped = adamw(model)
+    optimizer = HybridDeviceOptimizer(wrapped, model)
+    train(model.parameters(), optimizer)
+    expected = copy.deepcopy(optimizer.state_dict())
+    checkpoint.save(tmp_path / "one", model, wrapped)
+    train(model.parameters(), optimizer)
+    checkpoint.load(tmp_path / "one", model, wrapped)
+    assert repr(optimizer.state_dict()) == repr(expected)
+    assert "master_remainder" in expected["state"][0]
+    optimizer.close()
