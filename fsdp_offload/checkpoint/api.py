@@ -84,8 +84,7 @@ def save(
         ConfigError: an argument is wrong, or ``extra`` holds what cannot be loaded safely.
         LaneError: the optimizer has failed.
     """
-    optimizer = wrapper_of(optimizer)
-    refuse_inherited(optimizer)
+    refuse_inherited(optimizer := wrapper_of(optimizer))
     group = coordination_group()
     writer = _writer(path, optimizer, overwrite=overwrite, keep_last=keep_last, threads=threads)
     planner = FlatSavePlanner(lambda: collect(listed(model), optimizer, extra))
@@ -120,8 +119,7 @@ def async_save(
         ConfigError: ``path`` is none, as where arguments were exchanged.
         ClosedError: this process is a fork of the one that built the optimizer.
     """
-    optimizer = wrapper_of(optimizer)
-    refuse_inherited(optimizer)
+    refuse_inherited(optimizer := wrapper_of(optimizer))
     group = coordination_group()
     writer = _writer(path, optimizer, overwrite=overwrite, keep_last=keep_last, threads=threads)
     staged: Future[dict[str, Any]] = Future()
@@ -153,7 +151,7 @@ def load(
     """Load a checkpoint in place: any world size, mesh, lane and fraction. All ranks call it.
 
     Reads what :func:`save` wrote, and what ``torch.distributed.checkpoint`` wrote of plain
-    optimizers (flat or nested), with the prefixes that :mod:`.state` lists.
+    optimizers (flat or nested), with the prefixes that :mod:`.rule` lists.
 
     Args:
         path: folder of the checkpoint.
@@ -161,9 +159,12 @@ def load(
         optimizer: a :class:`HybridDeviceOptimizer` or a plain optimizer; ``None``: weights only,
             after which the masters of a :class:`HybridDeviceOptimizer` of ``model`` are its new
             weights.
-        strict: refuse weights that only one side has, and another class of optimizer.
-        model_prefix: what stands before the FQNs of weights, if not one of those.
-        optimizer_prefix: what stands before ``state.{fqn}``, likewise.
+        strict: refuse weights that only one side has, parameters that are trained and of which
+            the checkpoint has neither state nor options, and another class of optimizer. False:
+            weights that are missing stay, and state that is missing begins anew.
+        model_prefix: what stands before the FQNs of weights, if not ``"model."``.
+        optimizer_prefix: what stands before ``state.{fqn}``, if neither ``"optim."`` nor
+            ``"optimizer."``.
         threads: that read; ``None``: this rank's share of the cores, at most 16.
 
     Returns:
@@ -175,9 +176,9 @@ def load(
         CheckpointCorruptError: a file is not as it was written. If that was found while tensors
             were read, the optimizer has failed until a load succeeds, and weights are undefined.
         StateDictError: state does not fit; nothing was written.
+        ConfigError: ``optimizer`` is several, or no optimizer; or two models have equal names.
     """
-    optimizer = wrapper_of(optimizer)
-    refuse_inherited(optimizer)
+    refuse_inherited(optimizer := wrapper_of(optimizer))
     group = coordination_group()
     if path is not None:
         _check_path(path)
@@ -190,12 +191,8 @@ def load(
         model_prefix=model_prefix,
         optimizer_prefix=optimizer_prefix,
     )
-    with (
-        held(optimizer, saves=False),
-        raised_on_all(group),
-        reader.uninterrupted,
-        reader.until_all_have,
-    ):
+    with raised_on_all(group), reader.uninterrupted, reader.until_all_have:
+        reader.until_all_have.enter_context(held(optimizer, saves=False))
         _load(reader, planner, group)
     return planner.extra
 
@@ -283,8 +280,7 @@ def run_save(writer: Writer, planner: SavePlanner, group: dist.ProcessGroup | No
 def _save(writer: StorageWriter, planner: SavePlanner, group: dist.ProcessGroup | None) -> None:
     """``dcp.save`` of what the planner has."""
     if group is not None:
-        with _without_numpy():
-            dcp_save({}, storage_writer=writer, planner=planner, process_group=group)
+        dcp_save({}, storage_writer=writer, planner=planner, process_group=group)
         return
     # DCP's steps for one process. dcp.save would warn that there is no process group.
     planner.set_up_planner({}, writer.storage_meta(), is_coordinator=True)
@@ -298,8 +294,7 @@ def _save(writer: StorageWriter, planner: SavePlanner, group: dist.ProcessGroup 
 def _load(reader: StorageReader, planner: LoadPlanner, group: dist.ProcessGroup | None) -> None:
     """``dcp.load`` into what the planner has."""
     if group is not None:
-        with _without_numpy():
-            dcp_load({}, storage_reader=reader, planner=planner, process_group=group)
+        dcp_load({}, storage_reader=reader, planner=planner, process_group=group)
         return
     metadata = reader.read_metadata()
     planner.set_up_planner({}, metadata, is_coordinator=True)
@@ -317,7 +312,7 @@ def raised_on_all(group: dist.ProcessGroup | None) -> Iterator[None]:
         OffloadError: this rank's, or else that of the first rank that has one.
     """
     try:
-        with typed():
+        with typed(), _without_numpy():
             yield
     except CheckpointException as error:
         rank = 0 if group is None else dist.get_rank(group)

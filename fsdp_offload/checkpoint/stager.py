@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from ..core import dtensor
 from ..core.backend import backend_for
 from ..core.config import TransferConfig
-from ..memory import HostArena, check_host_budget, local_ranks
+from ..link import HostPool, HostRange
 from .files import BLOCK_BYTES, aligned, as_bytes, run_all
 
 
@@ -28,8 +28,8 @@ class Stager(AsyncStager):
     """
 
     def __init__(self) -> None:
-        self._arena: HostArena | None = None
-        self._nbytes = 0
+        self._pool: HostPool | None = None
+        self._arena: HostRange | None = None
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """``state_dict`` with a copy in place of each tensor; dicts and lists are new ones."""
@@ -66,19 +66,13 @@ class Stager(AsyncStager):
 
     def _reserve(self, tensors: list[Tensor]) -> None:
         nbytes = sum(aligned(tensor.numel() * tensor.element_size()) for tensor in tensors)
-        if self._arena is not None and nbytes <= self._nbytes:
+        if self._arena is not None and nbytes <= self._arena.n_bytes:
             return
         self.close()
-        check_host_budget(nbytes, local_ranks=local_ranks(), budget_bytes=None)
         devices = {tensor.device for tensor in tensors if tensor.device.type != "cpu"}
         backend = backend_for(min(devices, key=str, default=torch.device("cpu")))
-        self._arena = HostArena(
-            nbytes,
-            device=backend.device,
-            can_pin=backend.can_pin,
-            transfer=TransferConfig(pin="prefer"),
-        )
-        self._nbytes = nbytes
+        self._pool = HostPool("async_save", backend, TransferConfig(pin="prefer"))
+        self._arena = self._pool.take(nbytes)
 
     def _replace(self, value: Any, copy: Callable[[Tensor], Tensor]) -> Any:
         if isinstance(value, dict):
@@ -94,9 +88,9 @@ class Stager(AsyncStager):
 
     def close(self) -> None:
         """Give the memory back; the copies are gone."""
-        if self._arena is not None:
-            self._arena.close()
-        self._arena, self._nbytes = None, 0
+        if self._pool is not None:
+            self._pool.close()
+        self._pool = self._arena = None
 
 
 def _copy(source: Tensor, target: Tensor, start: int) -> None:

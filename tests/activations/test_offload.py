@@ -117,7 +117,7 @@ def is_idle(moved: ActivationOffload) -> bool:
         {"share": 0.4},
         {"share": 0},
         {"share": "auto"},
-        {"host_memory": 9 * SIZE},
+        {"host_memory": f"{9 * SIZE}B"},
         {"inflight_bytes": 0},
     ],
     ids=str,
@@ -333,7 +333,7 @@ def test_inside_of_other_hooks_it_does_nothing(caplog: pytest.LogCaptureFixture)
 def test_a_group_inside_hands_on_what_has_no_rows() -> None:
     net, moved = moe.model(), made()
     expected = moe.gradients(net.use(None), moe.batch(0))
-    stash = PagedStash(CPU, page_bytes=256, tail="nan")
+    stash = PagedStash(CPU, page_bytes="256B", tail="nan")
     with moved:
         net.zero_grad()
         loss = net.use(stash)(moe.batch(0)).square().mean()
@@ -438,7 +438,7 @@ def test_auto_chooses_by_itself() -> None:
 
 
 def test_auto_with_room_for_nothing_moves_nothing() -> None:
-    net, moved = model(), ActivationOffload(1, device=CPU)
+    net, moved = model(), ActivationOffload("1B", device=CPU)
     for seed in range(3):
         assert moe.same(gradients(net, seed, moved), gradients(net, seed))
     assert moved.statistics().sent_bytes == 0
@@ -564,7 +564,7 @@ def test_bad_arguments() -> None:
                 {"share": "all"}, {"optimizer": object()}, {"inflight_bytes": -1}):  # fmt: skip
         with pytest.raises(ConfigError):
             made(**how)
-    with pytest.raises(HostMemoryError, match="give less"):
+    with pytest.raises(HostMemoryError, match=r"ActivationOffload: 2097152 bytes.*is 1048576"):
         made("2MiB", transfer=TransferConfig(host_memory="1MiB"))
     with pytest.raises(ConfigError, match="copy"):
         copy.deepcopy(made())
