@@ -255,7 +255,7 @@ class HybridDeviceOptimizer(Optimizer):
             for engine in self._reserved.engines:
                 engine.prefetch()
             step_idle_groups(self._inner, work.snapshot)
-            self._write_back(work.snapshot)
+            work.snapshot.write_back(self.param_groups, self._inner)
         self._masters.come_with_weights = False
         self._count_step(began)
 
@@ -403,12 +403,6 @@ class HybridDeviceOptimizer(Optimizer):
         hooks = (*self._optimizer_step_post_hooks.values(), *_global_optimizer_post_hooks.values())
         if any(getattr(hook, "reads_parameters", True) for hook in hooks):
             self._drain()
-
-    def _write_back(self, snapshot: Snapshot) -> None:
-        """What a class of the user's own changed in its groups and attributes, once."""
-        for index, changed in snapshot.changed_groups.items():
-            self.param_groups[index].update(changed)
-        self._inner.__dict__.update(snapshot.changed_attributes or {})
 
     # ------------------------------------------------------------------ torch.optim.Optimizer
 
@@ -593,7 +587,6 @@ class HybridDeviceOptimizer(Optimizer):
 
     def synchronize(self) -> None:
         """Block until parameters and state are final and host memory may be read."""
-        self._life.check()
         with self._life.turn("synchronize()"):
             self._synchronize()
 
@@ -668,20 +661,6 @@ class HybridDeviceOptimizer(Optimizer):
     def is_away(self) -> bool:
         """Whether device memory was given up, by :meth:`offload` or a ``PhaseOffloader``."""
         return self._device_state.is_away
-
-    def reserve_offload(self) -> None:
-        """Take the host memory of :meth:`offload` now, for the state that exists now.
-
-        Raises:
-            SpentGradientError: between a backward that updated parameters and ``step()``.
-            HostMemoryError, PinningError: as of the constructor; nothing was taken.
-            LaneError: an earlier update failed.
-        """
-        with self._life.turn("reserve_offload()"):
-            self._life.check()
-            if not self.is_away:
-                self._finish()
-                self._device_state.reserve()
 
     def offload(self, *, wait: bool = True) -> Handle:
         """Give up all device memory of the optimizer; its state stays readable, in host memory.
