@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ..update.state import check_names
+from .lifecycle import SAVE
 
 if TYPE_CHECKING:
     from .hybrid import HybridDeviceOptimizer
-
-_SAVE: Final = "checkpoint.save()"
 
 
 class CheckpointView:
@@ -42,13 +41,13 @@ class CheckpointView:
         """What ``optimizer.state`` shows, for a caller who does not write into it: what was fetched
         ahead stays, and the next step looks for no writes."""
         optimizer = self._optimizer
-        with optimizer._life.turn("reading the state", within=_SAVE):
+        with optimizer._life.turn("reading the state", within=SAVE):
             optimizer._finish(for_writing=False)
             return {**optimizer._view.shown, **self.read_at_once()}
 
     def saving(self) -> contextlib.AbstractContextManager[None]:
         """Inside, nothing changes what :meth:`read` has returned."""
-        return self._optimizer._life.turn(_SAVE, interruptible=True)
+        return self._optimizer._life.turn(SAVE, interruptible=True)
 
     def loading(self) -> contextlib.AbstractContextManager[None]:
         """Inside, other threads wait; hooks of the load may use the optimizer."""

@@ -49,7 +49,7 @@ from . import clipping
 from .checkpoint_view import CheckpointView
 from .device_memory import DeviceMemory
 from .device_state import DeviceState
-from .lifecycle import Lifecycle
+from .lifecycle import SAVE, Lifecycle
 from .masters import Masters, remove_all, watch_loads, watch_reads
 from .reservation import Reservation
 from .state_view import Groups, StateView, checked_groups, match, name_masters
@@ -266,8 +266,7 @@ class HybridDeviceOptimizer(Optimizer):
         self._had_gradient = True  # a closure's are still to come: they are not looked at
         began = time.perf_counter()
         step = raw_step(type(self._inner))
-        given = () if closure is None else (self._life.outside(closure),)
-        loss = step(self._inner, *given)
+        loss = step(self._inner, *(() if closure is None else (self._life.outside(closure),)))
         self._view.shown = self._inner.state
         self._count_step(began)
         return loss
@@ -772,7 +771,7 @@ class HybridDeviceOptimizer(Optimizer):
     def _before_module_read(self) -> None:
         """A module's weights are about to be read or written."""
         if self._overlap is not None and self._life.is_ours:
-            with self._life.turn("a read of the module's weights"):
+            with self._life.turn("a read of the module's weights", within=SAVE):
                 self._drain_quietly()
 
     def _drain(self) -> None:

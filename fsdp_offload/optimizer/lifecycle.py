@@ -8,11 +8,13 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from enum import Enum
-from typing import Any
+from typing import Any, Final
 
 from ..core.errors import BusyError, ClosedError, LaneError, OffloadError
 from ..core.interrupts import held_back
 
+SAVE: Final = "checkpoint.save()"
+"""The turn of a save, which reads state and weights inside."""
 _START_OVER = "load a checkpoint (model, then optimizer) or build both anew"
 
 
