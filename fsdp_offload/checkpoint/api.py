@@ -10,7 +10,7 @@ training. Packing and chunk metadata need none.
 Before the first of them, and before their group is made, all ranks meet at the store of the process
 group, where those that wait can tell who is absent. There they agree, too, whether a new gloo group
 is needed: a rank that left the collectives of a save or a load half-way, by Ctrl-C for instance,
-destroys its group, upon which those of the other ranks fail, too.
+drops its group, whose connections end with the error's last frame; the other ranks then fail, too.
 """
 
 from __future__ import annotations
