@@ -45,7 +45,7 @@ from .files import memory_of, typed, typed_error
 from .folder import checked
 from .planner import FlatSavePlanner, JobLoadPlanner, JobReader
 from .stager import Stager
-from .state import Models, class_name, collect, refuse_inherited
+from .state import Models, class_name, collect, held, refuse_inherited, wrapper_of
 from .writer import Writer
 
 _log = logging.getLogger("fsdp_offload")
@@ -97,14 +97,15 @@ def save(
         ConfigError: an argument is wrong, or ``extra`` holds what cannot be loaded safely.
         LaneError: the optimizer has failed.
     """
-    refuse_inherited(optimizer)
+    refuse_inherited(optimizer := wrapper_of(optimizer))
     kind = class_name(optimizer)
     writer = Writer(
         path, overwrite=overwrite, keep_last=keep_last, threads=threads, optimizer_class=kind
     )
     group = coordination_group("save")
     planner = FlatSavePlanner(lambda: collect(listed(model), optimizer, extra))
-    run_save(writer, planner, group)
+    with held(optimizer):
+        run_save(writer, planner, group)
 
 
 def async_save(
@@ -134,7 +135,7 @@ def async_save(
         ConfigError: ``path`` is none, as where arguments were exchanged.
         ClosedError: this process is a fork of the one that built the optimizer.
     """
-    refuse_inherited(optimizer)
+    refuse_inherited(optimizer := wrapper_of(optimizer))
     kind = class_name(optimizer)
     writer = Writer(
         path, overwrite=overwrite, keep_last=keep_last, threads=threads, optimizer_class=kind
@@ -149,7 +150,8 @@ def async_save(
             if owner not in _stagers:
                 _stagers[owner] = Stager()
                 weakref.finalize(owner, _stagers[owner].close)
-            staged.set_result(_stagers[owner].stage(collect(models, optimizer, extra)))
+            with held(optimizer):
+                staged.set_result(_stagers[owner].stage(collect(models, optimizer, extra)))
     except OffloadError as error:
         staged.set_exception(error)  # in DCP's first step: other ranks do not wait for this one
     return _in_background(writer, FlatSavePlanner(staged.result), group)
@@ -195,7 +197,7 @@ def load(
         StateDictError: state does not fit; nothing was written.
         ConfigError: ``optimizer`` is several, or no optimizer; or two models have equal names.
     """
-    refuse_inherited(optimizer)
+    refuse_inherited(optimizer := wrapper_of(optimizer))
     started = time.perf_counter()
     if path is not None:
         path = checked(path)
@@ -210,6 +212,7 @@ def load(
         optimizer_prefix=optimizer_prefix,
     )
     with raised_on_all(group), reader.uninterrupted, reader.until_all_have:
+        reader.until_all_have.enter_context(held(optimizer, saves=False))
         _load(reader, planner, group)
     n_bytes = sum(info.length for info in reader.metadata.storage_data.values())
     report(f"loaded {path}", n_bytes, time.perf_counter() - started)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]  # signal's functions take 10 us: they make enums
 import contextlib
 import signal
 import threading
 from collections.abc import Iterator
 from types import FrameType
+from typing import Final
+
+_SIGINT: Final = int(signal.SIGINT)
 
 
 class _Note:
@@ -27,18 +31,18 @@ def held_back() -> Iterator[_Note]:
     where Python runs no signal handlers, this does nothing. It is a decorator, too. What it gives
     tells long work whether a signal waits for its end.
     """
-    note = _Note()
-    before = signal.getsignal(signal.SIGINT)
     is_main = threading.current_thread() is threading.main_thread()
+    before = _signal.getsignal(_SIGINT) if is_main else None
     # None: a handler that was not installed from Python, and could not be put back.
-    if not is_main or before is None or before == signal.SIG_IGN or isinstance(before, _Note):
+    note = before if isinstance(before, _Note) else _Note()
+    if before is None or before == signal.SIG_IGN or note is before:
         yield note
         return
-    signal.signal(signal.SIGINT, note)
+    _signal.signal(_SIGINT, note)
     try:
         yield note
     finally:
-        signal.signal(signal.SIGINT, before)
+        _signal.signal(_SIGINT, before)
         if note.has_come:
             if callable(before):
                 before(signal.SIGINT, None)

@@ -1,22 +1,37 @@
-"""The only file that touches private API of torch's storages, CUDA allocator, profiler and hooks of
+"""The only file that touches private API of torch's storages, CUDA allocator and hooks of
 saved tensors.
 
 [Note: other memory for a storage]
 A storage object is what all views, aliases and DTensors of some memory share. To move them all to
-addresses of our choice, the object is given other memory: torch 2.13 and later exchange the memory
-of two storages.
+addresses of our choice, the object is given other memory. torch 2.13 exchanges the memory of two
+storages. Earlier versions can only *resize* a storage, which allocates from the current memory pool
+and copies; so on CUDA a pool is used whose memory we give. Its allocator is called with the
+allocator's lock and the GIL held. Python code there could be interrupted by a thread that holds the
+GIL while it waits for the lock; so the callback is a built-in method (``dict.get``), which cannot
+be interrupted. Memory is given back by its owner, not through the pool, whose callback for that
+does nothing.
+
+[Note: storages that share]
+A storage moved alone gets what the allocator takes for it: 20 MiB for one of 7. So storages are
+moved together: the allocator takes one segment for their sum and, as that is dropped at once, cuts
+them from it. Requests up to 1 MiB have segments of 2 MiB, several in each, whatever is done.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from .errors import AwayError
+
+_MIB: Final = 1 << 20
+_kept: list[object] = []  # torch keeps bare pointers to allocators and their functions
+
 
 # --------------------------------------------------------------------------- identity and presence
 
@@ -119,14 +134,86 @@ def renew(storage: torch.UntypedStorage) -> None:
     n_bytes = storage.nbytes()
     if n_bytes == 0:
         return
+    if storage.resizable():
+        storage.resize_(n_bytes)  # the same size: other memory, and a copy
+        return
     fresh = torch.UntypedStorage(n_bytes, device=storage.device)  # swapped flags, too
     fresh.copy_(storage)
     swap_memory(storage, fresh)
 
 
+class AddressPool:
+    """A pool of torch's CUDA allocator that takes memory where it should.
+
+    Args:
+        device: ``cuda`` with an index.
+        memory: gives the address of device memory of a size in bytes, which stays.
+    """
+
+    def __init__(self, device: torch.device, memory: Callable[[int], int]) -> None:
+        self._device, self._memory = device, memory
+        self._ready: dict[int, int] = {}  # address by size: what the next segment gets
+        allocate = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_size_t)(self._ready.get)
+        release = ctypes.CDLL(None).getpid  # any function without effect
+        self._allocator = torch._C._cuda_customAllocator(_pointer(allocate), _pointer(release))
+        with torch.cuda.device(device):
+            self._pool = torch.cuda.MemPool(self._allocator)
+        self._can_share = cuts_segments(device)
+        _kept.append((allocate, self._allocator))
+
+    def move(self, found: Sequence[torch.UntypedStorage]) -> bool:
+        """Give storages memory of the pool, with their content, on the current stream.
+
+        Args:
+            found: one; or several, none of them small, which share a segment.
+
+        Returns:
+            False: torch's allocator wanted segments of other sizes than it is known to, or does
+            not cut them; each storage is as before, or was moved.
+        """
+        if len(found) > 1 and not self._can_share:
+            return False
+        n_bytes = sum(block_bytes(storage.nbytes()) for storage in found)
+        size = segment_bytes(n_bytes)
+        if size not in self._ready:
+            self._ready[size] = self._memory(size)
+        address = 0
+        try:
+            with torch.cuda.use_mem_pool(self._pool, self._device):
+                if len(found) > 1:  # dropped at once: the pool has cached memory from now on
+                    whole = torch.empty(n_bytes, dtype=torch.uint8, device=self._device)
+                    address = whole.data_ptr()
+                    del whole
+                for storage in found:
+                    storage.resize_(storage.nbytes())  # the same size: other memory, and a copy
+        except torch.OutOfMemoryError:
+            self._can_share = self._can_share and len(found) == 1
+            return False
+        finally:
+            start = self._ready[size]
+            if start <= (address or found[0].data_ptr()) < start + size:
+                del self._ready[size]  # it was used, not a rest of an earlier segment
+        return True
+
+
+def _pointer(function: Any) -> int:
+    address = ctypes.cast(function, ctypes.c_void_p).value
+    assert address is not None
+    return address
+
+
+def segment_bytes(n_bytes: int) -> int:
+    """What torch's caching allocator asks for, when it has no room for ``n_bytes``."""
+    if is_small(n_bytes):
+        return 2 * _MIB
+    if n_bytes < 10 * _MIB:  # more than is asked for, for later requests
+        return 20 * _MIB
+    return -(-n_bytes // (2 * _MIB)) * 2 * _MIB
+
+
 def is_small(n_bytes: int) -> bool:
     """Whether the allocator has segments of their own for requests of that size."""
-    return n_bytes <= 1 << 20
+    return n_bytes <= _MIB
 
 
 def block_bytes(n_bytes: int) -> int:
@@ -137,6 +224,18 @@ def block_bytes(n_bytes: int) -> int:
 def may_cut(device: torch.device) -> bool:
     """Whether the allocator cuts large requests from any larger segment that it has cached."""
     return device.type == "cuda" and "max_split_size_mb" not in _allocator_settings()
+
+
+def cuts_segments(device: torch.device) -> bool:
+    """Whether the allocator cuts what a request needs, and no more, from such a segment.
+
+    Settings can forbid that, or make it useless: expandable segments are one anyway.
+    """
+    if not may_cut(device) or torch.cuda.get_allocator_backend() != "native":
+        return False
+    settings = _allocator_settings().replace(" ", "").lower()
+    others = ("roundup_power2_divisions", "expandable_segments:true")
+    return not any(name in settings for name in others)
 
 
 def _allocator_settings() -> str:
@@ -157,11 +256,3 @@ def saved_tensor_hook() -> Callable[[Tensor], Any] | None:
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
     pair = None if top is None else top(True)
     return None if pair is None else pair[0]
-
-
-# --------------------------------------------------------------------------- the profiler
-
-
-def is_profiling() -> bool:
-    """Whether a profiler of torch records in this thread: a second one would end the first."""
-    return bool(torch.autograd._profiler_enabled())  # type: ignore[attr-defined]

@@ -80,8 +80,12 @@ class PhaseOffloader:
             copied out and in. ``"keep"``: stays on the device.
         state: of the optimizer: ``"save"`` or ``"keep"``.
         keep_addresses: move parameters, buffers and state that exist now to new addresses, once,
+<<<<<<< HEAD
             here, where each reload puts them. Else addresses change with each cycle. Needs torch
             2.13 or later.
+=======
+            here, where each reload puts them. Else addresses change with each cycle.
+>>>>>>> main
         transfer: how to obtain host memory (``pin``, ``host_memory``).
 
     Raises:
@@ -118,7 +122,10 @@ class PhaseOffloader:
                 reason="there is nothing to move",
                 remedy="pass the module that holds them",
             )
-        _check_optimizer(optimizer)
+        check_optimizer(
+            optimizer,
+            several="move the others by PhaseOffloader(model, other, params='keep', grads='keep')",
+        )
         parameters = [t for t in tensors if isinstance(t, nn.Parameter)]
         self._backend = backend = backend_of(parameters or tensors)
         self._optimizer = offloadable_of(optimizer)
@@ -139,8 +146,9 @@ class PhaseOffloader:
         self._cycles = 0
         with held_back():
             try:
-                self._prepare()
-                self._keep_addresses()
+                with self._turn("PhaseOffloader()"):
+                    self._prepare()
+                    self._keep_addresses()
                 found = [b for _, blocks in self._blocks(self._parameters()) for b in blocks]
                 self._transfer.reserve(found)
             except BaseException:
@@ -178,6 +186,11 @@ class PhaseOffloader:
             ClosedError: after :meth:`close`, or in a forked process.
         """
         self._check()
+        with self._turn("offload()"):
+            self._offload()
+        return self._transfer.last(wait=wait)
+
+    def _offload(self) -> None:
         if not self._is_away:
             optimizer = self._optimizer
             # The user may have offloaded the optimizer alone: then it is reloaded alone, too.
@@ -192,7 +205,10 @@ class PhaseOffloader:
             if self._moves_optimizer and optimizer is not None:
                 optimizer.set_away(self._transfer)
             self._gradients.drop(parameters)
-        return self._transfer.last(wait=wait)
+
+    def _turn(self, what: str) -> contextlib.AbstractContextManager[None]:
+        optimizer = self._optimizer
+        return contextlib.nullcontext() if optimizer is None else optimizer.turn(what)
 
     @held_back()
     def reload(self, *, wait: bool = True) -> Handle:
@@ -208,7 +224,8 @@ class PhaseOffloader:
                 again when there is some.
             ClosedError: in a forked process.
         """
-        return self._reload(wait)
+        with self._turn("reload()"):
+            return self._reload(wait)
 
     def _reload(self, wait: bool, free_more: Callable[[], bool] | None = None) -> Handle:
         self._check()
@@ -411,7 +428,8 @@ def swap(*, out: PhaseOffloader, in_: PhaseOffloader, wait: bool = True) -> tupl
     with held_back():
         one = out.offload(wait=False)
         try:
-            other = in_._reload(False, one.release_next)
+            with in_._turn("reload()"):
+                other = in_._reload(False, one.release_next)
         except BaseException:
             one.wait()
             raise
@@ -419,17 +437,3 @@ def swap(*, out: PhaseOffloader, in_: PhaseOffloader, wait: bool = True) -> tupl
             one.wait()
             other.wait()
     return one, other
-
-
-def _check_optimizer(optimizer: object) -> None:
-    """Refuse what is no optimizer, or one that is wrapped."""
-    check_optimizer(
-        optimizer,
-        several="move the others by PhaseOffloader(model, other, params='keep', grads='keep')",
-    )
-    if getattr(getattr(optimizer, "__dict__", {}).get("step"), "forwards_to_wrapper", False):
-        raise ConfigError(
-            f"optimizer {type(optimizer).__name__}",
-            reason="it is wrapped: its HybridDeviceOptimizer holds the state",
-            remedy="pass the wrapper",
-        )

@@ -266,22 +266,56 @@ class FixedMemory:
         Raises:
             torch.OutOfMemoryError: there is no memory for a row beside; those that were moved stay
                 here until :meth:`move_out`.
-            DeviceError: this version of torch cannot; nothing was moved.
+            DeviceError: likewise, this version of torch, or how its allocator was set up, is in
+                the way.
         """
-        if not storages.can_swap():
+        if storages.can_swap():
+            for row in _rows(found):
+                pages = self._grow(sum(align(s.nbytes(), _ALIGNMENT_BYTES) for s in row), self)
+                for storage in row:
+                    fresh = pages.take(storage.nbytes())
+                    fresh.copy_(storage)
+                    storages.swap_memory(storage, fresh)
+                    self._note(storage, pages)
+            return
+        if self._device.type == "cpu":
             raise DeviceError(
-                f"keep_addresses=True with torch {torch.__version__}",
+                f"keep_addresses=True on the CPU with torch {torch.__version__}",
                 reason="it cannot exchange the memory of two storages",
                 remedy="use torch 2.13 or later, or leave keep_addresses out",
             )
-        for row in _rows(found):
-            pages = self._grow(sum(align(s.nbytes(), _ALIGNMENT_BYTES) for s in row), self)
+        self._resize_in(list(found))
+
+    def _resize_in(self, found: Sequence[torch.UntypedStorage]) -> None:
+        """For torch before 2.13, see [Note: other memory for a storage] in core/storage.py."""
+        pool = storages.AddressPool(self._device, lambda n: self._grow(n, self).address)
+        small = [storage for storage in found if storages.is_small(storage.nbytes())]
+        large = [storage for storage in found if not storages.is_small(storage.nbytes())]
+        for row in (*_rows(large), *([storage] for storage in small)):
+            moved = pool.move(row)
             for storage in row:
-                fresh = pages.take(storage.nbytes())
-                fresh.copy_(storage)
-                storages.swap_memory(storage, fresh)
-                storages.tie(storage, pages)
-                self._moved.append((pages, storage))
+                pages = self._holding(storage)
+                if pages is None and not moved and pool.move([storage]):
+                    pages = self._holding(storage)
+                if pages is None:
+                    raise DeviceError(
+                        f"{storage.nbytes()} bytes at a given address",
+                        reason="torch's allocator asks for other sizes than it does by default",
+                        remedy="use torch 2.13 or later, or take roundup_power2_divisions out of "
+                        "PYTORCH_ALLOC_CONF, or leave keep_addresses out",
+                    )
+                self._note(storage, pages)
+        used = {id(pages) for pages, _ in self._moved}  # the allocator did not need all segments
+        self._pages = [pages for pages in self._pages if id(pages) in used]
+
+    def _holding(self, storage: torch.UntypedStorage) -> Pages | None:
+        address = storage.data_ptr()
+        found = (pages for pages in self._pages if 0 <= address - pages.address < pages.n_bytes)
+        return next(found, None)
+
+    def _note(self, storage: torch.UntypedStorage, pages: Pages) -> None:
+        storages.tie(storage, pages)  # torch before 2.13 does not keep them by itself
+        self._moved.append((pages, storage))
 
     def move_out(self) -> None:
         """Give all storages ordinary memory again, a row at a time. It is present.

@@ -57,6 +57,9 @@ class Owner(Protocol):
     # An exception inside makes the optimizer failed.
     def _failing(self, what: str) -> contextlib.AbstractContextManager[None]: ...
 
+    # Inside, no other thread uses the optimizer.
+    def _turn(self, what: str) -> contextlib.AbstractContextManager[None]: ...
+
     # An iteration whose first gradients have arrived. More state may be reserved for it, and
     # Overlap.attach called.
     def _begin_in_backward(self) -> Work: ...
@@ -391,8 +394,9 @@ class Overlap:
             self.gates[index].reduced = stream.record_timed()
         owner = self._find_owner()
         if owner is not None:
-            owner._check_present("an update in backward()")
-            self._take(index, reduced, owner)
+            with owner._turn("an update in backward()"):
+                owner._check_present("an update in backward()")
+                self._take(index, reduced, owner)
 
     def _take(self, index: int, reduced: Event, owner: Owner) -> None:
         """Gradients of a gate are final after ``reduced``: update the buckets that are complete."""

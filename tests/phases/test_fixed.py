@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,11 +21,12 @@ from fsdp_offload.core.errors import (
     DeviceMemoryError,
     HostMemoryError,
 )
-from fsdp_offload.core.storage import can_swap
+from fsdp_offload.core.storage import AddressPool, can_swap
 from fsdp_offload.link.transfer import Transfer
 from fsdp_offload.phases import pages
 from fsdp_offload.phases.pages import FixedMemory, HostDriver
 from tests.away import has_memory
+from tests.helpers.pooling import MIB, Allocator, Storage, allocator_in_place, memory_in_place
 from tests.phases.twins import Job
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -176,6 +178,70 @@ def test_renewed_storages_keep_their_content() -> None:
         assert view.data_ptr() == made.data_ptr() + 8
 
 
+# ---------------------------------------------------------------- through torch's allocator
+
+
+@pytest.fixture
+def allocator(monkeypatch: pytest.MonkeyPatch) -> Allocator:
+    return allocator_in_place(monkeypatch)
+
+
+def test_the_pool_takes_memory_where_it_should(allocator: Allocator) -> None:
+    given: dict[int, int] = {}
+
+    def memory(n: int) -> int:
+        address = (len(given) + 1) << 32
+        given[address] = n
+        return address
+
+    pool: Any = AddressPool(CUDA, memory)
+    moved = [Storage(allocator, n * MIB) for n in (30, 3, 12, 1, 1, 40)]
+    assert all(pool.move([storage]) for storage in moved)
+    assert list(given.values()) == [n * MIB for n in (30, 20, 12, 2, 2, 40)]
+    first, second, _, _, _, sixth = given
+    addresses = [storage.address for storage in moved]
+    # The third lies behind the second, and one small storage behind the other.
+    assert addresses[:3] == [first, second, second + 3 * MIB]
+    assert addresses[4] == addresses[3] + MIB
+    assert addresses[5] == sixth
+
+
+@pytest.mark.parametrize("cuts", [True, False])
+@pytest.mark.parametrize("sizes", [(29, 60), (7, 200), (0.3, 50)])
+def test_storages_move_through_the_pool(
+    allocator: Allocator, sizes: Any, cuts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None lies on another one, each in memory that is counted, and nothing unused is kept."""
+    allocator.cuts = cuts
+    memory, driver = memory_in_place(monkeypatch)
+    size, count = int(sizes[0] * MIB), sizes[1]
+    moved: list[Any] = [Storage(allocator, size) for _ in range(count)]
+    memory.move_in(moved)
+    starts = sorted(storage.address for storage in moved)
+    assert all(b - a >= size for a, b in itertools.pairwise(starts))
+    assert len([place for chunk in memory.blocks() for place in chunk.storages]) == count
+    assert memory.n_bytes == driver.held_bytes
+    if cuts and size > MIB:
+        assert memory.n_bytes <= 1.005 * count * size + 4 * MIB
+    memory.move_out()
+    assert not memory.blocks()
+    gc.collect()
+    assert driver.held_bytes == 0
+
+
+def test_an_allocator_that_rounds_is_refused(
+    allocator: Allocator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    allocator.rounds = True
+    memory, driver = memory_in_place(monkeypatch)
+    moved: list[Any] = [Storage(allocator, 29 * MIB) for _ in range(3)]
+    with pytest.raises(DeviceError, match="roundup_power2_divisions"):
+        memory.move_in(moved)
+    memory.move_out()
+    gc.collect()
+    assert driver.held_bytes == 0
+
+
 @pytest.mark.parametrize(("setting", "taken"), [("", [512]), ("max_split_size_mb:256", [])])
 def test_a_segment_that_is_not_cut_is_not_taken(
     monkeypatch: pytest.MonkeyPatch, setting: str, taken: list[int]
@@ -185,3 +251,31 @@ def test_a_segment_that_is_not_cut_is_not_taken(
     transfer: Any = SimpleNamespace(_backend=SimpleNamespace(device=CUDA, allocate=found.append))
     Transfer._take_segment(transfer, 512)
     assert found == taken
+
+
+@pytest.mark.parametrize(
+    ("setting", "cuts"),
+    [
+        ("garbage_collection_threshold:0.8", True),
+        ("expandable_segments: false", True),
+        ("max_split_size_mb:128", False),
+        ("expandable_segments:True", False),
+        ("roundup_power2_divisions:4", False),
+    ],
+)
+def test_settings_under_which_segments_are_not_cut(
+    monkeypatch: pytest.MonkeyPatch, setting: str, cuts: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
+    monkeypatch.setattr(torch._C, "_accelerator_getAllocatorSettings", lambda: "", raising=False)
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.setenv(name, setting)
+        assert storages.cuts_segments(CUDA) == cuts
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(
+        torch._C, "_accelerator_getAllocatorSettings", lambda: setting, raising=False
+    )
+    assert storages.cuts_segments(CUDA) == cuts
+    assert not storages.cuts_segments(torch.device("cpu"))
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")
+    assert not storages.cuts_segments(CUDA)
