@@ -80,12 +80,7 @@ class PhaseOffloader:
             copied out and in. ``"keep"``: stays on the device.
         state: of the optimizer: ``"save"`` or ``"keep"``.
         keep_addresses: move parameters, buffers and state that exist now to new addresses, once,
-<<<<<<< HEAD
-            here, where each reload puts them. Else addresses change with each cycle. Needs torch
-            2.13 or later.
-=======
             here, where each reload puts them. Else addresses change with each cycle.
->>>>>>> main
         transfer: how to obtain host memory (``pin``, ``host_memory``).
 
     Raises:
