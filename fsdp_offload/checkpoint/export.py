@@ -122,7 +122,7 @@ def export_safetensors(
         return plan_files(entries, names or {}, parse_bytes(max_shard_bytes, "max_shard_bytes"))
 
     writer = _ExportWriter(out)
-    group = coordination_group() if isinstance(source, nn.Module) else None
+    group = coordination_group("export_safetensors") if isinstance(source, nn.Module) else None
     run_save(writer, _ExportPlanner(find, layout), group)
     return tuple(Path(out) / name for name in _names_of(writer.files))
 
@@ -363,7 +363,6 @@ class _ExportWriter(Writer):
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Any folder will do, the current one, too."""
-        self._path = self._path.absolute()
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Make the files.
@@ -371,8 +370,8 @@ class _ExportWriter(Writer):
         Raises:
             CheckpointError: weights of another origin are in their way.
         """
-        _earlier_export(self._path)
-        self._aside = self._path / ASIDE  # what discard() removes
+        _earlier_export(self.path)
+        self._aside = self.path / ASIDE  # what discard() removes
         _create_files(self._aside, plans[0].planner_data)
         return plans
 
@@ -384,7 +383,7 @@ class _ExportWriter(Writer):
             for file in self.files:
                 items = [item for item in plan.items if item.index.fqn in file.offsets]
                 if items:
-                    path = self._path / ASIDE / file.name
+                    path = self.path / ASIDE / file.name
                     _write_chunks(path, file, items, planner.found, bar.advance)
         done: Future[list[WriteResult]] = Future()
         done.set_result([])
@@ -392,7 +391,7 @@ class _ExportWriter(Writer):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Give the files their names."""
-        _publish_files(self._path, self.files)
+        _publish_files(self.path, self.files)
 
 
 def _write_chunks(

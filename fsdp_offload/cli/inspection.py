@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from ..checkpoint import Reader
 from ..checkpoint.files import typed
-from ..checkpoint.folder import METADATA
+from ..checkpoint.manifest import METADATA
 from ..checkpoint.planner import read_values
 from ..checkpoint.state import EXTRA, decode
 from ..core.errors import CheckpointError

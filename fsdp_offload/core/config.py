@@ -119,7 +119,8 @@ class TransferConfig:
     memory with a warning. ``"never"``: pageable. Without an accelerator nothing is pinned."""
 
     host_memory: int | str | None = None
-    """Bytes of host memory that all ranks on this host may use together. ``None``: the smaller of
+    """Bytes of host memory that all ranks on this host may use together, over everything of this
+    package that takes some: one value for all. ``None``: that of another object, or the smaller of
     free memory and what the cgroup leaves. Of an optimizer: ``host_memory=`` says the same."""
 
     def __post_init__(self) -> None:

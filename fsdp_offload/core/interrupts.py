@@ -23,23 +23,24 @@ class _Note:
 
 
 @contextlib.contextmanager
-def held_back() -> Iterator[None]:
+def held_back() -> Iterator[_Note]:
     """A SIGINT that comes inside reaches its handler at the end, once, however often it came.
 
     With Python's own handler, KeyboardInterrupt is raised there; an exception that was on its way
     is then its ``__context__``. Inside of another one, and in threads other than the main one,
-    where Python runs no signal handlers, this does nothing. It is a decorator, too.
+    where Python runs no signal handlers, this does nothing. It is a decorator, too. What it gives
+    tells long work whether a signal waits for its end.
     """
+    note = _Note()
     is_main = threading.current_thread() is threading.main_thread()
     before = _signal.getsignal(_SIGINT) if is_main else None
     # None: a handler that was not installed from Python, and could not be put back.
     if before is None or before == signal.SIG_IGN or isinstance(before, _Note):
-        yield
+        yield note
         return
-    note = _Note()
     _signal.signal(_SIGINT, note)
     try:
-        yield
+        yield note
     finally:
         _signal.signal(_SIGINT, before)
         if note.has_come:

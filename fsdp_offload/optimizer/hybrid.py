@@ -36,7 +36,7 @@ from ..core.arguments import backend_of, modules_of
 from ..core.backend import stream_to_wait
 from ..core.config import Lane, OffloadConfig, TransferConfig, check_keywords
 from ..core.errors import ConfigError, SpentGradientError
-from ..core.progress import is_rank_0
+from ..core.progress import is_rank_0, warn
 from ..link.transfer import Handle
 from ..pipeline.gradients import count_empty_shards, gradient_of
 from ..pipeline.inventory import Placed
@@ -88,7 +88,8 @@ class HybridDeviceOptimizer(Optimizer):
             travels through, and where some of it stays. ``"auto"`` (default): what is to spare,
             looked at after steps, and given back when memory is short. 0: as little as possible.
             Bits do not depend on it.
-        host_memory: bytes that all ranks of this host may use together; None: what is free.
+        host_memory: bytes that all ranks of this host may use together, for this and everything
+            else of this package; None: what is free.
         update_on: where offloaded state is updated: ``"device"`` (default), ``"host"``: torch's
             CPU kernels on this rank's cores, or one lane name per trainable parameter in
             ``param_groups`` order.
@@ -539,7 +540,7 @@ class HybridDeviceOptimizer(Optimizer):
             self._masters.trust_shards()
         self._masters.come_with_weights = True
         if seeded := sum(map(state_io.seeds_master, params, values)):
-            _log.warning(
+            warn(
                 "%d parameters came without a saved fp32 master: masters were set from the weights",
                 seeded,
             )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
@@ -18,9 +17,8 @@ from ..core import dtensor
 from ..core.config import OffloadConfig
 from ..core.errors import ConfigError, StateSchemaError
 from ..core.fsdp import fsdp_parameters, gathered_parameters
+from ..core.progress import warn
 from ..update.schema import check_supported, make_shadow, raw_step
-
-_log = logging.getLogger("fsdp_offload")
 
 _METHODS: Final = ("step", "zero_grad", "state_dict", "load_state_dict", "add_param_group")
 _HOOKS: Final = (
@@ -99,7 +97,7 @@ def check_holds(optimizer: Optimizer, models: Sequence[nn.Module]) -> None:
             for another model.
     """
     if not models:
-        _log.warning(
+        warn(
             "HybridDeviceOptimizer without model=: no parameter names, no overlap with forward "
             "and backward, and loads into the module are not noticed. Remedy: pass the module, "
             "HybridDeviceOptimizer(optimizer, model)"
@@ -142,7 +140,7 @@ def warn_that_state_stays(
     if config.offload_fraction == 0:
         return
     local = [dtensor.local(p) for group in optimizer.param_groups for p in group["params"]]
-    _log.warning(
+    warn(
         "%s is not a class of torch.optim: it runs its own step, and its state stays on %s "
         "(%d parameters of %d bytes on this rank, and as much again for each state tensor of "
         "their shape and dtype). If each element's update depends on that element alone, "
@@ -191,7 +189,7 @@ def check_any_gradient(
             remedy=f"{order}, then build the optimizer from model.parameters(), then wrap it",
         )
     if not found and warns:
-        _log.warning(
+        warn(
             "first step() of %d parameters updates none: none has a gradient. Either backward() "
             "did not reach them, or zero_grad() came between backward() and step(). Remedy: call "
             "zero_grad() after step(), or before backward()%s",

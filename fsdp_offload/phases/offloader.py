@@ -81,7 +81,7 @@ class PhaseOffloader:
         state: of the optimizer: ``"save"`` or ``"keep"``.
         keep_addresses: move parameters, buffers and state that exist now to new addresses, once,
             here, where each reload puts them. Else addresses change with each cycle.
-        transfer: how to obtain host memory (``pin``, ``huge_pages``, ``numa``, ``host_memory``).
+        transfer: how to obtain host memory (``pin``, ``host_memory``).
 
     Raises:
         ConfigError: an argument is wrong, or another PhaseOffloader keeps addresses of the same
