@@ -143,7 +143,7 @@ def prepare(path: Path, *, overwrite: bool) -> Path:
         )
     made = aside(path)
     if path.parent.is_dir() and made in _complete_in(path.parent):
-        _install(path)  # a process was killed just before: nothing complete is dropped unasked
+        install(path)  # a process was killed just before: nothing complete is dropped unasked
     names = [entry.name for entry in path.iterdir()] if path.exists() else []
     if names and not overwrite:
         raise CheckpointError(
@@ -180,15 +180,10 @@ def encode_metadata(metadata: Metadata) -> bytes:
     return buffer.getvalue()
 
 
-_DESCRIBING: Final = frozenset(
-    (
-        ("builtins", "set"),
-        ("collections", "OrderedDict"),
-        ("pathlib", "PosixPath"),
-        ("pathlib._local", "PosixPath"),  # of Python 3.13
-        ("torch", "Size"),
-    )
-)
+_DESCRIBING: Final = (
+    "builtins.set", "collections.OrderedDict", "torch.Size",
+    "pathlib.PosixPath", "pathlib._local.PosixPath",  # the second of Python 3.13
+)  # fmt: skip
 
 
 class _MetadataUnpickler(pickle.Unpickler):
@@ -205,7 +200,7 @@ class _MetadataUnpickler(pickle.Unpickler):
         if (module, name) == ("torch.serialization", "_get_layout"):
             return lambda layout: {"torch.strided": torch.strided}[layout]
         # Neither functions nor classes themselves: a pickle may set attributes of what it gets.
-        if (module, name) in _DESCRIBING:
+        if f"{module}.{name}" in _DESCRIBING:
             plain = super().find_class(module, name)
             return lambda *values: plain(*values)
         of_dcp = {_StorageInfo.__name__: _StorageInfo, **vars(dcp_metadata)}.get(name)
@@ -246,11 +241,11 @@ def publish(path: Path, *, world_size: int, optimizer: str) -> None:
     manifest = Manifest(max(time.time_ns(), newest + 1), world_size, optimizer, files)
     write_whole(made / MANIFEST, manifest.encode())
     fsync_folder(made)
-    _install(path)
+    install(path)
 
 
-def _install(path: Path) -> None:
-    """Put the complete checkpoint that stands aside in the place of ``path``."""
+def install(path: Path) -> None:
+    """Put what stands aside, complete, in the place of ``path``."""
     # Killed between the renames, the process leaves both, complete, for latest() to find.
     old = path.with_name(f".{path.name}{_REMOVED}")
     if path.exists():

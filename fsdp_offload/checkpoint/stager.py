@@ -52,20 +52,21 @@ class Stager(AsyncStager):
         tensors = [value for value in finder.found if isinstance(value, Tensor)]
         needed: dict[object, int] = {}
 
-        def measure(part: Tensor) -> Tensor:
-            if _is_dense(part):
-                needed[_place(part)] = aligned(part.numel() * part.element_size())
-            return part
+        def measure(plain: Tensor) -> Tensor:
+            if _is_dense(plain):
+                needed[_place(plain)] = aligned(plain.numel() * plain.element_size())
+            return plain
 
         for tensor in tensors:
             _with_copies(tensor, measure)
         self._reserve(sum(needed.values()), {tensor.device for tensor in tensors})
-        copies = _Copies(self._arena)
-        values = [_with_copies(v, copies) if isinstance(v, Tensor) else v for v in finder.found]
+        jobs: list[Callable[[], None]] = []
+        copy = self._copier(jobs)
+        values = [_with_copies(v, copy) if isinstance(v, Tensor) else v for v in finder.found]
         for device in {tensor.device for tensor in tensors}:
             if device.type != "meta":  # other threads read, on streams of their own
                 backend_for(device).current_stream().synchronize()
-        run_all(copies.jobs)
+        run_all(jobs)
         pickled.seek(0)
         try:
             return _Builder(pickled, values).load()  # type: ignore[no-any-return]
@@ -86,6 +87,31 @@ class Stager(AsyncStager):
             transfer=TransferConfig(pin="prefer"),
         )
         self._nbytes = nbytes
+
+    def _copier(self, jobs: list[Callable[[], None]]) -> Callable[[Tensor], Tensor]:
+        """Makes copies: of dense tensors one behind the other in the arena, which ``jobs`` fill."""
+        made: dict[object, Tensor] = {}
+        offset = 0
+
+        def copy(plain: Tensor) -> Tensor:
+            nonlocal offset
+            if not _is_dense(plain):
+                return plain.to("cpu", copy=True)
+            assert self._arena is not None
+            place = _place(plain)
+            if place not in made:
+                source = plain.resolve_conj().resolve_neg().contiguous()
+                target = self._arena.tensor(offset, source.numel(), source.dtype)
+                made[place] = target.view(source.shape)
+                offset += aligned(source.nbytes)
+                given, taken = as_bytes(source), as_bytes(target)
+                jobs.extend(
+                    functools.partial(_copy, given, taken, start)
+                    for start in range(0, source.nbytes, BLOCK_BYTES)
+                )
+            return made[place]
+
+        return copy
 
     def synchronize_staging(self) -> None:
         """Nothing is under way: :meth:`stage` returns when the copies are there."""
@@ -130,37 +156,10 @@ class _Builder(pickle.Unpickler):
 # --------------------------------------------------------------------------- tensors
 
 
-class _Copies:
-    """Makes copies: of dense tensors one behind the other in an arena, which ``jobs`` fill."""
-
-    def __init__(self, arena: HostArena | None) -> None:
-        self._arena, self._offset = arena, 0
-        self._made: dict[object, Tensor] = {}
-        self.jobs: list[Callable[[], None]] = []
-
-    def __call__(self, part: Tensor) -> Tensor:
-        if not _is_dense(part):
-            return part.to("cpu", copy=True)
-        assert self._arena is not None
-        place = _place(part)
-        if place in self._made:
-            return self._made[place]
-        source = part.resolve_conj().resolve_neg().contiguous()
-        target = self._arena.tensor(self._offset, source.numel(), source.dtype).view(source.shape)
-        self._offset += aligned(source.nbytes)
-        given, taken = as_bytes(source), as_bytes(target)
-        self.jobs += [
-            functools.partial(_copy, given, taken, start)
-            for start in range(0, source.nbytes, BLOCK_BYTES)
-        ]
-        self._made[place] = target
-        return target
-
-
-def _place(part: Tensor) -> object:
+def _place(plain: Tensor) -> object:
     """What two tensors have in common that are the same view of one memory."""
-    form = part.dtype, part.shape, part.stride(), part.is_conj(), part.is_neg()
-    return part.device, part.data_ptr(), *form
+    form = plain.dtype, plain.shape, plain.stride(), plain.is_conj(), plain.is_neg()
+    return plain.device, plain.data_ptr(), *form
 
 
 def _with_copies(tensor: Tensor, copy: Callable[[Tensor], Tensor]) -> Tensor:
@@ -201,9 +200,7 @@ def _local_copy(tensor: Tensor, copy: Callable[[Tensor], Tensor]) -> Tensor:
 
 def _is_dense(tensor: Tensor) -> bool:
     """Whether its memory is what its shape, strides and dtype say."""
-    if tensor.layout is not torch.strided or tensor.is_quantized:
-        return False
-    return not tensor.is_nested
+    return tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_nested)
 
 
 def _uncopied(what: str, error: Exception) -> UnsupportedParameterError:
