@@ -35,10 +35,10 @@ from fsdp_offload.activations.handles import Handle
 from fsdp_offload.activations.selection import Span, View, span_or_reason
 from fsdp_offload.core.backend import CpuBackend
 from fsdp_offload.plan.share import AHEAD, Link, OffloadPlan, SavedBatch
-from fsdp_offload.testing import StreamSimulator
 from tests.activations import moe
 from tests.activations.moe import CPU
 from tests.helpers.policies import POLICIES
+from tests.helpers.simulator import StreamSimulator
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 DIM, SEQ = 16, 32

@@ -25,9 +25,9 @@ import fsdp_offload
 from fsdp_offload import HybridDeviceOptimizer, TransferConfig
 from fsdp_offload.memory import HostArena
 from fsdp_offload.memory.arena import _mappings
-from fsdp_offload.testing import StreamSimulator
 from fsdp_offload.update.shadow import Shadow
 from tests.helpers.compare import assert_same
+from tests.helpers.simulator import StreamSimulator
 from tests.helpers.training import (
     SMALL,
     Model,
