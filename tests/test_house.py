@@ -6,9 +6,9 @@ from tests import house
 
 
 def test_measures_stay_below_what_they_are() -> None:
-    assert house.lines() <= 23_620
+    assert house.lines() <= 23_520
     assert len(house.files_in_root()) <= 2
-    assert house.classes() <= 213
+    assert house.classes() <= 212
     assert house.long_functions() == []
     assert sum(house.banned_words().values()) <= 2
     assert len(house.private_torch_files()) <= 3

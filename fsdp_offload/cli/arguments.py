@@ -28,10 +28,11 @@ def plan(parser: argparse.ArgumentParser) -> None:
     size.add_argument("--model", help="module:function that returns the model; built on 'meta'")
     add("--gpus", type=at_least(1), default=1, help="that the model is sharded over")
     add("--gpu", choices=CARDS, default="h100-80", help=", ".join(CARDS), metavar="CARD")
-    link = "GB/s to host memory each way, while both are busy"
+    link = "GB/s to host memory each way, while both are busy, as `doctor` measures it"
     add("--link", type=at_least(0.1, float), help=link)
+    compute = "an iteration's milliseconds without this package, or of a job whose state fits"
+    add("--compute-ms", type=at_least(0.0, float), help=compute)
     add("--tokens", type=at_least(1), default=16384, help="per iteration and GPU")
-    add("--seq", type=at_least(1), default=2048, help="tokens of one sequence")
     add("--weights", choices=("bf16", "fp32"), default="bf16", help="dtype of the parameters")
     add("--moments", choices=("fp32", "bf16", "int8"), default="fp32")
     add("--no-checkpointing", action="store_true", help="keep all activations")
@@ -49,7 +50,7 @@ def export(parser: argparse.ArgumentParser) -> None:
     """Of ``export``."""
     add = parser.add_argument
     add("checkpoint", type=Path, help="its folder; the model is not needed")
-    add("out", type=Path, help="folder for the files; made where it does not exist")
+    add("out", type=Path, help="a new folder for the files")
     add("--dtype", choices=("bf16", "fp32"), help="default: as stored; fp32: the masters, exactly")
     add("--max-shard-bytes", default="5GB", help="of one file's elements: bytes, 5GB, 2GiB")
     add("--names", type=Path, help="JSON object: name in the files by FQN; null: left out")

@@ -6,7 +6,8 @@ Usage::
 
 One job, each way in turn, in one run. ``none``: all activations on the device. ``all`` is
 :class:`ActivationOffload`. ``checkpointed`` computes blocks again; with ``inputs`` their inputs are
-in host memory. ``save_on_cpu`` is torch's, with page-locked memory; ``torchtune`` and ``trl`` are their ``OffloadActivations``, where installed.
+in host memory. ``save_on_cpu`` is torch's, with page-locked memory; ``torchtune`` and ``trl`` are
+their ``OffloadActivations``, where installed.
 """
 
 from __future__ import annotations
