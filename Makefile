@@ -12,6 +12,9 @@ NO_GPU := not gpu and not gpus
 # running; who has done takes tests from the other.
 SPREAD := -n 2 --dist worksteal
 
+# pytest-benchmark, where a machine has it, warns beside xdist, and warnings are errors.
+ON_GPU := python3 -m pytest tests/gpu -p no:benchmark --durations=15
+
 # The site has an environment of its own, in which torch is not needed.
 VENV_DOCS  ?= .venv-docs
 BIN_DOCS   := $(abspath $(VENV_DOCS))/bin
@@ -61,7 +64,9 @@ test-long: lint
 	$(BIN)/python -m pytest $(SPREAD) -m "(long or not long) and $(NO_GPU)"
 
 test-gpu:
-	python3 -m pytest -m gpu
+	@$(ON_GPU) -m "gpu and alone" || failed=1; \
+	OMP_NUM_THREADS=1 $(ON_GPU) -n auto --dist worksteal -m "gpu and not alone" || failed=1; \
+	exit $${failed:-0}
 
 docs: $(STAMP_DOCS)
 	NO_MKDOCS_2_WARNING=1 $(BIN_DOCS)/mkdocs build

@@ -8,16 +8,16 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from fsdp_offload import TransferConfig
 from fsdp_offload.core import storage as storages
 from fsdp_offload.core.backend import CpuBackend
-from fsdp_offload.memory.transfer import Transfer, collect
+from fsdp_offload.link.block import collect
+from fsdp_offload.link.transfer import Transfer
 
 
 @contextmanager
 def model_away(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
     """Inside, the weights, plain ones, have no memory."""
-    transfer = Transfer(CpuBackend(torch.device("cpu")), TransferConfig())
+    transfer = Transfer(CpuBackend(torch.device("cpu")), None, "a test")
     transfer.out([("params", collect((str(i), p.detach()) for i, p in enumerate(parameters)))])
     transfer.wait()
     yield

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import gc
 import os
 import random
@@ -10,20 +9,20 @@ import signal
 import sys
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 if TYPE_CHECKING:
-    from fsdp_offload.memory import HostArena
+    from fsdp_offload.link import HostRange
     from tests.helpers.ranks import RankPool
 
 GPU_TESTS = Path(__file__).parent / "gpu"
 # Each rank holds memory of its own: three pools cover the usual 2 and 4 ranks, and 1 or 3.
 MAX_POOLS = 3
+WORKER_DEVICE_BYTES = 5 << 30
 # FSDP2 imports torch._dynamo in its first forward: 2.5 s of every rank, if the fork server has not.
 PRELOAD = ["fsdp_offload.checkpoint", "pytest", "torch._dynamo"]
 
@@ -94,48 +93,31 @@ def small_host_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def arenas(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[HostArena]]:
+def arenas(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[HostRange]]:
     """Every arena that is made in the test."""
-    from fsdp_offload.memory import HostArena
-    from fsdp_offload.pipeline import engine
+    from fsdp_offload.link import HostRange, host_pool
 
-    made: list[weakref.ref[HostArena]] = []
+    made: list[weakref.ref[HostRange]] = []
 
-    class Noted(HostArena):
+    class Noted(HostRange):
         def __init__(self, n_bytes: int, **settings: Any) -> None:
             made.append(weakref.ref(self))
             super().__init__(n_bytes, **settings)
 
-    monkeypatch.setattr(engine, "HostArena", Noted)
+    monkeypatch.setattr(host_pool, "HostRange", Noted)
     return made
 
 
-@contextmanager
-def gpu_turn(item: pytest.Item) -> Iterator[None]:
-    """Under xdist GPU tests run side by side, but one that is marked ``alone`` runs by itself.
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """Of ``-n auto``, for GPU tests: a core each, and room for two contexts and what tests hold."""
+    import torch
 
-    Who wants to run alone holds the gate, through which everybody goes, until the others are done:
-    else there would always be another one.
-    """
-    marks = [item.get_closest_marker(name) for name in ("gpu", "gpus", "alone")]
-    if "PYTEST_XDIST_WORKER" not in os.environ or not any(marks):
-        yield
-        return
-    with Path(__file__).open() as gate, (GPU_TESTS / "test_region.py").open() as lock:
-        fcntl.flock(gate, fcntl.LOCK_EX)
-        fcntl.flock(lock, fcntl.LOCK_EX if marks[-1] else fcntl.LOCK_SH)
-        fcntl.flock(gate, fcntl.LOCK_UN)
-        try:
-            yield
-        finally:  # a child that outlives the test has the file, too
-            fcntl.flock(lock, fcntl.LOCK_UN)
-
-
-@pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Fixtures of all scopes and reports are within its turn, too."""
-    with gpu_turn(item):
-        return (yield)
+    cores = len(os.sched_getaffinity(0))
+    if not torch.cuda.is_available():
+        return cores
+    device_bytes = torch.cuda.get_device_properties(0).total_memory
+    return max(1, min(cores, device_bytes // WORKER_DEVICE_BYTES))
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -146,8 +128,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.gpu)
         if "ranks" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.ranks)
-    # First: at the end of a session, processes of others give their device memory back.
-    items.sort(key=lambda item: item.get_closest_marker("alone") is None)
 
 
 def pytest_collection_finish() -> None:
@@ -159,6 +139,8 @@ def pytest_collection_finish() -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip what this machine cannot run, and seed, before any fixture of the test is made."""
+    if item.get_closest_marker("alone") and "PYTEST_XDIST_WORKER" in os.environ:
+        pytest.fail('marked "alone": run it without -n, as `make test-gpu` does', pytrace=False)
     gpus = item.get_closest_marker("gpus")
     needed = (gpus.args[0] if gpus.args else 2) if gpus else 1
     if gpus or item.get_closest_marker("gpu"):

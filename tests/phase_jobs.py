@@ -35,7 +35,7 @@ from tests.helpers.compare import assert_same, local
 
 WIDTH = 129  # rows: uneven over 2 and 4 ranks, and not a multiple of 4
 STEPS = 4
-SMALL = TransferConfig(bucket_bytes=64 << 10, host_threads=1)
+SMALL = TransferConfig(bucket_bytes="64KiB", host_threads=1)
 
 LANES: dict[str, dict[str, Any] | None] = {
     "plain": None,

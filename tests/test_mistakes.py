@@ -85,18 +85,18 @@ MISTAKES: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "keep_addresses=1": (lambda _: offloaded(keep_addresses=1), "neither True", "True or False"),
     "save(path, optimizer, model)": (
         lambda folder: saved(lambda path, model, optimizer: (path, optimizer, model), folder),
-        "model of type AdamW: not a torch.nn.Module",
-        "pass the module",
+        "optimizer of type Sequential: not a torch.optim.Optimizer",
+        "after the model",
     ),
     "save(model, optimizer, path)": (
         lambda folder: saved(lambda path, model, optimizer: (model, optimizer, path), folder),
-        "path of type Sequential: not a path",
-        "give the path first",
+        "optimizer of type str: not a torch.optim.Optimizer",
+        "after the model",
     ),
     "load(model, optimizer, path)": (
         lambda folder: loaded(lambda path, model, optimizer: (model, optimizer, path), folder),
-        "path of type Sequential: not a path",
-        "give the path first",
+        "optimizer of type str: not a torch.optim.Optimizer",
+        "after the model",
     ),
 }
 

@@ -26,11 +26,9 @@ import torch
 from torch import Tensor
 
 from ..core.backend import Backend, Event, in_turns
-from ..core.config import MIB
+from ..core.config import MIB, align
 from ..core.errors import ClosedError, DeviceError
-from ..memory import HostArena
-from ..memory.intervals import Intervals
-from ..plan.layout import align
+from ..link.host_pool import HostPool, Intervals
 from .handles import MemoryRange, written_error
 from .selection import Span
 
@@ -139,16 +137,17 @@ class BatchCopies:
 
     Args:
         backend: of the device.
-        arena: host memory.
+        pool: of host memory.
+        n_bytes: that are taken of it.
         inflight_bytes: device memory that may be held for copies out.
     """
 
-    def __init__(self, backend: Backend, arena: HostArena, inflight_bytes: int) -> None:
-        self._backend, self._arena = backend, arena
+    def __init__(self, backend: Backend, pool: HostPool, n_bytes: int, inflight_bytes: int) -> None:
+        self._backend, self._pool, self._arena = backend, pool, pool.take(n_bytes)
         self._inflight_bytes = inflight_bytes
         self._out = backend.stream("activations_out")
         self._in = backend.bulk_stream("activations_back")
-        self.intervals = Intervals(arena.statistics().n_bytes)
+        self.intervals = Intervals(n_bytes)
         self.open = Batch(self)
         self.is_moved: Callable[[int], bool] = _all  # by number of the batch in an iteration
         self.first_index = 0  # of this iteration
@@ -335,4 +334,4 @@ class BatchCopies:
         self._in.synchronize()
         self.collect()
         self.is_closed = True
-        self._arena.close()
+        self._pool.close()

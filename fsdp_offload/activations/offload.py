@@ -19,7 +19,7 @@ from ..core import storage as storages
 from ..core.backend import backend_for
 from ..core.config import MIB, TransferConfig, parse_bytes
 from ..core.errors import ActivationError, ClosedError, ConfigError, DeviceError
-from ..memory import checked_arena
+from ..link import HostPool, held_bytes
 from .batches import BatchCopies, SavedRange
 from .handles import Handle, Saver, unpack
 from .selection import Span, View, span_or_reason
@@ -50,6 +50,7 @@ class OffloadStatistics:
     host_bytes: int  # of host memory
     used_host_bytes: int  # now
     most_host_bytes: int
+    host_bytes_by_holder: dict[str, int]  # of all that this process holds; host_memory= bounds it
 
 
 class _Known(NamedTuple):
@@ -101,13 +102,8 @@ class ActivationOffload(Saver):
         _check(host_memory, n_bytes, share)
         found = torch.accelerator.current_accelerator() if device is None else device
         self._backend = backend_for(torch.device(found or "cpu"))
-        arena = checked_arena(
-            f"host_memory={host_memory!r} of an ActivationOffload",
-            n_bytes,
-            self._backend,
-            transfer or TransferConfig(),
-        )
-        self._copies = BatchCopies(self._backend, arena, inflight)
+        pool = HostPool("ActivationOffload", self._backend, transfer or TransferConfig())
+        self._copies = BatchCopies(self._backend, pool, n_bytes, inflight)
         self._hooks: list[torch.autograd.graph.saved_tensors_hooks | None] = []
         self._known: dict[int, list[_Known]] = {}  # by storage
         self._counts: Counter[str] = Counter()
@@ -236,6 +232,7 @@ class ActivationOffload(Saver):
             host_bytes=copies.intervals.n_bytes,
             used_host_bytes=copies.intervals.used_bytes,
             most_host_bytes=copies.intervals.most_used_bytes,
+            host_bytes_by_holder=held_bytes(),
         )
 
     def close(self) -> None:

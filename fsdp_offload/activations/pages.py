@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ..core.backend import Backend
 from ..core.errors import ActivationError
-from ..memory import HostArena
+from ..link import HostRange
 from ..update.kernels import triton_kernels
 from . import pages_plain
 
@@ -65,14 +65,14 @@ class PagePool:
         backend: Backend,
         page_bytes: int,
         near: Tensor,
-        arena: HostArena | None = None,
+        arena: HostRange | None = None,
         kernels: ModuleType | None = None,
     ) -> None:
         self.page_bytes, self.page_words = page_bytes, page_bytes // 8
-        self.near, self.arena = near, arena
-        self.far = near[:0]
+        self.near, self.far = near, near[:0]
+        self._arena = arena  # a tensor over it would keep it mapped, but not page-locked
         if arena is not None:
-            self.far = arena.tensor(0, arena.statistics().n_bytes // 8, torch.int64)
+            self.far = arena.tensor(0, arena.n_bytes // 8, torch.int64)
         self.n_near, self.n_far = (
             memory.numel() // self.page_words for memory in (self.near, self.far)
         )

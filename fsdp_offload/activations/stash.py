@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..core.backend import backend_for
-from ..core.config import MIB, TransferConfig, parse_bytes
+from ..core.config import MIB, TransferConfig, parse_bytes, sized
 from ..core.errors import (
     ActivationError,
     ConfigError,
@@ -21,7 +21,7 @@ from ..core.errors import (
     DeviceMemoryError,
     StashOverflowError,
 )
-from ..memory import checked_arena
+from ..link import HostPool
 from ..plan.activations import StashPlan, make_plan
 from .attach import Attachment
 from .group import Group
@@ -112,9 +112,7 @@ class PagedStash:
         tail: str = "undefined",
         transfer: TransferConfig | None = None,
     ) -> None:
-        self._device_bytes = None
-        if device_bytes is not None:
-            self._device_bytes = parse_bytes(device_bytes, "device_bytes")
+        self._device_bytes = sized(device_bytes, "device_bytes")
         self._host_bytes = parse_bytes(host_bytes, "host_bytes")
         size = parse_bytes(page_bytes, "page_bytes")
         if size < LEAST_PAGE_BYTES or size & (size - 1):
@@ -127,7 +125,8 @@ class PagedStash:
             raise ConfigError(f"tail={tail!r}", reason="unknown", remedy=f"use {', '.join(TAILS)}")
         self._backend = backend_for(torch.device(device))
         self._store = RowStore(self._backend, size, tail)
-        self._region, self._transfer = region, transfer or TransferConfig()
+        self._region = region
+        self._host = HostPool("PagedStash", self._backend, transfer or TransferConfig())
 
     def __reduce__(self) -> NoReturn:
         raise ConfigError(
@@ -250,7 +249,10 @@ class PagedStash:
         try:
             pool = self._take_pool(plan)
             self._add_tables(pool, plan, captured_groups)
-        except torch.OutOfMemoryError as error:
+        except BaseException as error:
+            self._host.close()
+            if not isinstance(error, torch.OutOfMemoryError):
+                raise
             raise DeviceMemoryError(
                 f"a pool of {plan.device_bytes / MIB:.0f} MiB",
                 reason=f"{error}; there is none now, and groups are exact",
@@ -261,21 +263,14 @@ class PagedStash:
         return plan
 
     def _take_pool(self, plan: StashPlan) -> PagePool:
-        arena = None
-        if plan.host_pages:
-            arena = checked_arena(
-                f"host_bytes={self._host_bytes} of a PagedStash",
-                plan.host_bytes,
-                self._backend,
-                self._transfer,
-            )
+        far = self._host.take(plan.host_bytes) if plan.host_pages else None
         numel = plan.device_bytes // 8
         if (region := self._region) is None:
             near = torch.empty(numel, dtype=torch.int64, device=self._backend.device)
         else:
             near = region.empty(numel, dtype=torch.int64)
             self._store.is_present = lambda: not region.is_paused
-        return PagePool(self._backend, plan.page_bytes, near, arena)
+        return PagePool(self._backend, plan.page_bytes, near, far)
 
     def _add_tables(self, pool: PagePool, plan: StashPlan, captured_groups: int | None) -> None:
         """For the groups that are live at once, and for captures."""
@@ -474,9 +469,9 @@ class PagedStash:
 
     def _release_pool(self) -> None:
         pool, self._store.pool = self._store.pool, None
-        if pool is not None and pool.arena is not None:
-            self._backend.current_stream().synchronize()  # kernels may be writing to it
-            pool.arena.close()
+        if pool is not None and pool.n_far:
+            self._backend.current_stream().synchronize()  # kernels may be writing to them
+        self._host.close()
 
     def _refuse_capture(self, what: str) -> None:
         if self._backend.is_capturing():

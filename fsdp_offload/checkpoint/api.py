@@ -149,7 +149,7 @@ def load(
     """Load a checkpoint in place: any world size, mesh, lane and fraction. All ranks call it.
 
     Reads what :func:`save` wrote, and what ``torch.distributed.checkpoint`` wrote of plain
-    optimizers (flat or nested), with the prefixes that :mod:`.state` lists.
+    optimizers (flat or nested), with the prefixes that :mod:`.rule` lists.
 
     Args:
         path: folder of the checkpoint.
@@ -157,9 +157,12 @@ def load(
         optimizer: a :class:`HybridDeviceOptimizer` or a plain optimizer; ``None``: weights only,
             after which the masters of a :class:`HybridDeviceOptimizer` of ``model`` are its new
             weights.
-        strict: refuse weights that only one side has, and another class of optimizer.
-        model_prefix: what stands before the FQNs of weights, if not one of those.
-        optimizer_prefix: what stands before ``state.{fqn}``, likewise.
+        strict: refuse weights that only one side has, parameters that are trained and of which
+            the checkpoint has neither state nor options, and another class of optimizer. False:
+            weights that are missing stay, and state that is missing begins anew.
+        model_prefix: what stands before the FQNs of weights, if not ``"model."``.
+        optimizer_prefix: what stands before ``state.{fqn}``, if neither ``"optim."`` nor
+            ``"optimizer."``.
         threads: that read; ``None``: this rank's share of the cores, at most 16.
 
     Returns:
@@ -171,6 +174,7 @@ def load(
         CheckpointCorruptError: a file is not as it was written. If that was found while tensors
             were read, the optimizer has failed until a load succeeds, and weights are undefined.
         StateDictError: state does not fit; nothing was written.
+        ConfigError: ``optimizer`` is several, or no optimizer; or two models have equal names.
     """
     refuse_inherited(optimizer)
     group = coordination_group()
@@ -273,8 +277,7 @@ def run_save(writer: Writer, planner: SavePlanner, group: dist.ProcessGroup | No
 def _save(writer: StorageWriter, planner: SavePlanner, group: dist.ProcessGroup | None) -> None:
     """``dcp.save`` of what the planner has."""
     if group is not None:
-        with _without_numpy():
-            dcp_save({}, storage_writer=writer, planner=planner, process_group=group)
+        dcp_save({}, storage_writer=writer, planner=planner, process_group=group)
         return
     # DCP's steps for one process. dcp.save would warn that there is no process group.
     planner.set_up_planner({}, writer.storage_meta(), is_coordinator=True)
@@ -288,8 +291,7 @@ def _save(writer: StorageWriter, planner: SavePlanner, group: dist.ProcessGroup 
 def _load(reader: StorageReader, planner: LoadPlanner, group: dist.ProcessGroup | None) -> None:
     """``dcp.load`` into what the planner has."""
     if group is not None:
-        with _without_numpy():
-            dcp_load({}, storage_reader=reader, planner=planner, process_group=group)
+        dcp_load({}, storage_reader=reader, planner=planner, process_group=group)
         return
     metadata = reader.read_metadata()
     planner.set_up_planner({}, metadata, is_coordinator=True)
@@ -307,7 +309,7 @@ def raised_on_all(group: dist.ProcessGroup | None) -> Iterator[None]:
         OffloadError: this rank's, or else that of the first rank that has one.
     """
     try:
-        with typed():
+        with typed(), _without_numpy():
             yield
     except CheckpointException as error:
         rank = 0 if group is None else dist.get_rank(group)

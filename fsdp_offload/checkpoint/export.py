@@ -28,6 +28,7 @@ from torch.futures import Future
 from torch.optim import Optimizer
 
 from ..core import dtensor
+from ..core.arguments import check_optimizer
 from ..core.config import parse_bytes
 from ..core.errors import CheckpointError, ConfigError, UnsupportedParameterError
 from ..core.progress import progress
@@ -37,17 +38,8 @@ from .api import coordination_group, run_save
 from .files import memory_of, run_all, typed, write_bytes, write_whole
 from .planner import check_same, read_values
 from .reader import Reader
-from .state import (
-    GROUPS,
-    MODEL_PREFIXES,
-    REMAINDER,
-    STATE,
-    WHOLE,
-    find_layout,
-    state_to_read,
-    wait_for,
-    weights_of,
-)
+from .rule import GROUPS, STATE, find_layout
+from .state import REMAINDER, WHOLE, state_to_read, wait_for, weights_of
 from .writer import Writer
 
 INDEX: Final = "model.safetensors.index.json"
@@ -64,6 +56,8 @@ CODES: Final = {
 _DTYPES: Final = {None: None, "bf16": torch.bfloat16, "fp32": torch.float32}
 _CONVERTED: Final = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 """Other floating dtypes are quantised: without their scales a conversion makes no sense."""
+_USUAL: Final = ("", "model.", "model.module.")
+"""Prefixes of weights that the only optimizer state of a checkpoint belongs to."""
 
 
 def export_safetensors(
@@ -135,13 +129,14 @@ def _wanted(
             reason="weights are written in bf16 or fp32, or as they are",
             remedy='use "bf16", "fp32" or None',
         )
+    check_optimizer(optimizer, several='leave it out with dtype="bf16" or None')
     fits = isinstance(source, str | os.PathLike) and optimizer is None
     if isinstance(source, nn.Module):
-        fits = isinstance(optimizer, Optimizer | None) and prefixes == (None, None)
+        fits = prefixes == (None, None)
     if not fits:
         raise ConfigError(
-            f"source of type {type(source).__name__} with optimizer {optimizer} and prefixes "
-            f"{prefixes}",
+            f"source of type {type(source).__name__} with an optimizer of type "
+            f"{type(optimizer).__name__} and prefixes {prefixes}",
             reason="the masters of a torch.nn.Module are in its torch.optim.Optimizer, those of a "
             "checkpoint in the same folder, and only keys of a checkpoint have prefixes",
             remedy="pass the model and its optimizer, or only the path of a checkpoint",
@@ -402,7 +397,8 @@ def _of_model(model: nn.Module, optimizer: Optimizer | None, wanted: torch.dtype
         UnsupportedParameterError: a tensor has no elements of its own here.
     """
     state = {} if optimizer is None else state_to_read(optimizer)
-    parameters = dtensor.parameters_by_saved_name(model)
+    named = dtensor.saved_names([model]).items()
+    parameters = {n: p for p, names in named if isinstance(p, nn.Parameter) for n in names}
     entries: list[Entry] = []
     tensors: dict[str, Tensor] = {}
     masters: dict[str, Tensor] = {}
@@ -460,7 +456,7 @@ def _of_checkpoint(
         prefix = "model." if any(p[0] == "model" and len(p) > 1 for p in paths.values()) else ""
     fqns = [key.removeprefix(prefix) for key in sizes if key.startswith(prefix)]
     # State of "model." fits weights of "ema.", too: the caller has to say that it is theirs.
-    known = fqns if optimizer_prefix is not None or prefix in MODEL_PREFIXES else []
+    known = fqns if optimizer_prefix is not None or prefix in _USUAL else []
     layout = find_layout(stored, known, model_prefix=prefix, optimizer_prefix=optimizer_prefix)
     layout = replace(layout, model=prefix)
     keys = {

@@ -39,7 +39,7 @@ from torch import Tensor
 from ..core.errors import CheckpointCorruptError, CheckpointError, ConfigError, OffloadError
 from ..core.interrupts import held_back
 from ..core.progress import progress
-from ..memory import local_ranks
+from ..link import local_ranks
 
 BLOCK_BYTES: Final = 8 << 20
 MAX_THREADS: Final = 16

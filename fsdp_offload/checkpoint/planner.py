@@ -14,6 +14,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -50,21 +51,20 @@ from ..optimizer.masters import tell_loaded
 from ..update import codec
 from ..update.state import check_remainder
 from .files import typed
-from .reader import Reader
+from .reader import Reader, targets_of
+from .rule import STATE, Match, Names, find_layout, match, prefixes_that_fit
 from .state import (
     EXTRA,
-    GROUPS,
     REMAINDER,
-    STATE,
     WHOLE,
-    Layout,
+    check_told,
     class_name,
     decode,
     encode,
-    find_layout,
+    groups_of,
+    hand_over,
     names_of,
-    parameters_of,
-    unpack,
+    some,
     weights_of,
 )
 
@@ -193,7 +193,7 @@ class JobLoadPlanner(FlatLoadPlanner):
         optimizer: ``None``: weights only.
         reader: of the checkpoint.
         strict: refuse weights that only one side has, and another class of optimizer.
-        model_prefix: see :func:`.state.find_layout`.
+        model_prefix: see :func:`.rule.find_layout`.
         optimizer_prefix: see there.
     """
 
@@ -214,9 +214,10 @@ class JobLoadPlanner(FlatLoadPlanner):
         self.extra: dict[str, Any] = {}
         self._stored: Mapping[str, Any] = {}  # what the checkpoint says of each of its keys
         self._weights: dict[str, Any] = {}  # by FQN
+        self._names: Mapping[Tensor, Names] = {}  # of the optimizer's parameters
+        self._found: Match
         self._read: dict[str, Any] = {}  # what each key is read into
-        self._keys: dict[str, str] = {}  # of the checkpoint, by key of what the optimizer takes
-        self._options: dict[str, Any] = {}  # that the optimizer takes
+        self._keys: dict[str, dict[str, str]] = {}  # that the optimizer takes, by FQN and entry
         self._masters: list[tuple[Tensor, str]] = []  # weight and key: read beside it, replaces it
 
     def create_local_plan(self) -> LoadPlan:
@@ -234,16 +235,18 @@ class JobLoadPlanner(FlatLoadPlanner):
             check_present("checkpoint.load()", self._models, plain)
             self._stored = stored = self._reader.metadata.state_dict_metadata
             self._weights = weights_of(self._models)
-            layout = find_layout(stored, self._weights, **self._prefixes)
-            unknown = self._plan_weights(layout)
+            self._match()
+            self._plan_weights()
             if self._optimizer is not None:
-                self._plan_state(self._optimizer, layout)
+                self._plan_state(self._optimizer)
             if isinstance(stored.get(EXTRA), BytesStorageMetadata):
                 data = read_values(self._reader, [EXTRA])[EXTRA]
                 if isinstance(data, bytes):  # of another program, it is none of ours
                     self.extra = decode(io.BytesIO(data))
             self.set_up_planner(self._read, self._reader.metadata)
-            return replace(super().create_local_plan(), planner_data=unknown)
+            plan = super().create_local_plan()
+            self._reader.compare(plan, self)
+            return replace(plan, planner_data=self._found.unknown)
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
         """As they are.
@@ -255,7 +258,7 @@ class JobLoadPlanner(FlatLoadPlanner):
         if lost := sorted(set.intersection(*unknown)) if self._strict else []:
             raise CheckpointError(
                 f"weights of {self._reader.path}",
-                reason=f"unknown to this model: {_some(lost)}",
+                reason=f"unknown to this model: {some(lost)}",
                 remedy="build the model that was saved, or pass strict=False",
             )
         return [replace(plan, planner_data=None) for plan in global_plan]
@@ -278,45 +281,93 @@ class JobLoadPlanner(FlatLoadPlanner):
                 # The weights were read in place before, so the optimizer saw no change just now.
                 tell_loaded(model)
         if self._optimizer is not None:
-            found = {taken: self.state_dict[key] for taken, key in self._keys.items()}
-            unpack(self._models, self._optimizer, {**self._options, **found})
+            state = {
+                fqn: {entry: self.state_dict[key] for entry, key in keys.items()}
+                for fqn, keys in self._keys.items()
+            }
+            hand_over(self._optimizer, self._names, state, self._found.options)
+
+    def _match(self) -> None:
+        """Decide what of the checkpoint goes where; reads options."""
+        optimizer, stored, groups = self._optimizer, self._stored, list[list[Names]]()
+        if optimizer is not None:
+            self._names = names_of(self._models, optimizer)
+            groups = groups_of(optimizer, self._names)
+        layout = find_layout(stored, self._weights, **self._prefixes)
+        tied = {f: names for names in dtensor.saved_names(self._models).values() for f in names}
+        weights = {fqn: tied.get(fqn, [fqn]) for fqn in self._weights}
+        read = functools.partial(read_values, self._reader)
+        self._found = match(layout, stored, weights, groups, read)
 
     # ------------------------------------------------------------------ weights
 
-    def _plan_weights(self, layout: Layout) -> list[str]:
-        """Returns keys that look like weights and are none of this rank's."""
-        stored = self._stored
-        if layout.model is None:
+    def _plan_weights(self) -> None:
+        found, stored = self._found, self._stored
+        if not found.weights:
+            fit = " or ".join(map(repr, prefixes_that_fit(stored, self._weights)))
             raise CheckpointError(
                 f"{self._reader.path}",
-                reason="it has no weight of this model under the usual prefixes, or the given one",
-                remedy="build the model that was saved, or give model_prefix=",
+                reason="it has no weight of this model under the usual prefix, or the given one",
+                remedy=f"build the model that was saved, or give model_prefix={fit}",
             )
-        missing = sorted(f for f in self._weights if layout.weight(f) not in stored)
-        if missing and (self._strict or len(missing) == len(self._weights)):
+        if found.missing and self._strict:
             raise CheckpointError(
                 f"weights of {self._reader.path}",
-                reason=f"missing there: {_some(missing)}",
+                reason=f"missing there: {some(found.missing)}",
                 remedy="build the model that was saved, or pass strict=False",
             )
-        known = {layout.weight(fqn): fqn for fqn in self._weights}
+        known = {key: fqn for fqn, key in found.weights.items()}
         # What get_extra_state() gave.
-        values = [key for key in known if isinstance(stored.get(key), BytesStorageMetadata)]
+        values = [key for key in known if isinstance(stored[key], BytesStorageMetadata)]
         for key, value in read_values(self._reader, values).items():
             self._weights[known[key]] = value
-        for key in known.keys() & stored.keys() - set(values):
-            self._read_into(key, self._weights[known[key]])
-        # Without a prefix, everything else that was saved looks like a weight.
-        return [k for k in stored if layout.model and layout.is_weight(k) and k not in known]
+        for key in known.keys() - set(values):
+            self._read_into([key], self._weights[known[key]])
 
     # ------------------------------------------------------------------ optimizer state
 
-    def _plan_state(self, optimizer: Optimizer, layout: Layout) -> None:
-        if layout.optimizer is None:
+    def _plan_state(self, optimizer: Optimizer) -> None:
+        found = self._found
+        self._check_state(optimizer)
+        if self._strict:
+            check_told(found, self._names, str(self._reader.path))
+        live: Mapping[Tensor, Mapping[str, Any]]
+        masters, has_masters = {WHOLE, REMAINDER}, False
+        if isinstance(optimizer, HybridDeviceOptimizer):
+            view = optimizer._for_checkpoints
+            live, has_masters = view.read_at_once(), not view.steps_itself
+            masters = masters if has_masters else set()  # its state may have entries of these names
+            view.check_names({p: found.state[n[0]].keys() for p, n in self._names.items()})
+            view.check_options(found.options)
+        else:
+            live = optimizer.state
+            lost = [kept for keys in found.state.values() if (kept := keys.keys() & masters)]
+            if lost:
+                _log.warning(
+                    "the checkpoint has fp32 masters of %d parameters (%s): %s ignores them and "
+                    "goes on from the weights",
+                    len(lost), ", ".join(sorted(set().union(*lost))), type(optimizer).__name__,
+                )  # fmt: skip
+        if found.left:
+            _log.warning(
+                "the state of %s is left out: this optimizer does not hold them", some(found.left)
+            )
+        for parameter, names in self._names.items():
+            keys, state = found.state[names[0]], live.get(parameter)
+            if has_masters and (keys or state is not None):
+                self._plan_master(parameter, names, keys, state)
+            for name in sorted(keys.keys() - masters):
+                if not (has_masters and state) or name in state:
+                    self._plan_entry(parameter, names[0], name, keys[name], (state or {}).get(name))
+
+    def _check_state(self, optimizer: Optimizer) -> None:
+        """Refuse a checkpoint without state, or of another class of optimizer."""
+        if self._found.untold == {names[0] for names in self._names.values()}:
+            fit = " or ".join(map(repr, prefixes_that_fit(self._stored, self._weights, STATE)))
             raise CheckpointError(
                 f"{self._reader.path}",
                 reason="it has no optimizer state for the parameters of this model",
-                remedy="pass optimizer=None to load weights alone, or give optimizer_prefix=",
+                remedy=f"pass optimizer=None to load weights alone, or give optimizer_prefix={fit}",
             )
         manifest = self._reader.manifest
         saved_class = "" if manifest is None else manifest.optimizer
@@ -326,102 +377,68 @@ class JobLoadPlanner(FlatLoadPlanner):
                 reason=f"this optimizer is {class_name(optimizer)}",
                 remedy="build the optimizer that was saved, or pass strict=False",
             )
-        names = names_of(self._models, optimizer)
-        saved = layout.entries(STATE, self._stored)
-        is_wrapped = isinstance(optimizer, HybridDeviceOptimizer)
-        lost = [found & {WHOLE, REMAINDER} for found in saved.values()]
-        if not is_wrapped and any(lost):
-            _log.warning(
-                "the checkpoint has fp32 masters of %d parameters (%s): %s ignores them and goes "
-                "on from the weights",
-                sum(map(bool, lost)), ", ".join(sorted(set().union(*lost))),
-                type(optimizer).__name__,
-            )  # fmt: skip
-        live: Mapping[Tensor, Mapping[str, Any]]
-        if isinstance(optimizer, HybridDeviceOptimizer):
-            live = optimizer._for_checkpoints.read_at_once()
-            optimizer._for_checkpoints.check_names({p: saved.get(n, ()) for p, n in names.items()})
-        else:
-            live = optimizer.state
-        for parameter, _ in parameters_of(optimizer):
-            fqn = names[parameter]
-            found, state = saved.get(fqn, set()), live.get(parameter, {})
-            is_offloaded = is_wrapped and bool(state)
-            if is_offloaded and found:  # without any, it never had a gradient: its state is reset
-                self._plan_master(parameter, fqn, found, state, layout)
-            for name in sorted(found - {WHOLE, REMAINDER}):
-                if name in state or not is_offloaded:
-                    self._plan_entry(parameter, fqn, name, state.get(name), layout)
-        self._plan_options(optimizer, names, layout)
-
-    def _plan_options(
-        self, optimizer: Optimizer, names: Mapping[Tensor, str], layout: Layout
-    ) -> None:
-        groups = [[names[p] for p in group["params"]] for group in optimizer.param_groups]
-        firsts = [fqns[0] for fqns in groups if fqns]
-        values = read_values(self._reader, layout.option_keys(self._stored, firsts))
-        found = layout.options(values)
-        options = [found.get(fqns[0], {}) if fqns else {} for fqns in groups]
-        if isinstance(optimizer, HybridDeviceOptimizer):
-            optimizer._for_checkpoints.check_options(options)
-        for fqns, of_group in zip(groups, options, strict=True):
-            for fqn in fqns:
-                self._options.update({f"{GROUPS}{fqn}.{o}": v for o, v in of_group.items()})
 
     def _plan_entry(
-        self, parameter: Tensor, fqn: str, name: str, live: Any, layout: Layout
+        self, parameter: Tensor, fqn: str, name: str, keys: Sequence[str], live: Any
     ) -> None:
         """Read an entry of a parameter's state into ``live``, or into a new tensor."""
-        key = layout.state(fqn) + name
-        entry = self._stored[key]
+        entry = self._stored[keys[0]]
         if isinstance(entry, TensorStorageMetadata) and not isinstance(live, Tensor):
             if entry.size == parameter.shape and name != "step":
                 device = dtensor.local(parameter).device
                 live = _shard_like(parameter, entry.properties.dtype, device)
             else:
                 live = torch.zeros(entry.size, dtype=entry.properties.dtype)
-        self._read_into(key, live)
-        self._keys[f"{STATE}{fqn}.{name}"] = key
+        self._take(fqn, name, keys, live)
 
     def _plan_master(
-        self, parameter: Tensor, fqn: str, saved: set[str], live: Mapping[str, Any], layout: Layout
+        self,
+        parameter: Tensor,
+        names: Names,
+        saved: Mapping[str, Sequence[str]],
+        live: Mapping[str, Any] | None,
     ) -> None:
         """Read the master in place, or what says it into host memory; without any of it, the master
-        becomes the weight."""
-        weight, start = layout.weight(fqn), layout.state(fqn)
-        kept = next((name for name in (WHOLE, REMAINDER) if name in live), None)
-        if REMAINDER in saved and isinstance(
-            self._stored[start + REMAINDER], TensorStorageMetadata
-        ):
-            check_remainder(start + REMAINDER, self._stored[start + REMAINDER].properties.dtype)
-        if kept in saved:
-            self._plan_entry(parameter, fqn, kept, live[kept], layout)
+        becomes the weight. ``live`` ``None``: of a frozen parameter, whose master waits until it is
+        trained again."""
+        for key in saved.get(REMAINDER, ()):
+            if isinstance(entry := self._stored[key], TensorStorageMetadata):
+                check_remainder(key, entry.properties.dtype)
+        kept = next((name for name in (WHOLE, REMAINDER) if name in (live or ())), None)
+        if live is not None and kept is not None and kept in saved:
+            self._take(names[0], kept, saved[kept], live[kept])
             return
-        others: tuple[str, ...] = ()
-        if kept is None:  # the weight is the master, or there is none
-            others = (WHOLE, REMAINDER) if parameter.dtype == torch.float32 else (WHOLE,)
-        elif parameter.dtype == torch.bfloat16 and live[kept].dtype != torch.float64:
-            others = (WHOLE, REMAINDER)
-        other = next((name for name in others if name in saved), None)
-        cpu = torch.device("cpu")
-        if other is not None:
-            key = start + other
-            dtype = torch.float32 if other == WHOLE else torch.bfloat16
-            self._read_into(key, _shard_like(parameter, dtype, cpu))
-            if kept is None:
-                self._masters.append((parameter, key))
-            else:
-                self._keys[f"{STATE}{fqn}.{other}"] = key
-        elif kept is not None and _is_fp32(self._stored.get(weight)):
+        # Of an fp16 weight a remainder says nothing.
+        forms = (WHOLE,) if parameter.dtype == torch.float16 else (WHOLE, REMAINDER)
+        form = next((name for name in forms if name in saved), None)
+        dtype = torch.bfloat16 if form == REMAINDER else torch.float32
+        master = _shard_like(parameter, dtype, torch.device("cpu"))
+        weights = [self._found.weights[name] for name in names if name in self._found.weights]
+        if parameter.dtype == torch.float32 or (live is not None and kept is None):
+            if form is not None:  # the weight is the master
+                self._read_into(saved[form], master)
+                self._masters.append((parameter, saved[form][0]))
+        elif form is not None:
+            self._take(names[0], form, saved[form], master)
+        elif weights and all(_is_fp32(self._stored[key]) for key in weights):
             # Read as a master: taking it over writes the weight, too.
-            self._read_into(weight, _shard_like(parameter, torch.float32, cpu))
-            self._keys[f"{STATE}{fqn}.{WHOLE}"] = weight
+            self._take(names[0], WHOLE, weights, master)
+            if live is None:
+                self._masters.append((parameter, weights[0]))
+        elif live is None and REMAINDER in saved:
+            _log.warning("%s of %s is left out: it is not of an fp16 weight", REMAINDER, names[0])
 
-    def _read_into(self, key: str, value: Any) -> None:
-        """Plan to read a key into a tensor, or a value that is none."""
-        entry = self._stored[key]
-        _check_shape(key, entry, value)
-        self._read[key] = value if isinstance(entry, TensorStorageMetadata) else None
+    def _take(self, fqn: str, entry: str, keys: Sequence[str], value: Any) -> None:
+        """Read ``keys`` into an entry of the state that the optimizer takes."""
+        self._read_into(keys, value)
+        self._keys.setdefault(fqn, {})[entry] = keys[0]
+
+    def _read_into(self, keys: Sequence[str], value: Any) -> None:
+        """Plan to read keys into a tensor, or a value that is none."""
+        for key in keys:
+            entry = self._stored[key]
+            _check_shape(key, entry, value)
+            self._read[key] = value if isinstance(entry, TensorStorageMetadata) else None
 
 
 class JobReader(Reader):
@@ -443,6 +460,10 @@ class JobReader(Reader):
         and after it the other one."""
         self.uninterrupted = contextlib.ExitStack()
         """Entered when everything was read."""
+
+    def compare(self, plan: LoadPlan, planner: LoadPlanner) -> None:
+        """Read, before any is written, values of several keys for one memory: they must agree."""
+        self._apart = self._read_apart(plan, targets_of(plan, planner))
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read in place, then take over."""
@@ -490,8 +511,3 @@ def _check_shape(key: str, stored: Any, value: Any) -> None:
             reason=f"here it has shape {expected}",
             remedy="build the model and the optimizer that were saved",
         )
-
-
-def _some(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:5]) or "none"
-    return f"{shown}, ... ({len(names)} in all)" if len(names) > 5 else shown

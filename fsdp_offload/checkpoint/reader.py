@@ -6,7 +6,7 @@ import functools
 import io
 import os
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
@@ -35,6 +36,7 @@ from .files import (
     scratch,
     typed,
 )
+from .rule import tied_error
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -51,7 +53,8 @@ class Reader(FileSystemReader):
 
     Each rank reads what it needs, with several threads. Elements that lie in the file as in the
     target are read there without a copy between, and every block is compared with its checksum.
-    Of files that another program wrote, items are loaded by ``torch.load``, as torch does.
+    Of files that another program wrote, items are loaded by ``torch.load``, as torch does. Keys
+    whose targets are one memory, such as tied weights, must have equal values.
 
     Args:
         path: folder of the checkpoint.
@@ -61,6 +64,7 @@ class Reader(FileSystemReader):
         CheckpointError: (in ``dcp.load``, inside a ``CheckpointException``) there is no checkpoint,
             or the file system refused.
         CheckpointCorruptError: (likewise) a file is not as it was written.
+        CheckpointError: (likewise) two keys have different values for one memory.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None, *, threads: int | None = None) -> None:
@@ -77,6 +81,7 @@ class Reader(FileSystemReader):
         self.metadata = Metadata({})
         self._tables: dict[str, Table | None] = {}
         self._items: dict[str, list[tuple[int, int]]] = {}  # offset and length, by file
+        self._apart: dict[ReadItem, Tensor] = {}  # that were read and compared before all else
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
         """``.metadata``, verified; empty on failure, which :meth:`set_up_storage_reader` raises."""
@@ -107,6 +112,7 @@ class Reader(FileSystemReader):
         if is_coordinator:
             folder.check_files(Path(self.path), self.manifest, metadata)
         self._items.clear()
+        self._apart = {}
         for info in metadata.storage_data.values():
             self._items.setdefault(info.relative_path, []).append((info.offset, info.length))
 
@@ -119,28 +125,51 @@ class Reader(FileSystemReader):
         """
         foreign: list[ReadItem] = []
         jobs: list[Job] = []
-        targets: list[tuple[ReadItem, Tensor]] = []
+        targets = targets_of(plan, planner)
+        apart = self._apart or self._read_apart(plan, targets)
         with ExitStack() as files:
             opened = self._opener(files)
             for request in plan.items:
                 info = self.storage_data[request.storage_index]
+                if request in apart:
+                    continue
                 file = opened(info.relative_path)
                 if file is None:
                     foreign.append(request)
+                    targets.pop(request, None)  # torch commits it
                 elif request.type is LoadItemType.BYTE_IO:
                     planner.load_bytes(request, io.BytesIO(file.whole(info)))
                 else:
-                    target = planner.resolve_tensor(request)
-                    targets.append((request, target))
-                    jobs += _tensor_jobs(file, info, self._box(request), target.detach())
+                    jobs += _tensor_jobs(file, info, self._box(request), targets[request])
             run_all(jobs, threads=self._threads, text="loading")
-        for request, target in targets:
+        with torch.no_grad():
+            for request, value in apart.items():
+                targets[request].copy_(value)
+        for request, target in targets.items():
             planner.commit_tensor(request, target)  # planners of others may do something
         if foreign:
             self._read_foreign(replace(plan, items=foreign), planner)
         done: Future[None] = Future()
         done.set_result(None)
         return done
+
+    def _read_apart(
+        self, plan: LoadPlan, targets: Mapping[ReadItem, Tensor]
+    ) -> dict[ReadItem, Tensor]:
+        """The values, in host memory, of items whose targets share memory with another key's:
+        threads would mix them.
+
+        Raises:
+            CheckpointError: two of them differ.
+        """
+        groups = _sharing(targets)
+        items = [item for group in groups for of_key in group for item in of_key]
+        values = {i: torch.empty(targets[i].shape, dtype=targets[i].dtype) for i in items}
+        if values:
+            self.read_data(replace(plan, items=items), _Apart(values))
+        for group in groups:
+            _check_equal(group, targets, values)
+        return values
 
     def check_blocks(self) -> bool:
         """Read every block once, and compare it with its checksum.
@@ -205,6 +234,81 @@ class Reader(FileSystemReader):
         chunk = torch.empty(sizes, dtype=stored.properties.dtype, device="meta")
         box = zip(request.storage_offsets, request.lengths, strict=True)
         return chunk[tuple(slice(start, start + length) for start, length in box)]
+
+
+class _Apart(DefaultLoadPlanner):
+    """Lets items be read into other tensors than those that they are for."""
+
+    def __init__(self, values: Mapping[ReadItem, Tensor]) -> None:
+        super().__init__()
+        self._values = values
+
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        return self._values[read_item]
+
+
+def targets_of(plan: LoadPlan, planner: LoadPlanner) -> dict[ReadItem, Tensor]:
+    """What each item that is a tensor is read into."""
+    return {
+        item: planner.resolve_tensor(item).detach()
+        for item in plan.items
+        if item.type is not LoadItemType.BYTE_IO
+    }
+
+
+def _span(tensors: Sequence[Tensor]) -> tuple[int, int]:
+    """The addresses between which the elements of all of them lie."""
+    ends = []
+    for each in tensors:
+        steps = sum((n - 1) * step for n, step in zip(each.shape, each.stride(), strict=True))
+        ends.append(each.data_ptr() + (1 + steps) * each.element_size())
+    return min(each.data_ptr() for each in tensors), max(ends)
+
+
+def _sharing(targets: Mapping[ReadItem, Tensor]) -> list[list[list[ReadItem]]]:
+    """Items of keys whose memory overlaps, by key; those of one key are disjoint."""
+    keys: dict[str, list[ReadItem]] = {}
+    for item, target in targets.items():
+        if target.numel() and not target.is_meta:
+            keys.setdefault(item.dest_index.fqn, []).append(item)
+    groups: list[list[list[ReadItem]]] = []
+    reach = 0
+    spans = [(*_span([targets[item] for item in items]), items) for items in keys.values()]
+    for low, high, items in sorted(spans, key=lambda each: (*each[:2], each[2][0].dest_index.fqn)):
+        groups.append([*groups.pop(), items] if low < reach else [items])
+        reach = max(reach, high)
+    return [group for group in groups if len(group) > 1]
+
+
+def _check_equal(
+    group: Sequence[Sequence[ReadItem]],
+    targets: Mapping[ReadItem, Tensor],
+    values: Mapping[ReadItem, Tensor],
+) -> None:
+    """Write the values of one key after the other into an image of the memory that they share.
+
+    Raises:
+        CheckpointError: a later one changed an earlier one.
+    """
+    low, high = _span([targets[item] for items in group for item in items])
+    low = low // 16 * 16  # which aligns any dtype
+    image = torch.empty(-(-(high - low) // 16) * 16, dtype=torch.uint8)
+    seen: dict[ReadItem, Tensor] = {}
+    for items in group:
+        mine: dict[ReadItem, Tensor] = {}
+        for item in items:
+            target = targets[item]
+            at = (target.data_ptr() - low) // target.element_size()
+            mine[item] = image.view(target.dtype).as_strided(target.shape, target.stride(), at)
+            mine[item].copy_(values[item])
+        for item, view in seen.items():
+            if not torch.equal(_bits(view), _bits(values[item])):
+                raise tied_error(CheckpointError, item.dest_index.fqn, items[0].dest_index.fqn)
+        seen |= mine
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return as_bytes(tensor.contiguous())
 
 
 @dataclass(frozen=True)

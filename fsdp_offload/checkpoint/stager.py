@@ -18,7 +18,7 @@ from ..core import dtensor
 from ..core.backend import backend_for
 from ..core.config import TransferConfig
 from ..core.errors import OffloadError, UnsupportedParameterError
-from ..memory import HostArena, check_host_budget, local_ranks
+from ..link import HostPool, HostRange
 from .files import BLOCK_BYTES, aligned, as_bytes, run_all
 
 
@@ -34,8 +34,8 @@ class Stager(AsyncStager):
     """
 
     def __init__(self) -> None:
-        self._arena: HostArena | None = None
-        self._nbytes = 0
+        self._pool: HostPool | None = None
+        self._arena: HostRange | None = None
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """A deep copy of ``state_dict``, tensors in any container or object included.
@@ -74,19 +74,13 @@ class Stager(AsyncStager):
             raise _uncopied("a value to be saved", error) from error
 
     def _reserve(self, nbytes: int, devices: set[torch.device]) -> None:
-        if self._arena is not None and nbytes <= self._nbytes:
+        if self._arena is not None and nbytes <= self._arena.n_bytes:
             return
         self.close()
-        check_host_budget(nbytes, local_ranks=local_ranks(), budget_bytes=None)
         devices = {device for device in devices if device.type not in ("cpu", "meta")}
         backend = backend_for(min(devices, key=str, default=torch.device("cpu")))
-        self._arena = HostArena(
-            nbytes,
-            device=backend.device,
-            can_pin=backend.can_pin,
-            transfer=TransferConfig(pin="prefer"),
-        )
-        self._nbytes = nbytes
+        self._pool = HostPool("async_save", backend, TransferConfig(pin="prefer"))
+        self._arena = self._pool.take(nbytes)
 
     def _copier(self, jobs: list[Callable[[], None]]) -> Callable[[Tensor], Tensor]:
         """Makes copies: of dense tensors one behind the other in the arena, which ``jobs`` fill."""
@@ -118,9 +112,9 @@ class Stager(AsyncStager):
 
     def close(self) -> None:
         """Give the memory back; the copies are gone."""
-        if self._arena is not None:
-            self._arena.close()
-        self._arena, self._nbytes = None, 0
+        if self._pool is not None:
+            self._pool.close()
+        self._pool = self._arena = None
 
 
 # --------------------------------------------------------------------------- containers

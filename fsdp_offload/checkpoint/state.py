@@ -9,25 +9,13 @@ optimizer's class, never from what a rank holds, so they are the same on all ran
 An fp32 master is never saved twice. fp32 shards are masters themselves. Of a bf16 shard the weight
 is the upper half, so ``master_remainder`` (16 bits) is all that is left to say. Where a
 lane keeps a whole master (host lane, fp16 shards), that is emitted as ``master`` (fp32).
-
-[Note: layouts]
-Weights stand under one of three prefixes, optimizer state under one of three others::
-
-    model.{fqn}         optim.state.{fqn}.exp_avg        this package, and most users of torch's DCP
-    {fqn}               optimizer.state.{fqn}.exp_avg    torchtitan
-    model.module.{fqn}  optimizer.state.module.{fqn}.exp_avg    Megatron-FSDP
-
-The first prefix under which there is a weight (state) of this model is taken, unless the caller
-names one. Options of groups stand beside the state, flat (``param_groups.{fqn}.lr``) or nested
-(``param_groups`` as one list, or ``param_groups.{index}.lr`` if an option is a tensor).
 """
 
 from __future__ import annotations
 
 import io
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -41,20 +29,23 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ..core import dtensor
-from ..core.arguments import backend_of, listed
+from ..core.arguments import backend_of, check_optimizer, listed
 from ..core.backend import backend_for
 from ..core.errors import ConfigError, StateDictError
 from ..optimizer.hybrid import HybridDeviceOptimizer
 from ..update.params import MasterForm
+from .rule import GROUPS, STATE, Layout, Match, Names, match, tied_error
 
 REMAINDER = MasterForm.REMAINDER.value
 WHOLE = MasterForm.WHOLE.value
-STATE: Final = "state."
-GROUPS: Final = "param_groups."
 EXTRA: Final = "extra"
-MODEL_PREFIXES: Final = ("model.", "", "model.module.")
-OPTIMIZER_PREFIXES: Final = ("optim.", "optimizer.", "")
-
+SEVERAL: Final = (
+    "save with your own names for them: dcp.save({'model': get_model_state_dict(model), "
+    "'first': OptimizerState(model, first), 'second': OptimizerState(model, second)}, "
+    "storage_writer=checkpoint.Writer(path)), and load one after the other: "
+    "checkpoint.load(path, model, first, optimizer_prefix='first.')"
+)
+"""What to do with several optimizers."""
 
 Models = nn.Module | Sequence[nn.Module]
 
@@ -82,7 +73,7 @@ def pack(model: Models, optimizer: Optimizer, *, for_writing: bool = True) -> di
     packed: dict[str, Any] = {}
     state = optimizer.state if for_writing else state_to_read(optimizer)
     for parameter, group in parameters_of(optimizer):
-        fqn = names[parameter]
+        fqn = names[parameter][0]
         for name, value in state.get(parameter, {}).items():
             _check_value(parameter, fqn, name, value)
             packed[f"{STATE}{fqn}.{name}"] = value
@@ -109,19 +100,54 @@ def unpack(model: Models, optimizer: Optimizer, packed: Mapping[str, Any]) -> No
         StateDictError: keys, shapes or placements do not fit; nothing was written.
     """
     names = names_of(listed(model), optimizer)
+    groups = groups_of(optimizer, names)
+    layout = Layout(None, "")
+    found = match(layout, packed, {}, groups, lambda keys: {key: packed[key] for key in keys})
+    check_told(found, names, "this state dict")
     state: dict[str, dict[str, Any]] = {}
-    options_of: dict[str, dict[str, Any]] = {}
-    for key, value in packed.items():
-        for prefix, found in ((STATE, state), (GROUPS, options_of)):
-            if key.startswith(prefix):
-                fqn, _, name = key.removeprefix(prefix).rpartition(".")
-                found.setdefault(fqn, {})[name] = value
-    groups = []
-    for group in optimizer.param_groups:
-        fqns = [names[parameter] for parameter in group["params"]]
-        options = options_of.get(fqns[0] if fqns else "", {})
-        groups.append({**group, **options, "params": fqns})
-    optimizer.load_state_dict({"state": state, "param_groups": groups})
+    for fqn, entries in found.state.items():
+        state[fqn] = {entry: packed[keys[0]] for entry, keys in entries.items()}
+        for one, *others in entries.values():
+            for other in others:
+                both = (dtensor.local(torch.as_tensor(packed[key])) for key in (one, other))
+                if not torch.equal(*both):
+                    raise tied_error(StateDictError, one, other)
+    hand_over(optimizer, names, state, found.options)
+
+
+def groups_of(optimizer: Optimizer, names: Mapping[Tensor, Names]) -> list[list[Names]]:
+    """Names of the parameters of each group."""
+    return [[names[p] for p in group["params"]] for group in optimizer.param_groups]
+
+
+def check_told(found: Match, names: Mapping[Tensor, Names], where: str) -> None:
+    """Refuse a load that says nothing of a parameter that is trained: its state would be reset.
+
+    Raises:
+        StateDictError: there are neither state nor options of it.
+    """
+    lost = sorted(n[0] for p, n in names.items() if p.requires_grad and n[0] in found.untold)
+    if lost:
+        raise StateDictError(
+            f"optimizer state in {where}",
+            reason=f"it has neither state nor options of {some(lost)}, which this optimizer trains",
+            remedy="build the optimizer that was saved, or let their state begin anew: "
+            "checkpoint.load(..., strict=False)",
+        )
+
+
+def hand_over(
+    optimizer: Optimizer,
+    names: Mapping[Tensor, Names],
+    state: Mapping[str, Mapping[str, Any]],
+    options: Sequence[Mapping[str, Any]],
+) -> None:
+    """Load state by name and the options of each group; options that are missing stay."""
+    groups = [
+        {**group, **found, "params": [names[parameter][0] for parameter in group["params"]]}
+        for group, found in zip(optimizer.param_groups, options, strict=True)
+    ]
+    optimizer.load_state_dict({"state": dict(state), "param_groups": groups})
 
 
 class OptimizerState:
@@ -140,6 +166,7 @@ class OptimizerState:
     """
 
     def __init__(self, model: Models, optimizer: Optimizer) -> None:
+        check_optimizer(optimizer, several=SEVERAL)
         self._model, self._optimizer = model, optimizer
 
     def state_dict(self) -> dict[str, Any]:
@@ -158,22 +185,43 @@ def parameters_of(optimizer: Optimizer) -> Iterator[tuple[Tensor, dict[str, Any]
             yield parameter, group
 
 
-def names_of(models: Sequence[nn.Module], optimizer: Optimizer) -> dict[Tensor, str]:
-    """The FQN of each parameter of ``optimizer``.
+def names_of(models: Sequence[nn.Module], optimizer: Optimizer) -> dict[Tensor, list[str]]:
+    """The FQNs of each parameter of ``optimizer``: several of a tied weight.
 
     Raises:
-        ConfigError: a parameter is in none of ``models``.
+        ConfigError: a parameter is in none of ``models``, or two have one name.
     """
-    names = dtensor.saved_names(models)
+    saved, names = dtensor.saved_names(models), dict[Tensor, list[str]]()
+    owners: dict[str, Tensor] = {}
     for parameter, _ in parameters_of(optimizer):
-        if parameter not in names:
+        if parameter not in saved:
             raise ConfigError(
                 f"a parameter of shape {tuple(parameter.shape)}",
                 reason="the optimizer holds it, but the model does not, so it has no name",
                 remedy="pass the model whose parameters the optimizer was built with; after a "
                 "forward under no_grad, call model.reshard() first",
             )
+        names[parameter] = saved[parameter]
+        if twice := [
+            fqn for fqn in saved[parameter] if owners.setdefault(fqn, parameter) is not parameter
+        ]:
+            raise same_names(twice)
     return names
+
+
+def same_names(names: Sequence[str]) -> ConfigError:
+    """Of two models whose tensors have the same names."""
+    return ConfigError(
+        f"{some(names)} of two of the models",
+        reason="they have the same names, and one set would be lost",
+        remedy="save both as one: model=nn.ModuleDict({'first': first, 'second': second})",
+    )
+
+
+def some(names: Sequence[str]) -> str:
+    """Some names for an error."""
+    shown = ", ".join(names[:5]) or "none"
+    return f"{shown}, ... ({len(names)} in all)" if len(names) > 5 else shown
 
 
 def _plain(value: Any) -> Any:
@@ -196,6 +244,7 @@ def _check_value(parameter: Tensor, fqn: str, name: str, value: Any) -> None:
 
 
 def _pack_plain(models: Sequence[nn.Module], optimizer: Optimizer) -> dict[str, Any]:
+    names_of(models, optimizer)  # refuses equal names, of which torch's dict would lose one
     options = StateDictOptions(flatten_optimizer_state_dict=True)
     single = models[0] if len(models) == 1 else nn.ModuleList(models)
     packed = get_optimizer_state_dict(single, optimizer, options=options)
@@ -217,11 +266,7 @@ def weights_of(models: Sequence[nn.Module]) -> dict[str, Any]:
     for model in models:
         found = get_model_state_dict(model)
         if twice := sorted(weights.keys() & found.keys()):
-            raise ConfigError(
-                f"weights {twice[:5]} of two of the models",
-                reason="they have the same names, and one set would be lost",
-                remedy="give the models different names, as parts of one module have",
-            )
+            raise same_names(twice)
         weights.update(found)
     return weights
 
@@ -249,7 +294,7 @@ def collect(
     state: dict[str, Any] = {f"model.{fqn}": value for fqn, value in weights_of(models).items()}
     if optimizer is not None:
         names = names_of(models, optimizer)
-        others = {name for parameter, name in names.items() if not dtensor.is_first(parameter)}
+        others = {found[0] for p, found in names.items() if not dtensor.is_first(p)}
         for key, value in pack(models, optimizer, for_writing=False).items():
             owner = key.removeprefix(GROUPS).removeprefix(STATE).rpartition(".")[0]
             if isinstance(value, DTensor) or owner not in others:
@@ -268,11 +313,14 @@ def class_name(optimizer: Optimizer | None) -> str:
 
 
 def refuse_inherited(optimizer: Optimizer | None) -> None:
-    """Refuse an optimizer of the parent process before any collective: no rank answers a child.
+    """Refuse an optimizer of the parent process, and what is no optimizer, before any collective:
+    no rank answers a child.
 
     Raises:
+        ConfigError: it is several optimizers, or something else.
         ClosedError: this process is a fork of the one that built it.
     """
+    check_optimizer(optimizer, several=SEVERAL)
     if isinstance(optimizer, HybridDeviceOptimizer):
         optimizer._for_checkpoints.check_not_inherited()
 
@@ -305,112 +353,3 @@ def decode(data: io.BytesIO) -> Any:
     """
     with torch.serialization.safe_globals([io.BytesIO]):  # some modules' extra state is one
         return torch.load(data, weights_only=True, map_location="cpu")
-
-
-# --------------------------------------------------------------------------- where keys are
-
-
-@dataclass(frozen=True)
-class Layout:
-    """The prefixes of a checkpoint.
-
-    Args:
-        model: before the FQN of a weight; ``None``: it has none of this model.
-        optimizer: before ``state.`` and ``param_groups``; ``None``: it has no state of this model.
-        inner: between those and the FQN.
-    """
-
-    model: str | None
-    optimizer: str | None
-    inner: str = ""
-
-    def weight(self, fqn: str) -> str:
-        """The key of a weight."""
-        return f"{self.model}{fqn}"
-
-    def state(self, fqn: str) -> str:
-        """What the keys of a parameter's state begin with."""
-        return f"{self.optimizer}{STATE}{self.inner}{fqn}."
-
-    def is_weight(self, key: str) -> bool:
-        """Whether a key may be that of a weight: it has the prefix, and is no optimizer's."""
-        if self.model is None or not key.startswith(self.model):
-            return False
-        if self.optimizer is None:
-            return True
-        start = self.optimizer
-        return not key.startswith((f"{start}{STATE}", f"{start}{GROUPS[:-1]}"))
-
-    def entries(self, kind: str, keys: Collection[str]) -> dict[str, set[str]]:
-        """Names of the entries, of state (``STATE``) or of options (``GROUPS``), by FQN."""
-        found: dict[str, set[str]] = {}
-        start = f"{self.optimizer}{kind}{self.inner}"
-        for key in keys:
-            if self.optimizer is not None and key.startswith(start):
-                fqn, _, name = key.removeprefix(start).rpartition(".")
-                found.setdefault(fqn, set()).add(name)
-        return found
-
-    def option_keys(self, keys: Collection[str], fqns: Collection[str]) -> list[str]:
-        """Keys that hold options of the groups of ``fqns``, in any of the three forms."""
-        start = f"{self.optimizer}{GROUPS[:-1]}"
-        owners = {f"{self.inner}{fqn}" for fqn in fqns}
-        found = []
-        for key in keys:
-            owner = key.removeprefix(f"{start}.").rpartition(".")[0]
-            if key == start or (
-                key.startswith(f"{start}.") and (owner.isdecimal() or owner in owners)
-            ):
-                found.append(key)
-        return found
-
-    def options(self, values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-        """Options of the group of each parameter, from the values of :meth:`option_keys`.
-
-        A nested form gives them for all parameters of a group, which it names by FQN.
-        """
-        start = f"{self.optimizer}{GROUPS[:-1]}"
-        nested: dict[int, dict[str, Any]] = dict(enumerate(values.get(start) or []))
-        found: dict[str, dict[str, Any]] = {}
-        for key, value in values.items():
-            owner, _, option = key.removeprefix(f"{start}.").rpartition(".")
-            if key == start:
-                continue
-            # A module may be called "0" too; the nested form always has the names of parameters.
-            if f"{start}.{owner}.params" in values:
-                nested.setdefault(int(owner), {})[option] = value
-            else:
-                found.setdefault(owner.removeprefix(self.inner), {})[option] = value
-        for group in nested.values():
-            options = {name: value for name, value in group.items() if name != "params"}
-            for fqn in group.get("params") or ():
-                found[str(fqn).removeprefix(self.inner)] = options
-        return found
-
-
-def find_layout(
-    keys: Collection[str],
-    fqns: Collection[str],
-    *,
-    model_prefix: str | None = None,
-    optimizer_prefix: str | None = None,
-) -> Layout:
-    """The layout of a checkpoint.
-
-    Args:
-        keys: of the checkpoint.
-        fqns: of the model's weights.
-        model_prefix: before the FQNs of weights; ``None``: the first that fits.
-        optimizer_prefix: before ``state.``; ``None``: the first that fits.
-    """
-    known = set(keys)
-    prefixes = MODEL_PREFIXES if model_prefix is None else (model_prefix,)
-    model = next((p for p in prefixes if any(p + fqn in known for fqn in fqns)), None)
-    owners = {key.rpartition(".")[0] for key in known}
-    prefixes = OPTIMIZER_PREFIXES if optimizer_prefix is None else (optimizer_prefix,)
-    for inner in ("", "module."):
-        for prefix in prefixes:
-            starts = f"{prefix}{STATE}{inner}", f"{prefix}{GROUPS}{inner}"
-            if any(start + fqn in owners for start in starts for fqn in fqns):
-                return Layout(model, prefix, inner)
-    return Layout(model, None)

@@ -57,7 +57,7 @@ def _of_torch_and_host(index: int) -> Iterator[Check]:
 
     from ..core.errors import ConfigError
     from ..core.fsdp import TORCH_RUN
-    from ..memory.budget import host_memory
+    from ..link.budget import host_memory
     from . import host_checks, torch_checks
 
     count = torch.cuda.device_count()

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from ..core.backend import parse_cpu_list
-from ..memory.budget import HostMemory, size_text
+from ..link.budget import HostMemory, size_text
 from .check import Check
 
 _HUGE_PAGES: Final = "sys/kernel/mm/transparent_hugepage/enabled"

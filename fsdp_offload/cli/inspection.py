@@ -18,7 +18,7 @@ from ..checkpoint.files import typed
 from ..checkpoint.planner import read_values
 from ..checkpoint.state import EXTRA, decode
 from ..core.errors import CheckpointError
-from ..memory.budget import size_text
+from ..link.budget import size_text
 
 _CHECKSUMS: Final = {
     "elements": "checksums of all elements hold",

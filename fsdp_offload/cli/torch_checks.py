@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,9 +17,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from ..bench.machine import measure_link
-from ..core import backend, fsdp
+from ..core import fsdp
+from ..core.config import TransferConfig
 from ..core.errors import PinningError, UnsupportedTorchError
-from ..memory.budget import size_text
+from ..link import HostRange
+from ..link.budget import size_text
 from ..update.kernels import triton_kernels
 from .check import Check
 from .host_checks import pcie_gbps
@@ -86,14 +87,11 @@ def check_device(cuda: str | None, driver: str, devices: Sequence[str]) -> Check
 
 def check_pinning(device: torch.device) -> Check:
     """Whether the driver page-locks memory of this process, which is given back."""
-    with mmap.mmap(-1, _PIN_BYTES) as memory:
-        address = torch.frombuffer(memory, dtype=torch.uint8, count=1).data_ptr()
-        try:
-            backend.pin(address, _PIN_BYTES, device)
-        except PinningError as error:
-            remedy = 'free host memory, or TransferConfig(pin="prefer"), which is slower'
-            return Check("page-locking", "error", error.reason, remedy)
-        backend.unpin(address, _PIN_BYTES, device)
+    try:
+        HostRange(_PIN_BYTES, device=device, can_pin=True, transfer=TransferConfig()).close()
+    except PinningError as error:
+        remedy = 'free host memory, or TransferConfig(pin="prefer"), which is slower'
+        return Check("page-locking", "error", error.reason, remedy)
     return Check("page-locking", "ok", f"the driver takes {size_text(_PIN_BYTES)}")
 
 

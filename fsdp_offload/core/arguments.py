@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from . import dtensor
 from .backend import Backend, backend_for
@@ -31,6 +32,25 @@ def listed(model: object) -> list[nn.Module]:
                 remedy="pass the module whose parameters the optimizer holds, or several",
             )
     return models
+
+
+def check_optimizer(optimizer: object, *, several: str) -> None:
+    """Refuse what is neither an optimizer nor None.
+
+    Args:
+        optimizer: what the caller gave.
+        several: what to do where it is several optimizers.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    if optimizer is None or isinstance(optimizer, Optimizer):
+        return
+    reason, remedy = "not a torch.optim.Optimizer", "pass the optimizer itself, after the model"
+    each: Any = optimizer.values() if isinstance(optimizer, Mapping) else optimizer
+    if isinstance(each, Iterable) and any(isinstance(one, Optimizer) for one in each):
+        reason, remedy = "this call takes one optimizer", several
+    raise ConfigError(f"optimizer of type {type(optimizer).__name__}", reason=reason, remedy=remedy)
 
 
 def modules_of(model: nn.Module | Sequence[nn.Module] | None) -> list[nn.Module]:

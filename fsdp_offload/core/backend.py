@@ -202,6 +202,8 @@ class AllocatorFigures(NamedTuple):
 
     reserved_bytes: int
     """That it has of the driver now."""
+    allocated_peak_bytes: int
+    """The most that was in use, since the caller reset torch's peaks."""
     unused_bytes: int
     """The most that it had, less the most that was in use."""
     retries: int
@@ -255,7 +257,7 @@ class Backend(Protocol):
         ...
 
     def free_and_total(self) -> tuple[int, int]:
-        """Bytes that the driver could give out, and all there are."""
+        """Bytes that torch's allocator could get of the driver, and all there are for it."""
         ...
 
 
@@ -451,12 +453,17 @@ class AcceleratorBackend:
         reserved, allocated = (
             figures[f"{kind}_bytes"]["all"] for kind in ("reserved", "allocated")
         )
-        return AllocatorFigures(
-            reserved["current"], reserved["peak"] - allocated["peak"], figures["num_alloc_retries"]
-        )
+        peak = allocated["peak"]
+        unused, retries = reserved["peak"] - peak, figures["num_alloc_retries"]
+        return AllocatorFigures(reserved["current"], peak, unused, retries)
 
     def free_and_total(self) -> tuple[int, int]:
-        return torch.cuda.mem_get_info(self.device)
+        free, total = torch.cuda.mem_get_info(self.device)
+        fraction = torch.cuda.get_per_process_memory_fraction(self.device)
+        if fraction == 1:
+            return free, total
+        limit = int(fraction * total)  # of what torch's allocator reserves
+        return max(0, min(free, limit - torch.cuda.memory_reserved(self.device))), limit
 
 
 @functools.cache

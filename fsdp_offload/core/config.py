@@ -1,7 +1,7 @@
 """What a user may choose: frozen dataclasses, checked when they are made.
 
-Each value is explained under its field. Sizes accept an ``int`` in bytes or a string such as
-``"8GiB"`` (binary units) or ``"8GB"`` (decimal units).
+Each value is explained under its field. Sizes are a string such as ``"8GiB"`` (binary units) or
+``"8GB"`` (decimal units), or an ``int`` of bytes: 0, or 1 MiB and more.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import difflib
 import re
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from numbers import Integral
 from typing import Final, Literal
 
 import torch
@@ -37,7 +38,6 @@ MOMENTS: Final[dict[object, torch.dtype | Literal["int8"] | None]] = {
 """What ``moments=`` accepts, and what it means."""
 
 _UNITS: Final = {
-    "": 1,
     "B": 1,
     "KB": 10**3,
     "MB": 10**6,
@@ -50,26 +50,54 @@ _UNITS: Final = {
 }
 
 
-def parse_bytes(value: int | str, name: str = "size") -> int:
-    """Bytes meant by ``value``: an int, or a number with a unit ("8GiB", "500 MB").
+def parse_bytes(value: object, name: str = "size") -> int:
+    """Bytes meant by ``value``: 0, an int from 1 MiB on, or a number and a unit ("8GiB", "5 MB").
 
     Raises:
-        ConfigError: the text is no size, or it is negative.
+        ConfigError: no size, a negative one, or a number whose unit is missing.
     """
-    if isinstance(value, int) and not isinstance(value, bool):
-        parsed = value
-    else:
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(value))
-        if match is None or match[2].upper() not in _UNITS:
-            raise ConfigError(
-                f"{name}={value!r}",
-                reason="not a size",
-                remedy='give bytes as an int, or a string such as "8GiB" or "500MB"',
-            )
-        parsed = int(float(match[1]) * _UNITS[match[2].upper()])
-    if parsed < 0:
-        raise ConfigError(f"{name}={value!r}", reason="a size is never negative", remedy="use 0")
-    return parsed
+    if not isinstance(value, bool) and isinstance(value, Integral):  # NumPy's, too
+        if int(value) == 0 or int(value) >= MIB:
+            return int(value)
+    elif isinstance(value, str):
+        if value.strip() == "0":
+            return 0
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", value)
+        if match is not None and match[2].upper() in _UNITS:
+            return int(float(match[1]) * _UNITS[match[2].upper()])
+    raise _no_size(value, name)
+
+
+def sized(value: int | str | None, name: str = "size") -> int | None:
+    """:func:`parse_bytes` of what may be left out."""
+    return None if value is None else parse_bytes(value, name)
+
+
+def _no_size(value: object, name: str) -> ConfigError:
+    """The error that names what was probably meant."""
+    try:
+        number = float("nan") if isinstance(value, bool) else float(str(value))
+    except ValueError:
+        number = float("nan")
+    reason, remedy = "not a size", 'write bytes as an int, or text with a unit, such as "8GiB"'
+    if number < 0:
+        reason, remedy = "a size is never negative", "use 0"
+    elif 0 < number < 1:
+        reason, remedy = "a share is not accepted", 'write a size, such as "8GiB"'
+    elif 1 <= number < float("inf"):
+        unit = "B" if number >= MIB else "MiB" if number >= 1024 else "GiB"
+        reason = "text needs a unit" if isinstance(value, str) else "a float needs a unit"
+        if isinstance(value, Integral):
+            reason = "an int counts bytes, and less than 1 MiB of them is probably a mistake"
+        remedy = f'write "{number:.15g}{unit}"'
+        if unit != "B":
+            remedy += f', or "{number:.15g}B" if bytes are meant'
+    return ConfigError(f"{name}={value!r}", reason=reason, remedy=remedy)
+
+
+def align(value: int, unit: int) -> int:
+    """``value`` rounded up to a multiple of ``unit``."""
+    return -(-value // unit) * unit
 
 
 @dataclass(frozen=True)
@@ -95,14 +123,13 @@ class TransferConfig:
     free memory and what the cgroup leaves. Of an optimizer: ``host_memory=`` says the same."""
 
     def __post_init__(self) -> None:
-        for name in ("bucket_bytes", "host_memory"):
-            if (size := getattr(self, name)) is not None:
-                object.__setattr__(self, name, parse_bytes(size, name))
-        if self.bucket_bytes is not None and int(self.bucket_bytes) < 4096:
+        bucket_bytes = sized(self.bucket_bytes, "bucket_bytes")
+        sized(self.host_memory, "host_memory")
+        if bucket_bytes is not None and bucket_bytes < 4096:
             raise ConfigError(
-                f"transfer.bucket_bytes={self.bucket_bytes}",
+                f"bucket_bytes={self.bucket_bytes!r}",
                 reason="a bucket under 4 KiB cannot hold 64 elements of every kind of state",
-                remedy="use at least 4096; 16 MiB and more reach link speed",
+                remedy='use at least "4KiB"; 16 MiB and more reach link speed',
             )
         threads = self.host_threads
         if threads is not None and (isinstance(threads, bool) or not isinstance(threads, int)):
@@ -250,9 +277,9 @@ class OffloadConfig:
     @property
     def bucket_bytes(self) -> int:
         """Bytes of state in a bucket."""
-        given = self.transfer.bucket_bytes
+        given = sized(self.transfer.bucket_bytes)
         if given is not None:
-            return int(given)
+            return given
         is_small = self.overlap == "step" or self.first_device_bytes < FIRST_DEVICE_BYTES
         return SMALL_BUCKET_BYTES if is_small else LARGE_BUCKET_BYTES
 
@@ -279,7 +306,7 @@ def _with_host_memory(transfer: TransferConfig, host_memory: int | str | None) -
         return transfer
     if transfer.host_memory is not None:
         raise ConfigError(
-            f"host_memory={host_memory!r} and {transfer.host_memory} in transfer",
+            f"host_memory={host_memory!r} and {transfer.host_memory!r} in transfer",
             reason="both say how much host memory there is",
             remedy="give one of them",
         )

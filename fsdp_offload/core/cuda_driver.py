@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Final
 
 import torch
@@ -29,6 +29,7 @@ from .errors import DeviceError
 
 OUT_OF_MEMORY: Final = 2
 _PINNED, _ON_DEVICE, _READ_WRITE = 1, 1, 3
+_RELAXED: Final = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _RDMA_WITH_VMM: Final = 110  # CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED
 
 _word, _size, _int = ctypes.c_ulonglong, ctypes.c_size_t, ctypes.c_int
@@ -79,6 +80,7 @@ _SIGNATURES: Final[dict[str, list[Any]]] = {
     "cuMemcpyAsync": [_word, _word, _size, _word],
     "cuStreamWaitEvent": [_word, _word, ctypes.c_uint],
     "cuEventRecord": [_word, _word],
+    "cuThreadExchangeStreamCaptureMode": [ctypes.POINTER(_int)],
 }
 
 
@@ -265,6 +267,21 @@ class Commands:
         code = self._lib.cuEventRecord(event.cuda_event, stream.cuda_stream)
         if code:
             _check(code, "cuEventRecord", self.device)
+
+
+@contextmanager
+def beside_capture(device: torch.device) -> Iterator[None]:
+    """Inside, this thread may wait for work that a CUDA graph capture in progress does not hold;
+    CUDA would end the capture."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        yield
+        return
+    mode = _int(_RELAXED)
+    _library().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))  # mode: that of before
+    try:
+        yield
+    finally:
+        _library().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
 
 
 _NOTHING: Final = nullcontext()

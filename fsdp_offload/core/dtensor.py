@@ -21,7 +21,7 @@ of such a parameter carries its chunk with it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor
 
 from .chunks import attach_chunk, chunks_of
 from .errors import UnsupportedParameterError
+from .fsdp import gathered_parameters
 from .gated import GatedShard, ungated
 
 if TYPE_CHECKING:
@@ -154,7 +155,8 @@ def shard_info(parameter: Tensor, fqn: str) -> ShardInfo:
         raise UnsupportedParameterError(
             f"parameter {fqn} with shard shape {tuple(shard.shape)}, strides {shard.stride()}",
             reason="the shard is not contiguous, and fused kernels would skip elements of it",
-            remedy="replace it by parameter.contiguous() before building the optimizer",
+            remedy="call model.to(memory_format=torch.contiguous_format), or assign "
+            "parameter.data = parameter.data.contiguous(), before the optimizer is wrapped",
         )
     if isinstance(parameter, DTensor) and any(p.is_partial() for p in parameter.placements):
         raise UnsupportedParameterError(
@@ -320,6 +322,11 @@ def clear_decoupled_gradient(parameter: Tensor) -> None:
         parameter.decoupled_grad = None  # type: ignore[attr-defined]
 
 
+def zero_gradient(parameter: Tensor) -> Tensor:
+    """What ``zero_grad(set_to_none=False)`` leaves of a gradient; waits for no update."""
+    return like(parameter, torch.zeros_like(with_history(parameter), requires_grad=False))
+
+
 def never_has_gradient(parameter: Tensor) -> bool:
     """Whether the shard is empty here and is left without a gradient for that reason alone."""
     if not isinstance(parameter, DTensor) or parameter._local_tensor.numel():
@@ -391,37 +398,40 @@ def same_placement(parameter: Tensor, value: Tensor) -> bool:
     return told is None or told == uneven_offsets(parameter)
 
 
+def named_parameters(
+    model: nn.Module, *, remove_duplicate: bool = True
+) -> Iterator[tuple[str, Tensor]]:
+    """As ``model.named_parameters()``, sharded ones also while FSDP2 has them gathered."""
+    sharded = gathered_parameters([model])
+    for name, parameter in model.named_parameters(remove_duplicate=remove_duplicate):
+        yield name, sharded.get(parameter, parameter)
+
+
 def parameter_names(models: Sequence[nn.Module]) -> dict[Tensor, str]:
     """FQN of every parameter of ``models``, tied ones once, in order of registration."""
     names: dict[Tensor, str] = {}
     for index, model in enumerate(models):
         prefix = f"{index}." if len(models) > 1 else ""
-        for name, parameter in model.named_parameters():
+        for name, parameter in named_parameters(model):
             names.setdefault(parameter, prefix + name)
     return names
 
 
-def saved_names(models: Sequence[nn.Module]) -> dict[Tensor, str]:
-    """FQN of every parameter as state dicts spell it, tied ones once.
+def saved_names(models: Sequence[nn.Module]) -> dict[Tensor, list[str]]:
+    """FQNs of every parameter and buffer as state dicts spell them; tied ones have several.
 
     Unlike :func:`parameter_names`, without what wrappers (``torch.compile``, activation
     checkpointing, DDP) put between the names of modules.
     """
     from torch.distributed.checkpoint.state_dict import _get_fqns
 
-    names: dict[Tensor, str] = {}
+    names: dict[Tensor, list[str]] = {}
     for model in models:
-        for name, parameter in model.named_parameters():
-            names.setdefault(parameter, *_get_fqns(model, name))
+        named = named_parameters(model, remove_duplicate=False)
+        for name, tensor in (*named, *model.named_buffers(remove_duplicate=False)):
+            known = names.setdefault(tensor, [])
+            known += [fqn for fqn in _get_fqns(model, name) if fqn not in known]
     return names
-
-
-def parameters_by_saved_name(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters by FQN as state dicts spell it, tied ones under every name."""
-    from torch.distributed.checkpoint.state_dict import _get_fqns
-
-    named = model.named_parameters(remove_duplicate=False)
-    return {fqn: parameter for name, parameter in named for fqn in _get_fqns(model, name)}
 
 
 def with_history(tensor: Tensor) -> Tensor:
@@ -442,6 +452,23 @@ def memory_of(parameter: Tensor, storage: torch.UntypedStorage | None = None) ->
         return 0, 0
     storage = shard.untyped_storage() if storage is None else storage
     return storage._cdata, int(shard.storage_offset())
+
+
+def sharing_memory(parameters: Iterable[Tensor]) -> set[Tensor]:
+    """Those whose shards have memory in common with the shard of another one."""
+    spans = []
+    for parameter in parameters:
+        shard, (storage, offset) = with_history(parameter), memory_of(parameter)
+        start = offset * shard.itemsize
+        spans.append((storage, start, start + shard.nbytes, parameter))
+    found: set[Tensor] = set()
+    before, reached, last = 0, 0, None
+    for storage, start, stop, parameter in sorted(spans, key=lambda span: span[:2]):
+        if last is not None and storage == before and start < min(stop, reached):
+            found |= {last, parameter}
+        if storage != before or stop > reached:
+            before, reached, last = storage, stop, parameter
+    return found
 
 
 def plain_tensors(tensor: Tensor) -> list[tuple[str, Tensor]]:

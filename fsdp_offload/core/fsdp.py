@@ -63,7 +63,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
-from .backend import Backend, Event, Stream, stream_to_wait
+from .backend import Backend, Event, Stream
 from .errors import UnsupportedTorchError
 
 TORCH_RUN: Final = ("2.11", "2.13", "2.14", "2.15")
@@ -96,6 +96,7 @@ NAMES: Final = (
     Name("group", "is_unsharded", "read", "whether a gather has anything to do"),
     Name("group", "_training_state", "read", "which streams the next gather takes"),
     Name("group", "_all_gather_result", "read", "a gather that was not waited for"),
+    Name("group", "_to_sharded", "called", "frees what a forward that raised has gathered"),
     Name("group", "_all_gather_comm", "written", "its buffer is copied from without tables"),
     Name("group", "_reduce_scatter_comm", "written", "its buffer is copied into without tables"),
     Name("group", "_all_reduce_hook", "read", "whether the reduction needs a stream of its own"),
@@ -251,6 +252,17 @@ def fsdp_parameters(models: Iterable[nn.Module]) -> set[Tensor]:
     for group, _ in fsdp_groups(models):
         managed.update(fsdp_param.sharded_param for fsdp_param in group.fsdp_params)
     return managed
+
+
+def gathered_parameters(models: Iterable[nn.Module]) -> dict[Tensor, Tensor]:
+    """What FSDP2 modules show as parameters while they are gathered, and the sharded parameter that
+    each of them is gathered from."""
+    found = (fsdp_param for group, _ in fsdp_groups(models) for fsdp_param in group.fsdp_params)
+    return {
+        whole: each.sharded_param
+        for each in found
+        if (whole := getattr(each, "_unsharded_param", None)) is not None
+    }
 
 
 def offloads_parameters(models: Iterable[nn.Module]) -> bool:
@@ -455,10 +467,12 @@ class Group:
 
     # ------------------------------------------------------------------ while shards are away
 
-    def finish_gather(self) -> None:
-        """Finish an all-gather that was started by hand: afterwards ``reshard()`` frees it."""
+    def reshard(self) -> None:
+        """Free gathered parameters, also those of a forward that raised, and of an all-gather that
+        was started by hand; ``FSDPModule.reshard`` keeps them until the forward has ended."""
         if self._raw._all_gather_result is not None:
             self._raw.wait_for_unshard()
+        self._raw._to_sharded()
 
     @property
     def waiting_gradients(self) -> list[Tensor]:
@@ -497,7 +511,7 @@ class Group:
         watcher = find()
         gathers = watcher is not None and self._raw._all_gather_result is not None
         if gathers and self._world_size == 1:
-            watcher.before_gather(index, stream_to_wait(backend))  # type: ignore[union-attr]
+            watcher.before_gather(index, backend.current_stream())  # type: ignore[union-attr]
         original()
         if gathers:
             watcher.after_gather(index)  # type: ignore[union-attr]

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from .errors import SpentGradientError
 
+_FORWARD: Final = 'use overlap="forward", which leaves gradients alone until step()'
 _USERS: Final = {
     "clip_grad_norm_": "clip_grad_norm_",
     "clip_grads_with_norm_": "clip_grad_norm_",
@@ -97,7 +98,7 @@ def _error(use: str, fqn: str) -> SpentGradientError:
     return SpentGradientError(
         f'{what} with overlap="backward"',
         reason=f"the gradient of {fqn} was used for its update as soon as it was there",
-        remedy='use overlap="forward", which updates in step()',
+        remedy=_FORWARD,
     )
 
 
@@ -113,14 +114,24 @@ def another_backward_error(fqn: str, *, is_stepped: bool) -> SpentGradientError:
             "another backward() after step()",
             reason=f"step() has consumed the gradient of {fqn}, so nothing can be added to it; "
             "what this backward() has computed was dropped",
-            remedy="call zero_grad() after step()",
+            remedy=f"call zero_grad() after step(), or {_FORWARD}",
         )
     return SpentGradientError(
         'gradients that come in parts with overlap="backward"',
         reason=f"the gradient of {fqn} was used for its update as soon as it was there, so nothing "
         "can be added to it; what this backward() has computed was dropped",
         remedy="run every backward() but the last before step() inside "
-        "`with optimizer.accumulate():`, also one in which a module is used twice",
+        f"`with optimizer.accumulate():`, or {_FORWARD}",
+    )
+
+
+def changed_gradient_error(fqn: str) -> SpentGradientError:
+    """The error of a caller who set ``.grad`` of ``fqn`` between its update and ``step()``."""
+    return SpentGradientError(
+        f"step() after .grad of {fqn} was set or dropped since backward()",
+        reason='overlap="backward" had updated the parameter by then; the next step() ends this '
+        "iteration",
+        remedy=f"change gradients after step(), or {_FORWARD}",
     )
 
 

@@ -26,6 +26,11 @@ class CheckpointView:
         """Of the wrapped optimizer."""
         return type(self._optimizer._inner).__qualname__
 
+    @property
+    def steps_itself(self) -> bool:
+        """Whether the class runs its own step: then nothing of its state is offloaded."""
+        return self._optimizer._steps_itself
+
     def read(self) -> dict[Tensor, dict[str, Any]]:
         """What ``optimizer.state`` shows, for a caller who does not write into it: what was fetched
         ahead stays, and the next step looks for no writes."""

@@ -23,7 +23,8 @@ from ..core.backend import Event
 from ..core.config import TransferConfig
 from ..core.errors import AwayError
 from ..core.offloadable import HostCopies
-from ..memory.transfer import Handle, StorageBlock, Transfer, collect
+from ..link.block import StorageBlock, collect
+from ..link.transfer import Handle, Transfer
 from ..update.params import ParamState
 from .reservation import Reservation
 from .state_view import StateView
@@ -116,9 +117,10 @@ class DeviceState:
     def reserve(self) -> list[StorageBlock]:
         """Take the host memory of :meth:`offload`; what will be copied."""
         if self.transfer is None:
-            self.transfer = Transfer(self._reserved.backend, self._config)
+            holder = "HybridDeviceOptimizer: offload()"
+            self.transfer = Transfer(self._reserved.backend, self._config, holder)
         blocks = collect(self.device_tensors())
-        self.transfer.buffers.reserve(blocks, taken_bytes=self._reserved.host_arena_bytes())
+        self.transfer.reserve(blocks)
         return blocks
 
     def offload(self, *, wait: bool) -> Handle:

@@ -40,7 +40,7 @@ from ..core.config import Lane, OffloadConfig, TransferConfig, check_keywords
 from ..core.errors import ConfigError, SpentGradientError
 from ..core.interrupts import held_back
 from ..core.progress import is_rank_0
-from ..memory.transfer import Handle
+from ..link.transfer import Handle
 from ..pipeline.gradients import count_empty_shards, gradient_of
 from ..pipeline.inventory import Placed
 from ..pipeline.overlap import Overlap, make_overlap, with_overlap
@@ -274,10 +274,12 @@ class HybridDeviceOptimizer(Optimizer):
         self._step_ms = (time.perf_counter() - began) * 1e3
 
     def _check_first(self) -> None:
-        """Refuse a first update of nothing at all, or not of what the model trains."""
+        """Refuse a first update where the model trains other parameters; warn of no gradient."""
         if not self._had_gradient:
             names = self._reserved.inventory.names
-            self._had_gradient = check_any_gradient(self._inner, self._models, names)
+            self._had_gradient = check_any_gradient(
+                self._inner, self._models, names, warns=not self._steps
+            )
 
     def _collect(self) -> Work:
         """Gradients and a snapshot; whatever can be refused is refused here."""
@@ -291,6 +293,8 @@ class HybridDeviceOptimizer(Optimizer):
             work.snapshot.check_unchanged(self.param_groups)
         params = self._reserved.params
         work.grow(len(params))
+        if self._overlap is not None and self._overlap.has_taken:
+            self._overlap.check_taken(work)
         for param in params:
             if work.ready[param.index] is None:
                 work.gradients[param.index] = gradient_of(param)
@@ -394,7 +398,7 @@ class HybridDeviceOptimizer(Optimizer):
         """Whom the updates that are under way concern, and what becomes of the gradients."""
         if self._overlap is None:
             for engine in self._reserved.engines:
-                engine.finish()
+                engine.finish(self._reserved.backend.current_stream())
             return
         self._overlap.close(work)
         hooks = (*self._optimizer_step_post_hooks.values(), *_global_optimizer_post_hooks.values())
@@ -457,7 +461,7 @@ class HybridDeviceOptimizer(Optimizer):
             if self._overlap.has_taken:
                 self._life.check()
             self._refuse_if_taken("zero_grad() before step()")
-            self._overlap.clear_spent()
+            self._overlap.clear_spent(set_to_none=set_to_none)
         super().zero_grad(set_to_none)
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -519,7 +523,9 @@ class HybridDeviceOptimizer(Optimizer):
             for param, found in zip(params, values, strict=True):
                 state_io.write(param, found)
                 self._view.shown[param.parameter].update(state_io.expose(param))
-            self._view.load_unmanaged(saved, ids, params, self.device)
+            self._view.load_unmanaged(
+                saved, ids, params, self.device, steps_are_tensors=is_torch_class(self._inner)
+            )
             self._masters.trust_shards()
         self._masters.come_with_weights = True
         if seeded := sum(map(state_io.seeds_master, params, values)):

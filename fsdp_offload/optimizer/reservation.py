@@ -15,6 +15,7 @@ from ..core.arguments import backend_of
 from ..core.backend import Backend
 from ..core.config import Lane, OffloadConfig
 from ..core.errors import DeviceError
+from ..link import HostPool
 from ..pipeline.engine import Engine
 from ..pipeline.host import HostBucket
 from ..pipeline.inventory import Inventory, Placed
@@ -42,6 +43,11 @@ class Reservation:
         self._managed: set[Tensor] = set()  # parameters that are reserved, or left to the class
         self._closers: list[Callable[[], object]] = []  # each gives memory back, once
         self.inventory = self._new_inventory()
+        self.pool = self._new_pool()
+
+    def _new_pool(self) -> HostPool:
+        holder = f"HybridDeviceOptimizer: state of {type(self.inner).__name__}"
+        return HostPool(holder, self.backend, self.config.transfer)
 
     def _new_inventory(self) -> Inventory:
         return Inventory(self.inner, self._models, self.config, self.backend.device)
@@ -49,8 +55,13 @@ class Reservation:
     # ------------------------------------------------------------------ reserving
 
     def late(self) -> list[Placed]:
-        """Trainable parameters without state: unfrozen after wrapping."""
-        return [placed for placed in self.inventory.trainable() if placed[0] not in self._managed]
+        """Parameters without state that were unfrozen, or given a gradient, after wrapping."""
+        return [
+            (parameter, group)
+            for parameter, group in self.inventory.parameters()
+            if parameter not in self._managed
+            and (parameter.requires_grad or parameter.grad is not None)
+        ]
 
     def is_fresh(self) -> bool:
         """Whether there is no state but what is shown before a first update."""
@@ -87,7 +98,7 @@ class Reservation:
                 self.config,
                 self.backend,
                 device_bytes=self.config.first_device_bytes - taken,
-                taken_host_bytes=self.host_arena_bytes(),
+                pool=self.pool,
                 native_state=shown,
             )
             try:
@@ -144,6 +155,7 @@ class Reservation:
         self._managed.clear()
         self._view.shown.clear()
         self.inventory = self._new_inventory()
+        self.pool = self._new_pool()
         self.extend(self.inventory.trainable())
 
     def close(self) -> None:
@@ -152,6 +164,7 @@ class Reservation:
             close()
         self._closers.clear()
         self.engines, self.params, self.never_have_gradients = [], [], []
+        self.pool.close()
 
     # ------------------------------------------------------------------ all engines
 
@@ -163,10 +176,6 @@ class Reservation:
         """Trainable parameters whose state the class makes and keeps."""
         managed = {param.parameter for param in self.params}
         return [p for p, _ in self.inventory.trainable() if p not in managed]
-
-    def host_arena_bytes(self) -> int:
-        """Host memory of all engines, state and staging."""
-        return sum(arena.n_bytes for each in self.engines for arena in each.arena_statistics())
 
     def host_buckets(self) -> Iterator[HostBucket]:
         """Of all host lanes."""

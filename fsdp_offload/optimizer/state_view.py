@@ -86,15 +86,18 @@ class StateView:
         ids: Mapping[Tensor, Any],
         params: Sequence[ParamState],
         device: torch.device,
+        *,
+        steps_are_tensors: bool,
     ) -> None:
         """Replace what :meth:`unmanaged` says by saved values, as the plain optimizer would keep
-        them: on ``device``, dtypes kept.
+        them: on ``device``, dtypes kept, steps as tensors.
 
         Args:
             saved: values by id.
             ids: of every parameter.
             params: those that are reserved; they are left alone.
             device: where tensors go.
+            steps_are_tensors: the class keeps them so, and not as numbers.
         """
         managed = {param.parameter for param in params}
         for parameter, saved_id in ids.items():
@@ -104,6 +107,9 @@ class StateView:
                 name: value.to(device) if isinstance(value, Tensor) and name != "step" else value
                 for name, value in saved.get(saved_id, {}).items()
             }
+            step = found.get("step")
+            if steps_are_tensors and step is not None and not isinstance(step, Tensor):
+                found["step"] = torch.tensor(float(step))  # as torch's classes do in __setstate__
             self.shown.pop(parameter, None)
             if found:
                 self.shown[parameter] = found
@@ -175,7 +181,7 @@ def checked_groups(
         values = {
             name: copy.deepcopy(value)
             for name, value in saved_group.items()
-            if name not in ("params", "param_names") and name not in IMPLEMENTATION_FLAGS
+            if name != "params" and name not in IMPLEMENTATION_FLAGS
         }
         after = {**group, **values}
         param = next((r for r in params if r.group == index), None)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from ..core.config import GIB, MIB
+from ..link import held_bytes
 
 if TYPE_CHECKING:
     from .hybrid import HybridDeviceOptimizer
@@ -36,6 +37,9 @@ class Statistics:
     """Whether all of that memory is page-locked."""
     pin_seconds: float
     """Seconds that touching and page-locking it took."""
+    host_bytes_by_holder: dict[str, int]
+    """Host memory of all that this process holds, this optimizer or not: ``host_memory=`` bounds
+    the sum for all ranks of the host."""
     is_away: bool
     """Whether the optimizer's device memory is offloaded."""
     away_bytes: int
@@ -95,21 +99,22 @@ def gather(optimizer: HybridDeviceOptimizer) -> Statistics:
         lanes["native"] = len(natives)
         values = (v for p in natives for v in optimizer._view.shown.get(p, {}).values())
         device_bytes += sum(v.numel() * v.itemsize for v in values if isinstance(v, Tensor))
+    is_off = optimizer._overlap is not None and optimizer._overlap.is_off
     pipelined = [lane for engine in engines for lane in engine.lanes]
-    arenas = [a for engine in engines for a in engine.arena_statistics() if a.n_bytes]
     return Statistics(
         optimizer=type(optimizer._inner).__name__,
-        overlap=reserved.config.overlap or "step",
+        overlap="step" if is_off else reserved.config.overlap or "step",
         steps=optimizer._steps,
         parameters=dict(lanes),
         device_state_bytes=0 if place.shows_copies else device_bytes,
         host_state_bytes=sum(s.payload_bytes for s in engines),
-        host_arena_bytes=reserved.host_arena_bytes(),
-        pinned=bool(arenas) and all(a.pinned for a in arenas),
-        pin_seconds=sum(a.touch_seconds + a.pin_seconds for a in arenas),
+        host_arena_bytes=reserved.pool.n_bytes,
+        pinned=0 < reserved.pool.n_bytes == reserved.pool.pinned_bytes,
+        pin_seconds=reserved.pool.seconds,
+        host_bytes_by_holder=held_bytes(),
         is_away=place.is_away,
         away_bytes=(own.away_bytes if own else device_bytes) if place.shows_copies else 0,
-        offload_reserved_bytes=0 if transfer is None else transfer.buffers.n_bytes,
+        offload_reserved_bytes=0 if transfer is None else transfer.pool.n_bytes,
         staging_bytes=sum(s.staging_bytes for s in engines),
         buckets=sum(map(len, [*(s.resident for s in engines), *(s.buckets for s in pipelined)])),
         staying_buckets=sum(len(s.staying) for s in engines),

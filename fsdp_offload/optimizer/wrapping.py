@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from ..core import dtensor
 from ..core.config import OffloadConfig
 from ..core.errors import ConfigError, StateSchemaError
-from ..core.fsdp import fsdp_parameters
+from ..core.fsdp import fsdp_parameters, gathered_parameters
 from ..update.schema import check_supported, make_shadow, raw_step
 
 _log = logging.getLogger("fsdp_offload")
@@ -96,7 +96,8 @@ def check_holds(optimizer: Optimizer, models: Sequence[nn.Module]) -> None:
     """Refuse an optimizer that holds nothing of the models: it would never see a gradient.
 
     Raises:
-        ConfigError: it was built before ``fully_shard``, or for another model.
+        ConfigError: it was built before ``fully_shard``, while FSDP2 had parameters gathered, or
+            for another model.
     """
     if not models:
         _log.warning(
@@ -107,6 +108,15 @@ def check_holds(optimizer: Optimizer, models: Sequence[nn.Module]) -> None:
         return
     named = dtensor.parameter_names(models)
     held = [p for group in optimizer.param_groups for p in group["params"]]
+    sharded = gathered_parameters(models)
+    if gathered := [named[sharded[p]] for p in held if p in sharded]:
+        raise ConfigError(
+            f"an optimizer of {len(gathered)} gathered parameters, such as {gathered[0]}",
+            reason="FSDP2 trains sharded parameters, and shows gathered ones in their place after "
+            "unshard(), or a forward without a backward; the optimizer was built then",
+            remedy="call reshard() of each FSDPModule in model.modules(), then build the optimizer "
+            "from model.parameters(), then wrap it",
+        )
     if not named or any(parameter in named for parameter in held):
         return
     what = f"model= with {len(named)} parameters, none of them in the optimizer"
@@ -146,40 +156,50 @@ def warn_that_state_stays(
 
 
 def check_any_gradient(
-    optimizer: Optimizer, models: Sequence[nn.Module], names: Mapping[Tensor, str]
+    optimizer: Optimizer, models: Sequence[nn.Module], names: Mapping[Tensor, str], *, warns: bool
 ) -> bool:
-    """Refuse a first step with nothing to do: another model is being trained. Returns whether a
-    parameter has a gradient; ``names``: of parameters, when the optimizer was wrapped.
+    """Whether a parameter has a gradient, before the first update.
 
     The decision is this rank's own, so shards that are empty here say nothing.
 
+    Args:
+        optimizer: the wrapped optimizer.
+        models: given as ``model=``.
+        names: of parameters, when the optimizer was wrapped.
+        warns: log a warning where none has a gradient.
+
     Raises:
-        ConfigError: parameters were replaced in ``models``; or none has a gradient at all.
+        ConfigError: ``models`` have other parameters in the place of some that have no gradient.
     """
-    held = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-    without = [p for p in held if dtensor.whole_gradient(p) is None]
-    found = len(without) < len(held)
+    every = [p for group in optimizer.param_groups for p in group["params"]]
+    found = any(dtensor.raw_gradient(p) is not None for p in every)
+    held = [p for p in every if p.requires_grad]
+    without = [p for p in held if dtensor.raw_gradient(p) is None]
     is_all_empty = not any(dtensor.local(p).numel() for p in without) and not found
     if is_all_empty or any(map(dtensor.never_has_gradient, held)):
         return found
     now = {name: parameter for parameter, name in dtensor.parameter_names(models).items()}
     replaced = [p for p in without if now.get(names.get(p, ""), p) is not p]
     if replaced:
+        first = replaced[0]
+        is_late = isinstance(now[names[first]], DTensor) and not isinstance(first, DTensor)
+        cause = "fully_shard was called" if is_late else "the module's parameters were assigned"
+        order = "call fully_shard" if is_late else "assign them"
         raise ConfigError(
-            f"step() of {names[replaced[0]]} and {len(replaced) - 1} other parameters that the "
+            f"step() of {names[first]} and {len(replaced) - 1} other parameters that the "
             "model no longer has",
-            reason="model= has other parameters of these names, which have been trained instead: "
-            "fully_shard was called after the optimizer was wrapped",
-            remedy="call fully_shard, then build the optimizer, then wrap it",
+            reason=f"the model trains others of these names: {cause} after the optimizer was built",
+            remedy=f"{order}, then build the optimizer from model.parameters(), then wrap it",
         )
-    if found:
-        return found
-    order = "" if models else "; if fully_shard is used, call it before the optimizer is built"
-    raise ConfigError(
-        f"first step() of {len(held)} parameters, of which none ever had a gradient",
-        reason="no backward() has reached them, so there is nothing to update",
-        remedy=f"call backward() before step(), on the model of these parameters{order}",
-    )
+    if not found and warns:
+        _log.warning(
+            "first step() of %d parameters updates none: none has a gradient. Either backward() "
+            "did not reach them, or zero_grad() came between backward() and step(). Remedy: call "
+            "zero_grad() after step(), or before backward()%s",
+            len(held),
+            "" if models else "; call fully_shard before the optimizer is built",
+        )
+    return found
 
 
 class GroupedParameters:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..memory.transfer import Figures, Handle
+from ..link.transfer import Figures, Handle
 from .offloader import PhaseOffloader, PhaseStatistics, swap
 from .region import FixedAddressRegion, RegionStatistics
 

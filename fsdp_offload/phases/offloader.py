@@ -11,20 +11,20 @@ from typing import Final, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from ..core import dtensor
 from ..core import storage as storages
-from ..core.arguments import backend_of, modules_of
+from ..core.arguments import backend_of, check_optimizer, modules_of
 from ..core.backend import release_cached
 from ..core.config import TransferConfig
 from ..core.errors import ClosedError, ConfigError, DeviceMemoryError, UnsupportedParameterError
 from ..core.fsdp import find_groups
 from ..core.interrupts import held_back
 from ..core.offloadable import offloadable_of
-from ..memory.buffers import Block
-from ..memory.transfer import Figures, Handle, StorageBlock, Transfer, collect, in_order
+from ..link import held_bytes
+from ..link.block import Block, StorageBlock, collect, in_order
+from ..link.transfer import Figures, Handle, Transfer
 from .gradients import Gradients
 from .guard import ModelGuard, PlainOptimizer, remove_all
 from .pages import FixedMemory, is_movable
@@ -53,6 +53,7 @@ class PhaseStatistics:
     host_bytes: int  # held for what is offloaded
     pinned_bytes: int  # page-locked part of host_bytes
     pin_seconds: float  # to obtain and page-lock it
+    host_bytes_by_holder: dict[str, int]  # of all that this process holds; host_memory= bounds it
     cycles: int  # reloads
 
 
@@ -127,7 +128,8 @@ class PhaseOffloader:
             for kind in ("params", "state")
             if keep_addresses and self._policies[kind] == "save"
         }
-        self._transfer = Transfer(backend, transfer or TransferConfig(), empties_cache=True)
+        saved = ", ".join(kind for kind in KINDS if self._policies[kind] == "save") or "nothing"
+        self._transfer = Transfer(backend, transfer, f"PhaseOffloader: {saved}", empties_cache=True)
         self._guard = ModelGuard(models, self)
         self._is_away = self._is_closed = self._moves_optimizer = False
         self._pid = os.getpid()
@@ -137,7 +139,7 @@ class PhaseOffloader:
                 self._prepare()
                 self._keep_addresses()
                 found = [b for _, blocks in self._blocks(self._parameters()) for b in blocks]
-                self._transfer.buffers.reserve(found)
+                self._transfer.reserve(found)
             except BaseException:
                 self._transfer.close()
                 for memory in self._fixed.values():
@@ -261,7 +263,7 @@ class PhaseOffloader:
 
     def statistics(self) -> PhaseStatistics:
         """Figures of the moves that have ended."""
-        arenas = self._transfer.buffers.statistics()
+        pool = self._transfer.pool
         last_out, last_back = self._transfer.last_out, self._transfer.last_back
         out, back = last_out.figures(), last_back.figures()
         return PhaseStatistics(
@@ -270,9 +272,10 @@ class PhaseOffloader:
             offload_seconds=last_out.seconds,
             reload_seconds=last_back.seconds,
             freed_bytes=last_out.freed_bytes,
-            host_bytes=sum(arena.n_bytes for arena in arenas),
-            pinned_bytes=sum(arena.n_bytes for arena in arenas if arena.pinned),
-            pin_seconds=sum(arena.touch_seconds + arena.pin_seconds for arena in arenas),
+            host_bytes=pool.n_bytes,
+            pinned_bytes=pool.pinned_bytes,
+            pin_seconds=pool.seconds,
+            host_bytes_by_holder=held_bytes(),
             cycles=self._cycles,
         )
 
@@ -302,10 +305,7 @@ class PhaseOffloader:
         if self._optimizer is not None:
             self._optimizer.prepare_offload()
         for group in self._groups:
-            group.finish_gather()
-        for module in (module for model in self._models for module in model.modules()):
-            if isinstance(module, FSDPModule):
-                module.reshard()
+            group.reshard()
 
     def _parameters(self) -> dict[str, Tensor]:
         return {
@@ -432,12 +432,10 @@ def _check_choices(**given: object) -> None:
 
 def _check_optimizer(optimizer: object) -> None:
     """Refuse what is no optimizer, or one that is wrapped."""
-    if optimizer is not None and not isinstance(optimizer, Optimizer):
-        raise ConfigError(
-            f"optimizer of type {type(optimizer).__name__}",
-            reason="not a torch.optim.Optimizer",
-            remedy="pass the optimizer itself, or None",
-        )
+    check_optimizer(
+        optimizer,
+        several="move the others by PhaseOffloader(model, other, params='keep', grads='keep')",
+    )
     if getattr(getattr(optimizer, "__dict__", {}).get("step"), "forwards_to_wrapper", False):
         raise ConfigError(
             f"optimizer {type(optimizer).__name__}",

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from ..core import storage as storages
+from ..core.config import align
 from ..core.cuda_driver import Driver
 from ..core.errors import ConfigError, DeviceError, HostMemoryError
-from ..plan.layout import align
 
 CHUNK_BYTES: Final = 256 << 20
 """To let the device use a chunk takes 1 ms while copies to it run, of any size, and 0.6 ms more per
@@ -176,7 +176,7 @@ class Pages:
 
 
 class Chunk:
-    """One chunk of pages as a :class:`~..memory.buffers.Block`: unmapped and mapped, in place."""
+    """One chunk of pages as a :class:`~..link.block.Block`: unmapped and mapped, in place."""
 
     def __init__(
         self, pages: Pages, index: int, found: Sequence[tuple[torch.UntypedStorage, int]] = ()

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from ..core.backend import backend_for
-from ..core.config import TransferConfig
+from ..core.config import TransferConfig, parse_bytes
 from ..core.errors import AwayError, ClosedError, ConfigError, DeviceMemoryError
 from ..core.interrupts import held_back
 from ..core.storage import tie
-from ..memory.transfer import Figures, Handle, Transfer
+from ..link import held_bytes
+from ..link.transfer import Figures, Handle, Transfer
 from .pages import CHUNK_BYTES, FixedMemory
 
 
@@ -26,6 +27,7 @@ class RegionStatistics:
     n_bytes: int  # device memory of the whole region, with what lies between tensors
     device_bytes: int  # that it has now
     pinned_bytes: int  # host memory for its contents; 0 before the first pause(save=True)
+    host_bytes_by_holder: dict[str, int]  # of all that this process holds; host_memory= bounds it
     offloaded: Figures  # of the last pause that copied, once it was waited for
     reloaded: Figures  # of the last resume, likewise
 
@@ -62,21 +64,20 @@ class FixedAddressRegion:
         device: torch.device | str | int | None = None,
         *,
         transfer: TransferConfig | None = None,
-        chunk_bytes: int = CHUNK_BYTES,
+        chunk_bytes: int | str = CHUNK_BYTES,
     ) -> None:
         if not isinstance(name, str) or not name:
             raise ConfigError(f"name={name!r}", reason="no name", remedy='give one, such as "kv"')
-        if isinstance(chunk_bytes, bool) or not isinstance(chunk_bytes, int) or chunk_bytes <= 0:
-            raise ConfigError(
-                f"chunk_bytes={chunk_bytes!r}", reason="no size", remedy="use bytes above 0"
-            )
+        chunk = parse_bytes(chunk_bytes, "chunk_bytes")
+        if not chunk:
+            raise ConfigError("chunk_bytes=0", reason="no size", remedy="leave it out")
         if device is None:
             device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
         backend = backend_for(torch.device(device))
         self.name, self.device = name, backend.device
         self._backend = backend
-        self._memory = FixedMemory(name, self.device, chunk_bytes)
-        self._transfer = Transfer(backend, transfer or TransferConfig())
+        self._memory = FixedMemory(name, self.device, chunk)
+        self._transfer = Transfer(backend, transfer, f"FixedAddressRegion: {name}")
         self._is_paused = self._is_closed = False
 
     def __reduce__(self) -> NoReturn:
@@ -152,7 +153,7 @@ class FixedAddressRegion:
             PinningError: the driver refused.
         """
         self._check_open("reserve()")
-        self._transfer.buffers.reserve(self._memory.blocks())
+        self._transfer.reserve(self._memory.blocks())
 
     @held_back()
     def pause(self, save: bool = True, wait: bool = True) -> Handle:
@@ -207,7 +208,8 @@ class FixedAddressRegion:
         return RegionStatistics(
             n_bytes=self.n_bytes,
             device_bytes=self._memory.mapped_bytes,
-            pinned_bytes=self._transfer.buffers.n_bytes,
+            pinned_bytes=self._transfer.pool.n_bytes,
+            host_bytes_by_holder=held_bytes(),
             offloaded=self._transfer.last_out.figures().get("region", Figures()),
             reloaded=self._transfer.last_back.figures().get("region", Figures()),
         )

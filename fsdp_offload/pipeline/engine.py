@@ -14,12 +14,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..core.backend import Backend, Event
-from ..core.config import OffloadConfig
+from ..core.backend import Backend, Event, Stream
+from ..core.config import OffloadConfig, align
 from ..core.errors import DeviceMemoryError
-from ..memory import ArenaStatistics, HostArena, check_host_budget, local_ranks
+from ..link import HostPool, HostRange, local_ranks
 from ..plan import Kind, Layout, Slice, make_layout
-from ..plan.layout import align
 from ..plan.residency import choose
 from ..update.bucket import BucketUpdate, Scratch
 from ..update.one_kernel import StepPowers
@@ -132,27 +131,22 @@ class Engine:
         backend: Backend,
         *,
         device_bytes: int,
-        taken_host_bytes: int,
+        pool: HostPool,
         native_state: States,
     ) -> None:
         self.backend, self.config, self._added = backend, config, list(added)
-        transfer = config.transfer
         dtype_groups = make_dtype_groups(added, config)
         away = [s for s in dtype_groups if s.first.lane != "resident"]
-        self.host_bytes = max((s.layout.arena_stop for s in away), default=0)
+        state_bytes = max((s.layout.arena_stop for s in away), default=0)
         self.payload_bytes = sum(s.layout.payload_bytes for s in away)
         host = [s for s in dtype_groups if s.first.lane == "host"]
         threads = host_threads(config) if host else 1
         # A class of the user's own may keep what its instances share: one thread at a time.
-        pool = (threads, 1) if is_torch_class(optimizer) else (1, threads)
-        sizes = _host_staging_sizes(host, pool[0])
-        check_host_budget(
-            self.host_bytes + (sizes.host_bytes if host else 0),
-            local_ranks=local_ranks(),
-            budget_bytes=None if transfer.host_memory is None else int(transfer.host_memory),
-            taken_bytes=taken_host_bytes,
-        )
-        self.arenas: list[HostArena] = []
+        threads_of = (threads, 1) if is_torch_class(optimizer) else (1, threads)
+        sizes = _host_staging_sizes(host, threads_of[0], start=align(state_bytes, 256))
+        self._pool = pool
+        # State, and behind it the gradient ring of the host lane.
+        self._arena = arena = pool.take(sizes.host_stop if host else state_bytes)
         self.worker: Worker | None = None
         self.streamed: StreamedLane | None = None
         self.host: HostLane | None = None
@@ -163,18 +157,15 @@ class Engine:
         # Of each gate: whether it is in the resident lane, and its buckets of the two others.
         self._gates: list[tuple[bool, list[HostBucket], list[int]]] = []
         try:
-            arena = self._arena(self.host_bytes)
             self._make_tensors(dtype_groups, arena)
             self.scratch = self._scratch(dtype_groups)
             self.resident = self._resident(optimizer, dtype_groups, params)
             self.streamed = self._streamed(optimizer, dtype_groups, params, arena, device_bytes)
             self._release_scratch()
             if host:
-                memory = self._arena(sizes.host_bytes)
-                pinned = all(each.pinned for each in self.arena_statistics())
-                across = copier(backend.device, pinned=pinned)
-                staging = HostStaging(backend, memory, sizes, across)
-                self.host = self._host(optimizer, host, params, arena, staging, pool)
+                across = copier(backend.device, pinned=arena.pinned)
+                staging = HostStaging(backend, arena, sizes, across)
+                self.host = self._host(optimizer, host, params, arena, staging, threads_of)
             self.native = NativeUpdate(optimizer, natives, native_state) if natives else None
             # Slots and scratch may be memory that pending work of the caller's stream still
             # uses: the allocator orders reuse on that stream only.
@@ -190,17 +181,7 @@ class Engine:
 
     # ------------------------------------------------------------------ building
 
-    def _arena(self, n_bytes: int) -> HostArena:
-        arena = HostArena(
-            n_bytes,
-            device=self.backend.device,
-            can_pin=self.backend.can_pin,
-            transfer=self.config.transfer,
-        )
-        self.arenas.append(arena)
-        return arena
-
-    def _make_tensors(self, dtype_groups: list[DtypeGroup], arena: HostArena) -> None:
+    def _make_tensors(self, dtype_groups: list[DtypeGroup], arena: HostRange) -> None:
         """The authoritative state tensors: flat, own storage, offset 0."""
         for group in dtype_groups:
             for param in group.params:
@@ -244,7 +225,7 @@ class Engine:
         optimizer: Optimizer,
         dtype_groups: list[DtypeGroup],
         params: list[ParamState],
-        arena: HostArena,
+        arena: HostRange,
         device_bytes: int,
     ) -> StreamedLane | None:
         pairs = [
@@ -292,12 +273,12 @@ class Engine:
         optimizer: Optimizer,
         dtype_groups: list[DtypeGroup],
         params: list[ParamState],
-        arena: HostArena,
+        arena: HostRange,
         staging: HostStaging,
-        pool: tuple[int, int],
+        threads: tuple[int, int],
     ) -> HostLane:
         setup = thread_setup(self.backend)
-        self.worker = ThreadPool(*pool, setup) if self.backend.has_threads else InlineWorker()
+        self.worker = ThreadPool(*threads, setup) if self.backend.has_threads else InlineWorker()
         lane = HostLane(self.backend, staging, self.worker, setup)
         pairs = [(s.layout, bucket) for s in dtype_groups for bucket in s.layout.buckets]
         lane.buckets = [
@@ -362,15 +343,14 @@ class Engine:
         else:
             self._host_written = self.host.run(work, start, on_device)
 
-    def finish(self) -> None:
-        """Make the caller's stream wait for every update of :meth:`run`."""
-        current = self.backend.current_stream()
+    def finish(self, stream: Stream) -> None:
+        """Make ``stream`` wait for every update that was enqueued."""
         if self._host_written is not None:
-            current.wait(self._host_written)
+            stream.wait(self._host_written)
         for bucket in self.host.buckets if self.host is not None else ():
             if bucket.written is not None:
-                current.wait(bucket.written)
-        current.wait(self.update.record())
+                stream.wait(bucket.written)
+        stream.wait(self.update.record())
 
     def watch_gates(self, gates: Sequence[frozenset[int]]) -> None:
         """``gates``: sets of parameters whose updates are asked for by :meth:`updated`; the last
@@ -463,10 +443,6 @@ class Engine:
             for event in events:
                 stream.wait(event)
 
-    def arena_statistics(self) -> list[ArenaStatistics]:
-        """Of the state arena and, with a host lane, of its gradient ring."""
-        return [arena.statistics() for arena in self.arenas]
-
     def close(self) -> None:
         """Give host memory back and end the thread. Idempotent."""
         # Copies in flight still use the memory. Half built, failed, or in a forked child:
@@ -478,8 +454,7 @@ class Engine:
             self.host.stop()
         if self.worker is not None:
             self.worker.stop()
-        for arena in self.arenas:
-            arena.close()
+        self._pool.give(self._arena)
         # It is unmapped when the last view of it is gone; slots and scratch are freed likewise.
         for param in self._added:  # parameters and slices refer to each other
             param.tensors.clear()
@@ -491,12 +466,15 @@ class Engine:
         )
 
 
-def _host_staging_sizes(dtype_groups: list[DtypeGroup], threads: int) -> HostStagingSizes:
+def _host_staging_sizes(
+    dtype_groups: list[DtypeGroup], threads: int, *, start: int
+) -> HostStagingSizes:
     """What the buffers of the host lane, whose groups these are, have to hold."""
     layouts = [(s.layout, s.first) for s in dtype_groups]
     numel_bytes = [x.scratch_numel * param.compute_dtype.itemsize for x, param in layouts]
     shard_bytes = [x.scratch_numel * param.info.dtype.itemsize for x, param in layouts]
     return HostStagingSizes(
+        start,
         align(max(numel_bytes, default=0), 256),
         align(max(shard_bytes, default=0), 256),
         ring_depth(

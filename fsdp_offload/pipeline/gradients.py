@@ -40,8 +40,10 @@ def gradient_of(param: ParamState) -> Tensor | None:
     if dtensor.memory_of(shard, storage) != param.memory:
         raise StateSchemaError(
             f"shard of {param.fqn}",
-            reason="its memory was replaced after wrapping, and updates are in place",
-            remedy="wrap the optimizer after the model has been moved or re-sharded",
+            reason="parameter.data was assigned after wrapping, by the caller or by a move of the "
+            "model, and updates write into the memory of before",
+            remedy="write values in place, `with torch.no_grad(): parameter.copy_(values)`, and "
+            "move the model before the optimizer is wrapped",
         )
     return gradient.view(-1)
 

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from ..core import dtensor
 from ..core.backend import Backend, Event, PendingEvent
 from ..core.storage import present
-from ..memory import HostArena
+from ..link import HostRange
 from ..plan import Bucket, Kind, Layout, Slice
 from ..plan.layout import kind_range, split
 from ..update import codec
@@ -48,14 +48,15 @@ FLAG_STRIDE: Final = 2
 class HostStagingSizes:
     """How large the host lane's buffers are."""
 
+    host_start: int  # of what lies in host memory, a multiple of 256 bytes
     numel_bytes: int  # the masters, or gradients, of the largest bucket
     shard_bytes: int  # its shards
     depth: int  # gradient buffers in host memory
 
     @property
-    def host_bytes(self) -> int:
-        """Host memory that they take."""
-        return self.depth * (self.numel_bytes + FLAG_STRIDE * FLAG_DTYPE.itemsize)
+    def host_stop(self) -> int:
+        """End of what lies in host memory."""
+        return self.host_start + self.depth * (self.numel_bytes + FLAG_STRIDE * FLAG_DTYPE.itemsize)
 
 
 def ring_depth(threads: int, *, bucket_numel: int, buckets: int, least: int) -> int:
@@ -74,9 +75,9 @@ class HostStaging:
     cross the link by ``across``."""
 
     def __init__(
-        self, backend: Backend, host: HostArena, sizes: HostStagingSizes, across: Copy
+        self, backend: Backend, host: HostRange, sizes: HostStagingSizes, across: Copy
     ) -> None:
-        numel_bytes, depth = sizes.numel_bytes, sizes.depth
+        start, numel_bytes, depth = sizes.host_start, sizes.numel_bytes, sizes.depth
         self.depth = depth
         # On the device, each used by one stream and of no content between steps: on the way out
         # gradients and copies of the shards, on the way back masters and what goes into shards.
@@ -86,9 +87,9 @@ class HostStaging:
         self.rounded = backend.allocate(sizes.shard_bytes)
         self.on_device = [self.gradients, self.observed, self.masters, self.rounded]
         self.across = across
-        self.flag_memory = host.tensor(depth * numel_bytes, depth * FLAG_STRIDE, FLAG_DTYPE)
+        self.flag_memory = host.tensor(start + depth * numel_bytes, depth * FLAG_STRIDE, FLAG_DTYPE)
         self.host_gradients = [
-            host.tensor(i * numel_bytes, numel_bytes, torch.uint8) for i in range(depth)
+            host.tensor(start + i * numel_bytes, numel_bytes, torch.uint8) for i in range(depth)
         ]
         self.host_user: list[Outcome | None] = [None] * depth  # last update of a host buffer
 
@@ -118,7 +119,7 @@ class HostBucket:
         layout: Layout,
         bucket: Bucket,
         params: list[ParamState],
-        arena: HostArena,
+        arena: HostRange,
         staging: HostStaging,
         index: int,
     ) -> None:
@@ -166,7 +167,7 @@ class HostBucket:
         self.host_flag = staging.flag_memory[slot * FLAG_STRIDE :][:1]
 
     def _make_units(
-        self, optimizer: Optimizer, layout: Layout, params: list[ParamState], arena: HostArena
+        self, optimizer: Optimizer, layout: Layout, params: list[ParamState], arena: HostRange
     ) -> list[HostUnit]:
         def view(slice_: Slice, kind: Kind, numel: int) -> Tensor:
             start, stop = kind_range(slice_, kind, numel, layout.offsets)

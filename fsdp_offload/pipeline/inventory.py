@@ -97,7 +97,8 @@ class Inventory:
             lanes: theirs, where they had some before; those without are native.
         """
         self._name_missing()
-        specs = {parameter: self._measured(parameter, group) for parameter, group in added}
+        shared = dtensor.sharing_memory(parameter for parameter, _ in self.parameters())
+        specs = {p: self._measured(p, group, is_shared=p in shared) for p, group in added}
         ordered = self._in_update_order(added)
         if lanes is None:
             lanes = self._choose(specs, [parameter for parameter, _ in ordered], first=first)
@@ -136,14 +137,15 @@ class Inventory:
         managed = fsdp_parameters(self._models)
         return sorted(added, key=lambda placed: (placed[0] in managed, order[placed[0]]))
 
-    def _measured(self, parameter: Tensor, group: int) -> ParamSpec:
+    def _measured(self, parameter: Tensor, group: int, *, is_shared: bool) -> ParamSpec:
         """What the choice of its lane goes by."""
         fqn = self.names[parameter]
         info = dtensor.shard_info(parameter, fqn)
         compute = self._config.compute_dtype(info.dtype)
         # A tensor subclass may be treated in a way of its own; Adafactor's state has shapes that
-        # depend on the parameter's. Both keep what the class makes.
-        native = not info.is_plain or not has_schema(self._optimizer)
+        # depend on the parameter's. Both keep what the class makes. Parameters that share memory
+        # are updated in the class's own order.
+        native = is_shared or not info.is_plain or not has_schema(self._optimizer)
         if native and torch_class(self._optimizer) is None:
             raise UnsupportedParameterError(
                 f"{fqn} of type {type(parameter.data).__name__} with elementwise=True",

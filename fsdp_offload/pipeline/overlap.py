@@ -11,12 +11,16 @@ the buckets that are complete, in the lanes' order, are enqueued at once. ``step
 A gradient that was taken is *spent*: using it is an error.
 
 Parameters that no FSDP2 group holds have no gate: the stream that called ``step()`` waits for them.
+
+A CUDA graph that replays a forward or a backward calls no Python, so it passes no gate. The first
+capture that comes to a gate therefore turns the optimizer to ``"step"`` for good.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,17 +30,20 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..core import dtensor
-from ..core.backend import Backend, Event, Stream, TimedEvent, stream_to_wait
+from ..core.backend import Backend, Event, Stream, TimedEvent
 from ..core.config import OffloadConfig
-from ..core.errors import ConfigError, DeviceError
+from ..core.cuda_driver import beside_capture
+from ..core.errors import ConfigError
 from ..core.fsdp import Group, find_groups
-from ..core.spent import SpentGradient, another_backward_error, is_spent
+from ..core.spent import SpentGradient, another_backward_error, changed_gradient_error, is_spent
 from ..plan.order import assumed_ready_ms
 from ..update.params import ParamState, Work
 from ..update.schema import is_torch_class, works_on_matrices
 from .engine import Engine
 from .gradients import gradient_of
 from .streamed import Mark, StreamedLane, best_ms_per_byte
+
+_log = logging.getLogger("fsdp_offload")
 
 ASSUMED_MS_PER_BYTE: Final = 1 / 50e6
 """Of the link, each way, until it has been measured: PCIe 5 x16."""
@@ -72,6 +79,7 @@ class Gate:
     events: list[Event] = field(default_factory=list)
     held: list[object] = field(default_factory=list)  # what the updates read
     is_asked: bool = False  # a stream waits, or has waited, for the events
+    is_taken: bool = False  # its gradients were, and step() is still to come
     rank: int = 0  # when the forward came here, compared with other gates
     reduced: TimedEvent | None = None  # when this backward's gradients were there
     gated: dtensor.Gated = field(default_factory=list)
@@ -127,6 +135,8 @@ class Overlap:
         self.gates = [Gate(group) for group in groups]
         self._ungated = Gate(None)
         self._engines: Sequence[Engine] = ()
+        self.is_off = False  # a capture was seen: step() waits for its updates
+        self._warned = False
         self._spent: dict[Tensor, SpentGradient] = {}
         self._accumulating = 0
         self._passed = 0  # gates that the forward has come to since the last step
@@ -185,11 +195,24 @@ class Overlap:
             if param.parameter.grad is not None:
                 param.parameter.grad = self._spent.get(param.parameter)
 
-    def clear_spent(self) -> None:
+    def clear_spent(self, *, set_to_none: bool = True) -> None:
         """What ``zero_grad()`` does for stand-ins."""
         for parameter in self._spent:
             if is_spent(parameter.grad):
-                parameter.grad = None
+                parameter.grad = None if set_to_none else dtensor.zero_gradient(parameter)
+
+    def check_taken(self, work: Work) -> None:
+        """Refuse gradients that were assigned, or dropped, after their update.
+
+        Raises:
+            SpentGradientError: there was one. They are forgotten, so the next ``step()`` works.
+        """
+        params = [param for gate in self.gates for param in gate.params]
+        taken = [param for param in params if work.gradients[param.index] is not None]
+        if changed := [param for param in taken if not is_spent(param.parameter.grad)]:
+            for param in changed:
+                param.parameter.grad = self._spent.get(param.parameter)
+            raise changed_gradient_error(changed[0].fqn)
 
     # ------------------------------------------------------------------ step()
 
@@ -205,15 +228,17 @@ class Overlap:
     def close(self, work: Work) -> None:
         """After ``step()`` has enqueued all updates: close the gates."""
         current = self._backend.current_stream()
-        for index, gate in enumerate(self._all_gates()):
+        for engine in self._engines if self.is_off else ():
+            engine.finish(current)
+        for index, gate in enumerate(() if self.is_off else self._all_gates()):
             events = [event for engine in self._engines for event in engine.updated(index)]
             if gate.group is None:
                 for event in events:
                     current.wait(event)
                 continue
-            gate.events, gate.is_asked = events, False
+            gate.events, gate.is_asked, gate.is_taken = events, False, False
             if events:
-                wait = functools.partial(_wait, weakref.ref(self), index)
+                wait = self._waiting(index)
                 dtensor.close_gate(gate.gated, wait)
                 if not self._in_backward:
                     gate.gradients.close([param.parameter for param in gate.params], wait)
@@ -238,7 +263,7 @@ class Overlap:
 
     @staticmethod
     def _open(gate: Gate) -> None:
-        gate.events, gate.held = [], []
+        gate.events, gate.held, gate.is_taken = [], [], False
         gate.let_use()
 
     # ------------------------------------------------------------------ the lanes' order
@@ -290,30 +315,54 @@ class Overlap:
 
     def before_gather(self, index: int, stream: Stream) -> None:
         """See :class:`..core.fsdp.Watcher`."""
+        self._turn_off_in_capture()
         self.gates[index].is_asked = True
         self._wait(self.gates[index], stream, "forward()")
 
     def _wait(self, gate: Gate, stream: Stream, what: str) -> None:
         owner = self._find_owner()
-        if owner is None or not gate.events:
+        if owner is None or not (gate.events or gate.is_taken):
             return
         with owner._failing(what):  # of the host lane's thread
             for event in gate.events:
                 stream.wait(event)
+            for engine in self._engines if gate.is_taken else ():
+                engine.finish(stream)
+        if gate.is_taken and not self._warned:
+            self._warned = True
+            _log.warning(
+                'overlap="backward": parameters are read between backward() and step(), and '
+                "backward() has updated some of them (%s, ...). Remedy: read them after step(), "
+                'or use overlap="forward"',
+                gate.params[0].fqn,
+            )
+
+    def _turn_off_in_capture(self) -> None:
+        """See [Note: overlap]; what is under way is waited for here, by the host."""
+        if self.is_off or not self._backend.is_capturing():
+            return
+        self.is_off, self._in_backward = True, False
+        with beside_capture(self._backend.device):
+            for event in (event for gate in self.gates for event in gate.events):
+                event.synchronize()
+        self.open_all()
+        _log.warning(
+            'overlap="step" from now on: a CUDA graph capture holds a forward or a backward, and '
+            "its replays do not wait for updates beside them"
+        )
 
     def before_use(self, index: int) -> None:
         """The user's code is about to use a shard or a gradient of this gate."""
         gate = self.gates[index]
-        if not gate.events:
+        if not (gate.events or gate.is_taken):
             return
-        if self._backend.is_capturing():
-            raise DeviceError(
-                "a parameter or a gradient used inside a CUDA graph capture",
-                reason="its update is under way, and a graph cannot wait for that when it replays",
-                remedy="call synchronize() before the capture",
-            )
+        self._turn_off_in_capture()
         current = self._backend.current_stream()
         self._wait(gate, current, "using a parameter or a gradient after step()")
+
+    def _waiting(self, index: int) -> Callable[[], None]:
+        """What a use of a shard or a gradient of this gate calls first."""
+        return functools.partial(_wait, weakref.ref(self), index)
 
     def after_gather(self, index: int) -> None:
         """See :class:`..core.fsdp.Watcher`."""
@@ -326,8 +375,9 @@ class Overlap:
     def before_reduce(self, index: int) -> None:
         """See :class:`..core.fsdp.Watcher`."""
         gate = self.gates[index]
+        self._turn_off_in_capture()
         if not self._in_backward and gate.events:  # another backward, without a forward
-            self._wait(gate, stream_to_wait(self._backend), "backward()")
+            self._wait(gate, self._backend.current_stream(), "backward()")
             self._open(gate)
         for param in gate.params:
             if is_spent(param.parameter.grad):
@@ -344,10 +394,11 @@ class Overlap:
         owner = self._find_owner()
         if owner is not None:
             owner._check_present("an update in backward()")
-            self._take(self.gates[index], reduced, owner)
+            self._take(index, reduced, owner)
 
-    def _take(self, gate: Gate, reduced: Event, owner: Owner) -> None:
+    def _take(self, index: int, reduced: Event, owner: Owner) -> None:
         """Gradients of a gate are final after ``reduced``: update the buckets that are complete."""
+        gate = self.gates[index]
         # Where there is none now, it is decided at step() that there is none.
         gradients = [gradient_of(param) for param in gate.params]
         if all(gradient is None for gradient in gradients):
@@ -360,6 +411,8 @@ class Overlap:
                     self.work.gradients[param.index] = gradient
                     self.work.ready[param.index] = reduced
             self.spend(gate.params)
+            gate.is_taken = True
+            dtensor.close_gate(gate.gated, self._waiting(index))
             for engine in self._engines:
                 engine.offer(self.work)
 

@@ -37,9 +37,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..core.backend import Backend, Event, Stream, TimedEvent, in_turns
-from ..memory import HostArena
+from ..core.config import align
+from ..link import HostRange
 from ..plan import Bucket, Kind, Layout, Slice
-from ..plan.layout import align, kind_range
+from ..plan.layout import kind_range
 from ..plan.order import Job, SlotUse, deadline_order, fetched_first, slot_use
 from ..plan.residency import AWAY_STEPS, choose, spread
 from ..update.bucket import BucketUpdate, Scratch
@@ -71,7 +72,7 @@ class StreamedBucket:
         layout: Layout,
         bucket: Bucket,
         params: list[ParamState],
-        arena: HostArena,
+        arena: HostRange,
         slot: Tensor,  # uint8, 1-D
         scratch: Scratch,
     ) -> None:

@@ -30,7 +30,7 @@ import torch
 
 from ..core.backend import Backend, cores_near, parse_cpu_list
 from ..core.errors import LaneError
-from ..memory import local_ranks
+from ..link import local_ranks
 
 JOIN_SECONDS = 10.0
 

@@ -24,16 +24,13 @@ from typing import Final
 
 import torch
 
+from ..core.config import align
+
 ALIGN_NUMEL: Final = 64
 """Cuts and starts of parameters are multiples of this."""
 SLOT_ALIGN_BYTES: Final = 256
 CUDA_TILE_NUMEL: Final = 2048
 """Elements that a block of a CUDA multi-tensor kernel handles per turn."""
-
-
-def align(value: int, unit: int) -> int:
-    """``value`` rounded up to a multiple of ``unit``."""
-    return -(-value // unit) * unit
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,24 @@
-"""How much device memory an optimizer may have, and which buckets stay in it: pure functions.
+"""How much device memory an optimizer may have, and which buckets stay in it.
+
+Everything here is decided by figures alone; nothing asks a device.
 
 [Note: what is to spare]
-torch's allocator keeps what it once took from the driver, so what was *reserved* when it last grew,
-less the optimizer's own memory, is what the job needs at some point of an iteration. What driver
-and allocator have beyond that, less a margin, is to spare. What the optimizer gives back stays in
-the allocator, where the job finds it: the job's need does not change by that. Others on the device
-count as they are now.
-State leaves between steps only, so the margin is what an iteration may take beyond all before it: a
-quarter of the device, until the peak has not grown for most of the steps so far.
+torch's allocator keeps what it once took from the driver. So what is *reserved* when it has just
+grown, less the optimizer's own memory, is what the job needs of it at some point of an iteration.
+Driver and allocator have the rest; all of that but a margin is to spare. Memory that the optimizer
+gives back stays in the allocator, where the job finds it. Others on the device count as they are.
+
+[Note: the margin]
+State leaves between steps only, so the margin is what an iteration may take beyond all before it.
+For the first twelve steps it is a quarter of the device. Then it follows the growth that was seen:
+
+* *Demand* is the peak of allocated memory without the optimizer's. Where all iterations are alike
+  it does not grow, however fragmented memory becomes. If it grew in the last three quarters of the
+  steps, iterations are not alike, and the first margin holds; so it does after a retry of the
+  allocator.
+* What the job needs of reserved memory grows by fragmentation, too. For growth in the last quarter
+  of the steps, twice as much is left alone. In the two iterations after a take the job takes
+  anew what the optimizer found in the allocator's cache: that does not count.
 
 [Note: what it goes into]
 First into slots, so that the link is not idle while nothing can be updated, then into buckets that
@@ -23,20 +34,26 @@ last; if the first layers stayed, it would wait until all of them had been updat
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Final
 
+from ..core.backend import AllocatorFigures
 from ..core.config import GIB
 from .order import ring_size
 
 LEAST_MARGIN_BYTES: Final = GIB
 MARGIN_SHARE: Final = 0.025
-UNSTEADY_MARGIN_SHARE: Final = 0.25
+FIRST_MARGIN_SHARE: Final = 0.25
+FIRST_LOOK: Final = 3
+"""Steps after which a job whose iterations are alike has been through its peak."""
 FIRST_STEPS: Final = 12
-"""In which no peak is steady."""
-MOST_STEADY_STEPS: Final = 100
-"""After so many without growth it is, whatever was before."""
+"""Until then the margin is the larger one."""
+MOST_STEPS: Final = 100
+"""After so many, growth is forgotten, however many steps there were."""
+SMALL_GROWTH_BYTES: Final = GIB // 4
+"""Of demand: it depends a little on how far the host is ahead."""
+FRAGMENTS_FACTOR: Final = 2
 LEAST_SLOTS: Final = 4
 """Three keep both directions of the link busy; the fourth absorbs jitter. :func:`.ring_size` may
 leave one out."""
@@ -46,43 +63,110 @@ AWAY_STEPS: Final = 50
 """For so long a bucket that had to leave does not come back."""
 
 
-@dataclass(frozen=True)
-class Reading:
-    """Device memory of one rank, between two steps; all in bytes."""
-
-    total_bytes: int
-    free_bytes: int
-    """What the driver could give out now."""
-    reserved_bytes: int
-    """What torch's allocator has of the driver now."""
-    job_bytes: int
-    """What the job needs of it at most: see the note."""
-    own_bytes: int
-    """What of it the optimizer has: slots and buckets that stay."""
-    is_steady: bool = True
-    """See :func:`is_steady`."""
+def margin_bytes(total_bytes: int, step: int = FIRST_STEPS, grown_bytes: int = 0) -> int:
+    """What is left alone after that step, at least ``grown_bytes``, but no more than at first."""
+    most = max(LEAST_MARGIN_BYTES, int(total_bytes * FIRST_MARGIN_SHARE))
+    least = max(LEAST_MARGIN_BYTES, int(total_bytes * MARGIN_SHARE))
+    return most if step < FIRST_STEPS else min(most, max(least, grown_bytes))
 
 
-def is_steady(step: int, grown_at: int) -> bool:
-    """Whether the job's peak, which grew last after step ``grown_at``, will hardly grow again."""
-    steps = min(MOST_STEADY_STEPS, 3 * step // 4)
-    return step >= FIRST_STEPS and step - grown_at >= steps
+def allowed_bytes(free: int, reserved: int, job: int, own: int, margin: int) -> int:
+    """What the optimizer may have in all.
 
-
-def margin_bytes(total_bytes: int, is_steady: bool = True) -> int:
-    """What is left alone."""
-    share = MARGIN_SHARE if is_steady else UNSTEADY_MARGIN_SHARE
-    return max(LEAST_MARGIN_BYTES, int(total_bytes * share))
-
-
-def allowed_bytes(reading: Reading) -> int:
-    """What the optimizer may have in all."""
-    margin = margin_bytes(reading.total_bytes, reading.is_steady)
-    unused = reading.reserved_bytes - reading.own_bytes - reading.job_bytes
-    spare = reading.free_bytes + unused - margin
+    Args:
+        free: bytes that the driver could give out now.
+        reserved: what torch's allocator has of the driver now.
+        job: what the job needs of that at most: see the note.
+        own: what the optimizer has of it: slots and buckets that stay.
+        margin: what is left alone.
+    """
+    spare = free + reserved - own - job - margin
     if spare > 0:  # what is unused in the allocator may not fit a bucket: only the driver's counts
-        spare = min(spare, max(0, reading.free_bytes - margin))
-    return max(0, reading.own_bytes + spare)
+        spare = min(spare, max(0, free - margin))
+    return max(0, own + spare)
+
+
+def _raise(history: list[tuple[int, int]], step: int, value: int) -> None:
+    """Of a figure that never falls: the steps after which it had grown."""
+    if value > history[-1][1]:
+        history.append((step, value))
+
+
+def _growth(history: list[tuple[int, int]], since: int) -> int:
+    """After that step; earlier ones are not asked for again."""
+    while len(history) > 1 and history[1][0] <= since:
+        del history[0]
+    return history[-1][1] - history[0][1]
+
+
+class MemoryWatch:
+    """Decides after each step whether memory is taken or given back, by the figures of all steps.
+
+    It changes by its arguments alone, so that a recorded job can be played to it.
+    """
+
+    def __init__(self) -> None:
+        self._job, self._demand, self._retries = [(0, 0)], [(0, 0)], [(0, 0)]
+        self._last: AllocatorFigures | None = None
+        self._reserved_bytes = self._taken_at = self._grown_bytes = 0
+        self._is_short = self._takes = False
+
+    def is_due(self, step: int) -> bool:
+        """Whether there is something to decide although no figure has changed."""
+        grown = abs(self._left_alone(step) - self._grown_bytes)
+        is_first = step in (FIRST_LOOK, FIRST_STEPS)
+        return is_first or step % AWAY_STEPS == 0 or grown >= LEAST_MARGIN_BYTES // 2
+
+    def observe(self, step: int, now: AllocatorFigures, own_bytes: int) -> str:
+        """Take in the figures after that step, which is 1 or more, and what the optimizer has.
+        Returns why something is to be decided, or ``""``."""
+        last, self._last = self._last, now
+        self._is_short = last is not None and now.retries > last.retries
+        _raise(self._retries, step, now.retries)
+        demand = self._demand[-1][1]
+        if last is None or now.allocated_peak_bytes > last.allocated_peak_bytes:
+            _raise(self._demand, step, now.allocated_peak_bytes - own_bytes)
+        grown = now.reserved_bytes - self._reserved_bytes
+        if grown > 0:
+            # It may have grown into memory that was given back, but by its demand only.
+            most = self._job[-1][1] + grown + self._demand[-1][1] - demand
+            _raise(self._job, step, min(now.reserved_bytes - own_bytes, most))
+            self._reserved_bytes = now.reserved_bytes
+        if self._is_short:
+            return "torch's allocator was short"
+        if grown > 0 and step > FIRST_LOOK:
+            return "the peak has grown"
+        return "to spare" if self.is_due(step) else ""
+
+    def decide(self, step: int, free_bytes: int, total_bytes: int, own_bytes: int) -> int | None:
+        """Bytes that the optimizer may have from now on; None where a change is not worth it."""
+        assert self._last is not None
+        self._grown_bytes = self._left_alone(step)
+        margin = margin_bytes(total_bytes, step, self._grown_bytes)
+        reserved, job = self._last.reserved_bytes, self._job[-1][1]
+        allowed = allowed_bytes(free_bytes, reserved, job, own_bytes, margin)
+        if self._is_short:
+            allowed = min(allowed, own_bytes // 2)
+        self._takes = allowed > own_bytes
+        is_little = 0 < own_bytes - allowed <= min(margin // 4, own_bytes // 8)
+        return None if is_little and not self._is_short else allowed
+
+    def changed(self, step: int, now: AllocatorFigures) -> None:
+        """Memory was taken or given back after that step: what that did is no growth of the job."""
+        self._last = now
+        if self._takes:
+            self._taken_at = step
+        self._reserved_bytes = max(self._reserved_bytes, now.reserved_bytes)
+
+    def _left_alone(self, step: int) -> int:
+        """Bytes, for growth."""
+        if step < FIRST_STEPS:
+            return 0
+        since = step - min(MOST_STEPS, 3 * step // 4)
+        if _growth(self._retries, since) or _growth(self._demand, since) > SMALL_GROWTH_BYTES:
+            return sys.maxsize
+        fragments = _growth(self._job, max(step - min(MOST_STEPS, step) // 4, self._taken_at + 2))
+        return FRAGMENTS_FACTOR * fragments
 
 
 def spread(order: Sequence[int]) -> list[int]:

@@ -66,7 +66,7 @@ def trained(
 
 def compare_stash(overlap: str, dtype: torch.dtype, device_type: str) -> None:
     device = torch.device(device_type, dist.get_rank()) if device_type == "cuda" else CPU
-    stash = PagedStash(device, page_bytes=256, tail="nan")
+    stash = PagedStash(device, page_bytes="256B", tail="nan")
     found = []
     for used in (None, stash):
         model = moe.model(3, capacity=CAPACITY).use(used).to(device)

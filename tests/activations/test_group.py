@@ -27,7 +27,7 @@ from tests.activations import moe
 from tests.activations.moe import CPU
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-SIZES: dict[str, Any] = {"page_bytes": 256, "tail": "nan"}
+SIZES: dict[str, Any] = {"page_bytes": "256B", "tail": "nan"}
 
 
 @pytest.fixture(params=["exact", "pages", "spill", "far first"])

@@ -113,7 +113,7 @@ def is_idle(moved: ActivationOffload) -> bool:
         {},
         {"share": 0.4},
         {"share": 0},
-        {"host_memory": 9 * SIZE},
+        {"host_memory": f"{9 * SIZE}B"},
         {"inflight_bytes": 0},
     ],
     ids=str,
@@ -329,7 +329,7 @@ def test_inside_of_other_hooks_it_does_nothing(caplog: pytest.LogCaptureFixture)
 def test_a_group_inside_hands_on_what_has_no_rows() -> None:
     net, moved = moe.model(), made()
     expected = moe.gradients(net.use(None), moe.batch(0))
-    stash = PagedStash(CPU, page_bytes=256, tail="nan")
+    stash = PagedStash(CPU, page_bytes="256B", tail="nan")
     with moved:
         net.zero_grad()
         loss = net.use(stash)(moe.batch(0)).square().mean()
@@ -494,7 +494,7 @@ def test_bad_arguments() -> None:
                 {"share": "auto"}, {"inflight_bytes": -1}):  # fmt: skip
         with pytest.raises(ConfigError):
             made(**how)
-    with pytest.raises(HostMemoryError, match="give less"):
+    with pytest.raises(HostMemoryError, match=r"ActivationOffload: 2097152 bytes.*is 1048576"):
         made("2MiB", transfer=TransferConfig(host_memory="1MiB"))
     with pytest.raises(ConfigError, match="copy"):
         copy.deepcopy(made())

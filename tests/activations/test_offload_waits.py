@@ -78,8 +78,8 @@ def run(scene: str, policy: str, skip: Skip) -> tuple[list[Tensor], Simulator]:
     """Gradients of three iterations."""
     with Simulator(policy, skip) as simulator:
         current = simulator.current_stream()
-        inflight = 2 * SIZE if scene == "little room" else 0
-        moved = ActivationOffload(20 * SIZE, 1.0, device="cpu", inflight_bytes=inflight)
+        inflight = f"{2 * SIZE}B" if scene == "little room" else 0
+        moved = ActivationOffload(f"{20 * SIZE}B", 1.0, device="cpu", inflight_bytes=inflight)
         found: list[Tensor] = []
         pairs = [forward(current, moved, 3)] if scene == "in turns" else []
         for seed in range(3):

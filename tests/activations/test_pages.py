@@ -21,7 +21,7 @@ from fsdp_offload.activations.pages import (
     PageTable,
 )
 from fsdp_offload.core.backend import CpuBackend
-from fsdp_offload.memory import HostArena
+from fsdp_offload.link import HostRange
 from tests.activations.moe import CPU
 
 PAGE = 128
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def make_pool(near: int, far: int = 0) -> PagePool:
     arena = None
     if far:
-        arena = HostArena(far * PAGE, device=CPU, can_pin=False, transfer=TransferConfig())
+        arena = HostRange(far * PAGE, device=CPU, can_pin=False, transfer=TransferConfig())
     memory = torch.zeros(near * PAGE // 8, dtype=torch.int64)
     return PagePool(CpuBackend(CPU), PAGE, memory, arena, pages_plain)
 

@@ -30,7 +30,7 @@ from tests.activations.moe import CPU
 from tests.helpers.ranks import RankPool
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-SIZES: dict[str, Any] = {"page_bytes": 256, "tail": "nan"}
+SIZES: dict[str, Any] = {"page_bytes": "256B", "tail": "nan"}
 
 
 def prepared(**sizes: Any) -> PagedStash:
@@ -219,8 +219,8 @@ def test_prepare_is_refused_while_a_group_is_live() -> None:
 @pytest.mark.parametrize(
     ("wrong", "part"),
     [
-        ({"page_bytes": 200}, "200"),
-        ({"page_bytes": 64}, "64"),
+        ({"page_bytes": "200B"}, "200"),
+        ({"page_bytes": "64B"}, "64"),
         ({"tail": "one"}, "one"),
         ({"device_bytes": "much"}, "much"),
         ({"host_bytes": -1}, "-1"),

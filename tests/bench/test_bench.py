@@ -30,7 +30,7 @@ NUMEL = 128 * 64 + 12 * 64 * 64 + 3 * 64
 @pytest.mark.filterwarnings("ignore")
 def test_iterations(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out.json"
-    rows = "plain,torchao,step-b8192-torchclip,backward-int8,step-host,step-f0,cpuoffload"
+    rows = "plain,torchao,step-b8KiB-torchclip,backward-int8,step-host,step-f0,cpuoffload"
     iteration.main([*TINY, *SHORT, "--json", str(out), "--rows", rows, "--shards", "fp32"])
     lines = capfd.readouterr().out.splitlines()
     assert lines[0].startswith("plain: iteration")
@@ -42,7 +42,7 @@ def test_iterations(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
         parts = row["forward_ms"] + row["backward_ms"] + row["update_ms"]
         assert 0 < parts == pytest.approx(row["iteration_ms"], rel=0.9)
         assert len(row["losses"]) == 4 + iteration.LEAD_IN
-    plain, step = found["plain"], found["step-b8192-torchclip"]
+    plain, step = found["plain"], found["step-b8KiB-torchclip"]
     assert step["moved_bytes"] == pytest.approx(8 * NUMEL, rel=0.01)
     assert found["backward-int8"]["moved_bytes"] < 3 * NUMEL
     assert "host" in found["step-host"]["lanes"]

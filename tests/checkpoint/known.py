@@ -44,7 +44,7 @@ def job(rows: int = 301) -> Job:
     """A fresh model, and an optimizer with all three lanes."""
     model = model_of(rows)
     inner = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
-    transfer = TransferConfig(bucket_bytes=4096, host_threads=1)
+    transfer = TransferConfig(bucket_bytes="4KiB", host_threads=1)
     lanes = ["streamed", "host", "resident"]
     return model, HybridDeviceOptimizer(inner, model=model, update_on=lanes, transfer=transfer)
 

@@ -280,7 +280,7 @@ def test_one_memory_is_copied_once_and_plain_values_stay_what_they_are() -> None
     assert staged["a"].data_ptr() == staged["b"].data_ptr()
     assert torch.equal(staged["row"], tensor[1])
     assert [id(value) for value in staged["lr"]] == [id(value) for value in options]
-    assert stager._nbytes == 128, "two tensors, each at a multiple of 64 bytes"
+    assert stager._arena.n_bytes == 128, "two tensors, each at a multiple of 64 bytes"
 
 
 def without_memory() -> Tensor:

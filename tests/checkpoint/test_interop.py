@@ -129,13 +129,23 @@ def tensor_lr(job: Job) -> dict[str, Any]:
 
 
 LAYOUTS = {f.__name__: f for f in (titan, megatron, ema_beside, tensor_lr)}
+NAMED: dict[str, dict[str, Any]] = {
+    "titan": {"model_prefix": ""},
+    # A parameter without a gradient has no state there, and its options do not say whose they are.
+    "megatron": {"model_prefix": "model.module.", "strict": False},
+}
 
 
 def load_layout(layout: str, target: Variant, path: Path) -> None:
     saving, loading = jobs.trained(PLAIN), jobs.elsewhere(target)
     own = [group["lr"] for group in loading.optimizer.param_groups]
     dcp.save(LAYOUTS[layout](saving), checkpoint_id=path)
-    models.check(checkpoint.load(path, *loading.pair) == {}, "extra was found")
+    if named := NAMED.get(layout):
+        error = refusal(lambda: checkpoint.load(path, *loading.pair))
+        check(error is not None, "loaded without a prefix")
+        check(f"model_prefix={named['model_prefix']!r}" in str(error), str(error))
+    found = checkpoint.load(path, *loading.pair, **NAMED.get(layout, {}))
+    models.check(found == {}, "extra was found")
     check_arrived(loading, saving, options=layout != "megatron")
     if layout == "megatron":
         kept = [group["lr"] for group in loading.optimizer.param_groups]

@@ -52,13 +52,13 @@ def test_an_interrupt_in_the_take_over_comes_after_it(
 ) -> None:
     """Weights are the module's, state is not yet the optimizer's."""
     expected, loading = saved_and_other(tmp_path / "one")
-    unpack = state.unpack
+    hand_over = state.hand_over
 
     def interrupting(*args: Any) -> None:
         interrupt()
-        unpack(*args)
+        hand_over(*args)
 
-    monkeypatch.setattr(planner_module, "unpack", interrupting)
+    monkeypatch.setattr(planner_module, "hand_over", interrupting)
     with pytest.raises(KeyboardInterrupt):
         checkpoint.load(tmp_path / "one", *loading)
     assert loading[1].param_groups[0]["lr"] == 0.25

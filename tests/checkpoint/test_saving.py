@@ -203,7 +203,7 @@ def test_ranks_with_other_shapes_under_one_name_are_refused(ranks: Ranks, tmp_pa
 def save_between_steps(root: Path) -> None:
     """All buckets stay on the device from one step to the next, also over a save."""
     model = models.toy(models.flat_mesh(2), dtype=torch.bfloat16)
-    transfer = TransferConfig(bucket_bytes=4096)
+    transfer = TransferConfig(bucket_bytes="4KiB")
     inner = torch.optim.AdamW(model.parameters(), lr=0.01)
     optimizer = models.wrap(
         inner, model, overlap="backward", transfer=transfer, device_memory="1MiB"

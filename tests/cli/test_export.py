@@ -32,7 +32,7 @@ def test_options_are_passed_on(tmp_path: Path, capsys: pytest.CaptureFixture[str
     names = tmp_path / "names.json"
     names.write_text('{"weight": "linear.weight", "bias": null}')
     options = ["--dtype", "fp32", "--names", str(names), "--model-prefix", "model."]
-    options += ["--optimizer-prefix", "optim.", "--max-shard-bytes", "1"]
+    options += ["--optimizer-prefix", "optim.", "--max-shard-bytes", "1B"]
     assert main(["export", str(tmp_path / "one"), str(tmp_path / "out"), *options]) == 0
     (line,) = capsys.readouterr().out.splitlines()
     found = safetensors.torch.load_file(line.split()[1])
@@ -45,7 +45,7 @@ def test_options_are_passed_on(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 def test_several_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save(tmp_path / "one")
-    words = ["export", str(tmp_path / "one"), str(tmp_path / "out"), "--max-shard-bytes", "24"]
+    words = ["export", str(tmp_path / "one"), str(tmp_path / "out"), "--max-shard-bytes", "24B"]
     assert main([*words, "--json"]) == 0
     paths = [row["path"] for row in json.loads(capsys.readouterr().out)["files"]]
     assert [path.rpartition("/")[2] for path in paths] == [

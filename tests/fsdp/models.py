@@ -28,7 +28,7 @@ Ranks = Callable[..., RankPool]
 """The fixture ``ranks``."""
 VOCABULARY = 23
 WIDTH = 45
-TRANSFER = TransferConfig(bucket_bytes=4096, host_threads=1)
+TRANSFER = TransferConfig(bucket_bytes="4KiB", host_threads=1)
 """Small buckets: the largest parameters are cut, most buckets hold several small ones."""
 
 
@@ -146,7 +146,7 @@ def groups(model: nn.Module, *, lr: float = 0.01, matrices_only: bool = False) -
 def wrap(optimizer: Optimizer, model: Any = None, **options: Any) -> HybridDeviceOptimizer:
     """A wrapper with small buckets, some of which stay on the device. A tuple of lanes is given to
     the parameters in turn."""
-    options = {"transfer": TRANSFER, "device_memory": 30_000, **options}
+    options = {"transfer": TRANSFER, "device_memory": "30000B", **options}
     if isinstance(lanes := options.get("update_on"), tuple):
         trainable = [p for p in parameters_of(optimizer) if p.requires_grad]
         options["update_on"] = [lanes[i % len(lanes)] for i in range(len(trainable))]

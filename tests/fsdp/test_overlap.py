@@ -39,7 +39,7 @@ MORE = (pytest.param("forward", marks=pytest.mark.long), "backward")
 """Where the harder one of the two stands for both."""
 MIXED = ("streamed", "host", "resident")
 FP32, BF16 = torch.float32, torch.bfloat16
-SMALL = TransferConfig(bucket_bytes=4096, host_threads=1)
+SMALL = TransferConfig(bucket_bytes="4KiB", host_threads=1)
 
 
 def loss_of(model: Any, step: int, skip: int | None = None) -> Tensor:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 import time
 
 from tests.helpers.ranks import RankPool
 
 from .events import EVENTS
+from .plants import PLANTS, planted
 from .runner import run_again, run_seeds
 
 
@@ -25,7 +27,14 @@ def main() -> int:
         "--without", action="append", default=[], choices=sorted(EVENTS), metavar="EVENT",
         help=f"leave one out: {', '.join(sorted(EVENTS))}",
     )  # fmt: skip
+    parser.add_argument("--plant", choices=PLANTS, help="a fault, which must be found")
     chosen = parser.parse_args()
+    with planted(chosen.plant) if chosen.plant else contextlib.nullcontext():
+        return run(chosen)
+
+
+def run(chosen: argparse.Namespace) -> int:
+    """What :func:`main` was told; whether something differed."""
     if chosen.seed is not None:
         kept = [int(p) for p in chosen.keep.split(",")] if chosen.keep else None
         arguments = (chosen.seed, chosen.ranks, kept, chosen.without)
@@ -51,6 +60,8 @@ def main() -> int:
         f"{outcome.count} sequences on {chosen.ranks} rank(s), {len(outcome.failures)} failed; "
         f"{seconds:.0f} s, {outcome.cpu_s:.0f} s of a core on each rank"
     )
+    for what, count in sorted(outcome.counts.items()):
+        print(f"{count:8} {what}")
     return bool(outcome.failures)
 
 

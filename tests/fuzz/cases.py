@@ -80,6 +80,7 @@ class Case:
     gives_model: bool = True
     mastered: bool = True
     watched: bool = False  # state is read after every event
+    sharded: bool = False  # by FSDP2, also on a single rank
     reshard: bool | None = None
     half_compute: bool = False
     events: list[Event] = field(default_factory=list)
@@ -138,7 +139,7 @@ class Case:
             "parameters": [
                 f"{s}:{str(d)[6:]}" for s, d in zip(self.shapes, self.dtypes, strict=True)
             ],
-            "layers": self.layers if self.ranks > 1 else None,
+            "layers": self.layers if self.sharded else "plain",
             "groups": self.groups,
             "later": self.later,
             "lanes": self.lanes,
@@ -156,17 +157,18 @@ class Case:
 def draw_case(seed: int, ranks: int = 1) -> Case:
     """The case of ``seed``, without events."""
     rng = random.Random(seed * 8 + ranks)
-    cls, kwargs, implementation = _draw_class(rng, ranks)
+    sharded = ranks > 1 or rng.random() < 0.45
+    cls, kwargs, implementation = _draw_class(rng, sharded)
     name, is_own = cls.__name__, cls.__name__ not in SETTINGS
     count = rng.choice((1, 2, 2, 3, 3, 4))
     shapes = [rng.choice(MATRICES if name == "Muon" else SHAPES) for _ in range(count)]
-    if ranks > 1:
+    if sharded:
         shapes = [s if s else (3,) for s in shapes]  # FSDP2 refuses 0-dim parameters
     elif rng.random() < 0.1 and name not in ("Adafactor", "Muon", "Lamb"):
         shapes[rng.randrange(count)] = (0, 5)
     elementwise = name in ELEMENTWISE or (cls in ELEMENTWISE_OWN and rng.random() < 0.5)
     half_allowed = not is_own or elementwise
-    dtypes = _draw_dtypes(rng, count, name, half_allowed, alike=ranks > 1)
+    dtypes = _draw_dtypes(rng, count, name, half_allowed, alike=sharded)
     mastered = rng.random() < 0.85 and name != "Adafactor"
     layers = _split(rng, list(range(count)))
     later = [rng.randrange(count)] if count > 2 and rng.random() < 0.3 else []
@@ -174,8 +176,8 @@ def draw_case(seed: int, ranks: int = 1) -> Case:
         later = []  # makes no state for them
     groups = _split(rng, [i for i in range(count) if i not in later], 2)
     overlap = "step"
-    if ranks > 1 and name in ELEMENTWISE:
-        overlap = rng.choice(("step", "step", "forward", "backward"))
+    if sharded and name in ELEMENTWISE:
+        overlap = rng.choice(("step", "forward", "forward", "backward", "backward"))
     lanes = _draw_lanes(rng, elementwise)
     half_alone = not mastered and any(d in HALF for d in dtypes)
     if name in FUSED and (half_alone or (implementation == "open" and "host" in lanes[1:])):
@@ -192,7 +194,7 @@ def draw_case(seed: int, ranks: int = 1) -> Case:
         fraction = {"resident": 0.0, "streamed": 1.0, "host": 1.0}[lanes[0]]
         wrap["offload_fraction"] = rng.choice((fraction, 0.5)) if lanes[0] != "host" else fraction
     wrap["overlap"] = overlap
-    wrap["device_memory"] = rng.choice(("auto", 0, 20_000, 60_000, "1MiB"))
+    wrap["device_memory"] = rng.choice(("auto", 0, "20000B", "60000B", "1MiB"))
     if is_own and elementwise:
         wrap["elementwise"] = True
     return Case(
@@ -213,17 +215,18 @@ def draw_case(seed: int, ranks: int = 1) -> Case:
         gives_model=overlap != "step" or rng.random() < 0.8,
         mastered=mastered,
         watched=rng.random() < 0.4,
+        sharded=sharded,
         reshard=rng.choice((None, True, False)),
-        half_compute=ranks > 1 and dtypes[0] == FP32 and rng.random() < 0.2,
+        half_compute=sharded and dtypes[0] == FP32 and rng.random() < 0.2,
     )
 
 
-def _draw_class(rng: random.Random, ranks: int) -> tuple[type[Optimizer], dict[str, Any], str]:
+def _draw_class(rng: random.Random, sharded: bool) -> tuple[type[Optimizer], dict[str, Any], str]:
     if rng.random() < 0.1:
         # Shards of a matrix are no matrices: whole-matrix classes have no plain twin there.
-        known = ELEMENTWISE_OWN if ranks > 1 else (*ELEMENTWISE_OWN, *WHOLE_OWN)
+        known = ELEMENTWISE_OWN if sharded else (*ELEMENTWISE_OWN, *WHOLE_OWN)
         return rng.choice(known), {}, "open"
-    names = sorted(ELEMENTWISE) if ranks > 1 else sorted(SETTINGS)
+    names = sorted(ELEMENTWISE) if sharded else sorted(SETTINGS)
     name = rng.choice([*names, "Adam", "AdamW", "AdamW", "SGD", "SGD"])
     possible = ["open", "open"]
     possible += ["for-loop", "foreach"] if name in FOREACH else []
@@ -261,7 +264,7 @@ def _draw_lanes(rng: random.Random, elementwise: bool) -> tuple[str, ...]:
 
 def _draw_transfer(rng: random.Random) -> dict[str, Any]:
     transfer: dict[str, Any] = {
-        "bucket_bytes": rng.choice((4096, 4096, 4096, 1 << 20)),
+        "bucket_bytes": rng.choice(("4KiB", "4KiB", "4KiB", "1MiB")),
         "host_threads": 1,
     }
     if rng.random() < 0.9:  # reading what is free takes a while

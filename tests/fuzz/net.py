@@ -15,6 +15,14 @@ if TYPE_CHECKING:
     from .cases import Case
 
 
+class ModelError(RuntimeError):
+    """What a model raises on purpose."""
+
+
+def _raise(*_: Tensor) -> None:
+    raise ModelError("on purpose")
+
+
 class Layer(nn.Module):
     """Each weight adds one bounded number to the input."""
 
@@ -23,7 +31,9 @@ class Layer(nn.Module):
         made = (nn.Parameter(torch.empty(shape, dtype=dtype)) for shape, dtype in weights)
         self.weights = nn.ParameterList(made)
 
-    def forward(self, x: Tensor, data: list[Tensor | None]) -> Tensor:
+    def forward(self, x: Tensor, data: list[Tensor | None], *, raises: bool = False) -> Tensor:
+        if raises:
+            _raise()
         for weight, factors in zip(self.weights, data, strict=True):
             if factors is not None:
                 # Sums of fp32 products: the same on both sides, whatever the weight's dtype.
@@ -40,12 +50,19 @@ class Net(nn.Module):
         made = [Layer([(case.shapes[i], case.dtypes[i]) for i in layer]) for layer in case.layers]
         self.layers, self.last = nn.ModuleList(made[:-1]), made[-1]
 
-    def forward(self, x: Tensor, data: list[Tensor | None]) -> Tensor:
-        for layer, count in zip([*self.layers, self.last], self.n_weights, strict=True):
+    def forward(
+        self, x: Tensor, data: list[Tensor | None], fault: tuple[str, int] | None = None
+    ) -> Tensor:
+        """``fault``: raise in the forward or backward of the layer of this number."""
+        layers = [*self.layers, self.last]
+        for number, (layer, count) in enumerate(zip(layers, self.n_weights, strict=True)):
             own, data = data[:count], data[count:]
+            raises = fault == ("forward", number)
             # A layer that nothing goes through is not called at all.
-            if layer is self.last or any(factors is not None for factors in own):
-                x = layer(x, own)
+            if raises or layer is self.last or any(factors is not None for factors in own):
+                x = layer(x, own, raises=raises)
+                if fault == ("backward", number) and x.requires_grad:
+                    x.register_hook(_raise)
         return x
 
 

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import re
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -13,6 +14,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from fsdp_offload import HybridDeviceOptimizer, PhaseOffloader, TransferConfig
@@ -21,28 +23,26 @@ from fsdp_offload.plan import residency
 from tests.helpers.compare import rounded
 from tests.helpers.side_by_side import MASTERS
 
+from .bits import Mismatch, check_same, master_of
 from .cases import Case
-from .net import like, local, make_net
+from .net import ModelError, like, local, make_net
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 FLAGS: Final = ("params", "foreach", "fused", "capturable", "differentiable", "param_names")
 """Entries of a group that say how a kernel runs, or whose they are."""
+READS: Final = ("state", "state", "state_dict", "state_dict", "param_groups", "statistics")
 LOSS: Final = 1.5
 """What a closure returns."""
-_INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 REFUSALS: Final[dict[str, tuple[type[OffloadError], str]]] = {
     "use while away": (AwayError, "offloaded|away"),
     "use between backward and step": (SpentGradientError, "before step"),
     "a first step without any gradient": (OffloadError, "gradient"),
     "leaving with gradients that no step has consumed": (OffloadError, "gradient"),
+    "a signal handler that enters the optimizer": (OffloadError, ""),
 }
 """Where the wrapper may raise though the plain optimizer goes on: documented, and nothing else."""
-
-
-class Mismatch(AssertionError):
-    """The two sides differ."""
 
 
 class Pair:
@@ -63,6 +63,7 @@ class Pair:
         self.lanes = list(case.lanes)
         self.is_wrapped = False
         self.wrapped: Any = self._build(self.mine)
+        self.inner: Any = self.wrapped
         self.plain = self._build_plain()
         self.has_run = self.has_stepped = self.is_spent = self.has_loaded = False
         self.unused = set[int]()  # whose gradients no step has seen
@@ -72,11 +73,16 @@ class Pair:
         self.saved: dict[int, Any] = {}
         self.schedulers: list[Any] = []
         self.log: list[str] = []
-        self.loss = 0.0
+        self.counts = Counter[str]()
+        self.has_taken = False  # backward has updated parameters, and step() was not called
 
     def say(self, what: object) -> None:
         """Note what an event does, for whoever reads the report of a failure."""
         self.log.append(str(what))
+
+    def count(self, what: str, where: str) -> None:
+        """For the table at the end."""
+        self.counts[f"{what}: {where}"] += 1
 
     @property
     def order(self) -> list[int]:
@@ -144,6 +150,7 @@ class Pair:
             trainable = self._trainable()
             self.on_host = {i for n, i in enumerate(trainable) if self._lane(n) == "host"}
             wrap["update_on"] = [self._lane(n) for n in range(len(trainable))]
+        self.inner = inner
         with mock.patch.object(residency, "LEAST_SLOTS", case.slots):
             self.wrapped = HybridDeviceOptimizer(
                 inner,
@@ -173,6 +180,15 @@ class Pair:
         for group, values in zip(inner.param_groups, self.wrapped.param_groups, strict=True):
             self.set_group(group, values)
         return inner
+
+    def reshard(self) -> bool:
+        """An evaluation may have left weights gathered; whether none is now."""
+        for model in (self.model, self.twin):
+            for module in model.modules() if self.case.sharded else ():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+        # After a forward that raised, FSDP2 does not do it.
+        return all(a is b for a, b in zip(self.model.parameters(), self.mine, strict=True))
 
     def add_group(self) -> None:
         """A group with the parameters that were left out."""
@@ -222,26 +238,67 @@ class Pair:
                 mine.grad = mine.grad + drawn
             carrier.grad = carrier.grad + drawn
 
-    def backward(self, generator: torch.Generator, present: list[bool], scale: float) -> None:
-        """Several processes: forward and backward of both models on equal data."""
+    def inputs(
+        self, generator: torch.Generator, present: list[bool]
+    ) -> tuple[Tensor, list[Tensor | None]]:
+        """Of both models: other ones on each rank."""
         data = [
             torch.randn(p.shape, generator=generator) if has else None
             for p, has in zip(self.mine, present, strict=True)
         ]
-        x = torch.randn(3, generator=generator) + torch.distributed.get_rank()
+        return torch.randn(3, generator=generator) + torch.distributed.get_rank(), data
+
+    def backward(self, generator: torch.Generator, present: list[bool], scale: float) -> None:
+        """Forward and backward of both models."""
+        x, data = self.inputs(generator, present)
         losses = []
         for model in (self.model, self.twin):
             loss = model(x.clone().requires_grad_(), data).float().sum() * scale
-            losses.append(loss.item())
+            losses.append(loss.detach())
             if loss.requires_grad:
                 loss.backward()
-        check_same(torch.tensor(losses[0]), torch.tensor(losses[1]), "loss")
+        check_same(*losses, "loss")
+        reached = {i for i, p in enumerate(self.mine) if present[i] and p.requires_grad}
+        self.unused |= reached
         self.has_run = True
-        self.unused |= {i for i, p in enumerate(self.mine) if present[i] and p.requires_grad}
+        self.has_taken |= self.in_backward and bool(reached.intersection(self.order))
+
+    def fail(self, generator: torch.Generator, present: list[bool], place: str) -> None:
+        """Both models raise in the same place."""
+        x, data = self.inputs(generator, present)
+        number = int(torch.randint(len(self.case.layers), (), generator=generator))
+        for model in (self.model, self.twin):
+            with contextlib.suppress(ModelError):
+                loss = model(x.clone().requires_grad_(), data, (place, number)).float().sum()
+                loss.backward()
+        self.has_run = True
+        if self.has_taken:
+            self.evaluate(generator, present)  # or FSDP2 would not reshard
+
+    @torch.no_grad()
+    def evaluate(self, generator: torch.Generator, present: list[bool]) -> None:
+        """A forward of both."""
+        x, data = self.inputs(generator, present)
+        losses = [model(x.clone(), data).float().sum() for model in (self.model, self.twin)]
+        self.has_run = True
+        if self.has_taken:
+            self.reshard()  # FSDP2 would go on with weights that are half updated
+        else:
+            check_same(*losses, "loss of an evaluation")
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether backward passes update parameters."""
+        return self.is_wrapped and self.case.overlap == "backward"
 
     def step(self, seed: int = 0, closure: Callable[[], Any] | None = None) -> None:
         """Both, with the same random numbers; ``closure``: makes gradients of both."""
-        has = closure is not None or any(self.mine[i].grad is not None for i in self._trainable())
+        if self.step_wrapped(seed, closure):
+            self.step_plain(seed)
+
+    def step_wrapped(self, seed: int, closure: Callable[[], Any] | None = None) -> bool:
+        """Whether it was not refused."""
+        has = closure is not None or any(self.mine[i].grad is not None for i in self.order)
         torch.default_generator.manual_seed(seed)  # torch.manual_seed() takes 4 ms
         if closure is not None:
             if (found := self.wrapped.step(closure)) != LOSS:
@@ -249,11 +306,16 @@ class Pair:
         elif not self.is_wrapped or self.has_stepped or has:
             self.wrapped.step()
         elif not self.attempt("a first step without any gradient", self.wrapped.step):
-            return
+            return False
         self.has_stepped = self.is_wrapped and (self.has_stepped or has)
+        return True
+
+    def step_plain(self, seed: int) -> None:
+        """The plain one follows."""
         torch.default_generator.manual_seed(seed)
+        self.unrecorded -= {i for i in self.unrecorded if self.carriers[i].grad is not None}
         self.plain_step()
-        self.is_spent = self.case.overlap == "backward" and self.is_wrapped
+        self.is_spent, self.has_taken = self.in_backward, False
         self.unused -= set(self.order)
         self.has_loaded = False
         self.unrecorded -= {i for i in self.unrecorded if self.mine[i].requires_grad}
@@ -263,8 +325,9 @@ class Pair:
         for i, (carrier, theirs) in enumerate(zip(self.carriers, self.theirs, strict=True)):
             theirs.grad = None
             if carrier.grad is not None and i in self.order:
-                # torch's fused kernels take other strides for these.
-                theirs.grad = local(carrier.grad).to(theirs.dtype).contiguous()
+                # torch's fused kernels take other strides for others; its steps may write into it.
+                gradient = local(carrier.grad).to(theirs.dtype)
+                theirs.grad = gradient.clone(memory_format=torch.contiguous_format)
                 self.stepped.add(i)
         self.plain.step()
         self.round()
@@ -284,13 +347,13 @@ class Pair:
                 theirs.copy_(local(carrier))
 
     def zero_grad(self, how: str, *, to_none: bool = True) -> None:
-        """Of both; ``how``: who is asked on the wrapped side."""
+        """Of both; ``how``: who is asked on the wrapped side; "nobody": it was done there."""
         if how == "model":
             self.model.zero_grad(to_none)
         elif how == "hand":
             for mine in self.mine:
                 mine.grad = None
-        else:
+        elif how == "wrapper":
             self.wrapped.zero_grad(to_none)
             for i in set(range(len(self.mine))) - set(self.order):  # in no group
                 self.mine[i].grad = None
@@ -366,33 +429,51 @@ class Pair:
             self.wrapped.synchronize()
         for i, (mine, carrier) in enumerate(zip(self.mine, self.carriers, strict=True)):
             check_same(local(mine), local(carrier), f"parameter {i}")
-        for i, group in enumerate(self.wrapped.param_groups):
-            for other in self.plain_groups(i):
-                self._compare_group(i, group, other)
+        self._compare_groups(self.wrapped)
         if not state:
             return
         shown = self.wrapped.state
-        for i in self.order:
-            if i in self.unrecorded:  # their state is what it was when they were wrapped
-                continue
-            mine, theirs = self.mine[i], self.theirs[i]
-            own = {k: local(v) if isinstance(v, Tensor) else v for k, v in shown[mine].items()}
-            if self.case.has_master(i) and set(MASTERS) & own.keys():
-                check_same(master_of(local(mine), own), theirs.detach(), f"master {i}")
-            if expected := self.plain.state.get(theirs):
-                names = [name for name in own if name not in MASTERS]
-                if sorted(names) != sorted(expected):
-                    raise Mismatch(f"state of {i}: {names}, plain {sorted(expected)}")
-                for name, value in expected.items():
-                    check_same(own[name], value, f"state {name!r} of {i}")
+        own = {i: localized(shown[self.mine[i]]) for i in self.order}
+        self.check_state(own, self.plain_state())
+        for i, values in own.items():
+            is_known = self.case.has_master(i) and i not in self.unrecorded
+            if is_known and set(MASTERS) & values.keys():
+                found = master_of(local(self.mine[i]), values)
+                check_same(found, self.theirs[i].detach(), f"master {i}")
 
-    @staticmethod
-    def _compare_group(index: int, mine: dict[str, Any], plain: dict[str, Any]) -> None:
-        names = {name for name in (*mine, *plain) if name not in FLAGS}
-        for name in sorted(names):
-            if (name in mine) != (name in plain):
-                raise Mismatch(f"group {index}: {name!r} is on one side only")
-            check_same(mine[name], plain[name], f"group {index}, {name!r}")
+    def check_state(self, own: dict[int, dict[str, Any]], plain: dict[int, dict[str, Any]]) -> None:
+        """By parameter. Of those frozen when they were wrapped, it is what it was then."""
+        for i, expected in plain.items():
+            if i in self.unrecorded or i not in self.order:
+                continue
+            names = [name for name in own.get(i, {}) if name not in MASTERS]
+            if sorted(names) != sorted(expected):
+                raise Mismatch(f"state of {i}: {names}, plain {sorted(expected)}")
+            for name, value in expected.items():
+                check_same(own[i][name], value, f"state {name!r} of {i}")
+
+    def read(self, face: str, what: str) -> dict[int, dict[str, Any]]:
+        """State by parameter, copied, that the wrapper or the wrapped optimizer shows."""
+        optimizer, found = self.wrapped if face == "wrapper" else self.inner, {}
+        if what == "state":
+            shown = optimizer.state
+            found = {i: localized(shown.get(self.mine[i], {})) for i in self.order}
+        elif what == "state_dict":
+            saved = optimizer.state_dict()["state"]
+            found = {i: localized(saved.get(n, {})) for n, i in enumerate(self.order)}
+        elif what == "param_groups":
+            self._compare_groups(optimizer)
+        else:
+            repr(self.wrapped)  # statistics, too
+        return copy.deepcopy(found)
+
+    def _compare_groups(self, optimizer: Optimizer) -> None:
+        for i, mine in enumerate(optimizer.param_groups):
+            for plain in self.plain_groups(i):
+                for name in sorted({*mine, *plain}.difference(FLAGS)):
+                    if (name in mine) != (name in plain):
+                        raise Mismatch(f"group {i}: {name!r} is on one side only")
+                    check_same(mine[name], plain[name], f"group {i}, {name!r}")
 
     @contextlib.contextmanager
     def away(self, **options: Any) -> Iterator[PhaseOffloader]:
@@ -402,6 +483,7 @@ class Pair:
             self.phases[key] = PhaseOffloader(self.model, self.wrapped, **options)
         phases = self.phases[key]
         phases.offload()
+        self.reshard()
         yield phases
         phases.reload()
 
@@ -418,55 +500,6 @@ class Pair:
         return copy.deepcopy(value)
 
 
-def master_of(shard: Tensor, state: dict[str, Any]) -> Tensor:
-    """The fp32 value that a shard and its remainder, or a whole master, stand for."""
-    if "master" in state:
-        return state["master"]
-    return joined(shard, state["master_remainder"].contiguous().view(torch.int16))
-
-
-def joined(shard: Tensor, remainder: Tensor) -> Tensor:
-    """bf16 and the low half of an fp32 word, added as integers; a zero stays one."""
-    value = shard.contiguous().view(torch.int16).to(torch.int32) << 16
-    words = value + remainder.to(torch.int32)
-    return torch.where(value << 1 == 0, value, words).view(torch.float32)
-
-
-def remainder_of(master: Tensor) -> Tensor:
-    """What bf16 rounding leaves of each number: int32, to be added to the rounding's word."""
-    value = rounded(master, torch.bfloat16).contiguous().view(torch.int16).to(torch.int32) << 16
-    return master.contiguous().view(torch.int32) - value
-
-
-def check_same(mine: Any, plain: Any, what: str) -> None:
-    """Equal dtype, shape and bits; any NaN equals any other."""
-    if not isinstance(plain, Tensor) or not isinstance(mine, Tensor):
-        if isinstance(mine, Tensor) or isinstance(plain, Tensor) or mine != plain:
-            raise Mismatch(f"{what}: {mine!r}, plain {plain!r}")
-        return
-    if (mine.dtype, mine.shape) != (plain.dtype, plain.shape):
-        raise Mismatch(
-            f"{what}: {mine.dtype} {tuple(mine.shape)}, plain {plain.dtype} {tuple(plain.shape)}"
-        )
-    if torch.equal(_bits(mine), _bits(plain)):
-        return
-    wrong = (mine != plain) | (mine.signbit() != plain.signbit())
-    wrong &= ~(mine.isnan() & plain.isnan())
-    if wrong.any():
-        first = int(wrong.reshape(-1).nonzero()[0])
-        values = [t.reshape(-1)[first].item() for t in (mine, plain)]
-        raise Mismatch(
-            f"{what}: {int(wrong.sum())} of {mine.numel()} elements differ, "
-            f"element {first} is {values[0]!r}, plain {values[1]!r}"
-        )
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    """As integers, so that signed zeros are told apart."""
-    flat = tensor.detach().contiguous().as_strided((tensor.numel(),), (1,))
-    return flat.view(_INTEGERS[tensor.itemsize])
-
-
 def _parameters(optimizer: Optimizer) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
@@ -478,3 +511,8 @@ def _laid_out(gradient: Tensor, layout: str) -> Tensor:
     if layout == "strided" and gradient.dim():
         return gradient.repeat_interleave(2, -1)[..., ::2]
     return gradient.clone()
+
+
+def localized(values: dict[str, Any]) -> dict[str, Any]:
+    """A parameter's state with this rank's pieces of tensors."""
+    return {k: local(v) if isinstance(v, Tensor) else v for k, v in values.items()}

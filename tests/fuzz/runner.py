@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-import random
 import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,10 +17,12 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from .cases import Case, Event
-from .events import EVENTS, draw, wrap
-from .pair import Mismatch, Pair
+from .bits import Mismatch
+from .cases import Case
+from .events import draw, happen
+from .pair import Pair
 
 
 @dataclass
@@ -47,21 +49,16 @@ class Outcome:
     count: int
     failures: list[Failure]
     cpu_s: float  # of this process
+    counts: Counter[str]  # how often what happened where
 
 
-def run_case(case: Case) -> str | None:
-    """Why the two sides differ, if they do, with the events until then."""
-    mesh = None
-    if case.ranks > 1:
-        from tests.fsdp.models import flat_mesh
-
-        mesh = flat_mesh(case.ranks)
-    folder = _folder(case)
-    pair = Pair(case, folder, mesh)
+def run_case(case: Case, mesh: DeviceMesh, counts: Counter[str] | None = None) -> str | None:
+    """Why the two sides differ, if they do, with the events until then; adds to ``counts``."""
+    pair = Pair(case, _folder(case), mesh if case.sharded else None)
     lines, found = [str(case)], ""
     for position, event in enumerate(case.events):
         pair.log.clear()
-        found = _guarded(partial(_happen, pair, event))
+        found = _guarded(partial(happen, pair, event))
         if not found:
             state = case.watched or position == len(case.events) - 1
             found = _guarded(partial(pair.compare, state=state))
@@ -70,13 +67,10 @@ def run_case(case: Case) -> str | None:
         if found:
             break
     closed = _guarded(pair.close)
+    if counts is not None:
+        counts.update(pair.counts)
     found = found or _agree(closed)
     return "\n".join([*lines, found]) if found else None
-
-
-def _happen(pair: Pair, event: Event) -> None:
-    run = wrap if event.name == "wrap" else EVENTS[event.name].run
-    run(pair, random.Random(event.seed))
 
 
 def _guarded(call: Callable[[], None]) -> str:
@@ -118,7 +112,7 @@ _MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
 """Files of a sequence are written where no disk has to be waited for."""
 
 
-def shrink(case: Case, first: str) -> tuple[list[int], str]:
+def shrink(case: Case, first: str, mesh: DeviceMesh) -> tuple[list[int], str]:
     """Positions of the fewest events that are found to fail still, and their report."""
     kept, report = list(range(len(case.events))), first
     size = max(1, len(kept) // 2)
@@ -126,7 +120,7 @@ def shrink(case: Case, first: str) -> tuple[list[int], str]:
         start = 0
         while start < len(kept):
             fewer = kept[:start] + kept[start + size :]
-            if _has_wrap(case, fewer) and (found := run_kept(case, fewer)):
+            if _has_wrap(case, fewer) and (found := run_kept(case, fewer, mesh)):
                 kept, report = fewer, found
             else:
                 start += size
@@ -138,10 +132,10 @@ def _has_wrap(case: Case, kept: list[int]) -> bool:
     return any(case.events[i].name == "wrap" for i in kept)
 
 
-def run_kept(case: Case, kept: Iterable[int]) -> str | None:
+def run_kept(case: Case, kept: Iterable[int], mesh: DeviceMesh) -> str | None:
     """Only these events."""
     chosen = set(kept)
-    return run_case(case.without({i for i in range(len(case.events)) if i not in chosen}))
+    return run_case(case.without({i for i in range(len(case.events)) if i not in chosen}), mesh)
 
 
 def run_seeds(
@@ -161,20 +155,20 @@ def run_seeds(
         seconds: begin no further sequence after them (one process only).
         most_failures: stop after so many.
     """
-    left_out, failures, count = frozenset(without), list[Failure](), 0
+    left_out, failures, count, counts = frozenset(without), list[Failure](), 0, Counter[str]()
     began, cpu = time.monotonic(), time.process_time()
-    with ready():
+    with ready() as mesh:
         for seed in seeds:
             if seconds is not None and time.monotonic() - began > seconds:
                 break
             case = draw(seed, ranks, left_out)
             count += 1
-            if report := run_case(case):
-                kept, report = shrink(case, report)
+            if report := run_case(case, mesh, counts):
+                kept, report = shrink(case, report, mesh)
                 failures.append(Failure(seed, ranks, kept, report))
                 if len(failures) >= most_failures:
                     break
-    return Outcome(count, failures, time.process_time() - cpu)
+    return Outcome(count, failures, time.process_time() - cpu, counts)
 
 
 def run_again(
@@ -182,21 +176,25 @@ def run_again(
 ) -> str | None:
     """One sequence, or some of its events: why the two sides differ, if they do."""
     case = draw(seed, ranks, frozenset(without))
-    with ready():
-        return run_kept(case, range(len(case.events)) if kept is None else kept)
+    with ready() as mesh:
+        return run_kept(case, range(len(case.events)) if kept is None else kept, mesh)
 
 
-def ready() -> ExitStack:
-    """One thread, small host buckets, no warnings: of a scheduler that steps first, say."""
+@contextmanager
+def ready() -> Iterator[DeviceMesh]:
+    """A mesh over all ranks; one thread, small host buckets, no warnings: of a scheduler that steps
+    first, say."""
     from fsdp_offload.pipeline import engine
 
-    stack = ExitStack()
-    stack.enter_context(warnings.catch_warnings(action="ignore"))
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    stack.callback(torch.set_num_threads, threads)
-    stack.enter_context(mock.patch.object(engine, "HOST_BUCKET_FACTOR", 1))
     log = logging.getLogger("fsdp_offload")
-    stack.callback(log.setLevel, log.level)
-    log.setLevel(logging.ERROR)
-    return stack
+    with ExitStack() as stack:
+        if not dist.is_initialized():  # in a single process: FSDP2 on one rank
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            stack.callback(dist.destroy_process_group)
+        stack.enter_context(warnings.catch_warnings(action="ignore"))
+        stack.callback(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(1)
+        stack.enter_context(mock.patch.object(engine, "HOST_BUCKET_FACTOR", 1))
+        stack.callback(log.setLevel, log.level)
+        log.setLevel(logging.CRITICAL)
+        yield init_device_mesh("cpu", (dist.get_world_size(),))

@@ -9,10 +9,9 @@ from collections.abc import Callable
 
 import pytest
 
-from fsdp_offload.optimizer.masters import Masters
-from fsdp_offload.pipeline.engine import Engine
 from tests.helpers.ranks import RankPool
 
+from .plants import PLANTS, planted
 from .runner import Outcome, run_seeds
 
 Ranks = Callable[..., RankPool]
@@ -49,22 +48,8 @@ def test_many_sequences_on_ranks(ranks: Ranks, size: int, part: int) -> None:
     check(ranks(size).run(run_seeds, range(first, first + 200), size, timeout_s=540)[0])
 
 
-FAULTS: dict[str, tuple[object, str, Callable[..., object]]] = {
-    "written weights look as if updates had left them": (
-        Masters, "trust_shards", lambda self: None,
-    ),
-    "state that was fetched ahead is used after it was written": (
-        Engine, "discard", lambda self: None,
-    ),
-    "masters do not follow weights before they are shown": (
-        Masters, "follow_weights", lambda self: None,
-    ),
-}  # fmt: skip
-"""What an owner's method does wrongly."""
-
-
 @pytest.mark.long
-@pytest.mark.parametrize("fault", FAULTS)
-def test_planted_faults_are_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(*FAULTS[fault])
-    assert run_seeds(range(3000)).failures
+@pytest.mark.parametrize("name", PLANTS)
+def test_planted_faults_are_found(name: str) -> None:
+    with planted(name):
+        assert run_seeds(range(3000)).failures

@@ -12,18 +12,18 @@ import torch
 from fsdp_offload.core import backend
 from fsdp_offload.core.config import MIB, TransferConfig
 from fsdp_offload.core.errors import PinningError
-from fsdp_offload.memory import HostArena
+from fsdp_offload.link import HostRange
 
 NUMEL = 8 * MIB + 3  # of fp32: more than 32 MiB, not a multiple of a page
 
 
-def make(n_bytes: int = 4 * NUMEL + 4096, **transfer: object) -> HostArena:
+def make(n_bytes: int = 4 * NUMEL + 4096, **transfer: object) -> HostRange:
     config = TransferConfig(**transfer)  # type: ignore[arg-type]
-    return HostArena(n_bytes, device=torch.device("cuda", 0), can_pin=True, transfer=config)
+    return HostRange(n_bytes, device=torch.device("cuda", 0), can_pin=True, transfer=config)
 
 
 @pytest.fixture
-def arena() -> Iterator[HostArena]:
+def arena() -> Iterator[HostRange]:
     owner = make()
     yield owner
     torch.cuda.synchronize()
@@ -33,18 +33,17 @@ def arena() -> Iterator[HostArena]:
 def test_the_whole_arena_is_pinned_until_closed() -> None:
     arena = make()
     views = [arena.tensor(offset, 1024, torch.float32) for offset in (0, 4096, 4 * NUMEL)]
-    statistics = arena.statistics()
-    assert statistics.pinned
-    assert statistics.pin_seconds > 0
+    assert arena.pinned
+    assert arena.seconds > 0
     assert all(view.is_pinned() for view in views)
     arena.close()
-    assert not arena.statistics().pinned
+    assert not arena.pinned
     assert not any(view.is_pinned() for view in views)
     views[-1].fill_(3)
     assert torch.equal(views[-1].cuda().cpu(), views[-1])
 
 
-def test_asynchronous_copies_both_ways_are_exact(arena: HostArena) -> None:
+def test_asynchronous_copies_both_ways_are_exact(arena: HostRange) -> None:
     host = arena.tensor(4096, NUMEL, torch.float32)
     source = torch.randn(NUMEL, device="cuda")
     host.copy_(source, non_blocking=True)
@@ -54,7 +53,7 @@ def test_asynchronous_copies_both_ways_are_exact(arena: HostArena) -> None:
     assert torch.equal(back, source)
 
 
-def test_a_refusal_leaves_the_device_usable(arena: HostArena) -> None:
+def test_a_refusal_leaves_the_device_usable(arena: HostRange) -> None:
     """Registering twice is what the driver refuses most reliably."""
     address = arena.tensor(0, 1, torch.uint8).data_ptr()
     with pytest.raises(PinningError, match="cudaHostRegister answered 712"):
@@ -65,7 +64,7 @@ def test_a_refusal_leaves_the_device_usable(arena: HostArena) -> None:
     assert torch.ones(1000, device="cuda").sum().item() == 1000
 
 
-def test_a_forked_child_does_not_unregister(arena: HostArena) -> None:
+def test_a_forked_child_does_not_unregister(arena: HostRange) -> None:
     view = arena.tensor(0, NUMEL, torch.float32)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # fork beside threads: wanted here
@@ -82,8 +81,8 @@ def test_a_process_that_never_closes_ends_cleanly() -> None:
     script = """
 import torch
 from fsdp_offload.core.config import TransferConfig
-from fsdp_offload.memory import HostArena
-arena = HostArena(
+from fsdp_offload.link import HostRange
+arena = HostRange(
     64 << 20, device=torch.device("cuda", 0), can_pin=True, transfer=TransferConfig()
 )
 view = arena.tensor(0, 1 << 20, torch.float32)

@@ -27,12 +27,12 @@ def run(module: str, out: Path, *options: str) -> dict[str, Any]:
 
 
 @pytest.mark.alone  # rates of the link are compared
-@pytest.mark.parametrize("rows", [MODES, CLIPPED])
-def test_modes_give_the_plain_losses(tmp_path: Path, rows: str) -> None:
-    options = [*SMALL, f"--rows={rows}", "--shards=fp32", "--deterministic"]
+def test_modes_give_the_plain_losses(tmp_path: Path) -> None:
+    options = [*SMALL, f"--rows={MODES},{CLIPPED}", "--shards=fp32", "--deterministic"]
     report = run("fsdp_offload.bench", tmp_path / "out.json", *options)
-    for row in report["rows"]:
-        assert row["losses"] == report["rows"][0]["losses"], row["name"]
+    losses = {row["name"]: row["losses"] for row in report["rows"]}
+    for name, found in losses.items():
+        assert found == losses["plain-torchclip" if "clip" in name else "plain"], name
     assert report["link"]["h2d+d2h_gbps"] > report["link"]["h2d_gbps"] > 1
 
 

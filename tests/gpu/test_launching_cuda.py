@@ -15,7 +15,7 @@ from fsdp_offload.update.kernels import triton_kernels
 from fsdp_offload.update.launching import Kernel
 from tests.helpers.compare import bits
 
-SMALL = TransferConfig(bucket_bytes=64 << 10)
+SMALL = TransferConfig(bucket_bytes="64KiB")
 
 
 def total_of(ones: Tensor) -> int:

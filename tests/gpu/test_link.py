@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fsdp_offload import TransferConfig
-from fsdp_offload.memory import HostArena
+from fsdp_offload.link import HostRange
 from fsdp_offload.pipeline.link import copier, copy_by_kernel
 
 CUDA = torch.device("cuda")
@@ -15,7 +15,7 @@ CUDA = torch.device("cuda")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("numel", [1, 7, 8192, 8193, 4 * 8192 + 3, 3_000_001])
 def test_every_word_crosses_in_both_directions(numel: int, dtype: torch.dtype) -> None:
-    arena = HostArena(
+    arena = HostRange(
         dtype.itemsize * (numel + 1), device=CUDA, can_pin=True, transfer=TransferConfig()
     )
     host = arena.tensor(0, numel + 1, dtype)

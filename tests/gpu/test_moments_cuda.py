@@ -121,7 +121,7 @@ def test_the_kernel_of_all_in_one_has_the_bits_of_its_twin(
 
 
 SHAPES = [(300, 70), (7,), (0,), (129, 65), (1000,), (64, 64), (3, 5, 7)]
-SMALL = TransferConfig(bucket_bytes=64 << 10)
+SMALL = TransferConfig(bucket_bytes="64KiB")
 
 
 class Run:

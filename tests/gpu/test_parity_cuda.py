@@ -17,7 +17,7 @@ from fsdp_offload.update.checksum import checksum, checksum_plain
 from fsdp_offload.update.kernels import triton_kernels
 
 SHAPES = [(300, 70), (7,), (0,), (129, 65), (1000,), (64, 64), (3, 5, 7)]
-SMALL = TransferConfig(bucket_bytes=64 << 10)
+SMALL = TransferConfig(bucket_bytes="64KiB")
 
 CASES: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
     (torch.optim.AdamW, {"fused": True}),

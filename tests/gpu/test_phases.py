@@ -17,7 +17,8 @@ from tests import graph_jobs, phase_jobs
 from tests.phase_jobs import LANES, POLICIES
 
 REPOSITORY = Path(__file__).parents[2]
-WIDE = 4096  # five matrices of 64 MiB, their gradients and moments: 0.75 GiB that leave
+WIDE = 2048  # five matrices of 16 MiB, each in a segment of its own, and moments: 240 MiB leave
+WIDER = 2 * WIDE  # so that copies take long, or half of a matrix has its own segment
 ADDRESSES = pytest.mark.parametrize("keep_addresses", [False, True], ids=["default", "keep"])
 
 Pool = Callable[..., Any]
@@ -66,7 +67,6 @@ def test_training_at_kept_addresses(ranks: Pool, lanes: str, policy: str) -> Non
     pool.run(phase_jobs.same_training, lanes, policy, "float32", keep_addresses=True)
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize("lanes", LANES)
 def test_use_while_away_raises_and_takes_no_device_memory(
     ranks: Pool, tmp_path: Path, lanes: str
@@ -90,19 +90,19 @@ def test_no_room_to_come_back(ranks: Pool, keep_addresses: bool) -> None:
 
 @ADDRESSES
 def test_used_at_once(ranks: Pool, keep_addresses: bool) -> None:
-    ranks(1, device_type="cuda").run(phase_jobs.used_at_once, WIDE, keep_addresses=keep_addresses)
+    ranks(1, device_type="cuda").run(phase_jobs.used_at_once, WIDER, keep_addresses=keep_addresses)
 
 
 @pytest.mark.alone
 @ADDRESSES
 def test_two_jobs_take_turns(ranks: Pool, keep_addresses: bool) -> None:
-    ranks(1, device_type="cuda").run(phase_jobs.swapped, 2048, keep_addresses=keep_addresses)
+    ranks(1, device_type="cuda").run(phase_jobs.swapped, WIDE, keep_addresses=keep_addresses)
 
 
 @pytest.mark.alone
 @ADDRESSES
 def test_loads_take_no_more_room(ranks: Pool, keep_addresses: bool) -> None:
-    ranks(1, device_type="cuda").run(phase_jobs.loads, 2048, keep_addresses=keep_addresses)
+    ranks(1, device_type="cuda").run(phase_jobs.loads, WIDE, keep_addresses=keep_addresses)
 
 
 @pytest.mark.alone
@@ -140,10 +140,10 @@ def test_two_gpus_offload(ranks: Pool, tmp_path: Path, keep_addresses: bool) -> 
     pool = ranks(2, device_type="cuda")
     for _ in range(2):  # the second job's storages lie in what the first one's have left
         job = phase_jobs.frees_its_payload
-        check_shares(pool.run(job, "plain", WIDE, keep_addresses=keep_addresses))
+        check_shares(pool.run(job, "plain", WIDER, keep_addresses=keep_addresses))
     pool.run(phase_jobs.use_while_away, "mixed")
     pool.run(phase_jobs.saves_while_away, "mixed", str(tmp_path))
-    pool.run(phase_jobs.used_at_once, WIDE, keep_addresses=keep_addresses)
+    pool.run(phase_jobs.used_at_once, WIDER, keep_addresses=keep_addresses)
     pool.run(phase_jobs.swapped, 512, keep_addresses=keep_addresses)
 
 

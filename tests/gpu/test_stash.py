@@ -15,7 +15,7 @@ from fsdp_offload import FixedAddressRegion, PagedStash, StashOverflowError, Tra
 from fsdp_offload.activations import pages_plain
 from fsdp_offload.activations.pages import PagePool
 from fsdp_offload.core.backend import backend_for
-from fsdp_offload.memory import HostArena
+from fsdp_offload.link import HostRange
 from tests.activations import moe
 from tests.helpers.compare import bits
 
@@ -294,7 +294,7 @@ def test_kernels_do_what_plain_operations_do(seed: int) -> None:
     backend = backend_for(CUDA)
     pools, near, far = [], 60, 30
     for kernels in (None, pages_plain):
-        arena = HostArena(
+        arena = HostRange(
             far * page, device=CUDA, can_pin=True, transfer=TransferConfig(pin="require")
         )
         memory = torch.zeros(near * page // 8, dtype=torch.int64, device=CUDA)

@@ -15,7 +15,7 @@ from fsdp_offload.update.one_kernel import OneKernelAdam
 from tests.helpers.compare import assert_same
 
 SHAPES = [(300, 70), (7,), (0,), (129, 65), (1000,), (64, 64), (3, 5, 7)]
-SMALL = TransferConfig(bucket_bytes=64 << 10)
+SMALL = TransferConfig(bucket_bytes="64KiB")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 

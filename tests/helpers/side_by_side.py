@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from fsdp_offload import HybridDeviceOptimizer, TransferConfig
 from tests.helpers.compare import assert_same, master_of, rounded
 
-SMALL: Final = TransferConfig(bucket_bytes=4096, host_threads=1)
+SMALL: Final = TransferConfig(bucket_bytes="4KiB", host_threads=1)
 """512 elements of two fp32 kinds per bucket: large parameters are cut, small ones share one."""
 
 SHAPES: Final = ((70, 50), (129,), (), (0, 5), (7, 3, 4), (64,), (33, 31))

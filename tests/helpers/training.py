@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from fsdp_offload import HybridDeviceOptimizer, OffloadError, TransferConfig
 
 LANES: Final = ("resident", "streamed", "host")
-SMALL: Final = TransferConfig(bucket_bytes=4096, host_threads=2)
+SMALL: Final = TransferConfig(bucket_bytes="4KiB", host_threads=2)
 each_lane = pytest.mark.parametrize("lane", LANES)
 
 

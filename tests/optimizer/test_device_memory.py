@@ -10,16 +10,20 @@ import torch
 
 from fsdp_offload import TransferConfig
 from fsdp_offload.core import config
-from fsdp_offload.core.backend import AllocatorFigures, CpuBackend, use_backend
+from fsdp_offload.core.backend import (
+    AcceleratorBackend,
+    AllocatorFigures,
+    CpuBackend,
+    use_backend,
+)
 from fsdp_offload.core.config import GIB
-from fsdp_offload.optimizer import device_memory
 from fsdp_offload.plan import residency
-from fsdp_offload.plan.residency import AWAY_STEPS, is_steady, margin_bytes
+from fsdp_offload.plan.residency import AWAY_STEPS, margin_bytes
 from tests.pipeline.test_overlap import Job
 
 CPU = torch.device("cpu")
 TOTAL = 64 * GIB
-SMALL = TransferConfig(bucket_bytes=4096, host_threads=1)
+SMALL = TransferConfig(bucket_bytes="4KiB", host_threads=1)
 
 
 class Device(CpuBackend):
@@ -29,15 +33,16 @@ class Device(CpuBackend):
         super().__init__(CPU)
         self.spare_bytes = 0
         self.retries = 3  # of before
-        self.reserved_bytes, self.unused_bytes = GIB, 0
+        self.reserved_bytes, self.allocated_bytes, self.unused_bytes = GIB, GIB, 0
         self.most = 1 << 62
         """Of one allocation."""
 
     def allocator(self) -> AllocatorFigures:
-        return AllocatorFigures(self.reserved_bytes, self.unused_bytes, self.retries)
+        peak = self.allocated_bytes
+        return AllocatorFigures(self.reserved_bytes, peak, self.unused_bytes, self.retries)
 
     def free_and_total(self) -> tuple[int, int]:
-        return margin_bytes(TOTAL, is_steady=False) + self.spare_bytes, TOTAL
+        return margin_bytes(TOTAL, 1) + self.spare_bytes, TOTAL
 
     def allocate(self, n_bytes: int) -> torch.Tensor:
         if n_bytes > self.most:
@@ -94,49 +99,24 @@ def test_what_is_to_spare_is_taken_after_some_steps_and_given_back_when_it_is_sh
     job.assert_like(plain)
 
 
-def test_a_quarter_of_the_device_is_left_alone_until_the_peak_is_steady(device: Device) -> None:
+def test_a_quarter_of_the_device_is_left_alone_until_demand_stays(device: Device) -> None:
+    """When and how much is decided is shown in tests/plan/test_memory_watch.py."""
     job = auto(device)
     device.spare_bytes = -8 * GIB
     for step in range(60):
-        if step in (6, 8, 40):
+        if step in (5, 40):
             device.reserved_bytes += GIB
+            device.allocated_bytes += 2 * GIB
         job.train(1, first=step)
-        # Last growth after step 9, steady after 33, until the next growth in step 41.
-        assert staying(job) == (5 if 33 <= step + 1 < 41 else 0), step
-
-
-def test_what_the_job_takes_anew_in_place_of_what_was_taken_is_no_growth(
-    device: Device,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """State was put into memory that torch's allocator had cached for the job."""
-    monkeypatch.setattr(device_memory, "LEAST_MARGIN_BYTES", 2)
-    job = auto(device)
-    (engine,) = job.optimizer._reserved.engines
-    device.spare_bytes, before = GIB, engine.own_bytes
-    job.train(3)
-    assert staying(job) == 5
-    taken = engine.own_bytes - before
-    for step, more in enumerate((taken, taken), start=3):
-        device.reserved_bytes += more
-        job.train(1, first=step)
-        assert job.optimizer._memory._grown_at == (1 if step == 3 else 5)
-
-
-def test_a_peak_is_steady_when_it_has_not_grown_for_most_of_the_steps() -> None:
-    found = [step for step in range(1, 500) if is_steady(step, min(step, 3))]
-    assert found == list(range(12, 500))
-    assert not is_steady(40, 11)
-    assert is_steady(40, 10)
-    assert not is_steady(1099, 1000)
-    assert is_steady(1100, 1000)
+        # Demand grew last in step 6, and three quarters of the steps had passed after step 21.
+        assert staying(job) == (5 if 21 <= step + 1 < 41 else 0), step
 
 
 def test_a_number_is_never_exceeded_nor_changed(
     device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(residency, "LEAST_SLOTS", 2)
-    job = Job("forward", device, device_memory=13_000, transfer=SMALL)
+    job = Job("forward", device, device_memory="13000B", transfer=SMALL)
     (engine,) = job.optimizer._reserved.engines
     device.spare_bytes = GIB
     for step in range(6):
@@ -193,3 +173,21 @@ def test_memory_that_the_allocator_does_not_use_is_said_where_buckets_travel(
     job.train(4)
     said = job.optimizer.statistics().memory_change
     assert ("2048 MiB" in said and "expandable_segments:True" in said) == is_said, said
+
+
+@pytest.mark.parametrize(
+    ("fraction", "reserved", "free", "total"),
+    [(1.0, 30, 40, 80), (0.5, 30, 10, 40), (0.5, 41, 0, 40), (0.9, 20, 40, 72)],
+)
+def test_a_fraction_of_the_process_bounds_what_is_free(
+    monkeypatch: pytest.MonkeyPatch, fraction: float, reserved: int, free: int, total: int
+) -> None:
+    for name, value in (
+        ("mem_get_info", (40 * GIB, 80 * GIB)),
+        ("get_per_process_memory_fraction", fraction),
+        ("memory_reserved", reserved * GIB),
+    ):
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+    backend = AcceleratorBackend.__new__(AcceleratorBackend)  # there is no CUDA here
+    backend.device = torch.device("cuda", 0)
+    assert backend.free_and_total() == (free * GIB, total * GIB)

@@ -18,8 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
 from fsdp_offload import HybridDeviceOptimizer
 from fsdp_offload.core import backend
 from fsdp_offload.core.backend import CpuBackend, use_backend
-from fsdp_offload.memory import HostArena
-from fsdp_offload.pipeline import engine
+from fsdp_offload.link import HostRange, host_pool
 from fsdp_offload.update.codec import decode_plain
 from tests.helpers import training
 from tests.helpers.compare import assert_same
@@ -264,22 +263,21 @@ class _Pinning(CpuBackend):
     can_pin = True
 
 
-@pytest.mark.parametrize(("lane", "n_arenas"), [("resident", 0), ("streamed", 1), ("host", 2)])
+@pytest.mark.parametrize(("lane", "n_arenas"), [("resident", 0), ("streamed", 1), ("host", 1)])
 def test_pinned_memory_is_allocated_once_and_not_per_tensor(
     lane: str, n_arenas: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The host lane's second one is its ring of gradient buffers."""
     pinned: list[int] = []
     monkeypatch.setattr(backend, "pin", lambda address, n_bytes, device: pinned.append(n_bytes))
     monkeypatch.setattr(backend, "unpin", lambda address, n_bytes, device: None)
     made: list[int] = []
 
-    class CountedArena(HostArena):
+    class CountedArena(HostRange):
         def __init__(self, n_bytes: int, **settings: Any) -> None:
             made.append(n_bytes)
             super().__init__(n_bytes, **settings)
 
-    monkeypatch.setattr(engine, "HostArena", CountedArena)
+    monkeypatch.setattr(host_pool, "HostRange", CountedArena)
     parameters = nn.ParameterList(nn.Parameter(torch.randn(100)) for _ in range(50))
     with use_backend(_Pinning(CPU)):
         optimizer = wrap(torch.optim.AdamW(parameters), lane)

@@ -127,8 +127,8 @@ def test_every_class_in_every_lane(setting: Setting, lane: str, dtype: torch.dty
 @pytest.mark.parametrize("setting", settings("open", "for-loop", "foreach", "fused"), ids=str)
 def test_every_setting_in_every_lane(setting: Setting, lane: str, dtype: torch.dtype) -> None:
     if has_lane(setting, lane) and (setting.name != "Adafactor" or dtype == FP32):
-        for n_bytes in (4096, 1 << 20) if dtype == FP32 else (4096,):
-            transfer = TransferConfig(bucket_bytes=n_bytes, host_threads=2)
+        for size in ("4KiB", "1MiB") if dtype == FP32 else ("4KiB",):
+            transfer = TransferConfig(bucket_bytes=size, host_threads=2)
             check(setting, lane, dtype, transfer)
 
 

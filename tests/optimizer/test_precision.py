@@ -41,7 +41,7 @@ from tests.helpers.training import Model
 
 SHAPES = ((70, 50), (129,), (), (0, 5), (7, 3, 4), (64,))
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-SMALL = TransferConfig(bucket_bytes=4096)
+SMALL = TransferConfig(bucket_bytes="4KiB")
 LOSSY = (BF16, "int8")
 # dcp without a process group says so.
 pytestmark = [

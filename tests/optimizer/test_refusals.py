@@ -30,7 +30,7 @@ from fsdp_offload import (
 )
 from fsdp_offload.core import arguments, backend
 from fsdp_offload.core.backend import CpuBackend, use_backend
-from fsdp_offload.memory import HostArena
+from fsdp_offload.link import HostRange
 from tests.helpers.compare import assert_same
 from tests.helpers.training import Model, assert_explains, train, values, wrap
 
@@ -73,9 +73,9 @@ BAD_ARGUMENTS: list[tuple[dict[str, Any], type[OffloadError], str]] = [
     ({"moments": "fp32", "master_weights": False}, ConfigError, "without a master"),
     ({"master_weights": 1}, ConfigError, "master_weights=1"),
     (
-        {"host_memory": 5, "transfer": TransferConfig(host_memory=6)},
+        {"host_memory": "5B", "transfer": TransferConfig(host_memory="6B")},
         ConfigError,
-        "host_memory=5 and 6 in transfer",
+        "host_memory='5B' and '6B' in transfer",
     ),
     ({"update_on": "gpu"}, ConfigError, "'gpu'"),
     ({"update_on": 3}, ConfigError, "3"),
@@ -88,7 +88,7 @@ BAD_ARGUMENTS: list[tuple[dict[str, Any], type[OffloadError], str]] = [
     ({"model": 5}, ConfigError, "int"),
     ({"model": [nn.Linear(1, 1), "layer"]}, ConfigError, "str"),
     ({"model": [Model(), nn.Linear(2, 2)]}, ConfigError, "none of them in the optimizer"),
-    ({"transfer": TransferConfig(host_memory=1000)}, HostMemoryError, "bytes"),
+    ({"transfer": TransferConfig(host_memory="1000B")}, HostMemoryError, "bytes"),
     # What belongs into a configuration names its place.
     ({"bucket_bytes": 3}, ConfigError, "transfer=TransferConfig(bucket_bytes=3)"),
     ({"pin": "never"}, ConfigError, "transfer=TransferConfig(pin='never')"),
@@ -97,7 +97,7 @@ BAD_ARGUMENTS: list[tuple[dict[str, Any], type[OffloadError], str]] = [
 
 @pytest.mark.parametrize(("given", "kind", "what"), BAD_ARGUMENTS, ids=str)
 def test_a_bad_argument_is_refused_and_the_wrapped_optimizer_stays_as_it_was(
-    given: dict[str, Any], kind: type[OffloadError], what: str, arenas: list[weakref.ref[HostArena]]
+    given: dict[str, Any], kind: type[OffloadError], what: str, arenas: list[weakref.ref[HostRange]]
 ) -> None:
     refusal = Refusal()
     with pytest.raises(kind) as caught:
@@ -111,7 +111,7 @@ def test_a_bad_argument_is_refused_and_the_wrapped_optimizer_stays_as_it_was(
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("bucket_bytes", 100),
+        ("bucket_bytes", "100B"),
         ("bucket_bytes", "big"),
         ("host_threads", 0),
         ("host_threads", 1.5),
@@ -137,7 +137,7 @@ def test_unknown_keywords_name_the_nearest() -> None:
 def test_a_host_budget_that_is_too_small_says_both_numbers() -> None:
     fits = HybridDeviceOptimizer(torch.optim.AdamW(Model().parameters()))
     n_bytes = fits.statistics().host_arena_bytes
-    transfer = TransferConfig(host_memory=n_bytes - 1)
+    transfer = TransferConfig(host_memory=f"{n_bytes - 1}B")
     with pytest.raises(HostMemoryError) as caught:
         HybridDeviceOptimizer(torch.optim.AdamW(Model().parameters()), transfer=transfer)
 
@@ -147,7 +147,7 @@ def test_a_host_budget_that_is_too_small_says_both_numbers() -> None:
 
 def test_the_host_budget_is_that_of_all_groups_together() -> None:
     first, second = nn.Linear(64, 64), nn.Linear(64, 64)
-    optimizer = HybridDeviceOptimizer(torch.optim.AdamW(first.parameters()), host_memory=40_000)
+    optimizer = HybridDeviceOptimizer(torch.optim.AdamW(first.parameters()), host_memory="40000B")
     taken = optimizer.statistics().host_arena_bytes
     with pytest.raises(HostMemoryError, match=f"is 40000 bytes, of which {taken} bytes are taken"):
         optimizer.add_param_group({"params": list(second.parameters())})
@@ -229,7 +229,7 @@ def test_some_parameters_of_the_models_are_enough() -> None:
 
 
 def test_state_of_the_wrapped_optimizer_that_does_not_fit_is_refused(
-    arenas: list[weakref.ref[HostArena]],
+    arenas: list[weakref.ref[HostRange]],
 ) -> None:
     refusal = Refusal()
     refusal.inner.param_groups[0]["amsgrad"] = True  # the state has no max_exp_avg_sq
@@ -284,12 +284,10 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
     return registered
 
 
-@pytest.mark.parametrize(("lane", "limit"), [("streamed", 0), ("host", 1)])
+@pytest.mark.parametrize("lane", ["streamed", "host"])
 def test_when_pinning_is_refused_all_memory_is_given_back(
-    lane: str, limit: int, driver: dict[int, int], arenas: list[weakref.ref[HostArena]]
+    lane: str, driver: dict[int, int], arenas: list[weakref.ref[HostRange]]
 ) -> None:
-    """The host lane's second piece of memory is its ring of gradient buffers."""
-    backend.limit[0] = limit  # type: ignore[attr-defined]
     refusal = Refusal()
     with use_backend(_Pinning(CPU)), pytest.raises(PinningError) as caught:
         wrap(refusal.inner, lane)
@@ -299,7 +297,7 @@ def test_when_pinning_is_refused_all_memory_is_given_back(
     assert driver == {}
     caught = None  # type: ignore[assignment]  # the traceback holds the half-built wrapper
     gc.collect()
-    assert [arena() for arena in arenas] == [None] * (limit + 1)
+    assert [arena() for arena in arenas] == [None]
     refusal.assert_untouched()
 
 

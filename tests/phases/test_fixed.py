@@ -22,7 +22,7 @@ from fsdp_offload.core.errors import (
     HostMemoryError,
 )
 from fsdp_offload.core.storage import AddressPool, can_swap
-from fsdp_offload.memory.transfer import Transfer
+from fsdp_offload.link.transfer import Transfer
 from fsdp_offload.phases import pages
 from fsdp_offload.phases.pages import FixedMemory, HostDriver
 from tests.away import has_memory
@@ -128,7 +128,7 @@ def test_without_memory_beside_nothing_moves(at: int, monkeypatch: pytest.Monkey
 
 @SWAPS
 def test_without_host_memory_nothing_moves() -> None:
-    job, transfer = Job(), TransferConfig(host_memory=100)
+    job, transfer = Job(), TransferConfig(host_memory="100B")
     with pytest.raises(HostMemoryError):
         PhaseOffloader(job.model, job.optimizer, keep_addresses=True, transfer=transfer)
     job.check()

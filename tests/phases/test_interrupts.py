@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fsdp_offload import FixedAddressRegion, PhaseOffloader, swap
-from fsdp_offload.memory.transfer import StorageBlock
+from fsdp_offload.link.block import StorageBlock
 from fsdp_offload.phases.pages import HostDriver
 from fsdp_offload.update import state as state_io
 from tests.phases.twins import Job
@@ -95,7 +95,7 @@ def test_a_swap(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_region(monkeypatch: pytest.MonkeyPatch) -> None:
-    region = FixedAddressRegion("kv", "cpu", chunk_bytes=4096)
+    region = FixedAddressRegion("kv", "cpu", chunk_bytes="4KiB")
     tensor = region.empty(4096, dtype=torch.float32).fill_(3)
     for name, call, paused in (("unmap", region.pause, True), ("map", region.resume, False)):
         with monkeypatch.context() as patch:

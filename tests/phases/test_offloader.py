@@ -8,7 +8,6 @@ import io
 import itertools
 import os
 import pickle
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,8 +32,9 @@ from fsdp_offload.core.errors import (
     UnsupportedParameterError,
 )
 from fsdp_offload.core.storage import can_swap
-from fsdp_offload.memory import HostArena, buffers, transfer
-from fsdp_offload.memory.transfer import Handle, StorageBlock
+from fsdp_offload.link import transfer
+from fsdp_offload.link.block import StorageBlock
+from fsdp_offload.link.transfer import Handle
 from fsdp_offload.phases import offloader
 from fsdp_offload.phases.pages import Chunk, FixedMemory
 from tests.away import has_memory
@@ -120,20 +120,6 @@ def adamw(parameters: Any) -> Optimizer:
 
 def sgd(parameters: Any) -> Optimizer:
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
-
-
-@pytest.fixture
-def arenas(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[HostArena]]:
-    """Every arena that blocks get from here on."""
-    found: list[weakref.ref[HostArena]] = []
-
-    def build(*args: Any, **settings: Any) -> HostArena:
-        arena = HostArena(*args, **settings)
-        found.append(weakref.ref(arena))
-        return arena
-
-    monkeypatch.setattr(buffers, "HostArena", build)
-    return found
 
 
 # ---------------------------------------------------------------------- out and back
@@ -298,7 +284,7 @@ def test_what_is_made_or_grows_later_moves_too(arenas: Any) -> None:
             assert_same(model.state_dict(), before)
         assert_same(model.state_dict(), before)
     held = phases.statistics().host_bytes
-    assert held == sum(arena().statistics().n_bytes for arena in arenas if arena() is not None)
+    assert held == sum(arena().n_bytes for arena in arenas if arena() is not None)
     everything = storages_of([*tensors_of(model), *state_of(optimizer)])
     assert held <= sum(n_bytes + 64 for n_bytes in everything.values()) + 4000 * 4
 
@@ -543,9 +529,9 @@ def test_host_memory_short_changes_nothing() -> None:
     model = net()
     optimizer = adamw(model.parameters())
     with pytest.raises(HostMemoryError, match=r'is 100 bytes.*"keep" or "drop" of a Phase'):
-        PhaseOffloader(model, transfer=TransferConfig(host_memory=100))
+        PhaseOffloader(model, transfer=TransferConfig(host_memory="100B"))
     held = sum(t.untyped_storage().nbytes() + 64 for t in tensors_of(model))
-    phases = PhaseOffloader(model, optimizer, transfer=TransferConfig(host_memory=held))
+    phases = PhaseOffloader(model, optimizer, transfer=TransferConfig(host_memory=f"{held}B"))
     train(model, optimizer, range(1))
     with pytest.raises(HostMemoryError, match=rf"host_memory is {held} bytes, of which \d+ bytes"):
         phases.offload()

@@ -24,8 +24,8 @@ from fsdp_offload import (
     TransferConfig,
 )
 from fsdp_offload.core.backend import copy_all
-from fsdp_offload.memory import HostArena, buffers
-from fsdp_offload.memory.transfer import StorageBlock
+from fsdp_offload.link import HostRange
+from fsdp_offload.link.block import StorageBlock
 from fsdp_offload.pipeline.engine import Engine
 from tests.away import model_away
 from tests.helpers.compare import assert_same, bits
@@ -256,7 +256,7 @@ def test_a_move_that_fails(
 
 
 def test_host_memory_counts_against_the_budget_and_is_given_back() -> None:
-    budget = TransferConfig(bucket_bytes=4096, host_threads=1, host_memory=35_000)
+    budget = TransferConfig(bucket_bytes="4KiB", host_threads=1, host_memory="35000B")
     mine, away = build(offload_fraction=0.5, transfer=budget)
     step(mine, away, 0)
     state = copy.deepcopy(away.state_dict())
@@ -264,6 +264,7 @@ def test_host_memory_counts_against_the_budget_and_is_given_back() -> None:
         away.offload()
     assert not away.is_away
     assert torch.equal(away.state_dict()["state"][0]["exp_avg"], state["state"][0]["exp_avg"])
+    away.close()  # it has the bound
 
     mine, away = build(offload_fraction=0.5)
     away.reserve_offload()
@@ -375,12 +376,12 @@ def simulated(
     return found, simulator
 
 
-SMALL_BUCKETS = TransferConfig(bucket_bytes=4096, host_threads=1)
+SMALL_BUCKETS = TransferConfig(bucket_bytes="4KiB", host_threads=1)
 
 
 @pytest.mark.parametrize("dtype", [pytest.param(FP32, marks=pytest.mark.long), BF16])
 def test_every_order_that_streams_allow_gives_the_same_bits(dtype: torch.dtype) -> None:
-    wrap = {"update_on": MIXED, "transfer": SMALL_BUCKETS, "device_memory": 24_000}
+    wrap = {"update_on": MIXED, "transfer": SMALL_BUCKETS, "device_memory": "24000B"}
     expected, _ = simulated("immediate", True, dtype, wrap)
     for policy in ADVERSARIES:
         found, simulator = simulated(policy, False, dtype, wrap)
@@ -403,21 +404,13 @@ def test_a_step_that_does_not_follow_the_reload_shows(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("closes", [True, False])
 def test_host_memory_goes_with_the_optimizer_even_while_it_is_away(
-    closes: bool, monkeypatch: pytest.MonkeyPatch
+    closes: bool, arenas: list[weakref.ref[HostRange]]
 ) -> None:
-    made: list[weakref.ref[HostArena]] = []
-
-    class Noted(HostArena):
-        def __init__(self, *args: Any, **settings: Any) -> None:
-            made.append(weakref.ref(self))
-            super().__init__(*args, **settings)
-
-    monkeypatch.setattr(buffers, "HostArena", Noted)
     mine, away = build(offload_fraction=0.5)
     step(mine, away, 1)
     away.offload(wait=False)
     held = [weakref.ref(t) for record in away._reserved.params for t in record.tensors.values()]
-    assert made
+    assert len(arenas) == 2
     if closes:
         away.close()
         with pytest.raises(ClosedError):
@@ -426,4 +419,4 @@ def test_host_memory_goes_with_the_optimizer_even_while_it_is_away(
             away.offload()
     del away, mine
     gc.collect()
-    assert all(ref() is None for ref in [*made, *held])
+    assert all(ref() is None for ref in [*arenas, *held])

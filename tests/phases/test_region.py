@@ -32,7 +32,7 @@ DTYPES = (torch.float32, torch.float8_e4m3fn, torch.bool, torch.complex64)
 
 
 def region(**options: object) -> FixedAddressRegion:
-    return FixedAddressRegion("kv", CPU, chunk_bytes=CHUNK, **options)  # type: ignore[arg-type]
+    return FixedAddressRegion("kv", CPU, chunk_bytes=f"{CHUNK}B", **options)  # type: ignore[arg-type]
 
 
 def taken_bytes(tensor: torch.Tensor) -> int:
@@ -192,7 +192,7 @@ def test_no_memory_to_grow_takes_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_an_error_on_the_way_out_leaves_all_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = region(transfer=TransferConfig(host_memory=11 * CHUNK))
+    made = region(transfer=TransferConfig(host_memory=f"{11 * CHUNK}B"))
     tensor = made.empty(10 * CHUNK, dtype=torch.uint8).fill_(3)
     view, left = Chunk.view, [4]
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_offload import FixedAddressRegion, PhaseOffloader, swap
-from fsdp_offload.memory import transfer
-from fsdp_offload.memory.transfer import StorageBlock
+from fsdp_offload.link import transfer
+from fsdp_offload.link.block import StorageBlock
 from tests.helpers.policies import POLICIES
 from tests.helpers.simulator import ADVERSARIES, StreamSimulator
 
@@ -120,7 +120,7 @@ def test_swapped_jobs_under_every_policy(policy: str) -> None:
 def test_a_region_under_every_policy(policy: str) -> None:
     """Copies wait for the caller's work, and it for them; so does memory that is not copied."""
     with StreamSimulator(policy) as simulator:
-        region, out = FixedAddressRegion("kv", "cpu", chunk_bytes=1 << 16), torch.zeros(1)
+        region, out = FixedAddressRegion("kv", "cpu", chunk_bytes="64KiB"), torch.zeros(1)
         tensor = region.empty(49_152, dtype=torch.float32)
         current = simulator.current_stream()
         for value in (3.0, 4.0):

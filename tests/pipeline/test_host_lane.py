@@ -38,7 +38,7 @@ class Job:
         self.optimizer = HybridDeviceOptimizer(
             torch.optim.AdamW(self.parameters, lr=0.05),
             update_on="host",
-            transfer=TransferConfig(bucket_bytes=4096, host_threads=threads),
+            transfer=TransferConfig(bucket_bytes="4KiB", host_threads=threads),
         )
         lane = self.optimizer._reserved.engines[0].host
         assert lane is not None
@@ -268,7 +268,7 @@ def beside(lanes: list[str], monkeypatch: pytest.MonkeyPatch) -> HybridDeviceOpt
     optimizer = HybridDeviceOptimizer(
         torch.optim.AdamW(parameters, lr=0.1, fused=True),
         update_on=lanes,
-        transfer=TransferConfig(bucket_bytes=4096),
+        transfer=TransferConfig(bucket_bytes="4KiB"),
     )
     for _ in range(2):
         for parameter in parameters:

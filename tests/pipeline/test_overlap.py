@@ -32,7 +32,7 @@ from tests.helpers.own_optimizers import Lion
 from tests.helpers.simulator import StreamSimulator
 
 CPU = torch.device("cpu")
-SMALL = TransferConfig(bucket_bytes=4096, host_threads=1)
+SMALL = TransferConfig(bucket_bytes="4KiB", host_threads=1)
 BOTH = pytest.mark.parametrize("overlap", ["forward", "backward"])
 
 
@@ -210,7 +210,7 @@ def test_buckets_that_stay_are_sent_once(
     memory: int, staying: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(residency, "LEAST_SLOTS", 2)
-    job, plain = Job("backward", device_memory=memory), Job(None)
+    job, plain = Job("backward", device_memory=f"{memory}B"), Job(None)
     (engine,) = job.optimizer._reserved.engines
     sizes = [each.bucket.state_bytes for each in engine.streamed.buckets]
     stay_bytes = sum(sizes[index] for index in engine.streamed.staying)

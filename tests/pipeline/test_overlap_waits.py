@@ -130,8 +130,8 @@ class Job:
                 inner,
                 update_on=lanes,
                 overlap=overlap,
-                device_memory=scene.memory,
-                transfer=TransferConfig(bucket_bytes=4096, host_threads=1),
+                device_memory=f"{scene.memory}B",
+                transfer=TransferConfig(bucket_bytes="4KiB", host_threads=1),
             )
 
     def train(self) -> list[Tensor]:

@@ -117,7 +117,7 @@ def build(scene: Scenario) -> tuple[list[nn.Parameter], HybridDeviceOptimizer]:
         parameter.grad = torch.full_like(parameter, 0.25)
     inner.step()
     inner.zero_grad()
-    transfer = TransferConfig(bucket_bytes=4096, host_threads=1)
+    transfer = TransferConfig(bucket_bytes="4KiB", host_threads=1)
     optimizer = HybridDeviceOptimizer(inner, update_on=scene.lanes, transfer=transfer)
     return parameters, optimizer
 

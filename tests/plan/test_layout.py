@@ -9,12 +9,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fsdp_offload.core.config import align
 from fsdp_offload.plan import Bucket, Kind, Layout, ParamSpec, Slice, make_layout
 from fsdp_offload.plan.layout import (
     ALIGN_NUMEL,
     CUDA_TILE_NUMEL,
     SLOT_ALIGN_BYTES,
-    align,
     kind_range,
 )
 

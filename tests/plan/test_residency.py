@@ -7,7 +7,6 @@ from fsdp_offload.core.config import GIB
 from fsdp_offload.plan.residency import (
     AWAY_STEPS,
     LEAST_SLOTS,
-    Reading,
     allowed_bytes,
     choose,
     margin_bytes,
@@ -73,7 +72,7 @@ def test_what_is_allowed_leaves_the_margin_at_the_peak(
     free = min(free, total)
     reserved = min(reserved, total - free)
     own = min(own, reserved)
-    allowed = allowed_bytes(Reading(total, free, reserved, job, own))
+    allowed = allowed_bytes(free, reserved, job, own, margin_bytes(total))
     if allowed > own:
         assert free - (allowed - own) >= margin_bytes(total)
         assert free + reserved - job - allowed >= margin_bytes(total)
@@ -85,9 +84,9 @@ def test_what_is_allowed_leaves_the_margin_at_the_peak(
 def test_what_was_given_back_once_is_not_asked_for_again(free: int, job: int, own: int) -> None:
     """It stays in the allocator: neither the driver's free memory nor what is reserved changes."""
     total, reserved = free + job + own, job + own
-    allowed = allowed_bytes(Reading(total, free, reserved, job, own))
+    allowed = allowed_bytes(free, reserved, job, own, margin_bytes(total))
     if allowed < own:
-        assert allowed_bytes(Reading(total, free, reserved, job, allowed)) == allowed
+        assert allowed_bytes(free, reserved, job, allowed, margin_bytes(total)) == allowed
 
 
 @given(st.integers(1, 600), st.integers(0, 600), st.integers(0, 600), st.integers(1, 600))

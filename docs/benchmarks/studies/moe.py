@@ -37,7 +37,7 @@ from fsdp_offload.activations.pages import PagePool
 from fsdp_offload.bench.machine import environment, free_everything
 from fsdp_offload.core.backend import backend_for
 from fsdp_offload.core.config import GIB, MIB, TransferConfig
-from fsdp_offload.memory import HostArena
+from fsdp_offload.link import HostRange
 from fsdp_offload.phases import FixedAddressRegion
 
 PAGE_BYTES: Final = 256 << 10
@@ -369,7 +369,7 @@ def pool_of(near: int, far: int) -> PagePool:
     """So many pages."""
     arena = None
     if far:
-        arena = HostArena(far * PAGE_BYTES, device=DEVICE, can_pin=True, transfer=TransferConfig())
+        arena = HostRange(far * PAGE_BYTES, device=DEVICE, can_pin=True, transfer=TransferConfig())
     memory = torch.empty(near * PAGE_BYTES // 8, dtype=torch.int64, device=DEVICE)
     return PagePool(backend_for(DEVICE), PAGE_BYTES, memory, arena)
 

@@ -1,28 +1,14 @@
 """Copies of device memory to host memory and back, with the memory given up in between.
 
-[Note: all or nothing]
 ``out`` enqueues every copy before the first byte is given up: until then an exception leaves
 everything on the device, and giving up fails no more. ``back`` gives up what it has taken if it
 runs out of memory half-way: the host has all bytes still.
 
-[Note: order]
-One stream per direction, so that two transfers (a swap) use both directions of the link. A stream
-starts behind what the caller's current stream has been given, and the caller's waits for what was
-copied back. Device memory goes when its own copy has completed, which is the host's work: each call
-of a :class:`Handle` does what is due. Memory for the way back is allocated in order of the caller's
-stream, so the copies into it wait for that, too.
-
-[Note: batches]
-Blocks are enqueued and given up in batches of about ``BATCH_BYTES``, with one event each: copies
-without an event in between follow each other closely. Large storages come before small ones: the
-host enqueues these while the link is busy with those.
-
-[Note: shared segments]
-torch's allocator takes a segment from the driver for each large storage, and gives back segment by
-segment, while nothing is copied: 3 to 5 ms per GiB in segments of 16 MiB, 0.4 to 0.5 in segments of
-1 GiB (H100, docs/internals/memory.md). So before storages
-come back, the sum of the next ``SEGMENT_BYTES`` is allocated and dropped: the allocator cuts them
-from that, and the next offload has fewer segments to give back.
+There is one stream per direction, so that two transfers (a swap) use both directions of the link.
+A stream starts behind what the caller's current stream has been given, and the caller's waits for
+what was copied back. Device memory goes when its own copy has completed, which is the host's work:
+each call of a :class:`Handle` does what is due. Memory for the way back is allocated in order of
+the caller's stream, so the copies into it wait for that, too.
 """
 
 from __future__ import annotations
@@ -51,57 +37,21 @@ from ..core.backend import (
     release_cached,
     stream_to_wait,
 )
-from ..core.config import TransferConfig
+from ..core.config import TransferConfig, align
 from ..core.errors import DeviceMemoryError
 from ..core.interrupts import held_back
-from .buffers import Block, HostBuffers
+from .block import Block, StorageBlock
+from .host_memory import HostRange
+from .host_pool import HostPool
 
 BATCH_BYTES: Final = 128 << 20
+"""Of blocks that are enqueued, and given up, with one event: copies without an event in between
+follow each other closely."""
 SEGMENT_BYTES: Final = 512 << 20
 AHEAD_BYTES: Final = 256 << 20
 """Of memory that is taken before the copy into the first of it is enqueued. Mapping memory waits
 for the copy that runs; with others behind that one, the link does not."""
-_SMALL_BYTES: Final = 2 << 20
-
-
-class StorageBlock:
-    """A storage of torch's, resized to 0 and back, so its address changes.
-
-    It moves once, with all of its bytes: views, tied weights and the padding of FSDP2's shards
-    stay what they are, because the storage object stays and only its memory goes.
-    """
-
-    def __init__(self, key: str, storage: torch.UntypedStorage) -> None:
-        self.key, self.n_bytes = key, storage.nbytes()
-        self.storages: Sequence[tuple[torch.UntypedStorage, int]] = ((storage, 0),)
-        self._storage = storage
-
-    @torch.inference_mode(False)
-    def view(self) -> Tensor:
-        empty = torch.empty(0, dtype=torch.uint8, device=self._storage.device)
-        return empty.set_(self._storage)
-
-    def release(self) -> None:
-        self._storage.resize_(0)
-
-    def restore(self) -> None:
-        self._storage.resize_(self.n_bytes)
-
-
-def in_order(blocks: Iterable[StorageBlock]) -> list[StorageBlock]:
-    """As they travel, see [Note: batches]."""
-    return sorted(blocks, key=lambda block: block.n_bytes < _SMALL_BYTES)
-
-
-def collect(named: Iterable[tuple[str, Tensor]]) -> list[StorageBlock]:
-    """Storages of plain tensors, each once, that torch can give up and that nothing else moves."""
-    found: dict[int, StorageBlock] = {}
-    for key, tensor in named:
-        storage = tensor.untyped_storage()
-        is_own = storage.resizable() and storages.owner_of(storage) is None
-        if storage.nbytes() and is_own:
-            found.setdefault(storages.identity(storage), StorageBlock(key, storage))
-    return in_order(found.values())
+_ALIGNMENT_BYTES: Final = 64  # of a block in host memory
 
 
 @dataclass(frozen=True)
@@ -213,15 +163,23 @@ class Transfer:
 
     Args:
         backend: where streams and device memory come from.
-        config: how to obtain host memory (``pin``, ``huge_pages``, ``numa``, ``host_memory``).
+        config: how to obtain host memory (``pin``, ``host_memory``).
+        holder: of the host memory, for errors and statistics.
         empties_cache: whether the end of :meth:`out` lets torch's allocator give what it has cached
             to the driver.
     """
 
     def __init__(
-        self, backend: Backend, config: TransferConfig, *, empties_cache: bool = False
+        self,
+        backend: Backend,
+        config: TransferConfig | None,
+        holder: str,
+        *,
+        empties_cache: bool = False,
     ) -> None:
-        self.buffers = HostBuffers(backend, config)
+        self.pool = HostPool(holder, backend, config or TransferConfig())
+        # Of each block, by key: host memory, where it begins there, and its capacity.
+        self._buffers: dict[str, tuple[HostRange, int, int]] = {}
         self.handle = Handle()  # of the last transfer
         self.last_out, self.last_back = Handle(), Handle()  # of the last ones that copied
         self._backend = backend
@@ -243,6 +201,38 @@ class Transfer:
     def away_bytes(self) -> int:
         """What is in host memory only, or is under way there."""
         return sum(block.n_bytes for blocks in self._away.values() for block in blocks)
+
+    def reserve(self, blocks: Sequence[Block]) -> None:
+        """Have host memory for each block; what is new lies side by side, in order.
+
+        A key may stand for another size at each offload: FSDP2 reduces the gradients of a group in
+        one buffer, whose size depends on which parameters took part. A buffer serves whatever
+        fits. One that is outgrown is replaced.
+
+        Args:
+            blocks: with different keys.
+
+        Raises:
+            HostMemoryError, PinningError: see :meth:`.HostPool.take`; all is as before.
+        """
+        known = self._buffers
+        missing = [b for b in blocks if b.key not in known or b.n_bytes > known[b.key][2]]
+        if not missing:
+            return
+        sizes = [align(block.n_bytes, _ALIGNMENT_BYTES) for block in missing]
+        memory, start = self.pool.take(sum(sizes)), 0
+        before = {buffer[0] for buffer in known.values()}
+        for block, size in zip(missing, sizes, strict=True):
+            known[block.key] = memory, start, size
+            start += size
+        # A tensor over memory that is given back keeps it mapped.
+        for unused in before - {buffer[0] for buffer in known.values()}:
+            self.pool.give(unused)
+
+    def _host(self, key: str, start: int, n_bytes: int) -> Tensor:
+        """1-D uint8 from byte ``start`` of a buffer on, also over buffers that lie behind it."""
+        memory, first, _ = self._buffers[key]
+        return memory.tensor(first + start, n_bytes, torch.uint8)
 
     def out(
         self, batches: Iterable[tuple[str, Sequence[Block]]], dropped: Sequence[Block] = ()
@@ -273,7 +263,7 @@ class Transfer:
                 away[kind] = blocks
                 if not blocks:
                     continue
-                self.buffers.reserve(blocks)
+                self.reserve(blocks)
                 first = self._out.record_timed()
                 for batch in _batches(blocks, BATCH_BYTES):
                     self._copy(self._out, batch, used, is_out=True)
@@ -361,7 +351,8 @@ class Transfer:
         return stream_to_wait(self._backend, "an offload or a reload").record()
 
     def _take_segment(self, n_bytes: int) -> None:
-        """Let torch's allocator have a segment in its cache: see [Note: shared segments]."""
+        """Let torch's allocator cut the next storages from one segment. It gives segments back one
+        by one, while nothing is copied, so the next offload is quicker if they are few."""
         if n_bytes and storages.may_cut(self._backend.device):
             with contextlib.suppress(torch.OutOfMemoryError):  # then each storage has its own
                 self._backend.allocate(n_bytes)
@@ -374,7 +365,8 @@ class Transfer:
         Device memory is the owner's of a storage, who may drop it: the stream that it belongs to
         waits for the copies before anything else is written there.
         """
-        there, here = [self.buffers.of(each) for each in batch], [each.view() for each in batch]
+        there = [self._host(each.key, 0, each.n_bytes) for each in batch]
+        here = [each.view() for each in batch]
         used += there
         stream.copy(there, here) if is_out else stream.copy(here, there)
 
@@ -396,7 +388,7 @@ class Transfer:
             if place is None:
                 return plain
             replaced = True
-            return storages.view_over(self.buffers.span(*place), plain)
+            return storages.view_over(self._host(*place), plain)
 
         if tensor.layout is not torch.strided:
             return None
@@ -411,7 +403,8 @@ class Transfer:
         """Give host memory back; what is away is lost. Idempotent."""
         self.handle.wait()
         self._away, self._dropped, self._places = {}, (), {}
-        self.buffers.close()
+        self._buffers.clear()
+        self.pool.close()
 
 
 def _synchronize(streams: Iterable[Stream], pid: int) -> None:

@@ -1,4 +1,4 @@
-"""Does the state fit into this host's memory, before any of it is taken.
+"""Does more fit into this host's memory, before any of it is taken.
 
 Two bounds: ``MemAvailable`` of ``/proc/meminfo``, and what every memory cgroup (version 2) above
 this process leaves. There the limit is the smaller of ``memory.max`` and ``memory.high``: pinned
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -30,10 +30,8 @@ class HostMemory(NamedTuple):
     """One bound on what this host's processes may take together, in bytes."""
 
     source: str
-    free_bytes: int
-    """What is left of it now."""
-    total_bytes: int
-    """What there would be if no process held anything."""
+    free_bytes: int  # what is left of it now
+    total_bytes: int  # what there would be if no process held anything
 
 
 def size_text(n_bytes: int) -> str:
@@ -91,51 +89,62 @@ def _read(path: Path) -> str:
         return ""
 
 
-def check_host_budget(
+def check_host_memory(
     required_bytes: int,
+    holder: str,
     *,
+    held: Mapping[str, int],
+    bound_bytes: int | None,
     local_ranks: int,
-    budget_bytes: int | None,
-    taken_bytes: int = 0,
     root: Path = _ROOT,
 ) -> None:
-    """Refuse an arena that does not fit, before anything is allocated.
+    """Refuse host memory that does not fit, before any of it is allocated.
 
-    All ranks of a host are assumed to need what this one needs. They do not check at the same
-    time, and those that were earlier have taken theirs: so this rank's share has to fit into what
+    All ranks of a host are assumed to hold and need what this one holds and needs. They do not
+    check at the same time, and some have taken theirs: so this rank's share has to fit into what
     is free, and the shares of all of them into the whole.
 
     Args:
-        required_bytes: host bytes that this rank is going to take.
+        required_bytes: that this rank is going to take.
+        holder: who takes them.
+        held: what this rank has taken already, by holder.
+        bound_bytes: that all ranks may use together; ``None`` asks the host.
         local_ranks: ranks on this host, this one included.
-        budget_bytes: bytes that all of them may use together; ``None`` asks the host.
-        taken_bytes: what this rank has of ``budget_bytes`` already.
         root: holds ``proc`` and ``sys``.
 
     Raises:
-        HostMemoryError: it does not fit; the message has all the numbers.
+        HostMemoryError: it does not fit; the message has all the numbers, and who holds what.
     """
-    needed, taken = required_bytes * local_ranks, taken_bytes * local_ranks
-    reasons = []
-    if budget_bytes is not None:
-        if required_bytes and needed + taken > budget_bytes:
-            of_it = f", of which {size_text(taken)} are taken" if taken else ""
-            reasons.append(f"host_memory is {size_text(budget_bytes)}{of_it}")
-    elif required_bytes:
-        for source, free, total in host_memory(root):
-            if required_bytes > free or needed > total:
-                reasons.append(f"{source} leaves {size_text(free)} of {size_text(total)}")
-    if not reasons:
+    if not required_bytes:
         return
-    what = f"{size_text(required_bytes)} of host memory on this rank"
+    taken = sum(held.values()) * local_ranks
+    needed = required_bytes * local_ranks
+    if bound_bytes is not None:
+        if needed + taken <= bound_bytes:
+            return
+        reason = f"host_memory is {size_text(bound_bytes)}"
+        reason += f", of which {size_text(taken)} are taken" if taken else ""
+    else:
+        short = (
+            f"{source} leaves {size_text(free)} of {size_text(total)}"
+            for source, free, total in host_memory(root)
+            if required_bytes > free or needed + taken > total
+        )
+        if not (reason := next(short, "")):
+            return
+    if held:
+        holders = (f"{name} = {size_text(n_bytes)}" for name, n_bytes in held.items())
+        reason += f"; this rank holds: {', '.join(holders)}"
+    what = f"{holder}: {size_text(required_bytes)} of host memory on this rank"
     if local_ranks > 1:
         what += f" and {size_text(needed)} on the {local_ranks} ranks of this host"
     raise HostMemoryError(
         what,
-        reason=reasons[0],
-        remedy='offload less (offload_fraction= of an optimizer, "keep" or "drop" of a '
-        "PhaseOffloader), run fewer ranks per host, raise the container's memory limit, or, if the "
-        "host has more than it shows, say how much all its ranks may use with host_memory=",
+        reason=reason,
+        remedy='take less (offload_fraction= of an optimizer, "keep" or "drop" of a '
+        "PhaseOffloader, the size of an ActivationOffload or of a PagedStash), close() what is not "
+        "needed, run fewer ranks per host, raise the container's memory limit, or, if the host has "
+        "more than it shows, say how much all its ranks may use with a larger host_memory=",
     )
 
 

@@ -17,16 +17,16 @@ import torch
 from fsdp_offload.core import backend
 from fsdp_offload.core.config import MIB, TransferConfig
 from fsdp_offload.core.errors import HostMemoryError, PinningError
-from fsdp_offload.memory import HostArena
+from fsdp_offload.link import HostRange
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.int16, torch.int64, torch.float8_e4m3fn, torch.bool)
 THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
-def make(n_bytes: int, *, can_pin: bool = False, **transfer: object) -> HostArena:
+def make(n_bytes: int, *, can_pin: bool = False, **transfer: object) -> HostRange:
     config = TransferConfig(**transfer)  # type: ignore[arg-type]
-    return HostArena(n_bytes, device=CPU, can_pin=can_pin, transfer=config)
+    return HostRange(n_bytes, device=CPU, can_pin=can_pin, transfer=config)
 
 
 def smaps_of(address: int) -> dict[str, str] | None:
@@ -111,8 +111,7 @@ def test_empty_arena_and_empty_tensors() -> None:
         view = owner.tensor(offset, 0, torch.bfloat16)
         assert view.shape == (0,)
         assert view.dtype == torch.bfloat16
-    statistics = empty.statistics()
-    assert (statistics.n_bytes, statistics.threads, statistics.pinned) == (0, 0, False)
+    assert (empty.n_bytes, empty.threads, empty.pinned) == (0, 0, False)
     empty.close()
 
 
@@ -146,7 +145,7 @@ def test_a_closed_arena_gives_out_nothing() -> None:
     arena.close()
     with pytest.raises(AssertionError, match="closed"):
         arena.tensor(0, 1, torch.float32)
-    assert arena.statistics().n_bytes == 4096
+    assert arena.n_bytes == 4096
 
 
 @pytest.mark.skipif(
@@ -154,7 +153,7 @@ def test_a_closed_arena_gives_out_nothing() -> None:
 )
 def test_huge_pages_are_asked_for() -> None:
     arena = make(8 * MIB)
-    assert arena.statistics().huge_pages
+    assert arena.huge_pages
     fields = smaps_of(arena.tensor(0, 1, torch.uint8).data_ptr())
     assert fields is not None
     assert "hg" in fields["VmFlags"].split()
@@ -168,7 +167,7 @@ def test_huge_pages_that_stall_are_given_up(monkeypatch: pytest.MonkeyPatch) -> 
     seconds = itertools.count()
     monkeypatch.setattr(time, "perf_counter", lambda: float(next(seconds)))  # 1 s from call to call
     arena = make(8 * MIB)
-    assert not arena.statistics().huge_pages
+    assert not arena.huge_pages
     view = arena.tensor(0, 8 * MIB, torch.uint8)
     fields = smaps_of(view.data_ptr())
     assert fields is not None
@@ -200,7 +199,7 @@ def test_no_thread_setting_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     one_core = frozenset([min(here[1])])
     monkeypatch.setattr(backend, "cores_near", lambda device: one_core)
     arena = make(200 * MIB)
-    assert arena.statistics().threads == 1
+    assert arena.threads == 1
     assert (torch.get_num_threads(), os.sched_getaffinity(0)) == here
     assert in_new_thread() == there
 
@@ -221,7 +220,7 @@ def test_threads_are_this_ranks_share_of_the_cores(monkeypatch: pytest.MonkeyPat
         monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
         cores = frozenset(range(near))
         monkeypatch.setattr(backend, "cores_near", lambda device, cores=cores: cores)
-        assert make(64 * MIB).statistics().threads == expected  # 64 MiB is 32 huge pages
+        assert make(64 * MIB).threads == expected  # 64 MiB is 32 huge pages
 
 
 # --------------------------------------------------------------------------- pinning
@@ -232,10 +231,10 @@ def test_pinned_until_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     arena = make(100_000, can_pin=True)
     view = arena.tensor(0, 100_000, torch.uint8)
     assert driver.pinned == [(view.data_ptr(), 100_000)]
-    assert arena.statistics().pinned
+    assert arena.pinned
     arena.close()
     assert driver.pinned == []
-    assert not arena.statistics().pinned
+    assert not arena.pinned
     arena.close()
     assert not view.any()
 
@@ -244,7 +243,7 @@ def test_nothing_is_pinned_without_leave(monkeypatch: pytest.MonkeyPatch) -> Non
     driver = Driver(monkeypatch)
     for arena in (make(4096, can_pin=True, pin="never"), make(4096), make(0, can_pin=True)):
         assert driver.pinned == []
-        assert not arena.statistics().pinned
+        assert not arena.pinned
 
 
 def test_a_refused_pin_is_an_error_and_keeps_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,7 +261,7 @@ def test_a_refused_pin_is_a_warning_when_pinning_is_preferred(
     Driver(monkeypatch, refuse=True)
     with pytest.warns(RuntimeWarning, match=r"3145728 bytes.*pageable.*801"):
         arena = make(3 * MIB, can_pin=True, pin="prefer")
-    assert not arena.statistics().pinned
+    assert not arena.pinned
     arena.tensor(0, 3, torch.float32).fill_(1)
 
 
@@ -299,4 +298,4 @@ def test_a_forked_child_does_not_unregister(monkeypatch: pytest.MonkeyPatch) -> 
         assert len(driver.pinned) == 1
 
     assert in_child(check) == 0
-    assert arena.statistics().pinned
+    assert arena.pinned

@@ -7,8 +7,14 @@ from pathlib import Path
 import pytest
 
 from fsdp_offload.core.errors import ConfigError, HostMemoryError
-from fsdp_offload.memory import check_host_budget, local_ranks
-from fsdp_offload.memory.budget import PAGE_BYTES, HostMemory, host_memory, size_text
+from fsdp_offload.link.budget import (
+    PAGE_BYTES,
+    HostMemory,
+    check_host_memory,
+    host_memory,
+    local_ranks,
+    size_text,
+)
 
 GIB = 1 << 30
 
@@ -45,12 +51,19 @@ class Host:
         self.write(f"{folder}/memory.current", f"{used * GIB}\n")
         self.write(f"{folder}/memory.stat", f"anon 1\ninactive_file {cache * GIB}\n")
 
-    def fits(self, gib: int, ranks: int = 1, budget: int | None = None) -> bool:
-        budget_bytes = None if budget is None else budget * GIB
+    def check(self, gib: int, ranks: int = 1, bound: int | None = None, **held: int) -> None:
+        check_host_memory(
+            gib * GIB,
+            "new",
+            held={name: n_gib * GIB for name, n_gib in held.items()},
+            bound_bytes=None if bound is None else bound * GIB,
+            local_ranks=ranks,
+            root=self.root,
+        )
+
+    def fits(self, gib: int, ranks: int = 1, bound: int | None = None, **held: int) -> bool:
         try:
-            check_host_budget(
-                gib * GIB, local_ranks=ranks, budget_bytes=budget_bytes, root=self.root
-            )
+            self.check(gib, ranks, bound, **held)
         except HostMemoryError:
             return False
         return True
@@ -74,17 +87,19 @@ def test_all_local_ranks_count_against_the_whole(host: Host) -> None:
     host.memory(total=256, available=64, present=260)  # three of four have taken 64 each
     assert host.fits(64, ranks=4)
     assert not host.fits(65, ranks=1)
+    assert host.fits(32, ranks=4, mine=32)  # what this rank holds, the others hold, too
+    assert not host.fits(33, ranks=4, mine=32)
 
 
-def test_a_budget_replaces_everything_else(host: Host) -> None:
-    assert host.fits(300, budget=300)
-    assert host.fits(150, ranks=2, budget=300)
-    assert not host.fits(151, ranks=2, budget=300)
-    assert not host.fits(1, budget=0)
+def test_a_bound_replaces_everything_else(host: Host) -> None:
+    assert host.fits(300, bound=300)
+    assert host.fits(150, ranks=2, bound=300)
+    assert not host.fits(151, ranks=2, bound=300)
+    assert not host.fits(1, bound=0)
 
 
 def test_nothing_always_fits(tmp_path: Path) -> None:
-    assert Host(tmp_path).fits(0, budget=0)
+    assert Host(tmp_path).fits(0, bound=0)
 
 
 def test_memory_that_the_kernel_has_not_counted_yet(host: Host) -> None:
@@ -121,8 +136,9 @@ def test_a_cgroup_that_is_not_mounted_means_the_mount_point(host: Host, path: st
 
 def test_the_message_has_all_the_numbers(host: Host) -> None:
     with pytest.raises(HostMemoryError) as caught:
-        check_host_budget(150 * GIB, local_ranks=2, budget_bytes=None, root=host.root)
-    for part in ("150.00 GiB", "300.00 GiB", "2 ranks", "200.00 GiB", "256.00 GiB", "host_memory="):
+        host.check(150, ranks=2, one=4, two=3)
+    for part in ("new: 150.00 GiB", "300.00 GiB", "2 ranks", "200.00 GiB", "256.00 GiB",
+                 "one = 4.00 GiB", "two = 3.00 GiB", "host_memory="):  # fmt: skip
         assert part in str(caught.value)
 
 

@@ -22,18 +22,15 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
 import torch
 
 from ..core import backend as backend
-from ..core.config import MIB, TransferConfig
+from ..core.config import MIB, TransferConfig, align
 from ..core.errors import HostMemoryError, PinningError
 from ..core.progress import progress
-from ..plan.layout import align
-from .budget import check_host_budget, local_ranks, size_text
+from .budget import local_ranks, size_text
 
 HUGE_PAGE_BYTES: Final = 2 * MIB
 # One torch call touches at most 16384 pages: from 32768 elements on torch spreads an operation over
@@ -42,19 +39,6 @@ HUGE_PAGE_BYTES: Final = 2 * MIB
 _CALL_BYTES: Final = 64 * MIB
 _STALL_SECONDS: Final = 0.5
 _MIN_THREADS: Final = 4
-_THP_SWITCH: Final = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-
-
-@dataclass(frozen=True)
-class ArenaStatistics:
-    """What an arena holds and what it took to get it."""
-
-    n_bytes: int  # payload; what is mapped beyond it is less than a page
-    pinned: bool  # registered with the device's driver at present
-    huge_pages: bool  # the kernel was asked for them and was quick enough to give them
-    threads: int  # that touched the memory
-    touch_seconds: float  # to have every page in place and zeroed
-    pin_seconds: float  # of the registration
 
 
 # In a forked child the range is not mapped, and later mappings of the child may lie there. The
@@ -70,11 +54,11 @@ def _keep_mappings_in_child() -> None:
 os.register_at_fork(after_in_child=_keep_mappings_in_child)
 
 
-class HostArena:
+class HostRange:
     """``n_bytes`` of zeroed host memory, given out as 1D tensors without a copy.
 
     Every page is in place when the constructor returns. Nothing is checked against the host's free
-    memory here; :func:`fsdp_offload.memory.check_host_budget` does that first.
+    memory here; :meth:`.HostPool.take` does that first.
 
     Args:
         n_bytes: exact size in bytes; 0 is allowed.
@@ -98,21 +82,23 @@ class HostArena:
         transfer: TransferConfig,
     ) -> None:
         assert n_bytes >= 0, n_bytes
-        self._n_bytes = n_bytes
+        self.n_bytes = n_bytes
         self._mapping: mmap.mmap | None = None
-        self._unpin: weakref.finalize[..., HostArena] | None = None
-        self._huge_pages = False
-        self._threads = 0
-        self._touch_seconds = self._pin_seconds = 0.0
+        self._unpin: weakref.finalize[..., HostRange] | None = None
+        self.huge_pages = False  # the kernel was asked for them and was quick enough to give them
+        self.threads = 0  # that touched the memory
+        self.seconds = 0.0  # to have every page in place, zeroed, and page-locked
         if n_bytes == 0:
             return
-        self._mapping, self._huge_pages = _map(n_bytes)
+        start = time.perf_counter()
+        self._mapping, self.huge_pages = _map(n_bytes)
         with progress(n_bytes, "touching host memory") as bar:
             self._touch(device, bar.advance)
             if can_pin and transfer.pin != "never":
                 # This takes about as long as touching and cannot report how far it is.
                 bar.describe("page-locking host memory")
                 self._pin(device, required=transfer.pin == "require")
+        self.seconds = time.perf_counter() - start
 
     def tensor(self, offset_bytes: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A 1D tensor over ``numel`` elements of the arena, without a copy.
@@ -122,7 +108,7 @@ class HostArena:
         """
         n_bytes = numel * dtype.itemsize
         assert numel >= 0, numel
-        assert 0 <= offset_bytes <= self._n_bytes - n_bytes, (offset_bytes, n_bytes, self._n_bytes)
+        assert 0 <= offset_bytes <= self.n_bytes - n_bytes, (offset_bytes, n_bytes, self.n_bytes)
         assert offset_bytes % dtype.itemsize == 0, (offset_bytes, dtype)
         if numel == 0:
             return torch.empty(0, dtype=dtype, device="cpu")
@@ -130,16 +116,10 @@ class HostArena:
         with torch.inference_mode(False):  # else it could not be written outside of the mode
             return torch.frombuffer(self._mapping, dtype=dtype, count=numel, offset=offset_bytes)
 
-    def statistics(self) -> ArenaStatistics:
-        """Sizes in bytes and times in seconds; still answers after :meth:`close`."""
-        return ArenaStatistics(
-            n_bytes=self._n_bytes,
-            pinned=self._unpin is not None and self._unpin.alive,
-            huge_pages=self._huge_pages,
-            threads=self._threads,
-            touch_seconds=self._touch_seconds,
-            pin_seconds=self._pin_seconds,
-        )
+    @property
+    def pinned(self) -> bool:
+        """Whether it is registered with the device's driver at present."""
+        return self._unpin is not None and self._unpin.alive
 
     def close(self) -> None:
         """Unregister the memory, and give it back when the last tensor over it is gone.
@@ -152,54 +132,48 @@ class HostArena:
 
     def _touch(self, device: torch.device, advance: Callable[[int], None]) -> None:
         """Write to every page from several threads, so that it exists and lies near ``device``."""
-        assert self._mapping is not None
-        start = time.perf_counter()
+        mapping = self._mapping
+        assert mapping is not None
         cores = backend.cores_near(device)
         # This rank's share, a few at least: the ranks beside it may be done already.
         share = len(os.sched_getaffinity(0)) // local_ranks()
         threads = min(len(cores), max(share, _MIN_THREADS))
-        step = min(_CALL_BYTES, align(-(-self._n_bytes // threads), HUGE_PAGE_BYTES))
-        chunks = range(0, self._n_bytes, step)
-        self._threads = min(threads, len(chunks))
-        memory = self.tensor(0, self._n_bytes, torch.uint8)
+        step = min(_CALL_BYTES, align(-(-self.n_bytes // threads), HUGE_PAGE_BYTES))
+        chunks = range(0, self.n_bytes, step)
+        self.threads = min(threads, len(chunks))
+        memory = self.tensor(0, self.n_bytes, torch.uint8)
 
         def touch(begin: int) -> int:
             began = time.perf_counter()
             chunk = memory[begin : begin + step]
             chunk[:: mmap.PAGESIZE].zero_()  # without the GIL
-            if self._huge_pages and time.perf_counter() - began > _STALL_SECONDS:
-                self._give_up_huge_pages()
+            if self.huge_pages and time.perf_counter() - began > _STALL_SECONDS:
+                # On a fragmented host the kernel compacts memory for each huge page, which can be
+                # slower than everything else here by far.
+                self.huge_pages = False
+                _advise(mapping, "MADV_NOHUGEPAGE")
             return chunk.numel()
 
         def bind() -> None:
             with suppress(OSError):  # forbidden in some sandboxes; only placement suffers
                 os.sched_setaffinity(0, cores)  # 0 is the calling thread, which ends soon
 
-        with ThreadPoolExecutor(self._threads, "fsdp_offload-touch", bind) as pool:
+        with ThreadPoolExecutor(self.threads, "fsdp_offload-touch", bind) as pool:
             for n_bytes in pool.map(touch, chunks):
                 advance(n_bytes)
-        self._touch_seconds = time.perf_counter() - start
-
-    def _give_up_huge_pages(self) -> None:
-        """Go on with small pages: on a fragmented host the kernel compacts memory for each huge
-        one, which can be slower than everything else here by far."""
-        self._huge_pages = False
-        if self._mapping is not None:
-            _advise(self._mapping, "MADV_NOHUGEPAGE")
 
     def _pin(self, device: torch.device, *, required: bool) -> None:
         """Register the whole range at once."""
         assert self._mapping is not None
-        start = time.perf_counter()
         address = torch.frombuffer(self._mapping, dtype=torch.uint8, count=1).data_ptr()
         try:
-            backend.pin(address, self._n_bytes, device)
+            backend.pin(address, self.n_bytes, device)
         except PinningError as error:
             if required:
                 self._mapping = None
                 raise
             warnings.warn(
-                f"{size_text(self._n_bytes)} of host memory stay pageable, which makes transfers "
+                f"{size_text(self.n_bytes)} of host memory stay pageable, which makes transfers "
                 f"slower: {error.reason}",
                 RuntimeWarning,
                 stacklevel=3,
@@ -208,28 +182,8 @@ class HostArena:
         # The callback owns the mapping: it is unregistered first and unmapped after. At exit it
         # runs before the device's context goes.
         self._unpin = weakref.finalize(
-            self, _unpin, os.getpid(), address, self._n_bytes, device, self._mapping
+            self, _unpin, os.getpid(), address, self.n_bytes, device, self._mapping
         )
-        self._pin_seconds = time.perf_counter() - start
-
-
-def checked_arena(
-    what: str, n_bytes: int, device: backend.Backend, transfer: TransferConfig
-) -> HostArena:
-    """An arena, if ``transfer.host_memory`` and the host have room for it.
-
-    Raises:
-        HostMemoryError: they have not, for ``what``; nothing was taken.
-        PinningError: as of :class:`HostArena`.
-    """
-    budget = None if transfer.host_memory is None else int(transfer.host_memory)
-    try:
-        check_host_budget(n_bytes, local_ranks=local_ranks(), budget_bytes=budget)
-        return HostArena(n_bytes, device=device.device, can_pin=device.can_pin, transfer=transfer)
-    except HostMemoryError as error:
-        raise HostMemoryError(
-            what, reason=f"{error.what}: {error.reason}", remedy="give less"
-        ) from error
 
 
 def _unpin(pid: int, address: int, n_bytes: int, device: torch.device, mapping: mmap.mmap) -> None:
@@ -252,8 +206,7 @@ def _map(n_bytes: int) -> tuple[mmap.mmap, bool]:
     _mappings.add(mapping)
     _advise(mapping, "MADV_DONTFORK")
     # The mapping ends with the payload's last page, so a huge page never costs memory beyond it.
-    wanted = n_bytes >= HUGE_PAGE_BYTES and _huge_pages_allowed()
-    return mapping, wanted and _advise(mapping, "MADV_HUGEPAGE")
+    return mapping, n_bytes >= HUGE_PAGE_BYTES and _advise(mapping, "MADV_HUGEPAGE")
 
 
 def _advise(mapping: mmap.mmap, advice: str) -> bool:
@@ -263,11 +216,3 @@ def _advise(mapping: mmap.mmap, advice: str) -> bool:
     except (OSError, AttributeError):
         return False
     return True
-
-
-def _huge_pages_allowed() -> bool:
-    """``madvise`` succeeds even where the administrator has switched huge pages off."""
-    try:
-        return "[never]" not in _THP_SWITCH.read_text()
-    except OSError:
-        return False

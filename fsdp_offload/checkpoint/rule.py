@@ -1,0 +1,224 @@
+"""Which key of a checkpoint goes to which tensor of a job: one rule for all loads, on names alone.
+
+[Note: layouts]
+Two are found by themselves; prefixes name any other::
+
+    model.{fqn}   optim.state.{fqn}.exp_avg       of this package, and of torch's flat dicts
+    model.{fqn}   optimizer.state.{fqn}.exp_avg   of torch's nested dicts in many trainers
+
+Options stand beside the state, flat (``param_groups.{fqn}.lr``) or nested (``param_groups``, or
+``param_groups.{index}.lr`` if an option is a tensor). A wrapper's ``module.`` may stand before the
+FQNs of the state (Megatron-FSDP).
+
+[Note: names]
+A tied weight has several names. All that the checkpoint has are read into it, and
+:class:`.reader.Reader` refuses values that differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+from ..core.errors import OffloadError
+
+STATE: Final = "state."
+GROUPS: Final = "param_groups."
+MODEL_PREFIX: Final = "model."
+OPTIMIZER_PREFIXES: Final = ("optim.", "optimizer.")
+
+Names = Sequence[str]
+"""The FQNs of one tensor."""
+
+Options = dict[str, Any]
+Read = Callable[[list[str]], Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The prefixes of a checkpoint.
+
+    Args:
+        model: before the FQN of a weight; ``None``: it has none of this model.
+        optimizer: before ``state.`` and ``param_groups``; ``None``: it has no state of this model.
+        inner: between those and the FQN.
+    """
+
+    model: str | None
+    optimizer: str | None
+    inner: str = ""
+
+    def weight(self, fqn: str) -> str:
+        """The key of a weight."""
+        return f"{self.model}{fqn}"
+
+    def state(self, fqn: str) -> str:
+        """What the keys of a parameter's state begin with."""
+        return f"{self.optimizer}{STATE}{self.inner}{fqn}."
+
+    def is_weight(self, key: str) -> bool:
+        """Whether a key may be that of a weight: it has the prefix, and is no optimizer's."""
+        if self.model is None or not key.startswith(self.model):
+            return False
+        start = self.optimizer
+        return start is None or not key.startswith((f"{start}{STATE}", f"{start}{GROUPS[:-1]}"))
+
+    def entries(self, kind: str, keys: Collection[str]) -> dict[str, set[str]]:
+        """Names of the entries, of state (``STATE``) or of options (``GROUPS``), by FQN."""
+        found: dict[str, set[str]] = {}
+        start = f"{self.optimizer}{kind}{self.inner}"
+        for key in keys:
+            if self.optimizer is not None and key.startswith(start):
+                fqn, _, name = key.removeprefix(start).rpartition(".")
+                found.setdefault(fqn, set()).add(name)
+        return found
+
+
+class Match(NamedTuple):
+    """What of a checkpoint goes where. A parameter is called by the first of its names."""
+
+    weights: dict[str, str]  # the key of each name that is stored
+    missing: list[str]  # names of tensors of the model that are stored under none of their names
+    unknown: list[str]  # keys of weights that no tensor of the model has
+    state: dict[str, dict[str, list[str]]]  # keys by entry, of each parameter of the optimizer
+    options: list[Options]  # of each group
+    untold: set[str]  # parameters of the optimizer that have neither state nor options
+    left: list[str]  # weights of the model that have state and are not in the optimizer
+
+
+def match(
+    layout: Layout,
+    keys: Collection[str],
+    weights: Mapping[str, Names],
+    groups: Sequence[Sequence[Names]],
+    read: Read,
+) -> Match:
+    """Decide what goes where.
+
+    Args:
+        layout: of the checkpoint.
+        keys: of the checkpoint.
+        weights: all names of the same tensor, by each name in the model.
+        groups: names of each parameter, by group of the optimizer.
+        read: gives the values of keys that hold options.
+    """
+    stored, entries = set(keys), layout.entries(STATE, keys)
+    found = {fqn: layout.weight(fqn) for fqn in weights if layout.weight(fqn) in stored}
+    taken = set(found.values())
+    options, told = _find_options(layout, keys, groups, read)
+    state: dict[str, dict[str, list[str]]] = {}
+    untold, held = set(), set[str]()
+    for names in (names for group in groups for names in group):
+        mine = state.setdefault(names[0], {})
+        for fqn in names:
+            for entry in sorted(entries.get(fqn, ())):
+                mine.setdefault(entry, []).append(layout.state(fqn) + entry)
+        held.update(names)
+        if not mine and told.isdisjoint(names):
+            untold.add(names[0])
+    return Match(
+        weights=found,
+        missing=sorted(f for f, names in weights.items() if found.keys().isdisjoint(names)),
+        # Without a prefix, everything else that was saved looks like a weight.
+        unknown=[k for k in keys if layout.model and layout.is_weight(k) and k not in taken],
+        state=state,
+        options=options,
+        untold=untold,
+        left=sorted(weights.keys() & entries.keys() - held),
+    )
+
+
+def _find_options(
+    layout: Layout,
+    keys: Collection[str],
+    groups: Sequence[Sequence[Names]],
+    read: Read,
+) -> tuple[list[Options], set[str]]:
+    """Options of each group, and the FQNs that have some.
+
+    The first parameter of a group that the checkpoint has speaks for the group.
+    """
+    start = f"{layout.optimizer}{GROUPS[:-1]}"
+    flat = layout.entries(GROUPS, keys)
+    outer = Layout(layout.model, layout.optimizer).entries(GROUPS, keys)
+    # A module may be called "0", too; a nested group always says which parameters it has.
+    indexed = {i: names for i, names in outer.items() if i.isdecimal() and "params" in names}
+    nested: list[Options] = []
+    if start in keys:
+        nested += read([start])[start] or []
+    for index in sorted(indexed, key=int):
+        values = read([f"{start}.{index}.{name}" for name in sorted(indexed[index])])
+        nested.append({key.rpartition(".")[2]: value for key, value in values.items()})
+    by_fqn = {
+        str(fqn).removeprefix(layout.inner): group
+        for group in nested
+        for fqn in group.get("params") or ()
+    }
+    told = (flat.keys() - indexed.keys()) | by_fqn.keys()
+    options = []
+    for group in groups:
+        speaker = next((fqn for names in group for fqn in names if fqn in told), None)
+        found = by_fqn.get(speaker or "", {})
+        if speaker is not None and speaker not in by_fqn:
+            of_speaker = f"{layout.optimizer}{GROUPS}{layout.inner}{speaker}."
+            values = read([of_speaker + name for name in sorted(flat[speaker])])
+            found = {key.removeprefix(of_speaker): value for key, value in values.items()}
+        # Names of all parameters of the group that was saved, which this one need not have.
+        options.append({n: v for n, v in found.items() if n not in ("params", "param_names")})
+    return options, told
+
+
+def find_layout(
+    keys: Collection[str],
+    fqns: Collection[str],
+    *,
+    model_prefix: str | None = None,
+    optimizer_prefix: str | None = None,
+) -> Layout:
+    """The layout of a checkpoint.
+
+    Args:
+        keys: of the checkpoint.
+        fqns: of the model's weights.
+        model_prefix: before the FQNs of weights; ``None``: ``"model."``.
+        optimizer_prefix: before ``state.``; ``None``: ``"optim."`` or else ``"optimizer."``.
+    """
+    known = set(keys)
+    start = MODEL_PREFIX if model_prefix is None else model_prefix
+    model = start if any(start + fqn in known for fqn in fqns) else None
+    owners = {key.rpartition(".")[0] for key in known}
+    prefixes = OPTIMIZER_PREFIXES if optimizer_prefix is None else (optimizer_prefix,)
+    for inner in ("", "module."):
+        for prefix in prefixes:
+            starts = f"{prefix}{STATE}{inner}", f"{prefix}{GROUPS}{inner}"
+            if any(start + fqn in owners for start in starts for fqn in fqns):
+                return Layout(model, prefix, inner)
+    for prefix in prefixes:  # nested groups of a class without state
+        start = f"{prefix}{GROUPS[:-1]}"
+        if fqns and not known.isdisjoint((start, f"{start}.0.params")):
+            return Layout(model, prefix)
+    return Layout(model, None)
+
+
+def prefixes_that_fit(keys: Iterable[str], fqns: Iterable[str], kind: str = "") -> list[str]:
+    """What stands before one of the model's names in a checkpoint, sorted: for error texts.
+
+    Args:
+        keys: of the checkpoint.
+        fqns: of the model's weights.
+        kind: ``""`` for weights, ``STATE`` for the optimizer's.
+    """
+    ends = kind + max(fqns, key=len, default="")
+    names = {key.rpartition(".")[0] if kind else key for key in keys}
+    found = {name.removesuffix(ends) for name in names if name.endswith(ends)}
+    return sorted(prefix for prefix in found if not prefix or prefix.endswith("."))
+
+
+def tied_error(kind: type[OffloadError], one: str, other: str) -> OffloadError:
+    """Of two names of one memory, whose values differ."""
+    return kind(
+        f"{one} and {other}",
+        reason="they have different values, and here both are one tensor, such as tied weights",
+        remedy="untie them in the model, as they were when they were saved",
+    )

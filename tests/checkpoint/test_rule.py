@@ -1,0 +1,144 @@
+"""Which key of a checkpoint goes to which tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from fsdp_offload.checkpoint.rule import (
+    STATE,
+    Layout,
+    Match,
+    find_layout,
+    match,
+    prefixes_that_fit,
+)
+
+FQNS = ["embed.weight", "blocks.0.up.weight", "blocks.0.up.bias", "gain"]
+OURS = Layout("model.", "optim.")
+LAYOUTS = [
+    OURS,
+    Layout("model.", "optimizer."),
+    Layout("model.", "optimizer.", "module."),
+]
+
+
+def keys_of(layout: Layout) -> set[str]:
+    keys = {layout.weight(fqn) for fqn in FQNS}
+    return keys | {layout.state(fqn) + name for fqn in FQNS[:2] for name in ("step", "exp_avg")}
+
+
+def matched(
+    values: Mapping[str, Any],
+    groups: Sequence[Sequence[Sequence[str]]] = ([[fqn] for fqn in FQNS],),
+) -> Match:
+    weights = {fqn: names for group in groups for names in group for fqn in names}
+    layout = find_layout(values, weights)
+    return match(layout, values, weights, groups, lambda keys: {k: values[k] for k in keys})
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_usual_prefixes_are_found(layout: Layout) -> None:
+    found = find_layout(keys_of(layout), FQNS)
+
+    assert found == layout
+    weights = {key for key in keys_of(layout) if found.is_weight(key)}
+    assert weights == {layout.weight(fqn) for fqn in FQNS}
+    assert found.entries(STATE, keys_of(layout)) == {f: {"step", "exp_avg"} for f in FQNS[:2]}
+
+
+@pytest.mark.parametrize(
+    "layout", [Layout("a.model.", "a.optim."), Layout("", "optimizer."), Layout("", "")], ids=str
+)
+def test_others_have_to_be_named_and_are_proposed(layout: Layout) -> None:
+    keys = keys_of(layout)
+    assert find_layout(keys, FQNS).model is None
+    (model,), (optimizer,) = prefixes_that_fit(keys, FQNS), prefixes_that_fit(keys, FQNS, STATE)
+    assert find_layout(keys, FQNS, model_prefix=model, optimizer_prefix=optimizer) == layout
+
+
+def test_nothing_is_found_in_a_checkpoint_of_another_model() -> None:
+    found = find_layout(keys_of(OURS), ["other.weight", "weight"])
+    assert found == Layout(None, None)
+    assert found.entries(STATE, keys_of(OURS)) == {}
+    assert prefixes_that_fit(keys_of(OURS), ["other.weight", "up.weigh"]) == []
+
+
+def test_state_without_entries_is_found_by_its_options() -> None:
+    """SGD without momentum has none."""
+    assert find_layout({"model.gain", "optim.param_groups.gain.lr"}, ["gain"]) == OURS
+
+
+def options_in(form: str, layout: Layout, fqns: Sequence[str], **options: Any) -> dict[str, Any]:
+    names = [layout.inner + fqn for fqn in fqns]
+    start = f"{layout.optimizer}param_groups"
+    group = {"params": names, **options}
+    if form == "list":
+        return {start: [group]}
+    if form == "indexed":
+        return {f"{start}.0.{name}": value for name, value in group.items()}
+    return {f"{start}.{name}.{option}": v for name in names for option, v in options.items()}
+
+
+FORMS = ["flat", "list", "indexed"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("form", FORMS)
+def test_options_are_read_in_every_form(layout: Layout, form: str) -> None:
+    values = options_in(form, layout, FQNS, lr=0.5, param_names=["a"])
+    found = matched({**dict.fromkeys(keys_of(layout)), **values})
+
+    assert found.options == [{"lr": 0.5}]
+    assert not found.untold
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_any_parameter_of_a_group_speaks_for_it(form: str) -> None:
+    values = options_in(form, OURS, FQNS[2:], lr=0.5)
+    found = matched(values, [[["new"], *([f] for f in FQNS)], [["newer"]]])
+
+    assert found.options == [{"lr": 0.5}, {}]
+    assert found.untold == {"new", "newer", *FQNS[:2]}
+
+
+def test_options_of_a_parameter_called_by_a_number() -> None:
+    found = matched({"optim.param_groups.0.lr": 0.5}, [[["0"]]])
+    assert found.options == [{"lr": 0.5}]
+    assert not found.untold
+
+
+def test_groups_without_names_give_no_options() -> None:
+    values = dict.fromkeys(keys_of(OURS)) | {"optim.param_groups": [{"lr": 0.5}]}
+    found = matched(values)
+    assert found.options == [{}]
+    assert found.untold == {*FQNS[2:]}
+
+
+def test_a_tied_weight_is_found_under_any_of_its_names() -> None:
+    tied = [["embed", "head"], ["gain"]]
+    values = {
+        "model.head": 1,
+        "model.gain": 2,
+        "model.old": 3,
+        "optim.state.head.step": 4,
+        "optim.param_groups.head.lr": 5,
+    }
+    found = matched(values, [tied])
+    assert found.weights == {"head": "model.head", "gain": "model.gain"}
+    assert (found.missing, found.unknown) == ([], ["model.old"])
+    assert found.state == {"embed": {"step": ["optim.state.head.step"]}, "gain": {}}
+    assert found.options == [{"lr": 5}]
+
+    both = matched({**values, "model.embed": 1, "optim.state.embed.step": 4}, [tied])
+    keys = ["optim.state.embed.step", "optim.state.head.step"]
+    assert both.state["embed"] == {"step": keys}
+    assert both.weights["embed"] == "model.embed"
+
+
+def test_state_of_weights_that_no_group_holds_is_named() -> None:
+    weights = {fqn: [fqn] for fqn in FQNS}
+    found = match(OURS, keys_of(OURS), weights, [[[FQNS[0]]]], lambda keys: {})
+    assert found.left == [FQNS[1]]
