@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .core.errors import (
         ActivationError,
         AwayError,
+        BusyError,
         CheckpointCorruptError,
         CheckpointError,
         ClosedError,
@@ -48,6 +49,7 @@ __all__ = [
     "ActivationError",
     "ActivationOffload",
     "AwayError",
+    "BusyError",
     "CheckpointCorruptError",
     "CheckpointError",
     "ClosedError",

@@ -77,7 +77,11 @@ def wrapped(**options: Any) -> None:
 
 
 MISTAKES: dict[str, tuple[Callable[[Path], object], str, str]] = {
-    "overlap=True": (lambda _: wrapped(overlap=True), "what the updates run in", "step, forward"),
+    "overlap=True": (
+        lambda _: wrapped(overlap=True),
+        "what the updates run in",
+        '"step" or "forward"',
+    ),
     'update_on="cpu"': (lambda _: wrapped(update_on="cpu"), "on the device, or on the", '"host"'),
     'pin="no"': (lambda _: TransferConfig(pin="no"), "required, preferred", '"never"'),  # type: ignore[arg-type]
     'params="drop"': (lambda _: offloaded(params="drop"), "needed again", '"save" or "keep"'),

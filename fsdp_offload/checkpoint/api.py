@@ -5,6 +5,12 @@ Those of DCP, of small objects: a save gathers the plans, scatters the deduplica
 where items were written and broadcasts the outcome; a load gathers and scatters plans and gathers
 the outcome. They travel over a gloo group of their own, so that they do not meet those of the
 training. Packing and chunk metadata need none.
+
+[Note: absent ranks]
+Before the first of them, and before their group is made, all ranks meet at the store of the process
+group, where those that wait can tell who is absent. There they agree, too, whether a new gloo group
+is needed: a rank that left the collectives of a save or a load half-way, by Ctrl-C for instance,
+destroys its group, upon which those of the other ranks fail, too.
 """
 
 from __future__ import annotations
@@ -13,11 +19,12 @@ import contextlib
 import logging
 import os
 import threading
+import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -31,26 +38,32 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from ..core.arguments import listed
-from ..core.errors import ConfigError, OffloadError
+from ..core.errors import CheckpointError, OffloadError
+from ..core.interrupts import held_back
+from ..core.progress import report
 from .files import memory_of, typed, typed_error
+from .folder import checked
 from .planner import FlatSavePlanner, JobLoadPlanner, JobReader
 from .stager import Stager
-from .state import Models, class_name, collect, refuse_inherited
+from .state import Models, class_name, collect, held, refuse_inherited, wrapper_of
 from .writer import Writer
 
 _log = logging.getLogger("fsdp_offload")
 
 Folder = str | os.PathLike[str]
 
-# One per process group that ranks were started with: making one is a collective. torch keeps it
-# alive until destroy_process_group(); kept any longer, one of gloo's threads may still be dropping
-# a tensor when the interpreter ends, which aborts the process.
-_groups: weakref.WeakKeyDictionary[object, weakref.ref[dist.ProcessGroup]]
+# One per process group that ranks were started with, and its number: making one is a collective.
+# torch keeps it alive until destroy_process_group(); kept any longer, one of gloo's threads may
+# still be dropping a tensor when the interpreter ends, which aborts the process.
+_groups: weakref.WeakKeyDictionary[object, tuple[weakref.ref[dist.ProcessGroup], int]]
 _groups = weakref.WeakKeyDictionary()
 # Of what an async_save is given; reserving memory anew each time would take longer than the copy.
 _stagers: weakref.WeakKeyDictionary[Any, Stager] = weakref.WeakKeyDictionary()
 # Saves under way: another save or a load of this process waits, its collectives would meet theirs.
 _under_way: set[threading.Thread] = set()
+
+_ABSENT_S: Final = 30.0
+"""After so long the log names the ranks that others wait for."""
 
 
 def save(
@@ -84,11 +97,15 @@ def save(
         ConfigError: an argument is wrong, or ``extra`` holds what cannot be loaded safely.
         LaneError: the optimizer has failed.
     """
-    refuse_inherited(optimizer)
-    group = coordination_group()
-    writer = _writer(path, optimizer, overwrite=overwrite, keep_last=keep_last, threads=threads)
+    refuse_inherited(optimizer := wrapper_of(optimizer))
+    kind = class_name(optimizer)
+    writer = Writer(
+        path, overwrite=overwrite, keep_last=keep_last, threads=threads, optimizer_class=kind
+    )
+    group = coordination_group("save")
     planner = FlatSavePlanner(lambda: collect(listed(model), optimizer, extra))
-    run_save(writer, planner, group)
+    with held(optimizer):
+        run_save(writer, planner, group)
 
 
 def async_save(
@@ -118,9 +135,12 @@ def async_save(
         ConfigError: ``path`` is none, as where arguments were exchanged.
         ClosedError: this process is a fork of the one that built the optimizer.
     """
-    refuse_inherited(optimizer)
-    group = coordination_group()
-    writer = _writer(path, optimizer, overwrite=overwrite, keep_last=keep_last, threads=threads)
+    refuse_inherited(optimizer := wrapper_of(optimizer))
+    kind = class_name(optimizer)
+    writer = Writer(
+        path, overwrite=overwrite, keep_last=keep_last, threads=threads, optimizer_class=kind
+    )
+    group = coordination_group("async_save")
     staged: Future[dict[str, Any]] = Future()
     try:
         with typed():
@@ -130,10 +150,11 @@ def async_save(
             if owner not in _stagers:
                 _stagers[owner] = Stager()
                 weakref.finalize(owner, _stagers[owner].close)
-            staged.set_result(_stagers[owner].stage(collect(models, optimizer, extra)))
+            with held(optimizer):
+                staged.set_result(_stagers[owner].stage(collect(models, optimizer, extra)))
     except OffloadError as error:
         staged.set_exception(error)  # in DCP's first step: other ranks do not wait for this one
-    return _in_background(lambda: run_save(writer, FlatSavePlanner(staged.result), group))
+    return _in_background(writer, FlatSavePlanner(staged.result), group)
 
 
 def load(
@@ -176,10 +197,11 @@ def load(
         StateDictError: state does not fit; nothing was written.
         ConfigError: ``optimizer`` is several, or no optimizer; or two models have equal names.
     """
-    refuse_inherited(optimizer)
-    group = coordination_group()
+    refuse_inherited(optimizer := wrapper_of(optimizer))
+    started = time.perf_counter()
     if path is not None:
-        _check_path(path)
+        path = checked(path)
+    group = coordination_group("load")
     reader = JobReader(path, threads=threads, optimizer=optimizer)
     planner = JobLoadPlanner(
         listed(model),
@@ -190,74 +212,110 @@ def load(
         optimizer_prefix=optimizer_prefix,
     )
     with raised_on_all(group), reader.uninterrupted, reader.until_all_have:
+        reader.until_all_have.enter_context(held(optimizer, saves=False))
         _load(reader, planner, group)
+    n_bytes = sum(info.length for info in reader.metadata.storage_data.values())
+    report(f"loaded {path}", n_bytes, time.perf_counter() - started)
     return planner.extra
 
 
-def _check_path(path: object) -> None:
-    """Refuse what no path can be made of, before ranks wait for one another.
+def _in_background(
+    writer: Writer, planner: SavePlanner, group: dist.ProcessGroup | None
+) -> Future[None]:
+    """Save on a thread that the interpreter waits for when it ends.
 
     Raises:
-        ConfigError: arguments were exchanged.
+        CheckpointError: no thread can be started. Other ranks' saves fail, too.
     """
-    if not isinstance(path, str | os.PathLike):
-        raise ConfigError(
-            f"path of type {type(path).__name__}",
-            reason="not a path",
-            remedy="give the path first, then the model, then the optimizer",
-        )
-
-
-def _writer(path: Folder, optimizer: Optimizer | None, **options: Any) -> Writer:
-    _check_path(path)
-    return Writer(path, optimizer_class=class_name(optimizer), **options)
-
-
-def _in_background(work: Callable[[], None]) -> Future[None]:
-    """Do ``work`` on a thread that the interpreter waits for when it ends."""
     future: Future[None] = Future()
+    world = None if group is None else dist.group.WORLD
+    writer._ranks = 1 if group is None else dist.get_world_size()
+    lost = CheckpointError(
+        f"{writer.path}",
+        reason="its process group was destroyed before the save was complete",
+        remedy="call result() of what async_save returns before destroy_process_group()",
+    )
 
     def run() -> None:
         try:
-            work()
+            if world is not None and world is not dist.group.WORLD:
+                raise lost
+            run_save(writer, planner, group)
         except BaseException as error:
+            if world is not None and world is not dist.group.WORLD and error is not lost:
+                lost.__cause__, error = error, lost
             _log.error("saving in the background failed: %s", error)
             future.set_exception(error)
         else:
             future.set_result(None)
-        finally:
-            _under_way.discard(thread)
 
     thread = threading.Thread(target=run, name="fsdp-offload-save")
-    _under_way.add(thread)
-    try:
+    with raised_on_all(group), held_back():
         thread.start()
-    except RuntimeError as error:  # not raised: other ranks' threads wait for what this one does
-        _log.warning("async_save writes before it returns: no thread can be started (%s)", error)
-        run()
+        _under_way.add(thread)
     return future
 
 
 # --------------------------------------------------------------------------- DCP
 
 
-def coordination_group() -> dist.ProcessGroup | None:
+def coordination_group(call: str) -> dist.ProcessGroup | None:
     """A gloo group of all ranks, made at its first use; ``None`` without a process group.
 
-    Waits for saves under way: the collectives of two at once would be mixed up.
+    Waits for saves under way: the collectives of two at once would be mixed up. Then it waits for
+    all ranks; see [Note: absent ranks].
+
+    Args:
+        call: what the user has called, for the log.
     """
     for thread in list(_under_way):
         if thread is not threading.current_thread():  # where a future's callback saves
             thread.join()
+            _under_way.discard(thread)
     if not (dist.is_available() and dist.is_initialized()):
         return None
-    world = dist.group.WORLD
-    known = _groups.get(world)
-    group = None if known is None else known()
-    if group is None:
-        group = dist.new_group(backend="gloo")
-        _groups[world] = weakref.ref(group)
-    return group
+    world: Any = dist.group.WORLD
+    known, number = _groups.get(world, (lambda: None, 0))
+    with typed(call):
+        needed = _meet(world.get_group_store(), call, renew=known() is None)
+        group: Any = known() if number == needed else dist.new_group(backend="gloo")
+    _groups[world] = weakref.ref(group), needed
+    return group  # type: ignore[no-any-return]
+
+
+def _meet(store: Any, call: str, *, renew: bool) -> int:
+    """Wait until all ranks are here; the number of the group that they need: ``renew``: a new one.
+
+    The store counts calls, of each rank and of all.
+    """
+    prefix, rank, size = "fsdp_offload/", dist.get_rank(), dist.get_world_size()
+    if renew:
+        store.add(f"{prefix}groups", 1)
+    turn = store.add(f"{prefix}rank {rank}", 1)
+    if store.add(f"{prefix}all", 1) == turn * size:
+        store.set(f"{prefix}turn {turn}", "")
+    start, pause_s, told = time.monotonic(), 1e-4, False
+    try:
+        while not store.check([f"{prefix}turn {turn}"]):
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, 0.1)
+            if not told and time.monotonic() - start > _ABSENT_S:
+                told = True
+                here = [r for r in range(size) if store.add(f"{prefix}rank {r}", 0) >= turn]
+                absent = sorted({*range(size)} - {*here})
+                if absent and rank == here[0]:
+                    _log.warning(
+                        "checkpoint.%s waits since %.0f s for %d of %d ranks, which have not "
+                        "called it: %s%s. Remedy: call it on all ranks, not on some of them (as in "
+                        "`if rank == 0:`)", call, _ABSENT_S, len(absent), size,
+                        ", ".join(map(str, absent[:8])), ", ..." if absent[8:] else "",
+                    )  # fmt: skip
+    except BaseException:  # Ctrl-C: this rank has not been here
+        if not store.check([f"{prefix}turn {turn}"]):
+            store.add(f"{prefix}rank {rank}", -1)
+            store.add(f"{prefix}all", -1)
+        raise
+    return int(store.add(f"{prefix}groups", 0))
 
 
 def run_save(writer: Writer, planner: SavePlanner, group: dist.ProcessGroup | None) -> None:
@@ -322,6 +380,14 @@ def raised_on_all(group: dist.ProcessGroup | None) -> Iterator[None]:
             what = f"rank {failed}: {found.what}"
             found = type(found)(what, reason=found.reason, remedy=found.remedy)
         raise found from error
+    except BaseException:  # other ranks may wait in a collective that this one has left
+        if group is not None:
+            for world, (known, _) in list(_groups.items()):
+                if known() is group:
+                    del _groups[world]
+                    with contextlib.suppress(Exception):
+                        dist.destroy_process_group(group)
+        raise
 
 
 class _NumpyBytes(TorchFunctionMode):

@@ -13,6 +13,7 @@ import functools
 import json
 import math
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,11 +32,12 @@ from ..core import dtensor
 from ..core.arguments import check_optimizer
 from ..core.config import parse_bytes
 from ..core.errors import CheckpointError, ConfigError, UnsupportedParameterError
-from ..core.progress import progress
+from ..core.interrupts import held_back
+from ..core.progress import progress, report
 from ..update import codec
 from . import folder
 from .api import coordination_group, run_save
-from .files import memory_of, run_all, typed, write_bytes, write_whole
+from .files import fsync_folder, memory_of, run_all, typed, write_bytes, write_whole
 from .planner import check_same, read_values
 from .reader import Reader
 from .rule import GROUPS, STATE, find_layout
@@ -113,7 +115,7 @@ def export_safetensors(
         max_bytes = parse_bytes(max_shard_bytes, "max_shard_bytes")
         return plan_files(_named(entries, names or {}), max_bytes)
 
-    group = coordination_group() if isinstance(source, nn.Module) else None
+    group = coordination_group("export_safetensors") if isinstance(source, nn.Module) else None
     run_save(writer, _ExportPlanner(find, lay_out), group)
     written = [file.name for file in writer.files]
     return tuple(Path(out) / name for name in written + [INDEX] * (len(written) > 1))
@@ -291,11 +293,12 @@ class _ExportWriter(Writer):
 
     files: Sequence[File] = ()
 
+    @held_back()
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Make the files in an empty folder."""
-        if self._path.is_dir() and any(self._path.iterdir()):
+        if self.path.is_dir() and any(self.path.iterdir()):
             raise CheckpointError(
-                f"{self._path}",
+                f"{self.path}",
                 reason="it holds files, and an export replaces none",
                 remedy="choose a folder that does not exist yet",
             )
@@ -310,20 +313,27 @@ class _ExportWriter(Writer):
         self.files = plan.planner_data
         with progress(len(plan.items), "exporting", unit=" chunks") as bar:
             for file in self.files:
-                items = [item for item in plan.items if item.index.fqn in file.places]
-                path = folder.aside(self._path) / file.name
-                with typed(path), path.open("r+b") as opened:
-                    for item in items:
-                        _write_chunk(opened.fileno(), file, item, planner.source)
-                        bar.advance()
-                    os.fsync(opened.fileno())
+                if items := [item for item in plan.items if item.index.fqn in file.places]:
+                    path = (self.path.parent / plan.storage_data).with_name(file.name)
+                    with typed(path), path.open("r+b") as opened:
+                        for item in items:
+                            _write_chunk(opened.fileno(), file, item, planner.source)
+                            bar.advance()
+                        os.fsync(opened.fileno())
         done: Future[list[WriteResult]] = Future()
         done.set_result([])
         return done
 
+    @held_back()
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Give the folder its name."""
-        folder.install(self._path)
+        assert self._aside is not None, "prepare_global_plan() first"
+        fsync_folder(self._aside)
+        folder.install(self._aside, self.path, overwrite=False)
+        self._ended.set()
+        self._aside = None
+        n_bytes = sum(file.nbytes for file in self.files)
+        report(f"exported {self.path}", n_bytes, time.perf_counter() - self._start)
 
 
 def _write_chunk(descriptor: int, file: File, item: WriteItem, source: Source) -> None:

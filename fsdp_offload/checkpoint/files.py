@@ -19,7 +19,6 @@ is not in host memory.
 
 from __future__ import annotations
 
-import _thread
 import contextlib
 import ctypes
 import errno
@@ -47,7 +46,7 @@ MAGIC: Final = b"FSDPOFF3"
 ALIGNMENT_BYTES: Final = 64
 """Items begin at multiples of it, and torch lets elements begin at multiples of 64 within."""
 
-_TAIL = struct.Struct("<IQI8s")
+TAIL: Final = struct.Struct("<IQI8s")
 _scratch = threading.local()
 _Result = TypeVar("_Result")
 
@@ -118,13 +117,10 @@ def new_file(path: Path) -> Iterator[int]:
     Raises:
         CheckpointError: the file system refused.
     """
-    with typed(path):
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-        try:
-            yield descriptor
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+    # An object, which closes it wherever Ctrl-C comes.
+    with typed(path), path.open("xb", buffering=0) as file:
+        yield file.fileno()
+        os.fsync(file.fileno())
 
 
 def write_whole(path: Path, data: bytes) -> None:
@@ -133,6 +129,7 @@ def write_whole(path: Path, data: bytes) -> None:
         write_bytes(descriptor, 0, data, path)
 
 
+@held_back()
 def fsync_folder(folder: Path) -> None:
     """Make the names in ``folder`` permanent."""
     descriptor = os.open(folder, os.O_RDONLY)
@@ -230,7 +227,7 @@ def encode_table(items: Iterable[Checksums], block_bytes: int) -> bytes:
     """The table and the tail, as they stand in the file."""
     words = [word for item in items for word in (item.data_start, *item.crcs)]
     text = struct.pack(f"<{len(words)}I", *words)
-    return text + _TAIL.pack(zlib.crc32(text), len(text), block_bytes, MAGIC)
+    return text + TAIL.pack(zlib.crc32(text), len(text), block_bytes, MAGIC)
 
 
 def read_table(path: Path) -> Table | None:
@@ -241,12 +238,12 @@ def read_table(path: Path) -> Table | None:
     """
     try:
         with path.open("rb") as file:
-            end = file.seek(0, os.SEEK_END) - _TAIL.size
+            end = file.seek(0, os.SEEK_END) - TAIL.size
             file.seek(max(0, end))
             tail = file.read()
             if end < 0 or not tail.endswith(MAGIC):
                 return None
-            crc, nbytes, block_bytes, _ = _TAIL.unpack(tail)
+            crc, nbytes, block_bytes, _ = TAIL.unpack(tail)
             file.seek(max(0, end - nbytes))
             text = file.read(min(nbytes, end))
     except OSError as error:
@@ -263,8 +260,8 @@ def refused(path: object, error: OSError) -> CheckpointError:
     """The error for a file that the file system refuses."""
     reason, remedy = "the file system refused", "free space, or choose a folder of your own"
     if error.errno in (errno.ENOENT, errno.EEXIST, errno.ENOTEMPTY):
-        reason = "another job saves to the same path or removes it, or ranks see different folders"
-        remedy = "give every job a path of its own, which all of its ranks share"
+        reason = "another program removes or makes it, or ranks see different folders"
+        remedy = "choose a folder that all ranks share and that nobody else writes to"
     return CheckpointError(f"{path}", reason=f"{reason}: {error.strerror}", remedy=remedy)
 
 
@@ -329,50 +326,38 @@ def run_all(
 
     With ``text`` a bar says so, and how many of them are done.
 
-    The first error is raised when no job runs any more; jobs not yet begun are dropped.
+    All threads have ended when it returns or raises: the caller closes files that jobs use, and a
+    thread that ends beside the interpreter would abort the process. After the first error, and
+    after Ctrl-C, no further job begins.
     """
     listed = list(jobs)
     waiting = enumerate(listed)  # for all threads: each takes the next
     results: dict[int, _Result] = {}
     errors: list[BaseException] = []
-    idle = threading.Condition()
-    helping = 0
-
-    def work(advance: Callable[[], None]) -> None:
-        try:
-            for index, job in waiting:
-                if errors:
-                    return
-                results[index] = job()
-                advance()
-        except BaseException as error:
-            errors.append(error)
-
-    def help_out(advance: Callable[[], None]) -> None:
-        nonlocal helping
-        with idle:
-            helping += 1
-        try:
-            work(advance)
-        finally:
-            with idle:
-                helping -= 1
-                idle.notify_all()
-
-    # No pool of concurrent.futures: it takes no work while the interpreter ends, which is when an
-    # asynchronous save is completed; and threading.Thread.start() waits for a thread that has no
-    # memory to begin. No job waits for these threads: the caller does what they do not.
+    others = min(threads or thread_count(), len(listed)) - 1
     with progress(len(listed) if text else 0, text, unit=" blocks") as bar:
-        try:
-            with contextlib.suppress(RuntimeError, MemoryError):
-                for _ in range(min(threads or thread_count(), len(listed)) - 1):
-                    _thread.start_new_thread(help_out, (bar.advance,))
-            work(bar.advance)
-        except BaseException as error:  # Ctrl-C outside of a job
-            errors.append(error)
-        _scratch.__dict__.clear()  # of this thread, which lives on
-        with held_back(), idle:  # the caller closes files that a job may still use
-            idle.wait_for(lambda: not helping)
+
+        def work() -> None:
+            try:
+                while not (errors or interrupt.has_come) and (item := next(waiting, None)):
+                    results[item[0]] = item[1]()
+                    bar.advance()
+            except BaseException as error:
+                errors.append(error)
+            finally:
+                _scratch.__dict__.clear()
+
+        while len(results) < len(listed) and not errors:  # again if a handler did not raise
+            with held_back() as interrupt:
+                helpers = [threading.Thread(target=work) for _ in range(others)]
+                # While the interpreter ends, none can be started (Python 3.12).
+                with contextlib.suppress(RuntimeError):
+                    for helper in helpers:
+                        helper.start()
+                work()
+                for helper in helpers:
+                    if helper.ident is not None:
+                        helper.join()
     if errors:
         raise errors[0]
     return [results[index] for index in range(len(results))]

@@ -1,281 +1,224 @@
 """Folders of checkpoints: written aside, published by one rename, recognised by their content.
 
-[Note: a complete checkpoint]
-A checkpoint is a folder with ``manifest.json``, which is written last and names every other file
-with its size and a CRC-32: of ``.metadata`` that of its bytes, of data files that of their table. A
-folder is complete if its manifest is intact and all files have the sizes that it says; its name
-means nothing. Until then the files stand in ``.{name}.writing`` beside the final place.
+[Note: publishing]
+Each save writes into a folder of its own beside the final place, ``.fsdp_offload.HOST@PID@START@
+RANDOM.writing`` of rank 0's process, so there is no lock. When it holds what the ranks say that
+they wrote, it gets its name in one call: a rename where nothing is there, else an exchange of both
+folders (Linux ``renameat2``), after which the old one is removed. At any moment the path is the old
+checkpoint or the new one. File systems without the exchange (NFS) get two renames: the old one goes
+into ``.fsdp_offload.replaced`` in the new one's folder, which then gets its name. Between the two
+:func:`latest` waits for a living save, and names the old one, where it is, of a dead one; the next
+save puts it back, as does the same one if its second rename fails.
+
+What is removed gets the name ``.fsdp_offload.RANDOM.removed`` first. So a reader that has listed a
+folder may find a name gone or of another folder; :func:`_complete_in` then lists again.
+
+[Note: leftovers]
+Before it writes, a save removes what dead ones have left beside its path. On this host (boot and
+namespace of process ids) a save is dead if the process of that id has another start time or none;
+on another host if nothing in its folder was modified for ``SILENT_S``: rank 0 renews its time. What
+an earlier version left half-done, as ``.NAME.writing`` or ``.NAME.fsdp_offload.removed``, goes
+after the same silence; if it is complete, it is a checkpoint like others.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copyreg
-import io
-import json
+import ctypes
+import errno
+import functools
 import logging
 import os
-import pickle
+import re
 import shutil
+import socket
+import threading
 import time
 import zlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-import torch
-from torch.distributed.checkpoint import metadata as dcp_metadata
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-
-from ..core.errors import CheckpointError
-from .files import corrupt, fsync_folder, read_table, write_whole
+from ..core.errors import CheckpointError, ConfigError
+from .files import fsync_folder, write_whole
+from .manifest import MANIFEST, METADATA, Manifest, crc_of, read_manifest
 
 _log = logging.getLogger("fsdp_offload")
 
-MANIFEST: Final = "manifest.json"
-METADATA: Final = ".metadata"
-FORMAT: Final = "fsdp_offload.checkpoint"
-VERSION: Final = 3
-_REMOVED: Final = ".fsdp_offload.removed"
+SILENT_S: Final = 600.0
+"""A save on another host that has shown no sign of life for so long is dead."""
+
+_RENAME_S: Final = 5.0
+"""So long a reader waits for another process to come from one rename to the next."""
+
+_OURS, _NEW, _REMOVED, _REPLACED = (
+    ".fsdp_offload.",
+    ".writing",
+    ".removed",
+    ".fsdp_offload.replaced",
+)
 
 
-@dataclass(frozen=True)
-class Manifest:
-    """What a complete checkpoint consists of.
-
-    Args:
-        time_ns: when it was completed, in nanoseconds since 1970; greater than that of every
-            complete checkpoint that lay beside it.
-        world_size: ranks that wrote it.
-        optimizer: class of the (wrapped) optimizer; empty: unknown.
-        files: bytes of every file but the manifest, and its CRC-32 (of ``.metadata``: of all bytes;
-            of a data file: of its table).
-    """
-
-    time_ns: int
-    world_size: int
-    optimizer: str
-    files: Mapping[str, tuple[int, int]]
-    format: str = FORMAT
-    version: int = VERSION
-
-    def encode(self) -> bytes:
-        """As the file's bytes: JSON with its own CRC-32."""
-        text = json.dumps(asdict(self), sort_keys=True)
-        return json.dumps({"crc32": zlib.crc32(text.encode()), "manifest": text}).encode()
-
-    @classmethod
-    def decode(cls, data: bytes, path: Path) -> Manifest | None:
-        """From a file's bytes; ``None``: another program wrote them.
-
-        Raises:
-            CheckpointCorruptError: they are not as they were written.
-            CheckpointError: of another version of this package.
-        """
-        try:
-            outer = json.loads(data)
-            if "crc32" not in outer and FORMAT not in str(outer):  # a changed bit leaves one
-                return None
-            text = outer["manifest"]
-            if zlib.crc32(text.encode()) != outer["crc32"]:
-                raise corrupt(path, "it is not as it was written")
-            values = json.loads(text)
-            if values["version"] != VERSION:
-                raise CheckpointError(
-                    f"{path} of version {values['version']}",
-                    reason=f"this package reads version {VERSION}",
-                    remedy="load it with the version of fsdp_offload that wrote it",
-                )
-            # A later release may add fields.
-            files = {name: (int(nbytes), int(crc)) for name, (nbytes, crc, *_) in
-                     values["files"].items()}  # fmt: skip
-            return cls(int(values["time_ns"]), values["world_size"], values["optimizer"], files)
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise corrupt(path, f"it is not what a save writes: {error!r}") from error
+# --------------------------------------------------------------------------- paths
 
 
-# --------------------------------------------------------------------------- writing
-
-
-def aside(path: Path) -> Path:
-    """Where the files of ``path`` stand until they are complete."""
-    return path.with_name(f".{path.name}.writing")
-
-
-def destination(path: Path) -> Path:
-    """The absolute path of a save.
+def checked(path: object) -> Path:
+    """``path`` as an absolute one, from the folder that is current now.
 
     Raises:
-        CheckpointError: the save would replace the current folder.
+        ConfigError: no checkpoint can be there: a URL, no path, or too long a name.
     """
-    path = path.absolute()
-    if path.name in ("", ".."):
-        path = path.resolve()
+    if not isinstance(path, str | os.PathLike):
+        raise ConfigError(
+            f"path of type {type(path).__name__}",
+            reason="not a path",
+            remedy="give the path first, then the model, then the optimizer",
+        )
+    text = os.fsdecode(path)
+    if re.match(r"[A-Za-z][\w+.-]*:/", text) or "\0" in text:
+        raise ConfigError(
+            f"path {text!r}",
+            reason="it is no path of a file system",
+            remedy="name a folder of a file system that all ranks share; copy it from there",
+        )
+    found = Path(text).absolute()
+    if found.name in ("", ".."):
+        found = found.resolve()
+    there = next(each for each in (*found.parents, Path("/")) if os.path.isdir(each))
+    name_bytes = max(len(os.fsencode(name)) for name in found.parts)
+    # Its files, and those of the folder that is written first.
+    path_bytes = len(os.fsencode(found)) + len(_working(found).name) + 32
+    limits = os.pathconf(there, "PC_NAME_MAX"), os.pathconf(there, "PC_PATH_MAX")
+    if name_bytes > limits[0] or path_bytes > limits[1]:
+        raise ConfigError(
+            f"path {text[:40]}...{text[-40:]}",
+            reason=f"names of {name_bytes} bytes, paths of {path_bytes} with its files; the file "
+            f"system has at most {limits[0]} and {limits[1]}",
+            remedy="choose a shorter name",
+        )
+    return found
+
+
+def _check_replaceable(path: Path, *, overwrite: bool) -> None:
+    """Refuse to replace what is not to be replaced.
+
+    Raises:
+        CheckpointError: ``path`` exists.
+    """
+    files = [p for p in (path, *path.parents) if p.exists() and not p.is_dir()]
+    files += [path] if path.is_symlink() else []
+    names = os.listdir(path) if not files and path.exists() else []
     current = Path.cwd()
     if path.resolve() in (current, *current.parents):
-        raise CheckpointError(
-            f"{path}",
-            reason="it is, or holds, the current folder, which a save would replace",
-            remedy="name a folder that does not exist yet",
-        )
-    return path
+        reason = "it is, or holds, the current folder, which a save would replace"
+        remedy = "name a folder that does not exist yet"
+    elif files:
+        reason, remedy = f"{files[0]} is no folder", "choose another path"
+    elif names and not any(n == METADATA or n.endswith(".distcp") for n in names):
+        reason = "it holds other files than a checkpoint, which overwrite=True would remove"
+        remedy = "choose another folder"
+    elif names and not overwrite:
+        reason, remedy = "it exists", "choose another folder, or pass overwrite=True"
+    else:
+        return
+    raise CheckpointError(f"{path}", reason=reason, remedy=remedy)
+
+
+# --------------------------------------------------------------------------- working folders
+
+
+def _working(path: Path) -> Path:
+    """A folder of this process's own beside ``path``; see [Note: publishing]."""
+    pid = os.getpid()
+    owner = f"{_OURS}{_host()}@{pid}@{_start_of(pid)}"
+    return path.parent / f"{owner}@{os.urandom(8).hex()}{_NEW}"
+
+
+@functools.cache
+def _host() -> str:
+    """What process ids are of: the host, since it was booted, and their namespace."""
+    found = socket.gethostname()[:40]
+    with contextlib.suppress(OSError):  # no /proc
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+        found += f"-{zlib.crc32((boot + os.readlink('/proc/self/ns/pid')).encode()):08x}"
+    return found
+
+
+def _start_of(pid: int | str) -> str:
+    """When a process was started, in ticks since boot; empty: it has ended."""
+    with contextlib.suppress(OSError):
+        state, *values = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return "" if state in "ZX" else values[18]
+    return ""
+
+
+def _is_dead(made: Path, now: float) -> bool:
+    """Whether the save that made a folder has ended; ``now``: the file system's time."""
+    owner = made.name.split("@")
+    if owner[0] == _OURS + _host():
+        return _start_of(owner[1]) != owner[2]
+    with contextlib.suppress(OSError):  # it has gone
+        return max(p.stat().st_mtime for p in (made, *made.iterdir())) + SILENT_S < now
+    return False
 
 
 def prepare(path: Path, *, overwrite: bool) -> Path:
-    """An empty folder to write into, once per job.
+    """An empty folder to write into, once per job; dead saves leave nothing beside it.
 
     Raises:
         CheckpointError: ``path`` exists and must not be replaced.
     """
-    files = [p for p in (path, *path.parents) if p.exists() and not p.is_dir()]
-    if path.is_symlink() or files:
-        raise CheckpointError(
-            f"{path}",
-            reason=f"{files[0] if files else path} is no folder",
-            remedy="choose another path",
-        )
-    made = aside(path)
-    if path.parent.is_dir() and made in _complete_in(path.parent):
-        install(path)  # a process was killed just before: nothing complete is dropped unasked
-    names = [entry.name for entry in path.iterdir()] if path.exists() else []
-    if names and not overwrite:
-        raise CheckpointError(
-            f"{path}",
-            reason="it exists",
-            remedy="choose another folder, or pass overwrite=True",
-        )
-    if names and not any(n == METADATA or n.endswith(".distcp") for n in names):
-        raise CheckpointError(
-            f"{path}",
-            reason="it holds other files than a checkpoint, which overwrite=True would remove",
-            remedy="choose another folder",
-        )
-    remove(made)
-    made.parent.mkdir(parents=True, exist_ok=True)
-    made.mkdir()
+    _check_replaceable(path, overwrite=overwrite)
+    _clear(path.parent, 0.0)  # of this host, where no times are compared
+    made = _working(path)
+    with contextlib.suppress(OSError):  # what other hosts left may have taken all room
+        made.mkdir(parents=True)
+    _clear(path.parent, made.stat().st_mtime if made.exists() else time.time())
+    made.mkdir(parents=True, exist_ok=True)
     return made
 
 
-class _MetadataPickler(pickle.Pickler):
-    """torch 2.15 writes strides of tensors, which earlier versions do not read, and may lack."""
-
-    def reducer_override(self, value: Any) -> Any:
-        """The first five fields of a tensor's properties, as of torch 2.11."""
-        if type(value) is not TensorProperties:
-            return NotImplemented
-        return copyreg.__newobj__, (TensorProperties,), value.__getstate__()[:5]  # type: ignore[attr-defined]
+def show_life(made: Path, ended: threading.Event) -> None:
+    """Tell other hosts until ``ended`` that the save in ``made`` goes on."""
+    while not ended.wait(SILENT_S / 10):
+        with contextlib.suppress(OSError):
+            os.utime(made)
 
 
-def encode_metadata(metadata: Metadata) -> bytes:
-    """As the bytes of ``.metadata``, which torch 2.11 and later read."""
-    buffer = io.BytesIO()
-    _MetadataPickler(buffer).dump(metadata)
-    return buffer.getvalue()
+def _clear(folder: Path, now: float) -> None:
+    """Remove what dead saves have left in ``folder``."""
+    for each in folder.iterdir() if folder.is_dir() else ():
+        name = each.name
+        with contextlib.suppress(OSError):  # another save removes it
+            if not name.startswith("."):
+                discard(each / _REPLACED, folder)
+            elif name.startswith(_OURS) and name.endswith(_REMOVED):
+                remove(each)
+            elif name.endswith((_NEW, f"{_OURS[:-1]}{_REMOVED}")) and _is_dead(each, now):
+                names = os.listdir(each)
+                is_data = all(n in (METADATA, MANIFEST) or n.endswith(".distcp") for n in names)
+                if name.startswith(_OURS) or (names and is_data and not _look(each)[1]):
+                    discard(each)
 
 
-_DESCRIBING: Final = (
-    "builtins.set", "collections.OrderedDict", "torch.Size",
-    "pathlib.PosixPath", "pathlib._local.PosixPath",  # the second of Python 3.13
-)  # fmt: skip
+def discard(made: Path, beside: Path | None = None) -> bool:
+    """Remove a folder, but for a checkpoint that was moved into it from its place.
 
-
-class _MetadataUnpickler(pickle.Unpickler):
-    """Reads ``.metadata`` of any origin: it runs no code that the file names."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        """What makes an object of a class that describes tensors.
-
-        Raises:
-            CheckpointError: the file names anything else.
-        """
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
-        if (module, name) == ("torch.serialization", "_get_layout"):
-            return lambda layout: {"torch.strided": torch.strided}[layout]
-        # Neither functions nor classes themselves: a pickle may set attributes of what it gets.
-        if f"{module}.{name}" in _DESCRIBING:
-            plain = super().find_class(module, name)
-            return lambda *values: plain(*values)
-        of_dcp = {_StorageInfo.__name__: _StorageInfo, **vars(dcp_metadata)}.get(name)
-        if not isinstance(of_dcp, type) or of_dcp.__module__ != module:
-            raise CheckpointError(
-                f"{METADATA} with {module}.{name}",
-                reason="it describes no tensor, and may run code",
-                remedy="load another checkpoint; torch.distributed.checkpoint.load() reads this "
-                "one, if you trust who wrote it",
-            )
-        return type(name, (), {"__new__": lambda _, *values: of_dcp.__new__(of_dcp, *values)})
-
-
-def decode_metadata(data: bytes, path: Path) -> Metadata:
-    """What the bytes of ``.metadata`` describe; no code that they name is run.
-
-    Raises:
-        CheckpointError: they name a class that describes no tensor.
-        CheckpointCorruptError: they are no pickle of a ``Metadata``.
+    It gets another name first, in ``beside``: what is left then, the next save removes.
     """
+    beside = made.parent if beside is None else beside
     try:
-        metadata = _MetadataUnpickler(io.BytesIO(data)).load()
-    except CheckpointError:
-        raise
-    except Exception as error:  # changed bytes of a pickle may raise anything
-        raise corrupt(path, f"it cannot be read: {error}") from error
-    if not isinstance(metadata, Metadata):
-        raise corrupt(path, f"it holds a {type(metadata).__name__}")
-    return metadata
-
-
-def publish(path: Path, *, world_size: int, optimizer: str) -> None:
-    """Write the manifest of what stands aside, and make it the checkpoint at ``path``."""
-    made = aside(path)
-    files = {p.name: (p.stat().st_size, _crc_of(p)) for p in sorted(made.iterdir())}
-    # A clock that was set back must not make an older checkpoint the latest one.
-    newest = max((m.time_ns for m in _complete_in(path.parent).values()), default=0)
-    manifest = Manifest(max(time.time_ns(), newest + 1), world_size, optimizer, files)
-    write_whole(made / MANIFEST, manifest.encode())
-    fsync_folder(made)
-    install(path)
-
-
-def install(path: Path) -> None:
-    """Put what stands aside, complete, in the place of ``path``."""
-    # Killed between the renames, the process leaves both, complete, for latest() to find.
-    old = path.with_name(f".{path.name}{_REMOVED}")
-    if path.exists():
-        remove(old)
-        path.rename(old)
-    aside(path).rename(path)
-    fsync_folder(path.parent)
-    remove(old)
-
-
-def prune(path: Path, keep_last: int) -> None:
-    """Remove the oldest complete checkpoints beside ``path``, so that ``keep_last`` stay.
-
-    What is not complete, or not of this package, is left alone. Nothing is raised, because the
-    checkpoint at ``path`` is complete: what cannot be removed stays until the next save.
-    """
-    found = _complete_in(path.parent)
-    # Renamed first: what a killed process leaves half removed is known by a name of our own.
-    removed = [*path.parent.glob(f".*{_REMOVED}")]
-    for old in sorted(found, key=lambda each: found[each].time_ns)[:-keep_last]:
-        if old not in removed:
-            removed.append(old.with_name(f".{old.name}{_REMOVED}"))
-            try:
-                old.rename(removed[-1])
-            except FileNotFoundError:
-                pass  # another process removes it
-            except OSError as error:
-                _log.warning("%s is not removed: %s", old, error.strerror)
-    for old in removed:
-        remove(old)
+        for old in made.glob(f"{_REPLACED}/*"):
+            with contextlib.suppress(OSError):  # another one is in its place
+                old.rename(beside / old.name)
+        gone = beside / f"{_OURS}{os.urandom(8).hex()}{_REMOVED}"
+        made.rename(gone)
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR):  # another process removes it
+            _log.warning("%s is not removed: %s", made, error.strerror)
+        return False
+    remove(gone)
+    return True
 
 
 def remove(path: Path) -> None:
@@ -283,126 +226,138 @@ def remove(path: Path) -> None:
     shutil.rmtree(path, ignore_errors=True)
 
 
-def _crc_of(path: Path) -> int:
-    """What tells a file from another of its size: of ``.metadata`` all bytes, else the table."""
-    if path.name == METADATA:
-        return zlib.crc32(path.read_bytes())
-    table = read_table(path)
-    if table is None:
-        raise corrupt(path, "it has no table of checksums")
-    return table.crc
+# --------------------------------------------------------------------------- writing
+
+
+def publish(
+    made: Path,
+    path: Path,
+    written: Mapping[str, tuple[int, int]],
+    *,
+    overwrite: bool,
+    world_size: int,
+    optimizer: str,
+) -> None:
+    """Write the manifest of a working folder, and make it the checkpoint at ``path``.
+
+    Args:
+        written: bytes and CRC-32 of its files, as those who wrote them say; see :class:`Manifest`.
+
+    Raises:
+        CheckpointError: other files are there, or ``path`` must not be replaced.
+    """
+    found = {p.name: (p.stat().st_size, crc_of(p)) for p in sorted(made.iterdir())}
+    if wrong := sorted(dict(found.items() ^ written.items())):
+        raise CheckpointError(
+            f"{path}: {wrong[0]}, (bytes, CRC-32) {found.get(wrong[0], 'missing')}",
+            reason=f"{written.get(wrong[0], 'nothing')} was written: another program changed it, "
+            "or ranks see different folders",
+            remedy="choose a folder that all ranks share and that nobody else writes to",
+        )
+    # A clock that was set back must not make an older checkpoint the latest one.
+    newest = max((m.time_ns for m in _complete_in(path.parent).values()), default=0)
+    manifest = Manifest(max(time.time_ns(), newest + 1), world_size, optimizer, found)
+    write_whole(made / MANIFEST, manifest.encode())
+    fsync_folder(made)
+    install(made, path, overwrite=overwrite)
+
+
+def install(made: Path, path: Path, *, overwrite: bool) -> None:
+    """Give a working folder its name; see [Note: publishing]."""
+    while True:
+        _check_replaceable(path, overwrite=overwrite)
+        try:
+            made.rename(path)
+            break
+        except OSError as error:
+            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+                raise
+        if _exchange(made, path):
+            break
+        old = made / _REPLACED / path.name
+        discard(old.parent)
+        old.parent.mkdir()
+        with contextlib.suppress(FileNotFoundError):  # another save has just moved it
+            path.rename(old)
+    fsync_folder(path.parent)
+    discard(path / _REPLACED, path.parent)
+    discard(made)  # the old checkpoint, after an exchange
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Swap two folders in one step, where kernel and file system can."""
+    call = getattr(ctypes.CDLL(None), "renameat2", None)
+    here, swap = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    return call is not None and not call(here, os.fsencode(one), here, os.fsencode(other), swap)
+
+
+def prune(path: Path, keep_last: int) -> None:
+    """Remove the oldest complete checkpoints beside ``path``, so that ``keep_last`` stay.
+
+    What is not complete, or not of this package, is left alone. Nothing is raised, because the
+    checkpoint at ``path`` is complete. The log names what is removed, as a warning if it is named
+    otherwise than ``path``, but for its numbers: it may have been meant to stay.
+    """
+    found = _complete_in(path.parent)
+    for old in sorted(found, key=lambda each: found[each].time_ns)[:-keep_last]:
+        if not discard(old, path.parent):
+            continue
+        if re.sub(r"\d+", "", old.name) == re.sub(r"\d+", "", path.name):
+            _log.info("keep_last=%d removed %s", keep_last, old)
+        else:
+            _log.warning(
+                "keep_last=%d removed %s: it counts all complete checkpoints beside %s. Remedy: "
+                "save what is to stay in a folder of its own", keep_last, old, path.name,
+            )  # fmt: skip
 
 
 # --------------------------------------------------------------------------- reading
 
 
-def open_checkpoint(path: Path) -> tuple[Manifest | None, Metadata]:
-    """Manifest (``None``: another program wrote the checkpoint) and metadata, verified.
-
-    Raises:
-        CheckpointCorruptError: one of them is not as it was written.
-        CheckpointError: there is no checkpoint.
-    """
-    manifest = read_manifest(path)
-    try:
-        data = (path / METADATA).read_bytes()
-    except OSError as error:
-        if manifest is not None:
-            raise corrupt(path / METADATA, "it is missing") from error
-        raise CheckpointError(
-            f"{path}",
-            reason=f"it has no {METADATA}: this is no checkpoint, or its saving was interrupted",
-            remedy="name the folder of a checkpoint; fsdp_offload.checkpoint.latest() finds one",
-        ) from error
-    if manifest is not None and manifest.files.get(METADATA) != (len(data), zlib.crc32(data)):
-        raise corrupt(path / METADATA, "it is not as it was written")
-    return manifest, decode_metadata(data, path / METADATA)
-
-
-def read_manifest(path: Path) -> Manifest | None:
-    """The manifest of a checkpoint; ``None`` if another program wrote it.
-
-    Raises:
-        CheckpointCorruptError: it is not as it was written.
-    """
-    try:
-        data = (path / MANIFEST).read_bytes()
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    return Manifest.decode(data, path / MANIFEST)
-
-
-def check_files(path: Path, manifest: Manifest | None, metadata: Metadata) -> None:
-    """Compare sizes and tables with the manifest, and chunks with tensors, before a load.
-
-    Raises:
-        CheckpointCorruptError: a file is missing, or not as it was written.
-        CheckpointError: elements are in no chunk.
-    """
-    for name, (nbytes, crc) in manifest.files.items() if manifest is not None else ():
-        file = path / name
-        try:
-            found = file.stat().st_size
-        except OSError:
-            raise corrupt(file, "it is missing") from None
-        if found != nbytes:
-            raise corrupt(file, f"it has {found} bytes, but {nbytes} were written")
-        if name != METADATA and _crc_of(file) != crc:
-            raise corrupt(file, "it is not as it was written, or of another save")
-    try:
-        _check_chunks(path, metadata)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise corrupt(path / METADATA, f"it is not what a save writes: {error}") from error
-
-
-def _check_chunks(path: Path, metadata: Metadata) -> None:
-    sizes: dict[str, int] = {}
-    for index, info in metadata.storage_data.items():
-        name = info.relative_path
-        if name not in sizes:
-            if not (path / name).is_file():
-                raise corrupt(path / name, "it is missing")
-            sizes[name] = (path / name).stat().st_size
-        if info.offset + info.length > sizes[name]:
-            raise corrupt(path / name, f"it ends within {index.fqn}")
-    for key, value in metadata.state_dict_metadata.items():
-        if isinstance(value, TensorStorageMetadata):
-            # torch refuses to save chunks that overlap or stick out.
-            chunks = {tuple(c.offsets): c.sizes for c in value.chunks if 0 not in c.sizes}
-            for offsets in chunks:
-                if MetadataIndex(key, offsets) not in metadata.storage_data:
-                    raise corrupt(path / METADATA, f"it names no file that has {key} at {offsets}")
-            if sum(box.numel() for box in chunks.values()) != value.size.numel():
-                raise CheckpointError(
-                    f"{path}: {key} of shape {tuple(value.size)}",
-                    reason=f"its {len(chunks)} chunks leave elements out",
-                    remedy="save it again with all ranks taking part",
-                )
-
-
 def latest(folder: str | os.PathLike[str]) -> Path | None:
     """The newest complete checkpoint of this package in ``folder``, or ``None``.
 
-    Found by content: names mean nothing. Ask on one rank and tell the others, or ask on all before
-    any of them saves.
+    Found by content: names mean nothing. Beside a save it names the old checkpoint or the new one.
+    Ask on one rank and tell the others, or ask on all before any of them saves.
+
+    Raises:
+        ConfigError: a URL, or no path.
     """
+    checked(folder)
     found = _complete_in(Path(folder))
     return max(found, key=lambda path: found[path].time_ns, default=None)
 
 
 def _complete_in(folder: Path) -> dict[Path, Manifest]:
-    """Complete checkpoints of this package in ``folder``, also under names of a killed save."""
-    found: dict[Path, Manifest] = {}
-    for path in folder.iterdir() if folder.is_dir() else ():
+    """Complete checkpoints of this package in ``folder``, as they were at one moment."""
+    until = time.monotonic() + _RENAME_S
+    while True:
+        found: dict[Path, Manifest] = {}
+        is_still = True
+        for path in folder.iterdir() if folder.is_dir() else ():
+            if path.name.startswith(_OURS):
+                moved = [*path.glob(f"{_REPLACED}/*")]
+                if moved and not _is_dead(path, time.time()) and time.monotonic() < until:
+                    is_still = False  # between two renames
+                    time.sleep(0.001)
+            else:
+                moved = [path]
+            for each in moved:
+                manifest, is_complete = _look(each)
+                if manifest is not None and is_complete:
+                    found[each] = manifest
+                is_still &= os.path.lexists(each) and _look(each) == (manifest, is_complete)
+        if is_still:
+            return found
+
+
+def _look(path: Path) -> tuple[Manifest | None, bool]:
+    """The manifest, if there is one, and whether all is there."""
+    manifest = None
+    with contextlib.suppress(CheckpointError, OSError):
         if path.is_dir() and not path.is_symlink():
-            with contextlib.suppress(CheckpointError, OSError):  # another process may remove it
-                manifest = read_manifest(path)
-                if manifest is not None and _is_complete(path, manifest):
-                    found[path] = manifest
-    return found
-
-
-def _is_complete(path: Path, manifest: Manifest) -> bool:
-    return all(
-        (path / name).stat().st_size == nbytes for name, (nbytes, _) in manifest.files.items()
-    )
+            manifest = read_manifest(path)
+            files = {} if manifest is None else manifest.files
+            is_there = all((path / name).stat().st_size == n for name, (n, _) in files.items())
+            return manifest, is_there and manifest is not None
+    return manifest, False

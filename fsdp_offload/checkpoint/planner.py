@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -46,6 +45,7 @@ from ..core import dtensor
 from ..core.errors import CheckpointError, ConfigError, OffloadError, StateDictError
 from ..core.interrupts import held_back
 from ..core.offloadable import check_present
+from ..core.progress import warn
 from ..optimizer.hybrid import HybridDeviceOptimizer
 from ..optimizer.masters import tell_loaded
 from ..update import codec
@@ -67,8 +67,6 @@ from .state import (
     some,
     weights_of,
 )
-
-_log = logging.getLogger("fsdp_offload")
 
 
 class FlatSavePlanner(DefaultSavePlanner):
@@ -343,15 +341,13 @@ class JobLoadPlanner(FlatLoadPlanner):
             live = optimizer.state
             lost = [kept for keys in found.state.values() if (kept := keys.keys() & masters)]
             if lost:
-                _log.warning(
+                warn(
                     "the checkpoint has fp32 masters of %d parameters (%s): %s ignores them and "
                     "goes on from the weights",
                     len(lost), ", ".join(sorted(set().union(*lost))), type(optimizer).__name__,
                 )  # fmt: skip
         if found.left:
-            _log.warning(
-                "the state of %s is left out: this optimizer does not hold them", some(found.left)
-            )
+            warn("the state of %s is left out: this optimizer does not hold them", some(found.left))
         for parameter, names in self._names.items():
             keys, state = found.state[names[0]], live.get(parameter)
             if has_masters and (keys or state is not None):
@@ -426,7 +422,7 @@ class JobLoadPlanner(FlatLoadPlanner):
             if live is None:
                 self._masters.append((parameter, weights[0]))
         elif live is None and REMAINDER in saved:
-            _log.warning("%s of %s is left out: it is not of an fp16 weight", REMAINDER, names[0])
+            warn("%s of %s is left out: it is not of an fp16 weight", REMAINDER, names[0])
 
     def _take(self, fqn: str, entry: str, keys: Sequence[str], value: Any) -> None:
         """Read ``keys`` into an entry of the state that the optimizer takes."""

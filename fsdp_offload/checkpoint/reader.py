@@ -21,7 +21,6 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.futures import Future
 
 from ..core.errors import CheckpointError, OffloadError
-from . import folder
 from .files import (
     BLOCK_BYTES,
     Checksums,
@@ -36,6 +35,7 @@ from .files import (
     scratch,
     typed,
 )
+from .manifest import Manifest, check_files, open_checkpoint
 from .rule import tied_error
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ class Reader(FileSystemReader):
         super().__init__(path)
         self._threads = threads
         self._failure: OffloadError | None = None
-        self.manifest: folder.Manifest | None = None
+        self.manifest: Manifest | None = None
         self.metadata = Metadata({})
         self._tables: dict[str, Table | None] = {}
         self._items: dict[str, list[tuple[int, int]]] = {}  # offset and length, by file
@@ -91,7 +91,7 @@ class Reader(FileSystemReader):
         try:
             with typed():
                 self.path = Path(self.path).absolute()
-                self.manifest, self.metadata = folder.open_checkpoint(self.path)
+                self.manifest, self.metadata = open_checkpoint(self.path)
         except OffloadError as error:
             self._failure = error
             return Metadata({})
@@ -110,7 +110,7 @@ class Reader(FileSystemReader):
             raise self._failure
         super().set_up_storage_reader(metadata, is_coordinator)
         if is_coordinator:
-            folder.check_files(Path(self.path), self.manifest, metadata)
+            check_files(Path(self.path), self.manifest, metadata)
         self._items.clear()
         self._apart = {}
         for info in metadata.storage_data.values():

@@ -112,8 +112,6 @@ class Stager(AsyncStager):
 
     def close(self) -> None:
         """Give the memory back; the copies are gone."""
-        if self._pool is not None:
-            self._pool.close()
         self._pool = self._arena = None
 
 

@@ -13,6 +13,7 @@ lane keeps a whole master (host lane, fp16 shards), that is emitted as ``master`
 
 from __future__ import annotations
 
+import contextlib
 import io
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -67,6 +68,7 @@ def pack(model: Models, optimizer: Optimizer, *, for_writing: bool = True) -> di
         StateDictError: state that other ranks could not take over.
         LaneError: the optimizer has failed.
     """
+    optimizer = wrapper_of(optimizer)
     if not isinstance(optimizer, HybridDeviceOptimizer):
         return _pack_plain(listed(model), optimizer)
     names = names_of(listed(model), optimizer)
@@ -81,6 +83,12 @@ def pack(model: Models, optimizer: Optimizer, *, for_writing: bool = True) -> di
             if option != "params":
                 packed[f"{GROUPS}{fqn}.{option}"] = _plain(value)
     return dict(sorted(packed.items()))
+
+
+def wrapper_of(optimizer: Any) -> Any:
+    """The wrapper, where ``optimizer`` is the one that it wraps."""
+    view = getattr(optimizer, "_for_checkpoints", None)
+    return optimizer if view is None else view.optimizer
 
 
 def state_to_read(optimizer: Optimizer) -> Mapping[Tensor, Mapping[str, Any]]:
@@ -323,6 +331,20 @@ def refuse_inherited(optimizer: Optimizer | None) -> None:
     check_optimizer(optimizer, several=SEVERAL)
     if isinstance(optimizer, HybridDeviceOptimizer):
         optimizer._for_checkpoints.check_not_inherited()
+
+
+def held(
+    optimizer: Optimizer | None, *, saves: bool = True
+) -> contextlib.AbstractContextManager[None]:
+    """Inside of a save or a load other threads wait before they step.
+
+    Raises:
+        BusyError: a signal handler called it in the middle of a step.
+    """
+    if isinstance(optimizer, HybridDeviceOptimizer):
+        view = optimizer._for_checkpoints
+        return view.saving() if saves else view.loading()
+    return contextlib.nullcontext()
 
 
 def encode(value: Any, what: str) -> bytes:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import io
 import os
+import threading
+import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,18 +22,19 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from ..core.errors import ConfigError
+from ..core.errors import CheckpointError, ConfigError
 from ..core.interrupts import held_back
+from ..core.progress import report
 from . import folder
 from .files import (
     BLOCK_BYTES,
+    TAIL,
     Checksums,
     aligned,
     as_bytes,
     check_count,
     encode_table,
     envelope,
-    fsync_folder,
     memory_of,
     new_file,
     on_host,
@@ -38,17 +42,19 @@ from .files import (
     write_bytes,
     write_whole,
 )
+from .manifest import METADATA, encode_metadata
 
 
 class Writer(StorageWriter):
     """Writes a checkpoint, for ``dcp.save(state, storage_writer=Writer(path))``.
 
-    Each rank writes one file, with several threads. The files stand in ``.{name}.writing`` beside
-    ``path`` until all ranks are done; then one rename makes them the checkpoint, so that a killed
-    job leaves ``path`` as it was. ``dcp.load`` reads it with torch's own reader, too.
+    Each rank writes one file, with several threads, in a folder of this save's own beside ``path``;
+    when all ranks are done, that folder becomes the checkpoint in one step, so that a killed job
+    leaves ``path`` as it was. ``dcp.load`` reads it with torch's own reader, too.
 
     Args:
-        path: the folder to make, on a file system that all ranks share.
+        path: the folder to make, on a file system that all ranks share; relative to the folder that
+            is current now.
         overwrite: replace a checkpoint at ``path``.
         keep_last: remove older complete checkpoints of this package beside ``path``, so that so
             many stay.
@@ -56,10 +62,15 @@ class Writer(StorageWriter):
         optimizer_class: name of the optimizer's class, which a load compares; empty: unknown.
 
     Raises:
-        CheckpointError: (in ``dcp.save``, inside a ``CheckpointException``) ``path`` exists, or the
-            file system refused.
-        ConfigError: (likewise) an argument is wrong.
+        ConfigError: no checkpoint can be at ``path``; or (in ``dcp.save``, inside a
+            ``CheckpointException``) another argument is wrong.
+        CheckpointError: (likewise) ``path`` exists, or the file system refused.
     """
+
+    _aside: Path | None = None  # the coordinator's, while there is one
+    _made_parents: Sequence[Path] = ()
+    # That save, if it is known: without its process group DCP would save what one rank has.
+    _ranks: int | None = None
 
     def __init__(
         self,
@@ -70,15 +81,21 @@ class Writer(StorageWriter):
         threads: int | None = None,
         optimizer_class: str = "",
     ) -> None:
-        self._path = Path(path)
+        self.path = folder.checked(path)
         self._overwrite, self._keep_last, self._threads = overwrite, keep_last, threads
         self._optimizer_class = optimizer_class
-        self._aside: Path | None = None  # the coordinator's, once it has been made
+        self._pid, self._start = os.getpid(), time.perf_counter()
+        self._ended = threading.Event()
+
+    def __del__(self) -> None:
+        """After a ``dcp.save`` that failed, of which nothing else tells."""
+        if self._aside is not None:
+            self.discard()
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """The next save goes to ``checkpoint_id``, if it is given."""
         if checkpoint_id is not None:
-            self._path = Path(checkpoint_id)
+            self.path = folder.checked(checkpoint_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Check the arguments.
@@ -94,20 +111,30 @@ class Writer(StorageWriter):
             )
         check_count("keep_last", self._keep_last)
         check_count("threads", self._threads)
-        self._path = folder.destination(self._path)
+        self._start = time.perf_counter()
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """As it is."""
         return plan
 
+    @held_back()
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Make an empty folder, and tell each rank the name of its file.
+        """Make an empty folder, and tell each rank its name and that of the rank's file.
 
         Raises:
             CheckpointError: ``path`` exists, or the file system refused.
         """
-        self._aside = folder.prepare(self._path, overwrite=self._overwrite)
-        return [replace(plan, storage_data=f"__{r}_0.distcp") for r, plan in enumerate(plans)]
+        self.discard()
+        if self._ranks not in (None, len(plans)):
+            raise CheckpointError(f"{self.path}: plans of {len(plans)} of {self._ranks} ranks")
+        self._made_parents = [each for each in self.path.parents if not each.exists()]
+        self._aside = folder.prepare(self.path, overwrite=self._overwrite)
+        self._ended = threading.Event()
+        with contextlib.suppress(RuntimeError):  # while the interpreter ends, none can be started
+            life = (self._aside, self._ended)
+            threading.Thread(target=folder.show_life, args=life, daemon=True).start()
+        files = (f"{self._aside.name}/__{rank}_0.distcp" for rank in range(len(plans)))
+        return [replace(plan, storage_data=file) for plan, file in zip(plans, files, strict=True)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's file.
@@ -121,15 +148,16 @@ class Writer(StorageWriter):
         results: Future[list[WriteResult]] = Future()
         items: list[_Item] = []
         if plan.items:
-            path = folder.aside(self._path) / plan.storage_data
+            path = self.path.parent / plan.storage_data
             items = _layout(plan, planner)
-            _write_file(path, items, self._threads)
+            file = _write_file(path, items, self._threads)
         results.set_result(
             [
-                WriteResult(
+                _Written(
                     index=item.request.index,
                     size_in_bytes=item.data.numel(),
-                    storage_data=_StorageInfo(plan.storage_data, item.offset, item.nbytes),
+                    storage_data=_StorageInfo(path.name, item.offset, item.nbytes),
+                    file=file,
                 )
                 for item in items
             ]
@@ -138,21 +166,45 @@ class Writer(StorageWriter):
 
     @held_back()
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write ``.metadata`` and the manifest, and put the checkpoint in its place."""
+        """Write ``.metadata`` and the manifest, and put the checkpoint in its place.
+
+        Raises:
+            CheckpointError: what lies there is not what the ranks wrote, ``path`` exists by now,
+                or the file system refused.
+        """
         assert self._aside is not None, "prepare_global_plan() first"
         metadata.version = CURRENT_DCP_VERSION
         metadata.storage_data = {r.index: r.storage_data for rank in results for r in rank}
         metadata.storage_meta = StorageMeta()
-        write_whole(self._aside / folder.METADATA, folder.encode_metadata(metadata))
-        fsync_folder(self._aside)
-        folder.publish(self._path, world_size=len(results), optimizer=self._optimizer_class)
+        data = encode_metadata(metadata)
+        write_whole(self._aside / METADATA, data)
+        written = {r.storage_data.relative_path: r.file for rank in results for r in rank}  # type: ignore[attr-defined]
+        written[METADATA] = len(data), zlib.crc32(data)
+        folder.publish(
+            self._aside,
+            self.path,
+            written,
+            overwrite=self._overwrite,
+            world_size=len(results),
+            optimizer=self._optimizer_class,
+        )
+        self._ended.set()
+        self._aside = None
         if self._keep_last is not None:
-            folder.prune(self._path, self._keep_last)
+            folder.prune(self.path, self._keep_last)
+        n_bytes = sum(n for n, _ in written.values())
+        report(f"saved {self.path}", n_bytes, time.perf_counter() - self._start)
 
+    @held_back()
     def discard(self) -> None:
-        """After a save that failed: give the space back."""
-        if self._aside is not None:
-            folder.remove(self._aside)
+        """After a save that failed: leave nothing of it."""
+        self._ended.set()
+        if self._aside is not None and self._pid == os.getpid():  # a fork has the parent's
+            folder.discard(self._aside)
+            for made in self._made_parents:
+                with contextlib.suppress(OSError):  # others have come to use it
+                    made.rmdir()
+        self._aside = None
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -162,6 +214,13 @@ class Writer(StorageWriter):
     def storage_meta(self) -> StorageMeta | None:
         """Nothing."""
         return None
+
+
+@dataclass(frozen=True)
+class _Written(WriteResult):
+    """One item, and the bytes and the CRC-32 of the file that it is in."""
+
+    file: tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -197,8 +256,11 @@ def _layout(plan: SavePlan, planner: SavePlanner) -> list[_Item]:
     return items
 
 
-def _write_file(path: Path, items: list[_Item], threads: int | None) -> None:
-    """All blocks of all items by several threads, then the table of their checksums."""
+def _write_file(path: Path, items: list[_Item], threads: int | None) -> tuple[int, int]:
+    """All blocks of all items by several threads, then the table of their checksums.
+
+    Returns the bytes of the file, and the table's CRC-32.
+    """
     with new_file(path) as descriptor:
         jobs: list[Callable[[], int]] = [
             functools.partial(_write_block, descriptor, path, item, start)
@@ -214,7 +276,9 @@ def _write_file(path: Path, items: list[_Item], threads: int | None) -> None:
             for item in items
         ]
         end = items[-1].offset + items[-1].nbytes
-        write_bytes(descriptor, end, encode_table(table, BLOCK_BYTES), path)
+        text = encode_table(table, BLOCK_BYTES)
+        write_bytes(descriptor, end, text, path)
+    return end + len(text), zlib.crc32(text[: -TAIL.size])
 
 
 def _write_block(descriptor: int, path: Path, item: _Item, start: int) -> int:

@@ -21,6 +21,7 @@ MIB: Final = 1 << 20
 GIB: Final = 1 << 30
 LANES: Final = ("resident", "streamed", "host")
 Lane = Literal["resident", "streamed", "host"]
+_PINS: Final = ("require", "prefer", "never")
 OVERLAPS: Final = ("step", "forward", "backward")
 FIRST_DEVICE_BYTES: Final = GIB
 """What ``device_memory="auto"`` takes until it is known what is to spare."""
@@ -66,6 +67,19 @@ def parse_bytes(value: object, name: str = "size") -> int:
         if match is not None and match[2].upper() in _UNITS:
             return int(float(match[1]) * _UNITS[match[2].upper()])
     raise _no_size(value, name)
+
+
+def check_choice(name: str, value: object, choices: Sequence[object], reason: str) -> None:
+    """Refuse what is not one of ``choices``; 1 is no True.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    if value not in choices or not isinstance(value, str | bool | None):
+        quoted = " or ".join(
+            f'"{each}"' if isinstance(each, str) else str(each) for each in choices
+        )
+        raise ConfigError(f"{name}={value!r}", reason=reason, remedy=f"use {quoted}")
 
 
 def sized(value: int | str | None, name: str = "size") -> int | None:
@@ -119,7 +133,8 @@ class TransferConfig:
     memory with a warning. ``"never"``: pageable. Without an accelerator nothing is pinned."""
 
     host_memory: int | str | None = None
-    """Bytes of host memory that all ranks on this host may use together. ``None``: the smaller of
+    """Bytes of host memory that all ranks on this host may use together, over everything of this
+    package that takes some: one value for all. ``None``: that of another object, or the smaller of
     free memory and what the cgroup leaves. Of an optimizer: ``host_memory=`` says the same."""
 
     def __post_init__(self) -> None:
@@ -132,24 +147,13 @@ class TransferConfig:
                 remedy='use at least "4KiB"; 16 MiB and more reach link speed',
             )
         threads = self.host_threads
-        if threads is not None and (isinstance(threads, bool) or not isinstance(threads, int)):
+        if threads is not None and (type(threads) is not int or threads < 1):
             raise ConfigError(
-                f"transfer.host_threads={threads!r}",
-                reason="not a whole number",
-                remedy="use an int",
+                f"host_threads={threads!r}",
+                reason="the host lane needs a whole number of threads, 1 at least",
+                remedy="use an int from 1 on, or None for cores / local ranks",
             )
-        if self.host_threads is not None and self.host_threads < 1:
-            raise ConfigError(
-                f"transfer.host_threads={self.host_threads}",
-                reason="the host lane needs a thread",
-                remedy="use 1 or more, or None for cores / local ranks",
-            )
-        if self.pin not in ("require", "prefer", "never"):
-            raise ConfigError(
-                f"transfer.pin={self.pin!r}",
-                reason="page-locking is required, preferred or left out",
-                remedy='use "require", "prefer" or "never"',
-            )
+        check_choice("pin", self.pin, _PINS, "page-locking is required, preferred or left out")
 
 
 @dataclass(frozen=True)
@@ -159,7 +163,7 @@ class OffloadConfig:
     offload_fraction: float = 1.0
     device_memory: int | Literal["auto"] = "auto"
     """Bytes that the optimizer may take on the device, for state that travels or stays there."""
-    update_on: str | tuple[str, ...] = "device"
+    update_on: str | Sequence[str] = "device"
     """Where offloaded state is updated. ``"device"``: streamed. ``"host"``: on CPU cores.
     Or a lane for each trainable parameter, in the order of ``param_groups``."""
     overlap: str | None = None
@@ -197,19 +201,13 @@ class OffloadConfig:
                 reason="not a TransferConfig",
                 remedy="pass fsdp_offload.TransferConfig(...) or None",
             )
-        if not isinstance(update_on, Sequence):  # a str is one, too
-            raise ConfigError(
-                f"update_on={update_on!r}",
-                reason="neither a choice nor a list of lanes",
-                remedy='use "device", "host", or one lane per parameter',
-            )
         memory: int | Literal["auto"] = "auto"
         if device_memory != "auto":
             memory = parse_bytes(device_memory, "device_memory")
         return cls(
             offload_fraction=1.0 if offload_fraction is None else offload_fraction,
             device_memory=memory,
-            update_on=update_on if isinstance(update_on, str) else tuple(update_on),
+            update_on=tuple(update_on) if isinstance(update_on, list) else update_on,
             overlap=overlap,
             moments=_moments_meant(moments, master_weights),
             master_weights=master_weights,
@@ -218,29 +216,18 @@ class OffloadConfig:
 
     def __post_init__(self) -> None:
         fraction = self.offload_fraction
-        if isinstance(fraction, bool) or not isinstance(fraction, int | float):
+        is_number = isinstance(fraction, int | float) and not isinstance(fraction, bool)
+        if not is_number or not 0.0 <= fraction <= 1.0:  # also refuses NaN
             raise ConfigError(
-                f"offload_fraction={fraction!r}", reason="not a number", remedy="use 0 to 1"
-            )
-        if not 0.0 <= fraction <= 1.0:  # also refuses NaN
-            raise ConfigError(
-                f"offload_fraction={fraction}",
-                reason="outside [0, 1]",
+                f"offload_fraction={fraction!r}",
+                reason="not a number from 0 to 1",
                 remedy="0 keeps all state on the device, 1 offloads all of it",
             )
         if isinstance(self.update_on, str) or not isinstance(self.update_on, Sequence):
-            if self.update_on not in ("device", "host"):
-                raise ConfigError(
-                    f"update_on={self.update_on!r}",
-                    reason="state is updated on the device, or on the host's cores",
-                    remedy='use "device", "host", or one lane per parameter',
-                )
-        elif unknown := [lane for lane in self.update_on if lane not in LANES]:
-            raise ConfigError(
-                f"update_on contains {unknown[0]!r}",
-                reason="a list names the lane of each parameter",
-                remedy=f"use {', '.join(LANES)}",
-            )
+            why = "state is updated on the device, or on the host's cores; a list names lanes"
+            check_choice("update_on", self.update_on, ("device", "host"), why)
+        for lane in () if isinstance(self.update_on, str) else self.update_on:
+            check_choice("a lane in update_on", lane, LANES, "a list has a lane per parameter")
         lanes = (self.update_on,) if isinstance(self.update_on, str) else self.update_on
         if self.moments is not None and "host" in lanes:
             raise ConfigError(
@@ -248,18 +235,9 @@ class OffloadConfig:
                 reason="the host lane updates state where it lies, in the dtype of the update",
                 remedy='use update_on="device", or leave moments out',
             )
-        if not isinstance(self.master_weights, bool):
-            raise ConfigError(
-                f"master_weights={self.master_weights!r}",
-                reason="neither True nor False",
-                remedy="use False to update in the shard's own dtype, as torch would",
-            )
-        if self.overlap is not None and self.overlap not in OVERLAPS:
-            raise ConfigError(
-                f"overlap={self.overlap!r}",
-                reason="it names what the updates run in, or beside",
-                remedy=f"use one of {', '.join(OVERLAPS)}, or leave it out",
-            )
+        check_choice("master_weights", self.master_weights, (True, False), "neither True nor False")
+        why = "it names what the updates run in, or beside"
+        check_choice("overlap", self.overlap, (None, *OVERLAPS), why)
 
     def compute_dtype(self, shard_dtype: torch.dtype) -> torch.dtype:
         """dtype in which a shard of ``shard_dtype`` is updated and its moments are kept."""
@@ -315,10 +293,6 @@ def _with_host_memory(transfer: TransferConfig, host_memory: int | str | None) -
 
 def check_keywords(unknown: Mapping[str, object], known: Iterable[str]) -> None:
     """Refuse keywords that :class:`HybridDeviceOptimizer` does not have.
-
-    Args:
-        unknown: name and value of each.
-        known: the names that it has.
 
     Raises:
         ConfigError: a field of :class:`TransferConfig`.

@@ -458,9 +458,11 @@ def sharing_memory(parameters: Iterable[Tensor]) -> set[Tensor]:
     """Those whose shards have memory in common with the shard of another one."""
     spans = []
     for parameter in parameters:
-        shard, (storage, offset) = with_history(parameter), memory_of(parameter)
-        start = offset * shard.itemsize
-        spans.append((storage, start, start + shard.nbytes, parameter))
+        shard = with_history(parameter)
+        if _is_plain(shard) and shard.layout is torch.strided:
+            storage, offset = memory_of(parameter)
+            start = offset * shard.itemsize
+            spans.append((storage, start, start + shard.nbytes, parameter))
     found: set[Tensor] = set()
     before, reached, last = 0, 0, None
     for storage, start, stop, parameter in sorted(spans, key=lambda span: span[:2]):

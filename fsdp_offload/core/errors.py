@@ -8,6 +8,7 @@
     ├── DeviceError                  no accelerator, or several      (also a RuntimeError)
     ├── DeviceMemoryError            no room on the device to come back (also a RuntimeError)
     ├── AwayError                    used while it is offloaded      (also a RuntimeError)
+    ├── BusyError                    used inside of its own step()   (also a RuntimeError)
     ├── HostMemoryError              host memory is short            (also a MemoryError)
     ├── PinningError                 the driver refused to pin       (also a RuntimeError)
     ├── StateDictError               a state dict does not fit       (also a ValueError)
@@ -80,6 +81,10 @@ class DeviceMemoryError(OffloadError, RuntimeError):
 
 class AwayError(OffloadError, RuntimeError):
     """Something was used whose device memory is offloaded; nothing was touched."""
+
+
+class BusyError(OffloadError, RuntimeError):
+    """A signal handler or a callback used the optimizer in the middle of one of its calls."""
 
 
 class HostMemoryError(OffloadError, MemoryError):

@@ -52,7 +52,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -65,11 +64,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
 from .backend import Backend, Event, Stream
 from .errors import UnsupportedTorchError
+from .progress import warn
 
 TORCH_RUN: Final = ("2.11", "2.13", "2.14", "2.15")
 """Versions that all tests were run with (docs/compatibility.md)."""
-
-_log = logging.getLogger("fsdp_offload")
 
 
 @dataclass(frozen=True)
@@ -206,7 +204,7 @@ def _warn_if_newer(version: str) -> None:
     """Once per process and version."""
     newest = TORCH_RUN[-1]
     if _minor(version) > _minor(newest):
-        _log.warning(
+        warn(
             "torch %s is newer than the versions that fsdp_offload was tried with (%s); "
             "FSDP2's private names are tried at construction, results are not",
             version,

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]  # signal's functions take 10 us: they make enums
 import contextlib
 import signal
 import threading
 from collections.abc import Iterator
 from types import FrameType
+from typing import Final
+
+_SIGINT: Final = int(signal.SIGINT)
 
 
 class _Note:
@@ -19,25 +23,26 @@ class _Note:
 
 
 @contextlib.contextmanager
-def held_back() -> Iterator[None]:
+def held_back() -> Iterator[_Note]:
     """A SIGINT that comes inside reaches its handler at the end, once, however often it came.
 
     With Python's own handler, KeyboardInterrupt is raised there; an exception that was on its way
     is then its ``__context__``. Inside of another one, and in threads other than the main one,
-    where Python runs no signal handlers, this does nothing. It is a decorator, too.
+    where Python runs no signal handlers, this does nothing. It is a decorator, too. What it gives
+    tells long work whether a signal waits for its end.
     """
-    before = signal.getsignal(signal.SIGINT)
     is_main = threading.current_thread() is threading.main_thread()
+    before = _signal.getsignal(_SIGINT) if is_main else None
     # None: a handler that was not installed from Python, and could not be put back.
-    if not is_main or before is None or before == signal.SIG_IGN or isinstance(before, _Note):
-        yield
+    note = before if isinstance(before, _Note) else _Note()
+    if before is None or before == signal.SIG_IGN or note is before:
+        yield note
         return
-    note = _Note()
-    signal.signal(signal.SIGINT, note)
+    _signal.signal(_SIGINT, note)
     try:
-        yield
+        yield note
     finally:
-        signal.signal(signal.SIGINT, before)
+        _signal.signal(_SIGINT, before)
         if note.has_come:
             if callable(before):
                 before(signal.SIGINT, None)

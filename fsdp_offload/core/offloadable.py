@@ -7,6 +7,7 @@ one. Neither imports the other.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -36,6 +37,14 @@ class Offloadable(Protocol):
     @property
     def is_away(self) -> bool:
         """Whether its device memory was given up."""
+        ...
+
+    def turn(self, what: str) -> AbstractContextManager[None]:
+        """Inside, which an offload and a reload are as a whole, no other thread steps.
+
+        Raises:
+            BusyError: a signal handler called ``what`` in the middle of a step.
+        """
         ...
 
     def prepare_offload(self) -> None:

@@ -1,7 +1,8 @@
-"""What the user sees of work that takes long: a bar on a terminal, from one rank."""
+"""What one rank says for all: warnings, and of work that takes long a bar or a line of the log."""
 
 from __future__ import annotations
 
+import logging
 import sys
 import threading
 import time
@@ -13,6 +14,7 @@ import torch.distributed as dist
 
 _DELAY_S: Final = 2
 """What is done sooner shows nothing."""
+_log = logging.getLogger("fsdp_offload")
 
 
 def is_rank_0() -> bool:
@@ -20,14 +22,31 @@ def is_rank_0() -> bool:
     return not dist.is_available() or not dist.is_initialized() or dist.get_rank() == 0
 
 
+def warn(text: str, *values: object) -> None:
+    """Log a warning once per job; for what all ranks find, or what concerns all of them."""
+    if is_rank_0():
+        _log.warning(text, *values, stacklevel=2)
+
+
+def report(text: str, n_bytes: int, seconds: float) -> None:
+    """Log what was done once per job, with its rate, unless a bar has shown it."""
+    if is_rank_0() and not _draws_bars():
+        rate = n_bytes / max(seconds, 1e-9) / 1e9
+        _log.info("%s: %d bytes in %.2f s, %.2f GB/s", text, n_bytes, seconds, rate)
+
+
+def _draws_bars() -> bool:
+    # A background save would write between the lines of the job's own bars.
+    is_main = threading.current_thread() is threading.main_thread()
+    return is_main and is_rank_0() and sys.stderr is not None and sys.stderr.isatty()
+
+
 class Progress:
     """A bar that may not be there. Several threads may advance it."""
 
     def __init__(self, total: float, text: str, unit: str) -> None:
         self._bar = None
-        # A background save would write between the lines of the job's own bars.
-        is_asked = threading.current_thread() is threading.main_thread() and is_rank_0()
-        if total and is_asked and sys.stderr is not None and sys.stderr.isatty():
+        if total and _draws_bars():
             from tqdm import tqdm
 
             self._bar = tqdm(

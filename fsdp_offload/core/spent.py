@@ -65,9 +65,7 @@ class SpentGradient(Tensor):
         owner = getattr(func, "__self__", None)  # of a property, such as Tensor.shape
         name = getattr(owner if func.__name__ == "__get__" else func, "__name__", str(func))
         found = _find([args, list((kwargs or {}).values())])
-        if found is None:
-            raise _error(name, "a parameter")
-        raise _error(name, found.fqn)
+        raise _error(name, "a parameter" if found is None else found.fqn)
 
     def __getattr__(self, name: str) -> Any:
         """What tensors do not have, but DTensors do."""

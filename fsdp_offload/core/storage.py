@@ -1,4 +1,4 @@
-"""The only file that touches private API of torch's storages, CUDA allocator, profiler and hooks of
+"""The only file that touches private API of torch's storages, CUDA allocator and hooks of
 saved tensors.
 
 [Note: other memory for a storage]
@@ -256,11 +256,3 @@ def saved_tensor_hook() -> Callable[[Tensor], Any] | None:
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
     pair = None if top is None else top(True)
     return None if pair is None else pair[0]
-
-
-# --------------------------------------------------------------------------- the profiler
-
-
-def is_profiling() -> bool:
-    """Whether a profiler of torch records in this thread: a second one would end the first."""
-    return bool(torch.autograd._profiler_enabled())  # type: ignore[attr-defined]

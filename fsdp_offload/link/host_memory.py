@@ -29,7 +29,7 @@ import torch
 from ..core import backend as backend
 from ..core.config import MIB, TransferConfig, align
 from ..core.errors import HostMemoryError, PinningError
-from ..core.progress import progress
+from ..core.progress import progress, report
 from .budget import local_ranks, size_text
 
 HUGE_PAGE_BYTES: Final = 2 * MIB
@@ -99,6 +99,8 @@ class HostRange:
                 bar.describe("page-locking host memory")
                 self._pin(device, required=transfer.pin == "require")
         self.seconds = time.perf_counter() - start
+        done = "touched" if self._unpin is None else "page-locked"
+        report(f"{done} host memory", n_bytes, self.seconds)
 
     def tensor(self, offset_bytes: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A 1D tensor over ``numel`` elements of the arena, without a copy.

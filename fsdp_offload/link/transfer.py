@@ -5,10 +5,8 @@ everything on the device, and giving up fails no more. ``back`` gives up what it
 runs out of memory half-way: the host has all bytes still.
 
 There is one stream per direction, so that two transfers (a swap) use both directions of the link.
-A stream starts behind what the caller's current stream has been given, and the caller's waits for
-what was copied back. Device memory goes when its own copy has completed, which is the host's work:
-each call of a :class:`Handle` does what is due. Memory for the way back is allocated in order of
-the caller's stream, so the copies into it wait for that, too.
+Device memory goes when its own copy has completed, which is the host's work: each call of a
+:class:`Handle` does what is due. More is in docs/internals/link.md.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..update.state import check_names
+from .lifecycle import SAVE
 
 if TYPE_CHECKING:
     from .hybrid import HybridDeviceOptimizer
@@ -20,6 +21,11 @@ class CheckpointView:
 
     def __init__(self, optimizer: HybridDeviceOptimizer) -> None:
         self._optimizer = optimizer
+
+    @property
+    def optimizer(self) -> HybridDeviceOptimizer:
+        """The wrapper, also where the caller has the optimizer that it wraps."""
+        return self._optimizer
 
     @property
     def class_name(self) -> str:
@@ -35,8 +41,17 @@ class CheckpointView:
         """What ``optimizer.state`` shows, for a caller who does not write into it: what was fetched
         ahead stays, and the next step looks for no writes."""
         optimizer = self._optimizer
-        optimizer._finish(for_writing=False)
-        return {**optimizer._view.shown, **self.read_at_once()}
+        with optimizer._life.turn("reading the state", within=SAVE):
+            optimizer._finish(for_writing=False)
+            return {**optimizer._view.shown, **self.read_at_once()}
+
+    def saving(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, nothing changes what :meth:`read` has returned."""
+        return self._optimizer._life.turn(SAVE, interruptible=True)
+
+    def loading(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, other threads wait; hooks of the load may use the optimizer."""
+        return self._optimizer._life.held("checkpoint.load()")
 
     def read_at_once(self) -> dict[Tensor, dict[str, Any]]:
         """State that is offloaded, by parameter, as its memory is now: without waiting, also after
@@ -86,12 +101,13 @@ class CheckpointView:
         """
         optimizer = self._optimizer
         self.check_loadable(what)
-        optimizer._start_over()
-        with self.failing(what, keep=keep), torch.no_grad():
-            yield
-            optimizer._view.expose(optimizer._reserved.params)
-            optimizer._masters.trust_shards()
-        optimizer._masters.come_with_weights = True
+        with optimizer._life.turn(what, interruptible=True):
+            optimizer._start_over()
+            with self.failing(what, keep=keep), torch.no_grad():
+                yield
+                optimizer._view.expose(optimizer._reserved.params)
+                optimizer._masters.trust_shards()
+            optimizer._masters.come_with_weights = True
 
     def failing(
         self, what: str, *, keep: type[Exception]

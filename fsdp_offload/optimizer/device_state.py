@@ -13,6 +13,7 @@ kernel wants on the device. What stays: a checksum and a flag per host bucket.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -62,7 +63,8 @@ def held_by(params: Sequence[ParamState], shown: Shown) -> Iterator[Held]:
 class DeviceState:
     """State of one optimizer that lies on the device; an :class:`.Offloadable`.
 
-    ``finish`` ends all work, so that memory says what the state is.
+    ``finish`` ends all work, so that memory says what the state is; ``turn``: see
+    :class:`.Offloadable`.
     """
 
     def __init__(
@@ -72,8 +74,10 @@ class DeviceState:
         config: TransferConfig,
         *,
         finish: Callable[[], None],
+        turn: Callable[[str], AbstractContextManager[None]],
     ) -> None:
         self._reserved, self._view, self._config = reserved, view, config
+        self.turn = turn
         self._finish = finish
         self._copies: HostCopies | None = None
         self._arrival: Event | None = None

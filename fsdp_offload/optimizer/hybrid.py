@@ -19,12 +19,10 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
-import os
 import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -38,8 +36,7 @@ from ..core.arguments import backend_of, modules_of
 from ..core.backend import stream_to_wait
 from ..core.config import Lane, OffloadConfig, TransferConfig, check_keywords
 from ..core.errors import ConfigError, SpentGradientError
-from ..core.interrupts import held_back
-from ..core.progress import is_rank_0
+from ..core.progress import is_rank_0, warn
 from ..link.transfer import Handle
 from ..pipeline.gradients import count_empty_shards, gradient_of
 from ..pipeline.inventory import Placed
@@ -52,22 +49,23 @@ from . import clipping
 from .checkpoint_view import CheckpointView
 from .device_memory import DeviceMemory
 from .device_state import DeviceState
-from .lifecycle import Lifecycle
+from .lifecycle import SAVE, Lifecycle
 from .masters import Masters, remove_all, watch_loads, watch_reads
 from .reservation import Reservation
 from .state_view import Groups, StateView, checked_groups, match, name_masters
 from .statistics import Statistics, gather
-from .timeline import record
 from .wrapping import (
     GroupedParameters,
     changed_groups_error,
     check_any_gradient,
     check_holds,
+    check_no_scale,
     check_wrappable,
     forward_bound_steps,
-    make_inert,
+    make_face,
     ordinary_tensors,
     warn_that_state_stays,
+    without_face,
 )
 
 _log = logging.getLogger("fsdp_offload")
@@ -77,9 +75,8 @@ class HybridDeviceOptimizer(Optimizer):
     """Wraps ``optimizer`` and keeps its state in host memory.
 
     Args:
-        optimizer: any dense torch optimizer: fresh, stepped or loaded. It becomes inert: its
-            ``step``, ``zero_grad``, ``state_dict``, ``load_state_dict`` and ``add_param_group``
-            forward to the wrapper; hooks and group dicts are shared.
+        optimizer: any dense torch optimizer: fresh, stepped or loaded. From here on it is another
+            name of the wrapper: state, groups, methods and hooks are the wrapper's.
         model: the module (or modules) whose parameters it holds: gives names, the update order,
             and lets loads into the module be noticed.
         elementwise: for a class that is not torch's: each element's update depends on that element
@@ -91,7 +88,8 @@ class HybridDeviceOptimizer(Optimizer):
             travels through, and where some of it stays. ``"auto"`` (default): what is to spare,
             looked at after steps, and given back when memory is short. 0: as little as possible.
             Bits do not depend on it.
-        host_memory: bytes that all ranks of this host may use together; None: what is free.
+        host_memory: bytes that all ranks of this host may use together, for this and everything
+            else of this package; None: what is free.
         update_on: where offloaded state is updated: ``"device"`` (default), ``"host"``: torch's
             CPU kernels on this rank's cores, or one lane name per trainable parameter in
             ``param_groups`` order.
@@ -152,18 +150,19 @@ class HybridDeviceOptimizer(Optimizer):
         check_wrappable(optimizer)
         self._models = models = modules_of(model)
         check_holds(optimizer, models)
-        self._inner, self._life = optimizer, Lifecycle()
+        self._wrapped, self._inner = optimizer, without_face(optimizer)
+        self._life = Lifecycle()
         self._hooks: list[RemovableHandle] = []
         backend = backend_of(p for group in optimizer.param_groups for p in group["params"])
         self._view = StateView()
         config = with_overlap(self._config, optimizer, models)
-        self._reserved = Reservation(optimizer, models, config, backend, self._view)
+        self._reserved = Reservation(self._inner, models, config, backend, self._view)
         self._steps_itself = not (elementwise or is_torch_class(optimizer))
         self._overlap: Overlap | None = None
         self._memory = DeviceMemory(backend) if config.device_memory == "auto" else None
         # It ends all work while masters can see the weights.
         self._device_state = DeviceState(
-            self._reserved, self._view, config.transfer, finish=self._finish
+            self._reserved, self._view, config.transfer, finish=self._finish, turn=self._turn
         )
         self._masters = Masters(
             self._life, self._reserved, self._view, self._device_state, self._drain_quietly
@@ -200,14 +199,14 @@ class HybridDeviceOptimizer(Optimizer):
 
     def _connect(self) -> None:
         """Let the wrapped optimizer and the models speak to this one, and the caller use it."""
-        optimizer = self._inner
-        make_inert(optimizer, self)
-        optimizer.state = self._view.shown
+        self._inner.state = self._view.shown
+        if not self._steps_itself:
+            forward_bound_steps(self._wrapped, self._inner, self)
+        make_face(self._wrapped, self._inner, self)
         self._hooks += watch_loads(self._models, self._masters)
         weakref.finalize(self, remove_all, self._hooks)
         if not self._steps_itself:
             weakref.finalize(self, self._view.shown.clear)
-            forward_bound_steps(optimizer, self)
         self._life.open()
         if is_rank_0():
             _log.info("%s", self.statistics())
@@ -227,17 +226,24 @@ class HybridDeviceOptimizer(Optimizer):
             DeviceMemoryError: no room for scratch memory, which bf16 shards and moments in fewer
                 bits need once hyper-parameters are tensors; nothing was updated.
             LaneError: this or an earlier update failed; only a load makes the optimizer usable.
+            BusyError: a signal handler called it in the middle of a call; so do other methods.
             StateSchemaError, UnsupportedParameterError: refused, nothing was updated.
         """
         self._check_present("step()")
         if self._steps_itself:
-            return self._step_by_class(closure)
-        current = stream_to_wait(self._reserved.backend)
+            with self._life.turn("step()"):
+                return self._step_by_class(closure)
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        began = time.perf_counter()
+        with self._life.turn("step()"):
+            self._check_present("step()")
+            self._update()
+        return loss
+
+    def _update(self) -> None:
+        current, began = stream_to_wait(self._reserved.backend), time.perf_counter()
         work = self._collect()
         with self._failing("step()"):
             start = current.record()
@@ -250,10 +256,9 @@ class HybridDeviceOptimizer(Optimizer):
             for engine in self._reserved.engines:
                 engine.prefetch()
             step_idle_groups(self._inner, work.snapshot)
-            self._write_back(work.snapshot)
+            work.snapshot.write_back(self.param_groups, self._inner)
         self._masters.come_with_weights = False
         self._count_step(began)
-        return loss
 
     def _step_by_class(self, closure: Callable[[], Any] | None) -> Any:
         """``step()`` of a class that is not torch's: its own, on the caller's stream."""
@@ -262,7 +267,7 @@ class HybridDeviceOptimizer(Optimizer):
         self._had_gradient = True  # a closure's are still to come: they are not looked at
         began = time.perf_counter()
         step = raw_step(type(self._inner))
-        loss = step(self._inner) if closure is None else step(self._inner, closure)
+        loss = step(self._inner, *(() if closure is None else (self._life.outside(closure),)))
         self._view.shown = self._inner.state
         self._count_step(began)
         return loss
@@ -283,6 +288,7 @@ class HybridDeviceOptimizer(Optimizer):
 
     def _collect(self) -> Work:
         """Gradients and a snapshot; whatever can be refused is refused here."""
+        check_no_scale(self._inner)
         self._follow_groups()
         self._extend(self._reserved.late())
         self._check_first()
@@ -308,18 +314,11 @@ class HybridDeviceOptimizer(Optimizer):
         others.
 
         Raises:
-            ConfigError: ``param_groups`` is another list.
             StateSchemaError: parameters were removed, replaced or moved, and there is state.
             AwayError: it is offloaded meanwhile.
         """
         if self._steps_itself:
             return  # it looks at its groups itself
-        if self._inner.param_groups is not self.param_groups:
-            raise ConfigError(
-                "assignment to param_groups",
-                reason="the wrapper and the optimizer that it wraps share one list of groups",
-                remedy="change groups in place: optimizer.param_groups[:] = ...",
-            )
         if self._grouped.are_same(self.param_groups):
             return
         if gone := self._grouped.gone(self.param_groups):
@@ -405,29 +404,28 @@ class HybridDeviceOptimizer(Optimizer):
         if any(getattr(hook, "reads_parameters", True) for hook in hooks):
             self._drain()
 
-    def _write_back(self, snapshot: Snapshot) -> None:
-        """What a class of the user's own changed in its groups and attributes, once."""
-        for index, changed in snapshot.changed_groups.items():
-            self.param_groups[index].update(changed)
-        self._inner.__dict__.update(snapshot.changed_attributes or {})
-
     # ------------------------------------------------------------------ torch.optim.Optimizer
 
     @property
     def state(self) -> defaultdict[Tensor, dict[str, Any]]:
         """Live state per parameter, after all transfers: tensors over host or device memory."""
         if self._life.is_built:
-            self._finish()
-            self._view.show(self._reserved.params)
+            with self._life.turn("optimizer.state"):
+                self._finish()
+                if self._steps_itself:
+                    self._view.shown = self._inner.state
+                self._view.show(self._reserved.params)
         return self._view.shown
 
     @state.setter
     def state(self, value: object) -> None:
-        if self._life.is_built:
+        if self._life.is_built and self._steps_itself:
+            self._inner.state = value  # type: ignore[assignment]
+        elif self._life.is_built:
             raise ConfigError(
                 "assignment to optimizer.state",
-                reason="state lives in memory that was reserved at construction",
-                remedy="use load_state_dict(), or write into the tensors in place",
+                reason="updates use memory that was reserved for the state, and no other dict",
+                remedy="call optimizer.state.clear() to go on without state, or load_state_dict()",
             )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -436,6 +434,10 @@ class HybridDeviceOptimizer(Optimizer):
             super().add_param_group(param_group)
             return
         self._check_present("add_param_group()")
+        with self._life.turn("add_param_group()"):
+            self._add_group(param_group)
+
+    def _add_group(self, param_group: dict[str, Any]) -> None:
         self._follow_groups()
         self._refuse_if_taken("add_param_group() before step()")
         if self._steps_itself:
@@ -457,15 +459,16 @@ class HybridDeviceOptimizer(Optimizer):
         Raises:
             SpentGradientError: between a backward that updated parameters and ``step()``.
         """
-        if self._overlap is not None:
-            if self._overlap.has_taken:
-                self._life.check()
-            self._refuse_if_taken("zero_grad() before step()")
-            self._overlap.clear_spent(set_to_none=set_to_none)
-        super().zero_grad(set_to_none)
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                dtensor.clear_decoupled_gradient(parameter)
+        with self._life.turn("zero_grad()"):
+            if self._overlap is not None:
+                if self._overlap.has_taken:
+                    self._life.check()
+                self._refuse_if_taken("zero_grad() before step()")
+                self._overlap.clear_spent(set_to_none=set_to_none)
+            super().zero_grad(set_to_none)
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    dtensor.clear_decoupled_gradient(parameter)
 
     def _refuse_if_taken(self, what: str) -> None:
         """Refuse what would leave an iteration that has begun in backward half done."""
@@ -484,11 +487,12 @@ class HybridDeviceOptimizer(Optimizer):
         """
         self._life.check()
         if self._steps_itself:
-            return type(self._inner).state_dict(self._inner)
+            return type(self._inner).state_dict(self._wrapped)  # reads self.state
         if not self._named_masters:
             self._named_masters = True
             name_masters(self._reserved.params)
-        return super().state_dict()  # reads self.state
+        with self._life.held("state_dict()"):  # hooks may use the optimizer
+            return super().state_dict()  # reads self.state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Copy a state dict into the reserved memory, in place; dtypes and devices stay.
@@ -502,14 +506,21 @@ class HybridDeviceOptimizer(Optimizer):
         self._life.check(failed_ok=True)
         self._device_state.check("load_state_dict()")
         if self._steps_itself:
-            type(self._inner).load_state_dict(self._inner, dict(state_dict))
+            with self._life.held("load_state_dict()"):  # hooks may use the optimizer
+                type(self._inner).load_state_dict(self._inner, dict(state_dict))
             self.param_groups, self._view.shown = self._inner.param_groups, self._inner.state
             return
-        self._follow_groups()
         loaded: Any = dict(state_dict)
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             replaced = pre_hook(self, loaded)
             loaded = loaded if replaced is None else replaced
+        with self._life.turn("load_state_dict()"):
+            self._load(loaded)
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    def _load(self, loaded: Any) -> None:
+        self._follow_groups()
         params, saved = self._reserved.params, loaded.get("state")
         ids, values = match(self.param_groups, loaded, params)
         groups = self._checked_groups(loaded["param_groups"])
@@ -529,12 +540,10 @@ class HybridDeviceOptimizer(Optimizer):
             self._masters.trust_shards()
         self._masters.come_with_weights = True
         if seeded := sum(map(state_io.seeds_master, params, values)):
-            _log.warning(
+            warn(
                 "%d parameters came without a saved fp32 master: masters were set from the weights",
                 seeded,
             )
-        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
-            post_hook(self)
 
     # ------------------------------------------------------------------ the wrapper's own
 
@@ -553,7 +562,8 @@ class HybridDeviceOptimizer(Optimizer):
             SpentGradientError: with ``overlap="backward"``: they have been used by then.
             NonFiniteGradientError: if asked for, where the norm is not finite.
         """
-        self._life.check()
+        with self._life.turn("clip_grad_norm_()"):  # no longer: other ranks take part
+            self._life.check()
         gradients = clipping.gradients_of(p for g in self.param_groups for p in g["params"])
         norm = clipping.total_norm(gradients, norm_type, error_if_nonfinite=error_if_nonfinite)
         clipping.scale(gradients, clipping.coefficient(norm, max_norm))
@@ -577,8 +587,12 @@ class HybridDeviceOptimizer(Optimizer):
 
     def synchronize(self) -> None:
         """Block until parameters and state are final and host memory may be read."""
+        with self._life.turn("synchronize()"):
+            self._synchronize()
+
+    def _synchronize(self) -> None:
         self._life.check()
-        with held_back(), self._failing("synchronize()"):
+        with self._failing("synchronize()"):
             self._drain()
             for engine in self._reserved.engines:
                 engine.flush()
@@ -590,46 +604,26 @@ class HybridDeviceOptimizer(Optimizer):
         noticed by value; without it bf16 masters are at most half a bf16 ulp off.
         """
         self._device_state.check("resync()")
-        self._finish()
-        self._masters.set_from_weights(self._reserved.params)
-        self._masters.forget_frozen()
+        with self._life.turn("resync()"):
+            self._finish()
+            self._masters.set_from_weights(self._reserved.params)
+            self._masters.forget_frozen()
 
     def statistics(self) -> Statistics:
         """What is held where, and what the last step did."""
-        return gather(self)
-
-    def timeline(self, path: str | os.PathLike[str]) -> contextlib.AbstractContextManager[None]:
-        """Record what runs inside, and write a picture of it: see where the time goes.
-
-        ``.svg``: rows for forward and backward, updates, copies to the device and back, and lines
-        where ``step()`` began; below them how many ms each row was busy, and the ms from one step
-        to the next. ``.json``: a Chrome trace of it all, for Perfetto. Where there is no device
-        the rows are operators: inside of ``step()``, and outside.
-
-        Recording slows the host down a little; before and after it nothing is slower. If the block
-        raises, the exception is passed on and no file is written. Nothing is collective: each rank
-        may write a path of its own.
-
-        Args:
-            path: of the file, in a folder that exists. A file that is there is replaced.
-
-        Raises:
-            ConfigError: another suffix, no such folder, or a profiler or timeline that records
-                already; nothing was recorded.
-            ClosedError, LaneError: it is closed, or an earlier update failed.
-        """
-        self._life.check()
-        return record(self, self.device, Path(path))
+        with self._life.turn("statistics()"):
+            return gather(self)
 
     def close(self) -> None:
         """Finish all work and give host memory, slots and the thread back. Idempotent."""
         if self._life.closed or not self._life.is_ours:
             return
-        self._drain_quietly()
-        self._life.close()
-        if not self._steps_itself:
-            self._view.shown.clear()
-        self._give_back()
+        with self._life.turn("close()"):
+            self._drain_quietly()
+            self._life.close()
+            if not self._steps_itself:
+                self._view.shown.clear()
+            self._give_back()
 
     def __repr__(self) -> str:
         shown = super().__repr__()
@@ -641,7 +635,18 @@ class HybridDeviceOptimizer(Optimizer):
         inner = self.__dict__.get("_inner")
         if inner is None or name.startswith("_"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return getattr(inner, name)
+        getattr(inner, name)  # raises where neither has it
+        return getattr(self._wrapped, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """What is not this class's own is the wrapped class's, whose code reads it."""
+        life = self.__dict__.get("_life")
+        is_built = life is not None and life.is_built
+        is_shared = is_built and name[0] != "_" and not hasattr(type(self), name)
+        if is_shared:
+            setattr(self._inner, name, value)
+        if not is_shared or name in self.__dict__:
+            super().__setattr__(name, value)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:  # copy.deepcopy calls it, too
         raise ConfigError(
@@ -657,21 +662,6 @@ class HybridDeviceOptimizer(Optimizer):
         """Whether device memory was given up, by :meth:`offload` or a ``PhaseOffloader``."""
         return self._device_state.is_away
 
-    @held_back()
-    def reserve_offload(self) -> None:
-        """Take the host memory of :meth:`offload` now, for the state that exists now.
-
-        Raises:
-            SpentGradientError: between a backward that updated parameters and ``step()``.
-            HostMemoryError, PinningError: as of the constructor; nothing was taken.
-            LaneError: an earlier update failed.
-        """
-        self._life.check()
-        if not self.is_away:
-            self._finish()
-            self._device_state.reserve()
-
-    @held_back()
     def offload(self, *, wait: bool = True) -> Handle:
         """Give up all device memory of the optimizer; its state stays readable, in host memory.
 
@@ -691,10 +681,10 @@ class HybridDeviceOptimizer(Optimizer):
             HostMemoryError, PinningError: no room in host memory; nothing was touched.
             LaneError: an earlier update failed.
         """
-        self._life.check()
-        return self._device_state.offload(wait=wait)
+        with self._life.turn("offload()"):
+            self._life.check()
+            return self._device_state.offload(wait=wait)
 
-    @held_back()
     def reload(self, *, wait: bool = True) -> Handle:
         """Take device memory again and bring the state back. When it is back already, nothing
         happens.
@@ -708,8 +698,9 @@ class HybridDeviceOptimizer(Optimizer):
             AwayError: a ``PhaseOffloader`` has it away.
             ClosedError: after :meth:`close`.
         """
-        self._life.check(failed_ok=True)
-        return self._device_state.reload(wait=wait)
+        with self._life.turn("reload()"):
+            self._life.check(failed_ok=True)
+            return self._device_state.reload(wait=wait)
 
     @property
     def _for_checkpoints(self) -> CheckpointView:
@@ -731,7 +722,7 @@ class HybridDeviceOptimizer(Optimizer):
             SpentGradientError: between a backward that updated parameters and ``step()``.
             StateSchemaError: see :meth:`_follow_groups`.
         """
-        self.synchronize()
+        self._synchronize()
         self._follow_groups()
         self._refuse_if_taken("the optimizer's state, asked for before step()")
         if for_writing:
@@ -755,6 +746,10 @@ class HybridDeviceOptimizer(Optimizer):
         """See :class:`.overlap.Owner`."""
         self._life.check()
 
+    def _turn(self, what: str) -> contextlib.AbstractContextManager[None]:
+        """See :meth:`.Lifecycle.turn`."""
+        return self._life.turn(what)
+
     def _check_present(self, what: str) -> None:
         """Refuse ``what`` while the optimizer is failed, closed or away.
 
@@ -777,7 +772,8 @@ class HybridDeviceOptimizer(Optimizer):
     def _before_module_read(self) -> None:
         """A module's weights are about to be read or written."""
         if self._overlap is not None and self._life.is_ours:
-            self._drain_quietly()
+            with self._life.turn("a read of the module's weights", within=SAVE):
+                self._drain_quietly()
 
     def _drain(self) -> None:
         with contextlib.ExitStack() as waits:  # runs all of them, even if one raises

@@ -1,14 +1,20 @@
-"""Whether an optimizer may be used: it is built, not failed, not closed, and in its own process."""
+"""Whether an optimizer may be used: it is built, not failed, not closed, in its own process, and
+not in the middle of another call."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections.abc import Callable, Iterator
 from enum import Enum
+from typing import Any, Final
 
-from ..core.errors import ClosedError, LaneError, OffloadError
+from ..core.errors import BusyError, ClosedError, LaneError, OffloadError
+from ..core.interrupts import held_back
 
+SAVE: Final = "checkpoint.save()"
+"""The turn of a save, which reads state and weights inside."""
 _START_OVER = "load a checkpoint (model, then optimizer) or build both anew"
 
 
@@ -28,6 +34,8 @@ class Lifecycle:
         self._stage = Stage.BUILDING
         self._pid = os.getpid()
         self._failure: BaseException | None = None
+        self._running = ""  # the call that has the turn
+        self._lock = threading.RLock()
 
     @property
     def is_built(self) -> bool:
@@ -77,6 +85,68 @@ class Lifecycle:
                 reason=f"some parameters may be one step ahead of others ({self._failure!r})",
                 remedy=_START_OVER,
             ) from self._failure
+
+    @contextlib.contextmanager
+    def turn(self, what: str, *, interruptible: bool = False, within: str = "") -> Iterator[None]:
+        """Inside, no other call has the optimizer: other threads wait, and Ctrl-C arrives at the
+        end unless the turn is ``interruptible``.
+
+        Args:
+            what: the call.
+            interruptible: Ctrl-C arrives at once.
+            within: a call that may have the turn, and uses this one.
+
+        Raises:
+            BusyError: another call on this thread has the turn, which a signal handler or a
+                callback interrupted. Waiting would never end.
+        """
+        if not self.is_ours:  # the lock of a fork may stay taken
+            yield
+            return
+        with self._lock:  # first without held_back(): Ctrl-C ends this wait
+            pass
+        with contextlib.nullcontext() if interruptible else held_back(), self._lock:
+            if self._running != within:
+                self._check_free(what)
+            before, self._running = self._running, what
+            try:
+                yield
+            finally:
+                self._running = before
+
+    @contextlib.contextmanager
+    def held(self, what: str) -> Iterator[None]:
+        """Inside, other threads wait as at a :meth:`turn`, and this one's calls go on.
+
+        Raises:
+            BusyError: as of :meth:`turn`.
+        """
+        with self._lock:
+            self._check_free(what)
+            yield
+
+    def _check_free(self, what: str) -> None:
+        if self._running:
+            raise BusyError(
+                f"{what} in the middle of {self._running}",
+                reason="a signal handler or a callback called it on the same thread, while some "
+                "parameters are a step ahead of others",
+                remedy="let the handler set a flag, and look at the flag after step()",
+            )
+
+    def outside(self, call: Callable[[], Any]) -> Callable[[], Any]:
+        """``call``, to be called inside of a turn, with the turn given up meanwhile."""
+
+        def run() -> Any:
+            running, self._running = self._running, ""
+            self._lock.release()
+            try:
+                return call()
+            finally:
+                self._lock.acquire()
+                self._running = running
+
+        return run
 
     @contextlib.contextmanager
     def failing(

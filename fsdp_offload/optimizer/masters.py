@@ -108,6 +108,10 @@ class Masters:
         """
         if not self._life.is_ours:
             return  # a forked process has the module, and none of the state
+        with self._life.turn("a load into the model"):
+            self._note_weights()
+
+    def _note_weights(self) -> None:
         mastered = self._reserved.mastered()
         if mastered:
             self._device_state.check("a load into the model")
@@ -122,6 +126,10 @@ class Masters:
         """The module was loaded: masters become its weights, unless they came with them."""
         if self.come_with_weights or not self._life.is_ours:
             return
+        with self._life.turn("a load into the model"):
+            self._follow_load()
+
+    def _follow_load(self) -> None:
         self._drain()
         self._reserved.discard()
         before, self._before_load = self._before_load, None

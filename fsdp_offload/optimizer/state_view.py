@@ -4,7 +4,6 @@ are loaded: matched and checked before any write."""
 from __future__ import annotations
 
 import copy
-import logging
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
@@ -13,12 +12,11 @@ import torch
 from torch import Tensor
 
 from ..core.errors import StateDictError
+from ..core.progress import warn
 from ..pipeline.inventory import Inventory, missing_kinds
 from ..update import state as state_io
 from ..update.params import ParamState
 from ..update.schema import signature
-
-_log = logging.getLogger("fsdp_offload")
 
 Values = dict[str, Any]
 
@@ -202,7 +200,7 @@ def name_masters(params: Sequence[ParamState]) -> None:
     if mastered:
         entries = " and ".join(sorted({repr(param.form.value) for param in mastered}))
         shards = "/".join(sorted({str(param.info.dtype)[6:] for param in mastered}))
-        _log.warning(
+        warn(
             "state_dict() holds the fp32 masters of %d parameters in %s: an optimizer without "
             "fsdp_offload ignores these entries and goes on from the %s weights",
             len(mastered), entries, shards,

@@ -1,10 +1,10 @@
-"""What happens to the wrapped optimizer: checked, taken over, made inert."""
+"""What happens to the wrapped optimizer: checked, taken over, made a second name of the wrapper."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import logging
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
@@ -17,11 +17,10 @@ from ..core import dtensor
 from ..core.config import OffloadConfig
 from ..core.errors import ConfigError, StateSchemaError
 from ..core.fsdp import fsdp_parameters, gathered_parameters
+from ..core.progress import warn
 from ..update.schema import check_supported, make_shadow, raw_step
 
-_log = logging.getLogger("fsdp_offload")
-
-_FORWARDED: Final = ("step", "zero_grad", "state_dict", "load_state_dict", "add_param_group")
+_METHODS: Final = ("step", "zero_grad", "state_dict", "load_state_dict", "add_param_group")
 _HOOKS: Final = (
     "_optimizer_step_pre_hooks",
     "_optimizer_step_post_hooks",
@@ -52,9 +51,7 @@ def check_wrappable(optimizer: object) -> None:
             reason="not a torch.optim.Optimizer",
             remedy="build one first: HybridDeviceOptimizer(torch.optim.AdamW(...), model)",
         )
-    if getattr(optimizer, "is_offloaded", False) or getattr(
-        optimizer.__dict__.get("step"), "forwards_to_wrapper", False
-    ):
+    if getattr(optimizer, "is_offloaded", False):
         raise ConfigError(
             f"optimizer {type(optimizer).__name__}",
             reason="it is wrapped already",
@@ -100,7 +97,7 @@ def check_holds(optimizer: Optimizer, models: Sequence[nn.Module]) -> None:
             for another model.
     """
     if not models:
-        _log.warning(
+        warn(
             "HybridDeviceOptimizer without model=: no parameter names, no overlap with forward "
             "and backward, and loads into the module are not noticed. Remedy: pass the module, "
             "HybridDeviceOptimizer(optimizer, model)"
@@ -143,7 +140,7 @@ def warn_that_state_stays(
     if config.offload_fraction == 0:
         return
     local = [dtensor.local(p) for group in optimizer.param_groups for p in group["params"]]
-    _log.warning(
+    warn(
         "%s is not a class of torch.optim: it runs its own step, and its state stays on %s "
         "(%d parameters of %d bytes on this rank, and as much again for each state tensor of "
         "their shape and dtype). If each element's update depends on that element alone, "
@@ -160,13 +157,8 @@ def check_any_gradient(
 ) -> bool:
     """Whether a parameter has a gradient, before the first update.
 
-    The decision is this rank's own, so shards that are empty here say nothing.
-
-    Args:
-        optimizer: the wrapped optimizer.
-        models: given as ``model=``.
-        names: of parameters, when the optimizer was wrapped.
-        warns: log a warning where none has a gradient.
+    The decision is this rank's own, so shards that are empty here say nothing. ``names``: of
+    parameters, when the optimizer was wrapped; ``warns``: where none has a gradient.
 
     Raises:
         ConfigError: ``models`` have other parameters in the place of some that have no gradient.
@@ -192,7 +184,7 @@ def check_any_gradient(
             remedy=f"{order}, then build the optimizer from model.parameters(), then wrap it",
         )
     if not found and warns:
-        _log.warning(
+        warn(
             "first step() of %d parameters updates none: none has a gradient. Either backward() "
             "did not reach them, or zero_grad() came between backward() and step(). Remedy: call "
             "zero_grad() after step(), or before backward()%s",
@@ -240,25 +232,71 @@ def ordinary_tensors() -> Iterator[None]:
         yield
 
 
-def make_inert(inner: Optimizer, wrapper: Optimizer) -> None:
-    """Forward the inner optimizer's methods and share its groups with the wrapper. Hooks that are
-    registered on either run once, with the wrapper as their argument.
+def without_face(optimizer: Optimizer) -> Optimizer:
+    """An object of the class of ``optimizer`` with the same attributes, which it shares: what the
+    class's own code runs on when :func:`make_face` has been called."""
+    inner = object.__new__(type(optimizer))
+    inner.__dict__ = optimizer.__dict__
+    return inner
 
-    The wrapper lives as long as the inner one: callers keep either. Both refer to each other, so
+
+def make_face(optimizer: Optimizer, inner: Optimizer, wrapper: Optimizer) -> None:
+    """Let ``optimizer`` show what ``wrapper`` has: it gets a subclass of its class, of the same
+    name, that forwards to the wrapper. Hooks that are registered on either run once, with the
+    wrapper as their argument.
+
+    The wrapper lives as long as ``optimizer``: callers keep either. Both refer to each other, so
     that Python's cyclic collector frees them; ``close()`` gives memory back at once.
+
+    Args:
+        optimizer: the caller's object.
+        inner: what :func:`without_face` made of it.
+        wrapper: whose state, groups and methods it shows.
     """
+    own = optimizer.__dict__
     for name in _HOOKS:
-        if name in inner.__dict__:
-            wrapper.__dict__[name] = inner.__dict__[name]
-    for name in _FORWARDED:
-        inner.__dict__[name] = _forwarder(name, wrapper)
-    inner.param_groups = wrapper.param_groups
+        if name in own:
+            wrapper.__dict__[name] = own[name]
+    for name in _METHODS:
+        own.pop(name, None)  # of a scheduler
+    optimizer.param_groups = wrapper.param_groups
     # Else a GradScaler would leave unscaling to a fused step that no longer runs on the inner one.
-    inner.__dict__["_step_supports_amp_scaling"] = False
+    own["_step_supports_amp_scaling"] = False
+    cls = type(optimizer)
+
+    def find(self: Optimizer, name: str) -> Any:
+        return getattr(wrapper if hasattr(type(wrapper), name) else inner, name)
+
+    def restore(self: Optimizer, attributes: Mapping[str, Any]) -> None:
+        for name, value in attributes.items():  # of a load_state_dict taken before wrapping
+            setattr(self, name, value)
+
+    members: dict[str, Any] = {name: getattr(cls, name) for name in ("__module__", "__qualname__")}
+    members |= {"__doc__": cls.__doc__, "is_offloaded": True}
+    members |= {name: _attribute(name, wrapper) for name in ("state", "param_groups", "defaults")}
+    members |= {name: _method(name, wrapper) for name in (*_METHODS, "__reduce_ex__")}
+    members |= {"__getattr__": find, "__setstate__": restore}
+    face = types.new_class(cls.__name__, (cls,), exec_body=lambda body: body.update(members))
+    object.__setattr__(optimizer, "__class__", face)
 
 
-def forward_bound_steps(inner: Optimizer, wrapper: Optimizer) -> None:
-    """Let a step of the inner optimizer's class that the caller took before wrapping be the
+def check_no_scale(optimizer: Optimizer) -> None:
+    """Refuse what a fused step of torch's would unscale gradients with.
+
+    Raises:
+        ConfigError: a loss scale, or a flag of infinite gradients, was set on the optimizer.
+    """
+    own = optimizer.__dict__
+    if own.get("grad_scale") is not None or own.get("found_inf") is not None:
+        raise ConfigError(
+            "step() of an optimizer with grad_scale or found_inf",
+            reason="these are for a fused step, which would unscale gradients by itself",
+            remedy="set both to None, and call scaler.unscale_(optimizer) before step()",
+        )
+
+
+def forward_bound_steps(optimizer: Optimizer, inner: Optimizer, wrapper: Optimizer) -> None:
+    """Let a step of the wrapped optimizer's class that the caller took before wrapping be the
     wrapper's: Accelerate takes one for its GradScaler.
 
     Such a step cannot be replaced, but torch lets a hook exchange its arguments. The class's code
@@ -269,19 +307,29 @@ def forward_bound_steps(inner: Optimizer, wrapper: Optimizer) -> None:
     step = functools.partial(raw_step(type(wrapper)), wrapper)
 
     def exchange(stepped: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        if stepped is not inner:
+        if stepped is not optimizer:
             return None  # the wrapper's own step
         return (idle, functools.partial(step, *args[1:], **kwargs)), {}
 
-    inner.register_step_pre_hook(exchange)
+    optimizer.register_step_pre_hook(exchange)
 
 
-def _forwarder(name: str, wrapper: Optimizer) -> Callable[..., Any]:
-    def forward(*args: Any, **kwargs: Any) -> Any:
+def _method(name: str, wrapper: Optimizer) -> Callable[..., Any]:
+    def forward(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
         return getattr(wrapper, name)(*args, **kwargs)
 
     forward.__name__ = name
-    forward.forwards_to_wrapper = True  # type: ignore[attr-defined]
-    # A scheduler built on the inner optimizer looks for this mark on its step.
+    forward.hooked = True  # type: ignore[attr-defined]  # torch need not add hooks: wrapper has them
+    # A scheduler built on the wrapped optimizer looks for this mark on its step.
     forward._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
     return forward
+
+
+def _attribute(name: str, wrapper: Optimizer) -> property:
+    def read(self: Optimizer) -> Any:
+        return getattr(wrapper, name)
+
+    def write(self: Optimizer, value: Any) -> None:
+        setattr(wrapper, name, value)
+
+    return property(read, write)

@@ -7,6 +7,7 @@ the place of what is away.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
@@ -130,6 +131,10 @@ class PlainOptimizer:
     @property
     def is_away(self) -> bool:
         return self._copies is not None
+
+    def turn(self, what: str) -> contextlib.AbstractContextManager[None]:
+        """As with torch, threads do not wait for one another."""
+        return contextlib.nullcontext()
 
     def prepare_offload(self) -> None:
         """Its work is on the current stream."""

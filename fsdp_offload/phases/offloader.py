@@ -17,7 +17,7 @@ from ..core import dtensor
 from ..core import storage as storages
 from ..core.arguments import backend_of, check_optimizer, modules_of
 from ..core.backend import release_cached
-from ..core.config import TransferConfig
+from ..core.config import TransferConfig, check_choice
 from ..core.errors import ClosedError, ConfigError, DeviceMemoryError, UnsupportedParameterError
 from ..core.fsdp import find_groups
 from ..core.interrupts import held_back
@@ -81,7 +81,7 @@ class PhaseOffloader:
         state: of the optimizer: ``"save"`` or ``"keep"``.
         keep_addresses: move parameters, buffers and state that exist now to new addresses, once,
             here, where each reload puts them. Else addresses change with each cycle.
-        transfer: how to obtain host memory (``pin``, ``huge_pages``, ``numa``, ``host_memory``).
+        transfer: how to obtain host memory (``pin``, ``host_memory``).
 
     Raises:
         ConfigError: an argument is wrong, or another PhaseOffloader keeps addresses of the same
@@ -106,7 +106,9 @@ class PhaseOffloader:
         transfer: TransferConfig | None = None,
     ) -> None:
         self._policies = {"params": params, "grads": grads, "state": state}
-        _check_choices(**self._policies, keep_addresses=keep_addresses)
+        given = {**self._policies, "keep_addresses": keep_addresses}
+        for name, (choices, why) in _CHOICES.items():
+            check_choice(name, given[name], choices, why)
         self._models = models = modules_of(model)
         tensors = [t for m in models for t in (*m.parameters(), *m.buffers())]
         if not tensors:
@@ -115,7 +117,10 @@ class PhaseOffloader:
                 reason="there is nothing to move",
                 remedy="pass the module that holds them",
             )
-        _check_optimizer(optimizer)
+        check_optimizer(
+            optimizer,
+            several="move the others by PhaseOffloader(model, other, params='keep', grads='keep')",
+        )
         parameters = [t for t in tensors if isinstance(t, nn.Parameter)]
         self._backend = backend = backend_of(parameters or tensors)
         self._optimizer = offloadable_of(optimizer)
@@ -136,8 +141,9 @@ class PhaseOffloader:
         self._cycles = 0
         with held_back():
             try:
-                self._prepare()
-                self._keep_addresses()
+                with self._turn("PhaseOffloader()"):
+                    self._prepare()
+                    self._keep_addresses()
                 found = [b for _, blocks in self._blocks(self._parameters()) for b in blocks]
                 self._transfer.reserve(found)
             except BaseException:
@@ -175,6 +181,11 @@ class PhaseOffloader:
             ClosedError: after :meth:`close`, or in a forked process.
         """
         self._check()
+        with self._turn("offload()"):
+            self._offload()
+        return self._transfer.last(wait=wait)
+
+    def _offload(self) -> None:
         if not self._is_away:
             optimizer = self._optimizer
             # The user may have offloaded the optimizer alone: then it is reloaded alone, too.
@@ -189,7 +200,10 @@ class PhaseOffloader:
             if self._moves_optimizer and optimizer is not None:
                 optimizer.set_away(self._transfer)
             self._gradients.drop(parameters)
-        return self._transfer.last(wait=wait)
+
+    def _turn(self, what: str) -> contextlib.AbstractContextManager[None]:
+        optimizer = self._optimizer
+        return contextlib.nullcontext() if optimizer is None else optimizer.turn(what)
 
     @held_back()
     def reload(self, *, wait: bool = True) -> Handle:
@@ -205,7 +219,8 @@ class PhaseOffloader:
                 again when there is some.
             ClosedError: in a forked process.
         """
-        return self._reload(wait)
+        with self._turn("reload()"):
+            return self._reload(wait)
 
     def _reload(self, wait: bool, free_more: Callable[[], bool] | None = None) -> Handle:
         self._check()
@@ -408,7 +423,8 @@ def swap(*, out: PhaseOffloader, in_: PhaseOffloader, wait: bool = True) -> tupl
     with held_back():
         one = out.offload(wait=False)
         try:
-            other = in_._reload(False, one.release_next)
+            with in_._turn("reload()"):
+                other = in_._reload(False, one.release_next)
         except BaseException:
             one.wait()
             raise
@@ -416,29 +432,3 @@ def swap(*, out: PhaseOffloader, in_: PhaseOffloader, wait: bool = True) -> tupl
             one.wait()
             other.wait()
     return one, other
-
-
-def _check_choices(**given: object) -> None:
-    for name, (choices, why) in _CHOICES.items():
-        value = given[name]
-        if value not in choices or not isinstance(value, str | bool | None):  # 1 is no True
-            quoted = (f'"{each}"' if isinstance(each, str) else str(each) for each in choices)
-            raise ConfigError(
-                f"{name}={value!r}",
-                reason=why,
-                remedy="use " + " or ".join(quoted),
-            )
-
-
-def _check_optimizer(optimizer: object) -> None:
-    """Refuse what is no optimizer, or one that is wrapped."""
-    check_optimizer(
-        optimizer,
-        several="move the others by PhaseOffloader(model, other, params='keep', grads='keep')",
-    )
-    if getattr(getattr(optimizer, "__dict__", {}).get("step"), "forwards_to_wrapper", False):
-        raise ConfigError(
-            f"optimizer {type(optimizer).__name__}",
-            reason="it is wrapped: its HybridDeviceOptimizer holds the state",
-            remedy="pass the wrapper",
-        )

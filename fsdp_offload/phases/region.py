@@ -50,7 +50,7 @@ class FixedAddressRegion:
     Args:
         name: for statistics and error messages.
         device: where; ``None`` is the current accelerator, or the CPU where there is none.
-        transfer: how to obtain host memory (``pin``, ``huge_pages``, ``numa``, ``host_memory``).
+        transfer: how to obtain host memory (``pin``, ``host_memory``).
         chunk_bytes: memory is mapped and unmapped in chunks of this size.
 
     Raises:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from torch.optim import Optimizer
 from ..core.backend import Backend, Event, Stream
 from ..core.config import OffloadConfig, align
 from ..core.errors import DeviceMemoryError
+from ..core.progress import warn
 from ..link import HostPool, HostRange, local_ranks
 from ..plan import Kind, Layout, Slice, make_layout
 from ..plan.residency import choose
@@ -30,8 +30,6 @@ from .host_lane import HostLane
 from .link import copier
 from .streamed import StreamedBucket, StreamedLane, device_bytes_of, preferred
 from .worker import InlineWorker, ThreadPool, Worker, thread_count, thread_setup
-
-_log = logging.getLogger("fsdp_offload")
 
 States = dict[Tensor, dict[str, Any]]
 
@@ -490,7 +488,7 @@ def host_threads(config: OffloadConfig) -> int:
     """Threads of the host lane; a single one is worth a warning."""
     threads = thread_count(config.transfer.host_threads)
     if threads == 1:
-        _log.warning(
+        warn(
             "the host lane has 1 thread (%d cores, %d local ranks): expect about a tenth of the "
             "speed of 16; set TransferConfig(host_threads=...)",
             len(os.sched_getaffinity(0)),

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -35,6 +34,7 @@ from ..core.config import OffloadConfig
 from ..core.cuda_driver import beside_capture
 from ..core.errors import ConfigError
 from ..core.fsdp import Group, find_groups
+from ..core.progress import warn
 from ..core.spent import SpentGradient, another_backward_error, changed_gradient_error, is_spent
 from ..plan.order import assumed_ready_ms
 from ..update.params import ParamState, Work
@@ -42,8 +42,6 @@ from ..update.schema import is_torch_class, works_on_matrices
 from .engine import Engine
 from .gradients import gradient_of
 from .streamed import Mark, StreamedLane, best_ms_per_byte
-
-_log = logging.getLogger("fsdp_offload")
 
 ASSUMED_MS_PER_BYTE: Final = 1 / 50e6
 """Of the link, each way, until it has been measured: PCIe 5 x16."""
@@ -58,6 +56,9 @@ class Owner(Protocol):
 
     # An exception inside makes the optimizer failed.
     def _failing(self, what: str) -> contextlib.AbstractContextManager[None]: ...
+
+    # Inside, no other thread uses the optimizer.
+    def _turn(self, what: str) -> contextlib.AbstractContextManager[None]: ...
 
     # An iteration whose first gradients have arrived. More state may be reserved for it, and
     # Overlap.attach called.
@@ -330,7 +331,7 @@ class Overlap:
                 engine.finish(stream)
         if gate.is_taken and not self._warned:
             self._warned = True
-            _log.warning(
+            warn(
                 'overlap="backward": parameters are read between backward() and step(), and '
                 "backward() has updated some of them (%s, ...). Remedy: read them after step(), "
                 'or use overlap="forward"',
@@ -346,7 +347,7 @@ class Overlap:
             for event in (event for gate in self.gates for event in gate.events):
                 event.synchronize()
         self.open_all()
-        _log.warning(
+        warn(
             'overlap="step" from now on: a CUDA graph capture holds a forward or a backward, and '
             "its replays do not wait for updates beside them"
         )
@@ -393,8 +394,9 @@ class Overlap:
             self.gates[index].reduced = stream.record_timed()
         owner = self._find_owner()
         if owner is not None:
-            owner._check_present("an update in backward()")
-            self._take(index, reduced, owner)
+            with owner._turn("an update in backward()"):
+                owner._check_present("an update in backward()")
+                self._take(index, reduced, owner)
 
     def _take(self, index: int, reduced: Event, owner: Owner) -> None:
         """Gradients of a gate are final after ``reduced``: update the buckets that are complete."""

@@ -43,7 +43,7 @@ def choose_lanes(specs: Sequence[ParamSpec], config: OffloadConfig) -> tuple[Lan
     return tuple(lanes)
 
 
-def _given_lanes(specs: Sequence[ParamSpec], given: tuple[str, ...]) -> tuple[Lane, ...]:
+def _given_lanes(specs: Sequence[ParamSpec], given: Sequence[str]) -> tuple[Lane, ...]:
     if len(given) != len(specs):
         raise ConfigError(
             f"update_on with {len(given)} lanes",

@@ -198,6 +198,12 @@ class Snapshot:
         ]
         return cls(copies, on_host, public_attributes(optimizer), versions=versions)
 
+    def write_back(self, groups: list[dict[str, Any]], optimizer: Optimizer) -> None:
+        """What a class of the user's own changed in its groups and attributes, once."""
+        for index, changed in self.changed_groups.items():
+            groups[index].update(changed)
+        optimizer.__dict__.update(self.changed_attributes or {})
+
     def check_unchanged(self, groups: list[dict[str, Any]]) -> None:
         """Refuse hyper-parameters that differ from those that updates have already used.
 

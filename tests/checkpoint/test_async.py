@@ -131,19 +131,11 @@ def test_an_error_while_copying_reaches_the_future_of_all(ranks: Ranks, tmp_path
     assert "rank 1" in told[0]
 
 
-def test_without_a_thread_the_save_is_done_by_the_caller(tmp_path: Path) -> None:
-    start = threading.Thread.start
-
-    def refuse(thread: threading.Thread) -> None:
-        if thread.name == "fsdp-offload-save":
-            raise RuntimeError("can't start new thread")
-        start(thread)
-
-    with mock.patch.object(threading.Thread, "start", refuse):
-        future = checkpoint.async_save(tmp_path / "one", nn.Linear(2, 2))
-
-    assert future.done()
-    assert checkpoint.latest(tmp_path) == tmp_path / "one"
+def test_a_thread_that_cannot_be_started_is_an_error(tmp_path: Path) -> None:
+    refused = mock.patch.object(threading.Thread, "start", side_effect=RuntimeError("no thread"))
+    with refused, pytest.raises(CheckpointError, match="no thread"):
+        checkpoint.async_save(tmp_path / "one", nn.Linear(2, 2))
+    checkpoint.save(tmp_path / "one", nn.Linear(2, 2))
 
 
 def test_errors_of_arguments_are_those_of_the_future_but_for_the_path(tmp_path: Path) -> None:

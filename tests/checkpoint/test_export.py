@@ -7,6 +7,7 @@ import errno
 import itertools
 import json
 import os
+import re
 import shutil
 import warnings
 from collections.abc import Iterator
@@ -125,10 +126,14 @@ def test_every_dtype_is_read_back_by_safetensors(dtype: torch.dtype, tmp_path: P
     assert_same(load(tmp_path), {"x": model.x})
 
 
-def test_a_model_is_written_as_stored(tmp_path: Path) -> None:
+def test_a_model_is_written_as_stored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = Net()
 
-    written = export_safetensors(model, tmp_path / "new" / "folder")
+    with caplog.at_level("INFO", "fsdp_offload"):
+        written = export_safetensors(model, tmp_path / "new" / "folder")
+    (line,) = caplog.messages
+    size = written[0].stat().st_size
+    assert re.fullmatch(rf"exported \S+/new/folder: {size} bytes in \S+ s, \S+ GB/s", line)
     with contextlib.chdir(tmp_path):
         assert export_safetensors(model, "other") == (Path("other/model.safetensors"),)
     assert (tmp_path / "other" / "model.safetensors").read_bytes() == written[0].read_bytes()
@@ -373,7 +378,13 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, after_bytes: int) -> None:
 
 
 def test_a_folder_without_its_name_is_no_export(tmp_path: Path) -> None:
-    refuse = mock.Mock(side_effect=OSError(errno.EIO, os.strerror(errno.EIO)))
+    rename = Path.rename
+
+    def refuse(path: Path, target: Path) -> Path:
+        if target == tmp_path / "out":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return rename(path, target)
+
     with (
         mock.patch.object(Path, "rename", refuse),
         pytest.raises(CheckpointError, match="Input/output error"),

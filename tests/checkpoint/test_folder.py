@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import functools
 import itertools
 import json
 import os
 import pickle
 import shutil
+import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator
@@ -21,17 +24,27 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from fsdp_offload import CheckpointCorruptError, CheckpointError
 from fsdp_offload.checkpoint import folder
-from fsdp_offload.checkpoint.files import Checksums, encode_table
-from fsdp_offload.checkpoint.folder import Manifest
+from fsdp_offload.checkpoint.files import TAIL, Checksums, encode_table
+from fsdp_offload.checkpoint.manifest import (
+    VERSION,
+    Manifest,
+    check_files,
+    open_checkpoint,
+    read_manifest,
+)
 
 
-def fill(where: Path, content: str) -> None:
-    """Two data files and ``.metadata``, as ranks leave them."""
+def fill(where: Path, content: str) -> dict[str, tuple[int, int]]:
+    """Two data files and ``.metadata``, as ranks leave them; what was written."""
+    metadata = pickle.dumps(Metadata({}, planner_data=content, storage_data={}))
+    (where / ".metadata").write_bytes(metadata)
+    written = {".metadata": (len(metadata), zlib.crc32(metadata))}
     for rank in range(2):
-        data = f"{content} of rank {rank}".encode()
-        (where / f"__{rank}_0.distcp").write_bytes(data + table(rank))
-    metadata = Metadata({}, planner_data=content, storage_data={})
-    (where / ".metadata").write_bytes(pickle.dumps(metadata))
+        data, checksums = f"{content} of rank {rank}".encode(), table(rank)
+        (where / f"__{rank}_0.distcp").write_bytes(data + checksums)
+        crc = zlib.crc32(checksums[: -TAIL.size])
+        written[f"__{rank}_0.distcp"] = len(data + checksums), crc
+    return written
 
 
 def table(crc: int) -> bytes:
@@ -40,8 +53,8 @@ def table(crc: int) -> bytes:
 
 def check(path: Path) -> str:
     """Raises what a load would; what the checkpoint says."""
-    manifest, metadata = folder.open_checkpoint(path)
-    folder.check_files(path, manifest, metadata)
+    found, metadata = open_checkpoint(path)
+    check_files(path, found, metadata)
     return str(metadata.planner_data)
 
 
@@ -49,8 +62,9 @@ def save(
     path: Path, content: str, *, overwrite: bool = False, keep_last: int | None = None
 ) -> None:
     """The file operations of a save, in their order."""
-    fill(folder.prepare(path, overwrite=overwrite), content)
-    folder.publish(path, world_size=2, optimizer="AdamW")
+    made = folder.prepare(path, overwrite=overwrite)
+    written = fill(made, content)
+    folder.publish(made, path, written, overwrite=overwrite, world_size=2, optimizer="AdamW")
     if keep_last is not None:
         folder.prune(path, keep_last)
 
@@ -59,7 +73,7 @@ def content_of(path: Path | None) -> str | None:
     """What a complete checkpoint says; fails if it is not complete."""
     if path is None:
         return None
-    assert folder.read_manifest(path) is not None
+    assert read_manifest(path) is not None
     content = check(path)
     for rank in range(2):
         assert (path / f"__{rank}_0.distcp").read_bytes().startswith(f"{content} of".encode())
@@ -74,7 +88,7 @@ def test_a_published_folder_is_complete_and_alone(tmp_path: Path) -> None:
     save(tmp_path / "a", "one")
     assert names(tmp_path) == ["a"]
     assert names(tmp_path / "a") == [".metadata", "__0_0.distcp", "__1_0.distcp", "manifest.json"]
-    manifest = folder.read_manifest(tmp_path / "a")
+    manifest = read_manifest(tmp_path / "a")
     assert manifest is not None
     assert (manifest.world_size, manifest.optimizer) == (2, "AdamW")
     assert set(manifest.files) == {".metadata", "__0_0.distcp", "__1_0.distcp"}
@@ -120,7 +134,7 @@ def test_a_manifest_of_another_program_is_no_damage(tmp_path: Path) -> None:
 
 def test_a_later_version_is_refused_with_words(tmp_path: Path) -> None:
     save(tmp_path / "a", "one")
-    later = Manifest(1, 2, "AdamW", {}, version=folder.VERSION + 1)
+    later = Manifest(1, 2, "AdamW", {}, version=VERSION + 1)
     (tmp_path / "a" / "manifest.json").write_bytes(later.encode())
     with pytest.raises(CheckpointError, match="version 4") as caught:
         check(tmp_path / "a")
@@ -143,40 +157,10 @@ def test_a_folder_without_metadata_is_no_checkpoint(tmp_path: Path, name: str) -
         check(tmp_path / name)
 
 
-def test_a_folder_that_exists_is_refused(tmp_path: Path) -> None:
-    save(tmp_path / "a", "one")
-    with pytest.raises(CheckpointError, match=r"it exists.*overwrite=True"):
-        folder.prepare(tmp_path / "a", overwrite=False)
-    assert content_of(tmp_path / "a") == "one"
+def test_an_empty_folder_is_no_checkpoint_to_lose(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     save(tmp_path / "empty", "two")
     assert content_of(tmp_path / "empty") == "two"
-
-
-@pytest.mark.parametrize("overwrite", [False, True])
-@pytest.mark.parametrize(
-    ("path", "words"), [("file", "file: "), ("file/below", "file"), ("link", "link: ")]
-)
-def test_what_is_no_folder_is_never_replaced(
-    tmp_path: Path, overwrite: bool, path: str, words: str
-) -> None:
-    (tmp_path / "file").write_text("mine")
-    save(tmp_path / "a", "one")
-    (tmp_path / "link").symlink_to(tmp_path / "a")
-    with pytest.raises(CheckpointError, match=words):
-        folder.prepare(tmp_path / path, overwrite=overwrite)
-    assert (tmp_path / "file").read_text() == "mine"
-    assert content_of(tmp_path / "link") == "one"
-    assert names(tmp_path) == ["a", "file", "link"]
-
-
-@pytest.mark.parametrize("name", ["thesis.txt", "__init__.py", "manifest.json"])
-def test_a_folder_of_other_things_is_never_replaced(tmp_path: Path, name: str) -> None:
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a" / name).write_text("mine")
-    with pytest.raises(CheckpointError, match="other files than a checkpoint"):
-        folder.prepare(tmp_path / "a", overwrite=True)
-    assert (tmp_path / "a" / name).read_text() == "mine"
 
 
 def test_pruning_removes_the_oldest_complete_ones(tmp_path: Path) -> None:
@@ -194,9 +178,11 @@ def test_pruning_removes_the_oldest_complete_ones(tmp_path: Path) -> None:
 def test_pruning_leaves_folders_of_others_alone(tmp_path: Path) -> None:
     (tmp_path / ".photos.removed").mkdir()
     (tmp_path / ".photos.removed" / "x").write_text("mine")
+    (tmp_path / ".photos.writing").mkdir()
+    (tmp_path / ".photos.writing" / "x").write_text("mine")
     for name in ("a", "b"):
         save(tmp_path / name, name, keep_last=1)
-    assert names(tmp_path) == [".photos.removed", "b"]
+    assert names(tmp_path) == [".photos.removed", ".photos.writing", "b"]
     assert names(tmp_path / ".photos.removed") == ["x"]
 
 
@@ -208,27 +194,122 @@ def test_a_rewritten_one_is_the_newest(tmp_path: Path) -> None:
     assert content_of(tmp_path / "a") == "three"
 
 
+@pytest.mark.parametrize(
+    ("name", "level"), [("step-12", "INFO"), ("best", "WARNING")], ids=["numbers", "words"]
+)
+def test_the_log_names_what_keep_last_removed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, level: str
+) -> None:
+    caplog.set_level("INFO")
+    save(tmp_path / name, "old")
+    save(tmp_path / "step-13", "new", keep_last=1)
+    (record,) = caplog.records
+    assert (record.levelname, str(tmp_path / name) in record.message) == (level, True)
+
+
+# --------------------------------------------------------------------------- two saves
+
+
+@pytest.fixture(params=[True, False], ids=["exchange", "renames"])
+def swaps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether the file system can swap two folders; not all can."""
+    if not request.param:
+        monkeypatch.setattr(folder, "_exchange", lambda *_: False)
+    return bool(request.param)
+
+
+@pytest.mark.usefixtures("swaps")
+def test_a_reader_beside_a_save_sees_one_of_both(tmp_path: Path) -> None:
+    """At each file operation, between which another process may look."""
+    save(tmp_path / "a", "old")
+    seen: list[str | None] = []
+
+    def look(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if len(seen) < 1000:
+            with mock.patch.object(folder, "_RENAME_S", 0.0):  # the writer stands still
+                seen.append(content_of(folder.latest(tmp_path)))
+        return call(*args, **kwargs)
+
+    operations = {name: functools.partial(look, getattr(os, name)) for name in OPERATIONS}
+    with mock.patch.multiple(os, **operations):
+        save(tmp_path / "a", "new", overwrite=True)
+        save(tmp_path / "b", "next", keep_last=1)
+    turns = [turn for turn, _ in itertools.groupby(seen)]
+    assert turns == ["old", "new", "next"]
+
+
+def test_a_listing_that_is_outdated_is_made_again(tmp_path: Path) -> None:
+    """The folder goes, or is replaced, between the listing and the look at it."""
+    save(tmp_path / "a", "old")
+    save(tmp_path / "b", "older")
+    look, turns = folder._look, iter(range(100))
+
+    def beside(path: Path) -> Any:
+        if (turn := next(turns)) == 0:
+            save(tmp_path / "c", "new", keep_last=1)
+        elif turn == 8:
+            save(tmp_path / "c", "newer", overwrite=True)
+        return look(path)
+
+    with mock.patch.object(folder, "_look", beside):
+        assert content_of(folder.latest(tmp_path)) == "newer"
+
+
+@pytest.mark.usefixtures("swaps")
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_the_later_of_two_saves_replaces_or_is_refused(tmp_path: Path, overwrite: bool) -> None:
+    path = tmp_path / "a"
+    first, second = (folder.prepare(path, overwrite=overwrite) for _ in range(2))
+    options: Any = {"overwrite": overwrite, "world_size": 2, "optimizer": ""}
+    folder.publish(first, path, fill(first, "one"), **options)
+    with contextlib.nullcontext() if overwrite else pytest.raises(CheckpointError, match="exists"):
+        folder.publish(second, path, fill(second, "two"), **options)
+    assert content_of(path) == ("two" if overwrite else "one")
+    folder.discard(second)
+    assert names(tmp_path) == ["a"]
+
+
+@pytest.mark.parametrize("what", ["another size", "another table", "missing", "more"])
+def test_what_ranks_did_not_write_is_not_published(tmp_path: Path, what: str) -> None:
+    save(tmp_path / "a", "old")
+    made = folder.prepare(tmp_path / "a", overwrite=True)
+    written = fill(made, "new")
+    name = "__1_0.distcp"
+    if what in ("missing", "more"):
+        (made / name).rename(made / "__2_0.distcp") if what == "more" else (made / name).unlink()
+    else:
+        (made / name).write_bytes(b"new of rank 1" + b"x" * (what[-1] == "e") + table(7))
+    with pytest.raises(CheckpointError, match=r"distcp.*another program"):
+        folder.publish(made, tmp_path / "a", written, overwrite=True, world_size=2, optimizer="")
+    folder.discard(made)
+    assert content_of(tmp_path / "a") == "old"
+    assert names(tmp_path) == ["a"]
+
+
+# --------------------------------------------------------------------------- dead ones
+
+
 class Killed(BaseException):
     """The process is gone: nothing is done any more."""
 
 
 OPERATIONS = ("rename", "unlink", "rmdir", "mkdir", "fsync")
+BORN = itertools.count()
 
 
 @contextlib.contextmanager
 def life(left: int) -> Iterator[None]:
-    """File operations succeed ``left`` times; then the process is dead."""
+    """A process whose file operations succeed ``left`` times; then it is dead."""
     done = itertools.count()
 
-    def counted(call: Callable[..., Any]) -> Callable[..., Any]:
-        def one_more(*args: Any, **kwargs: Any) -> Any:
-            if next(done) >= left:
-                raise Killed
-            return call(*args, **kwargs)
+    def counted(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if next(done) >= left:
+            raise Killed
+        return call(*args, **kwargs)
 
-        return one_more
-
-    with mock.patch.multiple(os, **{name: counted(getattr(os, name)) for name in OPERATIONS}):
+    operations = {name: functools.partial(counted, getattr(os, name)) for name in OPERATIONS}
+    swap = functools.partial(counted, folder._exchange)
+    with mock.patch.multiple(os, **operations), mock.patch.object(folder, "_exchange", swap):
         yield
 
 
@@ -236,15 +317,18 @@ def lives(run: Callable[[], None], restore: Callable[[], None]) -> Iterator[None
     """After each prefix of the file operations of ``run``; the last time, all of them are done."""
     for left in range(1000):
         restore()
-        try:
-            with life(left):
-                run()
-        except Killed:
-            yield
-        else:
-            yield
+        born = str(next(BORN))
+        with mock.patch.object(folder, "_start_of", lambda _, born=born: born):
+            try:
+                with life(left):
+                    run()
+            except Killed:
+                pass
+            else:
+                left = 1000
+        yield
+        if left == 1000:
             return
-    raise AssertionError("it never ended")
 
 
 def start(where: Path, contents: list[str]) -> None:
@@ -254,104 +338,99 @@ def start(where: Path, contents: list[str]) -> None:
         save(where / content, content)
 
 
-def test_killed_anywhere_in_a_first_save(tmp_path: Path) -> None:
-    path = tmp_path / "run" / "a"
-    seen = set()
-    for _ in lives(lambda: save(path, "new"), lambda: start(path.parent, [])):
-        found = content_of(folder.latest(path.parent))
-        assert found in (None, "new")
-        assert not path.exists() or content_of(path) == "new"
+@pytest.mark.usefixtures("swaps")
+@pytest.mark.parametrize("before", [[], ["old"], ["one", "two", "old"]], ids=len)
+def test_killed_anywhere_in_a_save(tmp_path: Path, before: list[str]) -> None:
+    """The latest is complete at any time, nothing is lost, and the next save leaves nothing."""
+    where, seen, keep_last = tmp_path / "run", set(), 2 if len(before) > 1 else None
+
+    def overwrite() -> None:
+        save(where / "old", "new", overwrite=True, keep_last=keep_last)
+
+    for _ in lives(overwrite, lambda: start(where, before)):
+        found = content_of(folder.latest(where))
+        assert found == "new" or found == (before or [None])[-1]
+        assert len(folder._complete_in(where)) >= min(len(before), 2)
         seen.add(found)
-        save(path, "next", overwrite=True)
-        assert names(path.parent) == ["a"]
-        assert content_of(path) == "next"
-    assert seen == {None, "new"}
-
-
-def test_killed_anywhere_in_an_overwrite(tmp_path: Path) -> None:
-    """The latest is complete at any time."""
-    path = tmp_path / "run" / "old"
-    seen, between = set(), 0
-    for _ in lives(lambda: save(path, "new", overwrite=True), lambda: start(path.parent, ["old"])):
-        latest = content_of(folder.latest(path.parent))
-        assert latest in ("old", "new")
-        if path.exists():
-            assert (content_of(path), latest) != ("new", "old"), "the latest is the older one"
-        between += not path.exists()
-        seen.add(latest)
-        save(path, "next", overwrite=True)
-        assert names(path.parent) == ["old"]
-        assert content_of(path) == "next"
-    assert seen == {"old", "new"}
-    assert between >= 1, "never killed between the two renames"
-
-
-def test_killed_twice_in_an_overwrite(tmp_path: Path) -> None:
-    """The second process finds any leftover of the first, and is killed anywhere as well."""
-    path = tmp_path / "run" / "old"
-    leftovers = tmp_path / "leftovers"
-    first = lives(lambda: save(path, "new", overwrite=True), lambda: start(path.parent, ["old"]))
-    for _ in itertools.islice(first, 0, None, 3):
-        shutil.rmtree(leftovers, ignore_errors=True)
-        shutil.copytree(path.parent, leftovers)
-        before = content_of(folder.latest(path.parent))
-
-        def restore() -> None:
-            shutil.rmtree(path.parent)
-            shutil.copytree(leftovers, path.parent)
-
-        for _ in lives(lambda: save(path, "third", overwrite=True), restore):
-            assert content_of(folder.latest(path.parent)) in (before, "third")
-            assert content_of(folder.latest(path.parent)) in (before, "third")
-        restore()
-
-
-def test_killed_anywhere_while_old_ones_are_removed(tmp_path: Path) -> None:
-    where = tmp_path / "run"
-    for _ in lives(
-        lambda: save(where / "new", "new", keep_last=2),
-        lambda: start(where, ["one", "two", "three"]),
-    ):
-        assert content_of(folder.latest(where)) in ("three", "new")
-        assert len(folder._complete_in(where)) >= 2
-        save(where / "next", "next", keep_last=1)
+        save(where / "elsewhere", "next", keep_last=keep_last)
+        hidden = [name for name in names(where) if name.startswith(".")]
+        assert not hidden, "what is dead stays"
+        if before and keep_last is None:
+            assert content_of(where / "old") in ("old", "new"), "it is not in its place again"
         assert content_of(folder.latest(where)) == "next"
-        assert names(where) == ["next"], "what was half removed stays"
+    assert seen == {"new", (before or [None])[-1]}
 
 
-def test_killed_between_renames_and_saved_elsewhere(tmp_path: Path) -> None:
-    """A complete checkpoint that stands aside is listed, counted and pruned like any other."""
-    where = tmp_path / "run"
-    path = where / "old"
-    for _ in lives(lambda: save(path, "new", overwrite=True), lambda: start(where, ["old"])):
-        before = content_of(folder.latest(where))
-        save(where / "b", "b")
-        assert content_of(folder.latest(where)) == "b"
-        assert before in [content_of(found) for found in folder._complete_in(where)]
+@pytest.mark.parametrize("target", ["old", ".fsdp_offload.replaced"])
+def test_a_rename_that_fails_leaves_the_old_one(tmp_path: Path, target: str) -> None:
+    """The process lives on, and puts back what it had moved."""
+    path = tmp_path / "old"
+    save(path, "old")
+    made = folder.prepare(path, overwrite=True)
+    written, rename, failed = fill(made, "new"), os.rename, []
+
+    def refuse(one: Path, other: Path) -> None:
+        is_second = target == ".fsdp_offload.replaced" or not path.exists()
+        if target in (other.name, other.parent.name) and is_second and not failed:
+            failed.append(other)
+            raise OSError(errno.EIO, "Input/output error")
+        rename(one, other)
+
+    no_swap = mock.patch.object(folder, "_exchange", return_value=False)
+    with no_swap, mock.patch.object(os, "rename", refuse), pytest.raises(OSError, match="Input"):
+        folder.publish(made, path, written, overwrite=True, world_size=2, optimizer="")
+    folder.discard(made)
+    assert content_of(path) == "old"
+    assert names(tmp_path) == ["old"]
 
 
-@pytest.mark.parametrize("failing", [0, 1])
-def test_a_rename_that_fails_leaves_the_old_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: int
-) -> None:
-    """The process lives on and clears what stands aside: what was there is still found."""
-    path = tmp_path / "run" / "old"
-    start(path.parent, ["old"])
-    calls: list[object] = []
-    rename = os.rename
+@pytest.mark.parametrize(
+    ("host", "age_s", "stays"),
+    [("here", 1e6, True), ("there", 0, True), ("there", 700, False)],
+    ids=["a living one of this host", "another host's", "a silent one of another host"],
+)
+def test_only_dead_saves_are_cleared(tmp_path: Path, host: str, age_s: int, stays: bool) -> None:
+    with mock.patch.object(folder, "_host", return_value=host):
+        made = folder.prepare(tmp_path / "a", overwrite=False)
+        fill(made, "half")
+    for path in (*made.iterdir(), made):
+        os.utime(path, (time.time() - age_s,) * 2)
+    with mock.patch.object(folder, "_host", return_value="here"):
+        save(tmp_path / "a", "one")
+    assert names(tmp_path) == ([made.name] if stays else []) + ["a"]
 
-    def refuse(*args: Any) -> None:
-        calls.append(args)
-        if len(calls) == failing + 1:
-            raise OSError(5, "Input/output error")
-        rename(*args)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "rename", refuse)
-        with pytest.raises((OSError, CheckpointError)):
-            save(path, "new", overwrite=True)
-    shutil.rmtree(folder.aside(path), ignore_errors=True)  # as Writer.discard() does
-    assert content_of(folder.latest(path.parent)) == "old"
-    save(path, "next", overwrite=True)
-    assert content_of(path) == "next"
-    assert names(path.parent) == ["old"]
+def test_a_save_shows_that_it_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folder, "SILENT_S", 0.5)
+    made, ended = folder.prepare(tmp_path / "a", overwrite=False), threading.Event()
+    thread = threading.Thread(target=folder.show_life, args=(made, ended))
+    thread.start()
+    time.sleep(1.0)
+    with mock.patch.object(folder, "_host", return_value="elsewhere"):
+        save(tmp_path / "b", "one")
+        assert made.exists()
+        ended.set()
+        thread.join()
+        time.sleep(0.8)
+        save(tmp_path / "c", "one")
+    assert names(tmp_path) == ["b", "c"]
+
+
+def test_leftovers_of_the_earlier_form(tmp_path: Path) -> None:
+    """Complete ones are checkpoints, whatever their names; others go after ten silent minutes."""
+    for name, content in (("a", "one"), ("b", "two"), ("c", "half"), ("d", "half")):
+        save(tmp_path / name, content)
+    for name in "cd":
+        (tmp_path / name / "__0_0.distcp").unlink()
+    (tmp_path / "a").rename(tmp_path / ".x.fsdp_offload.removed")
+    (tmp_path / "b").rename(tmp_path / ".x.writing")
+    (tmp_path / "c").rename(tmp_path / ".y.fsdp_offload.removed")
+    (tmp_path / "d").rename(tmp_path / ".z.writing")
+    assert content_of(folder.latest(tmp_path)) == "two"
+    save(tmp_path / "x", "three")
+    assert len(names(tmp_path)) == 5
+    with mock.patch.object(folder, "SILENT_S", -1.0):
+        save(tmp_path / "y", "four")
+    assert names(tmp_path) == [".x.fsdp_offload.removed", ".x.writing", "x", "y"]
+    save(tmp_path / "z", "five", keep_last=4)
+    assert names(tmp_path) == [".x.writing", "x", "y", "z"]

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from fsdp_offload import checkpoint
-from fsdp_offload.checkpoint import folder
+from fsdp_offload.checkpoint import manifest
 from tests.checkpoint.jobs import Ranks
 from tests.checkpoint.make_golden import EXTRA, GOLDEN, LR, MAKERS, Job, dump, job, make
 from tests.helpers.compare import assert_same, bits
@@ -202,7 +202,7 @@ def test_what_is_written_today_has_the_same_form(name: str, tmp_path: Path) -> N
     make(name, tmp_path)
     today, then = tmp_path / name / "checkpoint", golden(name)
     assert forms(today) == forms(then)
-    manifests = [folder.read_manifest(path) for path in (today, then)]
+    manifests = [manifest.read_manifest(path) for path in (today, then)]
     shown = [(m.version, m.format, m.optimizer, m.world_size) for m in manifests if m is not None]
     assert shown[0] == shown[1]
 

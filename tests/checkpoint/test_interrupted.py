@@ -1,12 +1,17 @@
-"""Ctrl-C in a load's take-over, or in a save's commit, comes when that is done."""
+"""Ctrl-C at any line of a save or a load: what cannot be left half-way is completed first."""
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
+import random
+import shutil
 import signal
+import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -106,17 +111,85 @@ def test_an_interrupt_is_raised_when_no_thread_works_any_more() -> None:
     assert ended
 
 
-@pytest.mark.parametrize("name", ["write_whole", "_install"])
+@pytest.mark.parametrize("name", ["write_whole", "install"])
 def test_an_interrupted_commit_is_a_whole_one(tmp_path: Path, name: str) -> None:
     pair = pair_of(layers(6, 6))
     checkpoint.save(tmp_path / "one", *pair, extra={"turn": 1})
     real = getattr(folder, name)
 
-    def interrupting(*args: Any) -> None:
+    def interrupting(*args: Any, **options: Any) -> None:
         interrupt()
-        real(*args)
+        real(*args, **options)
 
     with mock.patch.object(folder, name, interrupting), pytest.raises(KeyboardInterrupt):
         checkpoint.save(tmp_path / "one", *pair, extra={"turn": 2}, overwrite=True)
     assert checkpoint.load(tmp_path / "one", *pair) == {"turn": 2}
     assert [path.name for path in tmp_path.iterdir()] == ["one"]
+
+
+def lines(work: Callable[[], Any], at: int) -> int:
+    """Do ``work``, with a Ctrl-C at that line of the package; lines that there were before it."""
+    count = 0
+
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        nonlocal count
+        if "fsdp_offload/checkpoint" not in frame.f_code.co_filename:
+            return None
+        if event == "line":
+            count += 1
+            if count == at:
+                interrupt()
+        return trace
+
+    sys.settrace(trace)
+    try:
+        work()
+    finally:
+        sys.settrace(None)
+    return count
+
+
+@pytest.mark.parametrize("call", ["save", "overwrite", "load"])
+@pytest.mark.parametrize("moments", [40, pytest.param(400, marks=pytest.mark.long)])
+def test_at_any_line_all_stays_usable(tmp_path: Path, call: str, moments: int) -> None:
+    pair, run = pair_of(layers(6, 6)), tmp_path / "run" / "deep"
+    step(pair)
+    checkpoint.save(tmp_path / "good", *pair, extra={"turn": 0})
+    expected, path = values_of(pair), run / "one"
+
+    def work() -> None:
+        if call == "load":
+            checkpoint.load(tmp_path / "good", *pair)
+        else:
+            checkpoint.save(path, *pair, overwrite=call == "overwrite", extra={"turn": 1})
+
+    def reset() -> None:
+        shutil.rmtree(tmp_path / "run", ignore_errors=True)
+        if call == "overwrite":
+            checkpoint.save(path, *pair, extra={"turn": 0})
+
+    for _ in range(2):  # caches are filled
+        reset()
+        all_lines, interrupted = lines(work, 0), 0
+    chance = random.Random(moments)
+    descriptors, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
+    for at in sorted(chance.sample(range(1, all_lines), min(moments, all_lines - 1))):
+        reset()
+        with contextlib.suppress(KeyboardInterrupt):
+            lines(work, at)
+            interrupted -= 1
+        interrupted += 1
+        gc.collect()
+        assert len(os.listdir("/proc/self/fd")) == descriptors, at
+        assert threading.active_count() <= threads, at
+        if call == "load":
+            checkpoint.load(tmp_path / "good", *pair)
+        else:
+            names = [each.name for each in run.iterdir()] if run.exists() else []
+            assert names in ([], ["one"]), at
+            assert names or not (tmp_path / "run").exists(), at
+            assert names or call == "save", at
+            assert not names or checkpoint.load(path, *pair)["turn"] in (0, 1)
+            checkpoint.save(path, *pair, overwrite=True)
+        assert_same(values_of(pair), expected)
+    assert interrupted > 0.9 * min(moments, all_lines - 1)

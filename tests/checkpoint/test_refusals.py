@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import errno
+import gc
 import json
 import os
 import pickle
@@ -15,17 +17,21 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 
 from fsdp_offload import checkpoint
-from fsdp_offload.checkpoint import folder
+from fsdp_offload.checkpoint import manifest
 from fsdp_offload.core.errors import (
     CheckpointCorruptError,
     CheckpointError,
     ClosedError,
     ConfigError,
+    OffloadError,
     StateDictError,
 )
 from tests.checkpoint.jobs import Ranks
+from tests.checkpoint.test_async import gate
 from tests.checkpoint.test_saving import Pair, layers, pair_of, values_of
 from tests.helpers.compare import assert_same
 
@@ -51,38 +57,86 @@ def test_what_is_no_count_is_refused_first(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("path", [".", "..", "../here", "/"])
-def test_the_current_folder_is_not_replaced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pair: Pair, path: str
+CURRENT = (CheckpointError, "current folder")
+NO_PATH = (ConfigError, "no path of a file system")
+LONG = (ConfigError, "choose a shorter name")
+REFUSED: dict[str, tuple[type[OffloadError], str]] = {
+    **dict.fromkeys((".", "..", "../here", "/", ""), CURRENT),
+    **dict.fromkeys(("s3://bucket/one", "hdfs:/one", "file:///one", "a\0b"), NO_PATH),
+    **dict.fromkeys(("x" * 256, "\u5b57" * 86, "x" * 256 + "/one", "x/" * 2000 + "one"), LONG),
+    "../full": (CheckpointError, r"it exists.*overwrite=True"),
+    "../file": (CheckpointError, "file is no folder"),
+    "../file/below": (CheckpointError, "file is no folder"),
+    "../link": (CheckpointError, "link is no folder"),
+    "../mine": (CheckpointError, "other files than a checkpoint"),
+}
+
+
+@pytest.mark.parametrize("path", REFUSED, ids=lambda path: ascii(path)[:20])
+@pytest.mark.parametrize("overwrite", [False, True], ids=["", "overwrite"])
+def test_a_path_that_cannot_be_is_refused_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, overwrite: bool
 ) -> None:
-    (tmp_path / "here").mkdir()
+    """By all calls that write, and nothing on disk has changed."""
+    model = layers(2)
+    checkpoint.save(tmp_path / "full", model)
+    (tmp_path / "link").symlink_to("full")
+    (tmp_path / "file").write_text("mine")
+    for name in ("here", "mine"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "mine" / "manifest.json").write_text("mine")
     monkeypatch.chdir(tmp_path / "here")
-    with pytest.raises(CheckpointError, match="current folder"):
-        checkpoint.save(path, *pair)
-    assert Path.cwd() == tmp_path / "here"
-    assert [p.name for p in tmp_path.iterdir()] == ["here"]
+    before = sorted(tmp_path.rglob("*"))
+    kind, words = REFUSED[path]
+    calls = [lambda: checkpoint.save(path, model, overwrite=overwrite)]
+    calls += [lambda: checkpoint.async_save(path, model, overwrite=overwrite).result(60)]
+    if kind is ConfigError:  # at once
+        calls += [lambda: checkpoint.load(path, model), lambda: checkpoint.latest(path)]
+        calls += [lambda: checkpoint.async_save(path, model)]
+        calls += [lambda: checkpoint.export_safetensors(model, path)]
+    for call in calls if not (overwrite and path == "../full") else ():
+        with pytest.raises(kind, match=words):
+            call()
+    assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_a_file_of_another_job_is_named_as_such(tmp_path: Path, pair: Pair) -> None:
-    prepare = folder.prepare
+def test_the_longest_names_are_no_worse(tmp_path: Path) -> None:
+    for name in ("x" * 255, "\u5b57" * 85):
+        for _ in range(2):
+            checkpoint.save(tmp_path / name, layers(2), overwrite=True, keep_last=1)
+        assert [p.name for p in tmp_path.iterdir()] == [name]
 
-    def beside(path: Path, **options: Any) -> Path:
-        made = prepare(path, **options)
-        (made / "__0_0.distcp").touch()
-        return made
 
-    with (
-        mock.patch.object(folder, "prepare", beside),
-        pytest.raises(CheckpointError, match="another job saves to the same path") as caught,
-    ):
-        checkpoint.save(tmp_path / "one", *pair)
-    assert "path of its own" in caught.value.remedy
+def test_a_path_is_that_of_the_folder_in_which_it_was_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with gate():
+        future = checkpoint.async_save("one", layers(2))
+        monkeypatch.chdir("/")
+    future.result(60)
+    assert checkpoint.latest(tmp_path) == tmp_path / "one"
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_a_failed_save_leaves_no_folder_above_it(tmp_path: Path) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with mock.patch.object(os, "pwrite", side_effect=full), pytest.raises(CheckpointError):
+        checkpoint.save(tmp_path / "run" / "deep" / "one", layers(2))
+    writer = checkpoint.Writer(tmp_path / "run" / "one")  # in the caller's own dcp.save
+    with mock.patch.object(os, "pwrite", side_effect=full), pytest.raises(CheckpointException):
+        dcp.save({"a": torch.ones(3)}, storage_writer=writer, no_dist=True)
+    del writer
+    gc.collect()
+    assert not list(tmp_path.iterdir())
 
 
 FILES = {".metadata": [10, 3], "__0_0.distcp": [10, 3]}
 GOOD = {
-    "format": folder.FORMAT,
-    "version": folder.VERSION,
+    "format": manifest.FORMAT,
+    "version": manifest.VERSION,
     "time_ns": 1,
     "world_size": 1,
     "optimizer": "AdamW",
@@ -127,14 +181,14 @@ def test_what_cannot_be_removed_fails_no_save(
     tmp_path: Path, pair: Pair, caplog: pytest.LogCaptureFixture
 ) -> None:
     checkpoint.save(tmp_path / "a", *pair)
-    real = Path.rename
+    real = os.rename
 
-    def rename(self: Path, target: Path) -> Path:
-        if self.name == "a":
+    def rename(source: Path, target: Path) -> None:
+        if source.name == "a":
             raise PermissionError(13, "Permission denied")
-        return real(self, target)
+        real(source, target)
 
-    with mock.patch.object(Path, "rename", rename):
+    with mock.patch.object(os, "rename", rename):
         checkpoint.save(tmp_path / "b", *pair, keep_last=1)
     assert "Permission denied" in caplog.text
     assert checkpoint.latest(tmp_path) == tmp_path / "b"

@@ -148,20 +148,6 @@ def test_nothing_is_left_of_a_plan_that_fails(
     assert not list(tmp_path.iterdir())
 
 
-def test_what_was_killed_before_the_last_rename_is_not_replaced_unasked(tmp_path: Path) -> None:
-    model, path = nn.Linear(2, 2), tmp_path / "one"
-    checkpoint.save(path, model, extra={"save": 1})
-    path.rename(tmp_path / ".one.writing")
-
-    with pytest.raises(CheckpointError, match="it exists"):
-        checkpoint.save(path, model, extra={"save": 2})
-    assert checkpoint.load(path, model) == {"save": 1}  # put in place by the call
-
-    path.rename(tmp_path / ".one.writing")
-    checkpoint.save(path, model, extra={"save": 2}, overwrite=True)
-    assert checkpoint.load(path, model) == {"save": 2}
-
-
 def save_extra(root: Path) -> list[dict[str, Any]]:
     rank, model = dist.get_rank(), layers(300)  # rank 1 has tensors to write too
     checkpoint.save(root / "all", model, extra={"rank": rank})

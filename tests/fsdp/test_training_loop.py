@@ -39,7 +39,7 @@ def scale_losses(through_inner: bool) -> list[float]:
     pair = twins(fused=through_inner, foreach=None if through_inner else False)
     steppers = [optimizer for _, optimizer in pair]
     if through_inner:
-        steppers[1] = steppers[1]._inner
+        steppers[1] = steppers[1]._wrapped
     scalers = [torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2) for _ in pair]
     scales = []
     for step in range(1, 7):

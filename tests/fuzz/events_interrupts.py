@@ -10,6 +10,7 @@ import random
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
@@ -287,8 +288,7 @@ def ctrl_c_in_save(pair: Pair, rng: random.Random) -> None:
     left = sorted(path.name for path in pair.folder.iterdir())
     if left != ["checkpoint"]:
         raise Mismatch(f"a save that was interrupted left {left}")
-    if len(os.listdir("/proc/self/fd")) > n_open:
-        raise Mismatch("a save that was interrupted left a descriptor open")
+    _check_open(n_open, "a save")
     _step_on(pair, rng)
 
 
@@ -306,9 +306,16 @@ def ctrl_c_in_load(pair: Pair, rng: random.Random) -> None:
     with _ctrl_c(pair, rng, "load"):
         checkpoint.load(pair.folder / "checkpoint", pair.model, pair.wrapped)
     _load_one_of(pair, [moment])
-    if len(os.listdir("/proc/self/fd")) > n_open:
-        raise Mismatch("a load that was interrupted left a descriptor open")
+    _check_open(n_open, "a load")
     _step_on(pair, rng)
+
+
+def _check_open(n_before: int, what: str) -> None:
+    until = time.monotonic() + 2  # threads may still be closing theirs
+    while len(os.listdir("/proc/self/fd")) > n_before:
+        if time.monotonic() > until:
+            raise Mismatch(f"{what} that was interrupted left a descriptor open")
+        time.sleep(0.01)
 
 
 def _step_on(pair: Pair, rng: random.Random) -> None:

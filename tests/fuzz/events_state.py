@@ -476,7 +476,7 @@ def _while_away(pair: Pair, rng: random.Random) -> None:
     elif what == "load":
         loaded = copy.deepcopy(pair.wrapped.state_dict())
         pair.refused("use while away", lambda: pair.wrapped.load_state_dict(loaded))
-    elif what == "step" and pair.has_stepped:
+    elif what == "step":
         pair.refused("use while away", pair.wrapped.step)
     elif what == "zero_grad":
         pair.zero_grad("wrapper")

@@ -227,7 +227,9 @@ def zero_grad(pair: Pair, rng: random.Random) -> None:
     how = rng.choice(("wrapper", "model", "hand"))
     to_none = rng.random() < 0.6
     pair.say(f"by {how}, to None: {to_none}")
-    pair.zero_grad("wrapper" if pair.is_spent else how, to_none=to_none)
+    if pair.is_spent or not pair.reshard():  # a model that is gathered has other parameters
+        how = "wrapper"
+    pair.zero_grad(how, to_none=to_none)
 
 
 @event(2)

@@ -38,9 +38,7 @@ LOSS: Final = 1.5
 REFUSALS: Final[dict[str, tuple[type[OffloadError], str]]] = {
     "use while away": (AwayError, "offloaded|away"),
     "use between backward and step": (SpentGradientError, "before step"),
-    "a first step without any gradient": (OffloadError, "gradient"),
     "leaving with gradients that no step has consumed": (OffloadError, "gradient"),
-    "a signal handler that enters the optimizer": (OffloadError, ""),
 }
 """Where the wrapper may raise though the plain optimizer goes on: documented, and nothing else."""
 
@@ -65,7 +63,7 @@ class Pair:
         self.wrapped: Any = self._build(self.mine)
         self.inner: Any = self.wrapped
         self.plain = self._build_plain()
-        self.has_run = self.has_stepped = self.is_spent = self.has_loaded = False
+        self.has_run = self.is_spent = self.has_loaded = False
         self.unused = set[int]()  # whose gradients no step has seen
         self.stepped, self.on_host = set[int](), set[int]()
         self.unrecorded = set[int]()  # frozen when they were wrapped
@@ -159,7 +157,7 @@ class Pair:
                 transfer=TransferConfig(**case.transfer),
                 **wrap,
             )
-        self.schedulers, self.has_stepped = [], False
+        self.schedulers = []
         self.unrecorded = {i for i in self.order if not self.mine[i].requires_grad}
 
     def _trainable(self) -> list[int]:
@@ -291,24 +289,18 @@ class Pair:
         """Whether backward passes update parameters."""
         return self.is_wrapped and self.case.overlap == "backward"
 
-    def step(self, seed: int = 0, closure: Callable[[], Any] | None = None) -> None:
+    def step(self, seed: int, closure: Callable[[], Any] | None = None) -> None:
         """Both, with the same random numbers; ``closure``: makes gradients of both."""
-        if self.step_wrapped(seed, closure):
-            self.step_plain(seed)
+        self.step_wrapped(seed, closure)
+        self.step_plain(seed)
 
-    def step_wrapped(self, seed: int, closure: Callable[[], Any] | None = None) -> bool:
-        """Whether it was not refused."""
-        has = closure is not None or any(self.mine[i].grad is not None for i in self.order)
+    def step_wrapped(self, seed: int, closure: Callable[[], Any] | None = None) -> None:
+        """The plain one has to follow."""
         torch.default_generator.manual_seed(seed)  # torch.manual_seed() takes 4 ms
-        if closure is not None:
-            if (found := self.wrapped.step(closure)) != LOSS:
-                raise Mismatch(f"step() returns {found!r}, its closure {LOSS}")
-        elif not self.is_wrapped or self.has_stepped or has:
+        if closure is None:
             self.wrapped.step()
-        elif not self.attempt("a first step without any gradient", self.wrapped.step):
-            return False
-        self.has_stepped = self.is_wrapped and (self.has_stepped or has)
-        return True
+        elif (found := self.wrapped.step(closure)) != LOSS:
+            raise Mismatch(f"step() returns {found!r}, its closure {LOSS}")
 
     def step_plain(self, seed: int) -> None:
         """The plain one follows."""
@@ -482,8 +474,8 @@ class Pair:
         if key not in self.phases:
             self.phases[key] = PhaseOffloader(self.model, self.wrapped, **options)
         phases = self.phases[key]
+        self.reshard()  # as PhaseOffloader does
         phases.offload()
-        self.reshard()
         yield phases
         phases.reload()
 

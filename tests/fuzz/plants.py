@@ -9,7 +9,7 @@ from typing import Any, Final
 from unittest import mock
 
 from fsdp_offload import HybridDeviceOptimizer
-from fsdp_offload.core.errors import BusyError
+from fsdp_offload.core.errors import OffloadError
 from fsdp_offload.optimizer import hybrid, lifecycle
 from fsdp_offload.optimizer.lifecycle import Lifecycle
 from fsdp_offload.optimizer.masters import Masters
@@ -63,7 +63,7 @@ def _for_handlers_too(turn: Call) -> Call:
     @contextlib.contextmanager
     def planted(self: Any, *args: Any, **options: Any) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
-            with contextlib.suppress(BusyError):
+            with contextlib.suppress(OffloadError):
                 stack.enter_context(turn(self, *args, **options))
             yield
 

@@ -12,7 +12,7 @@ import pytest
 from tests.helpers.ranks import RankPool
 
 from .plants import PLANTS, planted
-from .runner import Outcome, run_seeds
+from .runner import Outcome, run_again, run_seeds
 
 Ranks = Callable[..., RankPool]
 LONG_FROM = 10_000
@@ -52,4 +52,6 @@ def test_many_sequences_on_ranks(ranks: Ranks, size: int, part: int) -> None:
 @pytest.mark.parametrize("name", PLANTS)
 def test_planted_faults_are_found(name: str) -> None:
     with planted(name):
-        assert run_seeds(range(3000)).failures
+        found = run_seeds(range(3000)).failures
+    assert found
+    assert run_again(found[0].seed, 1, found[0].kept) is None

@@ -121,10 +121,9 @@ USES: dict[str, Callable[[HybridDeviceOptimizer], object]] = {
     "load_state_dict": lambda o: o.load_state_dict({}),
     "synchronize": lambda o: o.synchronize(),
     "resync": lambda o: o.resync(),
-    "timeline": lambda o: o.timeline("a.svg"),
     "add_param_group": lambda o: o.add_param_group({"params": [nn.Parameter(torch.zeros(2))]}),
-    "inner.step": lambda o: o._inner.step(),
-    "inner.state_dict": lambda o: o._inner.state_dict(),
+    "inner.step": lambda o: o._wrapped.step(),
+    "inner.state_dict": lambda o: o._wrapped.state_dict(),
 }
 
 

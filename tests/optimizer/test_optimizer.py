@@ -63,7 +63,7 @@ def test_it_is_an_optimizer_that_shares_groups_and_defaults() -> None:
 @each_lane
 def test_after_wrapping_the_inner_optimizer_forwards_to_the_wrapper(lane: str) -> None:
     model, optimizer, twin_model, twin = pair(lane)
-    inner = optimizer._inner
+    inner = optimizer._wrapped
     train(model, inner, range(2))
     train(twin_model, twin, range(2))
 
@@ -189,11 +189,11 @@ def test_a_group_can_be_added_at_any_time(lane: str, on_inner: bool) -> None:
     model, optimizer, twin_model, twin = pair(lane)
     train(model, optimizer, range(2))
     train(twin_model, twin, range(2))
-    for each, its in ((model, optimizer._inner if on_inner else optimizer), (twin_model, twin)):
+    for each, its in ((model, optimizer._wrapped if on_inner else optimizer), (twin_model, twin)):
         each.weights.extend(Model(seed=4, shapes=((700,), (3, 5))).weights)
         its.add_param_group({"params": list(each.weights)[2:], "lr": 0.02, "weight_decay": 0.1})
 
-    assert len(optimizer.param_groups) == len(optimizer._inner.param_groups) == 2
+    assert len(optimizer.param_groups) == len(optimizer._wrapped.param_groups) == 2
     assert len(optimizer.state) == 4, "its state is reserved at once"
     train(model, optimizer, range(2, 5))
     train(twin_model, twin, range(2, 5))

@@ -335,7 +335,7 @@ def test_a_group_that_cannot_be_added_leaves_everything_as_it_was(
     with pytest.raises(kind):
         optimizer.add_param_group({"params": [added], "differentiable": bad == "differentiable"})
     assert optimizer.statistics() == before
-    assert len(optimizer.param_groups) == len(optimizer._inner.param_groups) == 1
+    assert len(optimizer.param_groups) == len(optimizer._wrapped.param_groups) == 1
     train(model, optimizer, range(2))
     train(twin_model, twin, range(2))
     assert_same(values(model), values(twin_model))

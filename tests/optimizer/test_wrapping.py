@@ -6,8 +6,11 @@ from __future__ import annotations
 import copy
 import gc
 import logging
+import pickle
 import weakref
+from collections import defaultdict
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -22,13 +25,16 @@ from fsdp_offload import (
     ClosedError,
     ConfigError,
     HybridDeviceOptimizer,
+    PhaseOffloader,
     StateSchemaError,
     TransferConfig,
+    checkpoint,
 )
 from fsdp_offload.optimizer import wrapping
 from tests.fsdp import models
 from tests.fsdp.models import Ranks, check
 from tests.helpers.compare import bits
+from tests.helpers.own_optimizers import Own
 from tests.helpers.training import assert_explains as explained
 
 SMALL = TransferConfig(bucket_bytes="4KiB", host_threads=1)
@@ -48,7 +54,7 @@ def train(parameters: Any, optimizer: Any, steps: range = range(2)) -> None:
     for step in steps:
         generator = torch.Generator().manual_seed(step)
         for p in held:
-            p.grad = torch.randn(p.shape, generator=generator)
+            p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
         optimizer.step()
 
 
@@ -307,13 +313,15 @@ def test_parameters_and_groups_appended_by_hand_are_trained() -> None:
     optimizer.close()
 
 
-def test_another_list_of_groups_is_refused() -> None:
-    _, _, mine, optimizer = twins("device")
-    inner = optimizer._inner
-    inner.param_groups = list(inner.param_groups)
-    with pytest.raises(ConfigError) as caught:
-        train(mine.parameters(), optimizer)
-    explained(caught.value, "param_groups")
+@pytest.mark.parametrize("on_wrapper", [True, False])
+def test_another_list_of_groups_is_followed(on_wrapper: bool) -> None:
+    plain, reference, mine, optimizer = twins("device")
+    for each in (reference, optimizer if on_wrapper else optimizer._wrapped):
+        each.param_groups = [{**group, "lr": 0.5} for group in each.param_groups]
+    for model, each in ((plain, reference), (mine, optimizer)):
+        train(model.parameters(), each)
+    assert optimizer.param_groups is optimizer._wrapped.param_groups
+    assert all(map(torch.equal, plain.parameters(), mine.parameters()))
     optimizer.close()
 
 
@@ -444,3 +452,177 @@ def test_a_step_method_that_was_kept_from_before_wrapping_is_the_wrappers(kind: 
     optimizer.close()
     with pytest.raises(ClosedError):
         kept()
+
+
+# --------------------------------------------------------------------------- both names
+
+
+class Scaled(Own):
+    """Momentum, whose attribute says how much of it counts; a method reads the state."""
+
+    scale = 1.0
+
+    def __init__(self, params: Any, **changed: Any) -> None:
+        super().__init__(params, **changed)
+        self.scale = 1.0
+
+    def update(self, p: Any, g: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
+        if not state:
+            state["momentum"] = torch.zeros_like(p)
+        p.sub_(state["momentum"].mul_(0.9).add_(g), alpha=group["lr"] * self.scale)
+
+    def total(self) -> float:
+        return sum(float(state["momentum"].sum()) for state in self.state.values())
+
+
+OPTIMIZERS = {
+    "streamed": (lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9), {}),
+    "host": (
+        lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, fused=True),
+        {"update_on": "host"},
+    ),
+    "elementwise": (Scaled, {"elementwise": True}),
+    "own step": (Scaled, {}),
+}
+each_kind = pytest.mark.parametrize("kind", OPTIMIZERS)
+
+
+def of_kind(kind: str) -> tuple[Any, Any, Any, Any]:
+    """A plain model and optimizer, and a model and the optimizer's two names."""
+    build, options = OPTIMIZERS[kind]
+    plain, mine = make(), make()
+    wrapped: Any = build(mine.parameters())
+    HybridDeviceOptimizer(wrapped, mine, transfer=SMALL, **options)
+    return plain, build(plain.parameters()), mine, wrapped
+
+
+def same_state(reference: Optimizer, optimizer: Optimizer) -> bool:
+    found = [[*state.items()] for state in optimizer.state.values()]
+    expected = [[*state.items()] for state in reference.state.values()]
+    return str(found) == str(expected)
+
+
+@each_kind
+def test_the_wrapped_optimizer_shows_what_the_wrapper_has(kind: str) -> None:
+    plain, reference, mine, wrapped = of_kind(kind)
+    wrapper = wrapped._for_checkpoints._optimizer
+    assert isinstance(wrapped, type(reference))
+    assert type(wrapped).__name__ == type(reference).__name__
+    for first in (0, 2, 4):
+        train(plain.parameters(), reference, range(first, first + 2))
+        train(mine.parameters(), (wrapped, wrapper)[first == 2], range(first, first + 2))
+        assert same_state(reference, wrapped)
+        assert wrapped.state is wrapper.state
+        assert repr(wrapped.state_dict()) == repr(reference.state_dict())
+        for state in (*wrapped.state.values(), *reference.state.values()):
+            next(iter(state.values())).mul_(0.5)  # by either name
+        with PhaseOffloader(mine, wrapped, grads="save").away():
+            assert same_state(reference, wrapped)
+        saved = reference.state_dict()
+        for each in (reference, wrapped):
+            each.load_state_dict(copy.deepcopy(saved))
+            assert same_state(reference, each)
+    train(plain.parameters(), reference)
+    train(mine.parameters(), wrapped)
+    assert all(map(torch.equal, plain.parameters(), mine.parameters()))
+    for name in ("param_groups", "defaults"):
+        setattr(wrapper, name, copy.copy(getattr(wrapper, name)))
+        assert getattr(wrapper, name) is getattr(wrapped, name)
+    for duplicate in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(ConfigError, match=r"save state_dict\(\)"):
+            duplicate(wrapped)
+    with pytest.raises(AttributeError, match=type(reference).__name__):
+        wrapped.no_such_name  # noqa: B018
+    wrapped.close()
+    with pytest.raises(ClosedError):
+        wrapped.state  # noqa: B018
+
+
+@pytest.mark.parametrize("kind", ["elementwise", "own step"])
+@pytest.mark.parametrize("on_wrapper", [True, False])
+def test_attributes_and_methods_of_the_class_are_those_of_both_names(
+    kind: str, on_wrapper: bool
+) -> None:
+    plain, reference, mine, wrapped = of_kind(kind)
+    each = wrapped._for_checkpoints._optimizer if on_wrapper else wrapped
+    for steps, scale in ((range(2), 0.5), (range(2, 4), 0.25)):
+        reference.scale = each.scale = scale
+        train(plain.parameters(), reference, steps)
+        train(mine.parameters(), wrapped, steps)
+        assert each.total() == reference.total()
+        assert each.scale == scale
+    assert all(map(torch.equal, plain.parameters(), mine.parameters()))
+    wrapped.close()
+    with pytest.raises(ClosedError):  # the class's code reads what the wrapper shows
+        each.total()
+
+
+@each_kind
+@pytest.mark.parametrize("on_wrapper", [True, False])
+def test_another_dict_of_state_is_taken_or_refused_with_what_works(
+    kind: str, on_wrapper: bool
+) -> None:
+    plain, reference, mine, wrapped = of_kind(kind)
+    optimizer = wrapped._for_checkpoints._optimizer if on_wrapper else wrapped
+    for steps in (range(2), range(2, 4)):
+        reference.state = defaultdict(dict)
+        if kind == "own step":
+            optimizer.state = defaultdict(dict)
+        else:
+            with pytest.raises(ConfigError) as caught:
+                optimizer.state = defaultdict(dict)
+            explained(caught.value, "optimizer.state.clear()")
+            optimizer.state.clear()  # as the message says
+        train(plain.parameters(), reference, steps)
+        train(mine.parameters(), optimizer, steps)
+        assert same_state(reference, wrapped)
+        assert all(map(torch.equal, plain.parameters(), mine.parameters()))
+    wrapped.close()
+
+
+def test_a_load_method_that_was_kept_from_before_wrapping_is_refused() -> None:
+    model = make()
+    inner = adamw(model)
+    saved, kept = copy.deepcopy(inner.state_dict()), inner.load_state_dict
+    optimizer = HybridDeviceOptimizer(inner, model)
+    train(model.parameters(), optimizer)
+    with pytest.raises(ConfigError, match=r"load_state_dict\(\)"):
+        kept(saved)
+    train(model.parameters(), inner)
+    assert inner.state[model[0].bias]["step"] == 4
+    optimizer.close()
+
+
+@pytest.mark.parametrize("name", ["grad_scale", "found_inf"])
+@pytest.mark.parametrize("kind", ["streamed", "elementwise"])
+def test_a_scale_that_a_fused_step_would_apply_is_refused_with_what_works(
+    kind: str, name: str
+) -> None:
+    _, _, mine, wrapped = of_kind(kind)
+    optimizer = wrapped._for_checkpoints._optimizer
+    assert not getattr(optimizer, "_step_supports_amp_scaling", False)
+    assert not wrapped._step_supports_amp_scaling
+    setattr(optimizer, name, torch.ones(()))
+    before = [bits(p).clone() for p in mine.parameters()]
+    with pytest.raises(ConfigError) as caught:
+        train(mine.parameters(), wrapped)
+    explained(caught.value, name, "set both to None", "unscale_")
+    assert all(map(torch.equal, before, [bits(p) for p in mine.parameters()]))
+    wrapped.grad_scale = wrapped.found_inf = None
+    train(mine.parameters(), optimizer)
+    wrapped.close()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_checkpoints_of_the_wrapped_optimizer_have_the_masters(tmp_path: Path) -> None:
+    model = make().to(torch.bfloat16)
+    wrapped = adamw(model)
+    optimizer = HybridDeviceOptimizer(wrapped, model)
+    train(model.parameters(), optimizer)
+    expected = copy.deepcopy(optimizer.state_dict())
+    checkpoint.save(tmp_path / "one", model, wrapped)
+    train(model.parameters(), optimizer)
+    checkpoint.load(tmp_path / "one", model, wrapped)
+    assert repr(optimizer.state_dict()) == repr(expected)
+    assert "master_remainder" in expected["state"][0]
+    optimizer.close()

@@ -1,0 +1,256 @@
+"""What a complete checkpoint consists of, and whether a folder is one.
+
+[Note: a complete checkpoint]
+A checkpoint is a folder with ``manifest.json``, which is written last and names every other file
+with its size and a CRC-32: of ``.metadata`` that of its bytes, of data files that of their table. A
+folder is complete if its manifest is intact and all files have the sizes that it says; its name
+means nothing.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import io
+import json
+import pickle
+import zlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch.distributed.checkpoint import metadata as dcp_metadata
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from ..core.errors import CheckpointError
+from .files import corrupt, read_table
+
+MANIFEST: Final = "manifest.json"
+METADATA: Final = ".metadata"
+FORMAT: Final = "fsdp_offload.checkpoint"
+VERSION: Final = 3
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a complete checkpoint consists of.
+
+    Args:
+        time_ns: when it was completed, in nanoseconds since 1970; greater than that of every
+            complete checkpoint that lay beside it.
+        world_size: ranks that wrote it.
+        optimizer: class of the (wrapped) optimizer; empty: unknown.
+        files: bytes of every file but the manifest, and its CRC-32 (of ``.metadata``: of all bytes;
+            of a data file: of its table).
+    """
+
+    time_ns: int
+    world_size: int
+    optimizer: str
+    files: Mapping[str, tuple[int, int]]
+    format: str = FORMAT
+    version: int = VERSION
+
+    def encode(self) -> bytes:
+        """As the file's bytes: JSON with its own CRC-32."""
+        text = json.dumps(asdict(self), sort_keys=True)
+        return json.dumps({"crc32": zlib.crc32(text.encode()), "manifest": text}).encode()
+
+    @classmethod
+    def decode(cls, data: bytes, path: Path) -> Manifest | None:
+        """From a file's bytes; ``None``: another program wrote them.
+
+        Raises:
+            CheckpointCorruptError: they are not as they were written.
+            CheckpointError: of another version of this package.
+        """
+        try:
+            outer = json.loads(data)
+            if "crc32" not in outer and FORMAT not in str(outer):  # a changed bit leaves one
+                return None
+            text = outer["manifest"]
+            if zlib.crc32(text.encode()) != outer["crc32"]:
+                raise corrupt(path, "it is not as it was written")
+            values = json.loads(text)
+            if values["version"] != VERSION:
+                raise CheckpointError(
+                    f"{path} of version {values['version']}",
+                    reason=f"this package reads version {VERSION}",
+                    remedy="load it with the version of fsdp_offload that wrote it",
+                )
+            # A later release may add fields.
+            files = {name: (int(nbytes), int(crc)) for name, (nbytes, crc, *_) in
+                     values["files"].items()}  # fmt: skip
+            return cls(int(values["time_ns"]), values["world_size"], values["optimizer"], files)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise corrupt(path, f"it is not what a save writes: {error!r}") from error
+
+
+class _MetadataPickler(pickle.Pickler):
+    """torch 2.15 writes strides of tensors, which earlier versions do not read, and may lack."""
+
+    def reducer_override(self, value: Any) -> Any:
+        """The first five fields of a tensor's properties, as of torch 2.11."""
+        if type(value) is not TensorProperties:
+            return NotImplemented
+        return copyreg.__newobj__, (TensorProperties,), value.__getstate__()[:5]  # type: ignore[attr-defined]
+
+
+def encode_metadata(metadata: Metadata) -> bytes:
+    """As the bytes of ``.metadata``, which torch 2.11 and later read."""
+    buffer = io.BytesIO()
+    _MetadataPickler(buffer).dump(metadata)
+    return buffer.getvalue()
+
+
+_DESCRIBING: Final = (
+    "builtins.set", "collections.OrderedDict", "torch.Size",
+    "pathlib.PosixPath", "pathlib._local.PosixPath",  # the second of Python 3.13
+)  # fmt: skip
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Reads ``.metadata`` of any origin: it runs no code that the file names."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """What makes an object of a class that describes tensors.
+
+        Raises:
+            CheckpointError: the file names anything else.
+        """
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        if (module, name) == ("torch.serialization", "_get_layout"):
+            return lambda layout: {"torch.strided": torch.strided}[layout]
+        # Neither functions nor classes themselves: a pickle may set attributes of what it gets.
+        if f"{module}.{name}" in _DESCRIBING:
+            plain = super().find_class(module, name)
+            return lambda *values: plain(*values)
+        of_dcp = {_StorageInfo.__name__: _StorageInfo, **vars(dcp_metadata)}.get(name)
+        if not isinstance(of_dcp, type) or of_dcp.__module__ != module:
+            raise CheckpointError(
+                f"{METADATA} with {module}.{name}",
+                reason="it describes no tensor, and may run code",
+                remedy="load another checkpoint; torch.distributed.checkpoint.load() reads this "
+                "one, if you trust who wrote it",
+            )
+        return type(name, (), {"__new__": lambda _, *values: of_dcp.__new__(of_dcp, *values)})
+
+
+def decode_metadata(data: bytes, path: Path) -> Metadata:
+    """What the bytes of ``.metadata`` describe; no code that they name is run.
+
+    Raises:
+        CheckpointError: they name a class that describes no tensor.
+        CheckpointCorruptError: they are no pickle of a ``Metadata``.
+    """
+    try:
+        metadata = _MetadataUnpickler(io.BytesIO(data)).load()
+    except CheckpointError:
+        raise
+    except Exception as error:  # changed bytes of a pickle may raise anything
+        raise corrupt(path, f"it cannot be read: {error}") from error
+    if not isinstance(metadata, Metadata):
+        raise corrupt(path, f"it holds a {type(metadata).__name__}")
+    return metadata
+
+
+def crc_of(path: Path) -> int:
+    """What tells a file from another of its size: of ``.metadata`` all bytes, else the table."""
+    if path.name == METADATA:
+        return zlib.crc32(path.read_bytes())
+    table = read_table(path)
+    if table is None:
+        raise corrupt(path, "it has no table of checksums")
+    return table.crc
+
+
+def open_checkpoint(path: Path) -> tuple[Manifest | None, Metadata]:
+    """Manifest (``None``: another program wrote the checkpoint) and metadata, verified.
+
+    Raises:
+        CheckpointCorruptError: one of them is not as it was written.
+        CheckpointError: there is no checkpoint.
+    """
+    manifest = read_manifest(path)
+    try:
+        data = (path / METADATA).read_bytes()
+    except OSError as error:
+        if manifest is not None:
+            raise corrupt(path / METADATA, "it is missing") from error
+        raise CheckpointError(
+            f"{path}",
+            reason=f"it has no {METADATA}: this is no checkpoint, or its saving was interrupted",
+            remedy="name the folder of a checkpoint; fsdp_offload.checkpoint.latest() finds one",
+        ) from error
+    if manifest is not None and manifest.files.get(METADATA) != (len(data), zlib.crc32(data)):
+        raise corrupt(path / METADATA, "it is not as it was written")
+    return manifest, decode_metadata(data, path / METADATA)
+
+
+def read_manifest(path: Path) -> Manifest | None:
+    """The manifest of a checkpoint; ``None`` if another program wrote it.
+
+    Raises:
+        CheckpointCorruptError: it is not as it was written.
+    """
+    try:
+        data = (path / MANIFEST).read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return Manifest.decode(data, path / MANIFEST)
+
+
+def check_files(path: Path, manifest: Manifest | None, metadata: Metadata) -> None:
+    """Compare sizes and tables with the manifest, and chunks with tensors, before a load.
+
+    Raises:
+        CheckpointCorruptError: a file is missing, or not as it was written.
+        CheckpointError: elements are in no chunk.
+    """
+    for name, (nbytes, crc) in manifest.files.items() if manifest is not None else ():
+        file = path / name
+        try:
+            found = file.stat().st_size
+        except OSError:
+            raise corrupt(file, "it is missing") from None
+        if found != nbytes:
+            raise corrupt(file, f"it has {found} bytes, but {nbytes} were written")
+        if name != METADATA and crc_of(file) != crc:
+            raise corrupt(file, "it is not as it was written, or of another save")
+    try:
+        _check_chunks(path, metadata)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise corrupt(path / METADATA, f"it is not what a save writes: {error}") from error
+
+
+def _check_chunks(path: Path, metadata: Metadata) -> None:
+    sizes: dict[str, int] = {}
+    for index, info in metadata.storage_data.items():
+        name = info.relative_path
+        if name not in sizes:
+            if not (path / name).is_file():
+                raise corrupt(path / name, "it is missing")
+            sizes[name] = (path / name).stat().st_size
+        if info.offset + info.length > sizes[name]:
+            raise corrupt(path / name, f"it ends within {index.fqn}")
+    for key, value in metadata.state_dict_metadata.items():
+        if isinstance(value, TensorStorageMetadata):
+            # torch refuses to save chunks that overlap or stick out.
+            chunks = {tuple(c.offsets): c.sizes for c in value.chunks if 0 not in c.sizes}
+            for offsets in chunks:
+                if MetadataIndex(key, offsets) not in metadata.storage_data:
+                    raise corrupt(path / METADATA, f"it names no file that has {key} at {offsets}")
+            if sum(box.numel() for box in chunks.values()) != value.size.numel():
+                raise CheckpointError(
+                    f"{path}: {key} of shape {tuple(value.size)}",
+                    reason=f"its {len(chunks)} chunks leave elements out",
+                    remedy="save it again with all ranks taking part",
+                )

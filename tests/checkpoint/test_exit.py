@@ -1,0 +1,155 @@
+"""How a process ends after, beside and without a save; ranks that are absent."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+from torch import nn
+
+from fsdp_offload import CheckpointError, checkpoint
+from fsdp_offload.checkpoint import api, files
+from tests.checkpoint.jobs import Ranks
+
+GROUPS = """
+import weakref, torch.distributed as dist
+from fsdp_offload.checkpoint.api import coordination_group
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+world = dist.group.WORLD  # as a model's mesh keeps it
+first = weakref.ref(coordination_group("save"))
+assert coordination_group("save") is first()
+dist.destroy_process_group()
+assert first() is None, "its threads live until the interpreter ends"
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+assert coordination_group("save") is not None
+dist.destroy_process_group()
+"""
+
+READER = """
+import sys, torch
+from fsdp_offload import checkpoint
+from fsdp_offload.checkpoint import files
+
+model = torch.nn.Sequential(*(torch.nn.Linear(300, 300) for _ in range(40)))
+jobs = [lambda: files.scratch(64 << 20).zero_()] * 40  # freed while the interpreter ends, it aborts
+checkpoint.load(sys.argv[1], model, threads=8)
+files.run_all(jobs, threads=8)
+"""
+
+LOST = """
+import sys, torch, torch.distributed as dist
+from fsdp_offload import checkpoint
+
+store = dist.FileStore(sys.argv[2], 2)
+dist.init_process_group("gloo", store=store, rank=int(sys.argv[3]), world_size=2)
+model = torch.nn.Sequential(*(torch.nn.Linear(300, 300) for _ in range(40)))
+checkpoint.async_save(sys.argv[1], model)
+if sys.argv[4] == "destroyed":
+    dist.destroy_process_group()
+"""
+
+
+def run(script: str, *args: object) -> subprocess.Popen[str]:
+    root = Path(__file__).parents[2]
+    return subprocess.Popen(
+        [sys.executable, "-c", script, *map(str, args)],
+        cwd=root, env={**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
+        stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
+    """Its code, and what it said."""
+    _, said = process.communicate(timeout=90)
+    return process.returncode, said
+
+
+def test_the_group_of_saves_ends_with_those_of_torch() -> None:
+    assert ended(run(GROUPS)) == (0, "")
+
+
+def test_no_thread_is_left_that_could_abort_the_process(tmp_path: Path) -> None:
+    before = threading.active_count()
+    files.run_all([lambda: time.sleep(0.01)] * 9, threads=4)
+    assert threading.active_count() == before
+    checkpoint.save(tmp_path / "one", nn.Sequential(*(nn.Linear(300, 300) for _ in range(40))))
+    for process in [run(READER, tmp_path / "one") for _ in range(2)]:
+        assert ended(process) == (0, "")
+
+
+@pytest.mark.parametrize("group", ["kept", "destroyed"])
+def test_a_save_whose_result_nobody_took(tmp_path: Path, group: str) -> None:
+    """It is finished when the interpreter ends; without its group an error names what is lost."""
+    path = tmp_path / "run" / "one"
+    processes = [run(LOST, path, tmp_path / "store", rank, group) for rank in range(2)]
+    told = [ended(process) for process in processes]
+    assert [code for code, _ in told] == [0, 0], told
+    if group == "kept":
+        assert checkpoint.latest(path.parent) == path
+    else:
+        assert all(f"{path}: its process group was destroyed" in said for _, said in told), told
+        assert not list(path.parent.glob("*"))
+
+
+def come_late(path: Path) -> list[str]:
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("fsdp_offload").addHandler(handler)
+    model = nn.Linear(3, 3)
+    with mock.patch.object(api, "_ABSENT_S", 0.2):
+        for turn, late in enumerate((1, 0)):
+            if dist.get_rank() == late:
+                time.sleep(1)
+            checkpoint.save(path / f"{turn}", model)
+    logging.getLogger("fsdp_offload").removeHandler(handler)
+    return told
+
+
+def test_the_log_names_ranks_that_do_not_come(ranks: Ranks, tmp_path: Path) -> None:
+    first, second = ranks(2).run(come_late, tmp_path)
+    (waits,) = (line for line in first if "waits" in line)
+    assert "checkpoint.save" in waits
+    assert "1 of 2 ranks, which have not called it: 1." in waits
+    assert any("called it: 0." in line for line in second)
+
+
+def leave(path: Path, where: str) -> Any:
+    """Rank 0 leaves a save half-way; the next one is a good one, on both ranks."""
+    model, rank = nn.Linear(3, 3), dist.get_rank()
+    checkpoint.save(path / "first", model)
+
+    def gone(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    owner, name = {"meeting": (time, "sleep"), "collective": (dist, "scatter_object_list")}[where]
+    patched = mock.patch.object(owner, name, gone if rank == 0 else getattr(owner, name))
+    kind: Any = KeyboardInterrupt if rank == 0 else CheckpointError
+    if where == "meeting":
+        if rank == 0:
+            with patched, pytest.raises(KeyboardInterrupt):
+                checkpoint.save(path / "second", model)
+        dist.barrier()
+    else:
+        with patched, pytest.raises(kind):
+            checkpoint.save(path / "second", model)
+    checkpoint.save(path / "third", model)
+    checkpoint.load(path / "third", model)
+    dist.barrier()
+    return sorted(each.name for each in path.iterdir())
+
+
+@pytest.mark.parametrize("where", ["meeting", "collective"])
+def test_a_rank_that_leaves_a_save_is_in_the_next(ranks: Ranks, tmp_path: Path, where: str) -> None:
+    for left in ranks(2).run(leave, tmp_path, where):
+        assert left == ["first", "third"]
