@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from . import events_interrupts, events_state, events_steps  # noqa: F401  (they fill EVENTS)
+from . import events_interrupts, events_phases  # noqa: F401  (they fill EVENTS, as those they use)
 from .cases import Case, Event, draw_case
 from .kinds import EVENTS
 from .pair import Pair

@@ -143,7 +143,6 @@ def run_seeds(
     ranks: int = 1,
     without: Iterable[str] = (),
     *,
-    seconds: float | None = None,
     most_failures: int = 1,
 ) -> Outcome:
     """Run one sequence after another.
@@ -152,15 +151,12 @@ def run_seeds(
         seeds: of the sequences.
         ranks: in how many processes; more than one: this is one of them.
         without: names of events that are left out.
-        seconds: begin no further sequence after them (one process only).
         most_failures: stop after so many.
     """
     left_out, failures, count, counts = frozenset(without), list[Failure](), 0, Counter[str]()
-    began, cpu = time.monotonic(), time.process_time()
+    cpu = time.process_time()
     with ready() as mesh:
         for seed in seeds:
-            if seconds is not None and time.monotonic() - began > seconds:
-                break
             case = draw(seed, ranks, left_out)
             count += 1
             if report := run_case(case, mesh, counts):

@@ -42,7 +42,7 @@ def test_many_sequences_in_one_process(part: int) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("part", range(10))
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, 4])
 def test_many_sequences_on_ranks(ranks: Ranks, size: int, part: int) -> None:
     first = LONG_FROM + 200 * part
     check(ranks(size).run(run_seeds, range(first, first + 200), size, timeout_s=540)[0])
