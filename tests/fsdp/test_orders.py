@@ -16,10 +16,10 @@ from torch.optim import Optimizer
 from fsdp_offload import PhaseOffloader, SpentGradientError
 from fsdp_offload.core import dtensor
 from fsdp_offload.pipeline import overlap
-from fsdp_offload.testing import StreamSimulator
 from tests.fsdp import models
 from tests.fsdp.models import Ranks, check
 from tests.helpers.compare import bits
+from tests.helpers.simulator import StreamSimulator
 
 STEPS = 5
 Order = Callable[[Any, Optimizer, int], None]
