@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import gc
 import json
@@ -24,23 +23,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
-from .arguments import SIZES, SMALL
 from .model import Job
 
 Row = dict[str, Any]
 COPY_BYTES: Final = 256 << 20
 COPIES: Final = 8
 VARIABLES: Final = ("CUDA_", "NCCL_", "PYTORCH_")  # of the environment: what changes times
-
-
-def options_of(parser: argparse.ArgumentParser, words: Sequence[str] | None) -> argparse.Namespace:
-    """A command line; device and sizes that it does not name are the usual ones."""
-    options = parser.parse_args(words)
-    options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    for name, size in (SMALL if options.device == "cpu" else SIZES).items():
-        if getattr(options, name, None) is None:
-            setattr(options, name, size)
-    return options
 
 
 @contextlib.contextmanager

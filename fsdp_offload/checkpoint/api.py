@@ -10,7 +10,7 @@ training. Packing and chunk metadata need none.
 Before the first of them, and before their group is made, all ranks meet at the store of the process
 group, where those that wait can tell who is absent. There they agree, too, whether a new gloo group
 is needed: a rank that left the collectives of a save or a load half-way, by Ctrl-C for instance,
-destroys its group, upon which those of the other ranks fail, too.
+drops its group, whose connections end with the error's last frame; the other ranks then fail, too.
 """
 
 from __future__ import annotations
@@ -244,7 +244,7 @@ def _in_background(
         except BaseException as error:
             if world is not None and world is not dist.group.WORLD and error is not lost:
                 lost.__cause__, error = error, lost
-            _log.error("saving in the background failed: %s", error)
+            _log.error("saving %s in the background failed: %s", writer.path, error)
             future.set_exception(error)
         else:
             future.set_result(None)

@@ -111,7 +111,7 @@ def test_an_interrupt_is_raised_when_no_thread_works_any_more() -> None:
     assert ended
 
 
-@pytest.mark.parametrize("name", ["write_whole", "_install"])
+@pytest.mark.parametrize("name", ["write_whole", "install"])
 def test_an_interrupted_commit_is_a_whole_one(tmp_path: Path, name: str) -> None:
     pair = pair_of(layers(6, 6))
     checkpoint.save(tmp_path / "one", *pair, extra={"turn": 1})
@@ -172,7 +172,7 @@ def test_at_any_line_all_stays_usable(tmp_path: Path, call: str, moments: int) -
         reset()
         all_lines, interrupted = lines(work, 0), 0
     chance = random.Random(moments)
-    descriptors, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
+    descriptors, threads = len(os.listdir("/proc/self/fd")), {*threading.enumerate()}
     for at in sorted(chance.sample(range(1, all_lines), min(moments, all_lines - 1))):
         reset()
         with contextlib.suppress(KeyboardInterrupt):
@@ -181,7 +181,9 @@ def test_at_any_line_all_stays_usable(tmp_path: Path, call: str, moments: int) -
         interrupted += 1
         gc.collect()
         assert len(os.listdir("/proc/self/fd")) == descriptors, at
-        assert threading.active_count() <= threads, at
+        for thread in {*threading.enumerate()} - threads:
+            thread.join(10)
+            assert not thread.is_alive(), at
         if call == "load":
             checkpoint.load(tmp_path / "good", *pair)
         else:
@@ -192,4 +194,4 @@ def test_at_any_line_all_stays_usable(tmp_path: Path, call: str, moments: int) -
             assert not names or checkpoint.load(path, *pair)["turn"] in (0, 1)
             checkpoint.save(path, *pair, overwrite=True)
         assert_same(values_of(pair), expected)
-    assert interrupted > 0.9 * min(moments, all_lines - 1)
+    assert interrupted > 0.5 * min(moments, all_lines - 1)
