@@ -142,9 +142,8 @@ class Reader(FileSystemReader):
                 else:
                     jobs += _tensor_jobs(file, info, self._box(request), targets[request])
             run_all(jobs, threads=self._threads, text="loading")
-        with torch.no_grad():
-            for request, value in apart.items():
-                targets[request].copy_(value)
+        for request, value in apart.items():
+            targets[request].detach().copy_(value)
         for request, target in targets.items():
             planner.commit_tensor(request, target)  # planners of others may do something
         if foreign:
@@ -378,8 +377,7 @@ def _read_rows(file: _File, info: _StorageInfo, start: int, box: Tensor, target:
     flat = torch.empty(1 + sum((size - 1) * stride for size, stride in steps), dtype=box.dtype)
     first = start + int(box.storage_offset()) * box.element_size()
     file.read(info, first, memory_of(as_bytes(flat)))
-    with torch.no_grad():
-        target.copy_(flat.as_strided(box.shape, box.stride()))
+    target.detach().copy_(flat.as_strided(box.shape, box.stride()))
 
 
 def _block_jobs(file: _File, info: _StorageInfo, first: int, target: Tensor) -> Iterator[Job]:
