@@ -19,7 +19,7 @@ from ..core.backend import backend_for
 from ..core.config import TransferConfig
 from ..core.errors import OffloadError, UnsupportedParameterError
 from ..link import HostPool, HostRange
-from .files import BLOCK_BYTES, aligned, as_bytes, run_all
+from .files import BLOCK_BYTES, aligned, as_bytes, run_all, without_class
 
 
 class Stager(AsyncStager):
@@ -178,16 +178,8 @@ def _local_copy(tensor: Tensor, copy: Callable[[Tensor], Tensor]) -> Tensor:
         return make.__tensor_unflatten__(parts, context, tensor.size(), tensor.stride())  # type: ignore[no-any-return]
     if not _is_dense(tensor):
         return copy(tensor)
-    with torch._C.DisableTorchFunctionSubclass():
-        plain = tensor.detach().as_subclass(Tensor)
-        if plain.numel() and not plain.data_ptr():
-            raise UnsupportedParameterError(
-                f"a tensor of type {type(tensor).__name__} and shape {tuple(tensor.shape)}",
-                reason="it has no memory of its own that could be copied",
-                remedy="leave it out of what is saved, or save a tensor with its values",
-            )
-        copied = copy(plain)
-        return copied if type(tensor) is Tensor else copied.as_subclass(type(tensor))
+    copied = copy(without_class(tensor))
+    return copied if type(tensor) is Tensor else copied.as_subclass(type(tensor))
 
 
 def _is_dense(tensor: Tensor) -> bool:

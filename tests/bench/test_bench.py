@@ -162,6 +162,6 @@ def test_the_study_of_checkpoints(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_as_users_start_it() -> None:
-    command = [sys.executable, "-W", "ignore", "-m", "fsdp_offload", "bench", *TINY, *SHORT]
+    command = [sys.executable, "-W", "ignore", "-m", "fsdp_offload.bench", *TINY, *SHORT]
     done = subprocess.run([*command, "--rows", "plain"], capture_output=True, text=True, check=True)
     assert "| plain |" in done.stdout

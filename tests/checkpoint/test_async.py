@@ -296,6 +296,17 @@ def test_what_cannot_be_copied_is_refused_before_a_thread_starts(
         Stager().stage({"a": {"b": make()}})
 
 
+@pytest.mark.parametrize("make", [fake, lambda: TwoTensor(weight(), weight())])
+def test_save_refuses_a_buffer_without_memory_of_its_own(
+    make: Callable[[], Tensor], tmp_path: Path
+) -> None:
+    model = nn.Linear(2, 2)
+    model.register_buffer("b", make())
+    with pytest.raises(UnsupportedParameterError, match="no memory of its own"):
+        checkpoint.save(tmp_path / "one", model)
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.filterwarnings("ignore:.*quantized tensor")
 def test_a_buffer_that_no_save_can_write_is_an_error_of_the_future(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
