@@ -281,6 +281,8 @@ def ctrl_c_in_save(pair: Pair, rng: random.Random) -> None:
     if pair.is_spent:
         pair.zero_grad("wrapper")
     moments.append(save_both(pair, "copy"))
+    if not moments[0].fits(pair):
+        return
     n_open = len(os.listdir("/proc/self/fd"))
     with _ctrl_c(pair, rng, "save"):
         _save(pair, rng)
@@ -301,6 +303,8 @@ def ctrl_c_in_load(pair: Pair, rng: random.Random) -> None:
     _save(pair, rng)
     moment = save_both(pair, "copy")
     train(pair, rng)
+    if not moment.fits(pair):
+        return
     if pair.is_spent:
         pair.zero_grad("wrapper")
     n_open = len(os.listdir("/proc/self/fd"))

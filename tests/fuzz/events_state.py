@@ -227,7 +227,12 @@ class Saved:
     state: dict[int, dict[str, Any]]  # of the plain optimizer
     groups: list[dict[str, Any]]
     order: list[int]
+    unrecorded: set[int]
     own: dict[str, Any]  # of the wrapped one
+
+    def fits(self, pair: Pair) -> bool:
+        """Whether groups, and what is known of frozen parameters, are the same now."""
+        return self.order == pair.order and self.unrecorded == pair.unrecorded
 
 
 def save_both(pair: Pair, how: str) -> Saved:
@@ -243,6 +248,7 @@ def save_both(pair: Pair, how: str) -> Saved:
         pair.plain_state(cloned=True),
         _options(pair),
         pair.order,
+        set(pair.unrecorded),
         copy.deepcopy(found),
     )
 
@@ -264,7 +270,7 @@ def save(pair: Pair, rng: random.Random) -> None:
 def load(pair: Pair, rng: random.Random) -> None:
     """What was kept, weights first: by hand or by the module."""
     saved, by_module = pair.saved.get(rng.randrange(2)), rng.random() < 0.5
-    if saved is None or saved.order != pair.order:
+    if saved is None or not saved.fits(pair):
         return
     pair.say(f"weights by {'the module' if by_module else 'hand'}")
     if pair.is_spent:
@@ -287,7 +293,7 @@ def load_and_put_weights_back(pair: Pair, rng: random.Random) -> None:
 def load_plain(pair: Pair, rng: random.Random) -> None:
     """The plain optimizer's state dict: masters become the weights."""
     saved = pair.saved.get(rng.randrange(2))
-    if saved is None or saved.order != pair.order:
+    if saved is None or not saved.fits(pair):
         return
     _restore_weights(pair, saved, by_module=False)
     pair.wrapped.load_state_dict(_as_plain_dict(pair, saved))
@@ -424,7 +430,7 @@ def checkpoint_saved(pair: Pair, rng: random.Random) -> None:
 def checkpoint_loaded(pair: Pair, rng: random.Random) -> None:
     """The last one."""
     saved = pair.saved.get(2)
-    if saved is None or saved.order != pair.order:
+    if saved is None or not saved.fits(pair):
         return
     if pair.is_spent:
         pair.zero_grad("wrapper")
@@ -446,6 +452,8 @@ def rewrapped(pair: Pair, rng: random.Random) -> None:
     """Closed, built anew in other lanes, and loaded."""
     if not pair.reshard():
         return
+    if pair.is_spent:
+        pair.zero_grad("wrapper")
     pair.end_phases()
     kept = copy.deepcopy(pair.wrapped.state_dict())
     inner = pair.rebuilt_inner()

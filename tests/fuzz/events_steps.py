@@ -71,7 +71,7 @@ def gradients(
 @event(26)
 def train(pair: Pair, rng: random.Random) -> None:
     """A whole iteration: gradients, now and then in two backward passes or clipped, and a step."""
-    accumulates, clips = rng.random() < 0.15, rng.random() < 0.3
+    accumulates, clips, to_none = rng.random() < 0.15, rng.random() < 0.3, rng.random() < 0.8
     if accumulates and pair.in_backward:
         pair.zero_grad("wrapper")
         with pair.wrapped.accumulate():
@@ -79,7 +79,7 @@ def train(pair: Pair, rng: random.Random) -> None:
         pair.has_taken = False
         pair.backward(generator_of(rng), _present(pair, rng), 1.0)
     else:
-        gradients(pair, rng, laid_out=not clips)
+        gradients(pair, rng, laid_out=to_none and not clips)
         if accumulates:
             _more(pair, rng)
     clips = clips and not pair.in_backward and pair.is_wrapped
@@ -92,7 +92,7 @@ def train(pair: Pair, rng: random.Random) -> None:
         EVENTS[name].run(pair, rng)
     pair.step(rng.getrandbits(31))
     if clips or pair.mesh is None or rng.random() < 0.5:
-        pair.zero_grad("wrapper", to_none=rng.random() < 0.8)
+        pair.zero_grad("wrapper", to_none=to_none)
 
 
 BEFORE_STEP = (

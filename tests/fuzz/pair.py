@@ -271,7 +271,7 @@ class Pair:
                 loss.backward()
         self.has_run = True
         if self.has_taken:
-            self.evaluate(generator, present)  # or FSDP2 would not reshard
+            self.evaluate(generator, [True] * len(present))  # or FSDP2 would not reshard
 
     @torch.no_grad()
     def evaluate(self, generator: torch.Generator, present: list[bool]) -> None:
