@@ -200,8 +200,8 @@ class Reader(FileSystemReader):
             path = Path(self.path) / name
             if (table := self._table(name)) is None:
                 return None
-            descriptor = os.open(path, os.O_RDONLY)
-            files.callback(os.close, descriptor)
+            # An object, which closes it wherever Ctrl-C comes.
+            descriptor = files.enter_context(path.open("rb", buffering=0)).fileno()
             return _File(path, descriptor, table.block_bytes, table.of(self._items[name], path))
 
         return opened

@@ -474,7 +474,8 @@ class Pair:
         if key not in self.phases:
             self.phases[key] = PhaseOffloader(self.model, self.wrapped, **options)
         phases = self.phases[key]
-        self.reshard()  # as PhaseOffloader does
+        for model in (self.model, self.twin):
+            model.state_dict()  # FSDP2 reshards for it, as PhaseOffloader does
         phases.offload()
         yield phases
         phases.reload()
