@@ -52,6 +52,6 @@ def test_many_sequences_on_ranks(ranks: Ranks, size: int, part: int) -> None:
 @pytest.mark.parametrize("name", PLANTS)
 def test_planted_faults_are_found(name: str) -> None:
     with planted(name):
-        found = run_seeds(range(3000)).failures
+        found = run_seeds(range(6000)).failures
     assert found
     assert run_again(found[0].seed, 1, found[0].kept) is None
