@@ -178,26 +178,27 @@ def same_training(lanes: str, policy: str, dtype: str, *, keep_addresses: bool =
         optimizer: Any = make_optimizer(net, lanes)
         options = POLICIES[policy]
         phases: Any = None
+        alone: Any = None
         if switched:
             phases = PhaseOffloader(net, optimizer, keep_addresses=keep_addresses, **options)
+            alone = PhaseOffloader(net, optimizer, params="keep", grads="keep")
 
-        def switch(where: str, phases: Any = phases, optimizer: Any = optimizer) -> None:
+        def switch(where: str, phases: Any = phases, alone: Any = alone) -> None:
             if phases is None:
                 return
             if where == "stepped" or policy.startswith("grads"):
                 with phases.away():
                     assert phases.is_away
                 assert not phases.is_away
-            if where == "stepped" and isinstance(optimizer, HybridDeviceOptimizer):
-                optimizer.offload()
-                assert optimizer.is_away
-                optimizer.offload()  # nothing left to do
-                optimizer.reload()
-                assert not optimizer.is_away
+            if where == "stepped":
+                with alone.away():
+                    alone.offload()  # nothing left to do
+                    assert alone.is_away
+                assert not alone.is_away
 
         train(net, optimizer, range(STEPS), switch)
         results.append(snapshot(net, optimizer))
-        close(phases, optimizer)
+        close(phases, alone, optimizer)
     assert_same(results[1], results[0], f"{lanes}, {policy}, {dtype}")
 
 

@@ -74,7 +74,7 @@ class PhaseOffloader:
         model: the module or modules; FSDP2 modules are resharded by each offload.
         optimizer: a :class:`HybridDeviceOptimizer`, any ``torch.optim.Optimizer``, or None.
         params: parameters and buffers. ``"save"``: copied out and in. ``"keep"``: they stay on the
-            device.
+            device, and forward works while the rest is away, unless gradients are saved.
         grads: ``None``: ``.grad`` is None afterwards; a gradient that no ``step()`` of the
             optimizer has consumed is an error. ``"drop"``: that one is dropped, too. ``"save"``:
             copied out and in. ``"keep"``: stays on the device.
@@ -135,7 +135,7 @@ class PhaseOffloader:
         }
         saved = ", ".join(kind for kind in KINDS if self._policies[kind] == "save") or "nothing"
         self._transfer = Transfer(backend, transfer, f"PhaseOffloader: {saved}", empties_cache=True)
-        self._guard = ModelGuard(models, self)
+        self._guard = ModelGuard(models, self, allows_forward=params == "keep" and grads != "save")
         self._is_away = self._is_closed = self._moves_optimizer = False
         self._pid = os.getpid()
         self._cycles = 0
@@ -188,7 +188,7 @@ class PhaseOffloader:
     def _offload(self) -> None:
         if not self._is_away:
             optimizer = self._optimizer
-            # The user may have offloaded the optimizer alone: then it is reloaded alone, too.
+            # Another offloader may have it away, and then that one reloads it.
             self._moves_optimizer = optimizer is not None and not optimizer.is_away
             self._prepare()
             parameters = self._parameters()
