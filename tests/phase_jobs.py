@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
-import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -25,13 +24,13 @@ from torch.optim import Optimizer
 from fsdp_offload import (
     AwayError,
     DeviceMemoryError,
-    HybridDeviceOptimizer,
     PhaseOffloader,
     TransferConfig,
     checkpoint,
     swap,
 )
 from tests.helpers.compare import assert_same, local
+from tests.helpers.lanes import in_lanes
 
 WIDTH = 129  # rows: uneven over 2 and 4 ranks, and not a multiple of 4
 STEPS = 4
@@ -105,11 +104,7 @@ def make_optimizer(net: Net, lanes: str, lr: float = 0.01) -> Optimizer:
     options = LANES[lanes]
     if options is None:
         return plain
-    options = dict(options)
-    if isinstance(cycle := options.get("update_on"), tuple):
-        count = sum(1 for _ in net.parameters())
-        options["update_on"] = list(itertools.islice(itertools.cycle(cycle), count))
-    return HybridDeviceOptimizer(plain, model=net, transfer=SMALL, **options)
+    return in_lanes(plain, model=net, transfer=SMALL, **options)
 
 
 def close(*things: Any) -> None:

@@ -34,7 +34,7 @@ from torch.utils.hooks import RemovableHandle
 from ..core import dtensor
 from ..core.arguments import backend_of, modules_of
 from ..core.backend import stream_to_wait
-from ..core.config import Lane, OffloadConfig, TransferConfig, check_keywords
+from ..core.config import OffloadConfig, TransferConfig, check_keywords
 from ..core.errors import ConfigError, SpentGradientError
 from ..core.progress import is_rank_0, warn
 from ..pipeline.gradients import count_empty_shards, gradient_of
@@ -89,9 +89,8 @@ class HybridDeviceOptimizer(Optimizer):
             Bits do not depend on it.
         host_memory: bytes that all ranks of this host may use together, for this and everything
             else of this package; None: what is free.
-        update_on: where offloaded state is updated: ``"device"`` (default), ``"host"``: torch's
-            CPU kernels on this rank's cores, or one lane name per trainable parameter in
-            ``param_groups`` order.
+        update_on: where offloaded state is updated: ``"device"`` (default), or ``"host"``: torch's
+            CPU kernels on this rank's cores.
         overlap: ``"step"``: updates run inside ``step()``. ``"forward"``: it returns at once, each
             FSDP2 module of ``model`` waits for its own parameters, and other code that uses a
             parameter or its gradient waits, too. ``"backward"``: besides, parameters are updated
@@ -128,7 +127,7 @@ class HybridDeviceOptimizer(Optimizer):
         device_memory: int | str = "auto",
         host_memory: int | str | None = None,
         overlap: str | None = None,
-        update_on: str | Sequence[str] = "device",
+        update_on: str = "device",
         moments: torch.dtype | str | None = None,
         master_weights: bool = True,
         offload_fraction: float | None = None,
@@ -567,13 +566,6 @@ class HybridDeviceOptimizer(Optimizer):
         norm = clipping.total_norm(gradients, norm_type, error_if_nonfinite=error_if_nonfinite)
         clipping.scale(gradients, clipping.coefficient(norm, max_norm))
         return norm
-
-    @property
-    def lanes(self) -> list[Lane]:
-        """The lane of each trainable parameter, in ``param_groups`` order, as ``update_on=``
-        takes it."""
-        known = {param.parameter: param.lane for param in self._reserved.params}
-        return [known.get(p, "resident") for p, _ in self._reserved.inventory.trainable()]
 
     @property
     def device(self) -> torch.device:

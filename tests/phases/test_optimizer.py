@@ -30,6 +30,7 @@ from fsdp_offload.pipeline.engine import Engine
 from fsdp_offload.testing import ADVERSARIES, StreamSimulator
 from tests.away import model_away, optimizer_alone
 from tests.helpers.compare import assert_same, bits
+from tests.helpers.lanes import in_lanes
 from tests.helpers.side_by_side import MATRICES, SHAPES, SMALL, two_groups
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -52,7 +53,7 @@ def build(
     values = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
     parameters = [nn.Parameter(value) for value in values]
     wrap.setdefault("transfer", SMALL)
-    return parameters, HybridDeviceOptimizer(make(two_groups(parameters)), **wrap)
+    return parameters, in_lanes(make(two_groups(parameters)), **wrap)
 
 
 def step(parameters: list[nn.Parameter], optimizer: Optimizer, index: int) -> None:

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fsdp_offload import HybridDeviceOptimizer
 from fsdp_offload.update import fused_adam
 from tests.away import optimizer_alone
 from tests.helpers.compare import assert_same
+from tests.helpers.lanes import in_lanes
 from tests.helpers.training import SMALL
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -37,9 +37,7 @@ class Run:
         ]
         lanes = [lane] * len(NUMELS)
         transfer = {"transfer": SMALL} if lane == "streamed" else {}
-        self.optimizer = HybridDeviceOptimizer(
-            build(self.parameters), update_on=lanes, **transfer, **options
-        )
+        self.optimizer = in_lanes(build(self.parameters), update_on=lanes, **transfer, **options)
 
     def step(self, step: int, *, missing: bool = False) -> None:
         generator = torch.Generator().manual_seed(10 + step)
