@@ -35,7 +35,7 @@ from ..core import dtensor
 from ..core.arguments import backend_of, modules_of
 from ..core.backend import stream_to_wait
 from ..core.config import OffloadConfig, TransferConfig, check_keywords
-from ..core.errors import ConfigError, SpentGradientError
+from ..core.errors import ConfigError, SpentGradientError, copy_error
 from ..core.progress import is_rank_0, warn
 from ..pipeline.gradients import count_empty_shards, gradient_of
 from ..pipeline.inventory import Placed
@@ -640,11 +640,7 @@ class HybridDeviceOptimizer(Optimizer):
             super().__setattr__(name, value)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:  # copy.deepcopy calls it, too
-        raise ConfigError(
-            f"copy or pickle of {type(self).__name__}",
-            reason="its state is memory of this process",
-            remedy="save state_dict() and load it into a new wrapper",
-        )
+        raise copy_error(self, "save state_dict() and load it into a new wrapper")
 
     @property
     def _for_checkpoints(self) -> CheckpointView:

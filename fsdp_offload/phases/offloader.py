@@ -18,7 +18,13 @@ from ..core import storage as storages
 from ..core.arguments import backend_of, check_optimizer, modules_of
 from ..core.backend import release_cached
 from ..core.config import TransferConfig, check_choice
-from ..core.errors import ClosedError, ConfigError, DeviceMemoryError, UnsupportedParameterError
+from ..core.errors import (
+    ConfigError,
+    DeviceMemoryError,
+    UnsupportedParameterError,
+    check_open,
+    copy_error,
+)
 from ..core.fsdp import find_groups
 from ..core.interrupts import held_back
 from ..core.offloadable import offloadable_of
@@ -137,8 +143,7 @@ class PhaseOffloader:
         self._transfer = Transfer(backend, transfer, f"PhaseOffloader: {saved}", empties_cache=True)
         self._guard = ModelGuard(models, self, allows_forward=params == "keep" and grads != "save")
         self._is_away = self._is_closed = self._moves_optimizer = False
-        self._pid = os.getpid()
-        self._cycles = 0
+        self._pid, self._cycles = os.getpid(), 0
         with held_back():
             try:
                 with self._turn("PhaseOffloader()"):
@@ -295,23 +300,10 @@ class PhaseOffloader:
         )
 
     def __reduce__(self) -> NoReturn:
-        raise ConfigError(
-            "a copy or a pickle of a PhaseOffloader",
-            reason="it owns host memory and stands before one model",
-            remedy="build one for the other model",
-        )
+        raise copy_error(self, "build one for the other model")
 
     def _check(self) -> None:
-        if self._is_closed:
-            raise ClosedError(
-                "a closed PhaseOffloader", reason="its memory was given back", remedy="build one"
-            )
-        if os.getpid() != self._pid:
-            raise ClosedError(
-                f"a PhaseOffloader of process {self._pid} used in process {os.getpid()}",
-                reason="its memory is not inherited by forked processes",
-                remedy="offload and reload in the process that built it",
-            )
+        check_open("a PhaseOffloader", self._pid, is_closed=self._is_closed)
 
     # ------------------------------------------------------------------ what moves
 
