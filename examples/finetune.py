@@ -153,13 +153,14 @@ def main():
     say(optimizer)
     if device.type != "cpu":
         say(f"GPU peak {torch.accelerator.max_memory_allocated() / 2**30:.1f} GiB")
-    checkpoint.export_safetensors(model, args.out / "model")
+    exported = args.out / f"model-{args.steps:06d}"
+    checkpoint.export_safetensors(model, exported)
     if rank == 0:
-        model.config.save_pretrained(args.out / "model")
+        model.config.save_pretrained(exported)
         if tokenizer:
-            tokenizer.save_pretrained(args.out / "model")
+            tokenizer.save_pretrained(exported)
         if (folder / "generation_config.json").exists():
-            shutil.copy(folder / "generation_config.json", args.out / "model")
+            shutil.copy(folder / "generation_config.json", exported)
     optimizer.close()
     dist.destroy_process_group()
 

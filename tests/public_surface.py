@@ -21,7 +21,6 @@ MODULES = (
     "fsdp_offload.checkpoint",
     "fsdp_offload.checkpoint.megatron_fsdp",
     "fsdp_offload.phases",
-    "fsdp_offload.testing",
 )
 """Those that a user imports from; each has ``__all__``."""
 PROTOCOLS = ("__call__", "__enter__", "__exit__")

@@ -26,7 +26,7 @@ from fsdp_offload import (
     UnsupportedParameterError,
     checkpoint,
 )
-from fsdp_offload.core.config import parse_bytes
+from fsdp_offload.core.config import OffloadConfig, parse_bytes
 from tests.fsdp import models
 from tests.fsdp.models import Ranks, check
 from tests.helpers.compare import assert_same, bits
@@ -42,12 +42,12 @@ GIB = 1 << 30
     [
         (0.5, "a share", 8 * GIB),
         ("0.5", "a share", 8 * GIB),
-        (8, "less than 1 MiB", 8 * GIB),
+        (8, "so few", 8 * GIB),
         ("8", "needs a unit", 8 * GIB),
         (8.0, "a float", 8 * GIB),
         (1.5, "a float", GIB * 3 // 2),
-        (4096, "less than 1 MiB", 4 * GIB),
-        ((1 << 20) - 1, "less than 1 MiB", ((1 << 20) - 1) << 20),
+        (4096, "so few", 4 * GIB),
+        ((1 << 20) - 1, "so few", ((1 << 20) - 1) << 20),
         (8e9, "a float", 8 * 10**9),
         ("8589934592", "needs a unit", 8 * GIB),
         (True, "not a size", 8 * GIB),
@@ -70,6 +70,9 @@ def test_what_is_a_size() -> None:
     sizes = {0: 0, "0": 0, 1 << 20: 1 << 20, "4KiB": 4096, "1.5 GB": 1_500_000_000, "3b": 3}
     assert {given: parse_bytes(given) for given in sizes} == sizes
     assert replace(TransferConfig(bucket_bytes="4KiB"), pin="never").bucket_bytes == "4KiB"
+    assert OffloadConfig.make(transfer=TransferConfig(bucket_bytes=65536)).bucket_bytes == 65536
+    with pytest.raises(ConfigError, match='write "64GiB"'):
+        TransferConfig(bucket_bytes=64)
 
 
 SIZES: dict[str, Callable[..., object]] = {

@@ -11,15 +11,17 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from fsdp_offload.bench.table import ITERATIONS, PHASES, markdown_table
+from fsdp_offload.bench.table import ITERATIONS, markdown_table
 
 FOLDER = Path(__file__).resolve().parent
+PHASES = runpy.run_path(str(FOLDER / "studies" / "phases.py"))["PHASES"]
 COLUMNS = {"iteration": ITERATIONS, "phases": PHASES}
 SPECIAL = ("deterministic", "settings")  # for losses, and for a chart: on a page of their own
 HEADS = {

@@ -25,18 +25,15 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from ..core.backend import Backend, Event, TimedEvent, in_turns
+from ..core.backend import Backend, Event, in_turns
 from ..core.config import MIB, align
 from ..core.errors import ClosedError, DeviceError
 from ..link.host_pool import HostPool, Intervals
-from ..plan.share import AHEAD
 from .handles import MemoryRange, written_error
 from .selection import Span
 
-PROBE_BYTES: Final = 16 * MIB
-PROBES: Final = 64
-"""In each direction, of other host memory each: what the processor has cached is faster, and at
-either end of a short probe one direction is alone."""
+AHEAD: Final = 2
+"""Batches that are brought back before they are needed."""
 TURN_BYTES: Final = 4 * MIB
 """Of a copy back: see [Note: turns]."""
 _ALIGNMENT_BYTES: Final = 64  # of ranges in host memory
@@ -131,10 +128,6 @@ class Batch:
             self._copies.dropped.append((self.place, self.fresh, self.back))
 
 
-Mark = tuple[str, int, TimedEvent]
-"""A kind of :func:`.times_of`, a batch, and the point of the compute stream."""
-
-
 def _all(number: int) -> bool:
     return True
 
@@ -166,9 +159,6 @@ class BatchCopies:
         # What batches had that went, by finalizers, in any thread.
         self.dropped: list[tuple[int | None, list[Tensor], Event | None]] = []
         self.counts: Counter[str] = Counter()
-        self.marks: list[Mark] | None = None  # while recorded
-        self.sizes: dict[int, int] = {}  # of batches, likewise
-        self._gbps = (0.0, 0.0)  # the best that was measured, out and back
 
     # ------------------------------------------------------------------ out
 
@@ -182,7 +172,6 @@ class BatchCopies:
         current = self._backend.current_stream()
         batch.index = self.counts["batches"]
         self.counts["batches"] += 1
-        self._mark("saved", batch)
         self._order.append(weakref.ref(batch))
         size = 0
         for memory in batch.originals:
@@ -222,7 +211,7 @@ class BatchCopies:
             if not batch.sent.query():
                 if self._sending_bytes <= self._inflight_bytes:
                     return
-                self._wait(batch, batch.sent)
+                self._backend.current_stream().wait(batch.sent)
                 self.counts["waits_for_room"] += 1
             self._sending.popleft()
             self._sending_bytes -= sum(align(m.numel(), _ALIGNMENT_BYTES) for m in batch.originals)
@@ -255,7 +244,6 @@ class BatchCopies:
         if batch is self.open:
             batch.index, self.open = self.counts["batches"], Batch(self)
             self.counts["batches"] += 1
-        self._mark("needed", batch)
         batch.is_needed = True
         if batch.originals:  # their copy out may go on: they are held until it has ended
             batch.hand_out(batch.originals)
@@ -265,7 +253,7 @@ class BatchCopies:
             self._bring_back(batch)
         self._bring_back_before(batch)
         if batch.back is not None:
-            self._wait(batch, batch.back)
+            self._backend.current_stream().wait(batch.back)
         if batch.fresh:
             batch.hand_out(batch.fresh)
             batch.fresh = []
@@ -318,18 +306,6 @@ class BatchCopies:
 
     # ------------------------------------------------------------------ both
 
-    def _wait(self, batch: Batch, event: Event) -> None:
-        self._mark("wait", batch)
-        self._backend.current_stream().wait(event)
-        self._mark("on", batch)
-
-    def _mark(self, kind: str, batch: Batch) -> None:
-        if self.marks is not None:
-            event = self._backend.current_stream().record_timed()
-            self.marks.append((kind, batch.index, event))
-            if kind == "saved":
-                self.sizes[batch.index] = batch.n_bytes
-
     def collect(self) -> None:
         """Let go of what copies have ended for, and of what batches had that went."""
         if self._backend.is_capturing():
@@ -342,30 +318,6 @@ class BatchCopies:
             if back is not None:
                 self._backend.current_stream().wait(back)
             del fresh
-
-    def measured_gbps(self) -> tuple[float, float]:
-        """Of the link, out and back, while both directions are busy: the best so far, since copies
-        of others may disturb. Nothing is live; the host waits."""
-        n_bytes = min(PROBE_BYTES, self.intervals.n_bytes // 2)
-        count = min(PROBES, self.intervals.n_bytes // max(2 * n_bytes, 1))
-        chunks = [self._arena.tensor(i * n_bytes, n_bytes, torch.uint8) for i in range(2 * count)]
-        memory = [[self._backend.allocate(n_bytes)] * count for _ in range(2)]
-        ready = self._backend.current_stream().record()
-        events = []
-        for stream, targets, sources in (
-            (self._out, chunks[:count], memory[0]),
-            (self._in, memory[1], chunks[count:]),
-        ):
-            stream.wait(ready)
-            stream.copy(targets[:1], sources[:1])  # not timed: the other direction begins later
-            began = stream.record_timed()
-            stream.copy(targets, sources)
-            events.append((began, stream.record_timed()))
-        self._out.synchronize()
-        self._in.synchronize()
-        found = [1e-6 * count * n_bytes / max(a.elapsed_time(b), 1e-6) for a, b in events]
-        self._gbps = (max(found[0], self._gbps[0]), max(found[1], self._gbps[1]))
-        return self._gbps
 
     def live(self) -> list[Batch]:
         """Batches that a backward may ask for; forgets the others."""

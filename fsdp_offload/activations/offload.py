@@ -7,21 +7,19 @@ import os
 import threading
 import weakref
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import Any, Final, NamedTuple, NoReturn
+from typing import Final, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from ..core import storage as storages
-from ..core.backend import TimedEvent, backend_for
+from ..core.backend import backend_for
 from ..core.config import MIB, TransferConfig, parse_bytes
 from ..core.errors import ActivationError, ConfigError, DeviceError, check_open, copy_error
 from ..link import HostPool, held_bytes
-from ..plan.share import Link, OffloadPlan, choose_share, times_of
 from .batches import BatchCopies, SavedRange
 from .handles import Handle, Saver, unpack
 from .selection import Span, View, span_or_reason
@@ -32,9 +30,6 @@ BATCH_BYTES: Final = 64 * MIB
 """That are copied together, at least: a link needs 4 MiB to be quick."""
 LEAST_BYTES: Final = MIB // 4
 """Of a memory range: a smaller one takes longer to enqueue than to copy."""
-TIMED: Final = (2, 4, 8, 16, 32)
-"""Iterations after which ``"auto"`` chooses. The first times are those of a job that warms up and
-moves all; an optimizer that moves state takes device memory until about the twentieth."""
 
 
 @dataclass(frozen=True)
@@ -81,11 +76,8 @@ class ActivationOffload(Saver):
     Args:
         host_memory: page-locked memory of this rank, taken at once. What it has no room for stays
             on the device.
-        share: of what can be moved: 1.0: all; 0.5: every second batch. ``"auto"``: what the
-            device hardly waits for, as it is found after iterations 2, 4, 8, 16 and 32; all before.
-        optimizer: a ``HybridDeviceOptimizer``: its device is taken, and what it moves over the same
-            link is counted.
-        device: where the model computes; ``None``: the optimizer's, or the current one.
+        share: of what can be moved, from 0 to 1: 1.0: all; 0.5: every second batch.
+        device: where the model computes; ``None``: the current one.
         inflight_bytes: device memory that may be held for copies that have not ended. The device
             waits for the oldest if it is more.
         transfer: how to obtain host memory.
@@ -99,8 +91,7 @@ class ActivationOffload(Saver):
     def __init__(
         self,
         host_memory: int | str,
-        share: float | str = "auto",
-        optimizer: Optimizer | None = None,
+        share: float = 1.0,
         *,
         device: torch.device | str | None = None,
         inflight_bytes: int | str = "512MiB",
@@ -108,11 +99,9 @@ class ActivationOffload(Saver):
     ) -> None:
         n_bytes = parse_bytes(host_memory, "host_memory")
         inflight = parse_bytes(inflight_bytes, "inflight_bytes")
-        _check(host_memory, n_bytes, share, optimizer)
-        self._share = share
-        self._optimizer: Any = optimizer  # with statistics()
-        self._backend = backend_for(_device_of(device, optimizer))
-        self._inflight_bytes = inflight
+        _check(host_memory, n_bytes, share)
+        found = torch.accelerator.current_accelerator() if device is None else device
+        self._backend = backend_for(torch.device(found or "cpu"))
         pool = HostPool("ActivationOffload", self._backend, transfer or TransferConfig())
         self._copies = BatchCopies(self._backend, pool, n_bytes, inflight)
         self._hooks: list[torch.autograd.graph.saved_tensors_hooks | None] = []
@@ -121,10 +110,7 @@ class ActivationOffload(Saver):
         self._kept: Counter[str] = Counter()
         self._kept_bytes: Counter[str] = Counter()
         self._ranges_before = 0  # this iteration
-        if isinstance(share, int | float):
-            self._copies.is_moved = partial(_is_moved, share)
-        self._began: TimedEvent | None = None  # of the iteration that is timed
-        self._plan: OffloadPlan | None = None
+        self._copies.is_moved = partial(_is_moved, share)
         self._pid, self._thread, self._is_closed = os.getpid(), 0, False
 
     def __reduce__(self) -> NoReturn:
@@ -180,51 +166,12 @@ class ActivationOffload(Saver):
             )
 
     def _begin_iteration(self) -> None:
-        """Some are timed, for ``"auto"``."""
         copies, counts = self._copies, self._counts
         if counts["iterations"] and counts["ranges"] == self._ranges_before:
-            if self._began is not None:  # nothing was saved, as in an evaluation
-                self._began = self._backend.current_stream().record_timed()
-            return
-        if self._began is not None:
-            self._choose(self._began)
+            return  # nothing was saved, as in an evaluation
         counts["iterations"] += 1
-        if self._share == "auto" and counts["iterations"] in TIMED:
-            copies.marks, copies.sizes = [], {}
-            self._began = self._backend.current_stream().record_timed()
         copies.first_index, self._ranges_before = copies.counts["batches"], counts["ranges"]
         self._known.clear()
-
-    def _choose(self, began: TimedEvent) -> None:
-        """What is moved from now on. The host waits for the device, once."""
-        copies = self._copies
-        end = self._backend.current_stream().record_timed()
-        end.synchronize()
-        marks = [(kind, batch, began.elapsed_time(at)) for kind, batch, at in copies.marks or ()]
-        batches, iteration_ms = times_of(marks, copies.sizes, began.elapsed_time(end))
-        copies.marks = self._began = None
-        if self._optimizer is not None:
-            self._optimizer.synchronize()  # its copies would make the link look slow
-        link = Link(*copies.measured_gbps())
-        if self._optimizer is not None:
-            now = self._optimizer.statistics()
-            if now.overlap != "step":  # else it moves nothing while activations move
-                link = replace(
-                    link,
-                    optimizer_out_bytes=now.moved_bytes,
-                    optimizer_back_bytes=now.fetched_bytes,
-                    overlap=now.overlap,
-                )
-        plan = self._plan = choose_share(
-            batches,
-            iteration_ms,
-            link,
-            host_bytes=copies.intervals.n_bytes,
-            inflight_bytes=self._inflight_bytes,
-        )
-        # More batches than were timed come if there is more to do; they stay.
-        copies.is_moved = plan.moved.__contains__
-        _log.info("ActivationOffload: %s", plan.explain())
 
     def save(self, handle: Handle) -> None:
         """As of :class:`.Saver`."""
@@ -262,14 +209,6 @@ class ActivationOffload(Saver):
 
     # ------------------------------------------------------------------ the rest
 
-    def explain(self) -> str:
-        """How much is moved, and why, in words."""
-        if self._plan is not None:
-            return self._plan.explain()
-        if self._share == "auto":
-            return "moved: all that can be, until the second iteration has been timed"
-        return f"moved: {float(self._share):.0%} of what can be, as share= says"
-
     def statistics(self) -> OffloadStatistics:
         """See :class:`OffloadStatistics`. Lets go of device memory whose copies have ended."""
         copies, own = self._copies, ("iterations", "inactive", "taken", "ranges")
@@ -295,35 +234,21 @@ class ActivationOffload(Saver):
 
 
 def _is_moved(share: float, number: int) -> bool:
-    """Evenly: see [Note: spread] in ``plan/share.py``."""
+    # Spread over the forward: the first batches in a row would queue up on the link, and be needed
+    # in a row at backward's end.
     return int((number + 1) * share) > int(number * share)
 
 
-def _check(host_memory: object, n_bytes: int, share: object, optimizer: object) -> None:
+def _check(host_memory: object, n_bytes: int, share: object) -> None:
     if not n_bytes:
         raise ConfigError(
             f"host_memory={host_memory!r}",
             reason="nothing can be moved",
             remedy='give a size such as "48GiB", or use no ActivationOffload',
         )
-    is_number = isinstance(share, int | float) and not isinstance(share, bool)
-    if share != "auto" and not (is_number and 0 <= share <= 1):  # type: ignore[operator]
+    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
         raise ConfigError(
             f"share={share!r}",
-            reason='neither "auto" nor a number from 0 to 1',
+            reason="it is no number from 0 to 1",
             remedy="use 1.0 to move all",
         )
-    if optimizer is not None and not hasattr(optimizer, "statistics"):
-        raise ConfigError(
-            f"optimizer of type {type(optimizer).__name__}",
-            reason="it does not say what it moves over the link",
-            remedy="pass a HybridDeviceOptimizer, or None",
-        )
-
-
-def _device_of(device: torch.device | str | None, optimizer: Any) -> torch.device:
-    if device is not None:
-        return torch.device(device)
-    if optimizer is not None:
-        return torch.device(optimizer.device)
-    return torch.accelerator.current_accelerator() or torch.device("cpu")

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..core.backend import backend_for
-from ..core.config import MIB, TransferConfig, parse_bytes, sized
+from ..core.config import MIB, SMALL_BYTES, TransferConfig, parse_bytes, sized
 from ..core.errors import (
     ActivationError,
     ConfigError,
@@ -115,7 +115,7 @@ class PagedStash:
     ) -> None:
         self._device_bytes = sized(device_bytes, "device_bytes")
         self._host_bytes = parse_bytes(host_bytes, "host_bytes")
-        size = parse_bytes(page_bytes, "page_bytes")
+        size = parse_bytes(page_bytes, "page_bytes", least_int=SMALL_BYTES)
         if size < LEAST_PAGE_BYTES or size & (size - 1):
             raise ConfigError(
                 f"page_bytes={page_bytes!r}",

@@ -1,13 +1,7 @@
-"""``python -m fsdp_offload.bench [options]``."""
+"""``python -m fsdp_offload.bench``: the command ``fsdp-offload bench``."""
 
-from __future__ import annotations
-
-import os
+import runpy
 import sys
 
-from .iteration import main
-
-if __name__ == "__main__":
-    main()
-    sys.stdout.flush()
-    os._exit(0)  # threads of gloo and of peers can abort the interpreter while it shuts down
+sys.argv.insert(1, "bench")
+runpy.run_module("fsdp_offload", run_name="__main__")

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import os
 import statistics
+import sys
 import time
 from collections.abc import Sequence
 from itertools import pairwise
@@ -20,16 +21,15 @@ from ..core.config import GIB
 from ..core.errors import OffloadError
 from ..core.progress import progress
 from ..optimizer.hybrid import HybridDeviceOptimizer
-from . import arguments, machine
+from . import machine
 from .machine import Row
-from .model import Job, layers_for, synthetic_batches
+from .model import Job, synthetic_batches
 from .rows import OURS, Case, Trainer, make_trainer
 from .table import ITERATIONS, line_of, markdown_table
 
 PARTS: Final = ("forward", "backward", "update")
 LEAD_IN: Final = 4
-"""Iterations between the last synchronisation and the timed ones: state that was fetched while the
-device stood still would make the first of them too short."""
+"""Untimed, after a synchronisation: what was fetched while the device stood still came too soon."""
 
 
 def measure(
@@ -141,11 +141,16 @@ def run_row(
     return row
 
 
-def main(argv: Sequence[str] | None = None) -> Row:
+def run(options: argparse.Namespace) -> int:
+    """The command ``bench``."""
+    run_rows(options)
+    sys.stdout.flush()
+    os._exit(0)  # threads of gloo and of peers can abort the interpreter while it shuts down
+
+
+def run_rows(options: argparse.Namespace) -> Row:
     """Run all rows; rank 0 prints each as it is done, then the table."""
-    options = machine.options_of(arguments.iterations(), argv)
-    if options.params is not None:
-        options.layers = layers_for(options.params, options.dim, options.vocabulary)
+    options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     # A wrong name ends the run before anything is built.
     cases = [Case.parse(name) for name in options.rows.split(",")]
     if options.deterministic:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import gc
 import json
@@ -12,7 +11,6 @@ import re
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
@@ -22,9 +20,8 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
-from torch.distributed import FileStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from .arguments import SIZES, SMALL
 from .model import Job
 
 Row = dict[str, Any]
@@ -33,45 +30,29 @@ COPIES: Final = 8
 VARIABLES: Final = ("CUDA_", "NCCL_", "PYTORCH_")  # of the environment: what changes times
 
 
-def options_of(parser: argparse.ArgumentParser, words: Sequence[str] | None) -> argparse.Namespace:
-    """A command line; device and sizes that it does not name are the usual ones."""
-    options = parser.parse_args(words)
-    options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    for name, size in (SMALL if options.device == "cpu" else SIZES).items():
-        if getattr(options, name, None) is None:
-            setattr(options, name, size)
-    return options
-
-
 @contextlib.contextmanager
 def process_group(device: str) -> Iterator[torch.device]:
-    """The group of torchrun, or one of this process alone; gives this rank's device.
-
-    On ``"cuda"`` it is of NCCL, with gloo for CPU tensors, on ``"cpu"`` of gloo.
-    """
+    """The group of torchrun, or one of this process alone; gives this rank's device."""
     backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
     index = int(os.environ.get("LOCAL_RANK", "0"))
     if device == "cuda":
         torch.cuda.set_device(index)
     timeout = timedelta(minutes=10)  # of a collective that not all ranks reach
-    with tempfile.TemporaryDirectory() as folder:
-        if "RANK" in os.environ:
-            dist.init_process_group(backend, timeout=timeout)
-        else:
-            store = FileStore(f"{folder}/store", 1)
-            dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
-        try:
-            yield torch.device(device, index) if device == "cuda" else torch.device("cpu")
-        finally:
-            dist.destroy_process_group()
+    if "RANK" in os.environ:
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
+    try:
+        yield torch.device(device, index) if device == "cuda" else torch.device("cpu")
+    finally:
+        dist.destroy_process_group()
 
 
 def slowest(values: Sequence[float]) -> list[float]:
     """The largest value of all ranks, one by one; every rank passes as many."""
     tensor = torch.tensor(values, dtype=torch.float64)
     dist.all_reduce(tensor, dist.ReduceOp.MAX)
-    found: list[float] = tensor.tolist()
-    return found
+    return tensor.tolist()
 
 
 def on_all_ranks(holds: bool) -> bool:
@@ -97,8 +78,8 @@ def environment(device: torch.device) -> Row:
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         row["commit"] = subprocess.check_output(git, text=True, stderr=subprocess.DEVNULL).strip()
     words = (re.sub(r"[^=\s]*/", "", word) for word in sys.orig_argv)  # folders differ
-    versions = {"torch": torch.__version__, "python": platform.python_version()}
-    return row | versions | {"command": " ".join(words)}
+    row |= {"torch": torch.__version__, "python": platform.python_version()}
+    return row | {"command": " ".join(words)}
 
 
 def synchronize(device: torch.device) -> None:
@@ -110,8 +91,8 @@ def synchronize(device: torch.device) -> None:
 def free_everything(device: torch.device) -> None:
     """Collect garbage and give cached device and page-locked memory back."""
     gc.collect()
+    synchronize(device)
     if device.type == "cuda":
-        torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
         if hasattr(torch.accelerator, "empty_host_cache"):  # torch 2.13
             torch.accelerator.empty_host_cache()

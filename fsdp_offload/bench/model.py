@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 import torch
@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from ..core.errors import ConfigError
 
 LOGIT_TOKENS = 4096  # whose logits are there at a time, where they are computed again
+SMALL = {"layers": 2, "dim": 128, "vocabulary": 512, "tokens": 128, "seq": 128}  # on the CPU
 BATCHES = 4  # so that neighbouring iterations do not see the same tokens
 
 
@@ -36,8 +37,7 @@ class Job:
     """Tokens per iteration and rank."""
     seq: int = 2048
     shards: Literal["bf16", "fp32"] = "bf16"
-    """dtype of the shards. bf16: gathered and reduced in bf16. fp32: gathered in bf16, reduced
-    in fp32. The model computes in bf16 in both."""
+    """dtype of the shards and of reductions. Gathers are in bf16, and so the model computes."""
     checkpointed: bool = False
     """Whether backward computes what is inside of each block again."""
 
@@ -53,7 +53,11 @@ class Job:
     def of(cls, options: Namespace) -> Job:
         """By those options of a command line that have a field's name."""
         names = {field.name for field in fields(cls)}
-        return cls(**{name: value for name, value in vars(options).items() if name in names})
+        given = {k: v for k, v in vars(options).items() if k in names and v is not None}
+        job = cls(**((SMALL if options.device == "cpu" else {}) | given))
+        params = getattr(options, "params", None)
+        layers = layers_for(params, job.dim, job.vocabulary) if params else job.layers
+        return replace(job, layers=layers)
 
     @property
     def heads(self) -> int:
@@ -103,9 +107,8 @@ class GPT(nn.Module):
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Mean next-token loss, fp32, of ``(batch, seq)`` tokens.
 
-        Logits and what is kept of them for the backward stay in bf16 (60000 x 8192 of them are
-        1 GB); the kernels accumulate in fp32, and so does the mean. Where blocks are computed again
-        in backward, so are logits, in parts.
+        Logits stay in bf16; the kernels accumulate in fp32, and so does the mean. Where blocks are
+        computed again in backward, so are logits, in parts.
         """
         x = self.tokens(inputs)
         for block in self.blocks:
@@ -119,7 +122,6 @@ class GPT(nn.Module):
 
 
 def _losses(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """Of each token."""
     return F.cross_entropy(F.linear(x, weight), targets, reduction="none")
 
 

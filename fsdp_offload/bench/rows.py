@@ -47,8 +47,8 @@ _WORDS: Final[dict[str, tuple[str, Any]]] = {
 }
 _NUMBERS: Final[dict[str, tuple[str, Callable[[str], Any]]]] = {
     "f": ("offload_fraction", float),
-    "d": ("device_memory", parse_bytes),
-    "b": ("bucket_bytes", parse_bytes),
+    "d": ("device_memory", lambda size: f"{parse_bytes(size)}B"),
+    "b": ("bucket_bytes", lambda size: f"{parse_bytes(size)}B"),
 }
 _WORDS_OF_PEERS: Final = {
     "plain": {"torchclip", "again"},

@@ -18,18 +18,6 @@ ITERATIONS: Final[Columns] = (
     ("host, GiB", "host_gib", ".2f"),
     ("loss", "loss", ".4f"),
 )
-PHASES: Final[Columns] = (
-    ("GiB", "gib", ".2f"),
-    ("first cycle, s (out / back)", "first_{}_s", ".3f"),
-    ("later, s", "{}_s", ".3f"),
-    ("GB/s", "{}_gbps", ".1f"),
-    ("of the link", "{}_of_link", ".3f"),
-    ("slowest cycle", "worst_{}_of_link", ".3f"),
-    ("freed / payload", "freed_share", ".3f"),
-    ("host / payload", "host_over_payload", ".4f"),
-    ("same bits", "same_bits", ""),
-    ("same addresses", "same_addresses", ""),
-)
 
 
 def _cell(row: Mapping[str, Any], key: str, form: str) -> str:

@@ -244,7 +244,7 @@ def _in_background(
         except BaseException as error:
             if world is not None and world is not dist.group.WORLD and error is not lost:
                 lost.__cause__, error = error, lost
-            _log.error("saving in the background failed: %s", error)
+            _log.error("saving %s in the background failed: %s", writer.path, error)
             future.set_exception(error)
         else:
             future.set_result(None)

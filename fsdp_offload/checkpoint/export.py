@@ -1,9 +1,10 @@
 """Weights for other programs: safetensors files, as transformers reads them.
 
 [Note: an export]
-The export of a model is a save of DCP: the planner lays out the files from what all ranks have, and
-every rank writes its chunks straight into their byte ranges, which the library ``safetensors``
-cannot do; no tensor is gathered. The export of a checkpoint is one process's: the same files.
+An export is a save of DCP: the planner lays out the files from what all ranks have, and every rank
+writes its chunks straight into their byte ranges, which the library ``safetensors`` cannot do. No
+tensor is gathered. A :class:`Source` says which tensors there are and reads their chunks: from a
+model, on all ranks, or from a checkpoint, in one process.
 """
 
 from __future__ import annotations
@@ -12,24 +13,16 @@ import functools
 import json
 import math
 import os
-import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.default_planner import (
-    DefaultSavePlanner,
-    create_default_local_save_plan,
-)
-from torch.distributed.checkpoint.metadata import (
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
@@ -39,11 +32,12 @@ from ..core import dtensor
 from ..core.arguments import check_optimizer
 from ..core.config import parse_bytes
 from ..core.errors import CheckpointError, ConfigError, UnsupportedParameterError
-from ..core.progress import progress
+from ..core.interrupts import held_back
+from ..core.progress import progress, report
 from ..update import codec
+from . import folder
 from .api import coordination_group, run_save
 from .files import fsync_folder, memory_of, run_all, typed, write_bytes, write_whole
-from .folder import remove
 from .planner import check_same, read_values
 from .reader import Reader
 from .rule import GROUPS, STATE, find_layout
@@ -51,8 +45,6 @@ from .state import REMAINDER, WHOLE, state_to_read, wait_for, weights_of
 from .writer import Writer
 
 INDEX: Final = "model.safetensors.index.json"
-ASIDE: Final = ".export.writing"
-"""Where files stand until all are complete: within the folder, which may be a mount point."""
 STEP_BYTES: Final = 1 << 20
 """Of a file, converted and written at once."""
 CODES: Final = {
@@ -68,9 +60,6 @@ _CONVERTED: Final = (torch.float64, torch.float32, torch.float16, torch.bfloat16
 """Other floating dtypes are quantised: without their scales a conversion makes no sense."""
 _USUAL: Final = ("", "model.", "model.module.")
 """Prefixes of weights that the only optimizer state of a checkpoint belongs to."""
-_MARK: Final = "fsdp_offload.export"
-"""In the first bytes of every file, which tell it from weights of another origin."""
-_FILES: Final = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 
 
 def export_safetensors(
@@ -84,12 +73,15 @@ def export_safetensors(
     model_prefix: str | None = None,
     optimizer_prefix: str | None = None,
 ) -> tuple[Path, ...]:
-    """Write the weights into folder ``out``: ``model.safetensors``, or several with an index.
+    """Write the weights into a new folder: ``model.safetensors``, or several files with an index.
+
+    ``transformers`` needs a ``config.json`` beside them: ``model.config.save_pretrained(out)``
+    after the export.
 
     Args:
         source: the model, sharded or not, and then all ranks call this and see the same folder; or
             the folder of a checkpoint of DCP, which one process reads alone, without the model.
-        out: made where it does not exist.
+        out: a folder that does not exist yet, or is empty. It appears when all files are complete.
         optimizer: of a model: holds its fp32 masters.
         dtype: ``"fp32"``: masters, exactly; weights without one are widened. ``"bf16"``: the
             weights that the training computed with. ``None``: as stored. Integers, buffers and
@@ -106,30 +98,33 @@ def export_safetensors(
     Raises:
         ConfigError: an argument is wrong, or ranks have different tensors of one name.
         UnsupportedParameterError: a tensor cannot be stored.
-        CheckpointError: weights are missing, ``out`` holds some that no export wrote, the file
-            system refused, or another rank failed. Then nothing new stands in ``out`` under a
-            final name.
+        CheckpointError: weights are missing, ``out`` holds files, the file system refused, or
+            another rank failed. ``out`` is as it was.
         CheckpointCorruptError: the checkpoint is not as it was written.
     """
 
-    def find() -> _Found:  # in DCP's local step: errors of one rank are raised on all
-        _check_options(source, optimizer, dtype, (model_prefix, optimizer_prefix))
+    writer, prefixes = _ExportWriter(out), (model_prefix, optimizer_prefix)
+
+    def find() -> Source:  # in DCP's local step: errors of one rank are raised on all
+        wanted = _wanted(source, optimizer, dtype, prefixes)
         if isinstance(source, nn.Module):
-            return _find_in_model(source, optimizer, _DTYPES[dtype])
-        return _find_in_checkpoint(Reader(source), model_prefix, optimizer_prefix, _DTYPES[dtype])
+            return _of_model(source, optimizer, wanted)
+        return _of_checkpoint(Reader(source), *prefixes, wanted)
 
-    def layout(entries: Sequence[Entry]) -> list[File]:
-        return plan_files(entries, names or {}, parse_bytes(max_shard_bytes, "max_shard_bytes"))
+    def lay_out(entries: Sequence[Entry]) -> list[File]:
+        max_bytes = parse_bytes(max_shard_bytes, "max_shard_bytes")
+        return plan_files(_named(entries, names or {}), max_bytes)
 
-    writer = _ExportWriter(out)
     group = coordination_group("export_safetensors") if isinstance(source, nn.Module) else None
-    run_save(writer, _ExportPlanner(find, layout), group)
-    return tuple(Path(out) / name for name in _names_of(writer.files))
+    run_save(writer, _ExportPlanner(find, lay_out), group)
+    written = [file.name for file in writer.files]
+    return tuple(Path(out) / name for name in written + [INDEX] * (len(written) > 1))
 
 
-def _check_options(
+def _wanted(
     source: object, optimizer: object, dtype: Any, prefixes: tuple[Any, Any]
-) -> None:
+) -> torch.dtype | None:
+    """The dtype of weights in the files; refuses wrong arguments."""
     if dtype not in _DTYPES:
         raise ConfigError(
             f"dtype={dtype!r}",
@@ -148,13 +143,13 @@ def _check_options(
             "checkpoint in the same folder, and only keys of a checkpoint have prefixes",
             remedy="pass the model and its optimizer, or only the path of a checkpoint",
         )
+    return _DTYPES[dtype]
 
 
 # --------------------------------------------------------------------------- files
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """One tensor: its whole shape, its dtype in the file, and whether another FQN, which comes
     first, has the same parameter."""
 
@@ -169,49 +164,34 @@ class Entry:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-@dataclass
 class File:
     """One file: a header, then its tensors, by the names that they have there, without gaps."""
 
-    name: str
-    entries: Mapping[str, Entry]
-    header: bytes = b""  # length (8 bytes, little-endian) and JSON
-    offsets: dict[str, int] = field(default_factory=dict)  # of the first element, by FQN
-
-    def __post_init__(self) -> None:
-        # transformers asks for the format.
-        table: dict[str, Any] = {"__metadata__": {"format": "pt", "writer": _MARK}}
-        stop = 0
-        for name, entry in self.entries.items():
-            start, stop = stop, stop + entry.nbytes
-            code = CODES[entry.dtype]
-            table[name] = {"dtype": code, "shape": entry.shape, "data_offsets": [start, stop]}
-            self.offsets[entry.fqn] = start
+    def __init__(self, name: str, named: Mapping[str, Entry]) -> None:
+        self.name, self.named = name, named
+        table: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers asks for it
+        at = 0
+        for key, entry in named.items():
+            places = {"shape": entry.shape, "data_offsets": [at, at + entry.nbytes]}
+            table[key] = {"dtype": CODES[entry.dtype], **places}
+            at += entry.nbytes
         text = json.dumps(table, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         self.header = len(text).to_bytes(8, "little") + text
-        self.offsets = {fqn: len(self.header) + at for fqn, at in self.offsets.items()}
-
-    @property
-    def nbytes(self) -> int:
-        """Of all tensors."""
-        return sum(entry.nbytes for entry in self.entries.values())
+        self.nbytes = len(self.header) + at
+        starts = {key: len(self.header) + table[key]["data_offsets"][0] for key in named}
+        self.places = {entry.fqn: (starts[key], entry) for key, entry in named.items()}
 
 
-def plan_files(
-    found: Sequence[Entry], names: Mapping[str, str | None], max_bytes: int
-) -> list[File]:
-    """Name the tensors, and cut them, in their order, into files of at most ``max_bytes``.
+def plan_files(named: Mapping[str, Entry], max_bytes: int) -> list[File]:
+    """Cut tensors, in their order, into files of at most ``max_bytes`` of elements.
 
     A larger tensor gets a file of its own. In a file the widest dtypes come first, so that every
     tensor begins at a multiple of its element's size.
-
-    Raises:
-        ConfigError: ``names`` has an unknown FQN, or one name for two tensors.
     """
     batches: list[dict[str, Entry]] = [{}]
     filled = 0
-    for name, entry in _named(found, names).items():
+    for name, entry in named.items():
         if batches[-1] and filled + entry.nbytes > max_bytes:
             batches.append({})
             filled = 0
@@ -219,25 +199,29 @@ def plan_files(
         filled += entry.nbytes
     count, files = len(batches), []
     for index, batch in enumerate(batches, 1):
-        name = f"model-{index:05d}-of-{count:05d}" if count > 1 else "model"
+        stem = f"model-{index:05d}-of-{count:05d}" if count > 1 else "model"
         ordered = dict(sorted(batch.items(), key=lambda item: -item[1].dtype.itemsize))
-        files.append(File(f"{name}.safetensors", ordered))
+        files.append(File(f"{stem}.safetensors", ordered))
     return files
 
 
 def _named(found: Sequence[Entry], names: Mapping[str, str | None]) -> dict[str, Entry]:
+    """The tensors by their names in the files.
+
+    Raises:
+        ConfigError: ``names`` has an unknown FQN, or one name for two tensors.
+    """
     entries: dict[str, Entry] = {}
     for entry in found:
         name = names.get(entry.fqn, None if entry.is_tied else entry.fqn)
-        if name is None:
-            continue
         if name in entries or name == "__metadata__":
             raise ConfigError(
                 f"the name {name!r} for {entry.fqn}",
                 reason=f"it stands for {entries[name].fqn}" if name in entries else "reserved",
                 remedy="give every tensor a name of its own",
             )
-        entries[name] = entry
+        if name is not None:
+            entries[name] = entry
     if not entries or names.keys() - {entry.fqn for entry in found}:
         raise ConfigError(
             f"names for {list(names)[:4]}",
@@ -247,70 +231,27 @@ def _named(found: Sequence[Entry], names: Mapping[str, str | None]) -> dict[str,
     return entries
 
 
-def _names_of(files: Sequence[File]) -> list[str]:
-    """Of all files of an export, the index last; one file alone has none."""
-    return [file.name for file in files] + ([INDEX] if len(files) > 1 else [])
-
-
-def _create_files(made: Path, files: Sequence[File]) -> None:
+def _create(made: Path, files: Sequence[File]) -> None:
     """Make files of full size, with their headers, in an empty folder."""
-    remove(made)  # of an export that was killed
-    made.mkdir(parents=True)
     for file in files:
         write_whole(made / file.name, file.header)
-        os.truncate(made / file.name, len(file.header) + file.nbytes)
+        os.truncate(made / file.name, file.nbytes)
     if len(files) > 1:
-        metadata = {"total_size": sum(file.nbytes for file in files), "writer": _MARK}
-        weights = {name: file.name for file in files for name in file.entries}
-        index = json.dumps({"metadata": metadata, "weight_map": weights}, indent=2)
-        write_whole(made / INDEX, index.encode())
-
-
-def _earlier_export(folder: Path) -> list[Path]:
-    """Files that an export into ``folder`` replaces, the index first.
-
-    Raises:
-        CheckpointError: one of them is not of an export, and would be lost.
-    """
-    found = [path for path in folder.glob("model*") if _FILES.fullmatch(path.name)]
-    for path in found:
-        with path.open("rb") as file:
-            if f'"{_MARK}"'.encode() not in file.read(256):
-                raise CheckpointError(
-                    f"{path}",
-                    reason="no export_safetensors() wrote it, and this one would replace it",
-                    remedy="choose another folder, or move the weights away that are there",
-                )
-    return sorted(found, key=lambda path: path.name != INDEX)
-
-
-def _publish_files(folder: Path, files: Sequence[File]) -> None:
-    """Give complete files their places, and remove an earlier export there.
-
-    The index goes first and comes last, so that at no time it names files of two exports.
-    """
-    for path in _earlier_export(folder):
-        path.unlink()
-    try:
-        for name in _names_of(files):
-            (folder / ASIDE / name).rename(folder / name)
-    except OSError:
-        for name in _names_of(files):  # rather no export than half of one
-            (folder / name).unlink(missing_ok=True)
-        raise
-    (folder / ASIDE).rmdir()
-    fsync_folder(folder)
+        total = sum(file.nbytes - len(file.header) for file in files)
+        weights = {name: file.name for file in files for name in file.named}
+        index = {"metadata": {"total_size": total}, "weight_map": weights}
+        write_whole(made / INDEX, json.dumps(index, indent=2).encode())
 
 
 # --------------------------------------------------------------------------- DCP
 
 
 @dataclass(frozen=True)
-class _Found:
-    """What one process knows of the tensors.
+class Source:
+    """Where weights are.
 
     Args:
-        entries: all of them.
+        entries: all that this process knows of.
         tensors: by FQN, for DCP to ask which chunks this process can read.
         read: a chunk: the weight as stored, and its master if there is one; on any device.
     """
@@ -324,35 +265,26 @@ class _ExportPlanner(DefaultSavePlanner):
     """Lays out the files of an export from the tensors of all ranks."""
 
     def __init__(
-        self, find: Callable[[], _Found], layout: Callable[[Sequence[Entry]], list[File]]
+        self, find: Callable[[], Source], lay_out: Callable[[Sequence[Entry]], list[File]]
     ) -> None:
-        super().__init__(flatten_state_dict=False)
-        self._find, self._layout = find, layout
+        super().__init__()
+        self._find, self._lay_out = find, lay_out
 
     def set_up_planner(  # torch looks for the name storage_meta, and warns without it
-        self,
-        state_dict: dict[str, Any],
-        storage_meta: StorageMeta | None = None,
-        is_coordinator: bool = False,
+        self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False
     ) -> None:
-        """Nothing: the tensors are found in the next step."""
-
-    def create_local_plan(self) -> SavePlan:
-        """The chunks, and what the layout needs to know."""
+        """Find the tensors; the plan tells the coordinator of all of them."""
         with typed():
-            self.found = self._find()
-        plan = create_default_local_save_plan(dict(self.found.tensors), is_coordinator=True)
-        return replace(plan, planner_data=self.found.entries)
+            self.source = self._find()
+        self.state_dict, self.is_coordinator = dict(self.source.tensors), is_coordinator
+        self.mappings: Any = {entry.fqn: entry for entry in self.source.entries}
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Every rank learns the files; of ranks that hold the same chunk, one writes it."""
         check_same(all_plans)
-        union: dict[str, Entry] = {}
-        for entry in (entry for plan in all_plans for entry in plan.planner_data):
-            union.setdefault(entry.fqn, entry)
-        files = self._layout(list(union.values()))
         with typed():
             plans, metadata = super().create_global_plan(all_plans)
+        files = self._lay_out(list(metadata.planner_data.values()))
         return [replace(plan, planner_data=files) for plan in plans], metadata
 
 
@@ -361,18 +293,18 @@ class _ExportWriter(Writer):
 
     files: Sequence[File] = ()
 
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Any folder will do, the current one, too."""
-
+    @held_back()
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Make the files.
-
-        Raises:
-            CheckpointError: weights of another origin are in their way.
-        """
-        _earlier_export(self.path)
-        self._aside = self.path / ASIDE  # what discard() removes
-        _create_files(self._aside, plans[0].planner_data)
+        """Make the files in an empty folder."""
+        if self.path.is_dir() and any(self.path.iterdir()):
+            raise CheckpointError(
+                f"{self.path}",
+                reason="it holds files, and an export replaces none",
+                remedy="choose a folder that does not exist yet",
+            )
+        plans = super().prepare_global_plan(plans)
+        assert self._aside is not None  # it was made just now
+        _create(self._aside, plans[0].planner_data)
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -381,89 +313,66 @@ class _ExportWriter(Writer):
         self.files = plan.planner_data
         with progress(len(plan.items), "exporting", unit=" chunks") as bar:
             for file in self.files:
-                items = [item for item in plan.items if item.index.fqn in file.offsets]
-                if items:
-                    path = self.path / ASIDE / file.name
-                    _write_chunks(path, file, items, planner.found, bar.advance)
+                if items := [item for item in plan.items if item.index.fqn in file.places]:
+                    path = (self.path.parent / plan.storage_data).with_name(file.name)
+                    with typed(path), path.open("r+b") as opened:
+                        for item in items:
+                            _write_chunk(opened.fileno(), file, item, planner.source)
+                            bar.advance()
+                        os.fsync(opened.fileno())
         done: Future[list[WriteResult]] = Future()
         done.set_result([])
         return done
 
+    @held_back()
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Give the files their names."""
-        _publish_files(self.path, self.files)
+        """Give the folder its name."""
+        assert self._aside is not None, "prepare_global_plan() first"
+        fsync_folder(self._aside)
+        folder.install(self._aside, self.path, overwrite=False)
+        self._ended.set()
+        self._aside = None
+        n_bytes = sum(file.nbytes for file in self.files)
+        report(f"exported {self.path}", n_bytes, time.perf_counter() - self._start)
 
 
-def _write_chunks(
-    path: Path,
-    file: File,
-    items: Sequence[WriteItem],
-    found: _Found,
-    advance: Callable[[], None],
-) -> None:
-    """Convert and write chunks of tensors, a few rows at a time."""
-    entries = {entry.fqn: entry for entry in file.entries.values()}
-    with path.open("r+b") as opened:
-        descriptor = opened.fileno()
-        for item in items:
-            assert item.tensor_data is not None  # the planner has tensors only
-            entry, offset = entries[item.index.fqn], file.offsets[item.index.fqn]
-            first, *others = item.tensor_data.chunk.offsets or (0,)
-            # The weight, and its master if there is one; an element is a row of one.
-            tensors = [torch.atleast_1d(t) for t in found.read(item.index) if t is not None]
-            # A row may be more than this: a thread holds about three times as much.
-            rows = max(1, STEP_BYTES // max(1, entry.dtype.itemsize * tensors[0][:1].numel()))
-            write = functools.partial(_write_rows, descriptor, path, offset, entry)
-            run_all(
-                functools.partial(
-                    write, (first + start, *others), *(t[start : start + rows] for t in tensors)
-                )
-                for start in range(0, len(tensors[0]), rows)
-            )
-            advance()
-        os.fsync(descriptor)
+def _write_chunk(descriptor: int, file: File, item: WriteItem, source: Source) -> None:
+    """Convert and write a chunk of a tensor, a few rows at a time."""
+    assert item.tensor_data is not None  # the planner has tensors only
+    offset, entry = file.places[item.index.fqn]
+    first, *others = item.tensor_data.chunk.offsets or (0,)
+    # The weight, and its master if there is one; an element is a row of one.
+    found = [torch.atleast_1d(t) for t in source.read(item.index) if t is not None]
+    # A row may be more than this: a thread holds about three times as much.
+    rows = max(1, STEP_BYTES // max(1, entry.dtype.itemsize * found[0][:1].numel()))
+
+    def write(start: int) -> None:
+        box = _value(entry.dtype, *(tensor[start : start + rows] for tensor in found))
+        for at, run in _runs(box, entry.shape or (1,), (first + start, *others)):
+            write_bytes(descriptor, offset + at * box.element_size(), memory_of(run), file.name)
+
+    run_all(functools.partial(write, start) for start in range(0, len(found[0]), rows))
 
 
-def _write_rows(
-    descriptor: int,
-    path: Path,
-    offset: int,
-    entry: Entry,
-    begin: Sequence[int],
-    weight: Tensor,
-    master: Tensor | None = None,
-) -> None:
-    """Convert rows that begin at index ``begin`` of a tensor, and write them."""
-    value = _value(weight, master, entry.dtype)
-    _write_box(descriptor, path, offset, entry.shape or (1,), begin, value)
+def _runs(
+    box: Tensor, shape: Sequence[int], begin: Sequence[int], at: int = 0
+) -> Iterator[tuple[int, Tensor]]:
+    """What of a box at index ``begin`` lies in one place of a tensor, and from which element on."""
+    row = math.prod(shape[1:])
+    if tuple(box.shape[1:]) == tuple(shape[1:]):
+        yield at + begin[0] * row, box
+    else:
+        for index, below in enumerate(box, begin[0]):
+            yield from _runs(below, shape[1:], begin[1:], at + index * row)
 
 
-def _write_box(
-    descriptor: int,
-    path: Path,
-    offset: int,
-    shape: Sequence[int],
-    begin: Sequence[int],
-    box: Tensor,
-) -> None:
-    """Write a box that begins at index ``begin`` of a tensor, which begins at ``offset``."""
-    row_bytes = math.prod(shape[1:]) * box.element_size()
-    if not box.dim() or tuple(box.shape[1:]) == tuple(shape[1:]):  # without gaps in the file, too
-        write_bytes(descriptor, offset + row_bytes * sum(begin[:1]), memory_of(box), path)
-        return
-    for index, below in enumerate(box, begin[0]):
-        _write_box(descriptor, path, offset + row_bytes * index, shape[1:], begin[1:], below)
+def _value(dtype: torch.dtype, weight: Tensor, master: Tensor | None = None) -> Tensor:
+    """A box as it is written: its values in order, on the CPU, of ``dtype``.
 
-
-def _value(weight: Tensor, master: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """A box as it is written: contiguous, on the CPU, of ``dtype``.
-
-    Args:
-        weight: of any shape, as stored.
-        master: of the same shape: the remainder (bf16), or the whole master; ``None``: none.
-        dtype: another than the weight's only where masters count.
+    The master, of the weight's shape, is the remainder (bf16) or whole.
     """
-    weight = weight.detach().cpu().contiguous()
+    # The memory of a lazy conjugate or negative has other values.
+    weight = weight.detach().resolve_conj().resolve_neg().cpu().contiguous()
     if master is None or dtype == weight.dtype:
         return weight.to(dtype)
     master = master.detach().cpu().contiguous()
@@ -474,27 +383,24 @@ def _value(weight: Tensor, master: Tensor | None, dtype: torch.dtype) -> Tensor:
     return master.to(dtype)
 
 
-# --------------------------------------------------------------------------- where weights are
+# --------------------------------------------------------------------------- sources
 
 
-def _file_dtype(
-    fqn: str, stored: torch.dtype, wanted: torch.dtype | None, *, is_weight: bool
-) -> torch.dtype:
-    """The dtype in the file of a tensor that is stored as ``stored``."""
-    if stored not in CODES:
+def _entry(
+    fqn: str, tensor: Tensor, wanted: torch.dtype | None, *, is_weight: bool, is_tied: bool = False
+) -> Entry:
+    """Of a tensor as it is stored; ``wanted``: the dtype of weights."""
+    if tensor.dtype not in CODES:
         raise UnsupportedParameterError(
-            f"{fqn} of {stored}",
+            f"{fqn} of {tensor.dtype}",
             reason="safetensors has no such dtype",
             remedy="convert it, or leave it out of the model",
         )
-    if wanted is None or not is_weight or stored not in _CONVERTED:
-        return stored
-    return wanted
+    dtype = wanted if wanted and is_weight and tensor.dtype in _CONVERTED else tensor.dtype
+    return Entry(fqn, tuple(tensor.shape), dtype, is_tied)
 
 
-def _find_in_model(
-    model: nn.Module, optimizer: Optimizer | None, wanted: torch.dtype | None
-) -> _Found:
+def _of_model(model: nn.Module, optimizer: Optimizer | None, wanted: torch.dtype | None) -> Source:
     """The shards that this process holds, and their masters; nothing is copied.
 
     Raises:
@@ -511,9 +417,9 @@ def _find_in_model(
         if not isinstance(held, Tensor) or fqn.endswith("_extra_state"):
             continue
         owner = parameters.get(fqn, held)
-        _check_exportable(fqn, owner)
-        dtype = _file_dtype(fqn, held.dtype, wanted, is_weight=fqn in parameters)
-        entries.append(Entry(fqn, tuple(held.shape), dtype, owner in owners))
+        _check_dense(fqn, owner)
+        is_weight, is_tied = fqn in parameters, owner in owners
+        entries.append(_entry(fqn, held, wanted, is_weight=is_weight, is_tied=is_tied))
         owners.add(owner)
         # Placed like the parameter, which alone may tell where its shard was cut.
         tensors[fqn] = dtensor.like(owner, dtensor.local(held))
@@ -526,28 +432,25 @@ def _find_in_model(
         weight = dtensor.chunk(tensors[index.fqn], index)
         return weight, None if master is None else dtensor.chunk(master, index)
 
-    return _Found(entries, tensors, read)
+    return Source(entries, tensors, read)
 
 
-def _check_exportable(fqn: str, tensor: Tensor) -> None:
+def _check_dense(fqn: str, tensor: Tensor) -> None:
     """Refuse what has no elements of its own here."""
-    shard = dtensor.local(tensor)
-    placements = getattr(tensor, "placements", ())
-    packed = type(shard) not in (Tensor, nn.Parameter, nn.Buffer)
-    strange = tensor.layout is not torch.strided or any(p.is_partial() for p in placements)
-    if shard.is_meta or packed or strange:
+    shard, placements = dtensor.local(tensor), getattr(tensor, "placements", ())
+    is_dense = tensor.layout is torch.strided and not (shard.is_meta or shard.is_nested)
+    is_plain = type(shard) in (Tensor, nn.Parameter, nn.Buffer)
+    if not (is_dense and is_plain) or any(p.is_partial() for p in placements):
         raise UnsupportedParameterError(
-            f"{fqn} of type {type(shard).__name__} on {shard.device}, layout {tensor.layout}, "
-            f"placed {placements}",
+            f"{fqn}: {type(shard).__name__}, {shard.device}, {tensor.layout}, placed {placements}",
             reason="only dense shards with values of their own can be written",
-            remedy="initialise or load it, convert it to a plain tensor, redistribute it, or leave "
-            "it out of the model",
+            remedy="initialise it, convert it to a plain tensor, redistribute it, or leave it out",
         )
 
 
-def _find_in_checkpoint(
+def _of_checkpoint(
     reader: Reader, prefix: str | None, optimizer_prefix: str | None, wanted: torch.dtype | None
-) -> _Found:
+) -> Source:
     """The weights in a checkpoint and their masters; one whole tensor of each is read at a time.
 
     Raises:
@@ -594,13 +497,13 @@ def _find_in_checkpoint(
     for fqn in keys:
         stored_as = sizes[prefix + fqn].properties.dtype
         tensors[fqn] = torch.empty(sizes[prefix + fqn].size, dtype=stored_as, device="meta")
-        dtype = _file_dtype(fqn, stored_as, wanted, is_weight=fqn in trained or not trained)
-        if dtype == stored_as:
+        entry = _entry(fqn, tensors[fqn], wanted, is_weight=fqn in trained or not trained)
+        if entry.dtype == stored_as:
             del keys[fqn][1:]
-        entries.append(Entry(fqn, tuple(tensors[fqn].shape), dtype))
+        entries.append(entry)
 
     def read(index: MetadataIndex) -> tuple[Tensor, Tensor | None]:
         weight, *masters = read_values(reader, keys[index.fqn][:2]).values()
         return weight, masters[0] if masters else None
 
-    return _Found(entries, tensors, read)
+    return Source(entries, tensors, read)

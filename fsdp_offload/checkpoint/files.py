@@ -35,7 +35,13 @@ from typing import Final, TypeVar
 import torch
 from torch import Tensor
 
-from ..core.errors import CheckpointCorruptError, CheckpointError, ConfigError, OffloadError
+from ..core.errors import (
+    CheckpointCorruptError,
+    CheckpointError,
+    ConfigError,
+    OffloadError,
+    UnsupportedParameterError,
+)
 from ..core.interrupts import held_back
 from ..core.progress import progress
 from ..link import local_ranks
@@ -58,6 +64,25 @@ def as_bytes(tensor: Tensor) -> Tensor:
     """The memory of a contiguous tensor: 1-D uint8, shared."""
     # One element may have any stride, which view() to another dtype refuses.
     return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def without_class(tensor: Tensor) -> Tensor:
+    """A dense tensor as one of no subclass: shares its memory.
+
+    Raises:
+        UnsupportedParameterError: it has none, such as a tensor that others stand for.
+    """
+    plain = tensor.detach()
+    if type(plain) is not Tensor:
+        with torch._C.DisableTorchFunctionSubclass():
+            plain = plain.as_subclass(Tensor)
+    if plain.numel() and not plain.is_meta and not plain.data_ptr():
+        raise UnsupportedParameterError(
+            f"a tensor of type {type(tensor).__name__} and shape {tuple(tensor.shape)}",
+            reason="it has no memory of its own that could be copied",
+            remedy="leave it out of what is saved, or save a tensor with its values",
+        )
+    return plain
 
 
 def memory_of(block: Tensor) -> memoryview:

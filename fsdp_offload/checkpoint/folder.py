@@ -259,10 +259,10 @@ def publish(
     manifest = Manifest(max(time.time_ns(), newest + 1), world_size, optimizer, found)
     write_whole(made / MANIFEST, manifest.encode())
     fsync_folder(made)
-    _install(made, path, overwrite=overwrite)
+    install(made, path, overwrite=overwrite)
 
 
-def _install(made: Path, path: Path, *, overwrite: bool) -> None:
+def install(made: Path, path: Path, *, overwrite: bool) -> None:
     """Give a working folder its name; see [Note: publishing]."""
     while True:
         _check_replaceable(path, overwrite=overwrite)

@@ -19,6 +19,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
+import torch
+from torch.distributed.checkpoint import metadata as dcp_metadata
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     Metadata,
     MetadataIndex,
@@ -107,6 +110,58 @@ def encode_metadata(metadata: Metadata) -> bytes:
     return buffer.getvalue()
 
 
+_DESCRIBING: Final = (
+    "builtins.set", "collections.OrderedDict", "torch.Size",
+    "pathlib.PosixPath", "pathlib._local.PosixPath",  # the second of Python 3.13
+)  # fmt: skip
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Reads ``.metadata`` of any origin: it runs no code that the file names."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """What makes an object of a class that describes tensors.
+
+        Raises:
+            CheckpointError: the file names anything else.
+        """
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        if (module, name) == ("torch.serialization", "_get_layout"):
+            return lambda layout: {"torch.strided": torch.strided}[layout]
+        # Neither functions nor classes themselves: a pickle may set attributes of what it gets.
+        if f"{module}.{name}" in _DESCRIBING:
+            plain = super().find_class(module, name)
+            return lambda *values: plain(*values)
+        of_dcp = {_StorageInfo.__name__: _StorageInfo, **vars(dcp_metadata)}.get(name)
+        if not isinstance(of_dcp, type) or of_dcp.__module__ != module:
+            raise CheckpointError(
+                f"{METADATA} with {module}.{name}",
+                reason="it describes no tensor, and may run code",
+                remedy="load another checkpoint; torch.distributed.checkpoint.load() reads this "
+                "one, if you trust who wrote it",
+            )
+        return type(name, (), {"__new__": lambda _, *values: of_dcp.__new__(of_dcp, *values)})
+
+
+def decode_metadata(data: bytes, path: Path) -> Metadata:
+    """What the bytes of ``.metadata`` describe; no code that they name is run.
+
+    Raises:
+        CheckpointError: they name a class that describes no tensor.
+        CheckpointCorruptError: they are no pickle of a ``Metadata``.
+    """
+    try:
+        metadata = _MetadataUnpickler(io.BytesIO(data)).load()
+    except CheckpointError:
+        raise
+    except Exception as error:  # changed bytes of a pickle may raise anything
+        raise corrupt(path, f"it cannot be read: {error}") from error
+    if not isinstance(metadata, Metadata):
+        raise corrupt(path, f"it holds a {type(metadata).__name__}")
+    return metadata
+
+
 def crc_of(path: Path) -> int:
     """What tells a file from another of its size: of ``.metadata`` all bytes, else the table."""
     if path.name == METADATA:
@@ -137,13 +192,7 @@ def open_checkpoint(path: Path) -> tuple[Manifest | None, Metadata]:
         ) from error
     if manifest is not None and manifest.files.get(METADATA) != (len(data), zlib.crc32(data)):
         raise corrupt(path / METADATA, "it is not as it was written")
-    try:
-        metadata = pickle.loads(data)
-    except Exception as error:  # changed bytes of a pickle may raise anything
-        raise corrupt(path / METADATA, f"it cannot be read: {error}") from error
-    if not isinstance(metadata, Metadata):
-        raise corrupt(path / METADATA, f"it holds a {type(metadata).__name__}")
-    return manifest, metadata
+    return manifest, decode_metadata(data, path / METADATA)
 
 
 def read_manifest(path: Path) -> Manifest | None:

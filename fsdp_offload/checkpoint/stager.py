@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import functools
+import io
+import pickle
+import textwrap
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -13,8 +17,9 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from ..core import dtensor
 from ..core.backend import backend_for
 from ..core.config import TransferConfig
+from ..core.errors import OffloadError, UnsupportedParameterError
 from ..link import HostPool, HostRange
-from .files import BLOCK_BYTES, aligned, as_bytes, run_all
+from .files import BLOCK_BYTES, aligned, as_bytes, run_all, without_class
 
 
 class Stager(AsyncStager):
@@ -25,6 +30,7 @@ class Stager(AsyncStager):
 
     Raises:
         HostMemoryError: (in :meth:`stage`) the copies do not fit.
+        UnsupportedParameterError: (likewise) a value cannot be copied; nothing was saved.
     """
 
     def __init__(self) -> None:
@@ -32,56 +38,74 @@ class Stager(AsyncStager):
         self._arena: HostRange | None = None
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """``state_dict`` with a copy in place of each tensor; dicts and lists are new ones."""
-        found: list[Tensor] = []
+        """A deep copy of ``state_dict``, tensors in any container or object included.
 
-        def note(tensor: Tensor) -> Tensor:
-            found.append(tensor)
-            return tensor
+        The elements of dense tensors go to page-locked memory, once where two tensors are the same
+        view of one memory. Sparse, quantized and strided nested tensors go to pageable memory.
+        """
+        pickled = io.BytesIO()
+        finder = _Finder(pickled)
+        try:
+            finder.dump(state_dict)
+        except Exception as error:  # whatever a class raises that is no value
+            raise _uncopied("a value to be saved", error) from error
+        tensors = [value for value in finder.found if isinstance(value, Tensor)]
+        needed: dict[object, int] = {}
 
-        self._replace(state_dict, note)
-        self._reserve(found)
+        def measure(plain: Tensor) -> Tensor:
+            if _is_dense(plain):
+                needed[_place(plain)] = aligned(plain.numel() * plain.element_size())
+            return plain
+
+        for tensor in tensors:
+            _with_copies(tensor, measure)
+        self._reserve(sum(needed.values()), {tensor.device for tensor in tensors})
         jobs: list[Callable[[], None]] = []
-        offset = 0
-
-        def copy(tensor: Tensor) -> Tensor:
-            nonlocal offset
-            assert self._arena is not None
-            source = tensor.detach().resolve_conj().resolve_neg().contiguous()
-            target = self._arena.tensor(offset, source.numel(), source.dtype).view(source.shape)
-            offset += aligned(source.nbytes)
-            given, taken = as_bytes(source), as_bytes(target)
-            jobs.extend(
-                functools.partial(_copy, given, taken, start)
-                for start in range(0, source.nbytes, BLOCK_BYTES)
-            )
-            return target
-
-        staged = self._replace(state_dict, copy)
-        for device in {tensor.device for tensor in found}:
-            # Other threads read, on streams of their own.
-            backend_for(device).current_stream().synchronize()
+        copy = self._copier(jobs)
+        values = [_with_copies(v, copy) if isinstance(v, Tensor) else v for v in finder.found]
+        for device in {tensor.device for tensor in tensors}:
+            if device.type != "meta":  # other threads read, on streams of their own
+                backend_for(device).current_stream().synchronize()
         run_all(jobs)
-        return staged  # type: ignore[no-any-return]
+        pickled.seek(0)
+        try:
+            return _Builder(pickled, values).load()  # type: ignore[no-any-return]
+        except Exception as error:
+            raise _uncopied("a value to be saved", error) from error
 
-    def _reserve(self, tensors: list[Tensor]) -> None:
-        nbytes = sum(aligned(tensor.numel() * tensor.element_size()) for tensor in tensors)
+    def _reserve(self, nbytes: int, devices: set[torch.device]) -> None:
         if self._arena is not None and nbytes <= self._arena.n_bytes:
             return
         self.close()
-        devices = {tensor.device for tensor in tensors if tensor.device.type != "cpu"}
+        devices = {device for device in devices if device.type not in ("cpu", "meta")}
         backend = backend_for(min(devices, key=str, default=torch.device("cpu")))
         self._pool = HostPool("async_save", backend, TransferConfig(pin="prefer"))
         self._arena = self._pool.take(nbytes)
 
-    def _replace(self, value: Any, copy: Callable[[Tensor], Tensor]) -> Any:
-        if isinstance(value, dict):
-            return {key: self._replace(each, copy) for key, each in value.items()}
-        if isinstance(value, list | tuple) and type(value) in (list, tuple):
-            return type(value)(self._replace(each, copy) for each in value)
-        if isinstance(value, Tensor):
-            return dtensor.like(value, copy(dtensor.local(value)))
-        return value
+    def _copier(self, jobs: list[Callable[[], None]]) -> Callable[[Tensor], Tensor]:
+        """Makes copies: of dense tensors one behind the other in the arena, which ``jobs`` fill."""
+        made: dict[object, Tensor] = {}
+        offset = 0
+
+        def copy(plain: Tensor) -> Tensor:
+            nonlocal offset
+            if not _is_dense(plain):
+                return plain.to("cpu", copy=True)
+            assert self._arena is not None
+            place = _place(plain)
+            if place not in made:
+                source = plain.resolve_conj().resolve_neg().contiguous()
+                target = self._arena.tensor(offset, source.numel(), source.dtype)
+                made[place] = target.view(source.shape)
+                offset += aligned(source.nbytes)
+                given, taken = as_bytes(source), as_bytes(target)
+                jobs.extend(
+                    functools.partial(_copy, given, taken, start)
+                    for start in range(0, source.nbytes, BLOCK_BYTES)
+                )
+            return made[place]
+
+        return copy
 
     def synchronize_staging(self) -> None:
         """Nothing is under way: :meth:`stage` returns when the copies are there."""
@@ -89,6 +113,86 @@ class Stager(AsyncStager):
     def close(self) -> None:
         """Give the memory back; the copies are gone."""
         self._pool = self._arena = None
+
+
+# --------------------------------------------------------------------------- containers
+
+
+class _Finder(pickle.Pickler):
+    """Walks through containers and objects as pickle does, and leaves out what ``found`` keeps."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, pickle.HIGHEST_PROTOCOL)
+        self.found: list[Any] = []
+
+    def persistent_id(self, value: Any) -> int | None:
+        """Of a tensor; of plain values too, which stay the objects that they are."""
+        if not isinstance(value, Tensor | str | int | float | bytes | type | FunctionType):
+            return None
+        self.found.append(value)
+        return len(self.found) - 1
+
+
+class _Builder(pickle.Unpickler):
+    """Makes what a :class:`_Finder` has seen anew, around ``values``."""
+
+    def __init__(self, file: io.BytesIO, values: list[Any]) -> None:
+        super().__init__(file)
+        self._values = values
+
+    def persistent_load(self, index: int) -> Any:
+        """The value of that number."""
+        return self._values[index]
+
+
+# --------------------------------------------------------------------------- tensors
+
+
+def _place(plain: Tensor) -> object:
+    """What two tensors have in common that are the same view of one memory."""
+    form = plain.dtype, plain.shape, plain.stride(), plain.is_conj(), plain.is_neg()
+    return plain.device, plain.data_ptr(), *form
+
+
+def _with_copies(tensor: Tensor, copy: Callable[[Tensor], Tensor]) -> Tensor:
+    """``tensor``, with what ``copy`` makes of each dense tensor that it consists of.
+
+    Raises:
+        UnsupportedParameterError: its elements are in no memory that it shows.
+    """
+    try:
+        return dtensor.like(tensor, _local_copy(dtensor.local(tensor), copy))
+    except OffloadError:
+        raise
+    except Exception as error:  # subclasses may refuse any operation
+        raise _uncopied(f"a tensor of type {type(tensor).__name__}", error) from error
+
+
+def _local_copy(tensor: Tensor, copy: Callable[[Tensor], Tensor]) -> Tensor:
+    if tensor.is_meta:
+        return tensor
+    if hasattr(tensor, "__tensor_flatten__"):
+        names, context = tensor.__tensor_flatten__()
+        parts = {name: _local_copy(getattr(tensor, name), copy) for name in names}
+        make: Any = type(tensor)
+        return make.__tensor_unflatten__(parts, context, tensor.size(), tensor.stride())  # type: ignore[no-any-return]
+    if not _is_dense(tensor):
+        return copy(tensor)
+    copied = copy(without_class(tensor))
+    return copied if type(tensor) is Tensor else copied.as_subclass(type(tensor))
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether its memory is what its shape, strides and dtype say."""
+    return tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_nested)
+
+
+def _uncopied(what: str, error: Exception) -> UnsupportedParameterError:
+    return UnsupportedParameterError(
+        what,
+        reason=f"it cannot be copied: {textwrap.shorten(str(error), 200)}",
+        remedy="leave it out of what is saved, or save it as plain tensors and values",
+    )
 
 
 def _copy(source: Tensor, target: Tensor, start: int) -> None:

@@ -39,6 +39,7 @@ from .files import (
     new_file,
     on_host,
     run_all,
+    without_class,
     write_bytes,
     write_whole,
 )
@@ -248,7 +249,7 @@ def _layout(plan: SavePlan, planner: SavePlanner) -> list[_Item]:
         if isinstance(value, io.BytesIO):
             before, data, after = value.getvalue(), torch.empty(0, dtype=torch.uint8), b""
         else:
-            tensor = value.detach().resolve_conj().resolve_neg().contiguous()
+            tensor = without_class(value).resolve_conj().resolve_neg().contiguous()
             before, after = envelope(tensor.dtype, tuple(tensor.shape))
             data = as_bytes(tensor)
         items.append(_Item(request, offset, before, data, after))

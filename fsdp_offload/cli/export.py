@@ -8,7 +8,6 @@ from pathlib import Path
 
 from ..checkpoint import export_safetensors
 from ..core.errors import ConfigError
-from .inspection import refuse_code
 
 
 def run(options: argparse.Namespace) -> int:
@@ -17,7 +16,6 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         OffloadError: as of ``checkpoint.export_safetensors``.
     """
-    refuse_code(options.checkpoint)
     files = export_safetensors(
         options.checkpoint,
         options.out,

@@ -1,29 +1,20 @@
-"""``inspect``: what a checkpoint holds, and whether it is as it was written.
-
-``.metadata`` is a pickle. ``checkpoint.load`` unpickles it as torch does, which is for checkpoints
-that the user trusts. Commands that only look into a folder refuse one that names anything but what
-describes tensors.
-"""
+"""``inspect``: what a checkpoint holds, and whether it is as it was written."""
 
 from __future__ import annotations
 
 import argparse
 import io
 import json
-import pickle
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
-import torch
 from torch import Tensor
-from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from ..checkpoint import Reader
 from ..checkpoint.files import typed
-from ..checkpoint.manifest import METADATA
 from ..checkpoint.planner import read_values
 from ..checkpoint.state import EXTRA, decode
 from ..core.errors import CheckpointError
@@ -35,17 +26,6 @@ _CHECKSUMS: Final = {
     "none": "without checksums: another program wrote it",
 }
 _SHOWN: Final = 60  # characters of a value in a line
-_DESCRIBING: Final = frozenset(
-    (
-        ("builtins", "set"),
-        ("collections", "OrderedDict"),
-        ("pathlib", "PosixPath"),
-        ("pathlib._local", "PosixPath"),  # of Python 3.13
-        ("torch", "Size"),
-        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-        ("torch.serialization", "_get_layout"),
-    )
-)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -88,38 +68,8 @@ def look(path: Path, *, elements: bool) -> dict[str, Any]:
 # --------------------------------------------------------------------------- what is read
 
 
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        """Only what describes tensors; every class of torch's module of metadata does."""
-        of_metadata = getattr(metadata, name, None) if module == metadata.__name__ else None
-        is_own = isinstance(of_metadata, type) and of_metadata.__module__ == module
-        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if is_own or is_dtype or (module, name) in _DESCRIBING:
-            return super().find_class(module, name)
-        raise CheckpointError(
-            f"{METADATA} with {module}.{name}",
-            reason="it describes no tensor, and may run code",
-            remedy="checkpoint.load(), if you trust who wrote the checkpoint",
-        )
-
-
-def refuse_code(path: Path) -> None:
-    """Refuse a checkpoint whose ``.metadata`` names more than what describes tensors.
-
-    Raises:
-        CheckpointError: it does. A file that is missing or broken is left to the reader.
-    """
-    try:
-        _Unpickler(io.BytesIO((path / METADATA).read_bytes())).load()
-    except CheckpointError:
-        raise
-    except Exception:  # changed bytes of a pickle may raise anything
-        return
-
-
 def _reader(path: Path) -> Reader:
     """That has read ``.metadata``."""
-    refuse_code(path)
     reader = Reader(path)
     found = reader.read_metadata()
     if found is not reader.metadata:  # it failed, and this call raises why

@@ -8,26 +8,25 @@ from __future__ import annotations
 
 import argparse
 import os
-import runpy
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 from typing import Final
 
 from .. import __version__
-from ..bench.arguments import PARSERS, PROGRAM, Parser
 from ..core.errors import ConfigError, OffloadError
 from . import arguments
+from .arguments import PROGRAM, Parser
 
 COMMANDS: Final = {
-    "plan": ("plan", "memory and time of a job from its size"),
+    "plan": ("plan", "memory of a job from its size, and bounds of its time"),
     "doctor": ("doctor", "what makes offload slow or fail on this machine"),
     "inspect": ("inspection", "what a checkpoint holds, whether it is intact"),
     "export": ("export", "weights of a checkpoint as safetensors files"),
-    "bench": ("", "whole iterations; 'bench phases': out and back"),
+    "bench": (".bench.iteration", "whole iterations of one job, with each optimizer in turn"),
 }
 """Module and help of each. The module is imported when its command is to run; its function ``run``
-does the work and gives the exit code. ``bench`` hands all words on."""
+does the work and gives the exit code."""
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -61,35 +60,22 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _run(words: Sequence[str]) -> int:
-    if words and words[0] == "bench":
-        return _bench(words[1:])
-    options = _parser().parse_args(words)
+    options = parser().parse_args(words)
     module = import_module(f".{COMMANDS[options.command][0]}", __package__)
     return int(module.run(options))
 
 
-def _parser() -> argparse.ArgumentParser:
+def parser() -> argparse.ArgumentParser:
     """Of all subcommands."""
-    parser = Parser(prog=PROGRAM, description="State of optimizers in host memory: tools.")
-    parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for name, (module, text) in COMMANDS.items():
+    made = Parser(prog=PROGRAM, description="State of optimizers in host memory: tools.")
+    made.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
+    commands = made.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, (_, text) in COMMANDS.items():
         own = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
-        if module:
+        if name != "bench":
             own.add_argument("--json", action="store_true", help="one JSON document on stdout")
-            arguments.ADD[name](own)
-    return parser
-
-
-def _bench(words: Sequence[str]) -> int:
-    """Run a benchmark as ``python -m`` would."""
-    which = words[0] if words and words[0] in PARSERS else ""
-    words = words[1:] if which else words
-    PARSERS[which]().parse_args(words)  # leaves here for --help, and for wrong usage
-    sys.argv[1:] = words
-    name = f"fsdp_offload.bench.{which}".rstrip(".")
-    runpy.run_module(name, run_name="__main__")
-    return 0
+        arguments.ADD[name](own)
+    return made
 
 
 def _failed(text: str, remedy: str = "", code: int = 1) -> int:

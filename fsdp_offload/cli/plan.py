@@ -1,4 +1,4 @@
-"""``plan``: bytes and milliseconds of a job from its size, without a GPU."""
+"""``plan``: bytes of a job from its size, without a GPU, and bounds of its time."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import importlib
 import json
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,10 +19,10 @@ from ..core.errors import ConfigError
 from ..plan.estimate import (
     CARDS,
     MOST_GPUS,
-    Card,
     Estimate,
     Model,
     Workload,
+    bounds_ms,
     estimate,
     fewest_gpus,
 )
@@ -49,35 +49,35 @@ def run(options: argparse.Namespace) -> int:
         ConfigError: the size of the model is not known, or no number.
     """
     model = model_of(options)
-    card = CARDS[options.gpu]
-    if options.link is not None:
-        card = replace(card, link_bytes_per_s=options.link * 1e9)
+    memory_bytes = CARDS[options.gpu]
     work = Workload(
         tokens=options.tokens,
-        seq=options.seq,
         gpus=options.gpus,
         checkpointed=not options.no_checkpointing,
         shard_bytes=2 if options.weights == "bf16" else 4,
         moments=options.moments,
     )
     given = options.device_memory
-    found = estimate(model, work, card, None if given == "auto" else parse_bytes(given))
-    fewest = fewest_gpus(model, work, card)
+    found = estimate(model, work, memory_bytes, None if given == "auto" else parse_bytes(given))
+    fewest = fewest_gpus(model, work, memory_bytes)
+    bounds = None
+    if found is not None and None not in (options.compute_ms, options.link):
+        bounds = bounds_ms(found.travels_bytes, options.compute_ms, options.link)
     if options.json:
         report = {
             "model": asdict(model),
             "work": asdict(work),
-            "card": asdict(card),
+            "memory_bytes": memory_bytes,
             "fits": found is not None,
             "fewest_gpus": fewest,
             "estimate": None,
+            "bounds_ms": bounds,
         }
         if found is not None:
-            derived = ("travels_bytes", "iteration_ms", "share_of_bound")
-            report["estimate"] = asdict(found) | {name: getattr(found, name) for name in derived}
+            report["estimate"] = asdict(found) | {"travels_bytes": found.travels_bytes}
         print(json.dumps(report, indent=1))
     else:
-        print(text_of(model, work, card, options.gpu, found, fewest))
+        print(text_of(model, work, options.gpu, found, bounds, fewest))
     return 0 if found is not None else 1
 
 
@@ -120,8 +120,7 @@ def model_of_config(config: Mapping[str, Any]) -> Model:
         raise ConfigError(
             f"a config of {kind}",
             reason="experts are not counted",
-            remedy="use --params with all parameters: weights and state are then right, times are "
-            "those of a dense model, which computes with all of them",
+            remedy="use --params with all parameters: weights and state are then right",
         )
     layers, width, vocabulary = (_field(config, name) for name in ("layers", "width", "vocabulary"))
     heads = _field(config, "heads")
@@ -180,10 +179,16 @@ def model_of_function(name: str) -> Model:
 
 
 def text_of(
-    model: Model, work: Workload, card: Card, name: str, found: Estimate | None, fewest: int | None
+    model: Model,
+    work: Workload,
+    name: str,
+    found: Estimate | None,
+    bounds: tuple[float, float] | None,
+    fewest: int | None,
 ) -> str:
     """A line for each figure."""
     weights = "bf16" if work.shard_bytes == 2 else "fp32"
+    memory = f"{CARDS[name] / GIB:.1f}"
     lines = [
         f"{model.params / 1e9:.2f} G parameters ({model.layers} blocks, {model.width} wide), "
         f"{weights} weights, {work.moments} moments, {work.gpus} x {name}, "
@@ -191,7 +196,7 @@ def text_of(
         "",
     ]
     if found is None:
-        lines.append(f"It does not fit into {card.memory_bytes / GIB:.1f} GiB.")
+        lines.append(f"It does not fit into {memory} GiB.")
     else:
         on_gpu = {
             "weights": found.weights_bytes,
@@ -200,22 +205,18 @@ def text_of(
             "activations and logits": found.activations_bytes,
             "state that stays": found.stays_bytes,
             "slots of state that travels": found.slots_bytes,
-            f"peak, of {card.memory_bytes / GIB:.1f}": found.peak_bytes,
+            f"peak, of {memory}": found.peak_bytes,
         }
         for_gpu = {
             "host memory, page-locked": found.host_bytes,
             "state that travels, each way": found.travels_bytes,
         }
-        times_ms = {
-            "forward and backward": found.compute_ms,
-            "update": found.update_ms,
-            "travel that nothing hides": found.exposed_ms,
-            "all": found.iteration_ms,
-        }
         for title, sizes in (("GiB on each GPU", on_gpu), ("GiB for each GPU", for_gpu)):
             lines += [title, *(f"  {what:<34}{n / GIB:8.2f}" for what, n in sizes.items())]
-        lines += ["ms per iteration", *(f"  {what:<34}{ms:8.0f}" for what, ms in times_ms.items())]
-        lines += [f"share of the bound: {found.share_of_bound:.2f}"]
+        if bounds is None:
+            lines.append("ms per iteration: give --compute-ms and --link")
+        else:
+            lines.append("ms per iteration: {:.0f} to {:.0f}".format(*bounds))
     enough = f"more than {MOST_GPUS}: try fewer --tokens" if fewest is None else str(fewest)
     lines += [f"fewest GPUs that it fits on: {enough}"]
     return "\n".join(lines)

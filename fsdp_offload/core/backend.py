@@ -3,7 +3,7 @@
 Everything that runs beside the host's own thread is *launched* on a :class:`Stream`:
 ``stream.launch(fn, *operands)`` runs ``fn(*operands)`` in order on that stream. Three backends
 implement the same interface: the accelerator (CUDA streams), the CPU (every launch runs at once)
-and the stream simulator of :mod:`fsdp_offload.testing` (launches are queued and run only when
+and the stream simulator of ``tests/helpers/simulator.py`` (launches are queued and run only when
 something waits for them). A launched function must get every tensor it reads or writes as an
 operand, not through a closure, because the simulator watches operands' lifetimes; tensors that
 the package itself owns for the optimizer's lifetime (arena, slots, scratch) are exempt.

@@ -1,7 +1,7 @@
 """What a user may choose: frozen dataclasses, checked when they are made.
 
 Each value is explained under its field. Sizes are a string such as ``"8GiB"`` (binary units) or
-``"8GB"`` (decimal units), or an ``int`` of bytes: 0, or 1 MiB and more.
+``"8GB"`` (decimal units), or an ``int`` of bytes: 0, or 1 MiB and more (buckets and pages: 4 KiB).
 """
 
 from __future__ import annotations
@@ -37,6 +37,9 @@ MOMENTS: Final[dict[object, torch.dtype | Literal["int8"] | None]] = {
 }
 """What ``moments=`` accepts, and what it means."""
 
+SMALL_BYTES: Final = 4096
+"""Of buckets and pages, which may well be smaller than 1 MiB."""
+
 _UNITS: Final = {
     "B": 1,
     "KB": 10**3,
@@ -50,14 +53,19 @@ _UNITS: Final = {
 }
 
 
-def parse_bytes(value: object, name: str = "size") -> int:
-    """Bytes meant by ``value``: 0, an int from 1 MiB on, or a number and a unit ("8GiB", "5 MB").
+def parse_bytes(value: object, name: str = "size", *, least_int: int = MIB) -> int:
+    """Bytes meant by ``value``: 0, an int, or a number and a unit ("8GiB", "5 MB").
+
+    Args:
+        value: what the caller gave.
+        name: of the option.
+        least_int: bytes; a smaller int was probably meant in another unit.
 
     Raises:
         ConfigError: no size, a negative one, or a number whose unit is missing.
     """
     if not isinstance(value, bool) and isinstance(value, Integral):  # NumPy's, too
-        if int(value) == 0 or int(value) >= MIB:
+        if int(value) == 0 or int(value) >= least_int:
             return int(value)
     elif isinstance(value, str):
         if value.strip() == "0":
@@ -81,9 +89,9 @@ def check_choice(name: str, value: object, choices: Sequence[object], reason: st
         raise ConfigError(f"{name}={value!r}", reason=reason, remedy=f"use {quoted}")
 
 
-def sized(value: int | str | None, name: str = "size") -> int | None:
+def sized(value: int | str | None, name: str = "size", *, least_int: int = MIB) -> int | None:
     """:func:`parse_bytes` of what may be left out."""
-    return None if value is None else parse_bytes(value, name)
+    return None if value is None else parse_bytes(value, name, least_int=least_int)
 
 
 def _no_size(value: object, name: str) -> ConfigError:
@@ -101,7 +109,7 @@ def _no_size(value: object, name: str) -> ConfigError:
         unit = "B" if number >= MIB else "MiB" if number >= 1024 else "GiB"
         reason = "text needs a unit" if isinstance(value, str) else "a float needs a unit"
         if isinstance(value, Integral):
-            reason = "an int counts bytes, and less than 1 MiB of them is probably a mistake"
+            reason = "an int counts bytes, and so few of them are probably a mistake"
         remedy = f'write "{number:.15g}{unit}"'
         if unit != "B":
             remedy += f', or "{number:.15g}B" if bytes are meant'
@@ -137,9 +145,9 @@ class TransferConfig:
     free memory and what the cgroup leaves. Of an optimizer: ``host_memory=`` says the same."""
 
     def __post_init__(self) -> None:
-        bucket_bytes = sized(self.bucket_bytes, "bucket_bytes")
+        bucket_bytes = sized(self.bucket_bytes, "bucket_bytes", least_int=SMALL_BYTES)
         sized(self.host_memory, "host_memory")
-        if bucket_bytes is not None and bucket_bytes < 4096:
+        if bucket_bytes is not None and bucket_bytes < SMALL_BYTES:
             raise ConfigError(
                 f"bucket_bytes={self.bucket_bytes!r}",
                 reason="a bucket under 4 KiB cannot hold 64 elements of every kind of state",
@@ -249,7 +257,7 @@ class OffloadConfig:
     @property
     def bucket_bytes(self) -> int:
         """Bytes of state in a bucket."""
-        given = sized(self.transfer.bucket_bytes)
+        given = sized(self.transfer.bucket_bytes, least_int=SMALL_BYTES)
         if given is not None:
             return given
         is_small = self.overlap == "step" or self.first_device_bytes < FIRST_DEVICE_BYTES

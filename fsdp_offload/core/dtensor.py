@@ -64,14 +64,11 @@ def local(tensor: Tensor) -> Tensor:
 
     Updates of it may be under way: see [Note: gated shards].
     """
-    if isinstance(tensor, DTensor):
-        shard = ungated(tensor._local_tensor)
-        if type(shard) is not Tensor and hasattr(
-            shard, "wait"
-        ):  # AsyncCollectiveTensor: the collective is still in flight
-            shard = shard.wait()
-        return shard.detach()
-    return tensor.detach()
+    shard = ungated(tensor._local_tensor) if isinstance(tensor, DTensor) else tensor
+    # AsyncCollectiveTensor: the collective is still in flight.
+    if type(shard) is not Tensor and hasattr(shard, "wait"):
+        shard = shard.wait()
+    return shard.detach()
 
 
 Gated = list[tuple[DTensor, GatedShard | None]]

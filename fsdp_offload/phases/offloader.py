@@ -145,21 +145,25 @@ class PhaseOffloader:
         self._is_away = self._is_closed = self._moves_optimizer = False
         self._pid, self._cycles = os.getpid(), 0
         with held_back():
-            try:
-                with self._turn("PhaseOffloader()"):
-                    self._prepare()
-                    self._keep_addresses()
-                found = [b for _, blocks in self._blocks(self._parameters()) for b in blocks]
-                self._transfer.reserve(found)
-            except BaseException:
-                self._transfer.close()
-                for memory in self._fixed.values():
-                    memory.move_out()
-                raise
+            self._reserve()
             hooks = self._gradients.hooks()
             if isinstance(self._optimizer, PlainOptimizer):
                 hooks += self._optimizer.hooks()
             self._unhook = weakref.finalize(self, remove_all, hooks)
+
+    def _reserve(self) -> None:
+        """Move what keeps its addresses, and take host memory for all that moves now."""
+        try:
+            with self._turn("PhaseOffloader()"):
+                self._prepare()
+                self._keep_addresses()
+            found = [b for _, blocks in self._blocks(self._parameters()) for b in blocks]
+            self._transfer.reserve(found)
+        except BaseException:
+            self._transfer.close()
+            for memory in self._fixed.values():
+                memory.move_out()
+            raise
 
     # ------------------------------------------------------------------ surface
 

@@ -1,20 +1,15 @@
-"""What a job takes, and how long an iteration is, from its size alone: no GPU is asked.
+"""What a job takes, from its size alone: no GPU is asked.
 
 [Note: memory]
 An iteration has two peaks. When the backward begins, activations and logits are there and no
 gradients; when it ends, all gradients, and what one block needs. FSDP2 keeps the shards, and beside
 them whole copies of the root's parameters and of two blocks, with one rank too.
 
-[Note: time]
-Matrix products take their FLOPs over what the card reaches at that width (:data:`REACHED`), but not
-less than the host takes to enqueue them; updates take their bytes over the card's bandwidth. State
-that travels passes the link both ways at the same time. With ``"forward"`` it is hidden behind the
-forward, and behind the rest of the iteration as much of it as slots hold.
+There is no model of how fast a GPU is: :func:`bounds_ms` takes the caller's figures.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -26,35 +21,18 @@ CONTEXT_BYTES: Final = 600 << 20
 """That CUDA, cuBLAS and NCCL take beside torch's allocator."""
 
 
-@dataclass(frozen=True)
-class Card:
-    """One GPU and its link to host memory, as the makers' sheets have them; the link as measured or
-    three quarters of the sheet's."""
-
-    memory_bytes: int
-    flops_per_s: float  # bf16, dense
-    bytes_per_s: float  # of device memory
-    link_bytes_per_s: float  # each way, while both are busy
-
-
 CARDS: Final = {
-    "h100-80": Card(int(79.2 * GIB), 989e12, 3.35e12, 41e9),
-    "h200": Card(int(139.8 * GIB), 989e12, 4.8e12, 41e9),
-    "b200": Card(int(178 * GIB), 2250e12, 8e12, 41e9),
-    "gh200": Card(int(94.5 * GIB), 989e12, 4e12, 200e9),
-    "a100-80": Card(int(79.1 * GIB), 312e12, 2.04e12, 20e9),
-    "a100-40": Card(int(39.4 * GIB), 312e12, 1.56e12, 20e9),
-    "l40s": Card(int(44.4 * GIB), 362e12, 0.86e12, 20e9),
-    "rtx-4090": Card(int(23.5 * GIB), 165e12, 1.01e12, 20e9),
-    "rtx-5090": Card(int(31.4 * GIB), 210e12, 1.79e12, 41e9),
+    "h100-80": int(79.2 * GIB),
+    "h200": int(139.8 * GIB),
+    "b200": int(178 * GIB),
+    "gh200": int(94.5 * GIB),
+    "a100-80": int(79.1 * GIB),
+    "a100-40": int(39.4 * GIB),
+    "l40s": int(44.4 * GIB),
+    "rtx-4090": int(23.5 * GIB),
+    "rtx-5090": int(31.4 * GIB),
 }
-
-REACHED: Final = ((1024, 0.33), (2048, 0.51), (4096, 0.64), (8192, 0.66))
-"""Share of a card's FLOPs that forward and backward reach, by width: H100, whole iterations."""
-
-HOST_MS_PER_BLOCK: Final = 4.5
-"""That the host takes for one FSDP2 group, forward, backward and update: 3.7 on one H100, 5 on two
-(docs/benchmarks/iteration_h100_2026-11-24.md, jobs of 2048 and 4096 tokens)."""
+"""Bytes of memory of one GPU."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +70,6 @@ class Workload:
     """What each GPU trains with."""
 
     tokens: int  # per iteration and GPU
-    seq: int = 2048
     gpus: int = 1
     checkpointed: bool = True
     shard_bytes: int = 2  # of one element: 2 (bf16), 4 (fp32)
@@ -107,7 +84,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Of one GPU; bytes and milliseconds."""
+    """Bytes of one GPU."""
 
     weights_bytes: float
     gradients_bytes: float
@@ -121,48 +98,37 @@ class Estimate:
     host_bytes: float
     peak_bytes: float
     """Of torch's allocator, what stays and slots counted."""
-    compute_ms: float
-    update_ms: float
-    exposed_ms: float
-    """Travel that nothing hides."""
 
     @property
     def travels_bytes(self) -> float:
         """Of the state, each way in each iteration."""
         return self.state_bytes - self.stays_bytes
 
-    @property
-    def iteration_ms(self) -> float:
-        """All of it."""
-        return self.compute_ms + self.update_ms + self.exposed_ms
-
-    @property
-    def share_of_bound(self) -> float:
-        """The time of an iteration whose state is free, over this one's."""
-        return (self.compute_ms + self.update_ms) / self.iteration_ms
-
 
 def estimate(
-    model: Model, work: Workload, card: Card, device_memory_bytes: float | None = None
+    model: Model, work: Workload, memory_bytes: int, device_memory_bytes: float | None = None
 ) -> Estimate | None:
-    """What a GPU takes, with so much memory for state, or (None) with what is to spare, as
-    ``device_memory="auto"``. Returns None where it does not fit."""
+    """What a GPU takes.
+
+    Args:
+        model: its size.
+        work: what each GPU trains with.
+        memory_bytes: of the GPU.
+        device_memory_bytes: for state; ``None``: what remains, as with ``device_memory="auto"``.
+
+    Returns:
+        ``None`` where it does not fit.
+    """
     shards = model.params / work.gpus
     weights, gradients = work.shard_bytes * shards, work.shard_bytes * shards
     unsharded = 2 * (model.root_params + 2 * model.block_params)
     bare = _bare_peak(model, work, weights, gradients, unsharded)
     state = work.state_bytes * shards
-    most = card.memory_bytes - CONTEXT_BYTES - margin_bytes(card.memory_bytes) - bare
+    most = memory_bytes - CONTEXT_BYTES - margin_bytes(memory_bytes) - bare
     allowed = most if device_memory_bytes is None else min(device_memory_bytes, most)
     stays, slots = _divide(state, max(0.0, allowed))
     if stays + slots > most:
         return None
-    compute_ms = 1e3 * _flops(model, work) / (card.flops_per_s * reached(model.width))
-    compute_ms = max(compute_ms, HOST_MS_PER_BLOCK * model.layers)
-    passes = 2 * work.state_bytes + 3 * work.shard_bytes  # state and shard both ways, gradient
-    forward_ms = compute_ms / (4 if work.checkpointed else 3)
-    link_ms = 1e3 * (state - stays) / card.link_bytes_per_s
-    ahead_ms = 1e3 * slots / card.link_bytes_per_s
     return Estimate(
         weights_bytes=weights,
         gradients_bytes=gradients,
@@ -173,10 +139,19 @@ def estimate(
         slots_bytes=slots,
         host_bytes=state,
         peak_bytes=bare + stays + slots,
-        compute_ms=compute_ms,
-        update_ms=1e3 * shards * passes / card.bytes_per_s / 0.8,
-        exposed_ms=max(0.0, link_ms - forward_ms - ahead_ms),
     )
+
+
+def bounds_ms(travels_bytes: float, compute_ms: float, link_gbps: float) -> tuple[float, float]:
+    """The least and the most that an iteration takes: all of the travel is hidden, or none of it.
+
+    Args:
+        travels_bytes: each way, both at the same time.
+        compute_ms: of an iteration without any travel, with its update.
+        link_gbps: GB/s each way, while both directions are busy.
+    """
+    link_ms = travels_bytes / (1e6 * link_gbps)
+    return max(compute_ms, link_ms), compute_ms + link_ms
 
 
 def _bare_peak(
@@ -200,32 +175,12 @@ def _divide(state: float, allowed: float) -> tuple[float, float]:
     return max(0.0, allowed - slots), slots
 
 
-def _flops(model: Model, work: Workload) -> float:
-    passes = 4 if work.checkpointed else 3  # forward, backward twice that, and forward again
-    products = 2 * model.params * work.tokens
-    attention = 2 * model.layers * work.tokens * work.seq * model.width  # causal
-    return float(passes * (products + attention))
-
-
-def reached(width: int) -> float:
-    """Share of the card's FLOPs, between two entries of :data:`REACHED` by the logarithm."""
-    (first, share), *rest = REACHED
-    if width <= first:
-        return share
-    for second, upper in rest:
-        if width <= second:
-            part = math.log(width / first) / math.log(second / first)
-            return share + part * (upper - share)
-        first, share = second, upper
-    return share
-
-
-def fewest_gpus(model: Model, work: Workload, card: Card) -> int | None:
+def fewest_gpus(model: Model, work: Workload, memory_bytes: int) -> int | None:
     """The smallest power of two of GPUs on which it fits; None: not on
     :data:`MOST_GPUS`."""
     gpus = 1
     while gpus <= MOST_GPUS:
-        if estimate(model, replace(work, gpus=gpus), card) is not None:
+        if estimate(model, replace(work, gpus=gpus), memory_bytes) is not None:
             return gpus
         gpus *= 2
     return None

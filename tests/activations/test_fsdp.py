@@ -99,11 +99,11 @@ def test_a_stash_changes_no_bit_on_gpus(ranks: Any, overlap: str, dtype: torch.d
     pool.run(compare_stash, overlap, dtype, "cuda")
 
 
-def compare_offload(share: Any, overlap: str, dtype: torch.dtype) -> None:
+def compare_offload(share: float, overlap: str, dtype: torch.dtype) -> None:
     made: list[ActivationOffload] = []
 
     def move(optimizer: HybridDeviceOptimizer) -> ActivationOffload:
-        made.append(ActivationOffload("1MiB", share, optimizer))
+        made.append(ActivationOffload("1MiB", share, device=optimizer.device))
         return made[0]
 
     found = []
@@ -127,9 +127,9 @@ def compare_offload(share: Any, overlap: str, dtype: torch.dtype) -> None:
     [
         (1.0, "step", torch.bfloat16),
         (0.5, "forward", torch.float32),
-        ("auto", "backward", torch.bfloat16),
+        (1.0, "backward", torch.bfloat16),
     ],
 )
-def test_moving_changes_no_bit(ranks: Any, share: Any, overlap: str, dtype: torch.dtype) -> None:
+def test_moving_changes_no_bit(ranks: Any, share: float, overlap: str, dtype: torch.dtype) -> None:
     pool: RankPool = ranks(2)
     pool.run(compare_offload, share, overlap, dtype)

@@ -9,8 +9,6 @@ import threading
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
-from itertools import pairwise
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,15 +28,14 @@ from fsdp_offload import (
     TransferConfig,
 )
 from fsdp_offload.activations import offload
-from fsdp_offload.activations.batches import Batch
+from fsdp_offload.activations.batches import AHEAD, Batch
 from fsdp_offload.activations.handles import Handle
 from fsdp_offload.activations.selection import Span, View, span_or_reason
 from fsdp_offload.core.backend import CpuBackend
-from fsdp_offload.plan.share import AHEAD, Link, OffloadPlan, SavedBatch
-from fsdp_offload.testing import StreamSimulator
 from tests.activations import moe
 from tests.activations.moe import CPU
 from tests.helpers.policies import POLICIES
+from tests.helpers.simulator import StreamSimulator
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 DIM, SEQ = 16, 32
@@ -116,7 +113,6 @@ def is_idle(moved: ActivationOffload) -> bool:
         {},
         {"share": 0.4},
         {"share": 0},
-        {"share": "auto"},
         {"host_memory": f"{9 * SIZE}B"},
         {"inflight_bytes": 0},
     ],
@@ -380,72 +376,6 @@ def test_a_share_is_spread() -> None:
     assert moved._copies.counts["full_batches"] == 0
 
 
-@pytest.mark.parametrize("overlap", [None, "step", "forward", "backward"])
-def test_auto_moves_what_its_plan_says(
-    overlap: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[Any] = []
-
-    def choose(found: list[SavedBatch], ms: float, link: Link, **bytes_: int) -> OffloadPlan:
-        seen.append((found, ms, link, bytes_))
-        return OffloadPlan(tuple(found), ms, link, frozenset({0, 3}), 0.0, 1)
-
-    class Optimizer:
-        device, waited = CPU, 0
-
-        def synchronize(self) -> None:
-            self.waited += 1
-
-        def statistics(self) -> Any:
-            assert self.waited  # or its copies would slow the probe of the link
-            return SimpleNamespace(overlap=overlap, moved_bytes=7, fetched_bytes=8)
-
-    monkeypatch.setattr(offload, "choose_share", choose)
-    moved = made(share="auto", optimizer=None if overlap is None else Optimizer())
-    net, sent, texts = model(), [0], []
-    expected = gradients(net, 0)
-    for _ in range(9):
-        texts.append(moved.explain())
-        with moved, torch.no_grad():
-            net(batch(0))
-        assert moe.same(gradients(net, 0, moved), expected)
-        sent.append(moved.statistics().sent_bytes)
-    assert len(seen) == 3  # after iterations 2, 4 and 8
-    found, ms, link, bytes_ = seen[0]
-    sizes = [each.n_bytes for each in found]
-    assert [b - a for a, b in pairwise(sent)] == [sent[1], sum(sizes), *[sizes[0] + sizes[3]] * 7]
-    assert [[each.n_bytes for each in of] for of, *_ in seen] == [sizes] * 3
-    rates = [(each.out_gbps, each.back_gbps) for _, _, each, _ in seen]
-    assert rates == sorted(rates)  # a disturbed measurement counts for nothing
-    times = [0, *(each.saved_ms for each in found), *(each.needed_ms for each in found[::-1]), ms]
-    assert times == sorted(times)
-    is_beside = overlap in ("forward", "backward")
-    bytes_of_optimizer = (7, 8) if is_beside else (0, 0)
-    assert not is_beside or link.overlap == overlap
-    assert (link.optimizer_out_bytes, link.optimizer_back_bytes) == bytes_of_optimizer
-    assert min(link.out_gbps, link.back_gbps) > 0
-    assert bytes_ == {"host_bytes": 4 << 20, "inflight_bytes": 512 << 20}
-    assert "until the second iteration" in texts[2]
-    assert f"2 of {len(sizes)} batches" in moved.explain()
-    assert "50%" in made(share=0.5).explain()
-
-
-def test_auto_chooses_by_itself() -> None:
-    net, moved = model(), made(share="auto")
-    for seed in range(4):
-        assert moe.same(gradients(net, seed, moved), gradients(net, seed))
-    assert "GB/s out" in moved.explain()
-
-
-def test_auto_with_room_for_nothing_moves_nothing() -> None:
-    net, moved = model(), ActivationOffload("1B", device=CPU)
-    for seed in range(3):
-        assert moe.same(gradients(net, seed, moved), gradients(net, seed))
-    assert moved.statistics().sent_bytes == 0
-    assert "host memory is full" in moved.explain()
-    moved.close()
-
-
 def test_what_is_on_its_way_is_not_brought_back() -> None:
     with StreamSimulator("lazy", inline_current=True):
         moved, x = made(), batch(0).requires_grad_()
@@ -561,7 +491,7 @@ def test_compiled_functions_inside() -> None:
 
 def test_bad_arguments() -> None:
     for how in ({"host_memory": 0}, {"host_memory": "much"}, {"share": 1.5}, {"share": True},
-                {"share": "all"}, {"optimizer": object()}, {"inflight_bytes": -1}):  # fmt: skip
+                {"share": "auto"}, {"inflight_bytes": -1}):  # fmt: skip
         with pytest.raises(ConfigError):
             made(**how)
     with pytest.raises(HostMemoryError, match=r"ActivationOffload: 2097152 bytes.*is 1048576"):

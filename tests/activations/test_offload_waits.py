@@ -10,8 +10,8 @@ from torch import Tensor
 
 from fsdp_offload import ActivationOffload
 from fsdp_offload.activations import offload
-from fsdp_offload.testing import ADVERSARIES, SimulatedStream
 from tests.helpers.removed_waits import Removal, Simulator, Skip
+from tests.helpers.simulator import ADVERSARIES, SimulatedStream
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 NUMEL, LAYERS = 512, 8

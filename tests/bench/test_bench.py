@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp_offload.bench import iteration, phases
-from fsdp_offload.bench.arguments import DEFAULT_ROWS, PHASES_ROWS, iterations
-from fsdp_offload.bench.machine import options_of
+from fsdp_offload.bench import iteration
 from fsdp_offload.bench.model import Job, synthetic_batches
 from fsdp_offload.bench.rows import Case
+from fsdp_offload.cli.arguments import DEFAULT_ROWS
+from fsdp_offload.cli.main import parser
 from fsdp_offload.core.errors import ConfigError
 from tests.helpers.ranks import RankPool
 
@@ -27,11 +27,16 @@ STUDIES = Path(__file__).parents[2] / "docs" / "benchmarks" / "studies"
 NUMEL = 128 * 64 + 12 * 64 * 64 + 3 * 64
 
 
+def bench(words: list[str]) -> dict[str, Any]:
+    """What ``fsdp-offload bench`` reports."""
+    return iteration.run_rows(parser().parse_args(["bench", *words]))
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_iterations(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out.json"
     rows = "plain,torchao,step-b8KiB-torchclip,backward-int8,step-host,step-f0,cpuoffload"
-    iteration.main([*TINY, *SHORT, "--json", str(out), "--rows", rows, "--shards", "fp32"])
+    bench([*TINY, *SHORT, "--json", str(out), "--rows", rows, "--shards", "fp32"])
     lines = capfd.readouterr().out.splitlines()
     assert lines[0].startswith("plain: iteration")
     assert lines[-1].startswith("- torchao: not available: ModuleNotFoundError")
@@ -66,13 +71,13 @@ def test_a_row_that_fails_ends_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
         raise RuntimeError("out of luck")
 
     monkeypatch.setattr(iteration, "measure", broken)
-    report = iteration.main([*TINY, *SHORT, "--rows", "plain,step"])
+    report = bench([*TINY, *SHORT, "--rows", "plain,step"])
     assert [row["status"] for row in report["rows"]] == ["failed", "failed"]
     assert report["rows"][1]["reason"] == "RuntimeError: out of luck"
 
 
 def rows_of_this_rank() -> list[dict[str, Any]]:
-    options = options_of(iterations(), [*TINY, *SHORT, "--shards", "fp32"])
+    options = parser().parse_args(["bench", *TINY, *SHORT, "--shards", "fp32"])
     job = Job.of(options)
     batches = synthetic_batches(job, torch.device("cpu"))
     return [
@@ -91,7 +96,7 @@ def test_two_ranks_agree(ranks: Callable[..., RankPool]) -> None:
 def test_checkpointed_blocks_give_the_same_losses() -> None:
     found = []
     for flags in ([], ["--checkpointed"]):
-        report = iteration.main([*TINY, *SHORT, "--rows", "default-d0-torchclip", *flags])
+        report = bench([*TINY, *SHORT, "--rows", "default-d0-torchclip", *flags])
         found.append(report["rows"][0]["losses"])
         assert report["job"]["checkpointed"] is bool(flags)
     assert found[0] == found[1]
@@ -102,8 +107,8 @@ def test_words_of_a_name() -> None:
     case = Case.parse("forward-clip-bf16-d4GiB-b64MiB-f0.5-again")
     assert (case.kind, case.clip) == ("forward", "ours")
     assert case.options == {
-        "moments": torch.bfloat16, "device_memory": 4 << 30,
-        "bucket_bytes": 64 << 20, "offload_fraction": 0.5,
+        "moments": torch.bfloat16, "device_memory": f"{4 << 30}B",
+        "bucket_bytes": f"{64 << 20}B", "offload_fraction": 0.5,
     }  # fmt: skip
 
 
@@ -120,7 +125,7 @@ def test_words_of_a_name() -> None:
 )
 def test_a_wrong_name_is_refused(name: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
-        iteration.main([*TINY, "--rows", name])
+        bench([*TINY, "--rows", name])
 
 
 def test_a_job_is_checked() -> None:
@@ -130,9 +135,11 @@ def test_a_job_is_checked() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_phases() -> None:
-    report = phases.main(["--device", "cpu", "--params", "4e5", "--cycles", "3"])
-    assert [row["name"] for row in report["rows"]] == list(PHASES_ROWS)
+def test_the_study_of_phases() -> None:
+    study = runpy.run_path(str(STUDIES / "phases.py"))
+    sizes = ["--params", "4e5", "--dim", "128", "--vocabulary", "512"]
+    report = study["main"](["--device", "cpu", *sizes, "--cycles", "3"])
+    assert [row["name"] for row in report["rows"]] == list(study["ROWS"])
     for row in report["rows"]:
         if row["name"] == "fixed" and row["status"] != "ok":
             assert "torch 2.13 or later" in row["reason"]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import dataclasses
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,10 +16,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import nn
+from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.testing._internal.two_tensor import TwoTensor
 
-from fsdp_offload import checkpoint
+from fsdp_offload import UnsupportedParameterError, checkpoint
 from fsdp_offload.checkpoint import Stager, Writer
 from fsdp_offload.core.errors import CheckpointError, ConfigError, OffloadError
 from tests.checkpoint import jobs
@@ -184,3 +188,129 @@ def test_weights_alone_are_saved_beside_training(tmp_path: Path) -> None:
     with warnings.catch_warnings(action="ignore"):  # that there is no process group
         dcp.load(state, checkpoint_id=tmp_path / "one", no_dist=True)
     assert torch.equal(state["model"]["weight"], weight)
+
+
+class Marked(Tensor):
+    """A subclass that adds nothing."""
+
+
+class Node:
+    """An object of the user's own, with a way back to itself."""
+
+    def __init__(self, value: Tensor) -> None:
+        self.value, self.me = value, self
+
+
+Pair = collections.namedtuple("Pair", "first second")
+
+
+@dataclasses.dataclass
+class Record:
+    value: Tensor
+
+
+def weight() -> Tensor:
+    return torch.arange(6.0).view(2, 3)
+
+
+HELD: dict[str, tuple[Callable[[], Any], Callable[[Any], Tensor]]] = {
+    "list": (lambda: [weight()], lambda held: held[0]),
+    "named tuple": (lambda: Pair(weight(), 2), lambda held: held.first),
+    "dataclass": (lambda: Record(weight()), lambda held: held.value),
+    "deque": (lambda: collections.deque([weight()], maxlen=3), lambda held: held[0]),
+    "set": (lambda: {(1, weight())}, lambda held: next(iter(held))[1]),
+    "default dict": (
+        lambda: collections.defaultdict(list, a=[weight()]),
+        lambda held: held["a"][0],
+    ),
+    "object": (lambda: Node(weight()), lambda held: held.me.me.value),
+    "parameter": (lambda: nn.Parameter(weight()), lambda held: held),
+    "transposed": (lambda: weight().t(), lambda held: held),
+    "expanded": (lambda: torch.ones(1, 3).expand(2, 3), lambda held: held),
+    "conjugate": (
+        lambda: torch.ones(3, dtype=torch.complex64).mul(2 + 1j).conj(),
+        lambda held: held,
+    ),
+    "negative": (
+        lambda: torch.ones(3, dtype=torch.complex64).mul(1j).conj().imag,
+        lambda held: held,
+    ),
+    "without elements": (lambda: torch.empty(0, 4), lambda held: held),
+    "quantized": (
+        lambda: torch.quantize_per_tensor(weight(), 0.1, 0, torch.qint8),
+        torch.dequantize,
+    ),
+    "sparse": (lambda: weight().to_sparse(), lambda held: held.to_dense()),
+    "nested": (lambda: torch.nested.nested_tensor([weight()]), lambda held: held[0]),
+    "subclass": (lambda: weight().as_subclass(Marked), lambda held: held),
+    "subclass of two": (lambda: TwoTensor(weight(), weight() + 1), lambda held: held.b),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*(quantized tensor|nested tensor)")
+@pytest.mark.parametrize("kind", HELD)
+def test_staged_values_do_not_change_with_what_they_are_copies_of(kind: str) -> None:
+    make, of = HELD[kind]
+    held = make()
+    value = of(held).detach().clone().resolve_conj().resolve_neg()
+    staged = Stager().stage({"a": held})["a"]
+
+    with torch.no_grad(), contextlib.suppress(RuntimeError):  # some cannot be written
+        for tensor in (of(held), held if isinstance(held, Tensor) else None):
+            if tensor is not None:
+                (tensor._values() if tensor.layout is torch.sparse_coo else tensor).zero_()
+
+    assert type(staged) is (Tensor if type(held) is nn.Parameter else type(held))
+    assert torch.equal(of(staged), value)
+
+
+def test_one_memory_is_copied_once_and_plain_values_stay_what_they_are() -> None:
+    tensor, options = weight(), (0.125, "a name that is not interned")
+    stager = Stager()
+    staged = stager.stage({"a": tensor, "b": tensor.detach(), "row": tensor[1], "lr": options})
+
+    assert staged["a"].data_ptr() == staged["b"].data_ptr()
+    assert torch.equal(staged["row"], tensor[1])
+    assert [id(value) for value in staged["lr"]] == [id(value) for value in options]
+    assert stager._arena.n_bytes == 128, "two tensors, each at a multiple of 64 bytes"
+
+
+def without_memory() -> Tensor:
+    tensor = torch.ones(3)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+def fake() -> Tensor:
+    with FakeTensorMode():
+        return torch.ones(3)
+
+
+@pytest.mark.parametrize(
+    "make", [without_memory, fake, lambda: weight().to_mkldnn(), lambda: (i for i in range(3))]
+)
+def test_what_cannot_be_copied_is_refused_before_a_thread_starts(
+    make: Callable[[], Any],
+) -> None:
+    with pytest.raises(UnsupportedParameterError, match=r"copied.*leave it out"):
+        Stager().stage({"a": {"b": make()}})
+
+
+@pytest.mark.parametrize("make", [fake, lambda: TwoTensor(weight(), weight())])
+def test_save_refuses_a_buffer_without_memory_of_its_own(
+    make: Callable[[], Tensor], tmp_path: Path
+) -> None:
+    model = nn.Linear(2, 2)
+    model.register_buffer("b", make())
+    with pytest.raises(UnsupportedParameterError, match="no memory of its own"):
+        checkpoint.save(tmp_path / "one", model)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.filterwarnings("ignore:.*quantized tensor")
+def test_a_buffer_that_no_save_can_write_is_an_error_of_the_future(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    model.register_buffer("q", torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8))
+    with pytest.raises(CheckpointError, match="qtensor"):
+        checkpoint.async_save(tmp_path / "one", model).result(60)
+    assert not list(tmp_path.iterdir())

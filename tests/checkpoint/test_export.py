@@ -7,10 +7,12 @@ import errno
 import itertools
 import json
 import os
+import re
+import shutil
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from unittest import mock
 
 import pytest
@@ -60,6 +62,14 @@ def load(folder: Path) -> Tensors:
     for name in files:
         loaded |= safetensors.torch.load_file(folder / name)
     return loaded
+
+
+def exported(folder: Path, source: Any, **options: Any) -> Tensors:
+    """What a new export has; the folder is removed again."""
+    export_safetensors(source, folder, **options)
+    found = load(folder)
+    shutil.rmtree(folder)
+    return found
 
 
 def left_in(folder: Path) -> list[str]:
@@ -116,12 +126,17 @@ def test_every_dtype_is_read_back_by_safetensors(dtype: torch.dtype, tmp_path: P
     assert_same(load(tmp_path), {"x": model.x})
 
 
-def test_a_model_is_written_as_stored(tmp_path: Path) -> None:
+def test_a_model_is_written_as_stored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = Net()
 
-    written = export_safetensors(model, tmp_path / "new" / "folder")
-    with contextlib.chdir(tmp_path / "new" / "folder"):  # again, into the current folder
-        assert export_safetensors(model, ".") == (Path("model.safetensors"),)
+    with caplog.at_level("INFO", "fsdp_offload"):
+        written = export_safetensors(model, tmp_path / "new" / "folder")
+    (line,) = caplog.messages
+    size = written[0].stat().st_size
+    assert re.fullmatch(rf"exported \S+/new/folder: {size} bytes in \S+ s, \S+ GB/s", line)
+    with contextlib.chdir(tmp_path):
+        assert export_safetensors(model, "other") == (Path("other/model.safetensors"),)
+    assert (tmp_path / "other" / "model.safetensors").read_bytes() == written[0].read_bytes()
 
     assert written == (tmp_path / "new" / "folder" / "model.safetensors",)
     assert left_in(tmp_path / "new" / "folder") == ["model.safetensors"]
@@ -144,7 +159,7 @@ def test_tied_weights_are_written_once_and_load_into_their_model(tmp_path: Path)
     assert safetensors.torch.load_model(other, path) == (set(), [])
     assert torch.equal(other.head.weight, model.embed.weight)
     with safetensors.safe_open(path, "pt") as file:
-        assert file.metadata() == {"format": "pt", "writer": "fsdp_offload.export"}
+        assert file.metadata() == {"format": "pt"}
 
 
 def test_several_files_have_an_index(tmp_path: Path) -> None:
@@ -173,48 +188,32 @@ def test_several_files_have_an_index(tmp_path: Path) -> None:
     assert_same(load(tmp_path), expected)
 
 
-@pytest.mark.parametrize(("before", "after"), [("100B", "5GB"), ("5GB", "100B"), ("100B", "200B")])
-def test_nothing_of_an_earlier_export_stays(tmp_path: Path, before: str, after: str) -> None:
-    other = tmp_path / "config.json"
-    other.write_text("{}")
-    export_safetensors(Net(), tmp_path, max_shard_bytes=before)
-    model = Net()
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+def test_files_are_never_replaced(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("mine")
 
-    written = export_safetensors(model, tmp_path, max_shard_bytes=after)
-
-    assert left_in(tmp_path) == sorted(["config.json", *(path.name for path in written)])
-    assert_same(load(tmp_path), once(model))
-
-
-@pytest.mark.parametrize("name", ["model.safetensors", "model-00001-of-00002.safetensors", INDEX])
-def test_weights_of_another_origin_are_never_replaced(tmp_path: Path, name: str) -> None:
-    (tmp_path / name).write_text('{"metadata": {}, "weight_map": {}}')
-
-    match = f"{name}: no export.*choose another folder"
-    with full_disk(0), pytest.raises(CheckpointError, match=match):  # before anything is written
+    with full_disk(0), pytest.raises(CheckpointError, match="does not exist yet"):
         export_safetensors(Net(), tmp_path)
 
     assert left_in(tmp_path) == [name]
-    assert (tmp_path / name).read_text() == '{"metadata": {}, "weight_map": {}}'
+    assert (tmp_path / name).read_text() == "mine"
+    export_safetensors(Net(), tmp_path / "new")  # the remedy
 
 
 def test_names_rename_and_leave_out(tmp_path: Path) -> None:
     model = Net()
     expected = once(model)
 
-    export_safetensors(model, tmp_path, names={"embed.weight": "wte"})
-    found = load(tmp_path)
+    found = exported(tmp_path / "out", model, names={"embed.weight": "wte"})
     assert_same({"wte": found["wte"]}, {"wte": expected["embed.weight"]})
     assert found.keys() == expected.keys() - {"embed.weight"} | {"wte"}
 
     names = {name: f"x.{name}" if "norm" in name else None for name in expected}
-    export_safetensors(model, tmp_path, names=names)
     kept = {f"x.{name}": tensor for name, tensor in expected.items() if "norm" in name}
-    assert_same(load(tmp_path), kept)
+    assert_same(exported(tmp_path / "out", model, names=names), kept)
 
-    export_safetensors(model, tmp_path, names={"head.weight": "lm_head.weight"})
-    both = {**expected, "lm_head.weight": expected["embed.weight"]}
-    assert_same(load(tmp_path), both)
+    found = exported(tmp_path / "out", model, names={"head.weight": "lm_head.weight"})
+    assert_same(found, {**expected, "lm_head.weight": expected["embed.weight"]})
 
 
 def test_wrappers_leave_no_trace_in_names(tmp_path: Path) -> None:
@@ -264,8 +263,8 @@ def test_weights_without_a_master_are_converted_and_buffers_are_not(
     plain = torch.optim.AdamW(model.parameters())
 
     for optimizer in (None, plain):
-        export_safetensors(model, tmp_path, optimizer=optimizer, dtype=dtype)
-        assert_same(load(tmp_path), expected)
+        found = exported(tmp_path / "out", model, optimizer=optimizer, dtype=dtype)
+        assert_same(found, expected)
     assert not plain.state
 
 
@@ -310,6 +309,27 @@ def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
     refused(CheckpointError, "no .metadata", out, tmp_path, out)
 
 
+@pytest.mark.parametrize("dtype", ["bf16", None])
+def test_views_are_written_as_the_values_that_they_show(
+    tmp_path: Path, dtype: Literal["bf16"] | None
+) -> None:
+    angles = torch.polar(torch.ones(4), torch.arange(4.0))
+    model = nn.Module()
+    model.register_buffer("conjugate", angles.conj())
+    model.register_buffer("negative", angles.conj().imag)
+    model.register_buffer("both", angles.view(2, 2).t().conj().imag)
+    model.weight = nn.Parameter(torch.arange(12.0).view(3, 4).t()[1:, ::2])
+    model.row = nn.Parameter(torch.ones(1, 3).expand(4, 3), requires_grad=False)
+    expected = {n: t.resolve_conj().resolve_neg().clone() for n, t in once(model).items()}
+    for name, parameter in model.named_parameters():
+        expected[name] = parameter.to(torch.bfloat16 if dtype else torch.float32)
+
+    export_safetensors(model, tmp_path / "out", dtype=dtype)
+
+    assert_same(load(tmp_path / "out"), expected)
+
+
+@pytest.mark.filterwarnings("ignore:.*(quantized tensor|nested tensor)")
 def test_tensors_that_cannot_be_written_are_refused(tmp_path: Path) -> None:
     out, model = tmp_path / "out", nn.Module()
 
@@ -319,6 +339,10 @@ def test_tensors_that_cannot_be_written_are_refused(tmp_path: Path) -> None:
     refused(UnsupportedParameterError, "initialise", out, model, out)
     model.register_buffer("x", torch.eye(3).to_sparse())
     refused(UnsupportedParameterError, "sparse", out, model, out)
+    model.register_buffer("x", torch.nested.nested_tensor([torch.ones(2)]))
+    refused(UnsupportedParameterError, "only dense", out, model, out)
+    model.register_buffer("x", torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8))
+    refused(UnsupportedParameterError, "qint8", out, model, out)
 
 
 def test_a_file_in_the_folders_place_is_refused(tmp_path: Path) -> None:
@@ -346,53 +370,28 @@ def full_disk(after_bytes: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("after_bytes", [0, 1800])
-def test_a_full_disk_leaves_an_earlier_export_as_it_was(tmp_path: Path, after_bytes: int) -> None:
-    earlier = Net()
-    export_safetensors(earlier, tmp_path, max_shard_bytes="100B")
-    before = left_in(tmp_path)
-
+def test_a_full_disk_leaves_nothing(tmp_path: Path, after_bytes: int) -> None:
     with full_disk(after_bytes), pytest.raises(CheckpointError, match="No space left"):
-        export_safetensors(Net(), tmp_path, max_shard_bytes="100B")
+        export_safetensors(Net(), tmp_path / "out", max_shard_bytes="100B")
 
-    assert left_in(tmp_path) == before
-    assert_same(load(tmp_path), once(earlier))
+    assert left_in(tmp_path) == []
 
 
-@pytest.mark.parametrize("renames", [0, 3])
-def test_a_failure_while_naming_leaves_no_half_export(tmp_path: Path, renames: int) -> None:
-    real, done = Path.rename, 0
+def test_a_folder_without_its_name_is_no_export(tmp_path: Path) -> None:
+    rename = Path.rename
 
-    def rename(path: Path, target: Path) -> Path:
-        nonlocal done
-        if done == renames:
+    def refuse(path: Path, target: Path) -> Path:
+        if target == tmp_path / "out":
             raise OSError(errno.EIO, os.strerror(errno.EIO))
-        done += 1
-        return real(path, target)
+        return rename(path, target)
 
-    def failing(folder: Path) -> list[str]:
-        nonlocal done
-        done = 0
-        with (
-            mock.patch.object(Path, "rename", rename),
-            pytest.raises(CheckpointError, match="Input/output error"),
-        ):
-            export_safetensors(Net(), folder, max_shard_bytes="100B")
-        return left_in(folder)
+    with (
+        mock.patch.object(Path, "rename", refuse),
+        pytest.raises(CheckpointError, match="Input/output error"),
+    ):
+        export_safetensors(Net(), tmp_path / "out", max_shard_bytes="100B")
 
-    export_safetensors(Net(), tmp_path / "old", max_shard_bytes="100B")
-    assert failing(tmp_path / "old") == []
-    assert left_in(tmp_path) == ["old"]
-
-
-def test_what_a_killed_export_left_is_replaced(tmp_path: Path) -> None:
-    (tmp_path / "out" / ".export.writing").mkdir(parents=True)
-    (tmp_path / "out" / ".export.writing" / "model.safetensors").write_bytes(b"x" * 10_000)
-    model = Net()
-
-    export_safetensors(model, tmp_path / "out")
-
-    assert left_in(tmp_path / "out") == ["model.safetensors"]
-    assert_same(load(tmp_path / "out"), once(model))
+    assert left_in(tmp_path) == []
 
 
 def test_blocks_are_small_whatever_the_tensor(tmp_path: Path) -> None:
@@ -473,8 +472,7 @@ def test_a_flat_state_dict_whose_names_begin_with_model(tmp_path: Path) -> None:
     state = {"model.layers.0.weight": torch.randn(3, 2), "lm_head.weight": torch.randn(2, 2)}
     for name, saved in (("flat", dict(state)), ("nested", {"model": dict(state)})):
         path = save_alone(saved, tmp_path / name)
-        export_safetensors(path, tmp_path / "out")
-        assert_same(load(tmp_path / "out"), state)
+        assert_same(exported(tmp_path / "out", path), state)
 
 
 def test_masters_of_a_model_are_not_taken_for_those_of_its_copy(tmp_path: Path) -> None:
@@ -485,10 +483,8 @@ def test_masters_of_a_model_are_not_taken_for_those_of_its_copy(tmp_path: Path) 
     saved, out = save_alone(state, tmp_path / "saved"), tmp_path / "out"
 
     refused(CheckpointError, "whose they are", out, saved, out, dtype="fp32", model_prefix="ema.")
-    export_safetensors(saved, out, model_prefix="ema.")
-    assert_same(load(out), copy)
-    export_safetensors(saved, out, dtype="fp32")
-    assert_same(load(out), masters)
+    assert_same(exported(out, saved, model_prefix="ema."), copy)
+    assert_same(exported(out, saved, dtype="fp32"), masters)
 
 
 def test_masters_under_integer_ids_are_refused_where_they_count(tmp_path: Path) -> None:
@@ -550,10 +546,10 @@ def export_sharded(folder: Path, kind: str, max_shard_bytes: int) -> int:
     ],
 )
 def test_sharded_models(ranks: Ranks, tmp_path: Path, size: int, kind: str) -> None:
-    ranks(size).run(export_sharded, tmp_path, kind, 5000)
-    written = ranks(size).run(export_sharded, tmp_path, kind, 10**9)
+    ranks(size).run(export_sharded, tmp_path / "several", kind, 5000)
+    written = ranks(size).run(export_sharded, tmp_path / "one", kind, 10**9)
 
-    assert sum(written) == (tmp_path / "model.safetensors").stat().st_size  # replicas: once
+    assert sum(written) == (tmp_path / "one" / "model.safetensors").stat().st_size  # replicas: once
     assert all(written)
 
 
@@ -574,8 +570,8 @@ def train_and_export(folder: Path, kind: str) -> None:
     export_safetensors(model, folder / "fp32", optimizer=wrapped, dtype="fp32")
     check_export(folder / "fp32", masters)
     for dtype in ("bf16", None):
-        export_safetensors(model, folder / "bf16", optimizer=wrapped, dtype=dtype)
-        check_export(folder / "bf16", gathered(model))
+        export_safetensors(model, folder / str(dtype), optimizer=wrapped, dtype=dtype)
+        check_export(folder / str(dtype), gathered(model))
     for name, options in (("flat", FLAT), ("nested", NESTED)):
         state = {
             "model": get_model_state_dict(model),
@@ -598,10 +594,9 @@ def test_masters_of_sharded_training_live_and_from_a_checkpoint(
     ranks(size).run(train_and_export, tmp_path, kind)
 
     for dtype in ("fp32", "bf16", None):
-        live = load(tmp_path / ("fp32" if dtype == "fp32" else "bf16"))
+        live = load(tmp_path / str(dtype))
         for layout in ("flat", "nested"):
-            export_safetensors(tmp_path / layout, tmp_path / "out", dtype=dtype)
-            found = load(tmp_path / "out")
+            found = exported(tmp_path / "out", tmp_path / layout, dtype=dtype)
             assert torch.equal(found.pop("head.weight"), found["embed.weight"].to(torch.bfloat16))
             if layout == "nested" and dtype == "fp32":
                 # Which parameters are in groups is not told there; this one has no state.
@@ -661,7 +656,7 @@ def fail(folder: Path, how: str) -> tuple[str, str]:
         ("disk", "CheckpointError", "No space left"),
         ("folder", "CheckpointError", "see different folders"),
         ("shape", "ConfigError", "count"),
-        ("foreign", "CheckpointError", "no export"),
+        ("foreign", "CheckpointError", "holds files"),
     ],
 )
 def test_all_ranks_raise_if_one_fails(

@@ -111,7 +111,7 @@ def test_an_interrupt_is_raised_when_no_thread_works_any_more() -> None:
     assert ended
 
 
-@pytest.mark.parametrize("name", ["write_whole", "_install"])
+@pytest.mark.parametrize("name", ["write_whole", "install"])
 def test_an_interrupted_commit_is_a_whole_one(tmp_path: Path, name: str) -> None:
     pair = pair_of(layers(6, 6))
     checkpoint.save(tmp_path / "one", *pair, extra={"turn": 1})

@@ -6,13 +6,17 @@ import json
 import os
 import pickle
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.metadata import Metadata
 
+from fsdp_offload import CheckpointError, checkpoint
 from fsdp_offload.checkpoint.files import read_table
+from fsdp_offload.cli import inspection
 from fsdp_offload.cli.main import main
 from tests.cli.checkpoints import save
 
@@ -110,27 +114,47 @@ def test_no_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert "it has no .metadata" in capsys.readouterr().err
 
 
-class Code:
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, (os.environ["MADE_BY_CODE"],)
+def named(module: str, name: str) -> bytes:
+    """What stands in a pickle for a class or a function."""
+    return b"".join(b"\x8c%c%s" % (len(text), text.encode()) for text in (module, name)) + b"\x93"
 
 
-@pytest.mark.parametrize("command", ["inspect", "export"])
-def test_code_in_a_pickle_does_not_run(
-    command: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+LAYOUT = named("torch.serialization", "_get_layout")
+STRIDED = b"\x8c\x0dtorch.strided"
+CODE = named("posix", "mkdir") + b"\x8c\x04made\x85R."
+EXTRA = b"N}\x8c\x05extraK\x01s\x86b."  # sets extra = 1, as of an object with slots
+HARMFUL = {
+    "code": b"\x80\x04" + CODE,
+    # TypeError unless the second line, which changes a function, has been read once before.
+    "code for who reads twice": b"\x80\x04" + LAYOUT + b"\x94" + STRIDED + b"\x85R\x94"
+    b"h\0}\x8c\x05cache}" + STRIDED + b"K\x03ssb0"
+    b"0" + named("torch", "Size") + b"h\1\x85\x85R0" + CODE,
+    "a class changed": b"\x80\x04" + named(Metadata.__module__, "Metadata") + EXTRA,
+    "a function changed": b"\x80\x04" + LAYOUT + EXTRA,
+}  # fmt: skip
+READS: dict[str, Callable[[Path], object]] = {
+    "inspect": lambda path: inspection.look(path, elements=True),
+    "export": lambda path: checkpoint.export_safetensors(path, path / "out"),
+    "load": lambda path: checkpoint.load(path, torch.nn.Linear(2, 2)),
+}
+
+
+@pytest.mark.parametrize("how", HARMFUL)
+@pytest.mark.parametrize("read", READS)
+def test_metadata_neither_run_code_nor_change_torch(
+    read: str, how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = tmp_path / "made"
-    monkeypatch.setenv("MADE_BY_CODE", str(made))
-    (tmp_path / ".metadata").write_bytes(pickle.dumps(Code()))
-    words = [command, str(tmp_path), *([str(tmp_path / "out")] if command == "export" else [])]
-    assert main(words) == 1
-    assert "posix.mkdir: it describes no tensor" in capsys.readouterr().err
-    assert not made.exists()
-    pickle.loads((tmp_path / ".metadata").read_bytes())
-    assert made.exists()  # it was code
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / ".metadata").write_bytes(HARMFUL[how])
+    with pytest.raises(CheckpointError) as caught:
+        READS[read](tmp_path)
+    assert how != "code" or "posix.mkdir: it describes no tensor" in str(caught.value)
+    assert [path.name for path in tmp_path.iterdir()] == [".metadata"]
+    assert not hasattr(Metadata, "extra")
+    assert vars(torch.serialization._get_layout).keys() == {"cache"}
+    if how == "code":
+        pickle.loads(HARMFUL[how])
+        assert (tmp_path / "made").exists()  # it was code
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in GOLDEN.iterdir()))

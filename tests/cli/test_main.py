@@ -90,7 +90,7 @@ def test_wrong_usage(words: list[str], capsys: pytest.CaptureFixture[str]) -> No
         (["plan", "--params", "8B", "--gpux", "8"], "--gpux 8"),
         (["inspect", "a", "b"], "b"),
         (["doctor", "--devise", "1"], "--devise 1"),
-        (["bench", "phases", "--cycle", "2"], "--cycle 2"),
+        (["bench", "--iteration", "2"], "--iteration 2"),
     ],
 )
 def test_unknown_words_lead_to_the_help_of_their_command(

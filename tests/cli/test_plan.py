@@ -10,7 +10,7 @@ import pytest
 
 from fsdp_offload.cli import arguments
 from fsdp_offload.cli.main import main
-from fsdp_offload.plan.estimate import CARDS, Model, Workload, estimate
+from fsdp_offload.plan.estimate import CARDS, Model, Workload, bounds_ms, estimate
 
 LLAMA = {
     "model_type": "llama", "num_hidden_layers": 32, "hidden_size": 4096, "vocab_size": 128256,
@@ -43,18 +43,16 @@ def test_the_cards_are_those_of_the_estimate() -> None:
 
 
 def test_the_words_are_passed_on(capsys: pytest.CaptureFixture[str]) -> None:
-    words = "--gpus 4 --gpu h200 --link 30 --tokens 4096 --seq 1024 --weights fp32 --moments int8"
+    words = "--gpus 4 --gpu h200 --link 30 --compute-ms 700 --tokens 4096 --weights fp32"
     code, found = plan(capsys, "--params", "3B", *words.split(), "--no-checkpointing",
-                       "--device-memory", "2GiB")  # fmt: skip
+                       "--moments", "int8", "--device-memory", "2GiB")  # fmt: skip
     assert (code, found["fits"]) == (0, True)
-    assert found["card"]["link_bytes_per_s"] == 30e9
-    work = Workload(4096, 1024, 4, False, 4, "int8")
+    work = Workload(4096, 4, False, 4, "int8")
     assert found["work"] == vars(work)
-    known = vars(CARDS["h200"]) | {"link_bytes_per_s": 30e9}
-    expected = estimate(Model.of_size(3e9), work, type(CARDS["h200"])(**known), 2 << 30)
+    expected = estimate(Model.of_size(3e9), work, CARDS["h200"], 2 << 30)
     assert expected is not None
     assert found["estimate"].items() >= vars(expected).items()
-    assert found["estimate"]["iteration_ms"] == expected.iteration_ms
+    assert found["bounds_ms"] == list(bounds_ms(expected.travels_bytes, 700, 30))
 
 
 def test_text_has_a_line_for_each_figure(capsys: pytest.CaptureFixture[str]) -> None:
@@ -64,6 +62,8 @@ def test_text_has_a_line_for_each_figure(capsys: pytest.CaptureFixture[str]) -> 
     assert text.endswith("fewest GPUs that it fits on: 1\n")
     shown = (Path(__file__).parents[2] / "docs" / "command-line.md").read_text()
     assert f"$ fsdp-offload plan --params 8B\n{text}" in shown
+    assert main("plan --params 8B --device-memory 0 --compute-ms 1700 --link 40".split()) == 0
+    assert "ms per iteration: 2000 to 3700\n" in capsys.readouterr().out
 
 
 def test_what_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
@@ -113,7 +113,9 @@ def test_what_is_refused(words: list[str], reason: str, capsys: pytest.CaptureFi
     assert found.out == ""
 
 
-@pytest.mark.parametrize("words", ["--gpu tpu", "--gpus 0", "--tokens 0", "--seq x", "--link 0"])
+@pytest.mark.parametrize(
+    "words", ["--gpu tpu", "--gpus 0", "--tokens 0", "--compute-ms x", "--link 0"]
+)
 def test_wrong_usage(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:
         main(["plan", "--params", "8B", *words.split()])

@@ -14,7 +14,8 @@ import tqdm
 from torch import nn
 
 from fsdp_offload import HybridDeviceOptimizer, PhaseOffloader, checkpoint
-from fsdp_offload.bench import iteration, phases
+from fsdp_offload.bench import iteration
+from fsdp_offload.cli.main import parser
 from fsdp_offload.core import progress as module
 from fsdp_offload.core.progress import progress
 
@@ -54,18 +55,14 @@ def save(folder: Path) -> None:
 
 
 def bench(folder: Path) -> None:
-    iteration.main([*SIZES, "--rows", "plain", "--warm-up", "2", "--iterations", "1"])
-
-
-def bench_phases(folder: Path) -> None:
-    phases.main("--device cpu --params 1e5 --cycles 2 --rows offloader".split())
+    words = ["bench", *SIZES, "--rows", "plain", "--warm-up", "2", "--iterations", "1"]
+    iteration.run_rows(parser().parse_args(words))
 
 
 PINNING = "touching host memory"
 LONG: dict[Callable[[Path], None], set[str]] = {
     save: {PINNING, "saving", "loading", "exporting"},
     bench: {"warming up"},
-    bench_phases: {"measuring", PINNING},
 }
 
 

@@ -10,8 +10,8 @@ import torch
 
 from fsdp_offload.core.backend import Backend, CpuBackend, Event, Stream, backend_for, use_backend
 from fsdp_offload.core.errors import ConfigError, DeviceError
-from fsdp_offload.testing import ADVERSARIES, StreamSimulator
 from tests.helpers.policies import POLICIES
+from tests.helpers.simulator import ADVERSARIES, StreamSimulator
 
 CPU = torch.device("cpu")
 N_BUCKETS, N_SLOTS, N_STEPS, NUMEL = 5, 2, 2, 4

@@ -25,10 +25,10 @@ from fsdp_offload.core import dtensor
 from fsdp_offload.core.fsdp import Group, fsdp_groups
 from fsdp_offload.core.gated import GatedShard
 from fsdp_offload.pipeline.host import HostUnit
-from fsdp_offload.testing import StreamSimulator
 from tests.fsdp import models
 from tests.fsdp.models import Ranks, check
 from tests.fsdp.test_overlap import adamw, build, loss_of, wrap
+from tests.helpers.simulator import StreamSimulator
 
 Parameters = list[Any]
 OLD_COMPILER = pytest.mark.skipif(

@@ -16,10 +16,10 @@ from torch.optim import Optimizer
 from fsdp_offload import PhaseOffloader, SpentGradientError
 from fsdp_offload.core import dtensor
 from fsdp_offload.pipeline import overlap
-from fsdp_offload.testing import StreamSimulator
 from tests.fsdp import models
 from tests.fsdp.models import Ranks, check
 from tests.helpers.compare import bits
+from tests.helpers.simulator import StreamSimulator
 
 STEPS = 5
 Order = Callable[[Any, Optimizer, int], None]
@@ -157,7 +157,7 @@ def check_same_bits(plain: Any, mine: Any, what: str) -> None:
 
 def read_early(by_forward: bool) -> None:
     """What has been updated in backward is read after its update, and one warning says so."""
-    with StreamSimulator("lazy", inline_current=True), mock.patch.object(overlap, "_log") as log:
+    with StreamSimulator("lazy", inline_current=True), mock.patch.object(overlap, "warn") as warn:
         _, _, mine, optimizer = twins("backward")
         models.backward(mine, 0)
         optimizer.step()
@@ -173,10 +173,10 @@ def read_early(by_forward: bool) -> None:
 
         before = read()
         models.backward(mine, 1)
-        check(not log.warning.called, "warned before")
+        check(not warn.called, "warned before")
         for _ in range(2):
             check(not all(map(torch.equal, read(), before)), "weights of before the updates")
-        check(log.warning.call_count == 1, f"{log.warning.call_count} warnings")
+        check(warn.call_count == 1, f"{warn.call_count} warnings")
         optimizer.step()
         optimizer.close()
 
@@ -251,7 +251,7 @@ def replay(policy: str, mode: str, first: int) -> None:
     come to no gate. With one rank a shard is the whole parameter."""
     with (
         StreamSimulator(policy, inline_current=True) as simulator,
-        mock.patch.object(overlap, "_log") as log,
+        mock.patch.object(overlap, "warn") as warn,
     ):
         plain, reference, mine, optimizer = twins(mode)
         gated, graph = list(mine.parameters()), models.Toy()
@@ -273,7 +273,7 @@ def replay(policy: str, mode: str, first: int) -> None:
             optimizer.step()
             optimizer.zero_grad()
         check(optimizer.statistics().overlap == "step", "statistics()")
-        check(log.warning.call_count == 1, f"{log.warning.call_count} lines")
+        check(warn.call_count == 1, f"{warn.call_count} lines")
         optimizer.synchronize()
         check_same_bits(plain, mine, f"after a capture at step {first}, {mode}, {policy}")
         optimizer.close()

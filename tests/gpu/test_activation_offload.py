@@ -69,7 +69,6 @@ def iteration(
     [
         {},
         {"share": 0.5},
-        {"share": "auto"},
         {"inflight_bytes": 0},
         {"host_memory": "100MiB"},
     ],

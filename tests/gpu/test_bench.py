@@ -12,12 +12,13 @@ import pytest
 
 MODES = "plain,step-b4MiB,forward-b4MiB,backward-b4MiB"
 CLIPPED = "plain-torchclip,forward-b4MiB-clip,forward-b4MiB-torchclip"
+PHASES = str(Path(__file__).parents[2] / "docs" / "benchmarks" / "studies" / "phases.py")
 SMALL = ["--layers=4", "--dim=512", "--vocabulary=1000", "--tokens=2048", "--seq=512"]
 
 
-def run(module: str, out: Path, *options: str) -> dict[str, Any]:
+def run(program: list[str], out: Path, *options: str) -> dict[str, Any]:
     """In a process of its own: cuBLAS reads its setting when it is first used."""
-    command = [sys.executable, "-m", module, f"--json={out}", *options]
+    command = [sys.executable, *program, f"--json={out}", *options]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     report: dict[str, Any] = json.loads(out.read_text())
@@ -29,7 +30,7 @@ def run(module: str, out: Path, *options: str) -> dict[str, Any]:
 @pytest.mark.alone  # rates of the link are compared
 def test_modes_give_the_plain_losses(tmp_path: Path) -> None:
     options = [*SMALL, f"--rows={MODES},{CLIPPED}", "--shards=fp32", "--deterministic"]
-    report = run("fsdp_offload.bench", tmp_path / "out.json", *options)
+    report = run(["-m", "fsdp_offload", "bench"], tmp_path / "out.json", *options)
     losses = {row["name"]: row["losses"] for row in report["rows"]}
     for name, found in losses.items():
         assert found == losses["plain-torchclip" if "clip" in name else "plain"], name
@@ -39,7 +40,7 @@ def test_modes_give_the_plain_losses(tmp_path: Path) -> None:
 @pytest.mark.alone
 def test_phases(tmp_path: Path) -> None:
     options = ["--params=1e8", "--cycles=3"]
-    report = run("fsdp_offload.bench.phases", tmp_path / "out.json", *options)
+    report = run([PHASES], tmp_path / "out.json", *options)
     for row in report["rows"]:
         assert row["same_bits"], row["name"]
         if row["name"] != "swap":

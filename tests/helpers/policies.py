@@ -6,7 +6,7 @@ from typing import Final
 
 import pytest
 
-from fsdp_offload.testing import ADVERSARIES
+from tests.helpers.simulator import ADVERSARIES
 
 FEW: Final = ("lazy", "eager", "immediate", "random:0", "random:1")
 """In the default selection. That waits are complete is shown by removing each in turn, under the

@@ -19,8 +19,8 @@ from torch import Tensor
 from fsdp_offload.core.backend import Event, backend_for
 from fsdp_offload.pipeline import engine, host
 from fsdp_offload.pipeline.worker import Calls, Outcome
-from fsdp_offload.testing import ADVERSARIES, SimulatedEvent, SimulatedStream, StreamSimulator
 from tests.helpers.compare import same
+from tests.helpers.simulator import ADVERSARIES, SimulatedEvent, SimulatedStream, StreamSimulator
 
 CPU = torch.device("cpu")
 HOST = -1  # stands where the index of a stream does, for waits of the host

@@ -27,9 +27,9 @@ from fsdp_offload import (
     UnsupportedParameterError,
 )
 from fsdp_offload.link import HostRange
-from fsdp_offload.testing import StreamSimulator
 from tests.helpers.compare import assert_same
 from tests.helpers.ranks import RankPool
+from tests.helpers.simulator import StreamSimulator
 from tests.helpers.training import (
     LANES,
     Model,

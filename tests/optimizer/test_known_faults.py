@@ -19,10 +19,10 @@ from fsdp_offload import HybridDeviceOptimizer
 from fsdp_offload.core import backend
 from fsdp_offload.core.backend import CpuBackend, use_backend
 from fsdp_offload.link import HostRange, host_pool
-from fsdp_offload.testing import ADVERSARIES, StreamSimulator
 from fsdp_offload.update.codec import decode_plain
 from tests.helpers import training
 from tests.helpers.compare import assert_same
+from tests.helpers.simulator import ADVERSARIES, StreamSimulator
 from tests.helpers.training import LANES, each_lane, fill_gradients, values, wrap
 
 pytestmark = pytest.mark.usefixtures("one_thread", "small_host_buckets")

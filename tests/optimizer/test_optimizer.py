@@ -26,10 +26,10 @@ import fsdp_offload
 from fsdp_offload import HybridDeviceOptimizer, TransferConfig
 from fsdp_offload.link import HostRange
 from fsdp_offload.link.host_memory import _mappings
-from fsdp_offload.testing import StreamSimulator
 from fsdp_offload.update.shadow import Shadow
 from tests.helpers.compare import assert_same
 from tests.helpers.lanes import in_lanes
+from tests.helpers.simulator import StreamSimulator
 from tests.helpers.training import (
     SMALL,
     Model,

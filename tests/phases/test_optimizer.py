@@ -27,11 +27,11 @@ from fsdp_offload.core.backend import copy_all
 from fsdp_offload.link import HostRange
 from fsdp_offload.link.block import StorageBlock
 from fsdp_offload.pipeline.engine import Engine
-from fsdp_offload.testing import ADVERSARIES, StreamSimulator
 from tests.away import model_away, optimizer_alone
 from tests.helpers.compare import assert_same, bits
 from tests.helpers.lanes import in_lanes
 from tests.helpers.side_by_side import MATRICES, SHAPES, SMALL, two_groups
+from tests.helpers.simulator import ADVERSARIES, StreamSimulator
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from fsdp_offload import FixedAddressRegion, PhaseOffloader, swap
 from fsdp_offload.link import transfer
 from fsdp_offload.link.block import StorageBlock
-from fsdp_offload.testing import ADVERSARIES, StreamSimulator
 from tests.helpers.policies import POLICIES
+from tests.helpers.simulator import ADVERSARIES, StreamSimulator
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SHAPES = (600_000, 40, 270_000, 7)  # the first is a batch of its own, the others are one together

@@ -26,11 +26,11 @@ from fsdp_offload.pipeline.host import HostUnit
 from fsdp_offload.pipeline.overlap import Times
 from fsdp_offload.pipeline.streamed import StreamedLane
 from fsdp_offload.plan import residency
-from fsdp_offload.testing import StreamSimulator
 from fsdp_offload.update.params import Snapshot, Work
 from tests.away import optimizer_alone
 from tests.helpers.fake_fsdp import FakeFsdp
 from tests.helpers.own_optimizers import Lion
+from tests.helpers.simulator import StreamSimulator
 
 CPU = torch.device("cpu")
 SMALL = TransferConfig(bucket_bytes="4KiB", host_threads=1)

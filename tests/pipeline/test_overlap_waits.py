@@ -21,9 +21,9 @@ from fsdp_offload import TransferConfig
 from fsdp_offload.core.backend import CpuBackend, backend_for, use_backend
 from fsdp_offload.pipeline.worker import InlineWorker
 from fsdp_offload.plan import residency
-from fsdp_offload.testing import ADVERSARIES
 from tests.helpers.fake_fsdp import FakeFsdp, scale
 from tests.helpers.removed_waits import CPU, NOTHING, Removal, Simulator, Skip, be_lazy
+from tests.helpers.simulator import ADVERSARIES
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 FP32, BF16 = torch.float32, torch.bfloat16

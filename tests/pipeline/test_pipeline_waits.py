@@ -29,7 +29,6 @@ from torch import Tensor, nn
 from fsdp_offload import HybridDeviceOptimizer, TransferConfig
 from fsdp_offload.core.backend import CpuBackend, backend_for, use_backend
 from fsdp_offload.plan import residency
-from fsdp_offload.testing import ADVERSARIES
 from fsdp_offload.update.params import Work
 from tests.helpers.lanes import in_lanes
 from tests.helpers.removed_waits import (
@@ -43,6 +42,7 @@ from tests.helpers.removed_waits import (
     be_lazy,
     same,
 )
+from tests.helpers.simulator import ADVERSARIES
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 FP32, BF16 = torch.float32, torch.bfloat16

@@ -1,4 +1,4 @@
-"""Sizes and times from a job's size alone: against measured ones, and as properties."""
+"""Sizes from a job's size alone: against measured ones, and as properties."""
 
 from __future__ import annotations
 
@@ -13,20 +13,18 @@ from fsdp_offload.plan.estimate import (
     MOST_GPUS,
     Model,
     Workload,
+    bounds_ms,
     estimate,
     fewest_gpus,
-    reached,
 )
 
 GIB = 1 << 30
 H100 = CARDS["h100-80"]
 FIRST = Model(1_330_000_000, 24, 2048, 60000)
 NARROW = Model(1_260_000_000, 60, 1280, 60000)
-SECOND = Model(6_690_000_000, 32, 4096, 60000)
-THIRD = Model(7_900_000_000, 38, 4096, 60000)
 DEEP = Model(3_140_000_000, 60, 2048, 60000)
 PAIR = Workload(4096, gpus=2, checkpointed=False)
-SHORT, LONG = Workload(8192, checkpointed=False), Workload(16384)
+SHORT = Workload(8192, checkpointed=False)
 
 
 @pytest.mark.parametrize(
@@ -50,29 +48,10 @@ def test_memory_is_what_was_measured(
     assert found.peak_bytes / GIB == pytest.approx(gib, rel=0.03)
 
 
-@pytest.mark.parametrize(
-    ("model", "work", "card", "device_memory", "ms"),
-    [
-        pytest.param(FIRST, SHORT, "h100-80", None, 155.0, id="first"),
-        pytest.param(FIRST, SHORT, "h100-80", 2 * GIB, 375.1, id="2 GiB"),
-        pytest.param(SECOND, LONG, "h100-80", None, 1544.8, id="second"),
-        pytest.param(THIRD, LONG, "h100-80", None, 2099.7, id="third"),
-        pytest.param(FIRST, SHORT, "h200", None, 146.2, id="first, H200"),
-        pytest.param(SECOND, LONG, "h200", None, 1480.2, id="second, H200"),
-        pytest.param(DEEP, PAIR, "h100-80", None, 314.0, id="two GPUs, the host is late"),
-        pytest.param(DEEP, replace(LONG, gpus=2), "h100-80", None, 849.4, id="two GPUs"),
-        pytest.param(DEEP, replace(LONG, gpus=2), "h100-80", 0, 1101.1, id="two GPUs, 0"),
-    ],
-)
-def test_times_are_what_was_measured(
-    model: Model, work: Workload, card: str, device_memory: float | None, ms: float
-) -> None:
-    """Medians of iterations with clipping, torch 2.11, commit 6190976; 2 GiB: d1d32f3, two GPUs:
-    35dfab6. Second and third with expandable_segments.
-    """
-    found = estimate(model, work, CARDS[card], device_memory)
-    assert found is not None
-    assert found.iteration_ms == pytest.approx(ms, rel=0.1)
+def test_an_iteration_hides_all_of_the_travel_or_none() -> None:
+    assert bounds_ms(40e9, 1500.0, 40.0) == (1500.0, 2500.0)
+    assert bounds_ms(80e9, 1500.0, 40.0) == (2000.0, 3500.0)
+    assert bounds_ms(0.0, 1500.0, 40.0) == (1500.0, 1500.0)
 
 
 SIZES = st.floats(1e8, 4e11)
@@ -88,20 +67,19 @@ CHOSEN = st.sampled_from(sorted(CARDS))
 
 
 @given(SIZES, JOBS, CHOSEN, st.floats(0, 100), st.floats(0, 100))
-def test_more_device_memory_never_takes_longer(
+def test_with_more_device_memory_less_travels(
     params: float, work: Workload, name: str, less: float, more: float
 ) -> None:
-    model, card = Model.of_size(params), CARDS[name]
-    low, high = (estimate(model, work, card, n * GIB) for n in sorted((less, more)))
+    model, memory = Model.of_size(params), CARDS[name]
+    low, high = (estimate(model, work, memory, n * GIB) for n in sorted((less, more)))
     if low is None:
         assert high is None
         return
     assert high is not None
-    assert high.exposed_ms <= low.exposed_ms * 1.001 + 1e-6
+    assert high.travels_bytes <= low.travels_bytes
     for found in (low, high):
-        assert found.peak_bytes <= card.memory_bytes
+        assert found.peak_bytes <= memory
         assert 0 <= found.stays_bytes <= found.state_bytes
-        assert 0 < found.share_of_bound <= 1
 
 
 @given(SIZES, JOBS, CHOSEN)
@@ -123,8 +101,3 @@ def test_the_usual_shape_has_about_so_many_parameters(params: float) -> None:
     per_block = 12 * model.width**2
     found = model.layers * per_block + model.root_params
     assert found == pytest.approx(params, abs=0.51 * per_block + 0.2 * params)
-
-
-def test_speed_lies_between_those_of_neighbouring_widths() -> None:
-    assert reached(512) == reached(1024) < reached(1280) < reached(2048) < reached(3000)
-    assert reached(1 << 20) == reached(8192)

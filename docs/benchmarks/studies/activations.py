@@ -4,12 +4,10 @@ Usage::
 
     python docs/benchmarks/studies/activations.py [--host-memory 40GiB] [--json out.json]
 
-One job, each way in turn, in one run. ``none``: all activations on the device. ``all`` and ``auto``
-are :class:`ActivationOffload` with ``share=1.0`` and ``share="auto"``. ``checkpointed`` computes
-blocks again; with ``inputs`` their inputs are in host memory. ``save_on_cpu`` is torch's, with
-page-locked memory; ``torchtune`` and ``trl`` are their ``OffloadActivations``, where installed.
-``int8`` and ``bf16`` train beside ``HybridDeviceOptimizer(overlap="backward", device_memory=0)``
-with such moments, so that all state crosses the link, too.
+One job, each way in turn, in one run. ``none``: all activations on the device. ``all`` is
+:class:`ActivationOffload`. ``checkpointed`` computes blocks again; with ``inputs`` their inputs are
+in host memory. ``save_on_cpu`` is torch's, with page-locked memory; ``torchtune`` and ``trl`` are
+their ``OffloadActivations``, where installed.
 """
 
 from __future__ import annotations
@@ -26,8 +24,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fsdp_offload import ActivationOffload, HybridDeviceOptimizer
-from fsdp_offload.activations.offload import TIMED
+from fsdp_offload import ActivationOffload
 from fsdp_offload.bench.iteration import measure
 from fsdp_offload.bench.machine import (
     Row,
@@ -38,13 +35,10 @@ from fsdp_offload.bench.machine import (
     synchronize,
 )
 from fsdp_offload.bench.model import Job, layers_for, synthetic_batches
-from fsdp_offload.bench.rows import Case, Trainer, make_trainer
+from fsdp_offload.bench.rows import Case, make_trainer
 from fsdp_offload.core.config import GIB
 
 WARM_UP: Final = 5
-WARM_UP_AUTO: Final = max(TIMED) + 1
-
-
 LINK: Final = ("h2d_gbps", "d2h_gbps", "h2d+d2h_gbps")
 
 
@@ -65,38 +59,28 @@ class Way(NamedTuple):
     """One row."""
 
     name: str
-    optimizer: str = "plain"
-    """As in ``fsdp_offload.bench.rows``."""
     context: str = "none"
-    share: float | str = 1.0
     checkpointed: bool = False
 
 
 WAYS: Final = (
     Way("none"),
     Way("all", context="ours"),
-    Way("auto", context="ours", share="auto"),
     Way("checkpointed", checkpointed=True),
     Way("checkpointed, inputs", context="ours", checkpointed=True),
     Way("save_on_cpu", context="save_on_cpu"),
     Way("torchtune", context="torchtune.training"),
     Way("trl", context="trl.models.activation_offloading"),
-    Way("int8", "backward-int8-d0"),
-    Way("int8, auto", "backward-int8-d0", "ours", "auto"),
-    Way("bf16", "backward-bf16-d0"),
-    Way("bf16, auto", "backward-bf16-d0", "ours", "auto"),
     Way("none again"),
 )
 
 
-def context_of(way: Way, trainer: Trainer, host_memory: str, device: torch.device) -> Any:
+def context_of(way: Way, host_memory: str, device: torch.device) -> Any:
     """What forwards of a row run in."""
     if way.context == "none":
         return nullcontext()
     if way.context == "ours":
-        known = isinstance(trainer.optimizer, HybridDeviceOptimizer)
-        optimizer = trainer.optimizer if known else None
-        return ActivationOffload(host_memory, way.share, optimizer, device=device)
+        return ActivationOffload(host_memory, device=device)
     if way.context == "save_on_cpu":
         return torch.autograd.graph.save_on_cpu(pin_memory=device.type == "cuda")
     peer = importlib.import_module(way.context).OffloadActivations
@@ -139,20 +123,13 @@ def run_way(way: Way, job: Job, given: argparse.Namespace, device: torch.device)
     job = replace(job, checkpointed=way.checkpointed)
     batches = synthetic_batches(job, device)
     with ExitStack() as cleanup:
-        trainer = make_trainer(Case.parse(way.optimizer), job, device)
-        if isinstance(trainer.optimizer, HybridDeviceOptimizer):
-            cleanup.callback(trainer.optimizer.close)
-        context = context_of(way, trainer, given.host_memory, device)
+        trainer = make_trainer(Case.parse("plain"), job, device)
+        context = context_of(way, given.host_memory, device)
         inside = trainer._replace(model=Inside(trainer.model, context))
-        warm_up = WARM_UP_AUTO if way.share == "auto" else WARM_UP
-        row = measure(inside, batches, warm_up, given.iterations)
+        row = measure(inside, batches, WARM_UP, given.iterations)
         if isinstance(context, ActivationOffload):
             cleanup.callback(context.close)
             row |= traffic_of(context, inside.model, batches[0])
-        if isinstance(trainer.optimizer, HybridDeviceOptimizer):
-            figures = trainer.optimizer.statistics()
-            row["optimizer_gb"] = max(figures.moved_bytes, figures.fetched_bytes) / 1e9
-            return row
         row["kept_gib"] = kept_gib(inside.model, batches[0], context)
         if way.name == "none":
             row["torchtune_gb"] = torchtune_gb(inside.model, batches[0])
@@ -167,7 +144,6 @@ def traffic_of(offload: ActivationOffload, model: nn.Module, batch: tuple[Tensor
     return {
         "moved_gb": (now.sent_bytes - before) / 1e9,
         "statistics": vars(now),
-        "explain": offload.explain(),
     }
 
 
@@ -187,14 +163,9 @@ def lines_of(rows: dict[str, Row], link: Row) -> Iterator[str]:
     yield "| --- | --- | --- |"
     for line in (
         lambda: bounded("M9 all", rows, "all", alone_ms(rows["all"], link), 1.08),
-        lambda: ratio("M9 auto / none", rows, "auto", "none", 1.02),
         lambda: ratio(
             "M9 inputs / checkpointed", rows, "checkpointed, inputs", "checkpointed", 1.02
         ),
-        lambda: m10("int8", rows, link),
-        lambda: m10("bf16", rows, link),
-        lambda: ratio("M10 int8, auto / int8", rows, "int8, auto", "int8", 1.02),
-        lambda: ratio("M10 bf16, auto / bf16", rows, "bf16, auto", "bf16", 1.02),
         lambda: gone(rows),
         lambda: of_torchtune(rows),
         lambda: ratio("drift of the machine", rows, "none again", "none", 1.02),
@@ -220,17 +191,6 @@ def bounded(what: str, rows: dict[str, Row], name: str, link_ms: float, most: fl
 def alone_ms(row: Row, link: Row) -> float:
     """Of copies out in the forward, then back in the backward: never both at once."""
     return sum(1e3 * row["moved_gb"] / link[f"{way}_gbps"] for way in ("d2h", "h2d"))
-
-
-def beside_ms(row: Row, link: Row) -> float:
-    """Of one direction, with the optimizer's bytes, while both are busy."""
-    return 1e3 * (row["moved_gb"] + row["optimizer_gb"]) / (link["h2d+d2h_gbps"] / 2)
-
-
-def m10(moments: str, rows: dict[str, Row], link: Row) -> str:
-    """Beside the optimizer."""
-    name = f"{moments}, auto"
-    return bounded(f"M10 {moments}", rows, name, beside_ms(rows[name], link), 1.05)
 
 
 def gone(rows: dict[str, Row]) -> str:

@@ -108,7 +108,8 @@ def main(argv: Sequence[str] | None = None) -> Row:
     add("--shards", choices=("bf16", "fp32"), default="fp32", help="dtype of the parameters")
     add("--device", choices=("cuda", "cpu"), help="default: cuda if there is one")
     add("--json", type=Path, help="file for all figures")
-    options = machine.options_of(parser, argv)
+    options = parser.parse_args(argv)
+    options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     with machine.process_group(options.device) as device:
         folder = options.folder / "bench_checkpoint"
         folder.mkdir(parents=True, exist_ok=True)

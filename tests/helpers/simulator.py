@@ -6,7 +6,7 @@ launched on a stream is queued, and runs only when the host waits for something,
 same numbers under every policy; code that forgot one gives other numbers under some policy, every
 time, on a laptop.
 
-Use in your own tests::
+Use::
 
     @pytest.mark.parametrize("policy", ADVERSARIES)
     def test_my_pipeline(policy):

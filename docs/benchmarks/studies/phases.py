@@ -2,8 +2,8 @@
 
 Usage::
 
-    python -m fsdp_offload.bench.phases [--params 1.33e9] [--cycles 6] [--json out.json]
-    torchrun --nproc-per-node 2 -m fsdp_offload.bench.phases
+    python docs/benchmarks/studies/phases.py [--params 1.33e9] [--cycles 6] [--json out.json]
+    torchrun --nproc-per-node 2 docs/benchmarks/studies/phases.py
 
 Each rank holds the shards of ``--params`` bf16 parameters and their fp32 AdamW state (2.5 and
 9.9 GiB with the default), a GPT's tensors under FSDP2. All ranks move at the same time; seconds are
@@ -15,27 +15,41 @@ page-locked buffers that are taken in the first cycle and kept.
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, Final, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..core import dtensor
-from ..core.backend import free_bytes, release_cached
-from ..core.config import GIB
-from ..core.errors import ConfigError, DeviceError
-from ..core.progress import progress
-from ..phases import PhaseOffloader, swap
-from . import arguments, machine
-from .machine import Row, seconds_of, slowest
-from .model import Job, layers_for, sharded_model
-from .table import PHASES, markdown_table
+from fsdp_offload import PhaseOffloader, swap
+from fsdp_offload.bench import machine
+from fsdp_offload.bench.machine import Row, seconds_of, slowest
+from fsdp_offload.bench.model import Job, layers_for, sharded_model
+from fsdp_offload.bench.table import Columns, markdown_table
+from fsdp_offload.core import dtensor
+from fsdp_offload.core.backend import free_bytes, release_cached
+from fsdp_offload.core.config import GIB
+from fsdp_offload.core.errors import DeviceError
 
+ROWS: Final = ("offloader", "fixed", "swap", "loop")
+PHASES: Final[Columns] = (
+    ("GiB", "gib", ".2f"),
+    ("first cycle, s (out / back)", "first_{}_s", ".3f"),
+    ("later, s", "{}_s", ".3f"),
+    ("GB/s", "{}_gbps", ".1f"),
+    ("of the link", "{}_of_link", ".3f"),
+    ("slowest cycle", "worst_{}_of_link", ".3f"),
+    ("freed / payload", "freed_share", ".3f"),
+    ("host / payload", "host_over_payload", ".4f"),
+    ("same bits", "same_bits", ""),
+    ("same addresses", "same_addresses", ""),
+)
 AWAY_S: Final = 0.1
 """After torch's allocator has given memory back, the first copies to new memory take longer for
 about 20 ms (likely the driver clears what it got); a job is away for longer than that."""
@@ -146,25 +160,27 @@ def measure(name: str, job: Job, device: torch.device, cycles: int, link: Row) -
 
 def main(argv: Sequence[str] | None = None) -> Row:
     """Run all rows; rank 0 prints a table, and with ``--json`` writes everything."""
-    options = machine.options_of(arguments.phases(), argv)
-    names = options.rows.split(",")
-    if unknown := [name for name in names if name not in arguments.PHASES_ROWS]:
-        remedy = f"use {', '.join(arguments.PHASES_ROWS)}"
-        raise ConfigError(f"row {unknown[0]!r}", reason="it is not measured", remedy=remedy)
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--params", type=float, default=1.33e9, help="of each rank's shards")
+    parser.add_argument("--dim", type=int, default=2048)
+    parser.add_argument("--vocabulary", type=int, default=60000)
+    parser.add_argument("--cycles", type=int, default=6, help="the first and at least one more")
+    parser.add_argument("--rows", nargs="*", choices=ROWS, default=ROWS)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args(argv)
     with machine.process_group(options.device) as device:
-        params = options.params or (1e6 if options.device == "cpu" else 1.33e9)
-        options.layers = layers_for(params * dist.get_world_size(), options.dim, options.vocabulary)
-        job = Job.of(options)
+        params = options.params * dist.get_world_size()
+        layers = layers_for(params, options.dim, options.vocabulary)
+        job = Job(layers, options.dim, options.vocabulary)
         link: Row = machine.measure_link(device, 5) if device.type == "cuda" else {}
         rows: list[Row] = []
-        with progress(len(names), "measuring", unit=" rows") as bar:
-            for name in names:
-                machine.free_everything(device)
-                try:
-                    rows.append(measure(name, job, device, options.cycles, link))
-                except DeviceError as error:  # fixed addresses on a CPU, torch before 2.13
-                    rows.append({"name": name, "status": "not available", "reason": str(error)})
-                bar.advance()
+        for name in options.rows:
+            machine.free_everything(device)
+            try:
+                rows.append(measure(name, job, device, options.cycles, link))
+            except DeviceError as error:  # fixed addresses on a CPU, torch before 2.13
+                rows.append({"name": name, "status": "not available", "reason": str(error)})
         report = machine.publish(device, job, rows, link, options.json)
         if dist.get_rank() == 0:
             print(markdown_table(report, PHASES))
