@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
-import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -25,13 +24,13 @@ from torch.optim import Optimizer
 from fsdp_offload import (
     AwayError,
     DeviceMemoryError,
-    HybridDeviceOptimizer,
     PhaseOffloader,
     TransferConfig,
     checkpoint,
     swap,
 )
 from tests.helpers.compare import assert_same, local
+from tests.helpers.lanes import in_lanes
 
 WIDTH = 129  # rows: uneven over 2 and 4 ranks, and not a multiple of 4
 STEPS = 4
@@ -105,11 +104,7 @@ def make_optimizer(net: Net, lanes: str, lr: float = 0.01) -> Optimizer:
     options = LANES[lanes]
     if options is None:
         return plain
-    options = dict(options)
-    if isinstance(cycle := options.get("update_on"), tuple):
-        count = sum(1 for _ in net.parameters())
-        options["update_on"] = list(itertools.islice(itertools.cycle(cycle), count))
-    return HybridDeviceOptimizer(plain, model=net, transfer=SMALL, **options)
+    return in_lanes(plain, model=net, transfer=SMALL, **options)
 
 
 def close(*things: Any) -> None:
@@ -178,26 +173,27 @@ def same_training(lanes: str, policy: str, dtype: str, *, keep_addresses: bool =
         optimizer: Any = make_optimizer(net, lanes)
         options = POLICIES[policy]
         phases: Any = None
+        alone: Any = None
         if switched:
             phases = PhaseOffloader(net, optimizer, keep_addresses=keep_addresses, **options)
+            alone = PhaseOffloader(net, optimizer, params="keep", grads="keep")
 
-        def switch(where: str, phases: Any = phases, optimizer: Any = optimizer) -> None:
+        def switch(where: str, phases: Any = phases, alone: Any = alone) -> None:
             if phases is None:
                 return
             if where == "stepped" or policy.startswith("grads"):
                 with phases.away():
                     assert phases.is_away
                 assert not phases.is_away
-            if where == "stepped" and isinstance(optimizer, HybridDeviceOptimizer):
-                optimizer.offload()
-                assert optimizer.is_away
-                optimizer.offload()  # nothing left to do
-                optimizer.reload()
-                assert not optimizer.is_away
+            if where == "stepped":
+                with alone.away():
+                    alone.offload()  # nothing left to do
+                    assert alone.is_away
+                assert not alone.is_away
 
         train(net, optimizer, range(STEPS), switch)
         results.append(snapshot(net, optimizer))
-        close(phases, optimizer)
+        close(phases, alone, optimizer)
     assert_same(results[1], results[0], f"{lanes}, {policy}, {dtype}")
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from ..core import storage as storages
 from ..core.backend import backend_for
 from ..core.config import MIB, TransferConfig, parse_bytes
-from ..core.errors import ActivationError, ClosedError, ConfigError, DeviceError
+from ..core.errors import ActivationError, ConfigError, DeviceError, check_open, copy_error
 from ..link import HostPool, held_bytes
 from .batches import BatchCopies, SavedRange
 from .handles import Handle, Saver, unpack
@@ -114,11 +114,7 @@ class ActivationOffload(Saver):
         self._pid, self._thread, self._is_closed = os.getpid(), 0, False
 
     def __reduce__(self) -> NoReturn:
-        raise ConfigError(
-            "a copy or a pickle of an ActivationOffload",
-            reason="it owns host memory that saved tensors are in",
-            remedy="make another one, and keep it outside of modules that are copied",
-        )
+        raise copy_error(self, "make another one, and keep it outside of modules that are copied")
 
     # ------------------------------------------------------------------ forward
 
@@ -154,12 +150,7 @@ class ActivationOffload(Saver):
             self._copies.send()
 
     def _check_usable(self) -> None:
-        if self._is_closed or os.getpid() != self._pid:
-            raise ClosedError(
-                "an ActivationOffload",
-                reason="it is closed" if self._is_closed else "it is of the parent process",
-                remedy="make a new one",
-            )
+        check_open("an ActivationOffload", self._pid, is_closed=self._is_closed)
         self._thread = self._thread or threading.get_ident()
         if self._thread != threading.get_ident():
             raise ActivationError(

@@ -20,6 +20,7 @@ from ..core.errors import (
     DeviceError,
     DeviceMemoryError,
     StashOverflowError,
+    copy_error,
 )
 from ..link import HostPool
 from ..plan.activations import StashPlan, make_plan
@@ -129,11 +130,7 @@ class PagedStash:
         self._host = HostPool("PagedStash", self._backend, transfer or TransferConfig())
 
     def __reduce__(self) -> NoReturn:
-        raise ConfigError(
-            "a copy or a pickle of a PagedStash",
-            reason="it owns device memory that graphs and saved tensors use",
-            remedy="make another one, and keep it outside of modules that are copied",
-        )
+        raise copy_error(self, "make another one, and keep it outside of modules that are copied")
 
     def __repr__(self) -> str:
         state = "closed" if self._store.is_closed else "exact" if self._store.is_exact else "paged"

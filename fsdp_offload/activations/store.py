@@ -16,9 +16,9 @@ from ..core.backend import Backend
 from ..core.errors import (
     ActivationError,
     AwayError,
-    ClosedError,
     DeviceError,
     StashOverflowError,
+    check_open,
 )
 from ..plan.activations import GroupRows
 from .pages import MOST_RANGES, PagePool, PageTable
@@ -175,12 +175,7 @@ class RowStore:
         Raises:
             ClosedError: the stash is closed, or of another process.
         """
-        if self.is_closed or os.getpid() != self._pid:
-            raise ClosedError(
-                f"{what} of a PagedStash",
-                reason="it is closed" if self.is_closed else "it is of the parent process",
-                remedy="make a new one",
-            )
+        check_open(f"{what} of a PagedStash", self._pid, is_closed=self.is_closed)
 
     def is_capturing(self) -> bool:
         """Whether a CUDA graph gets what is enqueued."""

@@ -19,7 +19,6 @@ from .errors import ConfigError
 
 MIB: Final = 1 << 20
 GIB: Final = 1 << 30
-LANES: Final = ("resident", "streamed", "host")
 Lane = Literal["resident", "streamed", "host"]
 _PINS: Final = ("require", "prefer", "never")
 OVERLAPS: Final = ("step", "forward", "backward")
@@ -171,9 +170,8 @@ class OffloadConfig:
     offload_fraction: float = 1.0
     device_memory: int | Literal["auto"] = "auto"
     """Bytes that the optimizer may take on the device, for state that travels or stays there."""
-    update_on: str | Sequence[str] = "device"
-    """Where offloaded state is updated. ``"device"``: streamed. ``"host"``: on CPU cores.
-    Or a lane for each trainable parameter, in the order of ``param_groups``."""
+    update_on: str = "device"
+    """Where offloaded state is updated. ``"device"``: streamed. ``"host"``: on CPU cores."""
     overlap: str | None = None
     """None: ``"forward"`` where that is possible, else ``"step"``."""
     moments: torch.dtype | Literal["int8"] | None = None
@@ -192,7 +190,7 @@ class OffloadConfig:
         offload_fraction: float | None = None,
         device_memory: int | str = "auto",
         host_memory: int | str | None = None,
-        update_on: str | Sequence[str] = "device",
+        update_on: str = "device",
         overlap: str | None = None,
         moments: torch.dtype | str | None = None,
         master_weights: bool = True,
@@ -215,7 +213,7 @@ class OffloadConfig:
         return cls(
             offload_fraction=1.0 if offload_fraction is None else offload_fraction,
             device_memory=memory,
-            update_on=tuple(update_on) if isinstance(update_on, list) else update_on,
+            update_on=update_on,
             overlap=overlap,
             moments=_moments_meant(moments, master_weights),
             master_weights=master_weights,
@@ -231,15 +229,11 @@ class OffloadConfig:
                 reason="not a number from 0 to 1",
                 remedy="0 keeps all state on the device, 1 offloads all of it",
             )
-        if isinstance(self.update_on, str) or not isinstance(self.update_on, Sequence):
-            why = "state is updated on the device, or on the host's cores; a list names lanes"
-            check_choice("update_on", self.update_on, ("device", "host"), why)
-        for lane in () if isinstance(self.update_on, str) else self.update_on:
-            check_choice("a lane in update_on", lane, LANES, "a list has a lane per parameter")
-        lanes = (self.update_on,) if isinstance(self.update_on, str) else self.update_on
-        if self.moments is not None and "host" in lanes:
+        why = "state is updated on the device, or on the host's cores"
+        check_choice("update_on", self.update_on, ("device", "host"), why)
+        if self.moments is not None and self.update_on == "host":
             raise ConfigError(
-                f"update_on={self.update_on!r} with moments={self.moments!r}",
+                f"update_on='host' with moments={self.moments!r}",
                 reason="the host lane updates state where it lies, in the dtype of the update",
                 remedy='use update_on="device", or leave moments out',
             )

@@ -28,6 +28,8 @@ Each message has three parts: the value, the reason and the remedy.
 
 from __future__ import annotations
 
+import os
+
 
 class OffloadError(Exception):
     """Base of all errors of this package.
@@ -136,4 +138,26 @@ class StashOverflowError(ActivationError):
 
 
 class ClosedError(OffloadError, RuntimeError):
-    """The optimizer was closed and its memory given back."""
+    """An object was closed and its memory given back, or a forked process uses its parent's."""
+
+
+def check_open(what: str, pid: int, *, is_closed: bool) -> None:
+    """Refuse ``what`` by an object that process ``pid`` has built.
+
+    Raises:
+        ClosedError: it is closed, or this is a forked process, which does not inherit its memory.
+    """
+    if is_closed:
+        raise ClosedError(what, reason="it is closed", remedy="make a new one")
+    if os.getpid() != pid:
+        raise ClosedError(
+            what,
+            reason=f"its memory is that of the parent process, {pid}",
+            remedy="use it in the process that built it",
+        )
+
+
+def copy_error(owner: object, remedy: str) -> ConfigError:
+    """For ``__reduce__`` of an object that owns memory."""
+    what = f"a copy or a pickle of {type(owner).__name__}"
+    return ConfigError(what, reason="it owns memory of this process", remedy=remedy)

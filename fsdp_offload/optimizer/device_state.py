@@ -21,11 +21,8 @@ from torch import Tensor
 from ..core import dtensor
 from ..core import storage as storages
 from ..core.backend import Event
-from ..core.config import TransferConfig
 from ..core.errors import AwayError
 from ..core.offloadable import HostCopies
-from ..link.block import StorageBlock, collect
-from ..link.transfer import Handle, Transfer
 from ..update.params import ParamState
 from .reservation import Reservation
 from .state_view import StateView
@@ -71,19 +68,16 @@ class DeviceState:
         self,
         reserved: Reservation,
         view: StateView,
-        config: TransferConfig,
         *,
         finish: Callable[[], None],
         turn: Callable[[str], AbstractContextManager[None]],
     ) -> None:
-        self._reserved, self._view, self._config = reserved, view, config
+        self._reserved, self._view = reserved, view
         self.turn = turn
         self._finish = finish
         self._copies: HostCopies | None = None
         self._arrival: Event | None = None
         self._replaced: list[tuple[Held, Tensor]] = []
-        self.transfer: Transfer | None = None
-        """Of :meth:`offload`; None until it is needed, because it has streams."""
 
     @property
     def is_away(self) -> bool:
@@ -105,7 +99,7 @@ class DeviceState:
             raise AwayError(
                 f"{what} of an optimizer that is offloaded",
                 reason="its device memory was given up; nothing was touched",
-                remedy="call reload() first, of the optimizer or of its PhaseOffloader",
+                remedy="call reload() of its PhaseOffloader first",
             )
 
     def wait(self) -> None:
@@ -115,50 +109,6 @@ class DeviceState:
         if self._arrival is not None:
             self._arrival.synchronize()
             self._arrival = None
-
-    # ------------------------------------------------------------------ by the optimizer alone
-
-    def reserve(self) -> list[StorageBlock]:
-        """Take the host memory of :meth:`offload`; what will be copied."""
-        if self.transfer is None:
-            holder = "HybridDeviceOptimizer: offload()"
-            self.transfer = Transfer(self._reserved.backend, self._config, holder)
-        blocks = collect(self.device_tensors())
-        self.transfer.reserve(blocks)
-        return blocks
-
-    def offload(self, *, wait: bool) -> Handle:
-        """See :meth:`.HybridDeviceOptimizer.offload`."""
-        if not self.is_away:
-            self.prepare_offload()
-            blocks = self.reserve()
-            assert self.transfer is not None
-            staging = collect(("staging", tensor) for tensor in self.staging_buffers())
-            self.transfer.out([("state", blocks)], dropped=staging)
-            self.set_away(self.transfer)
-        return Handle() if self.transfer is None else self.transfer.last(wait=wait)
-
-    def reload(self, *, wait: bool) -> Handle:
-        """See :meth:`.HybridDeviceOptimizer.reload`."""
-        if self.is_away:
-            if self.transfer is None or not self.transfer.is_away:
-                raise AwayError(
-                    "reload() of an optimizer",
-                    reason="a PhaseOffloader has offloaded it",
-                    remedy="call reload() of that one",
-                )
-            self.prepare_reload()
-            handle = self.transfer.back()
-            self.set_present(handle.arrival())
-        return Handle() if self.transfer is None else self.transfer.last(wait=wait)
-
-    def close(self) -> None:
-        """Give the host memory of :meth:`offload` back."""
-        if self.transfer is not None:
-            self.transfer.close()
-            self.transfer = None
-
-    # ------------------------------------------------------------------ Offloadable
 
     def prepare_offload(self) -> None:
         """See :class:`.Offloadable`."""

@@ -34,10 +34,9 @@ from torch.utils.hooks import RemovableHandle
 from ..core import dtensor
 from ..core.arguments import backend_of, modules_of
 from ..core.backend import stream_to_wait
-from ..core.config import Lane, OffloadConfig, TransferConfig, check_keywords
-from ..core.errors import ConfigError, SpentGradientError
+from ..core.config import OffloadConfig, TransferConfig, check_keywords
+from ..core.errors import ConfigError, SpentGradientError, copy_error
 from ..core.progress import is_rank_0, warn
-from ..link.transfer import Handle
 from ..pipeline.gradients import count_empty_shards, gradient_of
 from ..pipeline.inventory import Placed
 from ..pipeline.overlap import Overlap, make_overlap, with_overlap
@@ -90,9 +89,8 @@ class HybridDeviceOptimizer(Optimizer):
             Bits do not depend on it.
         host_memory: bytes that all ranks of this host may use together, for this and everything
             else of this package; None: what is free.
-        update_on: where offloaded state is updated: ``"device"`` (default), ``"host"``: torch's
-            CPU kernels on this rank's cores, or one lane name per trainable parameter in
-            ``param_groups`` order.
+        update_on: where offloaded state is updated: ``"device"`` (default), or ``"host"``: torch's
+            CPU kernels on this rank's cores.
         overlap: ``"step"``: updates run inside ``step()``. ``"forward"``: it returns at once, each
             FSDP2 module of ``model`` waits for its own parameters, and other code that uses a
             parameter or its gradient waits, too. ``"backward"``: besides, parameters are updated
@@ -129,7 +127,7 @@ class HybridDeviceOptimizer(Optimizer):
         device_memory: int | str = "auto",
         host_memory: int | str | None = None,
         overlap: str | None = None,
-        update_on: str | Sequence[str] = "device",
+        update_on: str = "device",
         moments: torch.dtype | str | None = None,
         master_weights: bool = True,
         offload_fraction: float | None = None,
@@ -162,7 +160,7 @@ class HybridDeviceOptimizer(Optimizer):
         self._memory = DeviceMemory(backend) if config.device_memory == "auto" else None
         # It ends all work while masters can see the weights.
         self._device_state = DeviceState(
-            self._reserved, self._view, config.transfer, finish=self._finish, turn=self._turn
+            self._reserved, self._view, finish=self._finish, turn=self._turn
         )
         self._masters = Masters(
             self._life, self._reserved, self._view, self._device_state, self._drain_quietly
@@ -332,13 +330,13 @@ class HybridDeviceOptimizer(Optimizer):
                     self._make_overlap()
             self._masters.trust_shards()
             self._attach()
-            self._device_state.close()
         self._grouped = GroupedParameters(self.param_groups)
 
     def _has_state(self) -> bool:
         """Whether an update, a load or the caller has made some."""
         self._drain_quietly()
-        self._view.adopt_writes(self._reserved.params, is_away=self.is_away, again=True)
+        is_away = self._device_state.is_away
+        self._view.adopt_writes(self._reserved.params, is_away=is_away, again=True)
         return not self._reserved.is_fresh()
 
     def _extend(self, added: list[Placed]) -> None:
@@ -570,13 +568,6 @@ class HybridDeviceOptimizer(Optimizer):
         return norm
 
     @property
-    def lanes(self) -> list[Lane]:
-        """The lane of each trainable parameter, in ``param_groups`` order, as ``update_on=``
-        takes it."""
-        known = {param.parameter: param.lane for param in self._reserved.params}
-        return [known.get(p, "resident") for p, _ in self._reserved.inventory.trainable()]
-
-    @property
     def device(self) -> torch.device:
         """Where the shards live."""
         return self._reserved.backend.device
@@ -649,58 +640,7 @@ class HybridDeviceOptimizer(Optimizer):
             super().__setattr__(name, value)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:  # copy.deepcopy calls it, too
-        raise ConfigError(
-            f"copy or pickle of {type(self).__name__}",
-            reason="its state is memory of this process",
-            remedy="save state_dict() and load it into a new wrapper",
-        )
-
-    # ------------------------------------------------------------------ phases
-
-    @property
-    def is_away(self) -> bool:
-        """Whether device memory was given up, by :meth:`offload` or a ``PhaseOffloader``."""
-        return self._device_state.is_away
-
-    def offload(self, *, wait: bool = True) -> Handle:
-        """Give up all device memory of the optimizer; its state stays readable, in host memory.
-
-        State on the device is copied to page-locked host memory, which is taken at the first
-        call and kept until :meth:`close`; staging buffers are just released. Until
-        :meth:`reload`, ``step()`` and loads raise; ``state``, state dicts and checkpoints show
-        host memory. State tensors that were read before must not be used meanwhile. Released
-        memory is torch's; ``torch.cuda.empty_cache()`` gives it to other processes. While it is
-        away already nothing happens.
-
-        Args:
-            wait: until the copies have ended. If not, memory is released as they end: call
-                ``is_done()`` or ``wait()`` of what this returns.
-
-        Raises:
-            SpentGradientError: between a backward that updated parameters and ``step()``.
-            HostMemoryError, PinningError: no room in host memory; nothing was touched.
-            LaneError: an earlier update failed.
-        """
-        with self._life.turn("offload()"):
-            self._life.check()
-            return self._device_state.offload(wait=wait)
-
-    def reload(self, *, wait: bool = True) -> Handle:
-        """Take device memory again and bring the state back. When it is back already, nothing
-        happens.
-
-        Args:
-            wait: until the copies have ended. If not, ``step()`` follows them on the device, and
-                whatever reads state waits for them.
-
-        Raises:
-            DeviceMemoryError: not enough device memory: all stays away, and a later call works.
-            AwayError: a ``PhaseOffloader`` has it away.
-            ClosedError: after :meth:`close`.
-        """
-        with self._life.turn("reload()"):
-            self._life.check(failed_ok=True)
-            return self._device_state.reload(wait=wait)
+        raise copy_error(self, "save state_dict() and load it into a new wrapper")
 
     @property
     def _for_checkpoints(self) -> CheckpointView:
@@ -727,8 +667,9 @@ class HybridDeviceOptimizer(Optimizer):
         self._refuse_if_taken("the optimizer's state, asked for before step()")
         if for_writing:
             self._reserved.discard()
-        self._view.adopt_writes(self._reserved.params, is_away=self.is_away, again=True)
-        if not self.is_away:
+        is_away = self._device_state.is_away
+        self._view.adopt_writes(self._reserved.params, is_away=is_away, again=True)
+        if not is_away:
             self._masters.follow_weights()
 
     def _start_over(self) -> None:
@@ -797,4 +738,3 @@ class HybridDeviceOptimizer(Optimizer):
             self._overlap = None  # hooks that others have wrapped pass on from here
         self._reserved.close()
         remove_all(self._hooks)
-        self._device_state.close()

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from enum import Enum
 from typing import Any, Final
 
-from ..core.errors import BusyError, ClosedError, LaneError, OffloadError
+from ..core.errors import BusyError, LaneError, OffloadError, check_open
 from ..core.interrupts import held_back
 
 SAVE: Final = "checkpoint.save()"
@@ -69,16 +69,7 @@ class Lifecycle:
             ClosedError: the first two.
             LaneError: an earlier update failed; the original exception is its cause.
         """
-        if self.closed:
-            raise ClosedError(
-                "a closed optimizer", reason="its memory was given back", remedy="wrap again"
-            )
-        if not self.is_ours:
-            raise ClosedError(
-                f"an optimizer of process {self._pid} used in process {os.getpid()}",
-                reason="its memory is not inherited by forked processes",
-                remedy="step, save and load in the process that built it",
-            )
+        check_open("an optimizer", self._pid, is_closed=self.closed)
         if self._stage is Stage.FAILED and not failed_ok:
             raise LaneError(
                 "an earlier update failed",

@@ -80,7 +80,7 @@ class Reservation:
                 reason=f"this optimizer streams over the link of {self.backend.device}",
                 remedy="move them there, or wrap another optimizer for them",
             )
-        params, natives = self.inventory.plan(added, first=not self.engines, lanes=lanes)
+        params, natives = self.inventory.plan(added, lanes=lanes)
         shown = self._view.shown
         frozen = {p: shown[p] for p, _ in added if shown.get(p)}
         for param in params:

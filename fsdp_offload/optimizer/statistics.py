@@ -41,11 +41,7 @@ class Statistics:
     """Host memory of all that this process holds, this optimizer or not: ``host_memory=`` bounds
     the sum for all ranks of the host."""
     is_away: bool
-    """Whether the optimizer's device memory is offloaded."""
-    away_bytes: int
-    """State that is in host memory because the optimizer is away."""
-    offload_reserved_bytes: int
-    """Host memory kept for :meth:`.HybridDeviceOptimizer.offload`, beside the arena."""
+    """Whether a ``PhaseOffloader`` has offloaded its device memory."""
     staging_bytes: int
     """Device memory of slots, buckets that stay, scratch and staging rings; nothing while
     the optimizer is away."""
@@ -91,8 +87,6 @@ def gather(optimizer: HybridDeviceOptimizer) -> Statistics:
     """Add up what all engines of ``optimizer`` hold."""
     reserved, place = optimizer._reserved, optimizer._device_state
     engines, natives = reserved.engines, reserved.natives()
-    transfer = place.transfer  # of the optimizer alone; else a PhaseOffloader has it
-    own = transfer if transfer is not None and transfer.is_away else None
     lanes = Counter[str](param.lane for param in reserved.params)
     device_bytes = sum(p.spec.state_bytes for p in reserved.params if p.lane == "resident")
     if natives:
@@ -113,8 +107,6 @@ def gather(optimizer: HybridDeviceOptimizer) -> Statistics:
         pin_seconds=reserved.pool.seconds,
         host_bytes_by_holder=held_bytes(),
         is_away=place.is_away,
-        away_bytes=(own.away_bytes if own else device_bytes) if place.shows_copies else 0,
-        offload_reserved_bytes=0 if transfer is None else transfer.pool.n_bytes,
         staging_bytes=sum(s.staging_bytes for s in engines),
         buckets=sum(map(len, [*(s.resident for s in engines), *(s.buckets for s in pipelined)])),
         staying_buckets=sum(len(s.staying) for s in engines),

@@ -41,10 +41,11 @@ class ModelGuard:
     Args:
         models: with all of their modules.
         owner: kept alive while they are closed: it alone can bring their memory back.
+        allows_forward: parameters and gradients stay, so forward and backward work.
     """
 
-    def __init__(self, models: Sequence[nn.Module], owner: object) -> None:
-        self._models, self._owner = models, owner
+    def __init__(self, models: Sequence[nn.Module], owner: object, *, allows_forward: bool) -> None:
+        self._models, self._owner, self._allows_forward = models, owner, allows_forward
         self._handles: list[RemovableHandle] = []
         self._copies: HostCopies | None = None
 
@@ -59,12 +60,10 @@ class ModelGuard:
             show = module.register_state_dict_post_hook(functools.partial(self._show))
             # At the front: hooks of others look at values.
             module._state_dict_hooks.move_to_end(show.id, last=False)  # type: ignore[attr-defined]
-            self._handles += [
-                show,
-                # Likewise: FSDP2's own hook reads the shards.
-                module.register_forward_pre_hook(self._before_forward, prepend=True),
-                module.register_load_state_dict_pre_hook(self._before_load),
-            ]
+            self._handles += [show, module.register_load_state_dict_pre_hook(self._before_load)]
+            if not self._allows_forward:  # at the front, too: FSDP2's own hook reads the shards
+                hook = module.register_forward_pre_hook(self._before_forward, prepend=True)
+                self._handles.append(hook)
 
     def open(self) -> None:
         """It is present. Idempotent."""

@@ -18,7 +18,13 @@ from ..core import storage as storages
 from ..core.arguments import backend_of, check_optimizer, modules_of
 from ..core.backend import release_cached
 from ..core.config import TransferConfig, check_choice
-from ..core.errors import ClosedError, ConfigError, DeviceMemoryError, UnsupportedParameterError
+from ..core.errors import (
+    ConfigError,
+    DeviceMemoryError,
+    UnsupportedParameterError,
+    check_open,
+    copy_error,
+)
 from ..core.fsdp import find_groups
 from ..core.interrupts import held_back
 from ..core.offloadable import offloadable_of
@@ -74,7 +80,7 @@ class PhaseOffloader:
         model: the module or modules; FSDP2 modules are resharded by each offload.
         optimizer: a :class:`HybridDeviceOptimizer`, any ``torch.optim.Optimizer``, or None.
         params: parameters and buffers. ``"save"``: copied out and in. ``"keep"``: they stay on the
-            device.
+            device, and forward works while the rest is away, unless gradients are saved.
         grads: ``None``: ``.grad`` is None afterwards; a gradient that no ``step()`` of the
             optimizer has consumed is an error. ``"drop"``: that one is dropped, too. ``"save"``:
             copied out and in. ``"keep"``: stays on the device.
@@ -135,10 +141,9 @@ class PhaseOffloader:
         }
         saved = ", ".join(kind for kind in KINDS if self._policies[kind] == "save") or "nothing"
         self._transfer = Transfer(backend, transfer, f"PhaseOffloader: {saved}", empties_cache=True)
-        self._guard = ModelGuard(models, self)
+        self._guard = ModelGuard(models, self, allows_forward=params == "keep" and grads != "save")
         self._is_away = self._is_closed = self._moves_optimizer = False
-        self._pid = os.getpid()
-        self._cycles = 0
+        self._pid, self._cycles = os.getpid(), 0
         with held_back():
             self._reserve()
             hooks = self._gradients.hooks()
@@ -192,7 +197,7 @@ class PhaseOffloader:
     def _offload(self) -> None:
         if not self._is_away:
             optimizer = self._optimizer
-            # The user may have offloaded the optimizer alone: then it is reloaded alone, too.
+            # Another offloader may have it away, and then that one reloads it.
             self._moves_optimizer = optimizer is not None and not optimizer.is_away
             self._prepare()
             parameters = self._parameters()
@@ -299,23 +304,10 @@ class PhaseOffloader:
         )
 
     def __reduce__(self) -> NoReturn:
-        raise ConfigError(
-            "a copy or a pickle of a PhaseOffloader",
-            reason="it owns host memory and stands before one model",
-            remedy="build one for the other model",
-        )
+        raise copy_error(self, "build one for the other model")
 
     def _check(self) -> None:
-        if self._is_closed:
-            raise ClosedError(
-                "a closed PhaseOffloader", reason="its memory was given back", remedy="build one"
-            )
-        if os.getpid() != self._pid:
-            raise ClosedError(
-                f"a PhaseOffloader of process {self._pid} used in process {os.getpid()}",
-                reason="its memory is not inherited by forked processes",
-                remedy="offload and reload in the process that built it",
-            )
+        check_open("a PhaseOffloader", self._pid, is_closed=self._is_closed)
 
     # ------------------------------------------------------------------ what moves
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..core.backend import backend_for
 from ..core.config import TransferConfig, parse_bytes
-from ..core.errors import AwayError, ClosedError, ConfigError, DeviceMemoryError
+from ..core.errors import AwayError, ClosedError, ConfigError, DeviceMemoryError, copy_error
 from ..core.interrupts import held_back
 from ..core.storage import tie
 from ..link import held_bytes
@@ -81,11 +81,7 @@ class FixedAddressRegion:
         self._is_paused = self._is_closed = False
 
     def __reduce__(self) -> NoReturn:
-        raise ConfigError(
-            f"a copy or a pickle of region {self.name!r}",
-            reason="it owns its memory",
-            remedy="copy its tensors",
-        )
+        raise copy_error(self, "copy its tensors")
 
     def __repr__(self) -> str:
         state = "closed" if self._is_closed else "paused" if self._is_paused else "present"

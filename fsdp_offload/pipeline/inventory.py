@@ -87,13 +87,12 @@ class Inventory:
         return self._schemas[key]
 
     def plan(
-        self, added: list[Placed], *, first: bool, lanes: Mapping[Tensor, Lane] | None = None
+        self, added: list[Placed], *, lanes: Mapping[Tensor, Lane] | None = None
     ) -> tuple[list[ParamState], list[Placed]]:
         """Parameters with their lanes, in update order, and the parameters that stay native.
 
         Args:
             added: new parameters, in the order of the groups.
-            first: they are the ones given at construction, of which a list of lanes speaks.
             lanes: theirs, where they had some before; those without are native.
         """
         self._name_missing()
@@ -101,7 +100,8 @@ class Inventory:
         specs = {p: self._measured(p, group, is_shared=p in shared) for p, group in added}
         ordered = self._in_update_order(added)
         if lanes is None:
-            lanes = self._choose(specs, [parameter for parameter, _ in ordered], first=first)
+            chosen = choose_lanes([specs[parameter] for parameter, _ in ordered], self._config)
+            lanes = {parameter: lane for (parameter, _), lane in zip(ordered, chosen, strict=True)}
         natives = [placed for placed in ordered if specs[placed[0]].must_stay]
         if natives and self._config.offload_fraction > 0:
             _log.info(
@@ -116,20 +116,6 @@ class Inventory:
             if not specs[parameter].must_stay
         ]
         return params, natives
-
-    def _choose(
-        self, specs: dict[Tensor, ParamSpec], ordered: list[Tensor], *, first: bool
-    ) -> dict[Tensor, Lane]:
-        """The lane of each parameter. A list of lanes speaks of the first ones, in the order of
-        ``specs``; later ones are streamed beside it."""
-        config = self._config
-        if not isinstance(config.update_on, str):
-            if first:
-                ordered = list(specs)
-            else:
-                config = replace(config, update_on="device")
-        some = [specs[parameter] for parameter in ordered]
-        return dict(zip(ordered, choose_lanes(some, config), strict=True))
 
     def _in_update_order(self, added: list[Placed]) -> list[Placed]:
         """Outside FSDP first, then the models' order, then the rest as given."""

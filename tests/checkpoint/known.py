@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fsdp_offload import HybridDeviceOptimizer, TransferConfig
 from tests.helpers.compare import same
+from tests.helpers.lanes import in_lanes
 
 Job = tuple[nn.Module, HybridDeviceOptimizer]
 
@@ -46,7 +47,7 @@ def job(rows: int = 301) -> Job:
     inner = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
     transfer = TransferConfig(bucket_bytes="4KiB", host_threads=1)
     lanes = ["streamed", "host", "resident"]
-    return model, HybridDeviceOptimizer(inner, model=model, update_on=lanes, transfer=transfer)
+    return model, in_lanes(inner, model=model, update_on=lanes, transfer=transfer)
 
 
 def known(name: str, step: int, like: Tensor) -> Tensor:

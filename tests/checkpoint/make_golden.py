@@ -28,8 +28,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
-from fsdp_offload import HybridDeviceOptimizer, checkpoint
+from fsdp_offload import checkpoint
 from fsdp_offload.update import codec
+from tests.helpers.lanes import in_lanes
 from tests.helpers.ranks import RankPool
 
 GOLDEN = Path(__file__).parents[2] / "checkpoints" / "golden"
@@ -62,7 +63,7 @@ def job(dtype: torch.dtype, lane: str | None) -> Job:
     inner = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.8, 0.95), foreach=False)
     if lane is None:
         return model, inner
-    return model, HybridDeviceOptimizer(inner, model=model, update_on=[lane, lane])
+    return model, in_lanes(inner, model=model, update_on=[lane])
 
 
 def train(made: Job) -> None:

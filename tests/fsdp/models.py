@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from fsdp_offload import HybridDeviceOptimizer, TransferConfig
 from tests.helpers.compare import differences, local
+from tests.helpers.lanes import in_lanes
 from tests.helpers.ranks import RankPool
 
 Ranks = Callable[..., RankPool]
@@ -147,10 +148,7 @@ def wrap(optimizer: Optimizer, model: Any = None, **options: Any) -> HybridDevic
     """A wrapper with small buckets, some of which stay on the device. A tuple of lanes is given to
     the parameters in turn."""
     options = {"transfer": TRANSFER, "device_memory": "30000B", **options}
-    if isinstance(lanes := options.get("update_on"), tuple):
-        trainable = [p for p in parameters_of(optimizer) if p.requires_grad]
-        options["update_on"] = [lanes[i % len(lanes)] for i in range(len(trainable))]
-    return HybridDeviceOptimizer(optimizer, model=model, **options)
+    return in_lanes(optimizer, model=model, **options)
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""Events in which a PhaseOffloader, or the optimizer itself, takes everything away and back."""
+"""Events in which a PhaseOffloader takes everything, or the optimizer alone, away and back."""
 
 from __future__ import annotations
 
@@ -84,7 +84,6 @@ def phase_by_default(pair: Pair, rng: random.Random) -> None:
 
 @event(1)
 def phase_of_the_optimizer(pair: Pair, rng: random.Random) -> None:
-    """optimizer.offload() and reload()."""
-    pair.wrapped.offload()
-    _while_away(pair, rng)
-    pair.wrapped.reload()
+    """Its memory alone goes."""
+    with pair.away(params="keep", grads="keep"):
+        _while_away(pair, rng)

@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
-from fsdp_offload import HybridDeviceOptimizer, PhaseOffloader, TransferConfig
+from fsdp_offload import PhaseOffloader, TransferConfig
 from fsdp_offload.core.errors import AwayError, OffloadError, SpentGradientError
 from fsdp_offload.plan import residency
 from tests.helpers.compare import rounded
+from tests.helpers.lanes import in_lanes
 from tests.helpers.side_by_side import MASTERS
 
 from .bits import Mismatch, check_same, master_of
@@ -150,7 +151,7 @@ class Pair:
             wrap["update_on"] = [self._lane(n) for n in range(len(trainable))]
         self.inner = inner
         with mock.patch.object(residency, "LEAST_SLOTS", case.slots):
-            self.wrapped = HybridDeviceOptimizer(
+            self.wrapped = in_lanes(
                 inner,
                 model=self.model if case.gives_model else None,
                 master_weights=case.mastered,

@@ -19,6 +19,7 @@ from fsdp_offload.core.backend import AcceleratorBackend
 from fsdp_offload.pipeline import host
 from tests.gpu import test_overlap
 from tests.helpers.compare import bits
+from tests.helpers.lanes import in_lanes
 
 mesh = test_overlap.mesh
 STEPS, SLEEP = 6, test_overlap.SLEEP
@@ -99,7 +100,7 @@ def lateness(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 def wrap(
     model: Any, overlap: str, lanes: str | tuple[str, ...] = "host", *, fused: bool | None = None
 ) -> HybridDeviceOptimizer:
-    return HybridDeviceOptimizer(
+    return in_lanes(
         torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused),
         model=model,
         overlap=overlap,

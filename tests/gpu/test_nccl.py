@@ -11,6 +11,7 @@ from torch import nn
 
 from fsdp_offload import HybridDeviceOptimizer
 from tests.helpers.compare import local
+from tests.helpers.lanes import in_lanes
 from tests.phase_jobs import SMALL, inputs, make_net, train
 
 
@@ -20,7 +21,7 @@ def twins(lane: Any, options: dict[str, Any]) -> None:
     inner = torch.optim.AdamW(net.parameters(), lr=0.01, **options)
     count = sum(1 for _ in net.parameters())
     lanes = [("resident", "streamed")[i % 2] for i in range(count)] if lane == "mixed" else lane
-    mine = HybridDeviceOptimizer(inner, model=net, update_on=lanes, transfer=SMALL)
+    mine = in_lanes(inner, model=net, update_on=lanes, transfer=SMALL)
     for optimizer, module in ((plain, plain_net), (mine, net)):
         train(module, optimizer, range(5))
     for a, b in zip(plain_net.parameters(), net.parameters(), strict=True):

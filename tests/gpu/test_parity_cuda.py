@@ -15,6 +15,7 @@ from fsdp_offload import HybridDeviceOptimizer, TransferConfig
 from fsdp_offload.update import codec
 from fsdp_offload.update.checksum import checksum, checksum_plain
 from fsdp_offload.update.kernels import triton_kernels
+from tests.helpers.lanes import in_lanes
 
 SHAPES = [(300, 70), (7,), (0,), (129, 65), (1000,), (64, 64), (3, 5, 7)]
 SMALL = TransferConfig(bucket_bytes="64KiB")
@@ -129,7 +130,7 @@ def test_bf16_master_trajectory_equals_fp32_training(lanes: str) -> None:
     names = itertools.cycle(["resident", "streamed"])
     chosen = [next(names) if lanes == "mixed" else lanes for _ in mine_p]
     inner = torch.optim.AdamW(mine_p, lr=0.01, fused=True)
-    mine = HybridDeviceOptimizer(inner, update_on=chosen, transfer=SMALL)
+    mine = in_lanes(inner, update_on=chosen, transfer=SMALL)
     step_both(mine, mine_p, plain, plain_p, 8)
     for a, b in zip(plain_p, mine_p, strict=True):
         remainder = mine.state[b]["master_remainder"].cuda().view(-1)

@@ -22,6 +22,7 @@ from fsdp_offload import HybridDeviceOptimizer
 from fsdp_offload.core.backend import Backend, Event, Stream
 from fsdp_offload.core.fsdp import Watcher
 from fsdp_offload.pipeline import overlap
+from tests.helpers.lanes import in_lanes
 
 
 class FakeGroup:
@@ -82,7 +83,7 @@ class FakeFsdp:
     def wrap(self, inner: torch.optim.Optimizer, **settings: Any) -> HybridDeviceOptimizer:
         """A wrapper that sees these groups."""
         with mock.patch.object(overlap, "find_groups", return_value=self.groups):
-            return HybridDeviceOptimizer(inner, **settings)
+            return in_lanes(inner, **settings)
 
     @property
     def current(self) -> Stream:

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fsdp_offload import HybridDeviceOptimizer, TransferConfig
+from fsdp_offload import TransferConfig
 from tests.helpers.compare import assert_same, master_of, rounded
+from tests.helpers.lanes import in_lanes
 
 SMALL: Final = TransferConfig(bucket_bytes="4KiB", host_threads=1)
 """512 elements of two fp32 kinds per bucket: large parameters are cut, small ones share one."""
@@ -101,7 +102,7 @@ class SideBySide:
         ]
         self.plain = (plain_build or build)(two_groups(self.theirs))
         wrap.setdefault("transfer", SMALL)
-        self.wrapped = HybridDeviceOptimizer(build(two_groups(self.mine)), **wrap)
+        self.wrapped = in_lanes(build(two_groups(self.mine)), **wrap)
         self.steps_done = 0
 
     def set_gradients(self, present: Iterable[bool]) -> None:

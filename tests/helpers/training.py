@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fsdp_offload import HybridDeviceOptimizer, OffloadError, TransferConfig
+from tests.helpers.lanes import in_lanes
 
 LANES: Final = ("resident", "streamed", "host")
 SMALL: Final = TransferConfig(bucket_bytes="4KiB", host_threads=2)
@@ -55,7 +56,7 @@ def values(model: nn.Module) -> list[Tensor]:
 def wrap(inner: Optimizer, lane: str, **settings: Any) -> HybridDeviceOptimizer:
     """All trainable parameters in one lane, in small buckets."""
     lanes = [lane for group in inner.param_groups for p in group["params"] if p.requires_grad]
-    return HybridDeviceOptimizer(inner, **{"update_on": lanes, "transfer": SMALL, **settings})
+    return in_lanes(inner, **{"update_on": lanes, "transfer": SMALL, **settings})
 
 
 def pair(

@@ -28,6 +28,7 @@ from fsdp_offload.link import HostRange
 from fsdp_offload.link.host_memory import _mappings
 from fsdp_offload.update.shadow import Shadow
 from tests.helpers.compare import assert_same
+from tests.helpers.lanes import in_lanes
 from tests.helpers.simulator import StreamSimulator
 from tests.helpers.training import (
     SMALL,
@@ -304,7 +305,7 @@ def test_statistics_are_what_tensors_add_up_to(
     dtype: torch.dtype, arenas: list[weakref.ref[HostRange]]
 ) -> None:
     model = Model(shapes=((40, 60), (130,), (64, 10), (7,), (500,))).to(dtype)
-    optimizer = HybridDeviceOptimizer(
+    optimizer = in_lanes(
         torch.optim.AdamW(model.parameters()),
         update_on=["streamed", "host", "resident", "streamed", "host"],
         transfer=SMALL,

@@ -81,9 +81,7 @@ def test_element_wise_classes_are_cut_and_exact_in_every_lane(
 def test_half_precision_masters_follow_the_class_on_fp32(
     cls: type[Optimizer], dtype: torch.dtype, lane: str
 ) -> None:
-    twins = own_twins(
-        cls, dtypes=[dtype], plain_dtypes=[torch.float32], update_on=[lane] * len(SHAPES)
-    )
+    twins = own_twins(cls, dtypes=[dtype], plain_dtypes=[torch.float32], update_on=[lane])
     twins.run()
     compare_settings(twins)
 
@@ -168,7 +166,7 @@ def test_state_dicts_of_a_class_that_runs_its_own_step_are_its_own() -> None:
 def test_steps_in_which_a_group_has_no_gradient_are_counted_as_without_wrapping(
     cls: type[Optimizer], lane: str
 ) -> None:
-    twins = own_twins(cls, shapes=[(70, 50), (9,)], update_on=[lane] * 2)
+    twins = own_twins(cls, shapes=[(70, 50), (9,)], update_on=[lane])
     for present in ([True, True], [True, False], [False, False], [False, True], [True, True]):
         twins.step(present)
         twins.compare()

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fsdp_offload import HybridDeviceOptimizer, TransferConfig
+from fsdp_offload import TransferConfig
 from tests.helpers.compare import bits
+from tests.helpers.lanes import in_lanes
 from tests.helpers.optimizer_table import (
     ELEMENTWISE,
     FUSED,
@@ -86,7 +87,7 @@ def check(
         shapes=shapes,
         dtypes=[dtype],
         plain_dtypes=[FP32 if is_half else dtype],
-        update_on=[lane] * len(shapes),
+        update_on=[lane],
         transfer=transfer,
     )
     assert twins.lanes() == {"native" if setting.name == "Adafactor" else lane}
@@ -178,7 +179,7 @@ def test_without_masters_half_precision_equals_plain_torch(
         build(setting),
         shapes=LARGER if lane == "host" else SHAPES,
         dtypes=[dtype],
-        update_on=[lane] * len(SHAPES),
+        update_on=[lane],
         master_weights=False,
     )
     twins.run()
@@ -199,7 +200,7 @@ def test_masters_beyond_the_range_of_the_shard_are_kept(dtype: torch.dtype, lane
     limit = torch.finfo(dtype).max
     start = torch.full((100,), limit, dtype=dtype)
     parameter, plain = nn.Parameter(start.clone()), nn.Parameter(start.float())
-    wrapped = HybridDeviceOptimizer(torch.optim.SGD([parameter], lr=1.0), update_on=[lane])
+    wrapped = in_lanes(torch.optim.SGD([parameter], lr=1.0), update_on=[lane])
     optimizer = torch.optim.SGD([plain], lr=1.0)
     # Half an ulp is 2^-9 (bf16) or 2^-12 (fp16) of the largest number.
     step = torch.tensor(limit) * (2.0**-8.5 if dtype == BF16 else 2.0**-11.5)
@@ -235,7 +236,7 @@ def test_complex_parameters(name: str, lane: str) -> None:
     setting = Setting(name, "for-loop", SETTINGS[name][-1])
     SideBySide(
         build(setting), shapes=[(40, 30), (9,), (3, 65)], dtypes=[torch.complex64],
-        update_on=[lane] * 3,
+        update_on=[lane],
     ).run()  # fmt: skip
 
 
@@ -245,9 +246,7 @@ def test_complex_parameters(name: str, lane: str) -> None:
 @pytest.mark.parametrize("lane", LANES)
 def test_gradients_of_another_memory_layout(lane: str) -> None:
     mine, theirs = (nn.Parameter(torch.ones(40, 70)) for _ in range(2))
-    wrapped = HybridDeviceOptimizer(
-        torch.optim.AdamW([mine], foreach=False), update_on=[lane], transfer=SMALL
-    )
+    wrapped = in_lanes(torch.optim.AdamW([mine], foreach=False), update_on=[lane], transfer=SMALL)
     plain = torch.optim.AdamW([theirs], foreach=False)
     for layout in ("transposed", "strided", "expanded"):
         if layout == "transposed":
@@ -278,7 +277,7 @@ def test_nan_and_infinite_gradients_spoil_what_they_spoil_without_wrapping(
     setting = Setting(name, "for-loop", SETTINGS[name][-1])
     start = torch.randn(40, 70).to(dtype)
     mine, theirs = nn.Parameter(start.clone()), nn.Parameter(start.float())
-    wrapped = HybridDeviceOptimizer(setting.build([mine]), update_on=[lane], transfer=SMALL)
+    wrapped = in_lanes(setting.build([mine]), update_on=[lane], transfer=SMALL)
     plain = setting.build([theirs])
     for step in range(4):
         gradient = torch.randn(40, 70).to(dtype)
@@ -314,7 +313,7 @@ def test_large_parameters_on_several_threads(
     twins = SideBySide(
         build(setting),
         shapes=[(100_003,), (333, 301)],
-        update_on=[lane] * 2,
+        update_on=[lane],
         transfer=transfer,
     )
     for _ in range(2):

@@ -211,7 +211,7 @@ def test_a_parameter_that_is_frozen_meanwhile_keeps_its_place(lane: str) -> None
 
     plain = {"plain_build": partial(Apart, fused)} if lane == "host" else {}
     half = {"dtypes": [FP16], "plain_dtypes": [FP32]}
-    twins = SideBySide(sgd, update_on=[lane] * len(SHAPES), **half, **plain)
+    twins = SideBySide(sgd, update_on=[lane], **half, **plain)
     present = [True] * len(SHAPES)
     twins.step(present)
     twins.mine[0].requires_grad_(False)

@@ -31,6 +31,7 @@ from fsdp_offload import (
     checkpoint,
 )
 from fsdp_offload.optimizer import wrapping
+from tests.away import optimizer_alone
 from tests.fsdp import models
 from tests.fsdp.models import Ranks, check
 from tests.helpers.compare import bits
@@ -287,11 +288,12 @@ def test_groups_changed_after_a_load_are_refused(edit: Callable[[Any, Any], None
 
 def test_groups_changed_while_the_state_is_away_wait_for_it() -> None:
     _, _, mine, optimizer = twins("device", groups=True)
-    optimizer.offload()
+    phases = optimizer_alone(optimizer)
+    phases.offload()
     moved(mine, optimizer)
     with pytest.raises(AwayError):
         optimizer.state_dict()
-    optimizer.reload()
+    phases.reload()
     train(mine.parameters(), optimizer)
     optimizer.close()
 

@@ -27,8 +27,9 @@ from fsdp_offload.core.backend import copy_all
 from fsdp_offload.link import HostRange
 from fsdp_offload.link.block import StorageBlock
 from fsdp_offload.pipeline.engine import Engine
-from tests.away import model_away
+from tests.away import model_away, optimizer_alone
 from tests.helpers.compare import assert_same, bits
+from tests.helpers.lanes import in_lanes
 from tests.helpers.side_by_side import MATRICES, SHAPES, SMALL, two_groups
 from tests.helpers.simulator import ADVERSARIES, StreamSimulator
 
@@ -52,7 +53,7 @@ def build(
     values = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
     parameters = [nn.Parameter(value) for value in values]
     wrap.setdefault("transfer", SMALL)
-    return parameters, HybridDeviceOptimizer(make(two_groups(parameters)), **wrap)
+    return parameters, in_lanes(make(two_groups(parameters)), **wrap)
 
 
 def step(parameters: list[nn.Parameter], optimizer: Optimizer, index: int) -> None:
@@ -97,26 +98,28 @@ def test_bits_are_those_of_a_twin_that_never_moves(case: str, wait: bool) -> Non
     dtype, wrap = {**CASES, **MORE}[case]
     mine, away = build(dtype, **wrap)
     theirs, stays = build(dtype, **wrap)
+    phases = optimizer_alone(away)
     for index in range(6):
         step(mine, away, index)
         step(theirs, stays, index)
         if index % 2 == 0:
             before = away.statistics()
-            handle = away.offload(wait=wait)
-            assert away.is_away
-            assert away.offload(wait=True).n_bytes == handle.n_bytes
+            handle = phases.offload(wait=wait)
+            assert phases.is_away
+            assert phases.offload(wait=True).n_bytes == handle.n_bytes
             assert device_bytes(away) == 0
             statistics = away.statistics()
             assert statistics.device_state_bytes == statistics.staging_bytes == 0
-            assert statistics.away_bytes >= before.device_state_bytes
+            assert statistics.is_away
+            assert handle.n_bytes >= before.device_state_bytes
             if index == 2:
                 assert_same(away.state_dict()["state"], stays.state_dict()["state"])
-            away.reload(wait=wait)
-            away.reload(wait=wait)
+            phases.reload(wait=wait)
+            phases.reload(wait=wait)
             after = away.statistics()
             assert after.device_state_bytes == before.device_state_bytes
             assert after.staging_bytes == before.staging_bytes
-            assert (after.away_bytes, after.is_away) == (0, False)
+            assert not after.is_away
         assert_same(mine, theirs)
     assert_same(away.state_dict()["state"], stays.state_dict()["state"])
 
@@ -139,17 +142,18 @@ def test_other_optimizers(make: Any) -> None:
     options: Any = {"make": make, "shapes": MATRICES, "offload_fraction": 0.0}
     mine, away = build(**options)
     theirs, stays = build(**options)
-    away.offload()
-    away.reload()
+    phases = optimizer_alone(away)
+    phases.offload()
+    phases.reload()
     for index in range(4):
         step(mine, away, index)
         step(theirs, stays, index)
-        away.offload()
+        phases.offload()
         assert_same(away.state_dict()["state"], stays.state_dict()["state"])
         for state in away.state.values():
             for value in state.values():
                 assert not isinstance(value, Tensor) or value.untyped_storage().nbytes()
-        away.reload()
+        phases.reload()
         assert_same(mine, theirs)
     assert_same(away.state_dict()["state"], stays.state_dict()["state"])
 
@@ -162,23 +166,24 @@ def test_state_of_a_tensor_subclass() -> None:
         return parameter, HybridDeviceOptimizer(momentum([{"params": [parameter]}]))
 
     (mine, away), (theirs, stays) = made(), made()
+    phases = optimizer_alone(away)
     for index in range(3):
         for parameter, optimizer in ((mine, away), (theirs, stays)):
             parameter.grad = TwoTensor(torch.full((6,), 0.1 * index), torch.ones(6))
             optimizer.step()
-        away.offload()
-        assert away.statistics().away_bytes == 48
+        assert phases.offload().n_bytes == 48
         for name in ("a", "b"):
             buffers = [o.state[p]["momentum_buffer"] for p, o in ((mine, away), (theirs, stays))]
             assert_same(getattr(buffers[0], name), getattr(buffers[1], name), name)
-        away.reload()
+        phases.reload()
         assert_same(mine.a, theirs.a, "parameter")
 
 
 def test_use_while_away_is_refused_before_anything_is_touched() -> None:
     mine, away = build(offload_fraction=0.5)
     step(mine, away, 0)
-    away.offload()
+    phases = optimizer_alone(away)
+    phases.offload()
     before = [p.detach().clone() for p in mine]
     calls = []
     with pytest.raises(AwayError, match=r"step\(\).*reload\(\)"):
@@ -188,7 +193,7 @@ def test_use_while_away_is_refused_before_anything_is_touched() -> None:
     with pytest.raises(AwayError, match="add_param_group"):
         away.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
     assert len(away.param_groups) == groups
-    away.reload()
+    phases.reload()
     assert_same(mine, [nn.Parameter(b) for b in before])
     for parameter in mine:
         parameter.grad = torch.ones_like(parameter)
@@ -200,18 +205,19 @@ def test_use_while_away_is_refused_before_anything_is_touched() -> None:
 def test_what_is_done_to_the_state_while_away_comes_back() -> None:
     mine, away = build(offload_fraction=0.5)
     step(mine, away, 1)
-    away.offload()
+    phases = optimizer_alone(away)
+    phases.offload()
     state = away.state
     state[mine[0]]["exp_avg"].fill_(3.0)
     state[mine[1]]["exp_avg"] = torch.full(SHAPES[1], 4.0)  # another object
     state[mine[0]]["step"].fill_(7.0)
-    away.reload()
+    phases.reload()
     assert bool((away.state[mine[0]]["exp_avg"] == 3).all())
     assert bool((away.state[mine[1]]["exp_avg"] == 4).all())
     assert float(away.state[mine[0]]["step"]) == 7
-    away.offload()
+    phases.offload()
     away.state.clear()
-    away.reload()
+    phases.reload()
     step(mine, away, 2)
     assert max(float(state["step"]) for state in away.state.values()) == 1
 
@@ -229,8 +235,9 @@ def test_a_move_that_fails(
     step(mine, away, 0)
     step(theirs, stays, 0)
     is_reload = method == "restore"
+    phases = optimizer_alone(away)
     if is_reload:
-        away.offload()
+        phases.offload()
     calls, original = iter(range(100)), getattr(StorageBlock, method)
 
     def fail(self: StorageBlock) -> Any:
@@ -241,16 +248,16 @@ def test_a_move_that_fails(
     with monkeypatch.context() as patch:
         patch.setattr(StorageBlock, method, fail)
         with pytest.raises(error):
-            away.reload() if is_reload else away.offload()
-    assert away.is_away is is_reload
+            phases.reload() if is_reload else phases.offload()
+    assert phases.is_away is is_reload
     assert (device_bytes(away) == 0) is is_reload
     assert_same(away.state_dict()["state"], stays.state_dict()["state"])
-    away.reload()
+    phases.reload()
     for index in range(1, 3):
         step(mine, away, index)
         step(theirs, stays, index)
-        away.offload()
-        away.reload()
+        phases.offload()
+        phases.reload()
     assert_same(mine, theirs)
     assert_same(away.state_dict()["state"], stays.state_dict()["state"])
 
@@ -261,24 +268,24 @@ def test_host_memory_counts_against_the_budget_and_is_given_back() -> None:
     step(mine, away, 0)
     state = copy.deepcopy(away.state_dict())
     with pytest.raises(HostMemoryError, match="host_memory"):
-        away.offload()
-    assert not away.is_away
+        optimizer_alone(away)
     assert torch.equal(away.state_dict()["state"][0]["exp_avg"], state["state"][0]["exp_avg"])
     away.close()  # it has the bound
 
     mine, away = build(offload_fraction=0.5)
     n_bytes = away.statistics().device_state_bytes
-    away.offload()
-    reserved = away.statistics().offload_reserved_bytes
+    phases = optimizer_alone(away)
+    phases.offload()
+    reserved = phases.statistics().host_bytes
     assert reserved >= n_bytes > 0
-    away.reload()
+    phases.reload()
     for _ in range(3):
-        away.offload()
-        away.reload()
-    assert away.statistics().offload_reserved_bytes == reserved
-    away.offload()
-    away.close()
-    assert away.statistics().offload_reserved_bytes == 0
+        phases.offload()
+        phases.reload()
+    assert phases.statistics().host_bytes == reserved
+    phases.offload()
+    phases.close()
+    assert phases.statistics().host_bytes == 0
 
 
 @pytest.mark.parametrize(
@@ -296,10 +303,11 @@ def test_loads_while_away_are_refused(load: Any) -> None:
     away = HybridDeviceOptimizer(adamw(model.parameters()), model, offload_fraction=0.0)
     step(list(model.parameters()), away, 1)
     before = copy.deepcopy((model.state_dict(), away.state_dict()["state"]))
-    away.offload()
-    with pytest.raises(AwayError, match=r"reload\(\) first"):
+    phases = optimizer_alone(away)
+    phases.offload()
+    with pytest.raises(AwayError, match=r"call reload\(\)"):
         load(model, away)
-    away.reload()
+    phases.reload()
     after = model.state_dict(), away.state_dict()["state"]
     torch.testing.assert_close(after, before, rtol=0, atol=0)
     load(model, away)
@@ -308,7 +316,7 @@ def test_loads_while_away_are_refused(load: Any) -> None:
 def test_a_failed_optimizer_is_not_offloaded(monkeypatch: pytest.MonkeyPatch) -> None:
     mine, away = build(offload_fraction=0.5)
     step(mine, away, 0)
-    saved = copy.deepcopy(away.state_dict())
+    saved, phases = copy.deepcopy(away.state_dict()), optimizer_alone(away)
 
     def fail(*_: Any) -> None:
         raise ValueError("broken")
@@ -318,31 +326,50 @@ def test_a_failed_optimizer_is_not_offloaded(monkeypatch: pytest.MonkeyPatch) ->
         with pytest.raises(LaneError):
             away.load_state_dict(saved)
     with pytest.raises(LaneError):
-        away.offload()
+        phases.offload()
     away.load_state_dict(saved)
-    away.offload()
-    away.reload()
+    phases.offload()
+    phases.reload()
     step(mine, away, 1)
 
 
-def test_what_a_phase_offloader_has_away_is_its_own() -> None:
+def test_the_optimizer_alone_goes_within_a_phase_of_all_of_it() -> None:
+    """What one offloader has away, the other neither moves nor brings back."""
     parameters, away = build(offload_fraction=0.5)
-    model = nn.ParameterList(parameters)
     step(parameters, away, 1)
-    phases = PhaseOffloader(model, away, grads="drop")
-    away.offload()
-    phases.offload()  # the optimizer was offloaded by itself, and is reloaded by itself
-    phases.reload()
-    with pytest.raises(AwayError):
-        away.step()
-    away.reload()
-    step(parameters, away, 2)
-    phases.offload()
-    away.offload()
-    with pytest.raises(AwayError, match="a PhaseOffloader has offloaded it"):
-        away.reload()
-    phases.reload()
-    step(parameters, away, 3)
+    both = PhaseOffloader(nn.ParameterList(parameters), away, grads="drop")
+    alone = optimizer_alone(away)
+    for outer, inner in ((alone, both), (both, alone)):
+        outer.offload()
+        inner.offload()
+        inner.reload()
+        with pytest.raises(AwayError):
+            away.step()
+        outer.reload()
+        step(parameters, away, 2)
+
+
+@pytest.mark.parametrize("make", [adamw, lambda p: HybridDeviceOptimizer(adamw(p))])
+def test_the_model_is_used_while_its_optimizer_is_away(make: Any) -> None:
+    model = nn.Linear(5, 3)
+    optimizer = make(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    kept = model.weight.grad
+    phases = PhaseOffloader(model, optimizer, params="keep", grads="keep")
+    expected = model(torch.ones(5))
+    with phases.away():
+        assert torch.equal(model(torch.ones(5)), expected)
+        model(torch.ones(5)).sum().backward()
+        with pytest.raises(AwayError, match=r"reload\(\) of its PhaseOffloader first"):
+            optimizer.step()
+    assert model.weight.grad is kept
+    assert bool((kept == 2).all())
+    optimizer.step()
+    saves = PhaseOffloader(model, optimizer, params="keep", grads="save")
+    with saves.away(), pytest.raises(AwayError, match="forward"):
+        model(torch.ones(5))
 
 
 # --------------------------------------------------------------------------- streams
@@ -359,6 +386,7 @@ def simulated(
     with StreamSimulator(policy) as simulator:
         found: list[Tensor] = []
         parameters, optimizer = build(dtype, **wrap)
+        phases = optimizer_alone(optimizer)
         current = simulator.current_stream()
         for index in range(4):
             generator = torch.Generator().manual_seed(index)
@@ -368,9 +396,9 @@ def simulated(
                 current.launch(copy_all, [parameter.grad], [value])
             optimizer.step()
             if index != 2:
-                optimizer.offload(wait=wait)
+                phases.offload(wait=wait)
                 found += state_of(optimizer) if index == 1 else []
-                optimizer.reload(wait=wait)
+                phases.reload(wait=wait)
                 found += state_of(optimizer) if index == 3 else []
         current.synchronize()
         found += [p.detach().clone() for p in parameters]
@@ -410,15 +438,15 @@ def test_host_memory_goes_with_the_optimizer_even_while_it_is_away(
 ) -> None:
     mine, away = build(offload_fraction=0.5)
     step(mine, away, 1)
-    away.offload(wait=False)
+    phases = optimizer_alone(away)
+    phases.offload(wait=False)
     held = [weakref.ref(t) for record in away._reserved.params for t in record.tensors.values()]
     assert len(arenas) == 2
     if closes:
         away.close()
+        phases.close()
         with pytest.raises(ClosedError):
-            away.reload()
-        with pytest.raises(ClosedError):
-            away.offload()
-    del away, mine
+            phases.offload()
+    del away, mine, phases
     gc.collect()
     assert all(ref() is None for ref in [*arenas, *held])

@@ -21,6 +21,7 @@ from fsdp_offload.pipeline import host
 from fsdp_offload.pipeline.host_lane import HostLane
 from fsdp_offload.pipeline.worker import ThreadPool
 from fsdp_offload.update.params import Snapshot, Work
+from tests.helpers.lanes import in_lanes
 
 pytestmark = pytest.mark.usefixtures("one_thread", "small_host_buckets")
 CPU = torch.device("cpu")
@@ -265,7 +266,7 @@ def beside(lanes: list[str], monkeypatch: pytest.MonkeyPatch) -> HybridDeviceOpt
     """After two steps, on a machine of six cores; parameters of the streamed lane are larger."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(6)))
     parameters = [nn.Parameter(torch.randn(1000 if lane == "host" else 2000)) for lane in lanes]
-    optimizer = HybridDeviceOptimizer(
+    optimizer = in_lanes(
         torch.optim.AdamW(parameters, lr=0.1, fused=True),
         update_on=lanes,
         transfer=TransferConfig(bucket_bytes="4KiB"),

@@ -125,10 +125,9 @@ class Job:
         overlap = "step" if plain else scene.overlap
         self.optimizer: Any = inner
         if scene.dtype != FP32 or not plain:
-            lanes = [scene.lanes[i % len(scene.lanes)] for i in range(len(self.trained))]
             self.optimizer = self.played.wrap(
                 inner,
-                update_on=lanes,
+                update_on=scene.lanes,
                 overlap=overlap,
                 device_memory=f"{scene.memory}B",
                 transfer=TransferConfig(bucket_bytes="4KiB", host_threads=1),

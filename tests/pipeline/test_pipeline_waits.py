@@ -30,6 +30,7 @@ from fsdp_offload import HybridDeviceOptimizer, TransferConfig
 from fsdp_offload.core.backend import CpuBackend, backend_for, use_backend
 from fsdp_offload.plan import residency
 from fsdp_offload.update.params import Work
+from tests.helpers.lanes import in_lanes
 from tests.helpers.removed_waits import (
     CPU,
     NOTHING,
@@ -118,7 +119,7 @@ def build(scene: Scenario) -> tuple[list[nn.Parameter], HybridDeviceOptimizer]:
     inner.step()
     inner.zero_grad()
     transfer = TransferConfig(bucket_bytes="4KiB", host_threads=1)
-    optimizer = HybridDeviceOptimizer(inner, update_on=scene.lanes, transfer=transfer)
+    optimizer = in_lanes(inner, update_on=scene.lanes, transfer=transfer)
     return parameters, optimizer
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from fsdp_offload.core.backend import CpuBackend, backend_for, use_backend
+from tests.away import optimizer_alone
 from tests.helpers.compare import same
 from tests.helpers.policies import POLICIES
 from tests.helpers.simulator import StreamSimulator
@@ -41,8 +42,8 @@ class Moving(Job):
         elif event == "load":
             self.optimizer.load_state_dict(copy.deepcopy(self.optimizer.state_dict()))
         elif event == "offload":
-            self.optimizer.offload()
-            self.optimizer.reload()
+            with optimizer_alone(self.optimizer).away():
+                pass
 
 
 @pytest.mark.parametrize("policy", POLICIES)

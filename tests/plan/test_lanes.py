@@ -65,42 +65,19 @@ def test_a_fraction_of_1_keeps_nothing(made: list[ParamSpec], update_on: str) ->
     assert set(choose_lanes(made, config(offload_fraction=1, update_on=update_on))) <= {away}
 
 
-@given(specs(), st.data())
-def test_given_lanes_are_taken_as_they_are(made: list[ParamSpec], data: st.DataObject) -> None:
-    kinds = st.sampled_from(["resident", "streamed", "host"])
-    lanes = data.draw(st.lists(kinds, min_size=len(made), max_size=len(made)))
-    assert choose_lanes(made, config(update_on=lanes)) == tuple(lanes)
-
-
 def test_a_large_parameter_leaves_and_later_smaller_ones_are_still_kept() -> None:
     made = [spec(f"p{size}", size) for size in (30, 60, 5, 5)]
     lanes = choose_lanes(made, config(offload_fraction=0.5))
     assert lanes == ("resident", "streamed", "resident", "resident")
 
 
-@pytest.mark.parametrize("count", [0, 1, 3])
-def test_a_list_of_another_length_is_refused_with_both_numbers(count: int) -> None:
-    made = [spec("a", 1), spec("b", 1)]
-    with pytest.raises(ConfigError, match=rf"{count} lanes.*2 trainable parameters"):
-        choose_lanes(made, config(update_on=["streamed"] * count))
-
-
-@pytest.mark.parametrize("lane", ["streamed", "host"])
-def test_a_given_lane_that_a_parameter_cannot_live_in_is_refused(lane: str) -> None:
-    stays = spec("model.fp8", 1, must_stay=True)
-    with pytest.raises(ConfigError, match=r"model\.fp8.*resident"):
-        choose_lanes([stays], config(update_on=[lane]))
-    assert choose_lanes([stays], config(update_on=["resident"])) == ("resident",)
-
-
-@pytest.mark.parametrize("update_on", ["host", ["host"]])
-def test_whole_matrices_have_no_host_lane(update_on: str | list[str]) -> None:
+def test_whole_matrices_have_no_host_lane() -> None:
     whole = spec("model.matrix", 1, whole=True)
     with pytest.raises(ConfigError, match=r"model\.matrix.*whole matrices"):
-        choose_lanes([whole], config(update_on=update_on))
+        choose_lanes([whole], config(update_on="host"))
     assert choose_lanes([whole], config(update_on="device")) == ("streamed",)
-    assert choose_lanes([whole], config(update_on=["resident"])) == ("resident",)
+    assert choose_lanes([whole], config(offload_fraction=0, update_on="host")) == ("resident",)
 
 
 def test_no_specs_give_no_lanes() -> None:
-    assert choose_lanes([], config()) == choose_lanes([], config(update_on=[])) == ()
+    assert choose_lanes([], config()) == ()
