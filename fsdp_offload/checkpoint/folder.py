@@ -214,9 +214,13 @@ def discard(made: Path, beside: Path | None = None) -> bool:
         gone = beside / f"{_OURS}{os.urandom(8).hex()}{_REMOVED}"
         made.rename(gone)
     except OSError as error:
-        if error.errno not in (errno.ENOENT, errno.ENOTDIR):  # another process removes it
+        if error.errno in (errno.ENOENT, errno.ENOTDIR):  # another process removes it
+            return False
+        if made.name.endswith(_NEW) and not any(made.glob(f"{_REPLACED}/*")):
+            gone = made  # no reader takes it for a checkpoint
+        else:
             _log.warning("%s is not removed: %s", made, error.strerror)
-        return False
+            return False
     remove(gone)
     return True
 
@@ -264,6 +268,7 @@ def publish(
 
 def install(made: Path, path: Path, *, overwrite: bool) -> None:
     """Give a working folder its name; see [Note: publishing]."""
+    is_exchanged = False
     while True:
         _check_replaceable(path, overwrite=overwrite)
         try:
@@ -272,14 +277,19 @@ def install(made: Path, path: Path, *, overwrite: bool) -> None:
         except OSError as error:
             if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
                 raise
-        if _exchange(made, path):
+        if is_exchanged := _exchange(made, path):
             break
         old = made / _REPLACED / path.name
         discard(old.parent)
         old.parent.mkdir()
         with contextlib.suppress(FileNotFoundError):  # another save has just moved it
             path.rename(old)
-    fsync_folder(path.parent)
+    try:
+        fsync_folder(path.parent)
+    except OSError:  # the caller hears that the save failed: what was there stays
+        if not (is_exchanged and _exchange(made, path)):
+            path.rename(made)
+        raise
     discard(path / _REPLACED, path.parent)
     discard(made)  # the old checkpoint, after an exchange
 

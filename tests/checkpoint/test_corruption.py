@@ -494,6 +494,17 @@ def test_a_disk_that_refuses_leaves_the_earlier_checkpoint(
     check_nothing_left(earlier, loading, asynchronous=asynchronous)
 
 
+def test_a_replaced_checkpoint_comes_back_where_the_new_one_may_not_last(
+    earlier: Path, loading: Job
+) -> None:
+    manifest = earlier / "earlier" / "manifest.json"
+    before = manifest.read_bytes()
+    with refusing("fsync", 4, errno.EIO), pytest.raises(CheckpointError):
+        save_any(earlier / "earlier", loading, asynchronous=False, overwrite=True)
+    assert manifest.read_bytes() == before
+    check_nothing_left(earlier, loading)
+
+
 def test_a_limit_on_file_sizes_is_told(earlier: Path, loading: Job) -> None:
     """The kernel itself refuses, in the middle of a block."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
