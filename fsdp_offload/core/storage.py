@@ -233,9 +233,13 @@ def cuts_segments(device: torch.device) -> bool:
     """
     if not may_cut(device) or torch.cuda.get_allocator_backend() != "native":
         return False
-    settings = _allocator_settings().replace(" ", "").lower()
-    others = ("roundup_power2_divisions", "expandable_segments:true")
-    return not any(name in settings for name in others)
+    is_rounded = "roundup_power2_divisions" in _allocator_settings()
+    return not is_rounded and not has_expandable_segments()
+
+
+def has_expandable_segments() -> bool:
+    """Whether torch's allocator was told to use them."""
+    return "expandable_segments:true" in _allocator_settings().replace(" ", "").lower()
 
 
 def _allocator_settings() -> str:

@@ -14,6 +14,7 @@ import torch
 
 from ..core.backend import AllocatorFigures, Backend
 from ..core.config import GIB, MIB
+from ..core.storage import has_expandable_segments
 from ..pipeline.engine import Engine
 from ..pipeline.streamed import StreamedLane
 from ..plan.residency import MemoryWatch
@@ -70,7 +71,7 @@ class DeviceMemory:
                     f"{len(lane.buckets)} buckets stay, {len(before - now)} left"
                 )
                 travels = len(now) < len(lane.buckets)
-                if travels and unused_bytes >= GIB:
+                if travels and unused_bytes >= GIB and not has_expandable_segments():
                     self.last_change += (
                         f"; torch's allocator has {unused_bytes // MIB} MiB that were never in use,"
                         " of which PYTORCH_ALLOC_CONF=expandable_segments:True could leave some"

@@ -162,10 +162,14 @@ def test_what_was_done_is_said(device: Device, caplog: pytest.LogCaptureFixture)
     assert "buckets" not in repr(job.optimizer)
 
 
-@pytest.mark.parametrize(("spare_bytes", "is_said"), [(GIB, False), (5000, True)])
+@pytest.mark.parametrize(
+    ("spare_bytes", "setting", "is_said"),
+    [(GIB, "", False), (5000, "", True), (5000, "expandable_segments:True", False)],
+)
 def test_memory_that_the_allocator_does_not_use_is_said_where_buckets_travel(
-    device: Device, spare_bytes: int, is_said: bool, monkeypatch: pytest.MonkeyPatch
+    device: Device, spare_bytes: int, setting: str, is_said: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", setting)
     monkeypatch.setattr(residency, "LEAST_SLOTS", 2)
     device.unused_bytes = 2 * GIB
     job = auto(device)
