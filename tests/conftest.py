@@ -88,7 +88,7 @@ def one_thread() -> Iterator[None]:
 def empty_ledger(monkeypatch: pytest.MonkeyPatch) -> None:
     """Host memory that earlier tests still hold does not count against ``host_memory=``."""
     if module := sys.modules.get("fsdp_offload.link.host_pool"):  # tier T0 does without torch
-        monkeypatch.setattr(module, "_open", weakref.WeakSet())
+        monkeypatch.setattr(module, "_open", weakref.WeakValueDictionary())
 
 
 @pytest.fixture

@@ -22,7 +22,8 @@ from ..core.errors import ConfigError, HostMemoryError
 from .budget import check_host_memory, local_ranks
 from .host_memory import HostRange
 
-_open: weakref.WeakSet[HostPool] = weakref.WeakSet()  # the ledger
+# The ledger, by id: a finalizer may close a pool at any line, while a WeakSet is iterated, too.
+_open: weakref.WeakValueDictionary[int, HostPool] = weakref.WeakValueDictionary()
 _lock = threading.RLock()  # around the ledger; reentrant, because finalizers close pools
 
 
@@ -36,11 +37,15 @@ def _forget_in_child() -> None:
 os.register_at_fork(after_in_child=_forget_in_child)
 
 
+def _pools() -> list[HostPool]:
+    return [pool for find in _open.valuerefs() if (pool := find()) is not None]
+
+
 def held_bytes() -> dict[str, int]:
     """Host memory that this process holds, by holder, the largest first."""
     found = Counter[str]()
     with _lock:
-        for pool in _open:
+        for pool in _pools():
             found[pool.holder] += pool.n_bytes
     return dict((+found).most_common())
 
@@ -113,7 +118,7 @@ class HostPool:
         for taken in list(self._ranges):
             self.give(taken)
         with _lock:
-            _open.discard(self)
+            _open.pop(id(self), None)
 
     def _insist(self, n_bytes: int) -> None:
         """Reserve; before that fails, let go of pools that reference cycles alone keep."""
@@ -125,7 +130,7 @@ class HostPool:
     def _reserve(self, n_bytes: int) -> None:
         """Be in the ledger, with so many bytes more, if they fit."""
         with _lock:
-            known = next((pool for pool in _open if pool._bound_bytes is not None), self)
+            known = next((pool for pool in _pools() if pool._bound_bytes is not None), self)
             if self._bound_bytes not in (None, known._bound_bytes):
                 raise ConfigError(
                     f"host_memory={self._transfer.host_memory!r} of {self.holder}",
@@ -140,7 +145,7 @@ class HostPool:
                 bound_bytes=known._bound_bytes,
                 local_ranks=local_ranks(),
             )
-            _open.add(self)
+            _open[id(self)] = self
             self.n_bytes += n_bytes
 
 

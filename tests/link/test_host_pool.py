@@ -20,12 +20,6 @@ class Pinning(CpuBackend):
     can_pin = True
 
 
-@pytest.fixture(autouse=True)
-def _empty_ledger(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What other tests have left is no part of these."""
-    monkeypatch.setattr(host_pool, "_open", type(host_pool._open)())
-
-
 def pool(
     holder: str, host_memory: int | None = None, backend: type[CpuBackend] = CpuBackend
 ) -> HostPool:
@@ -53,6 +47,23 @@ def test_the_ledger_says_who_holds_how_much(monkeypatch: pytest.MonkeyPatch) -> 
     del other
     assert held_bytes() == {}
     assert driver.pinned == []
+
+
+class Closing(str):
+    """The name of a holder that closes another pool when it is looked at, as a finalizer may."""
+
+    other: HostPool
+
+    def __hash__(self) -> int:
+        self.other.close()
+        return super().__hash__()
+
+
+def test_a_finalizer_may_close_a_pool_while_the_ledger_is_read() -> None:
+    made = [pool(Closing("x")) for _ in range(3)]
+    for each in made:
+        each.holder.other = made[-1]  # type: ignore[attr-defined]
+    assert held_bytes() == {}
 
 
 def test_one_bound_counts_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
