@@ -289,13 +289,14 @@ def _meet(store: Any, call: str, *, renew: bool) -> int:
     The store counts calls, of each rank and of all.
     """
     prefix, rank, size = "fsdp_offload/", dist.get_rank(), dist.get_world_size()
-    if renew:
-        store.add(f"{prefix}groups", 1)
-    turn = store.add(f"{prefix}rank {rank}", 1)
-    if store.add(f"{prefix}all", 1) == turn * size:
-        store.set(f"{prefix}turn {turn}", "")
-    start, pause_s, told = time.monotonic(), 1e-4, False
+    start, pause_s, told, turn = time.monotonic(), 1e-4, False, 0
     try:
+        with held_back():  # each rank counts in all places, or in none
+            if renew:
+                store.add(f"{prefix}groups", 1)
+            turn = store.add(f"{prefix}rank {rank}", 1)
+            if store.add(f"{prefix}all", 1) == turn * size:
+                store.set(f"{prefix}turn {turn}", "")
         while not store.check([f"{prefix}turn {turn}"]):
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, 0.1)
@@ -311,9 +312,10 @@ def _meet(store: Any, call: str, *, renew: bool) -> int:
                         ", ".join(map(str, absent[:8])), ", ..." if absent[8:] else "",
                     )  # fmt: skip
     except BaseException:  # Ctrl-C: this rank has not been here
-        if not store.check([f"{prefix}turn {turn}"]):
-            store.add(f"{prefix}rank {rank}", -1)
-            store.add(f"{prefix}all", -1)
+        with held_back():
+            if turn and not store.check([f"{prefix}turn {turn}"]):
+                store.add(f"{prefix}rank {rank}", -1)
+                store.add(f"{prefix}all", -1)
         raise
     return int(store.add(f"{prefix}groups", 0))
 
