@@ -266,7 +266,7 @@ def refused_on_rank_1(
     [
         (unknown_parameters, ConfigError, "the model does not"),
         (wrong_count, ConfigError, "keep_last=0"),
-        (closed, ClosedError, "a closed optimizer"),
+        (closed, ClosedError, "an optimizer: it is closed"),
     ],
 )
 def test_an_error_of_one_rank_is_raised_on_all(
