@@ -99,10 +99,14 @@ class Lifecycle:
         with contextlib.nullcontext() if interruptible else held_back(), self._lock:
             if self._running != within:
                 self._check_free(what)
-            before, self._running = self._running, what
+            before = self._running
             try:
-                yield
-            finally:
+                try:
+                    self._running = what
+                    yield
+                finally:
+                    self._running = before
+            finally:  # again: Ctrl-C may have come to the line above
                 self._running = before
 
     @contextlib.contextmanager

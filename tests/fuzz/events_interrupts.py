@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import linecache
 import os
 import random
 import signal
@@ -52,26 +53,42 @@ class Stop:
         sys.settrace(self._before)
 
     def _call(self, frame: FrameType, event: str, arg: object) -> Any:
-        is_ours = not self.place and frame.f_code.co_filename.startswith(PACKAGE)
-        return self._line if is_ours else None
+        if self.place or not frame.f_code.co_filename.startswith(PACKAGE):
+            return None
+        before = 0
 
-    def _line(self, frame: FrameType, event: str, arg: object) -> Any:
-        self._left -= event == "line"
-        if not self._left and not self.place:
-            self.place = f"{frame.f_code.co_filename[len(PACKAGE) + 1 :]}:{frame.f_lineno}"
-            sys.settrace(None)
-            self._act()
-        return None if self.place else self._line
+        def run(frame: FrameType, event: str, arg: object) -> Any:
+            nonlocal before
+            if event == "line":
+                before, came_from = frame.f_lineno, before
+                self._left -= 1
+                if self._left <= 0 and not self.place and not _ends_with(frame, came_from):
+                    self.place = f"{frame.f_code.co_filename[len(PACKAGE) + 1 :]}:{frame.f_lineno}"
+                    sys.settrace(None)
+                    self._act()
+            return None if self.place else run
+
+        return run
+
+
+def _ends_with(frame: FrameType, came_from: int) -> bool:
+    """Whether a ``with`` is about to end: there no signal can come, but a trace can."""
+    line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+    jumps_back = came_from > frame.f_lineno and not line.startswith(("for ", "while "))
+    return jumps_back or line == "pass"
 
 
 class Entry:
     """One use of the optimizer from elsewhere: what it did, or why it was refused."""
 
-    def __init__(self, pair: Pair, rng: random.Random, *, steps: bool) -> None:
+    def __init__(self, pair: Pair, rng: random.Random, place: str) -> None:
         self._pair = pair
         # An update has taken the gradients: another step() would have none.
-        steps = steps and pair.case.overlap != "backward" and pair.case.is_torchs
-        self.what = rng.choice((*READS, "synchronize", "zero_grad", *(["step"] if steps else [])))
+        steps = pair.case.overlap != "backward" and (pair.case.ranks == 1 or place == "step()")
+        writes: tuple[str, ...] = ("zero_grad", "step") if steps else ("zero_grad",)
+        if place == "backward" or not pair.case.is_torchs:
+            writes = ()  # as in torch it would matter when
+        self.what = rng.choice((*READS, "synchronize", *writes))
         self.face = rng.choice(("wrapper", "wrapped"))
         self._before = pair.plain_state(cloned=True)
         self._found: dict[int, dict[str, Any]] = {}
@@ -142,7 +159,7 @@ def _handler(pair: Pair, entry: Entry, at: int) -> Iterator[Stop]:
 
 def _enter(pair: Pair, rng: random.Random, kind: str, place: str, call: Callable[[], Any]) -> Entry:
     """Run ``call``, which something enters."""
-    entry = Entry(pair, rng, steps=pair.case.ranks == 1 or place == "step()")
+    entry = Entry(pair, rng, place)
     enters = _second_thread if kind == "second thread" else _handler
     with enters(pair, entry, rng.randint(1, LINES[place])) as stop:
         call()
