@@ -38,9 +38,9 @@ from ..core.backend import (
 from ..core.config import TransferConfig, align
 from ..core.errors import DeviceMemoryError
 from ..core.interrupts import held_back
-from .block import Block, StorageBlock
 from .host_memory import HostRange
 from .host_pool import HostPool
+from .storage_block import Block, StorageBlock
 
 BATCH_BYTES: Final = 128 << 20
 """Of blocks that are enqueued, and given up, with one event: copies without an event in between

@@ -29,7 +29,7 @@ from ..core.fsdp import find_groups
 from ..core.interrupts import held_back
 from ..core.offloadable import offloadable_of
 from ..link import held_bytes
-from ..link.block import Block, StorageBlock, collect, in_order
+from ..link.storage_block import Block, StorageBlock, collect, in_order
 from ..link.transfer import Figures, Handle, Transfer
 from .gradients import Gradients
 from .guard import ModelGuard, PlainOptimizer, remove_all

@@ -176,7 +176,7 @@ class Pages:
 
 
 class Chunk:
-    """One chunk of pages as a :class:`~..link.block.Block`: unmapped and mapped, in place."""
+    """One chunk of pages, a :class:`~..link.storage_block.Block`: unmapped and mapped in place."""
 
     def __init__(
         self, pages: Pages, index: int, found: Sequence[tuple[torch.UntypedStorage, int]] = ()

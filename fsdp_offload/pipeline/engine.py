@@ -437,9 +437,11 @@ class Engine:
 
     def follow(self, *events: Event) -> None:
         """Use device memory, and state there, only after ``events``."""
-        for stream in (self.update, *(s for lane in self.lanes for s in lane.streams)):
+        for stream in (self.update, *(self.host.streams if self.host is not None else ())):
             for event in events:
                 stream.wait(event)
+        if self.streamed is not None:
+            self.streamed.link.follow(*events)
 
     def close(self) -> None:
         """Give host memory back and end the thread. Idempotent."""
