@@ -17,13 +17,13 @@ class Residence(enum.Enum):
     """In host memory alone. :meth:`.Link.fetch` makes it FETCHING."""
     FETCHING = enum.auto()
     """In host memory, and on the device after ``arrived``. :meth:`Block.changed` makes it DIRTY,
-    :meth:`Block.settle` DEVICE, :meth:`Block.forget` HOST."""
+    :meth:`Block.ended` DEVICE, :meth:`Block.forget` HOST."""
     DEVICE = enum.auto()
     """The same on both sides. :meth:`Block.changed` makes it DIRTY, :meth:`Block.forget` HOST."""
     DIRTY = enum.auto()
     """On the device alone, after ``updated``. :meth:`.Link.store` makes it STORING."""
     STORING = enum.auto()
-    """On the device, and in host memory after ``stored``. :meth:`Block.settle` makes it DEVICE,
+    """On the device, and in host memory after ``stored``. :meth:`Block.ended` makes it DEVICE,
     :meth:`Block.forget` HOST; it may be fetched again, behind ``stored``."""
 
 
@@ -45,7 +45,7 @@ class Block:
         residence: Residence = Residence.HOST,
     ) -> None:
         self.host, self.device, self.residence = host, device, residence
-        self.n_bytes = sum(part.nbytes for part in host or device)
+        self.n_bytes = sum(each.nbytes for each in host or device)
         self.arrived: Event | None = None  # link -> who reads the device: fetched
         self.updated: Event | None = None  # who writes the device -> link: may be stored
         self.stored: Event | None = None  # link -> who reads the host, or reuses the device
@@ -60,7 +60,7 @@ class Block:
         """The device memory has other bytes than the host, after ``updated``."""
         self.updated, self.residence = updated, Residence.DIRTY
 
-    def settle(self) -> None:
+    def ended(self) -> None:
         """The copy under way has been waited for: both sides have the bytes."""
         assert self.residence in (Residence.FETCHING, Residence.STORING), self.residence
         self.residence = Residence.DEVICE

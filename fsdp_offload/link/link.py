@@ -74,8 +74,8 @@ class Link:
             for block in blocks:
                 assert block.residence in (Residence.DIRTY, Residence.DEVICE), block.residence
             self._out.copy(
-                [part for block in blocks for part in block.host],
-                [part for block in blocks for part in block.device],
+                [tensor for block in blocks for tensor in block.host],
+                [tensor for block in blocks for tensor in block.device],
             )
             stored = self._out.record()
             for block in blocks:

@@ -362,7 +362,7 @@ class StreamedLane:
         if ahead:
             self.link.finish_stores()
         for block in ahead:
-            block.settle()
+            block.ended()
 
     def discard(self) -> None:
         """Forget what is on the device, when the arena has it: it is about to be written into.
