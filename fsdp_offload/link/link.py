@@ -88,11 +88,13 @@ class Link:
         if self._shared_in is not None:
             self._shared_in.keep_order()
 
-    def follow(self, *events: Event) -> None:
-        """Copy, in both directions, only after these events."""
+    def follow(self, *events: Event, fetches: bool = True, stores: bool = True) -> None:
+        """Copy, in these directions, only after ``events``."""
         for event in events:
-            self._in.wait(event)
-            self._out.wait(event)
+            if fetches:
+                self._in.wait(event)
+            if stores:
+                self._out.wait(event)
 
     def time_stores(self) -> TimedEvent:
         """The end of all stores so far, with the time."""

@@ -3,51 +3,59 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Final, Protocol
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from ..core import storage as storages
+from .block import Block, Residence
 
 _SMALL_BYTES: Final = 2 << 20
 
 
-class Block(Protocol):
-    """Bytes of device memory that are copied, given up and taken together."""
+class OwnedBlock(Block):
+    """A block of one span that can give its device memory up and take it again."""
 
-    key: str  # the same at each offload: it gets the host buffer that it had
-    n_bytes: int  # above 0
-    # Those that begin in it, with their first byte there; one may end in a block behind it.
-    storages: Sequence[tuple[torch.UntypedStorage, int]]
+    __slots__ = ("key", "storages")
+
+    def __init__(
+        self, key: str, n_bytes: int, storages: Sequence[tuple[torch.UntypedStorage, int]]
+    ) -> None:
+        super().__init__(residence=Residence.DIRTY)
+        self.key = key  # the same at each offload: it gets the host memory that it had
+        self.n_bytes = n_bytes  # above 0
+        # Those that begin in it, with their first byte there; one may end in a block behind it.
+        self.storages = storages
 
     def view(self) -> Tensor:
         """Its bytes: 1-D uint8 on the device. It must be present."""
-        ...
+        raise NotImplementedError
 
     def release(self) -> None:
-        """Give its memory up. All work on it has completed."""
-        ...
+        """Give its device memory up. All work on it has completed."""
+        raise NotImplementedError
 
     def restore(self) -> None:
-        """Take memory for it again, with any content, in order of the current stream.
+        """Take device memory again, with any content, in order of the current stream.
 
         Raises:
             torch.OutOfMemoryError: there is none; it is as before.
         """
-        ...
+        raise NotImplementedError
 
 
-class StorageBlock:
+class StorageBlock(OwnedBlock):
     """A storage of torch's, resized to 0 and back, so its address changes.
 
     It moves once, with all of its bytes: views, tied weights and the padding of FSDP2's shards
     stay what they are, because the storage object stays and only its memory goes.
     """
 
+    __slots__ = ("_storage",)
+
     def __init__(self, key: str, storage: torch.UntypedStorage) -> None:
-        self.key, self.n_bytes = key, storage.nbytes()
-        self.storages: Sequence[tuple[torch.UntypedStorage, int]] = ((storage, 0),)
+        super().__init__(key, storage.nbytes(), ((storage, 0),))
         self._storage = storage
 
     @torch.inference_mode(False)

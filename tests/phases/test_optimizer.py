@@ -424,7 +424,7 @@ def test_a_step_that_does_not_follow_the_reload_shows(monkeypatch: pytest.Monkey
     wrap = {"offload_fraction": 0.0}
     expected, _ = simulated("immediate", True, FP32, wrap)
     monkeypatch.setattr(Engine, "follow", lambda self, *events: None)
-    found, _ = simulated("lag:phase_in", False, FP32, wrap)
+    found, _ = simulated("lag:phase:in", False, FP32, wrap)
     same = (torch.equal(bits(a), bits(b)) for a, b in zip(found, expected, strict=True))
     assert not all(same)
 

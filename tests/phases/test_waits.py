@@ -230,7 +230,7 @@ def test_every_wait_is_needed() -> None:
     ]
     # On the way back memory that torch's allocator has cached is waited for, which the simulator
     # has none of.
-    assert unnoticed == [("phase_in", "current")] * 2
+    assert unnoticed == [("phase:in", "current")] * 2
 
 
 @pytest.mark.long
