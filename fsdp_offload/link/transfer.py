@@ -303,18 +303,11 @@ class Transfer:
         began = time.perf_counter()
         copies: dict[str, _Copies] = {}
         taken: list[OwnedBlock] = []
-
         segments: dict[str, int] = {}
 
         def restore(block: OwnedBlock) -> None:
             self._take_segment(segments.pop(block.key, 0))
-            while True:
-                try:
-                    block.restore()
-                    break
-                except torch.OutOfMemoryError:
-                    if free_more is None or not free_more():
-                        raise
+            _restore(block, free_more)
             taken.append(block)
 
         try:
@@ -445,6 +438,16 @@ def _segments(blocks: Iterable[OwnedBlock]) -> dict[str, int]:
         batch[0].key: sum(storages.block_bytes(block.n_bytes) for block in batch)
         for batch in _batches(large, SEGMENT_BYTES)
     }
+
+
+def _restore(block: OwnedBlock, free_more: Callable[[], bool] | None) -> None:
+    """See :meth:`Transfer.back`."""
+    while True:
+        try:
+            return block.restore()
+        except torch.OutOfMemoryError:
+            if free_more is None or not free_more():
+                raise
 
 
 def _restored(
