@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ..core.backend import TURN_BYTES, Backend, Event, TimedEvent
-from ..core.spans import span
+from ..core.storage import span
 from .block import Block, Residence
 
 

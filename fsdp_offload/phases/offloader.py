@@ -190,7 +190,7 @@ class PhaseOffloader:
             ClosedError: after :meth:`close`, or in a forked process.
         """
         self._check()
-        with self._turn("offload()"):
+        with self._turn("offload()"), storages.span("offload"):
             self._offload()
         return self._transfer.last(wait=wait)
 
@@ -228,7 +228,7 @@ class PhaseOffloader:
                 again when there is some.
             ClosedError: in a forked process.
         """
-        with self._turn("reload()"):
+        with self._turn("reload()"), storages.span("reload"):
             return self._reload(wait)
 
     def _reload(self, wait: bool, free_more: Callable[[], bool] | None = None) -> Handle:

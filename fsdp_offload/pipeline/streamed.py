@@ -39,6 +39,7 @@ from torch.optim import Optimizer
 
 from ..core.backend import TURN_BYTES, Backend, Event, Stream, TimedEvent
 from ..core.config import align
+from ..core.storage import span
 from ..link import Block, HostRange, Link, Residence
 from ..plan import Bucket, Kind, Layout, Slice
 from ..plan.layout import kind_range
@@ -332,7 +333,8 @@ class StreamedLane:
         if block.residence is Residence.FETCHING:
             assert block.arrived is not None
             self._update.wait(block.arrived)
-        self._update.launch(bucket.update.run, gradients, work.snapshot)
+        with span("update"):
+            self._update.launch(bucket.update.run, gradients, work.snapshot)
         self._last = bucket.updated = self._update.record()
         block.changed(self._last)
         if slot is not None:
