@@ -67,17 +67,6 @@ def ranks() -> Iterator[Callable[..., RankPool]]:
 # The fixtures below import the package when they are used: tests of tier T0 do without torch.
 
 
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """On busy cores, threads of a small kernel wait much longer for each other than they work."""
-    import torch
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(autouse=True)
 def empty_ledger(monkeypatch: pytest.MonkeyPatch) -> None:
     """Host memory that earlier tests still hold does not count against ``host_memory=``."""
@@ -155,5 +144,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     # Tests of tier T0 import neither, and a hook must not do it for them.
     if torch := sys.modules.get("torch"):
         torch.manual_seed(0)
+        if not torch.cuda.is_available():
+            # On busy cores, threads of a small kernel wait much longer for each other than they
+            # work. Tests may set another number.
+            torch.set_num_threads(1)
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed(0)

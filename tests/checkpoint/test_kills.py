@@ -35,7 +35,7 @@ from fsdp_offload.checkpoint import folder, writer
 from tests.checkpoint.known import Job, check_is, job, set_to
 from tests.helpers.ranks import forks
 
-pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.long]
+pytestmark = pytest.mark.long
 
 OPERATIONS = ("open", "pwrite", "fsync", "rename", "unlink", "rmdir", "mkdir", "utime", "scandir")
 START_S = 60.0
