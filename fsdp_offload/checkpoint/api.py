@@ -41,6 +41,7 @@ from ..core.arguments import listed
 from ..core.errors import CheckpointError, OffloadError
 from ..core.interrupts import held_back
 from ..core.progress import report
+from ..core.storage import span
 from .files import memory_of, typed, typed_error
 from .folder import checked
 from .planner import FlatSavePlanner, JobLoadPlanner, JobReader
@@ -211,7 +212,7 @@ def load(
         model_prefix=model_prefix,
         optimizer_prefix=optimizer_prefix,
     )
-    with raised_on_all(group), reader.uninterrupted, reader.until_all_have:
+    with span("load"), raised_on_all(group), reader.uninterrupted, reader.until_all_have:
         reader.until_all_have.enter_context(held(optimizer, saves=False))
         _load(reader, planner, group)
     n_bytes = sum(info.length for info in reader.metadata.storage_data.values())
@@ -327,7 +328,7 @@ def run_save(writer: Writer, planner: SavePlanner, group: dist.ProcessGroup | No
         OffloadError: on all ranks, if it failed on one.
     """
     try:
-        with raised_on_all(group):
+        with span("save"), raised_on_all(group):
             _save(writer, planner, group)
     except BaseException:
         writer.discard()
