@@ -38,7 +38,6 @@ from tests.activations.moe import CPU
 from tests.helpers.policies import POLICIES
 from tests.helpers.simulator import StreamSimulator
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 DIM, SEQ = 16, 32
 SIZE = SEQ * DIM * 4  # of one activation of `Block`
 

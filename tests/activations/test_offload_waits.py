@@ -13,7 +13,6 @@ from fsdp_offload.activations import offload
 from tests.helpers.removed_waits import Removal, Simulator, Skip
 from tests.helpers.simulator import ADVERSARIES, SimulatedStream
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 NUMEL, LAYERS = 512, 8
 SIZE = NUMEL * 4
 OURS = {

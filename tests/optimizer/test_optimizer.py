@@ -41,7 +41,7 @@ from tests.helpers.training import (
     wrap,
 )
 
-pytestmark = pytest.mark.usefixtures("one_thread", "small_host_buckets")
+pytestmark = pytest.mark.usefixtures("small_host_buckets")
 
 
 def test_it_is_an_optimizer_that_shares_groups_and_defaults() -> None:

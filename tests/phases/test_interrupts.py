@@ -15,8 +15,6 @@ from fsdp_offload.phases.pages import HostDriver
 from fsdp_offload.update import state as state_io
 from tests.phases.twins import Job
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def check(job: Job) -> None:
     """It is all here, and goes on."""

@@ -40,8 +40,6 @@ from fsdp_offload.phases.pages import Chunk, FixedMemory
 from tests.away import has_memory
 from tests.helpers.compare import assert_same
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 class Net(nn.Module):
     """Tied weights, a view as a buffer, a frozen parameter, buffers of two dtypes."""

@@ -33,7 +33,6 @@ from tests.helpers.lanes import in_lanes
 from tests.helpers.side_by_side import MATRICES, SHAPES, SMALL, two_groups
 from tests.helpers.simulator import ADVERSARIES, StreamSimulator
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 ALL = [True] * len(SHAPES)
 MIXED = tuple(("resident", "streamed", "host")[i % 3] for i in range(len(SHAPES)))

@@ -15,7 +15,6 @@ from fsdp_offload.link.storage_block import StorageBlock
 from tests.helpers.policies import POLICIES
 from tests.helpers.simulator import ADVERSARIES, StreamSimulator
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 SHAPES = (600_000, 40, 270_000, 7)  # the first is a batch of its own, the others are one together
 
 

@@ -44,7 +44,6 @@ from tests.helpers.removed_waits import (
 )
 from tests.helpers.simulator import ADVERSARIES
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 FP32, BF16 = torch.float32, torch.bfloat16
 NUMELS = (700, 64, 500, 130, 1000)
 ADDED_NUMELS = (1300, 300)
