@@ -127,8 +127,8 @@ def async_save(
     Arguments are those of :func:`save`.
 
     Returns:
-        A future that is done when the checkpoint is complete on all ranks. Call ``result()``
-        before the process group is destroyed: it raises what :func:`save` would, and
+        A future that is done when the checkpoint is complete on all ranks. With several, call
+        ``result()`` before the process group is destroyed: it raises what :func:`save` would, and
         HostMemoryError where the copies do not fit.
 
     Raises:
@@ -260,7 +260,7 @@ def _in_background(
 
 
 def coordination_group(call: str) -> dist.ProcessGroup | None:
-    """A gloo group of all ranks, made at its first use; ``None`` without a process group.
+    """A gloo group of all ranks, made at its first use; ``None`` where this rank is the only one.
 
     Waits for saves under way: the collectives of two at once would be mixed up. Then it waits for
     all ranks; see [Note: absent ranks].
@@ -272,7 +272,7 @@ def coordination_group(call: str) -> dist.ProcessGroup | None:
         if thread is not threading.current_thread():  # where a future's callback saves
             thread.join()
             _under_way.discard(thread)
-    if not (dist.is_available() and dist.is_initialized()):
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return None
     world: Any = dist.group.WORLD
     known, number = _groups.get(world, (lambda: None, 0))

@@ -22,18 +22,36 @@ from fsdp_offload.checkpoint import api, files
 from tests.checkpoint.jobs import Ranks
 
 GROUPS = """
-import weakref, torch.distributed as dist
+import sys, weakref, torch.distributed as dist
 from fsdp_offload.checkpoint.api import coordination_group
 
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+def begin(name):
+    store = dist.FileStore(sys.argv[1] + name, 2)
+    dist.init_process_group("gloo", store=store, rank=int(sys.argv[2]), world_size=2)
+
+begin("first")
 world = dist.group.WORLD  # as a model's mesh keeps it
 first = weakref.ref(coordination_group("save"))
 assert coordination_group("save") is first()
 dist.destroy_process_group()
 assert first() is None, "its threads live until the interpreter ends"
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+begin("second")
 assert coordination_group("save") is not None
 dist.destroy_process_group()
+"""
+
+ALONE = """
+import sys, torch, torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from fsdp_offload import checkpoint
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+model = torch.nn.Sequential(*(torch.nn.Linear(300, 300) for _ in range(40)))
+fully_shard(model, mesh=mesh)
+done = checkpoint.async_save(sys.argv[1], model)
+dist.destroy_process_group()
+done.result()
 """
 
 READER = """
@@ -75,8 +93,15 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
     return process.returncode, said
 
 
-def test_the_group_of_saves_ends_with_those_of_torch() -> None:
-    assert ended(run(GROUPS)) == (0, "")
+def test_the_group_of_saves_ends_with_those_of_torch(tmp_path: Path) -> None:
+    for process in [run(GROUPS, tmp_path / "store", rank) for rank in range(2)]:
+        assert ended(process) == (0, "")
+
+
+def test_one_rank_alone_needs_no_group(tmp_path: Path) -> None:
+    """Its save is complete also where the job's process group ends before it."""
+    assert ended(run(ALONE, tmp_path / "run" / "one")) == (0, "")
+    assert checkpoint.latest(tmp_path / "run") == tmp_path / "run" / "one"
 
 
 def test_no_thread_is_left_that_could_abort_the_process(tmp_path: Path) -> None:
