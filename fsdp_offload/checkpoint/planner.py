@@ -43,7 +43,7 @@ from torch.optim import Optimizer
 
 from ..core import dtensor
 from ..core.errors import CheckpointError, ConfigError, OffloadError, StateDictError
-from ..core.interrupts import held_back
+from ..core.interrupts import let_through
 from ..core.offloadable import check_present
 from ..core.progress import warn
 from ..optimizer.hybrid import HybridDeviceOptimizer
@@ -85,6 +85,7 @@ class FlatSavePlanner(DefaultSavePlanner):
         # once. Holds the object, so that the id stays its own.
         self._encoded: dict[int, tuple[Any, bytes]] = {}
 
+    @let_through()
     def set_up_planner(
         self,
         state_dict: dict[str, Any],
@@ -453,9 +454,7 @@ class JobReader(Reader):
         self._optimizer = optimizer
         self.until_all_have = contextlib.ExitStack()
         """Entered when everything was found to fit; the caller leaves it when all ranks are done,
-        and after it the other one."""
-        self.uninterrupted = contextlib.ExitStack()
-        """Entered when everything was read."""
+        under ``held_back()``."""
 
     def compare(self, plan: LoadPlan, planner: LoadPlanner) -> None:
         """Read, before any is written, values of several keys for one memory: they must agree."""
@@ -465,14 +464,13 @@ class JobReader(Reader):
         """Read in place, then take over."""
         if not isinstance(planner, JobLoadPlanner):  # of single values, before anything is written
             return super().read_data(plan, planner)
-        with contextlib.ExitStack() as reading:
+        # Not what follows: half of a load would be a success.
+        with let_through(), contextlib.ExitStack() as reading:
             if isinstance(self._optimizer, HybridDeviceOptimizer):
                 what, view = "checkpoint.load()", self._optimizer._for_checkpoints
                 self.until_all_have.enter_context(view.failing(what, keep=OffloadError))
                 reading.enter_context(view.replacing_all(what, keep=CheckpointError))
             done = super().read_data(plan, planner)
-            # From here on half of a load would be a success: Ctrl-C waits.
-            self.uninterrupted.enter_context(held_back())
         with typed():
             planner.take_over()
         return done
