@@ -149,9 +149,11 @@ def async_save(
         group = coordination_group("async_save", interrupt)
         try:
             with let_through(), typed():
-                staged.set_result(_staged(listed(model), optimizer, extra))
+                copies = _staged(listed(model), optimizer, extra)
         except BaseException as error:
             staged.set_exception(error)  # in DCP's first step: others do not wait for this rank
+        else:
+            staged.set_result(copies)
         future = _in_background(writer, FlatSavePlanner(staged.result), group)
     failed = staged.exception()
     if isinstance(failed, KeyboardInterrupt):
@@ -212,8 +214,7 @@ def load(
     """
     refuse_inherited(optimizer := wrapper_of(optimizer))
     started = time.perf_counter()
-    if path is not None:
-        path = checked(path)
+    path = path if path is None else checked(path)
     reader = JobReader(path, threads=threads, optimizer=optimizer)
     planner = JobLoadPlanner(
         listed(model),

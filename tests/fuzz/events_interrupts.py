@@ -224,16 +224,20 @@ def _entered_save(pair: Pair, rng: random.Random, kind: str) -> None:
 
 
 def _load_one_of(pair: Pair, moments: list[Saved]) -> None:
-    """What the checkpoint holds is one of these, whole."""
+    """What the checkpoint holds is one of these, whole.
+
+    The last is tried first: any state agrees with a plain optimizer that has none yet.
+    """
     if pair.is_spent:
         pair.zero_grad("wrapper")  # a load drops them
     checkpoint.load(pair.folder / "checkpoint", pair.model, pair.wrapped)
-    for moment in moments[:-1]:
+    first, *later = moments
+    for moment in reversed(later):
         loaded(pair, moment)
         if _agree(pair):
             break
     else:
-        loaded(pair, moments[-1])
+        loaded(pair, first)
     pair.compare(state=True)
     pair.saved.pop(2, None)
 
