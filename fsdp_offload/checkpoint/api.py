@@ -45,6 +45,7 @@ from ..core.arguments import listed
 from ..core.errors import CheckpointError
 from ..core.interrupts import Note, held_back, let_through
 from ..core.progress import report
+from ..core.storage import span
 from .files import memory_of, typed, typed_error
 from .folder import checked
 from .planner import FlatSavePlanner, JobLoadPlanner, JobReader
@@ -148,7 +149,7 @@ def async_save(
     with held_back() as interrupt:
         group = coordination_group("async_save", interrupt)
         try:
-            with let_through(), typed():
+            with typed():
                 copies = _staged(listed(model), optimizer, extra)
         except BaseException as error:
             staged.set_exception(error)  # in DCP's first step: others do not wait for this rank
@@ -168,7 +169,7 @@ def _staged(models: list[nn.Module], optimizer: Optimizer | None, extra: Any) ->
     if owner not in _stagers:
         _stagers[owner] = Stager()
         weakref.finalize(owner, _stagers[owner].close)
-    with held(optimizer):
+    with held(optimizer), let_through():
         return _stagers[owner].stage(collect(models, optimizer, extra))
 
 
@@ -226,7 +227,7 @@ def load(
     )
     with held_back() as interrupt:
         group = coordination_group("load", interrupt)
-        with raised_on_all(group), reader.until_all_have:
+        with span("load"), raised_on_all(group), reader.until_all_have:
             reader.until_all_have.enter_context(held(optimizer, saves=False))
             _load(reader, planner, group)
     n_bytes = sum(info.length for info in reader.metadata.storage_data.values())
@@ -360,7 +361,7 @@ def run_save(
         OffloadError: on all ranks, if it failed on one.
     """
     try:
-        with raised_on_all(group), within or contextlib.nullcontext():
+        with span("save"), raised_on_all(group), within or contextlib.nullcontext():
             _save(writer, planner, group)
     except BaseException:
         writer.discard()

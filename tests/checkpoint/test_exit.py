@@ -7,7 +7,6 @@ import logging
 import os
 import random
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -25,23 +24,22 @@ from torch import nn
 from fsdp_offload import CheckpointError, checkpoint
 from fsdp_offload.checkpoint import api, files
 from tests.checkpoint.jobs import Ranks
+from tests.helpers.scripts import Launch
 
 GROUPS = """
 import sys, weakref, torch.distributed as dist
 from fsdp_offload.checkpoint.api import coordination_group
 from fsdp_offload.core.interrupts import Note
 
-def begin(name):
-    store = dist.FileStore(sys.argv[1] + name, 2)
-    dist.init_process_group("gloo", store=store, rank=int(sys.argv[2]), world_size=2)
-
-begin("first")
+dist.init_process_group("gloo")
+rank = dist.get_rank()
 world = dist.group.WORLD  # as a model's mesh keeps it
 first = weakref.ref(coordination_group("save", Note()))
 assert coordination_group("save", Note()) is first()
 dist.destroy_process_group()
 assert first() is None, "its threads live until the interpreter ends"
-begin("second")
+store = dist.FileStore(sys.argv[1], 2)
+dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
 assert coordination_group("save", Note()) is not None
 dist.destroy_process_group()
 """
@@ -75,38 +73,21 @@ LOST = """
 import sys, torch, torch.distributed as dist
 from fsdp_offload import checkpoint
 
-store = dist.FileStore(sys.argv[2], 2)
-dist.init_process_group("gloo", store=store, rank=int(sys.argv[3]), world_size=2)
+dist.init_process_group("gloo")
 model = torch.nn.Sequential(*(torch.nn.Linear(300, 300) for _ in range(40)))
 checkpoint.async_save(sys.argv[1], model)
-if sys.argv[4] == "destroyed":
+if sys.argv[2] == "destroyed":
     dist.destroy_process_group()
 """
 
 
-def run(script: str, *args: object) -> subprocess.Popen[str]:
-    root = Path(__file__).parents[2]
-    return subprocess.Popen(
-        [sys.executable, "-c", script, *map(str, args)],
-        cwd=root, env={**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
-        stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-
-
-def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
-    """Its code, and what it said."""
-    _, said = process.communicate(timeout=90)
-    return process.returncode, said
-
-
 def test_the_group_of_saves_ends_with_those_of_torch(tmp_path: Path) -> None:
-    for process in [run(GROUPS, tmp_path / "store", rank) for rank in range(2)]:
-        assert ended(process) == (0, "")
+    assert Launch(GROUPS, tmp_path / "second", ranks=2).ended() == [(0, "")] * 2
 
 
 def test_one_rank_alone_needs_no_group(tmp_path: Path) -> None:
     """Its save is complete also where the job's process group ends before it."""
-    assert ended(run(ALONE, tmp_path / "run" / "one")) == (0, "")
+    assert Launch(ALONE, tmp_path / "run" / "one").ended() == [(0, "")]
     assert checkpoint.latest(tmp_path / "run") == tmp_path / "run" / "one"
 
 
@@ -115,16 +96,15 @@ def test_no_thread_is_left_that_could_abort_the_process(tmp_path: Path) -> None:
     files.run_all([lambda: time.sleep(0.01)] * 9, threads=4)
     assert threading.active_count() == before
     checkpoint.save(tmp_path / "one", nn.Sequential(*(nn.Linear(300, 300) for _ in range(40))))
-    for process in [run(READER, tmp_path / "one") for _ in range(2)]:
-        assert ended(process) == (0, "")
+    for launch in [Launch(READER, tmp_path / "one") for _ in range(2)]:
+        assert launch.ended() == [(0, "")]
 
 
 @pytest.mark.parametrize("group", ["kept", "destroyed"])
 def test_a_save_whose_result_nobody_took(tmp_path: Path, group: str) -> None:
     """It is finished when the interpreter ends; without its group an error names what is lost."""
     path = tmp_path / "run" / "one"
-    processes = [run(LOST, path, tmp_path / "store", rank, group) for rank in range(2)]
-    told = [ended(process) for process in processes]
+    told = Launch(LOST, path, group, ranks=2).ended()
     assert [code for code, _ in told] == [0, 0], told
     if group == "kept":
         assert checkpoint.latest(path.parent) == path

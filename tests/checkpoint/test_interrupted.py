@@ -26,8 +26,6 @@ from fsdp_offload.core.errors import LaneError
 from tests.checkpoint.test_saving import Pair, layers, pair_of, step, values_of
 from tests.helpers.compare import assert_same
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.fixture(autouse=True)
 def _handler() -> Iterator[None]:
@@ -150,7 +148,7 @@ def lines(work: Callable[[], Any], at: int) -> int:
 
 
 @pytest.mark.parametrize("call", ["save", "async_save", "overwrite", "load"])
-@pytest.mark.parametrize("moments", [40, pytest.param(400, marks=pytest.mark.long)])
+@pytest.mark.parametrize("moments", [12, pytest.param(400, marks=pytest.mark.long)])
 def test_at_any_line_all_stays_usable(tmp_path: Path, call: str, moments: int) -> None:
     pair, run = pair_of(layers(6, 6)), tmp_path / "run" / "deep"
     step(pair)
