@@ -215,7 +215,7 @@ def load(
     """
     refuse_inherited(optimizer := wrapper_of(optimizer))
     started = time.perf_counter()
-    path = path if path is None else checked(path)
+    path = None if path is None else checked(path)
     reader = JobReader(path, threads=threads, optimizer=optimizer)
     planner = JobLoadPlanner(
         listed(model),
@@ -225,9 +225,9 @@ def load(
         model_prefix=model_prefix,
         optimizer_prefix=optimizer_prefix,
     )
-    with held_back() as interrupt:
+    with span("load"), held_back() as interrupt:
         group = coordination_group("load", interrupt)
-        with span("load"), raised_on_all(group), reader.until_all_have:
+        with raised_on_all(group), reader.until_all_have:
             reader.until_all_have.enter_context(held(optimizer, saves=False))
             _load(reader, planner, group)
     n_bytes = sum(info.length for info in reader.metadata.storage_data.values())
