@@ -88,7 +88,9 @@ class Entry:
         writes: tuple[str, ...] = ("zero_grad", "step") if steps else ("zero_grad",)
         if place == "backward" or not pair.case.is_torchs:
             writes = ()  # as in torch it would matter when
-        self.what = rng.choice((*READS, "synchronize", *writes))
+        # Groups are live: a class that counts steps there shows the one that is under way.
+        reads = [what for what in READS if pair.case.is_torchs or what != "param_groups"]
+        self.what = rng.choice((*reads, "synchronize", *writes))
         self.face = rng.choice(("wrapper", "wrapped"))
         self._before = pair.plain_state(cloned=True)
         self._found: dict[int, dict[str, Any]] = {}
