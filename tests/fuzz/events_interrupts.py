@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
@@ -42,11 +43,14 @@ class Stop:
 
     def __init__(self, at: int, act: Callable[[], object]) -> None:
         self._left, self._act = at, act
+        # CPython 3.11 borrows them: one that was freed is called, or whatever lies there then.
+        self._kept: list[object] = []
         self.place = ""  # the line, if it was reached
 
     def __enter__(self) -> Stop:
-        self._before = sys.gettrace()
-        sys.settrace(self._call)
+        self._before, trace = sys.gettrace(), self._call
+        self._kept.append(trace)
+        sys.settrace(trace)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -62,17 +66,24 @@ class Stop:
             if event == "line":
                 before, came_from = frame.f_lineno, before
                 self._left -= 1
-                if self._left <= 0 and not self.place and not _ends_with(frame, came_from):
+                if self._left <= 0 and not self.place and not _is_no_place(frame, came_from):
                     self.place = f"{frame.f_code.co_filename[len(PACKAGE) + 1 :]}:{frame.f_lineno}"
                     sys.settrace(None)
                     self._act()
             return None if self.place else run
 
+        self._kept.append(run)
         return run
 
 
-def _ends_with(frame: FrameType, came_from: int) -> bool:
-    """Whether a ``with`` is about to end: there no signal can come, but a trace can."""
+def _is_no_place(frame: FrameType, came_from: int) -> bool:
+    """Whether a ``with`` is about to end, where no signal can come, but a trace can; or this is a
+    finalizer, of which Python lets no exception out."""
+    outer: FrameType | None = frame
+    while outer is not None:
+        if outer.f_code.co_name == "__del__" or outer.f_code.co_filename == weakref.__file__:
+            return True
+        outer = outer.f_back
     line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
     jumps_back = came_from > frame.f_lineno and not line.startswith(("for ", "while "))
     return jumps_back or line == "pass"
