@@ -149,10 +149,12 @@ def async_save(
     with held_back() as interrupt:
         group = coordination_group("async_save", interrupt)
         try:
-            with let_through(), typed():
-                staged.set_result(_staged(listed(model), optimizer, extra))
+            with typed():
+                copies = _staged(listed(model), optimizer, extra)
         except BaseException as error:
             staged.set_exception(error)  # in DCP's first step: others do not wait for this rank
+        else:
+            staged.set_result(copies)
         future = _in_background(writer, FlatSavePlanner(staged.result), group)
     failed = staged.exception()
     if isinstance(failed, KeyboardInterrupt):
@@ -167,7 +169,7 @@ def _staged(models: list[nn.Module], optimizer: Optimizer | None, extra: Any) ->
     if owner not in _stagers:
         _stagers[owner] = Stager()
         weakref.finalize(owner, _stagers[owner].close)
-    with held(optimizer):
+    with held(optimizer), let_through():
         return _stagers[owner].stage(collect(models, optimizer, extra))
 
 
