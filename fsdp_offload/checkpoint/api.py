@@ -38,7 +38,7 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from ..core.arguments import listed
-from ..core.errors import CheckpointError, OffloadError
+from ..core.errors import OffloadError
 from ..core.interrupts import held_back
 from ..core.progress import report
 from .files import memory_of, typed, typed_error
@@ -46,7 +46,7 @@ from .folder import checked
 from .planner import FlatSavePlanner, JobLoadPlanner, JobReader
 from .stager import Stager
 from .state import Models, class_name, collect, held, refuse_inherited, wrapper_of
-from .writer import Writer
+from .writer import Writer, without_group
 
 _log = logging.getLogger("fsdp_offload")
 
@@ -59,9 +59,9 @@ _groups: weakref.WeakKeyDictionary[object, tuple[weakref.ref[dist.ProcessGroup],
 _groups = weakref.WeakKeyDictionary()
 # Of what an async_save is given; reserving memory anew each time would take longer than the copy.
 _stagers: weakref.WeakKeyDictionary[Any, Stager] = weakref.WeakKeyDictionary()
-# Saves under way: another save or a load of this process waits, its collectives would meet theirs.
-_under_way: set[threading.Thread] = set()
 
+_SAVES: Final = "fsdp-offload-save"
+"""Name of the threads that save."""
 _ABSENT_S: Final = 30.0
 """After so long the log names the ranks that others wait for."""
 
@@ -230,11 +230,7 @@ def _in_background(
     future: Future[None] = Future()
     world = None if group is None else dist.group.WORLD
     writer._ranks = 1 if group is None else dist.get_world_size()
-    lost = CheckpointError(
-        f"{writer.path}",
-        reason="its process group was destroyed before the save was complete",
-        remedy="call result() of what async_save returns before destroy_process_group()",
-    )
+    lost = without_group(writer.path)
 
     def run() -> None:
         try:
@@ -249,10 +245,9 @@ def _in_background(
         else:
             future.set_result(None)
 
-    thread = threading.Thread(target=run, name="fsdp-offload-save")
+    thread = threading.Thread(target=run, name=_SAVES)
     with raised_on_all(group), held_back():
         thread.start()
-        _under_way.add(thread)
     return future
 
 
@@ -268,10 +263,10 @@ def coordination_group(call: str) -> dist.ProcessGroup | None:
     Args:
         call: what the user has called, for the log.
     """
-    for thread in list(_under_way):
-        if thread is not threading.current_thread():  # where a future's callback saves
+    for thread in threading.enumerate():
+        is_me = thread is threading.current_thread()  # where a future's callback saves
+        if thread.name == _SAVES and thread.is_alive() and not is_me:
             thread.join()
-            _under_way.discard(thread)
     if not (dist.is_available() and dist.is_initialized()):
         return None
     world: Any = dist.group.WORLD
