@@ -9,6 +9,8 @@ import tokenize
 from collections import defaultdict
 from pathlib import Path
 
+from fsdp_offload.core import errors
+
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "fsdp_offload"
 
@@ -116,6 +118,18 @@ def banned_words() -> dict[str, int]:
                 if word in BANNED or singular in BANNED:
                     found[singular if singular in BANNED else word] += 1
     return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+
+def errors_without_words() -> list[str]:
+    """Where an error of the package is made without a reason, or without a remedy."""
+    kinds = {name for name, value in vars(errors).items() if isinstance(value, type)}
+    return [
+        f"{name_of(path)}:{node.lineno}"
+        for path in sources()
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in kinds
+        if not {"reason", "remedy"} <= {each.arg for each in node.keywords}
+    ]
 
 
 def main() -> None:

@@ -13,3 +13,7 @@ def test_measures_stay_below_what_they_are() -> None:
     assert house.long_functions() == []
     assert sum(house.banned_words().values()) <= 2
     assert len(house.private_torch_files()) <= 3
+
+
+def test_every_error_has_a_reason_and_a_remedy() -> None:
+    assert house.errors_without_words() == []

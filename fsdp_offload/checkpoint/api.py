@@ -42,7 +42,6 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from ..core.arguments import listed
-from ..core.errors import CheckpointError
 from ..core.interrupts import Note, held_back, let_through
 from ..core.progress import report
 from ..core.storage import span
@@ -51,7 +50,7 @@ from .folder import checked
 from .planner import FlatSavePlanner, JobLoadPlanner, JobReader
 from .stager import Stager
 from .state import Models, class_name, collect, held, refuse_inherited, wrapper_of
-from .writer import Writer
+from .writer import Writer, without_group
 
 _log = logging.getLogger("fsdp_offload")
 
@@ -64,10 +63,10 @@ _groups: weakref.WeakKeyDictionary[object, tuple[weakref.ref[dist.ProcessGroup],
 _groups = weakref.WeakKeyDictionary()
 # Of what an async_save is given; reserving memory anew each time would take longer than the copy.
 _stagers: weakref.WeakKeyDictionary[Any, Stager] = weakref.WeakKeyDictionary()
-# Saves under way: another save or a load of this process waits, its collectives would meet theirs.
-_under_way: set[threading.Thread] = set()
 
 _LEFT: Final = b"left"
+_SAVES: Final = "fsdp-offload-save"
+"""Name of the threads that save."""
 _ABSENT_S: Final = 30.0
 """After so long the log names the ranks that others wait for."""
 
@@ -149,10 +148,12 @@ def async_save(
     with held_back() as interrupt:
         group = coordination_group("async_save", interrupt)
         try:
-            with let_through(), typed():
-                staged.set_result(_staged(listed(model), optimizer, extra))
+            with typed():
+                copies = _staged(listed(model), optimizer, extra)
         except BaseException as error:
             staged.set_exception(error)  # in DCP's first step: others do not wait for this rank
+        else:
+            staged.set_result(copies)
         future = _in_background(writer, FlatSavePlanner(staged.result), group)
     failed = staged.exception()
     if isinstance(failed, KeyboardInterrupt):
@@ -167,7 +168,7 @@ def _staged(models: list[nn.Module], optimizer: Optimizer | None, extra: Any) ->
     if owner not in _stagers:
         _stagers[owner] = Stager()
         weakref.finalize(owner, _stagers[owner].close)
-    with held(optimizer):
+    with held(optimizer), let_through():
         return _stagers[owner].stage(collect(models, optimizer, extra))
 
 
@@ -244,11 +245,7 @@ def _in_background(
     future: Future[None] = Future()
     world = None if group is None else dist.group.WORLD
     writer._ranks = 1 if group is None else dist.get_world_size()
-    lost = CheckpointError(
-        f"{writer.path}",
-        reason="its process group was destroyed before the save was complete",
-        remedy="call result() of what async_save returns before destroy_process_group()",
-    )
+    lost = without_group(writer.path)
 
     def run() -> None:
         try:
@@ -264,10 +261,9 @@ def _in_background(
         else:
             future.set_result(None)
 
-    thread = threading.Thread(target=run, name="fsdp-offload-save")
+    thread = threading.Thread(target=run, name=_SAVES)
     with raised_on_all(group):
         thread.start()
-        _under_way.add(thread)
     return future
 
 
@@ -284,11 +280,11 @@ def coordination_group(call: str, interrupt: Note) -> dist.ProcessGroup | None:
         call: what the user has called, for the log.
         interrupt: of the :func:`held_back` around this and the collectives.
     """
-    for thread in list(_under_way):
-        if thread is not threading.current_thread():  # where a future's callback saves
+    for thread in threading.enumerate():
+        is_me = thread is threading.current_thread()  # where a future's callback saves
+        if thread.name == _SAVES and thread.is_alive() and not is_me:
             with let_through():
                 thread.join()
-            _under_way.discard(thread)
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return None
     world: Any = dist.group.WORLD

@@ -287,7 +287,7 @@ def refused(path: object, error: OSError) -> CheckpointError:
     if error.errno in (errno.ENOENT, errno.EEXIST, errno.ENOTEMPTY):
         reason = "another program removes or makes it, or ranks see different folders"
         remedy = "choose a folder that all ranks share and that nobody else writes to"
-    return CheckpointError(f"{path}", reason=f"{reason}: {error.strerror}", remedy=remedy)
+    return CheckpointError(f"{path}", reason=f"{reason}: {error.strerror or error}", remedy=remedy)
 
 
 def typed_error(error: BaseException, path: object = "a file") -> OffloadError:
@@ -296,9 +296,9 @@ def typed_error(error: BaseException, path: object = "a file") -> OffloadError:
         return error
     if isinstance(error, OSError):
         return refused(error.filename or path, error)
-    return CheckpointError(
-        type(error).__name__, reason=str(error), remedy="see its cause, in that rank's log"
-    )
+    reason = str(error) or "it has no text of its own"
+    remedy = "see its cause, in that rank's log"
+    return CheckpointError(type(error).__name__, reason=reason, remedy=remedy)
 
 
 @contextlib.contextmanager

@@ -464,13 +464,13 @@ class JobReader(Reader):
         """Read in place, then take over."""
         if not isinstance(planner, JobLoadPlanner):  # of single values, before anything is written
             return super().read_data(plan, planner)
-        # Not what follows: half of a load would be a success.
-        with let_through(), contextlib.ExitStack() as reading:
+        with contextlib.ExitStack() as reading:
             if isinstance(self._optimizer, HybridDeviceOptimizer):
                 what, view = "checkpoint.load()", self._optimizer._for_checkpoints
                 self.until_all_have.enter_context(view.failing(what, keep=OffloadError))
                 reading.enter_context(view.replacing_all(what, keep=CheckpointError))
-            done = super().read_data(plan, planner)
+            with let_through():  # but not in what follows: half of a load would be a success
+                done = super().read_data(plan, planner)
         with typed():
             planner.take_over()
         return done

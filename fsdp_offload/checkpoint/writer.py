@@ -127,7 +127,7 @@ class Writer(StorageWriter):
         """
         self.discard()
         if self._ranks not in (None, len(plans)):
-            raise CheckpointError(f"{self.path}: plans of {len(plans)} of {self._ranks} ranks")
+            raise without_group(self.path)
         self._made_parents = [each for each in self.path.parents if not each.exists()]
         self._aside = folder.prepare(self.path, overwrite=self._overwrite)
         self._ended = threading.Event()
@@ -216,6 +216,15 @@ class Writer(StorageWriter):
     def storage_meta(self) -> StorageMeta | None:
         """Nothing."""
         return None
+
+
+def without_group(path: Path) -> CheckpointError:
+    """The error for a save that its ranks cannot complete together."""
+    return CheckpointError(
+        f"{path}",
+        reason="its process group was destroyed before the save was complete",
+        remedy="call result() of what async_save returns before destroy_process_group()",
+    )
 
 
 @dataclass(frozen=True)

@@ -257,7 +257,7 @@ class StreamedLane:
         own = {i: self._backend.allocate(sizes[i]) for i in wanted - self.staying.keys()}
         more = [self._backend.allocate(max(sizes)) for _ in range(count - len(self.slots))]
         # The caller's stream may still use what it was before.
-        self.link.follow(self._backend.current_stream().record())
+        self.link.follow(self._backend.current_stream().record(), stores=False)
         self._write_back([index for index in self.staying if index not in wanted])
         self.staying = {i: memory for i, memory in self.staying.items() if i in wanted} | own
         self.slots = [*self.slots[:count], *more]
