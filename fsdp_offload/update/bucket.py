@@ -184,8 +184,11 @@ class BucketUpdate:
             for s, master, values in zip(bucket.slices, self._masters, unpacked, strict=True)
         ]
         self._shadow = Shadow(optimizer, self.slices, {})
-        self._has_kernel = self._form is not MasterForm.WHOLE and OneKernelAdam.is_for(
-            optimizer, self.slices
+        unpacks = self._form is MasterForm.REMAINDER or bool(first.moments)
+        self._has_kernel = (
+            unpacks
+            and self._form is not MasterForm.WHOLE
+            and OneKernelAdam.is_for(optimizer, self.slices)
         )
         self.bind(view, flat_remainder)
 

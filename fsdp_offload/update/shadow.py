@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..core.errors import StateSchemaError
-from .one_kernel import CpuAdam
+from .one_kernel import FusedAdam
 from .params import SliceState, Snapshot
 from .schema import is_torch_class, make_shadow, own_copy, raw_step
 
@@ -58,7 +58,7 @@ class Shadow:
         self._shadow = make_shadow(optimizer, groups)
         self._shadow.state = defaultdict(dict)
         self._has_all_state = False  # of the slices, their own dicts
-        self._adam = CpuAdam(slices) if CpuAdam.is_for(optimizer, slices) else None
+        self._adam = FusedAdam(slices) if FusedAdam.is_for(optimizer, slices) else None
 
     def rebind(self) -> None:
         """Take over tensors and state that the slices got anew."""

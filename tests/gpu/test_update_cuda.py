@@ -50,7 +50,7 @@ class Run:
 def test_fp32_weights_are_those_of_the_plain_optimizer(
     options: dict[str, Any], lanes: float
 ) -> None:
-    """By one kernel, or by the class: shapes that are divisible by 16, and others."""
+    """By lists that are made once, or by the class."""
     if options.get("lr") == "tensor":
         options = {"lr": torch.tensor(0.01, device="cuda")}
     for shapes in (SHAPES, [(16, 16)] * 30 + [(256, 300), (48,)]):

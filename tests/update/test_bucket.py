@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fsdp_offload.update.one_kernel import CpuAdam
+from fsdp_offload.update.one_kernel import FusedAdam
 from tests.away import optimizer_alone
 from tests.helpers.compare import assert_same
 from tests.helpers.lanes import in_lanes
@@ -73,10 +73,10 @@ def test_lists_that_are_made_once_give_the_bits_of_the_class(
     by_lists = Run(build, dtype, lane)
     taken: list[bool] = []
     with monkeypatch.context() as patch:
-        patch.setattr(CpuAdam, "is_for", lambda *args: False)
+        patch.setattr(FusedAdam, "is_for", lambda *args: False)
         by_class = Run(build, dtype, lane)
-    run = CpuAdam.run
-    monkeypatch.setattr(CpuAdam, "run", lambda *a: taken.append(run(*a)) or taken[-1])
+    run = FusedAdam.run
+    monkeypatch.setattr(FusedAdam, "run", lambda *a: taken.append(run(*a)) or taken[-1])
     for step in range(5):
         taken.clear()
         by_lists.step(step, missing=missing)
