@@ -88,8 +88,8 @@ def save(
         extra: anything else (step count, scheduler and data loader states): plain Python values
             and CPU tensors. That of rank 0 is kept.
         overwrite: replace a checkpoint at ``path``.
-        keep_last: remove older complete checkpoints of this package beside ``path``, so that so
-            many stay.
+        keep_last: remove older complete checkpoints beside ``path`` whose names differ from its
+            name in numbers alone, so that so many stay.
         threads: that write; ``None``: this rank's share of the cores, at most 16.
 
     Raises:

@@ -57,8 +57,8 @@ class Writer(StorageWriter):
         path: the folder to make, on a file system that all ranks share; relative to the folder that
             is current now.
         overwrite: replace a checkpoint at ``path``.
-        keep_last: remove older complete checkpoints of this package beside ``path``, so that so
-            many stay.
+        keep_last: remove older complete checkpoints beside ``path`` whose names differ from its
+            name in numbers alone, so that so many stay.
         threads: that write; ``None``: this rank's share of the cores, at most 16.
         optimizer_class: name of the optimizer's class, which a load compares; empty: unknown.
 
