@@ -33,6 +33,7 @@ from .files import (
     aligned,
     as_bytes,
     check_count,
+    done,
     encode_table,
     envelope,
     memory_of,
@@ -146,13 +147,12 @@ class Writer(StorageWriter):
         Raises:
             CheckpointError: the file system refused.
         """
-        results: Future[list[WriteResult]] = Future()
         items: list[_Item] = []
         if plan.items:
             path = self.path.parent / plan.storage_data
             items = _layout(plan, planner)
             file = _write_file(path, items, self._threads)
-        results.set_result(
+        return done(
             [
                 _Written(
                     index=item.request.index,
@@ -163,7 +163,6 @@ class Writer(StorageWriter):
                 for item in items
             ]
         )
-        return results
 
     @held_back()
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -189,12 +188,15 @@ class Writer(StorageWriter):
             world_size=len(results),
             optimizer=self._optimizer_class,
         )
-        self._ended.set()
-        self._aside = None
+        self._complete("saved", sum(n_bytes for n_bytes, _ in written.values()))
         if self._keep_last is not None:
             folder.prune(self.path, self._keep_last)
-        n_bytes = sum(n for n, _ in written.values())
-        report(f"saved {self.path}", n_bytes, time.perf_counter() - self._start)
+
+    def _complete(self, verb: str, n_bytes: int) -> None:
+        """The folder has its name: nothing of it is to be discarded."""
+        self._ended.set()
+        self._aside = None
+        report(f"{verb} {self.path}", n_bytes, time.perf_counter() - self._start)
 
     @held_back()
     def discard(self) -> None:
