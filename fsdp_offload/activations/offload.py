@@ -213,10 +213,12 @@ class ActivationOffload(Saver):
         """See :class:`OffloadStatistics`. Lets go of device memory whose copies have ended."""
         copies, own = self._copies, ("iterations", "inactive", "taken", "ranges")
         live = len(copies.live())
-        others = ("full_batches", "sent_bytes", "returned_bytes", "waits_for_room")
+        others = ("full_batches", "waits_for_room")
         return OffloadStatistics(
             **{name: self._counts[name] for name in own},
             **{name: copies.counts[name] for name in others},
+            sent_bytes=copies.link.stored_bytes,
+            returned_bytes=copies.link.fetched_bytes,
             kept=dict(self._kept),
             kept_bytes=dict(self._kept_bytes),
             live_batches=live,

@@ -30,7 +30,7 @@ from ..core import dtensor
 from ..core.arguments import check_optimizer
 from ..core.config import parse_bytes
 from ..core.errors import CheckpointError, ConfigError, UnsupportedParameterError
-from ..core.interrupts import held_back
+from ..core.interrupts import held_back, let_through
 from ..core.progress import progress
 from ..update import codec
 from . import folder
@@ -113,8 +113,10 @@ def export_safetensors(
         max_bytes = parse_bytes(max_shard_bytes, "max_shard_bytes")
         return plan_files(_named(entries, names or {}), max_bytes)
 
-    group = coordination_group("export_safetensors") if isinstance(source, nn.Module) else None
-    run_save(writer, _ExportPlanner(find, lay_out), group)
+    with held_back() as interrupt:
+        of_model = isinstance(source, nn.Module)
+        group = coordination_group("export_safetensors", interrupt) if of_model else None
+        run_save(writer, _ExportPlanner(find, lay_out), group)
     written = [file.name for file in writer.files]
     return tuple(Path(out) / name for name in written + [INDEX] * (len(written) > 1))
 
@@ -268,6 +270,7 @@ class _ExportPlanner(FlatSavePlanner):
         super().__init__(dict)  # what is saved is found below
         self._find, self._lay_out = find, lay_out
 
+    @let_through()
     def set_up_planner(  # torch looks for the name storage_meta, and warns without it
         self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False
     ) -> None:
@@ -303,6 +306,7 @@ class _ExportWriter(Writer):
         _create(self._aside, plans[0].planner_data)
         return plans
 
+    @let_through()
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's chunks, and make them permanent."""
         assert isinstance(planner, _ExportPlanner)

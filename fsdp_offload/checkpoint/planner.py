@@ -40,6 +40,7 @@ from torch.optim import Optimizer
 
 from ..core import dtensor
 from ..core.errors import CheckpointError, ConfigError, StateDictError
+from ..core.interrupts import let_through
 from ..core.offloadable import check_present
 from ..core.progress import warn
 from ..optimizer.hybrid import HybridDeviceOptimizer
@@ -81,6 +82,7 @@ class FlatSavePlanner(DefaultSavePlanner):
         # once. Holds the object, so that the id stays its own.
         self._encoded: dict[int, tuple[Any, bytes]] = {}
 
+    @let_through()
     def set_up_planner(
         self,
         state_dict: dict[str, Any],

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from ..core.errors import CheckpointError, ConfigError
-from ..core.interrupts import held_back
+from ..core.interrupts import held_back, let_through
 from ..core.progress import report
 from . import folder
 from .files import (
@@ -138,6 +138,7 @@ class Writer(StorageWriter):
         files = (f"{self._aside.name}/__{rank}_0.distcp" for rank in range(len(plans)))
         return [replace(plan, storage_data=file) for plan, file in zip(plans, files, strict=True)]
 
+    @let_through()
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's file.
 

@@ -29,7 +29,7 @@ from ..core.fsdp import find_groups
 from ..core.interrupts import held_back
 from ..core.offloadable import offloadable_of
 from ..link import held_bytes
-from ..link.block import Block, StorageBlock, collect, in_order
+from ..link.storage_block import OwnedBlock, StorageBlock, collect, in_order
 from ..link.transfer import Figures, Handle, Transfer
 from .gradients import Gradients
 from .guard import ModelGuard, PlainOptimizer, remove_all
@@ -192,7 +192,7 @@ class PhaseOffloader:
             ClosedError: after :meth:`close`, or in a forked process.
         """
         self._check()
-        with self._turn("offload()"):
+        with self._turn("offload()"), storages.span("offload"):
             self._offload()
         return self._transfer.last(wait=wait)
 
@@ -230,7 +230,7 @@ class PhaseOffloader:
                 again when there is some.
             ClosedError: in a forked process.
         """
-        with self._turn("reload()"):
+        with self._turn("reload()"), storages.span("reload"):
             return self._reload(wait)
 
     def _reload(self, wait: bool, free_more: Callable[[], bool] | None = None) -> Handle:
@@ -345,7 +345,7 @@ class PhaseOffloader:
         )
         return (*parameters.items(), *buffers)
 
-    def _blocks(self, parameters: Mapping[str, Tensor]) -> Iterator[tuple[str, list[Block]]]:
+    def _blocks(self, parameters: Mapping[str, Tensor]) -> Iterator[tuple[str, list[OwnedBlock]]]:
         """Kinds with what moves of them; each storage once, and none that a kept kind shows."""
         known: set[int] = set()
         kept = [kind for kind in KINDS if self._policies[kind] == "keep"]

@@ -23,7 +23,6 @@ from fsdp_offload.checkpoint.files import Checksums, encode_table, envelope, rea
 from tests.helpers.compare import assert_same
 
 pytestmark = [
-    pytest.mark.usefixtures("one_thread"),
     # of torch, which saves and loads in one process here
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning"),
 ]

@@ -38,8 +38,6 @@ from tests.checkpoint.test_async import gate
 from tests.checkpoint.test_saving import Pair, layers, pair_of, values_of
 from tests.helpers.compare import assert_same
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.fixture
 def pair() -> Pair:

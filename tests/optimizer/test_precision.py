@@ -45,7 +45,6 @@ SMALL = TransferConfig(bucket_bytes="4KiB")
 LOSSY = (BF16, "int8")
 # dcp without a process group says so.
 pytestmark = [
-    pytest.mark.usefixtures("one_thread"),
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
 ]
 

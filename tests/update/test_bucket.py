@@ -16,7 +16,6 @@ from tests.helpers.compare import assert_same
 from tests.helpers.lanes import in_lanes
 from tests.helpers.training import SMALL
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 NUMELS = (700, 5, 1920, 0, 33)
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 Build = Callable[[list[Any]], Optimizer]
