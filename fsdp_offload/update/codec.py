@@ -17,7 +17,7 @@ carries int16. Its values as bf16 mean nothing, and many are NaN: it may be copi
 never cast or computed with. Only here and in the kernels is it an integer.
 
 Two implementations with the same bits: torch operations (any device) and one
-Triton kernel each way (CUDA), see :mod:`.kernels_triton`.
+Triton kernel each way (CUDA), see :mod:`.kernels.elementwise`.
 """
 
 from __future__ import annotations

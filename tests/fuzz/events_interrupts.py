@@ -94,8 +94,9 @@ class Entry:
 
     def __init__(self, pair: Pair, rng: random.Random, place: str) -> None:
         self._pair = pair
-        # An update has taken the gradients: another step() would have none.
-        steps = pair.case.overlap != "backward" and (pair.case.ranks == 1 or place == "step()")
+        # An update has taken the gradients: another step() would have none. Ranks come to different
+        # lines, and one of them would be a step ahead.
+        steps = pair.case.overlap != "backward" and pair.case.ranks == 1
         writes: tuple[str, ...] = ("zero_grad", "step") if steps else ("zero_grad",)
         if place == "backward" or not pair.case.is_torchs:
             writes = ()  # as in torch it would matter when
