@@ -35,7 +35,7 @@ from ..core.progress import progress
 from ..update import codec
 from . import folder
 from .api import coordination_group, run_save
-from .files import done, fsync_folder, memory_of, run_all, typed, write_bytes, write_whole
+from .files import done, memory_of, run_all, typed, write_bytes, write_whole
 from .planner import FlatSavePlanner, read_values
 from .reader import Reader
 from .rule import GROUPS, STATE, find_layout
@@ -326,7 +326,6 @@ class _ExportWriter(Writer):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Give the folder its name."""
         assert self._aside is not None, "prepare_global_plan() first"
-        fsync_folder(self._aside)
         folder.install(self._aside, self.path, overwrite=False)
         self._complete("exported", sum(file.nbytes for file in self.files))
 
@@ -371,9 +370,8 @@ def _value(dtype: torch.dtype, weight: Tensor, master: Tensor | None = None) -> 
     if master is None or dtype == weight.dtype:
         return weight.to(dtype)
     master = master.detach().cpu().contiguous()
-    if master.dtype == torch.bfloat16:
-        master = codec.decoded(weight, master)
-    return master.to(dtype)
+    whole = codec.decoded(weight, master) if master.dtype == torch.bfloat16 else master
+    return whole.to(dtype)
 
 
 # --------------------------------------------------------------------------- sources

@@ -262,12 +262,12 @@ def publish(
     newest = max((m.time_ns for m in _complete_in(path.parent).values()), default=0)
     manifest = Manifest(max(time.time_ns(), newest + 1), world_size, optimizer, found)
     write_whole(made / MANIFEST, manifest.encode())
-    fsync_folder(made)
     install(made, path, overwrite=overwrite)
 
 
 def install(made: Path, path: Path, *, overwrite: bool) -> None:
     """Give a working folder its name; see [Note: publishing]."""
+    fsync_folder(made)
     is_exchanged = False
     while True:
         _check_replaceable(path, overwrite=overwrite)

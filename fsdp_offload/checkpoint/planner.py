@@ -241,7 +241,7 @@ class JobLoadPlanner(FlatLoadPlanner):
                     self.extra = decode(io.BytesIO(data))
             self.set_up_planner(self._read, self._reader.metadata)
             plan = super().create_local_plan()
-            self._reader.compare(plan, self)
+            self._reader._compare(plan, self)
             return replace(plan, planner_data=self._found.unknown)
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:

@@ -151,7 +151,7 @@ class Reader(FileSystemReader):
             self._read_foreign(replace(plan, items=foreign), planner)
         return done(None)
 
-    def compare(self, plan: LoadPlan, planner: LoadPlanner) -> None:
+    def _compare(self, plan: LoadPlan, planner: LoadPlanner) -> None:
         """Read, before any is written, values of several keys for one memory: they must agree."""
         self._apart = self._read_apart(plan, targets_of(plan, planner))
 
