@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
@@ -42,12 +42,15 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from ..core.arguments import listed
+from ..core.errors import CheckpointError, OffloadError
 from ..core.interrupts import Note, held_back, let_through
 from ..core.progress import report
 from ..core.storage import span
+from ..optimizer.hybrid import HybridDeviceOptimizer
 from .files import memory_of, typed, typed_error
 from .folder import checked
-from .planner import FlatSavePlanner, JobLoadPlanner, JobReader
+from .planner import FlatSavePlanner, JobLoadPlanner
+from .reader import Reader
 from .stager import Stager
 from .state import Models, class_name, collect, held, refuse_inherited, wrapper_of
 from .writer import Writer, without_group
@@ -93,8 +96,8 @@ def save(
         extra: anything else (step count, scheduler and data loader states): plain Python values
             and CPU tensors. That of rank 0 is kept.
         overwrite: replace a checkpoint at ``path``.
-        keep_last: remove older complete checkpoints of this package beside ``path``, so that so
-            many stay.
+        keep_last: remove older complete checkpoints beside ``path`` whose names differ from its
+            name in numbers alone, so that so many stay.
         threads: that write; ``None``: this rank's share of the cores, at most 16.
 
     Raises:
@@ -268,6 +271,40 @@ def _in_background(
 
 
 # --------------------------------------------------------------------------- DCP
+
+
+class JobReader(Reader):
+    """Reads for a :class:`JobLoadPlanner`; model and optimizer take over what was read.
+
+    Taking over is part of the reading, so that DCP raises an error of it on all ranks.
+
+    Args:
+        path: as of :class:`Reader`.
+        threads: see there.
+        optimizer: that has *failed* when ``until_all_have`` is left by an error.
+    """
+
+    def __init__(self, path: Any, *, threads: int | None, optimizer: Optimizer | None) -> None:
+        super().__init__(path, threads=threads)
+        self._optimizer = optimizer
+        self.until_all_have = contextlib.ExitStack()
+        """Entered when everything was found to fit; the caller leaves it when all ranks are done,
+        under ``held_back()``."""
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> torch.futures.Future[None]:
+        """Read in place, then take over."""
+        if not isinstance(planner, JobLoadPlanner):  # of single values, before anything is written
+            return super().read_data(plan, planner)
+        with contextlib.ExitStack() as reading:
+            if isinstance(self._optimizer, HybridDeviceOptimizer):
+                what, view = "checkpoint.load()", self._optimizer._for_checkpoints
+                self.until_all_have.enter_context(view.failing(what, keep=OffloadError))
+                reading.enter_context(view.replacing_all(what, keep=CheckpointError))
+            with let_through():  # but not in what follows: half of a load would be a success
+                done = super().read_data(plan, planner)
+        with typed():
+            planner.take_over()
+        return done
 
 
 def coordination_group(call: str, interrupt: Note) -> dist.ProcessGroup | None:

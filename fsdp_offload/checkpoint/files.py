@@ -34,6 +34,7 @@ from typing import Final, TypeVar
 
 import torch
 from torch import Tensor
+from torch.futures import Future
 
 from ..core.errors import (
     CheckpointCorruptError,
@@ -336,6 +337,13 @@ def check_count(name: str, value: object) -> None:
 
 
 # --------------------------------------------------------------------------- threads
+
+
+def done(value: _Result) -> Future[_Result]:
+    """A future for DCP of what has been done."""
+    future: Future[_Result] = Future()
+    future.set_result(value)
+    return future
 
 
 def thread_count() -> int:

@@ -28,6 +28,7 @@ from .files import (
     as_bytes,
     check_count,
     corrupt,
+    done,
     memory_of,
     read_bytes,
     read_table,
@@ -148,9 +149,11 @@ class Reader(FileSystemReader):
             planner.commit_tensor(request, target)  # planners of others may do something
         if foreign:
             self._read_foreign(replace(plan, items=foreign), planner)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
+        return done(None)
+
+    def _compare(self, plan: LoadPlan, planner: LoadPlanner) -> None:
+        """Read, before any is written, values of several keys for one memory: they must agree."""
+        self._apart = self._read_apart(plan, targets_of(plan, planner))
 
     def _read_apart(
         self, plan: LoadPlan, targets: Mapping[ReadItem, Tensor]

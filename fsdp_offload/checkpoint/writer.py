@@ -33,6 +33,7 @@ from .files import (
     aligned,
     as_bytes,
     check_count,
+    done,
     encode_table,
     envelope,
     memory_of,
@@ -57,8 +58,8 @@ class Writer(StorageWriter):
         path: the folder to make, on a file system that all ranks share; relative to the folder that
             is current now.
         overwrite: replace a checkpoint at ``path``.
-        keep_last: remove older complete checkpoints of this package beside ``path``, so that so
-            many stay.
+        keep_last: remove older complete checkpoints beside ``path`` whose names differ from its
+            name in numbers alone, so that so many stay.
         threads: that write; ``None``: this rank's share of the cores, at most 16.
         optimizer_class: name of the optimizer's class, which a load compares; empty: unknown.
 
@@ -147,13 +148,12 @@ class Writer(StorageWriter):
         Raises:
             CheckpointError: the file system refused.
         """
-        results: Future[list[WriteResult]] = Future()
         items: list[_Item] = []
         if plan.items:
             path = self.path.parent / plan.storage_data
             items = _layout(plan, planner)
             file = _write_file(path, items, self._threads)
-        results.set_result(
+        return done(
             [
                 _Written(
                     index=item.request.index,
@@ -164,7 +164,6 @@ class Writer(StorageWriter):
                 for item in items
             ]
         )
-        return results
 
     @held_back()
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -190,12 +189,15 @@ class Writer(StorageWriter):
             world_size=len(results),
             optimizer=self._optimizer_class,
         )
-        self._ended.set()
-        self._aside = None
+        self._complete("saved", sum(n_bytes for n_bytes, _ in written.values()))
         if self._keep_last is not None:
             folder.prune(self.path, self._keep_last)
-        n_bytes = sum(n for n, _ in written.values())
-        report(f"saved {self.path}", n_bytes, time.perf_counter() - self._start)
+
+    def _complete(self, verb: str, n_bytes: int) -> None:
+        """The folder has its name: nothing of it is to be discarded."""
+        self._ended.set()
+        self._aside = None
+        report(f"{verb} {self.path}", n_bytes, time.perf_counter() - self._start)
 
     @held_back()
     def discard(self) -> None:

@@ -95,6 +95,7 @@ class PhaseOffloader:
         DeviceError: several devices, one that torch cannot use, or that cannot keep addresses.
         UnsupportedParameterError: memory that torch does not own.
         UnsupportedTorchError: this version of torch lacks a private name of FSDP2.
+        SpentGradientError: between a backward that updated parameters and ``step()``.
         HostMemoryError: host memory is short; nothing has changed.
         PinningError: the driver refused to page-lock it; nothing has changed.
         DeviceMemoryError: ``keep_addresses`` needs some 0.5 GiB beside; nothing has changed.
@@ -186,6 +187,7 @@ class PhaseOffloader:
         Raises:
             HostMemoryError, PinningError: there is something new to hold.
             UnspentGradientError: a gradient would be lost, see ``grads``.
+            SpentGradientError: between a backward that updated parameters and ``step()``.
             UnsupportedParameterError: there is memory that torch does not own.
             ClosedError: after :meth:`close`, or in a forked process.
         """
@@ -411,8 +413,8 @@ def swap(*, out: PhaseOffloader, in_: PhaseOffloader, wait: bool = True) -> tupl
 
     Raises:
         DeviceMemoryError: ``in_`` does not fit in the place of ``out``; both are away.
-        HostMemoryError, PinningError, UnspentGradientError: ``out`` cannot be offloaded, see
-            :meth:`PhaseOffloader.offload`; it stays, and ``in_`` is away.
+        HostMemoryError, PinningError, UnspentGradientError, SpentGradientError: ``out`` cannot be
+            offloaded, see :meth:`PhaseOffloader.offload`; it stays, and ``in_`` is away.
         ClosedError: one of them is closed; nothing was moved.
     """
     in_._check()

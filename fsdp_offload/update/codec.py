@@ -40,6 +40,13 @@ def decode(value: Tensor, remainder: Tensor, master: Tensor) -> None:
         decode_plain(value, remainder, master)
 
 
+def decoded(value: Tensor, remainder: Tensor) -> Tensor:
+    """:func:`decode` into a new master of the shape of ``value``, which is contiguous."""
+    master = torch.empty(value.shape, dtype=torch.float32, device=value.device)
+    decode(value.view(-1), remainder.reshape(-1), master.view(-1))
+    return master
+
+
 def encode(master: Tensor, value: Tensor, remainder: Tensor) -> None:
     """``(value, remainder)[:] = master``. 1-D, same numel: fp32, bf16, bf16; contiguous."""
     if master.is_cuda and (kernels := triton_kernels()) is not None:
