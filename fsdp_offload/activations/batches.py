@@ -24,6 +24,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable
+from itertools import accumulate, compress
 from typing import Final
 
 import torch
@@ -50,16 +51,14 @@ class SavedRange(MemoryRange):
     Args:
         batch: that it is copied with.
         tensor: the first that was saved of it.
-        n_bytes: its size.
     """
 
-    __slots__ = ("is_written", "n_bytes", "original", "shape", "version")
+    __slots__ = ("is_written", "original", "shape", "version")
 
-    def __init__(self, batch: Batch, tensor: Tensor, n_bytes: int) -> None:
+    def __init__(self, batch: Batch, tensor: Tensor) -> None:
         super().__init__(batch)
         self.original: Tensor | None = tensor.detach()  # until it may go; it has the version
         self.version = tensor._version
-        self.n_bytes = n_bytes
         self.shape = (tensor.shape, tensor.dtype)
         self.is_written = False
 
@@ -84,21 +83,21 @@ class SavedRange(MemoryRange):
 class Batch(Block):
     """Ranges that are copied together. It lives as long as one of them, or its copy out."""
 
-    __slots__ = ("__weakref__", "_copies", "_ranges", "index", "start", "starts")
+    __slots__ = ("__weakref__", "_copies", "_ranges", "index", "start")
+    host: list[Tensor]
+    device: list[Tensor]
 
     def __init__(self, copies: BatchCopies) -> None:
-        super().__init__(residence=Residence.DIRTY)
-        self.device: list[Tensor] = []  # of each range, as bytes
+        super().__init__([], [], Residence.DIRTY)  # of each range, as bytes
         self._copies = copies
         self._ranges: list[weakref.ref[SavedRange]] = []
-        self.starts: list[int] = []  # of each range, from the beginning of the host memory
         self.start: int | None = None  # of its host memory
         self.index = 0
 
     def add(self, tensor: Tensor, span: Span) -> SavedRange:
         """A further range, which ``tensor`` lies in."""
         n_bytes = span.end_bytes - span.start_bytes
-        made = SavedRange(self, tensor, n_bytes)
+        made = SavedRange(self, tensor)
         memory = torch.empty(0, dtype=torch.uint8, device=tensor.device)
         memory.set_(tensor.untyped_storage(), span.start_bytes, (n_bytes,), (1,))
         self._ranges.append(weakref.ref(made))
@@ -111,11 +110,12 @@ class Batch(Block):
         return [find() for find in self._ranges]
 
     def drop_dead(self) -> None:
-        """Before the copy out: forget ranges that went."""
-        pairs = zip(self._ranges, self.device, strict=True)
-        alive = [(find, memory) for find, memory in pairs if find() is not None]
-        self._ranges, self.device = [f for f, _ in alive], [m for _, m in alive]
-        self.n_bytes = sum(memory.numel() for memory in self.device)
+        """Before a copy: forget ranges that went."""
+        alive = [find() is not None for find in self._ranges]
+        self._ranges = list(compress(self._ranges, alive))
+        self.host = list(compress(self.host, alive))
+        self.device = list(compress(self.device, alive))
+        self.n_bytes = sum(memory.numel() for memory in self.host or self.device)
 
     def hand_out(self) -> None:
         """Give each range its memory, so that each goes with its last handle."""
@@ -129,13 +129,8 @@ class Batch(Block):
         self._copies.need(self)
 
     def __del__(self) -> None:
-        fetched = self.device if self.residence is Residence.FETCHING else []
-        if self.start is not None or fetched:
-            self._copies.dropped.append((self.start, fetched, self.arrived))
-
-
-def _all(number: int) -> bool:
-    return True
+        if self.start is not None or self.residence is Residence.FETCHING:
+            self._copies.dropped.append((self.start, self.device, self.arrived))
 
 
 class BatchCopies:
@@ -146,15 +141,22 @@ class BatchCopies:
         pool: of host memory.
         n_bytes: that are taken of it.
         inflight_bytes: device memory that may be held for copies out.
+        is_moved: whether a batch is, by its number in an iteration.
     """
 
-    def __init__(self, backend: Backend, pool: HostPool, n_bytes: int, inflight_bytes: int) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        pool: HostPool,
+        n_bytes: int,
+        inflight_bytes: int,
+        is_moved: Callable[[int], bool],
+    ) -> None:
         self._backend, self._pool, self._arena = backend, pool, pool.take(n_bytes)
-        self._inflight_bytes = inflight_bytes
+        self._inflight_bytes, self._is_moved = inflight_bytes, is_moved
         self.link = Link(backend, "activations", turn_bytes=TURN_BYTES)
         self.intervals = Intervals(n_bytes)
         self.open = Batch(self)
-        self.is_moved: Callable[[int], bool] = _all  # by number of the batch in an iteration
         self.first_index = 0  # of this iteration
         # With the memory that is held, and its size in host memory.
         self._sending: deque[tuple[Batch, list[Tensor], int]] = deque()
@@ -175,35 +177,27 @@ class BatchCopies:
         if not batch.device:
             return
         self.collect()
-        current = self._backend.current_stream()
         batch.index = self.counts["batches"]
         self.counts["batches"] += 1
         self._order.append(weakref.ref(batch))
-        size = 0
-        for memory in batch.device:
-            batch.starts.append(size)
-            size += align(memory.numel(), _ALIGNMENT_BYTES)
-        if not self.is_moved(batch.index - self.first_index):
+        if not self._is_moved(batch.index - self.first_index):
             return
-        batch.start = self.intervals.take(size)
+        sizes = [align(memory.numel(), _ALIGNMENT_BYTES) for memory in batch.device]
+        batch.start = self.intervals.take(size := sum(sizes))
         if batch.start is None:
             self.counts["full_batches"] += 1
             return
-        batch.host = self._host(batch)
-        batch.changed(current.record())
+        starts = accumulate(sizes[:-1], initial=batch.start)
+        batch.host = [
+            self._arena.tensor(start, memory.numel(), torch.uint8)
+            for start, memory in zip(starts, batch.device, strict=True)
+        ]
+        batch.changed(self._backend.current_stream().record())
         self.link.store(batch, after=(self._last_back,))
         self._last_back = None
         self._sending.append((batch, batch.device, size))
         self._sending_bytes += size
         self._let_go()
-
-    def _host(self, batch: Batch) -> list[Tensor]:
-        """What each range has of the host memory."""
-        assert batch.start is not None
-        return [
-            self._arena.tensor(batch.start + start, memory.numel(), torch.uint8)
-            for start, memory in zip(batch.starts, batch.device, strict=True)
-        ]
 
     def _let_go(self) -> None:
         """Of device memory whose copy has ended; of the oldest, behind a wait, if it is much."""
@@ -263,11 +257,8 @@ class BatchCopies:
                 reason="it was closed, and its host memory given up",
                 remedy="call close() when no backward is left",
             )
-        batch.device = [
-            self._backend.allocate(0 if found is None else found.n_bytes)
-            for found in batch.ranges()
-        ]
-        batch.host, batch.n_bytes = self._host(batch), sum(m.numel() for m in batch.device)
+        batch.drop_dead()
+        batch.place([self._backend.allocate(memory.numel()) for memory in batch.host])
         now = self._backend.current_stream().record()
         self._last_back = self.link.fetch(batch, after=(now, batch.stored))
         self._give_host(batch)
@@ -275,7 +266,7 @@ class BatchCopies:
     def _give_host(self, batch: Batch) -> None:
         if batch.start is not None:
             self.intervals.give(batch.start)
-            batch.start, batch.host = None, ()
+            batch.start, batch.host = None, []
 
     def _bring_back_before(self, batch: Batch) -> None:
         """Up to :data:`AHEAD`, if there is memory."""

@@ -103,14 +103,14 @@ class ActivationOffload(Saver):
         found = torch.accelerator.current_accelerator() if device is None else device
         self._backend = backend_for(torch.device(found or "cpu"))
         pool = HostPool("ActivationOffload", self._backend, transfer or TransferConfig())
-        self._copies = BatchCopies(self._backend, pool, n_bytes, inflight)
+        is_moved = partial(_is_moved, share)
+        self._copies = BatchCopies(self._backend, pool, n_bytes, inflight, is_moved)
         self._hooks: list[torch.autograd.graph.saved_tensors_hooks | None] = []
         self._known: dict[int, list[_Known]] = {}  # by storage
         self._counts: Counter[str] = Counter()
         self._kept: Counter[str] = Counter()
         self._kept_bytes: Counter[str] = Counter()
         self._ranges_before = 0  # this iteration
-        self._copies.is_moved = partial(_is_moved, share)
         self._pid, self._thread, self._is_closed = os.getpid(), 0, False
 
     def __reduce__(self) -> NoReturn:

@@ -46,6 +46,7 @@ from ..core.errors import (
 from ..core.interrupts import held_back
 from ..core.progress import progress
 from ..link import local_ranks
+from ..link.link import buffers
 
 BLOCK_BYTES: Final = 8 << 20
 MAX_THREADS: Final = 16
@@ -54,7 +55,6 @@ ALIGNMENT_BYTES: Final = 64
 """Items begin at multiples of it, and torch lets elements begin at multiples of 64 within."""
 
 TAIL: Final = struct.Struct("<IQI8s")
-_scratch = threading.local()
 _Result = TypeVar("_Result")
 
 
@@ -92,19 +92,6 @@ def memory_of(block: Tensor) -> memoryview:
     if not nbytes:
         return memoryview(b"")
     return memoryview((ctypes.c_char * nbytes).from_address(block.data_ptr())).cast("B")
-
-
-def scratch(nbytes: int) -> Tensor:
-    """This thread's own buffer, 1-D uint8 of ``nbytes``; the next call reuses it."""
-    buffer = getattr(_scratch, "buffer", None)
-    if buffer is None or buffer.numel() < nbytes:
-        buffer = _scratch.buffer = torch.empty(nbytes, dtype=torch.uint8)
-    return buffer[:nbytes]
-
-
-def on_host(block: Tensor) -> Tensor:
-    """``block`` (1-D uint8), or its copy in this thread's scratch if it is on a device."""
-    return block if block.device.type == "cpu" else scratch(block.numel()).copy_(block)
 
 
 def write_bytes(descriptor: int, offset: int, data: bytes | memoryview, path: object) -> None:
@@ -378,7 +365,7 @@ def run_all(
             except BaseException as error:
                 errors.append(error)
             finally:
-                _scratch.__dict__.clear()
+                buffers.__dict__.clear()
 
         while len(results) < len(listed) and not errors:  # again if a handler did not raise
             with held_back() as interrupt:

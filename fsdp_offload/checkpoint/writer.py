@@ -25,6 +25,7 @@ from torch.futures import Future
 from ..core.errors import CheckpointError, ConfigError
 from ..core.interrupts import held_back, let_through
 from ..core.progress import report
+from ..link.link import on_host
 from . import folder
 from .files import (
     BLOCK_BYTES,
@@ -38,7 +39,6 @@ from .files import (
     envelope,
     memory_of,
     new_file,
-    on_host,
     run_all,
     without_class,
     write_bytes,

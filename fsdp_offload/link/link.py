@@ -8,16 +8,23 @@ produces or reads the bytes gives and takes events::
     producer --updated--> store --stored--> who reads the host, or uses the device memory again
     host memory --------> fetch --arrived--> who reads the device
 
-Nothing here blocks the host but :meth:`Link.synchronize` and its two halves.
+Nothing of it blocks the host but :meth:`Link.synchronize` and its two halves. What threads write to
+files and read from them, block by block, they wait for: :func:`on_host`, :func:`fill`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import threading
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
 
 from ..core.backend import TURN_BYTES, Backend, Event, TimedEvent
 from ..core.storage import span
 from .block import Block, Residence
+
+buffers = threading.local()  # pageable, for blocks of files
 
 
 class Link:
@@ -116,3 +123,24 @@ class Link:
         """Block until all copies so far have ended."""
         self._in.synchronize()
         self._out.synchronize()
+
+
+def scratch(n_bytes: int) -> Tensor:
+    """This thread's own buffer, 1-D uint8 of ``n_bytes``; the next call reuses it."""
+    own = getattr(buffers, "own", None)
+    if own is None or own.numel() < n_bytes:
+        own = buffers.own = torch.empty(n_bytes, dtype=torch.uint8)
+    return own[:n_bytes]
+
+
+def on_host(block: Tensor) -> Tensor:
+    """``block`` (1-D uint8), or its copy in this thread's scratch if it is on a device."""
+    return block if block.device.type == "cpu" else scratch(block.numel()).copy_(block)
+
+
+def fill(target: Tensor, read: Callable[[Tensor], None]) -> None:
+    """Let ``read`` write all of ``target`` (1-D uint8), in scratch first if it is on a device."""
+    block = target if target.device.type == "cpu" else scratch(target.numel())
+    read(block)
+    if block is not target:
+        target.copy_(block)

@@ -62,9 +62,10 @@ READER = """
 import sys, torch
 from fsdp_offload import checkpoint
 from fsdp_offload.checkpoint import files
+from fsdp_offload.link.link import scratch
 
 model = torch.nn.Sequential(*(torch.nn.Linear(300, 300) for _ in range(40)))
-jobs = [lambda: files.scratch(64 << 20).zero_()] * 40  # freed while the interpreter ends, it aborts
+jobs = [lambda: scratch(64 << 20).zero_()] * 40  # freed while the interpreter ends, it aborts
 checkpoint.load(sys.argv[1], model, threads=8)
 files.run_all(jobs, threads=8)
 """
