@@ -49,8 +49,8 @@ class Masters:
         self._compared: Tensor | None = None  # checksums of weights that masters agree with
         self._before_load: Tensor | None = None  # checksums of weights
 
-    def begin_step(self) -> None:
-        """Weights are about to change."""
+    def changed(self) -> None:
+        """Masters, or weights, are written here: compare them anew when state is read."""
         self._compared = None
 
     def follow_weights(self) -> None:
@@ -76,11 +76,7 @@ class Masters:
         with torch.no_grad():
             for param in params:
                 state_io.write_master(param, {})
-            self.trust_shards()
-
-    def trust_shards(self) -> None:
-        """Weights are those that the masters belong to."""
-        self._compared = None
+            self.changed()
 
     def forget_frozen(self) -> None:
         """Drop masters that were loaded for parameters which are not trained now."""

@@ -77,6 +77,11 @@ class HostSizes:
         return self.slot * self.slots + self.scratch
 
 
+def _bytes(flat: Tensor) -> Tensor:
+    """1-D uint8, without a copy, of a 1-D tensor; that of a single element may have any stride."""
+    return flat.as_strided(flat.shape, (1,)).view(torch.uint8)
+
+
 def _gradient_bytes(param: ParamState) -> int:
     """Of one element, at most."""
     return max(GRADIENT_BYTES, param.compute_dtype.itemsize)
@@ -107,11 +112,9 @@ class HostBucket:
         shards = slot[numel * self._width :][: numel * first.info.dtype.itemsize]
         copies = shards.view(first.info.dtype)
         on_host = [copies[s.scratch_start : s.scratch_start + s.numel] for s in bucket.slices]
-        self._on_host = [copy.view(torch.uint8) for copy in on_host]
+        self._on_host = [_bytes(copy) for copy in on_host]
         self._on_device = [
-            dtensor.local(params[s.spec.index].parameter)
-            .view(-1)[s.start : s.stop]
-            .view(torch.uint8)
+            _bytes(dtensor.local(params[s.spec.index].parameter).view(-1)[s.start : s.stop])
             for s in bucket.slices
         ]
         self._dtype = first.compute_dtype
@@ -152,7 +155,7 @@ class HostBucket:
             start = slice_.scratch_start * self._width
             own = self.slot[start : start + gradient.nbytes]
             host.append(own)
-            device.append(gradient.view(torch.uint8))
+            device.append(_bytes(gradient))
             received.append(own.view(gradient.dtype))
         return Block(host, device, Residence.DEVICE), received
 
