@@ -75,14 +75,6 @@ def empty_ledger(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def small_host_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that a few thousand elements are many buckets in every lane."""
-    from fsdp_offload.pipeline import engine
-
-    monkeypatch.setattr(engine, "HOST_BUCKET_FACTOR", 1)
-
-
-@pytest.fixture
 def arenas(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[HostRange]]:
     """Every arena that is made in the test."""
     from fsdp_offload.link import HostRange, host_pool

@@ -106,7 +106,7 @@ class CheckpointView:
             with self.failing(what, keep=keep), torch.no_grad():
                 yield
                 optimizer._view.expose(optimizer._reserved.params)
-                optimizer._masters.trust_shards()
+                optimizer._masters.changed()
             optimizer._masters.come_with_weights = True
 
     def failing(

@@ -7,7 +7,7 @@ host memory without knowing. Views that the lanes cut at construction stay: the 
 the same, and nothing looks at them between steps.
 
 Offloaded are the resident lane's state, what classes keep by themselves, and step counts that a
-kernel wants on the device. What stays: a checksum and a flag per host bucket.
+kernel wants on the device.
 """
 
 from __future__ import annotations

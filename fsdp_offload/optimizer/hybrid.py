@@ -187,7 +187,6 @@ class HybridDeviceOptimizer(Optimizer):
             else:
                 self._extend(self._reserved.inventory.trainable())
                 self._reserved.take_over()
-                self._masters.trust_shards()
 
     def _make_overlap(self) -> None:
         config, backend = self._reserved.config, self._reserved.backend
@@ -329,7 +328,7 @@ class HybridDeviceOptimizer(Optimizer):
                 self._reserved.exchange(with_overlap(self._config, self._inner, self._models))
                 if self._overlap is None:
                     self._make_overlap()
-            self._masters.trust_shards()
+            self._masters.changed()
             self._attach()
         self._grouped = GroupedParameters(self.param_groups)
 
@@ -355,7 +354,7 @@ class HybridDeviceOptimizer(Optimizer):
         """An iteration, before its first gradient is read."""
         self._view.adopt_writes(self._reserved.params, is_away=False)
         self._follow_options()
-        self._masters.begin_step()
+        self._masters.changed()
         if self._overlap is not None:
             with self._failing("an update of the step before"):
                 self._overlap.begin()
@@ -374,7 +373,7 @@ class HybridDeviceOptimizer(Optimizer):
             self._finish()
             with self._failing("reserving more state"), torch.no_grad():
                 self._reserved.renew()
-                self._masters.trust_shards()
+                self._masters.changed()
             self._attach()
 
     def _failing(
@@ -536,7 +535,7 @@ class HybridDeviceOptimizer(Optimizer):
             self._view.load_unmanaged(
                 saved, ids, params, self.device, steps_are_tensors=is_torch_class(self._inner)
             )
-            self._masters.trust_shards()
+            self._masters.changed()
         self._masters.come_with_weights = True
         if seeded := sum(map(state_io.seeds_master, params, values)):
             warn(
@@ -592,8 +591,8 @@ class HybridDeviceOptimizer(Optimizer):
     def resync(self) -> None:
         """Set every master equal to its weight, after writing into parameters by hand.
 
-        Not needed for loads into the module given as ``model=``, and host-lane writes are
-        noticed by value; without it bf16 masters are at most half a bf16 ulp off.
+        Not needed for loads into the module given as ``model=``. Without it bf16 masters are at
+        most half a bf16 ulp off.
         """
         self._device_state.check("resync()")
         with self._life.turn("resync()"):
@@ -607,7 +606,7 @@ class HybridDeviceOptimizer(Optimizer):
             return gather(self)
 
     def close(self) -> None:
-        """Finish all work and give host memory, slots and the thread back. Idempotent."""
+        """Finish all work and give host memory, slots and the host thread back. Idempotent."""
         if self._life.closed or not self._life.is_ours:
             return
         with self._life.turn("close()"):

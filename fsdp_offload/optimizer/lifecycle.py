@@ -160,6 +160,8 @@ class Lifecycle:
             if isinstance(error, keep) or not isinstance(error, Exception):
                 raise
             reason = str(error) if isinstance(error, OffloadError) else repr(error)
-            if isinstance(error, LaneError):  # of a lane's own threads: the remedy is the same
-                reason = f"{error.what}: {error.reason}"
-            raise LaneError(f"{what} failed", reason=reason, remedy=_START_OVER) from error
+            cause: BaseException = error
+            if isinstance(error, LaneError):  # of the host lane's thread: the remedy is the same
+                reason, cause = f"{error.what}: {error.reason}", error.__cause__ or error
+                self._failure = cause
+            raise LaneError(f"{what} failed", reason=reason, remedy=_START_OVER) from cause

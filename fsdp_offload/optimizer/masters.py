@@ -4,8 +4,8 @@
 Updates write the weight from its master. Others write weights alone: a load into the module, or
 the caller by hand. Then the master has to become the weight, and only where the two differ, since
 a master holds bits that its weight has not. Loads into the module given as ``model=`` are noticed
-by hooks. Whole masters are compared with their weights by value, in each update (host lane) or
-when state is read. A bf16 weight and a remainder of 16 bits have no value to compare: after a
+by hooks. Whole masters are compared with their weights by value, in each update and when state is
+read. A bf16 weight and a remainder of 16 bits have no value to compare: after a
 write by hand the master is at most half a bf16 step off, until ``resync()``.
 """
 
@@ -49,8 +49,8 @@ class Masters:
         self._compared: Tensor | None = None  # checksums of weights that masters agree with
         self._before_load: Tensor | None = None  # checksums of weights
 
-    def begin_step(self) -> None:
-        """Weights are about to change."""
+    def changed(self) -> None:
+        """Masters, or weights, are written here: compare them anew when state is read."""
         self._compared = None
 
     def follow_weights(self) -> None:
@@ -59,11 +59,7 @@ class Masters:
         if any(storages.is_empty(dtensor.with_history(p.parameter)) for p in params):
             return  # nothing can have been written into what has no memory
         with torch.no_grad():
-            for bucket in self._reserved.host_buckets():
-                if int(bucket.observe()) != int(bucket.expected):
-                    bucket.reseed()
-                    bucket.trust_shards()
-            whole = [p for p in params if p.form is MasterForm.WHOLE and p.lane != "host"]
+            whole = [param for param in params if param.form is MasterForm.WHOLE]
             if not whole:
                 return
             # On the device: a loop that reads the state of one parameter after the other would
@@ -80,15 +76,7 @@ class Masters:
         with torch.no_grad():
             for param in params:
                 state_io.write_master(param, {})
-            for bucket in self._reserved.host_buckets():
-                bucket.reseed()  # of other parameters, too: from here on their shards are trusted
-            self.trust_shards()
-
-    def trust_shards(self) -> None:
-        """Weights are those that the masters belong to."""
-        self._compared = None
-        for bucket in self._reserved.host_buckets():
-            bucket.trust_shards()
+            self.changed()
 
     def forget_frozen(self) -> None:
         """Drop masters that were loaded for parameters which are not trained now."""

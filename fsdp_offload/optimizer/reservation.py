@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -17,7 +17,6 @@ from ..core.config import Lane, OffloadConfig
 from ..core.errors import DeviceError
 from ..link import HostPool
 from ..pipeline.engine import Engine
-from ..pipeline.host import HostBucket
 from ..pipeline.inventory import Inventory, Placed
 from ..update import state as state_io
 from ..update.params import MasterForm, ParamState
@@ -176,11 +175,6 @@ class Reservation:
         """Trainable parameters whose state the class makes and keeps."""
         managed = {param.parameter for param in self.params}
         return [p for p, _ in self.inventory.trainable() if p not in managed]
-
-    def host_buckets(self) -> Iterator[HostBucket]:
-        """Of all host lanes."""
-        for engine in self.engines:
-            yield from engine.host.buckets if engine.host is not None else ()
 
     def discard(self) -> None:
         """Forget state that was fetched ahead: it is about to be written into."""

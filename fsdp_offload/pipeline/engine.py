@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -16,29 +15,19 @@ from torch.optim import Optimizer
 from ..core.backend import Backend, Event, Stream
 from ..core.config import OffloadConfig, align
 from ..core.errors import DeviceMemoryError
-from ..core.progress import warn
 from ..core.storage import span
-from ..link import HostPool, HostRange, local_ranks
+from ..link import HostPool, HostRange
 from ..plan import Kind, Layout, Slice, make_layout
 from ..plan.residency import choose
 from ..update.bucket import BucketUpdate, Scratch
 from ..update.one_kernel import StepPowers
 from ..update.params import MasterForm, ParamState, Snapshot, Work
-from ..update.schema import is_torch_class, make_shadow, raw_step
+from ..update.schema import make_shadow, raw_step
 from ..update.state import fill_initial, write_master
-from .host import HostBucket, HostStaging, HostStagingSizes, ring_depth
-from .host_lane import HostLane
-from .link import copier
+from .host import HostBucket, HostLane, HostSizes, thread_count
 from .streamed import StreamedBucket, StreamedLane, device_bytes_of, preferred
-from .worker import InlineWorker, ThreadPool, Worker, thread_count, thread_setup
 
 States = dict[Tensor, dict[str, Any]]
-
-HOST_DEPTH = 6
-"""Least number of gradient buffers of the host lane in host memory."""
-HOST_BUCKET_FACTOR = 2
-"""Host buckets are that much larger with ``overlap="step"``: each costs a hand-over between
-threads. With the others all buckets are large."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +45,6 @@ class DtypeGroup:
 
 def make_dtype_groups(params: Sequence[ParamState], config: OffloadConfig) -> list[DtypeGroup]:
     """Group parameters by lane and dtypes (order kept) and lay each group out in one arena."""
-    host_factor = HOST_BUCKET_FACTOR if config.overlap == "step" else 1
 
     def key(param: ParamState) -> tuple[str, ...]:
         kinds = tuple(kind.name for kind, _ in param.kinds) if param.moments else ()
@@ -71,7 +59,7 @@ def make_dtype_groups(params: Sequence[ParamState], config: OffloadConfig) -> li
         start = 0 if params[0].lane == "resident" else stop
         layout = make_layout(
             [r.spec for r in params],
-            bucket_bytes=config.bucket_bytes * (host_factor if params[0].lane == "host" else 1),
+            bucket_bytes=config.bucket_bytes,
             arena_start=start,
         )
         if params[0].lane != "resident":
@@ -139,19 +127,15 @@ class Engine:
         state_bytes = max((s.layout.arena_stop for s in away), default=0)
         self.payload_bytes = sum(s.layout.payload_bytes for s in away)
         host = [s for s in dtype_groups if s.first.lane == "host"]
-        threads = host_threads(config) if host else 1
-        # A class of the user's own may keep what its instances share: one thread at a time.
-        threads_of = (threads, 1) if is_torch_class(optimizer) else (1, threads)
-        sizes = _host_staging_sizes(host, threads_of[0], start=align(state_bytes, 256))
+        sizes = HostSizes.of([(group.layout, group.first) for group in host])
         self._pool = pool
-        # State, and behind it the gradient ring of the host lane.
-        self._arena = arena = pool.take(sizes.host_stop if host else state_bytes)
-        self.worker: Worker | None = None
+        # State, and behind it what the host lane works in.
+        host_start = align(state_bytes, 256) if host else state_bytes
+        self._arena = arena = pool.take(host_start + sizes.total)
         self.streamed: StreamedLane | None = None
         self.host: HostLane | None = None
         self.update = backend.stream("update")
         self._resident_updated: Event | None = None
-        self._host_written: Event | None = None
         self._without_scratch: list[BucketUpdate] = []  # one of each kind, while there is none
         # Of each gate: whether it is in the resident lane, and its buckets of the two others.
         self._gates: list[tuple[bool, list[HostBucket], list[int]]] = []
@@ -162,9 +146,7 @@ class Engine:
             self.streamed = self._streamed(optimizer, dtype_groups, params, arena, device_bytes)
             self._release_scratch()
             if host:
-                across = copier(backend.device, pinned=arena.pinned)
-                staging = HostStaging(backend, arena, sizes, across)
-                self.host = self._host(optimizer, host, params, arena, staging, threads_of)
+                self._make_host(optimizer, host, params, sizes, host_start)
             self.native = NativeUpdate(optimizer, natives, native_state) if natives else None
             # Slots and scratch may be memory that pending work of the caller's stream still
             # uses: the allocator orders reuse on that stream only.
@@ -267,24 +249,27 @@ class Engine:
             self.scratch.release()
             self._without_scratch = list(kinds.values())
 
-    def _host(
+    def _make_host(
         self,
         optimizer: Optimizer,
         dtype_groups: list[DtypeGroup],
         params: list[ParamState],
-        arena: HostRange,
-        staging: HostStaging,
-        threads: tuple[int, int],
-    ) -> HostLane:
-        setup = thread_setup(self.backend)
-        self.worker = ThreadPool(*threads, setup) if self.backend.has_threads else InlineWorker()
-        lane = HostLane(self.backend, staging, self.worker, setup)
+        sizes: HostSizes,
+        start: int,  # of what the lane works in, in the arena
+    ) -> None:
+        arena, overlap = self._arena, self.config.overlap or "step"
+        self.host = lane = HostLane(self.backend, thread_count(self.config), overlap)
+        slots = [
+            arena.tensor(start + i * sizes.slot, sizes.slot, torch.uint8)
+            for i in range(sizes.slots)
+        ]
+        memory = arena.tensor(start + sizes.slots * sizes.slot, sizes.scratch, torch.uint8)
+        scratch = Scratch(memory, StepPowers(0, memory.device))
         pairs = [(s.layout, bucket) for s in dtype_groups for bucket in s.layout.buckets]
         lane.buckets = [
-            HostBucket(optimizer, layout, bucket, params, arena, staging, i)
+            HostBucket(optimizer, layout, bucket, params, arena, slots[i % len(slots)], scratch)
             for i, (layout, bucket) in enumerate(pairs)
         ]
-        return lane
 
     # ------------------------------------------------------------------ running
 
@@ -315,42 +300,29 @@ class Engine:
             self.streamed.run(work, complete=False)
 
     def run(self, work: Work, start: Event) -> None:
-        """Enqueue the rest of the iteration after ``start``, where all gradients are ready.
-
-        With ``overlap="step"`` the host waits for the host lane's threads, else for nothing.
-        """
+        """Enqueue the rest of the iteration after ``start``, where all gradients are ready; waits
+        for none of it."""
         self.update.wait(start)
-
-        def on_device() -> None:
-            if self.native is not None:
-                with span("update"):
-                    self.update.launch(self.native.run, work.snapshot)
-            for bucket in self.resident:
-                gradients = work.of(bucket.bucket.slices)
-                if any(gradient is not None for gradient in gradients):
-                    with span("update"):
-                        self.update.launch(bucket.run, gradients, work.snapshot)
-            if self.native is not None or self.resident:
-                self._resident_updated = self.update.record()
-            if self.streamed is not None:
-                self.streamed.run(work, complete=True)
-
-        self._host_written = None
-        if self.host is None:
-            on_device()
-        elif self.config.overlap != "step" or self.streamed is not None:
+        if self.host is not None:
             self.host.offer(work, complete=True)
-            on_device()  # meanwhile the lane's own thread enqueues what host threads have updated
-        else:
-            self._host_written = self.host.run(work, start, on_device)
+        if self.native is not None:
+            with span("update"):
+                self.update.launch(self.native.run, work.snapshot)
+        for bucket in self.resident:
+            gradients = work.of(bucket.bucket.slices)
+            if any(gradient is not None for gradient in gradients):
+                with span("update"):
+                    self.update.launch(bucket.run, gradients, work.snapshot)
+        if self.native is not None or self.resident:
+            self._resident_updated = self.update.record()
+        if self.streamed is not None:
+            self.streamed.run(work, complete=True)
 
     def finish(self, stream: Stream) -> None:
-        """Make ``stream`` wait for every update that was enqueued."""
-        if self._host_written is not None:
-            stream.wait(self._host_written)
-        for bucket in self.host.buckets if self.host is not None else ():
-            if bucket.written is not None:
-                stream.wait(bucket.written)
+        """Make ``stream`` wait for every update that was enqueued; the host waits for the host
+        lane's thread."""
+        if self.host is not None and self.host.last is not None:
+            stream.wait(self.host.last)
         stream.wait(self.update.record())
 
     def watch_gates(self, gates: Sequence[frozenset[int]]) -> None:
@@ -440,11 +412,10 @@ class Engine:
 
     def follow(self, *events: Event) -> None:
         """Use device memory, and state there, only after ``events``."""
-        for stream in (self.update, *(self.host.streams if self.host is not None else ())):
-            for event in events:
-                stream.wait(event)
-        if self.streamed is not None:
-            self.streamed.link.follow(*events)
+        for event in events:
+            self.update.wait(event)
+        for lane in self.lanes:
+            lane.link.follow(*events)
 
     def close(self) -> None:
         """Give host memory back and end the thread. Idempotent."""
@@ -455,8 +426,6 @@ class Engine:
             self.idle()
         if self.host is not None:
             self.host.stop()
-        if self.worker is not None:
-            self.worker.stop()
         self._pool.give(self._arena)
         # It is unmapped when the last view of it is gone; slots and scratch are freed likewise.
         for param in self._added:  # parameters and slices refer to each other
@@ -467,36 +436,3 @@ class Engine:
         self.scratch = Scratch(
             torch.empty(0, dtype=torch.uint8), StepPowers(0, torch.device("cpu"))
         )
-
-
-def _host_staging_sizes(
-    dtype_groups: list[DtypeGroup], threads: int, *, start: int
-) -> HostStagingSizes:
-    """What the buffers of the host lane, whose groups these are, have to hold."""
-    layouts = [(s.layout, s.first) for s in dtype_groups]
-    numel_bytes = [x.scratch_numel * param.compute_dtype.itemsize for x, param in layouts]
-    shard_bytes = [x.scratch_numel * param.info.dtype.itemsize for x, param in layouts]
-    return HostStagingSizes(
-        start,
-        align(max(numel_bytes, default=0), 256),
-        align(max(shard_bytes, default=0), 256),
-        ring_depth(
-            threads,
-            bucket_numel=min((x.scratch_numel for x, _ in layouts), default=0),
-            buckets=sum(len(x.buckets) for x, _ in layouts),
-            least=HOST_DEPTH,
-        ),
-    )
-
-
-def host_threads(config: OffloadConfig) -> int:
-    """Threads of the host lane; a single one is worth a warning."""
-    threads = thread_count(config.transfer.host_threads)
-    if threads == 1:
-        warn(
-            "the host lane has 1 thread (%d cores, %d local ranks): expect about a tenth of the "
-            "speed of 16; set TransferConfig(host_threads=...)",
-            len(os.sched_getaffinity(0)),
-            local_ranks(),
-        )
-    return threads

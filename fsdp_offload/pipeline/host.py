@@ -1,117 +1,99 @@
-"""Buckets of the host lane: gradients come to the host, CPU cores update arena memory, parameters
-go back. How they pass through the lane: ``host_lane.py``.
+"""The host lane: the block update of :mod:`..update.bucket`, on CPU cores.
 
-[Note: outside writes]
-The arena's master is authoritative here, so a weight that other code wrote into a shard must
-be noticed, or the next update would revert it. Version counters do not see such writes. A
-checksum of the bucket's shards, taken on the device after our own write, is compared before the
-next update; where it differs, masters are re-seeded from the shards, element by element.
+[Note: host lane]
+State stays where it is, in the arena. A bucket's weights and gradients come to a slot of
+page-locked memory, and its new weights go back, in the order in which buckets are offered::
+
+    link out:     shards, gradients -> slot     after the gradients, and what the slot held before
+    host thread:  waits for that; BucketUpdate over slot and arena, by torch's kernels for the CPU
+    link in:      slot -> shards of parameters that had a gradient, then ``written``
+
+The weight itself comes to the host each time, so a weight that other code wrote counts there as it
+does on the device. One thread does everything below :meth:`HostLane.offer`, which never blocks; its
+kernels use ``host_threads`` cores. Without threads (the stream simulator), code that waits for
+``written`` does it.
+
+[Note: failures of the host thread]
+An exception there fails every bucket that has not returned, and those offered later: code that
+waits for one of them, or drains the lane, gets a LaneError that it is the cause of. It stays until
+:meth:`HostLane.abort`, because some weights may be one step ahead of others by then.
 """
 
 from __future__ import annotations
 
-import functools
+import contextlib
+import os
+import queue
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from ..core import dtensor
-from ..core.backend import Backend, Event, PendingEvent
-from ..core.storage import present
-from ..link import HostRange
+from ..core.backend import TURN_BYTES, Backend, Event, PendingEvent, cores_near
+from ..core.config import OffloadConfig, align
+from ..core.errors import LaneError, UnsupportedParameterError
+from ..core.progress import warn
+from ..core.storage import span
+from ..link import Block, HostRange, Link, Residence, local_ranks
 from ..plan import Bucket, Kind, Layout, Slice
-from ..plan.layout import kind_range, split
-from ..update import codec
-from ..update.bucket import copy_present, slice_state
-from ..update.checksum import checksum
-from ..update.params import MasterForm, ParamState, Work
-from ..update.schema import FUSED_ON_CPU, host_flags, torch_class
-from ..update.shadow import Shadow
-from .link import Copy
-from .worker import Calls, Outcome
+from ..plan.layout import kind_range
+from ..update.bucket import BucketUpdate, Scratch
+from ..update.params import REMAINDER_KIND, MasterForm, ParamState, Work
 
-UNIT_NUMEL: Final = 15 << 17
-"""Elements that one host thread updates in one call, about 2 M: 6 to 8 ms of fused AdamW on one
-core. Half of it costs a fifth of the speed, because the calls themselves take turns (the
-interpreter lock); twice as much leaves cores without work. A third of a default bucket of
-``overlap="step"``."""
-FLAG_DTYPE: Final = torch.int64
-"""Of the difference between two checksums."""
-FLAG_STRIDE: Final = 2
-"""Flags per slot, of which one is used: Triton's launches are cheap where 16 bytes are aligned."""
+HOST_SLOTS = 4
+"""At most: one arrives, one is updated, one leaves, and one more for a bucket out of turn."""
+GRADIENT_BYTES: Final = 4
+"""Per element of a gradient, at least: fp32 gradients of bf16 weights are possible."""
+JOIN_SECONDS: Final = 10.0
 
 
 @dataclass(frozen=True)
-class HostStagingSizes:
-    """How large the host lane's buffers are."""
+class HostSizes:
+    """Bytes of host memory that the lane works in, behind the state."""
 
-    host_start: int  # of what lies in host memory, a multiple of 256 bytes
-    numel_bytes: int  # the masters, or gradients, of the largest bucket
-    shard_bytes: int  # its shards
-    depth: int  # gradient buffers in host memory
+    slot: int
+    slots: int
+    scratch: int
+
+    @classmethod
+    def of(cls, groups: Sequence[tuple[Layout, ParamState]]) -> HostSizes:
+        """For buckets of these layouts, each with a representative of its parameters."""
+        return cls(
+            max((_slot_bytes(x.scratch_numel, param) for x, param in groups), default=0),
+            min(HOST_SLOTS, sum(len(x.buckets) for x, _ in groups)),
+            max((Scratch.bytes_of(param, x.scratch_numel) for x, param in groups), default=0),
+        )
 
     @property
-    def host_stop(self) -> int:
-        """End of what lies in host memory."""
-        return self.host_start + self.depth * (self.numel_bytes + FLAG_STRIDE * FLAG_DTYPE.itemsize)
+    def total(self) -> int:
+        """Of all slots and the scratch memory."""
+        return self.slot * self.slots + self.scratch
 
 
-def ring_depth(threads: int, *, bucket_numel: int, buckets: int, least: int) -> int:
-    """Gradient buffers such that host threads never run out of work; ``least`` for the transfers.
-
-    One arrives. The others hold one and a half times as many units as there are threads: units
-    end at different times, and a buffer is free only when all of its units have ended.
-    """
-    units = max(1, -(-bucket_numel // UNIT_NUMEL))
-    wanted = 1 + -(-3 * threads // (2 * units))
-    return max(2, min(max(least, wanted), buckets))
+def _bytes(flat: Tensor) -> Tensor:
+    """1-D uint8, without a copy, of a 1-D tensor; that of a single element may have any stride."""
+    return flat.as_strided(flat.shape, (1,)).view(torch.uint8)
 
 
-class HostStaging:
-    """Buffers between device and host, shared by all host buckets; what is in them, and masters,
-    cross the link by ``across``."""
-
-    def __init__(
-        self, backend: Backend, host: HostRange, sizes: HostStagingSizes, across: Copy
-    ) -> None:
-        start, numel_bytes, depth = sizes.host_start, sizes.numel_bytes, sizes.depth
-        self.depth = depth
-        # On the device, each used by one stream and of no content between steps: on the way out
-        # gradients and copies of the shards, on the way back masters and what goes into shards.
-        self.gradients = backend.allocate(numel_bytes)
-        self.observed = backend.allocate(sizes.shard_bytes)
-        self.masters = backend.allocate(numel_bytes)
-        self.rounded = backend.allocate(sizes.shard_bytes)
-        self.on_device = [self.gradients, self.observed, self.masters, self.rounded]
-        self.across = across
-        self.flag_memory = host.tensor(start + depth * numel_bytes, depth * FLAG_STRIDE, FLAG_DTYPE)
-        self.host_gradients = [
-            host.tensor(start + i * numel_bytes, numel_bytes, torch.uint8) for i in range(depth)
-        ]
-        self.host_user: list[Outcome | None] = [None] * depth  # last update of a host buffer
+def _gradient_bytes(param: ParamState) -> int:
+    """Of one element, at most."""
+    return max(GRADIENT_BYTES, param.compute_dtype.itemsize)
 
 
-@dataclass(frozen=True)
-class HostUnit:
-    """Pieces that one thread updates in one call."""
-
-    shadow: Shadow
-    received: list[Tensor]  # gradients in host memory, per slice
-
-    def update(self, work: Work) -> None:
-        """Step the arena in place."""
-        gradients = [
-            None if work.gradients[sliced.param.index] is None else received
-            for sliced, received in zip(self.shadow.slices, self.received, strict=True)
-        ]
-        self.shadow.step(gradients, work.snapshot)
+def _slot_bytes(numel: int, param: ParamState) -> int:
+    """For the gradients, then the shards, of ``numel`` elements."""
+    return align(numel * (_gradient_bytes(param) + param.info.dtype.itemsize), 256)
 
 
 class HostBucket:
-    """One bucket of the host lane: its arena views, shards and staging views."""
+    """A bucket, its place in the arena, and the slot that its weights and gradients come to."""
 
     def __init__(
         self,
@@ -120,136 +102,305 @@ class HostBucket:
         bucket: Bucket,
         params: list[ParamState],
         arena: HostRange,
-        staging: HostStaging,
-        index: int,
+        slot: Tensor,  # uint8, 1-D
+        scratch: Scratch,
     ) -> None:
-        self.index, self.bucket = index, bucket
+        first = params[bucket.slices[0].spec.index]
+        self.bucket, self.slot = bucket, slot
         self.indices = sorted({s.spec.index for s in bucket.slices})
-        own = [params[s.spec.index] for s in bucket.slices]
-        compute, shard = own[0].compute_dtype, own[0].info.dtype
-        self._rounds_by_codec = shard == torch.bfloat16 and compute == torch.float32
-        self._master_kind = Kind(MasterForm.WHOLE.value, compute)
-        span = next(s for s in bucket.spans if s.kind == self._master_kind)
-        self.sent_bytes = span.n_bytes
-        self.shards = [
-            dtensor.local(r.parameter).view(-1)[s.start : s.stop]
-            for r, s in zip(own, bucket.slices, strict=True)
+        self._width, numel = _gradient_bytes(first), bucket.scratch_numel
+        shards = slot[numel * self._width :][: numel * first.info.dtype.itemsize]
+        copies = shards.view(first.info.dtype)
+        on_host = [copies[s.scratch_start : s.scratch_start + s.numel] for s in bucket.slices]
+        self._on_host = [_bytes(copy) for copy in on_host]
+        self._on_device = [
+            _bytes(dtensor.local(params[s.spec.index].parameter).view(-1)[s.start : s.stop])
+            for s in bucket.slices
         ]
-        self.master = arena.tensor(span.arena_start, span.n_bytes // compute.itemsize, compute)
-        self.master_slices = self._cut(self.master)
-        self._across = staging.across
-        self._use_staging(staging, compute, shard)
-        self.expected = self._observe()  # checksum of the shards as we last wrote them: 0-dim
-        self.written: PendingEvent | None = None
-        """After it, the shards are as the last iteration leaves them; None: it left them alone."""
-        self.units = self._make_units(optimizer, layout, params, arena)
+        self._dtype = first.compute_dtype
 
-    def _cut(self, flat: Tensor) -> list[Tensor]:
-        """Each slice's part of memory that is laid out like the masters."""
-        return [flat[s.scratch_start : s.scratch_start + s.numel] for s in self.bucket.slices]
-
-    def _use_staging(self, staging: HostStaging, compute: torch.dtype, shard: torch.dtype) -> None:
-        """Views of the buffers that the bucket passes through."""
-        numel, slot = self.master.numel(), self.index % staging.depth
-
-        def flat(memory: Tensor, dtype: torch.dtype) -> Tensor:
-            return memory[: numel * dtype.itemsize].view(dtype)
-
-        self.sent = flat(staging.gradients, compute)
-        self.sent_slices = self._cut(self.sent)
-        self.observed = flat(staging.observed, shard)
-        self.observed_slices = self._cut(self.observed)
-        self.received = flat(staging.host_gradients[slot], compute)
-        self.returned = flat(staging.masters, compute)
-        self.rounded = flat(staging.rounded, shard)
-        self.rounded_slices = self._cut(self.rounded)
-        self.flag = torch.zeros(1, dtype=FLAG_DTYPE, device=self.sent.device)
-        self.host_flag = staging.flag_memory[slot * FLAG_STRIDE :][:1]
-
-    def _make_units(
-        self, optimizer: Optimizer, layout: Layout, params: list[ParamState], arena: HostRange
-    ) -> list[HostUnit]:
         def view(slice_: Slice, kind: Kind, numel: int) -> Tensor:
             start, stop = kind_range(slice_, kind, numel, layout.offsets)
             return arena.tensor(start, (stop - start) // kind.itemsize, kind.dtype)
 
-        overrides = {
-            index: host_overrides(optimizer, optimizer.param_groups[index], self.master.dtype)
-            for index in {params[s.spec.index].group for s in self.bucket.slices}
-        }
-        units = []
-        for slices in split(self.bucket, UNIT_NUMEL):
-            states = [
-                slice_state(params[s.spec.index], s, view(s, self._master_kind, s.spec.numel), view)
-                for s in slices
-            ]
-            received = [self.received[s.scratch_start : s.scratch_start + s.numel] for s in slices]
-            shadow = Shadow(optimizer, states, overrides, on_host=True)
-            units.append(HostUnit(shadow, received))
-        return units
+        remainder = None
+        if first.form is MasterForm.REMAINDER:
+            flat = next(each for each in bucket.spans if each.kind == REMAINDER_KIND)
+            numel = flat.n_bytes // flat.kind.itemsize
+            remainder = arena.tensor(flat.arena_start, numel, flat.kind.dtype)
+        self.update = BucketUpdate(
+            optimizer, bucket, params, view, scratch, flat_remainder=remainder, host_shards=on_host
+        )
+        self.written: PendingEvent | None = None
+        """After it, the shards are as the last iteration leaves them; None: it left them alone."""
 
-    # -- on the stream out
+    def outgoing(self, gradients: list[Tensor | None]) -> tuple[Block, list[Tensor | None]]:
+        """All shards and these gradients, and where the gradients come to.
 
-    def send_gradients(self, gradients: list[Tensor | None]) -> None:
-        """Cast gradients into host memory; tell whether the shards are as we last wrote them."""
-        copy_present(self.sent_slices, gradients, gradients)
-        torch.sub(self._observe(), self.expected, out=self.flag[0])
-        self._across(self.sent, self.received)
-        self._across(self.flag, self.host_flag)
+        Raises:
+            UnsupportedParameterError: a gradient has more bits than the update computes with.
+        """
+        host, device = [*self._on_host], [*self._on_device]
+        received: list[Tensor | None] = []
+        for slice_, gradient in zip(self.bucket.slices, gradients, strict=True):
+            if gradient is None:
+                received.append(None)
+                continue
+            if gradient.itemsize > self._width:
+                raise UnsupportedParameterError(
+                    f"a gradient of {gradient.dtype} of {slice_.spec.fqn}",
+                    reason=f"the host lane updates it in {self._dtype}",
+                    remedy="leave the gradient in the parameter's dtype",
+                )
+            start = slice_.scratch_start * self._width
+            own = self.slot[start : start + gradient.nbytes]
+            host.append(own)
+            device.append(_bytes(gradient))
+            received.append(own.view(gradient.dtype))
+        return Block(host, device, Residence.DEVICE), received
 
-    def _observe(self) -> Tensor:
-        self.observed.zero_()  # gaps between parameters are zero, as in the arena
-        torch._foreach_copy_(self.observed_slices, self.shards)
-        return checksum(self.observed)
+    def incoming(self, gradients: list[Tensor | None]) -> Block:
+        """The shards of parameters that have a gradient."""
+        present = [i for i, gradient in enumerate(gradients) if gradient is not None]
+        return Block([self._on_host[i] for i in present], [self._on_device[i] for i in present])
 
-    # -- on the stream back
-
-    def write_shards(self, gradients: list[Tensor | None]) -> None:
-        """Round the masters into the shards of parameters that had a gradient."""
-        self._across(self.master, self.returned)
-        if self._rounds_by_codec:
-            codec.round_to_value(self.returned, self.rounded)
-        else:
-            self.rounded.copy_(self.returned)
-        copy_present(self.shards, self.rounded_slices, gradients)
-        self.expected = checksum(self.rounded)
-
-    # -- on the host threads
-
-    def update(self, arrived: Event, work: Work) -> Calls:
-        """Wait for the gradients; the updates of the units, to be run in any order."""
-        arrived.synchronize()
-        if int(self.host_flag[0]):
-            self.reseed()
-        return [functools.partial(unit.update, work) for unit in self.units]
-
-    def trust_shards(self) -> None:
-        """Take the shards as they are for what was last written; the device must be idle."""
-        self.expected = self.observe()
-
-    def observe(self) -> Tensor:
-        """The shards' checksum; the device must be idle."""
-        for shard in self.shards:
-            present(shard)
-        return self._observe()
-
-    def reseed(self) -> None:
-        """Take the shards' values over where a master does not round to its shard."""
-        for master, shard in zip(self.master_slices, self.shards, strict=True):
-            codec.reseed_where_changed(present(shard).cpu(), master)
+    def step(self, received: list[Tensor | None], work: Work) -> None:
+        """Update slot and arena."""
+        if self.update.slices[0].param.form is MasterForm.SHARD:
+            received = [None if each is None else each.to(self._dtype) for each in received]
+        self.update.run(received, work.snapshot)
 
 
-def host_overrides(
-    optimizer: Optimizer, group: dict[str, Any], compute: torch.dtype
-) -> dict[str, Any]:
-    """The fused CPU kernel where the class has one and the user left the choice open.
+@dataclass(eq=False)
+class _Visit:
+    """A bucket on its way through the lane."""
 
-    Half precision is left out: fused SGD on the CPU skips elements there (pytorch #191763).
+    bucket: HostBucket
+    gradients: list[Tensor | None]
+    work: Work
+    ready: list[Event]  # the gradients may be read after these
+    written: PendingEvent
+    received: list[Tensor | None]
+    stored: Event | None = None
+
+
+class HostLane:
+    """All host buckets, in order.
+
+    Args:
+        backend: of the device.
+        threads: cores that an update uses.
+        overlap: with ``"step"`` the link is the lane's alone.
     """
-    overrides: dict[str, Any] = {**host_flags(group)}
-    left_open = group.get("fused") is None and group.get("foreach") is None
-    is_fused = torch_class(optimizer) in FUSED_ON_CPU
-    has_kernel = is_fused and compute in (torch.float32, torch.float64)
-    if left_open and has_kernel:
-        overrides["fused"] = True
-    return overrides
+
+    def __init__(self, backend: Backend, threads: int, overlap: str) -> None:
+        self.buckets: list[HostBucket] = []
+        self.link = Link(backend, "host", turn_bytes=None if overlap == "step" else TURN_BYTES)
+        self.last: PendingEvent | None = None
+        """After it, all that was offered is written."""
+        self.moved_bytes = self.fetched_bytes = 0  # to the host and back, in the last iteration
+        self.staging_buffers: list[Tensor] = []  # none on the device
+        self._thread = HostThread(backend, threads) if backend.has_threads else None
+        self._offered: deque[_Visit] = deque()
+        self._sent: deque[_Visit] = deque()  # on their way to the host, or there
+        self._free: dict[Tensor, Event] = {}  # by slot: when the last one has left it
+        self._failure: LaneError | None = None
+        self._work: weakref.ref[Work] | None = None  # the iteration that has begun
+        self._left: list[HostBucket] = []  # buckets of it that were not offered yet
+
+    # ------------------------------------------------------------------ on the caller's thread
+
+    def offer(self, work: Work, *, complete: bool) -> None:
+        """Begin to update the buckets whose gradients are there, waiting for none of it. When all
+        that will come are there (``complete``), the rest, without buckets that have none.
+
+        Until a bucket is ``written``, the caller neither writes nor frees its gradients.
+        """
+        if self._work is None or self._work() is not work:
+            self._work, self._left = weakref.ref(work), list(self.buckets)
+            self.moved_bytes = self.fetched_bytes = 0
+        left, self._left = self._left, []
+        for bucket in left:
+            ready = dict.fromkeys(work.ready[index] for index in bucket.indices)  # each once
+            if not complete and None in ready:
+                self._left.append(bucket)
+                continue
+            gradients, bucket.written = work.of(bucket.bucket.slices), None
+            if all(gradient is None for gradient in gradients):
+                continue
+            bucket.written = self.last = PendingEvent(self._advance)
+            events = [event for event in ready if event is not None]
+            visit = _Visit(bucket, gradients, work, events, bucket.written, [])
+            self._offered.append(visit)
+            if self._thread is not None:
+                self._thread.submit(self._work_off)
+            back = bucket.incoming(gradients).n_bytes
+            self.fetched_bytes += back
+            self.moved_bytes += back + sum(g.nbytes for g in gradients if g is not None)
+
+    def _advance(self, written: PendingEvent) -> None:
+        """Somebody waits for it: see :class:`PendingEvent`."""
+        if self._thread is None:
+            self._work_off()
+        else:
+            self._thread.check()
+
+    def synchronize(self) -> None:
+        """Block until all shards are written and no copy is under way, even after a failure.
+
+        Raises:
+            LaneError: something failed on the host thread: its cause.
+        """
+        try:
+            if self.last is not None:
+                self.last.recorded()
+        finally:
+            self.link.synchronize()
+        if self._failure is not None:
+            raise self._failure
+
+    def abort(self) -> None:
+        """Forget a failure and an iteration that has begun: everything is written anew.
+
+        The lane has been synchronized, or is lost.
+        """
+        self._failure = self._work = self.last = None
+        for bucket in self.buckets:
+            bucket.written = None
+
+    def stop(self) -> None:
+        """End the thread; the lane has been synchronized, or is lost."""
+        if self._thread is not None:
+            self._thread.stop()
+
+    # ------------------------------------------------------------------ on the host thread
+
+    def _work_off(self) -> None:
+        """Update all that has been offered; never raises."""
+        try:
+            with torch.no_grad():
+                while self._failure is None and (self._offered or self._sent):
+                    self._send()
+                    self._update(self._sent[0])
+        except BaseException as error:
+            self._failure = _failed(error)
+        if self._failure is not None:
+            for visits in (self._sent, self._offered):
+                while visits:
+                    visits.popleft().written.fail(self._failure)
+
+    def _send(self) -> None:
+        """Copy to the host what there are free slots for."""
+        while self._offered and all(
+            visit.bucket.slot is not self._offered[0].bucket.slot for visit in self._sent
+        ):
+            visit = self._offered[0]
+            block, visit.received = visit.bucket.outgoing(visit.gradients)
+            free = self._free.get(visit.bucket.slot)
+            visit.stored = self.link.store(block, after=(*visit.ready, free))
+            self._sent.append(self._offered.popleft())
+
+    def _update(self, visit: _Visit) -> None:
+        bucket = visit.bucket
+        assert visit.stored is not None
+        visit.stored.synchronize()
+        with span("update"):
+            bucket.step(visit.received, visit.work)
+        arrived = self.link.fetch(bucket.incoming(visit.gradients))
+        self._free[bucket.slot] = arrived
+        self._sent.popleft()
+        visit.gradients.clear()  # nothing of a step may outlive it here
+        visit.written.complete(arrived)
+
+
+def _failed(error: BaseException) -> LaneError:
+    made = LaneError(
+        "an update in the host lane failed",
+        reason=repr(error),
+        remedy="load a checkpoint (model, then optimizer) or build both anew",
+    )
+    made.__cause__ = error
+    return made
+
+
+# --------------------------------------------------------------------------- its thread
+
+
+class HostThread:
+    """One daemon thread near the device that runs calls in order, and keeps none of them.
+
+    Args:
+        backend: of the device, which becomes the thread's own.
+        kernel_threads: of torch's CPU kernels on it. Other threads keep their number.
+    """
+
+    def __init__(self, backend: Backend, kernel_threads: int) -> None:
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        ready = threading.Event()
+        arguments = (self._calls, backend, kernel_threads, torch.get_num_threads(), ready)
+        self._thread = threading.Thread(
+            target=_serve, args=arguments, name="fsdp_offload-host", daemon=True
+        )
+        self._thread.start()
+        ready.wait()  # it has set its number of kernel threads
+
+    def submit(self, call: Callable[[], None]) -> None:
+        """Run ``call``, which must not raise, after those before it."""
+        self._calls.put(call)
+
+    def check(self) -> None:
+        """Raises LaneError if the thread is gone and will never run what was submitted."""
+        if not self._thread.is_alive():
+            raise LaneError(
+                "host lane thread",
+                reason="it ended before its work did (interpreter shutdown or a fork)",
+                remedy="build the optimizer in the process that steps it",
+            )
+
+    def stop(self) -> None:
+        """Let pending calls end, then the thread; waits at most ``JOIN_SECONDS``."""
+        self._calls.put(None)
+        if self._thread is not threading.current_thread() and self._thread.is_alive():
+            self._thread.join(JOIN_SECONDS)
+
+
+def _serve(
+    calls: queue.SimpleQueue[Callable[[], None] | None],
+    backend: Backend,
+    kernel_threads: int,
+    inherited: int,
+    ready: threading.Event,
+) -> None:
+    try:
+        backend.enter_thread()
+        with contextlib.suppress(OSError):  # a sandbox that forbids it: slower, not wrong
+            os.sched_setaffinity(0, cores_near(backend.device))  # 0: this thread, and its kernels'
+        torch.get_num_threads()  # else this thread's first kernel would take the default once more
+        torch.set_num_threads(kernel_threads)
+        # set_num_threads also becomes the default of threads that are created later. A thread
+        # that lives only for this line puts that default back and leaves this thread's own alone.
+        restore = threading.Thread(target=torch.set_num_threads, args=(inherited,))
+        restore.start()
+        restore.join()
+    finally:
+        ready.set()
+    while (call := calls.get()) is not None:
+        call()
+        del call
+
+
+def thread_count(config: OffloadConfig) -> int:
+    """Cores for the host lane: ``host_threads``, else those of this process / ranks on this host.
+
+    A single one is worth a warning.
+    """
+    cores = len(os.sched_getaffinity(0))
+    threads = config.transfer.host_threads or max(1, cores // local_ranks())
+    if threads == 1:
+        warn(
+            "the host lane has 1 thread (%d cores, %d local ranks): expect about a tenth of the "
+            "speed of 16; set TransferConfig(host_threads=...)",
+            cores,
+            local_ranks(),
+        )
+    return threads

@@ -141,7 +141,7 @@ class Inventory:
         values, schema = self._optimizer.param_groups[group], Schema((), elementwise=False)
         if not native:
             schema = self._schema(values, compute, on_host=False)
-        form = master_form("resident", info.dtype, compute)
+        form = master_form(info.dtype, compute)
         per_numel = bytes_per_element(schema, form, compute, self._config)
         return ParamSpec(
             fqn=fqn,
@@ -155,7 +155,7 @@ class Inventory:
         compute = self._config.compute_dtype(info.dtype)
         values = self._optimizer.param_groups[group]
         schema = self._schema(values, compute, on_host=lane == "host")
-        form = master_form(lane, info.dtype, compute)
+        form = master_form(info.dtype, compute)
         moments = moments_of(schema, compute, self._config.moments)
         cuttable, cut_numel = cut_at(info, lane, elementwise=schema.elementwise)
         return ParamState(

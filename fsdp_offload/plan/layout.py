@@ -214,24 +214,6 @@ def _finish(slices: list[Slice], offsets: dict[tuple[int, str], int]) -> Bucket:
     )
 
 
-def split(bucket: Bucket, unit_numel: int) -> list[list[Slice]]:
-    """The bucket's slices cut into units of about ``unit_numel`` elements, in order."""
-    units: list[list[Slice]] = [[]]
-    filled = 0
-    for whole in bucket.slices:
-        step = unit_numel if whole.spec.cuttable else max(whole.numel, 1)
-        step = align(step, whole.spec.cut_numel)
-        for start in range(whole.start, max(whole.stop, whole.start + 1), step):
-            stop = min(whole.stop, start + step)
-            if filled and filled + stop - start > unit_numel:
-                units.append([])
-                filled = 0
-            scratch_start = whole.scratch_start + start - whole.start
-            units[-1].append(Slice(whole.spec, start, stop, scratch_start))
-            filled += stop - start
-    return units
-
-
 def kind_range(
     slice_: Slice, kind: Kind, numel: int, offsets: dict[tuple[int, str], int]
 ) -> tuple[int, int]:

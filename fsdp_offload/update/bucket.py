@@ -1,6 +1,7 @@
-"""One bucket on the device: masters are unpacked, the shadow steps, masters are packed.
+"""The update of one bucket: masters are unpacked, the shadow steps, masters are packed.
 
-Serves the resident lane (state views on the device) and the streamed lane (views of a slot).
+Serves the resident lane (state views on the device), the streamed lane (views of a slot) and the
+host lane (views of host memory, and copies of the shards there).
 Where it can, one kernel does everything: see :mod:`.one_kernel`.
 """
 
@@ -136,7 +137,7 @@ def copy_present(
 
 
 class BucketUpdate:
-    """The update of one bucket on the device.
+    """The update of one bucket, on the device or the CPU: where its state is.
 
     All parameters of the bucket share shard dtype, compute dtype and :class:`MasterForm`.
 
@@ -147,6 +148,7 @@ class BucketUpdate:
         view: where the state of a slice lies; see :meth:`bind`.
         scratch: shared by all buckets that are updated on one stream.
         flat_remainder: see :meth:`bind`.
+        host_shards: on the CPU, what is read and written instead of the shards, per slice: 1-D.
     """
 
     def __init__(
@@ -158,13 +160,14 @@ class BucketUpdate:
         scratch: Scratch,
         *,
         flat_remainder: Tensor | None = None,
+        host_shards: list[Tensor] | None = None,
     ) -> None:
         first = params[bucket.slices[0].spec.index]
         self.bucket = bucket
         self._form = first.form
         self._whole_master = Kind(MasterForm.WHOLE.value, first.compute_dtype)
         self._is_shaped = not first.schema.elementwise
-        self._shards = [
+        self._shards = host_shards or [
             dtensor.local(params[s.spec.index].parameter).view(-1)[s.start : s.stop]
             for s in bucket.slices
         ]
@@ -183,7 +186,7 @@ class BucketUpdate:
             slice_state(params[s.spec.index], s, master, view, values)
             for s, master, values in zip(bucket.slices, self._masters, unpacked, strict=True)
         ]
-        self._shadow = Shadow(optimizer, self.slices, {})
+        self._shadow = Shadow(optimizer, self.slices, on_host=host_shards is not None)
         unpacks = self._form is MasterForm.REMAINDER or bool(first.moments)
         self._has_kernel = (
             unpacks

@@ -113,10 +113,8 @@ def cut_at(info: ShardInfo, lane: Lane, *, elementwise: bool) -> tuple[bool, int
     return elementwise and info.local_numel % 4 == 0, CUDA_TILE_NUMEL
 
 
-def master_form(lane: Lane, shard: torch.dtype, compute: torch.dtype) -> MasterForm:
-    """How the master of a parameter is kept in ``lane``."""
-    if lane == "host":
-        return MasterForm.WHOLE
+def master_form(shard: torch.dtype, compute: torch.dtype) -> MasterForm:
+    """How the master of a parameter is kept."""
     if shard == compute:
         return MasterForm.SHARD
     return MasterForm.REMAINDER if shard == torch.bfloat16 else MasterForm.WHOLE

@@ -90,6 +90,20 @@ def host_flags(group: dict[str, Any]) -> dict[str, Any]:
     return {"capturable": False} if group.get("capturable") else {}
 
 
+def host_overrides(
+    optimizer: Optimizer, group: dict[str, Any], compute: torch.dtype
+) -> dict[str, Any]:
+    """Values of a group on the CPU: the fused kernel where the class has one and the user left the
+    choice open.
+
+    Half precision is left out: fused SGD on the CPU skips elements there (pytorch #191763).
+    """
+    left_open = group.get("fused") is None and group.get("foreach") is None
+    is_fused = torch_class(optimizer) in FUSED_ON_CPU
+    has_kernel = is_fused and compute in (torch.float32, torch.float64)
+    return {**host_flags(group), **({"fused": True} if left_open and has_kernel else {})}
+
+
 def torch_class(optimizer: Optimizer) -> type[Optimizer] | None:
     """The class of ``torch.optim`` whose behaviour ``optimizer`` has; None: it is not torch's.
 

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from ..core.errors import StateSchemaError
 from .one_kernel import FusedAdam
 from .params import SliceState, Snapshot
-from .schema import is_torch_class, make_shadow, own_copy, raw_step
+from .schema import host_overrides, is_torch_class, make_shadow, own_copy, raw_step
 
 
 class Shadow:
@@ -33,24 +33,27 @@ class Shadow:
     Args:
         optimizer: the wrapped optimizer; only its class and settings are used.
         slices: the bucket's slices, in order.
-        overrides: per group, values that differ from the user's (``fused=True`` in the host
-            lane).
-        on_host: read the snapshot's CPU copies of tensor hyper-parameters.
+        on_host: the slices are in host memory: read the snapshot's CPU copies of tensor
+            hyper-parameters, and use the fused CPU kernel, see :func:`.schema.host_overrides`.
     """
 
     def __init__(
         self,
         optimizer: Optimizer,
         slices: list[SliceState],
-        overrides: dict[int, dict[str, Any]],
         *,
         on_host: bool = False,
     ) -> None:
         self.slices = slices
-        self._overrides, self._on_host = overrides, on_host
+        self._on_host = on_host
         self._trusted = is_torch_class(optimizer)
         self._step = raw_step(type(optimizer))
         self._group_indices = sorted({sliced.param.group for sliced in slices})
+        compute = slices[0].param.compute_dtype
+        self._overrides = {
+            index: host_overrides(optimizer, optimizer.param_groups[index], compute)
+            for index in (self._group_indices if on_host else ())
+        }
         groups = [
             {"params": [p.tensor for p in slices if p.param.group == index]}
             for index in self._group_indices

@@ -365,9 +365,6 @@ def write_master(param: ParamState, values: Mapping[str, Any]) -> None:
         for name in (REMAINDER, WHOLE)
         if name in values
     }
-    if not param.emits_master:  # host lane of fp32 shards: the shard says it all
-        param.tensors[WHOLE].copy_(shard)
-        return
     own = param.tensors.get(WHOLE)
     if WHOLE in saved and own is not None and _is_same(own, saved[WHOLE]):
         _reseed_where_changed(param, shard)

@@ -77,9 +77,6 @@ def said(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [message for message in caplog.messages if "masters" in message]
 
 
-NAMES = {"streamed": "'master_remainder'", "host": "'master'"}
-
-
 @pytest.mark.parametrize("lane", LANES)
 def test_a_state_dict_with_masters_says_once_who_ignores_them(
     lane: str, caplog: pytest.LogCaptureFixture
@@ -87,7 +84,7 @@ def test_a_state_dict_with_masters_says_once_who_ignores_them(
     made = trained(job(BF16, lane))
     copy.deepcopy(dicts(made))
     (message,) = said(caplog)
-    assert NAMES[lane] in message
+    assert "'master_remainder'" in message
     assert "without fsdp_offload" in message
     assert "bfloat16 weights" in message
     made[1].state_dict()
@@ -109,13 +106,13 @@ def test_a_plain_optimizer_that_loads_ours_says_what_it_ignores(
     checkpoint.save(tmp_path / "one", *trained(job(BF16, lane)))
     checkpoint.load(tmp_path / "one", *job(BF16, None))
     (message,) = said(caplog)
-    assert NAMES[lane].strip("'") in message
+    assert "master_remainder" in message
     assert "AdamW ignores them" in message
 
 
 @pytest.mark.parametrize(
     ("lane", "dtype"),
-    [("host", torch.bfloat16), ("host", torch.float16), ("streamed", torch.float16)],
+    [(lane, dtype) for lane in LANES for dtype in (torch.bfloat16, torch.float16)],
     ids=str,
 )
 def test_a_save_carries_weights_that_were_written_by_hand(

@@ -24,7 +24,7 @@ from fsdp_offload import LaneError, PhaseOffloader
 from fsdp_offload.core import dtensor
 from fsdp_offload.core.fsdp import Group, fsdp_groups
 from fsdp_offload.core.gated import GatedShard
-from fsdp_offload.pipeline.host import HostUnit
+from fsdp_offload.pipeline.host import HostBucket
 from tests.fsdp import models
 from tests.fsdp.models import Ranks, check
 from tests.fsdp.test_overlap import adamw, build, loss_of, wrap
@@ -529,7 +529,7 @@ def fail_before_a_reader() -> None:
     def fail(*_: object) -> None:
         raise ZeroDivisionError("on a host thread")
 
-    with mock.patch.object(HostUnit, "update", fail):
+    with mock.patch.object(HostBucket, "step", fail):
         optimizer.step()
         with pytest.raises(LaneError) as caught:
             as_parts([p.detach().norm() for p in sharded(model)])

@@ -66,7 +66,7 @@ class Pair:
         self.plain = self._build_plain()
         self.has_run = self.is_spent = self.has_loaded = False
         self.unused = set[int]()  # whose gradients no step has seen
-        self.stepped, self.on_host = set[int](), set[int]()
+        self.stepped = set[int]()
         self.unrecorded = set[int]()  # frozen when they were wrapped
         self.phases: dict[str, PhaseOffloader] = {}
         self.saved: dict[int, Any] = {}
@@ -144,10 +144,8 @@ class Pair:
         wrap = dict(case.wrap)
         if "offload_fraction" in wrap:
             wrap["update_on"] = "host" if "host" in self.lanes else "device"
-            self.on_host = set(range(len(self.mine))) if "host" in self.lanes else set()
         else:
             trainable = self._trainable()
-            self.on_host = {i for n, i in enumerate(trainable) if self._lane(n) == "host"}
             wrap["update_on"] = [self._lane(n) for n in range(len(trainable))]
         self.inner = inner
         with mock.patch.object(residency, "LEAST_SLOTS", case.slots):
@@ -171,7 +169,7 @@ class Pair:
         """Whether weight and remainder together are the master of parameter ``index``."""
         if index in self.unrecorded or self.case.dtypes[index] != torch.bfloat16:
             return False
-        return self.case.has_master(index) and index not in self.on_host
+        return self.case.has_master(index)
 
     def rebuilt_inner(self) -> Optimizer:
         """A new optimizer over the wrapped side's parameters, with the options of now."""

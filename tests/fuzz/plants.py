@@ -84,7 +84,6 @@ PLANTS: Final[dict[str, tuple[object, str, Callable[[Call], Call]]]] = {
     "signal handler": (Lifecycle, "turn", _for_handlers_too),
     "Ctrl-C": (lifecycle, "held_back", lambda _: contextlib.nullcontext),
     "wrapped optimizer": (hybrid, "make_face", _nothing),
-    "written weights look as if updates had left them": (Masters, "trust_shards", _nothing),
     "state that was fetched ahead is used after it was written": (Engine, "discard", _nothing),
     "masters do not follow weights before they are shown": (Masters, "follow_weights", _nothing),
 }

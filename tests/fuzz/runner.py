@@ -13,7 +13,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -178,10 +177,7 @@ def run_again(
 
 @contextmanager
 def ready() -> Iterator[DeviceMesh]:
-    """A mesh over all ranks; one thread, small host buckets, no warnings: of a scheduler that steps
-    first, say."""
-    from fsdp_offload.pipeline import engine
-
+    """A mesh over all ranks; one thread, no warnings: of a scheduler that steps first, say."""
     log = logging.getLogger("fsdp_offload")
     with ExitStack() as stack:
         if not dist.is_initialized():  # in a single process: FSDP2 on one rank
@@ -190,7 +186,6 @@ def ready() -> Iterator[DeviceMesh]:
         stack.enter_context(warnings.catch_warnings(action="ignore"))
         stack.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(1)
-        stack.enter_context(mock.patch.object(engine, "HOST_BUCKET_FACTOR", 1))
         stack.callback(log.setLevel, log.level)
         log.setLevel(logging.CRITICAL)
         yield init_device_mesh("cpu", (dist.get_world_size(),))

@@ -1,7 +1,7 @@
 """What tests of waits share: a simulator that removes single waits, and what orders them.
 
 :class:`Simulator` notes the order of calls, so that :class:`Order` can tell which waits others
-imply; :class:`LazyWorker` stands for host threads that are always late.
+imply. The host lane has no thread here: what it does is done when something waits for it.
 """
 
 from __future__ import annotations
@@ -16,68 +16,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsdp_offload.core.backend import Event, backend_for
-from fsdp_offload.pipeline import engine, host
-from fsdp_offload.pipeline.worker import Calls, Outcome
+from fsdp_offload.core.backend import Event
+from fsdp_offload.pipeline import host
+from fsdp_offload.plan import residency
 from tests.helpers.compare import same
 from tests.helpers.simulator import ADVERSARIES, SimulatedEvent, SimulatedStream, StreamSimulator
 
 CPU = torch.device("cpu")
 HOST = -1  # stands where the index of a stream does, for waits of the host
-
-
-# --------------------------------------------------------------------------- a lazy host thread
-
-
-class LazyTicket(Outcome):
-    """Its calls run when it is waited for."""
-
-    def __init__(self, worker: LazyWorker) -> None:
-        super().__init__()
-        self._worker = worker
-
-    def join(self, alive: Callable[[], bool] = lambda: True) -> None:
-        if self._worker.run(self):
-            assert self._done.is_set(), "a call was announced and never submitted"
-
-
-class LazyWorker:
-    """The host threads of a busy machine: a call runs only when somebody waits for it.
-
-    Args:
-        skip: index among the waits for calls that had not run yet; this one is ignored.
-    """
-
-    def __init__(self, skip: int) -> None:
-        self._pending: list[tuple[Outcome, Callable[..., Calls | None], tuple[Any, ...]]] = []
-        self._skip = skip
-        self.n_waits = 0
-
-    def submit(self, fn: Callable[..., Calls | None], *args: Any) -> Outcome:
-        outcome = LazyTicket(self)
-        self._pending.append((outcome, fn, args))
-        return outcome
-
-    def run(self, outcome: Outcome) -> bool:
-        """Run the outcome's call and those that it returns. False: the wait was ignored."""
-        mine = [item for item in self._pending if item[0] is outcome]
-        if not mine:
-            return True
-        self.n_waits += 1
-        if self._skip == self.n_waits - 1:
-            return False
-        self._pending.remove(mine[0])
-        _, fn, args = mine[0]
-        for call in fn(*args) or ():
-            call()
-        outcome.finish(None)
-        return True
-
-    def alive(self) -> bool:
-        return True
-
-    def stop(self) -> None:
-        self._pending.clear()
 
 
 # --------------------------------------------------------------------------- order of the calls
@@ -146,13 +92,13 @@ def _at(history: list[tuple[int, Clock]], position: int) -> Clock:
 # --------------------------------------------------------------------------- the simulator
 
 Skip = tuple[str, int]
-"""Kind of wait ("wait", "sync", "outcome" or "drain") and its number among those."""
+"""Kind of wait ("wait", "sync" or "drain") and its number among those."""
 NOTHING: Skip = ("nothing", -1)
 
 
 class Simulator(StreamSimulator):
-    """Also notes the order of calls, has a lazy host thread, can ignore the host's wait for a
-    whole stream, and gives out memory that the caller's stream still writes to."""
+    """Also notes the order of calls, can ignore the host's wait for a whole stream, and gives out
+    memory that the caller's stream still writes to."""
 
     def __init__(self, policy: str, skip: Skip = NOTHING, *, inline_current: bool = False) -> None:
         kind, index = self.skip = skip
@@ -165,7 +111,6 @@ class Simulator(StreamSimulator):
         self._current.__class__ = CountedStream
         self.order = Order()
         self.drain_log: list[str] = []
-        self.worker = LazyWorker(index if kind == "outcome" else -1)
 
     def allocate(self, n_bytes: int) -> Tensor:
         memory = super().allocate(n_bytes)
@@ -217,12 +162,10 @@ def adversaries(skip: Skip, order: Order) -> list[str]:
     return list(dict.fromkeys((*likely, *ADVERSARIES)))
 
 
-def be_lazy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A lazy host thread, many more buckets than buffers, several units of work in each."""
-    monkeypatch.setattr(engine, "InlineWorker", lambda: backend_for(CPU).worker)  # type: ignore[attr-defined]
-    monkeypatch.setattr(engine, "HOST_BUCKET_FACTOR", 1)
-    monkeypatch.setattr(engine, "HOST_DEPTH", 2)
-    monkeypatch.setattr(host, "UNIT_NUMEL", 128)
+def use_few_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fewer than buckets, in every lane."""
+    monkeypatch.setattr(residency, "LEAST_SLOTS", 2)
+    monkeypatch.setattr(host, "HOST_SLOTS", 2)
 
 
 # --------------------------------------------------------------------------- one wait less
@@ -274,7 +217,6 @@ class Removal:
         skips = [("wait", i) for i in needed if pairs is None or log[i] in pairs]
         if pairs is None:
             skips += [("sync", i) for i in range(len(simulator.sync_log))]
-            skips += [("outcome", i) for i in range(simulator.worker.n_waits)]
         return [
             f"{skip}: {log[skip[1]] if skip[0] == 'wait' else ''}"
             for skip in skips

@@ -39,8 +39,6 @@ from tests.helpers.training import (
     wrap,
 )
 
-pytestmark = pytest.mark.usefixtures("small_host_buckets")
-
 
 def test_a_sparse_gradient_is_refused_before_anything_is_updated() -> None:
     torch.manual_seed(0)
@@ -327,7 +325,7 @@ def test_a_failure_that_the_host_learns_of_late_surfaces_in_the_next_call(
 def test_an_interrupt_in_the_middle_stays_an_interrupt_and_fails_the_optimizer(
     explode: Callable[..., None],
 ) -> None:
-    model, optimizer = build_explosive("host")
+    model, optimizer = build_explosive("streamed")
     explode(2, KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
         train(model, optimizer, range(1))

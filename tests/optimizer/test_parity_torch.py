@@ -91,9 +91,8 @@ def check(
     assert twins.lanes() == {"native" if setting.name == "Adafactor" else lane}
     twins.run()
     names = {name for p in twins.mine for name in twins.wrapped.state[p]}
-    remainder = dtype == BF16 and not on_host
-    assert ("master_remainder" in names) == remainder
-    assert ("master" in names) == (is_half and not remainder)
+    assert ("master_remainder" in names) == (dtype == BF16)
+    assert ("master" in names) == (dtype == FP16)
 
 
 def thin() -> Iterator[tuple[Setting, str, torch.dtype]]:

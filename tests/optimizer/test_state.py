@@ -22,7 +22,7 @@ from tests.helpers.side_by_side import SHAPES, Apart, SideBySide
 from tests.helpers.training import LANES, Model, each_lane, train, values, wrap
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-WHOLE = [("streamed", FP16), ("host", FP16), ("host", BF16)]
+WHOLE = [("streamed", FP16), ("host", FP16)]
 """Lanes and dtypes that keep a whole master."""
 LIMIT = 0.01
 
@@ -73,8 +73,9 @@ def by_reading(model: nn.Module, optimizer: Any, path: Path) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("lane", "dtype", "save"),
     [
-        (*where, save)
-        for where, save in zip(WHOLE, (by_state_dict, by_reading, by_save), strict=True)
+        (*WHOLE[0], by_state_dict),
+        (*WHOLE[1], by_reading),
+        (*WHOLE[1], by_save),
     ],
     ids=name_of,
 )
@@ -105,12 +106,7 @@ def test_weights_loaded_in_place_and_then_announced_are_the_new_masters(lane: st
         p.grad.view(-1)[0] = 2**-3  # far below half a bf16 ulp of 64
     mine.step()
     for state in mine.state.values():
-        if lane == "host":
-            expected = torch.full_like(state["master"], 64.0)
-            expected.view(-1)[0] -= 2**-3
-            assert torch.equal(state["master"], expected)
-        else:
-            assert not state["master_remainder"].view(-1)[1:].any()
+        assert not state["master_remainder"].view(-1)[1:].any()
 
 
 def test_a_load_without_saved_masters_says_so(caplog: pytest.LogCaptureFixture) -> None:
@@ -185,7 +181,7 @@ def test_a_weight_replaced_while_frozen_outlives_unfreezing(
     assert float(optimizer.state[weight]["step"]) == 4, "the other state is the loaded one"
 
 
-@pytest.mark.parametrize(("lane", "dtype"), [*WHOLE, ("streamed", BF16)], ids=str)
+@pytest.mark.parametrize(("lane", "dtype"), [*WHOLE, ("streamed", BF16), ("host", BF16)], ids=str)
 def test_masters_loaded_while_frozen_are_used_where_the_weight_is_theirs(
     lane: str, dtype: torch.dtype
 ) -> None:
@@ -194,7 +190,7 @@ def test_masters_loaded_while_frozen_are_used_where_the_weight_is_theirs(
     for each, its in ((always, optimizer), (model, resumed)):
         train(each, its, range(3, 6))
     assert_same(values(model), values(always))
-    key = "master_remainder" if (lane, dtype) == ("streamed", BF16) else "master"
+    key = "master_remainder" if dtype == BF16 else "master"
     for a, b in zip(always.parameters(), model.parameters(), strict=True):
         assert torch.equal(bits(optimizer.state[a][key]), bits(resumed.state[b][key]))
 

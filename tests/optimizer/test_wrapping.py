@@ -242,7 +242,7 @@ def test_groups_changed_before_the_first_step_are_followed(
         gc.collect()
         assert [p() for p in old] == [None] * 4, "the old parameters are freed"
     n_bytes = sum(p.numel() * 4 for p in held)
-    # In the host lane there are masters, and rings for gradients.
+    # In the host lane there are slots for weights and gradients.
     assert n_bytes <= optimizer.statistics().host_arena_bytes <= 4 * n_bytes + 100_000
     optimizer.close()
 

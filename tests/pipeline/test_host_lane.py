@@ -1,8 +1,9 @@
-"""The host lane beside the caller: its driver, what is waited for, failures, lifetimes."""
+"""The host lane beside the caller: what is waited for, its thread, failures, lifetimes."""
 
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import threading
 import traceback
@@ -18,12 +19,11 @@ from fsdp_offload import HybridDeviceOptimizer, LaneError, TransferConfig
 from fsdp_offload.core import backend
 from fsdp_offload.core.backend import CpuBackend, Event, PendingEvent
 from fsdp_offload.pipeline import host
-from fsdp_offload.pipeline.host_lane import HostLane
-from fsdp_offload.pipeline.worker import ThreadPool
+from fsdp_offload.pipeline.host import HostBucket, HostLane
 from fsdp_offload.update.params import Snapshot, Work
+from tests.helpers.config import config
 from tests.helpers.lanes import in_lanes
 
-pytestmark = pytest.mark.usefixtures("small_host_buckets")
 CPU = torch.device("cpu")
 NUMELS = (700, 64, 500, 130, 1000, 1300)
 
@@ -31,7 +31,7 @@ NUMELS = (700, 64, 500, 130, 1000, 1300)
 class Job:
     """An optimizer whose host lane is driven by hand, and the plain one over copies."""
 
-    def __init__(self, threads: int = 3, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         torch.manual_seed(0)
         self.parameters = [nn.Parameter(torch.randn(n).to(dtype)) for n in NUMELS]
         self.masters = [nn.Parameter(p.detach().float().clone()) for p in self.parameters]
@@ -39,7 +39,7 @@ class Job:
         self.optimizer = HybridDeviceOptimizer(
             torch.optim.AdamW(self.parameters, lr=0.05),
             update_on="host",
-            transfer=TransferConfig(bucket_bytes="4KiB", host_threads=threads),
+            transfer=TransferConfig(bucket_bytes="4KiB", host_threads=2),
         )
         lane = self.optimizer._reserved.engines[0].host
         assert lane is not None
@@ -77,20 +77,16 @@ def job() -> Iterator[Job]:
 
 @pytest.fixture
 def hold(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Host threads wait for it before each update; set at the end of the test."""
-    held, update = threading.Event(), host.HostUnit.update
+    """The host thread waits for it before each update; set at the end of the test."""
+    held, step = threading.Event(), HostBucket.step
 
-    def late(unit: host.HostUnit, work: Work) -> None:
+    def late(bucket: HostBucket, *args: Any) -> None:
         held.wait()
-        update(unit, work)
+        step(bucket, *args)
 
-    monkeypatch.setattr(host.HostUnit, "update", late)
+    monkeypatch.setattr(HostBucket, "step", late)
     yield held
     held.set()
-
-
-def drivers() -> list[threading.Thread]:
-    return [t for t in threading.enumerate() if t.name.startswith("fsdp_offload-host-driver")]
 
 
 def test_buckets_are_offered_once_as_their_gradients_arrive(job: Job) -> None:
@@ -110,11 +106,44 @@ def test_buckets_are_offered_once_as_their_gradients_arrive(job: Job) -> None:
         job.check()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_parameters_without_a_gradient_are_left_alone(dtype: torch.dtype) -> None:
+    """Of a bucket that others are updated in, too; later they go on from where they were."""
+    job = Job(dtype)
+    for step, absent in enumerate(({0}, {1, 2, 5}, set(range(6)), set[int]())):
+        job.offer_all(job.work(step, frozenset(absent)))
+        job.lane.synchronize()
+        job.plain.step()
+        job.check()
+    job.optimizer.close()
+
+
+def test_gradients_may_be_of_more_bits_than_weights_but_not_than_updates() -> None:
+    """FSDP2 and Megatron-FSDP can reduce in fp32 what is kept in bf16."""
+    job = Job(torch.bfloat16)
+    work = job.work(0)
+    work.gradients = [g if g is None else g.float() + 2**-20 for g in work.gradients]
+    for gradient, master in zip(work.gradients, job.masters, strict=True):
+        assert gradient is not None
+        master.grad = gradient.clone()
+    job.offer_all(work)
+    job.lane.synchronize()
+    job.plain.step()
+    job.check()
+
+    work = job.work(1)
+    work.gradients = [g if g is None else g.double() for g in work.gradients]
+    job.offer_all(work)
+    with pytest.raises(LaneError, match=r"a gradient of torch\.float64"):
+        job.lane.synchronize()
+    job.optimizer.close()
+
+
 # --------------------------------------------------------------------------- who waits
 
 
 def test_offering_never_blocks_and_waiting_does(job: Job, hold: threading.Event) -> None:
-    assert len(job.lane.buckets) > job.lane.staging.depth  # the driver itself has to wait
+    assert len(job.lane.buckets) > host.HOST_SLOTS  # the thread itself has to wait
     written = job.offer_all(job.work(0))
 
     assert not any(event.is_recorded() or event.query() for event in written)
@@ -127,44 +156,35 @@ def test_offering_never_blocks_and_waiting_does(job: Job, hold: threading.Event)
     job.check()
 
 
-def test_the_driver_is_one_thread_made_at_the_first_offer() -> None:
-    before = len(drivers())
-    job = Job()
-    for p in job.parameters:
-        p.grad = torch.ones_like(p)
-    job.optimizer.step()
-    assert len(drivers()) == before  # overlap="step" does without
-    for step in range(2):
-        job.offer_all(job.work(step))
-    assert len(drivers()) == before + 1
-    job.optimizer.close()
-    assert len(drivers()) == before
+def test_copies_of_the_next_buckets_are_enqueued_before_an_update(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    for name in ("outgoing", "step"):
+        method = getattr(HostBucket, name)
 
+        def noted(bucket: HostBucket, *args: Any, _name: str = name, _method: Any = method) -> Any:
+            calls.append(_name)
+            return _method(bucket, *args)
 
-def test_each_thread_enters_the_device_before_it_works(monkeypatch: pytest.MonkeyPatch) -> None:
-    entered: list[str] = []
-    monkeypatch.setattr(
-        CpuBackend, "enter_thread", lambda self: entered.append(threading.current_thread().name)
-    )
-    job = Job(threads=2)
+        monkeypatch.setattr(HostBucket, name, noted)
+    job.lane._thread, thread = None, job.lane._thread
     job.offer_all(job.work(0))
     job.lane.synchronize()
-    job.optimizer.close()
-
-    assert sorted(name.rstrip("0123456789") for name in entered) == [
-        "fsdp_offload-host-",
-        "fsdp_offload-host-",
-        "fsdp_offload-host-driver-",
-    ]
+    job.lane._thread = thread
+    first = calls.index("step")
+    assert calls[:first] == ["outgoing"] * host.HOST_SLOTS
+    assert calls[first:][:4] == ["step", "outgoing"] * 2
 
 
-def test_buffers_hold_enough_units_for_all_threads() -> None:
-    for threads in (1, 2, 4, 16, 64):
-        for units in (1, 3, 6):
-            numel = units * host.UNIT_NUMEL
-            depth = host.ring_depth(threads, bucket_numel=numel, buckets=500, least=6)
-            assert (depth - 1) * units >= 1.5 * threads
-            assert depth == 6 or (depth - 2) * units < 1.5 * threads
+def test_a_pending_event_runs_what_is_left_on_the_waiting_thread() -> None:
+    done: Event = CpuBackend(CPU).current_stream().record()
+    pending = PendingEvent(lambda event: event.complete(done))
+
+    assert not pending.is_recorded()
+    assert not pending.query()
+    assert pending.recorded() is done
+    assert pending.query()
 
 
 # --------------------------------------------------------------------------- failures
@@ -174,13 +194,19 @@ def explode(*_: Any) -> None:
     raise ZeroDivisionError("on purpose")
 
 
-@pytest.mark.parametrize("where", ["update", "send_gradients", "write_shards"])
+@pytest.mark.parametrize("where", ["outgoing", "step", "incoming"])
 def test_a_failure_surfaces_in_every_wait_until_the_lane_is_aborted(
     job: Job, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    work = job.work(0)
+    work, incoming = job.work(0), HostBucket.incoming
+
+    def fail(bucket: HostBucket, *args: Any) -> Any:
+        if where == "incoming" and threading.current_thread() is threading.main_thread():
+            return incoming(bucket, *args)  # its bytes are counted there
+        return explode()
+
     with monkeypatch.context() as patch:
-        patch.setattr(host.HostBucket, where, explode)
+        patch.setattr(HostBucket, where, fail)
         written = job.offer_all(work)
         for event in written:
             with pytest.raises(LaneError, match="on purpose") as caught:
@@ -204,11 +230,14 @@ def test_work_goes_on_after_an_abort_once_everything_was_written_anew(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saved = {k: v for k, v in job.optimizer.state_dict().items()}
+    weights = [p.detach().clone() for p in job.parameters]
     with monkeypatch.context() as patch:
-        patch.setattr(host.HostUnit, "update", explode)
+        patch.setattr(HostBucket, "step", explode)
         job.offer_all(job.work(0))
         with pytest.raises(LaneError, match="on purpose"):
             job.optimizer.synchronize()
+    for parameter, weight in zip(job.parameters, weights, strict=True):
+        parameter.data.copy_(weight)
     job.optimizer.load_state_dict(saved)
     for step in range(2):
         job.offer_all(job.work(step))
@@ -217,15 +246,32 @@ def test_work_goes_on_after_an_abort_once_everything_was_written_anew(
         job.check()
 
 
-def test_a_driver_that_is_gone_is_an_error_and_no_hang(
-    job: Job, hold: threading.Event, monkeypatch: pytest.MonkeyPatch
+def test_a_thread_that_is_gone_is_an_error_and_no_hang(
+    job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(backend, "POLL_SECONDS", 0.01)
+    job.lane.stop()
     written = job.offer_all(job.work(0))
-    monkeypatch.setattr(ThreadPool, "alive", lambda self: False)
 
     with pytest.raises(LaneError, match="ended before"):
         written[0].recorded()
+    with pytest.raises(LaneError, match="ended before"):
+        job.optimizer.synchronize()
+
+
+def test_a_thread_that_cannot_set_up_does_not_hang_the_constructor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*_: object) -> None:
+        raise RuntimeError("no")
+
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "set_num_threads", refuse)
+        job = Job()
+    with pytest.raises(LaneError, match="host lane"):
+        job.offer_all(job.work(0))[0].recorded()
+    job.optimizer.close()
 
 
 @pytest.mark.parametrize("fails", [False, True], ids=["usual", "failed"])
@@ -234,7 +280,7 @@ def test_a_dropped_optimizer_frees_its_lane_without_the_cyclic_collector(
 ) -> None:
     job = Job()
     if fails:
-        monkeypatch.setattr(host.HostUnit, "update", explode)
+        monkeypatch.setattr(HostBucket, "step", explode)
     job.offer_all(job.work(0))
     lane = weakref.ref(job.lane)
     tensors = [weakref.ref(t) for r in job.optimizer._reserved.params for t in r.tensors.values()]
@@ -249,62 +295,75 @@ def test_a_dropped_optimizer_frees_its_lane_without_the_cyclic_collector(
         gc.enable()
 
 
-def test_a_pending_event_runs_what_is_left_on_the_waiting_thread() -> None:
-    done: Event = CpuBackend(CPU).current_stream().record()
-    pending = PendingEvent(lambda event: event.complete(done))
+# --------------------------------------------------------------------------- the thread
 
-    assert not pending.is_recorded()
-    assert not pending.query()
-    assert pending.recorded() is done
-    assert pending.query()
+
+def test_the_thread_alone_is_bound_to_cores_near_the_device_which_is_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before = os.sched_getaffinity(0)
+    one, found = frozenset({min(before)}), list[tuple[str, set[int]]]()
+    entered: list[str] = []
+    monkeypatch.setattr(host, "cores_near", lambda device: one)
+    monkeypatch.setattr(
+        CpuBackend, "enter_thread", lambda self: entered.append(threading.current_thread().name)
+    )
+    step = HostBucket.step
+
+    def noted(bucket: HostBucket, *args: Any) -> None:
+        found.append((threading.current_thread().name, os.sched_getaffinity(0)))
+        step(bucket, *args)
+
+    monkeypatch.setattr(HostBucket, "step", noted)
+    job = Job()
+    job.offer_all(job.work(0))
+    job.lane.synchronize()
+    job.optimizer.close()
+
+    assert entered == ["fsdp_offload-host"]
+    assert found == [("fsdp_offload-host", set(one))] * len(job.lane.buckets)
+    assert os.sched_getaffinity(0) == before
+
+
+def test_a_system_that_forbids_it_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbid(pid: int, mask: object) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "sched_setaffinity", forbid)
+    job = Job()
+    job.offer_all(job.work(0))
+    job.lane.synchronize()
+    job.optimizer.close()
+
+
+@pytest.mark.parametrize(("ranks", "threads"), [(1, 16), (3, 5), (16, 1), (64, 1)])
+def test_ranks_of_a_host_divide_its_cores(
+    ranks: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    monkeypatch.setattr(logging.getLogger("fsdp_offload"), "disabled", True)
+    assert host.thread_count(config()) == threads
 
 
 # --------------------------------------------------------------------------- beside a streamed lane
-
-
-def beside(lanes: list[str], monkeypatch: pytest.MonkeyPatch) -> HybridDeviceOptimizer:
-    """After two steps, on a machine of six cores; parameters of the streamed lane are larger."""
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(6)))
-    parameters = [nn.Parameter(torch.randn(1000 if lane == "host" else 2000)) for lane in lanes]
-    optimizer = in_lanes(
-        torch.optim.AdamW(parameters, lr=0.1, fused=True),
-        update_on=lanes,
-        transfer=TransferConfig(bucket_bytes="4KiB"),
-    )
-    for _ in range(2):
-        for parameter in parameters:
-            parameter.grad = torch.ones_like(parameter)
-        optimizer.step()
-    return optimizer
-
-
-@pytest.mark.parametrize(
-    ("lanes", "driving"),
-    [
-        (["host"] * 3, 0),  # the caller waits for nothing else
-        (["streamed", "host", "streamed"], 1),
-    ],
-    ids=["alone", "both"],
-)
-def test_beside_a_streamed_lane_a_thread_drives_the_host_lane(
-    monkeypatch: pytest.MonkeyPatch, lanes: list[str], driving: int
-) -> None:
-    before = set(threading.enumerate())
-    optimizer = beside(lanes, monkeypatch)
-    ours = [t.name for t in set(threading.enumerate()) - before]
-    optimizer.close()
-    names = [name.removeprefix("fsdp_offload-host-") for name in ours]
-    assert sum(name.isdecimal() for name in names) == 6
-    assert sum(name.startswith("driver") for name in names) == driving
 
 
 def test_closing_after_a_failure_waits_for_the_streamed_lanes_copies(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Else its slots would be freed under them."""
-    optimizer = beside(["streamed", "host"], monkeypatch)
-    segment = optimizer._reserved.engines[0]
-    lane, streamed = segment.host, segment.streamed
+    parameters = [nn.Parameter(torch.randn(numel)) for numel in (2000, 1000)]
+    optimizer = in_lanes(
+        torch.optim.AdamW(parameters, lr=0.1, fused=True),
+        update_on=["streamed", "host"],
+        transfer=TransferConfig(bucket_bytes="4KiB"),
+    )
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    engine = optimizer._reserved.engines[0]
+    lane, streamed = engine.host, engine.streamed
     assert lane is not None
     assert streamed is not None
     lane._failure = LaneError("an update", reason="failed in a test")

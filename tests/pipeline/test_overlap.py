@@ -22,7 +22,7 @@ from fsdp_offload import (
 )
 from fsdp_offload.core.backend import backend_for
 from fsdp_offload.pipeline import streamed
-from fsdp_offload.pipeline.host import HostUnit
+from fsdp_offload.pipeline.host import HostBucket
 from fsdp_offload.pipeline.overlap import Times
 from fsdp_offload.pipeline.streamed import StreamedLane
 from fsdp_offload.plan import residency
@@ -186,7 +186,7 @@ def test_a_failure_on_a_host_thread_surfaces_in_the_next_forward_or_step(
     def fail(*_: object) -> None:
         raise ZeroDivisionError("on a host thread")
 
-    monkeypatch.setattr(HostUnit, "update", fail)
+    monkeypatch.setattr(HostBucket, "step", fail)
     job.optimizer.step()
     job.optimizer.zero_grad()
     finds = job.played.forward if found_in == "forward()" else job.optimizer.step

@@ -19,10 +19,8 @@ from torch import Tensor, nn
 
 from fsdp_offload import TransferConfig
 from fsdp_offload.core.backend import CpuBackend, backend_for, use_backend
-from fsdp_offload.pipeline.worker import InlineWorker
-from fsdp_offload.plan import residency
 from tests.helpers.fake_fsdp import FakeFsdp, scale
-from tests.helpers.removed_waits import CPU, NOTHING, Removal, Simulator, Skip, be_lazy
+from tests.helpers.removed_waits import CPU, NOTHING, Removal, Simulator, Skip, use_few_slots
 from tests.helpers.simulator import ADVERSARIES
 
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -35,8 +33,7 @@ OF_FSDP2 = {("gather", "current"), ("current", "gather"), ("reduce", "current"),
 
 @pytest.fixture(autouse=True)
 def _few_slots(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fewer than buckets."""
-    monkeypatch.setattr(residency, "LEAST_SLOTS", 2)
+    use_few_slots(monkeypatch)
 
 
 @dataclass(frozen=True)
@@ -196,12 +193,6 @@ def expect(scene: Scenario) -> list[Tensor]:
         return Job(scene, backend_for(CPU), plain=True).train()
 
 
-@pytest.fixture(autouse=True)
-def _lazy_host_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CpuBackend, "worker", InlineWorker(), raising=False)
-    be_lazy(monkeypatch)
-
-
 WAITS = Removal(run, expect, lambda pair: pair not in OF_FSDP2)
 
 
@@ -226,8 +217,8 @@ REMOVED = [
     Scenario("forward", ONE_ON_HOST, BF16, steps=2, unused=UNUSED[:2]),
     Scenario("backward", ONE_ON_HOST, steps=2, one_rank=True, unused=UNUSED[:2]),
 ]
-GATES = {("gather", "update"), ("gather", "host_back"), ("current", "update"),
-         ("current", "host_back"), ("update", "reduce")}  # fmt: skip
+GATES = {("gather", "update"), ("gather", "host:in"), ("current", "update"),
+         ("current", "host:in"), ("update", "reduce")}  # fmt: skip
 """What is not already in :mod:`tests.pipeline.test_pipeline_waits`."""
 
 

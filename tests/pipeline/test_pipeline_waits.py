@@ -2,19 +2,19 @@
 
 The real optimizer runs under the stream simulator. What the caller would do on its own stream
 (writing gradients from parameters, zeroing them, reading parameters) is launched on the current
-stream, so that a wait missing towards the caller shows as well. Four kinds of waits are removed,
-one at a time: stream waits, the host thread's waits for events, the caller's waits for the host
-thread, and the host's waits for whole streams before it reads state.
+stream, so that a wait missing towards the caller shows as well. Three kinds of waits are removed,
+one at a time: stream waits, the host lane's waits for events, and the host's waits for whole
+streams before it reads state.
 
 A stream wait that is implied by others (the stream, or the host, has waited for something later)
 cannot show. :class:`Order` computes which ones these are from the calls alone; they are shown to
 be harmless, and every pair of streams with a wait has one that is not implied.
 
-Not to be seen here: the host thread running beside the caller (:class:`LazyWorker` stands for it,
-as late as possible, which is the order in which a missing wait shows), transfers that are not
-launched but run at once (``shard.cpu()`` when a host bucket is re-seeded, clones in a snapshot,
-contiguous copies of gradients), lifetimes of what a launch gets inside an object (the snapshot),
-and memory of the arena, which the simulator never gives to anybody else.
+Not to be seen here: the host thread running beside the caller (what it does is done when something
+waits for it, which is the order in which a missing wait shows), transfers that are not launched but
+run at once (clones in a snapshot, contiguous copies of gradients), lifetimes of what a launch gets
+inside an object (the snapshot), and memory of the arena, which the simulator never gives to anybody
+else.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from torch import Tensor, nn
 
 from fsdp_offload import HybridDeviceOptimizer, TransferConfig
 from fsdp_offload.core.backend import CpuBackend, backend_for, use_backend
-from fsdp_offload.plan import residency
 from fsdp_offload.update.params import Work
 from tests.helpers.lanes import in_lanes
 from tests.helpers.removed_waits import (
@@ -39,8 +38,8 @@ from tests.helpers.removed_waits import (
     Removal,
     Simulator,
     Skip,
-    be_lazy,
     same,
+    use_few_slots,
 )
 from tests.helpers.simulator import ADVERSARIES
 
@@ -54,8 +53,7 @@ ADDED_NUMELS = (1300, 300)
 
 @pytest.fixture(autouse=True)
 def _few_slots(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fewer than buckets."""
-    monkeypatch.setattr(residency, "LEAST_SLOTS", 2)
+    use_few_slots(monkeypatch)
 
 
 @dataclass(frozen=True)
@@ -179,11 +177,6 @@ def expect(scene: Scenario) -> list[Tensor]:
         return train(scene)
 
 
-@pytest.fixture(autouse=True)
-def _lazy_host_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    be_lazy(monkeypatch)
-
-
 def simulate(
     scene: Scenario, policy: str, skip: Skip = NOTHING, **settings: bool
 ) -> tuple[list[Tensor], Simulator]:
@@ -257,13 +250,13 @@ def test_every_pair_of_streams_with_a_wait_has_one_that_nothing_implies() -> Non
     assert needed == there == {
         ("update", "current"), ("current", "update"),
         ("state:in", "state:out"), ("update", "state:in"), ("state:out", "update"),
-        ("host_out", "current"), ("current", "host_back"),
+        ("host:out", "current"), ("current", "host:in"), ("host:out", "host:in"),
     }  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("lanes", "drained"),
-    [(RESIDENT, "update"), (STREAMED, "state:out"), (ON_HOST, "host_back")],
+    [(RESIDENT, "update"), (STREAMED, "state:out"), (ON_HOST, "host:in")],
     ids=["resident", "streamed", "host"],
 )
 def test_reading_state_waits_for_each_lane(lanes: tuple[str, ...], drained: str) -> None:

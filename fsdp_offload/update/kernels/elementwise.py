@@ -1,4 +1,4 @@
-"""Triton kernels (CUDA) of masters, checksums and the link, and functions that kernels share.
+"""Triton kernels (CUDA) of masters and checksums, and functions that kernels share.
 
 Their plain forms in torch operations: ``codec.*_plain``, ``checksum_plain``.
 """
@@ -15,10 +15,6 @@ from torch import Tensor
 from .launching import Kernel
 
 BLOCK: Final = 1024
-LINK_BLOCK: Final = 8192
-"""Words of a copy over the link that a program has on their way."""
-LINK_PROGRAMS: Final = 4
-"""Enough for 51 of 55 GB/s. Each takes a multiprocessor from forward and backward."""
 
 
 @triton.jit
@@ -92,22 +88,8 @@ def _checksum(bits, total, numel, BLOCK: tl.constexpr):  # type: ignore[no-untyp
     tl.atomic_add(total, tl.sum(values * (2 * at + 1)))
 
 
-@triton.jit
-def _copy_across(device, host, numel, OUT: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Few programs, each with many words on their way: the link is slower than one of eight."""
-    step = tl.num_programs(0) * BLOCK
-    for start in range(tl.program_id(0) * BLOCK, numel, step):
-        at = start + tl.arange(0, BLOCK)
-        inside = at < numel
-        if OUT:
-            tl.store(host + at, tl.load(device + at, mask=inside), mask=inside)
-        else:
-            tl.store(device + at, tl.load(host + at, mask=inside), mask=inside)
-
-
 _DECODE, _ENCODE = Kernel(_decode), Kernel(_encode)
 _CHECKSUM = Kernel(_checksum)
-_COPY_ACROSS = Kernel(_copy_across, num_warps=32)
 
 
 def _launch(
@@ -137,13 +119,3 @@ def round_to_value(master: Tensor, value: Tensor) -> None:
 def checksum(bits: Tensor, total: Tensor) -> None:
     """Add the checksum of ``bits`` (int16 or int32, 1-D) to ``total`` (0-dim int64)."""
     _launch(_CHECKSUM, bits.numel(), bits, total, block=8192)
-
-
-def copy_across(source: Tensor, target: Tensor) -> None:
-    """See :func:`...pipeline.link.copy_by_kernel`; 1-D, of one dtype, one of them on the device."""
-    out = source.is_cuda
-    operands = (source, target) if out else (target, source)
-    numel = source.numel()
-    assert numel < 1 << 31
-    programs = min(LINK_PROGRAMS, triton.cdiv(numel, LINK_BLOCK))
-    _COPY_ACROSS.launch(programs, operands, (numel,), OUT=out, BLOCK=LINK_BLOCK)
