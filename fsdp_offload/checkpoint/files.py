@@ -30,6 +30,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from traceback import extract_tb
 from typing import Final, TypeVar
 
 import torch
@@ -284,9 +285,12 @@ def typed_error(error: BaseException, path: object = "a file") -> OffloadError:
         return error
     if isinstance(error, OSError):
         return refused(error.filename or path, error)
-    reason = str(error) or "it has no text of its own"
-    remedy = "see its cause, in that rank's log"
-    return CheckpointError(type(error).__name__, reason=reason, remedy=remedy)
+    # Its traceback stays on the rank where it was raised.
+    at = "".join(
+        f" ({f.name} in {f.filename}:{f.lineno})" for f in extract_tb(error.__traceback__, -1)
+    )
+    reason = (str(error) or "it has no text of its own") + at
+    return CheckpointError(type(error).__name__, reason=reason, remedy="see its cause")
 
 
 @contextlib.contextmanager

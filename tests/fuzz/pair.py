@@ -195,6 +195,11 @@ class Pair:
         for part in [[i] for i in added] if self.case.apart else [added]:
             self.plain.add_param_group({"params": [self.theirs[i] for i in part], "lr": 0.02})
             self.origins.append(len(self.groups) - 1)
+        # Adagrad makes state in its constructor; that of torch 2.11 fails in the step after this.
+        made = self.case.cls(self.theirs, **self.case.arguments(plain=self.is_wrapped)).state
+        for i in added:
+            if self.theirs[i] in made and not self.plain.state[self.theirs[i]]:
+                self.plain.state[self.theirs[i]] = made[self.theirs[i]]
         self.schedulers = []
 
     def close(self) -> None:

@@ -1,6 +1,6 @@
 """The host lane on a GPU, in every mode, whatever is late: the bits of torch's CPU kernel.
 
-Streams are held up by a kernel that only waits, host threads by sleeping. The twin copies
+Streams are held up by a kernel that only waits, the host thread by sleeping. The twin copies
 gradients to the host, steps torch's fused AdamW there and copies weights back, one after the other.
 """
 
@@ -23,7 +23,7 @@ from tests.helpers.lanes import in_lanes
 
 mesh = test_overlap.mesh
 STEPS, SLEEP = 6, test_overlap.SLEEP
-LATE = ("nothing", "compute", "host_out", "host_back", "threads")
+LATE = ("nothing", "compute", "host_out", "host_back", "thread")
 LATE_OF_BOTH = (*LATE, "fetch", "update", "store")
 SMALL = TransferConfig(bucket_bytes="1MiB", host_threads=4)
 MIXED = ("streamed", "host") * 6 + ("host",)
@@ -56,9 +56,9 @@ def hold_up(optimizer: Any, late: str) -> None:
     if late.startswith("host_") and isinstance(optimizer, HybridDeviceOptimizer):
         lane = optimizer._reserved.engines[0].host
         assert lane is not None
-        streams = {"host_out": lane._out, "host_back": lane._back}
+        streams = {"host_out": lane.link._out, "host_back": lane.link._in}
         streams[late].launch(torch.cuda._sleep, SLEEP)
-    elif late != "threads":  # these sleep themselves: see ``lateness``
+    elif late != "thread":  # it sleeps itself: see ``lateness``
         test_overlap.hold_up(optimizer, late)
 
 
@@ -86,14 +86,14 @@ def train(model: Any, optimizer: Any, late: str, *, clip: bool) -> Tensor:
 @pytest.fixture
 def lateness(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     late = str(request.param)
-    if late == "threads":
-        update = host.HostUnit.update
+    if late == "thread":
+        step = host.HostBucket.step
 
-        def slowly(unit: host.HostUnit, work: Any) -> None:
+        def slowly(bucket: host.HostBucket, received: Any, work: Any) -> None:
             time.sleep(0.005)
-            update(unit, work)
+            step(bucket, received, work)
 
-        monkeypatch.setattr(host.HostUnit, "update", slowly)
+        monkeypatch.setattr(host.HostBucket, "step", slowly)
     return late
 
 

@@ -21,6 +21,7 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 pytestmark = pytest.mark.long
 VOCABULARY, STEPS, SEQ = 96, 6, 32
 OPTIONS = ("--batch=4", f"--seq={SEQ}", "--log-every=1")
+EXPORTED = f"model-{STEPS:06d}"
 TRAIN = (*OPTIONS, f"--steps={STEPS}", "--save-every=2", "--lr=1e-2", "--warmup=2")
 
 
@@ -99,7 +100,7 @@ def test_a_resumed_job_has_the_same_bits_and_exports_what_it_trained(
     output = finish(launch(ranks, *job, "--out", killed))
     assert re.search("^resumed at step 4$", output, re.MULTILINE)
     assert losses(output) == {step: expected[step] for step in range(5, STEPS + 1)}
-    weights = [(out / "model" / "model.safetensors").read_bytes() for out in (whole, killed)]
+    weights = [(out / EXPORTED / "model.safetensors").read_bytes() for out in (whole, killed)]
     assert weights[0] == weights[1]
 
     make = transformers.AutoModelForCausalLM.from_config
@@ -108,7 +109,7 @@ def test_a_resumed_job_has_the_same_bits_and_exports_what_it_trained(
     newest = checkpoint.latest(whole / "checkpoints")
     assert newest is not None
     assert checkpoint.load(newest, trained)["step"] == STEPS
-    exported = load(whole / "model")
+    exported = load(whole / EXPORTED)
     assert exported.dtype == getattr(torch, dtype)  # without being told
     assert torch.equal(logits(exported), logits(trained))
     assert not torch.equal(logits(trained), untrained)
@@ -144,10 +145,10 @@ def test_weights_tokenizer_and_config_of_a_folder_are_used_and_come_out_again(
 
     text = [file.read_text() for file in (texts / "a.txt", texts / "more" / "b.txt")]
     assert f"{sum(len(each.split()) for each in text):,} tokens of text" in output
-    again = transformers.AutoTokenizer.from_pretrained(out / "model")
+    again = transformers.AutoTokenizer.from_pretrained(out / "model-000001")
     tokens = torch.tensor([token for each in text for token in again(each).input_ids])
     assert set(tokens.unique().tolist()) == {0, 1, 2, 3, 4}
-    exported = load(out / "model")
+    exported = load(out / "model-000001")
     assert exported.config.to_diff_dict() == load(folder).config.to_diff_dict()
     assert exported.generation_config.max_length == 77
     assert torch.equal(logits(exported), logits(source))
