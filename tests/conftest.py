@@ -10,6 +10,7 @@ import sys
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +24,6 @@ GPU_TESTS = Path(__file__).parent / "gpu"
 # Each rank holds memory of its own: three pools cover the usual 2 and 4 ranks, and 1 or 3.
 MAX_POOLS = 3
 WORKER_DEVICE_BYTES = 5 << 30
-# FSDP2 imports torch._dynamo in its first forward: 2.5 s of every rank, if the fork server has not.
-PRELOAD = ["fsdp_offload.checkpoint", "pytest", "torch._dynamo"]
 
 try:
     from hypothesis import settings
@@ -45,13 +44,8 @@ def ranks() -> Iterator[Callable[..., RankPool]]:
 
     Keywords are those of ``RankPool``. Only the pools used last stay alive.
     """
-    import torch  # which tier T0 does without
+    from tests.helpers.ranks import RankPool  # imports torch, which tier T0 does without
 
-    from tests.helpers import ranks
-    from tests.helpers.ranks import RankPool
-
-    if not torch.cuda.is_available():  # ranks with a GPU are forked from what never looks at one
-        ranks.PRELOAD += PRELOAD
     pools: OrderedDict[tuple[object, ...], RankPool] = OrderedDict()
 
     def pool_of(
@@ -71,17 +65,6 @@ def ranks() -> Iterator[Callable[..., RankPool]]:
 
 
 # The fixtures below import the package when they are used: tests of tier T0 do without torch.
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """On busy cores, threads of a small kernel wait much longer for each other than they work."""
-    import torch
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(autouse=True)
@@ -139,6 +122,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     """What is imported stays: a collection need not look at it again (0.2 s each time)."""
+    if "torch" in sys.modules and "PYTEST_XDIST_WORKER" in os.environ:
+        import_module("torch._dynamo")  # by the first step of an optimizer, if not now
     gc.collect()
     gc.freeze()
 
@@ -159,5 +144,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     # Tests of tier T0 import neither, and a hook must not do it for them.
     if torch := sys.modules.get("torch"):
         torch.manual_seed(0)
+        if not torch.cuda.is_available():
+            # On busy cores, threads of a small kernel wait much longer for each other than they
+            # work. Tests may set another number.
+            torch.set_num_threads(1)
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed(0)

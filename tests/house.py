@@ -6,8 +6,10 @@ import ast
 import functools
 import re
 import tokenize
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
+
+from fsdp_offload.core import errors
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "fsdp_offload"
@@ -25,6 +27,14 @@ BANNED = (
     "section draw recipe whereabouts twin room seat settle spare vacate team lead"
 ).split()
 """Words of the package's own for which the field has one."""
+
+
+MOTION = {
+    "streams": {"stream", "bulk_stream", "Stream"},
+    "page-locked memory": {"pin", "pin_memory", "cudaHostRegister"},
+    "copies": {"copy_in_turns", "copy_all"},
+}
+"""Calls that move bytes between host and device, or prepare that, by what they are."""
 
 
 def sources() -> list[Path]:
@@ -83,6 +93,8 @@ def private_torch_files() -> list[str]:
     """Modules whose code (not comments or docstrings) names private API of torch."""
     found = []
     for path in sources():
+        if not PRIVATE_TORCH.search(path.read_text()):
+            continue  # taking it apart takes longer
         with path.open("rb") as file:
             code = [
                 (t.start[0], t.string)
@@ -116,6 +128,67 @@ def banned_words() -> dict[str, int]:
     return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
+def errors_without_words() -> list[str]:
+    """Where an error of the package is made without a reason, or without a remedy."""
+    kinds = {name for name, value in vars(errors).items() if isinstance(value, type)}
+    return [
+        f"{name_of(path)}:{node.lineno}"
+        for path in sources()
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in kinds
+        if not {"reason", "remedy"} <= {each.arg for each in node.keywords}
+    ]
+
+
+def _called(node: ast.Call) -> str:
+    """The last name of what is called."""
+    return getattr(node.func, "attr", getattr(node.func, "id", ""))
+
+
+def _kind_of_motion(node: ast.Call) -> str | None:
+    name, words = _called(node), {word.arg for word in node.keywords}
+    is_copy = name == "copy" and isinstance(node.func, ast.Attribute) and len(node.args) == 2
+    if is_copy or "non_blocking" in words:
+        return "copies"
+    if "pin_memory" in words:
+        return "page-locked memory"
+    return next((kind for kind, names in MOTION.items() if name in names), None)
+
+
+def motion(trees: dict[str, ast.Module] | None = None) -> dict[str, list[str]]:
+    """Where streams are made, memory is page-locked and bytes are copied between host and device,
+    but for the link and the backend below it."""
+    found: dict[str, list[str]] = {kind: [] for kind in MOTION}
+    for name, module in (trees or {name_of(path): tree(path) for path in sources()}).items():
+        if name.startswith("fsdp_offload.link.") or name == "fsdp_offload.core.backend":
+            continue
+        for node in ast.walk(module):
+            if isinstance(node, ast.Call) and (kind := _kind_of_motion(node)):
+                found[kind].append(f"{name}:{node.lineno}")
+    return found
+
+
+def movers() -> list[str]:
+    """Classes that keep a stream that they made."""
+    found = []
+    for path in sources():
+        for made in ast.walk(tree(path)):
+            if isinstance(made, ast.ClassDef) and name_of(path) != "fsdp_offload.core.backend":
+                assigned = [n for n in ast.walk(made) if isinstance(n, ast.Assign | ast.AnnAssign)]
+                calls = [n for each in assigned for n in ast.walk(each) if isinstance(n, ast.Call)]
+                if any(_called(call) in MOTION["streams"] for call in calls):
+                    found.append(f"{name_of(path)}.{made.name}")
+    return found
+
+
+def types_named_twice() -> list[str]:
+    """Names that several classes of the package have."""
+    names = Counter(
+        n.name for path in sources() for n in ast.walk(tree(path)) if isinstance(n, ast.ClassDef)
+    )
+    return sorted(name for name, count in names.items() if count > 1)
+
+
 def main() -> None:
     """Print the measures."""
     print(f"package lines          {lines()}")
@@ -125,6 +198,10 @@ def main() -> None:
     print(f"functions over 60      {long_functions()}")
     print(f"private torch API      {private_torch_files()}")
     print(f"words, in names        {banned_words()}")
+    print(f"types named twice      {types_named_twice()}")
+    print(f"classes with a stream  {movers()}")
+    for kind, places in motion().items():
+        print(f"{kind + ', not in link':<22} {len(places)}: {places}")
     tests = [p for p in (ROOT / "tests").rglob("*.py")]
     print(f"test lines             {sum(len(p.read_text().splitlines()) for p in tests)}")
 

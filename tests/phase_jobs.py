@@ -176,7 +176,8 @@ def same_training(lanes: str, policy: str, dtype: str, *, keep_addresses: bool =
         alone: Any = None
         if switched:
             phases = PhaseOffloader(net, optimizer, keep_addresses=keep_addresses, **options)
-            alone = PhaseOffloader(net, optimizer, params="keep", grads="keep")
+            if not keep_addresses:  # what keeps an address is one offloader's
+                alone = PhaseOffloader(net, optimizer, params="keep", grads="keep")
 
         def switch(where: str, phases: Any = phases, alone: Any = alone) -> None:
             if phases is None:
@@ -185,7 +186,7 @@ def same_training(lanes: str, policy: str, dtype: str, *, keep_addresses: bool =
                 with phases.away():
                     assert phases.is_away
                 assert not phases.is_away
-            if where == "stepped":
+            if where == "stepped" and alone is not None:
                 with alone.away():
                     alone.offload()  # nothing left to do
                     assert alone.is_away

@@ -30,8 +30,8 @@ from torch.distributed.fsdp import fully_shard
 import fsdp_offload
 from fsdp_offload import HybridDeviceOptimizer, PhaseOffloader, checkpoint
 from fsdp_offload.core.storage import can_swap
+from tests.helpers.scripts import Launch
 from tests.test_docs import REPOSITORY, pages
-from tests.test_examples import TORCHRUN, finish, start
 
 COMMENT = r"(?:^<!-- (?P<kind>test|not run): (?P<said>[^>]*?) -->\n+)?"
 BLOCK = re.compile(COMMENT + r"^```python\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -204,9 +204,8 @@ def test_blocks_run(ranks: Callable[..., Any], block: Block, tmp_path: Path) -> 
 def test_scripts_run(block: Block, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(block.code)
-    launch = [*TORCHRUN, "--nproc-per-node=2"] if "two ranks" in block.said else []
-    output = finish(start([*launch, str(script)], folder=tmp_path))
+    output = Launch(script, ranks=1 + ("two ranks" in block.said), folder=tmp_path).output()
     assert "step 9 " in output
     if "checkpoint.load" in block.code:
         assert "resumed" not in output
-        assert "resumed at step 10" in finish(start([str(script)], folder=tmp_path))
+        assert "resumed at step 10" in Launch(script, folder=tmp_path).output()

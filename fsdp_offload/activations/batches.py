@@ -1,13 +1,17 @@
 """Saved tensors in batches to host memory and back, beside what computes.
 
 [Note: who waits for whom]
-*Out*: the stream ``activations_out`` waits for an event of the compute stream, which has produced
-what is copied, and for the last copy back, whose host memory it may write to. Device memory is held
-until the copy's event has completed, or the compute stream waits for it, because too much is held.
-*Back*: memory is taken on the compute stream, ``activations_back`` waits for an event of that,
-which may be using it still, and for the copy out. The compute stream waits once per batch, before
-it first reads, or before memory that nobody asked for goes. Streams are looked up when they are
-used.
+*Out*: a store waits for an event of the compute stream, which has produced what is copied, and for
+the last fetch, whose host memory it may write to. Device memory is held until the store has
+completed, or the compute stream waits for it, because too much is held. *Back*: memory is taken on
+the compute stream; the fetch waits for an event of that, which may be using it still, and for the
+store. The compute stream waits once per batch, before it first reads, or before memory that no
+backward has asked for goes.
+
+[Note: where a batch is]
+DIRTY: what was saved, in its own memory. STORING: that is held until the copy has ended. HOST: it
+went. FETCHING: it has memory again, which the next backward will ask for; without ``arrived`` it
+never went. DEVICE: each range was given its memory.
 
 [Note: turns]
 FSDP2's backward sends a table to the device for each group (core/fsdp.py), and the compute stream
@@ -20,15 +24,17 @@ from __future__ import annotations
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable
+from itertools import accumulate, compress
 from typing import Final
 
 import torch
 from torch import Tensor
 
-from ..core.backend import Backend, Event, in_turns
+from ..core.backend import Backend, Event
 from ..core.config import MIB, align
 from ..core.errors import ClosedError, DeviceError
-from ..link.host_pool import HostPool, Intervals
+from ..link import Block, HostPool, Link, Residence
+from ..link.host_pool import Intervals
 from .handles import MemoryRange, written_error
 from .selection import Span
 
@@ -45,16 +51,14 @@ class SavedRange(MemoryRange):
     Args:
         batch: that it is copied with.
         tensor: the first that was saved of it.
-        n_bytes: its size.
     """
 
-    __slots__ = ("is_written", "n_bytes", "original", "shape", "version")
+    __slots__ = ("is_written", "original", "shape", "version")
 
-    def __init__(self, batch: Batch, tensor: Tensor, n_bytes: int) -> None:
+    def __init__(self, batch: Batch, tensor: Tensor) -> None:
         super().__init__(batch)
         self.original: Tensor | None = tensor.detach()  # until it may go; it has the version
         self.version = tensor._version
-        self.n_bytes = n_bytes
         self.shape = (tensor.shape, tensor.dtype)
         self.is_written = False
 
@@ -76,60 +80,57 @@ class SavedRange(MemoryRange):
         return words
 
 
-class Batch:
+class Batch(Block):
     """Ranges that are copied together. It lives as long as one of them, or its copy out."""
 
+    __slots__ = ("__weakref__", "_copies", "_ranges", "index", "start")
+    host: list[Tensor]
+    device: list[Tensor]
+
     def __init__(self, copies: BatchCopies) -> None:
+        super().__init__([], [], Residence.DIRTY)  # of each range, as bytes
         self._copies = copies
         self._ranges: list[weakref.ref[SavedRange]] = []
-        self.originals: list[Tensor] = []  # of each range, as bytes; empty: they were let go
-        self.fresh: list[Tensor] = []  # of each range, brought back and not asked for yet
-        self.starts: list[int] = []  # of each range, from the beginning of the host memory
-        self.place: int | None = None  # of the host memory
-        self.sent: Event | None = None
-        self.back: Event | None = None
-        self.n_bytes = self.index = 0
-        self.is_needed = False  # backward has asked for one of the ranges
-        self.is_next = False  # it soon will
+        self.start: int | None = None  # of its host memory
+        self.index = 0
 
     def add(self, tensor: Tensor, span: Span) -> SavedRange:
         """A further range, which ``tensor`` lies in."""
         n_bytes = span.end_bytes - span.start_bytes
-        made = SavedRange(self, tensor, n_bytes)
+        made = SavedRange(self, tensor)
         memory = torch.empty(0, dtype=torch.uint8, device=tensor.device)
         memory.set_(tensor.untyped_storage(), span.start_bytes, (n_bytes,), (1,))
         self._ranges.append(weakref.ref(made))
-        self.originals.append(memory)
+        self.device.append(memory)
         self.n_bytes += n_bytes
         return made
 
     def ranges(self) -> list[SavedRange | None]:
-        """None for those that nobody can ask for any more."""
+        """None for those that no handle can ask for any more."""
         return [find() for find in self._ranges]
 
     def drop_dead(self) -> None:
-        """Before the copy out: forget ranges that went."""
-        pairs = zip(self._ranges, self.originals, strict=True)
-        alive = [(find, memory) for find, memory in pairs if find() is not None]
-        self._ranges, self.originals = [f for f, _ in alive], [m for _, m in alive]
+        """Before a copy: forget ranges that went."""
+        alive = [find() is not None for find in self._ranges]
+        self._ranges = list(compress(self._ranges, alive))
+        self.host = list(compress(self.host, alive))
+        self.device = list(compress(self.device, alive))
+        self.n_bytes = sum(memory.numel() for memory in self.host or self.device)
 
-    def hand_out(self, memories: list[Tensor]) -> None:
+    def hand_out(self) -> None:
         """Give each range its memory, so that each goes with its last handle."""
-        for found, memory in zip(self.ranges(), memories, strict=True):
+        for found, memory in zip(self.ranges(), self.device, strict=True):
             if found is not None and found.words is None:
                 found.words = memory
+        self.device, self._turns, self.residence = [], None, Residence.DEVICE
 
     def restore(self) -> None:
         """As of :class:`.Restorable`."""
         self._copies.need(self)
 
     def __del__(self) -> None:
-        if self.place is not None or self.fresh:
-            self._copies.dropped.append((self.place, self.fresh, self.back))
-
-
-def _all(number: int) -> bool:
-    return True
+        if self.start is not None or self.residence is Residence.FETCHING:
+            self._copies.dropped.append((self.start, self.device, self.arrived))
 
 
 class BatchCopies:
@@ -140,18 +141,25 @@ class BatchCopies:
         pool: of host memory.
         n_bytes: that are taken of it.
         inflight_bytes: device memory that may be held for copies out.
+        is_moved: whether a batch is, by its number in an iteration.
     """
 
-    def __init__(self, backend: Backend, pool: HostPool, n_bytes: int, inflight_bytes: int) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        pool: HostPool,
+        n_bytes: int,
+        inflight_bytes: int,
+        is_moved: Callable[[int], bool],
+    ) -> None:
         self._backend, self._pool, self._arena = backend, pool, pool.take(n_bytes)
-        self._inflight_bytes = inflight_bytes
-        self._out = backend.stream("activations_out")
-        self._in = backend.bulk_stream("activations_back")
+        self._inflight_bytes, self._is_moved = inflight_bytes, is_moved
+        self.link = Link(backend, "activations", turn_bytes=TURN_BYTES)
         self.intervals = Intervals(n_bytes)
         self.open = Batch(self)
-        self.is_moved: Callable[[int], bool] = _all  # by number of the batch in an iteration
         self.first_index = 0  # of this iteration
-        self._sending: deque[Batch] = deque()
+        # With the memory that is held, and its size in host memory.
+        self._sending: deque[tuple[Batch, list[Tensor], int]] = deque()
         self._sending_bytes = 0
         self._order: list[weakref.ref[Batch]] = []  # as they were saved
         self._last_back: Event | None = None  # that no copy out has waited for
@@ -166,64 +174,52 @@ class BatchCopies:
         """Copy what is in :attr:`open` to the host, and begin another batch."""
         batch, self.open = self.open, Batch(self)
         batch.drop_dead()
-        if not batch.originals:
+        if not batch.device:
             return
         self.collect()
-        current = self._backend.current_stream()
         batch.index = self.counts["batches"]
         self.counts["batches"] += 1
         self._order.append(weakref.ref(batch))
-        size = 0
-        for memory in batch.originals:
-            batch.starts.append(size)
-            size += align(memory.numel(), _ALIGNMENT_BYTES)
-        if not self.is_moved(batch.index - self.first_index):
+        if not self._is_moved(batch.index - self.first_index):
             return
-        batch.place = self.intervals.take(size)
-        if batch.place is None:
+        sizes = [align(memory.numel(), _ALIGNMENT_BYTES) for memory in batch.device]
+        batch.start = self.intervals.take(size := sum(sizes))
+        if batch.start is None:
             self.counts["full_batches"] += 1
             return
-        self._out.wait(current.record())
-        if self._last_back is not None:
-            self._out.wait(self._last_back)
-            self._last_back = None
-        self._out.copy(self._host(batch), batch.originals)
-        batch.sent = self._out.record()
-        self.counts["sent_bytes"] += sum(memory.numel() for memory in batch.originals)
-        self._sending.append(batch)
+        starts = accumulate(sizes[:-1], initial=batch.start)
+        batch.host = [
+            self._arena.tensor(start, memory.numel(), torch.uint8)
+            for start, memory in zip(starts, batch.device, strict=True)
+        ]
+        batch.changed(self._backend.current_stream().record())
+        self.link.store(batch, after=(self._last_back,))
+        self._last_back = None
+        self._sending.append((batch, batch.device, size))
         self._sending_bytes += size
         self._let_go()
-
-    def _host(self, batch: Batch) -> list[Tensor]:
-        """What each range has of the host memory."""
-        assert batch.place is not None
-        sizes = [memory.numel() for memory in batch.originals or batch.fresh]
-        return [
-            self._arena.tensor(batch.place + start, size, torch.uint8)
-            for start, size in zip(batch.starts, sizes, strict=True)
-        ]
 
     def _let_go(self) -> None:
         """Of device memory whose copy has ended; of the oldest, behind a wait, if it is much."""
         while self._sending:
-            batch = self._sending[0]
-            assert batch.sent is not None
-            if not batch.sent.query():
+            batch, _, size = self._sending[0]
+            assert batch.stored is not None
+            if not batch.stored.query():
                 if self._sending_bytes <= self._inflight_bytes:
                     return
-                self._backend.current_stream().wait(batch.sent)
+                self._backend.current_stream().wait(batch.stored)
                 self.counts["waits_for_room"] += 1
             self._sending.popleft()
-            self._sending_bytes -= sum(align(m.numel(), _ALIGNMENT_BYTES) for m in batch.originals)
-            if batch.is_needed or batch.is_next:  # what was copied is not used
-                batch.fresh = [] if batch.is_needed else batch.originals
-                self._give_place(batch)
-            else:
-                for found in batch.ranges():
-                    if found is not None:
-                        found.check_version()
-                        found.original = None
-            batch.originals = []
+            self._sending_bytes -= size
+            if batch.residence is not Residence.STORING:  # what was copied is not used
+                self._give_host(batch)
+                continue
+            for found in batch.ranges():
+                if found is not None:
+                    found.check_version()
+                    found.original = None
+            batch.device = []
+            batch.forget()
 
     # ------------------------------------------------------------------ back
 
@@ -244,19 +240,15 @@ class BatchCopies:
         if batch is self.open:
             batch.index, self.open = self.counts["batches"], Batch(self)
             self.counts["batches"] += 1
-        batch.is_needed = True
-        if batch.originals:  # their copy out may go on: they are held until it has ended
-            batch.hand_out(batch.originals)
-            if batch.sent is None:
-                batch.originals = []
-        elif not batch.fresh:
+        if batch.residence is Residence.HOST:
             self._bring_back(batch)
-        self._bring_back_before(batch)
-        if batch.back is not None:
-            self._backend.current_stream().wait(batch.back)
-        if batch.fresh:
-            batch.hand_out(batch.fresh)
-            batch.fresh = []
+        arrived = batch.arrived if batch.residence is Residence.FETCHING else None
+        batch.hand_out()  # a copy out may go on: what it reads is held until it has ended
+        try:
+            self._bring_back_before(batch)
+        finally:
+            if arrived is not None:
+                self._backend.current_stream().wait(arrived)
 
     def _bring_back(self, batch: Batch) -> None:
         if self.is_closed:
@@ -265,40 +257,34 @@ class BatchCopies:
                 reason="it was closed, and its host memory given up",
                 remedy="call close() when no backward is left",
             )
-        ranges = batch.ranges()
-        batch.fresh = [
-            self._backend.allocate(0 if found is None else found.n_bytes) for found in ranges
-        ]
-        assert batch.sent is not None
-        self._in.wait(self._backend.current_stream().record())
-        self._in.wait(batch.sent)
-        turns = [in_turns(memory, TURN_BYTES) for memory in (batch.fresh, self._host(batch))]
-        self._in.copy_in_turns(*turns)
-        batch.back = self._last_back = self._in.record()
-        self._give_place(batch)
-        self.counts["returned_bytes"] += sum(memory.numel() for memory in batch.fresh)
+        batch.drop_dead()
+        batch.place([self._backend.allocate(memory.numel()) for memory in batch.host])
+        now = self._backend.current_stream().record()
+        self._last_back = self.link.fetch(batch, after=(now, batch.stored))
+        self._give_host(batch)
 
-    def _give_place(self, batch: Batch) -> None:
-        if batch.place is not None:
-            self.intervals.give(batch.place)
-            batch.place = None
+    def _give_host(self, batch: Batch) -> None:
+        if batch.start is not None:
+            self.intervals.give(batch.start)
+            batch.start, batch.host = None, []
 
     def _bring_back_before(self, batch: Batch) -> None:
         """Up to :data:`AHEAD`, if there is memory."""
         order, n_ahead = self._order, 0
-        while order and ((last := order[-1]()) is None or last.is_needed):
+        while order and ((last := order[-1]()) is None or last.residence is Residence.DEVICE):
             order.pop()
         for find in reversed(order):
             other = find()
-            if other is None or other.index >= batch.index or other.is_needed:
+            if other is None or other.index >= batch.index:
                 continue
-            if other.sent is None:  # it stays
+            if other.residence in (Residence.DEVICE, Residence.DIRTY):  # it was asked for, or stays
                 continue
             if n_ahead == AHEAD:
                 return
             n_ahead += 1
-            other.is_next = True
-            if not other.fresh and not other.originals:
+            if other.residence is Residence.STORING:  # it need not go
+                other.residence = Residence.FETCHING
+            elif other.residence is Residence.HOST:
                 try:
                     self._bring_back(other)
                 except torch.OutOfMemoryError:  # it may be there when the batch is needed
@@ -324,14 +310,13 @@ class BatchCopies:
         self.collect()
         batches = [batch for find in self._order if (batch := find()) is not None]
         # Those that are still on their way out may have no range any more.
-        found = [batch for batch in batches if any(batch.ranges()) and not batch.is_needed]
+        found = [b for b in batches if any(b.ranges()) and b.residence is not Residence.DEVICE]
         self._order = [weakref.ref(batch) for batch in found]
         return found
 
     def close(self) -> None:
         """Give the host memory up, when all copies have ended."""
-        self._out.synchronize()
-        self._in.synchronize()
+        self.link.synchronize()
         self.collect()
         self.is_closed = True
         self._pool.close()

@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..update.kernels_table import pick, row_of
-from ..update.launching import Kernel
+from ..update.kernels.elementwise import pick, row_of
+from ..update.kernels.launching import Kernel
 
 if TYPE_CHECKING:
     from .pages import PagePool, PageTable

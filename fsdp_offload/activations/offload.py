@@ -103,14 +103,14 @@ class ActivationOffload(Saver):
         found = torch.accelerator.current_accelerator() if device is None else device
         self._backend = backend_for(torch.device(found or "cpu"))
         pool = HostPool("ActivationOffload", self._backend, transfer or TransferConfig())
-        self._copies = BatchCopies(self._backend, pool, n_bytes, inflight)
+        is_moved = partial(_is_moved, share)
+        self._copies = BatchCopies(self._backend, pool, n_bytes, inflight, is_moved)
         self._hooks: list[torch.autograd.graph.saved_tensors_hooks | None] = []
         self._known: dict[int, list[_Known]] = {}  # by storage
         self._counts: Counter[str] = Counter()
         self._kept: Counter[str] = Counter()
         self._kept_bytes: Counter[str] = Counter()
         self._ranges_before = 0  # this iteration
-        self._copies.is_moved = partial(_is_moved, share)
         self._pid, self._thread, self._is_closed = os.getpid(), 0, False
 
     def __reduce__(self) -> NoReturn:
@@ -213,10 +213,12 @@ class ActivationOffload(Saver):
         """See :class:`OffloadStatistics`. Lets go of device memory whose copies have ended."""
         copies, own = self._copies, ("iterations", "inactive", "taken", "ranges")
         live = len(copies.live())
-        others = ("full_batches", "sent_bytes", "returned_bytes", "waits_for_room")
+        others = ("full_batches", "waits_for_room")
         return OffloadStatistics(
             **{name: self._counts[name] for name in own},
             **{name: copies.counts[name] for name in others},
+            sent_bytes=copies.link.stored_bytes,
+            returned_bytes=copies.link.fetched_bytes,
             kept=dict(self._kept),
             kept_bytes=dict(self._kept_bytes),
             live_batches=live,

@@ -9,8 +9,12 @@ training. Packing and chunk metadata need none.
 [Note: absent ranks]
 Before the first of them, and before their group is made, all ranks meet at the store of the process
 group, where those that wait can tell who is absent. There they agree, too, whether a new gloo group
-is needed: a rank that left the collectives of a save or a load half-way, by Ctrl-C for instance,
-drops its group, whose connections end with the error's last frame; the other ranks then fail, too.
+is needed: a rank whose collectives failed half-way drops its group, whose connections end with the
+error's last frame; the other ranks then fail, too.
+
+[Note: Ctrl-C]
+It ends a rank's wait for others, before they have met. From then on it comes only inside of DCP's
+local steps, which tell all ranks of it, or at the end: nobody waits for a rank that is not coming.
 """
 
 from __future__ import annotations
@@ -28,9 +32,9 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
@@ -39,14 +43,17 @@ from torch.overrides import TorchFunctionMode
 
 from ..core.arguments import listed
 from ..core.errors import CheckpointError, OffloadError
-from ..core.interrupts import held_back
+from ..core.interrupts import Note, held_back, let_through
 from ..core.progress import report
+from ..core.storage import span
+from ..optimizer.hybrid import HybridDeviceOptimizer
 from .files import memory_of, typed, typed_error
 from .folder import checked
-from .planner import FlatSavePlanner, JobLoadPlanner, JobReader
+from .planner import FlatSavePlanner, JobLoadPlanner
+from .reader import Reader
 from .stager import Stager
 from .state import Models, class_name, collect, held, refuse_inherited, wrapper_of
-from .writer import Writer
+from .writer import Writer, without_group
 
 _log = logging.getLogger("fsdp_offload")
 
@@ -59,9 +66,10 @@ _groups: weakref.WeakKeyDictionary[object, tuple[weakref.ref[dist.ProcessGroup],
 _groups = weakref.WeakKeyDictionary()
 # Of what an async_save is given; reserving memory anew each time would take longer than the copy.
 _stagers: weakref.WeakKeyDictionary[Any, Stager] = weakref.WeakKeyDictionary()
-# Saves under way: another save or a load of this process waits, its collectives would meet theirs.
-_under_way: set[threading.Thread] = set()
 
+_LEFT: Final = b"left"
+_SAVES: Final = "fsdp-offload-save"
+"""Name of the threads that save."""
 _ABSENT_S: Final = 30.0
 """After so long the log names the ranks that others wait for."""
 
@@ -88,8 +96,8 @@ def save(
         extra: anything else (step count, scheduler and data loader states): plain Python values
             and CPU tensors. That of rank 0 is kept.
         overwrite: replace a checkpoint at ``path``.
-        keep_last: remove older complete checkpoints of this package beside ``path``, so that so
-            many stay.
+        keep_last: remove older complete checkpoints beside ``path`` whose names differ from its
+            name in numbers alone, so that so many stay.
         threads: that write; ``None``: this rank's share of the cores, at most 16.
 
     Raises:
@@ -102,10 +110,9 @@ def save(
     writer = Writer(
         path, overwrite=overwrite, keep_last=keep_last, threads=threads, optimizer_class=kind
     )
-    group = coordination_group("save")
     planner = FlatSavePlanner(lambda: collect(listed(model), optimizer, extra))
-    with held(optimizer):
-        run_save(writer, planner, group)
+    with held_back() as interrupt:
+        run_save(writer, planner, coordination_group("save", interrupt), held(optimizer))
 
 
 def async_save(
@@ -127,8 +134,8 @@ def async_save(
     Arguments are those of :func:`save`.
 
     Returns:
-        A future that is done when the checkpoint is complete on all ranks. Call ``result()``
-        before the process group is destroyed: it raises what :func:`save` would, and
+        A future that is done when the checkpoint is complete on all ranks. With several, call
+        ``result()`` before the process group is destroyed: it raises what :func:`save` would, and
         HostMemoryError where the copies do not fit.
 
     Raises:
@@ -140,21 +147,32 @@ def async_save(
     writer = Writer(
         path, overwrite=overwrite, keep_last=keep_last, threads=threads, optimizer_class=kind
     )
-    group = coordination_group("async_save")
     staged: Future[dict[str, Any]] = Future()
-    try:
-        with typed():
-            models = listed(model)
-            # A rank of a pipeline may hold nothing, and then copies nothing.
-            owner = next((each for each in (optimizer, *models) if each is not None), Stager)
-            if owner not in _stagers:
-                _stagers[owner] = Stager()
-                weakref.finalize(owner, _stagers[owner].close)
-            with held(optimizer):
-                staged.set_result(_stagers[owner].stage(collect(models, optimizer, extra)))
-    except OffloadError as error:
-        staged.set_exception(error)  # in DCP's first step: other ranks do not wait for this one
-    return _in_background(writer, FlatSavePlanner(staged.result), group)
+    with held_back() as interrupt:
+        group = coordination_group("async_save", interrupt)
+        try:
+            with typed():
+                copies = _staged(listed(model), optimizer, extra)
+        except BaseException as error:
+            staged.set_exception(error)  # in DCP's first step: others do not wait for this rank
+        else:
+            staged.set_result(copies)
+        future = _in_background(writer, FlatSavePlanner(staged.result), group)
+    failed = staged.exception()
+    if isinstance(failed, KeyboardInterrupt):
+        raise failed
+    return future
+
+
+def _staged(models: list[nn.Module], optimizer: Optimizer | None, extra: Any) -> dict[str, Any]:
+    """Copies of all that a save writes."""
+    # A rank of a pipeline may hold nothing, and then copies nothing.
+    owner = next((each for each in (optimizer, *models) if each is not None), Stager)
+    if owner not in _stagers:
+        _stagers[owner] = Stager()
+        weakref.finalize(owner, _stagers[owner].close)
+    with held(optimizer), let_through():
+        return _stagers[owner].stage(collect(models, optimizer, extra))
 
 
 def load(
@@ -199,9 +217,7 @@ def load(
     """
     refuse_inherited(optimizer := wrapper_of(optimizer))
     started = time.perf_counter()
-    if path is not None:
-        path = checked(path)
-    group = coordination_group("load")
+    path = None if path is None else checked(path)
     reader = JobReader(path, threads=threads, optimizer=optimizer)
     planner = JobLoadPlanner(
         listed(model),
@@ -211,9 +227,11 @@ def load(
         model_prefix=model_prefix,
         optimizer_prefix=optimizer_prefix,
     )
-    with raised_on_all(group), reader.uninterrupted, reader.until_all_have:
-        reader.until_all_have.enter_context(held(optimizer, saves=False))
-        _load(reader, planner, group)
+    with span("load"), held_back() as interrupt:
+        group = coordination_group("load", interrupt)
+        with raised_on_all(group), reader.until_all_have:
+            reader.until_all_have.enter_context(held(optimizer, saves=False))
+            _load(reader, planner, group)
     n_bytes = sum(info.length for info in reader.metadata.storage_data.values())
     report(f"loaded {path}", n_bytes, time.perf_counter() - started)
     return planner.extra
@@ -230,11 +248,7 @@ def _in_background(
     future: Future[None] = Future()
     world = None if group is None else dist.group.WORLD
     writer._ranks = 1 if group is None else dist.get_world_size()
-    lost = CheckpointError(
-        f"{writer.path}",
-        reason="its process group was destroyed before the save was complete",
-        remedy="call result() of what async_save returns before destroy_process_group()",
-    )
+    lost = without_group(writer.path)
 
     def run() -> None:
         try:
@@ -244,90 +258,141 @@ def _in_background(
         except BaseException as error:
             if world is not None and world is not dist.group.WORLD and error is not lost:
                 lost.__cause__, error = error, lost
-            _log.error("saving %s in the background failed: %s", writer.path, error)
+            said = str(error) or repr(error)  # KeyboardInterrupt says nothing
+            _log.error("saving %s in the background failed: %s", writer.path, said)
             future.set_exception(error)
         else:
             future.set_result(None)
 
-    thread = threading.Thread(target=run, name="fsdp-offload-save")
-    with raised_on_all(group), held_back():
+    thread = threading.Thread(target=run, name=_SAVES)
+    with raised_on_all(group):
         thread.start()
-        _under_way.add(thread)
     return future
 
 
 # --------------------------------------------------------------------------- DCP
 
 
-def coordination_group(call: str) -> dist.ProcessGroup | None:
-    """A gloo group of all ranks, made at its first use; ``None`` without a process group.
+class JobReader(Reader):
+    """Reads for a :class:`JobLoadPlanner`; model and optimizer take over what was read.
+
+    Taking over is part of the reading, so that DCP raises an error of it on all ranks.
+
+    Args:
+        path: as of :class:`Reader`.
+        threads: see there.
+        optimizer: that has *failed* when ``until_all_have`` is left by an error.
+    """
+
+    def __init__(self, path: Any, *, threads: int | None, optimizer: Optimizer | None) -> None:
+        super().__init__(path, threads=threads)
+        self._optimizer = optimizer
+        self.until_all_have = contextlib.ExitStack()
+        """Entered when everything was found to fit; the caller leaves it when all ranks are done,
+        under ``held_back()``."""
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> torch.futures.Future[None]:
+        """Read in place, then take over."""
+        if not isinstance(planner, JobLoadPlanner):  # of single values, before anything is written
+            return super().read_data(plan, planner)
+        with contextlib.ExitStack() as reading:
+            if isinstance(self._optimizer, HybridDeviceOptimizer):
+                what, view = "checkpoint.load()", self._optimizer._for_checkpoints
+                self.until_all_have.enter_context(view.failing(what, keep=OffloadError))
+                reading.enter_context(view.replacing_all(what, keep=CheckpointError))
+            with let_through():  # but not in what follows: half of a load would be a success
+                done = super().read_data(plan, planner)
+        with typed():
+            planner.take_over()
+        return done
+
+
+def coordination_group(call: str, interrupt: Note) -> dist.ProcessGroup | None:
+    """A gloo group of all ranks, made at its first use; ``None`` where this rank is the only one.
 
     Waits for saves under way: the collectives of two at once would be mixed up. Then it waits for
     all ranks; see [Note: absent ranks].
 
     Args:
         call: what the user has called, for the log.
+        interrupt: of the :func:`held_back` around this and the collectives.
     """
-    for thread in list(_under_way):
-        if thread is not threading.current_thread():  # where a future's callback saves
-            thread.join()
-            _under_way.discard(thread)
-    if not (dist.is_available() and dist.is_initialized()):
+    for thread in threading.enumerate():
+        is_me = thread is threading.current_thread()  # where a future's callback saves
+        if thread.name == _SAVES and thread.is_alive() and not is_me:
+            with let_through():
+                thread.join()
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return None
     world: Any = dist.group.WORLD
     known, number = _groups.get(world, (lambda: None, 0))
     with typed(call):
-        needed = _meet(world.get_group_store(), call, renew=known() is None)
+        store = dist.PrefixStore("fsdp_offload", world.get_group_store())  # type: ignore[attr-defined]
+        if known() is None:
+            store.add("groups", 1)
+        needed = _meet(store, call, interrupt)
         group: Any = known() if number == needed else dist.new_group(backend="gloo")
     _groups[world] = weakref.ref(group), needed
     return group  # type: ignore[no-any-return]
 
 
-def _meet(store: Any, call: str, *, renew: bool) -> int:
-    """Wait until all ranks are here; the number of the group that they need: ``renew``: a new one.
+def _meet(store: Any, call: str, interrupt: Note) -> int:
+    """Wait until all ranks are here; the number of the group that they need.
 
-    The store counts calls, of each rank and of all.
+    Each rank comes to each turn. The last one to come ends the turn with that number; or one that
+    Ctrl-C calls away ends it, as a turn that nobody else counts as a meeting.
     """
-    prefix, rank, size = "fsdp_offload/", dist.get_rank(), dist.get_world_size()
-    start, pause_s, told, turn = time.monotonic(), 1e-4, False, 0
-    try:
-        with held_back():  # each rank counts in all places, or in none
-            if renew:
-                store.add(f"{prefix}groups", 1)
-            turn = store.add(f"{prefix}rank {rank}", 1)
-            if store.add(f"{prefix}all", 1) == turn * size:
-                store.set(f"{prefix}turn {turn}", "")
-        while not store.check([f"{prefix}turn {turn}"]):
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, 0.1)
-            if not told and time.monotonic() - start > _ABSENT_S:
-                told = True
-                here = [r for r in range(size) if store.add(f"{prefix}rank {r}", 0) >= turn]
-                absent = sorted({*range(size)} - {*here})
-                if absent and rank == here[0]:
-                    _log.warning(
-                        "checkpoint.%s waits since %.0f s for %d of %d ranks, which have not "
-                        "called it: %s%s. Remedy: call it on all ranks, not on some of them (as in "
-                        "`if rank == 0:`)", call, _ABSENT_S, len(absent), size,
-                        ", ".join(map(str, absent[:8])), ", ..." if absent[8:] else "",
-                    )  # fmt: skip
-    except BaseException:  # Ctrl-C: this rank has not been here
-        with held_back():
-            if turn and not store.check([f"{prefix}turn {turn}"]):
-                store.add(f"{prefix}rank {rank}", -1)
-                store.add(f"{prefix}all", -1)
-        raise
-    return int(store.add(f"{prefix}groups", 0))
+    while True:
+        turn = store.add(f"rank {dist.get_rank()}", 1)
+        key = f"turn {turn}"
+        if store.add(f"ranks at {turn}", 1) == dist.get_world_size():
+            store.compare_set(key, "", str(store.add("groups", 0)))
+        try:
+            _wait(store, turn, call, interrupt)
+        except BaseException:  # of another signal's handler, for instance
+            store.compare_set(key, "", _LEFT)
+            raise
+        if (number := store.get(key)) != _LEFT:
+            return int(number)
+        with let_through():
+            pass  # a handler may return: then this rank comes again, as all others do
 
 
-def run_save(writer: Writer, planner: SavePlanner, group: dist.ProcessGroup | None) -> None:
+def _wait(store: Any, turn: int, call: str, interrupt: Note) -> None:
+    """Until a turn has ended; the log names ranks that are absent."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    start, pause_s, told = time.monotonic(), 1e-4, False
+    while not store.check([f"turn {turn}"]):
+        if interrupt.has_come:
+            store.compare_set(f"turn {turn}", "", _LEFT)
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, 0.1)
+        if not told and time.monotonic() - start > _ABSENT_S:
+            told = True
+            here = [r for r in range(size) if store.add(f"rank {r}", 0) >= turn]
+            absent = sorted({*range(size)} - {*here})
+            if absent and rank == here[0]:
+                _log.warning(
+                    "checkpoint.%s waits since %.0f s for %d of %d ranks, which have not "
+                    "called it: %s%s. Remedy: call it on all ranks, not on some of them (as in "
+                    "`if rank == 0:`)", call, _ABSENT_S, len(absent), size,
+                    ", ".join(map(str, absent[:8])), ", ..." if absent[8:] else "",
+                )  # fmt: skip
+
+
+def run_save(
+    writer: Writer,
+    planner: SavePlanner,
+    group: dist.ProcessGroup | None,
+    within: contextlib.AbstractContextManager[Any] | None = None,
+) -> None:
     """Save what the planner has.
 
     Raises:
         OffloadError: on all ranks, if it failed on one.
     """
     try:
-        with raised_on_all(group):
+        with span("save"), raised_on_all(group), within or contextlib.nullcontext():
             _save(writer, planner, group)
     except BaseException:
         writer.discard()

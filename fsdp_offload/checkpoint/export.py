@@ -13,7 +13,6 @@ import functools
 import json
 import math
 import os
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,7 +20,6 @@ from typing import Any, Final, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
@@ -32,13 +30,13 @@ from ..core import dtensor
 from ..core.arguments import check_optimizer
 from ..core.config import parse_bytes
 from ..core.errors import CheckpointError, ConfigError, UnsupportedParameterError
-from ..core.interrupts import held_back
-from ..core.progress import progress, report
+from ..core.interrupts import held_back, let_through
+from ..core.progress import progress
 from ..update import codec
 from . import folder
 from .api import coordination_group, run_save
-from .files import fsync_folder, memory_of, run_all, typed, write_bytes, write_whole
-from .planner import check_same, read_values
+from .files import done, memory_of, run_all, typed, write_bytes, write_whole
+from .planner import FlatSavePlanner, read_values
 from .reader import Reader
 from .rule import GROUPS, STATE, find_layout
 from .state import REMAINDER, WHOLE, state_to_read, wait_for, weights_of
@@ -115,8 +113,10 @@ def export_safetensors(
         max_bytes = parse_bytes(max_shard_bytes, "max_shard_bytes")
         return plan_files(_named(entries, names or {}), max_bytes)
 
-    group = coordination_group("export_safetensors") if isinstance(source, nn.Module) else None
-    run_save(writer, _ExportPlanner(find, lay_out), group)
+    with held_back() as interrupt:
+        of_model = isinstance(source, nn.Module)
+        group = coordination_group("export_safetensors", interrupt) if of_model else None
+        run_save(writer, _ExportPlanner(find, lay_out), group)
     written = [file.name for file in writer.files]
     return tuple(Path(out) / name for name in written + [INDEX] * (len(written) > 1))
 
@@ -261,15 +261,16 @@ class Source:
     read: Callable[[MetadataIndex], tuple[Tensor, Tensor | None]]
 
 
-class _ExportPlanner(DefaultSavePlanner):
+class _ExportPlanner(FlatSavePlanner):
     """Lays out the files of an export from the tensors of all ranks."""
 
     def __init__(
         self, find: Callable[[], Source], lay_out: Callable[[Sequence[Entry]], list[File]]
     ) -> None:
-        super().__init__()
+        super().__init__(dict)  # what is saved is found below
         self._find, self._lay_out = find, lay_out
 
+    @let_through()
     def set_up_planner(  # torch looks for the name storage_meta, and warns without it
         self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False
     ) -> None:
@@ -281,9 +282,7 @@ class _ExportPlanner(DefaultSavePlanner):
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Every rank learns the files; of ranks that hold the same chunk, one writes it."""
-        check_same(all_plans)
-        with typed():
-            plans, metadata = super().create_global_plan(all_plans)
+        plans, metadata = super().create_global_plan(all_plans)
         files = self._lay_out(list(metadata.planner_data.values()))
         return [replace(plan, planner_data=files) for plan in plans], metadata
 
@@ -307,6 +306,7 @@ class _ExportWriter(Writer):
         _create(self._aside, plans[0].planner_data)
         return plans
 
+    @let_through()
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's chunks, and make them permanent."""
         assert isinstance(planner, _ExportPlanner)
@@ -320,20 +320,14 @@ class _ExportWriter(Writer):
                             _write_chunk(opened.fileno(), file, item, planner.source)
                             bar.advance()
                         os.fsync(opened.fileno())
-        done: Future[list[WriteResult]] = Future()
-        done.set_result([])
-        return done
+        return done([])
 
     @held_back()
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Give the folder its name."""
         assert self._aside is not None, "prepare_global_plan() first"
-        fsync_folder(self._aside)
         folder.install(self._aside, self.path, overwrite=False)
-        self._ended.set()
-        self._aside = None
-        n_bytes = sum(file.nbytes for file in self.files)
-        report(f"exported {self.path}", n_bytes, time.perf_counter() - self._start)
+        self._complete("exported", sum(file.nbytes for file in self.files))
 
 
 def _write_chunk(descriptor: int, file: File, item: WriteItem, source: Source) -> None:
@@ -376,11 +370,8 @@ def _value(dtype: torch.dtype, weight: Tensor, master: Tensor | None = None) -> 
     if master is None or dtype == weight.dtype:
         return weight.to(dtype)
     master = master.detach().cpu().contiguous()
-    if master.dtype == torch.bfloat16:
-        whole = torch.empty(weight.numel(), dtype=torch.float32, device="cpu")
-        codec.decode(weight.reshape(-1), master.reshape(-1), whole)
-        master = whole.view(weight.shape)
-    return master.to(dtype)
+    whole = codec.decoded(weight, master) if master.dtype == torch.bfloat16 else master
+    return whole.to(dtype)
 
 
 # --------------------------------------------------------------------------- sources

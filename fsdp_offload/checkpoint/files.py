@@ -34,6 +34,7 @@ from typing import Final, TypeVar
 
 import torch
 from torch import Tensor
+from torch.futures import Future
 
 from ..core.errors import (
     CheckpointCorruptError,
@@ -45,6 +46,7 @@ from ..core.errors import (
 from ..core.interrupts import held_back
 from ..core.progress import progress
 from ..link import local_ranks
+from ..link.link import buffers
 
 BLOCK_BYTES: Final = 8 << 20
 MAX_THREADS: Final = 16
@@ -53,7 +55,6 @@ ALIGNMENT_BYTES: Final = 64
 """Items begin at multiples of it, and torch lets elements begin at multiples of 64 within."""
 
 TAIL: Final = struct.Struct("<IQI8s")
-_scratch = threading.local()
 _Result = TypeVar("_Result")
 
 
@@ -91,19 +92,6 @@ def memory_of(block: Tensor) -> memoryview:
     if not nbytes:
         return memoryview(b"")
     return memoryview((ctypes.c_char * nbytes).from_address(block.data_ptr())).cast("B")
-
-
-def scratch(nbytes: int) -> Tensor:
-    """This thread's own buffer, 1-D uint8 of ``nbytes``; the next call reuses it."""
-    buffer = getattr(_scratch, "buffer", None)
-    if buffer is None or buffer.numel() < nbytes:
-        buffer = _scratch.buffer = torch.empty(nbytes, dtype=torch.uint8)
-    return buffer[:nbytes]
-
-
-def on_host(block: Tensor) -> Tensor:
-    """``block`` (1-D uint8), or its copy in this thread's scratch if it is on a device."""
-    return block if block.device.type == "cpu" else scratch(block.numel()).copy_(block)
 
 
 def write_bytes(descriptor: int, offset: int, data: bytes | memoryview, path: object) -> None:
@@ -287,7 +275,7 @@ def refused(path: object, error: OSError) -> CheckpointError:
     if error.errno in (errno.ENOENT, errno.EEXIST, errno.ENOTEMPTY):
         reason = "another program removes or makes it, or ranks see different folders"
         remedy = "choose a folder that all ranks share and that nobody else writes to"
-    return CheckpointError(f"{path}", reason=f"{reason}: {error.strerror}", remedy=remedy)
+    return CheckpointError(f"{path}", reason=f"{reason}: {error.strerror or error}", remedy=remedy)
 
 
 def typed_error(error: BaseException, path: object = "a file") -> OffloadError:
@@ -296,9 +284,9 @@ def typed_error(error: BaseException, path: object = "a file") -> OffloadError:
         return error
     if isinstance(error, OSError):
         return refused(error.filename or path, error)
-    return CheckpointError(
-        type(error).__name__, reason=str(error), remedy="see its cause, in that rank's log"
-    )
+    reason = str(error) or "it has no text of its own"
+    remedy = "see its cause, in that rank's log"
+    return CheckpointError(type(error).__name__, reason=reason, remedy=remedy)
 
 
 @contextlib.contextmanager
@@ -338,6 +326,13 @@ def check_count(name: str, value: object) -> None:
 # --------------------------------------------------------------------------- threads
 
 
+def done(value: _Result) -> Future[_Result]:
+    """A future for DCP of what has been done."""
+    future: Future[_Result] = Future()
+    future.set_result(value)
+    return future
+
+
 def thread_count() -> int:
     """Threads that this rank may use for files: its share of the host's cores, at most 16."""
     cores = len(os.sched_getaffinity(0))
@@ -370,7 +365,7 @@ def run_all(
             except BaseException as error:
                 errors.append(error)
             finally:
-                _scratch.__dict__.clear()
+                buffers.__dict__.clear()
 
         while len(results) < len(listed) and not errors:  # again if a handler did not raise
             with held_back() as interrupt:

@@ -262,12 +262,12 @@ def publish(
     newest = max((m.time_ns for m in _complete_in(path.parent).values()), default=0)
     manifest = Manifest(max(time.time_ns(), newest + 1), world_size, optimizer, found)
     write_whole(made / MANIFEST, manifest.encode())
-    fsync_folder(made)
     install(made, path, overwrite=overwrite)
 
 
 def install(made: Path, path: Path, *, overwrite: bool) -> None:
     """Give a working folder its name; see [Note: publishing]."""
+    fsync_folder(made)
     is_exchanged = False
     while True:
         _check_replaceable(path, overwrite=overwrite)
@@ -302,23 +302,20 @@ def _exchange(one: Path, other: Path) -> bool:
 
 
 def prune(path: Path, keep_last: int) -> None:
-    """Remove the oldest complete checkpoints beside ``path``, so that ``keep_last`` stay.
+    """Remove the oldest complete checkpoints beside ``path`` whose names differ from its name in
+    numbers alone, so that ``keep_last`` stay.
 
-    What is not complete, or not of this package, is left alone. Nothing is raised, because the
-    checkpoint at ``path`` is complete. The log names what is removed, as a warning if it is named
-    otherwise than ``path``, but for its numbers: it may have been meant to stay.
+    What has another name, is not complete, or not of this package, is left alone. The log names
+    what is removed. Nothing is raised, because the checkpoint at ``path`` is complete.
     """
-    found = _complete_in(path.parent)
+
+    def series(of: Path) -> str:
+        return re.sub(r"\d+", "", of.name)
+
+    found = {p: m for p, m in _complete_in(path.parent).items() if series(p) == series(path)}
     for old in sorted(found, key=lambda each: found[each].time_ns)[:-keep_last]:
-        if not discard(old, path.parent):
-            continue
-        if re.sub(r"\d+", "", old.name) == re.sub(r"\d+", "", path.name):
+        if discard(old, path.parent):
             _log.info("keep_last=%d removed %s", keep_last, old)
-        else:
-            _log.warning(
-                "keep_last=%d removed %s: it counts all complete checkpoints beside %s. Remedy: "
-                "save what is to stay in a folder of its own", keep_last, old, path.name,
-            )  # fmt: skip
 
 
 # --------------------------------------------------------------------------- reading

@@ -14,9 +14,9 @@ import io
 import json
 import pickle
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, Final
 
 import torch
@@ -69,7 +69,7 @@ class Manifest:
 
         Raises:
             CheckpointCorruptError: they are not as they were written.
-            CheckpointError: of another version of this package.
+            CheckpointError: of another version of this package, or they name files elsewhere.
         """
         try:
             outer = json.loads(data)
@@ -88,6 +88,7 @@ class Manifest:
             # A later release may add fields.
             files = {name: (int(nbytes), int(crc)) for name, (nbytes, crc, *_) in
                      values["files"].items()}  # fmt: skip
+            _check_inside(path, files)
             return cls(int(values["time_ns"]), values["world_size"], values["optimizer"], files)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise corrupt(path, f"it is not what a save writes: {error!r}") from error
@@ -135,12 +136,8 @@ class _MetadataUnpickler(pickle.Unpickler):
             return lambda *values: plain(*values)
         of_dcp = {_StorageInfo.__name__: _StorageInfo, **vars(dcp_metadata)}.get(name)
         if not isinstance(of_dcp, type) or of_dcp.__module__ != module:
-            raise CheckpointError(
-                f"{METADATA} with {module}.{name}",
-                reason="it describes no tensor, and may run code",
-                remedy="load another checkpoint; torch.distributed.checkpoint.load() reads this "
-                "one, if you trust who wrote it",
-            )
+            what = f"{METADATA} with {module}.{name}"
+            raise _suspect(what, "it describes no tensor, and may run code")
         return type(name, (), {"__new__": lambda _, *values: of_dcp.__new__(of_dcp, *values)})
 
 
@@ -148,7 +145,7 @@ def decode_metadata(data: bytes, path: Path) -> Metadata:
     """What the bytes of ``.metadata`` describe; no code that they name is run.
 
     Raises:
-        CheckpointError: they name a class that describes no tensor.
+        CheckpointError: they name a class that describes no tensor, or a file elsewhere.
         CheckpointCorruptError: they are no pickle of a ``Metadata``.
     """
     try:
@@ -159,7 +156,36 @@ def decode_metadata(data: bytes, path: Path) -> Metadata:
         raise corrupt(path, f"it cannot be read: {error}") from error
     if not isinstance(metadata, Metadata):
         raise corrupt(path, f"it holds a {type(metadata).__name__}")
+    try:
+        names = {info.relative_path for info in metadata.storage_data.values()}
+        _check_inside(path, names)
+    except (AttributeError, TypeError) as error:
+        raise corrupt(path, f"it is not what a save writes: {error}") from error
     return metadata
+
+
+def _check_inside(path: Path, names: Iterable[str]) -> None:
+    """Refuse names of files, in the file at ``path``, that lead out of its folder.
+
+    Raises:
+        CheckpointError: one does.
+    """
+    for name in names:
+        if PurePath(name).is_absolute() or ".." in PurePath(name).parts:
+            raise _suspect(
+                f"{path} with a file {name!r}",
+                "it is outside of the checkpoint's folder, and a load would open any file",
+            )
+
+
+def _suspect(what: str, reason: str) -> CheckpointError:
+    """The error for a checkpoint that may do harm where it is read."""
+    return CheckpointError(
+        what,
+        reason=reason,
+        remedy="load another checkpoint; torch.distributed.checkpoint.load() reads this one, if "
+        "you trust who wrote it",
+    )
 
 
 def crc_of(path: Path) -> int:

@@ -13,7 +13,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import io
 from collections.abc import Callable, Mapping, Sequence
@@ -31,19 +30,17 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import (
     LoadPlan,
-    LoadPlanner,
     ReadItem,
     SavePlan,
     WriteItem,
     WriteItemType,
 )
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-from torch.futures import Future
 from torch.optim import Optimizer
 
 from ..core import dtensor
-from ..core.errors import CheckpointError, ConfigError, OffloadError, StateDictError
-from ..core.interrupts import held_back
+from ..core.errors import CheckpointError, ConfigError, StateDictError
+from ..core.interrupts import let_through
 from ..core.offloadable import check_present
 from ..core.progress import warn
 from ..optimizer.hybrid import HybridDeviceOptimizer
@@ -51,8 +48,8 @@ from ..optimizer.masters import tell_loaded
 from ..update import codec
 from ..update.state import check_remainder
 from .files import typed
-from .reader import Reader, targets_of
-from .rule import STATE, Match, Names, find_layout, match, prefixes_that_fit
+from .reader import Reader
+from .rule import STATE, Match, Names, find_layout, match, or_give
 from .state import (
     EXTRA,
     REMAINDER,
@@ -85,6 +82,7 @@ class FlatSavePlanner(DefaultSavePlanner):
         # once. Holds the object, so that the id stays its own.
         self._encoded: dict[int, tuple[Any, bytes]] = {}
 
+    @let_through()
     def set_up_planner(
         self,
         state_dict: dict[str, Any],
@@ -106,7 +104,7 @@ class FlatSavePlanner(DefaultSavePlanner):
         Raises:
             ConfigError: ranks call different tensors by the same name.
         """
-        check_same(all_plans)
+        _check_same(all_plans)
         with typed():
             return super().create_global_plan(all_plans)
 
@@ -119,7 +117,7 @@ class FlatSavePlanner(DefaultSavePlanner):
         return io.BytesIO(self._encoded[id(object)][1])
 
 
-def check_same(plans: Sequence[SavePlan]) -> None:
+def _check_same(plans: Sequence[SavePlan]) -> None:
     """Refuse tensors that ranks call by the same name but that cannot be the same.
 
     Raises:
@@ -199,7 +197,7 @@ class JobLoadPlanner(FlatLoadPlanner):
         self,
         models: Sequence[nn.Module],
         optimizer: Optimizer | None,
-        reader: JobReader,
+        reader: Reader,
         *,
         strict: bool,
         model_prefix: str | None,
@@ -243,7 +241,7 @@ class JobLoadPlanner(FlatLoadPlanner):
                     self.extra = decode(io.BytesIO(data))
             self.set_up_planner(self._read, self._reader.metadata)
             plan = super().create_local_plan()
-            self._reader.compare(plan, self)
+            self._reader._compare(plan, self)
             return replace(plan, planner_data=self._found.unknown)
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
@@ -267,9 +265,7 @@ class JobLoadPlanner(FlatLoadPlanner):
         for parameter, key in self._masters:
             weight, master = dtensor.local(parameter), dtensor.local(self.state_dict[key])
             if key.endswith(REMAINDER):
-                rounded, bits = weight.cpu().to(torch.bfloat16).reshape(-1), master.reshape(-1)
-                master = torch.empty(weight.shape, dtype=torch.float32)
-                codec.decode(rounded, bits, master.view(-1))
+                master = codec.decoded(weight.cpu().to(torch.bfloat16).contiguous(), master)
             weight.copy_(master)
         options = StateDictOptions(strict=False)
         for model in self._models:
@@ -302,11 +298,11 @@ class JobLoadPlanner(FlatLoadPlanner):
     def _plan_weights(self) -> None:
         found, stored = self._found, self._stored
         if not found.weights:
-            fit = " or ".join(map(repr, prefixes_that_fit(stored, self._weights)))
             raise CheckpointError(
                 f"{self._reader.path}",
                 reason="it has no weight of this model under the usual prefix, or the given one",
-                remedy=f"build the model that was saved, or give model_prefix={fit}",
+                remedy="build the model that was saved"
+                + or_give("model_prefix", stored, self._weights),
             )
         if found.missing and self._strict:
             raise CheckpointError(
@@ -359,11 +355,11 @@ class JobLoadPlanner(FlatLoadPlanner):
     def _check_state(self, optimizer: Optimizer) -> None:
         """Refuse a checkpoint without state, or of another class of optimizer."""
         if self._found.untold == {names[0] for names in self._names.values()}:
-            fit = " or ".join(map(repr, prefixes_that_fit(self._stored, self._weights, STATE)))
             raise CheckpointError(
                 f"{self._reader.path}",
                 reason="it has no optimizer state for the parameters of this model",
-                remedy=f"pass optimizer=None to load weights alone, or give optimizer_prefix={fit}",
+                remedy="pass optimizer=None to load weights alone"
+                + or_give("optimizer_prefix", self._stored, self._weights, STATE),
             )
         manifest = self._reader.manifest
         saved_class = "" if manifest is None else manifest.optimizer
@@ -435,47 +431,6 @@ class JobLoadPlanner(FlatLoadPlanner):
             entry = self._stored[key]
             _check_shape(key, entry, value)
             self._read[key] = value if isinstance(entry, TensorStorageMetadata) else None
-
-
-class JobReader(Reader):
-    """Reads for a :class:`JobLoadPlanner`; model and optimizer take over what was read.
-
-    Taking over is part of the reading, so that DCP raises an error of it on all ranks.
-
-    Args:
-        path: as of :class:`Reader`.
-        threads: see there.
-        optimizer: that has *failed* when ``until_all_have`` is left by an error.
-    """
-
-    def __init__(self, path: Any, *, threads: int | None, optimizer: Optimizer | None) -> None:
-        super().__init__(path, threads=threads)
-        self._optimizer = optimizer
-        self.until_all_have = contextlib.ExitStack()
-        """Entered when everything was found to fit; the caller leaves it when all ranks are done,
-        and after it the other one."""
-        self.uninterrupted = contextlib.ExitStack()
-        """Entered when everything was read."""
-
-    def compare(self, plan: LoadPlan, planner: LoadPlanner) -> None:
-        """Read, before any is written, values of several keys for one memory: they must agree."""
-        self._apart = self._read_apart(plan, targets_of(plan, planner))
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read in place, then take over."""
-        if not isinstance(planner, JobLoadPlanner):  # of single values, before anything is written
-            return super().read_data(plan, planner)
-        with contextlib.ExitStack() as reading:
-            if isinstance(self._optimizer, HybridDeviceOptimizer):
-                what, view = "checkpoint.load()", self._optimizer._for_checkpoints
-                self.until_all_have.enter_context(view.failing(what, keep=OffloadError))
-                reading.enter_context(view.replacing_all(what, keep=CheckpointError))
-            done = super().read_data(plan, planner)
-            # From here on half of a load would be a success: Ctrl-C waits.
-            self.uninterrupted.enter_context(held_back())
-        with typed():
-            planner.take_over()
-        return done
 
 
 def _shard_like(parameter: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:

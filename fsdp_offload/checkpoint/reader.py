@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.futures import Future
 
 from ..core.errors import CheckpointError, OffloadError
+from ..link.link import fill, scratch
 from .files import (
     BLOCK_BYTES,
     Checksums,
@@ -28,11 +29,11 @@ from .files import (
     as_bytes,
     check_count,
     corrupt,
+    done,
     memory_of,
     read_bytes,
     read_table,
     run_all,
-    scratch,
     typed,
 )
 from .manifest import Manifest, check_files, open_checkpoint
@@ -148,9 +149,11 @@ class Reader(FileSystemReader):
             planner.commit_tensor(request, target)  # planners of others may do something
         if foreign:
             self._read_foreign(replace(plan, items=foreign), planner)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
+        return done(None)
+
+    def _compare(self, plan: LoadPlan, planner: LoadPlanner) -> None:
+        """Read, before any is written, values of several keys for one memory: they must agree."""
+        self._apart = self._read_apart(plan, targets_of(plan, planner))
 
     def _read_apart(
         self, plan: LoadPlan, targets: Mapping[ReadItem, Tensor]
@@ -350,9 +353,12 @@ class _File:
                 )
 
 
-def _check_block(file: _File, info: _StorageInfo, start: int) -> None:
-    block = scratch(min(file.block_bytes, info.length - start))
+def _read_block(file: _File, info: _StorageInfo, start: int, block: Tensor) -> None:
     file.read(info, start, memory_of(block))
+
+
+def _check_block(file: _File, info: _StorageInfo, start: int) -> None:
+    _read_block(file, info, start, scratch(min(file.block_bytes, info.length - start)))
 
 
 def _tensor_jobs(file: _File, info: _StorageInfo, box: Tensor, target: Tensor) -> Iterator[Job]:
@@ -385,13 +391,5 @@ def _block_jobs(file: _File, info: _StorageInfo, first: int, target: Tensor) -> 
     stop, size = first + target.numel(), file.block_bytes
     for edge in range(first // size * size, stop, size):
         low, high = max(first, edge), min(stop, edge + size)
-        yield functools.partial(_read_into, file, info, low, target[low - first : high - first])
-
-
-def _read_into(file: _File, info: _StorageInfo, start: int, target: Tensor) -> None:
-    if target.device.type == "cpu":
-        file.read(info, start, memory_of(target))
-    else:
-        block = scratch(target.numel())
-        file.read(info, start, memory_of(block))
-        target.copy_(block)
+        read = functools.partial(_read_block, file, info, low)
+        yield functools.partial(fill, target[low - first : high - first], read)

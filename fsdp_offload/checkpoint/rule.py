@@ -215,6 +215,12 @@ def prefixes_that_fit(keys: Iterable[str], fqns: Iterable[str], kind: str = "") 
     return sorted(prefix for prefix in found if not prefix or prefix.endswith("."))
 
 
+def or_give(option: str, keys: Iterable[str], fqns: Iterable[str], kind: str = "") -> str:
+    """How a remedy goes on: with the prefixes that fit, if there are any."""
+    fit = " or ".join(map(repr, prefixes_that_fit(keys, fqns, kind)))
+    return f", or give {option}={fit}" if fit else ""
+
+
 def tied_error(kind: type[OffloadError], one: str, other: str) -> OffloadError:
     """Of two names of one memory, whose values differ."""
     return kind(

@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.distributed.checkpoint.staging import AsyncStager
 
 from ..core import dtensor
-from ..core.backend import backend_for
+from ..core.backend import Event, backend_for
 from ..core.config import TransferConfig
 from ..core.errors import OffloadError, UnsupportedParameterError
-from ..link import HostPool, HostRange
+from ..link import Block, HostPool, HostRange, Link, Residence
 from .files import BLOCK_BYTES, aligned, as_bytes, run_all, without_class
 
 
@@ -36,6 +36,7 @@ class Stager(AsyncStager):
     def __init__(self) -> None:
         self._pool: HostPool | None = None
         self._arena: HostRange | None = None
+        self._links: dict[torch.device, Link] = {}
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """A deep copy of ``state_dict``, tensors in any container or object included.
@@ -50,62 +51,72 @@ class Stager(AsyncStager):
         except Exception as error:  # whatever a class raises that is no value
             raise _uncopied("a value to be saved", error) from error
         tensors = [value for value in finder.found if isinstance(value, Tensor)]
-        needed: dict[object, int] = {}
+        sources: dict[object, Tensor] = {}
 
-        def measure(plain: Tensor) -> Tensor:
+        def collect(plain: Tensor) -> Tensor:
             if _is_dense(plain):
-                needed[_place(plain)] = aligned(plain.numel() * plain.element_size())
+                sources.setdefault(_place(plain), plain)
             return plain
 
         for tensor in tensors:
-            _with_copies(tensor, measure)
-        self._reserve(sum(needed.values()), {tensor.device for tensor in tensors})
-        jobs: list[Callable[[], None]] = []
-        copy = self._copier(jobs)
+            _with_copies(tensor, collect)
+        copies = self._copies_of(sources)
+
+        def copy(plain: Tensor) -> Tensor:
+            if _is_dense(plain) and (place := _place(plain)) in copies:
+                return copies[place]
+            return plain.to("cpu", copy=True)
+
         values = [_with_copies(v, copy) if isinstance(v, Tensor) else v for v in finder.found]
-        for device in {tensor.device for tensor in tensors}:
-            if device.type != "meta":  # other threads read, on streams of their own
-                backend_for(device).current_stream().synchronize()
-        run_all(jobs)
         pickled.seek(0)
         try:
             return _Builder(pickled, values).load()  # type: ignore[no-any-return]
         except Exception as error:
             raise _uncopied("a value to be saved", error) from error
 
-    def _reserve(self, nbytes: int, devices: set[torch.device]) -> None:
-        if self._arena is not None and nbytes <= self._arena.n_bytes:
-            return
-        self.close()
-        devices = {device for device in devices if device.type not in ("cpu", "meta")}
-        backend = backend_for(min(devices, key=str, default=torch.device("cpu")))
-        self._pool = HostPool("async_save", backend, TransferConfig(pin="prefer"))
-        self._arena = self._pool.take(nbytes)
-
-    def _copier(self, jobs: list[Callable[[], None]]) -> Callable[[Tensor], Tensor]:
-        """Makes copies: of dense tensors one behind the other in the arena, which ``jobs`` fill."""
+    def _copies_of(self, sources: dict[object, Tensor]) -> dict[object, Tensor]:
+        """One behind the other in the arena, which is made larger if they do not fit."""
+        nbytes = sum(aligned(source.nbytes) for source in sources.values())
+        if self._arena is None or nbytes > self._arena.n_bytes:
+            self.close()
+            devices = [s.device for s in sources.values() if s.device.type != "cpu"]
+            backend = backend_for(min(devices, key=str, default=torch.device("cpu")))
+            self._pool = HostPool("async_save", backend, TransferConfig(pin="prefer"))
+            self._arena = self._pool.take(nbytes)
         made: dict[object, Tensor] = {}
+        pairs: list[tuple[Tensor, Tensor]] = []
         offset = 0
+        for place, given in sources.items():
+            source = given.resolve_conj().resolve_neg().contiguous()
+            target = self._arena.tensor(offset, source.numel(), source.dtype)
+            offset += aligned(source.nbytes)
+            made[place] = target.view(source.shape)
+            pairs.append((as_bytes(target), as_bytes(source)))
+        self._fill(pairs)
+        return made
 
-        def copy(plain: Tensor) -> Tensor:
-            nonlocal offset
-            if not _is_dense(plain):
-                return plain.to("cpu", copy=True)
-            assert self._arena is not None
-            place = _place(plain)
-            if place not in made:
-                source = plain.resolve_conj().resolve_neg().contiguous()
-                target = self._arena.tensor(offset, source.numel(), source.dtype)
-                made[place] = target.view(source.shape)
-                offset += aligned(source.nbytes)
-                given, taken = as_bytes(source), as_bytes(target)
-                jobs.extend(
-                    functools.partial(_copy, given, taken, start)
-                    for start in range(0, source.nbytes, BLOCK_BYTES)
-                )
-            return made[place]
-
-        return copy
+    def _fill(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
+        """Copy: device memory by links, host memory meanwhile by threads."""
+        jobs = [
+            functools.partial(Tensor.copy_, *parts)
+            for pair in pairs
+            if pair[1].device.type == "cpu"
+            for parts in zip(*(each.split(BLOCK_BYTES) for each in pair), strict=True)
+        ]
+        stored: list[Event] = []
+        try:
+            for device in {source.device for _, source in pairs if source.device.type != "cpu"}:
+                backend = backend_for(device)
+                if device not in self._links:
+                    self._links[device] = Link(backend, "checkpoint", turn_bytes=None)
+                mine = [(t, s) for t, s in pairs if s.device == device and s.nbytes]
+                blocks = [Block([t], [s], Residence.DIRTY) for t, s in mine]
+                written = backend.current_stream().record()
+                stored.append(self._links[device].store(*blocks, after=[written]))
+            run_all(jobs)
+        finally:  # else a later call could give the memory back below a copy
+            for event in stored:
+                event.synchronize()
 
     def synchronize_staging(self) -> None:
         """Nothing is under way: :meth:`stage` returns when the copies are there."""
@@ -193,7 +204,3 @@ def _uncopied(what: str, error: Exception) -> UnsupportedParameterError:
         reason=f"it cannot be copied: {textwrap.shorten(str(error), 200)}",
         remedy="leave it out of what is saved, or save it as plain tensors and values",
     )
-
-
-def _copy(source: Tensor, target: Tensor, start: int) -> None:
-    target[start : start + BLOCK_BYTES].copy_(source[start : start + BLOCK_BYTES])

@@ -23,8 +23,9 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from ..core.errors import CheckpointError, ConfigError
-from ..core.interrupts import held_back
+from ..core.interrupts import held_back, let_through
 from ..core.progress import report
+from ..link.link import on_host
 from . import folder
 from .files import (
     BLOCK_BYTES,
@@ -33,11 +34,11 @@ from .files import (
     aligned,
     as_bytes,
     check_count,
+    done,
     encode_table,
     envelope,
     memory_of,
     new_file,
-    on_host,
     run_all,
     without_class,
     write_bytes,
@@ -57,8 +58,8 @@ class Writer(StorageWriter):
         path: the folder to make, on a file system that all ranks share; relative to the folder that
             is current now.
         overwrite: replace a checkpoint at ``path``.
-        keep_last: remove older complete checkpoints of this package beside ``path``, so that so
-            many stay.
+        keep_last: remove older complete checkpoints beside ``path`` whose names differ from its
+            name in numbers alone, so that so many stay.
         threads: that write; ``None``: this rank's share of the cores, at most 16.
         optimizer_class: name of the optimizer's class, which a load compares; empty: unknown.
 
@@ -127,7 +128,7 @@ class Writer(StorageWriter):
         """
         self.discard()
         if self._ranks not in (None, len(plans)):
-            raise CheckpointError(f"{self.path}: plans of {len(plans)} of {self._ranks} ranks")
+            raise without_group(self.path)
         self._made_parents = [each for each in self.path.parents if not each.exists()]
         self._aside = folder.prepare(self.path, overwrite=self._overwrite)
         self._ended = threading.Event()
@@ -137,6 +138,7 @@ class Writer(StorageWriter):
         files = (f"{self._aside.name}/__{rank}_0.distcp" for rank in range(len(plans)))
         return [replace(plan, storage_data=file) for plan, file in zip(plans, files, strict=True)]
 
+    @let_through()
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's file.
 
@@ -146,13 +148,12 @@ class Writer(StorageWriter):
         Raises:
             CheckpointError: the file system refused.
         """
-        results: Future[list[WriteResult]] = Future()
         items: list[_Item] = []
         if plan.items:
             path = self.path.parent / plan.storage_data
             items = _layout(plan, planner)
             file = _write_file(path, items, self._threads)
-        results.set_result(
+        return done(
             [
                 _Written(
                     index=item.request.index,
@@ -163,7 +164,6 @@ class Writer(StorageWriter):
                 for item in items
             ]
         )
-        return results
 
     @held_back()
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -189,12 +189,15 @@ class Writer(StorageWriter):
             world_size=len(results),
             optimizer=self._optimizer_class,
         )
-        self._ended.set()
-        self._aside = None
+        self._complete("saved", sum(n_bytes for n_bytes, _ in written.values()))
         if self._keep_last is not None:
             folder.prune(self.path, self._keep_last)
-        n_bytes = sum(n for n, _ in written.values())
-        report(f"saved {self.path}", n_bytes, time.perf_counter() - self._start)
+
+    def _complete(self, verb: str, n_bytes: int) -> None:
+        """The folder has its name: nothing of it is to be discarded."""
+        self._ended.set()
+        self._aside = None
+        report(f"{verb} {self.path}", n_bytes, time.perf_counter() - self._start)
 
     @held_back()
     def discard(self) -> None:
@@ -215,6 +218,15 @@ class Writer(StorageWriter):
     def storage_meta(self) -> StorageMeta | None:
         """Nothing."""
         return None
+
+
+def without_group(path: Path) -> CheckpointError:
+    """The error for a save that its ranks cannot complete together."""
+    return CheckpointError(
+        f"{path}",
+        reason="its process group was destroyed before the save was complete",
+        remedy="call result() of what async_save returns before destroy_process_group()",
+    )
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Final
 
 import torch
@@ -260,3 +261,14 @@ def saved_tensor_hook() -> Callable[[Tensor], Any] | None:
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
     pair = None if top is None else top(True)
     return None if pair is None else pair[0]
+
+
+# --------------------------------------------------------------------------- traces
+
+
+def span(name: str) -> AbstractContextManager[object]:
+    """``fsdp_offload::name`` in torch's profiler, around what the host enqueues inside.
+
+    ``torch.profiler.record_function`` does the same for 13 microseconds, this for 0.5.
+    """
+    return torch._C._profiler._RecordFunctionFast(f"fsdp_offload::{name}")

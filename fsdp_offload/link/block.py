@@ -1,78 +1,76 @@
-"""What a transfer moves: bytes of device memory that are given up and taken back."""
+"""What travels between host and device: bytes with a place on both sides, and where they are."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Final, Protocol
+import enum
+from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
-from ..core import storage as storages
-
-_SMALL_BYTES: Final = 2 << 20
+from ..core.backend import Event, Turns, in_turns
 
 
-class Block(Protocol):
-    """Bytes of device memory that are copied, given up and taken together."""
+class Residence(enum.Enum):
+    """Where the bytes of a block are."""
 
-    key: str  # the same at each offload: it gets the host buffer that it had
-    n_bytes: int  # above 0
-    # Those that begin in it, with their first byte there; one may end in a block behind it.
-    storages: Sequence[tuple[torch.UntypedStorage, int]]
-
-    def view(self) -> Tensor:
-        """Its bytes: 1-D uint8 on the device. It must be present."""
-        ...
-
-    def release(self) -> None:
-        """Give its memory up. All work on it has completed."""
-        ...
-
-    def restore(self) -> None:
-        """Take memory for it again, with any content, in order of the current stream.
-
-        Raises:
-            torch.OutOfMemoryError: there is none; it is as before.
-        """
-        ...
+    HOST = enum.auto()
+    """In host memory alone. :meth:`.Link.fetch` makes it FETCHING."""
+    FETCHING = enum.auto()
+    """In host memory, and on the device after ``arrived``. :meth:`Block.changed` makes it DIRTY,
+    :meth:`Block.ended` DEVICE, :meth:`Block.forget` HOST."""
+    DEVICE = enum.auto()
+    """The same on both sides. :meth:`Block.changed` makes it DIRTY, :meth:`Block.forget` HOST."""
+    DIRTY = enum.auto()
+    """On the device alone, after ``updated``. :meth:`.Link.store` makes it STORING."""
+    STORING = enum.auto()
+    """On the device, and in host memory after ``stored``. :meth:`Block.ended` makes it DEVICE,
+    :meth:`Block.forget` HOST; it may be fetched again, behind ``stored``."""
 
 
-class StorageBlock:
-    """A storage of torch's, resized to 0 and back, so its address changes.
+class Block:
+    """Bytes that travel together, as spans of equal lengths on both sides.
 
-    It moves once, with all of its bytes: views, tied weights and the padding of FSDP2's shards
-    stay what they are, because the storage object stays and only its memory goes.
+    Args:
+        host: 1-D uint8 tensors in host memory; empty while the block has none.
+        device: 1-D uint8 tensors on the device; empty while it has none.
+        residence: where the bytes are.
     """
 
-    def __init__(self, key: str, storage: torch.UntypedStorage) -> None:
-        self.key, self.n_bytes = key, storage.nbytes()
-        self.storages: Sequence[tuple[torch.UntypedStorage, int]] = ((storage, 0),)
-        self._storage = storage
+    __slots__ = ("_turns", "arrived", "device", "host", "n_bytes", "residence", "stored", "updated")
 
-    @torch.inference_mode(False)
-    def view(self) -> Tensor:
-        empty = torch.empty(0, dtype=torch.uint8, device=self._storage.device)
-        return empty.set_(self._storage)
+    def __init__(
+        self,
+        host: Sequence[Tensor] = (),
+        device: Sequence[Tensor] = (),
+        residence: Residence = Residence.HOST,
+    ) -> None:
+        self.host, self.device, self.residence = host, device, residence
+        self.n_bytes = sum(each.nbytes for each in host or device)
+        self.arrived: Event | None = None  # link -> who reads the device: fetched
+        self.updated: Event | None = None  # who writes the device -> link: may be stored
+        self.stored: Event | None = None  # link -> who reads the host, or reuses the device
+        self._turns: tuple[Turns, Turns] | None = None
 
-    def release(self) -> None:
-        self._storage.resize_(0)
+    def place(self, device: Sequence[Tensor]) -> None:
+        """Use other device memory from now on; nothing is under way, and the host has the bytes."""
+        assert self.residence is not Residence.DIRTY, "the bytes are on the device alone"
+        self.device, self._turns, self.residence = device, None, Residence.HOST
 
-    def restore(self) -> None:
-        self._storage.resize_(self.n_bytes)
+    def changed(self, updated: Event | None) -> None:
+        """The device memory has other bytes than the host, after ``updated``."""
+        self.updated, self.residence = updated, Residence.DIRTY
 
+    def ended(self) -> None:
+        """The copy under way has been waited for: both sides have the bytes."""
+        assert self.residence in (Residence.FETCHING, Residence.STORING), self.residence
+        self.residence = Residence.DEVICE
 
-def in_order(blocks: Iterable[StorageBlock]) -> list[StorageBlock]:
-    """As they travel: the host enqueues small ones while the link is busy with large ones."""
-    return sorted(blocks, key=lambda block: block.n_bytes < _SMALL_BYTES)
+    def forget(self) -> None:
+        """What the device has is of no use any more."""
+        self.residence = Residence.HOST
 
-
-def collect(named: Iterable[tuple[str, Tensor]]) -> list[StorageBlock]:
-    """Storages of plain tensors, each once, that torch can give up and that nothing else moves."""
-    found: dict[int, StorageBlock] = {}
-    for key, tensor in named:
-        storage = tensor.untyped_storage()
-        is_own = storage.resizable() and storages.owner_of(storage) is None
-        if storage.nbytes() and is_own:
-            found.setdefault(storages.identity(storage), StorageBlock(key, storage))
-    return in_order(found.values())
+    def turns(self, turn_bytes: int) -> tuple[Turns, Turns]:
+        """Device and host spans, in turns of so many bytes."""
+        if self._turns is None:
+            self._turns = in_turns(self.device, turn_bytes), in_turns(self.host, turn_bytes)
+        return self._turns

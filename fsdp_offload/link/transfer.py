@@ -4,7 +4,7 @@
 everything on the device, and giving up fails no more. ``back`` gives up what it has taken if it
 runs out of memory half-way: the host has all bytes still.
 
-There is one stream per direction, so that two transfers (a swap) use both directions of the link.
+Each transfer has a link, so that two of them (a swap) use both directions at once.
 Device memory goes when its own copy has completed, which is the host's work: each call of a
 :class:`Handle` does what is due. More is in docs/internals/link.md.
 """
@@ -29,7 +29,6 @@ from ..core import storage as storages
 from ..core.backend import (
     Backend,
     Event,
-    Stream,
     TimedEvent,
     free_bytes,
     release_cached,
@@ -38,9 +37,10 @@ from ..core.backend import (
 from ..core.config import TransferConfig, align
 from ..core.errors import DeviceMemoryError
 from ..core.interrupts import held_back
-from .block import Block, StorageBlock
 from .host_memory import HostRange
 from .host_pool import HostPool
+from .link import Link
+from .storage_block import OwnedBlock, StorageBlock
 
 BATCH_BYTES: Final = 128 << 20
 """Of blocks that are enqueued, and given up, with one event: copies without an event in between
@@ -79,7 +79,7 @@ class Handle:
     def __init__(
         self,
         copies: Mapping[str, _Copies] | None = None,
-        releases: Iterable[tuple[Event, Sequence[Block]]] = (),
+        releases: Iterable[tuple[Event, Sequence[OwnedBlock]]] = (),
         *,
         began: float = 0.0,
         used: object = None,
@@ -140,6 +140,7 @@ class Handle:
     def _release(self) -> None:
         for block in self._releases[0][1]:
             block.release()
+            block.forget()
         self._releases.popleft()
 
     def arrival(self, *kinds: str) -> Event | None:
@@ -182,13 +183,13 @@ class Transfer:
         self.last_out, self.last_back = Handle(), Handle()  # of the last ones that copied
         self._backend = backend
         self._emptied = backend.device if empties_cache else None
-        self._out, self._in = backend.stream("phase_out"), backend.stream("phase_in")
-        self._away: dict[str, Sequence[Block]] = {}  # by kind, in the order of the way back
-        self._dropped: Sequence[Block] = ()
+        self.link = Link(backend, "phase", turn_bytes=None)
+        self._away: dict[str, Sequence[OwnedBlock]] = {}  # by kind, in the order of the way back
+        self._dropped: Sequence[OwnedBlock] = ()
         # Of storages that are away, by identity: host buffer, first byte there, bytes.
         self._places: dict[int, tuple[str, int, int]] = {}
         # Copies that the caller has not waited for still use host buffers.
-        weakref.finalize(self, _synchronize, (self._out, self._in), os.getpid()).atexit = False
+        weakref.finalize(self, _synchronize, self.link, os.getpid()).atexit = False
 
     @property
     def is_away(self) -> bool:
@@ -200,7 +201,7 @@ class Transfer:
         """What is in host memory only, or is under way there."""
         return sum(block.n_bytes for blocks in self._away.values() for block in blocks)
 
-    def reserve(self, blocks: Sequence[Block]) -> None:
+    def reserve(self, blocks: Sequence[OwnedBlock]) -> None:
         """Have host memory for each block; what is new lies side by side, in order.
 
         A key may stand for another size at each offload: FSDP2 reduces the gradients of a group in
@@ -233,7 +234,9 @@ class Transfer:
         return memory.tensor(first + start, n_bytes, torch.uint8)
 
     def out(
-        self, batches: Iterable[tuple[str, Sequence[Block]]], dropped: Sequence[Block] = ()
+        self,
+        batches: Iterable[tuple[str, Sequence[OwnedBlock]]],
+        dropped: Sequence[OwnedBlock] = (),
     ) -> Handle:
         """Copy blocks to their host buffers and give up their device memory.
 
@@ -251,24 +254,23 @@ class Transfer:
         assert not self.is_away, list(self._away)
         began = time.perf_counter()
         copies: dict[str, _Copies] = {}
-        releases: list[tuple[Event, Sequence[Block]]] = []
-        used: list[Tensor] = []
-        away: dict[str, Sequence[Block]] = {}
+        releases: list[tuple[Event, Sequence[OwnedBlock]]] = []
+        away: dict[str, Sequence[OwnedBlock]] = {}
         try:
             # Whatever memory is read below was last written before now.
-            self._out.wait(self._now())
+            self.link.follow(self._now(), fetches=False)
             for kind, blocks in batches:
                 away[kind] = blocks
                 if not blocks:
                     continue
                 self.reserve(blocks)
-                first = self._out.record_timed()
+                first = self.link.time_stores()
                 for batch in _batches(blocks, BATCH_BYTES):
-                    self._copy(self._out, batch, used, is_out=True)
-                    releases.append((self._out.record(), batch))
-                copies[kind] = _Copies(_bytes_of(blocks), first, self._out.record_timed())
+                    stored = self._copy(batch, self.link.store)
+                    releases.append((stored, batch))
+                copies[kind] = _Copies(_bytes_of(blocks), first, self.link.time_stores())
         except BaseException:
-            self._out.synchronize()  # what the copies read, and write, may go from here on
+            self.link.finish_stores()  # what the copies read, and write, may go from here on
             raise
         if dropped:
             releases.append((self._now(), dropped))
@@ -279,6 +281,7 @@ class Transfer:
             for block in blocks
             for storage, start in block.storages
         }
+        used = list(away.values())
         self.handle = Handle(copies, releases, began=began, used=used, emptied=self._emptied)
         self.last_out = self.handle if copies else self.last_out
         return self.handle
@@ -299,39 +302,32 @@ class Transfer:
         self.handle.wait()
         began = time.perf_counter()
         copies: dict[str, _Copies] = {}
-        used: list[Tensor] = []
-        taken: list[Block] = []
-
+        taken: list[OwnedBlock] = []
         segments: dict[str, int] = {}
 
-        def restore(block: Block) -> None:
+        def restore(block: OwnedBlock) -> None:
             self._take_segment(segments.pop(block.key, 0))
-            while True:
-                try:
-                    block.restore()
-                    break
-                except torch.OutOfMemoryError:
-                    if free_more is None or not free_more():
-                        raise
+            _restore(block, free_more)
             taken.append(block)
 
         try:
             # Memory that is taken below was freed before now, in order of the caller's stream.
-            self._in.wait(self._now())
+            self.link.follow(self._now(), stores=False)
             for kind, blocks in self._away.items():
                 if not blocks:
                     continue
-                first = self._in.record_timed()
+                first = self.link.time_fetches()
                 segments |= _segments(blocks)
                 for batch in _restored(blocks, restore):
-                    self._copy(self._in, batch, used, is_out=False)
-                copies[kind] = _Copies(_bytes_of(blocks), first, self._in.record_timed())
+                    self._copy(batch, self.link.fetch)
+                copies[kind] = _Copies(_bytes_of(blocks), first, self.link.time_fetches())
             for block in self._dropped:
                 restore(block)
         except BaseException as error:
-            self._in.synchronize()
+            self.link.finish_fetches()
             for block in taken:
                 block.release()
+                block.forget()
             if not isinstance(error, torch.OutOfMemoryError):
                 raise
             raise DeviceMemoryError(
@@ -339,6 +335,7 @@ class Transfer:
                 reason=f"the device has not enough ({error}); nothing is lost",
                 remedy="free device memory, in other processes too, then call it again",
             ) from error
+        used = list(self._away.values())
         self._away, self._dropped, self._places = {}, (), {}
         self.handle = Handle(copies, began=began, used=used)
         self.last_back = self.handle if copies else self.last_back
@@ -355,18 +352,18 @@ class Transfer:
             with contextlib.suppress(torch.OutOfMemoryError):  # then each storage has its own
                 self._backend.allocate(n_bytes)
 
-    def _copy(
-        self, stream: Stream, batch: Sequence[Block], used: list[Tensor], *, is_out: bool
-    ) -> None:
-        """Enqueue the copies of a batch; ``used`` gets their host memory.
+    def _copy(self, batch: Sequence[OwnedBlock], copy: Callable[..., Event]) -> Event:
+        """Enqueue the copies of a batch; returns their end.
 
         Device memory is the owner's of a storage, who may drop it: the stream that it belongs to
         waits for the copies before anything else is written there.
         """
-        there = [self._host(each.key, 0, each.n_bytes) for each in batch]
-        here = [each.view() for each in batch]
-        used += there
-        stream.copy(there, here) if is_out else stream.copy(here, there)
+        for block in batch:
+            block.host, block.device = [self._host(block.key, 0, block.n_bytes)], [block.view()]
+        ended = copy(*batch)
+        for block in batch:
+            block.device = ()
+        return ended
 
     def last(self, *, wait: bool) -> Handle:
         """The handle of the last transfer; ``wait``: which has ended."""
@@ -405,20 +402,20 @@ class Transfer:
         self.pool.close()
 
 
-def _synchronize(streams: Iterable[Stream], pid: int) -> None:
+def _synchronize(link: Link, pid: int) -> None:
     """Never raises: it runs when a :class:`Transfer` is collected, in a forked process too."""
     with contextlib.suppress(Exception):
-        for stream in streams if pid == os.getpid() else ():
-            stream.synchronize()
+        if pid == os.getpid():
+            link.synchronize()
 
 
-def _bytes_of(blocks: Iterable[Block]) -> int:
+def _bytes_of(blocks: Iterable[OwnedBlock]) -> int:
     return sum(block.n_bytes for block in blocks)
 
 
-def _batches(blocks: Iterable[Block], least_bytes: int) -> Iterator[list[Block]]:
+def _batches(blocks: Iterable[OwnedBlock], least_bytes: int) -> Iterator[list[OwnedBlock]]:
     """Consecutive blocks of ``least_bytes`` or a little more; the last may be smaller."""
-    batch: list[Block] = []
+    batch: list[OwnedBlock] = []
     n_bytes = 0
     for block in blocks:
         batch.append(block)
@@ -430,7 +427,7 @@ def _batches(blocks: Iterable[Block], least_bytes: int) -> Iterator[list[Block]]
         yield batch
 
 
-def _segments(blocks: Iterable[Block]) -> dict[str, int]:
+def _segments(blocks: Iterable[OwnedBlock]) -> dict[str, int]:
     """Bytes of each segment to be shared, by the key of the block that is restored first there."""
     large = (
         block
@@ -443,9 +440,21 @@ def _segments(blocks: Iterable[Block]) -> dict[str, int]:
     }
 
 
-def _restored(blocks: Iterable[Block], restore: Callable[[Block], None]) -> Iterator[list[Block]]:
+def _restore(block: OwnedBlock, free_more: Callable[[], bool] | None) -> None:
+    """See :meth:`Transfer.back`."""
+    while True:
+        try:
+            return block.restore()
+        except torch.OutOfMemoryError:
+            if free_more is None or not free_more():
+                raise
+
+
+def _restored(
+    blocks: Iterable[OwnedBlock], restore: Callable[[OwnedBlock], None]
+) -> Iterator[list[OwnedBlock]]:
     """Batches that have memory, which is taken ``AHEAD_BYTES`` ahead."""
-    waiting: deque[list[Block]] = deque()
+    waiting: deque[list[OwnedBlock]] = deque()
     ahead_bytes = 0
     for batch in _batches(blocks, BATCH_BYTES):
         for block in batch:

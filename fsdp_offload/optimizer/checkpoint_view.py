@@ -47,7 +47,7 @@ class CheckpointView:
 
     def saving(self) -> contextlib.AbstractContextManager[None]:
         """Inside, nothing changes what :meth:`read` has returned."""
-        return self._optimizer._life.turn(SAVE, interruptible=True)
+        return self._optimizer._life.turn(SAVE)
 
     def loading(self) -> contextlib.AbstractContextManager[None]:
         """Inside, other threads wait; hooks of the load may use the optimizer."""
@@ -101,7 +101,7 @@ class CheckpointView:
         """
         optimizer = self._optimizer
         self.check_loadable(what)
-        with optimizer._life.turn(what, interruptible=True):
+        with optimizer._life.turn(what):
             optimizer._start_over()
             with self.failing(what, keep=keep), torch.no_grad():
                 yield

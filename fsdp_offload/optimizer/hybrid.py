@@ -321,7 +321,8 @@ class HybridDeviceOptimizer(Optimizer):
             return
         if gone := self._grouped.gone(self.param_groups):
             is_begun = self._overlap is not None and self._overlap.has_taken
-            if self._steps or is_begun or self._has_state():
+            is_updated = self._steps and self._had_gradient
+            if is_updated or is_begun or self._has_state():
                 raise changed_groups_error(gone, self._reserved.inventory.names)
             self._device_state.check("a change of param_groups")
             with ordinary_tensors():

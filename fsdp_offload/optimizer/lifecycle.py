@@ -78,13 +78,12 @@ class Lifecycle:
             ) from self._failure
 
     @contextlib.contextmanager
-    def turn(self, what: str, *, interruptible: bool = False, within: str = "") -> Iterator[None]:
+    def turn(self, what: str, *, within: str = "") -> Iterator[None]:
         """Inside, no other call has the optimizer: other threads wait, and Ctrl-C arrives at the
-        end unless the turn is ``interruptible``.
+        end, or where ``let_through()`` says so.
 
         Args:
             what: the call.
-            interruptible: Ctrl-C arrives at once.
             within: a call that may have the turn, and uses this one.
 
         Raises:
@@ -96,17 +95,13 @@ class Lifecycle:
             return
         with self._lock:  # first without held_back(): Ctrl-C ends this wait
             pass
-        with contextlib.nullcontext() if interruptible else held_back(), self._lock:
+        with held_back(), self._lock:
             if self._running != within:
                 self._check_free(what)
-            before = self._running
+            before, self._running = self._running, what
             try:
-                try:
-                    self._running = what
-                    yield
-                finally:
-                    self._running = before
-            finally:  # again: Ctrl-C may have come to the line above
+                yield
+            finally:
                 self._running = before
 
     @contextlib.contextmanager

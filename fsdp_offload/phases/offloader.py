@@ -29,7 +29,7 @@ from ..core.fsdp import find_groups
 from ..core.interrupts import held_back
 from ..core.offloadable import offloadable_of
 from ..link import held_bytes
-from ..link.block import Block, StorageBlock, collect, in_order
+from ..link.storage_block import OwnedBlock, StorageBlock, collect, in_order
 from ..link.transfer import Figures, Handle, Transfer
 from .gradients import Gradients
 from .guard import ModelGuard, PlainOptimizer, remove_all
@@ -95,6 +95,7 @@ class PhaseOffloader:
         DeviceError: several devices, one that torch cannot use, or that cannot keep addresses.
         UnsupportedParameterError: memory that torch does not own.
         UnsupportedTorchError: this version of torch lacks a private name of FSDP2.
+        SpentGradientError: between a backward that updated parameters and ``step()``.
         HostMemoryError: host memory is short; nothing has changed.
         PinningError: the driver refused to page-lock it; nothing has changed.
         DeviceMemoryError: ``keep_addresses`` needs some 0.5 GiB beside; nothing has changed.
@@ -186,11 +187,12 @@ class PhaseOffloader:
         Raises:
             HostMemoryError, PinningError: there is something new to hold.
             UnspentGradientError: a gradient would be lost, see ``grads``.
+            SpentGradientError: between a backward that updated parameters and ``step()``.
             UnsupportedParameterError: there is memory that torch does not own.
             ClosedError: after :meth:`close`, or in a forked process.
         """
         self._check()
-        with self._turn("offload()"):
+        with self._turn("offload()"), storages.span("offload"):
             self._offload()
         return self._transfer.last(wait=wait)
 
@@ -228,7 +230,7 @@ class PhaseOffloader:
                 again when there is some.
             ClosedError: in a forked process.
         """
-        with self._turn("reload()"):
+        with self._turn("reload()"), storages.span("reload"):
             return self._reload(wait)
 
     def _reload(self, wait: bool, free_more: Callable[[], bool] | None = None) -> Handle:
@@ -343,7 +345,7 @@ class PhaseOffloader:
         )
         return (*parameters.items(), *buffers)
 
-    def _blocks(self, parameters: Mapping[str, Tensor]) -> Iterator[tuple[str, list[Block]]]:
+    def _blocks(self, parameters: Mapping[str, Tensor]) -> Iterator[tuple[str, list[OwnedBlock]]]:
         """Kinds with what moves of them; each storage once, and none that a kept kind shows."""
         known: set[int] = set()
         kept = [kind for kind in KINDS if self._policies[kind] == "keep"]
@@ -411,8 +413,8 @@ def swap(*, out: PhaseOffloader, in_: PhaseOffloader, wait: bool = True) -> tupl
 
     Raises:
         DeviceMemoryError: ``in_`` does not fit in the place of ``out``; both are away.
-        HostMemoryError, PinningError, UnspentGradientError: ``out`` cannot be offloaded, see
-            :meth:`PhaseOffloader.offload`; it stays, and ``in_`` is away.
+        HostMemoryError, PinningError, UnspentGradientError, SpentGradientError: ``out`` cannot be
+            offloaded, see :meth:`PhaseOffloader.offload`; it stays, and ``in_`` is away.
         ClosedError: one of them is closed; nothing was moved.
     """
     in_._check()

@@ -25,6 +25,7 @@ from ..core import storage as storages
 from ..core.config import align
 from ..core.cuda_driver import Driver
 from ..core.errors import ConfigError, DeviceError, HostMemoryError
+from ..link.storage_block import OwnedBlock
 
 CHUNK_BYTES: Final = 256 << 20
 """To let the device use a chunk takes 1 ms while copies to it run, of any size, and 0.6 ms more per
@@ -175,15 +176,17 @@ class Pages:
         return taken
 
 
-class Chunk:
-    """One chunk of pages as a :class:`~..link.block.Block`: unmapped and mapped, in place."""
+class Chunk(OwnedBlock):
+    """One chunk of pages, unmapped and mapped in place."""
+
+    __slots__ = ("_address", "_index", "_pages")
 
     def __init__(
         self, pages: Pages, index: int, found: Sequence[tuple[torch.UntypedStorage, int]] = ()
     ) -> None:
-        self.key, self.storages = f"{pages.key}/{index}", found
         self._pages, self._index = pages, index
-        self._address, self.n_bytes = pages.chunks[index]
+        self._address, n_bytes = pages.chunks[index]
+        super().__init__(f"{pages.key}/{index}", n_bytes, found)
 
     def view(self) -> Tensor:
         return self._pages.tensor(self._address - self._pages.address, self.n_bytes)

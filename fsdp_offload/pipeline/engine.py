@@ -17,6 +17,7 @@ from ..core.backend import Backend, Event, Stream
 from ..core.config import OffloadConfig, align
 from ..core.errors import DeviceMemoryError
 from ..core.progress import warn
+from ..core.storage import span
 from ..link import HostPool, HostRange, local_ranks
 from ..plan import Kind, Layout, Slice, make_layout
 from ..plan.residency import choose
@@ -322,11 +323,13 @@ class Engine:
 
         def on_device() -> None:
             if self.native is not None:
-                self.update.launch(self.native.run, work.snapshot)
+                with span("update"):
+                    self.update.launch(self.native.run, work.snapshot)
             for bucket in self.resident:
                 gradients = work.of(bucket.bucket.slices)
                 if any(gradient is not None for gradient in gradients):
-                    self.update.launch(bucket.run, gradients, work.snapshot)
+                    with span("update"):
+                        self.update.launch(bucket.run, gradients, work.snapshot)
             if self.native is not None or self.resident:
                 self._resident_updated = self.update.record()
             if self.streamed is not None:
@@ -437,9 +440,11 @@ class Engine:
 
     def follow(self, *events: Event) -> None:
         """Use device memory, and state there, only after ``events``."""
-        for stream in (self.update, *(s for lane in self.lanes for s in lane.streams)):
+        for stream in (self.update, *(self.host.streams if self.host is not None else ())):
             for event in events:
                 stream.wait(event)
+        if self.streamed is not None:
+            self.streamed.link.follow(*events)
 
     def close(self) -> None:
         """Give host memory back and end the thread. Idempotent."""

@@ -36,6 +36,7 @@ from ..core.errors import ConfigError
 from ..core.fsdp import Group, find_groups
 from ..core.progress import warn
 from ..core.spent import SpentGradient, another_backward_error, changed_gradient_error, is_spent
+from ..core.storage import span
 from ..plan.order import assumed_ready_ms
 from ..update.params import ParamState, Work
 from ..update.schema import is_torch_class, works_on_matrices
@@ -324,7 +325,7 @@ class Overlap:
         owner = self._find_owner()
         if owner is None or not (gate.events or gate.is_taken):
             return
-        with owner._failing(what):  # of the host lane's thread
+        with span("wait"), owner._failing(what):  # of the host lane's thread
             for event in gate.events:
                 stream.wait(event)
             for engine in self._engines if gate.is_taken else ():

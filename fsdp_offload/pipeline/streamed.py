@@ -1,13 +1,14 @@
 """The streamed lane: state comes from the arena, is updated on the device, and goes back.
 
 [Note: streams of the streamed lane]
-Three streams, each in order; an arrow is an event that the right side waits for::
+The two of its link and ``update``, each in order; an arrow is an event that the right side waits
+for::
 
-    h2d:     [state of b -> slot] --arrived--> update
-    update:  [unpack, step, pack] --updated--> d2h
-    d2h:     [slot -> arena]      --written--> h2d, for the next bucket of the same slot
+    fetch:   [state of b -> slot] --arrived--> update
+    update:  [unpack, step, pack] --updated--> store
+    store:   [slot -> arena]      --stored--> fetch, for the next bucket of the same slot
 
-``h2d`` and ``d2h`` overlap each other (the link is full duplex) and everything else. ``update``
+Fetches and stores overlap each other (the link is full duplex) and everything else. ``update``
 waits for the gradients, and code that reads parameters waits for ``updated``.
 
 [Note: the ring]
@@ -15,7 +16,7 @@ Buckets pass in a fixed *order*, through ``n`` slots in turn (those that stay ex
 is the next position to be updated; state is fetched up to ``n`` positions before it, also when the
 gradients are still to come, and written back after it. With many slots the two directions come
 loose from each other: where the forward ends and the backward begins, nothing can be updated, but
-``h2d`` fetches what the backward needs first and ``d2h`` still writes back, so the link is never
+the backward's first buckets are fetched while others are still stored, so the link is never
 idle. Fetching goes on past the end of an iteration, into the first positions of the next one
 (*prefetch*), if the arena cannot be written until then: see :meth:`StreamedLane.discard`.
 
@@ -36,9 +37,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..core.backend import Backend, Event, Stream, TimedEvent, in_turns
+from ..core.backend import TURN_BYTES, Backend, Event, Stream, TimedEvent
 from ..core.config import align
-from ..link import HostRange
+from ..core.storage import span
+from ..link import Block, HostRange, Link, Residence
 from ..plan import Bucket, Kind, Layout, Slice
 from ..plan.layout import kind_range
 from ..plan.order import Job, SlotUse, deadline_order, fetched_first, slot_use
@@ -79,10 +81,9 @@ class StreamedBucket:
         self.indices = sorted({s.spec.index for s in bucket.slices})
         self._layout, self.bucket = layout, bucket
         self._spans = [span for span in bucket.spans if span.n_bytes]
-        self.in_arena = [
-            arena.tensor(span.arena_start, span.n_bytes, torch.uint8) for span in self._spans
-        ]
-        self.arena_turns = in_turns(self.in_arena)
+        self.block = Block(
+            [arena.tensor(span.arena_start, span.n_bytes, torch.uint8) for span in self._spans]
+        )
         self._has_remainder = params[bucket.slices[0].spec.index].form is MasterForm.REMAINDER
         self._by_kind = {span.kind: span for span in bucket.spans}
         self._use_slot(slot)
@@ -91,8 +92,6 @@ class StreamedBucket:
         )
         self.updated: Event | None = None
         """After it, the shards are as the last iteration leaves them."""
-        self.is_ahead = False
-        """Whether it stays, and has been updated since its arena was written."""
 
     def move_to(self, slot: Tensor) -> None:
         """Use another slot from now on; nothing of this bucket may be in flight."""
@@ -103,10 +102,9 @@ class StreamedBucket:
 
     def _use_slot(self, slot: Tensor) -> None:
         self._slot = slot
-        self.in_slot = [
-            slot[span.slot_start : span.slot_start + span.n_bytes] for span in self._spans
-        ]
-        self.slot_turns = in_turns(self.in_slot)
+        self.block.place(
+            [slot[span.slot_start : span.slot_start + span.n_bytes] for span in self._spans]
+        )
 
     def _view(self, slice_: Slice, kind: Kind, numel: int) -> Tensor:
         span = self._by_kind[kind]
@@ -151,21 +149,14 @@ class StreamedLane:
         self.order: list[int] = []
         self._positions: list[int] = []  # of each bucket in the order
         self.staying = staying
-        self._is_current: set[int] = set()  # of those, the ones whose memory has their state
-        self._fetched_in_place: dict[int, Event] = {}  # when it came there
         self._away_until: dict[int, int] = {}  # steps before which buckets do not stay
         self._deadlines: Sequence[int] = []  # the buckets, in the order of service
         self._ranks: Sequence[int] = []  # of each, in the forward
         self._backend, self._overlap = backend, overlap
         self._use = SlotUse((), (0,))
-        # Alone on the link, whole spans on one stream are faster.
-        self._shared_h2d = backend.bulk_stream("h2d") if overlap != "step" else None
-        self._h2d: Stream = self._shared_h2d or backend.stream("h2d")
         self._update = update
-        self._d2h = backend.stream("d2h")
-        self.streams = (self._h2d, self._d2h)  # those that use the slots, beside that of updates
-        self._free: list[Event | None] = [None] * len(slots)
-        self._arrived: list[Event | None] = [None] * len(slots)
+        self.link = Link(backend, "state", turn_bytes=None if overlap == "step" else TURN_BYTES)
+        self._free: list[Event | None] = [None] * len(slots)  # when the last store has ended
         self._head = 0  # next position to be updated
         self._travelled = 0  # buckets of this iteration that were written back
         self._fetched = 0  # positions from here on are not in a slot yet
@@ -248,7 +239,7 @@ class StreamedLane:
             self.finish_transfers()
         if not is_same:
             self._take_memory(wanted, count)
-        self._forget_prefetched()
+        self.link.keep_order()  # what was prefetched is fetched again
         self._fetched = 0
         self.order = list(order)
         self._use = slot_use([index in wanted for index in self.order], count)
@@ -256,6 +247,8 @@ class StreamedLane:
         for position, index in enumerate(self.order):
             self._positions[index] = position
             slot = self._use.slots[position]
+            if slot is not None:
+                self.buckets[index].block.forget()
             self.buckets[index].move_to(self.staying[index] if slot is None else self.slots[slot])
 
     def _take_memory(self, wanted: frozenset[int], count: int) -> None:
@@ -264,14 +257,11 @@ class StreamedLane:
         own = {i: self._backend.allocate(sizes[i]) for i in wanted - self.staying.keys()}
         more = [self._backend.allocate(max(sizes)) for _ in range(count - len(self.slots))]
         # The caller's stream may still use what it was before.
-        self._h2d.wait(self._backend.current_stream().record())
+        self.link.follow(self._backend.current_stream().record(), stores=False)
         self._write_back([index for index in self.staying if index not in wanted])
         self.staying = {i: memory for i, memory in self.staying.items() if i in wanted} | own
-        self._is_current &= wanted
-        kept = self._fetched_in_place.items()
-        self._fetched_in_place = {i: arrived for i, arrived in kept if i in wanted}
         self.slots = [*self.slots[:count], *more]
-        self._free, self._arrived = [None] * count, [None] * count
+        self._free = [None] * count
 
     @property
     def staging_buffers(self) -> list[Tensor]:
@@ -306,6 +296,8 @@ class StreamedLane:
             gradients = work.of(bucket.bucket.slices)
             if all(gradient is None for gradient in gradients):
                 bucket.updated = self._last  # the arena and the shards are left as they are
+                if self._use.slots[self._head] is not None:
+                    bucket.block.forget()
                 self._head += 1
                 continue
             for index in bucket.indices:
@@ -330,39 +322,26 @@ class StreamedLane:
     def _fetch(self, position: int) -> None:
         """Enqueue the transfer of a position of this iteration, unless its state is there."""
         index, slot = self.order[position], self._use.slots[position]
-        if slot is None and index in self._is_current:
-            return
         bucket = self.buckets[index]
-        if slot is not None and (free := self._free[slot]) is not None:
-            self._h2d.wait(free)
-        if self._shared_h2d is not None:
-            self._shared_h2d.copy_in_turns(bucket.slot_turns, bucket.arena_turns)
-        else:
-            self._h2d.copy(bucket.in_slot, bucket.in_arena)
-        arrived = self._h2d.record()
+        if slot is None and bucket.block.residence is not Residence.HOST:
+            return
+        self.link.fetch(bucket.block, after=() if slot is None else (self._free[slot],))
         self._fetched_bytes += bucket.bucket.state_bytes
-        if slot is not None:
-            self._arrived[slot] = arrived
-        else:
-            self._fetched_in_place[index] = arrived
-            self._is_current.add(index)
 
     def _step(self, bucket: StreamedBucket, gradients: list[Tensor | None], work: Work) -> None:
-        index, slot = self.order[self._head], self._use.slots[self._head]
-        arrived = self._fetched_in_place.pop(index, None) if slot is None else self._arrived[slot]
-        if arrived is not None:
-            self._update.wait(arrived)
-        self._update.launch(bucket.update.run, gradients, work.snapshot)
+        block, slot = bucket.block, self._use.slots[self._head]
+        if block.residence is Residence.FETCHING:
+            assert block.arrived is not None
+            self._update.wait(block.arrived)
+        with span("update"):
+            self._update.launch(bucket.update.run, gradients, work.snapshot)
         self._last = bucket.updated = self._update.record()
-        if slot is None:
-            bucket.is_ahead = True
-        else:
-            self._d2h.wait(self._last)
-            self._d2h.copy(bucket.in_arena, bucket.in_slot)
-            self._free[slot] = self._d2h.record()
+        block.changed(self._last)
+        if slot is not None:
+            self._free[slot] = self.link.store(block)
             self._moved_bytes += bucket.bucket.state_bytes
             if self._travelled % MARK_EVERY == 0:
-                self._marks.append((self._moved_bytes, self._d2h.record_timed()))
+                self._marks.append((self._moved_bytes, self.link.time_stores()))
             self._travelled += 1
         self._head += 1
 
@@ -378,15 +357,14 @@ class StreamedLane:
         self._write_back(list(self.staying))
 
     def _write_back(self, indices: Sequence[int]) -> None:
-        ahead = [index for index in indices if self.buckets[index].is_ahead]
-        for index in ahead:
-            bucket = self.buckets[index]
-            assert bucket.updated is not None
-            self._d2h.wait(bucket.updated)
-            self._d2h.copy(bucket.in_arena, bucket.in_slot)
-            bucket.is_ahead = False
+        blocks = [self.buckets[index].block for index in indices]
+        ahead = [block for block in blocks if block.residence is Residence.DIRTY]
+        for block in ahead:
+            self.link.store(block)
         if ahead:
-            self._d2h.synchronize()
+            self.link.finish_stores()
+        for block in ahead:
+            block.ended()
 
     def discard(self) -> None:
         """Forget what is on the device, when the arena has it: it is about to be written into.
@@ -398,27 +376,20 @@ class StreamedLane:
         self._fetched = self._head
 
     def _forget(self) -> None:
-        self._is_current.clear()
-        self._fetched_in_place.clear()
-        self._forget_prefetched()
-
-    def _forget_prefetched(self) -> None:
-        if self._shared_h2d is not None:  # turns that are made again have the same targets
-            self._shared_h2d.keep_order()
+        for bucket in self.buckets:
+            bucket.block.forget()
+        self.link.keep_order()  # turns that are made again have the same targets
 
     def abort(self) -> None:
         """Forget an iteration that has begun: all state and all weights are written anew."""
         self._forget()
-        for index in self.staying:
-            self.buckets[index].is_ahead = False
         self._head = self._fetched = self._moved_bytes = self._fetched_bytes = 0
         self._marks, self._travelled = [], 0
 
     def synchronize(self) -> None:
         """Block until updates have run, and what travels is back in the arena."""
-        self._d2h.synchronize()
+        self.link.finish_stores()
 
     def finish_transfers(self) -> None:
         """Block until nothing reads or writes the arena and the slots any more."""
-        self._h2d.synchronize()
-        self._d2h.synchronize()
+        self.link.synchronize()

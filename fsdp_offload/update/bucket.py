@@ -18,7 +18,7 @@ from ..core import dtensor
 from ..plan import Bucket, Kind, Slice
 from . import codec
 from .moments import Moment
-from .one_kernel import OneKernelAdam, PackedMoment, StepPowers, adam, rng_key_of
+from .one_kernel import Kept, OneKernelAdam, PackedMoment, StepPowers, rng_key_of
 from .params import REMAINDER_KIND, MasterForm, ParamState, SliceState, Snapshot
 from .shadow import Shadow
 
@@ -184,6 +184,12 @@ class BucketUpdate:
             for s, master, values in zip(bucket.slices, self._masters, unpacked, strict=True)
         ]
         self._shadow = Shadow(optimizer, self.slices, {})
+        unpacks = self._form is MasterForm.REMAINDER or bool(first.moments)
+        self._has_kernel = (
+            unpacks
+            and self._form is not MasterForm.WHOLE
+            and OneKernelAdam.is_for(optimizer, self.slices)
+        )
         self.bind(view, flat_remainder)
 
     def bind(self, view: StateView, flat_remainder: Tensor | None = None) -> None:
@@ -210,7 +216,7 @@ class BucketUpdate:
             for sliced in self.slices
         ]
         self._shadow.rebind()
-        if self._shadow.is_direct and OneKernelAdam.is_for(self.slices):
+        if self._has_kernel:
             self._reduced = self._one_kernel(view)
 
     @property
@@ -222,21 +228,18 @@ class BucketUpdate:
         """Whether an update with these hyper-parameters uses scratch memory."""
         return self._reduced is None or not self._reduced.fits(snapshot)
 
-    def _one_kernel(self, view: StateView) -> OneKernelAdam | None:
-        """The update without scratch memory, for masters that need none."""
-        if self._form is MasterForm.WHOLE or not (
-            self._form is MasterForm.REMAINDER or self._packed[0]
-        ):
-            return None
+    def _one_kernel(self, view: StateView) -> OneKernelAdam:
+        """The update without scratch memory."""
         remainders: list[Tensor | None] = [None] * len(self.slices)
         if self._form is MasterForm.REMAINDER:
             remainders = [view(s, REMAINDER_KIND, s.spec.numel) for s in self.bucket.slices]
-        kept = [
-            [(each.codes, each.scales) for each in packed]
-            or [(sliced.state[name], None) for name in ("exp_avg", "exp_avg_sq")]
-            for sliced, packed in zip(self.slices, self._packed, strict=True)
-        ]
-        return OneKernelAdam(self.slices, self._shards, remainders, kept, self._powers, adam)
+        kept: list[tuple[Kept, Kept]] = []
+        for sliced, packed in zip(self.slices, self._packed, strict=True):
+            average, square = [(each.codes, each.scales) for each in packed] or [
+                (sliced.state[name], None) for name in ("exp_avg", "exp_avg_sq")
+            ]
+            kept.append((average, square))
+        return OneKernelAdam(self.slices, self._shards, remainders, kept, self._powers)
 
     def _whole_masters(self, view: StateView) -> list[Tensor]:
         return [view(s, self._whole_master, s.spec.numel) for s in self.bucket.slices]

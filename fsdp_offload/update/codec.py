@@ -17,7 +17,7 @@ carries int16. Its values as bf16 mean nothing, and many are NaN: it may be copi
 never cast or computed with. Only here and in the kernels is it an integer.
 
 Two implementations with the same bits: torch operations (any device) and one
-Triton kernel each way (CUDA), see :mod:`.kernels_triton`.
+Triton kernel each way (CUDA), see :mod:`.kernels.elementwise`.
 """
 
 from __future__ import annotations
@@ -38,6 +38,13 @@ def decode(value: Tensor, remainder: Tensor, master: Tensor) -> None:
         kernels.decode(value, remainder, master)
     else:
         decode_plain(value, remainder, master)
+
+
+def decoded(value: Tensor, remainder: Tensor) -> Tensor:
+    """:func:`decode` into a new master of the shape of ``value``, which is contiguous."""
+    master = torch.empty(value.shape, dtype=torch.float32, device=value.device)
+    decode(value.view(-1), remainder.reshape(-1), master.view(-1))
+    return master
 
 
 def encode(master: Tensor, value: Tensor, remainder: Tensor) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..core.errors import StateSchemaError
-from .fused_adam import DirectAdam
+from .one_kernel import FusedAdam
 from .params import SliceState, Snapshot
 from .schema import is_torch_class, make_shadow, own_copy, raw_step
 
@@ -57,34 +57,34 @@ class Shadow:
         ]
         self._shadow = make_shadow(optimizer, groups)
         self._shadow.state = defaultdict(dict)
-        self._direct = DirectAdam.make(optimizer, slices)
-
-    @property
-    def is_direct(self) -> bool:
-        """Whether these are slices that :class:`DirectAdam` knows how to update."""
-        return self._direct is not None
+        self._has_all_state = False  # of the slices, their own dicts
+        self._adam = FusedAdam(slices) if FusedAdam.is_for(optimizer, slices) else None
 
     def rebind(self) -> None:
         """Take over tensors and state that the slices got anew."""
         self._shadow.state.clear()
+        self._has_all_state = False
+        if self._adam is not None:
+            self._adam.rebind()
         for group, index in zip(self._shadow.param_groups, self._group_indices, strict=True):
             group["params"] = [p.tensor for p in self.slices if p.param.group == index]
-        if self._direct is not None:
-            self._direct.refresh()
 
     def step(self, gradients: list[Tensor | None], snapshot: Snapshot) -> None:
         """Update all slices that have a gradient (shaped like the slice's tensor)."""
         groups = snapshot.host_groups if self._on_host else snapshot.groups
-        if self._direct is not None and self._direct.run(gradients, groups, self._overrides):
+        own = self._overrides
+        if self._adam is not None and self._adam.run(
+            gradients, {i: {**groups[i], **own.get(i, {})} for i in self._group_indices}
+        ):
             return
-        present = [
+        present: list[tuple[SliceState, Tensor]] = [
             (sliced, gradient)
             for sliced, gradient in zip(self.slices, gradients, strict=True)
             if gradient is not None
         ]
         # Never slices with and without state in one call: fused SGD mistakes them.
         first = [pair for pair in present if not pair[0].stepped]
-        later = [pair for pair in present if pair[0].stepped]
+        later = [pair for pair in present if pair[0].stepped] if first else present
         calls = [first, later]
         if not self.slices[0].param.schema.elementwise:
             # Whole matrices may communicate, and buckets are cut differently on every rank: one
@@ -98,23 +98,33 @@ class Shadow:
                 collect_changes(self._shadow, indices, groups, snapshot, self._overrides)
 
     def _call(self, present: list[tuple[SliceState, Tensor]]) -> None:
-        state = self._shadow.state
+        """Step slices of which all have stepped before, or none."""
+        is_first = not present[0][0].stepped
+        self._give_state(present, is_first=is_first)
         for sliced, gradient in present:
             sliced.tensor.grad = gradient
-            if sliced.stepped:
-                # A class of the user's own may put new values there, which are adopted below.
-                state[sliced.tensor] = sliced.state if self._trusted else dict(sliced.state)
-            else:
-                state.pop(sliced.tensor, None)
         try:
             with torch.no_grad():
                 self._step(self._shadow)
         finally:
             for sliced, _ in present:
                 sliced.tensor.grad = None
-        for sliced, _ in present:
-            if not (sliced.stepped and self._trusted):
+        if is_first or not self._trusted:
+            for sliced, _ in present:
                 self._adopt(sliced)
+
+    def _give_state(self, present: list[tuple[SliceState, Tensor]], *, is_first: bool) -> None:
+        state = self._shadow.state
+        if is_first:
+            self._has_all_state = False
+            for sliced, _ in present:
+                state.pop(sliced.tensor, None)
+        elif not self._trusted:
+            # A class of the user's own may put new values there, which are adopted after the call.
+            state.update((sliced.tensor, dict(sliced.state)) for sliced, _ in present)
+        elif not self._has_all_state:
+            state.update((each.tensor, each.state) for each in self.slices if each.stepped)
+            self._has_all_state = all(each.stepped for each in self.slices)
 
     def _apply(self, snapshot: Snapshot) -> None:
         groups = snapshot.host_groups if self._on_host else snapshot.groups

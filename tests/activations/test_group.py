@@ -27,7 +27,6 @@ from fsdp_offload.activations.group import Group, Handle, MemoryRange, SavedRows
 from tests.activations import moe
 from tests.activations.moe import CPU
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 SIZES: dict[str, Any] = {"page_bytes": "256B", "tail": "nan"}
 
 

@@ -32,12 +32,12 @@ from fsdp_offload.activations.batches import AHEAD, Batch
 from fsdp_offload.activations.handles import Handle
 from fsdp_offload.activations.selection import Span, View, span_or_reason
 from fsdp_offload.core.backend import CpuBackend
+from fsdp_offload.link import Residence
 from tests.activations import moe
 from tests.activations.moe import CPU
 from tests.helpers.policies import POLICIES
 from tests.helpers.simulator import StreamSimulator
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 DIM, SEQ = 16, 32
 SIZE = SEQ * DIM * 4  # of one activation of `Block`
 
@@ -370,7 +370,10 @@ def test_a_share_is_spread() -> None:
             y = x
             for _ in range(24):
                 y = y.exp().sin()
-        places = [batch.place is not None or bool(batch.fresh) for batch in alive(moved)]
+        places = [
+            batch.start is not None or batch.residence is Residence.FETCHING
+            for batch in alive(moved)
+        ]
         assert places == [False, True] * 4
         y.sum().backward()
     assert moved._copies.counts["full_batches"] == 0

@@ -26,8 +26,6 @@ from tests.activations.moe import CPU
 PAGE = 128
 CAPACITY = 64
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def make_pool(near: int, far: int = 0) -> PagePool:
     arena = None

@@ -29,7 +29,6 @@ from tests.activations import moe
 from tests.activations.moe import CPU
 from tests.helpers.ranks import RankPool
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 SIZES: dict[str, Any] = {"page_bytes": "256B", "tail": "nan"}
 
 

@@ -27,6 +27,7 @@ from fsdp_offload.core.errors import CheckpointError, ConfigError, OffloadError
 from tests.checkpoint import jobs
 from tests.checkpoint.jobs import OURS_BF16, Ranks, Variant
 from tests.fsdp.models import check, check_same_dicts
+from tests.helpers.simulator import ADVERSARIES, StreamSimulator
 
 
 def files_of(path: Path) -> dict[str, bytes]:
@@ -273,6 +274,22 @@ def test_one_memory_is_copied_once_and_plain_values_stay_what_they_are() -> None
     assert torch.equal(staged["row"], tensor[1])
     assert [id(value) for value in staged["lr"]] == [id(value) for value in options]
     assert stager._arena.n_bytes == 128, "two tensors, each at a multiple of 64 bytes"
+
+
+class OnDevice(Tensor):
+    """CPU memory that says it is a GPU's."""
+
+    device = property(lambda self: torch.device("cuda", 0))  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("policy", ADVERSARIES)
+def test_device_memory_is_copied_when_the_current_stream_has_written_it(policy: str) -> None:
+    source, copy, here, here_too = torch.zeros(4, 64, dtype=torch.uint8)
+    with StreamSimulator(policy) as simulator:
+        simulator.current_stream().launch(Tensor.fill_, source, 7)
+        Stager()._fill([(copy, source.as_subclass(OnDevice)), (here_too, here.fill_(8))])
+        assert bool((copy == 7).all())
+    assert bool((here_too == 8).all())
 
 
 def without_memory() -> Tensor:

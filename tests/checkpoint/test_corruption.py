@@ -46,7 +46,6 @@ from tests.checkpoint.known import Job, Model, check_is, job, known, set_to
 from tests.helpers.compare import assert_same
 
 pytestmark = [
-    pytest.mark.usefixtures("one_thread"),
     # of torch, which saves in one process here
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning"),
 ]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -23,7 +22,6 @@ from fsdp_offload.checkpoint.files import Checksums, encode_table, envelope, rea
 from tests.helpers.compare import assert_same
 
 pytestmark = [
-    pytest.mark.usefixtures("one_thread"),
     # of torch, which saves and loads in one process here
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning"),
 ]
@@ -141,17 +139,6 @@ def test_an_envelope_is_what_torch_writes_around_elements(dtype: torch.dtype) ->
     assert before.startswith(b"PK")
     assert after
     assert len(before) % files.ALIGNMENT_BYTES == 0, "elements are not aligned"
-
-
-def test_a_block_on_a_device_passes_through_this_threads_scratch() -> None:
-    data = torch.randint(256, (700,), dtype=torch.uint8)
-    block = mock.Mock(device=torch.device("cuda"), numel=lambda: 700)
-
-    with mock.patch.object(files, "scratch") as scratch:
-        scratch.return_value.copy_.return_value = data
-        assert files.on_host(block) is data
-    scratch.assert_called_once_with(700)
-    assert files.on_host(data) is data
 
 
 def test_short_writes_and_reads_are_continued(

@@ -24,7 +24,6 @@ from tests.checkpoint.make_golden import EXTRA, GOLDEN, LR, MAKERS, Job, dump, j
 from tests.helpers.compare import assert_same, bits
 
 pytestmark = [
-    pytest.mark.usefixtures("one_thread"),
     # of torch, which reads in one process here
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning"),
 ]

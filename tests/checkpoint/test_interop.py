@@ -65,13 +65,11 @@ def stateful(variant: Variant, path: Path, writer: bool, reader: bool) -> None:
 @pytest.mark.parametrize(
     "variant", [OURS_BF16, pytest.param(OURS, marks=pytest.mark.long)], ids=str
 )
-@pytest.mark.parametrize(
-    ("writer", "reader"), [(False, False), (True, True), (True, False), (False, True)]
-)
+@pytest.mark.parametrize(("writer", "reader"), [(True, False), (False, True)])
 def test_optimizer_state_is_a_stateful(
     ranks: Ranks, tmp_path: Path, variant: Variant, writer: bool, reader: bool
 ) -> None:
-    """With torch's writer and reader, and with ours, in any pair."""
+    """With torch's writer and our reader, and the reverse."""
     ranks(2).run(stateful, variant, tmp_path / "one", writer, reader)
 
 

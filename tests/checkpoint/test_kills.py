@@ -13,7 +13,6 @@ import contextlib
 import errno
 import functools
 import itertools
-import multiprocessing
 import os
 import random
 import signal
@@ -34,11 +33,11 @@ import torch.distributed as dist
 from fsdp_offload import CheckpointError, checkpoint
 from fsdp_offload.checkpoint import folder, writer
 from tests.checkpoint.known import Job, check_is, job, set_to
+from tests.helpers.ranks import forks
 
-pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.long]
+pytestmark = pytest.mark.long
 
 OPERATIONS = ("open", "pwrite", "fsync", "rename", "unlink", "rmdir", "mkdir", "utime", "scandir")
-PRELOAD = ["torch.distributed.fsdp", "fsdp_offload.checkpoint", "pytest"]
 START_S = 60.0
 SILENT_S = 2.0
 
@@ -138,8 +137,7 @@ def guarded(work: Callable[..., None], rank: int, *args: Any) -> None:
 @contextlib.contextmanager
 def running(work: Callable[..., None], world: int, *args: Any) -> Iterator[list[BaseProcess]]:
     """Processes that have told that they are ready; killed at the end."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
+    context = forks()
     processes: list[BaseProcess] = []
     pipes: list[Connection] = []
     for rank in range(world):

@@ -23,8 +23,6 @@ from tests.checkpoint.test_saving import Pair, layers, pair_of, step, values_of
 from tests.fsdp import models
 from tests.helpers.compare import assert_same
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def dcp_save(state: dict[str, Any], path: Path) -> None:
     """As another program would."""

@@ -25,7 +25,6 @@ from tests.fsdp import models
 from tests.helpers.compare import assert_same
 
 pytestmark = [
-    pytest.mark.usefixtures("one_thread"),
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning"),
 ]
 

@@ -22,7 +22,6 @@ from fsdp_offload import checkpoint
 from tests.checkpoint.make_golden import Job, dump, job, train
 
 pytestmark = [
-    pytest.mark.usefixtures("one_thread"),
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning"),
 ]
 

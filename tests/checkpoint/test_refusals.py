@@ -8,8 +8,10 @@ import gc
 import json
 import os
 import pickle
+import re
 import select
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,6 +24,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from fsdp_offload import checkpoint
 from fsdp_offload.checkpoint import manifest
+from fsdp_offload.cli import inspection
 from fsdp_offload.core.errors import (
     CheckpointCorruptError,
     CheckpointError,
@@ -34,8 +37,6 @@ from tests.checkpoint.jobs import Ranks
 from tests.checkpoint.test_async import gate
 from tests.checkpoint.test_saving import Pair, layers, pair_of, values_of
 from tests.helpers.compare import assert_same
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture
@@ -103,8 +104,8 @@ def test_a_path_that_cannot_be_is_refused_first(
 def test_the_longest_names_are_no_worse(tmp_path: Path) -> None:
     for name in ("x" * 255, "\u5b57" * 85):
         for _ in range(2):
-            checkpoint.save(tmp_path / name, layers(2), overwrite=True, keep_last=1)
-        assert [p.name for p in tmp_path.iterdir()] == [name]
+            checkpoint.save(tmp_path / name[0] / name, layers(2), overwrite=True, keep_last=1)
+        assert [p.name for p in (tmp_path / name[0]).iterdir()] == [name]
 
 
 def test_a_path_is_that_of_the_folder_in_which_it_was_given(
@@ -177,21 +178,52 @@ def test_metadata_of_another_form_is_corrupt(
         checkpoint.load(tmp_path / "one", *pair)
 
 
+@pytest.mark.parametrize("kind", ["above", "below and above", "absolute", "of the manifest"])
+def test_files_outside_of_the_folder_are_refused(tmp_path: Path, pair: Pair, kind: str) -> None:
+    """By all that read; the file is there, and has what the checkpoint says."""
+    path = tmp_path / "one"
+    checkpoint.save(path, *pair)
+    (path / "__0_0.distcp").rename(tmp_path / "data")
+    name = {"below and above": "x/../../data", "absolute": str(tmp_path / "data")}.get(
+        kind, "../data"
+    )
+    if kind == "of the manifest":
+        file = path / "manifest.json"
+        values = json.loads(json.loads(file.read_text())["manifest"])
+        values["files"][name] = values["files"].pop("__0_0.distcp")
+        text = json.dumps(values)
+        file.write_text(json.dumps({"crc32": zlib.crc32(text.encode()), "manifest": text}))
+    else:
+        (path / "manifest.json").unlink()
+        metadata = pickle.loads((path / ".metadata").read_bytes())
+        for info in metadata.storage_data.values():
+            info.relative_path = name
+        (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    calls: list[Callable[[], Any]] = [
+        lambda: checkpoint.load(path, *pair),
+        lambda: checkpoint.export_safetensors(path, tmp_path / "out"),
+        lambda: inspection.look(path, elements=True),
+    ]
+    for call in calls:
+        with pytest.raises(CheckpointError, match=re.escape(f"a file {name!r}: it is outside")):
+            call()
+
+
 def test_what_cannot_be_removed_fails_no_save(
     tmp_path: Path, pair: Pair, caplog: pytest.LogCaptureFixture
 ) -> None:
-    checkpoint.save(tmp_path / "a", *pair)
+    checkpoint.save(tmp_path / "1", *pair)
     real = os.rename
 
     def rename(source: Path, target: Path) -> None:
-        if source.name == "a":
+        if source.name == "1":
             raise PermissionError(13, "Permission denied")
         real(source, target)
 
     with mock.patch.object(os, "rename", rename):
-        checkpoint.save(tmp_path / "b", *pair, keep_last=1)
+        checkpoint.save(tmp_path / "2", *pair, keep_last=1)
     assert "Permission denied" in caplog.text
-    assert checkpoint.latest(tmp_path) == tmp_path / "b"
+    assert checkpoint.latest(tmp_path) == tmp_path / "2"
 
 
 def save_in_a_fork(path: Path) -> list[str]:

@@ -13,6 +13,7 @@ from fsdp_offload.checkpoint.rule import (
     Match,
     find_layout,
     match,
+    or_give,
     prefixes_that_fit,
 )
 
@@ -64,6 +65,9 @@ def test_nothing_is_found_in_a_checkpoint_of_another_model() -> None:
     assert found == Layout(None, None)
     assert found.entries(STATE, keys_of(OURS)) == {}
     assert prefixes_that_fit(keys_of(OURS), ["other.weight", "up.weigh"]) == []
+    assert or_give("model_prefix", keys_of(OURS), ["other.weight"]) == ""
+    keys = ["x.up", "y.up"]
+    assert or_give("model_prefix", keys, ["up"]) == ", or give model_prefix='x.' or 'y.'"
 
 
 def test_state_without_entries_is_found_by_its_options() -> None:

@@ -35,8 +35,6 @@ from tests.fsdp.models import check
 
 Pair = tuple[nn.Module, HybridDeviceOptimizer]
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def pair_of(model: nn.Module, **options: Any) -> Pair:
     """``model`` and a wrapper that has stepped once."""

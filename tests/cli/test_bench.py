@@ -3,34 +3,39 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from fsdp_offload.bench import iteration
-from fsdp_offload.cli.main import parser
+from fsdp_offload.cli.main import main, parser
+from tests.helpers.scripts import Launch
 
 SMALL = ["--device", "cpu", "--layers", "1", "--dim", "64", "--vocabulary", "128"]
 SHORT = ["--tokens", "32", "--seq", "16", "--iterations", "1", "--warm-up", "1"]
 
 
-def test_an_iteration_and_a_mistake(tmp_path: Path) -> None:
-    command = [sys.executable, "-W", "ignore", "-m", "fsdp_offload", "bench", *SMALL, *SHORT]
-    words = ["--rows", "plain", "--json", str(tmp_path / "out.json")]
-    done = subprocess.run([*command, *words], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "| plain |" in done.stdout
+STARTED = """
+import sys
+from fsdp_offload.cli.main import main
+sys.orig_argv = ["python", "-W", "ignore", "-m", "fsdp_offload", *sys.argv[1:]]
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_an_iteration_and_a_mistake(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["bench", *SMALL, *SHORT]
+    words = ["--rows", "plain", "--json", tmp_path / "out.json"]
+    assert "| plain |" in Launch(STARTED, *command, *words).output()
     environment = json.loads((tmp_path / "out.json").read_text())["environment"]
     command_there = " -W ignore -m fsdp_offload bench --device cpu"
     assert command_there in environment["command"]
     assert environment["command"].endswith("--rows plain --json out.json")  # without its folder
-    done = subprocess.run([*command, "--rows", "plane"], capture_output=True, text=True)
-    assert done.returncode == 2
-    assert done.stderr.startswith("fsdp-offload: ")
-    assert "'plane' is no kind of row" in done.stderr
-    assert done.stderr.count("\n") == 1
+    assert main([*command, "--rows", "plane"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("fsdp-offload: ")
+    assert "'plane' is no kind of row" in said
+    assert said.count("\n") == 1
 
 
 @pytest.mark.filterwarnings("ignore")

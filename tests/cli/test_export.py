@@ -12,8 +12,6 @@ import torch
 from fsdp_offload.cli.main import main
 from tests.cli.checkpoints import save
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def test_weights_come_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = save(tmp_path / "one")

@@ -20,7 +20,6 @@ from fsdp_offload.cli import inspection
 from fsdp_offload.cli.main import main
 from tests.cli.checkpoints import save
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 GOLDEN = Path(__file__).parents[2] / "checkpoints" / "golden"
 
 

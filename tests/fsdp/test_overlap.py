@@ -33,7 +33,7 @@ from fsdp_offload.core.fsdp import fsdp_groups
 from tests.fsdp import models
 from tests.fsdp.models import Ranks, check, check_same, check_twins
 
-STEPS = 6
+STEPS = 4
 BOTH = ("forward", "backward")
 MORE = (pytest.param("forward", marks=pytest.mark.long), "backward")
 """Where the harder one of the two stands for both."""

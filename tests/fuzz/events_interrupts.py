@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
@@ -42,11 +43,14 @@ class Stop:
 
     def __init__(self, at: int, act: Callable[[], object]) -> None:
         self._left, self._act = at, act
+        # CPython 3.11 borrows them: one that was freed is called, or whatever lies there then.
+        self._kept: list[object] = []
         self.place = ""  # the line, if it was reached
 
     def __enter__(self) -> Stop:
-        self._before = sys.gettrace()
-        sys.settrace(self._call)
+        self._before, trace = sys.gettrace(), self._call
+        self._kept.append(trace)
+        sys.settrace(trace)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -62,17 +66,24 @@ class Stop:
             if event == "line":
                 before, came_from = frame.f_lineno, before
                 self._left -= 1
-                if self._left <= 0 and not self.place and not _ends_with(frame, came_from):
+                if self._left <= 0 and not self.place and not _is_no_place(frame, came_from):
                     self.place = f"{frame.f_code.co_filename[len(PACKAGE) + 1 :]}:{frame.f_lineno}"
                     sys.settrace(None)
                     self._act()
             return None if self.place else run
 
+        self._kept.append(run)
         return run
 
 
-def _ends_with(frame: FrameType, came_from: int) -> bool:
-    """Whether a ``with`` is about to end: there no signal can come, but a trace can."""
+def _is_no_place(frame: FrameType, came_from: int) -> bool:
+    """Whether a ``with`` is about to end, where no signal can come, but a trace can; or this is a
+    finalizer, of which Python lets no exception out."""
+    outer: FrameType | None = frame
+    while outer is not None:
+        if outer.f_code.co_name == "__del__" or outer.f_code.co_filename == weakref.__file__:
+            return True
+        outer = outer.f_back
     line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
     jumps_back = came_from > frame.f_lineno and not line.startswith(("for ", "while "))
     return jumps_back or line == "pass"
@@ -83,12 +94,15 @@ class Entry:
 
     def __init__(self, pair: Pair, rng: random.Random, place: str) -> None:
         self._pair = pair
-        # An update has taken the gradients: another step() would have none.
-        steps = pair.case.overlap != "backward" and (pair.case.ranks == 1 or place == "step()")
+        # An update has taken the gradients: another step() would have none. Ranks come to different
+        # lines, and one of them would be a step ahead.
+        steps = pair.case.overlap != "backward" and pair.case.ranks == 1
         writes: tuple[str, ...] = ("zero_grad", "step") if steps else ("zero_grad",)
         if place == "backward" or not pair.case.is_torchs:
             writes = ()  # as in torch it would matter when
-        self.what = rng.choice((*READS, "synchronize", *writes))
+        # Groups are live: a class that counts steps there shows the one that is under way.
+        reads = [what for what in READS if pair.case.is_torchs or what != "param_groups"]
+        self.what = rng.choice((*reads, "synchronize", *writes))
         self.face = rng.choice(("wrapper", "wrapped"))
         self._before = pair.plain_state(cloned=True)
         self._found: dict[int, dict[str, Any]] = {}
@@ -224,16 +238,20 @@ def _entered_save(pair: Pair, rng: random.Random, kind: str) -> None:
 
 
 def _load_one_of(pair: Pair, moments: list[Saved]) -> None:
-    """What the checkpoint holds is one of these, whole."""
+    """What the checkpoint holds is one of these, whole.
+
+    The last is tried first: any state agrees with a plain optimizer that has none yet.
+    """
     if pair.is_spent:
         pair.zero_grad("wrapper")  # a load drops them
     checkpoint.load(pair.folder / "checkpoint", pair.model, pair.wrapped)
-    for moment in moments[:-1]:
+    first, *later = moments
+    for moment in reversed(later):
         loaded(pair, moment)
         if _agree(pair):
             break
     else:
-        loaded(pair, moments[-1])
+        loaded(pair, first)
     pair.compare(state=True)
     pair.saved.pop(2, None)
 

@@ -260,7 +260,11 @@ class Pair:
         reached = {i for i, p in enumerate(self.mine) if present[i] and p.requires_grad}
         self.unused |= reached
         self.has_run = True
-        self.has_taken |= self.in_backward and bool(reached.intersection(self.order))
+        # A group is taken whole: what earlier backward passes left there, too.
+        layers = [set(layer) for layer in self.case.layers]
+        taken = set().union(*(layer for layer in layers if layer & reached)) & set(self.order)
+        has = any(self.mine[i].grad is not None for i in taken)
+        self.has_taken |= self.in_backward and has
 
     def fail(self, generator: torch.Generator, present: list[bool], place: str) -> None:
         """Both models raise in the same place."""

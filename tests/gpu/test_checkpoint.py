@@ -21,6 +21,7 @@ from tests.helpers.compare import assert_same
 from tests.phase_jobs import Net, close, device_here, make_net, make_optimizer, train
 
 LANES = ("streamed", "host", "mixed")
+SLEEP = 50_000_000  # cycles
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 Job = tuple[Net, torch.optim.Optimizer]
@@ -85,6 +86,21 @@ def test_a_job_goes_on_exactly(
         loaded, resumed = pool.run(load_and_go_on, str(tmp_path / name), kind, dtype)[0]
         assert_same(loaded, saved, name)
         assert_same(resumed, after, name)
+
+
+def test_staged_values_are_those_of_the_current_stream() -> None:
+    """Which is still to write them, while a CPU tensor is copied."""
+    device, stager = torch.device("cuda", 0), checkpoint.Stager()
+    for turn in range(3):
+        held = torch.zeros(4 << 20, device=device)
+        torch.cuda._sleep(SLEEP)
+        held.fill_(turn + 1)
+        staged = stager.stage({"a": held, "turned": held.view(2, -1).t(), "b": torch.ones(3)})
+        held.zero_()
+        assert staged["a"].is_pinned()
+        for name, value in (("a", turn + 1), ("turned", turn + 1), ("b", 1)):
+            assert bool((staged[name] == value).all()), name
+    stager.close()
 
 
 def peak_of_a_save(folder: str) -> int:

@@ -24,7 +24,7 @@ from tests.helpers.lanes import in_lanes
 mesh = test_overlap.mesh
 STEPS, SLEEP = 6, test_overlap.SLEEP
 LATE = ("nothing", "compute", "host_out", "host_back", "threads")
-LATE_OF_BOTH = (*LATE, "h2d", "update", "d2h")
+LATE_OF_BOTH = (*LATE, "fetch", "update", "store")
 SMALL = TransferConfig(bucket_bytes="1MiB", host_threads=4)
 MIXED = ("streamed", "host") * 6 + ("host",)
 """A lane for each parameter of the model, in order."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fsdp_offload import HybridDeviceOptimizer, TransferConfig
 from fsdp_offload.update.kernels import triton_kernels
-from fsdp_offload.update.launching import Kernel
+from fsdp_offload.update.kernels.launching import Kernel
 from tests.helpers.compare import bits
 
 SMALL = TransferConfig(bucket_bytes="64KiB")

@@ -15,6 +15,7 @@ from fsdp_offload.update import moments, one_kernel
 from fsdp_offload.update.kernels import moment_kernels
 from fsdp_offload.update.moments import Moment
 from fsdp_offload.update.rng_key import RngKey
+from tests.helpers.adam_plain import adam_plain
 
 BF16, INT8, UINT8, FP16, FP32 = (
     torch.bfloat16, torch.int8, torch.uint8, torch.float16, torch.float32,
@@ -113,8 +114,8 @@ def test_the_kernel_of_all_in_one_has_the_bits_of_its_twin(
 
     for group in (GROUP, GROUP | {"weight_decay": 0.0, "maximize": True}):
         here, there = operands(), operands()
-        one_kernel.adam_plain(both, *here, RngKey(99, FAR), one_kernel.AdamConstants(group))
-        one_kernel.adam(both, *there, RngKey(99, FAR), one_kernel.AdamConstants(group))
+        adam_plain(both, *here, RngKey(99, FAR), one_kernel.AdamConstants(group))
+        one_kernel.adam(*there, RngKey(99, FAR), one_kernel.AdamConstants(group))
         flat = [[*made[:3], *made[3], *made[4], made[5]] for made in (here, there)]
         for index, (a, b) in enumerate(zip(*flat, strict=True)):
             assert same(a, b), (index, group)
@@ -161,7 +162,8 @@ class Run:
 
 @pytest.mark.parametrize("clipped", [False, True])
 @pytest.mark.parametrize(
-    ("kept", "dtype"), [(None, BF16), (BF16, BF16), ("int8", BF16), (BF16, FP32), ("int8", FP32)]
+    ("kept", "dtype"),
+    [(None, BF16), (BF16, BF16), ("int8", BF16), (BF16, FP32), ("int8", FP32)],
 )
 @pytest.mark.parametrize("shapes", [SHAPES, [(1 << 22,), (4096, 3000)]], ids=["small", "large"])
 def test_the_kernel_of_all_in_one_has_the_bits_of_torchs_step(
@@ -198,7 +200,8 @@ MANY = [(16, 16)] * 30 + [(256, 300), (48,), (1024,), (100, 64)]
 
 @pytest.mark.parametrize("clipped", [False, True])
 @pytest.mark.parametrize(
-    ("kept", "dtype"), [(None, BF16), (BF16, BF16), ("int8", BF16), (BF16, FP32), ("int8", FP32)]
+    ("kept", "dtype"),
+    [(None, BF16), (BF16, BF16), ("int8", BF16), (BF16, FP32), ("int8", FP32)],
 )
 def test_pieces_at_once_have_the_bits_of_pieces_one_by_one(
     monkeypatch: pytest.MonkeyPatch, kept: Any, dtype: torch.dtype, clipped: bool

@@ -26,7 +26,7 @@ from tests.helpers.compare import bits
 
 STEPS = 8
 SLEEP = 20_000_000  # cycles: about 10 ms
-LATE = ("nothing", "compute", "h2d", "update", "d2h")
+LATE = ("nothing", "compute", "fetch", "update", "store")
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +68,7 @@ def hold_up(optimizer: torch.optim.Optimizer, late: str) -> None:
     elif late != "nothing" and isinstance(optimizer, HybridDeviceOptimizer):
         lane = optimizer._reserved.engines[0].streamed
         assert lane is not None
-        streams = {"h2d": lane._h2d, "update": lane._update, "d2h": lane._d2h}
+        streams = {"fetch": lane.link._in, "update": lane._update, "store": lane.link._out}
         streams[late].launch(torch.cuda._sleep, SLEEP)
 
 
@@ -201,7 +201,7 @@ def compiled(parameters: list[Any]) -> list[Tensor]:
         return [compiler()(p.to_local()) for p in parameters[:2]]
 
 
-@pytest.mark.parametrize("late", ["h2d", "update"])
+@pytest.mark.parametrize("late", ["fetch", "update"])
 @pytest.mark.parametrize("overlap", ["forward", "backward"])
 @pytest.mark.parametrize(
     "read",

@@ -1,4 +1,4 @@
-"""On CUDA: one bucket's update, called directly, clipped inside, and moved to other memory."""
+"""On CUDA: updates of buckets against the plain optimizer, and clipped inside."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ import torch
 from torch import nn
 
 from fsdp_offload import HybridDeviceOptimizer, TransferConfig
-from fsdp_offload.update import fused_adam
-from fsdp_offload.update.one_kernel import OneKernelAdam
 from tests.helpers.compare import assert_same
 
 SHAPES = [(300, 70), (7,), (0,), (129, 65), (1000,), (64, 64), (3, 5, 7)]
@@ -44,28 +42,29 @@ class Run:
 
 
 @pytest.mark.parametrize("lanes", [0.0, 1.0])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("options", [{}, {"amsgrad": True, "maximize": True}, {"lr": "tensor"}])
-def test_direct_calls_give_the_bits_of_the_class(
-    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], dtype: torch.dtype, lanes: float
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"weight_decay": 0.0}, {"amsgrad": True, "maximize": True}, {"lr": "tensor"}],
+    ids=str,
+)
+def test_fp32_weights_are_those_of_the_plain_optimizer(
+    options: dict[str, Any], lanes: float
 ) -> None:
+    """By lists that are made once, or by the class."""
     if options.get("lr") == "tensor":
         options = {"lr": torch.tensor(0.01, device="cuda")}
-    monkeypatch.setattr(OneKernelAdam, "is_for", lambda *args: False)
-    direct, by_class = Run(dtype, lanes, **options), Run(dtype, lanes, **options)
-    call, calls = fused_adam._call, []
-    monkeypatch.setattr(fused_adam, "_call", lambda *a: (calls.append(a), call(*a)))
-    for step in range(5):
-        direct.fill(step)
-        direct.optimizer.step()
-        by_class.fill(step)
-        with monkeypatch.context() as patch:
-            patch.setattr(fused_adam, "settings", lambda *a: None)
-            before = len(calls)
-            by_class.optimizer.step()
-            assert len(calls) == before
-    assert calls
-    assert_same(direct.outcome(), by_class.outcome())
+    for shapes in (SHAPES, [(16, 16)] * 30 + [(256, 300), (48,)]):
+        run = Run(torch.float32, lanes, shapes, **options)
+        others = [nn.Parameter(p.detach().clone()) for p in run.parameters]
+        plain = torch.optim.AdamW(others, fused=True, **{"lr": 0.01, **options})
+        for step in range(5):
+            run.fill(step)
+            for p, other in zip(run.parameters, others, strict=True):
+                other.grad = None if p.grad is None else p.grad.clone()
+            run.optimizer.step()
+            plain.step()
+        kept = [v.cpu() for p in others for v in plain.state[p].values()]
+        assert_same(run.outcome(), [p.detach().cpu() for p in others] + kept)
 
 
 @pytest.mark.parametrize("lanes", [0.0, 1.0])

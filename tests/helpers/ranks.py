@@ -30,6 +30,7 @@ import atexit
 import contextlib
 import datetime
 import faulthandler
+import gc
 import io
 import multiprocessing
 import os
@@ -45,6 +46,7 @@ import traceback
 import weakref
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import TracebackType
@@ -53,7 +55,7 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
-__all__ = ["RankError", "RankPool"]
+__all__ = ["RankError", "RankPool", "forks"]
 
 R = TypeVar("R")
 
@@ -65,12 +67,22 @@ PRELOAD = [
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
 ]
+# FSDP2 imports torch._dynamo in its first forward, 2.5 s. These may look at a GPU.
+PRELOAD_ON_CPU = ["fsdp_offload.checkpoint", "pytest", "torch._dynamo"]
 _BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 _START_TIMEOUT_S = 120.0
 # After one rank has failed, how long the others get to report a failure of their own.
 _GRACE_S = 0.5
 _STOP_TIMEOUT_S = 5.0
 _NO_TASK = b""
+
+
+def forks() -> ForkServerContext:
+    """For processes forked where torch is imported. The first call in a process settles what is."""
+    context = multiprocessing.get_context("forkserver")
+    on_cpu = [] if torch.cuda.is_available() else PRELOAD_ON_CPU
+    context.set_forkserver_preload([*PRELOAD, *on_cpu])
+    return context
 
 
 class RankError(RuntimeError):
@@ -192,8 +204,7 @@ class _Crew:
         # Not left to weakref.finalize: this must come before the exit handler of multiprocessing,
         # which waits for the ranks, and handlers run in the reverse order of registration.
         atexit.register(self.stop)
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOAD)
+        context = forks()
         for rank in range(world_size):
             ours, theirs = context.Pipe()
             seat = _Seat(rank, world_size, backend, device_type, str(self._directory))
@@ -311,6 +322,7 @@ def _serve(seat: _Seat, connection: Connection) -> NoReturn:
     """The life of a worker: join the group, then answer one task after another."""
     # Ctrl-C reaches the whole foreground group; the parent decides what becomes of the ranks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    gc.freeze()  # what is imported stays: a collection need not look at it again
     try:
         _join_group(seat)
     except BaseException:

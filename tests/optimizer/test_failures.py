@@ -39,7 +39,7 @@ from tests.helpers.training import (
     wrap,
 )
 
-pytestmark = pytest.mark.usefixtures("one_thread", "small_host_buckets")
+pytestmark = pytest.mark.usefixtures("small_host_buckets")
 
 
 def test_a_sparse_gradient_is_refused_before_anything_is_updated() -> None:

@@ -25,7 +25,7 @@ from tests.helpers.compare import assert_same
 from tests.helpers.simulator import ADVERSARIES, StreamSimulator
 from tests.helpers.training import LANES, each_lane, fill_gradients, values, wrap
 
-pytestmark = pytest.mark.usefixtures("one_thread", "small_host_buckets")
+pytestmark = pytest.mark.usefixtures("small_host_buckets")
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SHAPES = ((40, 50), (130,), ())

@@ -212,14 +212,14 @@ def test_a_closure_and_hooks_may_use_the_optimizer(elementwise: bool) -> None:
 def test_a_step_waits_for_a_save_on_another_thread(tmp_path: Path) -> None:
     model, optimizer = made()
     saved = [values(model), copy.deepcopy(optimizer.state_dict())]
-    saving, run_save = threading.Event(), api.run_save
+    saving, _save = threading.Event(), api._save
 
     def slowly(*given: Any) -> None:
         saving.set()
         time.sleep(0.1)
-        run_save(*given)
+        _save(*given)
 
-    with mock.patch.object(api, "run_save", slowly):
+    with mock.patch.object(api, "_save", slowly):
         thread = threading.Thread(target=checkpoint.save, args=(tmp_path / "one", model, optimizer))
         thread.start()
         saving.wait()
@@ -238,14 +238,14 @@ def test_a_signal_handler_changes_nothing_in_the_middle_of_a_save(
 ) -> None:
     model, optimizer = made()
     saved = [values(model), copy.deepcopy(optimizer.state_dict())]
-    run_save = api.run_save
+    _save = api._save
 
     def struck(*given: Any) -> None:
         with pytest.raises(BusyError, match=r"in the middle of checkpoint\.save"):
             in_handler(lambda: ENTRIES[name](optimizer, model, saved[1], tmp_path))
-        run_save(*given)
+        _save(*given)
 
-    with mock.patch.object(api, "run_save", struck):
+    with mock.patch.object(api, "_save", struck):
         checkpoint.save(tmp_path / "one", model, optimizer)
     assert_same([values(model), copy.deepcopy(optimizer.state_dict())], saved)
     train(model, optimizer, range(2, 3))

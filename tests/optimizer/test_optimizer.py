@@ -41,7 +41,7 @@ from tests.helpers.training import (
     wrap,
 )
 
-pytestmark = pytest.mark.usefixtures("one_thread", "small_host_buckets")
+pytestmark = pytest.mark.usefixtures("small_host_buckets")
 
 
 def test_it_is_an_optimizer_that_shares_groups_and_defaults() -> None:
@@ -414,7 +414,7 @@ def test_a_dropped_wrapper_waits_for_transfers_in_flight_before_it_gives_memory_
         model = Model()
         optimizer = wrap(torch.optim.AdamW(model.parameters()), "streamed")
         train(model, optimizer, range(1))
-        (d2h,) = (stream for stream in simulator._streams if stream.name == "d2h")
+        (d2h,) = (stream for stream in simulator._streams if stream.name == "state:out")
         assert d2h.entries
         del optimizer
         gc.collect()

@@ -31,8 +31,6 @@ from tests.helpers.optimizer_table import (
 )
 from tests.helpers.side_by_side import MATRICES, SHAPES, SMALL, Apart, Build, SideBySide
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 LANES = ("resident", "streamed", "host")
 LARGER = ((130, 70), *SHAPES[1:])
 """For the host lane, whose buckets hold six times as much."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +31,12 @@ from fsdp_offload.checkpoint import OptimizerState, load, save
 from fsdp_offload.core.backend import backend_for
 from fsdp_offload.update import moments, one_kernel, rng_key
 from fsdp_offload.update.bucket import Scratch
+from fsdp_offload.update.moments import Moment
 from fsdp_offload.update.rng_key import RngKey
 from fsdp_offload.update.schema import makes_its_state
 from tests.fsdp import models
 from tests.fsdp.models import Ranks
+from tests.helpers.adam_plain import adam_plain
 from tests.helpers.compare import assert_same, master_of, rounded
 from tests.helpers.fake_fsdp import FakeFsdp
 from tests.helpers.training import Model
@@ -45,7 +47,6 @@ SMALL = TransferConfig(bucket_bytes="4KiB")
 LOSSY = (BF16, "int8")
 # dcp without a process group says so.
 pytestmark = [
-    pytest.mark.usefixtures("one_thread"),
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
 ]
 
@@ -294,23 +295,24 @@ def test_values_written_into_shown_int8_state_are_taken_over() -> None:
 
 
 class OnCpu:
-    """Lets the twin of the CUDA kernel take the place of the class, on the CPU."""
+    """Lets the CUDA kernel's plain form take the place of the class, on the CPU."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls = 0
-        monkeypatch.setattr(one_kernel.OneKernelAdam, "is_for", staticmethod(self._fits))
-        from fsdp_offload.update import bucket
+        kernel = one_kernel.OneKernelAdam
+        monkeypatch.setattr(kernel, "is_for", staticmethod(self._fits))
+        monkeypatch.setattr(kernel, "_run_at_once", lambda *args: False)
+        monkeypatch.setattr(one_kernel, "adam", self._update)
+        self._moments: Sequence[Moment] = ()
 
-        monkeypatch.setattr(bucket, "adam", self._update)
-
-    @staticmethod
-    def _fits(pieces: Any) -> bool:
-        names = {moment.name for moment in pieces[0].param.moments}
+    def _fits(self, inner: Optimizer, pieces: Any) -> bool:
+        self._moments = pieces[0].param.moments
+        names = {moment.name for moment in self._moments}
         return names in ({"exp_avg", "exp_avg_sq"}, set()) and len(pieces[0].state) == 3
 
     def _update(self, *args: Any) -> None:
         self.calls += 1
-        one_kernel.adam_plain(*args)
+        adam_plain(self._moments, *args)
 
 
 @pytest.mark.parametrize(
@@ -389,7 +391,7 @@ def test_no_room_for_scratch_memory_updates_nothing(monkeypatch: pytest.MonkeyPa
         for played, _, each in made:
             iterate(played, each, step)
     expected = [p.detach().clone() for p in parameters]
-    monkeypatch.setattr(one_kernel, "settings", lambda *args: None)  # the class updates
+    monkeypatch.setattr(one_kernel, "_constants_of", lambda *args: None)  # the class updates
 
     def full(scratch: Scratch) -> None:
         raise torch.OutOfMemoryError("full")

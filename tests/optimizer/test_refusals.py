@@ -34,7 +34,7 @@ from fsdp_offload.link import HostRange
 from tests.helpers.compare import assert_same
 from tests.helpers.training import Model, assert_explains, train, values, wrap
 
-pytestmark = pytest.mark.usefixtures("one_thread", "small_host_buckets")
+pytestmark = pytest.mark.usefixtures("small_host_buckets")
 CPU = torch.device("cpu")
 
 

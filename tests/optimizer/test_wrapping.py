@@ -247,6 +247,18 @@ def test_groups_changed_before_the_first_step_are_followed(
     optimizer.close()
 
 
+@pytest.mark.parametrize("lane", ["device", "host"])
+def test_groups_changed_after_a_step_without_gradients_are_followed(lane: str) -> None:
+    plain, reference, mine, optimizer = twins(lane, groups=True)
+    for model, each in ((plain, reference), (mine, optimizer)):
+        each.step()
+        replaced(model, each)
+        train(model.parameters(), each, range(4))
+    for a, b in zip(plain.parameters(), mine.parameters(), strict=True):
+        assert torch.equal(a, b)
+    optimizer.close()
+
+
 @each_edit
 def test_groups_changed_after_a_step_are_refused_and_can_be_put_back(
     edit: Callable[[Any, Any], None],

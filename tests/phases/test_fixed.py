@@ -29,7 +29,6 @@ from tests.away import has_memory
 from tests.helpers.pooling import MIB, Allocator, Storage, allocator_in_place, memory_in_place
 from tests.phases.twins import Job
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 CUDA = torch.device("cuda", 0)
 CHUNK = 4096
 SWAPS = pytest.mark.skipif(not can_swap(), reason="this torch cannot swap CPU storages")

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from fsdp_offload import HybridDeviceOptimizer, PhaseOffloader, UnspentGradientError, swap
 from tests.away import has_memory
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 UNSPENT = r"the gradient of 0\.weight: .* no step\(\) .*Remedy: call step\(\) first, or zero_grad"
 
 

@@ -10,12 +10,10 @@ import pytest
 import torch
 
 from fsdp_offload import FixedAddressRegion, PhaseOffloader, swap
-from fsdp_offload.link.block import StorageBlock
+from fsdp_offload.link.storage_block import StorageBlock
 from fsdp_offload.phases.pages import HostDriver
 from fsdp_offload.update import state as state_io
 from tests.phases.twins import Job
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def check(job: Job) -> None:

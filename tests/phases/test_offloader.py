@@ -33,14 +33,12 @@ from fsdp_offload.core.errors import (
 )
 from fsdp_offload.core.storage import can_swap
 from fsdp_offload.link import transfer
-from fsdp_offload.link.block import StorageBlock
+from fsdp_offload.link.storage_block import StorageBlock
 from fsdp_offload.link.transfer import Handle
 from fsdp_offload.phases import offloader
 from fsdp_offload.phases.pages import Chunk, FixedMemory
 from tests.away import has_memory
 from tests.helpers.compare import assert_same
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Net(nn.Module):

@@ -11,11 +11,10 @@ from torch import Tensor, nn
 
 from fsdp_offload import FixedAddressRegion, PhaseOffloader, swap
 from fsdp_offload.link import transfer
-from fsdp_offload.link.block import StorageBlock
+from fsdp_offload.link.storage_block import StorageBlock
 from tests.helpers.policies import POLICIES
 from tests.helpers.simulator import ADVERSARIES, StreamSimulator
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 SHAPES = (600_000, 40, 270_000, 7)  # the first is a batch of its own, the others are one together
 
 
@@ -230,7 +229,7 @@ def test_every_wait_is_needed() -> None:
     ]
     # On the way back memory that torch's allocator has cached is waited for, which the simulator
     # has none of.
-    assert unnoticed == [("phase_in", "current")] * 2
+    assert unnoticed == [("phase:in", "current")] * 2
 
 
 @pytest.mark.long

@@ -23,7 +23,7 @@ from fsdp_offload.pipeline.worker import ThreadPool
 from fsdp_offload.update.params import Snapshot, Work
 from tests.helpers.lanes import in_lanes
 
-pytestmark = pytest.mark.usefixtures("one_thread", "small_host_buckets")
+pytestmark = pytest.mark.usefixtures("small_host_buckets")
 CPU = torch.device("cpu")
 NUMELS = (700, 64, 500, 130, 1000, 1300)
 

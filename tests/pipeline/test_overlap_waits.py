@@ -25,7 +25,6 @@ from tests.helpers.fake_fsdp import FakeFsdp, scale
 from tests.helpers.removed_waits import CPU, NOTHING, Removal, Simulator, Skip, be_lazy
 from tests.helpers.simulator import ADVERSARIES
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 FP32, BF16 = torch.float32, torch.bfloat16
 GROUPS = ((300, 64), (900,), (130, 500), (260,))
 LOOSE = (70,)

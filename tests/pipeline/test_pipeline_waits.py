@@ -44,7 +44,6 @@ from tests.helpers.removed_waits import (
 )
 from tests.helpers.simulator import ADVERSARIES
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 FP32, BF16 = torch.float32, torch.bfloat16
 NUMELS = (700, 64, 500, 130, 1000)
 ADDED_NUMELS = (1300, 300)
@@ -257,14 +256,14 @@ def test_every_pair_of_streams_with_a_wait_has_one_that_nothing_implies() -> Non
 
     assert needed == there == {
         ("update", "current"), ("current", "update"),
-        ("h2d", "d2h"), ("update", "h2d"), ("d2h", "update"),
+        ("state:in", "state:out"), ("update", "state:in"), ("state:out", "update"),
         ("host_out", "current"), ("current", "host_back"),
     }  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("lanes", "drained"),
-    [(RESIDENT, "update"), (STREAMED, "d2h"), (ON_HOST, "host_back")],
+    [(RESIDENT, "update"), (STREAMED, "state:out"), (ON_HOST, "host_back")],
     ids=["resident", "streamed", "host"],
 )
 def test_reading_state_waits_for_each_lane(lanes: tuple[str, ...], drained: str) -> None:
@@ -285,13 +284,13 @@ def test_new_slots_wait_for_what_the_caller_enqueued_before(
 ) -> None:
     """The allocator orders the reuse of memory on the caller's stream only."""
     scene = Scenario(lanes, BF16, grows=grows)
-    found, simulator = simulate(scene, "immediate:h2d", ("drain", -1))
+    found, simulator = simulate(scene, "immediate:state:in", ("drain", -1))
     assert same(found, WAITS.expected(scene))
     constructions = [i for i, name in enumerate(simulator.drain_log) if name == "current"]
 
     assert len(constructions) == 1 + grows
     for index in constructions:
-        assert WAITS.shows(scene, "immediate:h2d", ("drain", index))
+        assert WAITS.shows(scene, "immediate:state:in", ("drain", index))
 
 
 def test_the_analysis_finds_a_wait_that_a_later_event_implies() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsdp_offload.update.address_table import AddressTable, AddressTables, addresses_of
+from fsdp_offload.update.kernels.launching import AddressTable, AddressTables, addresses_of
 
 WIDTH = 11
 

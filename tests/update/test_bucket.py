@@ -1,4 +1,4 @@
-"""Buckets that call torch's kernels directly, or move to other memory, give the class's bits."""
+"""Lists that are made once, and buckets that move to other memory, give the class's bits."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fsdp_offload.update import fused_adam
+from fsdp_offload.update.one_kernel import FusedAdam
 from tests.away import optimizer_alone
 from tests.helpers.compare import assert_same
 from tests.helpers.lanes import in_lanes
 from tests.helpers.training import SMALL
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 NUMELS = (700, 5, 1920, 0, 33)
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 Build = Callable[[list[Any]], Optimizer]
@@ -55,89 +54,39 @@ class Run:
         return [*self.parameters, *shown]
 
 
-class Spy:
-    """Counts direct calls, and may forbid them."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.calls, self.forbidden = 0, False
-        call, values = fused_adam._call, fused_adam.settings
-        monkeypatch.setattr(fused_adam, "_call", lambda *a: self._counted(call, *a))
-        monkeypatch.setattr(
-            fused_adam, "settings", lambda *a: None if self.forbidden else values(*a)
-        )
-
-    def _counted(self, call: Callable[..., None], *args: Any) -> None:
-        self.calls += 1
-        call(*args)
-
-
-@pytest.fixture
-def spy(monkeypatch: pytest.MonkeyPatch) -> Spy:
-    return Spy(monkeypatch)
-
-
-def adam(params: list[Any]) -> Optimizer:
-    return torch.optim.Adam(params, lr=0.01, weight_decay=0.1, fused=True)
-
-
-def sgd(params: list[Any]) -> Optimizer:
-    return torch.optim.SGD(params, lr=0.1, momentum=0.9, dampening=0.5)
-
-
 def two_groups(params: list[Any]) -> Optimizer:
     groups = [{"params": params[::2]}, {"params": params[1::2], "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, fused=True, lr=0.01)
 
 
-DIRECT: list[tuple[Build, torch.dtype, str, bool]] = [
-    (adamw(), FP32, "resident", True),
-    (adam, BF16, "streamed", True),
-    (adamw(amsgrad=True), BF16, "resident", False),
-    (adamw(maximize=True, betas=(0.8, 0.95), eps=1e-5), FP16, "streamed", False),
-    (adamw(lr=torch.tensor(0.01)), FP32, "streamed", True),
-    (two_groups, FP16, "resident", True),
-]
-
-
-@pytest.mark.parametrize(("build", "dtype", "lane", "missing"), DIRECT)
-def test_direct_calls_give_the_bits_of_the_class(
-    spy: Spy, build: Build, dtype: torch.dtype, lane: str, missing: bool
+@pytest.mark.parametrize(
+    ("build", "dtype", "lane", "missing"),
+    [
+        (adamw(maximize=True, betas=(0.8, 0.95), eps=1e-5), FP16, "streamed", False),
+        (two_groups, BF16, "resident", False),
+        (adamw(), FP32, "resident", True),
+    ],
+)
+def test_lists_that_are_made_once_give_the_bits_of_the_class(
+    monkeypatch: pytest.MonkeyPatch, build: Build, dtype: torch.dtype, lane: str, missing: bool
 ) -> None:
-    direct, by_class = Run(build, dtype, lane), Run(build, dtype, lane)
-    for step in range(4):
-        spy.calls, spy.forbidden = 0, False
-        direct.step(step, missing=missing)
-        if lane == "resident":
-            groups = len(direct.optimizer.param_groups)
-            assert spy.calls == (groups if step else 0), "the first step is the class's"
-        assert bool(spy.calls) == bool(step)
-        spy.forbidden = True
+    by_lists = Run(build, dtype, lane)
+    taken: list[bool] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(FusedAdam, "is_for", lambda *args: False)
+        by_class = Run(build, dtype, lane)
+    run = FusedAdam.run
+    monkeypatch.setattr(FusedAdam, "run", lambda *a: taken.append(run(*a)) or taken[-1])
+    for step in range(5):
+        taken.clear()
+        by_lists.step(step, missing=missing)
+        assert any(taken) == (step > 0 and not missing)
         by_class.step(step, missing=missing)
-    assert_same(direct.outcome(), by_class.outcome())
+    assert_same(by_lists.outcome(), by_class.outcome())
 
 
-class Changed(torch.optim.AdamW):
-    """A class of the user's own."""
-
-    def _init_group(self, *args: Any) -> bool:
-        return super()._init_group(*args)
-
-
-UNUSUAL: dict[str, Build] = {
-    "foreach": adamw(fused=False, foreach=True),
-    "open": adamw(fused=None),
-    "betas in tensors": adamw(betas=(torch.tensor(0.9), torch.tensor(0.999))),
-    "another class": lambda params: torch.optim.SGD(params, lr=0.1, fused=True),
-    "subclass": lambda params: Changed(params, fused=True),
-}
-
-
-@pytest.mark.parametrize("build", UNUSUAL.values(), ids=UNUSUAL)
-def test_whatever_is_unusual_is_left_to_the_class(spy: Spy, build: Build) -> None:
-    run = Run(build, FP32, "resident", elementwise=True)
-    for step in range(2):
-        run.step(step)
-    assert not spy.calls
+def sgd(params: list[Any]) -> Optimizer:
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9, dampening=0.5)
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP16])

@@ -6,8 +6,6 @@ from torch import Tensor
 
 from fsdp_offload.update import codec
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 REMAINDERS = (-32768, -32767, -1, 0, 1, 32766, 32767)
 NANS = (0x7FFFFFFF, 0xFFFFFFFF, 0x7F800001, 0xFF800001, 0x7FC00000, 0x7FBF8000, 0xFFFF8000)
 LARGEST = 0x7F7FFFFF

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp_offload.update.launching import Kernel
+from fsdp_offload.update.kernels.launching import Kernel
 
 MEMORY = torch.zeros(4096, dtype=torch.uint8)
 START = -MEMORY.data_ptr() % 16

@@ -10,8 +10,6 @@ from fsdp_offload.update import moments, rng_key
 from fsdp_offload.update.moments import STEPS, Moment
 from fsdp_offload.update.rng_key import RngKey
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 BF16, INT8, UINT8 = torch.bfloat16, torch.int8, torch.uint8
 NUMEL = 1000
 

@@ -1,7 +1,7 @@
-"""Triton kernels (CUDA) of moments, and of all of an Adam step in one. Their twins:
-``moments.*_plain``, ``adam_plain``.
+"""Triton kernels (CUDA) of moments, and of all of an Adam step in one. Their plain forms:
+``moments.*_plain``; ``tests/helpers/adam_plain.py``.
 
-[Note: same bits as the twins]
+[Note: same bits as the plain forms]
 Divisions and roots are the correctly rounded ones, or corrected to an exact integer, and
 multiplications and additions are contracted only where that is written (``tl.fma``), so each
 operation rounds as the torch operation does. Only numbers below the normal ones are flushed to zero
@@ -23,11 +23,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .address_table import AddressTable
-from .kernels_table import aligned, pick, row_of
-from .kernels_triton import decoded, encoded
-from .launching import Kernel
-from .rng_key import KEY_STEP, signed
+from ..rng_key import KEY_STEP, signed
+from .elementwise import aligned, decoded, encoded, pick, row_of
+from .launching import AddressTable, Kernel
 
 COLUMNS: Final = 64
 ROWS: Final = 16
@@ -178,7 +176,7 @@ def _update(  # type: ignore[no-untyped-def]
     BF16_WEIGHT: tl.constexpr, MAXIMIZE: tl.constexpr,
     DECAY: tl.constexpr, BITS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """See ``one_kernel.adam_plain``; ``program``: which ``ROWS`` blocks of the slice."""
+    """See :func:`..one_kernel.adam`; ``program``: which ``ROWS`` blocks of the slice."""
     rows = program.to(tl.int64) * ROWS + tl.arange(0, ROWS)
     at = rows[:, None] * 64 + tl.arange(0, 64)[None, :]
     inside = at < numel
@@ -265,7 +263,7 @@ def _adam_table(  # type: ignore[no-untyped-def]
     DECAY: tl.constexpr, BITS: tl.constexpr,
     WIDTH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Up to eight slices; ``table``: see :func:`.one_kernel.table_of`."""
+    """Up to eight slices; ``table``: see :func:`..one_kernel.table_of`."""
     program = tl.program_id(0)
     which = row_of(program, table, WIDTH)
     gradient = pick(which, g0, g1, g2, g3, g4, g5, g6, g7)
@@ -299,7 +297,7 @@ def _programs(numel: int) -> int:
 
 
 def unpack_codes(codes: Tensor, scales: Tensor, values: Tensor, steps: int) -> None:
-    """See :func:`.moments.unpack`; ``steps``: the largest code."""
+    """See :func:`..moments.unpack`; ``steps``: the largest code."""
     numel = values.numel()
     _UNPACK.launch(_programs(numel), (codes, scales, values), (numel,), STEPS=steps, ROWS=ROWS)
 
@@ -315,7 +313,7 @@ def pack_moment(
     *,
     stochastic: bool,
 ) -> None:
-    """See :func:`.moments.pack`; ``steps``: the largest code, or 0 for bf16."""
+    """See :func:`..moments.pack`; ``steps``: the largest code, or 0 for bf16."""
     some, numel = values if scales is None else scales, values.numel()
     _PACK.launch(
         _programs(numel), (values, codes, some), (numel, key, first),
@@ -336,7 +334,7 @@ def adam(
     numbers: tuple[float, ...],
     **flags: bool,
 ) -> None:
-    """See :func:`.one_kernel.adam_plain`; codes and scales per moment. ``flags``: MAXIMIZE
+    """See :func:`..one_kernel.adam`; codes and scales per moment. ``flags``: MAXIMIZE
     and DECAY."""
     scales = [codes if its is None else its for codes, its in (average, square)]  # not looked at
     numel = weight.numel()
@@ -359,9 +357,9 @@ def adam_of_table(
     numbers: tuple[float, ...],
     **flags: bool | int,
 ) -> None:
-    """:func:`adam` of all slices of a table (see :func:`.one_kernel.table_of`).
+    """:func:`adam` of all slices of a table (see :func:`..one_kernel.table_of`).
 
-    ``rows``: of the table. ``gradients``: :func:`.address_table.addresses_of`. ``updates``: of each
+    ``rows``: of the table. ``gradients``: :func:`.launching.addresses_of`. ``updates``: of each
     slice, with this one. ``flags``: the constants BF16_WEIGHT, BF16_GRADIENT, MAXIMIZE, DECAY
     and BITS, in this order.
     """

@@ -1,4 +1,7 @@
-"""Triton kernels (CUDA). Their twins in torch operations: ``codec.*_plain``, ``checksum_plain``."""
+"""Triton kernels (CUDA) of masters, checksums and the link, and functions that kernels share.
+
+Their plain forms in torch operations: ``codec.*_plain``, ``checksum_plain``.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,33 @@ LINK_BLOCK: Final = 8192
 """Words of a copy over the link that a program has on their way."""
 LINK_PROGRAMS: Final = 4
 """Enough for 51 of 55 GB/s. Each takes a multiprocessor from forward and backward."""
+
+
+@triton.jit
+def row_of(program, table, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Which of up to eight slices of a :class:`.launching.AddressTable` a program belongs to."""
+    which = 0
+    for other in tl.static_range(1, 8):
+        which += (program >= tl.load(table + other * WIDTH)).to(tl.int32)
+    return which
+
+
+@triton.jit
+def pick(which, g0, g1, g2, g3, g4, g5, g6, g7):  # type: ignore[no-untyped-def]
+    """The slice's own of eight numbers."""
+    found = tl.where(which == 1, g1, g0)
+    found = tl.where(which == 2, g2, found)
+    found = tl.where(which == 3, g3, found)
+    found = tl.where(which == 4, g4, found)
+    found = tl.where(which == 5, g5, found)
+    found = tl.where(which == 6, g6, found)
+    return tl.where(which == 7, g7, found)
+
+
+@triton.jit
+def aligned(address, TYPE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A pointer to ``TYPE``, of which the compiler knows that it is aligned to 16 bytes."""
+    return tl.multiple_of(address.to(tl.pointer_type(TYPE)), 16)
 
 
 @triton.jit
@@ -87,19 +117,19 @@ def _launch(
 
 
 def decode(value: Tensor, remainder: Tensor, master: Tensor) -> None:
-    """See :func:`.codec.decode`."""
+    """See :func:`..codec.decode`."""
     halves = (value.view(torch.int16), remainder.view(torch.int16))
     _launch(_DECODE, master.numel(), *halves, master.view(torch.int32))
 
 
 def encode(master: Tensor, value: Tensor, remainder: Tensor) -> None:
-    """See :func:`.codec.encode`."""
+    """See :func:`..codec.encode`."""
     halves = (value.view(torch.int16), remainder.view(torch.int16))
     _launch(_ENCODE, master.numel(), master.view(torch.int32), *halves, KEEP=True)
 
 
 def round_to_value(master: Tensor, value: Tensor) -> None:
-    """See :func:`.codec.round_to_value`."""
+    """See :func:`..codec.round_to_value`."""
     bits = value.view(torch.int16)
     _launch(_ENCODE, master.numel(), master.view(torch.int32), bits, bits, KEEP=False)
 
@@ -110,7 +140,7 @@ def checksum(bits: Tensor, total: Tensor) -> None:
 
 
 def copy_across(source: Tensor, target: Tensor) -> None:
-    """See :func:`..pipeline.link.copy_by_kernel`; 1-D, of one dtype, one of them on the device."""
+    """See :func:`...pipeline.link.copy_by_kernel`; 1-D, of one dtype, one of them on the device."""
     out = source.is_cuda
     operands = (source, target) if out else (target, source)
     numel = source.numel()

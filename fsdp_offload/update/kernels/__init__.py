@@ -3,32 +3,44 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from types import ModuleType
 
 import torch
 
-from .launching import if_usable
-
 
 @functools.cache
 def triton_kernels() -> ModuleType | None:
-    """The module of CUDA kernels, or None as of :func:`.update.launching.if_usable`.
+    """The module of CUDA kernels, or None where Triton is missing (CPU builds) or cannot
+    compile: that is worth a warning.
 
     Asked for when there is a CUDA tensor to work on.
     """
-    return if_usable(_tried)
+    try:
+        return _tried()
+    except ImportError:
+        return None
+    except torch.OutOfMemoryError:  # says nothing of kernels
+        raise
+    except Exception as error:  # Triton compiles when it first launches, and needs a C compiler
+        warnings.warn(
+            f"Triton kernels cannot be used, torch operations take their place: {error!r}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return None
 
 
 def _tried() -> ModuleType:
-    from . import kernels_triton
+    from . import elementwise
 
     total = torch.zeros((), dtype=torch.int64, device="cuda")
     ones = torch.ones(64, dtype=torch.int32, device="cuda")
     for _ in range(2):  # the second launch is of a variant that is known (launching.py)
-        kernels_triton.checksum(ones, total)
+        elementwise.checksum(ones, total)
     if int(total) != 2 * 64 * 64:
         raise RuntimeError(f"a checksum is {int(total) / 2}, not {64 * 64}")
-    return kernels_triton
+    return elementwise
 
 
 @functools.cache
@@ -36,6 +48,6 @@ def moment_kernels() -> ModuleType | None:
     """The kernels of moments in fewer bits, or None as of :func:`triton_kernels`."""
     if triton_kernels() is None:
         return None
-    from . import kernels_moments
+    from . import adam
 
-    return kernels_moments
+    return adam

@@ -1,0 +1,137 @@
+"""One iteration as torch's profiler sees it, drawn: who works when, on the host and on the device.
+
+    python docs/benchmarks/studies/trace.py --row backward-d2GiB --svg docs/internals/iteration.svg
+
+Needs a GPU. The job is the benchmarks' (1.33 G parameters), the row one of theirs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from fsdp_offload.bench import machine
+from fsdp_offload.bench.model import Job, synthetic_batches
+from fsdp_offload.bench.rows import Case, make_trainer
+
+WIDTH, LEFT, HEIGHT = 1200, 190, 22
+COLOURS = {"HtoD": "#4c78a8", "DtoH": "#f58518", "kernels": "#54a24b", "host": "#9d755d"}
+SPANS = ("fetch", "update", "store", "wait")
+
+
+def recorded(row: str, warm_up: int) -> list[dict[str, Any]]:
+    """The profiler's events of two iterations after ``warm_up``; the second is whole."""
+    job = Job()
+    with machine.process_group("cuda") as device:
+        trainer = make_trainer(Case.parse(row), job, device)
+        batches = synthetic_batches(job, device)
+
+        def iterate(index: int) -> None:
+            with record_function("iteration"):
+                trainer.model(*batches[index % len(batches)]).backward()
+                trainer.clip()
+                trainer.optimizer.step()
+                trainer.optimizer.zero_grad()
+
+        for index in range(warm_up):
+            iterate(index)
+        torch.cuda.synchronize()
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+            for index in range(3):
+                iterate(index)
+            torch.cuda.synchronize()
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "trace.json"
+            profiler.export_chrome_trace(str(path))
+            return json.loads(path.read_text())["traceEvents"]  # type: ignore[no-any-return]
+
+
+def rows(events: Iterable[dict[str, Any]]) -> dict[str, list[tuple[float, float]]]:
+    """By row of the picture: start and length of each event, in microseconds."""
+    found: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    kernels: dict[Any, list[tuple[float, float]]] = defaultdict(list)
+    for event in events:
+        if event.get("ph") != "X":
+            continue
+        name, category = event["name"], event.get("cat", "")
+        when = float(event["ts"]), float(event["dur"])
+        if category == "gpu_memcpy":
+            for way in ("HtoD", "DtoH"):
+                if way in name:
+                    found[f"copies {way}"].append(when)
+        elif category == "kernel":
+            kernels[event["args"]["stream"]].append(when)
+        elif name.startswith("fsdp_offload::") and category != "gpu_user_annotation":
+            span = name.removeprefix("fsdp_offload::")
+            if span in SPANS:
+                found[f"host: {span}"].append(when)
+    busiest = sorted(kernels.values(), key=lambda some: -sum(length for _, length in some))
+    return {**found, **dict(zip(("kernels: model", "kernels: updates"), busiest, strict=False))}
+
+
+def merged(some: list[tuple[float, float]], gap: float) -> list[tuple[float, float]]:
+    """Those with less than ``gap`` between them as one."""
+    joined: list[tuple[float, float]] = []
+    for begin, length in sorted(some):
+        if joined and begin - sum(joined[-1]) < gap:
+            first = joined[-1][0]
+            joined[-1] = first, max(sum(joined[-1]), begin + length) - first
+        else:
+            joined.append((begin, length))
+    return joined
+
+
+def drawn(found: dict[str, list[tuple[float, float]]], start: float, stop: float) -> str:
+    """The picture of ``start`` to ``stop`` as SVG."""
+    scale = (WIDTH - LEFT) / (stop - start)
+    order = ["kernels: model", "kernels: updates", "copies HtoD", "copies DtoH"]
+    names = [name for name in (*order, *(f"host: {span}" for span in SPANS)) if name in found]
+    lines = []
+    for index, name in enumerate(names):
+        top = 10 + index * (HEIGHT + 6)
+        colour = next(colour for key, colour in COLOURS.items() if key in name)
+        lines.append(f'<text x="4" y="{top + 16}">{name}</text>')
+        for begin, length in merged(found[name], 0.5 / scale):
+            if start <= begin < stop:
+                x, width = LEFT + (begin - start) * scale, max(length * scale, 0.3)
+                lines.append(
+                    f'<rect x="{x:.1f}" y="{top}" width="{width:.2f}" height="{HEIGHT}" '
+                    f'fill="{colour}"/>'
+                )
+    bottom = 16 + len(names) * (HEIGHT + 6)
+    for tick in range(0, int((stop - start) / 1e3) + 1, 50):
+        x = LEFT + tick * 1e3 * scale
+        lines.append(f'<text x="{x:.0f}" y="{bottom + 12}">{tick} ms</text>')
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{bottom + 20}" '
+        'font-family="sans-serif" font-size="13">'
+    )
+    return "\n".join([head, '<rect width="100%" height="100%" fill="white"/>', *lines, "</svg>\n"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--row", default="backward-d2GiB")
+    parser.add_argument("--warm-up", type=int, default=20)
+    parser.add_argument("--svg", type=Path, required=True)
+    options = parser.parse_args()
+    found = rows(recorded(options.row, options.warm_up))
+    model = sorted(found["kernels: model"])
+    # Three iterations are alike: the middle third of the device's time is one of them.
+    begin, end = model[0][0], model[-1][0]
+    third = (end - begin) / 3
+    options.svg.write_text(drawn(found, begin + third, begin + 2 * third))
+    for name, some in sorted(found.items()):
+        print(f"{name:18} {len(some):6} events {sum(length for _, length in some) / 3e3:8.1f} ms")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,146 @@
+"""Copies between host memory and one device: the only place that makes them.
+
+[Note: one link]
+Each client has a link with two streams, one per direction, so that both directions are busy at
+once and no client waits behind what another one has enqueued. A link orders its own copies; who
+produces or reads the bytes gives and takes events::
+
+    producer --updated--> store --stored--> who reads the host, or uses the device memory again
+    host memory --------> fetch --arrived--> who reads the device
+
+Nothing of it blocks the host but :meth:`Link.synchronize` and its two halves. What threads write to
+files and read from them, block by block, they wait for: :func:`on_host`, :func:`fill`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+
+from ..core.backend import TURN_BYTES, Backend, Event, TimedEvent
+from ..core.storage import span
+from .block import Block, Residence
+
+buffers = threading.local()  # pageable, for blocks of files
+
+
+class Link:
+    """Both directions between host memory and a device, for one client.
+
+    Args:
+        backend: of the device.
+        client: for traces and the simulator; its streams are ``client:in`` and ``client:out``.
+        turn_bytes: fetches are cut into so many bytes, so that copies of others to the device get
+            through; None: this client has the link for itself, and whole spans are faster.
+    """
+
+    def __init__(
+        self, backend: Backend, client: str, *, turn_bytes: int | None = TURN_BYTES
+    ) -> None:
+        self._turn_bytes = turn_bytes
+        self._shared_in = None if turn_bytes is None else backend.bulk_stream(f"{client}:in")
+        self._in = self._shared_in or backend.stream(f"{client}:in")
+        self._out = backend.stream(f"{client}:out")
+        self.fetched_bytes = self.stored_bytes = 0  # so far
+
+    def fetch(self, *blocks: Block, after: Iterable[Event | None] = ()) -> Event:
+        """Copy blocks to their device memory, after these events; returns ``arrived``.
+
+        Raises:
+            AssertionError: the device has what the host does not, or has it already.
+        """
+        with span("fetch"):
+            for event in after:
+                if event is not None:
+                    self._in.wait(event)
+            for block in blocks:
+                assert block.residence in (Residence.HOST, Residence.STORING), block.residence
+                if self._shared_in is not None and self._turn_bytes is not None:
+                    self._shared_in.copy_in_turns(*block.turns(self._turn_bytes))
+                else:
+                    self._in.copy(block.device, block.host)
+                self.fetched_bytes += block.n_bytes
+            arrived = self._in.record()
+            for block in blocks:
+                block.arrived, block.residence = arrived, Residence.FETCHING
+        return arrived
+
+    def store(self, *blocks: Block, after: Iterable[Event | None] = ()) -> Event:
+        """Copy blocks to their host memory, after these events and ``updated``; returns ``stored``.
+
+        Raises:
+            AssertionError: the host has the bytes already.
+        """
+        with span("store"):
+            for event in (*after, *dict.fromkeys(block.updated for block in blocks)):
+                if event is not None:
+                    self._out.wait(event)
+            for block in blocks:
+                assert block.residence in (Residence.DIRTY, Residence.DEVICE), block.residence
+            self._out.copy(
+                [tensor for block in blocks for tensor in block.host],
+                [tensor for block in blocks for tensor in block.device],
+            )
+            stored = self._out.record()
+            for block in blocks:
+                self.stored_bytes += block.n_bytes
+                block.stored, block.residence = stored, Residence.STORING
+        return stored
+
+    def keep_order(self) -> None:
+        """Later fetches come after all so far: they may have the same device memory."""
+        if self._shared_in is not None:
+            self._shared_in.keep_order()
+
+    def follow(self, *events: Event, fetches: bool = True, stores: bool = True) -> None:
+        """Copy, in these directions, only after ``events``."""
+        for event in events:
+            if fetches:
+                self._in.wait(event)
+            if stores:
+                self._out.wait(event)
+
+    def time_stores(self) -> TimedEvent:
+        """The end of all stores so far, with the time."""
+        return self._out.record_timed()
+
+    def time_fetches(self) -> TimedEvent:
+        """The end of all fetches so far, with the time."""
+        return self._in.record_timed()
+
+    def finish_stores(self) -> None:
+        """Block until all stores so far have ended."""
+        self._out.synchronize()
+
+    def finish_fetches(self) -> None:
+        """Block until all fetches so far have ended."""
+        self._in.synchronize()
+
+    def synchronize(self) -> None:
+        """Block until all copies so far have ended."""
+        self._in.synchronize()
+        self._out.synchronize()
+
+
+def scratch(n_bytes: int) -> Tensor:
+    """This thread's own buffer, 1-D uint8 of ``n_bytes``; the next call reuses it."""
+    own = getattr(buffers, "own", None)
+    if own is None or own.numel() < n_bytes:
+        own = buffers.own = torch.empty(n_bytes, dtype=torch.uint8)
+    return own[:n_bytes]
+
+
+def on_host(block: Tensor) -> Tensor:
+    """``block`` (1-D uint8), or its copy in this thread's scratch if it is on a device."""
+    return block if block.device.type == "cpu" else scratch(block.numel()).copy_(block)
+
+
+def fill(target: Tensor, read: Callable[[Tensor], None]) -> None:
+    """Let ``read`` write all of ``target`` (1-D uint8), in scratch first if it is on a device."""
+    block = target if target.device.type == "cpu" else scratch(target.numel())
+    read(block)
+    if block is not target:
+        target.copy_(block)
