@@ -8,7 +8,6 @@ then. A range's memory goes with the last handle of it, or as late as the caller
 
 from __future__ import annotations
 
-import time
 import weakref
 
 import torch
@@ -148,7 +147,6 @@ class Group:
 
     def _close(self, handles: list[Handle]) -> None:
         """Copy away what is taken of the saved tensors, and let go of them."""
-        began = time.perf_counter()
         if self._count is None:
             raise ActivationError(
                 "a group without rows()",
@@ -170,19 +168,18 @@ class Group:
             if isinstance(rows, Rows) and storages.identity(tensor.untyped_storage()) in asked:
                 rows = "asked for"
             if isinstance(rows, str):
-                store.note_kept(rows, tensor)
+                store.kept_bytes[rows] += tensor.numel() * tensor.itemsize
                 continue
             key = (storages.identity(tensor.untyped_storage()), rows)
             if key not in ranges:
                 ranges[key] = saved.add(rows)
                 words.append(_words(tensor, rows, self._capacity))
             taken.append((handle, ranges[key], View.of(tensor, rows)))
-        store.counts.update(groups=1, taken=len(taken), ranges=len(words))
+        store.counts["groups"] += 1
         if words:
             saved.hold(self._count, words)
         for handle, memory, view in taken:
             handle.take(memory, view)
-        store.host_seconds += time.perf_counter() - began
 
 
 def _words(tensor: Tensor, rows: Rows, capacity: int) -> Tensor:

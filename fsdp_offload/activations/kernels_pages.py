@@ -45,7 +45,7 @@ def _push(free, pages, total, near, near_free, far_free, n_near, BLOCK: tl.const
 def _claim(  # type: ignore[no-untyped-def]
     count, tops, free, pages, record, flags, capacity, n_near, n_far,
     r0, r1, r2, r3, r4, r5, r6, r7,
-    FAR_FIRST: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
+    PAGE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     near_free, far_free = tl.load(tops), tl.load(tops + 1)
     held, held_near = tl.load(record + _TOTAL), tl.load(record + _NEAR)
@@ -67,11 +67,8 @@ def _claim(  # type: ignore[no-untyped-def]
     total = e6 + (rows_valid * r7 + PAGE - 1) // PAGE
     short = total > near_free + far_free
     all_or_none = tl.where(short, 0, 1)
-    if FAR_FIRST:
-        near = tl.maximum(total - far_free, 0)
-    else:
-        near = tl.minimum(total, near_free)
-    total, near = total * all_or_none, near * all_or_none
+    near = tl.minimum(total, near_free) * all_or_none
+    total = total * all_or_none
     far = total - near
     tl.store(record, 0 * total)
     tl.store(record + 1, e0 * all_or_none)
@@ -91,7 +88,7 @@ def _claim(  # type: ignore[no-untyped-def]
     tl.store(tops, near_free - near)
     tl.store(tops + 1, far_free - far)
     most_near, most_far = tl.load(flags + 3), tl.load(flags + 4)
-    overflows, invalids, claimed = tl.load(flags), tl.load(flags + 1), tl.load(flags + 5)
+    overflows, invalids = tl.load(flags), tl.load(flags + 1)
     invalid_rows = tl.load(flags + 2)
     tl.debug_barrier()
     tl.store(flags, overflows + 1 - all_or_none)
@@ -99,7 +96,6 @@ def _claim(  # type: ignore[no-untyped-def]
     tl.store(flags + 2, tl.where(invalid, rows, invalid_rows))
     tl.store(flags + 3, tl.maximum(most_near, n_near - near_free + near))
     tl.store(flags + 4, tl.maximum(most_far, n_far - far_free + far))
-    tl.store(flags + 5, claimed + total)
 
 
 @triton.jit
@@ -154,16 +150,15 @@ def claim(
     count: Tensor,
     capacity: int,
     row_bytes: Sequence[int],
-    far_first: bool,
 ) -> None:
-    """See :meth:`.PagePool.claim`."""
+    """See :func:`.pages_plain.claim`."""
     operands = (count, pool.tops, pool.free, table.pages, table.record, pool.flags)
     integers = (capacity, pool.n_near, pool.n_far, *_eight(row_bytes))
-    _CLAIM.launch(1, operands, integers, FAR_FIRST=far_first, PAGE=pool.page_bytes, BLOCK=BLOCK)
+    _CLAIM.launch(1, operands, integers, PAGE=pool.page_bytes, BLOCK=BLOCK)
 
 
 def release(pool: PagePool, table: PageTable) -> None:
-    """See :meth:`.PagePool.release`."""
+    """See :func:`.pages_plain.release`."""
     operands = (pool.tops, pool.free, table.pages, table.record)
     _RELEASE.launch(1, operands, (pool.n_near,), BLOCK=BLOCK)
 
@@ -175,7 +170,7 @@ def move(
     row_bytes: Sequence[int],
     out: bool,
 ) -> None:
-    """See :meth:`.PagePool.move`."""
+    """See :func:`.pages_plain.move`."""
     memories = (*words, *(words[0],) * (_RANGES - len(words)))
     far = pool.far if pool.n_far else pool.near
     operands = (*memories, pool.near, far, table.pages, table.record)

@@ -11,6 +11,7 @@ A claim first releases what its table still holds, so a graph whose forward is r
 backward loses no pages. A table that a capture has used belongs to that graph for good: were it
 used outside, too, a replay would release pages of a group that is live. Those for captures are made
 before any capture, because what a capture allocates starts with any content at each replay.
+Other tables are made at first use, and used again.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ MOST_RANGES: Final = 8
 """Memory ranges that one table has pages of."""
 RECORD_NUMEL: Final = 16
 """Of a record: the number of the first page of each range, then total, near pages and rows."""
-OVERFLOWS, INVALID, INVALID_ROWS, MOST_NEAR, MOST_FAR, CLAIMED = range(6)
-"""Of the flags: how often, a count that was, the most pages in use, all pages so far."""
+OVERFLOWS, INVALID, INVALID_ROWS, MOST_NEAR, MOST_FAR = range(5)
+"""Of the flags: how often, a count that was, the most pages in use."""
 FLAGS_NUMEL: Final = 8
 
 
@@ -50,7 +51,7 @@ class PageTable:
 
 
 class PagePool:
-    """Pages and their tables.
+    """Pages and their tables. :attr:`kernels` has ``claim``, ``move`` and ``release``.
 
     Args:
         backend: of the device.
@@ -76,7 +77,8 @@ class PagePool:
         self.n_near, self.n_far = (
             memory.numel() // self.page_words for memory in (self.near, self.far)
         )
-        device = self.device = backend.device
+        self.backend, self.device = backend, backend.device
+        device = self.device
         self.free = torch.arange(self.n_near + self.n_far, dtype=torch.int32, device=device)
         self.tops = torch.tensor([self.n_near, self.n_far], device=device)
         self.flags = torch.zeros(FLAGS_NUMEL, dtype=torch.int64, device=device)
@@ -90,12 +92,11 @@ class PagePool:
         """Whether its work can be replayed by a graph."""
         return self.kernels is not pages_plain
 
-    def add_tables(self, count: int, n_pages: int, *, to_capture: bool) -> None:
-        """Make tables of up to ``n_pages`` pages."""
-        tables = self._tables_to_capture if to_capture else self._tables
-        tables += [self._new_table(n_pages, to_capture) for _ in range(count)]
+    def add_tables(self, count: int, n_pages: int) -> None:
+        """Make tables of up to ``n_pages`` pages for captures."""
+        self._tables_to_capture += [self._new_table(n_pages, True) for _ in range(count)]
 
-    def _new_table(self, n_pages: int, is_captured: bool) -> PageTable:
+    def _new_table(self, n_pages: int, is_captured: bool = False) -> PageTable:
         record = torch.zeros(RECORD_NUMEL, dtype=torch.int64, device=self.device)
         length = max(1, min(n_pages, self.n_near + self.n_far))
         pages = torch.zeros(length, dtype=torch.int32, device=self.device)
@@ -111,7 +112,7 @@ class PagePool:
         if not to_capture:
             found = next((t for t in reversed(self._tables) if t.pages.numel() >= n_pages), None)
             if found is None:
-                return self._new_table(n_pages, is_captured=False)
+                return self._new_table(n_pages)
             self._tables.remove(found)
             return found
         if not self._tables_to_capture or self._tables_to_capture[-1].pages.numel() < n_pages:
@@ -130,49 +131,15 @@ class PagePool:
         if not table.is_captured:
             self._tables.append(table)
 
-    def claim(
-        self, table: PageTable, count: Tensor, capacity: int, row_bytes: Sequence[int], *, far: bool
-    ) -> None:
-        """Take pages for rows of several ranges: all, or none and the overflow flag is raised.
-
-        Args:
-            table: what it still holds is released before.
-            count: integer, one element, on the device: how many rows exist. Below 0 or above
-                ``capacity``: none are taken, and the flag for that is raised.
-            capacity: how many rows there can be.
-            row_bytes: of each range; up to :data:`MOST_RANGES`.
-            far: far pages first, then near ones; else the other way round.
-        """
-        self.kernels.claim(self, table, count, capacity, row_bytes, far)
-
-    def move(
-        self, table: PageTable, words: Sequence[Tensor], row_bytes: Sequence[int], *, out: bool
-    ) -> None:
-        """Copy the rows that exist into the pages (``out``), or back.
-
-        Args:
-            table: claimed.
-            words: int64, one per range, with all rows.
-            row_bytes: of each range.
-            out: which way.
-        """
-        self.kernels.move(self, table, words, row_bytes, out)
-
-    def release(self, table: PageTable) -> None:
-        """Put the pages back. Again: nothing."""
-        self.kernels.release(self, table)
-
     def try_out(self, capacity: int, row_bytes: Sequence[int]) -> None:
         """Launch each kernel as for such a group, with no rows."""
-        table = self._new_table(1, is_captured=False)
-        words = [self.near] * len(row_bytes)
+        table, words = self._new_table(1), [self.near] * len(row_bytes)
         for dtype in (torch.int64, torch.int32):
             count = torch.zeros(1, dtype=dtype, device=self.device)
-            for far in (False, True):
-                self.claim(table, count, capacity, row_bytes, far=far)
-        self.move(table, words, row_bytes, out=True)
-        self.move(table, words, row_bytes, out=False)
-        self.release(table)
+            self.kernels.claim(self, table, count, capacity, row_bytes)
+        for out in (True, False):
+            self.kernels.move(self, table, words, row_bytes, out)
+        self.kernels.release(self, table)
 
     def n_free(self) -> int:
         """Pages that could be claimed. The host waits for the device."""

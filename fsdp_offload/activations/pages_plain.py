@@ -21,16 +21,24 @@ def claim(
     count: Tensor,
     capacity: int,
     row_bytes: Sequence[int],
-    far_first: bool,
 ) -> None:
-    """See :meth:`.PagePool.claim`."""
+    """Take pages for rows of several ranges, near ones first: all, or none and a flag is raised.
+
+    Args:
+        pool: that has them.
+        table: what it still holds is released before.
+        count: integer, one element, on the device: how many rows exist. Below 0 or above
+            ``capacity``: none are taken, and the flag for that is raised.
+        capacity: how many rows there can be.
+        row_bytes: of each range; up to :data:`.MOST_RANGES`.
+    """
     release(pool, table)
     rows, page_bytes = int(count), pool.page_bytes
     near_free, far_free = pool.tops.tolist()
     is_invalid = not 0 <= rows <= capacity
     counts = [-(-(0 if is_invalid else rows) * each // page_bytes) for each in row_bytes]
     total = sum(counts)
-    near = max(0, total - far_free) if far_first else min(total, near_free)
+    near = min(total, near_free)
     is_short = total > near_free + far_free
     flags = pool.flags.tolist()
     if is_short:
@@ -51,12 +59,11 @@ def claim(
     flags[2] = rows if is_invalid else flags[2]
     flags[3] = max(flags[3], pool.n_near - near_free + near)
     flags[4] = max(flags[4], pool.n_far - far_free + far)
-    flags[5] += total
     pool.flags.copy_(torch.tensor(flags))
 
 
 def release(pool: PagePool, table: PageTable) -> None:
-    """See :meth:`.PagePool.release`."""
+    """Put a table's pages back. Again: nothing."""
     total, near = table.record[_TOTAL : _NEAR + 1].tolist()
     near_free, far_free = pool.tops.tolist()
     ids, far_at = table.pages[:total], pool.n_near + far_free
@@ -73,7 +80,15 @@ def move(
     row_bytes: Sequence[int],
     out: bool,
 ) -> None:
-    """See :meth:`.PagePool.move`."""
+    """Copy the rows that exist into the pages (``out``), or back.
+
+    Args:
+        pool: that has them.
+        table: claimed.
+        words: int64, one per range, with all rows.
+        row_bytes: of each range.
+        out: which way.
+    """
     for inside, page in _places(pool, table, words, row_bytes):
         if out:
             page.copy_(inside)

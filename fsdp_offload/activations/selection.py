@@ -140,20 +140,14 @@ def _reason(tensor: Tensor, device: torch.device) -> str | None:
 
 def _rows_of(tensor: Tensor, capacity: int) -> Rows | None:
     """Of the tensor itself, else of the tensor that it views, else of its whole storage."""
-    size, start = tensor.itemsize, int(tensor.storage_offset()) * tensor.itemsize
+    start, end = _extent(tensor.detach()[0])
     if tensor.is_contiguous():
-        return Rows(start, tensor.numel() // capacity * size)
-    row_bytes = tensor.stride(0) * size
-    last = sum((n - 1) * s for n, s in zip(tensor.shape[1:], tensor.stride()[1:], strict=True))
-    wholes = [(0, tensor.untyped_storage().nbytes())]
-    base = tensor._base
-    if base is not None and base.is_contiguous():
-        base_start = int(base.storage_offset()) * base.itemsize
-        wholes.insert(0, (base_start, base.numel() * base.itemsize))
-    for whole_start, n_bytes in wholes:
-        in_row = start - whole_start
-        if n_bytes == capacity * row_bytes and 0 <= in_row <= row_bytes - (last + 1) * size:
-            return Rows(whole_start, row_bytes)
+        return Rows(start, end - start)
+    row_bytes, base = tensor.stride(0) * tensor.itemsize, tensor._base
+    wholes = [] if base is None or not base.is_contiguous() else [_extent(base)]
+    for first, stop in (*wholes, (0, tensor.untyped_storage().nbytes())):
+        if stop - first == capacity * row_bytes and first <= start and end <= first + row_bytes:
+            return Rows(first, row_bytes)
     return None
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Final, NamedTuple, NoReturn, Protocol, TypeVar
+from typing import TYPE_CHECKING, Final, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,35 +29,15 @@ from .group import Group
 from .pages import INVALID_ROWS, MOST_FAR, MOST_NEAR, MOST_RANGES, OVERFLOWS, PagePool
 from .store import TAILS, RowStore
 
+if TYPE_CHECKING:
+    from ..phases import FixedAddressRegion
+
 _log = logging.getLogger("fsdp_offload")
 T = TypeVar("T")
 
 LEAST_PAGE_BYTES: Final = 128
 UNRECORDED_GROUPS: Final = 64
 """For which captures find page tables, if nothing was recorded."""
-
-
-class Region(Protocol):
-    """What is used of a :class:`.FixedAddressRegion`."""
-
-    @property
-    def is_paused(self) -> bool:
-        """Whether its tensors may not be used."""
-        ...
-
-    def empty(self, shape: int, *, dtype: torch.dtype) -> Tensor:
-        """Memory of the region."""
-        ...
-
-
-class _Agreed(NamedTuple):
-    """What at least one rank has seen, and what this one has."""
-
-    overflowed: bool
-    invalid: bool
-    asked: bool
-    failed: bool
-    invalid_rows: int
 
 
 @dataclass(frozen=True)
@@ -67,20 +47,14 @@ class StashStatistics:
     groups: int  # closed ones, captured ones among them
     exact_groups: int  # of these: whose rows were kept outside of the pool
     inactive_groups: int  # inside of activation checkpointing or other hooks: they did nothing
-    live_groups: int  # whose backward has not come
-    taken: int  # saved tensors that were copied away
-    ranges: int  # memory ranges that they were views of: the number of copies
-    kept: dict[str, int]  # saved tensors that stayed as they are, by reason
-    kept_bytes: dict[str, int]
+    repeats: int  # calls of run() that repeated
     overflows: int  # groups for which pages ran out since the last check() or run()
-    page_bytes: int
+    kept_bytes: dict[str, int]  # of saved tensors that stayed as they are, by reason
     device_pages: int  # of the pool
     used_device_pages: int  # now
     most_device_pages: int
-    host_pages: int
     used_host_pages: int
     most_host_pages: int
-    host_ms: float  # time of the host in groups' ends
 
 
 class PagedStash:
@@ -109,7 +83,7 @@ class PagedStash:
         device_bytes: int | str | None = None,
         host_bytes: int | str = 0,
         page_bytes: int | str = "256KiB",
-        region: Region | None = None,
+        region: FixedAddressRegion | None = None,
         tail: str = "undefined",
         transfer: TransferConfig | None = None,
     ) -> None:
@@ -125,8 +99,7 @@ class PagedStash:
         if tail not in TAILS:
             raise ConfigError(f"tail={tail!r}", reason="unknown", remedy=f"use {', '.join(TAILS)}")
         self._backend = backend_for(torch.device(device))
-        self._store = RowStore(self._backend, size, tail)
-        self._region = region
+        self._store = RowStore(self._backend, size, tail, region)
         self._host = HostPool("PagedStash", self._backend, transfer or TransferConfig())
 
     def __reduce__(self) -> NoReturn:
@@ -255,177 +228,125 @@ class PagedStash:
                 reason=f"{error}; there is none now, and groups are exact",
                 remedy="give a smaller device_bytes, and host_bytes for the rest",
             ) from error
-        store.pool, store.host_groups = pool, plan.host_groups
+        store.pool = pool
         _log.info("PagedStash: %s", plan.explain())
         return plan
 
     def _take_pool(self, plan: StashPlan) -> PagePool:
         far = self._host.take(plan.host_bytes) if plan.host_pages else None
         numel = plan.device_bytes // 8
-        if (region := self._region) is None:
+        if (region := self._store.region) is None:
             near = torch.empty(numel, dtype=torch.int64, device=self._backend.device)
         else:
             near = region.empty(numel, dtype=torch.int64)
-            self._store.is_present = lambda: not region.is_paused
         return PagePool(self._backend, plan.page_bytes, near, far)
 
     def _add_tables(self, pool: PagePool, plan: StashPlan, captured_groups: int | None) -> None:
-        """For the groups that are live at once, and for captures."""
+        """For captures, which can make none, and whose kernels have to be compiled before."""
+        if not pool.can_capture:
+            return
         tables = max((-(-len(each.row_bytes) // MOST_RANGES) for each in plan.groups), default=1)
         worst = [each.pages(plan.page_bytes, each.capacity) for each in plan.groups]
         n_pages = max(worst, default=pool.n_near + pool.n_far)
-        pool.add_tables(tables * (len(plan.groups) + 1), n_pages, to_capture=False)
-        if pool.can_capture:
-            count = captured_groups
-            if count is None:
-                count = 2 * (self._store.recorded_groups or UNRECORDED_GROUPS)
-            pool.add_tables(tables * count, n_pages, to_capture=True)
-            for group in set(plan.groups):  # what a capture launches was compiled before
-                pool.try_out(group.capacity, group.row_bytes[:MOST_RANGES])
+        if captured_groups is None:
+            captured_groups = 2 * (self._store.recorded_groups or UNRECORDED_GROUPS)
+        pool.add_tables(tables * captured_groups, n_pages)
+        for group in set(plan.groups):
+            pool.try_out(group.capacity, group.row_bytes[:MOST_RANGES])
 
     # ------------------------------------------------------------------ overflow
 
-    def check(
-        self,
-        *,
-        also: Sequence[Tensor] = (),
-        process_group: dist.ProcessGroup | None = None,
-    ) -> None:
+    def check(self, *, process_group: dist.ProcessGroup | None = None) -> None:
         """Raise on all ranks if pages ran out on one. The host waits for the device once.
 
-        What was computed since the last call must not be used then.
+        The caller does not use what was computed since the last call then.
 
         Args:
-            also: further flags, on the device, one element each, nonzero if set.
             process_group: whose ranks agree; ``None``: all, where there is a process group.
 
         Raises:
-            StashOverflowError: pages ran out, more rows came than a buffer holds, or ``also``.
+            StashOverflowError: pages ran out, or more rows came than a buffer holds.
             DeviceError: inside a CUDA graph capture.
         """
-        self._raise_if_set(self._agree("check()", also, process_group))
+        _raise_if_set(self._agree("check()", process_group))
 
-    def run(
-        self,
-        fn: Callable[..., T],
-        *,
-        undo: Callable[[], object] | None = None,
-        keep: Iterable[Tensor] = (),
-        also: Sequence[Tensor] = (),
-        process_group: dist.ProcessGroup | None = None,
-    ) -> T:
-        """``fn(False)``; if pages ran out on a rank, ``fn(True)`` in :meth:`exact`.
+    def run(self, fn: Callable[[bool], T], *, process_group: dist.ProcessGroup | None = None) -> T:
+        """``fn(False)``; if that overflowed on one rank, all ranks call ``fn(True)`` in
+        :meth:`exact`.
 
-        All ranks repeat it, or none. Random state of torch, on the CPU and the device, is as before
-        then.
+        torch's random state, on the CPU and the device, is as before then. What else ``fn(False)``
+        wrote, such as gradients and counters, ``fn(True)`` has to set back first.
 
         Args:
-            fn: a forward, or a forward and backward. It gets, by position, whether it is repeated.
-            undo: called before the repetition, such as ``optimizer.zero_grad``.
-            keep: tensors that ``fn`` writes, such as counters of tokens: as before then, too.
-            also: as of :meth:`check`; the repetition is where the dispatcher makes its buffers
-                larger.
+            fn: a forward, or a forward and backward. It gets, by position, whether it is repeated:
+                then a dispatcher whose buffer was too small makes a larger one.
             process_group: as of :meth:`check`.
 
         Returns:
-            What ``fn`` has.
+            What ``fn`` returned.
 
         Raises:
-            StashOverflowError: the count was above the capacity and ``also`` does not say so, or
-                the repetition failed, too.
+            StashOverflowError: the repetition overflowed, too: its buffers are too small.
             ActivationError: ``fn`` raised on another rank.
             DeviceError: inside a CUDA graph capture.
         """
         self._refuse_capture("run()")
-        kept = [(tensor, tensor.detach().clone()) for tensor in keep]
-        states = _random_states(self._backend.device)
-        result, agreed = self._attempt(fn, False, also, process_group)
-        if agreed.invalid and not agreed.asked:
-            self._raise_if_set(agreed)
-        if not (agreed.overflowed or agreed.asked):
+        device = self._backend.device
+        on_device = None if device.type == "cpu" else torch.get_device_module(device)
+        state, device_state = torch.get_rng_state(), None
+        if on_device is not None:
+            device_state = on_device.get_rng_state(device)
+        result, flags = self._attempt(fn, False, process_group)
+        if not any(flags):
             return result
         del result  # its graph has pages
-        if undo is not None:
-            undo()
-        _set_random_states(self._backend.device, states)
-        with torch.no_grad():
-            for tensor, before in kept:
-                tensor.copy_(before)
+        torch.set_rng_state(state)
+        if on_device is not None:
+            on_device.set_rng_state(device_state, device)
+        self._store.counts["repeats"] += 1
         with self.exact():
-            result, agreed = self._attempt(fn, True, also, process_group)
+            result, flags = self._attempt(fn, True, process_group)
         need = self._store.most_pages * self._store.page_bytes
         self._store.log_once(
-            f"PagedStash: pages ran out, and the work was repeated; up to {need / MIB:.0f} MiB "
-            "were in use at once: call prepare() again, or give a larger device_bytes"
+            f"PagedStash: the work was repeated; up to {need / MIB:.0f} MiB were in use at once: "
+            "call prepare() again, or give a larger device_bytes"
         )
-        self._raise_if_set(agreed)
+        _raise_if_set(flags)
         return result
 
     def _attempt(
-        self,
-        fn: Callable[..., T],
-        retry: bool,
-        also: Sequence[Tensor],
-        process_group: dist.ProcessGroup | None,
-    ) -> tuple[T, _Agreed]:
+        self, fn: Callable[[bool], T], retry: bool, process_group: dist.ProcessGroup | None
+    ) -> tuple[T, list[int]]:
         try:
             result = fn(retry)
         except Exception as error:
             try:  # the others wait for this rank's flags
-                self._agree("run()", also, process_group, failed=True)
+                self._agree("run()", process_group, failed=True)
             except Exception as other:
                 error.add_note(f"and the ranks could not agree: {other!r}")
             raise
-        agreed = self._agree("run()", also, process_group)
-        if agreed.failed:
+        *flags, failed = self._agree("run()", process_group)
+        if failed:
             raise ActivationError(
                 "run()", reason="it raised on another rank", remedy="look at that rank's error"
             )
-        return result, agreed
+        return result, flags
 
     def _agree(
-        self,
-        what: str,
-        also: Sequence[Tensor],
-        process_group: dist.ProcessGroup | None,
-        failed: bool = False,
-    ) -> _Agreed:
+        self, what: str, process_group: dist.ProcessGroup | None, failed: bool = False
+    ) -> list[int]:
+        """The most of all ranks: overflows, invalid counts, such a count, failures."""
         self._store.check_usable(what)
         self._refuse_capture(what)
-        device = self._backend.device
-        seen = torch.zeros(4, dtype=torch.int64, device=device)
-        own = torch.zeros(1, dtype=torch.int64, device=device)
+        seen = torch.zeros(INVALID_ROWS + 2, dtype=torch.int64, device=self._backend.device)
         if (pool := self._store.pool) is not None:
-            flags = pool.flags[: INVALID_ROWS + 1]  # overflows, invalid counts, such a count
-            seen[:INVALID_ROWS] = flags[:INVALID_ROWS]
-            own.copy_(flags[INVALID_ROWS:])
+            flags = pool.flags[: INVALID_ROWS + 1]
+            seen[:-1] = flags
             flags.zero_()
-        for flag in also:
-            seen[2] += (flag != 0).any()
-        if failed:
-            seen[3] = 1
+        seen[-1] = failed
         if dist.is_available() and dist.is_initialized():
             dist.all_reduce(seen, dist.ReduceOp.MAX, group=process_group)
-        overflowed, invalid, asked, error, rows = torch.cat([seen, own]).tolist()
-        return _Agreed(bool(overflowed), bool(invalid), bool(asked), bool(error), rows)
-
-    def _raise_if_set(self, agreed: _Agreed) -> None:
-        if agreed.invalid:
-            where = (
-                f"{agreed.invalid_rows} rows" if agreed.invalid_rows else "rows, on another rank,"
-            )
-            raise StashOverflowError(
-                f"{where} beyond the capacity of a buffer",
-                reason="the dispatcher has dropped some",
-                remedy="make the buffer larger, or dispatch again with its true size "
-                "(run(also=...))",
-            )
-        if agreed.overflowed or agreed.asked:
-            raise StashOverflowError(
-                "pages ran out" if agreed.overflowed else "a flag of also= is set",
-                reason="what was computed since the last check is undefined",
-                remedy="use run(), which repeats it, or call prepare() with a larger margin",
-            )
+        return seen.tolist()
 
     # ------------------------------------------------------------------ the rest
 
@@ -441,20 +362,14 @@ class PagedStash:
             groups=store.counts["groups"],
             exact_groups=store.counts["exact_groups"],
             inactive_groups=store.counts["inactive_groups"],
-            live_groups=store.n_live - len(store.dropped),
-            taken=store.counts["taken"],
-            ranges=store.counts["ranges"],
-            kept=dict(store.kept),
-            kept_bytes=dict(store.kept_bytes),
+            repeats=store.counts["repeats"],
             overflows=flags[OVERFLOWS],
-            page_bytes=store.page_bytes,
+            kept_bytes=dict(store.kept_bytes),
             device_pages=near,
             used_device_pages=used[0],
             most_device_pages=flags[MOST_NEAR],
-            host_pages=far,
             used_host_pages=used[1],
             most_host_pages=flags[MOST_FAR],
-            host_ms=store.host_seconds * 1e3,
         )
 
     def close(self) -> None:
@@ -479,14 +394,18 @@ class PagedStash:
             )
 
 
-def _random_states(device: torch.device) -> list[Tensor]:
-    states = [torch.get_rng_state()]
-    if device.type != "cpu":
-        states.append(torch.get_device_module(device).get_rng_state(device))
-    return states
-
-
-def _set_random_states(device: torch.device, states: Sequence[Tensor]) -> None:
-    torch.set_rng_state(states[0])
-    if device.type != "cpu":
-        torch.get_device_module(device).set_rng_state(states[1], device)
+def _raise_if_set(flags: Sequence[int]) -> None:
+    overflows, invalid, rows = flags[: INVALID_ROWS + 1]
+    if invalid:
+        raise StashOverflowError(
+            f"{rows} rows beyond the capacity of a buffer" if rows > 0 else "a count below 0",
+            reason="the dispatcher has dropped some, or counted wrongly",
+            remedy="make the buffer larger, or use run(fn) and dispatch with its true size in "
+            "fn(True)",
+        )
+    if overflows:
+        raise StashOverflowError(
+            "pages ran out",
+            reason="what was computed since the last check is undefined",
+            remedy="use run(), which repeats it, or call prepare() with a larger margin",
+        )

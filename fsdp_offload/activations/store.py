@@ -6,8 +6,8 @@ import logging
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import Final
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final
 
 import torch
 from torch import Tensor
@@ -22,6 +22,9 @@ from ..core.errors import (
 )
 from ..plan.activations import GroupRows
 from .pages import MOST_RANGES, PagePool, PageTable
+
+if TYPE_CHECKING:
+    from ..phases import FixedAddressRegion
 
 _log = logging.getLogger("fsdp_offload")
 
@@ -65,19 +68,14 @@ class PagedRows:
     """Rows in pages of a pool; each table has up to eight ranges."""
 
     def __init__(
-        self,
-        pool: PagePool,
-        parts: Sequence[tuple[PageTable, Sequence[int]]],
-        n_pages: int,
-        is_capturing: Callable[[], bool],
+        self, pool: PagePool, parts: Sequence[tuple[PageTable, Sequence[int]]], n_pages: int
     ) -> None:
-        self.n_pages = n_pages
-        self._pool, self._parts, self._is_capturing = pool, parts, is_capturing
+        self.n_pages, self._pool, self._parts = n_pages, pool, parts
 
     def restore(self, words: Sequence[Tensor]) -> None:
         """As :meth:`ExactRows.restore`."""
         is_captured = self._parts[0][0].is_captured
-        if self._is_capturing() != is_captured:
+        if self._pool.backend.is_capturing() != is_captured:
             raise DeviceError(
                 f"backward {'outside' if is_captured else 'inside'} of a CUDA graph capture",
                 reason=f"its forward was {'captured' if is_captured else 'not'}, and pages are "
@@ -87,17 +85,18 @@ class PagedRows:
         first = 0
         for table, row_bytes in self._parts:
             mine = words[first : first + len(row_bytes)]
-            self._pool.move(table, mine, row_bytes, out=False)
+            self._pool.kernels.move(self._pool, table, mine, row_bytes, out=False)
             first += len(row_bytes)
         self.drop()
 
     def drop(self) -> None:
         """As :meth:`ExactRows.drop`."""
+        pool = self._pool
         for table, _ in reversed(self._parts):
             # A graph that never comes to its backward: its next replay's claim releases them.
-            if self._is_capturing() == table.is_captured:
-                self._pool.release(table)
-            self._pool.give_table(table)
+            if pool.backend.is_capturing() == table.is_captured:
+                pool.kernels.release(pool, table)
+            pool.give_table(table)
 
 
 Held = ExactRows | PagedRows
@@ -110,25 +109,29 @@ class RowStore:
         backend: of the stash's device.
         page_bytes: of the pool that :attr:`pool` may be, and of what is recorded.
         tail: a key of :data:`TAILS`.
+        region: that has the pool; it says whether pages may be used.
     """
 
-    def __init__(self, backend: Backend, page_bytes: int, tail: str) -> None:
+    def __init__(
+        self, backend: Backend, page_bytes: int, tail: str, region: FixedAddressRegion | None
+    ) -> None:
         self.backend, self.device, self.page_bytes = backend, backend.device, page_bytes
         self.fill = TAILS[tail]
         self.pool: PagePool | None = None
-        self.is_present: Callable[[], bool] = _yes
-        self.host_groups = 0
+        self.region = region
         self.asked_exact, self.is_closed, self.is_open = False, False, False
         self.dropped: list[Held] = []  # by finalizers, in any thread
         self.n_live = 0
         self.counts: Counter[str] = Counter()
-        self.kept: Counter[str] = Counter()  # tensors, by reason
-        self.kept_bytes: Counter[str] = Counter()
+        self.kept_bytes: Counter[str] = Counter()  # by reason
         self.recorded: list[GroupRows] = []
         self.recorded_groups = self.most_pages = self._pages = 0
         self._pid, self._thread = os.getpid(), 0
         self._logged: set[str] = set()
-        self.host_seconds = 0.0  # of closing groups
+
+    @property
+    def _is_paused(self) -> bool:
+        return self.region is not None and self.region.is_paused
 
     @property
     def is_exact(self) -> bool:
@@ -159,7 +162,7 @@ class RowStore:
                 reason="a saved tensor would belong to both",
                 remedy="close the first group before, or use one group for both",
             )
-        if self.is_capturing():
+        if self.backend.is_capturing():
             if self.pool is None or self.is_exact or not self.pool.can_capture:
                 raise DeviceError(
                     "a group inside a CUDA graph capture without pages",
@@ -177,13 +180,9 @@ class RowStore:
         """
         check_open(f"{what} of a PagedStash", self._pid, is_closed=self.is_closed)
 
-    def is_capturing(self) -> bool:
-        """Whether a CUDA graph gets what is enqueued."""
-        return self.backend.is_capturing()
-
     def collect(self) -> None:
         """Give up what graphs that were dropped have held; inside a capture, later."""
-        if self.is_capturing():
+        if self.backend.is_capturing():
             return
         while self.dropped:
             held = self.dropped.pop()
@@ -209,26 +208,25 @@ class RowStore:
             StashOverflowError: the host knows the count, and it is above the capacity.
             ActivationError: no page table is left for a capture.
         """
-        n_pages = 0
-        position, pool = self.n_live, self.pool
+        pool, n_pages = self.pool, 0
         if self.is_exact:
             rows = _exact_count(count, capacity)
-            n_pages = self._record(position, GroupRows(rows, capacity, tuple(row_bytes)))
-            if pool is None or not self.is_present() or pool.n_free() < n_pages:
+            n_pages = self._record(GroupRows(rows, capacity, tuple(row_bytes)))
+            if pool is None or self._is_paused or pool.n_free() < n_pages:
                 self.counts["exact_groups"] += 1
                 numbers = [rows * each // 8 for each in row_bytes]
                 return self._began(ExactRows(words, numbers, n_pages))
         assert pool is not None
         self.check_present()
-        capturing, parts = self.is_capturing(), []
+        capturing, parts = self.backend.is_capturing(), []
         for first in range(0, len(words), MOST_RANGES):
             some = tuple(row_bytes[first : first + MOST_RANGES])
             worst = GroupRows(capacity, capacity, some).pages(self.page_bytes)
             table = pool.take_table(worst, to_capture=capturing)
-            pool.claim(table, count, capacity, some, far=position < self.host_groups)
-            pool.move(table, words[first : first + MOST_RANGES], some, out=True)
+            pool.kernels.claim(pool, table, count, capacity, some)
+            pool.kernels.move(pool, table, words[first : first + MOST_RANGES], some, out=True)
             parts.append((table, some))
-        return self._began(PagedRows(pool, parts, n_pages, self.is_capturing))
+        return self._began(PagedRows(pool, parts, n_pages))
 
     def _began(self, held: Held) -> Held:
         self.n_live += 1
@@ -236,16 +234,15 @@ class RowStore:
         self.most_pages = max(self.most_pages, self._pages)
         return held
 
-    def _record(self, position: int, rows: GroupRows) -> int:
+    def _record(self, rows: GroupRows) -> int:
+        """Note the largest of the groups with as many live ones before them; its pages."""
         self.recorded_groups += 1
-        if position < len(self.recorded):
-            before = self.recorded[position]
-            if before.pages(self.page_bytes) > rows.pages(self.page_bytes):
-                return rows.pages(self.page_bytes)
-            self.recorded[position] = rows
-        else:
-            self.recorded.append(rows)
-        return rows.pages(self.page_bytes)
+        found, n_pages = self.recorded, rows.pages(self.page_bytes)
+        if self.n_live >= len(found):
+            found.append(rows)
+        elif found[self.n_live].pages(self.page_bytes) <= n_pages:
+            found[self.n_live] = rows
+        return n_pages
 
     def restore(self, held: Held, capacity: int, row_bytes: Sequence[int]) -> list[Tensor]:
         """New buffers with the rows, on the current stream.
@@ -274,25 +271,16 @@ class RowStore:
         Raises:
             AwayError: the pool's region is paused.
         """
-        if not self.is_present():
+        if self._is_paused:
             raise AwayError(
                 "a group of a PagedStash", reason="its region is paused", remedy="call resume()"
             )
-
-    def note_kept(self, reason: str, tensor: Tensor) -> None:
-        """A saved tensor stays as it is."""
-        self.kept[reason] += 1
-        self.kept_bytes[reason] += tensor.numel() * tensor.itemsize
 
     def log_once(self, text: str) -> None:
         """For what happens in each layer of each iteration."""
         if text not in self._logged:
             self._logged.add(text)
             _log.info(text)
-
-
-def _yes() -> bool:
-    return True
 
 
 def _exact_count(count: Tensor, capacity: int) -> int:

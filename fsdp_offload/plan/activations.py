@@ -37,8 +37,6 @@ class StashPlan:
     """In use at once, as recorded; 0: nothing was recorded."""
     device_pages: int
     host_pages: int
-    host_groups: int
-    """So many groups, the first ones, go to host memory at once: they are needed last."""
 
     @property
     def device_bytes(self) -> int:
@@ -71,11 +69,6 @@ class StashPlan:
             f"in use at once: {_size(need)}, with a margin of {self.margin:g}: "
             f"{_size(math.ceil(need * self.margin))}",
         ]
-        if self.host_groups:
-            lines.append(
-                f"to the host: the first {self.host_groups} groups, since the pool on the device "
-                "is smaller than what is in use"
-            )
         if self.is_full:
             lines.append("every buffer was full: pages save nothing here")
         return "\n".join(lines)
@@ -90,7 +83,7 @@ def make_plan(
     host_bytes: int,
     margin: float,
 ) -> StashPlan:
-    """How many pages there are, and which groups go to the host.
+    """How many pages there are.
 
     Args:
         groups: recorded; empty where ``device_bytes`` is given instead.
@@ -108,13 +101,7 @@ def make_plan(
     else:
         device_pages = max(1, device_bytes // page_bytes)
     host_pages = host_bytes // page_bytes
-    host_groups, rest = 0, wanted
-    while rest > device_pages and wanted - rest < host_pages and host_groups < len(groups):
-        rest -= math.ceil(groups[host_groups].pages(page_bytes) * margin)
-        host_groups += 1
-    return StashPlan(
-        tuple(groups), page_bytes, margin, most_pages, device_pages, host_pages, host_groups
-    )
+    return StashPlan(tuple(groups), page_bytes, margin, most_pages, device_pages, host_pages)
 
 
 def _size(n_bytes: int) -> str:

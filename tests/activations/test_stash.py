@@ -75,23 +75,21 @@ def losses(model: moe.Model, stash: PagedStash | None, whole: bool) -> list[Tens
         x = wide(step) if step % 5 == 4 else moe.batch(0)
 
         def forward(retry: bool, x: Tensor = x) -> Tensor:
-            counter.add_(1)
+            counter.add_(0 if retry else 1)
             y: Tensor = model(x * (1 + torch.rand(1))) * counter
             return y.sin().mean()
 
         def iteration(retry: bool, x: Tensor = x) -> Tensor:
+            optimizer.zero_grad()
             loss = forward(retry, x)
             loss.backward()
             return loss.detach()
 
         optimizer.zero_grad()
         if whole:
-            run = iteration if stash is None else (
-                lambda retry: stash.run(iteration, undo=optimizer.zero_grad, keep=[counter])
-            )  # fmt: skip
-            loss = run(False)
+            loss = iteration(False) if stash is None else stash.run(iteration)
         else:
-            loss = forward(False) if stash is None else stash.run(forward, keep=[counter])
+            loss = forward(False) if stash is None else stash.run(forward)
             loss.backward()
         optimizer.step()
         found.append(loss.detach())
@@ -106,7 +104,8 @@ def test_what_overflowed_is_repeated_exactly(whole: bool) -> None:
     now = stash.statistics()
     assert now.exact_groups > 3  # which recorded
     assert now.groups - now.exact_groups > 24  # pages hold what they can in a repetition, too
-    assert now.live_groups == 0
+    assert now.repeats == 2
+    assert stash._store.n_live == 0
 
 
 def test_more_rows_than_the_buffer_has() -> None:
@@ -117,8 +116,8 @@ def test_more_rows_than_the_buffer_has() -> None:
         with stash.group(x, count):
             return x.sin()
 
-    with pytest.raises(StashOverflowError, match="70 rows beyond"):
-        stash.run(forward)
+    with pytest.raises(StashOverflowError, match="70 rows of 40"):
+        stash.run(forward)  # whose repetition has the same buffer
     forward(False)
     with pytest.raises(StashOverflowError, match="70 rows beyond"):
         stash.check()
@@ -126,22 +125,27 @@ def test_more_rows_than_the_buffer_has() -> None:
         forward(True)
 
 
-def test_a_dispatcher_that_says_so_gets_its_repetition() -> None:
+def test_a_count_below_zero() -> None:
+    stash, x = prepared(device_bytes="64KiB"), torch.randn(40, 16, requires_grad=True)
+    with stash.group(x, torch.tensor(-7)):
+        y = x.sin()
+    with pytest.raises(StashOverflowError, match="a count below 0"):
+        stash.check()
+    del y
+
+
+def test_a_dispatcher_that_dropped_rows_gets_its_repetition() -> None:
     stash = prepared(device_bytes="64KiB")
-    x, dropped, asked = torch.randn(40, 16, requires_grad=True), torch.zeros(1), []
+    x, asked = torch.randn(40, 16, requires_grad=True), []
 
     def forward(retry: bool) -> Tensor:
         asked.append(retry)
         buffer = torch.cat([x, x]) if retry else x
-        dropped.fill_(0 if retry else 1)
         with stash.group(buffer, torch.tensor(70)):
             return buffer.sin()
 
-    assert stash.run(forward, also=[dropped]).shape[0] == 80
+    assert stash.run(forward).shape[0] == 80
     assert asked == [False, True]
-    dropped.fill_(1)
-    with pytest.raises(StashOverflowError, match="also"):
-        stash.check(also=[dropped])
 
 
 def overflow_on_the_last(stash: PagedStash, model: moe.Model) -> None:
@@ -313,7 +317,7 @@ def test_a_captured_group_goes_back_in_a_capture_only() -> None:
     stash = prepared(device_bytes="64KiB")
     pool = stash._store.pool
     assert pool is not None
-    pool.add_tables(1, 100, to_capture=True)
+    pool.add_tables(1, 100)
     x, count = torch.randn(40, 16, requires_grad=True), torch.tensor(7)
     with (
         mock.patch.object(CpuBackend, "is_capturing", return_value=True),

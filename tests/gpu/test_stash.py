@@ -305,13 +305,13 @@ def test_kernels_do_what_plain_operations_do(seed: int) -> None:
             tables, row_bytes, words, rows = live.pop(choose.randrange(len(live)))
             for pool, table in zip(pools, tables, strict=True):
                 back = [torch.full_like(w, -1) for w in words]
-                pool.move(table, back, row_bytes, out=False)
+                pool.kernels.move(pool, table, back, row_bytes, out=False)
                 moved = rows if int(table.record[8]) else 0
                 for mine, original, each in zip(back, words, row_bytes, strict=True):
                     end = moved * each // 8
                     assert torch.equal(mine[:end], original[:end])
                     assert bool((mine[end:] == -1).all())
-                pool.release(table)
+                pool.kernels.release(pool, table)
                 pool.give_table(table)
         else:
             rows = choose.choice([0, 1, 63, 1024, 1025, capacity, -1, capacity + 1])
@@ -319,10 +319,9 @@ def test_kernels_do_what_plain_operations_do(seed: int) -> None:
             words = [torch.randint(1 << 62, (capacity * b // 8,), device=CUDA) for b in row_bytes]
             count = torch.tensor(rows, device=CUDA, dtype=choose.choice([torch.int32, torch.int64]))
             tables = [pool.take_table(90, to_capture=False) for pool in pools]
-            is_far = choose.random() < 0.3
             for pool, table in zip(pools, tables, strict=True):
-                pool.claim(table, count, capacity, row_bytes, far=is_far)
-                pool.move(table, words, row_bytes, out=True)
+                pool.kernels.claim(pool, table, count, capacity, row_bytes)
+                pool.kernels.move(pool, table, words, row_bytes, out=True)
             live.append((tables, row_bytes, words, rows if 0 <= rows <= capacity else 0))
             total = int(tables[0].record[8])
             assert torch.equal(tables[0].record[:11], tables[1].record[:11])
