@@ -258,28 +258,28 @@ def targets_of(plan: LoadPlan, planner: LoadPlanner) -> dict[ReadItem, Tensor]:
     }
 
 
-def _span(tensors: Sequence[Tensor]) -> tuple[int, int]:
-    """The addresses between which the elements of all of them lie."""
-    ends = []
-    for each in tensors:
-        steps = sum((n - 1) * step for n, step in zip(each.shape, each.stride(), strict=True))
-        ends.append(each.data_ptr() + (1 + steps) * each.element_size())
-    return min(each.data_ptr() for each in tensors), max(ends)
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """The addresses between which its elements lie."""
+    steps = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    start = tensor.data_ptr()
+    return start, start + (1 + steps) * tensor.element_size()
 
 
 def _sharing(targets: Mapping[ReadItem, Tensor]) -> list[list[list[ReadItem]]]:
-    """Items of keys whose memory overlaps, by key; those of one key are disjoint."""
-    keys: dict[str, list[ReadItem]] = {}
-    for item, target in targets.items():
-        if target.numel() and not target.is_meta:
-            keys.setdefault(item.dest_index.fqn, []).append(item)
-    groups: list[list[list[ReadItem]]] = []
+    """Items whose memory overlaps, of several keys, by key; those of one key are disjoint."""
+    spans = [
+        (*_span(target), item.dest_index.fqn, item)
+        for item, target in targets.items()
+        if target.numel() and not target.is_meta
+    ]
+    groups: list[dict[str, list[ReadItem]]] = []
     reach = 0
-    spans = [(*_span([targets[item] for item in items]), items) for items in keys.values()]
-    for low, high, items in sorted(spans, key=lambda each: (*each[:2], each[2][0].dest_index.fqn)):
-        groups.append([*groups.pop(), items] if low < reach else [items])
+    for low, high, key, item in sorted(spans, key=lambda each: each[:3]):
+        if low >= reach:
+            groups.append({})
+        groups[-1].setdefault(key, []).append(item)
         reach = max(reach, high)
-    return [group for group in groups if len(group) > 1]
+    return [list(group.values()) for group in groups if len(group) > 1]
 
 
 def _check_equal(
@@ -292,7 +292,8 @@ def _check_equal(
     Raises:
         CheckpointError: a later one changed an earlier one.
     """
-    low, high = _span([targets[item] for items in group for item in items])
+    spans = [_span(targets[item]) for items in group for item in items]
+    low, high = min(low for low, _ in spans), max(high for _, high in spans)
     low = low // 16 * 16  # which aligns any dtype
     image = torch.empty(-(-(high - low) // 16) * 16, dtype=torch.uint8)
     seen: dict[ReadItem, Tensor] = {}

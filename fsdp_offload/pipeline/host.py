@@ -88,8 +88,12 @@ def _gradient_bytes(param: ParamState) -> int:
 
 
 def _slot_bytes(numel: int, param: ParamState) -> int:
-    """For the gradients, then the shards, of ``numel`` elements."""
-    return align(numel * (_gradient_bytes(param) + param.info.dtype.itemsize), 256)
+    """For the shards, then the gradients, of ``numel`` elements."""
+    return _shard_bytes(numel, param) + align(numel * _gradient_bytes(param), 256)
+
+
+def _shard_bytes(numel: int, param: ParamState) -> int:
+    return align(numel * param.info.dtype.itemsize, 256)
 
 
 class HostBucket:
@@ -108,8 +112,9 @@ class HostBucket:
         first = params[bucket.slices[0].spec.index]
         self.bucket, self.slot = bucket, slot
         self.indices = sorted({s.spec.index for s in bucket.slices})
-        self._width, numel = _gradient_bytes(first), bucket.scratch_numel
-        shards = slot[numel * self._width :][: numel * first.info.dtype.itemsize]
+        self._width = _gradient_bytes(first)
+        shards = slot[: _shard_bytes(bucket.scratch_numel, first)]
+        self._gradients = slot[len(shards) :]
         copies = shards.view(first.info.dtype)
         on_host = [copies[s.scratch_start : s.scratch_start + s.numel] for s in bucket.slices]
         self._on_host = [_bytes(copy) for copy in on_host]
@@ -153,7 +158,7 @@ class HostBucket:
                     remedy="leave the gradient in the parameter's dtype",
                 )
             start = slice_.scratch_start * self._width
-            own = self.slot[start : start + gradient.nbytes]
+            own = self._gradients[start : start + gradient.nbytes]
             host.append(own)
             device.append(_bytes(gradient))
             received.append(own.view(gradient.dtype))

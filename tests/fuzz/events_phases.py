@@ -6,6 +6,9 @@ import copy
 import random
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 from fsdp_offload.core.storage import can_swap
 
 from .bits import Mismatch
@@ -73,13 +76,23 @@ def phase_by_default(pair: Pair, rng: random.Random) -> None:
         with pair.away():
             pass
 
-    if not pair.attempt("leaving with gradients that no step has consumed", leave):
-        return
-    if would_be_lost:
+    left = pair.attempt("leaving with gradients that no step has consumed", leave)
+    everywhere = left if pair.mesh is None else _on_all_ranks(left)
+    if left and would_be_lost:
         raise Mismatch(f"gradients of {sorted(would_be_lost)} are gone, and no step has used them")
+    if not everywhere:  # each rank decides by its own shards
+        if pair.mesh is not None:
+            pair.zero_grad("wrapper")
+        return
     for mine, carrier in zip(pair.mine, pair.carriers, strict=True):
         if mine.grad is None:
             carrier.grad = None
+
+
+def _on_all_ranks(answer: bool) -> bool:
+    count = torch.tensor(int(answer))
+    dist.all_reduce(count)
+    return int(count) == dist.get_world_size()
 
 
 @event(1)
