@@ -113,8 +113,8 @@ class DeviceState:
     def prepare_offload(self) -> None:
         """See :class:`.Offloadable`."""
         self._finish()
-        for engine in self._reserved.engines:
-            engine.idle()
+        # What was fetched ahead, and discarded, may be under way.
+        self._reserved.engine.ring.finish_transfers()
 
     def prepare_reload(self) -> None:
         """See :class:`.Offloadable`."""
@@ -141,7 +141,7 @@ class DeviceState:
 
     def staging_buffers(self) -> list[Tensor]:
         """See :class:`.Offloadable`."""
-        return [tensor for engine in self._reserved.engines for tensor in engine.staging()]
+        return self._reserved.engine.staging()
 
     def set_away(self, copies: HostCopies) -> None:
         """See :class:`.Offloadable`."""
@@ -161,6 +161,5 @@ class DeviceState:
         self._replaced.clear()
         self._copies, self._arrival = None, arrival
         ready = self._reserved.backend.current_stream().record()
-        for engine in self._reserved.engines:
-            engine.follow(ready if arrival is None else arrival, ready)
+        self._reserved.engine.follow(ready if arrival is None else arrival, ready)
         self._view.refresh(self._reserved.params)

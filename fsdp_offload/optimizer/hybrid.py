@@ -189,8 +189,7 @@ class HybridDeviceOptimizer(Optimizer):
                 self._reserved.take_over()
 
     def _make_overlap(self) -> None:
-        config, backend = self._reserved.config, self._reserved.backend
-        self._overlap = make_overlap(self, self._inner, self._models, config, backend)
+        self._overlap = make_overlap(self, self._inner, self._models, self._reserved.engine)
         if self._overlap is not None:
             self._hooks += watch_reads(self._models, self._before_module_read)
 
@@ -245,13 +244,11 @@ class HybridDeviceOptimizer(Optimizer):
         with self._failing("step()"):
             start = current.record()
             work.ready = [start if event is None else event for event in work.ready]
-            for engine in self._reserved.engines:
-                engine.run(work, start)
+            self._reserved.engine.run(work, start)
             self._end_updates(work)
             if self._memory is not None:
-                self._memory.look(self._steps + 1, self._reserved.engines)
-            for engine in self._reserved.engines:
-                engine.prefetch()
+                self._memory.look(self._steps + 1, self._reserved.engine.ring)
+            self._reserved.engine.ring.prefetch()
             step_idle_groups(self._inner, work.snapshot)
             work.snapshot.write_back(self.param_groups, self._inner)
         self._masters.come_with_weights = False
@@ -348,7 +345,7 @@ class HybridDeviceOptimizer(Optimizer):
 
     def _attach(self) -> None:
         if self._overlap is not None:
-            self._overlap.attach(self._reserved.params, self._reserved.engines)
+            self._overlap.attach(self._reserved.params, self._reserved.engine)
 
     def _begin(self) -> Work:
         """An iteration, before its first gradient is read."""
@@ -358,10 +355,9 @@ class HybridDeviceOptimizer(Optimizer):
         if self._overlap is not None:
             with self._failing("an update of the step before"):
                 self._overlap.begin()
-        host = any(engine.host is not None for engine in self._reserved.engines)
-        snapshot = Snapshot.take(self._inner, self.param_groups, host=host)
-        for engine in self._reserved.engines:
-            engine.prepare(snapshot)
+        engine = self._reserved.engine
+        snapshot = Snapshot.take(self._inner, self.param_groups, host=engine.host is not None)
+        engine.prepare(snapshot)
         work = Work([], snapshot)
         work.grow(len(self._reserved.params))
         return work
@@ -387,15 +383,13 @@ class HybridDeviceOptimizer(Optimizer):
         work = self._begin()
         # What updates read besides gradients, such as a learning rate on the device, is there then.
         start = stream_to_wait(self._reserved.backend).record()
-        for engine in self._reserved.engines:
-            engine.update.wait(start)
+        self._reserved.engine.update.wait(start)
         return work
 
     def _end_updates(self, work: Work) -> None:
         """Whom the updates that are under way concern, and what becomes of the gradients."""
         if self._overlap is None:
-            for engine in self._reserved.engines:
-                engine.finish(self._reserved.backend.current_stream())
+            self._reserved.engine.finish(self._reserved.backend.current_stream())
             return
         self._overlap.close(work)
         hooks = (*self._optimizer_step_post_hooks.values(), *_global_optimizer_post_hooks.values())
@@ -585,8 +579,7 @@ class HybridDeviceOptimizer(Optimizer):
         self._life.check()
         with self._failing("synchronize()"):
             self._drain()
-            for engine in self._reserved.engines:
-                engine.flush()
+            self._reserved.engine.ring.flush()
 
     def resync(self) -> None:
         """Set every master equal to its weight, after writing into parameters by hand.
@@ -666,7 +659,7 @@ class HybridDeviceOptimizer(Optimizer):
         self._follow_groups()
         self._refuse_if_taken("the optimizer's state, asked for before step()")
         if for_writing:
-            self._reserved.discard()
+            self._reserved.engine.ring.discard()
         is_away = self._device_state.is_away
         self._view.adopt_writes(self._reserved.params, is_away=is_away, again=True)
         if not is_away:
@@ -675,8 +668,7 @@ class HybridDeviceOptimizer(Optimizer):
     def _start_over(self) -> None:
         """All state is about to be replaced: an iteration that has begun is given up."""
         self._drain_quietly()
-        for engine in self._reserved.engines:
-            engine.abort()
+        self._reserved.engine.abort()
         if self._overlap is not None:
             self._overlap.work = None
             self._overlap.open_all()  # an update that failed is waited for no more
@@ -720,8 +712,7 @@ class HybridDeviceOptimizer(Optimizer):
         with contextlib.ExitStack() as waits:  # runs all of them, even if one raises
             if self._overlap is not None:
                 waits.callback(self._overlap.let_read)  # last
-            for engine in self._reserved.engines:
-                waits.callback(engine.synchronize)
+            waits.callback(self._reserved.engine.synchronize)
             waits.callback(self._device_state.wait)
         if self._overlap is not None:
             self._overlap.open_all()

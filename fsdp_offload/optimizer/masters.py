@@ -66,7 +66,7 @@ class Masters:
             # else compare all masters each time.
             now = weight_checksums(whole)
             if self._compared is None or not torch.equal(now, self._compared):
-                self._reserved.discard()
+                self._reserved.engine.ring.discard()
                 for param in whole:
                     state_io.follow_shard(param)
             self._compared = now
@@ -119,7 +119,7 @@ class Masters:
 
     def _follow_load(self) -> None:
         self._drain()
-        self._reserved.discard()
+        self._reserved.engine.ring.discard()
         before, self._before_load = self._before_load, None
         params = self._reserved.mastered()
         if before is not None:

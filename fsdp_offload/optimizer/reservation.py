@@ -1,4 +1,4 @@
-"""State that is reserved: engines, the parameters in them, and how more comes to them."""
+"""State that is reserved: of which parameters, and how more comes to it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .state_view import StateView
 
 
 class Reservation:
-    """One engine for the parameters given at construction, one more for each later addition."""
+    """Parameters with state, and the engine that has it."""
 
     def __init__(
         self,
@@ -36,20 +36,22 @@ class Reservation:
     ) -> None:
         self.inner, self._models, self.config, self._view = inner, models, config, view
         self.backend = backend
-        self.engines: list[Engine] = []
         self.params: list[ParamState] = []
         self.never_have_gradients: list[ParamState] = []
         self._managed: set[Tensor] = set()  # parameters that are reserved, or left to the class
-        self._closers: list[Callable[[], object]] = []  # each gives memory back, once
-        self.inventory = self._new_inventory()
-        self.pool = self._new_pool()
+        self._start()
 
-    def _new_pool(self) -> HostPool:
+    def _start(self) -> None:
+        """With nothing reserved yet."""
+        self.inventory = Inventory(self.inner, self._models, self.config, self.backend.device)
         holder = f"HybridDeviceOptimizer: state of {type(self.inner).__name__}"
-        return HostPool(holder, self.backend, self.config.transfer)
+        self.pool = HostPool(holder, self.backend, self.config.transfer)
+        self.engine = self._new_engine()
 
-    def _new_inventory(self) -> Inventory:
-        return Inventory(self.inner, self._models, self.config, self.backend.device)
+    def _new_engine(self) -> Engine:
+        engine = Engine(self.config, self.backend, self.pool)
+        self._close_engine: Callable[[], object] = weakref.finalize(self, engine.close)
+        return engine
 
     # ------------------------------------------------------------------ reserving
 
@@ -87,30 +89,12 @@ class Reservation:
         everything = [*self.params, *params]
         for index, param in enumerate(everything):
             param.spec = replace(param.spec, index=index)
-        taken = sum(engine.own_bytes for engine in self.engines)
-        with torch.no_grad():
-            engine = Engine(
-                self.inner,
-                everything,
-                params,
-                natives,
-                self.config,
-                self.backend,
-                device_bytes=self.config.first_device_bytes - taken,
-                pool=self.pool,
-                native_state=shown,
-            )
-            try:
-                for param in params:
-                    if found := frozen.get(param.parameter):
-                        # It was trained before. Its weight may have been replaced meanwhile.
-                        state_io.write(param, state_io.agreeing(param, found))
-                exposed = {param.parameter: state_io.expose(param) for param in params}
-            except BaseException:
-                engine.close()
-                raise
-        self._closers.append(weakref.finalize(self, engine.close))
-        self.engines.append(engine)
+        with torch.no_grad(), self.engine.appending(self.inner, everything, params, natives, shown):
+            for param in params:
+                if found := frozen.get(param.parameter):
+                    # It was trained before. Its weight may have been replaced meanwhile.
+                    state_io.write(param, state_io.agreeing(param, found))
+            exposed = {param.parameter: state_io.expose(param) for param in params}
         self.params = everything
         self.never_have_gradients = [
             param for param in everything if dtensor.never_has_gradient(param.parameter)
@@ -139,6 +123,7 @@ class Reservation:
         again = [placed for placed in self.inventory.parameters() if placed[0] in self._managed]
         lanes = {param.parameter: param.lane for param in self.params}
         self.close()
+        self.engine = self._new_engine()
         for parameter in kept:
             del self._view.shown[parameter]
         self.extend(again, lanes)
@@ -153,19 +138,14 @@ class Reservation:
         self.close()
         self._managed.clear()
         self._view.shown.clear()
-        self.inventory = self._new_inventory()
-        self.pool = self._new_pool()
+        self._start()
         self.extend(self.inventory.trainable())
 
     def close(self) -> None:
         """Give all memory back. Idempotent."""
-        for close in self._closers:
-            close()
-        self._closers.clear()
-        self.engines, self.params, self.never_have_gradients = [], [], []
+        self._close_engine()
+        self.params, self.never_have_gradients = [], []
         self.pool.close()
-
-    # ------------------------------------------------------------------ all engines
 
     def mastered(self) -> list[ParamState]:
         """Parameters whose fp32 master is not the shard itself."""
@@ -175,8 +155,3 @@ class Reservation:
         """Trainable parameters whose state the class makes and keeps."""
         managed = {param.parameter for param in self.params}
         return [p for p, _ in self.inventory.trainable() if p not in managed]
-
-    def discard(self) -> None:
-        """Forget state that was fetched ahead: it is about to be written into."""
-        for engine in self.engines:
-            engine.discard()

@@ -252,7 +252,7 @@ def train_while_buckets_move(overlap: str, size: int, folder: str) -> None:
     for step in range(STEPS):
         for model, one in ((plain, reference), (mine, optimizer)):
             train(model, one, steps=range(step, step + 1))
-        for lane in [engine.streamed for engine in optimizer._reserved.engines]:
+        for lane in [optimizer._reserved.engine.ring]:
             staying = chosen.sample(lane.order, chosen.randint(0, len(lane.order)))
             lane.arrange(chosen.sample(lane.order, len(lane.order)), staying, chosen.randint(1, 4))
             seen.add(len(staying))

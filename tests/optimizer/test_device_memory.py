@@ -64,8 +64,8 @@ def auto(device: Device, overlap: str = "forward") -> Job:
 
 
 def staying(job: Job) -> int:
-    (engine,) = job.optimizer._reserved.engines
-    return len(engine.staying)
+    engine = job.optimizer._reserved.engine
+    return len(engine.ring.staying)
 
 
 @pytest.mark.parametrize("overlap", ["step", "forward", "backward"])
@@ -117,10 +117,10 @@ def test_a_number_is_never_exceeded_nor_changed(
 ) -> None:
     monkeypatch.setattr(residency, "LEAST_SLOTS", 2)
     job = Job("forward", device, device_memory="13000B", transfer=SMALL)
-    (engine,) = job.optimizer._reserved.engines
+    engine = job.optimizer._reserved.engine
     device.spare_bytes = GIB
     for step in range(6):
-        assert engine.own_bytes <= 13_000
+        assert engine.ring.own_bytes <= 13_000
         assert 0 < staying(job) < 5
         device.retries += step > 3
         job.train(1, first=step)

@@ -65,9 +65,7 @@ def step(parameters: list[nn.Parameter], optimizer: Optimizer, index: int) -> No
 
 def device_bytes(optimizer: HybridDeviceOptimizer) -> int:
     """Memory of everything that the optimizer keeps on the device."""
-    found = {
-        t.untyped_storage()._cdata: t for s in optimizer._reserved.engines for t in s.staging()
-    }
+    found = {t.untyped_storage()._cdata: t for t in optimizer._reserved.engine.staging()}
     for record in optimizer._reserved.params:
         if record.lane == "resident":
             for cut in record.slices:

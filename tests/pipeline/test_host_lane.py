@@ -41,7 +41,7 @@ class Job:
             update_on="host",
             transfer=TransferConfig(bucket_bytes="4KiB", host_threads=2),
         )
-        lane = self.optimizer._reserved.engines[0].host
+        lane = self.optimizer._reserved.engine.host
         assert lane is not None
         self.lane: HostLane = lane
 
@@ -362,10 +362,9 @@ def test_closing_after_a_failure_waits_for_the_streamed_lanes_copies(
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-    engine = optimizer._reserved.engines[0]
-    lane, streamed = engine.host, engine.streamed
+    engine = optimizer._reserved.engine
+    lane, streamed = engine.host, engine.ring
     assert lane is not None
-    assert streamed is not None
     lane._failure = LaneError("an update", reason="failed in a test")
     waited: list[bool] = []
     monkeypatch.setattr(streamed, "finish_transfers", lambda: waited.append(True))
