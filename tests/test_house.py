@@ -15,7 +15,7 @@ def test_measures_stay_below_what_they_are() -> None:
     assert house.long_functions() == []
     assert sum(house.banned_words().values()) <= 2
     assert len(house.private_torch_files()) <= 3
-    assert len(house.types_named_twice()) <= 6
+    assert len(house.types_named_twice()) == 0
     assert len(house.movers()) <= 3
     motion = house.motion()
     assert len(motion["streams"]) <= 7

@@ -36,7 +36,7 @@ from ..core.errors import ClosedError, DeviceError
 from ..link import Block, HostPool, Link, Residence
 from ..link.host_pool import Intervals
 from .handles import MemoryRange, written_error
-from .selection import Span
+from .selection import ByteRange
 
 AHEAD: Final = 2
 """Batches that are brought back before they are needed."""
@@ -94,7 +94,7 @@ class Batch(Block):
         self.start: int | None = None  # of its host memory
         self.index = 0
 
-    def add(self, tensor: Tensor, span: Span) -> SavedRange:
+    def add(self, tensor: Tensor, span: ByteRange) -> SavedRange:
         """A further range, which ``tensor`` lies in."""
         n_bytes = span.end_bytes - span.start_bytes
         made = SavedRange(self, tensor)

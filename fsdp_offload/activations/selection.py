@@ -8,7 +8,7 @@ a parameter, whose rows all count, must never be taken: not as it is, not as a v
 
 [Note: spans]
 What is copied to the host is what a tensor spans, or all of what it is a chunk of: query, key and
-value, interleaved in one product, have the same :class:`Span`.
+value, interleaved in one product, have the same :class:`ByteRange`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Rows(NamedTuple):
     """Likewise a multiple."""
 
 
-class Span(NamedTuple):
+class ByteRange(NamedTuple):
     """Bytes of one storage."""
 
     start_bytes: int
@@ -43,7 +43,7 @@ class Span(NamedTuple):
 
 
 class View(NamedTuple):
-    """A tensor over :class:`Rows` or a :class:`Span`."""
+    """A tensor over :class:`Rows` or a :class:`ByteRange`."""
 
     dtype: torch.dtype
     size: torch.Size
@@ -52,7 +52,7 @@ class View(NamedTuple):
     """From the beginning of those."""
 
     @classmethod
-    def of(cls, tensor: Tensor, whole: Rows | Span) -> View:
+    def of(cls, tensor: Tensor, whole: Rows | ByteRange) -> View:
         """The view that ``tensor`` is."""
         offset_bytes = int(tensor.storage_offset()) * tensor.itemsize - whole.start_bytes
         return cls(tensor.dtype, tensor.size(), tensor.stride(), offset_bytes)
@@ -86,7 +86,7 @@ def rows_or_reason(tensor: Tensor, capacity: int, device: torch.device) -> Rows 
     return rows
 
 
-def span_or_reason(tensor: Tensor, device: torch.device, least_bytes: int) -> Span | str:
+def span_or_reason(tensor: Tensor, device: torch.device, least_bytes: int) -> ByteRange | str:
     """As :func:`rows_or_reason`, of a tensor whose elements all count.
 
     Args:
@@ -102,7 +102,7 @@ def span_or_reason(tensor: Tensor, device: torch.device, least_bytes: int) -> Sp
     if end - start < least_bytes:
         return "small"
     end = min(-(-end // ALIGNMENT) * ALIGNMENT, tensor.untyped_storage().nbytes())
-    return Span(start // ALIGNMENT * ALIGNMENT, end)
+    return ByteRange(start // ALIGNMENT * ALIGNMENT, end)
 
 
 def _span_of(tensor: Tensor) -> tuple[int, int]:

@@ -35,7 +35,7 @@ from ..core.backend import backend_for
 from ..core.errors import ConfigError, StateDictError
 from ..optimizer.hybrid import HybridDeviceOptimizer
 from ..update.params import MasterForm
-from .rule import GROUPS, STATE, Layout, Match, Names, match, tied_error
+from .rule import GROUPS, STATE, KeyLayout, Match, Names, match, tied_error
 
 REMAINDER = MasterForm.REMAINDER.value
 WHOLE = MasterForm.WHOLE.value
@@ -109,7 +109,7 @@ def unpack(model: Models, optimizer: Optimizer, packed: Mapping[str, Any]) -> No
     """
     names = names_of(listed(model), optimizer)
     groups = groups_of(optimizer, names)
-    layout = Layout(None, "")
+    layout = KeyLayout(None, "")
     found = match(layout, packed, {}, groups, lambda keys: {key: packed[key] for key in keys})
     check_told(found, names, "this state dict")
     state: dict[str, dict[str, Any]] = {}

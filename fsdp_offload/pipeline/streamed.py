@@ -43,7 +43,7 @@ from ..core.storage import span
 from ..link import Block, HostRange, Link, Residence
 from ..plan import Bucket, Kind, Layout, Slice
 from ..plan.layout import kind_range
-from ..plan.order import Job, SlotUse, deadline_order, fetched_first, slot_use
+from ..plan.order import SlotUse, Visit, deadline_order, fetched_first, slot_use
 from ..plan.residency import AWAY_STEPS, choose, spread
 from ..update.bucket import BucketUpdate, Scratch
 from ..update.params import REMAINDER_KIND, MasterForm, ParamState, Work
@@ -182,16 +182,16 @@ class StreamedLane:
             ranks: per parameter, when the forward needs it compared with others.
             ms_per_byte: of the link, in each direction while both are busy.
         """
-        jobs = [
-            Job(
+        visits = [
+            Visit(
                 ready_ms=max(ready_ms[index] for index in bucket.indices),
                 rank=min(ranks[index] for index in bucket.indices),
                 cost_ms=0 if i in self.staying else bucket.bucket.state_bytes * ms_per_byte,
             )
             for i, bucket in enumerate(self.buckets)
         ]
-        self._ranks = [job.rank for job in jobs]
-        self._deadlines = deadline_order(jobs)
+        self._ranks = [visit.rank for visit in visits]
+        self._deadlines = deadline_order(visits)
         self._arrange(self.staying, len(self.slots))
 
     def fit(self, allowed_bytes: int, step: int) -> None:
