@@ -62,7 +62,7 @@ MOTION = {
 }
 """Calls that move bytes between host and device, or prepare that, by what they are."""
 
-BACKENDS = ("fsdp_offload.core.backend",)
+BACKENDS = ("fsdp_offload.core.backend", "fsdp_offload.core.devices")
 """Modules below the link, which make what it uses."""
 
 NOTE = re.compile(r"\[Note:\s([^\]]+)\]")

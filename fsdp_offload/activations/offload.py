@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from ..core import storage as storages
-from ..core.backend import backend_for
 from ..core.config import MIB, TransferConfig, parse_bytes
+from ..core.devices import backend_for
 from ..core.errors import ActivationError, ConfigError, DeviceError, check_open, copy_error
 from ..link import HostPool, held_bytes
 from .batches import BatchCopies, SavedRange

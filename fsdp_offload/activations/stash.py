@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..core.backend import backend_for
 from ..core.config import MIB, SMALL_BYTES, TransferConfig, parse_bytes, sized
+from ..core.devices import backend_for
 from ..core.errors import (
     ActivationError,
     ConfigError,

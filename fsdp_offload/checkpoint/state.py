@@ -31,7 +31,7 @@ from torch.optim import Optimizer
 
 from ..core import dtensor
 from ..core.arguments import backend_of, check_optimizer, listed
-from ..core.backend import backend_for
+from ..core.devices import backend_for
 from ..core.errors import ConfigError, StateDictError
 from ..optimizer.hybrid import HybridDeviceOptimizer
 from ..update.params import MasterForm

@@ -34,7 +34,7 @@ FSDP2 packs a group's gradients with ``fsdp::chunk_cat`` and unpacks an all-gath
 ``fsdp::split_with_sizes_copy``. On CUDA each of them sends a table of addresses to the device first
 (``pack_vecs`` in torch's aten/src/ATen/native/cuda/TensorShape.cu), in the middle of forward and
 backward. The kernel that reads the table waits for the bulk copies that are ready on the same copy
-engine (:mod:`.backend`, "taking turns"). ``torch.cat`` and ``torch._foreach_copy_`` make the same
+engine (:mod:`.devices`, "taking turns"). ``torch.cat`` and ``torch._foreach_copy_`` make the same
 copies with addresses among their kernels' arguments: 7 to 10 % of an iteration
 (docs/benchmarks/iteration_h100_2026-11-23.md).
 

@@ -26,7 +26,7 @@ from typing import Final
 
 import torch
 
-from ..core import backend as backend
+from ..core import devices
 from ..core.config import MIB, TransferConfig, align
 from ..core.errors import HostMemoryError, PinningError
 from ..core.progress import progress, report
@@ -136,7 +136,7 @@ class HostRange:
         """Write to every page from several threads, so that it exists and lies near ``device``."""
         mapping = self._mapping
         assert mapping is not None
-        cores = backend.cores_near(device)
+        cores = devices.cores_near(device)
         # This rank's share, a few at least: the ranks beside it may be done already.
         share = len(os.sched_getaffinity(0)) // local_ranks()
         threads = min(len(cores), max(share, _MIN_THREADS))
@@ -169,7 +169,7 @@ class HostRange:
         assert self._mapping is not None
         address = torch.frombuffer(self._mapping, dtype=torch.uint8, count=1).data_ptr()
         try:
-            backend.pin(address, self.n_bytes, device)
+            devices.pin(address, self.n_bytes, device)
         except PinningError as error:
             if required:
                 self._mapping = None
@@ -191,7 +191,7 @@ class HostRange:
 def _unpin(pid: int, address: int, n_bytes: int, device: torch.device, mapping: mmap.mmap) -> None:
     """Never raises. Does nothing in a forked child: it has neither the memory nor the context."""
     if os.getpid() == pid:
-        backend.unpin(address, n_bytes, device)
+        devices.unpin(address, n_bytes, device)
 
 
 def _map(n_bytes: int) -> tuple[mmap.mmap, bool]:

@@ -36,8 +36,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..core import dtensor
-from ..core.backend import TURN_BYTES, Backend, Event, PendingEvent, cores_near
+from ..core.backend import TURN_BYTES, Backend, Event, PendingEvent
 from ..core.config import OffloadConfig, align
+from ..core.devices import cores_near
 from ..core.errors import LaneError, UnsupportedParameterError
 from ..core.progress import warn
 from ..core.storage import span

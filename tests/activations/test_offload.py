@@ -31,7 +31,7 @@ from fsdp_offload.activations import offload
 from fsdp_offload.activations.batches import AHEAD, Batch
 from fsdp_offload.activations.handles import SavedTensor
 from fsdp_offload.activations.selection import ByteRange, View, span_or_reason
-from fsdp_offload.core.backend import CpuBackend
+from fsdp_offload.core.devices import CpuBackend
 from fsdp_offload.link import Residence
 from tests.activations import moe
 from tests.activations.moe import CPU

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fsdp_offload.core import backend
+from fsdp_offload.core import devices
 from fsdp_offload.core.config import MIB, TransferConfig
 from fsdp_offload.core.errors import HostMemoryError, PinningError
 from fsdp_offload.link import HostRange
@@ -70,8 +70,8 @@ class Driver:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, refuse: bool = False) -> None:
         self.pinned: list[tuple[int, int]] = []
         self.refuse = refuse
-        monkeypatch.setattr(backend, "pin", self.pin)
-        monkeypatch.setattr(backend, "unpin", self.unpin)
+        monkeypatch.setattr(devices, "pin", self.pin)
+        monkeypatch.setattr(devices, "unpin", self.unpin)
 
     def pin(self, address: int, n_bytes: int, device: torch.device) -> None:
         if self.refuse:
@@ -197,7 +197,7 @@ def test_no_thread_setting_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     here = torch.get_num_threads(), os.sched_getaffinity(0)
     there = in_new_thread()
     one_core = frozenset([min(here[1])])
-    monkeypatch.setattr(backend, "cores_near", lambda device: one_core)
+    monkeypatch.setattr(devices, "cores_near", lambda device: one_core)
     arena = make(200 * MIB)
     assert arena.threads == 1
     assert (torch.get_num_threads(), os.sched_getaffinity(0)) == here
@@ -207,7 +207,7 @@ def test_no_thread_setting_changes(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_memory_is_touched_from_the_cores_near_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     near = frozenset([min(os.sched_getaffinity(0))])
     bound: list[tuple[int, frozenset[int]]] = []
-    monkeypatch.setattr(backend, "cores_near", lambda device: near)
+    monkeypatch.setattr(devices, "cores_near", lambda device: near)
     monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cores: bound.append((pid, cores)))
     make(MIB)
     assert bound == [(0, near)]
@@ -219,7 +219,7 @@ def test_threads_are_this_ranks_share_of_the_cores(monkeypatch: pytest.MonkeyPat
     for ranks, near, expected in (("1", 64, 32), ("8", 32, 8), ("8", 4, 4), ("64", 32, 4)):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
         cores = frozenset(range(near))
-        monkeypatch.setattr(backend, "cores_near", lambda device, cores=cores: cores)
+        monkeypatch.setattr(devices, "cores_near", lambda device, cores=cores: cores)
         assert make(64 * MIB).threads == expected  # 64 MiB is 32 huge pages
 
 

@@ -28,7 +28,7 @@ from fsdp_offload import (
     TransferConfig,
 )
 from fsdp_offload.checkpoint import OptimizerState, load, save
-from fsdp_offload.core.backend import backend_for
+from fsdp_offload.core.devices import backend_for
 from fsdp_offload.update import moments, one_kernel, rng_key
 from fsdp_offload.update.bucket import Scratch
 from fsdp_offload.update.moments import Moment

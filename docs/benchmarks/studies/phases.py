@@ -33,8 +33,8 @@ from fsdp_offload.bench.machine import Row, seconds_of, slowest
 from fsdp_offload.bench.model import Job, layers_for, sharded_model
 from fsdp_offload.bench.table import Columns, markdown_table
 from fsdp_offload.core import dtensor
-from fsdp_offload.core.backend import free_bytes, release_cached
 from fsdp_offload.core.config import GIB
+from fsdp_offload.core.devices import free_bytes, release_cached
 from fsdp_offload.core.errors import DeviceError
 
 ROWS: Final = ("offloader", "fixed", "swap", "loop")
