@@ -31,7 +31,6 @@ from torch import Tensor
 from .errors import AwayError
 
 _MIB: Final = 1 << 20
-_kept: list[object] = []  # torch keeps bare pointers to allocators and their functions
 
 
 # --------------------------------------------------------------------------- identity and presence
@@ -160,7 +159,8 @@ class AddressPool:
         with torch.cuda.device(device):
             self._pool = torch.cuda.MemPool(self._allocator)
         self._can_share = cuts_segments(device)
-        _kept.append((allocate, self._allocator))
+        # torch keeps bare pointers to both, and the pool may end after this object.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object((allocate, self._allocator)))
 
     def move(self, found: Sequence[torch.UntypedStorage]) -> bool:
         """Give storages memory of the pool, with their content, on the current stream.

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import ctypes
+import gc
 import itertools
 import mmap
 import os
@@ -287,6 +289,24 @@ def test_a_forked_child_does_not_get_the_memory() -> None:
 
     assert os.WTERMSIG(in_child(touch)) == signal.SIGSEGV
     assert not view.any()
+
+
+def test_a_forked_child_does_not_unmap_what_came_in_the_place_of_the_memory() -> None:
+    arena = make(MIB)
+    address = arena.tensor(0, 16, torch.float32).data_ptr()
+    libc = ctypes.CDLL(None)
+    libc.mmap.restype = ctypes.c_void_p
+
+    def check() -> None:
+        nonlocal arena
+        anonymous = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x10  # MAP_FIXED
+        place = ctypes.c_void_p(address)
+        assert libc.mmap(place, ctypes.c_size_t(MIB), 3, anonymous, -1, 0) == address
+        arena = make(0)
+        gc.collect()
+        assert smaps_of(address) is not None
+
+    assert in_child(check) == 0
 
 
 def test_a_forked_child_does_not_unregister(monkeypatch: pytest.MonkeyPatch) -> None:
