@@ -1,6 +1,5 @@
 """One group: hooks for what autograd saves while it is open.
 
-[Note: when rows come back]
 With the first handle that backward asks for, all of a group does, on the stream that is current
 then. A range's memory goes with the last handle of it, or as late as the caller's graph does
 (``retain_graph``).

@@ -1,6 +1,5 @@
 """What autograd's graph has in the place of saved tensors, wherever their memory is.
 
-[Note: no cycles]
 A node of autograd's graph holds its saved tensors' handles, and both hooks as long as those. So
 neither a hook nor a handle may lead back to the node: a kept tensor is detached, a handle knows its
 memory range and that knows what it was saved with, which knows ranges only weakly. All go by

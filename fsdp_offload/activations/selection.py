@@ -1,12 +1,10 @@
 """Which saved tensors are taken, and what of their memory is copied: pure functions.
 
-[Note: rows and memory]
 A tensor is taken if its dim 0 is the group's, so that row ``i`` of it is row ``i`` of the buffer.
 What is copied are whole rows of the memory that it views: ``gate`` and ``up``, two chunks of one
 tensor, have the same :class:`Rows`, which are copied once. Rows beyond the count are not copied, so
 a parameter, whose rows all count, must never be taken: not as it is, not as a view, not as a cast.
 
-[Note: spans]
 What is copied to the host is what a tensor spans, or all of what it is a chunk of: query, key and
 value, interleaved in one product, have the same :class:`ByteRange`.
 """

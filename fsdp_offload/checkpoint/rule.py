@@ -1,6 +1,5 @@
 """Which key of a checkpoint goes to which tensor of a job: one rule for all loads, on names alone.
 
-[Note: layouts]
 Two are found by themselves; prefixes name any other::
 
     model.{fqn}   optim.state.{fqn}.exp_avg       of this package, and of torch's flat dicts
@@ -10,7 +9,6 @@ Options stand beside the state, flat (``param_groups.{fqn}.lr``) or nested (``pa
 ``param_groups.{index}.lr`` if an option is a tensor). A wrapper's ``module.`` may stand before the
 FQNs of the state (Megatron-FSDP).
 
-[Note: names]
 A tied weight has several names. All that the checkpoint has are read into it, and
 :class:`.reader.Reader` refuses values that differ.
 """

@@ -1,11 +1,9 @@
 """What is saved of a job, and under which keys: optimizer state, weights, and plain values.
 
-[Note: keys]
 They are those of torch's flattened optimizer state dict: ``state.{fqn}.{name}`` and
 ``param_groups.{fqn}.{option}``, sorted. They follow from the groups and from the schema of the
 optimizer's class, never from what a rank holds, so they are the same on all ranks without asking.
 
-[Note: masters]
 An fp32 master is never saved twice. fp32 shards are masters themselves. Of a bf16 shard the weight
 is the upper half, so ``master_remainder`` (16 bits) is all that is left to say. Where a
 lane keeps a whole master (host lane, fp16 shards), that is emitted as ``master`` (fp32).

@@ -27,7 +27,7 @@ POLL_SECONDS: Final = 1.0
 """How often a thread that waits for another one looks whether that is still alive."""
 
 TURN_BYTES: Final = 32 << 20
-"""Of a bulk copy; see [Note: taking turns]."""
+"""Of a bulk copy; see core/devices.py."""
 
 
 class Event(Protocol):

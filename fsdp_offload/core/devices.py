@@ -93,7 +93,6 @@ class _AcceleratorStream:
 class _TakingTurns(_AcceleratorStream):
     """Bulk copies on three streams that take turns, so that copies of others get through.
 
-    [Note: taking turns]
     A copy engine stays with a hardware queue as long as that has copies ready, and a kernel that
     follows a copy in a stream waits that long. So the bulk is cut into turns; turn ``k`` goes to
     stream ``k % 3`` and waits for turn ``k - 2``: one runs and one is ready, always. A copy in

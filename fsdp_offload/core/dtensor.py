@@ -1,6 +1,5 @@
 """The only file that touches private API of DTensor.
 
-[Note: tensors of a parameter]
 Four tensors stand for one parameter, and the rest of the package speaks only of the second:
 
 * the *parameter* in ``param_groups``: an ``nn.Parameter``, for FSDP2 a DTensor of global shape;
@@ -11,7 +10,6 @@ Four tensors stand for one parameter, and the rest of the package speaks only of
 * state tensors shaped like the shard, which are shown to the outside as DTensors with the
   parameter's own mesh and placements (:func:`like`).
 
-[Note: uneven shards]
 Some libraries (Megatron-FSDP) pack parameters into flat buffers and cut those, so a rank holds any
 range of rows of a parameter (:func:`uneven`). Their DTensors still say ``Shard(0)``, from which
 torch computes its own even cuts. So nothing here computes a local shape from placements, and state

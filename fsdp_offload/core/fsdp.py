@@ -1,12 +1,10 @@
 """The only file that touches private API of FSDP2: its names, and groups that are watched.
 
-[Note: private names]
 FSDP2 has no public way to its parameter groups (torch/distributed/fsdp/_fully_shard). What this
 package reads, replaces or writes there is listed in :data:`NAMES` and used in this file alone.
 :func:`check_torch` tries every one of them where an optimizer or an offloader is built: a version
 of torch without one of them is refused there, not in the middle of a backward.
 
-[Note: what is watched]
 An FSDP2 *group* holds the parameters of one ``fully_shard`` call (of one mesh of it, where it has
 several): gathered together before they are used, reduced together after their backward. Three of
 its methods are on every path that torch takes, and are replaced on the instance
@@ -108,7 +106,7 @@ NAMES: Final = (
     Name("parameter", "unsharded_accumulated_grad", "read", "the same, in another dtype"),
     Name("parameter", "reset_sharded_param", "replaced", "compares addresses: not while away"),
 )
-"""See [Note: private names]."""
+"""See the module's docstring."""
 
 
 def check_torch(models: Iterable[nn.Module]) -> None:

@@ -1,6 +1,5 @@
 """Device memory at addresses that stay, in chunks that are mapped and unmapped.
 
-[Note: pages]
 An address range is reserved once. A chunk of it is mapped (has memory) or not; tensors over the
 range keep their address all the time, and keep the range itself. Using one whose chunk is not
 mapped is an error of the caller that torch does not catch: a kernel stops with an illegal access.
@@ -290,7 +289,7 @@ class FixedMemory:
         self._resize_in(list(found))
 
     def _resize_in(self, found: Sequence[torch.UntypedStorage]) -> None:
-        """For torch before 2.13, see [Note: other memory for a storage] in core/storage.py."""
+        """For torch before 2.13, see core/storage.py."""
         pool = storages.AddressPool(self._device, lambda n: self._grow(n, self).address)
         small = [storage for storage in found if storages.is_small(storage.nbytes())]
         large = [storage for storage in found if not storages.is_small(storage.nbytes())]

@@ -1,12 +1,10 @@
 """Moments in fewer bits: fp32 values are unpacked for an update and packed after it.
 
-[Note: bf16 moments]
 A value is rounded to bf16. *Nearest* stalls: with ``beta2 = 0.999`` a squared average moves by a
 thousandth of its distance, which is less than half a bf16 step (1/512 to 1/256 of the value), so
 it stops following. *Stochastic* rounding goes up with the probability of the part that is cut
 off, so the average is right in expectation.
 
-[Note: int8 moments]
 Blocks of 64 elements share one fp32 scale, the largest magnitude of the block. Codes are spaced by
 squares: code k stands for ``scale * (k / 127)^2`` with the sign of k (first moment, int8), or for
 ``scale * (k / 255)^2`` (second moment, uint8), so that small values next to a large one keep their

@@ -1,13 +1,11 @@
 """Adam and AdamW with ``fused=True`` over fp32 masters: one kernel does everything (CUDA).
 
-[Note: one kernel]
 Unpacked, an element costs 50 bytes of device memory traffic and more: master and gradient, and
 moments in fewer bits, go to scratch memory and back. The kernel keeps all of it in registers: 26
 bytes with fp32 moments, 18 with bf16. Its bits are those of the unpacked path, which calls
 ``torch._fused_adamw_``. Adam with a decay in the gradient is left to torch: its kernel contracts
 that sum in some of the elements and not in others.
 
-[Note: powers]
 The bias corrections take beta ** step, and ``powf`` of Triton and of the CUDA that torch was
 compiled with differ in the last bits. So torch computes the powers, from the steps on the device:
 of all slices that are updated on one stream at once, before the first of them. By bucket it would
@@ -67,7 +65,7 @@ def rng_key_of(sliced: SliceState, pair: int) -> RngKey:
 
 
 class StepPowers:
-    """Powers of the betas for slices that are updated on one stream; see [Note: powers].
+    """Powers of the betas for slices that are updated on one stream; see the module's docstring.
 
     Args:
         count: of the slices.
@@ -86,7 +84,7 @@ class StepPowers:
             self._rows[id(sliced)] = len(self._slices)
             self._slices.append(sliced)
         group = sliced.param.group
-        if group not in self._powers:  # rows of 16 bytes: see [Note: cached launches]
+        if group not in self._powers:  # rows of 16 bytes: see update/kernels/launching.py
             self._powers[group] = self._counts.new_ones(len(self._counts), 4)
         return self._powers[group][self._rows[id(sliced)]]
 

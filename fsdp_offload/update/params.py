@@ -1,6 +1,5 @@
 """What the pipeline knows of one parameter, and of one step.
 
-[Note: who owns what]
 A :class:`ParamState` stands for one trainable parameter for as long as the optimizer lives. Its
 ``tensors`` are the authoritative state: flat, shard-sized, in the arena (streamed, host) or on
 the device (resident). Its *slices* are parts of it in buckets: each has its own scalars
@@ -35,7 +34,7 @@ class MasterForm(Enum):
     """How the fp32 value of a parameter is kept."""
 
     SHARD = "shard"  # the shard itself is updated
-    REMAINDER = "master_remainder"  # bf16 shard plus 16 more bits, exact: [Note: remainder codec]
+    REMAINDER = "master_remainder"  # bf16 shard plus 16 more bits, exact: update/codec.py
     WHOLE = "master"  # a full copy in the compute dtype; the shard is its rounding
 
 

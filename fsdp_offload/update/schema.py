@@ -1,11 +1,9 @@
 """What state an optimizer keeps per parameter: declared for torch's classes, found for others.
 
-[Note: torch's classes]
 For each class of ``torch.optim`` a function says which entries ``_init_group`` makes, in its order,
 under a group's hyper-parameters (torch/optim/*.py, the same in 2.11 to 2.15). A class that derives
 from one of them and overrides any of its methods but ``__init__`` counts as not torch's.
 
-[Note: classes that are not torch's]
 Nothing that one can try out tells what such a class does with a parameter: it may keep factors
 above a size, begin a phase after some steps, or read what another parameter left. So it runs its
 own step on the device (``optimizer/hybrid.py``), unless the caller says ``elementwise=True``. Then

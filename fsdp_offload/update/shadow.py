@@ -1,6 +1,5 @@
 """The shadow engine: the wrapped optimizer's own step, on views that this package owns.
 
-[Note: shadow]
 A shadow is an instance of the wrapped class with the same settings whose parameters are plain
 views and whose state entries point at slots, scratch, the arena or the device. Its step function
 is called as torch would call it, so the arithmetic is torch's own. Rules that keep it exact:

@@ -1,13 +1,11 @@
 """Triton kernels (CUDA) of moments, and of all of an Adam step in one. Their plain forms:
 ``moments.*_plain``; ``tests/helpers/adam_plain.py``.
 
-[Note: same bits as the plain forms]
 Divisions and roots are the correctly rounded ones, or corrected to an exact integer, and
 multiplications and additions are contracted only where that is written (``tl.fma``), so each
 operation rounds as the torch operation does. Only numbers below the normal ones are flushed to zero
 where moments are packed.
 
-[Note: same bits as torch's step]
 ``_update`` computes as torch's fused kernel for CUDA does from 2.11 on (ATen/native/cuda/
 fused_adam_utils.cuh): everything in fp32, averages by two fused multiply-adds, the decay contracted
 as nvcc contracts it. ``tests/gpu`` compares all bits.
@@ -157,7 +155,7 @@ def _pack(  # type: ignore[no-untyped-def]
 def _stepped(  # type: ignore[no-untyped-def]
     value, g, m, v, power1, power2, lr, beta1, beta2, decay, eps, DECAY: tl.constexpr
 ):  # fmt: skip
-    """See [Note: same bits as torch's step]."""
+    """See the module's docstring."""
     if DECAY:
         value = tl.fma(-(lr * decay), value, value)
     squared = g * g

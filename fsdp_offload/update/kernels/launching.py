@@ -1,6 +1,5 @@
 """Launches of Triton kernels: for several slices at once, and with what Triton found out before.
 
-[Note: cached launches]
 ``kernel[grid](...)`` looks at every argument of every launch, to choose a compiled variant: for the
 20 of the Adam kernel that took longer than all the rest of an update of one slice. The variant
 depends on dtypes, on alignment to 16 bytes, on whether integers are 1 or divisible by 16 and how
@@ -9,7 +8,6 @@ launched, with addresses in place of tensors. So it is with NVIDIA's backend; AM
 sizes of storages, too, and is asked each time. Source: ``triton/runtime/jit.py``,
 ``JITFunction.run`` (Triton 3.6).
 
-[Note: address tables]
 A launch costs the host more than the kernel takes on the device for a small slice, and the slices
 of a bucket differ in nothing but addresses and a few numbers. Only gradients lie elsewhere in every
 step; their addresses go along with the launch.
