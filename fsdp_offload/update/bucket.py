@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 from ..core import dtensor
 from ..plan import Bucket, Kind, Slice
 from . import codec
-from .moments import Moment
-from .one_kernel import Kept, OneKernelAdam, PackedMoment, StepPowers, rng_key_of
+from .moments import Kept, Moment, PackedMoment
+from .one_kernel import OneKernelAdam, StepPowers
 from .params import REMAINDER_KIND, MasterForm, ParamState, SliceState, Snapshot
 from .shadow import Shadow
 
@@ -238,7 +238,7 @@ class BucketUpdate:
             remainders = [view(s, REMAINDER_KIND, s.spec.numel) for s in self.bucket.slices]
         kept: list[tuple[Kept, Kept]] = []
         for sliced, packed in zip(self.slices, self._packed, strict=True):
-            average, square = [(each.codes, each.scales) for each in packed] or [
+            average, square = [each.kept for each in packed] or [
                 (sliced.state[name], None) for name in ("exp_avg", "exp_avg_sq")
             ]
             kept.append((average, square))
@@ -262,12 +262,13 @@ class BucketUpdate:
 
     @staticmethod
     def _packed_moment(sliced: SliceState, moment: Moment, view: StateView) -> PackedMoment:
-        tensors: list[Tensor | None] = [
-            view(sliced.slice, kind, numel) for kind, numel in moment.kinds(sliced.slice.spec.numel)
+        numel = sliced.slice.spec.numel
+        codes, *scales = [
+            view(sliced.slice, kind, -(-numel // kind.block_numel)) for kind in moment.kinds
         ]
-        codes, scales = (*tensors, None)[:2]
-        assert codes is not None
-        return PackedMoment(moment, codes, scales, sliced.state[moment.name])
+        return PackedMoment(
+            moment, (codes, scales[0] if scales else None), sliced.state[moment.name]
+        )
 
     def _cut_scratch(self, scratch: Scratch, first: ParamState) -> list[dict[str, Tensor]]:
         """Point gradients, and masters kept by remainder, at scratch memory; returns that of the
@@ -316,7 +317,7 @@ class BucketUpdate:
                 continue
             sliced.updates += 1
             for each in packed:
-                each.pack(rng_key_of(sliced, each.moment.position // 2))
+                each.pack(sliced.rng_key(each.moment.position // 2))
 
     def _unpack(self) -> None:
         if self._form is MasterForm.WHOLE:
