@@ -38,7 +38,7 @@ class Scratch:
     powers: StepPowers
 
     def release(self) -> None:
-        """Give the memory back; views of it are of no use until :meth:`fill`."""
+        """Give the memory back; nothing may use a view of it until :meth:`fill`."""
         self.memory.untyped_storage().resize_(0)
 
     def fill(self) -> None:
@@ -101,7 +101,7 @@ def state_views(param: ParamState, slice_: Slice, view: StateView) -> dict[str, 
 
 
 def shaped(param: ParamState, flat: Tensor) -> Tensor:
-    """A flat view in the form that the class sees: whole parameters in shape and placement."""
+    """Return a flat view as the class sees it: whole parameters in shape and placement."""
     if param.schema.elementwise:
         return flat
     return dtensor.like(param.parameter, flat.view(param.info.local_shape))

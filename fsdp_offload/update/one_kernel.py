@@ -98,7 +98,7 @@ class StepPowers:
         self._powers: dict[int, Tensor] = {}  # by group
 
     def row(self, sliced: SliceState) -> Tensor:
-        """Where the powers of a slice are: fp32, of beta1, beta2, and two that mean nothing."""
+        """Return the powers of a slice: fp32, of beta1, beta2, and two unused ones."""
         if id(sliced) not in self._rows:
             self._rows[id(sliced)] = len(self._slices)
             self._slices.append(sliced)
@@ -108,7 +108,7 @@ class StepPowers:
         return self._powers[group][self._rows[id(sliced)]]
 
     def compute(self, group: int, betas: tuple[float, float], snapshot: Snapshot) -> None:
-        """For the iteration of ``snapshot``, unless it was done for it already."""
+        """Compute them for the step of ``snapshot``, once."""
         key = (StepPowers, id(self), group)
         if key in snapshot.derived:
             return
@@ -170,7 +170,7 @@ class AdamLaunch:
 
 
 def _vectors(each: Operands) -> list[Tensor]:
-    """What has an address in the table; the weight's stands for what there is none of."""
+    """List the tensors of a table row; the weight stands in for a missing one."""
     found = (each.weight, each.remainder, *each.average, *each.square)
     return [each.weight if tensor is None else tensor for tensor in found]
 

@@ -195,7 +195,7 @@ def _address(tensor: Tensor) -> int:
 
 
 def _is_same(target: Tensor, source: Tensor) -> bool:
-    """Whether a copy would change nothing: they are the same memory, as the same dtype."""
+    """Whether both are the same memory with the same dtype, so that a copy changes nothing."""
     where = (target.data_ptr(), target.dtype, target.device)
     return source.is_contiguous() and where == (source.data_ptr(), source.dtype, source.device)
 
@@ -284,7 +284,7 @@ def adopt_writes(param: ParamState, shown: dict[str, Any]) -> None:
 
 
 def reset(param: ParamState) -> None:
-    """State as at construction: the class initialises it again at the next gradient."""
+    """Set state as at construction: the class initialises it again at the next gradient."""
     _initialise(param)
     write_master(param, {})
 
