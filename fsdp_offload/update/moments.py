@@ -56,21 +56,35 @@ class Moment:
         return self.dtype in STEPS
 
     @property
-    def kind(self) -> Kind:
-        """Of the codes."""
-        return Kind(self.name, self.dtype)
-
-    @property
     def scale_kind(self) -> Kind:
-        """Of the scales."""
+        """What is kept of the scales."""
         return Kind(self.name + SCALE, torch.float32, BLOCK_NUMEL)
 
-    def kinds(self, numel: int) -> list[tuple[Kind, int]]:
-        """What is kept for ``numel`` elements."""
-        kept = [(self.kind, numel)]
-        if self.has_scales:
-            kept.append((self.scale_kind, -(-numel // BLOCK_NUMEL)))
-        return kept
+    @property
+    def kinds(self) -> list[Kind]:
+        """What is kept: codes, and scales where there are some."""
+        return [Kind(self.name, self.dtype), *([self.scale_kind] if self.has_scales else [])]
+
+
+Kept = tuple[Tensor, Tensor | None]
+"""Codes and scales."""
+
+
+@dataclass(frozen=True)
+class PackedMoment:
+    """Where one moment of one slice is kept, and where it is unpacked to."""
+
+    moment: Moment
+    kept: Kept
+    values: Tensor  # fp32, in scratch memory
+
+    def unpack(self) -> None:
+        """See :func:`unpack`."""
+        unpack(self.moment, *self.kept, self.values)
+
+    def pack(self, rng_key: RngKey) -> None:
+        """See :func:`pack`."""
+        pack(self.moment, self.values, *self.kept, rng_key)
 
 
 def moments_of(
