@@ -87,7 +87,6 @@ def export(parser: argparse.ArgumentParser) -> None:
     add("out", type=Path, help="a new folder for the files")
     add("--dtype", choices=("bf16", "fp32"), help="default: as stored; fp32: the masters, exactly")
     add("--max-shard-bytes", default="5GB", help="of one file's elements: 5GB, 2GiB")
-    add("--names", type=Path, help="JSON object: name in the files by FQN; null: left out")
     add("--model-prefix", help="before the FQNs of weights in the checkpoint")
     add("--optimizer-prefix", help="before state.FQN in the checkpoint")
 
