@@ -25,9 +25,10 @@ import errno
 import functools
 import os
 import struct
-import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future as ConcurrentFuture
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from traceback import extract_tb
@@ -44,7 +45,7 @@ from ..core.errors import (
     OffloadError,
     UnsupportedParameterError,
 )
-from ..core.interrupts import held_back
+from ..core.interrupts import held_back, let_through
 from ..core.progress import progress
 from ..link import local_ranks
 from ..link.link import buffers
@@ -346,42 +347,30 @@ def thread_count() -> int:
 def run_all(
     jobs: Iterable[Callable[[], _Result]], *, threads: int | None = None, text: str = ""
 ) -> list[_Result]:
-    """Run ``jobs`` on ``threads`` threads, of which the caller's is one; their results in order.
+    """Run ``jobs`` on ``threads`` threads; returns their results in order.
 
-    With ``text`` a bar says so, and how many of them are done.
+    With ``text`` a bar shows it, and how many jobs are done.
 
     All threads have ended when it returns or raises: the caller closes files that jobs use, and a
     thread that ends beside the interpreter would abort the process. After the first error, and
     after Ctrl-C, no further job begins.
     """
-    listed = list(jobs)
-    waiting = enumerate(listed)  # for all threads: each takes the next
-    results: dict[int, _Result] = {}
-    errors: list[BaseException] = []
-    others = min(threads or thread_count(), len(listed)) - 1
-    with progress(len(listed) if text else 0, text, unit=" blocks") as bar:
-
-        def work() -> None:
-            try:
-                while not (errors or interrupt.has_come) and (item := next(waiting, None)):
-                    results[item[0]] = item[1]()
-                    bar.advance()
-            except BaseException as error:
-                errors.append(error)
-            finally:
-                buffers.__dict__.clear()
-
-        while len(results) < len(listed) and not errors:  # again if a handler did not raise
-            with held_back() as interrupt:
-                helpers = [threading.Thread(target=work) for _ in range(others)]
-                # While the interpreter ends, none can be started (Python 3.12).
-                with contextlib.suppress(RuntimeError):
-                    for helper in helpers:
-                        helper.start()
-                work()
-                for helper in helpers:
-                    if helper.ident is not None:
-                        helper.join()
-    if errors:
-        raise errors[0]
-    return [results[index] for index in range(len(results))]
+    listed, futures = list(jobs), list[ConcurrentFuture[_Result]]()
+    pool = ThreadPoolExecutor(max(1, min(threads or thread_count(), len(listed))))
+    with progress(len(listed) if text else 0, text, unit=" blocks") as bar, held_back():
+        try:
+            with contextlib.suppress(RuntimeError):  # the interpreter ends and starts no thread
+                futures.extend(pool.submit(job) for job in listed)
+            for future in futures:
+                is_done = False
+                while not is_done:
+                    is_done = bool(wait([future], timeout=0.1).done)
+                    with let_through():  # raises KeyboardInterrupt, if Ctrl-C has come
+                        pass
+                future.result()
+                bar.advance()
+            inline = [job() for job in listed[len(futures) :]]
+        finally:
+            pool.shutdown(cancel_futures=True)
+            buffers.__dict__.clear()
+    return [future.result() for future in futures] + inline

@@ -216,7 +216,7 @@ def test_there_is_nothing_to_load_where_latest_found_nothing(tmp_path: Path) -> 
     loading = pair_of(layers(2))
     before = values_of(loading)
 
-    with pytest.raises(CheckpointError, match=r"latest\(\) says None"):
+    with pytest.raises(CheckpointError, match=r"latest\(\) returns None"):
         checkpoint.load(checkpoint.latest(tmp_path), *loading)
     assert_same(values_of(loading), before)
     step(loading)
