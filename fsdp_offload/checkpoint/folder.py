@@ -115,7 +115,7 @@ def _check_replaceable(path: Path, *, overwrite: bool) -> None:
     elif files:
         reason, remedy = f"{files[0]} is no folder", "choose another path"
     elif names and not any(n == METADATA or n.endswith(".distcp") for n in names):
-        reason = "it holds files of another kind, which nothing here replaces"
+        reason = "it holds other files than a checkpoint, and nothing here replaces those"
         remedy = "choose a folder that does not exist yet"
     elif names and not overwrite:
         reason, remedy = "it exists", "choose another folder; a save takes overwrite=True"

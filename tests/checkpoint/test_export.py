@@ -633,7 +633,7 @@ def fail(folder: Path, how: str) -> tuple[str, str]:
         ("disk", "CheckpointError", "No space left"),
         ("folder", "CheckpointError", "see different folders"),
         ("shape", "ConfigError", "count"),
-        ("foreign", "CheckpointError", "holds files"),
+        ("foreign", "CheckpointError", "holds other files"),
     ],
 )
 def test_all_ranks_raise_if_one_fails(

@@ -170,12 +170,12 @@ def with_amsgrad() -> Pair:
         (
             lambda: pair_of(layers(2)),
             CheckpointError,
-            "unknown to this model: model.1.bias, model.1.weight",
+            "this model lacks model.1.bias, model.1.weight",
         ),
         (
             lambda: pair_of(layers(2, 2, 2)),
             CheckpointError,
-            "missing there: 2.bias, 2.weight",
+            "the checkpoint lacks 2.bias, 2.weight",
         ),
         (lambda: pair_of(nn.Linear(2, 2)), CheckpointError, "it has no weight of this model"),
         (with_amsgrad, StateDictError, "max_exp_avg_sq"),
