@@ -112,6 +112,20 @@ def test_an_interrupt_is_raised_when_no_thread_works_any_more() -> None:
     assert ended
 
 
+def test_no_interrupt_leaves_a_thread_that_works() -> None:
+    def work() -> None:
+        files.run_all([lambda: None] * 3, threads=2)
+
+    errors, threads = [], threading.active_count()  # the errors keep what their frames have
+    for at in range(1, lines(work, 0, "checkpoint/files.py")):
+        try:
+            lines(work, at, "checkpoint/files.py")
+        except KeyboardInterrupt as error:
+            errors.append(error)
+        assert threading.active_count() == threads, at
+    assert len(errors) > 20
+
+
 @pytest.mark.parametrize("name", ["write_whole", "install"])
 def test_an_interrupted_commit_is_a_whole_one(tmp_path: Path, name: str) -> None:
     pair = pair_of(layers(6, 6))
