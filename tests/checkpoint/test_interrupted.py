@@ -22,7 +22,7 @@ import torch
 from fsdp_offload import checkpoint
 from fsdp_offload.checkpoint import files, folder, state
 from fsdp_offload.checkpoint import planner as planner_module
-from fsdp_offload.core.backend import backend_for
+from fsdp_offload.core.devices import backend_for
 from fsdp_offload.core.config import TransferConfig
 from fsdp_offload.core.errors import LaneError
 from fsdp_offload.link.host_pool import HostPool, held_bytes
