@@ -22,8 +22,8 @@ import torch
 from fsdp_offload import checkpoint
 from fsdp_offload.checkpoint import files, folder, state
 from fsdp_offload.checkpoint import planner as planner_module
-from fsdp_offload.core.devices import backend_for
 from fsdp_offload.core.config import TransferConfig
+from fsdp_offload.core.devices import backend_for
 from fsdp_offload.core.errors import LaneError
 from fsdp_offload.link.host_pool import HostPool, held_bytes
 from tests.checkpoint.test_saving import Pair, layers, pair_of, step, values_of
