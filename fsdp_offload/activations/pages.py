@@ -1,12 +1,10 @@
 """Pages of one pool of bytes: which are free, and which a group has. All of it is on the device.
 
-[Note: nothing is known on the host]
 How many rows exist is a number on the device. So a group's pages are claimed, filled, read and
 released by kernels (kernels_pages.py) whose arguments never change: a CUDA graph replays them.
 Free pages are two stacks of ids, one for the device's memory (near) and one for the host's (far).
 Where groups come back in the opposite order, the stacks are then as they were, bit for bit.
 
-[Note: page tables and captures]
 A claim first releases what its table still holds, so a graph whose forward is replayed without its
 backward loses no pages. A table that a capture has used belongs to that graph for good: were it
 used outside, too, a replay would release pages of a group that is live. Those for captures are made

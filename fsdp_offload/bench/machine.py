@@ -55,11 +55,6 @@ def slowest(values: Sequence[float]) -> list[float]:
     return tensor.tolist()
 
 
-def on_all_ranks(holds: bool) -> bool:
-    """Whether it holds on each rank."""
-    return not slowest([float(not holds)])[0]
-
-
 def merged(row: Row) -> Row:
     """One row of all ranks' rows: figures of the slowest or largest; the rest is this rank's."""
     names = [name for name, value in row.items() if type(value) in (int, float)]

@@ -1,18 +1,15 @@
 """``save``, ``async_save`` and ``load``: DCP's own steps with this package's plugins.
 
-[Note: collectives]
 Those of DCP, of small objects: a save gathers the plans, scatters the deduplicated ones, gathers
 where items were written and broadcasts the outcome; a load gathers and scatters plans and gathers
 the outcome. They travel over a gloo group of their own, so that they do not meet those of the
 training. Packing and chunk metadata need none.
 
-[Note: absent ranks]
 Before the first of them, and before their group is made, all ranks meet at the store of the process
 group, where those that wait can tell who is absent. There they agree, too, whether a new gloo group
 is needed: a rank whose collectives failed half-way drops its group, whose connections end with the
 error's last frame; the other ranks then fail, too.
 
-[Note: Ctrl-C]
 It ends a rank's wait for others, before they have met. From then on it comes only inside of DCP's
 local steps, which tell all ranks of it, or at the end: nobody waits for a rank that is not coming.
 """
@@ -311,7 +308,7 @@ def coordination_group(call: str, interrupt: Note) -> dist.ProcessGroup | None:
     """A gloo group of all ranks, made at its first use; ``None`` where this rank is the only one.
 
     Waits for saves under way: the collectives of two at once would be mixed up. Then it waits for
-    all ranks; see [Note: absent ranks].
+    all ranks; see the module's docstring.
 
     Args:
         call: what the user has called, for the log.

@@ -1,6 +1,5 @@
 """Weights for other programs: safetensors files, as transformers reads them.
 
-[Note: an export]
 An export is a save of DCP: the planner lays out the files from what all ranks have, and every rank
 writes its chunks straight into their byte ranges, which the library ``safetensors`` cannot do. No
 tensor is gathered. A :class:`Source` says which tensors there are and reads their chunks: from a

@@ -1,6 +1,5 @@
 """Data files: bytes of tensors at known offsets, by several threads, with a table of checksums.
 
-[Note: data file]
 ``torch.distributed.checkpoint`` (DCP) wants each item to be readable by ``torch.load`` from its
 offset and length, which ``.metadata`` holds. Behind the last item stands what only this package
 reads::

@@ -13,7 +13,6 @@ save puts it back, as does the same one if its second rename fails.
 What is removed gets the name ``.fsdp_offload.RANDOM.removed`` first. So a reader that has listed a
 folder may find a name gone or of another folder; :func:`_complete_in` then lists again.
 
-[Note: leftovers]
 Before it writes, a save removes what dead ones have left beside its path. On this host (boot and
 namespace of process ids) a save is dead if the process of that id has another start time or none;
 on another host if nothing in its folder was modified for ``SILENT_S``: rank 0 renews its time. What

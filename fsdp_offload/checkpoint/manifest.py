@@ -1,6 +1,5 @@
 """What a complete checkpoint consists of, and whether a folder is one.
 
-[Note: a complete checkpoint]
 A checkpoint is a folder with ``manifest.json``, which is written last and names every other file
 with its size and a CRC-32: of ``.metadata`` that of its bytes, of data files that of their table. A
 folder is complete if its manifest is intact and all files have the sizes that it says; its name

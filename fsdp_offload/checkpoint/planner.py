@@ -1,6 +1,5 @@
 """Planners for ``dcp.save`` and ``dcp.load``: what is written, and what a load writes where.
 
-[Note: order of a load]
 1. The coordinator compares files with the manifest and chunks with tensors.
 2. Every rank finds its keys, compares names and shapes, and reads options and ``extra``. Until
    here nothing was written, and an error leaves everything as it was, on all ranks.

@@ -1,6 +1,5 @@
 """Which key of a checkpoint goes to which tensor of a job: one rule for all loads, on names alone.
 
-[Note: layouts]
 Two are found by themselves; prefixes name any other::
 
     model.{fqn}   optim.state.{fqn}.exp_avg       of this package, and of torch's flat dicts
@@ -10,7 +9,6 @@ Options stand beside the state, flat (``param_groups.{fqn}.lr``) or nested (``pa
 ``param_groups.{index}.lr`` if an option is a tensor). A wrapper's ``module.`` may stand before the
 FQNs of the state (Megatron-FSDP).
 
-[Note: names]
 A tied weight has several names. All that the checkpoint has are read into it, and
 :class:`.reader.Reader` refuses values that differ.
 """
@@ -36,7 +34,7 @@ Read = Callable[[list[str]], Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
-class Layout:
+class KeyLayout:
     """The prefixes of a checkpoint.
 
     Args:
@@ -88,7 +86,7 @@ class Match(NamedTuple):
 
 
 def match(
-    layout: Layout,
+    layout: KeyLayout,
     keys: Collection[str],
     weights: Mapping[str, Names],
     groups: Sequence[Sequence[Names]],
@@ -130,7 +128,7 @@ def match(
 
 
 def _find_options(
-    layout: Layout,
+    layout: KeyLayout,
     keys: Collection[str],
     groups: Sequence[Sequence[Names]],
     read: Read,
@@ -141,7 +139,7 @@ def _find_options(
     """
     start = f"{layout.optimizer}{GROUPS[:-1]}"
     flat = layout.entries(GROUPS, keys)
-    outer = Layout(layout.model, layout.optimizer).entries(GROUPS, keys)
+    outer = KeyLayout(layout.model, layout.optimizer).entries(GROUPS, keys)
     # A module may be called "0", too; a nested group always says which parameters it has.
     indexed = {i: names for i, names in outer.items() if i.isdecimal() and "params" in names}
     nested: list[Options] = []
@@ -175,7 +173,7 @@ def find_layout(
     *,
     model_prefix: str | None = None,
     optimizer_prefix: str | None = None,
-) -> Layout:
+) -> KeyLayout:
     """The layout of a checkpoint.
 
     Args:
@@ -193,12 +191,12 @@ def find_layout(
         for prefix in prefixes:
             starts = f"{prefix}{STATE}{inner}", f"{prefix}{GROUPS}{inner}"
             if any(start + fqn in owners for start in starts for fqn in fqns):
-                return Layout(model, prefix, inner)
+                return KeyLayout(model, prefix, inner)
     for prefix in prefixes:  # nested groups of a class without state
         start = f"{prefix}{GROUPS[:-1]}"
         if fqns and not known.isdisjoint((start, f"{start}.0.params")):
-            return Layout(model, prefix)
-    return Layout(model, None)
+            return KeyLayout(model, prefix)
+    return KeyLayout(model, None)
 
 
 def prefixes_that_fit(keys: Iterable[str], fqns: Iterable[str], kind: str = "") -> list[str]:

@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.distributed.checkpoint.staging import AsyncStager
 
 from ..core import dtensor
-from ..core.backend import Event, backend_for
+from ..core.backend import Event
 from ..core.config import TransferConfig
+from ..core.devices import backend_for
 from ..core.errors import OffloadError, UnsupportedParameterError
 from ..link import Block, HostPool, HostRange, Link, Residence
 from .files import BLOCK_BYTES, aligned, as_bytes, run_all, without_class

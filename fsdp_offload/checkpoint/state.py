@@ -1,11 +1,9 @@
 """What is saved of a job, and under which keys: optimizer state, weights, and plain values.
 
-[Note: keys]
 They are those of torch's flattened optimizer state dict: ``state.{fqn}.{name}`` and
 ``param_groups.{fqn}.{option}``, sorted. They follow from the groups and from the schema of the
 optimizer's class, never from what a rank holds, so they are the same on all ranks without asking.
 
-[Note: masters]
 An fp32 master is never saved twice. fp32 shards are masters themselves. Of a bf16 shard the weight
 is the upper half, so ``master_remainder`` (16 bits) is all that is left to say. Where a
 lane keeps a whole master (host lane, fp16 shards), that is emitted as ``master`` (fp32).
@@ -31,11 +29,11 @@ from torch.optim import Optimizer
 
 from ..core import dtensor
 from ..core.arguments import backend_of, check_optimizer, listed
-from ..core.backend import backend_for
+from ..core.devices import backend_for
 from ..core.errors import ConfigError, StateDictError
 from ..optimizer.hybrid import HybridDeviceOptimizer
 from ..update.params import MasterForm
-from .rule import GROUPS, STATE, Layout, Match, Names, match, tied_error
+from .rule import GROUPS, STATE, KeyLayout, Match, Names, match, tied_error
 
 REMAINDER = MasterForm.REMAINDER.value
 WHOLE = MasterForm.WHOLE.value
@@ -109,7 +107,7 @@ def unpack(model: Models, optimizer: Optimizer, packed: Mapping[str, Any]) -> No
     """
     names = names_of(listed(model), optimizer)
     groups = groups_of(optimizer, names)
-    layout = Layout(None, "")
+    layout = KeyLayout(None, "")
     found = match(layout, packed, {}, groups, lambda keys: {key: packed[key] for key in keys})
     check_told(found, names, "this state dict")
     state: dict[str, dict[str, Any]] = {}

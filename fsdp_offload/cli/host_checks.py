@@ -12,7 +12,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Final
 
-from ..core.backend import parse_cpu_list
+from ..core.devices import parse_cpu_list
 from ..link.budget import HostMemory, size_text
 from .check import Check
 

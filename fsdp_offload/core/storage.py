@@ -1,7 +1,6 @@
 """The only file that touches private API of torch's storages, CUDA allocator and hooks of
 saved tensors.
 
-[Note: other memory for a storage]
 A storage object is what all views, aliases and DTensors of some memory share. To move them all to
 addresses of our choice, the object is given other memory. torch 2.13 exchanges the memory of two
 storages. Earlier versions can only *resize* a storage, which allocates from the current memory pool
@@ -11,7 +10,6 @@ GIL while it waits for the lock; so the callback is a built-in method (``dict.ge
 be interrupted. Memory is given back by its owner, not through the pool, whose callback for that
 does nothing.
 
-[Note: storages that share]
 A storage moved alone gets what the allocator takes for it: 20 MiB for one of 7. So storages are
 moved together: the allocator takes one segment for their sum and, as that is dropped at once, cuts
 them from it. Requests up to 1 MiB have segments of 2 MiB, several in each, whatever is done.
@@ -31,7 +29,6 @@ from torch import Tensor
 from .errors import AwayError, DeviceError
 
 _MIB: Final = 1 << 20
-_kept: list[object] = []  # torch keeps bare pointers to allocators and their functions
 
 
 # --------------------------------------------------------------------------- identity and presence
@@ -159,7 +156,8 @@ class AddressPool:
         self._allocator = torch._C._cuda_customAllocator(_pointer(allocate), _pointer(release))
         with torch.cuda.device(device):
             self._pool = torch.cuda.MemPool(self._allocator)
-        _kept.append((allocate, self._allocator))
+        # torch keeps bare pointers to both, and the pool may end after this object.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object((allocate, self._allocator)))
 
     def move(self, found: Sequence[torch.UntypedStorage]) -> None:
         """Give storages memory of the pool, with their content, on the current stream.

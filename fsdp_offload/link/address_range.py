@@ -1,6 +1,5 @@
 """Device memory at addresses that stay: ranges whose chunks are mapped and unmapped.
 
-[Note: addresses and memory]
 An address range is reserved once. A chunk of it is mapped (has memory) or not; tensors over the
 range keep their address all the time, and keep the range itself. Using one whose chunk is not
 mapped is an error of the caller that torch does not catch: a kernel stops with an illegal access.

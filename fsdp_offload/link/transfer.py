@@ -26,15 +26,9 @@ from torch import Tensor
 
 from ..core import dtensor
 from ..core import storage as storages
-from ..core.backend import (
-    Backend,
-    Event,
-    TimedEvent,
-    free_bytes,
-    release_cached,
-    stream_to_wait,
-)
+from ..core.backend import Backend, Event, TimedEvent, stream_to_wait
 from ..core.config import TransferConfig, align
+from ..core.devices import free_bytes, release_cached
 from ..core.errors import DeviceMemoryError
 from ..core.interrupts import held_back
 from .host_memory import HostRange

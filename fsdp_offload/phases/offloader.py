@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 from ..core import dtensor
 from ..core import storage as storages
 from ..core.arguments import backend_of, check_optimizer, modules_of
-from ..core.backend import release_cached
 from ..core.config import TransferConfig, check_choice
+from ..core.devices import release_cached
 from ..core.errors import (
     ConfigError,
     DeviceMemoryError,

@@ -11,8 +11,8 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from ..core.backend import backend_for
 from ..core.config import TransferConfig, parse_bytes
+from ..core.devices import backend_for
 from ..core.errors import AwayError, ConfigError, DeviceMemoryError, check_open, copy_error
 from ..core.interrupts import held_back
 from ..core.storage import tie

@@ -19,7 +19,7 @@ from fsdp_offload.activations.pages import (
     PagePool,
     PageTable,
 )
-from fsdp_offload.core.backend import CpuBackend
+from fsdp_offload.core.devices import CpuBackend
 from fsdp_offload.link import HostRange
 from tests.activations.moe import CPU
 

@@ -15,7 +15,7 @@ import torch
 from fsdp_offload.cli import doctor, host_checks, torch_checks
 from fsdp_offload.cli.check import Check, attempt, worst
 from fsdp_offload.cli.main import main
-from fsdp_offload.core import backend
+from fsdp_offload.core import devices
 from fsdp_offload.core.errors import PinningError
 from fsdp_offload.core.fsdp import NAMES, TORCH_RUN
 from fsdp_offload.link.budget import HostMemory
@@ -185,11 +185,11 @@ def test_page_locking_that_the_driver_refuses(monkeypatch: pytest.MonkeyPatch) -
         raise PinningError("1 byte", reason="cudaHostRegister answered 2")
 
     unpinned: list[int] = []
-    monkeypatch.setattr(backend, "unpin", lambda _, size, on: unpinned.append(size))
-    monkeypatch.setattr(backend, "pin", refused)
+    monkeypatch.setattr(devices, "unpin", lambda _, size, on: unpinned.append(size))
+    monkeypatch.setattr(devices, "pin", refused)
     check(torch_checks.check_pinning(CPU), "error", "answered 2", "free host memory")
     assert unpinned == []
-    monkeypatch.setattr(backend, "pin", lambda *_: None)
+    monkeypatch.setattr(devices, "pin", lambda *_: None)
     check(torch_checks.check_pinning(CPU), "ok")
     assert unpinned == [64 << 20]
 
@@ -260,8 +260,8 @@ def device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         monkeypatch.setattr(torch.cuda, name, fake)
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     monkeypatch.setattr(doctor, "_ROOT", root)
-    monkeypatch.setattr(backend, "pin", lambda *given: figures["pin"](*given))
-    monkeypatch.setattr(backend, "unpin", lambda *given: None)
+    monkeypatch.setattr(devices, "pin", lambda *given: figures["pin"](*given))
+    monkeypatch.setattr(devices, "unpin", lambda *given: None)
     monkeypatch.setattr(torch_checks, "triton_kernels", lambda: figures["triton"])
 
     def measure_link(*_: object) -> dict[str, float]:

@@ -25,9 +25,10 @@ Pool = Callable[..., Any]
 
 
 def check_shares(found: list[list[float]]) -> None:
-    """In the first cycle storages may share segments of torch's allocator with what stays."""
+    """In the first cycle storages may share segments of torch's allocator with what stays, or
+    with holes that earlier jobs have left, which the driver then has back, too."""
     for first, *later in found:
-        assert 0.9 <= first < 1.2
+        assert first >= 0.9
         assert all(0.99 <= share < 1.2 for share in later), later
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fsdp_offload import FixedAddressRegion, PagedStash, StashOverflowError, TransferConfig
 from fsdp_offload.activations import pages_plain
 from fsdp_offload.activations.pages import PagePool
-from fsdp_offload.core.backend import backend_for
+from fsdp_offload.core.devices import backend_for
 from fsdp_offload.link import HostRange
 from tests.activations import moe
 from tests.helpers.compare import bits

@@ -35,8 +35,8 @@ from torch.utils.checkpoint import checkpoint
 from fsdp_offload.activations import PagedStash
 from fsdp_offload.activations.pages import PagePool
 from fsdp_offload.bench.machine import environment, free_everything
-from fsdp_offload.core.backend import backend_for
 from fsdp_offload.core.config import GIB, MIB, TransferConfig
+from fsdp_offload.core.devices import backend_for
 from fsdp_offload.link import HostRange
 from fsdp_offload.phases import FixedAddressRegion
 

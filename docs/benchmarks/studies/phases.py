@@ -33,8 +33,8 @@ from fsdp_offload.bench.machine import Row, seconds_of, slowest
 from fsdp_offload.bench.model import Job, layers_for, sharded_model
 from fsdp_offload.bench.table import Columns, markdown_table
 from fsdp_offload.core import dtensor
-from fsdp_offload.core.backend import free_bytes, release_cached
 from fsdp_offload.core.config import GIB
+from fsdp_offload.core.devices import free_bytes, release_cached
 from fsdp_offload.core.errors import DeviceError
 
 ROWS: Final = ("offloader", "fixed", "swap", "loop")
@@ -53,6 +53,11 @@ PHASES: Final[Columns] = (
 AWAY_S: Final = 0.1
 """After torch's allocator has given memory back, the first copies to new memory take longer for
 about 20 ms (likely the driver clears what it got); a job is away for longer than that."""
+
+
+def on_all_ranks(holds: bool) -> bool:
+    """Whether it holds on each rank."""
+    return not machine.slowest([float(not holds)])[0]
 
 
 class PinnedLoop:
@@ -147,9 +152,9 @@ def measure(name: str, job: Job, device: torch.device, cycles: int, link: Row) -
     if device.type == "cuda" and name != "swap":
         row["freed_share"] = -max(slowest([-share for share in freed]))
     same = all(torch.equal(*pair) for pair in random_words(tensors, device))
-    row["same_bits"] = machine.on_all_ranks(same)
+    row["same_bits"] = on_all_ranks(same)
     stayed = [tensor.data_ptr() for tensor in tensors] == addresses
-    row["same_addresses"] = machine.on_all_ranks(stayed)
+    row["same_addresses"] = on_all_ranks(stayed)
     if isinstance(mover, PhaseOffloader):
         row["host_over_payload"] = mover.statistics().host_bytes / n_bytes
     for each in (mover, other):
