@@ -9,12 +9,12 @@ from tests.helpers.scripts import Launch
 
 
 def test_measures_stay_below_what_they_are() -> None:
-    assert house.lines() <= 23_320
-    assert house.statements() <= 11_941
+    assert house.lines() <= 22_770
+    assert house.statements() <= 11_706
     assert len(house.sources()) <= 116
     assert len(house.long_files()) <= 1
     assert len(house.files_in_root()) <= 2
-    assert house.classes() <= 209
+    assert house.classes() <= 208
     assert house.lines(list(house.PACKAGE.glob("bench/*.py"))) <= 700
     assert house.long_functions() == []
     assert sum(house.banned_words().values()) <= 2
@@ -35,7 +35,7 @@ def test_private_api_of_torch_is_in_its_files_or_has_a_reason() -> None:
 
 
 def test_every_note_is_cited_from_two_places() -> None:
-    assert len(house.notes()) <= 3
+    assert len(house.notes()) <= 2
     assert min(house.notes().values()) >= 2
 
 
