@@ -26,7 +26,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from .errors import AwayError
+from .errors import AwayError, DeviceError
 
 _MIB: Final = 1 << 20
 
@@ -156,22 +156,21 @@ class AddressPool:
         self._allocator = torch._C._cuda_customAllocator(_pointer(allocate), _pointer(release))
         with torch.cuda.device(device):
             self._pool = torch.cuda.MemPool(self._allocator)
-        self._can_share = cuts_segments(device)
         # torch keeps bare pointers to both, and the pool may end after this object.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object((allocate, self._allocator)))
 
-    def move(self, found: Sequence[torch.UntypedStorage]) -> bool:
+    def move(self, found: Sequence[torch.UntypedStorage]) -> None:
         """Give storages memory of the pool, with their content, on the current stream.
 
         Args:
-            found: one; or several, none of them small, which share a segment.
+            found: one; or several, none of them small, which share a segment, where the allocator
+                :func:`cuts_segments`.
 
-        Returns:
-            False: torch's allocator wanted segments of other sizes than it is known to, or does
-            not cut them; each storage is as before, or was moved.
+        Raises:
+            torch.OutOfMemoryError: ``memory`` has none.
+            DeviceError: torch's allocator wanted segments of other sizes than it is known to; each
+                storage is as before, or was moved.
         """
-        if len(found) > 1 and not self._can_share:
-            return False
         n_bytes = sum(block_bytes(storage.nbytes()) for storage in found)
         size = segment_bytes(n_bytes)
         if size not in self._ready:
@@ -185,14 +184,21 @@ class AddressPool:
                     del whole
                 for storage in found:
                     storage.resize_(storage.nbytes())  # the same size: other memory, and a copy
-        except torch.OutOfMemoryError:
-            self._can_share = self._can_share and len(found) == 1
-            return False
-        finally:
-            start = self._ready[size]
-            if start <= (address or found[0].data_ptr()) < start + size:
-                del self._ready[size]  # it was used, not a rest of an earlier segment
-        return True
+        except torch.OutOfMemoryError as error:  # what was ready was of another size
+            raise elsewhere_error(n_bytes) from error
+        start = self._ready[size]
+        if start <= (address or found[0].data_ptr()) < start + size:
+            del self._ready[size]  # it was used, not a rest of an earlier segment
+
+
+def elsewhere_error(n_bytes: int) -> DeviceError:
+    """Of memory that was to be of an :class:`AddressPool`."""
+    return DeviceError(
+        f"{n_bytes} bytes at a given address",
+        reason="torch's allocator asks for other sizes than it does by default",
+        remedy="use torch 2.13 or later, or take roundup_power2_divisions out of "
+        "PYTORCH_ALLOC_CONF, or leave keep_addresses out",
+    )
 
 
 def _pointer(function: Any) -> int:
