@@ -62,6 +62,13 @@ MOTION = {
 }
 """Calls that move bytes between host and device, or prepare that, by what they are."""
 
+NO_PAYLOAD = {
+    ("fsdp_offload.bench.rows", "CPUOffloadPolicy"): "the peer's own option",
+    ("fsdp_offload.update.kernels.launching", "copy_"): "addresses and sizes, a few KB, for a "
+    "kernel that follows on the same stream",
+}
+"""Calls by module and name that look like motion, with the reason why they are none."""
+
 BACKENDS = ("fsdp_offload.core.backend", "fsdp_offload.core.devices")
 """Modules below the link, which make what it uses."""
 
@@ -342,7 +349,9 @@ def motion(modules: dict[str, ast.Module] | None = None) -> dict[str, list[str]]
         if name.startswith("fsdp_offload.link.") or name in BACKENDS:
             continue
         for node in ast.walk(module):
-            if isinstance(node, ast.Call) and (kind := _kind_of_motion(node)):
+            if not isinstance(node, ast.Call) or (name, _called(node)) in NO_PAYLOAD:
+                continue
+            if kind := _kind_of_motion(node):
                 found[kind].append(f"{name}:{node.lineno}")
     return found
 

@@ -9,8 +9,8 @@ from tests.helpers.scripts import Launch
 
 
 def test_measures_stay_below_what_they_are() -> None:
-    assert house.lines() <= 22_740
-    assert house.statements() <= 11_680
+    assert house.lines() <= 22_756
+    assert house.statements() <= 11_686
     assert len(house.sources()) <= 117
     assert len(house.long_files()) <= 1
     assert len(house.files_in_root()) <= 2
@@ -20,13 +20,13 @@ def test_measures_stay_below_what_they_are() -> None:
     assert sum(house.banned_words().values()) <= 2
     assert house.types_named_twice() == []
     assert len(set(house.floors().values())) <= 8
-    assert len(house.cycles()) <= 2
+    assert len(house.cycles()) <= 1
     assert len(house.global_tables()) <= 3
     assert len(house.movers()) <= 2
     motion = house.motion()
-    assert len(motion["streams"]) <= 5
-    assert len(motion["page-locked memory"]) <= 2
-    assert len(motion["copies"]) <= 3
+    assert len(motion["streams"]) <= 1
+    assert motion["page-locked memory"] == []
+    assert motion["copies"] == []
 
 
 def test_private_api_of_torch_is_in_its_files_or_has_a_reason() -> None:

@@ -27,6 +27,7 @@ from ..plan.activations import StashPlan, make_plan
 from .attach import Attachment
 from .group import StashGroup
 from .pages import INVALID_ROWS, MOST_FAR, MOST_NEAR, MOST_RANGES, OVERFLOWS, PagePool
+from .pages_plain import page_kernels
 from .store import TAILS, RowStore
 
 if TYPE_CHECKING:
@@ -239,7 +240,9 @@ class PagedStash:
             near = torch.empty(numel, dtype=torch.int64, device=self._backend.device)
         else:
             near = region.empty(numel, dtype=torch.int64)
-        return PagePool(self._backend, plan.page_bytes, near, far)
+        return PagePool(
+            self._backend, plan.page_bytes, near, page_kernels(self._backend.device), far
+        )
 
     def _add_tables(self, pool: PagePool, plan: StashPlan, captured_groups: int | None) -> None:
         """For captures, which can make none, and whose kernels have to be compiled before."""

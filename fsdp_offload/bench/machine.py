@@ -22,6 +22,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
+from ..core.config import TransferConfig
+from ..core.devices import backend_for
+from ..link import Block, HostPool, Link
 from .model import Job
 
 Row = dict[str, Any]
@@ -108,18 +111,28 @@ def measure_link(device: torch.device, iterations: int) -> Row:
 
     An iteration is 2 GiB each way, all ranks at the same time; the median of the slowest counts.
     """
-    up, down = (torch.empty(COPY_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2))
-    up_device, down_device = (torch.empty_like(up, device=device) for _ in range(2))
-    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    backend = backend_for(device)
+    pool, link = (
+        HostPool("bench", backend, TransferConfig()),
+        Link(backend, "bench", turn_bytes=None),
+    )
+    host = pool.take(2 * COPY_BYTES)
+    up, down = (
+        Block(
+            [host.tensor(start, COPY_BYTES, torch.uint8)],
+            [torch.empty(COPY_BYTES, dtype=torch.uint8, device=device)],
+        )
+        for start in (0, COPY_BYTES)
+    )
 
     def copy(directions: str) -> None:
         for _ in range(COPIES):
             if "h2d" in directions:
-                with torch.cuda.stream(streams[0]):
-                    up_device.copy_(up, non_blocking=True)
+                up.forget()
+                link.fetch(up)
             if "d2h" in directions:
-                with torch.cuda.stream(streams[1]):
-                    down.copy_(down_device, non_blocking=True)
+                down.changed(None)
+                link.store(down)
 
     row: Row = {}
     for directions in ("h2d", "d2h", "h2d+d2h"):
@@ -127,6 +140,7 @@ def measure_link(device: torch.device, iterations: int) -> Row:
         times = [seconds_of(lambda d=directions: copy(d), device) for _ in range(iterations)]  # type: ignore[misc]
         n_bytes = COPIES * COPY_BYTES * directions.count("2")
         row[f"{directions}_gbps"] = n_bytes / slowest([statistics.median(times)])[0] / 1e9
+    pool.close()
     return row
 
 

@@ -387,8 +387,8 @@ def pin(address: int, n_bytes: int, device: torch.device) -> None:
         raise PinningError(
             f"{n_bytes} bytes of host memory",
             reason=f"cudaHostRegister answered {code}",
-            remedy="raise the locked-memory limit (ulimit -l), offload less, or allow "
-            'pageable memory with TransferConfig(pin="prefer")',
+            remedy="give the container or WSL 2 more memory, offload less, or allow pageable "
+            'memory with TransferConfig(pin="prefer")',
         )
 
 
