@@ -9,7 +9,7 @@ from tests.helpers.scripts import Launch
 
 
 def test_measures_stay_below_what_they_are() -> None:
-    assert house.lines() <= 22_756
+    assert house.lines() <= 22_747
     assert house.statements() <= 11_686
     assert len(house.sources()) <= 117
     assert len(house.long_files()) <= 1

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -116,14 +117,8 @@ def measure_link(device: torch.device, iterations: int) -> Row:
         HostPool("bench", backend, TransferConfig()),
         Link(backend, "bench", turn_bytes=None),
     )
-    host = pool.take(2 * COPY_BYTES)
-    up, down = (
-        Block(
-            [host.tensor(start, COPY_BYTES, torch.uint8)],
-            [torch.empty(COPY_BYTES, dtype=torch.uint8, device=device)],
-        )
-        for start in (0, COPY_BYTES)
-    )
+    hosts = [pool.take(COPY_BYTES).tensor(0, COPY_BYTES, torch.uint8) for _ in range(2)]
+    up, down = (Block([host], [torch.empty_like(host, device=device)]) for host in hosts)
 
     def copy(directions: str) -> None:
         for _ in range(COPIES):
@@ -137,7 +132,7 @@ def measure_link(device: torch.device, iterations: int) -> Row:
     row: Row = {}
     for directions in ("h2d", "d2h", "h2d+d2h"):
         copy(directions)
-        times = [seconds_of(lambda d=directions: copy(d), device) for _ in range(iterations)]  # type: ignore[misc]
+        times = [seconds_of(partial(copy, directions), device) for _ in range(iterations)]
         n_bytes = COPIES * COPY_BYTES * directions.count("2")
         row[f"{directions}_gbps"] = n_bytes / slowest([statistics.median(times)])[0] / 1e9
     pool.close()

@@ -40,11 +40,17 @@ from fsdp_offload.core.errors import DeviceError
 ROWS: Final = ("offloader", "fixed", "swap", "loop")
 PHASES: Final[Columns] = (
     ("GiB", "gib", ".2f"),
-    ("first cycle, s (out / back)", "first_{}_s", ".3f"),
-    ("later, s", "{}_s", ".3f"),
-    ("GB/s", "{}_gbps", ".1f"),
-    ("of the link", "{}_of_link", ".3f"),
-    ("slowest cycle", "worst_{}_of_link", ".3f"),
+    *(
+        (f"{head}, {way}", key.format(way), form)
+        for head, key, form in (
+            ("first cycle, s", "first_{}_s", ".3f"),
+            ("later, s", "{}_s", ".3f"),
+            ("GB/s", "{}_gbps", ".1f"),
+            ("of the link", "{}_of_link", ".3f"),
+            ("slowest cycle", "worst_{}_of_link", ".3f"),
+        )
+        for way in ("out", "back")
+    ),
     ("freed / payload", "freed_share", ".3f"),
     ("host / payload", "host_over_payload", ".4f"),
     ("same bits", "same_bits", ""),
