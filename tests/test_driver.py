@@ -11,7 +11,7 @@ import torch
 from fsdp_offload.core import cuda_driver as driver_module
 from fsdp_offload.core.cuda_driver import Commands, Driver
 from fsdp_offload.core.errors import DeviceError
-from fsdp_offload.phases.pages import Pages
+from fsdp_offload.link.address_range import AddressRange
 
 CUDA = torch.device("cuda", 1)
 UNIT = 2 << 20
@@ -94,8 +94,8 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Library:
     return made
 
 
-def pages_of(n_bytes: int, chunk_bytes: int) -> Pages:
-    return Pages(Driver(CUDA), "kv", n_bytes, chunk_bytes)
+def range_of(n_bytes: int, chunk_bytes: int) -> AddressRange:
+    return AddressRange(Driver(CUDA), "kv", n_bytes, chunk_bytes)
 
 
 def test_structures_have_the_drivers_sizes() -> None:
@@ -104,33 +104,34 @@ def test_structures_have_the_drivers_sizes() -> None:
 
 
 def test_chunks_come_and_go(library: Library) -> None:
-    pages = pages_of(3 * UNIT + 1, 2 * UNIT)
-    assert pages.chunks == [(pages.address + i * 2 * UNIT, 2 * UNIT) for i in range(2)]
-    assert library.mapped == {pages.address: 2 * UNIT, pages.address + 2 * UNIT: 2 * UNIT}
+    made = range_of(3 * UNIT + 1, 2 * UNIT)
+    first, second = made.chunks()
+    assert library.mapped == {made.address: 2 * UNIT, made.address + 2 * UNIT: 2 * UNIT}
     assert not library.handles
-    pages.unmap(1)
-    assert not pages.is_present
-    assert library.mapped == {pages.address: 2 * UNIT}
-    pages.map(1)
-    pages.unmap(0)
-    del pages
+    second.release()
+    assert not made.is_present
+    assert library.mapped == {made.address: 2 * UNIT}
+    second.restore()
+    first.release()
+    del made, first, second
     assert not library.mapped
     assert not library.ranges
 
 
 @pytest.mark.parametrize("call", ["cuMemCreate", "cuMemMap", "cuMemSetAccess"])
 def test_a_failed_call_leaks_nothing(library: Library, call: str) -> None:
-    pages = pages_of(2 * UNIT, UNIT)
-    pages.unmap(0)
+    made = range_of(2 * UNIT, UNIT)
+    chunk = made.chunks()[0]
+    chunk.release()
     library.fail[call] = 999
     before = (library.left, dict(library.mapped))
     with pytest.raises(DeviceError, match="answered 999"):
-        pages.map(0)
-    assert not pages.is_present
+        chunk.restore()
+    assert not made.is_present
     assert not library.handles
     assert (library.left, library.mapped) == before
     library.fail.clear()
-    pages.map(0)
+    chunk.restore()
 
 
 def test_no_memory_gives_everything_back(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,7 +139,7 @@ def test_no_memory_gives_everything_back(library: Library, monkeypatch: pytest.M
     emptied: list[int] = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(1))
     with pytest.raises(torch.OutOfMemoryError):
-        pages_of(6 * UNIT, UNIT)
+        range_of(6 * UNIT, UNIT)
     assert emptied
     assert not library.mapped
     assert not library.ranges
@@ -148,15 +149,15 @@ def test_no_memory_gives_everything_back(library: Library, monkeypatch: pytest.M
 def test_memory_from_torchs_cache(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
     library.left = 0
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: setattr(library, "left", UNIT))
-    assert pages_of(UNIT, UNIT).is_present
+    assert range_of(UNIT, UNIT).is_present
 
 
 def test_a_refused_unmapping_leaves_the_chunk(library: Library) -> None:
-    pages = pages_of(UNIT, UNIT)
+    made = range_of(UNIT, UNIT)
     library.fail["cuMemUnmap"] = 1
     with pytest.raises(DeviceError, match="unmapping"):
-        pages.unmap(0)
-    assert pages.is_present
+        made.chunks()[0].release()
+    assert made.is_present
     library.fail.clear()
 
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from ..plan.activations import GroupRows, StashPlan
 from .attach import Attachment
-from .group import Group
+from .group import StashGroup
 from .offload import ActivationOffload, OffloadStatistics
 from .stash import PagedStash, StashStatistics
 
 __all__ = [
     "ActivationOffload",
     "Attachment",
-    "Group",
     "GroupRows",
     "OffloadStatistics",
     "PagedStash",
+    "StashGroup",
     "StashPlan",
     "StashStatistics",
 ]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from .group import Group
+from .group import StashGroup
 
 
 class Attachment:
@@ -17,13 +17,13 @@ class Attachment:
 
     def __init__(
         self,
-        make_group: Callable[[], Group],
+        make_group: Callable[[], StashGroup],
         scope: nn.Module,
         rows: Callable[..., Tensor],
         at: nn.Module,
     ) -> None:
         self._make_group, self._rows = make_group, rows
-        self._group: Group | None = None
+        self._group: StashGroup | None = None
         self._handles: list[RemovableHandle] = [
             scope.register_forward_pre_hook(self._enter, prepend=True),
             at.register_forward_pre_hook(self._say_rows),

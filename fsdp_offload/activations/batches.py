@@ -1,6 +1,5 @@
 """Saved tensors in batches to host memory and back, beside what computes.
 
-[Note: who waits for whom]
 *Out*: a store waits for an event of the compute stream, which has produced what is copied, and for
 the last fetch, whose host memory it may write to. Device memory is held until the store has
 completed, or the compute stream waits for it, because too much is held. *Back*: memory is taken on
@@ -8,12 +7,10 @@ the compute stream; the fetch waits for an event of that, which may be using it 
 store. The compute stream waits once per batch, before it first reads, or before memory that no
 backward has asked for goes.
 
-[Note: where a batch is]
 DIRTY: what was saved, in its own memory. STORING: that is held until the copy has ended. HOST: it
 went. FETCHING: it has memory again, which the next backward will ask for; without ``arrived`` it
 never went. DEVICE: each range was given its memory.
 
-[Note: turns]
 FSDP2's backward sends a table to the device for each group (core/fsdp.py), and the compute stream
 waits for it. Behind whole batches this took 17 ms of an iteration of 280 on an H100, 5 in turns of
 8 MiB, 2 in turns of 4. Copies out use another engine.
@@ -36,12 +33,12 @@ from ..core.errors import ClosedError, DeviceError
 from ..link import Block, HostPool, Link, Residence
 from ..link.host_pool import Intervals
 from .handles import MemoryRange, written_error
-from .selection import Span
+from .selection import ByteRange
 
 AHEAD: Final = 2
 """Batches that are brought back before they are needed."""
 TURN_BYTES: Final = 4 * MIB
-"""Of a copy back: see [Note: turns]."""
+"""Of a copy back: see the module's docstring."""
 _ALIGNMENT_BYTES: Final = 64  # of ranges in host memory
 
 
@@ -94,7 +91,7 @@ class Batch(Block):
         self.start: int | None = None  # of its host memory
         self.index = 0
 
-    def add(self, tensor: Tensor, span: Span) -> SavedRange:
+    def add(self, tensor: Tensor, span: ByteRange) -> SavedRange:
         """A further range, which ``tensor`` lies in."""
         n_bytes = span.end_bytes - span.start_bytes
         made = SavedRange(self, tensor)

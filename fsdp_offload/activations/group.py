@@ -1,6 +1,5 @@
 """One group: hooks for what autograd saves while it is open.
 
-[Note: when rows come back]
 With the first handle that backward asks for, all of a group does, on the stream that is current
 then. A range's memory goes with the last handle of it, or as late as the caller's graph does
 (``retain_graph``).
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from ..core import storage as storages
 from ..core.errors import ActivationError, ConfigError
-from .handles import Handle, MemoryRange, Saver, unpack
+from .handles import MemoryRange, SavedTensor, Saver, unpack
 from .selection import Rows, View, rows_or_reason
 from .store import Held, RowStore
 
@@ -54,13 +53,13 @@ class SavedRows:
             self._store.dropped.append(self.held)
 
 
-class Group:
+class StashGroup:
     """The saved tensors of one call of an expert layer: see :meth:`.PagedStash.group`."""
 
     def __init__(self, store: RowStore) -> None:
         self._store = store
         self._hooks: torch.autograd.graph.saved_tensors_hooks | None = None
-        self._handles: list[weakref.ref[Handle]] = []
+        self._handles: list[weakref.ref[SavedTensor]] = []
         self._asked_to_keep: list[Tensor] = []
         self._outer: Saver | None = None  # an ActivationOffload's, which gets what is kept
         self._capacity = 0
@@ -97,7 +96,7 @@ class Group:
         self._asked_to_keep += tensors
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
-    def __enter__(self) -> Group:
+    def __enter__(self) -> StashGroup:
         if not torch.is_grad_enabled():
             return self
         hook = storages.saved_tensor_hook()
@@ -140,12 +139,12 @@ class Group:
             self._asked_to_keep.clear()
             self._count = None
 
-    def _pack(self, tensor: Tensor) -> Handle:
-        handle = Handle(tensor)
+    def _pack(self, tensor: Tensor) -> SavedTensor:
+        handle = SavedTensor(tensor)
         self._handles.append(weakref.ref(handle))
         return handle
 
-    def _close(self, handles: list[Handle]) -> None:
+    def _close(self, handles: list[SavedTensor]) -> None:
         """Copy away what is taken of the saved tensors, and let go of them."""
         if self._count is None:
             raise ActivationError(
@@ -159,7 +158,7 @@ class Group:
         saved = SavedRows(store, self._capacity)
         ranges: dict[tuple[int, Rows], MemoryRange] = {}
         words: list[Tensor] = []
-        taken: list[tuple[Handle, MemoryRange, View]] = []
+        taken: list[tuple[SavedTensor, MemoryRange, View]] = []
         asked = {storages.identity(t.untyped_storage()) for t in self._asked_to_keep}
         for handle in handles:
             tensor = handle.tensor

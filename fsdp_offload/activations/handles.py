@@ -1,6 +1,5 @@
 """What autograd's graph has in the place of saved tensors, wherever their memory is.
 
-[Note: no cycles]
 A node of autograd's graph holds its saved tensors' handles, and both hooks as long as those. So
 neither a hook nor a handle may lead back to the node: a kept tensor is detached, a handle knows its
 memory range and that knows what it was saved with, which knows ranges only weakly. All go by
@@ -44,7 +43,7 @@ class MemoryRange:
         return self.words
 
 
-class Handle:
+class SavedTensor:
     """What autograd's graph has in the place of a saved tensor."""
 
     __slots__ = ("__weakref__", "memory", "tensor", "version", "view")
@@ -74,7 +73,7 @@ class Handle:
             raise written_error(tensor.shape, tensor.dtype)
 
 
-def unpack(handle: Handle) -> Tensor:
+def unpack(handle: SavedTensor) -> Tensor:
     """The saved tensor: the hook for all handles."""
     if handle.memory is not None and handle.view is not None:
         return handle.view.over(handle.memory.restored())
@@ -86,13 +85,13 @@ def unpack(handle: Handle) -> Tensor:
 class Saver:
     """Takes saved tensors; what a group inside of it keeps, too."""
 
-    def save(self, handle: Handle) -> None:
+    def save(self, handle: SavedTensor) -> None:
         """Take the handle's tensor, or let the handle keep it."""
         raise NotImplementedError
 
-    def pack(self, tensor: Tensor) -> Handle:
+    def pack(self, tensor: Tensor) -> SavedTensor:
         """The hook."""
-        handle = Handle(tensor)
+        handle = SavedTensor(tensor)
         self.save(handle)
         return handle
 

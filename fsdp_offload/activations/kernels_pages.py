@@ -7,7 +7,7 @@ and pages there are is read on the device.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import triton
 import triton.language as tl
@@ -15,20 +15,18 @@ from torch import Tensor
 
 from ..update.kernels.elementwise import pick, row_of
 from ..update.kernels.launching import Kernel
+from .pages import MOST_RANGES, NEAR, ROWS, TOTAL, PagePool, PageTable
 
-if TYPE_CHECKING:
-    from .pages import PagePool, PageTable
+CAN_CAPTURE: Final = True
 
 PROGRAMS: Final = 264
 """Two per multiprocessor: 92 % of ``copy_`` on an H200, where 132 reach 80 %."""
 TILE: Final = 2048
 """Words that a program has on their way: four accesses of 16 bytes per thread."""
 BLOCK: Final = 1024
-_RANGES: Final = 8
-# Places in a table's record and in the pool's flags: see pages.py.
-_TOTAL: tl.constexpr = tl.constexpr(8)
-_NEAR: tl.constexpr = tl.constexpr(9)
-_ROWS: tl.constexpr = tl.constexpr(10)
+_TOTAL: tl.constexpr = tl.constexpr(TOTAL)
+_NEAR: tl.constexpr = tl.constexpr(NEAR)
+_ROWS: tl.constexpr = tl.constexpr(ROWS)
 
 
 @triton.jit
@@ -141,7 +139,7 @@ _MOVE = Kernel(_move, num_warps=8)
 
 
 def _eight(row_bytes: Sequence[int]) -> tuple[int, ...]:
-    return (*row_bytes, *(0,) * (_RANGES - len(row_bytes)))
+    return (*row_bytes, *(0,) * (MOST_RANGES - len(row_bytes)))
 
 
 def claim(
@@ -171,7 +169,7 @@ def move(
     out: bool,
 ) -> None:
     """See :func:`.pages_plain.move`."""
-    memories = (*words, *(words[0],) * (_RANGES - len(words)))
+    memories = (*words, *(words[0],) * (MOST_RANGES - len(words)))
     far = pool.far if pool.n_far else pool.near
     operands = (*memories, pool.near, far, table.pages, table.record)
     integers = (pool.n_near, *_eight(row_bytes))

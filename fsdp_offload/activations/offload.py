@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from ..core import storage as storages
-from ..core.backend import backend_for
 from ..core.config import MIB, TransferConfig, parse_bytes
+from ..core.devices import backend_for
 from ..core.errors import ActivationError, ConfigError, DeviceError, check_open, copy_error
 from ..link import HostPool, held_bytes
 from .batches import BatchCopies, SavedRange
-from .handles import Handle, Saver, unpack
-from .selection import Span, View, span_or_reason
+from .handles import SavedTensor, Saver, unpack
+from .selection import ByteRange, View, span_or_reason
 
 _log = logging.getLogger("fsdp_offload")
 
@@ -57,7 +57,7 @@ class _Known(NamedTuple):
     """A span that was seen in this iteration."""
 
     storage: weakref.ref[torch.UntypedStorage]
-    span: Span
+    span: ByteRange
     version: int
     found: weakref.ref[SavedRange]
 
@@ -173,12 +173,12 @@ class ActivationOffload(Saver):
         copies.first_index, self._ranges_before = copies.counts["batches"], counts["ranges"]
         self._known.clear()
 
-    def save(self, handle: Handle) -> None:
+    def save(self, handle: SavedTensor) -> None:
         """As of :class:`.Saver`."""
         tensor = handle.tensor
         assert tensor is not None
         span = span_or_reason(tensor, self._backend.device, LEAST_BYTES)
-        if isinstance(span, Span) and self._backend.is_capturing():
+        if isinstance(span, ByteRange) and self._backend.is_capturing():
             span = "a CUDA graph capture"
         if isinstance(span, str):
             self._kept[span] += 1
@@ -191,7 +191,7 @@ class ActivationOffload(Saver):
         if self._copies.open.n_bytes >= BATCH_BYTES:
             self._copies.send()
 
-    def _range_of(self, tensor: Tensor, span: Span) -> tuple[SavedRange, Span]:
+    def _range_of(self, tensor: Tensor, span: ByteRange) -> tuple[SavedRange, ByteRange]:
         """The range that a span lies in, which is new or was taken before."""
         storage = tensor.untyped_storage()
         entries = self._known.setdefault(storages.identity(storage), [])

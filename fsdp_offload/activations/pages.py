@@ -1,12 +1,10 @@
 """Pages of one pool of bytes: which are free, and which a group has. All of it is on the device.
 
-[Note: nothing is known on the host]
 How many rows exist is a number on the device. So a group's pages are claimed, filled, read and
 released by kernels (kernels_pages.py) whose arguments never change: a CUDA graph replays them.
 Free pages are two stacks of ids, one for the device's memory (near) and one for the host's (far).
 Where groups come back in the opposite order, the stacks are then as they were, bit for bit.
 
-[Note: page tables and captures]
 A claim first releases what its table still holds, so a graph whose forward is replayed without its
 backward loses no pages. A table that a capture has used belongs to that graph for good: were it
 used outside, too, a replay would release pages of a group that is live. Those for captures are made
@@ -27,13 +25,13 @@ from torch import Tensor
 from ..core.backend import Backend
 from ..core.errors import ActivationError
 from ..link import HostRange
-from ..update.kernels import triton_kernels
-from . import pages_plain
 
 MOST_RANGES: Final = 8
 """Memory ranges that one table has pages of."""
 RECORD_NUMEL: Final = 16
-"""Of a record: the number of the first page of each range, then total, near pages and rows."""
+"""Of a record: the number of the first page of each range, then what follows."""
+TOTAL, NEAR, ROWS = 8, 9, 10
+"""Places in a record: pages, near ones of them, rows."""
 OVERFLOWS, INVALID, INVALID_ROWS, MOST_NEAR, MOST_FAR = range(5)
 """Of the flags: how often, a count that was, the most pages in use."""
 FLAGS_NUMEL: Final = 8
@@ -57,8 +55,8 @@ class PagePool:
         backend: of the device.
         page_bytes: a power of two.
         near: int64, 1-D, contiguous, on the device: whole pages, at least one.
+        kernels: as of :func:`.pages_plain.page_kernels`.
         arena: memory of the far pages; None: there are none.
-        kernels: ``None``: Triton's where the device is CUDA's, else plain operations.
     """
 
     def __init__(
@@ -66,8 +64,8 @@ class PagePool:
         backend: Backend,
         page_bytes: int,
         near: Tensor,
+        kernels: ModuleType,
         arena: HostRange | None = None,
-        kernels: ModuleType | None = None,
     ) -> None:
         self.page_bytes, self.page_words = page_bytes, page_bytes // 8
         self.near, self.far = near, near[:0]
@@ -82,7 +80,7 @@ class PagePool:
         self.free = torch.arange(self.n_near + self.n_far, dtype=torch.int32, device=device)
         self.tops = torch.tensor([self.n_near, self.n_far], device=device)
         self.flags = torch.zeros(FLAGS_NUMEL, dtype=torch.int64, device=device)
-        self.kernels = kernels or _kernels(device)
+        self.kernels = kernels
         self._tables: list[PageTable] = []
         self._tables_to_capture: list[PageTable] = []
         self._captured: list[PageTable] = []
@@ -90,7 +88,7 @@ class PagePool:
     @property
     def can_capture(self) -> bool:
         """Whether its work can be replayed by a graph."""
-        return self.kernels is not pages_plain
+        return bool(self.kernels.CAN_CAPTURE)
 
     def add_tables(self, count: int, n_pages: int) -> None:
         """Make tables of up to ``n_pages`` pages for captures."""
@@ -144,11 +142,3 @@ class PagePool:
     def n_free(self) -> int:
         """Pages that could be claimed. The host waits for the device."""
         return int(self.tops.sum())
-
-
-def _kernels(device: torch.device) -> ModuleType:
-    if device.type != "cuda" or triton_kernels() is None:
-        return pages_plain
-    from . import kernels_pages
-
-    return kernels_pages

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from types import ModuleType
+from typing import Final
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from .pages import PagePool, PageTable
+from ..update.kernels import triton_kernels
+from .pages import NEAR, ROWS, TOTAL, PagePool, PageTable
 
-# Places in a table's record and in the pool's flags: see pages.py.
-_TOTAL, _NEAR, _ROWS = 8, 9, 10
+CAN_CAPTURE: Final = False
+
+
+def page_kernels(device: torch.device) -> ModuleType:
+    """Return the module with ``claim``, ``move`` and ``release``: Triton's on CUDA, else this."""
+    if device.type != "cuda" or triton_kernels() is None:
+        return sys.modules[__name__]
+    from . import kernels_pages
+
+    return kernels_pages
 
 
 def claim(
@@ -64,13 +74,13 @@ def claim(
 
 def release(pool: PagePool, table: PageTable) -> None:
     """Put a table's pages back. Again: nothing."""
-    total, near = table.record[_TOTAL : _NEAR + 1].tolist()
+    total, near = table.record[TOTAL : NEAR + 1].tolist()
     near_free, far_free = pool.tops.tolist()
     ids, far_at = table.pages[:total], pool.n_near + far_free
     pool.free[near_free : near_free + near] = ids[:near].flip(0)
     pool.free[far_at : far_at + total - near] = ids[near:].flip(0)
     pool.tops += torch.tensor([near, total - near], device=pool.device)
-    table.record[_TOTAL : _NEAR + 1] = 0
+    table.record[TOTAL : NEAR + 1] = 0
 
 
 def move(
@@ -101,10 +111,10 @@ def _places(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Memory of the rows, and what it is in the pool, page by page."""
     record = table.record.tolist()
-    ids = table.pages[: record[_TOTAL]].tolist()
+    ids = table.pages[: record[TOTAL]].tolist()
     for index, (memory, each) in enumerate(zip(words, row_bytes, strict=True)):
-        end = record[index + 1] if index + 1 < 8 else record[_TOTAL]
-        rows = memory[: record[_ROWS] * each // 8]
+        end = record[index + 1] if index + 1 < 8 else record[TOTAL]
+        rows = memory[: record[ROWS] * each // 8]
         pages = ids[record[index] : end]
         for page, inside in zip(pages, rows.split(pool.page_words) if pages else (), strict=True):
             is_near = page < pool.n_near

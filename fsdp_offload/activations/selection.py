@@ -1,14 +1,12 @@
 """Which saved tensors are taken, and what of their memory is copied: pure functions.
 
-[Note: rows and memory]
 A tensor is taken if its dim 0 is the group's, so that row ``i`` of it is row ``i`` of the buffer.
 What is copied are whole rows of the memory that it views: ``gate`` and ``up``, two chunks of one
 tensor, have the same :class:`Rows`, which are copied once. Rows beyond the count are not copied, so
 a parameter, whose rows all count, must never be taken: not as it is, not as a view, not as a cast.
 
-[Note: spans]
 What is copied to the host is what a tensor spans, or all of what it is a chunk of: query, key and
-value, interleaved in one product, have the same :class:`Span`.
+value, interleaved in one product, have the same :class:`ByteRange`.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ class Rows(NamedTuple):
     """Likewise a multiple."""
 
 
-class Span(NamedTuple):
+class ByteRange(NamedTuple):
     """Bytes of one storage."""
 
     start_bytes: int
@@ -43,7 +41,7 @@ class Span(NamedTuple):
 
 
 class View(NamedTuple):
-    """A tensor over :class:`Rows` or a :class:`Span`."""
+    """A tensor over :class:`Rows` or a :class:`ByteRange`."""
 
     dtype: torch.dtype
     size: torch.Size
@@ -52,7 +50,7 @@ class View(NamedTuple):
     """From the beginning of those."""
 
     @classmethod
-    def of(cls, tensor: Tensor, whole: Rows | Span) -> View:
+    def of(cls, tensor: Tensor, whole: Rows | ByteRange) -> View:
         """The view that ``tensor`` is."""
         offset_bytes = int(tensor.storage_offset()) * tensor.itemsize - whole.start_bytes
         return cls(tensor.dtype, tensor.size(), tensor.stride(), offset_bytes)
@@ -86,7 +84,7 @@ def rows_or_reason(tensor: Tensor, capacity: int, device: torch.device) -> Rows 
     return rows
 
 
-def span_or_reason(tensor: Tensor, device: torch.device, least_bytes: int) -> Span | str:
+def span_or_reason(tensor: Tensor, device: torch.device, least_bytes: int) -> ByteRange | str:
     """As :func:`rows_or_reason`, of a tensor whose elements all count.
 
     Args:
@@ -102,7 +100,7 @@ def span_or_reason(tensor: Tensor, device: torch.device, least_bytes: int) -> Sp
     if end - start < least_bytes:
         return "small"
     end = min(-(-end // ALIGNMENT) * ALIGNMENT, tensor.untyped_storage().nbytes())
-    return Span(start // ALIGNMENT * ALIGNMENT, end)
+    return ByteRange(start // ALIGNMENT * ALIGNMENT, end)
 
 
 def _span_of(tensor: Tensor) -> tuple[int, int]:

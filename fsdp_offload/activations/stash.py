@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..core.backend import backend_for
 from ..core.config import MIB, SMALL_BYTES, TransferConfig, parse_bytes, sized
+from ..core.devices import backend_for
 from ..core.errors import (
     ActivationError,
     ConfigError,
@@ -25,8 +25,9 @@ from ..core.errors import (
 from ..link import HostPool
 from ..plan.activations import StashPlan, make_plan
 from .attach import Attachment
-from .group import Group
+from .group import StashGroup
 from .pages import INVALID_ROWS, MOST_FAR, MOST_NEAR, MOST_RANGES, OVERFLOWS, PagePool
+from .pages_plain import page_kernels
 from .store import TAILS, RowStore
 
 if TYPE_CHECKING:
@@ -112,7 +113,7 @@ class PagedStash:
     # ------------------------------------------------------------------ groups
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
-    def group(self, x: Tensor | None = None, rows: Tensor | None = None) -> Group:
+    def group(self, x: Tensor | None = None, rows: Tensor | None = None) -> StashGroup:
         """A context manager: what is saved inside, and has as many rows as ``x``, is kept in pages.
 
         Example::
@@ -123,15 +124,15 @@ class PagedStash:
                 y = combine(experts(routed, counts))
 
         Args:
-            x: as of :meth:`.Group.rows`, if the buffer exists before.
+            x: as of :meth:`.StashGroup.rows`, if the buffer exists before.
             rows: how many of its rows exist.
 
         Raises:
-            ConfigError: only one of them is given, or :meth:`.Group.rows` refuses them.
+            ConfigError: only one of them is given, or :meth:`.StashGroup.rows` refuses them.
             ClosedError: the stash is closed, or of another process.
         """
         self._store.check_usable("group()")
-        made = Group(self._store)
+        made = StashGroup(self._store)
         if (x is None) != (rows is None):
             raise ConfigError(
                 "group() with one of x and rows", reason="both are needed", remedy="pass both"
@@ -239,7 +240,9 @@ class PagedStash:
             near = torch.empty(numel, dtype=torch.int64, device=self._backend.device)
         else:
             near = region.empty(numel, dtype=torch.int64)
-        return PagePool(self._backend, plan.page_bytes, near, far)
+        return PagePool(
+            self._backend, plan.page_bytes, near, page_kernels(self._backend.device), far
+        )
 
     def _add_tables(self, pool: PagePool, plan: StashPlan, captured_groups: int | None) -> None:
         """For captures, which can make none, and whose kernels have to be compiled before."""

@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..core.backend import TimedEvent, backend_for
+from ..core.backend import TimedEvent
 from ..core.config import GIB
+from ..core.devices import backend_for
 from ..core.errors import OffloadError
 from ..core.progress import progress
 from ..optimizer.hybrid import HybridDeviceOptimizer

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,6 +23,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
+from ..core.config import TransferConfig
+from ..core.devices import backend_for
+from ..link import Block, HostPool, Link
 from .model import Job
 
 Row = dict[str, Any]
@@ -53,11 +57,6 @@ def slowest(values: Sequence[float]) -> list[float]:
     tensor = torch.tensor(values, dtype=torch.float64)
     dist.all_reduce(tensor, dist.ReduceOp.MAX)
     return tensor.tolist()
-
-
-def on_all_ranks(holds: bool) -> bool:
-    """Whether it holds on each rank."""
-    return not slowest([float(not holds)])[0]
 
 
 def merged(row: Row) -> Row:
@@ -113,25 +112,30 @@ def measure_link(device: torch.device, iterations: int) -> Row:
 
     An iteration is 2 GiB each way, all ranks at the same time; the median of the slowest counts.
     """
-    up, down = (torch.empty(COPY_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2))
-    up_device, down_device = (torch.empty_like(up, device=device) for _ in range(2))
-    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    backend = backend_for(device)
+    pool, link = (
+        HostPool("bench", backend, TransferConfig()),
+        Link(backend, "bench", turn_bytes=None),
+    )
+    hosts = [pool.take(COPY_BYTES).tensor(0, COPY_BYTES, torch.uint8) for _ in range(2)]
+    up, down = (Block([host], [torch.empty_like(host, device=device)]) for host in hosts)
 
     def copy(directions: str) -> None:
         for _ in range(COPIES):
             if "h2d" in directions:
-                with torch.cuda.stream(streams[0]):
-                    up_device.copy_(up, non_blocking=True)
+                up.forget()
+                link.fetch(up)
             if "d2h" in directions:
-                with torch.cuda.stream(streams[1]):
-                    down.copy_(down_device, non_blocking=True)
+                down.changed(None)
+                link.store(down)
 
     row: Row = {}
     for directions in ("h2d", "d2h", "h2d+d2h"):
         copy(directions)
-        times = [seconds_of(lambda d=directions: copy(d), device) for _ in range(iterations)]  # type: ignore[misc]
+        times = [seconds_of(partial(copy, directions), device) for _ in range(iterations)]
         n_bytes = COPIES * COPY_BYTES * directions.count("2")
         row[f"{directions}_gbps"] = n_bytes / slowest([statistics.median(times)])[0] / 1e9
+    pool.close()
     return row
 
 

@@ -71,7 +71,7 @@ class Job:
         return self.layers * per_layer + self.vocabulary * self.dim + self.dim
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """Attention and MLP, each behind a norm; no bias, no dropout."""
 
     def __init__(self, dim: int, heads: int) -> None:
@@ -101,7 +101,7 @@ class GPT(nn.Module):
         super().__init__()
         self.is_checkpointed = job.checkpointed
         self.tokens = nn.Embedding(job.vocabulary, job.dim)
-        self.blocks = nn.ModuleList(Block(job.dim, job.heads) for _ in range(job.layers))
+        self.blocks = nn.ModuleList(TransformerBlock(job.dim, job.heads) for _ in range(job.layers))
         self.norm = nn.RMSNorm(job.dim)
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 Columns = Sequence[tuple[str, str, str]]
-"""Head, key of the figure, format. A key with ``{}`` stands for two figures, out and back."""
+"""Head, key of the figure, format."""
 
 ITERATIONS: Final[Columns] = (
     ("iteration, ms", "iteration_ms", ".1f"),
@@ -21,11 +21,7 @@ ITERATIONS: Final[Columns] = (
 
 
 def _cell(row: Mapping[str, Any], key: str, form: str) -> str:
-    keys = [key.format(way) for way in ("out", "back")] if "{}" in key else [key]
-    values = [row.get(key) for key in keys]
-    if None in values:
-        return ""
-    return " / ".join(str(value) if not form else f"{value:{form}}" for value in values)
+    return "" if row.get(key) is None else format(row[key], form)
 
 
 def markdown_table(report: Mapping[str, Any], all_columns: Columns) -> str:

@@ -1,4 +1,4 @@
-"""Checkpoints: what is saved, how it is laid out in files, and how it comes back."""
+"""Save, load and export checkpoints, as plugins of ``torch.distributed.checkpoint``."""
 
 from __future__ import annotations
 

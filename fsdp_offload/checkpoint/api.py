@@ -1,20 +1,17 @@
 """``save``, ``async_save`` and ``load``: DCP's own steps with this package's plugins.
 
-[Note: collectives]
-Those of DCP, of small objects: a save gathers the plans, scatters the deduplicated ones, gathers
-where items were written and broadcasts the outcome; a load gathers and scatters plans and gathers
-the outcome. They travel over a gloo group of their own, so that they do not meet those of the
-training. Packing and chunk metadata need none.
+They are DCP's, of small objects: a save gathers the plans, scatters the deduplicated ones, gathers
+the items' places and broadcasts the outcome; a load gathers and scatters plans and gathers the
+outcome. They run over a gloo group of their own, apart from the collectives of the training.
+Packing and chunk metadata need none.
 
-[Note: absent ranks]
-Before the first of them, and before their group is made, all ranks meet at the store of the process
-group, where those that wait can tell who is absent. There they agree, too, whether a new gloo group
-is needed: a rank whose collectives failed half-way drops its group, whose connections end with the
-error's last frame; the other ranks then fail, too.
+Before the first collective, and before their group is made, all ranks meet at the store of the
+process group, where those that wait can tell which ranks are absent. There they also agree whether
+they need a new gloo group: a rank whose collectives failed half-way drops its group, whose
+connections end with the error's last frame; then the other ranks fail, too.
 
-[Note: Ctrl-C]
-It ends a rank's wait for others, before they have met. From then on it comes only inside of DCP's
-local steps, which tell all ranks of it, or at the end: nobody waits for a rank that is not coming.
+It ends a rank's wait for others, before they have met. From then on it comes only inside DCP's
+local steps, which tell all ranks of it, or at the end: no rank waits for one that is not coming.
 """
 
 from __future__ import annotations
@@ -52,26 +49,26 @@ from .folder import checked
 from .planner import FlatSavePlanner, JobLoadPlanner
 from .reader import Reader
 from .stager import Stager
-from .state import Models, class_name, collect, held, refuse_inherited, wrapper_of
+from .state import Models, checked_optimizer, class_name, collect, held, wait_for
 from .writer import Writer, without_group
 
 _log = logging.getLogger("fsdp_offload")
 
 Folder = str | os.PathLike[str]
 
-# One per process group that ranks were started with, and its number: making one is a collective.
+# By default process group, the group for saves and its number: making one is a collective.
 # torch keeps it alive until destroy_process_group(); kept any longer, one of gloo's threads may
 # still be dropping a tensor when the interpreter ends, which aborts the process.
 _groups: weakref.WeakKeyDictionary[object, tuple[weakref.ref[dist.ProcessGroup], int]]
 _groups = weakref.WeakKeyDictionary()
-# Of what an async_save is given; reserving memory anew each time would take longer than the copy.
+# By optimizer or model: reserving memory for each save would take longer than the copy.
 _stagers: weakref.WeakKeyDictionary[Any, Stager] = weakref.WeakKeyDictionary()
 
 _LEFT: Final = b"left"
 _SAVES: Final = "fsdp-offload-save"
 """Name of the threads that save."""
 _ABSENT_S: Final = 30.0
-"""After so long the log names the ranks that others wait for."""
+"""After this time the log names absent ranks."""
 
 
 def save(
@@ -86,33 +83,39 @@ def save(
 ) -> None:
     """Save weights, optimizer state and ``extra`` as one checkpoint. All ranks call it.
 
-    Written aside and renamed when complete, so that whatever happens ``path`` is a complete
-    checkpoint or does not exist. ``torch.distributed.checkpoint.load`` reads it too.
+    The files appear at ``path`` in one step when all are complete: whatever happens, ``path`` is a
+    complete checkpoint or does not exist. ``torch.distributed.checkpoint.load`` reads it too.
 
     Args:
         path: the folder to make, on a file system that all ranks share.
         model: the model, or the parts of a pipeline.
         optimizer: a :class:`HybridDeviceOptimizer` or a plain optimizer; ``None``: weights only.
         extra: anything else (step count, scheduler and data loader states): plain Python values
-            and CPU tensors. That of rank 0 is kept.
+            and CPU tensors. The checkpoint gets that of rank 0.
         overwrite: replace a checkpoint at ``path``.
-        keep_last: remove older complete checkpoints beside ``path`` whose names differ from its
-            name in numbers alone, so that so many stay.
-        threads: that write; ``None``: this rank's share of the cores, at most 16.
+        keep_last: number of complete checkpoints that stay, ``path`` and those beside it whose
+            names differ from its name in numbers alone; older ones are removed.
+        threads: number of writing threads; ``None``: this rank's share of the cores, at most 16.
 
     Raises:
         CheckpointError: ``path`` exists, or the file system refused. Raised on all ranks.
-        ConfigError: an argument is wrong, or ``extra`` holds what cannot be loaded safely.
+        ConfigError: an argument is wrong, or a load would refuse ``extra`` as unsafe.
         LaneError: the optimizer has failed.
     """
-    refuse_inherited(optimizer := wrapper_of(optimizer))
+    optimizer = checked_optimizer(optimizer)
+
+    def state() -> dict[str, Any]:
+        found = collect(listed(model), optimizer, extra)
+        wait_for(listed(model))
+        return found
+
     kind = class_name(optimizer)
     writer = Writer(
         path, overwrite=overwrite, keep_last=keep_last, threads=threads, optimizer_class=kind
     )
-    planner = FlatSavePlanner(lambda: collect(listed(model), optimizer, extra))
     with held_back() as interrupt:
-        run_save(writer, planner, coordination_group("save", interrupt), held(optimizer))
+        group = coordination_group("save", interrupt)
+        run_save(writer, FlatSavePlanner(state), group, held(optimizer))
 
 
 def async_save(
@@ -125,11 +128,11 @@ def async_save(
     keep_last: int | None = None,
     threads: int | None = None,
 ) -> Future[None]:
-    """As :func:`save`, but training goes on while a thread writes.
+    """Save as :func:`save` does, but on a thread, beside the training.
 
-    State and weights are copied into host memory (page-locked where a device is used) that is
-    reserved at the first call and kept until the optimizer, or the model without one, goes.
-    Another save or a load waits for this one.
+    The caller is blocked until the Stager has copied state and weights into host memory
+    (page-locked where a device is used), which it reserves at the first call and keeps until the
+    optimizer, or the model without one, goes. Another save or a load waits for this one.
 
     Arguments are those of :func:`save`.
 
@@ -139,10 +142,10 @@ def async_save(
         HostMemoryError where the copies do not fit.
 
     Raises:
-        ConfigError: ``path`` is none, as where arguments were exchanged.
+        ConfigError: ``path`` is not a path.
         ClosedError: this process is a fork of the one that built the optimizer.
     """
-    refuse_inherited(optimizer := wrapper_of(optimizer))
+    optimizer = checked_optimizer(optimizer)
     kind = class_name(optimizer)
     writer = Writer(
         path, overwrite=overwrite, keep_last=keep_last, threads=threads, optimizer_class=kind
@@ -152,11 +155,9 @@ def async_save(
         group = coordination_group("async_save", interrupt)
         try:
             with typed():
-                copies = _staged(listed(model), optimizer, extra)
+                staged.set_result(_staged(listed(model), optimizer, extra))
         except BaseException as error:
             staged.set_exception(error)  # in DCP's first step: others do not wait for this rank
-        else:
-            staged.set_result(copies)
         future = _in_background(writer, FlatSavePlanner(staged.result), group)
     failed = staged.exception()
     if isinstance(failed, KeyboardInterrupt):
@@ -165,7 +166,7 @@ def async_save(
 
 
 def _staged(models: list[nn.Module], optimizer: Optimizer | None, extra: Any) -> dict[str, Any]:
-    """Copies of all that a save writes."""
+    """Copy what a save writes."""
     # A rank of a pipeline may hold nothing, and then copies nothing.
     owner = next((each for each in (optimizer, *models) if each is not None), Stager)
     if owner not in _stagers:
@@ -187,7 +188,7 @@ def load(
 ) -> dict[str, Any]:
     """Load a checkpoint in place: any world size, mesh, lane and fraction. All ranks call it.
 
-    Reads what :func:`save` wrote, and what ``torch.distributed.checkpoint`` wrote of plain
+    It reads what :func:`save` wrote, and what ``torch.distributed.checkpoint`` wrote of plain
     optimizers (flat or nested), with the prefixes that :mod:`.rule` lists.
 
     Args:
@@ -196,26 +197,25 @@ def load(
         optimizer: a :class:`HybridDeviceOptimizer` or a plain optimizer; ``None``: weights only,
             after which the masters of a :class:`HybridDeviceOptimizer` of ``model`` are its new
             weights.
-        strict: refuse weights that only one side has, parameters that are trained and of which
-            the checkpoint has neither state nor options, and another class of optimizer. False:
-            weights that are missing stay, and state that is missing begins anew.
-        model_prefix: what stands before the FQNs of weights, if not ``"model."``.
-        optimizer_prefix: what stands before ``state.{fqn}``, if neither ``"optim."`` nor
-            ``"optimizer."``.
-        threads: that read; ``None``: this rank's share of the cores, at most 16.
+        strict: refuse weights that only one side has, trained parameters that have neither state
+            nor options in the checkpoint, and another class of optimizer. False: missing weights
+            stay, and missing state begins anew.
+        model_prefix: before the FQNs of weights, if not ``"model."``.
+        optimizer_prefix: before ``state.{fqn}``, if neither ``"optim."`` nor ``"optimizer."``.
+        threads: number of reading threads; ``None``: this rank's share of the cores, at most 16.
 
     Returns:
-        The ``extra`` that was saved; empty if there was none.
+        The saved ``extra``; empty if the checkpoint has none.
 
     Raises:
-        CheckpointError: there is no checkpoint, or it is of another model or optimizer; nothing
-            was written.
-        CheckpointCorruptError: a file is not as it was written. If that was found while tensors
-            were read, the optimizer has failed until a load succeeds, and weights are undefined.
+        CheckpointError: no checkpoint is at ``path``, or it does not fit model or optimizer;
+            nothing was written.
+        CheckpointCorruptError: a file is not as it was written. If the load found that while it
+            read tensors, the optimizer has failed until a load succeeds, and weights are undefined.
         StateDictError: state does not fit; nothing was written.
         ConfigError: ``optimizer`` is several, or no optimizer; or two models have equal names.
     """
-    refuse_inherited(optimizer := wrapper_of(optimizer))
+    optimizer = checked_optimizer(optimizer)
     started = time.perf_counter()
     path = None if path is None else checked(path)
     reader = JobReader(path, threads=threads, optimizer=optimizer)
@@ -243,30 +243,28 @@ def _in_background(
     """Save on a thread that the interpreter waits for when it ends.
 
     Raises:
-        CheckpointError: no thread can be started. Other ranks' saves fail, too.
+        CheckpointError: this process can start no thread. Other ranks' saves fail, too.
     """
     future: Future[None] = Future()
     world = None if group is None else dist.group.WORLD
     writer._ranks = 1 if group is None else dist.get_world_size()
-    lost = without_group(writer.path)
 
     def run() -> None:
         try:
-            if world is not None and world is not dist.group.WORLD:
-                raise lost
             run_save(writer, planner, group)
         except BaseException as error:
-            if world is not None and world is not dist.group.WORLD and error is not lost:
-                lost.__cause__, error = error, lost
-            said = str(error) or repr(error)  # KeyboardInterrupt says nothing
+            failed = error
+            if world is not None and world is not dist.group.WORLD:
+                failed = without_group(writer.path)
+                failed.__cause__ = error
+            said = str(failed) or repr(failed)  # KeyboardInterrupt says nothing
             _log.error("saving %s in the background failed: %s", writer.path, said)
-            future.set_exception(error)
+            future.set_exception(failed)
         else:
             future.set_result(None)
 
-    thread = threading.Thread(target=run, name=_SAVES)
     with raised_on_all(group):
-        thread.start()
+        threading.Thread(target=run, name=_SAVES).start()
     return future
 
 
@@ -274,26 +272,26 @@ def _in_background(
 
 
 class JobReader(Reader):
-    """Reads for a :class:`JobLoadPlanner`; model and optimizer take over what was read.
+    """Reads for a :class:`JobLoadPlanner`; then model and optimizer take the values over.
 
-    Taking over is part of the reading, so that DCP raises an error of it on all ranks.
+    Taking over is part of the reading, so that DCP raises its errors on all ranks.
 
     Args:
-        path: as of :class:`Reader`.
+        path: see :class:`Reader`.
         threads: see there.
-        optimizer: that has *failed* when ``until_all_have`` is left by an error.
+        optimizer: has *failed* when an error leaves ``until_all_have``.
     """
 
     def __init__(self, path: Any, *, threads: int | None, optimizer: Optimizer | None) -> None:
         super().__init__(path, threads=threads)
         self._optimizer = optimizer
         self.until_all_have = contextlib.ExitStack()
-        """Entered when everything was found to fit; the caller leaves it when all ranks are done,
-        under ``held_back()``."""
+        """Entered when everything fits; the caller leaves it when all ranks are done, under
+        ``held_back()``."""
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> torch.futures.Future[None]:
         """Read in place, then take over."""
-        if not isinstance(planner, JobLoadPlanner):  # of single values, before anything is written
+        if not isinstance(planner, JobLoadPlanner):  # single values, before anything is written
             return super().read_data(plan, planner)
         with contextlib.ExitStack() as reading:
             if isinstance(self._optimizer, HybridDeviceOptimizer):
@@ -308,14 +306,14 @@ class JobReader(Reader):
 
 
 def coordination_group(call: str, interrupt: Note) -> dist.ProcessGroup | None:
-    """A gloo group of all ranks, made at its first use; ``None`` where this rank is the only one.
+    """Return a gloo group of all ranks, made at its first use; ``None`` for a rank alone.
 
-    Waits for saves under way: the collectives of two at once would be mixed up. Then it waits for
-    all ranks; see [Note: absent ranks].
+    It waits for saves under way, since collectives of two at once would mix. Then it waits for all
+    ranks; see the top of this file.
 
     Args:
-        call: what the user has called, for the log.
-        interrupt: of the :func:`held_back` around this and the collectives.
+        call: the caller's function, for the log.
+        interrupt: the note of the :func:`held_back` around this and the collectives.
     """
     for thread in threading.enumerate():
         is_me = thread is threading.current_thread()  # where a future's callback saves
@@ -339,8 +337,8 @@ def coordination_group(call: str, interrupt: Note) -> dist.ProcessGroup | None:
 def _meet(store: Any, call: str, interrupt: Note) -> int:
     """Wait until all ranks are here; the number of the group that they need.
 
-    Each rank comes to each turn. The last one to come ends the turn with that number; or one that
-    Ctrl-C calls away ends it, as a turn that nobody else counts as a meeting.
+    Each rank comes to each turn. The last one to come ends the turn with that number. A rank that
+    Ctrl-C calls away ends it as a turn that no other rank counts as a meeting.
     """
     while True:
         turn = store.add(f"rank {dist.get_rank()}", 1)
@@ -359,7 +357,7 @@ def _meet(store: Any, call: str, interrupt: Note) -> int:
 
 
 def _wait(store: Any, turn: int, call: str, interrupt: Note) -> None:
-    """Until a turn has ended; the log names ranks that are absent."""
+    """Wait until a turn has ended; the log names absent ranks."""
     rank, size = dist.get_rank(), dist.get_world_size()
     start, pause_s, told = time.monotonic(), 1e-4, False
     while not store.check([f"turn {turn}"]):
@@ -373,7 +371,7 @@ def _wait(store: Any, turn: int, call: str, interrupt: Note) -> None:
             absent = sorted({*range(size)} - {*here})
             if absent and rank == here[0]:
                 _log.warning(
-                    "checkpoint.%s waits since %.0f s for %d of %d ranks, which have not "
+                    "checkpoint.%s has waited %.0f s for %d of %d ranks, which have not "
                     "called it: %s%s. Remedy: call it on all ranks, not on some of them (as in "
                     "`if rank == 0:`)", call, _ABSENT_S, len(absent), size,
                     ", ".join(map(str, absent[:8])), ", ..." if absent[8:] else "",
@@ -386,10 +384,10 @@ def run_save(
     group: dist.ProcessGroup | None,
     within: contextlib.AbstractContextManager[Any] | None = None,
 ) -> None:
-    """Save what the planner has.
+    """Save what the planner has, or leave nothing.
 
     Raises:
-        OffloadError: on all ranks, if it failed on one.
+        OffloadError: (on all ranks) the save failed on one.
     """
     try:
         with span("save"), raised_on_all(group), within or contextlib.nullcontext():
@@ -400,11 +398,10 @@ def run_save(
 
 
 def _save(writer: StorageWriter, planner: SavePlanner, group: dist.ProcessGroup | None) -> None:
-    """``dcp.save`` of what the planner has."""
+    """Call ``dcp.save``, or its steps for one process: it would warn without a process group."""
     if group is not None:
         dcp_save({}, storage_writer=writer, planner=planner, process_group=group)
         return
-    # DCP's steps for one process. dcp.save would warn that there is no process group.
     planner.set_up_planner({}, writer.storage_meta(), is_coordinator=True)
     writer.set_up_storage_writer(True)
     plan = writer.prepare_local_plan(planner.create_local_plan())
@@ -414,7 +411,7 @@ def _save(writer: StorageWriter, planner: SavePlanner, group: dist.ProcessGroup 
 
 
 def _load(reader: StorageReader, planner: LoadPlanner, group: dist.ProcessGroup | None) -> None:
-    """``dcp.load`` into what the planner has."""
+    """Call ``dcp.load``, or its steps for one process."""
     if group is not None:
         dcp_load({}, storage_reader=reader, planner=planner, process_group=group)
         return
@@ -428,7 +425,7 @@ def _load(reader: StorageReader, planner: LoadPlanner, group: dist.ProcessGroup 
 
 @contextlib.contextmanager
 def raised_on_all(group: dist.ProcessGroup | None) -> Iterator[None]:
-    """DCP's exceptions, which tell the errors of all ranks, as one typed error.
+    """Raise one typed error for DCP's exceptions, which hold the errors of all ranks.
 
     Raises:
         OffloadError: this rank's, or else that of the first rank that has one.
@@ -458,7 +455,7 @@ def raised_on_all(group: dist.ProcessGroup | None) -> Iterator[None]:
 
 
 class _NumpyBytes(TorchFunctionMode):
-    """Inside, on this thread, ``Tensor.numpy()`` has what torch's object collectives want of it."""
+    """Gives ``Tensor.numpy()`` what torch's object collectives use, inside, on this thread."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -469,7 +466,7 @@ class _NumpyBytes(TorchFunctionMode):
 
 
 def _without_numpy() -> contextlib.AbstractContextManager[Any]:
-    """Lets torch's object collectives, which go by way of NumPy, work where it is not installed."""
+    """Let torch's object collectives, which use NumPy, work where it is not installed."""
     try:
         torch.empty(0).numpy()
     except RuntimeError:

@@ -1,20 +1,19 @@
-"""Data files: bytes of tensors at known offsets, by several threads, with a table of checksums.
+"""Data files: threads write bytes of tensors at known offsets, and a table of checksums.
 
-[Note: data file]
-``torch.distributed.checkpoint`` (DCP) wants each item to be readable by ``torch.load`` from its
-offset and length, which ``.metadata`` holds. Behind the last item stands what only this package
+``torch.distributed.checkpoint`` (DCP) reads each item with ``torch.load`` from its offset and
+length, which ``.metadata`` holds. Behind the last item stands a table that only this package
 reads::
 
     table   uint32 each; per item, in the order of the file: where in the item its elements begin,
             then the CRC-32 of every block of the item, the last one shorter
     tail    CRC-32 of the table, bytes of the table, bytes of a block, magic
 
-so that a reader knows of a truncated file before, and of changed bytes while, it reads them, and
-reads only the blocks that it needs. Numbers are little-endian.
+So a reader finds a truncated file before, and changed bytes while, it reads them, and reads only
+the blocks that it needs. Numbers are little-endian.
 
-A *block* is what one thread moves at once: large enough that Python costs nothing, small enough to
-be still in the cache when its checksum is taken, and the most that a thread holds of a tensor that
-is not in host memory.
+One thread moves a *block* at once. It is large enough that Python costs nothing, and small enough
+to be still in the cache for its checksum. A thread holds at most one block of a tensor that is in
+device memory; see ``link/link.py: scratch``.
 """
 
 from __future__ import annotations
@@ -25,9 +24,10 @@ import errno
 import functools
 import os
 import struct
-import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future as ConcurrentFuture
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from traceback import extract_tb
@@ -44,7 +44,7 @@ from ..core.errors import (
     OffloadError,
     UnsupportedParameterError,
 )
-from ..core.interrupts import held_back
+from ..core.interrupts import held_back, let_through
 from ..core.progress import progress
 from ..link import local_ranks
 from ..link.link import buffers
@@ -53,7 +53,7 @@ BLOCK_BYTES: Final = 8 << 20
 MAX_THREADS: Final = 16
 MAGIC: Final = b"FSDPOFF3"
 ALIGNMENT_BYTES: Final = 64
-"""Items begin at multiples of it, and torch lets elements begin at multiples of 64 within."""
+"""Items begin at its multiples, and torch lets elements begin at multiples of 64 within."""
 
 TAIL: Final = struct.Struct("<IQI8s")
 _Result = TypeVar("_Result")
@@ -63,16 +63,16 @@ _Result = TypeVar("_Result")
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """The memory of a contiguous tensor: 1-D uint8, shared."""
+    """View the memory of a contiguous tensor as 1-D uint8."""
     # One element may have any stride, which view() to another dtype refuses.
     return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def without_class(tensor: Tensor) -> Tensor:
-    """A dense tensor as one of no subclass: shares its memory.
+    """View a dense tensor as one of no subclass.
 
     Raises:
-        UnsupportedParameterError: it has none, such as a tensor that others stand for.
+        UnsupportedParameterError: it has no memory, such as a wrapper of other tensors.
     """
     plain = tensor.detach()
     if type(plain) is not Tensor:
@@ -81,14 +81,14 @@ def without_class(tensor: Tensor) -> Tensor:
     if plain.numel() and not plain.is_meta and not plain.data_ptr():
         raise UnsupportedParameterError(
             f"a tensor of type {type(tensor).__name__} and shape {tuple(tensor.shape)}",
-            reason="it has no memory of its own that could be copied",
-            remedy="leave it out of what is saved, or save a tensor with its values",
+            reason="it has no memory of its own",
+            remedy="do not save it, or save a tensor with its values",
         )
     return plain
 
 
 def memory_of(block: Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, writable; valid while the tensor lives."""
+    """View the bytes of a contiguous CPU tensor, writable; the caller keeps the tensor alive."""
     nbytes = block.numel() * block.element_size()
     if not nbytes:
         return memoryview(b"")
@@ -126,7 +126,7 @@ def read_bytes(descriptor: int, offset: int, into: memoryview | bytearray, path:
 
 @contextlib.contextmanager
 def new_file(path: Path) -> Iterator[int]:
-    """A descriptor of a new file; what was written is permanent when the block ends.
+    """Open a new file; its bytes are permanent when the ``with`` block ends.
 
     Raises:
         CheckpointError: the file system refused.
@@ -138,7 +138,7 @@ def new_file(path: Path) -> Iterator[int]:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Make a file that does not exist yet, permanently."""
+    """Write a new file, permanently."""
     with new_file(path) as descriptor:
         write_bytes(descriptor, 0, data, path)
 
@@ -157,12 +157,12 @@ def fsync_folder(folder: Path) -> None:
 
 
 def aligned(nbytes: int) -> int:
-    """``nbytes``, up to a multiple of the alignment."""
+    """Round ``nbytes`` up to a multiple of the alignment."""
     return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 class _Sink:
-    """A file that keeps what ``torch.save`` writes, but for the elements, which it skips."""
+    """A file that keeps all that ``torch.save`` writes but the elements, which it skips."""
 
     def __init__(self) -> None:
         self.written = [bytearray(), bytearray()]
@@ -182,9 +182,9 @@ class _Sink:
 
 @functools.lru_cache(maxsize=1024)
 def envelope(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[bytes, bytes]:
-    """What ``torch.save`` writes before and behind the elements of a tensor, whatever they are.
+    """Return the bytes that ``torch.save`` writes before and behind the elements of a tensor.
 
-    The archive's own CRC-32 of the elements is left out (0), which torch does not compare.
+    The archive's own CRC-32 of the elements is 0; torch does not compare it.
     """
     sink = _Sink()
     with torch.serialization.skip_data():
@@ -195,34 +195,25 @@ def envelope(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[bytes, bytes]:
 
 @dataclass(frozen=True)
 class Checksums:
-    """Of one item.
+    """The checksums of one item."""
 
-    Args:
-        data_start: byte of the item where its elements begin; 0 where it is no tensor.
-        crcs: CRC-32 of every block of the item.
-    """
-
-    data_start: int
-    crcs: Sequence[int]
+    data_start: int  # byte of the item where its elements begin; 0 for other values
+    crcs: Sequence[int]  # CRC-32 of every block of the item
 
 
 @dataclass(frozen=True)
 class Table:
-    """The checksums of a file: of its items in the order of their offsets."""
+    """The checksums of a file's items, in the order of their offsets."""
 
     block_bytes: int
     crc: int
     words: Sequence[int]
 
     def of(self, items: Iterable[tuple[int, int]], path: Path) -> dict[int, Checksums]:
-        """Checksums by offset of the item.
-
-        Args:
-            items: offset and length of every item, as ``.metadata`` says.
-            path: of the file.
+        """Find checksums by offset; ``items``: offset and length of each, from ``.metadata``.
 
         Raises:
-            CheckpointCorruptError: the table is of other items.
+            CheckpointCorruptError: the table describes other items.
         """
         found, at = {}, 0
         for offset, length in sorted(set(items)):
@@ -238,17 +229,17 @@ class Table:
 
 
 def encode_table(items: Iterable[Checksums], block_bytes: int) -> bytes:
-    """The table and the tail, as they stand in the file."""
+    """Encode the table and the tail."""
     words = [word for item in items for word in (item.data_start, *item.crcs)]
     text = struct.pack(f"<{len(words)}I", *words)
     return text + TAIL.pack(zlib.crc32(text), len(text), block_bytes, MAGIC)
 
 
 def read_table(path: Path) -> Table | None:
-    """The table of a file, or ``None`` if another program wrote the file.
+    """Read the table of a file; ``None``: another program wrote the file.
 
     Raises:
-        CheckpointCorruptError: it is missing, or not as it was written.
+        CheckpointCorruptError: the file is missing, or its table is not as it was written.
     """
     try:
         with path.open("rb") as file:
@@ -271,16 +262,16 @@ def read_table(path: Path) -> Table | None:
 
 
 def refused(path: object, error: OSError) -> CheckpointError:
-    """The error for a file that the file system refuses."""
+    """Build the error for a file that the file system refuses."""
     reason, remedy = "the file system refused", "free space, or choose a folder of your own"
     if error.errno in (errno.ENOENT, errno.EEXIST, errno.ENOTEMPTY):
         reason = "another program removes or makes it, or ranks see different folders"
-        remedy = "choose a folder that all ranks share and that nobody else writes to"
+        remedy = "choose a folder that all ranks share and no other program writes to"
     return CheckpointError(f"{path}", reason=f"{reason}: {error.strerror or error}", remedy=remedy)
 
 
 def typed_error(error: BaseException, path: object = "a file") -> OffloadError:
-    """``error``, or the one that stands for an error of another type."""
+    """Return ``error``, or for another type an error of this package."""
     if isinstance(error, OffloadError):
         return error
     if isinstance(error, OSError):
@@ -289,13 +280,13 @@ def typed_error(error: BaseException, path: object = "a file") -> OffloadError:
     at = "".join(
         f" ({f.name} in {f.filename}:{f.lineno})" for f in extract_tb(error.__traceback__, -1)
     )
-    reason = (str(error) or "it has no text of its own") + at
+    reason = (str(error) or "the error has no text") + at
     return CheckpointError(type(error).__name__, reason=reason, remedy="see its cause")
 
 
 @contextlib.contextmanager
 def typed(path: object = "a file") -> Iterator[None]:
-    """Errors of other types are raised as those of this package, with the original as cause."""
+    """Raise errors of other types as errors of this package, with the original as cause."""
     try:
         yield
     except Exception as error:
@@ -306,23 +297,19 @@ def typed(path: object = "a file") -> Iterator[None]:
 
 
 def corrupt(path: object, reason: str) -> CheckpointCorruptError:
-    """The error for a file that is not as it was written."""
+    """Build the error for a file that is not as it was written."""
     return CheckpointCorruptError(
         f"{path}", reason=reason, remedy="load another checkpoint; this one cannot be repaired"
     )
 
 
 def check_count(name: str, value: object) -> None:
-    """Refuse what is neither None nor a number of things.
-
-    Raises:
-        ConfigError: it is not.
-    """
+    """Refuse a value that is neither None nor a whole number of at least 1."""
     is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 1
     if value is not None and not is_count:
         raise ConfigError(
             f"{name}={value!r}",
-            reason="a whole number of at least 1 is expected",
+            reason="it must be a whole number of at least 1",
             remedy="use 1 or more, or leave it out",
         )
 
@@ -331,14 +318,14 @@ def check_count(name: str, value: object) -> None:
 
 
 def done(value: _Result) -> Future[_Result]:
-    """A future for DCP of what has been done."""
+    """Return a completed future, for DCP."""
     future: Future[_Result] = Future()
     future.set_result(value)
     return future
 
 
 def thread_count() -> int:
-    """Threads that this rank may use for files: its share of the host's cores, at most 16."""
+    """Return this rank's share of the host's cores, at most 16."""
     cores = len(os.sched_getaffinity(0))
     return max(1, min(MAX_THREADS, cores // local_ranks()))
 
@@ -346,42 +333,32 @@ def thread_count() -> int:
 def run_all(
     jobs: Iterable[Callable[[], _Result]], *, threads: int | None = None, text: str = ""
 ) -> list[_Result]:
-    """Run ``jobs`` on ``threads`` threads, of which the caller's is one; their results in order.
+    """Run ``jobs`` on ``threads`` threads; returns their results in order.
 
-    With ``text`` a bar says so, and how many of them are done.
+    With ``text`` a bar shows it, and how many jobs are done.
 
     All threads have ended when it returns or raises: the caller closes files that jobs use, and a
     thread that ends beside the interpreter would abort the process. After the first error, and
     after Ctrl-C, no further job begins.
     """
-    listed = list(jobs)
-    waiting = enumerate(listed)  # for all threads: each takes the next
-    results: dict[int, _Result] = {}
-    errors: list[BaseException] = []
-    others = min(threads or thread_count(), len(listed)) - 1
-    with progress(len(listed) if text else 0, text, unit=" blocks") as bar:
-
-        def work() -> None:
-            try:
-                while not (errors or interrupt.has_come) and (item := next(waiting, None)):
-                    results[item[0]] = item[1]()
-                    bar.advance()
-            except BaseException as error:
-                errors.append(error)
-            finally:
-                buffers.__dict__.clear()
-
-        while len(results) < len(listed) and not errors:  # again if a handler did not raise
-            with held_back() as interrupt:
-                helpers = [threading.Thread(target=work) for _ in range(others)]
-                # While the interpreter ends, none can be started (Python 3.12).
-                with contextlib.suppress(RuntimeError):
-                    for helper in helpers:
-                        helper.start()
-                work()
-                for helper in helpers:
-                    if helper.ident is not None:
-                        helper.join()
-    if errors:
-        raise errors[0]
-    return [results[index] for index in range(len(results))]
+    listed, futures = list(jobs), list[ConcurrentFuture[_Result]]()
+    pool = ThreadPoolExecutor(max(1, min(threads or thread_count(), len(listed))))
+    with progress(len(listed) if text else 0, text, unit=" blocks") as bar, held_back():
+        try:
+            with contextlib.suppress(RuntimeError):  # the interpreter ends and starts no thread
+                futures.extend(pool.submit(job) for job in listed)
+            for future in futures:
+                is_done = False
+                while not is_done:
+                    wait([future], timeout=0.1)
+                    # Raises KeyboardInterrupt, if Ctrl-C has come. Not around a mere pass, which
+                    # CPython 3.11 compiles to an instruction that no finally protects.
+                    with let_through():
+                        is_done = future.done()
+                future.result()
+                bar.advance()
+            inline = [job() for job in listed[len(futures) :]]
+        finally:
+            pool.shutdown(cancel_futures=True)
+            buffers.__dict__.clear()
+    return [future.result() for future in futures] + inline

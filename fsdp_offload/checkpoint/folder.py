@@ -1,24 +1,21 @@
-"""Folders of checkpoints: written aside, published by one rename, recognised by their content.
+"""Folders of checkpoints: saves publish them by one rename, readers know them by their content.
 
-[Note: publishing]
 Each save writes into a folder of its own beside the final place, ``.fsdp_offload.HOST@PID@START@
-RANDOM.writing`` of rank 0's process, so there is no lock. When it holds what the ranks say that
-they wrote, it gets its name in one call: a rename where nothing is there, else an exchange of both
-folders (Linux ``renameat2``), after which the old one is removed. At any moment the path is the old
-checkpoint or the new one. File systems without the exchange (NFS) get two renames: the old one goes
-into ``.fsdp_offload.replaced`` in the new one's folder, which then gets its name. Between the two
-:func:`latest` waits for a living save, and names the old one, where it is, of a dead one; the next
-save puts it back, as does the same one if its second rename fails.
+RANDOM.writing`` of rank 0's process, so it needs no lock. When the folder holds the files that the
+ranks report, it gets its name in one call: a rename where the name is free, else an exchange of
+both folders (Linux ``renameat2``), after which the save removes the old one. At any moment the path
+is the old checkpoint or the new one. File systems without the exchange (NFS) get two renames: the
+old one goes into ``.fsdp_offload.replaced`` in the new one's folder, which then gets its name.
+Between the two :func:`latest` waits for a living save, and names the old one in that place for a
+dead one. The next save puts it back, as does the same save if its second rename fails.
 
-What is removed gets the name ``.fsdp_offload.RANDOM.removed`` first. So a reader that has listed a
-folder may find a name gone or of another folder; :func:`_complete_in` then lists again.
+A save renames a folder to ``.fsdp_offload.RANDOM.removed`` before it removes it. So a reader that
+has listed a folder may find a name gone, or of another folder; :func:`_complete_in` lists again.
 
-[Note: leftovers]
-Before it writes, a save removes what dead ones have left beside its path. On this host (boot and
-namespace of process ids) a save is dead if the process of that id has another start time or none;
-on another host if nothing in its folder was modified for ``SILENT_S``: rank 0 renews its time. What
-an earlier version left half-done, as ``.NAME.writing`` or ``.NAME.fsdp_offload.removed``, goes
-after the same silence; if it is complete, it is a checkpoint like others.
+Before it writes, a save removes the working folders of dead saves beside its path. On this host
+(boot and namespace of process ids) a save is dead if the process of that id has another start time
+or none; on another host if no file in its folder was modified for ``SILENT_S``: rank 0 of a living
+save renews the folder's time.
 """
 
 from __future__ import annotations
@@ -46,10 +43,10 @@ from .manifest import MANIFEST, METADATA, Manifest, crc_of, read_manifest
 _log = logging.getLogger("fsdp_offload")
 
 SILENT_S: Final = 600.0
-"""A save on another host that has shown no sign of life for so long is dead."""
+"""A save on another host that shows no sign of life for this time is dead."""
 
 _RENAME_S: Final = 5.0
-"""So long a reader waits for another process to come from one rename to the next."""
+"""The longest that a reader waits for another process between its two renames."""
 
 _OURS, _NEW, _REMOVED, _REPLACED = (
     ".fsdp_offload.",
@@ -63,10 +60,10 @@ _OURS, _NEW, _REMOVED, _REPLACED = (
 
 
 def checked(path: object) -> Path:
-    """``path`` as an absolute one, from the folder that is current now.
+    """Return ``path`` made absolute, from the folder that is current now.
 
     Raises:
-        ConfigError: no checkpoint can be there: a URL, no path, or too long a name.
+        ConfigError: no checkpoint can be there: a URL, not a path, or too long a name.
     """
     if not isinstance(path, str | os.PathLike):
         raise ConfigError(
@@ -86,7 +83,7 @@ def checked(path: object) -> Path:
         found = found.resolve()
     there = next(each for each in (*found.parents, Path("/")) if os.path.isdir(each))
     name_bytes = max(len(os.fsencode(name)) for name in found.parts)
-    # Its files, and those of the folder that is written first.
+    # Of its files, and of those in the working folder.
     path_bytes = len(os.fsencode(found)) + len(_working(found).name) + 32
     limits = os.pathconf(there, "PC_NAME_MAX"), os.pathconf(there, "PC_PATH_MAX")
     if name_bytes > limits[0] or path_bytes > limits[1]:
@@ -100,11 +97,7 @@ def checked(path: object) -> Path:
 
 
 def _check_replaceable(path: Path, *, overwrite: bool) -> None:
-    """Refuse to replace what is not to be replaced.
-
-    Raises:
-        CheckpointError: ``path`` exists.
-    """
+    """Refuse to replace other files than a checkpoint, or one without ``overwrite``."""
     files = [p for p in (path, *path.parents) if p.exists() and not p.is_dir()]
     files += [path] if path.is_symlink() else []
     names = os.listdir(path) if not files and path.exists() else []
@@ -115,10 +108,10 @@ def _check_replaceable(path: Path, *, overwrite: bool) -> None:
     elif files:
         reason, remedy = f"{files[0]} is no folder", "choose another path"
     elif names and not any(n == METADATA or n.endswith(".distcp") for n in names):
-        reason = "it holds other files than a checkpoint, which overwrite=True would remove"
-        remedy = "choose another folder"
+        reason = "it holds other files than a checkpoint, and nothing here replaces those"
+        remedy = "choose a folder that does not exist yet"
     elif names and not overwrite:
-        reason, remedy = "it exists", "choose another folder, or pass overwrite=True"
+        reason, remedy = "it exists", "choose another folder; a save takes overwrite=True"
     else:
         return
     raise CheckpointError(f"{path}", reason=reason, remedy=remedy)
@@ -128,7 +121,7 @@ def _check_replaceable(path: Path, *, overwrite: bool) -> None:
 
 
 def _working(path: Path) -> Path:
-    """A folder of this process's own beside ``path``; see [Note: publishing]."""
+    """Name a folder of this process's own beside ``path``; see the top of this file."""
     pid = os.getpid()
     owner = f"{_OURS}{_host()}@{pid}@{_start_of(pid)}"
     return path.parent / f"{owner}@{os.urandom(8).hex()}{_NEW}"
@@ -136,7 +129,7 @@ def _working(path: Path) -> Path:
 
 @functools.cache
 def _host() -> str:
-    """What process ids are of: the host, since it was booted, and their namespace."""
+    """Name the host since its boot and the namespace of process ids, in which an id is unique."""
     found = socket.gethostname()[:40]
     with contextlib.suppress(OSError):  # no /proc
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()
@@ -145,7 +138,7 @@ def _host() -> str:
 
 
 def _start_of(pid: int | str) -> str:
-    """When a process was started, in ticks since boot; empty: it has ended."""
+    """Return a process's start time, in ticks since boot; empty: it has ended."""
     with contextlib.suppress(OSError):
         state, *values = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return "" if state in "ZX" else values[18]
@@ -153,7 +146,7 @@ def _start_of(pid: int | str) -> str:
 
 
 def _is_dead(made: Path, now: float) -> bool:
-    """Whether the save that made a folder has ended; ``now``: the file system's time."""
+    """Tell whether the save that made a folder has ended; ``now``: the file system's time."""
     owner = made.name.split("@")
     if owner[0] == _OURS + _host():
         return _start_of(owner[1]) != owner[2]
@@ -163,7 +156,7 @@ def _is_dead(made: Path, now: float) -> bool:
 
 
 def prepare(path: Path, *, overwrite: bool) -> Path:
-    """An empty folder to write into, once per job; dead saves leave nothing beside it.
+    """Make an empty working folder, once per job, and remove those of dead saves beside it.
 
     Raises:
         CheckpointError: ``path`` exists and must not be replaced.
@@ -179,14 +172,14 @@ def prepare(path: Path, *, overwrite: bool) -> Path:
 
 
 def show_life(made: Path, ended: threading.Event) -> None:
-    """Tell other hosts until ``ended`` that the save in ``made`` goes on."""
+    """Renew the time of ``made`` until ``ended``: other hosts see that its save lives."""
     while not ended.wait(SILENT_S / 10):
         with contextlib.suppress(OSError):
             os.utime(made)
 
 
 def _clear(folder: Path, now: float) -> None:
-    """Remove what dead saves have left in ``folder``."""
+    """Remove leftovers of dead saves in ``folder``."""
     for each in folder.iterdir() if folder.is_dir() else ():
         name = each.name
         with contextlib.suppress(OSError):  # another save removes it
@@ -194,17 +187,14 @@ def _clear(folder: Path, now: float) -> None:
                 discard(each / _REPLACED, folder)
             elif name.startswith(_OURS) and name.endswith(_REMOVED):
                 remove(each)
-            elif name.endswith((_NEW, f"{_OURS[:-1]}{_REMOVED}")) and _is_dead(each, now):
-                names = os.listdir(each)
-                is_data = all(n in (METADATA, MANIFEST) or n.endswith(".distcp") for n in names)
-                if name.startswith(_OURS) or (names and is_data and not _look(each)[1]):
-                    discard(each)
+            elif name.startswith(_OURS) and name.endswith(_NEW) and _is_dead(each, now):
+                discard(each)
 
 
 def discard(made: Path, beside: Path | None = None) -> bool:
-    """Remove a folder, but for a checkpoint that was moved into it from its place.
+    """Remove a folder, but first put back a checkpoint that a save has moved into it.
 
-    It gets another name first, in ``beside``: what is left then, the next save removes.
+    The folder gets another name first, in ``beside``: the next save removes what is left of it.
     """
     beside = made.parent if beside is None else beside
     try:
@@ -219,14 +209,14 @@ def discard(made: Path, beside: Path | None = None) -> bool:
         if made.name.endswith(_NEW) and not any(made.glob(f"{_REPLACED}/*")):
             gone = made  # no reader takes it for a checkpoint
         else:
-            _log.warning("%s is not removed: %s", made, error.strerror)
+            _log.warning("the file system does not let %s be removed: %s", made, error.strerror)
             return False
     remove(gone)
     return True
 
 
 def remove(path: Path) -> None:
-    """Remove a folder, as far as the file system lets it."""
+    """Remove a folder; ignore refusals of the file system."""
     shutil.rmtree(path, ignore_errors=True)
 
 
@@ -245,10 +235,10 @@ def publish(
     """Write the manifest of a working folder, and make it the checkpoint at ``path``.
 
     Args:
-        written: bytes and CRC-32 of its files, as those who wrote them say; see :class:`Manifest`.
+        written: bytes and CRC-32 of its files, from the ranks that wrote them.
 
     Raises:
-        CheckpointError: other files are there, or ``path`` must not be replaced.
+        CheckpointError: the folder holds other files, or ``path`` must not be replaced.
     """
     found = {p.name: (p.stat().st_size, crc_of(p)) for p in sorted(made.iterdir())}
     if wrong := sorted(dict(found.items() ^ written.items())):
@@ -256,7 +246,7 @@ def publish(
             f"{path}: {wrong[0]}, (bytes, CRC-32) {found.get(wrong[0], 'missing')}",
             reason=f"{written.get(wrong[0], 'nothing')} was written: another program changed it, "
             "or ranks see different folders",
-            remedy="choose a folder that all ranks share and that nobody else writes to",
+            remedy="choose a folder that all ranks share and no other program writes to",
         )
     # A clock that was set back must not make an older checkpoint the latest one.
     newest = max((m.time_ns for m in _complete_in(path.parent).values()), default=0)
@@ -266,7 +256,7 @@ def publish(
 
 
 def install(made: Path, path: Path, *, overwrite: bool) -> None:
-    """Give a working folder its name; see [Note: publishing]."""
+    """Give a working folder its name; see the top of this file."""
     fsync_folder(made)
     is_exchanged = False
     while True:
@@ -286,7 +276,7 @@ def install(made: Path, path: Path, *, overwrite: bool) -> None:
             path.rename(old)
     try:
         fsync_folder(path.parent)
-    except OSError:  # the caller hears that the save failed: what was there stays
+    except OSError:  # the save fails, so the old checkpoint stays
         if not (is_exchanged and _exchange(made, path)):
             path.rename(made)
         raise
@@ -295,7 +285,7 @@ def install(made: Path, path: Path, *, overwrite: bool) -> None:
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Swap two folders in one step, where kernel and file system can."""
+    """Swap two folders in one step; False: kernel or file system cannot."""
     call = getattr(ctypes.CDLL(None), "renameat2", None)
     here, swap = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
     return call is not None and not call(here, os.fsencode(one), here, os.fsencode(other), swap)
@@ -303,10 +293,9 @@ def _exchange(one: Path, other: Path) -> bool:
 
 def prune(path: Path, keep_last: int) -> None:
     """Remove the oldest complete checkpoints beside ``path`` whose names differ from its name in
-    numbers alone, so that ``keep_last`` stay.
+    numbers alone, so that ``keep_last`` stay; the log names them.
 
-    What has another name, is not complete, or not of this package, is left alone. The log names
-    what is removed. Nothing is raised, because the checkpoint at ``path`` is complete.
+    It raises nothing, because the checkpoint at ``path`` is complete.
     """
 
     def series(of: Path) -> str:
@@ -322,13 +311,13 @@ def prune(path: Path, keep_last: int) -> None:
 
 
 def latest(folder: str | os.PathLike[str]) -> Path | None:
-    """The newest complete checkpoint of this package in ``folder``, or ``None``.
+    """Find the newest complete checkpoint of this package in ``folder``; ``None``: it has none.
 
-    Found by content: names mean nothing. Beside a save it names the old checkpoint or the new one.
-    Ask on one rank and tell the others, or ask on all before any of them saves.
+    Content counts, names do not. Beside a save the answer is the old checkpoint or the new one.
+    Call it on one rank and broadcast the answer, or call it on all before any of them saves.
 
     Raises:
-        ConfigError: a URL, or no path.
+        ConfigError: ``folder`` is a URL, or not a path.
     """
     checked(folder)
     found = _complete_in(Path(folder))
@@ -336,7 +325,7 @@ def latest(folder: str | os.PathLike[str]) -> Path | None:
 
 
 def _complete_in(folder: Path) -> dict[Path, Manifest]:
-    """Complete checkpoints of this package in ``folder``, as they were at one moment."""
+    """Find the complete checkpoints of this package that ``folder`` has at one moment."""
     until = time.monotonic() + _RENAME_S
     while True:
         found: dict[Path, Manifest] = {}
@@ -359,7 +348,7 @@ def _complete_in(folder: Path) -> dict[Path, Manifest]:
 
 
 def _look(path: Path) -> tuple[Manifest | None, bool]:
-    """The manifest, if there is one, and whether all is there."""
+    """Read the manifest, or None, and tell whether all files are there."""
     manifest = None
     with contextlib.suppress(CheckpointError, OSError):
         if path.is_dir() and not path.is_symlink():

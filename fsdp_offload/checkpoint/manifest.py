@@ -1,10 +1,9 @@
-"""What a complete checkpoint consists of, and whether a folder is one.
+"""The manifest of a checkpoint, and the checks of a folder against it.
 
-[Note: a complete checkpoint]
-A checkpoint is a folder with ``manifest.json``, which is written last and names every other file
-with its size and a CRC-32: of ``.metadata`` that of its bytes, of data files that of their table. A
-folder is complete if its manifest is intact and all files have the sizes that it says; its name
-means nothing.
+A checkpoint is a folder with ``manifest.json``. A save writes it last; it names every other file
+with its size and a CRC-32: that of all bytes of ``.metadata``, and that of a data file's table. A
+folder is complete if its manifest is intact and all files have the sizes there; its name means
+nothing.
 """
 
 from __future__ import annotations
@@ -40,36 +39,27 @@ VERSION: Final = 3
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a complete checkpoint consists of.
+    """The content of a complete checkpoint."""
 
-    Args:
-        time_ns: when it was completed, in nanoseconds since 1970; greater than that of every
-            complete checkpoint that lay beside it.
-        world_size: ranks that wrote it.
-        optimizer: class of the (wrapped) optimizer; empty: unknown.
-        files: bytes of every file but the manifest, and its CRC-32 (of ``.metadata``: of all bytes;
-            of a data file: of its table).
-    """
-
-    time_ns: int
-    world_size: int
-    optimizer: str
-    files: Mapping[str, tuple[int, int]]
+    time_ns: int  # of completion, since 1970; greater than that of all that lay beside it
+    world_size: int  # number of ranks that wrote it
+    optimizer: str  # class of the (wrapped) optimizer; empty: unknown
+    files: Mapping[str, tuple[int, int]]  # bytes and CRC-32 of every file but the manifest
     format: str = FORMAT
     version: int = VERSION
 
     def encode(self) -> bytes:
-        """As the file's bytes: JSON with its own CRC-32."""
+        """Encode it as JSON with its own CRC-32."""
         text = json.dumps(asdict(self), sort_keys=True)
         return json.dumps({"crc32": zlib.crc32(text.encode()), "manifest": text}).encode()
 
     @classmethod
     def decode(cls, data: bytes, path: Path) -> Manifest | None:
-        """From a file's bytes; ``None``: another program wrote them.
+        """Decode a file's bytes; ``None``: another program wrote them.
 
         Raises:
             CheckpointCorruptError: they are not as they were written.
-            CheckpointError: of another version of this package, or they name files elsewhere.
+            CheckpointError: another version wrote them, or they name files elsewhere.
         """
         try:
             outer = json.loads(data)
@@ -95,17 +85,17 @@ class Manifest:
 
 
 class _MetadataPickler(pickle.Pickler):
-    """torch 2.15 writes strides of tensors, which earlier versions do not read, and may lack."""
+    """Leaves out strides of tensors, which torch 2.15 writes and earlier versions do not read."""
 
     def reducer_override(self, value: Any) -> Any:
-        """The first five fields of a tensor's properties, as of torch 2.11."""
+        """Pickle the first five fields of a tensor's properties, as torch 2.11 does."""
         if type(value) is not TensorProperties:
             return NotImplemented
         return copyreg.__newobj__, (TensorProperties,), value.__getstate__()[:5]  # type: ignore[attr-defined]
 
 
 def encode_metadata(metadata: Metadata) -> bytes:
-    """As the bytes of ``.metadata``, which torch 2.11 and later read."""
+    """Encode ``.metadata``, for torch 2.11 and later."""
     buffer = io.BytesIO()
     _MetadataPickler(buffer).dump(metadata)
     return buffer.getvalue()
@@ -118,10 +108,10 @@ _DESCRIBING: Final = (
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Reads ``.metadata`` of any origin: it runs no code that the file names."""
+    """Reads ``.metadata`` of any origin, and runs no code that the file names."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """What makes an object of a class that describes tensors.
+        """Return a maker of objects of a class that describes tensors.
 
         Raises:
             CheckpointError: the file names anything else.
@@ -142,11 +132,11 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def decode_metadata(data: bytes, path: Path) -> Metadata:
-    """What the bytes of ``.metadata`` describe; no code that they name is run.
+    """Decode the bytes of ``.metadata``, and run no code that they name.
 
     Raises:
         CheckpointError: they name a class that describes no tensor, or a file elsewhere.
-        CheckpointCorruptError: they are no pickle of a ``Metadata``.
+        CheckpointCorruptError: they are not a pickle of a ``Metadata``.
     """
     try:
         metadata = _MetadataUnpickler(io.BytesIO(data)).load()
@@ -165,31 +155,27 @@ def decode_metadata(data: bytes, path: Path) -> Metadata:
 
 
 def _check_inside(path: Path, names: Iterable[str]) -> None:
-    """Refuse names of files, in the file at ``path``, that lead out of its folder.
-
-    Raises:
-        CheckpointError: one does.
-    """
+    """Refuse names of files, in the file at ``path``, that lead out of its folder."""
     for name in names:
         if PurePath(name).is_absolute() or ".." in PurePath(name).parts:
             raise _suspect(
                 f"{path} with a file {name!r}",
-                "it is outside of the checkpoint's folder, and a load would open any file",
+                "it is outside the checkpoint's folder, and a load would open any file",
             )
 
 
 def _suspect(what: str, reason: str) -> CheckpointError:
-    """The error for a checkpoint that may do harm where it is read."""
+    """Build the error for a checkpoint that may do harm to its reader."""
     return CheckpointError(
         what,
         reason=reason,
         remedy="load another checkpoint; torch.distributed.checkpoint.load() reads this one, if "
-        "you trust who wrote it",
+        "you trust its writer",
     )
 
 
 def crc_of(path: Path) -> int:
-    """What tells a file from another of its size: of ``.metadata`` all bytes, else the table."""
+    """Return the CRC-32 for the manifest: of all bytes of ``.metadata``, else of the table."""
     if path.name == METADATA:
         return zlib.crc32(path.read_bytes())
     table = read_table(path)
@@ -199,7 +185,7 @@ def crc_of(path: Path) -> int:
 
 
 def open_checkpoint(path: Path) -> tuple[Manifest | None, Metadata]:
-    """Manifest (``None``: another program wrote the checkpoint) and metadata, verified.
+    """Read and verify the manifest (``None``: another program wrote it) and the metadata.
 
     Raises:
         CheckpointCorruptError: one of them is not as it was written.
@@ -213,7 +199,7 @@ def open_checkpoint(path: Path) -> tuple[Manifest | None, Metadata]:
             raise corrupt(path / METADATA, "it is missing") from error
         raise CheckpointError(
             f"{path}",
-            reason=f"it has no {METADATA}: this is no checkpoint, or its saving was interrupted",
+            reason=f"it has no {METADATA}: this is no checkpoint, or its save was interrupted",
             remedy="name the folder of a checkpoint; fsdp_offload.checkpoint.latest() finds one",
         ) from error
     if manifest is not None and manifest.files.get(METADATA) != (len(data), zlib.crc32(data)):
@@ -222,7 +208,7 @@ def open_checkpoint(path: Path) -> tuple[Manifest | None, Metadata]:
 
 
 def read_manifest(path: Path) -> Manifest | None:
-    """The manifest of a checkpoint; ``None`` if another program wrote it.
+    """Read the manifest of a checkpoint; ``None``: another program wrote it.
 
     Raises:
         CheckpointCorruptError: it is not as it was written.

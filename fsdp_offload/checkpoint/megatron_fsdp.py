@@ -1,8 +1,8 @@
-"""Megatron-FSDP's parameters: where their shards begin.
+"""Describe where shards of Megatron-FSDP's parameters begin.
 
-It packs parameters into flat buffers and cuts those at rows, so a rank holds any range of rows of
-a parameter. Its DTensors still say ``Shard(0)``, from which torch computes its own even cuts. So
-before such parameters are wrapped, and after a model was built anew::
+Megatron-FSDP packs parameters into flat buffers and cuts those at rows, so a rank holds any range
+of rows of a parameter. Its DTensors still say ``Shard(0)``, from which torch computes its own even
+cuts. So call this before such parameters are wrapped, and after a model was built anew::
 
     from fsdp_offload.checkpoint import megatron_fsdp
 
@@ -32,9 +32,9 @@ __all__ = ["describe"]
 def describe(parameters: nn.Module | Iterable[Tensor]) -> None:
     """Let parameters tell DCP, and this package, which of their rows are on this rank.
 
-    Known from the attributes ``megatron_fsdp_slice`` (a range of the block that the other mesh axes
-    leave) and ``megatron_fsdp_dist_index``, or from the buffers of its newer form. Parameters
-    without them stay as they are. No collective.
+    The rows follow from the attributes ``megatron_fsdp_slice`` (a range of the block that the other
+    mesh axes leave) and ``megatron_fsdp_dist_index``, or from the buffers of the newer form.
+    Parameters without them stay as they are. No collective.
 
     Args:
         parameters: a model, or its parameters.
@@ -66,7 +66,7 @@ def _describe(parameter: DTensor, start: int, stop: int) -> None:
 
 
 def _flat_range(parameter: DTensor) -> tuple[int, int] | None:
-    """This rank's elements of its block, as Megatron-FSDP tells them in its two forms."""
+    """Find this rank's elements of its block, in either form of Megatron-FSDP."""
     span = getattr(parameter, "megatron_fsdp_slice", None)
     if span is not None:
         return span.start, span.stop
@@ -83,8 +83,8 @@ def _flat_range(parameter: DTensor) -> tuple[int, int] | None:
 
 
 def _block(parameter: DTensor) -> tuple[list[int], list[int]]:
-    """What all ranks of the data axes hold together: the tensor, cut along the other axes (tensor
-    parallel), whose placements are right. Offsets and sizes."""
+    """Find offsets and sizes of the block that all ranks of the data axes hold together: the
+    tensor, cut along the other axes (tensor parallel), whose placements are right."""
     offsets, sizes = [0] * parameter.dim(), list(parameter.shape)
     mesh = parameter.device_mesh
     coordinate, names = mesh.get_coordinate(), mesh.mesh_dim_names

@@ -1,12 +1,11 @@
-"""Planners for ``dcp.save`` and ``dcp.load``: what is written, and what a load writes where.
+"""Planners for ``dcp.save`` and ``dcp.load``: which items are written, and where a load reads them.
 
-[Note: order of a load]
 1. The coordinator compares files with the manifest and chunks with tensors.
 2. Every rank finds its keys, compares names and shapes, and reads options and ``extra``. Until
    here nothing was written, and an error leaves everything as it was, on all ranks.
-3. Every rank reads its tensors: what is kept as it is stored in place, masters that are kept in
-   another form into host memory. Module and optimizer take over what was read. An error or an
-   interrupt now leaves the optimizer *failed*.
+3. Every rank reads its tensors: in place, or, masters that it keeps in another form, into host
+   memory. Then module and optimizer take the values over. An error or an interrupt now leaves the
+   optimizer *failed*.
 
 1 and 2 are the local step of DCP's plan, 3 is its reading: DCP raises their errors on all ranks.
 """
@@ -70,16 +69,15 @@ class FlatSavePlanner(DefaultSavePlanner):
     """torch's planner, for a dict that is flat already.
 
     Args:
-        collect: gives the dict; called in DCP's local step, so that an error of it is raised on all
-            ranks.
+        collect: returns the dict. DCP's local step calls it, which raises its errors on all ranks.
     """
 
     def __init__(self, collect: Callable[[], Mapping[str, Any]]) -> None:
         super().__init__()
         self.mappings: dict[str, tuple[str | int, ...]] = {}
         self._collect = collect
-        # By id: options of a group are the same objects for all of its parameters, and pickled
-        # once. Holds the object, so that the id stays its own.
+        # By id: parameters of a group share the objects of their options, which are pickled once.
+        # The entry keeps the object alive, so that the id stays its own.
         self._encoded: dict[int, tuple[Any, bytes]] = {}
 
     @let_through()
@@ -89,7 +87,7 @@ class FlatSavePlanner(DefaultSavePlanner):
         storage_meta: StorageMeta | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        """Take the dict as it is: an option may be a dict, which stays one value."""
+        """Take the dict as it is; an option that is a dict stays one value."""
         with typed():
             state = dict(self._collect())
         if not is_coordinator:
@@ -99,17 +97,17 @@ class FlatSavePlanner(DefaultSavePlanner):
         self.state_dict, self.is_coordinator = state, is_coordinator
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """torch's.
+        """Plan as torch does.
 
         Raises:
-            ConfigError: ranks call different tensors by the same name.
+            ConfigError: ranks have different tensors of one name.
         """
         _check_same(all_plans)
         with typed():
             return super().create_global_plan(all_plans)
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
-        """Pickle what is no tensor."""
+        """Pickle a value that is no tensor."""
         if write_item.type is not WriteItemType.BYTE_IO:
             return object
         if id(object) not in self._encoded:
@@ -118,11 +116,7 @@ class FlatSavePlanner(DefaultSavePlanner):
 
 
 def _check_same(plans: Sequence[SavePlan]) -> None:
-    """Refuse tensors that ranks call by the same name but that cannot be the same.
-
-    Raises:
-        ConfigError: their shapes differ.
-    """
+    """Refuse tensors of one name whose shapes differ between ranks."""
     sizes: dict[str, torch.Size] = {}
     for item in (item for plan in plans for item in plan.items):
         if item.tensor_data is not None:
@@ -136,7 +130,7 @@ def _check_same(plans: Sequence[SavePlan]) -> None:
 
 
 class FlatLoadPlanner(DefaultLoadPlanner):
-    """torch's planner for a flat dict; no code of their own is run for values."""
+    """torch's planner for a flat dict; it runs no code that values name."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False)
@@ -152,20 +146,20 @@ class FlatLoadPlanner(DefaultLoadPlanner):
         self.metadata, self.is_coordinator = metadata, is_coordinator
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Unpickle a value; classes other than torch's own are refused."""
+        """Unpickle a value, and refuse classes other than torch's own."""
         key = read_item.dest_index.fqn
         try:
             self.state_dict[key] = decode(value)
         except Exception as error:
             raise CheckpointError(
                 f"{key}",
-                reason=f"it cannot be loaded without running code of its own: {error}",
+                reason=f"torch cannot load it without running code that it names: {error}",
                 remedy="save it with plain values only",
             ) from error
 
 
 def read_values(reader: Reader, keys: Sequence[str]) -> dict[str, Any]:
-    """Values that are no tensors, and small tensors, by key. No collective."""
+    """Read values that are no tensors, and small tensors, by key. No collective."""
     values: dict[str, Any] = {}
     for key in keys:
         entry = reader.metadata.state_dict_metadata[key]
@@ -208,16 +202,16 @@ class JobLoadPlanner(FlatLoadPlanner):
         self._strict = strict
         self._prefixes = {"model_prefix": model_prefix, "optimizer_prefix": optimizer_prefix}
         self.extra: dict[str, Any] = {}
-        self._stored: Mapping[str, Any] = {}  # what the checkpoint says of each of its keys
+        self._stored: Mapping[str, Any] = {}  # DCP's entry of each key of the checkpoint
         self._weights: dict[str, Any] = {}  # by FQN
         self._names: Mapping[Tensor, Names] = {}  # of the optimizer's parameters
         self._found: Match
-        self._read: dict[str, Any] = {}  # what each key is read into
+        self._read: dict[str, Any] = {}  # the target of each key
         self._keys: dict[str, dict[str, str]] = {}  # that the optimizer takes, by FQN and entry
-        self._masters: list[tuple[Tensor, str]] = []  # weight and key: read beside it, replaces it
+        self._masters: list[tuple[Tensor, str]] = []  # weight, and the key of its new value
 
     def create_local_plan(self) -> LoadPlan:
-        """Find keys, compare them, and read what is not kept in place.
+        """Find keys, compare them, and read options and ``extra``.
 
         Raises:
             CheckpointError, CheckpointCorruptError, StateDictError, ConfigError, LaneError,
@@ -237,7 +231,7 @@ class JobLoadPlanner(FlatLoadPlanner):
                 self._plan_state(self._optimizer)
             if isinstance(stored.get(EXTRA), BytesStorageMetadata):
                 data = read_values(self._reader, [EXTRA])[EXTRA]
-                if isinstance(data, bytes):  # of another program, it is none of ours
+                if isinstance(data, bytes):  # another program's may be anything
                     self.extra = decode(io.BytesIO(data))
             self.set_up_planner(self._read, self._reader.metadata)
             plan = super().create_local_plan()
@@ -245,23 +239,23 @@ class JobLoadPlanner(FlatLoadPlanner):
             return replace(plan, planner_data=self._found.unknown)
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        """As they are.
+        """Refuse weights that no rank has; in a pipeline each rank has some of them.
 
         Raises:
-            CheckpointError: no rank has some weights; in a pipeline each rank has some of them.
+            CheckpointError: the checkpoint has such weights.
         """
         unknown = [set(plan.planner_data) for plan in global_plan]
         if lost := sorted(set.intersection(*unknown)) if self._strict else []:
             raise CheckpointError(
                 f"weights of {self._reader.path}",
-                reason=f"unknown to this model: {some(lost)}",
+                reason=f"this model lacks {some(lost)}",
                 remedy="build the model that was saved, or pass strict=False",
             )
         return [replace(plan, planner_data=None) for plan in global_plan]
 
     @torch.no_grad()
     def take_over(self) -> None:
-        """Let module and optimizer know what was read."""
+        """Hand the values to module and optimizer."""
         for parameter, key in self._masters:
             weight, master = dtensor.local(parameter), dtensor.local(self.state_dict[key])
             if key.endswith(REMAINDER):
@@ -282,7 +276,7 @@ class JobLoadPlanner(FlatLoadPlanner):
             hand_over(self._optimizer, self._names, state, self._found.options)
 
     def _match(self) -> None:
-        """Decide what of the checkpoint goes where; reads options."""
+        """Decide which key goes where, and read options."""
         optimizer, stored, groups = self._optimizer, self._stored, list[list[Names]]()
         if optimizer is not None:
             self._names = names_of(self._models, optimizer)
@@ -300,18 +294,18 @@ class JobLoadPlanner(FlatLoadPlanner):
         if not found.weights:
             raise CheckpointError(
                 f"{self._reader.path}",
-                reason="it has no weight of this model under the usual prefix, or the given one",
+                reason="it has no weight of this model under the usual or the given prefix",
                 remedy="build the model that was saved"
                 + or_give("model_prefix", stored, self._weights),
             )
         if found.missing and self._strict:
             raise CheckpointError(
                 f"weights of {self._reader.path}",
-                reason=f"missing there: {some(found.missing)}",
+                reason=f"the checkpoint lacks {some(found.missing)}",
                 remedy="build the model that was saved, or pass strict=False",
             )
         known = {key: fqn for fqn, key in found.weights.items()}
-        # What get_extra_state() gave.
+        # From get_extra_state().
         values = [key for key in known if isinstance(stored[key], BytesStorageMetadata)]
         for key, value in read_values(self._reader, values).items():
             self._weights[known[key]] = value
@@ -343,7 +337,8 @@ class JobLoadPlanner(FlatLoadPlanner):
                     len(lost), ", ".join(sorted(set().union(*lost))), type(optimizer).__name__,
                 )  # fmt: skip
         if found.left:
-            warn("the state of %s is left out: this optimizer does not hold them", some(found.left))
+            warn("the load leaves out the state of %s: this optimizer does not hold them",
+                 some(found.left))  # fmt: skip
         for parameter, names in self._names.items():
             keys, state = found.state[names[0]], live.get(parameter)
             if has_masters and (keys or state is not None):
@@ -390,9 +385,8 @@ class JobLoadPlanner(FlatLoadPlanner):
         saved: Mapping[str, Sequence[str]],
         live: Mapping[str, Any] | None,
     ) -> None:
-        """Read the master in place, or what says it into host memory; without any of it, the master
-        becomes the weight. ``live`` ``None``: of a frozen parameter, whose master waits until it is
-        trained again."""
+        """Read the master in place, or another form of it into host memory; else the weight is its
+        value. ``live`` is ``None`` for a frozen parameter, which keeps it until it is trained."""
         for key in saved.get(REMAINDER, ()):
             if isinstance(entry := self._stored[key], TensorStorageMetadata):
                 check_remainder(key, entry.properties.dtype)
@@ -400,7 +394,7 @@ class JobLoadPlanner(FlatLoadPlanner):
         if live is not None and kept is not None and kept in saved:
             self._take(names[0], kept, saved[kept], live[kept])
             return
-        # Of an fp16 weight a remainder says nothing.
+        # A remainder does not complete an fp16 weight.
         forms = (WHOLE,) if parameter.dtype == torch.float16 else (WHOLE, REMAINDER)
         form = next((name for name in forms if name in saved), None)
         dtype = torch.bfloat16 if form == REMAINDER else torch.float32
@@ -413,20 +407,20 @@ class JobLoadPlanner(FlatLoadPlanner):
         elif form is not None:
             self._take(names[0], form, saved[form], master)
         elif weights and all(_is_fp32(self._stored[key]) for key in weights):
-            # Read as a master: taking it over writes the weight, too.
+            # Read as a master: take_over() writes the weight, too.
             self._take(names[0], WHOLE, weights, master)
             if live is None:
                 self._masters.append((parameter, weights[0]))
         elif live is None and REMAINDER in saved:
-            warn("%s of %s is left out: it is not of an fp16 weight", REMAINDER, names[0])
+            warn("the load leaves out %s of %s: it needs a bf16 weight", REMAINDER, names[0])
 
     def _take(self, fqn: str, entry: str, keys: Sequence[str], value: Any) -> None:
-        """Read ``keys`` into an entry of the state that the optimizer takes."""
+        """Plan to read ``keys`` into an entry of the state that the optimizer takes."""
         self._read_into(keys, value)
         self._keys.setdefault(fqn, {})[entry] = keys[0]
 
     def _read_into(self, keys: Sequence[str], value: Any) -> None:
-        """Plan to read keys into a tensor, or a value that is none."""
+        """Plan to read ``keys`` into a tensor, or as values."""
         for key in keys:
             entry = self._stored[key]
             _check_shape(key, entry, value)
@@ -439,26 +433,24 @@ def _shard_like(parameter: Tensor, dtype: torch.dtype, device: torch.device) -> 
 
 
 def _is_fp32(stored: object) -> bool:
-    """Whether a weight was saved with all that an fp32 master would say."""
+    """Tell whether a weight was saved with all bits of an fp32 master."""
     return isinstance(stored, TensorStorageMetadata) and stored.properties.dtype == torch.float32
 
 
 def _check_shape(key: str, stored: Any, value: Any) -> None:
-    """Refuse a tensor of another shape.
-
-    Raises:
-        StateDictError: the shapes differ, or only one of the two is a tensor.
-    """
+    """Refuse a tensor of another shape, or no tensor where one is expected."""
     if not isinstance(stored, TensorStorageMetadata):
         if isinstance(value, Tensor) and value.dim() > 0:
             raise StateDictError(
-                f"{key}", reason="it is no tensor in the checkpoint", remedy="build what was saved"
+                f"{key}",
+                reason="the checkpoint has no tensor there",
+                remedy="build the model and the optimizer that were saved",
             )
         return
     expected = tuple(value.size()) if hasattr(value, "size") else ()
     if expected != tuple(stored.size):
         raise StateDictError(
             f"{key} of shape {tuple(stored.size)}",
-            reason=f"here it has shape {expected}",
+            reason=f"this job has it with shape {expected}",
             remedy="build the model and the optimizer that were saved",
         )

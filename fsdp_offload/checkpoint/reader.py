@@ -26,6 +26,7 @@ from .files import (
     BLOCK_BYTES,
     Checksums,
     Table,
+    aligned,
     as_bytes,
     check_count,
     corrupt,
@@ -52,28 +53,27 @@ Job = Callable[[], None]
 class Reader(FileSystemReader):
     """Reads a checkpoint, for ``dcp.load(state, storage_reader=Reader(path))``.
 
-    Each rank reads what it needs, with several threads. Elements that lie in the file as in the
-    target are read there without a copy between, and every block is compared with its checksum.
-    Of files that another program wrote, items are loaded by ``torch.load``, as torch does. Keys
-    whose targets are one memory, such as tied weights, must have equal values.
+    Each rank reads what it needs, with several threads, and compares every block with its
+    checksum. Elements that lie in the file as in the target go there without a copy between.
+    ``torch.load`` reads files of other programs. Keys whose targets are one memory, such as tied
+    weights, must have equal values.
 
     Args:
         path: folder of the checkpoint.
-        threads: that read; ``None``: this rank's share of the cores, at most 16.
+        threads: number of reading threads; ``None``: this rank's share of the cores, at most 16.
 
     Raises:
-        CheckpointError: (in ``dcp.load``, inside a ``CheckpointException``) there is no checkpoint,
-            or the file system refused.
+        CheckpointError: (in ``dcp.load``, inside a ``CheckpointException``) no checkpoint is at
+            ``path``, the file system refused, or two keys have different values for one memory.
         CheckpointCorruptError: (likewise) a file is not as it was written.
-        CheckpointError: (likewise) two keys have different values for one memory.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None, *, threads: int | None = None) -> None:
         if path is None:
             raise CheckpointError(
                 "a checkpoint at None",
-                reason="latest() says None where there is no complete checkpoint",
-                remedy="load only if there is one, and begin anew otherwise",
+                reason="latest() returns None where the folder has no complete checkpoint",
+                remedy="ask before loading, and begin anew where latest() returns None",
             )
         super().__init__(path)
         self._threads = threads
@@ -82,10 +82,10 @@ class Reader(FileSystemReader):
         self.metadata = Metadata({})
         self._tables: dict[str, Table | None] = {}
         self._items: dict[str, list[tuple[int, int]]] = {}  # offset and length, by file
-        self._apart: dict[ReadItem, Tensor] = {}  # that were read and compared before all else
+        self._apart: dict[ReadItem, Tensor] = {}  # read and compared before all else
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        """``.metadata``, verified; empty on failure, which :meth:`set_up_storage_reader` raises."""
+        """Read and verify ``.metadata``; :meth:`set_up_storage_reader` raises a failure."""
         # dcp.load would replace an error of this method by an untyped one.
         self._tables.clear()
         self._failure = None
@@ -152,20 +152,19 @@ class Reader(FileSystemReader):
         return done(None)
 
     def _compare(self, plan: LoadPlan, planner: LoadPlanner) -> None:
-        """Read, before any is written, values of several keys for one memory: they must agree."""
+        """Compare values of several keys for one memory, before anything is written."""
         self._apart = self._read_apart(plan, targets_of(plan, planner))
 
     def _read_apart(
         self, plan: LoadPlan, targets: Mapping[ReadItem, Tensor]
     ) -> dict[ReadItem, Tensor]:
-        """The values, in host memory, of items whose targets share memory with another key's:
-        threads would mix them.
+        """Read items whose targets share memory with another key's: threads would mix them.
 
         Raises:
             CheckpointError: two of them differ.
         """
         groups = _sharing(targets)
-        items = [item for group in groups for of_key in group for item in of_key]
+        items = [item for group in groups for item in group]
         values = {i: torch.empty(targets[i].shape, dtype=targets[i].dtype) for i in items}
         if values:
             self.read_data(replace(plan, items=items), _Apart(values))
@@ -174,10 +173,10 @@ class Reader(FileSystemReader):
         return values
 
     def check_blocks(self) -> bool:
-        """Read every block once, and compare it with its checksum.
+        """Compare every block with its checksum.
 
         Returns:
-            Whether there are checksums: files of another program are not read.
+            False where another program wrote the files, without checksums.
 
         Raises:
             CheckpointCorruptError: a file is not as it was written.
@@ -196,7 +195,7 @@ class Reader(FileSystemReader):
         return bool(jobs)
 
     def _opener(self, files: ExitStack) -> Callable[[str], _File | None]:
-        """Opens each file once, until ``files`` closes it; ``None``: another program wrote it."""
+        """Open each file once; ``files`` closes it. ``None``: another program wrote it."""
 
         @functools.cache
         def opened(name: str) -> _File | None:
@@ -228,7 +227,7 @@ class Reader(FileSystemReader):
             raise corrupt(self.path, f"torch cannot read an item: {error!r}") from error
 
     def _box(self, request: ReadItem) -> Tensor:
-        """What is wanted of a stored chunk, as a view of it: on the meta device."""
+        """Cut the requested box out of its stored chunk, on the meta device."""
         stored = self.metadata.state_dict_metadata[request.storage_index.fqn]
         assert isinstance(stored, TensorStorageMetadata)  # the planner asked for a tensor
         offsets = request.storage_index.offset
@@ -239,7 +238,7 @@ class Reader(FileSystemReader):
 
 
 class _Apart(DefaultLoadPlanner):
-    """Lets items be read into other tensors than those that they are for."""
+    """Reads items into tensors of their own."""
 
     def __init__(self, values: Mapping[ReadItem, Tensor]) -> None:
         super().__init__()
@@ -250,7 +249,7 @@ class _Apart(DefaultLoadPlanner):
 
 
 def targets_of(plan: LoadPlan, planner: LoadPlanner) -> dict[ReadItem, Tensor]:
-    """What each item that is a tensor is read into."""
+    """Find the target of each item that is a tensor."""
     return {
         item: planner.resolve_tensor(item).detach()
         for item in plan.items
@@ -259,59 +258,52 @@ def targets_of(plan: LoadPlan, planner: LoadPlanner) -> dict[ReadItem, Tensor]:
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
-    """The addresses between which its elements lie."""
+    """Return the addresses between which its elements lie."""
     steps = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
     start = tensor.data_ptr()
     return start, start + (1 + steps) * tensor.element_size()
 
 
-def _sharing(targets: Mapping[ReadItem, Tensor]) -> list[list[list[ReadItem]]]:
-    """Items whose memory overlaps, of several keys, by key; those of one key are disjoint."""
+def _sharing(targets: Mapping[ReadItem, Tensor]) -> list[list[ReadItem]]:
+    """Group items of several keys whose spans overlap, each group by key."""
     spans = [
-        (*_span(target), item.dest_index.fqn, item)
+        (*_span(target), item)
         for item, target in targets.items()
         if target.numel() and not target.is_meta
     ]
-    groups: list[dict[str, list[ReadItem]]] = []
+    groups: list[list[ReadItem]] = []
     reach = 0
-    for low, high, key, item in sorted(spans, key=lambda each: each[:3]):
+    for low, high, item in sorted(spans, key=lambda each: each[:2]):
         if low >= reach:
-            groups.append({})
-        groups[-1].setdefault(key, []).append(item)
+            groups.append([])
+        groups[-1].append(item)
         reach = max(reach, high)
-    return [list(group.values()) for group in groups if len(group) > 1]
+    by_key = [sorted(group, key=lambda item: item.dest_index.fqn) for group in groups]
+    return [group for group in by_key if group[0].dest_index.fqn != group[-1].dest_index.fqn]
 
 
 def _check_equal(
-    group: Sequence[Sequence[ReadItem]],
+    items: Sequence[ReadItem],
     targets: Mapping[ReadItem, Tensor],
     values: Mapping[ReadItem, Tensor],
 ) -> None:
-    """Write the values of one key after the other into an image of the memory that they share.
+    """Write the values one after the other into an image of the memory that they share.
 
     Raises:
         CheckpointError: a later one changed an earlier one.
     """
-    spans = [_span(targets[item]) for items in group for item in items]
-    low, high = min(low for low, _ in spans), max(high for _, high in spans)
-    low = low // 16 * 16  # which aligns any dtype
-    image = torch.empty(-(-(high - low) // 16) * 16, dtype=torch.uint8)
-    seen: dict[ReadItem, Tensor] = {}
-    for items in group:
-        mine: dict[ReadItem, Tensor] = {}
-        for item in items:
-            target = targets[item]
-            at = (target.data_ptr() - low) // target.element_size()
-            mine[item] = image.view(target.dtype).as_strided(target.shape, target.stride(), at)
-            mine[item].copy_(values[item])
-        for item, view in seen.items():
-            if not torch.equal(_bits(view), _bits(values[item])):
-                raise tied_error(CheckpointError, item.dest_index.fqn, items[0].dest_index.fqn)
-        seen |= mine
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    return as_bytes(tensor.contiguous())
+    spans = [_span(targets[item]) for item in items]
+    low = min(low for low, _ in spans) // 16 * 16  # which aligns any dtype
+    image = torch.empty(aligned(max(high for _, high in spans) - low), dtype=torch.uint8)
+    views: dict[ReadItem, Tensor] = {}
+    for item in items:
+        target = targets[item]
+        at = (target.data_ptr() - low) // target.element_size()
+        views[item] = image.view(target.dtype).as_strided(target.shape, target.stride(), at)
+        views[item].copy_(values[item])
+    for item, view in views.items():
+        if not torch.equal(as_bytes(view.contiguous()), as_bytes(values[item])):
+            raise tied_error(CheckpointError, item.dest_index.fqn, items[-1].dest_index.fqn)
 
 
 @dataclass(frozen=True)
@@ -324,7 +316,7 @@ class _File:
     checksums: dict[int, Checksums]
 
     def whole(self, info: _StorageInfo) -> bytes:
-        """A whole item, verified."""
+        """Read a whole item, verified."""
         data = bytearray(info.length)
         self.read(info, 0, memoryview(data))
         return bytes(data)
@@ -363,7 +355,7 @@ def _check_block(file: _File, info: _StorageInfo, start: int) -> None:
 
 
 def _tensor_jobs(file: _File, info: _StorageInfo, box: Tensor, target: Tensor) -> Iterator[Job]:
-    """Jobs that read ``box``, a view of the chunk that an item holds, into ``target``."""
+    """Cut the reading of ``box``, a view of the chunk in an item, into ``target`` into jobs."""
     start, itemsize = file.checksums[info.offset].data_start, box.element_size()
     if start + box.untyped_storage().nbytes() > info.length:
         raise corrupt(file.path, f"its item at byte {info.offset} has too few bytes of elements")
@@ -379,7 +371,7 @@ def _tensor_jobs(file: _File, info: _StorageInfo, box: Tensor, target: Tensor) -
 
 
 def _read_rows(file: _File, info: _StorageInfo, start: int, box: Tensor, target: Tensor) -> None:
-    """Read what spans the box, and copy from it what it has, in the target's dtype."""
+    """Read the bytes that span the box, and copy its elements, in the target's dtype."""
     steps = zip(box.shape, box.stride(), strict=True)
     flat = torch.empty(1 + sum((size - 1) * stride for size, stride in steps), dtype=box.dtype)
     first = start + int(box.storage_offset()) * box.element_size()
@@ -388,7 +380,7 @@ def _read_rows(file: _File, info: _StorageInfo, start: int, box: Tensor, target:
 
 
 def _block_jobs(file: _File, info: _StorageInfo, first: int, target: Tensor) -> Iterator[Job]:
-    """One job for each block of the item that has bytes of ``target`` (1-D uint8)."""
+    """Make a job for each block of the item that has bytes of ``target`` (1-D uint8)."""
     stop, size = first + target.numel(), file.block_bytes
     for edge in range(first // size * size, stop, size):
         low, high = max(first, edge), min(stop, edge + size)

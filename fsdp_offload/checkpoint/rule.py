@@ -1,17 +1,15 @@
-"""Which key of a checkpoint goes to which tensor of a job: one rule for all loads, on names alone.
+"""Match keys of a checkpoint with tensors of a job: one rule for all loads, on names alone.
 
-[Note: layouts]
-Two are found by themselves; prefixes name any other::
+A load finds two of them without prefixes::
 
-    model.{fqn}   optim.state.{fqn}.exp_avg       of this package, and of torch's flat dicts
-    model.{fqn}   optimizer.state.{fqn}.exp_avg   of torch's nested dicts in many trainers
+    model.{fqn}   optim.state.{fqn}.exp_avg       this package, and torch's flat dicts
+    model.{fqn}   optimizer.state.{fqn}.exp_avg   torch's nested dicts in many trainers
 
 Options stand beside the state, flat (``param_groups.{fqn}.lr``) or nested (``param_groups``, or
 ``param_groups.{index}.lr`` if an option is a tensor). A wrapper's ``module.`` may stand before the
 FQNs of the state (Megatron-FSDP).
 
-[Note: names]
-A tied weight has several names. All that the checkpoint has are read into it, and
+A tied weight has several names. A load reads all that the checkpoint has, and
 :class:`.reader.Reader` refuses values that differ.
 """
 
@@ -36,36 +34,30 @@ Read = Callable[[list[str]], Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
-class Layout:
-    """The prefixes of a checkpoint.
+class KeyLayout:
+    """The prefixes of a checkpoint."""
 
-    Args:
-        model: before the FQN of a weight; ``None``: it has none of this model.
-        optimizer: before ``state.`` and ``param_groups``; ``None``: it has no state of this model.
-        inner: between those and the FQN.
-    """
-
-    model: str | None
-    optimizer: str | None
-    inner: str = ""
+    model: str | None  # before the FQN of a weight; None: it has none of this model
+    optimizer: str | None  # before ``state.`` and ``param_groups``; None: no state of this model
+    inner: str = ""  # between those and the FQN
 
     def weight(self, fqn: str) -> str:
-        """The key of a weight."""
+        """Return the key of a weight."""
         return f"{self.model}{fqn}"
 
     def state(self, fqn: str) -> str:
-        """What the keys of a parameter's state begin with."""
+        """Return the prefix of a parameter's state."""
         return f"{self.optimizer}{STATE}{self.inner}{fqn}."
 
     def is_weight(self, key: str) -> bool:
-        """Whether a key may be that of a weight: it has the prefix, and is no optimizer's."""
+        """Tell whether a key has the prefix of weights, and not that of the optimizer."""
         if self.model is None or not key.startswith(self.model):
             return False
         start = self.optimizer
         return start is None or not key.startswith((f"{start}{STATE}", f"{start}{GROUPS[:-1]}"))
 
     def entries(self, kind: str, keys: Collection[str]) -> dict[str, set[str]]:
-        """Names of the entries, of state (``STATE``) or of options (``GROUPS``), by FQN."""
+        """Find the names of entries, of state (``STATE``) or of options (``GROUPS``), by FQN."""
         found: dict[str, set[str]] = {}
         start = f"{self.optimizer}{kind}{self.inner}"
         for key in keys:
@@ -76,32 +68,32 @@ class Layout:
 
 
 class Match(NamedTuple):
-    """What of a checkpoint goes where. A parameter is called by the first of its names."""
+    """The answer of :func:`match`; the first of its names stands for a parameter."""
 
-    weights: dict[str, str]  # the key of each name that is stored
-    missing: list[str]  # names of tensors of the model that are stored under none of their names
-    unknown: list[str]  # keys of weights that no tensor of the model has
-    state: dict[str, dict[str, list[str]]]  # keys by entry, of each parameter of the optimizer
+    weights: dict[str, str]  # the key of each name that the checkpoint has
+    missing: list[str]  # names of the model's tensors of which it has no name
+    unknown: list[str]  # keys of weights that the model lacks
+    state: dict[str, dict[str, list[str]]]  # keys by entry, for each parameter of the optimizer
     options: list[Options]  # of each group
     untold: set[str]  # parameters of the optimizer that have neither state nor options
-    left: list[str]  # weights of the model that have state and are not in the optimizer
+    left: list[str]  # weights with state that the optimizer does not hold
 
 
 def match(
-    layout: Layout,
+    layout: KeyLayout,
     keys: Collection[str],
     weights: Mapping[str, Names],
     groups: Sequence[Sequence[Names]],
     read: Read,
 ) -> Match:
-    """Decide what goes where.
+    """Decide which key goes to which tensor.
 
     Args:
         layout: of the checkpoint.
         keys: of the checkpoint.
         weights: all names of the same tensor, by each name in the model.
         groups: names of each parameter, by group of the optimizer.
-        read: gives the values of keys that hold options.
+        read: returns the values of keys that hold options.
     """
     stored, entries = set(keys), layout.entries(STATE, keys)
     found = {fqn: layout.weight(fqn) for fqn in weights if layout.weight(fqn) in stored}
@@ -120,7 +112,7 @@ def match(
     return Match(
         weights=found,
         missing=sorted(f for f, names in weights.items() if found.keys().isdisjoint(names)),
-        # Without a prefix, everything else that was saved looks like a weight.
+        # Without a prefix, all other keys look like weights.
         unknown=[k for k in keys if layout.model and layout.is_weight(k) and k not in taken],
         state=state,
         options=options,
@@ -130,18 +122,18 @@ def match(
 
 
 def _find_options(
-    layout: Layout,
+    layout: KeyLayout,
     keys: Collection[str],
     groups: Sequence[Sequence[Names]],
     read: Read,
 ) -> tuple[list[Options], set[str]]:
-    """Options of each group, and the FQNs that have some.
+    """Find the options of each group, and the FQNs that have some.
 
     The first parameter of a group that the checkpoint has speaks for the group.
     """
     start = f"{layout.optimizer}{GROUPS[:-1]}"
     flat = layout.entries(GROUPS, keys)
-    outer = Layout(layout.model, layout.optimizer).entries(GROUPS, keys)
+    outer = KeyLayout(layout.model, layout.optimizer).entries(GROUPS, keys)
     # A module may be called "0", too; a nested group always says which parameters it has.
     indexed = {i: names for i, names in outer.items() if i.isdecimal() and "params" in names}
     nested: list[Options] = []
@@ -164,7 +156,7 @@ def _find_options(
             of_speaker = f"{layout.optimizer}{GROUPS}{layout.inner}{speaker}."
             values = read([of_speaker + name for name in sorted(flat[speaker])])
             found = {key.removeprefix(of_speaker): value for key, value in values.items()}
-        # Names of all parameters of the group that was saved, which this one need not have.
+        # The names of the saved group's parameters are not this group's.
         options.append({n: v for n, v in found.items() if n not in ("params", "param_names")})
     return options, told
 
@@ -175,8 +167,8 @@ def find_layout(
     *,
     model_prefix: str | None = None,
     optimizer_prefix: str | None = None,
-) -> Layout:
-    """The layout of a checkpoint.
+) -> KeyLayout:
+    """Find the layout of a checkpoint with these keys, for a model whose weights have these FQNs.
 
     Args:
         keys: of the checkpoint.
@@ -193,22 +185,16 @@ def find_layout(
         for prefix in prefixes:
             starts = f"{prefix}{STATE}{inner}", f"{prefix}{GROUPS}{inner}"
             if any(start + fqn in owners for start in starts for fqn in fqns):
-                return Layout(model, prefix, inner)
+                return KeyLayout(model, prefix, inner)
     for prefix in prefixes:  # nested groups of a class without state
         start = f"{prefix}{GROUPS[:-1]}"
         if fqns and not known.isdisjoint((start, f"{start}.0.params")):
-            return Layout(model, prefix)
-    return Layout(model, None)
+            return KeyLayout(model, prefix)
+    return KeyLayout(model, None)
 
 
 def prefixes_that_fit(keys: Iterable[str], fqns: Iterable[str], kind: str = "") -> list[str]:
-    """What stands before one of the model's names in a checkpoint, sorted: for error texts.
-
-    Args:
-        keys: of the checkpoint.
-        fqns: of the model's weights.
-        kind: ``""`` for weights, ``STATE`` for the optimizer's.
-    """
+    """Find prefixes of the model's longest FQN, for error texts; ``kind``: ``STATE`` or empty."""
     ends = kind + max(fqns, key=len, default="")
     names = {key.rpartition(".")[0] if kind else key for key in keys}
     found = {name.removesuffix(ends) for name in names if name.endswith(ends)}
@@ -216,15 +202,15 @@ def prefixes_that_fit(keys: Iterable[str], fqns: Iterable[str], kind: str = "") 
 
 
 def or_give(option: str, keys: Iterable[str], fqns: Iterable[str], kind: str = "") -> str:
-    """How a remedy goes on: with the prefixes that fit, if there are any."""
+    """Continue a remedy with the prefixes that fit, if any."""
     fit = " or ".join(map(repr, prefixes_that_fit(keys, fqns, kind)))
     return f", or give {option}={fit}" if fit else ""
 
 
 def tied_error(kind: type[OffloadError], one: str, other: str) -> OffloadError:
-    """Of two names of one memory, whose values differ."""
+    """Build the error for two names of one memory whose values differ."""
     return kind(
         f"{one} and {other}",
-        reason="they have different values, and here both are one tensor, such as tied weights",
+        reason="their values differ, and here both are one tensor, such as tied weights",
         remedy="untie them in the model, as they were when they were saved",
     )

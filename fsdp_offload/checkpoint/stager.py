@@ -1,4 +1,4 @@
-"""Host memory that holds a copy of what is being saved, so that training may go on."""
+"""Copy a state dict into host memory, so that training may go on while a thread saves it."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.distributed.checkpoint.staging import AsyncStager
 
 from ..core import dtensor
-from ..core.backend import Event, backend_for
+from ..core.backend import Event
 from ..core.config import TransferConfig
+from ..core.devices import backend_for
 from ..core.errors import OffloadError, UnsupportedParameterError
 from ..link import Block, HostPool, HostRange, Link, Residence
 from .files import BLOCK_BYTES, aligned, as_bytes, run_all, without_class
@@ -25,12 +26,12 @@ from .files import BLOCK_BYTES, aligned, as_bytes, run_all, without_class
 class Stager(AsyncStager):
     """Copies a state dict into page-locked host memory, for ``dcp.async_save(async_stager=...)``.
 
-    The memory is reserved at the first call, exactly as much as is needed, and kept until
-    :meth:`close`. The copies stay until the next call: one save at a time.
+    The first call reserves exactly the memory that it needs; :meth:`close` gives it back. The
+    copies stay until the next call: one save at a time.
 
     Raises:
         HostMemoryError: (in :meth:`stage`) the copies do not fit.
-        UnsupportedParameterError: (likewise) a value cannot be copied; nothing was saved.
+        UnsupportedParameterError: (likewise) a value does not let itself be copied.
     """
 
     def __init__(self) -> None:
@@ -39,17 +40,18 @@ class Stager(AsyncStager):
         self._links: dict[torch.device, Link] = {}
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """A deep copy of ``state_dict``, tensors in any container or object included.
+        """Copy ``state_dict`` deeply, with tensors in any container or object.
 
-        The elements of dense tensors go to page-locked memory, once where two tensors are the same
-        view of one memory. Sparse, quantized and strided nested tensors go to pageable memory.
+        It blocks until the copies are complete, behind the work of the current stream. Dense
+        tensors go to page-locked memory, two that are the same view of one memory once; sparse,
+        quantized and strided nested tensors go to pageable memory.
         """
         pickled = io.BytesIO()
         finder = _Finder(pickled)
         try:
             finder.dump(state_dict)
-        except Exception as error:  # whatever a class raises that is no value
-            raise _uncopied("a value to be saved", error) from error
+        except Exception as error:  # a class may raise anything
+            raise _uncopied("a value in the state dict", error) from error
         tensors = [value for value in finder.found if isinstance(value, Tensor)]
         sources: dict[object, Tensor] = {}
 
@@ -72,10 +74,10 @@ class Stager(AsyncStager):
         try:
             return _Builder(pickled, values).load()  # type: ignore[no-any-return]
         except Exception as error:
-            raise _uncopied("a value to be saved", error) from error
+            raise _uncopied("a value in the state dict", error) from error
 
     def _copies_of(self, sources: dict[object, Tensor]) -> dict[object, Tensor]:
-        """One behind the other in the arena, which is made larger if they do not fit."""
+        """Copy one behind the other into the arena; a larger one replaces it if they do not fit."""
         nbytes = sum(aligned(source.nbytes) for source in sources.values())
         if self._arena is None or nbytes > self._arena.n_bytes:
             self.close()
@@ -96,7 +98,7 @@ class Stager(AsyncStager):
         return made
 
     def _fill(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
-        """Copy: device memory by links, host memory meanwhile by threads."""
+        """Copy device memory by links, and host memory meanwhile by threads."""
         jobs = [
             functools.partial(Tensor.copy_, *parts)
             for pair in pairs
@@ -114,15 +116,15 @@ class Stager(AsyncStager):
                 written = backend.current_stream().record()
                 stored.append(self._links[device].store(*blocks, after=[written]))
             run_all(jobs)
-        finally:  # else a later call could give the memory back below a copy
+        finally:  # else a later call could give the memory back under a copy
             for event in stored:
                 event.synchronize()
 
     def synchronize_staging(self) -> None:
-        """Nothing is under way: :meth:`stage` returns when the copies are there."""
+        """Do nothing: :meth:`stage` returns when the copies are complete."""
 
     def close(self) -> None:
-        """Give the memory back; the copies are gone."""
+        """Give the memory of the copies back."""
         self._pool = self._arena = None
 
 
@@ -130,14 +132,14 @@ class Stager(AsyncStager):
 
 
 class _Finder(pickle.Pickler):
-    """Walks through containers and objects as pickle does, and leaves out what ``found`` keeps."""
+    """Pickles containers and objects around the tensors and plain values in ``found``."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, pickle.HIGHEST_PROTOCOL)
         self.found: list[Any] = []
 
     def persistent_id(self, value: Any) -> int | None:
-        """Of a tensor; of plain values too, which stay the objects that they are."""
+        """Number tensors, and plain values, which stay the same objects."""
         if not isinstance(value, Tensor | str | int | float | bytes | type | FunctionType):
             return None
         self.found.append(value)
@@ -145,14 +147,14 @@ class _Finder(pickle.Pickler):
 
 
 class _Builder(pickle.Unpickler):
-    """Makes what a :class:`_Finder` has seen anew, around ``values``."""
+    """Builds the containers and objects of a :class:`_Finder` anew, around ``values``."""
 
     def __init__(self, file: io.BytesIO, values: list[Any]) -> None:
         super().__init__(file)
         self._values = values
 
     def persistent_load(self, index: int) -> Any:
-        """The value of that number."""
+        """Return the value of that number."""
         return self._values[index]
 
 
@@ -160,16 +162,16 @@ class _Builder(pickle.Unpickler):
 
 
 def _place(plain: Tensor) -> object:
-    """What two tensors have in common that are the same view of one memory."""
+    """Return a key that two tensors share if they are the same view of one memory."""
     form = plain.dtype, plain.shape, plain.stride(), plain.is_conj(), plain.is_neg()
     return plain.device, plain.data_ptr(), *form
 
 
 def _with_copies(tensor: Tensor, copy: Callable[[Tensor], Tensor]) -> Tensor:
-    """``tensor``, with what ``copy`` makes of each dense tensor that it consists of.
+    """Rebuild ``tensor`` around ``copy`` of each tensor that it consists of.
 
     Raises:
-        UnsupportedParameterError: its elements are in no memory that it shows.
+        UnsupportedParameterError: it does not show the memory of its elements.
     """
     try:
         return dtensor.like(tensor, _local_copy(dtensor.local(tensor), copy))
@@ -194,13 +196,13 @@ def _local_copy(tensor: Tensor, copy: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Whether its memory is what its shape, strides and dtype say."""
+    """Tell whether shape, strides and dtype describe its memory."""
     return tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_nested)
 
 
 def _uncopied(what: str, error: Exception) -> UnsupportedParameterError:
     return UnsupportedParameterError(
         what,
-        reason=f"it cannot be copied: {textwrap.shorten(str(error), 200)}",
-        remedy="leave it out of what is saved, or save it as plain tensors and values",
+        reason=f"copying it failed: {textwrap.shorten(str(error), 200)}",
+        remedy="do not save it, or save it as plain tensors and values",
     )

@@ -1,14 +1,12 @@
-"""What is saved of a job, and under which keys: optimizer state, weights, and plain values.
+"""Collect what a save writes, by key: optimizer state, weights, and plain values.
 
-[Note: keys]
-They are those of torch's flattened optimizer state dict: ``state.{fqn}.{name}`` and
+Keys are those of torch's flattened optimizer state dict: ``state.{fqn}.{name}`` and
 ``param_groups.{fqn}.{option}``, sorted. They follow from the groups and from the schema of the
-optimizer's class, never from what a rank holds, so they are the same on all ranks without asking.
+optimizer's class, never from what a rank holds, so all ranks have the same without a collective.
 
-[Note: masters]
-An fp32 master is never saved twice. fp32 shards are masters themselves. Of a bf16 shard the weight
-is the upper half, so ``master_remainder`` (16 bits) is all that is left to say. Where a
-lane keeps a whole master (host lane, fp16 shards), that is emitted as ``master`` (fp32).
+A save never writes an fp32 master twice. fp32 shards are masters themselves. A bf16 weight is the
+upper half of its master, and ``master_remainder`` holds the other 16 bits. A whole master (host
+lane, fp16 shards) is saved as ``master`` (fp32).
 """
 
 from __future__ import annotations
@@ -31,11 +29,11 @@ from torch.optim import Optimizer
 
 from ..core import dtensor
 from ..core.arguments import backend_of, check_optimizer, listed
-from ..core.backend import backend_for
+from ..core.devices import backend_for
 from ..core.errors import ConfigError, StateDictError
 from ..optimizer.hybrid import HybridDeviceOptimizer
 from ..update.params import MasterForm
-from .rule import GROUPS, STATE, Layout, Match, Names, match, tied_error
+from .rule import GROUPS, STATE, KeyLayout, Match, Names, match, tied_error
 
 REMAINDER = MasterForm.REMAINDER.value
 WHOLE = MasterForm.WHOLE.value
@@ -51,23 +49,58 @@ SEVERAL: Final = (
 Models = nn.Module | Sequence[nn.Module]
 
 
-def pack(model: Models, optimizer: Optimizer, *, for_writing: bool = True) -> dict[str, Any]:
-    """The state of ``optimizer``, sorted by key, for ``torch.distributed.checkpoint``.
+class OptimizerState:
+    """Optimizer state as a ``Stateful``, for ``dcp.save({"optim": OptimizerState(...)})``.
 
-    No copy, no collective, nothing is moved: tensors are parameter-shaped DTensors (plain tensors
-    for plain parameters) around the live state, so a load into them is a load into the optimizer;
-    :func:`unpack` completes it. Packing twice gives the same.
+    It has the keys and bytes of torch's ``get_optimizer_state_dict`` with
+    ``flatten_optimizer_state_dict=True``, without that function's first step of a fresh optimizer.
 
     Args:
         model: holds the parameters; a sequence for parts of a pipeline.
-        optimizer: a :class:`HybridDeviceOptimizer`, or any other (packed by torch's function).
-        for_writing: the caller may write into the tensors, which the next step then looks for.
+        optimizer: a :class:`HybridDeviceOptimizer`, or any other (torch's function packs it).
 
     Raises:
-        ConfigError: a parameter is not in ``model``.
-        StateDictError: state that other ranks could not take over.
-        LaneError: the optimizer has failed.
+        ConfigError: (of both methods) a parameter is not in ``model``.
+        StateDictError: (likewise) other ranks could not take over the state, or it does not fit.
+        LaneError: (of :meth:`state_dict`) the optimizer has failed.
     """
+
+    def __init__(self, model: Models, optimizer: Optimizer) -> None:
+        check_optimizer(optimizer, several=SEVERAL)
+        self._model, self._optimizer = model, optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        """Pack the live state, sorted by key: no copy, no collective.
+
+        Tensors are DTensors shaped like the parameters (plain tensors for plain parameters), so a
+        load into them is a load into the optimizer; :meth:`load_state_dict` completes it.
+        """
+        return pack(self._model, self._optimizer)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what :meth:`state_dict` returned; values may be the live state itself.
+
+        Options that are missing keep their value; parameters without any state get none. If
+        something does not fit, nothing was written.
+        """
+        names = names_of(listed(self._model), self._optimizer)
+        groups, layout = groups_of(self._optimizer, names), KeyLayout(None, "")
+        found = match(layout, state_dict, {}, groups, lambda keys: {k: state_dict[k] for k in keys})
+        check_told(found, names, "this state dict")
+        state: dict[str, dict[str, Any]] = {}
+        for fqn, entries in found.state.items():
+            state[fqn] = {entry: state_dict[keys[0]] for entry, keys in entries.items()}
+            for one, *others in entries.values():
+                for other in others:
+                    both = (dtensor.local(torch.as_tensor(state_dict[k])) for k in (one, other))
+                    if not torch.equal(*both):
+                        raise tied_error(StateDictError, one, other)
+        hand_over(self._optimizer, names, state, found.options)
+
+
+def pack(model: Models, optimizer: Optimizer, *, for_writing: bool = True) -> dict[str, Any]:
+    """Pack as :meth:`OptimizerState.state_dict`; ``for_writing``: the caller may write into the
+    tensors, which the next step then looks for."""
     optimizer = wrapper_of(optimizer)
     if not isinstance(optimizer, HybridDeviceOptimizer):
         return _pack_plain(listed(model), optimizer)
@@ -86,53 +119,28 @@ def pack(model: Models, optimizer: Optimizer, *, for_writing: bool = True) -> di
 
 
 def wrapper_of(optimizer: Any) -> Any:
-    """The wrapper, where ``optimizer`` is the one that it wraps."""
+    """Return the wrapper, where ``optimizer`` is the one that it wraps."""
     view = getattr(optimizer, "_for_checkpoints", None)
     return optimizer if view is None else view.optimizer
 
 
 def state_to_read(optimizer: Optimizer) -> Mapping[Tensor, Mapping[str, Any]]:
-    """State by parameter, final, for a caller who does not write into it."""
+    """Return the final state by parameter, for a caller who does not write into it."""
     if isinstance(optimizer, HybridDeviceOptimizer):
         return optimizer._for_checkpoints.read()
     return optimizer.state
 
 
-def unpack(model: Models, optimizer: Optimizer, packed: Mapping[str, Any]) -> None:
-    """Load what :func:`pack` returned; values may be the live state itself.
-
-    Options that are missing keep their value; parameters without any state get none.
-
-    Raises:
-        ConfigError: a parameter is not in ``model``.
-        StateDictError: keys, shapes or placements do not fit; nothing was written.
-    """
-    names = names_of(listed(model), optimizer)
-    groups = groups_of(optimizer, names)
-    layout = Layout(None, "")
-    found = match(layout, packed, {}, groups, lambda keys: {key: packed[key] for key in keys})
-    check_told(found, names, "this state dict")
-    state: dict[str, dict[str, Any]] = {}
-    for fqn, entries in found.state.items():
-        state[fqn] = {entry: packed[keys[0]] for entry, keys in entries.items()}
-        for one, *others in entries.values():
-            for other in others:
-                both = (dtensor.local(torch.as_tensor(packed[key])) for key in (one, other))
-                if not torch.equal(*both):
-                    raise tied_error(StateDictError, one, other)
-    hand_over(optimizer, names, state, found.options)
-
-
 def groups_of(optimizer: Optimizer, names: Mapping[Tensor, Names]) -> list[list[Names]]:
-    """Names of the parameters of each group."""
+    """List the names of each group's parameters."""
     return [[names[p] for p in group["params"]] for group in optimizer.param_groups]
 
 
 def check_told(found: Match, names: Mapping[Tensor, Names], where: str) -> None:
-    """Refuse a load that says nothing of a parameter that is trained: its state would be reset.
+    """Refuse a load without state and options of a trained parameter: its state would be reset.
 
     Raises:
-        StateDictError: there are neither state nor options of it.
+        StateDictError: a trained parameter has neither.
     """
     lost = sorted(n[0] for p, n in names.items() if p.requires_grad and n[0] in found.untold)
     if lost:
@@ -158,43 +166,15 @@ def hand_over(
     optimizer.load_state_dict({"state": dict(state), "param_groups": groups})
 
 
-class OptimizerState:
-    """Optimizer state as a ``Stateful``, for ``dcp.save({"optim": OptimizerState(...)})``.
-
-    The same keys and bytes as torch's ``get_optimizer_state_dict`` with
-    ``flatten_optimizer_state_dict=True``, without its first step on a fresh optimizer.
-
-    Args:
-        model: holds the parameters; a sequence for parts of a pipeline.
-        optimizer: a :class:`HybridDeviceOptimizer`, or any other.
-
-    Raises:
-        ConfigError: (of both methods) a parameter is not in ``model``.
-        StateDictError: (likewise) state that other ranks could not take over, or that does not fit.
-    """
-
-    def __init__(self, model: Models, optimizer: Optimizer) -> None:
-        check_optimizer(optimizer, several=SEVERAL)
-        self._model, self._optimizer = model, optimizer
-
-    def state_dict(self) -> dict[str, Any]:
-        """Live state: DTensors shaped like the parameters (plain tensors for plain parameters)."""
-        return pack(self._model, self._optimizer)
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over what :meth:`state_dict` returned; its values may be the live state."""
-        unpack(self._model, self._optimizer, state_dict)
-
-
 def parameters_of(optimizer: Optimizer) -> Iterator[tuple[Tensor, dict[str, Any]]]:
-    """Every parameter with its group."""
+    """Yield every parameter with its group."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             yield parameter, group
 
 
 def names_of(models: Sequence[nn.Module], optimizer: Optimizer) -> dict[Tensor, list[str]]:
-    """The FQNs of each parameter of ``optimizer``: several of a tied weight.
+    """Find the FQNs of each parameter of ``optimizer``; a tied weight has several.
 
     Raises:
         ConfigError: a parameter is in none of ``models``, or two have one name.
@@ -218,7 +198,7 @@ def names_of(models: Sequence[nn.Module], optimizer: Optimizer) -> dict[Tensor, 
 
 
 def same_names(names: Sequence[str]) -> ConfigError:
-    """Of two models whose tensors have the same names."""
+    """Build the error for two models whose tensors have the same names."""
     return ConfigError(
         f"{some(names)} of two of the models",
         reason="they have the same names, and one set would be lost",
@@ -227,13 +207,13 @@ def same_names(names: Sequence[str]) -> ConfigError:
 
 
 def some(names: Sequence[str]) -> str:
-    """Some names for an error."""
+    """List the first names, for an error."""
     shown = ", ".join(names[:5]) or "none"
     return f"{shown}, ... ({len(names)} in all)" if len(names) > 5 else shown
 
 
 def _plain(value: Any) -> Any:
-    """NumPy's scalars, which schedules leave in groups, as Python's."""
+    """Convert NumPy's scalars, which schedules leave in groups, to Python's."""
     is_numpy = type(value).__module__ == "numpy" and getattr(value, "shape", None) == ()
     return value.item() if is_numpy else value
 
@@ -245,9 +225,9 @@ def _check_value(parameter: Tensor, fqn: str, name: str, value: Any) -> None:
     if isinstance(parameter, DTensor) and not isinstance(value, DTensor) and value.dim() > 0:
         raise StateDictError(
             f"state {name!r} of {fqn} with shape {tuple(value.shape)}",
-            reason="it belongs to this rank's shard and is not cut as the parameter is, so other "
+            reason="this rank's shard owns it, and it is not cut as the parameter is, so other "
             "ranks could not take it over",
-            remedy="gather this state by the means of the optimizer's package",
+            remedy="gather this state with the functions of the optimizer's package",
         )
 
 
@@ -265,10 +245,10 @@ def _pack_plain(models: Sequence[nn.Module], optimizer: Optimizer) -> dict[str, 
 
 
 def weights_of(models: Sequence[nn.Module]) -> dict[str, Any]:
-    """Parameters and buffers of all models by FQN: the live ones.
+    """Return the live parameters and buffers of all models, by FQN.
 
     Raises:
-        ConfigError: two models have the same name.
+        ConfigError: two models have equal names.
     """
     weights: dict[str, Any] = {}
     for model in models:
@@ -280,10 +260,8 @@ def weights_of(models: Sequence[nn.Module]) -> dict[str, Any]:
 
 
 def wait_for(models: Sequence[nn.Module]) -> None:
-    """Block until their device is done: threads read on streams of their own.
-
-    A rank of a pipeline may hold nothing.
-    """
+    """Block until the current stream is done: threads read on streams of their own."""
+    # A rank of a pipeline may hold nothing.
     tensors: list[Tensor] = [parameter for model in models for parameter in model.parameters()]
     tensors = tensors or [buffer for model in models for buffer in model.buffers()]
     backend = backend_of(tensors) if tensors else backend_for(torch.device("cpu"))
@@ -293,11 +271,11 @@ def wait_for(models: Sequence[nn.Module]) -> None:
 def collect(
     models: Sequence[nn.Module], optimizer: Optimizer | None, extra: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """What is saved, by key, final and readable by any thread: weights as ``model.{fqn}``, state as
-    ``optim.{key}``, and ``extra`` as bytes.
+    """Collect what a save writes, in the order of the current stream: weights as ``model.{fqn}``,
+    state as ``optim.{key}``, and ``extra`` as bytes.
 
-    Options and step counts are left to the first rank of the parameter's mesh, which has the
-    same: all of them would travel to the coordinator.
+    The first rank of a parameter's mesh alone gives options and step counts, which all ranks have:
+    they travel to the coordinator.
     """
     state: dict[str, Any] = {f"model.{fqn}": value for fqn, value in weights_of(models).items()}
     if optimizer is not None:
@@ -309,34 +287,34 @@ def collect(
                 state[f"optim.{key}"] = value
     if extra is not None:
         state[EXTRA] = encode(dict(extra), EXTRA)
-    wait_for(models)
     return state
 
 
 def class_name(optimizer: Optimizer | None) -> str:
-    """What a checkpoint calls the (wrapped) class; empty without an optimizer."""
+    """Name the (wrapped) class, for the manifest; empty without an optimizer."""
     if isinstance(optimizer, HybridDeviceOptimizer):
         return optimizer._for_checkpoints.class_name
     return "" if optimizer is None else type(optimizer).__qualname__
 
 
-def refuse_inherited(optimizer: Optimizer | None) -> None:
-    """Refuse an optimizer of the parent process, and what is no optimizer, before any collective:
-    no rank answers a child.
+def checked_optimizer(optimizer: Any) -> Optimizer | None:
+    """Return the optimizer, or its wrapper, if it can be saved and loaded; no collective.
 
     Raises:
         ConfigError: it is several optimizers, or something else.
-        ClosedError: this process is a fork of the one that built it.
+        ClosedError: this process is a fork of the one that built it: no rank answers a child.
     """
     check_optimizer(optimizer, several=SEVERAL)
-    if isinstance(optimizer, HybridDeviceOptimizer):
-        optimizer._for_checkpoints.check_not_inherited()
+    found = wrapper_of(optimizer)
+    if isinstance(found, HybridDeviceOptimizer):
+        found._for_checkpoints.check_not_inherited()
+    return found  # type: ignore[no-any-return]
 
 
 def held(
     optimizer: Optimizer | None, *, saves: bool = True
 ) -> contextlib.AbstractContextManager[None]:
-    """Inside of a save or a load other threads wait before they step.
+    """Let other threads wait inside before they step: a save, or else a load, is under way.
 
     Raises:
         BusyError: a signal handler called it in the middle of a step.
@@ -348,10 +326,10 @@ def held(
 
 
 def encode(value: Any, what: str) -> bytes:
-    """``value`` as ``torch.save`` writes it.
+    """Encode ``value`` as ``torch.save`` does.
 
     Raises:
-        ConfigError: ``torch.load(weights_only=True)``, which is all that a load uses, refuses it.
+        ConfigError: ``torch.load(weights_only=True)``, which loads use, refuses it.
     """
     buffer = io.BytesIO()
     try:
@@ -368,10 +346,10 @@ def encode(value: Any, what: str) -> bytes:
 
 
 def decode(data: io.BytesIO) -> Any:
-    """What :func:`encode` was given; no code of its own is run.
+    """Decode what :func:`encode` made, and run no code that it names.
 
     Raises:
-        Exception: whatever torch raises of other data.
+        Exception: whatever torch raises for other data.
     """
     with torch.serialization.safe_globals([io.BytesIO]):  # some modules' extra state is one
         return torch.load(data, weights_only=True, map_location="cpu")

@@ -50,17 +50,13 @@ from .manifest import METADATA, encode_metadata
 class Writer(StorageWriter):
     """Writes a checkpoint, for ``dcp.save(state, storage_writer=Writer(path))``.
 
-    Each rank writes one file, with several threads, in a folder of this save's own beside ``path``;
-    when all ranks are done, that folder becomes the checkpoint in one step, so that a killed job
-    leaves ``path`` as it was. ``dcp.load`` reads it with torch's own reader, too.
+    Each rank writes one file, with several threads, in a folder of this save's own beside ``path``.
+    When all ranks are done, that folder becomes the checkpoint in one step: a killed job leaves
+    ``path`` as it was. ``dcp.load`` reads it with torch's own reader, too.
 
     Args:
-        path: the folder to make, on a file system that all ranks share; relative to the folder that
-            is current now.
-        overwrite: replace a checkpoint at ``path``.
-        keep_last: remove older complete checkpoints beside ``path`` whose names differ from its
-            name in numbers alone, so that so many stay.
-        threads: that write; ``None``: this rank's share of the cores, at most 16.
+        path: see :func:`.save`, as are ``overwrite``, ``keep_last`` and ``threads``; a relative one
+            is that of the folder that is current now.
         optimizer_class: name of the optimizer's class, which a load compares; empty: unknown.
 
     Raises:
@@ -71,7 +67,7 @@ class Writer(StorageWriter):
 
     _aside: Path | None = None  # the coordinator's, while there is one
     _made_parents: Sequence[Path] = ()
-    # That save, if it is known: without its process group DCP would save what one rank has.
+    # Ranks that save, if known: without the process group DCP would save the state of one rank.
     _ranks: int | None = None
 
     def __init__(
@@ -90,12 +86,12 @@ class Writer(StorageWriter):
         self._ended = threading.Event()
 
     def __del__(self) -> None:
-        """After a ``dcp.save`` that failed, of which nothing else tells."""
+        """Leave nothing of a ``dcp.save`` that failed, which nothing else tells."""
         if self._aside is not None:
             self.discard()
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """The next save goes to ``checkpoint_id``, if it is given."""
+        """Let the next save go to ``checkpoint_id``, if it is given."""
         if checkpoint_id is not None:
             self.path = folder.checked(checkpoint_id)
 
@@ -108,7 +104,7 @@ class Writer(StorageWriter):
         if not kwargs.get("use_collectives", True):
             raise ConfigError(
                 "use_collectives=False",
-                reason="without a common plan the checkpoint could be read by as many ranks only",
+                reason="without a common plan only as many ranks could read the checkpoint",
                 remedy="leave it out",
             )
         check_count("keep_last", self._keep_last)
@@ -116,12 +112,12 @@ class Writer(StorageWriter):
         self._start = time.perf_counter()
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """As it is."""
+        """Return it as it is."""
         return plan
 
     @held_back()
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Make an empty folder, and tell each rank its name and that of the rank's file.
+        """Make an empty folder, and tell each rank the name of its file.
 
         Raises:
             CheckpointError: ``path`` exists, or the file system refused.
@@ -132,7 +128,7 @@ class Writer(StorageWriter):
         self._made_parents = [each for each in self.path.parents if not each.exists()]
         self._aside = folder.prepare(self.path, overwrite=self._overwrite)
         self._ended = threading.Event()
-        with contextlib.suppress(RuntimeError):  # while the interpreter ends, none can be started
+        with contextlib.suppress(RuntimeError):  # the interpreter ends and starts no thread
             life = (self._aside, self._ended)
             threading.Thread(target=folder.show_life, args=life, daemon=True).start()
         files = (f"{self._aside.name}/__{rank}_0.distcp" for rank in range(len(plans)))
@@ -142,8 +138,8 @@ class Writer(StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's file.
 
-        Memory: what a thread holds is one block of 8 MiB, and that only of tensors which are not in
-        host memory. The same state gives the same bytes.
+        A thread holds one block of 8 MiB, and that only of a tensor in device memory. The same
+        state gives the same bytes.
 
         Raises:
             CheckpointError: the file system refused.
@@ -170,8 +166,8 @@ class Writer(StorageWriter):
         """Write ``.metadata`` and the manifest, and put the checkpoint in its place.
 
         Raises:
-            CheckpointError: what lies there is not what the ranks wrote, ``path`` exists by now,
-                or the file system refused.
+            CheckpointError: the folder holds other files than the ranks wrote, ``path`` exists by
+                now, or the file system refused.
         """
         assert self._aside is not None, "prepare_global_plan() first"
         metadata.version = CURRENT_DCP_VERSION
@@ -194,14 +190,14 @@ class Writer(StorageWriter):
             folder.prune(self.path, self._keep_last)
 
     def _complete(self, verb: str, n_bytes: int) -> None:
-        """The folder has its name: nothing of it is to be discarded."""
+        """Keep the folder, which has its name, and report the save."""
         self._ended.set()
         self._aside = None
         report(f"{verb} {self.path}", n_bytes, time.perf_counter() - self._start)
 
     @held_back()
     def discard(self) -> None:
-        """After a save that failed: leave nothing of it."""
+        """Leave nothing of a save that failed."""
         self._ended.set()
         if self._aside is not None and self._pid == os.getpid():  # a fork has the parent's
             folder.discard(self._aside)
@@ -212,26 +208,26 @@ class Writer(StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether it is a path of a file system."""
+        """Tell whether it is a path of a file system."""
         return "://" not in str(checkpoint_id)
 
     def storage_meta(self) -> StorageMeta | None:
-        """Nothing."""
+        """Return nothing."""
         return None
 
 
 def without_group(path: Path) -> CheckpointError:
-    """The error for a save that its ranks cannot complete together."""
+    """Build the error for a save that its ranks cannot complete together."""
     return CheckpointError(
         f"{path}",
         reason="its process group was destroyed before the save was complete",
-        remedy="call result() of what async_save returns before destroy_process_group()",
+        remedy="call result() of the future that async_save returns before destroy_process_group()",
     )
 
 
 @dataclass(frozen=True)
 class _Written(WriteResult):
-    """One item, and the bytes and the CRC-32 of the file that it is in."""
+    """One item, with the bytes and the CRC-32 of its file."""
 
     file: tuple[int, int]
 
@@ -253,7 +249,7 @@ class _Item:
 
 
 def _layout(plan: SavePlan, planner: SavePlanner) -> list[_Item]:
-    """The items in an order that does not depend on who plans, each at a multiple of 64 bytes."""
+    """Order the items, on every rank alike, each at a multiple of 64 bytes."""
     items: list[_Item] = []
     offset = 0
     for request in sorted(plan.items, key=lambda i: (i.index.fqn, i.index.offset or ())):
@@ -270,7 +266,7 @@ def _layout(plan: SavePlan, planner: SavePlanner) -> list[_Item]:
 
 
 def _write_file(path: Path, items: list[_Item], threads: int | None) -> tuple[int, int]:
-    """All blocks of all items by several threads, then the table of their checksums.
+    """Write all blocks, then the table of their checksums.
 
     Returns the bytes of the file, and the table's CRC-32.
     """
@@ -295,7 +291,7 @@ def _write_file(path: Path, items: list[_Item], threads: int | None) -> tuple[in
 
 
 def _write_block(descriptor: int, path: Path, item: _Item, start: int) -> int:
-    """Write the bytes of an item from ``start`` to the end of their block; their CRC-32."""
+    """Write the bytes of an item from ``start`` to the end of their block; returns their CRC-32."""
     stop = min(start + BLOCK_BYTES, item.nbytes)
     crc, at = 0, 0
     for source in (item.before, item.data, item.after):

@@ -1,5 +1,5 @@
-"""The command ``fsdp-offload``: what a user asks before, beside and after a job.
+"""The command ``fsdp-offload``: tools for before, beside and after a job.
 
-:data:`.main.COMMANDS` names the subcommands. A subcommand is a module that is imported when it is
-asked for, since ``--help`` must not wait for torch.
+:data:`.main.COMMANDS` names the subcommands. :func:`.main.main` imports the module of one when it
+runs, since ``--help`` must not wait for torch.
 """

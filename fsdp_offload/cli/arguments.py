@@ -1,4 +1,4 @@
-"""Arguments of each subcommand; nothing here imports torch, so that ``--help`` is quick."""
+"""Arguments of each subcommand. This file does not import torch, so that ``--help`` is quick."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DEFAULT_ROWS: Final = (
     "default-d0-torchclip,plain,backward-d2GiB,backward-d2GiB-bf16,backward-d2GiB-int8,torchao,"
     "cpuoffload-torchclip"
 )
-"""Of ``bench``."""
+"""Default of ``bench --rows``."""
 CARDS: Final = (
     "h100-80", "h200", "b200", "gh200", "a100-80", "a100-40", "l40s", "rtx-4090", "rtx-5090",
 )  # fmt: skip
@@ -22,14 +22,14 @@ CARDS: Final = (
 
 
 class Parser(argparse.ArgumentParser):
-    """Tells wrong usage in the form of this package's errors."""
+    """Reports wrong usage in the form of this package's errors."""
 
     def error(self, message: str) -> NoReturn:
-        """Leave with 2."""
+        """Exit with 2."""
         self.exit(2, f"{PROGRAM}: {message}. Remedy: see {self.prog} --help\n")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Words that a subcommand does not know are its error: the remedy is its own help."""
+        """Parse, and let a subcommand report unknown words with its own help as remedy."""
         found = super().parse_known_args(args, namespace)
         if found[1]:
             self.error(f"unrecognized arguments: {' '.join(found[1])}")
@@ -37,7 +37,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def at_least(least: float, kind: type[int] | type[float] = int) -> Callable[[str], float]:
-    """Reads a number; a smaller one, or none, is wrong usage."""
+    """Return a parser of numbers that are not smaller."""
 
     def read(text: str) -> float:
         with suppress(ValueError):
@@ -49,17 +49,16 @@ def at_least(least: float, kind: type[int] | type[float] = int) -> Callable[[str
 
 
 def doctor(parser: argparse.ArgumentParser) -> None:
-    """Of ``doctor``."""
+    """Add the arguments of ``doctor``."""
     parser.add_argument("--device", type=int, default=0, help="CUDA device by its number")
 
 
 def plan(parser: argparse.ArgumentParser) -> None:
-    """Of ``plan``."""
+    """Add the arguments of ``plan``."""
     add = parser.add_argument
     size = parser.add_mutually_exclusive_group(required=True)
     size.add_argument("--params", help="parameters: 8e9, 8B, 500M; the usual shape is assumed")
     size.add_argument("--config", type=Path, help="config.json of a Hugging Face model")
-    size.add_argument("--model", help="module:function that returns the model; built on 'meta'")
     add("--gpus", type=at_least(1), default=1, help="that the model is sharded over")
     add("--gpu", choices=CARDS, default="h100-80", help=", ".join(CARDS), metavar="CARD")
     link = "GB/s to host memory each way, while both are busy, as `doctor` measures it"
@@ -74,26 +73,25 @@ def plan(parser: argparse.ArgumentParser) -> None:
 
 
 def inspect(parser: argparse.ArgumentParser) -> None:
-    """Of ``inspect``."""
+    """Add the arguments of ``inspect``."""
     add = parser.add_argument
     add("checkpoint", type=Path, help="its folder")
     add("--skip-elements", action="store_true", help="do not read them to compare checksums")
 
 
 def export(parser: argparse.ArgumentParser) -> None:
-    """Of ``export``."""
+    """Add the arguments of ``export``."""
     add = parser.add_argument
     add("checkpoint", type=Path, help="its folder; the model is not needed")
     add("out", type=Path, help="a new folder for the files")
     add("--dtype", choices=("bf16", "fp32"), help="default: as stored; fp32: the masters, exactly")
     add("--max-shard-bytes", default="5GB", help="of one file's elements: 5GB, 2GiB")
-    add("--names", type=Path, help="JSON object: name in the files by FQN; null: left out")
     add("--model-prefix", help="before the FQNs of weights in the checkpoint")
     add("--optimizer-prefix", help="before state.FQN in the checkpoint")
 
 
 def bench(parser: argparse.ArgumentParser) -> None:
-    """Of ``bench``."""
+    """Add the arguments of ``bench``."""
     add = parser.add_argument
     add("--device", choices=("cuda", "cpu"), help="default: cuda if there is one; cpu: small sizes")
     add("--json", type=Path, help="file for all figures")
@@ -107,8 +105,3 @@ def bench(parser: argparse.ArgumentParser) -> None:
     add("--shards", choices=("bf16", "fp32"), default="bf16", help="dtype of the parameters")
     add("--checkpointed", action="store_true", help="blocks are computed again in backward")
     add("--deterministic", action="store_true", help="kernels whose bits repeat, to compare losses")
-
-
-ADD: Final = {
-    "doctor": doctor, "plan": plan, "inspect": inspect, "export": export, "bench": bench
-}  # fmt: skip

@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 State = Literal["ok", "warning", "error"]
 
 
 class Check(NamedTuple):
-    """What was looked at, and what it means for offload."""
+    """One line: the thing that was checked, and its effect on offload."""
 
     name: str
     state: State  # "warning": slower, or not known; "error": offload fails here
     found: str
-    remedy: str = ""  # what the user can do about it; empty if nothing has to be done
+    remedy: str = ""  # the user's action; empty if none is needed
 
     def line(self, width: int) -> str:
-        """For people; names are padded to ``width``."""
+        """Format the check for people, with names padded to ``width``."""
         text = f"{self.state:<7}  {self.name:<{width}}  {self.found}"
         return f"{text}. Remedy: {self.remedy}" if self.remedy else text
 
 
 def attempt(name: str, look: Callable[[], Check]) -> Check:
-    """``look()``; a warning if it cannot look, so that the other checks are still made."""
+    """Call ``look``; its error becomes a warning, so that the other checks still run."""
     try:
         return look()
     except Exception as error:
@@ -32,6 +32,5 @@ def attempt(name: str, look: Callable[[], Check]) -> Check:
 
 
 def worst(checks: Sequence[Check]) -> State:
-    """Of all states."""
-    states: tuple[State, ...] = ("ok", "warning", "error")
-    return max((check.state for check in checks), key=states.index)
+    """Return the worst state."""
+    return max((check.state for check in checks), key=get_args(State).index)

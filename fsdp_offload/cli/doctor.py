@@ -1,11 +1,10 @@
-"""``doctor``: what makes offload slow or fail on this machine, a line each."""
+"""``doctor``: find what makes offload slow or fail on this machine, a line each."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
-import resource
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
@@ -17,7 +16,7 @@ _ROOT: Final = Path("/")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print all checks; 0: no error, 1: an error."""
+    """Print all checks; returns 1 if one is an error."""
     checks = list(_checks(options.device))
     if options.json:
         rows = [check._asdict() for check in checks]
@@ -29,29 +28,26 @@ def run(options: argparse.Namespace) -> int:
 
 
 def check_import(import_torch: Callable[[], object]) -> Check | None:
-    """An error if torch, or a public name of it that this package needs, cannot be imported."""
+    """Return an error if Python cannot import torch, or a public name that this package needs."""
     try:
         import_torch()
     except (ImportError, OSError) as error:  # OSError: a library that it is linked with
         text = " ".join(str(error).split())
         remedy = "install it as pytorch.org says, in a version of docs/compatibility.md"
-        return Check("torch", "error", f"cannot be used: {text}", remedy)
+        return Check("torch", "error", f"Python cannot import it: {text}", remedy)
     return None
 
 
 def _checks(index: int) -> Iterator[Check]:
     failed = check_import(lambda: import_module(".torch_checks", __package__))
-    if failed is None:
-        yield from _of_torch_and_host(index)
-    else:
-        yield failed
+    yield from _of_torch_and_host(index) if failed is None else [failed]
 
 
 def _of_torch_and_host(index: int) -> Iterator[Check]:
-    """With torch, which ``--help`` does without.
+    """Check torch and the host.
 
     Raises:
-        ConfigError: there are devices, but none of this number.
+        ConfigError: torch sees no device of this number.
     """
     import torch
 
@@ -71,15 +67,12 @@ def _of_torch_and_host(index: int) -> Iterator[Check]:
     address = torch_checks.address_of(device) if device else ""
     properties = [torch.cuda.get_device_properties(i) for i in range(count)]
     device_bytes = sum(each.total_memory for each in properties)
-    limit_bytes = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
 
     yield torch_checks.check_torch(str(torch.__version__), TORCH_RUN)
     yield attempt("FSDP2", torch_checks.check_names)
     driver = host_checks.driver_version(_ROOT)
     yield torch_checks.check_device(torch.version.cuda, driver, [each.name for each in properties])
-    yield host_checks.check_memlock(limit_bytes, _ROOT)
     yield host_checks.check_host_memory(host_memory(_ROOT), device_bytes)
-    yield host_checks.check_huge_pages(_ROOT)
     yield host_checks.check_numa(_ROOT, address, os.sched_getaffinity(0))
     if device is not None:
         torch.cuda.set_device(device)
@@ -87,6 +80,4 @@ def _of_torch_and_host(index: int) -> Iterator[Check]:
     if device is not None:
         yield attempt("other processes", lambda: torch_checks.check_others(device))
         yield attempt("page-locking", lambda: torch_checks.check_pinning(device))
-        # The link before its state: an idle device may have slowed it down.
         yield attempt("link", lambda: torch_checks.check_link(device, _ROOT, address))
-        yield host_checks.check_pcie(_ROOT, address)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
 
 from ..checkpoint import export_safetensors
-from ..core.errors import ConfigError
 
 
 def run(options: argparse.Namespace) -> int:
@@ -21,7 +19,6 @@ def run(options: argparse.Namespace) -> int:
         options.out,
         dtype=options.dtype,
         max_shard_bytes=options.max_shard_bytes,
-        names=None if options.names is None else _names_in(options.names),
         model_prefix=options.model_prefix,
         optimizer_prefix=options.optimizer_prefix,
     )
@@ -32,18 +29,3 @@ def run(options: argparse.Namespace) -> int:
     else:
         print("\n".join(f"{n_bytes:>15}  {path}" for path, n_bytes in sizes.items()))
     return 0
-
-
-def _names_in(path: Path) -> dict[str, str | None]:
-    """Of a JSON object; refuses what is none."""
-    try:
-        names = json.loads(path.read_text())
-    except ValueError:
-        names = None
-    if isinstance(names, dict) and all(isinstance(n, str | None) for n in names.values()):
-        return names
-    raise ConfigError(
-        f"--names {path}",
-        reason="no JSON object of names",
-        remedy='write {"blocks.0.wq": "model.layers.0.q_proj.weight", "unused": null}',
-    )

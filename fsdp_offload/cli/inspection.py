@@ -1,4 +1,4 @@
-"""``inspect``: what a checkpoint holds, and whether it is as it was written."""
+"""``inspect``: list a checkpoint's content, and compare it with its checksums."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ _SHOWN: Final = 60  # characters of a value in a line
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print it; 0: complete, 1: not.
+    """Print the report; returns 1 if the checkpoint has a fault.
 
     Raises:
-        CheckpointError: there is no checkpoint, or its ``.metadata`` is not to be read.
+        CheckpointError: there is no checkpoint, or reading its ``.metadata`` would run code.
     """
     report = look(options.checkpoint, elements=not options.skip_elements)
     print(json.dumps(report, indent=1) if options.json else _text(report))
@@ -40,8 +40,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def look(path: Path, *, elements: bool) -> dict[str, Any]:
-    """The report on one checkpoint; ``elements``: all files are read to compare checksums."""
-    reader = _reader(path)
+    """Report on one checkpoint; ``elements``: read all files to compare checksums."""
+    reader = Reader(path)
+    reader.read_metadata()
+    reader.set_up_storage_reader(reader.metadata, False)  # raises a failure of it
     report: dict[str, Any] = {"path": str(path), "faults": [], "checksums": "none"}
     values: dict[str, Any] = {}
     try:
@@ -65,18 +67,6 @@ def look(path: Path, *, elements: bool) -> dict[str, Any]:
     }  # fmt: skip
 
 
-# --------------------------------------------------------------------------- what is read
-
-
-def _reader(path: Path) -> Reader:
-    """That has read ``.metadata``."""
-    reader = Reader(path)
-    found = reader.read_metadata()
-    if found is not reader.metadata:  # it failed, and this call raises why
-        reader.set_up_storage_reader(found, True)
-    return reader
-
-
 def _tensors_of(reader: Reader) -> list[dict[str, Any]]:
     return [
         {
@@ -91,26 +81,21 @@ def _tensors_of(reader: Reader) -> list[dict[str, Any]]:
 
 
 def _values(reader: Reader) -> dict[str, Any]:
-    """``extra``, and the smallest and largest step count of the optimizer's state."""
+    """Read ``extra``, and the smallest and largest step count of the optimizer's state."""
     found: dict[str, Any] = {}
     stored = reader.metadata.state_dict_metadata
     if EXTRA in stored and isinstance(data := read_values(reader, [EXTRA])[EXTRA], bytes):
-        with typed(EXTRA):  # of another program it may be anything
+        with typed(EXTRA):  # another program's may be anything
             found["extra"] = _plain(decode(io.BytesIO(data)))
-    keys = [
-        name
-        for name, entry in stored.items()
-        if name.endswith(".step") and isinstance(entry, TensorStorageMetadata)
-        if entry.size.numel() == 1
-    ]
-    if keys:
+    sizes = {k: v.size for k, v in stored.items() if isinstance(v, TensorStorageMetadata)}
+    if keys := [k for k, size in sizes.items() if k.endswith(".step") and size.numel() == 1]:
         steps = [float(step) for step in read_values(reader, keys).values()]
         found["optimizer_steps"] = [min(steps), max(steps)]
     return found
 
 
 def _plain(value: Any) -> Any:
-    """For JSON; a tensor by its dtype and shape."""
+    """Convert to JSON's types; a tensor becomes its dtype and shape."""
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
     if isinstance(value, Mapping):

@@ -1,7 +1,7 @@
 """The command line: a table of subcommands, one line for an error.
 
-Exit codes: 0, and 2 for wrong usage, a value that cannot be used among it. 1: the command failed,
-or found what its page (docs/command-line.md) says.
+Exit codes: 0, and 2 for wrong usage, which a value out of range is. 1: the command failed, or
+found a fault of the kinds in docs/command-line.md.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ COMMANDS: Final = {
     "export": ("export", "weights of a checkpoint as safetensors files"),
     "bench": (".bench.iteration", "whole iterations of one job, with each optimizer in turn"),
 }
-"""Module and help of each. The module is imported when its command is to run; its function ``run``
-does the work and gives the exit code."""
+"""Module and help of each; :mod:`.arguments` has a function of its name. :func:`main` imports the
+module when its command runs; its function ``run`` does the work and returns the exit code."""
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run one subcommand; gives the exit code.
+    """Run one subcommand; returns the exit code.
 
     Args:
-        words: of the command line; ``None``: those of this process.
+        words: the command line; ``None``: that of this process.
 
     Raises:
         SystemExit: for wrong usage, and behind ``--help``.
@@ -66,7 +66,7 @@ def _run(words: Sequence[str]) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Of all subcommands."""
+    """Build the parser of all subcommands."""
     made = Parser(prog=PROGRAM, description="State of optimizers in host memory: tools.")
     made.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
     commands = made.add_subparsers(dest="command", metavar="COMMAND", required=True)
@@ -74,7 +74,7 @@ def parser() -> argparse.ArgumentParser:
         own = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
         if name != "bench":
             own.add_argument("--json", action="store_true", help="one JSON document on stdout")
-        arguments.ADD[name](own)
+        getattr(arguments, name)(own)
     return made
 
 

@@ -1,18 +1,12 @@
-"""``plan``: bytes of a job from its size, without a GPU, and bounds of its time."""
+"""``plan``: compute bytes of a job from its size, without a GPU, and bounds of its time."""
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
-import sys
 from collections.abc import Mapping
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any, Final
-
-import torch
-from torch import nn
 
 from ..core.config import GIB, parse_bytes
 from ..core.errors import ConfigError
@@ -27,6 +21,7 @@ from ..plan.estimate import (
     fewest_gpus,
 )
 
+Bounds = tuple[float, float] | None
 _UNITS: Final = {"M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}
 _NAMES: Final[dict[str, tuple[str, ...]]] = {
     "layers": ("num_hidden_layers", "n_layer", "num_layers"),
@@ -37,16 +32,16 @@ _NAMES: Final[dict[str, tuple[str, ...]]] = {
     "kv_heads": ("num_key_value_heads",),
     "head_width": ("head_dim",),
 }
-"""Of the fields of a ``config.json``."""
+"""Names of fields in a ``config.json``."""
 _PLAIN_MLP: Final = frozenset(("gpt2", "gpt_neox", "opt", "bloom", "phi"))
 """Models whose MLP has two matrices; others have a gate, which is a third."""
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the plan; 0: it fits, 1: it does not.
+    """Print the plan; returns 1 if the job does not fit.
 
     Raises:
-        ConfigError: the size of the model is not known, or no number.
+        ConfigError: the options do not give the size of the model.
     """
     model = model_of(options)
     memory_bytes = CARDS[options.gpu]
@@ -60,22 +55,14 @@ def run(options: argparse.Namespace) -> int:
     given = options.device_memory
     found = estimate(model, work, memory_bytes, None if given == "auto" else parse_bytes(given))
     fewest = fewest_gpus(model, work, memory_bytes)
-    bounds = None
+    bounds: Bounds = None
     if found is not None and None not in (options.compute_ms, options.link):
         bounds = bounds_ms(found.travels_bytes, options.compute_ms, options.link)
     if options.json:
-        report = {
-            "model": asdict(model),
-            "work": asdict(work),
-            "memory_bytes": memory_bytes,
-            "fits": found is not None,
-            "fewest_gpus": fewest,
-            "estimate": None,
-            "bounds_ms": bounds,
-        }
-        if found is not None:
-            report["estimate"] = asdict(found) | {"travels_bytes": found.travels_bytes}
-        print(json.dumps(report, indent=1))
+        figures = None if found is None else asdict(found) | {"travels_bytes": found.travels_bytes}
+        report = {"model": asdict(model), "work": asdict(work), "memory_bytes": memory_bytes}
+        report |= {"fits": found is not None, "fewest_gpus": fewest, "estimate": figures}
+        print(json.dumps(report | {"bounds_ms": bounds}, indent=1))
     else:
         print(text_of(model, work, options.gpu, found, bounds, fewest))
     return 0 if found is not None else 1
@@ -85,21 +72,19 @@ def run(options: argparse.Namespace) -> int:
 
 
 def model_of(options: argparse.Namespace) -> Model:
-    """By ``--params``, ``--config`` or ``--model``."""
+    """Build the model of ``--params`` or ``--config``."""
     if options.params is not None:
         return Model.of_size(number_of(options.params))
-    if options.config is not None:
-        try:
-            return model_of_config(json.loads(options.config.read_text()))
-        except (OSError, ValueError) as error:
-            raise ConfigError(
-                f"--config {options.config}", reason=str(error), remedy="name a config.json"
-            ) from None
-    return model_of_function(options.model)
+    try:
+        return model_of_config(json.loads(options.config.read_text()))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"--config {options.config}", reason=str(error), remedy="name a config.json"
+        ) from None
 
 
 def number_of(text: str) -> float:
-    """``8B``, ``8e9``, ``500M``."""
+    """Parse ``8B``, ``8e9``, ``500M``."""
     unit = _UNITS.get(text[-1:].upper())
     try:
         number = float(text[:-1]) * unit if unit else float(text)
@@ -108,18 +93,18 @@ def number_of(text: str) -> float:
     except ValueError:
         pass
     raise ConfigError(
-        f"--params {text}", reason="no number of parameters", remedy="write 8e9, 8B or 500M"
+        f"--params {text}", reason="not a number of parameters", remedy="write 8e9, 8B or 500M"
     )
 
 
 def model_of_config(config: Mapping[str, Any]) -> Model:
-    """Of a decoder by the fields of its ``config.json``."""
+    """Build the model of a decoder from the fields of its ``config.json``."""
     config = config.get("text_config", config)
     kind = str(config.get("model_type", "unknown"))
     if any("expert" in name for name in config):
         raise ConfigError(
             f"a config of {kind}",
-            reason="experts are not counted",
+            reason="plan does not count experts",
             remedy="use --params with all parameters: weights and state are then right",
         )
     layers, width, vocabulary = (_field(config, name) for name in ("layers", "width", "vocabulary"))
@@ -144,35 +129,9 @@ def _field(config: Mapping[str, Any], name: str, default: int | None = None) -> 
         return default
     raise ConfigError(
         f"a config without {' or '.join(_NAMES[name])}",
-        reason="the size of the model is not known",
-        remedy="use --model module:function, or --params",
+        reason="the size of the model depends on it",
+        remedy="use --params",
     )
-
-
-def model_of_function(name: str) -> Model:
-    """Of what ``module:function`` returns, with ``torch.device("meta")`` as the default device."""
-    module, _, function = name.partition(":")
-    sys.path.insert(0, str(Path.cwd()))
-    try:
-        make = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(
-            f"--model {name}", reason=str(error), remedy="name module:function"
-        ) from None
-    finally:
-        sys.path.pop(0)
-    with torch.device("meta"):
-        model = make()
-    embedding = next((m for m in model.modules() if isinstance(m, nn.Embedding)), None)
-    blocks = max((len(m) for m in model.modules() if isinstance(m, nn.ModuleList)), default=0)
-    if embedding is None or not blocks:
-        raise ConfigError(
-            f"--model {name}",
-            reason="it has no nn.Embedding, or no nn.ModuleList of blocks",
-            remedy="use --params",
-        )
-    params = sum(parameter.numel() for parameter in set(model.parameters()))
-    return Model(params, blocks, embedding.embedding_dim, embedding.num_embeddings)
 
 
 # --------------------------------------------------------------------------- what is said
@@ -181,24 +140,25 @@ def model_of_function(name: str) -> Model:
 def text_of(
     model: Model,
     work: Workload,
-    name: str,
+    card: str,
     found: Estimate | None,
-    bounds: tuple[float, float] | None,
+    bounds: Bounds,
     fewest: int | None,
 ) -> str:
-    """A line for each figure."""
+    """Format the plan, a line for each figure."""
     weights = "bf16" if work.shard_bytes == 2 else "fp32"
-    memory = f"{CARDS[name] / GIB:.1f}"
+    memory = f"{CARDS[card] / GIB:.1f}"
     lines = [
         f"{model.params / 1e9:.2f} G parameters ({model.layers} blocks, {model.width} wide), "
-        f"{weights} weights, {work.moments} moments, {work.gpus} x {name}, "
+        f"{weights} weights, {work.moments} moments, {work.gpus} x {card}, "
         f"{work.tokens} tokens per GPU",
         "",
     ]
     if found is None:
         lines.append(f"It does not fit into {memory} GiB.")
     else:
-        on_gpu = {
+        sizes: dict[str, float | None] = {
+            "GiB on each GPU": None,
             "weights": found.weights_bytes,
             "gradients": found.gradients_bytes,
             "whole parameters of blocks": found.unsharded_bytes,
@@ -206,17 +166,14 @@ def text_of(
             "state that stays": found.stays_bytes,
             "slots of state that travels": found.slots_bytes,
             f"peak, of {memory}": found.peak_bytes,
-        }
-        for_gpu = {
+            "GiB for each GPU": None,
             "host memory, page-locked": found.host_bytes,
             "state that travels, each way": found.travels_bytes,
         }
-        for title, sizes in (("GiB on each GPU", on_gpu), ("GiB for each GPU", for_gpu)):
-            lines += [title, *(f"  {what:<34}{n / GIB:8.2f}" for what, n in sizes.items())]
-        if bounds is None:
-            lines.append("ms per iteration: give --compute-ms and --link")
-        else:
-            lines.append("ms per iteration: {:.0f} to {:.0f}".format(*bounds))
+        lines += [s if n is None else f"  {s:<34}{n / GIB:8.2f}" for s, n in sizes.items()]
+        figures = "give --compute-ms and --link"
+        if bounds is not None:
+            figures = "{:.0f} to {:.0f}".format(*bounds)
+        lines.append(f"ms per iteration: {figures}")
     enough = f"more than {MOST_GPUS}: try fewer --tokens" if fewest is None else str(fewest)
-    lines += [f"fewest GPUs that it fits on: {enough}"]
-    return "\n".join(lines)
+    return "\n".join([*lines, f"fewest GPUs that it fits on: {enough}"])

@@ -27,14 +27,14 @@ from .check import Check
 from .host_checks import pcie_gbps
 
 _OWN_BYTES: Final = 1 << 30
-"""A context, and what the driver keeps for itself, take less than this on one device."""
+"""A context and the driver itself take less than this on one device."""
 _PIN_BYTES: Final = 64 << 20
 _SHARE: Final = 0.6
-"""Of a link's bytes copies reach 80 to 90 %; with less than this something is in their way."""
+"""Copies reach 80 to 90 % of PCIe's rate; less than this share is a fault."""
 
 
 def check_torch(version: str, run: Sequence[str]) -> Check:
-    """Against the versions that all tests were run with, ascending."""
+    """Compare ``version`` with those that ran all tests, ascending."""
     found = tuple(int(number) for number in version.split(".")[:2])
     oldest, newest = (tuple(map(int, each.split("."))) for each in (run[0], run[-1]))
     remedy = f"install torch {run[0]} to {run[-1]}"
@@ -47,7 +47,7 @@ def check_torch(version: str, run: Sequence[str]) -> Check:
 
 @contextmanager
 def _group_of_one() -> Iterator[None]:
-    """A gloo group of this process alone, whatever a launcher has set."""
+    """Make a gloo group of this process alone, whatever a launcher has set."""
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
         yield
@@ -56,7 +56,7 @@ def _group_of_one() -> Iterator[None]:
 
 
 def check_names() -> Check:
-    """FSDP2's private names, on a layer that is sharded on the CPU."""
+    """Look for FSDP2's private names, on a layer that is sharded on the CPU."""
     with _group_of_one():
         model = nn.Linear(4, 4, device="cpu")
         fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
@@ -68,7 +68,7 @@ def check_names() -> Check:
 
 
 def check_device(cuda: str | None, driver: str, devices: Sequence[str]) -> Check:
-    """A device that torch, built for ``cuda``, can use; empty ``driver``: there is none."""
+    """Tell whether torch, built for ``cuda``, can use a device; empty ``driver``: none."""
     if devices and cuda is None:
         remedy = "an NVIDIA device: streams and pinning are CUDA's"
         return Check("device", "warning", f"{', '.join(devices)}, which was not tried", remedy)
@@ -86,7 +86,7 @@ def check_device(cuda: str | None, driver: str, devices: Sequence[str]) -> Check
 
 
 def check_pinning(device: torch.device) -> Check:
-    """Whether the driver page-locks memory of this process, which is given back."""
+    """Let the driver page-lock memory of this process, and give it back."""
     try:
         HostRange(_PIN_BYTES, device=device, can_pin=True, transfer=TransferConfig()).close()
     except PinningError as error:
@@ -96,7 +96,7 @@ def check_pinning(device: torch.device) -> Check:
 
 
 def check_link(device: torch.device, root: Path, address: str) -> Check:
-    """Copies of page-locked memory on the current device: 2 GiB each way, some times."""
+    """Measure copies of page-locked memory on the current device: 2 GiB each way, some times."""
     with _group_of_one():
         measured = measure_link(device, 3)
     to, back, both = (measured[f"{way}_gbps"] for way in ("h2d", "d2h", "h2d+d2h"))
@@ -105,13 +105,13 @@ def check_link(device: torch.device, root: Path, address: str) -> Check:
     if bound:
         found += f"; PCIe carries {bound:.1f} each way"
     if min(to, back) < _SHARE * bound:
-        remedy = "see NUMA; other processes that copy; the IOMMU's setting in a virtual machine"
+        remedy = "look at NUMA, the slot (lspci -vv), other processes that copy, and the IOMMU"
         return Check("link", "warning", found, remedy)
     return Check("link", "ok", found)
 
 
 def check_others(device: torch.device) -> Check:
-    """Device memory that neither this process nor the driver has."""
+    """Find device memory that neither this process nor the driver has."""
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
     others = total_bytes - free_bytes - torch.cuda.memory_reserved(device)
     found = f"{size_text(free_bytes)} free of {size_text(total_bytes)}"
@@ -126,13 +126,13 @@ def check_others(device: torch.device) -> Check:
 
 
 def check_triton(device: torch.device | None) -> Check:
-    """Kernels for updates: one is compiled and tried on the current device, if there is one."""
+    """Compile and try a kernel for updates on the current device, if there is one."""
     is_there = find_spec("triton") is not None
     if device is None:
         found = "there" if is_there else "not installed"
         return Check("triton", "ok", f"{found}; without a device torch operations update")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the check says it
+        warnings.simplefilter("ignore")  # the check reports it
         if triton_kernels() is not None:
             return Check("triton", "ok", "kernels compile")
     return Check(
@@ -145,6 +145,6 @@ def check_triton(device: torch.device | None) -> Check:
 
 
 def address_of(device: torch.device) -> str:
-    """On the PCI bus, as Linux writes it."""
+    """Return the address on the PCI bus, as Linux writes it."""
     found: Any = torch.cuda.get_device_properties(device)
     return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from . import dtensor
-from .backend import Backend, backend_for
+from .backend import Backend
+from .devices import backend_for
 from .errors import ConfigError, DeviceError, UnsupportedParameterError
 from .fsdp import check_torch, offloads_parameters
 

@@ -4,7 +4,6 @@ Bound by ``ctypes`` to ``libcuda.so.1``, which is there wherever torch finds a C
 dependency, and one call costs less than through generated bindings. The structures are part of the
 driver's binary interface and have not changed since CUDA 10.2; the youngest function is of 11.0.
 
-[Note: host time of a copy]
 A step enqueues thousands of copies, and on the CPU of a GPU machine each ``Tensor.copy_`` took 13
 us, an event with its record 4 us (docs/internals/pipeline.md). :class:`Commands` calls the
 driver's functions behind them. They go to the same streams and events, so both kinds may be mixed.

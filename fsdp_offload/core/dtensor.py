@@ -1,6 +1,5 @@
 """The only file that touches private API of DTensor.
 
-[Note: tensors of a parameter]
 Four tensors stand for one parameter, and the rest of the package speaks only of the second:
 
 * the *parameter* in ``param_groups``: an ``nn.Parameter``, for FSDP2 a DTensor of global shape;
@@ -11,7 +10,6 @@ Four tensors stand for one parameter, and the rest of the package speaks only of
 * state tensors shaped like the shard, which are shown to the outside as DTensors with the
   parameter's own mesh and placements (:func:`like`).
 
-[Note: uneven shards]
 Some libraries (Megatron-FSDP) pack parameters into flat buffers and cut those, so a rank holds any
 range of rows of a parameter (:func:`uneven`). Their DTensors still say ``Shard(0)``, from which
 torch computes its own even cuts. So nothing here computes a local shape from placements, and state
@@ -33,6 +31,7 @@ from .chunks import attach_chunk, chunks_of
 from .errors import UnsupportedParameterError
 from .fsdp import gathered_parameters
 from .gated import GatedShard, ungated
+from .storage import identity
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
@@ -64,7 +63,7 @@ def local(tensor: Tensor) -> Tensor:
 
     Updates of it may be under way: see [Note: gated shards].
     """
-    shard = ungated(tensor._local_tensor) if isinstance(tensor, DTensor) else tensor
+    shard = with_history(tensor)
     # AsyncCollectiveTensor: the collective is still in flight.
     if type(shard) is not Tensor and hasattr(shard, "wait"):
         shard = shard.wait()
@@ -203,7 +202,7 @@ def uneven_offsets(parameter: Tensor) -> tuple[int, ...] | None:
     """
     if not isinstance(parameter, DTensor):
         return None
-    shard = ungated(parameter._local_tensor)
+    shard = with_history(parameter)
     holders = [each for each in (parameter, shard) if chunks_of(each) is not None]
     if not holders:
         return None
@@ -270,13 +269,9 @@ def gradient_shard(parameter: Tensor, fqn: str, expected: tuple[int, ...]) -> Te
             reason="sparse gradients cannot be cut into buckets",
             remedy="use sparse=False in the embedding",
         )
-    if (
-        isinstance(gradient, DTensor)
-        and isinstance(parameter, DTensor)
-        and gradient.placements is not parameter.placements
-        and gradient.placements != parameter.placements
-    ):
-        gradient = gradient.redistribute(placements=parameter.placements)
+    if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
+        if gradient.placements != parameter.placements:
+            gradient = gradient.redistribute(placements=parameter.placements)
     shard = with_history(gradient)
     if type(shard) is not Tensor or shard.requires_grad:
         shard = local(gradient)
@@ -299,13 +294,9 @@ def whole_gradient(parameter: Tensor) -> Tensor | None:
     A plain shard in a DTensor's place is wrapped like the parameter.
     """
     gradient = raw_gradient(parameter)
-    if (
-        gradient is not None
-        and gradient is not parameter.grad
-        and not isinstance(gradient, DTensor)
-    ):
-        gradient = like(parameter, gradient)
-    return gradient
+    if gradient is None or gradient is parameter.grad or isinstance(gradient, DTensor):
+        return gradient
+    return like(parameter, gradient)
 
 
 def raw_gradient(parameter: Tensor) -> Tensor | None:
@@ -451,7 +442,7 @@ def memory_of(parameter: Tensor, storage: torch.UntypedStorage | None = None) ->
     if not shard.numel():
         return 0, 0
     storage = shard.untyped_storage() if storage is None else storage
-    return storage._cdata, int(shard.storage_offset())
+    return identity(storage), int(shard.storage_offset())
 
 
 def sharing_memory(parameters: Iterable[Tensor]) -> set[Tensor]:
@@ -482,7 +473,7 @@ def plain_tensors(tensor: Tensor) -> list[tuple[str, Tensor]]:
         return [("", tensor)]
     if isinstance(tensor, DTensor):
         return plain_tensors(local(tensor))
-    if type(tensor) in (Tensor, nn.Parameter):
+    if _is_plain(tensor):
         return [("", tensor.detach())] if tensor.layout is torch.strided else []
     if not hasattr(tensor, "__tensor_flatten__"):
         return []
@@ -497,8 +488,8 @@ def plain_tensors(tensor: Tensor) -> list[tuple[str, Tensor]]:
 def rebuilt(tensor: Tensor, replace: Callable[[Tensor], Tensor]) -> Tensor:
     """``tensor`` with each of its :func:`plain_tensors` replaced by one of the same shape."""
     if isinstance(tensor, DTensor):
-        return DTensor(rebuilt(local(tensor), replace), tensor._spec, requires_grad=False)
-    if type(tensor) in (Tensor, nn.Parameter):
+        return like(tensor, rebuilt(local(tensor), replace))
+    if _is_plain(tensor):
         return replace(tensor.detach()) if tensor.layout is torch.strided else tensor
     if not hasattr(tensor, "__tensor_flatten__"):
         return tensor

@@ -1,12 +1,10 @@
-"""The only file that touches private API of FSDP2: names, groups that are watched, copies.
+"""The only file that touches private API of FSDP2: its names, and groups that are watched.
 
-[Note: private names]
 FSDP2 has no public way to its parameter groups (torch/distributed/fsdp/_fully_shard). What this
 package reads, replaces or writes there is listed in :data:`NAMES` and used in this file alone.
 :func:`check_torch` tries every one of them where an optimizer or an offloader is built: a version
 of torch without one of them is refused there, not in the middle of a backward.
 
-[Note: what is watched]
 An FSDP2 *group* holds the parameters of one ``fully_shard`` call (of one mesh of it, where it has
 several): gathered together before they are used, reduced together after their backward. Three of
 its methods are on every path that torch takes, and are replaced on the instance
@@ -28,23 +26,6 @@ On an H200 every copy to the host is 8 % slower while three streams have kernels
 (compute, reduction, updates; docs/internals/overlap.md). With one rank a reduction waits for no
 other rank, so it needs no stream of its own; unless the caller has hung something behind it, which
 runs on another stream and reads memory of FSDP2's.
-
-[Note: tables]
-FSDP2 packs a group's gradients with ``fsdp::chunk_cat`` and unpacks an all-gather with
-``fsdp::split_with_sizes_copy``. On CUDA each of them sends a table of addresses to the device first
-(``pack_vecs`` in torch's aten/src/ATen/native/cuda/TensorShape.cu), in the middle of forward and
-backward. The kernel that reads the table waits for the bulk copies that are ready on the same copy
-engine (:mod:`.backend`, "taking turns"). ``torch.cat`` and ``torch._foreach_copy_`` make the same
-copies with addresses among their kernels' arguments: 7 to 10 % of an iteration
-(docs/benchmarks/iteration_h100_2026-11-23.md).
-
-FSDP2 calls these operations as ``torch.ops.fsdp.NAME``, with the buffer of the collective, which it
-allocates by ``_all_gather_comm`` or ``_reduce_scatter_comm`` of the group (torch/distributed/fsdp/
-_fully_shard/_fsdp_collectives.py, 2.11, 2.13, 2.15). So that buffer is of a class that has another
-way of doing them. A ``TorchFunctionMode`` would see every call of FSDP2's: 12,000 in an iteration
-of 60 layers. ``chunk_cat_mixed_dtype``, which torch 2.15 calls in place of ``chunk_cat``, is left
-to torch: it has not been measured. While no state travels there are no bulk copies to wait for, and
-torch's own operations take less of the host's time.
 """
 
 from __future__ import annotations
@@ -53,7 +34,7 @@ import contextlib
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
@@ -63,6 +44,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
 from .backend import Backend, Event, Stream
+from .comm_buffers import copies_without_tables
 from .errors import UnsupportedTorchError
 from .progress import warn
 
@@ -124,7 +106,7 @@ NAMES: Final = (
     Name("parameter", "unsharded_accumulated_grad", "read", "the same, in another dtype"),
     Name("parameter", "reset_sharded_param", "replaced", "compares addresses: not while away"),
 )
-"""See [Note: private names]."""
+"""See the module's docstring."""
 
 
 def check_torch(models: Iterable[nn.Module]) -> None:
@@ -269,148 +251,6 @@ def offloads_parameters(models: Iterable[nn.Module]) -> bool:
     return any(isinstance(group.offload_policy, CPUOffloadPolicy) for group, _ in groups)
 
 
-# --------------------------------------------------------------------------- copies
-
-_WIDENED: Final = frozenset((torch.bfloat16, torch.float16))
-
-
-class CommBuffer(Tensor):
-    """A buffer of FSDP2's collectives, which is copied into or from without tables where that
-    gives the same bits. Results are plain tensors."""
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
-        named = kwargs or {}
-        with torch._C.DisableTorchFunctionSubclass():
-            copy = _replaced().get(func)
-            if copy is not None and copy(*args, **named):
-                return None
-            found = func(*args, **named)
-            if func is Tensor.view and found.dim() == 2:  # as FSDP2 cuts it for the copy
-                return found.as_subclass(cls)
-            return found
-
-
-@functools.cache
-def _replaced() -> dict[Any, Callable[..., bool]]:
-    """By the operation: FSDP2 may have another one in place of either by now."""
-    return {
-        operation: copy
-        for copy in (chunk_cat, split_with_sizes_copy)
-        if (operation := getattr(torch.ops.fsdp, copy.__name__, None)) is not None
-    }
-
-
-class _FirstBuffer:
-    """Stands before a ``comm`` of FSDP2, which allocates the collective's copied side first."""
-
-    def __init__(self, comm: Any) -> None:
-        self._comm, self._is_first = comm, True
-
-    def allocate(self, *args: Any, **kwargs: Any) -> Tensor:
-        buffer: Tensor = self._comm.allocate(*args, **kwargs)
-        is_first, self._is_first = self._is_first, False
-        return buffer.as_subclass(CommBuffer) if is_first and type(buffer) is Tensor else buffer
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._comm(*args, **kwargs)
-
-
-@contextlib.contextmanager
-def copies_without_tables(raw: Any, name: str) -> Iterator[None]:
-    """Inside, the collective of a group of FSDP2 has a :class:`CommBuffer`.
-
-    Args:
-        raw: the group.
-        name: of its attribute with the collective, which FSDP2's public setters replace.
-    """
-    comm = getattr(raw, name)
-    setattr(raw, name, _FirstBuffer(comm))
-    try:
-        yield
-    finally:
-        setattr(raw, name, comm)
-
-
-def chunk_cat(tensors: Sequence[Tensor], dim: int, num_chunks: int, *, out: Tensor) -> bool:
-    """``fsdp::chunk_cat``, if nothing has to be padded; False: nothing was done.
-
-    Args:
-        tensors: gradients, each of any shape; of the dtype of ``out``, or of 16 bits for fp32.
-        dim: 0.
-        num_chunks: ranks, which each tensor's first dimension is cut for.
-        out: ``(num_chunks, elements of a rank)``: row ``i`` becomes part ``i`` of each tensor.
-    """
-    if not tensors or dim != 0 or out.dim() != 2 or out.size(0) != num_chunks:
-        return False
-    dtype = tensors[0].dtype
-    if not _are_plain((out,), out.dtype) or not _are_plain(tensors, dtype):
-        return False
-    numels = [tensor.numel() for tensor in tensors]
-    if sum(numels) != out.numel() or not all(numels):
-        return False
-    if any(not tensor.dim() or tensor.size(0) % num_chunks for tensor in tensors):
-        return False
-    parts = [tensor.view(num_chunks, -1) for tensor in tensors]
-    if dtype == out.dtype:
-        torch.cat(parts, dim=1, out=out)
-        return True
-    if dtype in _WIDENED and out.dtype == torch.float32:
-        torch._foreach_copy_(out.split([numel // num_chunks for numel in numels], dim=1), parts)
-        return True
-    return False
-
-
-def split_with_sizes_copy(
-    source: Tensor, sizes: Sequence[int], dim: int = 0, *, out: Sequence[Tensor]
-) -> bool:
-    """``fsdp::split_with_sizes_copy``, of plain tensors; False: nothing was done.
-
-    Args:
-        source: ``(ranks, elements of a rank)``.
-        sizes: columns of each part.
-        dim: 1.
-        out: ``(ranks, size)`` for each of ``sizes``.
-    """
-    if not out or dim != 1 or source.dim() != 2:
-        return False
-    if not _are_plain((source, *out), source.dtype):
-        return False
-    ranks = source.size(0)
-    if not all(sizes) or [part.shape for part in out] != [(ranks, size) for size in sizes]:
-        return False
-    if ranks == 1:  # contiguous: one kernel for all of them
-        torch._foreach_copy_([part.view(-1) for part in out], source.view(-1).split([*sizes]))
-        return True
-    source, *targets = _as_words(source, *out)
-    # Rows apart from each other: by kernels, not by a copy engine.
-    torch._foreach_copy_(targets, source.split([target.size(1) for target in targets], dim=1))
-    return True
-
-
-def _as_words(*matrices: Tensor) -> Sequence[Tensor]:
-    """The same as int64, for kernels that move elements; as they are where one has parts of words.
-
-    All are contiguous and of one dtype.
-    """
-    count = 8 // matrices[0].itemsize  # 0 of complex128
-    if count == 0 or any(
-        matrix.size(1) % count or matrix.storage_offset() % count for matrix in matrices
-    ):
-        return matrices
-    return [matrix.view(torch.int64) for matrix in matrices]
-
-
-def _are_plain(tensors: Sequence[Tensor], dtype: torch.dtype) -> bool:
-    """Whether all are ordinary tensors, contiguous, of that dtype."""
-    return all(
-        type(tensor) in (Tensor, CommBuffer) and tensor.dtype == dtype and tensor.is_contiguous()
-        for tensor in tensors
-    )
-
-
 # --------------------------------------------------------------------------- groups
 
 
@@ -419,7 +259,7 @@ class Watcher(Protocol):
 
     @property
     def uses_link(self) -> bool:
-        """Whether bulk copies run beside forward and backward: see [Note: tables]."""
+        """Whether bulk copies run beside forward and backward: see :mod:`.comm_buffers`."""
         ...
 
     def before_gather(self, index: int, stream: Stream) -> None:
@@ -478,8 +318,13 @@ class Group:
         return [g for fsdp_param in self._raw.fsdp_params for g in _unreduced(fsdp_param)]
 
     def drop_waiting_gradients(self) -> None:
-        """Forget :attr:`waiting_gradients`."""
-        self._drop_new_gradients()
+        """Forget :attr:`waiting_gradients`: the next backward must not add to them."""
+        self._raw._partial_reduce_output = None
+        for fsdp_param in self._raw.fsdp_params:
+            if "unsharded_accumulated_grad" in vars(fsdp_param):
+                fsdp_param.unsharded_accumulated_grad = None
+            if (unsharded := getattr(fsdp_param, "_unsharded_param", None)) is not None:
+                unsharded.grad = None
 
     # ------------------------------------------------------------------ the replaced methods
 
@@ -526,13 +371,13 @@ class Group:
         if watcher is None:
             original(*unused)
             return
-        has_new = self._has_new_gradients()
+        has_new = any(map(_unreduced, self._raw.fsdp_params))
         if has_new:
             try:
                 watcher.before_reduce(index)
             except Exception as error:
                 # FSDP2 ends this backward as any other, without these gradients, and stays usable.
-                self._drop_new_gradients()
+                self.drop_waiting_gradients()
                 original(*unused)
                 _raise_after_backward(error)
                 return
@@ -572,18 +417,6 @@ class Group:
                 yield context.reduce_scatter_stream
             finally:
                 context.reduce_scatter_stream = own
-
-    def _has_new_gradients(self) -> bool:
-        return any(_unreduced(fsdp_param) for fsdp_param in self._raw.fsdp_params)
-
-    def _drop_new_gradients(self) -> None:
-        """This backward is given up: the next one must not add to what it has left."""
-        self._raw._partial_reduce_output = None
-        for fsdp_param in self._raw.fsdp_params:
-            if "unsharded_accumulated_grad" in vars(fsdp_param):
-                fsdp_param.unsharded_accumulated_grad = None
-            if (unsharded := getattr(fsdp_param, "_unsharded_param", None)) is not None:
-                unsharded.grad = None
 
     def _reduces(self) -> bool:
         """Whether this backward is the one after which nothing is added any more."""

@@ -13,7 +13,6 @@ What it cannot see is an older tensor that shares the shard's memory, such as ``
 Gradients of ``overlap="forward"`` are guarded likewise: the update reads them, so code that writes
 into one waits. So does code that reads one: there is one rule for all uses.
 
-[Note: compiled code]
 What ``torch.compile`` makes of a function takes its inputs apart (``__tensor_flatten__``) in each
 run, and works on plain tensors, whose addresses it takes without asking any method. So the part of
 a gated shard is the shard, and reading that waits. The part is called ``data`` because torch's
@@ -90,7 +89,7 @@ class GatedShard(Tensor):
         return self._shard
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
-        """See [Note: compiled code]."""
+        """See the module's docstring."""
         return ["data"], None
 
     @staticmethod

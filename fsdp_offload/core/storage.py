@@ -1,7 +1,6 @@
 """The only file that touches private API of torch's storages, CUDA allocator and hooks of
 saved tensors.
 
-[Note: other memory for a storage]
 A storage object is what all views, aliases and DTensors of some memory share. To move them all to
 addresses of our choice, the object is given other memory. torch 2.13 exchanges the memory of two
 storages. Earlier versions can only *resize* a storage, which allocates from the current memory pool
@@ -11,7 +10,6 @@ GIL while it waits for the lock; so the callback is a built-in method (``dict.ge
 be interrupted. Memory is given back by its owner, not through the pool, whose callback for that
 does nothing.
 
-[Note: storages that share]
 A storage moved alone gets what the allocator takes for it: 20 MiB for one of 7. So storages are
 moved together: the allocator takes one segment for their sum and, as that is dropped at once, cuts
 them from it. Requests up to 1 MiB have segments of 2 MiB, several in each, whatever is done.
@@ -28,10 +26,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from .errors import AwayError
+from .errors import AwayError, DeviceError
 
 _MIB: Final = 1 << 20
-_kept: list[object] = []  # torch keeps bare pointers to allocators and their functions
 
 
 # --------------------------------------------------------------------------- identity and presence
@@ -159,21 +156,21 @@ class AddressPool:
         self._allocator = torch._C._cuda_customAllocator(_pointer(allocate), _pointer(release))
         with torch.cuda.device(device):
             self._pool = torch.cuda.MemPool(self._allocator)
-        self._can_share = cuts_segments(device)
-        _kept.append((allocate, self._allocator))
+        # torch keeps bare pointers to both, and the pool may end after this object.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object((allocate, self._allocator)))
 
-    def move(self, found: Sequence[torch.UntypedStorage]) -> bool:
+    def move(self, found: Sequence[torch.UntypedStorage]) -> None:
         """Give storages memory of the pool, with their content, on the current stream.
 
         Args:
-            found: one; or several, none of them small, which share a segment.
+            found: one; or several, none of them small, which share a segment, where the allocator
+                :func:`cuts_segments`.
 
-        Returns:
-            False: torch's allocator wanted segments of other sizes than it is known to, or does
-            not cut them; each storage is as before, or was moved.
+        Raises:
+            torch.OutOfMemoryError: ``memory`` has none.
+            DeviceError: torch's allocator wanted segments of other sizes than it is known to; each
+                storage is as before, or was moved.
         """
-        if len(found) > 1 and not self._can_share:
-            return False
         n_bytes = sum(block_bytes(storage.nbytes()) for storage in found)
         size = segment_bytes(n_bytes)
         if size not in self._ready:
@@ -187,14 +184,21 @@ class AddressPool:
                     del whole
                 for storage in found:
                     storage.resize_(storage.nbytes())  # the same size: other memory, and a copy
-        except torch.OutOfMemoryError:
-            self._can_share = self._can_share and len(found) == 1
-            return False
-        finally:
-            start = self._ready[size]
-            if start <= (address or found[0].data_ptr()) < start + size:
-                del self._ready[size]  # it was used, not a rest of an earlier segment
-        return True
+        except torch.OutOfMemoryError as error:  # what was ready was of another size
+            raise elsewhere_error(n_bytes) from error
+        start = self._ready[size]
+        if start <= (address or found[0].data_ptr()) < start + size:
+            del self._ready[size]  # it was used, not a rest of an earlier segment
+
+
+def elsewhere_error(n_bytes: int) -> DeviceError:
+    """Of memory that was to be of an :class:`AddressPool`."""
+    return DeviceError(
+        f"{n_bytes} bytes at a given address",
+        reason="torch's allocator asks for other sizes than it does by default",
+        remedy="use torch 2.13 or later, or take roundup_power2_divisions out of "
+        "PYTORCH_ALLOC_CONF, or leave keep_addresses out",
+    )
 
 
 def _pointer(function: Any) -> int:

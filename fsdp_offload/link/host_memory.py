@@ -22,11 +22,11 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import Final
+from typing import Any, Final
 
 import torch
 
-from ..core import backend as backend
+from ..core import devices
 from ..core.config import MIB, TransferConfig, align
 from ..core.errors import HostMemoryError, PinningError
 from ..core.progress import progress, report
@@ -41,17 +41,26 @@ _STALL_SECONDS: Final = 0.5
 _MIN_THREADS: Final = 4
 
 
-# In a forked child the range is not mapped, and later mappings of the child may lie there. The
-# child's copy of a mapping object must not unmap them when it is collected.
-_mappings: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
+class _Mapping(mmap.mmap):
+    """Memory of the process that made it.
 
+    In a forked child the range is not mapped, and later mappings of the child may lie there: its
+    copy of this object never ends, because the end would unmap them.
+    """
 
-def _keep_mappings_in_child() -> None:
-    for mapping in list(_mappings):
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(mapping))
+    _pid = 0  # it is not mapped
 
+    def __init__(self, *_: object, **__: object) -> None:  # mmap takes them when it is made
+        self._pid = os.getpid()
 
-os.register_at_fork(after_in_child=_keep_mappings_in_child)
+    def __del__(
+        self,
+        pid: Callable[[], int] = os.getpid,  # as modules are no more when the interpreter ends
+        keep: Callable[[Any], object] = ctypes.pythonapi.Py_IncRef,
+        made: Callable[[object], Any] = ctypes.py_object,
+    ) -> None:
+        if self._pid not in (0, pid()):
+            keep(made(self))
 
 
 class HostRange:
@@ -136,7 +145,7 @@ class HostRange:
         """Write to every page from several threads, so that it exists and lies near ``device``."""
         mapping = self._mapping
         assert mapping is not None
-        cores = backend.cores_near(device)
+        cores = devices.cores_near(device)
         # This rank's share, a few at least: the ranks beside it may be done already.
         share = len(os.sched_getaffinity(0)) // local_ranks()
         threads = min(len(cores), max(share, _MIN_THREADS))
@@ -169,7 +178,7 @@ class HostRange:
         assert self._mapping is not None
         address = torch.frombuffer(self._mapping, dtype=torch.uint8, count=1).data_ptr()
         try:
-            backend.pin(address, self.n_bytes, device)
+            devices.pin(address, self.n_bytes, device)
         except PinningError as error:
             if required:
                 self._mapping = None
@@ -191,13 +200,13 @@ class HostRange:
 def _unpin(pid: int, address: int, n_bytes: int, device: torch.device, mapping: mmap.mmap) -> None:
     """Never raises. Does nothing in a forked child: it has neither the memory nor the context."""
     if os.getpid() == pid:
-        backend.unpin(address, n_bytes, device)
+        devices.unpin(address, n_bytes, device)
 
 
 def _map(n_bytes: int) -> tuple[mmap.mmap, bool]:
     """An untouched mapping of ``n_bytes``, and whether it will get huge pages."""
     try:
-        mapping = mmap.mmap(-1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        mapping = _Mapping(-1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError) as error:
         raise HostMemoryError(
             f"mapping {size_text(n_bytes)} of host memory",
@@ -205,7 +214,6 @@ def _map(n_bytes: int) -> tuple[mmap.mmap, bool]:
             remedy="offload less, or raise the limit on address space (ulimit -v, "
             "vm.overcommit_memory)",
         ) from None
-    _mappings.add(mapping)
     _advise(mapping, "MADV_DONTFORK")
     # The mapping ends with the payload's last page, so a huge page never costs memory beyond it.
     return mapping, n_bytes >= HUGE_PAGE_BYTES and _advise(mapping, "MADV_HUGEPAGE")

@@ -19,12 +19,15 @@ from collections import Counter
 from ..core.backend import Backend
 from ..core.config import TransferConfig, sized
 from ..core.errors import ConfigError, HostMemoryError
+from ..core.interrupts import held_back
 from .budget import check_host_memory, local_ranks
 from .host_memory import HostRange
 
 # The ledger, by id: a finalizer may close a pool at any line, while a WeakSet is iterated, too.
 _open: weakref.WeakValueDictionary[int, HostPool] = weakref.WeakValueDictionary()
-_lock = threading.RLock()  # around the ledger; reentrant, because finalizers close pools
+# Around the ledger; reentrant, because finalizers close pools. Always inside held_back(): Ctrl-C
+# at the end of a with statement would leave it taken.
+_lock = threading.RLock()
 
 
 def _forget_in_child() -> None:
@@ -44,7 +47,7 @@ def _pools() -> list[HostPool]:
 def held_bytes() -> dict[str, int]:
     """Host memory that this process holds, by holder, the largest first."""
     found = Counter[str]()
-    with _lock:
+    with held_back(), _lock:
         for pool in _pools():
             found[pool.holder] += pool.n_bytes
     return dict((+found).most_common())
@@ -117,7 +120,7 @@ class HostPool:
         """Give everything back, and the bound up. Idempotent; the pool may be used again."""
         for taken in list(self._ranges):
             self.give(taken)
-        with _lock:
+        with held_back(), _lock:
             _open.pop(id(self), None)
 
     def _insist(self, n_bytes: int) -> None:
@@ -129,7 +132,7 @@ class HostPool:
 
     def _reserve(self, n_bytes: int) -> None:
         """Be in the ledger, with so many bytes more, if they fit."""
-        with _lock:
+        with held_back(), _lock:
             known = next((pool for pool in _pools() if pool._bound_bytes is not None), self)
             if self._bound_bytes not in (None, known._bound_bytes):
                 raise ConfigError(

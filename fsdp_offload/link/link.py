@@ -1,6 +1,5 @@
 """Copies between host memory and one device: the only place that makes them.
 
-[Note: one link]
 Each client has a link with two streams, one per direction, so that both directions are busy at
 once and no client waits behind what another one has enqueued. A link orders its own copies; who
 produces or reads the bytes gives and takes events::

@@ -26,15 +26,9 @@ from torch import Tensor
 
 from ..core import dtensor
 from ..core import storage as storages
-from ..core.backend import (
-    Backend,
-    Event,
-    TimedEvent,
-    free_bytes,
-    release_cached,
-    stream_to_wait,
-)
+from ..core.backend import Backend, Event, TimedEvent, stream_to_wait
 from ..core.config import TransferConfig, align
+from ..core.devices import free_bytes, release_cached
 from ..core.errors import DeviceMemoryError
 from ..core.interrupts import held_back
 from .host_memory import HostRange
@@ -235,7 +229,7 @@ class Transfer:
 
     def out(
         self,
-        batches: Iterable[tuple[str, Sequence[OwnedBlock]]],
+        found: Iterable[tuple[str, Sequence[OwnedBlock]]],
         dropped: Sequence[OwnedBlock] = (),
     ) -> Handle:
         """Copy blocks to their host buffers and give up their device memory.
@@ -244,7 +238,7 @@ class Transfer:
         work on them by streams other than its current one. If this raises, nothing was given up.
 
         Args:
-            batches: kinds with their blocks; copies of one run while the next is looked up.
+            found: kinds with their blocks; copies of one run while the next is looked up.
             dropped: given up without a copy, behind the caller's current stream.
 
         Raises:
@@ -259,13 +253,13 @@ class Transfer:
         try:
             # Whatever memory is read below was last written before now.
             self.link.follow(self._now(), fetches=False)
-            for kind, blocks in batches:
+            for kind, blocks in found:
                 away[kind] = blocks
                 if not blocks:
                     continue
                 self.reserve(blocks)
                 first = self.link.time_stores()
-                for batch in _batches(blocks, BATCH_BYTES):
+                for batch in batches(blocks, BATCH_BYTES):
                     stored = self._copy(batch, self.link.store)
                     releases.append((stored, batch))
                 copies[kind] = _Copies(_bytes_of(blocks), first, self.link.time_stores())
@@ -413,7 +407,7 @@ def _bytes_of(blocks: Iterable[OwnedBlock]) -> int:
     return sum(block.n_bytes for block in blocks)
 
 
-def _batches(blocks: Iterable[OwnedBlock], least_bytes: int) -> Iterator[list[OwnedBlock]]:
+def batches(blocks: Iterable[OwnedBlock], least_bytes: int) -> Iterator[list[OwnedBlock]]:
     """Consecutive blocks of ``least_bytes`` or a little more; the last may be smaller."""
     batch: list[OwnedBlock] = []
     n_bytes = 0
@@ -436,7 +430,7 @@ def _segments(blocks: Iterable[OwnedBlock]) -> dict[str, int]:
     )
     return {
         batch[0].key: sum(storages.block_bytes(block.n_bytes) for block in batch)
-        for batch in _batches(large, SEGMENT_BYTES)
+        for batch in batches(large, SEGMENT_BYTES)
     }
 
 
@@ -456,7 +450,7 @@ def _restored(
     """Batches that have memory, which is taken ``AHEAD_BYTES`` ahead."""
     waiting: deque[list[OwnedBlock]] = deque()
     ahead_bytes = 0
-    for batch in _batches(blocks, BATCH_BYTES):
+    for batch in batches(blocks, BATCH_BYTES):
         for block in batch:
             restore(block)
         waiting.append(batch)

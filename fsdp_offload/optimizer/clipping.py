@@ -4,7 +4,6 @@ Norms are torch's own, one per mesh. Other than in torch, gradients may lie on s
 beside plain tensors, or be empty on this rank (torch has no infinity norm of those); what is
 returned is replicated, never pending a reduction.
 
-[Note: in place]
 ``.grad`` is multiplied, as torch does. The update reads gradients anyway and could multiply there;
 but a coefficient that is kept for later meets gradients that it was not computed from, as soon as
 they are replaced, added to, or clipped again in between. The pass reads and writes every gradient

@@ -1,6 +1,5 @@
 """Device memory that the optimizer takes while there is some to spare, and gives back.
 
-[Note: when it is looked at]
 After a few steps the job has been through its peak once, if all its iterations are alike.
 :class:`.residency.MemoryWatch` says when memory is looked at, and how much there may be: here are
 the figures that it needs. No rank asks another: what stays does not change bits.

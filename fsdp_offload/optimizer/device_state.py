@@ -1,6 +1,5 @@
 """State of a ``HybridDeviceOptimizer`` that lies on the device: listed, and replaced while away.
 
-[Note: away, state is host memory]
 What holds a state tensor on the device (a parameter, a slice, the class's own dict) holds its host
 copy instead while it is away. So whatever reads state (``state``, state dicts, checkpoints) goes to
 host memory without knowing. Views that the lanes cut at construction stay: the storage object is

@@ -1,6 +1,5 @@
 """fp32 masters and the weights that they belong to: which of the two is the newer one.
 
-[Note: writes from outside]
 Updates write the weight from its master. Others write weights alone: a load into the module, or
 the caller by hand. Then the master has to become the weight, and only where the two differ, since
 a master holds bits that its weight has not. Loads into the module given as ``model=`` are noticed

@@ -1,6 +1,5 @@
 """Gradients while parameters are away: dropped, moved, or left alone.
 
-[Note: consumed]
 A gradient that is dropped must be one that ``step()`` has consumed. After each step the gradients
 that are there are noted, weakly, with their version counters. When ``offload()`` is called, a
 gradient counts as consumed if it is one of those and nothing was written into it since: another

@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 from ..core import dtensor
 from ..core import storage as storages
 from ..core.arguments import backend_of, check_optimizer, modules_of
-from ..core.backend import release_cached
 from ..core.config import TransferConfig, check_choice
+from ..core.devices import release_cached
 from ..core.errors import (
     ConfigError,
     DeviceMemoryError,
@@ -28,12 +28,12 @@ from ..core.errors import (
 from ..core.fsdp import find_groups
 from ..core.interrupts import held_back
 from ..core.offloadable import offloadable_of
-from ..link import held_bytes
+from ..link import address_range, held_bytes
 from ..link.storage_block import OwnedBlock, StorageBlock, collect, in_order
 from ..link.transfer import Figures, Handle, Transfer
+from .fixed import FixedMemory, is_movable
 from .gradients import Gradients
 from .guard import ModelGuard, PlainOptimizer, remove_all
-from .pages import FixedMemory, is_movable
 
 KINDS: Final = ("params", "grads", "state")
 """In the order in which they travel."""
@@ -136,7 +136,7 @@ class PhaseOffloader:
         self._groups = groups = find_groups(models)
         self._gradients = Gradients(grads, groups, optimizer)
         self._fixed = {
-            kind: FixedMemory(kind, backend.device)
+            kind: FixedMemory(kind, backend.device, address_range.CHUNK_BYTES, owner=self)
             for kind in ("params", "state")
             if keep_addresses and self._policies[kind] == "save"
         }
@@ -351,12 +351,11 @@ class PhaseOffloader:
         kept = [kind for kind in KINDS if self._policies[kind] == "keep"]
         for kind in kept:
             list(self._storages(kind, parameters, known))
-        fixed = list(self._fixed.values())
         for kind in (kind for kind in KINDS if kind not in kept):
             chunks = self._fixed[kind].blocks() if kind in self._fixed else ()
             found: list[StorageBlock] = []
             for name, storage in self._storages(kind, parameters, known):
-                if not is_movable(storage, fixed):
+                if not is_movable(storage, self):
                     continue
                 if storage.resizable():
                     found.append(StorageBlock(f"{kind}.{name}", storage))
@@ -388,7 +387,7 @@ class PhaseOffloader:
         found = dict(self._blocks(self._parameters()))
         try:
             for kind, memory in self._fixed.items():
-                memory.move_in(storage for b in found[kind] for storage, _ in b.storages)
+                memory.move_in(found[kind])
         except torch.OutOfMemoryError as error:
             raise DeviceMemoryError(
                 "PhaseOffloader(keep_addresses=True)",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn
@@ -10,14 +11,15 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from ..core.backend import backend_for
 from ..core.config import TransferConfig, parse_bytes
-from ..core.errors import AwayError, ClosedError, ConfigError, DeviceMemoryError, copy_error
+from ..core.devices import backend_for
+from ..core.errors import AwayError, ConfigError, DeviceMemoryError, check_open, copy_error
 from ..core.interrupts import held_back
 from ..core.storage import tie
 from ..link import held_bytes
+from ..link.address_range import CHUNK_BYTES
 from ..link.transfer import Figures, Handle, Transfer
-from .pages import CHUNK_BYTES, FixedMemory
+from .fixed import FixedMemory
 
 
 @dataclass(frozen=True)
@@ -73,12 +75,12 @@ class FixedAddressRegion:
             raise ConfigError("chunk_bytes=0", reason="no size", remedy="leave it out")
         if device is None:
             device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
-        backend = backend_for(torch.device(device))
+        self._backend = backend = backend_for(torch.device(device))
         self.name, self.device = name, backend.device
-        self._backend = backend
-        self._memory = FixedMemory(name, self.device, chunk)
+        self._memory = FixedMemory(name, backend.device, chunk)
         self._transfer = Transfer(backend, transfer, f"FixedAddressRegion: {name}")
         self._is_paused = self._is_closed = False
+        self._pid = os.getpid()
 
     def __reduce__(self) -> NoReturn:
         raise copy_error(self, "copy its tensors")
@@ -119,24 +121,25 @@ class FixedAddressRegion:
             )
         self._check_open("empty()")
         if self._is_paused:
+            reason = "it is paused, and a new tensor would have no memory"
             raise AwayError(
-                f"empty() of region {self.name!r}",
-                reason="it is paused, and a new tensor would have no memory",
-                remedy="call resume() first",
+                f"empty() of region {self.name!r}", reason=reason, remedy="call resume() first"
             )
         n_bytes = math.prod(sizes) * dtype.itemsize
         with torch.inference_mode(False):
             if not n_bytes:
                 return torch.empty(sizes, dtype=dtype, device=self.device)
+            rest = (r for r in self._memory.ranges if r.used_bytes + n_bytes <= r.n_bytes)
             try:
-                storage, pages = self._memory.take(n_bytes)
+                addresses = next(rest, None) or self._memory.grow(n_bytes)
             except torch.OutOfMemoryError as error:
                 raise DeviceMemoryError(
                     f"growing region {self.name!r} by {n_bytes} bytes",
                     reason=str(error),
                     remedy="free device memory and try again; the region is as before",
                 ) from error
-            tie(storage, pages)  # a PhaseOffloader leaves it where it is
+            storage = addresses.take(n_bytes)
+            tie(storage, addresses)  # a PhaseOffloader leaves it where it is
             tensor = torch.empty(0, dtype=dtype, device=self.device)
             return tensor.set_(storage, 0, sizes, torch.empty(sizes, device="meta").stride())
 
@@ -155,8 +158,8 @@ class FixedAddressRegion:
     def pause(self, save: bool = True, wait: bool = True) -> Handle:
         """Give the device memory up. Paused already: nothing happens, whatever ``save`` is.
 
-        It starts after what the caller's current stream has under way. Work of other streams on
-        the region has to be waited for before (``torch.cuda.synchronize()``, or events).
+        It starts after what the current stream has under way. The caller has waited for the work
+        of other streams on the region.
 
         Args:
             save: copy the contents to host memory; False: they are undefined after
@@ -165,17 +168,13 @@ class FixedAddressRegion:
                 :meth:`Handle.is_done` gives up what was copied by then.
 
         Raises:
-            HostMemoryError: there is no host memory for the contents; nothing has moved.
-            PinningError: likewise.
-            ClosedError: the region is closed.
+            HostMemoryError, PinningError: no host memory for the contents; nothing has moved.
+            ClosedError: the region is closed, or of another process.
         """
         self._check_open("pause()")
         if not self._is_paused:
             chunks = self._memory.blocks()
-            if save:
-                self._transfer.out([("region", chunks)])
-            else:
-                self._transfer.out([], dropped=chunks)
+            self._transfer.out([("region", chunks)] if save else [], () if save else chunks)
             self._is_paused = True
         return self._transfer.last(wait=wait)
 
@@ -187,9 +186,9 @@ class FixedAddressRegion:
             wait: return when the contents are there. False: :meth:`Handle.wait` says so.
 
         Raises:
-            DeviceMemoryError: there is no memory. The region stays paused, its contents stay in
-                host memory; a later call may succeed.
-            ClosedError: the region is closed.
+            DeviceMemoryError: there is no memory. The region stays paused, and its contents in host
+                memory; a later call may succeed.
+            ClosedError: as of :meth:`pause`.
         """
         self._check_open("resume()")
         if self._is_paused:
@@ -203,7 +202,7 @@ class FixedAddressRegion:
         """Sizes, and the last moves' times."""
         return RegionStatistics(
             n_bytes=self.n_bytes,
-            device_bytes=self._memory.mapped_bytes,
+            device_bytes=sum(each.mapped_bytes for each in self._memory.ranges),
             pinned_bytes=self._transfer.pool.n_bytes,
             host_bytes_by_holder=held_bytes(),
             offloaded=self._transfer.last_out.figures().get("region", Figures()),
@@ -218,10 +217,7 @@ class FixedAddressRegion:
         """
         self._transfer.close()
         self._is_closed = True
-        self._memory.clear()
+        self._memory.ranges.clear()  # it goes when nothing refers to it any more
 
     def _check_open(self, what: str) -> None:
-        if self._is_closed:
-            raise ClosedError(
-                f"{what} of region {self.name!r}", reason="it is closed", remedy="make a new one"
-            )
+        check_open(f"{what} of region {self.name!r}", self._pid, is_closed=self._is_closed)

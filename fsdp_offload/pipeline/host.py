@@ -1,6 +1,5 @@
 """The host lane: the block update of :mod:`..update.bucket`, on CPU cores.
 
-[Note: host lane]
 State stays where it is, in the arena. A bucket's weights and gradients come to a slot of
 page-locked memory, and its new weights go back, in the order in which buckets are offered::
 
@@ -13,7 +12,6 @@ does on the device. One thread does everything below :meth:`HostLane.offer`, whi
 kernels use ``host_threads`` cores. Without threads (the stream simulator), code that waits for
 ``written`` does it.
 
-[Note: failures of the host thread]
 An exception there fails every bucket that has not returned, and those offered later: code that
 waits for one of them, or drains the lane, gets a LaneError that it is the cause of. It stays until
 :meth:`HostLane.abort`, because some weights may be one step ahead of others by then.
@@ -36,8 +34,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..core import dtensor
-from ..core.backend import TURN_BYTES, Backend, Event, PendingEvent, cores_near
+from ..core.backend import TURN_BYTES, Backend, Event, PendingEvent
 from ..core.config import OffloadConfig, align
+from ..core.devices import cores_near
 from ..core.errors import LaneError, UnsupportedParameterError
 from ..core.progress import warn
 from ..core.storage import span

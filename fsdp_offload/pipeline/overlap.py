@@ -1,6 +1,5 @@
 """Updates that run beside forward and backward: who may read what, and when.
 
-[Note: overlap]
 ``overlap="forward"``: ``step()`` returns when the updates are enqueued. Each FSDP2 group is a
 *gate*: before its shards are read for an all-gather, the reading stream waits for the updates of
 this group alone. All other code that uses a shard, or a gradient, waits by itself: see [Note: gated
@@ -332,7 +331,7 @@ class Overlap:
             )
 
     def _turn_off_in_capture(self) -> None:
-        """See [Note: overlap]; what is under way is waited for here, by the host."""
+        """See the module's docstring; what is under way is waited for here, by the host."""
         if self.is_off or not self._backend.is_capturing():
             return
         self.is_off, self._in_backward = True, False

@@ -1,6 +1,5 @@
 """The ring: state comes from host memory, is updated on the device, and goes back.
 
-[Note: streams of the ring]
 The two of its link and ``update``, each in order; an arrow is an event that the right side waits
 for::
 
@@ -11,7 +10,6 @@ for::
 Fetches and stores overlap each other (the link is full duplex) and everything else. ``update``
 waits for the gradients, and code that reads parameters waits for ``updated``.
 
-[Note: the ring]
 Buckets pass in a fixed *order*, through ``n`` slots in turn (those that stay excepted). The *head*
 is the next position to be updated; state is fetched up to ``n`` positions before it, also when the
 gradients are still to come, and written back after it. With many slots the two directions come
@@ -20,7 +18,6 @@ the backward's first buckets are fetched while others are still stored, so the l
 idle. Fetching goes on past the end of an iteration, into the first positions of the next one
 (*prefetch*), if the arena cannot be written until then: see :meth:`Ring.discard`.
 
-[Note: buckets that stay]
 Some buckets have device memory of their own, as large as they are. What an update leaves there is
 what the next one needs, so they travel in neither direction. Their arena is out of date then, and
 so code that reads it calls :meth:`Ring.flush` first, and code that writes into it
@@ -45,7 +42,7 @@ from ..core.storage import span
 from ..link import Block, HostRange, Link, Residence
 from ..plan import Bucket, Kind, Layout, Slice
 from ..plan.layout import kind_range
-from ..plan.order import Job, SlotUse, deadline_order, fetched_first, slot_use
+from ..plan.order import SlotUse, Visit, deadline_order, fetched_first, slot_use
 from ..plan.residency import AWAY_STEPS, choose, spread
 from ..update.bucket import BucketUpdate, Scratch, StateView
 from ..update.params import REMAINDER_KIND, MasterForm, ParamState, Work
@@ -243,16 +240,16 @@ class Ring:
             ranks: per parameter, when the forward needs it compared with others.
             ms_per_byte: of the link, in each direction while both are busy.
         """
-        jobs = [
-            Job(
+        visits = [
+            Visit(
                 ready_ms=max(ready_ms[index] for index in bucket.indices),
                 rank=min(ranks[index] for index in bucket.indices),
                 cost_ms=bucket.bucket.state_bytes * ms_per_byte if self._travels(i) else 0,
             )
             for i, bucket in enumerate(self.buckets)
         ]
-        self._ranks = [job.rank for job in jobs]
-        self._deadlines = deadline_order(jobs)
+        self._ranks = [visit.rank for visit in visits]
+        self._deadlines = deadline_order(visits)
         self._arrange(self.staying, len(self.slots))
 
     def fit(self, allowed_bytes: int, step: int) -> None:

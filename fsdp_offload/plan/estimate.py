@@ -1,6 +1,5 @@
 """What a job takes, from its size alone: no GPU is asked.
 
-[Note: memory]
 An iteration has two peaks. When the backward begins, activations and logits are there and no
 gradients; when it ends, all gradients, and what one block needs. FSDP2 keeps the shards, and beside
 them whole copies of the root's parameters and of two blocks, with one rank too.
@@ -157,7 +156,7 @@ def bounds_ms(travels_bytes: float, compute_ms: float, link_gbps: float) -> tupl
 def _bare_peak(
     model: Model, work: Workload, weights: float, gradients: float, unsharded: float
 ) -> float:
-    """Without optimizer state: see [Note: memory]."""
+    """Without optimizer state: see the module's docstring."""
     block = 2 * model.saved_widths * model.width * work.tokens
     kept = 2 * model.width * work.tokens if work.checkpointed else block
     logits = 3 * 2 * model.vocabulary * work.tokens  # with the log-probabilities and a gradient

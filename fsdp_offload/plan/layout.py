@@ -1,6 +1,5 @@
 """Where every byte of state lies and how it is cut into buckets: pure arithmetic.
 
-[Note: arena layout]
 A *dtype group* is a list of parameters in one fixed order that share a lane, a shard dtype and a
 compute dtype. Its part of the arena is *kind-major*: all ``exp_avg``, then all ``exp_avg_sq``, ...
 Within a kind, parameters follow the group's order, each starting at a multiple of 64 elements.

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Job:
+class Visit:
     """One bucket as the order sees it."""
 
     ready_ms: float
@@ -26,23 +26,23 @@ class Job:
     """How long the link is busy with it, in each direction."""
 
 
-def deadline_order(jobs: Sequence[Job]) -> tuple[int, ...]:
-    """Indices of ``jobs`` in the order of service; ties are broken by the index."""
-    arrivals = sorted(range(len(jobs)), key=lambda index: (jobs[index].ready_ms, index))
+def deadline_order(visits: Sequence[Visit]) -> tuple[int, ...]:
+    """Indices of ``visits`` in the order of service; ties are broken by the index."""
+    arrivals = sorted(range(len(visits)), key=lambda index: (visits[index].ready_ms, index))
     waiting: list[tuple[int, int]] = []
     order: list[int] = []
     now_ms, arrived = 0.0, 0
-    while len(order) < len(jobs):
-        while arrived < len(jobs) and jobs[arrivals[arrived]].ready_ms <= now_ms:
+    while len(order) < len(visits):
+        while arrived < len(visits) and visits[arrivals[arrived]].ready_ms <= now_ms:
             index = arrivals[arrived]
-            heapq.heappush(waiting, (jobs[index].rank, index))
+            heapq.heappush(waiting, (visits[index].rank, index))
             arrived += 1
         if not waiting:
-            now_ms = jobs[arrivals[arrived]].ready_ms
+            now_ms = visits[arrivals[arrived]].ready_ms
             continue
         _, index = heapq.heappop(waiting)
         order.append(index)
-        now_ms += jobs[index].cost_ms
+        now_ms += visits[index].cost_ms
     return tuple(order)
 
 

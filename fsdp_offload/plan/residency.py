@@ -2,13 +2,11 @@
 
 Everything here is decided by figures alone; nothing asks a device.
 
-[Note: what is to spare]
 torch's allocator keeps what it once took from the driver. So what is *reserved* when it has just
 grown, less the optimizer's own memory, is what the job needs of it at some point of an iteration.
 Driver and allocator have the rest; all of that but a margin is to spare. Memory that the optimizer
 gives back stays in the allocator, where the job finds it. Others on the device count as they are.
 
-[Note: the margin]
 State leaves between steps only, so the margin is what an iteration may take beyond all before it.
 For the first twelve steps it is a quarter of the device. Then it follows the growth that was seen:
 
@@ -20,12 +18,10 @@ For the first twelve steps it is a quarter of the device. Then it follows the gr
   of the steps, twice as much is left alone. In the two iterations after a take the job takes
   anew what the optimizer found in the allocator's cache: that does not count.
 
-[Note: what it goes into]
 First into slots, so that the link is not idle while nothing can be updated, then into buckets that
 stay, which need no link. A bucket that had to leave stays away for a while: memory that is short
 now and then would else be filled and given back in turns.
 
-[Note: which buckets stay]
 With ``overlap="backward"`` those that the forward needs first: their gradients come last, and what
 travels has the rest of the backward. Else all updates begin together, when the forward does, and
 those that stay are spread evenly over its order. The link then works from the first layer to the

@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 from ..core import dtensor
 from ..plan import Bucket, Kind, Slice
 from . import codec
-from .moments import Moment
-from .one_kernel import Kept, OneKernelAdam, PackedMoment, StepPowers, rng_key_of
+from .moments import Kept, Moment, PackedMoment
+from .one_kernel import OneKernelAdam, StepPowers
 from .params import REMAINDER_KIND, MasterForm, ParamState, SliceState, Snapshot
 from .shadow import Shadow
 
@@ -38,7 +38,7 @@ class Scratch:
     powers: StepPowers
 
     def release(self) -> None:
-        """Give the memory back; views of it are of no use until :meth:`fill`."""
+        """Give the memory back; nothing may use a view of it until :meth:`fill`."""
         self.memory.untyped_storage().resize_(0)
 
     def fill(self) -> None:
@@ -71,29 +71,20 @@ class Scratch:
 
 
 def slice_state(
-    param: ParamState,
-    slice_: Slice,
-    tensor: Tensor,
-    view: StateView,
-    unpacked: Mapping[str, Tensor] | None = None,
+    param: ParamState, slice_: Slice, tensor: Tensor, unpacked: Mapping[str, Tensor]
 ) -> SliceState:
-    """A slice whose like kinds are views and whose scalars are its own.
+    """Make a slice with scalars of its own; :meth:`BucketUpdate.bind` adds views of like kinds.
 
-    Whole parameters (not cuttable) keep their own shape and placement. ``unpacked``: memory for
-    the moments that are kept in fewer bits.
+    ``unpacked``: memory for the moments that are kept in fewer bits.
     """
-    views = {**state_views(param, slice_, view), **(unpacked or {})}
-    state: dict[str, Any] = {}
+    state: dict[str, Any] = dict(unpacked)
     for kind in param.schema.kinds:
         if kind.role == "number":
             state[kind.name] = 0
         elif kind.role == "scalar":
             device = tensor.device if kind.on_device else torch.device("cpu")
             state[kind.name] = torch.full((), kind.initial, dtype=kind.dtype, device=device)
-        else:
-            state[kind.name] = views[kind.name]
-    tensor = shaped(param, tensor)
-    made = SliceState(param, slice_, tensor, state, stepped=param.schema.eager)
+    made = SliceState(param, slice_, shaped(param, tensor), state, stepped=param.schema.eager)
     param.slices.append(made)
     return made
 
@@ -110,7 +101,7 @@ def state_views(param: ParamState, slice_: Slice, view: StateView) -> dict[str, 
 
 
 def shaped(param: ParamState, flat: Tensor) -> Tensor:
-    """A flat view in the form that the class sees: whole parameters in shape and placement."""
+    """Return a flat view as the class sees it: whole parameters in shape and placement."""
     if param.schema.elementwise:
         return flat
     return dtensor.like(param.parameter, flat.view(param.info.local_shape))
@@ -180,20 +171,16 @@ class BucketUpdate:
         self._reduced: OneKernelAdam | None = None
         self._powers = scratch.powers
         unpacked = self._cut_scratch(scratch, first)
-        if self._form is MasterForm.WHOLE:
-            self._masters = self._whole_masters(view)
         self.slices = [
-            slice_state(params[s.spec.index], s, master, view, values)
+            slice_state(params[s.spec.index], s, master, values)
             for s, master, values in zip(bucket.slices, self._masters, unpacked, strict=True)
         ]
+        self._bind_state(view, flat_remainder)
         self._shadow = Shadow(optimizer, self.slices, on_host=host_shards is not None)
         unpacks = self._form is MasterForm.REMAINDER or bool(first.moments)
-        self._has_kernel = (
-            unpacks
-            and self._form is not MasterForm.WHOLE
-            and OneKernelAdam.is_for(optimizer, self.slices)
-        )
-        self.bind(view, flat_remainder)
+        has_kernel = unpacks and self._form is not MasterForm.WHOLE
+        if has_kernel and OneKernelAdam.is_for(optimizer, self.slices):
+            self._reduced = self._one_kernel(view)
 
     def bind(self, view: StateView, flat_remainder: Tensor | None = None) -> None:
         """Point the update at state in other memory: another slot. Nothing may be in flight.
@@ -206,8 +193,15 @@ class BucketUpdate:
             flat_remainder: all remainders of the bucket as one view, laid out like scratch
                 memory: many small shards are then unpacked by one kernel.
         """
+        self._bind_state(view, flat_remainder)
+        self._shadow.rebind()
+        if self._reduced is not None:
+            self._reduced = self._one_kernel(view)
+
+    def _bind_state(self, view: StateView, flat_remainder: Tensor | None) -> None:
         if self._form is MasterForm.WHOLE:
-            self._masters = self._whole_masters(view)
+            kind = self._whole_master
+            self._masters = [view(s, kind, s.spec.numel) for s in self.bucket.slices]
             for sliced, master in zip(self.slices, self._masters, strict=True):
                 sliced.tensor = shaped(sliced.param, master)
         for sliced in self.slices:
@@ -218,9 +212,6 @@ class BucketUpdate:
             [self._packed_moment(sliced, moment, view) for moment in sliced.param.moments]
             for sliced in self.slices
         ]
-        self._shadow.rebind()
-        if self._has_kernel:
-            self._reduced = self._one_kernel(view)
 
     @property
     def groups_without_scratch(self) -> frozenset[int]:
@@ -238,14 +229,11 @@ class BucketUpdate:
             remainders = [view(s, REMAINDER_KIND, s.spec.numel) for s in self.bucket.slices]
         kept: list[tuple[Kept, Kept]] = []
         for sliced, packed in zip(self.slices, self._packed, strict=True):
-            average, square = [(each.codes, each.scales) for each in packed] or [
+            average, square = [each.kept for each in packed] or [
                 (sliced.state[name], None) for name in ("exp_avg", "exp_avg_sq")
             ]
             kept.append((average, square))
         return OneKernelAdam(self.slices, self._shards, remainders, kept, self._powers)
-
-    def _whole_masters(self, view: StateView) -> list[Tensor]:
-        return [view(s, self._whole_master, s.spec.numel) for s in self.bucket.slices]
 
     def _bind_remainders(self, view: StateView, flat_remainder: Tensor | None) -> None:
         remainders = [view(s, REMAINDER_KIND, s.spec.numel) for s in self.bucket.slices]
@@ -262,12 +250,13 @@ class BucketUpdate:
 
     @staticmethod
     def _packed_moment(sliced: SliceState, moment: Moment, view: StateView) -> PackedMoment:
-        tensors: list[Tensor | None] = [
-            view(sliced.slice, kind, numel) for kind, numel in moment.kinds(sliced.slice.spec.numel)
+        numel = sliced.slice.spec.numel
+        codes, *scales = [
+            view(sliced.slice, kind, -(-numel // kind.block_numel)) for kind in moment.kinds
         ]
-        codes, scales = (*tensors, None)[:2]
-        assert codes is not None
-        return PackedMoment(moment, codes, scales, sliced.state[moment.name])
+        return PackedMoment(
+            moment, (codes, scales[0] if scales else None), sliced.state[moment.name]
+        )
 
     def _cut_scratch(self, scratch: Scratch, first: ParamState) -> list[dict[str, Tensor]]:
         """Point gradients, and masters kept by remainder, at scratch memory; returns that of the
@@ -316,7 +305,7 @@ class BucketUpdate:
                 continue
             sliced.updates += 1
             for each in packed:
-                each.pack(rng_key_of(sliced, each.moment.position // 2))
+                each.pack(sliced.rng_key(each.moment.position // 2))
 
     def _unpack(self) -> None:
         if self._form is MasterForm.WHOLE:

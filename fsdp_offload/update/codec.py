@@ -1,6 +1,5 @@
 """A bf16 value and a remainder of 16 bits that together are exactly one fp32 master.
 
-[Note: remainder codec]
 ``value = (bits + 0x8000) >> 16`` and ``remainder = int16(bits - (value << 16))``: rounding half
 away from zero in magnitude, because with ties to even 65537 masters would share an even value
 and an int16 could not tell them apart. Decoding is ``(value << 16) + remainder`` in wrapping

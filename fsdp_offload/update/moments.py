@@ -1,12 +1,10 @@
 """Moments in fewer bits: fp32 values are unpacked for an update and packed after it.
 
-[Note: bf16 moments]
 A value is rounded to bf16. *Nearest* stalls: with ``beta2 = 0.999`` a squared average moves by a
 thousandth of its distance, which is less than half a bf16 step (1/512 to 1/256 of the value), so
 it stops following. *Stochastic* rounding goes up with the probability of the part that is cut
 off, so the average is right in expectation.
 
-[Note: int8 moments]
 Blocks of 64 elements share one fp32 scale, the largest magnitude of the block. Codes are spaced by
 squares: code k stands for ``scale * (k / 127)^2`` with the sign of k (first moment, int8), or for
 ``scale * (k / 255)^2`` (second moment, uint8), so that small values next to a large one keep their
@@ -58,21 +56,35 @@ class Moment:
         return self.dtype in STEPS
 
     @property
-    def kind(self) -> Kind:
-        """Of the codes."""
-        return Kind(self.name, self.dtype)
-
-    @property
     def scale_kind(self) -> Kind:
-        """Of the scales."""
+        """What is kept of the scales."""
         return Kind(self.name + SCALE, torch.float32, BLOCK_NUMEL)
 
-    def kinds(self, numel: int) -> list[tuple[Kind, int]]:
-        """What is kept for ``numel`` elements."""
-        kept = [(self.kind, numel)]
-        if self.has_scales:
-            kept.append((self.scale_kind, -(-numel // BLOCK_NUMEL)))
-        return kept
+    @property
+    def kinds(self) -> list[Kind]:
+        """What is kept: codes, and scales where there are some."""
+        return [Kind(self.name, self.dtype), *([self.scale_kind] if self.has_scales else [])]
+
+
+Kept = tuple[Tensor, Tensor | None]
+"""Codes and scales."""
+
+
+@dataclass(frozen=True)
+class PackedMoment:
+    """Where one moment of one slice is kept, and where it is unpacked to."""
+
+    moment: Moment
+    kept: Kept
+    values: Tensor  # fp32, in scratch memory
+
+    def unpack(self) -> None:
+        """See :func:`unpack`."""
+        unpack(self.moment, *self.kept, self.values)
+
+    def pack(self, rng_key: RngKey) -> None:
+        """See :func:`pack`."""
+        pack(self.moment, self.values, *self.kept, rng_key)
 
 
 def moments_of(

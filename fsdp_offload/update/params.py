@@ -1,6 +1,5 @@
 """What the pipeline knows of one parameter, and of one step.
 
-[Note: who owns what]
 A :class:`ParamState` stands for one trainable parameter for as long as the optimizer lives. Its
 ``tensors`` are the authoritative state: flat, shard-sized, in the arena (streamed, host) or on
 the device (resident). Its *slices* are parts of it in buckets: each has its own scalars
@@ -27,7 +26,7 @@ from ..core.errors import ConfigError
 from ..plan import Kind, ParamSpec, Slice
 from ..plan.layout import ALIGN_NUMEL, CUDA_TILE_NUMEL
 from .moments import Moment, moments_of
-from .rng_key import seed_of
+from .rng_key import RngKey, key_of, seed_of
 from .schema import Schema, public_attributes
 
 
@@ -35,7 +34,7 @@ class MasterForm(Enum):
     """How the fp32 value of a parameter is kept."""
 
     SHARD = "shard"  # the shard itself is updated
-    REMAINDER = "master_remainder"  # bf16 shard plus 16 more bits, exact: [Note: remainder codec]
+    REMAINDER = "master_remainder"  # bf16 shard plus 16 more bits, exact: update/codec.py
     WHOLE = "master"  # a full copy in the compute dtype; the shard is its rounding
 
 
@@ -105,6 +104,12 @@ class SliceState:
     stepped: bool = False  # False: the class initialises the state itself at the next update
     updates: int = 0  # of this parameter so far, where moments are kept in fewer bits
 
+    def rng_key(self, pair: int) -> RngKey:
+        """Random bits of the update that the slice is in; ``pair``: of moments."""
+        return RngKey(
+            key_of(self.param.seed, self.updates, pair), self.param.origin + self.slice.start
+        )
+
 
 def cut_at(info: ShardInfo, lane: Lane, *, elementwise: bool) -> tuple[bool, int]:
     """Whether a parameter may be cut, and at multiples of how many elements (plan/layout.py)."""
@@ -128,31 +133,30 @@ def state_kinds(
     moments: Sequence[Moment] = (),
 ) -> tuple[tuple[Kind, int], ...]:
     """Tensors kept per parameter, each with its elements on this rank."""
-    kinds = []
-    reduced = {moment.name: moment for moment in moments}
-    for kind in schema.role("like"):
-        if moment := reduced.get(kind.name):
-            kinds += moment.kinds(info.local_numel)
-        else:
-            kinds.append((Kind(kind.name, kind.dtype or compute), info.local_numel))
-    if form is MasterForm.REMAINDER:
-        kinds.append((REMAINDER_KIND, info.local_numel))
-    elif form is MasterForm.WHOLE:
-        kinds.append((Kind(form.value, compute), info.local_numel))
-    return tuple(kinds)
+    kinds = _kept_kinds(schema, form, compute, moments)
+    return tuple((kind, -(-info.local_numel // kind.block_numel)) for kind in kinds)
 
 
 def bytes_per_element(
     schema: Schema, form: MasterForm, compute: torch.dtype, config: OffloadConfig
 ) -> float:
     """Bytes of state per element of a parameter, scales of blocks counted in."""
-    kept = {kind.name: (kind.dtype or compute).itemsize for kind in schema.role("like")}
-    total = float(sum(kept.values()))
-    for moment in moments_of(schema, compute, config.moments):
-        kinds = [moment.kind, *([moment.scale_kind] if moment.has_scales else [])]
-        total += sum(k.itemsize / k.block_numel for k in kinds) - kept[moment.name]
-    masters = {MasterForm.REMAINDER: REMAINDER_KIND.itemsize, MasterForm.WHOLE: compute.itemsize}
-    return total + masters.get(form, 0)
+    kinds = _kept_kinds(schema, form, compute, moments_of(schema, compute, config.moments))
+    return sum(kind.itemsize / kind.block_numel for kind in kinds)
+
+
+def _kept_kinds(
+    schema: Schema, form: MasterForm, compute: torch.dtype, moments: Sequence[Moment]
+) -> list[Kind]:
+    reduced = {moment.name: moment.kinds for moment in moments}
+    kinds = list[Kind]()
+    for kind in schema.role("like"):
+        kinds += reduced.get(kind.name) or [Kind(kind.name, kind.dtype or compute)]
+    if form is MasterForm.REMAINDER:
+        kinds.append(REMAINDER_KIND)
+    elif form is MasterForm.WHOLE:
+        kinds.append(Kind(form.value, compute))
+    return kinds
 
 
 @dataclass

@@ -1,11 +1,9 @@
 """What state an optimizer keeps per parameter: declared for torch's classes, found for others.
 
-[Note: torch's classes]
 For each class of ``torch.optim`` a function says which entries ``_init_group`` makes, in its order,
 under a group's hyper-parameters (torch/optim/*.py, the same in 2.11 to 2.15). A class that derives
 from one of them and overrides any of its methods but ``__init__`` counts as not torch's.
 
-[Note: classes that are not torch's]
 Nothing that one can try out tells what such a class does with a parameter: it may keep factors
 above a size, begin a phase after some steps, or read what another parameter left. So it runs its
 own step on the device (``optimizer/hybrid.py``), unless the caller says ``elementwise=True``. Then
@@ -22,9 +20,9 @@ from __future__ import annotations
 import copy
 import functools
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -209,113 +207,72 @@ def public_attributes(optimizer: Optimizer) -> dict[str, Any]:
 # --------------------------------------------------------------------------- torch's own classes
 
 
-class _Declared:
-    """The entries that a class of ``torch.optim`` makes for one parameter."""
+class _Entry(NamedTuple):
+    """An entry that a class of ``torch.optim`` makes for one parameter."""
 
-    def __init__(self, group: dict[str, Any], dtype: torch.dtype, device: torch.device) -> None:
-        self.group, self._dtype, self._device = group, dtype, device
-        self.kinds: list[StateKind] = []
-
-    def scalar(self, name: str, *, on_device: bool, initial: float = 0.0, **more: Any) -> None:
-        """A 0-dim tensor: ``on_device``, or on the CPU."""
-        # Source: torch.optim.optimizer._get_scalar_dtype.
-        wide = torch.get_default_dtype() == torch.float64 and not self.group.get("fused")
-        dtype = torch.float64 if wide else torch.float32
-        on_device = on_device or self._device.type == "cpu"
-        self.kinds.append(StateKind(name, "scalar", dtype, on_device, initial, **more))
-
-    def step(self) -> None:
-        """``step``, which torch keeps on the CPU unless a kernel reads it."""
-        self.scalar("step", on_device=bool(self.group.get("capturable") or self.group.get("fused")))
-
-    def like(self, *names: str, initial: float = 0.0, **more: Any) -> None:
-        """Tensors of the parameter's shape."""
-        filling = complex(initial, initial) if self._dtype.is_complex and initial else initial
-        self.kinds += [StateKind(n, "like", self._dtype, initial=filling, **more) for n in names]
-
-    def option(self, name: str) -> float:
-        """A hyper-parameter as a number."""
-        return float(self.group[name])
+    name: str
+    role: Role = "like"
+    option: str = ""  # made only where this hyper-parameter is not zero
+    initial: float | str | None = None  # or the hyper-parameter that gives it; None: zero
+    always_on_device: bool = False  # a scalar that no flag moves to the CPU
 
 
-def _adadelta(state: _Declared) -> None:
-    state.step()
-    state.like("square_avg", "acc_delta")
-
-
-def _adagrad(state: _Declared) -> None:
-    state.step()
-    state.like("sum", initial=state.option("initial_accumulator_value"))
-
-
-def _adam(state: _Declared) -> None:
-    state.step()
-    state.like("exp_avg", "exp_avg_sq")
-    if state.group["amsgrad"]:
-        state.like("max_exp_avg_sq")
-
-
-def _adamax(state: _Declared) -> None:
-    state.step()
-    state.like("exp_avg", "exp_inf")
-
-
-def _asgd(state: _Declared) -> None:
-    state.scalar("step", on_device=True)
-    state.scalar("eta", on_device=True, initial=state.option("lr"), follows_option=True)
-    state.scalar("mu", on_device=True, initial=1.0)
-    state.like("ax")
-
-
-def _nadam(state: _Declared) -> None:
-    state.step()
-    state.scalar("mu_product", on_device=bool(state.group["capturable"]), initial=1.0)
-    state.like("exp_avg", "exp_avg_sq")
-
-
-def _radam(state: _Declared) -> None:
-    state.step()
-    state.like("exp_avg", "exp_avg_sq")
-
-
-def _rmsprop(state: _Declared) -> None:
-    state.step()
-    state.like("square_avg")
-    if state.group["momentum"] > 0:
-        state.like("momentum_buffer")
-    if state.group["centered"]:
-        state.like("grad_avg")
-
-
-def _rprop(state: _Declared) -> None:
-    state.step()
-    state.like("prev")
-    state.like("step_size", initial=state.option("lr"), follows_option=True)
-
-
-def _sgd(state: _Declared) -> None:
-    if state.group["momentum"] != 0:
-        state.like("momentum_buffer", initial=-0.0)  # see state.write
-
-
-def _muon(state: _Declared) -> None:
-    state.like("momentum_buffer", initial=-0.0)
-
-
-_DECLARED: Final[dict[str, Callable[[_Declared], None]]] = {
-    "Adadelta": _adadelta,
-    "Adagrad": _adagrad,
-    "Adam": _adam,
-    "AdamW": _adam,
-    "Adamax": _adamax,
-    "ASGD": _asgd,
-    "NAdam": _nadam,
-    "RAdam": _radam,
-    "RMSprop": _rmsprop,
-    "Rprop": _rprop,
-    "SGD": _sgd,
-    "Muon": _muon,
+_STEP: Final = _Entry("step", "scalar")
+_AVERAGES: Final = _Entry("exp_avg"), _Entry("exp_avg_sq")
+_DECLARED: Final[dict[str, tuple[_Entry, ...]]] = {
+    "Adadelta": (_STEP, _Entry("square_avg"), _Entry("acc_delta")),
+    "Adagrad": (_STEP, _Entry("sum", initial="initial_accumulator_value")),
+    "Adam": (_STEP, *_AVERAGES, _Entry("max_exp_avg_sq", option="amsgrad")),
+    "AdamW": (_STEP, *_AVERAGES, _Entry("max_exp_avg_sq", option="amsgrad")),
+    "Adamax": (_STEP, _Entry("exp_avg"), _Entry("exp_inf")),
+    "ASGD": (
+        _Entry("step", "scalar", always_on_device=True),
+        _Entry("eta", "scalar", initial="lr", always_on_device=True),
+        _Entry("mu", "scalar", initial=1.0, always_on_device=True),
+        _Entry("ax"),
+    ),
+    "NAdam": (_STEP, _Entry("mu_product", "scalar", initial=1.0), *_AVERAGES),
+    "RAdam": (_STEP, *_AVERAGES),
+    "RMSprop": (
+        _STEP,
+        _Entry("square_avg"),
+        _Entry("momentum_buffer", option="momentum"),
+        _Entry("grad_avg", option="centered"),
+    ),
+    "Rprop": (_STEP, _Entry("prev"), _Entry("step_size", initial="lr")),
+    "SGD": (_Entry("momentum_buffer", option="momentum"),),
+    "Muon": (_Entry("momentum_buffer"),),
 }
+
+
+def _declared_kinds(
+    entries: Sequence[_Entry], group: dict[str, Any], dtype: torch.dtype, device: torch.device
+) -> tuple[StateKind, ...]:
+    """The kinds of a parameter of ``dtype`` on ``device`` under a group's options."""
+    # Source: torch.optim.optimizer._get_scalar_dtype.
+    wide = torch.get_default_dtype() == torch.float64 and not group.get("fused")
+    scalar_dtype = torch.float64 if wide else torch.float32
+    # torch keeps scalars on the CPU unless a kernel reads them.
+    moves = bool(group.get("capturable") or group.get("fused")) or device.type == "cpu"
+    zero = _zero("step" in (entry.name for entry in entries))
+    kinds = []
+    for name, role, option, given, always_on_device in entries:
+        if option and not group[option]:
+            continue
+        initial: complex = float(group[given]) if isinstance(given, str) else given or zero
+        follows = given == "lr"
+        if role == "scalar":
+            on_device = moves or always_on_device
+            kinds.append(StateKind(name, role, scalar_dtype, on_device, initial, follows))
+        else:
+            filling = complex(initial, initial) if dtype.is_complex and initial else initial
+            kinds.append(StateKind(name, role, dtype, True, filling, follows))
+    return tuple(kinds)
+
+
+def _zero(has_step: bool) -> float:
+    """Return what state shows before the first step: a negative zero where no step count tells."""
+    return 0.0 if has_step else -0.0
 
 
 @functools.cache
@@ -361,10 +318,9 @@ def schema_of(
                 reason="it is for steps that are captured on an accelerator",
                 remedy="build the optimizer with capturable=False",
             )
-        state = _Declared(group, dtype, device)
-        _DECLARED[cls.__name__](state)
+        kinds = _declared_kinds(_DECLARED[cls.__name__], group, dtype, device)
         eager = cls.__name__ == "Adagrad" and not makes_its_state(cls)  # type: ignore[arg-type]
-        return Schema(tuple(state.kinds), elementwise=cls.__name__ not in _WHOLE, eager=eager)
+        return Schema(kinds, elementwise=cls.__name__ not in _WHOLE, eager=eager)
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), torch.no_grad():
         kinds = _found_kinds(optimizer, group, dtype, device)
@@ -398,7 +354,7 @@ def _kind(
     optimizer: Optimizer, state: dict[str, Any], name: str, device: torch.device
 ) -> StateKind:
     value = state[name]
-    initial = 0.0 if "step" in state else -0.0  # see state.write
+    initial = _zero("step" in state)
     if isinstance(value, bool | int | float):
         return StateKind(name, "number", initial=initial)
     if isinstance(value, Tensor) and tuple(value.shape) in ((), (_SCRATCH_NUMEL,)):

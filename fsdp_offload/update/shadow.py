@@ -1,6 +1,5 @@
 """The shadow engine: the wrapped optimizer's own step, on views that this package owns.
 
-[Note: shadow]
 A shadow is an instance of the wrapped class with the same settings whose parameters are plain
 views and whose state entries point at slots, scratch, the arena or the device. Its step function
 is called as torch would call it, so the arithmetic is torch's own. Rules that keep it exact:
@@ -74,31 +73,36 @@ class Shadow:
 
     def step(self, gradients: list[Tensor | None], snapshot: Snapshot) -> None:
         """Update all slices that have a gradient (shaped like the slice's tensor)."""
-        groups = snapshot.host_groups if self._on_host else snapshot.groups
-        own = self._overrides
-        if self._adam is not None and self._adam.run(
-            gradients, {i: {**groups[i], **own.get(i, {})} for i in self._group_indices}
-        ):
+        values = self._values(snapshot)
+        if self._adam is not None and self._adam.run(gradients, values):
             return
         present: list[tuple[SliceState, Tensor]] = [
             (sliced, gradient)
             for sliced, gradient in zip(self.slices, gradients, strict=True)
             if gradient is not None
         ]
-        # Never slices with and without state in one call: fused SGD mistakes them.
-        first = [pair for pair in present if not pair[0].stepped]
-        later = [pair for pair in present if pair[0].stepped] if first else present
-        calls = [first, later]
-        if not self.slices[0].param.schema.elementwise:
+        if self.slices[0].param.schema.elementwise:
+            # Never slices with and without state in one call: fused SGD mistakes them.
+            later = [pair for pair in present if pair[0].stepped]
+            calls = [[pair for pair in present if not pair[0].stepped], later]
+        else:
             # Whole matrices may communicate, and buckets are cut differently on every rank: one
             # call each, so that all ranks keep one order.
             calls = [[pair] for pair in present]
         for some in filter(None, calls):
-            self._apply(snapshot)
+            self._apply(values, snapshot)
             self._call(some)
             if not self._trusted:
-                indices = self._group_indices
-                collect_changes(self._shadow, indices, groups, snapshot, self._overrides)
+                collect_changes(self._shadow, values, snapshot)
+
+    def _values(self, snapshot: Snapshot) -> dict[int, dict[str, Any]]:
+        """Hyper-parameters of each group, as this step uses them."""
+        if not self._on_host:
+            return {index: snapshot.groups[index] for index in self._group_indices}
+        return {
+            index: {**snapshot.host_groups[index], **overrides}
+            for index, overrides in self._overrides.items()
+        }
 
     def _call(self, present: list[tuple[SliceState, Tensor]]) -> None:
         """Step slices of which all have stepped before, or none."""
@@ -129,13 +133,12 @@ class Shadow:
             state.update((each.tensor, each.state) for each in self.slices if each.stepped)
             self._has_all_state = all(each.stepped for each in self.slices)
 
-    def _apply(self, snapshot: Snapshot) -> None:
-        groups = snapshot.host_groups if self._on_host else snapshot.groups
-        if not self._trusted:
-            groups = apply_own(self._shadow, groups, snapshot)
-        for group, index in zip(self._shadow.param_groups, self._group_indices, strict=True):
-            group.update(groups[index])
-            group.update(self._overrides.get(index, {}))
+    def _apply(self, values: dict[int, dict[str, Any]], snapshot: Snapshot) -> None:
+        if self._trusted:
+            for group, own in zip(self._shadow.param_groups, values.values(), strict=True):
+                group.update(own)
+        else:
+            apply_own(self._shadow, values, snapshot)
 
     def _adopt(self, sliced: SliceState) -> None:
         """Copy state that the class created or replaced into the slice's own tensors."""
@@ -170,41 +173,26 @@ class Shadow:
         self._shadow.state[sliced.tensor] = sliced.state
 
 
-def apply_own(
-    shadow: Optimizer, groups: list[dict[str, Any]], snapshot: Snapshot
-) -> list[dict[str, Any]]:
-    """Attributes, and copies of the groups, for a class of the user's own: what one bucket
-    changes in them is not seen, and changed again, by the next."""
+def apply_own(shadow: Optimizer, values: dict[int, dict[str, Any]], snapshot: Snapshot) -> None:
+    """Give a class of the user's own copies of attributes and groups: what one bucket changes in
+    them, the next one does not see, and so does not change again."""
     for name, value in snapshot.attributes.items():
         shadow.__dict__[name] = own_copy(value)
-    return [{name: own_copy(value) for name, value in group.items()} for group in groups]
+    for group, own in zip(shadow.param_groups, values.values(), strict=True):
+        group.update({name: own_copy(value) for name, value in own.items()})
 
 
 def collect_changes(
-    shadow: Optimizer,
-    indices: list[int],
-    groups: list[dict[str, Any]],
-    snapshot: Snapshot,
-    overrides: dict[int, dict[str, Any]],
+    shadow: Optimizer, values: dict[int, dict[str, Any]], snapshot: Snapshot
 ) -> None:
     """Note what a class of the user's own wrote into its groups and attributes: once per step."""
-    for group, index in zip(shadow.param_groups, indices, strict=True):
+    for group, (index, before) in zip(shadow.param_groups, values.items(), strict=True):
         if index not in snapshot.changed_groups:
-            before = {**groups[index], **overrides.get(index, {})}
-            snapshot.changed_groups[index] = {
-                name: value
-                for name, value in group.items()
-                if name != "params" and _differs(value, before.get(name))
-            }
+            snapshot.changed_groups[index] = _changes(group, before, without=("params",))
     if snapshot.changed_attributes is None:
-        before = snapshot.attributes
-        snapshot.changed_attributes = {
-            name: value
-            for name, value in shadow.__dict__.items()
-            if name not in ("state", "param_groups")
-            and not name.endswith("_hooks")
-            and _differs(value, before.get(name))
-        }
+        own = {n: v for n, v in shadow.__dict__.items() if not n.endswith("_hooks")}
+        without = ("state", "param_groups")
+        snapshot.changed_attributes = _changes(own, snapshot.attributes, without=without)
 
 
 def step_idle_groups(optimizer: Optimizer, snapshot: Snapshot) -> None:
@@ -213,14 +201,24 @@ def step_idle_groups(optimizer: Optimizer, snapshot: Snapshot) -> None:
         return
     groups = optimizer.param_groups
     idle = [i for i, group in enumerate(groups) if all(p.grad is None for p in group["params"])]
+    if not idle:
+        return
     shadow = make_shadow(optimizer, [{"params": groups[index]["params"]} for index in idle])
-    copies = apply_own(shadow, snapshot.groups, snapshot)
-    for group, index in zip(shadow.param_groups, idle, strict=True):
-        group.update(copies[index])
-    if idle:
-        with torch.no_grad():
-            raw_step(type(optimizer))(shadow)
-        collect_changes(shadow, idle, snapshot.groups, snapshot, {})
+    values = {index: snapshot.groups[index] for index in idle}
+    apply_own(shadow, values, snapshot)
+    with torch.no_grad():
+        raw_step(type(optimizer))(shadow)
+    collect_changes(shadow, values, snapshot)
+
+
+def _changes(
+    now: dict[str, Any], before: dict[str, Any], *, without: tuple[str, ...]
+) -> dict[str, Any]:
+    return {
+        name: value
+        for name, value in now.items()
+        if name not in without and _differs(value, before.get(name))
+    }
 
 
 def _differs(value: Any, before: Any) -> bool:

@@ -30,16 +30,14 @@ def expose(param: ParamState) -> dict[str, Any]:
     parameter with an fp32 master adds ``master_remainder`` (bits) or ``master`` (fp32). What is
     kept as codes with scales is a meta tensor here: see :func:`show`.
     """
-    first = param.slices[0]
-    shown: dict[str, Any] = {}
-    for kind in param.schema.kinds:
-        if kind.role in ("scalar", "number"):
-            shown[kind.name] = first.state[kind.name]
+    shape, coded = param.info.local_shape, _coded(param)
+    shown = {kind.name: param.slices[0].state[kind.name] for kind in param.schema.kinds}
+    like = [kind.name for kind in param.schema.role("like")]
+    for name in [*like, *([param.form.value] if param.emits_master else [])]:
+        if name in coded:
+            view = torch.empty(shape, dtype=torch.float32, device="meta")
         else:
-            shown[kind.name] = dtensor.like(param.parameter, _shown_values(param, kind.name))
-    if param.emits_master:
-        name = param.form.value
-        view = param.tensors[name].view(param.info.local_shape)
+            view = param.tensors[name].view(shape)
         shown[name] = dtensor.like(param.parameter, view)
     return shown
 
@@ -60,17 +58,9 @@ def copied(param: ParamState) -> dict[str, Any]:
     }
 
 
-def _coded(param: ParamState) -> list[Moment]:
-    """Moments whose elements are no numbers by themselves."""
-    return [moment for moment in param.moments if moment.has_scales]
-
-
-def _shown_values(param: ParamState, name: str) -> Tensor:
-    """A like kind in the shard's shape."""
-    shape = param.info.local_shape
-    if any(moment.name == name for moment in _coded(param)):
-        return torch.empty(shape, dtype=torch.float32, device="meta")
-    return param.tensors[name].view(shape)
+def _coded(param: ParamState) -> dict[str, Moment]:
+    """By name, the moments whose codes mean nothing without scales."""
+    return {moment.name: moment for moment in param.moments if moment.has_scales}
 
 
 def show(param: ParamState, shown: dict[str, Any]) -> None:
@@ -80,7 +70,7 @@ def show(param: ParamState, shown: dict[str, Any]) -> None:
     """
     for kind in param.schema.role("number"):
         shown[kind.name] = param.slices[0].state[kind.name]
-    for moment in _coded(param):
+    for moment in _coded(param).values():
         codes = param.tensors[moment.name]
         values = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
         scales = param.tensors[moment.scale_kind.name]
@@ -98,20 +88,17 @@ def check(param: ParamState, values: Mapping[str, Any]) -> None:
     check_names(param, values)
     for kind in kinds_in(param, values):
         if kind.role == "like":
-            _check_shape(param, kind.name, values[kind.name])
-            _check_material(param, kind.name, values[kind.name])
+            _check_tensor(param, kind.name, values[kind.name])
         elif not _is_number(values[kind.name]):
             raise StateDictError(
                 f"state {kind.name!r} of {param.fqn}: {values[kind.name]!r}",
                 reason="a single number is expected",
                 remedy="load a checkpoint of the same optimizer class",
             )
-    for name in (REMAINDER, WHOLE):
-        if name in values and param.emits_master:
-            _check_shape(param, name, values[name])
-            _check_material(param, name, values[name])
-    if REMAINDER in values and param.emits_master:
-        check_remainder(f"{REMAINDER} of {param.fqn}", values[REMAINDER].dtype)
+    for name in MASTERS & values.keys() if param.emits_master else ():
+        _check_tensor(param, name, values[name])
+        if name == REMAINDER:
+            check_remainder(f"{REMAINDER} of {param.fqn}", values[name].dtype)
 
 
 def check_remainder(what: str, dtype: torch.dtype) -> None:
@@ -149,24 +136,14 @@ def check_names(param: ParamState, names: Collection[str]) -> None:
         )
 
 
-def _check_material(param: ParamState, name: str, value: Tensor) -> None:
-    """Refuse a tensor without elements of its own; :func:`expose` shows codes as one."""
-    is_coded = any(moment.name == name for moment in _coded(param))
-    if value.is_meta and not is_coded:
-        raise StateDictError(
-            f"state {name!r} of {param.fqn} on the meta device",
-            reason="it has a shape and no values",
-            remedy="load values: torch.load(...) without map_location='meta'",
-        )
-
-
 def _is_number(value: Any) -> bool:
     if isinstance(value, Tensor):
         return value.numel() == 1 and not value.is_complex() and not value.is_meta
     return isinstance(value, bool | int | float)
 
 
-def _check_shape(param: ParamState, name: str, value: Any) -> None:
+def _check_tensor(param: ParamState, name: str, value: Any) -> None:
+    """Refuse what has another shape or placement than the parameter, or has no values."""
     shape = param.info.local_shape
     if not isinstance(value, Tensor):
         raise StateDictError(
@@ -182,25 +159,34 @@ def _check_shape(param: ParamState, name: str, value: Any) -> None:
             remedy="load through torch.distributed.checkpoint, or set_optimizer_state_dict, "
             "which reshard; or the checkpoint is of another model",
         )
+    if value.is_meta and name not in _coded(param):  # which expose() shows as a meta tensor
+        raise StateDictError(
+            f"state {name!r} of {param.fqn} on the meta device",
+            reason="it has a shape and no values",
+            remedy="load values: torch.load(...) without map_location='meta'",
+        )
 
 
 def apart(
     params: Sequence[ParamState], values: Sequence[Mapping[str, Any]]
 ) -> Sequence[Mapping[str, Any]]:
-    """The same values, of which none is overwritten before it is written: one that lies in state
-    of something else (of another parameter, in a state dict of live tensors) is a clone."""
+    """Clone values that lie in the state of another entry or another parameter (a state dict of
+    live tensors), so that no write overwrites a value that is still to be written."""
     own = {_address(tensor) for param in params for tensor in param.tensors.values()} - {0}
-    result = list[Mapping[str, Any]](values)
-    for i, param in enumerate(params):
+    result = []
+    for param, given in zip(params, values, strict=True):
+        clones = {}
         for name, target in param.tensors.items():
-            source = values[i].get(name)
-            if not isinstance(source, Tensor):
-                continue
-            plain = dtensor.local(source)
-            if not _is_same(target, plain) and _address(plain) in own:
-                after = dtensor.like(param.parameter, plain.clone())
-                result[i] = {**result[i], name: after}
-    return [_with_own_scalars(*pair) for pair in zip(params, result, strict=True)]
+            if isinstance(source := given.get(name), Tensor):
+                plain = dtensor.local(source)
+                if not _is_same(target, plain) and _address(plain) in own:
+                    clones[name] = dtensor.like(param.parameter, plain.clone())
+        for kind in param.schema.role("scalar"):
+            value = given.get(kind.name)
+            if isinstance(value, Tensor) and value is not param.slices[0].state[kind.name]:
+                clones[kind.name] = value.clone()
+        result.append({**given, **clones} if clones else given)
+    return result
 
 
 def _address(tensor: Tensor) -> int:
@@ -209,17 +195,9 @@ def _address(tensor: Tensor) -> int:
 
 
 def _is_same(target: Tensor, source: Tensor) -> bool:
-    """Whether a copy would change nothing: they are the same memory, as the same dtype."""
+    """Whether both are the same memory with the same dtype, so that a copy changes nothing."""
     where = (target.data_ptr(), target.dtype, target.device)
     return source.is_contiguous() and where == (source.data_ptr(), source.dtype, source.device)
-
-
-def _with_own_scalars(param: ParamState, values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Scalars that are tensors as clones, unless they are the parameter's."""
-    own = param.slices[0].state
-    found = {kind.name: values.get(kind.name) for kind in param.schema.role("scalar")}
-    foreign = {n: v for n, v in found.items() if isinstance(v, Tensor) and v is not own[n]}
-    return {**values, **{n: v.clone() for n, v in foreign.items()}} if foreign else values
 
 
 def write(param: ParamState, values: Mapping[str, Any]) -> None:
@@ -232,18 +210,7 @@ def write(param: ParamState, values: Mapping[str, Any]) -> None:
     if not values:
         reset(param)
         return
-    for kind in kinds_in(param, values):
-        value = values[kind.name]
-        if kind.role == "like":
-            _set(param, kind.name, value)
-            continue
-        for sliced in param.slices:
-            if kind.role == "number":
-                sliced.state[kind.name] = value.item() if isinstance(value, Tensor) else value
-            elif isinstance(value, Tensor):
-                sliced.state[kind.name].copy_(value.reshape(()))
-            else:
-                sliced.state[kind.name].fill_(value)
+    _put(param, values)
     if _has_stepped(param, values):
         for sliced in param.slices:
             sliced.stepped = True
@@ -253,18 +220,35 @@ def write(param: ParamState, values: Mapping[str, Any]) -> None:
     write_master(param, values)
 
 
-def _set(param: ParamState, name: str, value: Tensor) -> None:
-    """Write a like kind; what is kept in fewer bits is rounded to nearest."""
-    for moment in _coded(param):
-        if moment.name == name:
-            codes = param.tensors[name]
-            source = dtensor.local(value).reshape(-1)
-            if source.device.type == "meta":  # never shown, so never written
-                return
-            source = source.to(codes.device, torch.float32).contiguous()
-            moments.pack(moment, source, codes, param.tensors[moment.scale_kind.name], None)
-            return
-    _copy(param.tensors[name], value)
+def _put(param: ParamState, values: Mapping[str, Any]) -> None:
+    """Copy those entries that ``values`` has; codes are rounded to nearest."""
+    coded = _coded(param)
+    for kind in param.schema.kinds:
+        if (value := values.get(kind.name)) is None:
+            continue
+        if kind.role == "like":
+            source, target = dtensor.local(value).reshape(-1), param.tensors[kind.name]
+            if kind.name in coded:
+                _encode(param, coded[kind.name], source)
+            elif not _is_same(target, source):  # loads in place end here, too
+                target.copy_(source)
+            continue
+        for sliced in param.slices:
+            if kind.role == "number":
+                sliced.state[kind.name] = value.item() if isinstance(value, Tensor) else value
+            elif not isinstance(value, Tensor):
+                sliced.state[kind.name].fill_(value)
+            elif sliced.state[kind.name] is not value:
+                sliced.state[kind.name].copy_(value.reshape(()))
+
+
+def _encode(param: ParamState, moment: Moment, values: Tensor) -> None:
+    """Write a moment that is kept as codes and scales; ``values``: 1-D."""
+    if values.is_meta:  # never shown, so never written
+        return
+    codes = param.tensors[moment.name]
+    source = values.to(codes.device, torch.float32).contiguous()
+    moments.pack(moment, source, codes, param.tensors[moment.scale_kind.name], None)
 
 
 def count_updates(param: ParamState) -> None:
@@ -277,13 +261,6 @@ def count_updates(param: ParamState) -> None:
         sliced.updates = count
 
 
-def _copy(kept: Tensor, value: Tensor) -> None:
-    """``kept[:] = value``, unless it is the same memory: loads in place end here too."""
-    source = dtensor.local(value).reshape(-1)
-    if not _is_same(kept, source):
-        kept.copy_(source)
-
-
 def adopt_writes(param: ParamState, shown: dict[str, Any]) -> None:
     """Follow what was written into ``shown`` (an earlier :func:`expose`) from outside.
 
@@ -294,23 +271,10 @@ def adopt_writes(param: ParamState, shown: dict[str, Any]) -> None:
     Raises:
         StateDictError: such an object has another shape; nothing was taken over.
     """
-    for kind in param.schema.kinds:
-        if kind.role == "like" and shown.get(kind.name) is not None:
-            _check_shape(param, kind.name, shown[kind.name])
-    for kind in param.schema.kinds:
-        value = shown.get(kind.name)
-        if value is None:
-            continue
-        if kind.role == "like":
-            _set(param, kind.name, value)
-            continue
-        for sliced in param.slices:
-            if kind.role == "number":
-                sliced.state[kind.name] = value
-            elif not isinstance(value, Tensor):
-                sliced.state[kind.name].fill_(value)
-            elif sliced.state[kind.name] is not value:
-                sliced.state[kind.name].copy_(value)
+    for kind in param.schema.role("like"):
+        if shown.get(kind.name) is not None:
+            _check_tensor(param, kind.name, shown[kind.name])
+    _put(param, shown)
     if not param.slices[0].stepped and _has_stepped(param, shown):
         for sliced in param.slices:
             sliced.stepped = True
@@ -320,7 +284,7 @@ def adopt_writes(param: ParamState, shown: dict[str, Any]) -> None:
 
 
 def reset(param: ParamState) -> None:
-    """State as at construction: the class initialises it again at the next gradient."""
+    """Set state as at construction: the class initialises it again at the next gradient."""
     _initialise(param)
     write_master(param, {})
 
@@ -340,14 +304,14 @@ def _initialise(param: ParamState) -> None:
 def fill_initial(param: ParamState, *, only_shown: bool = False) -> None:
     """Like kinds as they are shown before the first step; ``only_shown``: of zeroed memory, what
     zeros do not show yet."""
-    coded = {moment.name: moment for moment in _coded(param)}
+    coded = _coded(param)
     for kind in param.schema.role("like"):
         if only_shown and not param.schema.shows_initial(kind):
             continue
         tensor = param.tensors[kind.name]
-        if moment := coded.get(kind.name):
+        if kind.name in coded:
             values = torch.full(tensor.shape, kind.initial, device=tensor.device)
-            moments.pack(moment, values, tensor, param.tensors[moment.scale_kind.name], None)
+            _encode(param, coded[kind.name], values)
         else:
             tensor.fill_(kind.initial)
 
@@ -359,29 +323,33 @@ def write_master(param: ParamState, values: Mapping[str, Any]) -> None:
     """
     if param.form is MasterForm.SHARD:
         return
-    shard = present(dtensor.local(param.parameter)).reshape(-1)
-    saved = {
-        name: dtensor.local(values[name]).reshape(-1)
-        for name in (REMAINDER, WHOLE)
-        if name in values
-    }
-    own = param.tensors.get(WHOLE)
-    if WHOLE in saved and own is not None and _is_same(own, saved[WHOLE]):
-        _reseed_where_changed(param, shard)
-    elif WHOLE in saved:
-        _set_exactly(param, shard, saved[WHOLE].to(shard.device, param.compute_dtype))
-    elif REMAINDER in saved and shard.dtype == torch.bfloat16:
-        remainder = saved[REMAINDER].to(shard.device).contiguous()
-        if param.form is MasterForm.REMAINDER:
-            param.tensors[REMAINDER].copy_(remainder)
+    shard, own = _shard_of(param), param.tensors[param.form.value]
+    if WHOLE in values:
+        saved = dtensor.local(values[WHOLE]).reshape(-1)
+        if _is_same(own, saved):
+            # torch's partial loads pass on the live master as if it had been loaded: where it does
+            # not round to the weight, the weight is the newer of the two.
+            follow_shard(param)
+            return
+        master = saved.to(shard.device, param.compute_dtype).contiguous()
+        if param.form is MasterForm.WHOLE:
+            shard.copy_(master)  # the shard becomes its rounding
+            own.copy_(master)
         else:
-            master = torch.empty_like(shard, dtype=param.compute_dtype)
-            codec.decode(shard, remainder, master)
-            param.tensors[WHOLE].copy_(master)
-    elif param.form is MasterForm.REMAINDER:
-        param.tensors[REMAINDER].zero_()
+            remainder = torch.empty_like(shard)
+            codec.encode(master, shard, remainder)
+            own.copy_(remainder)
+    elif param.form is MasterForm.WHOLE:
+        own.copy_(shard)
+    elif REMAINDER in values:
+        own.copy_(dtensor.local(values[REMAINDER]).reshape(-1))
     else:
-        param.tensors[WHOLE].copy_(shard)
+        own.zero_()
+
+
+def _shard_of(param: ParamState) -> Tensor:
+    """Return the weight's shard, 1-D; one that is offloaded, in host memory."""
+    return present(dtensor.local(param.parameter)).reshape(-1)
 
 
 def seeds_master(param: ParamState, values: Mapping[str, Any]) -> bool:
@@ -391,7 +359,8 @@ def seeds_master(param: ParamState, values: Mapping[str, Any]) -> bool:
 
 def follow_shard(param: ParamState) -> None:
     """Where a whole master does not round to its shard, the caller wrote the shard: take that."""
-    _reseed_where_changed(param, present(dtensor.local(param.parameter)).reshape(-1))
+    master = param.tensors[WHOLE]
+    codec.reseed_where_changed(_shard_of(param).to(master.device), master)
 
 
 def agreeing(param: ParamState, values: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -399,34 +368,12 @@ def agreeing(param: ParamState, values: Mapping[str, Any]) -> Mapping[str, Any]:
     it does not round to the weight, is the weight."""
     if WHOLE not in values or not param.emits_master:
         return values
-    shard = present(dtensor.local(param.parameter)).reshape(-1)
+    shard = _shard_of(param)
     saved = dtensor.local(values[WHOLE]).reshape(-1)
     master = saved.to(shard.device, param.compute_dtype, copy=True)
     codec.reseed_where_changed(shard, master)
     view = master.view(param.info.local_shape)
     return {**values, WHOLE: dtensor.like(param.parameter, view)}
-
-
-def _reseed_where_changed(param: ParamState, shard: Tensor) -> None:
-    """Where the live master does not round to the weight, the weight is the newer of the two.
-
-    torch's partial loads pass on the live master as if it had been loaded with the weights.
-    """
-    master = param.tensors[WHOLE]
-    codec.reseed_where_changed(shard.to(master.device), master)
-
-
-def _set_exactly(param: ParamState, shard: Tensor, master: Tensor) -> None:
-    """Make the parameter's master equal ``master``: the shard becomes its rounding."""
-    if shard.dtype == torch.bfloat16:
-        remainder = torch.empty_like(shard)
-        codec.encode(master.contiguous(), shard, remainder)
-        if param.form is MasterForm.REMAINDER:
-            param.tensors[REMAINDER].copy_(remainder)
-            return
-    else:
-        shard.copy_(master)
-    param.tensors[WHOLE].copy_(master)
 
 
 def _has_stepped(param: ParamState, values: Mapping[str, Any]) -> bool:

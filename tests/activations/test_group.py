@@ -23,7 +23,7 @@ from fsdp_offload import (
     FixedAddressRegion,
     PagedStash,
 )
-from fsdp_offload.activations.group import Group, Handle, MemoryRange, SavedRows
+from fsdp_offload.activations.group import MemoryRange, SavedRows, SavedTensor, StashGroup
 from tests.activations import moe
 from tests.activations.moe import CPU
 
@@ -139,9 +139,9 @@ def test_a_memory_range_is_copied_once(stash: PagedStash) -> None:
         y = gate * up
         z = y * y  # saved twice
     found = Counter(
-        type(each) for each in gc.get_objects() if isinstance(each, Handle | MemoryRange)
+        type(each) for each in gc.get_objects() if isinstance(each, SavedTensor | MemoryRange)
     )
-    assert found == {Handle: 4, MemoryRange: 2}
+    assert found == {SavedTensor: 4, MemoryRange: 2}
     z[:7].sum().backward()
     assert routed.grad is not None
 
@@ -153,7 +153,7 @@ def test_without_a_backward_everything_goes_by_reference_count(stash: PagedStash
         y = moe.model().use(stash)(moe.batch(0))
         assert live_groups(stash) == 3
         del y
-        kinds = (Handle, MemoryRange, SavedRows, Group)
+        kinds = (SavedTensor, MemoryRange, SavedRows, StashGroup)
         assert not [found for found in gc.get_objects() if isinstance(found, kinds)]
         assert live_groups(stash) == 0
         moe.model().use(stash)(moe.batch(0))  # its first group releases the pages
@@ -314,7 +314,7 @@ def test_two_stashes_beside_each_other() -> None:
 
 
 @contextmanager
-def opened() -> Iterator[tuple[PagedStash, Tensor, Group]]:
+def opened() -> Iterator[tuple[PagedStash, Tensor, StashGroup]]:
     stash, x = PagedStash(CPU, **SIZES), torch.randn(40, 16, requires_grad=True)
     with stash.group() as group:
         yield stash, x, group

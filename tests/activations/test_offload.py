@@ -29,9 +29,9 @@ from fsdp_offload import (
 )
 from fsdp_offload.activations import offload
 from fsdp_offload.activations.batches import AHEAD, Batch
-from fsdp_offload.activations.handles import Handle
-from fsdp_offload.activations.selection import Span, View, span_or_reason
-from fsdp_offload.core.backend import CpuBackend
+from fsdp_offload.activations.handles import SavedTensor
+from fsdp_offload.activations.selection import ByteRange, View, span_or_reason
+from fsdp_offload.core.devices import CpuBackend
 from fsdp_offload.link import Residence
 from tests.activations import moe
 from tests.activations.moe import CPU
@@ -155,16 +155,16 @@ def test_each_range_is_copied_once_and_parameters_never() -> None:
     assert moved.statistics().returned_bytes == now.sent_bytes
 
 
-SPANS: dict[str, tuple[Callable[[], Tensor], Span | str]] = {
-    "all": (lambda: torch.zeros(8, 16), Span(0, 512)),
-    "transposed": (lambda: torch.zeros(16, 8).t(), Span(0, 512)),
-    "rows": (lambda: torch.zeros(32, 16)[8:16], Span(512, 1024)),
-    "a chunk": (lambda: torch.zeros(8, 32).chunk(2, -1)[1], Span(0, 1024)),
+SPANS: dict[str, tuple[Callable[[], Tensor], ByteRange | str]] = {
+    "all": (lambda: torch.zeros(8, 16), ByteRange(0, 512)),
+    "transposed": (lambda: torch.zeros(16, 8).t(), ByteRange(0, 512)),
+    "rows": (lambda: torch.zeros(32, 16)[8:16], ByteRange(512, 1024)),
+    "a chunk": (lambda: torch.zeros(8, 32).chunk(2, -1)[1], ByteRange(0, 1024)),
     "a chunk that was detached": (lambda: torch.zeros(8, 32).chunk(2, -1)[0].detach(),
-                                  Span(0, 1024)),
-    "a chunk of rows": (lambda: torch.zeros(32, 32)[8:16].chunk(2, -1)[1], Span(1088, 2048)),
-    "expanded": (lambda: torch.zeros(1, 128).expand(8, 128), Span(0, 512)),
-    "not aligned": (lambda: torch.zeros(129)[1:], Span(0, 516)),
+                                  ByteRange(0, 1024)),
+    "a chunk of rows": (lambda: torch.zeros(32, 32)[8:16].chunk(2, -1)[1], ByteRange(1088, 2048)),
+    "expanded": (lambda: torch.zeros(1, 128).expand(8, 128), ByteRange(0, 512)),
+    "not aligned": (lambda: torch.zeros(129)[1:], ByteRange(0, 516)),
     "small": (lambda: torch.zeros(127), "small"),
     "empty": (lambda: torch.zeros(0, 16), "small"),
     "parameter": (lambda: nn.Parameter(torch.zeros(128)).view(8, 16), "a parameter"),
@@ -185,7 +185,7 @@ def test_what_is_copied_of_a_tensor(name: str) -> None:
     tensor = make()
     span = span_or_reason(tensor, CPU, 512)
     assert span == expected
-    if isinstance(span, Span):
+    if isinstance(span, ByteRange):
         words = torch.zeros(span.end_bytes - span.start_bytes, dtype=torch.uint8)
         view = View.of(tensor, span).over(words)
         assert (view.shape, view.stride()) == (tensor.shape, tensor.stride())
@@ -260,7 +260,7 @@ def test_everything_goes_by_reference_count(policy: str) -> None:
         assert simulator.late_uses == []
     finally:
         gc.enable()
-    assert not any(isinstance(each, Handle | Batch) and each is not moved._copies.open
+    assert not any(isinstance(each, SavedTensor | Batch) and each is not moved._copies.open
                    for each in gc.get_objects())  # fmt: skip
 
 

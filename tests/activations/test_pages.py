@@ -19,7 +19,7 @@ from fsdp_offload.activations.pages import (
     PagePool,
     PageTable,
 )
-from fsdp_offload.core.backend import CpuBackend
+from fsdp_offload.core.devices import CpuBackend
 from fsdp_offload.link import HostRange
 from tests.activations.moe import CPU
 
@@ -32,7 +32,7 @@ def make_pool(near: int, far: int = 0) -> PagePool:
     if far:
         arena = HostRange(far * PAGE, device=CPU, can_pin=False, transfer=TransferConfig())
     memory = torch.zeros(near * PAGE // 8, dtype=torch.int64)
-    return PagePool(CpuBackend(CPU), PAGE, memory, arena, pages_plain)
+    return PagePool(CpuBackend(CPU), PAGE, memory, pages_plain, arena)
 
 
 def table_of(pool: PagePool) -> PageTable:

@@ -24,7 +24,7 @@ from fsdp_offload import (
     PagedStash,
     StashOverflowError,
 )
-from fsdp_offload.core.backend import CpuBackend
+from fsdp_offload.core.devices import CpuBackend
 from tests.activations import moe
 from tests.activations.moe import CPU
 from tests.helpers.ranks import RankPool

@@ -412,21 +412,3 @@ def test_a_save_shows_that_it_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         time.sleep(0.8)
         save(tmp_path / "c", "one")
     assert names(tmp_path) == ["b", "c"]
-
-
-def test_leftovers_of_the_earlier_form(tmp_path: Path) -> None:
-    """Complete ones are checkpoints, whatever their names; others go after ten silent minutes."""
-    for name, content in (("a", "one"), ("b", "two"), ("c", "half"), ("d", "half")):
-        save(tmp_path / name, content)
-    for name in "cd":
-        (tmp_path / name / "__0_0.distcp").unlink()
-    (tmp_path / "a").rename(tmp_path / ".x.fsdp_offload.removed")
-    (tmp_path / "b").rename(tmp_path / ".x.writing")
-    (tmp_path / "c").rename(tmp_path / ".y.fsdp_offload.removed")
-    (tmp_path / "d").rename(tmp_path / ".z.writing")
-    assert content_of(folder.latest(tmp_path)) == "two"
-    save(tmp_path / "x", "three")
-    assert len(names(tmp_path)) == 5
-    with mock.patch.object(folder, "SILENT_S", -1.0):
-        save(tmp_path / "y", "four")
-    assert names(tmp_path) == [".x.fsdp_offload.removed", ".x.writing", "x", "y"]

@@ -22,7 +22,10 @@ import torch
 from fsdp_offload import checkpoint
 from fsdp_offload.checkpoint import files, folder, state
 from fsdp_offload.checkpoint import planner as planner_module
+from fsdp_offload.core.config import TransferConfig
+from fsdp_offload.core.devices import backend_for
 from fsdp_offload.core.errors import LaneError
+from fsdp_offload.link.host_pool import HostPool, held_bytes
 from tests.checkpoint.test_saving import Pair, layers, pair_of, step, values_of
 from tests.helpers.compare import assert_same
 
@@ -109,6 +112,20 @@ def test_an_interrupt_is_raised_when_no_thread_works_any_more() -> None:
     assert ended
 
 
+def test_no_interrupt_leaves_a_thread_that_works() -> None:
+    def work() -> None:
+        files.run_all([lambda: None] * 3, threads=2)
+
+    errors, threads = [], threading.active_count()  # the errors keep what their frames have
+    for at in range(1, lines(work, 0, "checkpoint/files.py")):
+        try:
+            lines(work, at, "checkpoint/files.py")
+        except KeyboardInterrupt as error:
+            errors.append(error)
+        assert threading.active_count() == threads, at
+    assert len(errors) > 20
+
+
 @pytest.mark.parametrize("name", ["write_whole", "install"])
 def test_an_interrupted_commit_is_a_whole_one(tmp_path: Path, name: str) -> None:
     pair = pair_of(layers(6, 6))
@@ -125,13 +142,13 @@ def test_an_interrupted_commit_is_a_whole_one(tmp_path: Path, name: str) -> None
     assert [path.name for path in tmp_path.iterdir()] == ["one"]
 
 
-def lines(work: Callable[[], Any], at: int) -> int:
-    """Do ``work``, with a Ctrl-C at that line of the package; lines that there were before it."""
+def lines(work: Callable[[], Any], at: int, where: str = "fsdp_offload/checkpoint") -> int:
+    """Do ``work``, with a Ctrl-C at that line of these files; returns how many lines ran."""
     count = 0
 
     def trace(frame: Any, event: str, _: Any) -> Any:
         nonlocal count
-        if "fsdp_offload/checkpoint" not in frame.f_code.co_filename:
+        if where not in frame.f_code.co_filename:
             return None
         if event == "line":
             count += 1
@@ -195,3 +212,21 @@ def test_at_any_line_all_stays_usable(tmp_path: Path, call: str, moments: int) -
             checkpoint.save(path, *pair, overwrite=True)
         assert_same(values_of(pair), expected)
     assert interrupted > 0.5 * min(moments, all_lines - 1)
+
+
+def test_no_interrupt_leaves_the_ledger_of_host_memory_locked() -> None:
+    """Else all other threads would wait for it."""
+
+    def work() -> None:
+        pool = HostPool("a save", backend_for(torch.device("cpu")), TransferConfig(pin="never"))
+        pool.take(4096)
+        held_bytes()
+        pool.close()
+
+    for at in range(1, lines(work, 0, "link/host_pool.py")):
+        with contextlib.suppress(KeyboardInterrupt):
+            lines(work, at, "link/host_pool.py")
+        other = threading.Thread(target=held_bytes, daemon=True)
+        other.start()
+        other.join(10)
+        assert not other.is_alive(), at

@@ -170,12 +170,12 @@ def with_amsgrad() -> Pair:
         (
             lambda: pair_of(layers(2)),
             CheckpointError,
-            "unknown to this model: model.1.bias, model.1.weight",
+            "this model lacks model.1.bias, model.1.weight",
         ),
         (
             lambda: pair_of(layers(2, 2, 2)),
             CheckpointError,
-            "missing there: 2.bias, 2.weight",
+            "the checkpoint lacks 2.bias, 2.weight",
         ),
         (lambda: pair_of(nn.Linear(2, 2)), CheckpointError, "it has no weight of this model"),
         (with_amsgrad, StateDictError, "max_exp_avg_sq"),
@@ -216,7 +216,7 @@ def test_there_is_nothing_to_load_where_latest_found_nothing(tmp_path: Path) -> 
     loading = pair_of(layers(2))
     before = values_of(loading)
 
-    with pytest.raises(CheckpointError, match=r"latest\(\) says None"):
+    with pytest.raises(CheckpointError, match=r"latest\(\) returns None"):
         checkpoint.load(checkpoint.latest(tmp_path), *loading)
     assert_same(values_of(loading), before)
     step(loading)

@@ -9,7 +9,7 @@ import pytest
 
 from fsdp_offload.checkpoint.rule import (
     STATE,
-    Layout,
+    KeyLayout,
     Match,
     find_layout,
     match,
@@ -18,15 +18,15 @@ from fsdp_offload.checkpoint.rule import (
 )
 
 FQNS = ["embed.weight", "blocks.0.up.weight", "blocks.0.up.bias", "gain"]
-OURS = Layout("model.", "optim.")
+OURS = KeyLayout("model.", "optim.")
 LAYOUTS = [
     OURS,
-    Layout("model.", "optimizer."),
-    Layout("model.", "optimizer.", "module."),
+    KeyLayout("model.", "optimizer."),
+    KeyLayout("model.", "optimizer.", "module."),
 ]
 
 
-def keys_of(layout: Layout) -> set[str]:
+def keys_of(layout: KeyLayout) -> set[str]:
     keys = {layout.weight(fqn) for fqn in FQNS}
     return keys | {layout.state(fqn) + name for fqn in FQNS[:2] for name in ("step", "exp_avg")}
 
@@ -41,7 +41,7 @@ def matched(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_usual_prefixes_are_found(layout: Layout) -> None:
+def test_usual_prefixes_are_found(layout: KeyLayout) -> None:
     found = find_layout(keys_of(layout), FQNS)
 
     assert found == layout
@@ -51,9 +51,11 @@ def test_usual_prefixes_are_found(layout: Layout) -> None:
 
 
 @pytest.mark.parametrize(
-    "layout", [Layout("a.model.", "a.optim."), Layout("", "optimizer."), Layout("", "")], ids=str
+    "layout",
+    [KeyLayout("a.model.", "a.optim."), KeyLayout("", "optimizer."), KeyLayout("", "")],
+    ids=str,
 )
-def test_others_have_to_be_named_and_are_proposed(layout: Layout) -> None:
+def test_others_have_to_be_named_and_are_proposed(layout: KeyLayout) -> None:
     keys = keys_of(layout)
     assert find_layout(keys, FQNS).model is None
     (model,), (optimizer,) = prefixes_that_fit(keys, FQNS), prefixes_that_fit(keys, FQNS, STATE)
@@ -62,7 +64,7 @@ def test_others_have_to_be_named_and_are_proposed(layout: Layout) -> None:
 
 def test_nothing_is_found_in_a_checkpoint_of_another_model() -> None:
     found = find_layout(keys_of(OURS), ["other.weight", "weight"])
-    assert found == Layout(None, None)
+    assert found == KeyLayout(None, None)
     assert found.entries(STATE, keys_of(OURS)) == {}
     assert prefixes_that_fit(keys_of(OURS), ["other.weight", "up.weigh"]) == []
     assert or_give("model_prefix", keys_of(OURS), ["other.weight"]) == ""
@@ -75,7 +77,7 @@ def test_state_without_entries_is_found_by_its_options() -> None:
     assert find_layout({"model.gain", "optim.param_groups.gain.lr"}, ["gain"]) == OURS
 
 
-def options_in(form: str, layout: Layout, fqns: Sequence[str], **options: Any) -> dict[str, Any]:
+def options_in(form: str, layout: KeyLayout, fqns: Sequence[str], **options: Any) -> dict[str, Any]:
     names = [layout.inner + fqn for fqn in fqns]
     start = f"{layout.optimizer}param_groups"
     group = {"params": names, **options}
@@ -91,7 +93,7 @@ FORMS = ["flat", "list", "indexed"]
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("form", FORMS)
-def test_options_are_read_in_every_form(layout: Layout, form: str) -> None:
+def test_options_are_read_in_every_form(layout: KeyLayout, form: str) -> None:
     values = options_in(form, layout, FQNS, lr=0.5, param_names=["a"])
     found = matched({**dict.fromkeys(keys_of(layout)), **values})
 

@@ -338,4 +338,4 @@ def lack_a_module(path: Path) -> OffloadError | None:
 def test_weights_that_no_stage_has_are_refused(ranks: Ranks, tmp_path: Path) -> None:
     for error in ranks(2).run(lack_a_module, tmp_path / "one"):
         assert isinstance(error, CheckpointError)
-        assert "unknown to this model: model.head.bias, model.head.weight." in str(error)
+        assert "this model lacks model.head.bias, model.head.weight." in str(error)

@@ -105,7 +105,8 @@ def test_metadata_that_changed(name: str, copied: Path, capsys: pytest.CaptureFi
     assert main(["inspect", str(copied), "--json"]) == 1
     found = capsys.readouterr()
     assert (found.out, found.err.count("\n")) == ("", 1)
-    assert found.err.startswith(f"fsdp-offload: {copied / name}: it is not as it was written")
+    # The byte is in a checksum, in what it covers, or a bracket of the JSON text.
+    assert found.err.startswith(f"fsdp-offload: {copied / name}: it is not ")
 
 
 def test_no_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

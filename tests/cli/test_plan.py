@@ -19,18 +19,6 @@ LLAMA = {
 }  # fmt: skip
 """Llama 3 8B, whose model card says 8.03 G parameters."""
 GPT2 = {"model_type": "gpt2", "n_layer": 12, "n_embd": 768, "vocab_size": 50257, "n_head": 12}
-MODEL = """
-from torch import nn
-
-class Decoder(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(50, 8)
-        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
-
-def empty():
-    return nn.Linear(2, 2)
-"""
 
 
 def plan(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str, Any]]:
@@ -84,26 +72,13 @@ def test_a_config_of_hugging_face(
     assert found["model"]["params"] == pytest.approx(params, rel=0.01)
 
 
-def test_a_function_that_makes_the_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "my_decoder.py").write_text(MODEL)
-    monkeypatch.chdir(tmp_path)
-    _, found = plan(capsys, "--model", "my_decoder:Decoder")
-    assert found["model"] == vars(Model(50 * 8 + 3 * 72, 3, 8, 50))
-    assert main(["plan", "--model", "my_decoder:empty"]) == 2
-    assert "no nn.Embedding" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (["--params", "many"], "no number of parameters"),
-        (["--params", "0"], "no number of parameters"),
+        (["--params", "many"], "not a number of parameters"),
+        (["--params", "0"], "not a number of parameters"),
         (["--params", "8B", "--device-memory", "much"], "not a size"),
         (["--config", "nowhere.json"], "No such file"),
-        (["--model", "nowhere"], "Remedy: name module:function"),
-        (["--model", "nowhere:at_all"], "No module named"),
     ],
 )
 def test_what_is_refused(words: list[str], reason: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -137,4 +112,4 @@ def test_experts_are_not_counted(tmp_path: Path, capsys: pytest.CaptureFixture[s
     path = tmp_path / "config.json"
     path.write_text(json.dumps(LLAMA | {"num_local_experts": 8}))
     assert main(["plan", "--config", str(path)]) == 2
-    assert "experts are not counted" in capsys.readouterr().err
+    assert "does not count experts" in capsys.readouterr().err

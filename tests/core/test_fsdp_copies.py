@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from fsdp_offload.core.fsdp import (
+from fsdp_offload.core.comm_buffers import (
     CommBuffer,
     chunk_cat,
     copies_without_tables,

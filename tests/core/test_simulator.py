@@ -8,10 +8,11 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from fsdp_offload.core.backend import Backend, CpuBackend, Event, Stream, backend_for, use_backend
+from fsdp_offload.core.backend import Backend, Event, Stream
+from fsdp_offload.core.devices import CpuBackend, backend_for
 from fsdp_offload.core.errors import ConfigError, DeviceError
 from tests.helpers.policies import POLICIES
-from tests.helpers.simulator import ADVERSARIES, StreamSimulator
+from tests.helpers.simulator import ADVERSARIES, StreamSimulator, use_backend
 
 CPU = torch.device("cpu")
 N_BUCKETS, N_SLOTS, N_STEPS, NUMEL = 5, 2, 2, 4

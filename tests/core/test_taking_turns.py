@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp_offload.core.backend import TURN_BYTES, _TakingTurns, _TorchCommands, in_turns
+from fsdp_offload.core.backend import TURN_BYTES, in_turns
+from fsdp_offload.core.devices import _TakingTurns, _TorchCommands
 
 
 class Stream:

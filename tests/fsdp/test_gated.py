@@ -326,7 +326,7 @@ def compiled_each_time(overlap: str, backend: str) -> None:
     reference = adamw(plain)
     with (
         StreamSimulator("lazy", inline_current=True),
-        torch._functorch.config.patch(enable_autograd_cache=False),  # see [Note: compiled code]
+        torch._functorch.config.patch(enable_autograd_cache=False),  # see core/gated.py
     ):
         mine = build(dist.get_world_size())
         optimizer = wrap(mine, overlap)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from fsdp_offload.core import backend
+from fsdp_offload.core import devices
 from fsdp_offload.core.config import MIB, TransferConfig
 from fsdp_offload.core.errors import PinningError
 from fsdp_offload.link import HostRange
@@ -57,10 +57,10 @@ def test_a_refusal_leaves_the_device_usable(arena: HostRange) -> None:
     """Registering twice is what the driver refuses most reliably."""
     address = arena.tensor(0, 1, torch.uint8).data_ptr()
     with pytest.raises(PinningError, match="cudaHostRegister answered 712"):
-        backend.pin(address, 4096, torch.device("cuda", 0))
+        devices.pin(address, 4096, torch.device("cuda", 0))
     # A code left in the runtime would be reported by the next kernel launch.
     assert torch.ones(1000, device="cuda").sum().item() == 1000
-    backend.unpin(1 << 12, 4096)
+    devices.unpin(1 << 12, 4096, torch.device("cuda", 0))
     assert torch.ones(1000, device="cuda").sum().item() == 1000
 
 

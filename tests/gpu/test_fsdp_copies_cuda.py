@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsdp_offload.core.fsdp import chunk_cat, split_with_sizes_copy
+from fsdp_offload.core.comm_buffers import chunk_cat, split_with_sizes_copy
 from tests.helpers.profile import copies_to_device
 
 BF16, FP32 = torch.bfloat16, torch.float32

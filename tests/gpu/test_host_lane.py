@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_offload import HybridDeviceOptimizer, TransferConfig
-from fsdp_offload.core.backend import AcceleratorBackend
+from fsdp_offload.core.devices import AcceleratorBackend
 from fsdp_offload.pipeline import host
 from tests.gpu import test_overlap
 from tests.helpers.compare import bits

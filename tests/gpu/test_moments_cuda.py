@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from fsdp_offload import HybridDeviceOptimizer, TransferConfig
 from fsdp_offload.update import moments, one_kernel
 from fsdp_offload.update.kernels import moment_kernels
 from fsdp_offload.update.moments import Moment
+from fsdp_offload.update.one_kernel import AdamConstants, AdamLaunch, Operands
 from fsdp_offload.update.rng_key import RngKey
 from tests.helpers.adam_plain import adam_plain
 
@@ -25,7 +27,8 @@ FAR = (1 << 33) - 700
 """A first index whose upper word changes on the way."""
 GROUP: dict[str, Any] = {
     "lr": 0.01, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1,
-    "decoupled_weight_decay": True, "maximize": False,
+    "decoupled_weight_decay": True, "maximize": False, "fused": True,
+    "amsgrad": False, "foreach": None, "differentiable": False, "capturable": False,
 }  # fmt: skip
 
 
@@ -92,7 +95,7 @@ def test_the_kernel_of_all_in_one_has_the_bits_of_its_twin(
         for draw, (name, dtype) in enumerate(zip(("exp_avg", "exp_avg_sq"), dtypes, strict=False))
     ]
 
-    def operands() -> list[Any]:
+    def operands() -> tuple[Operands, Tensor]:
         device = "cuda"
         torch.manual_seed(numel)
         w = torch.randn(numel).to(weight)
@@ -110,13 +113,15 @@ def test_the_kernel_of_all_in_one_has_the_bits_of_its_twin(
         rest = low.to(device) if weight == BF16 else None
         powers = torch.tensor([0.9**4, 0.99**4], device=device)
         step = torch.tensor(3.0, device=device)
-        return [w.to(device), rest, g.to(device), *kept, step, powers]
+        return Operands(w.to(device), rest, *kept, step, powers, FAR, 99), g.to(device)
 
     for group in (GROUP, GROUP | {"weight_decay": 0.0, "maximize": True}):
-        here, there = operands(), operands()
-        adam_plain(both, *here, RngKey(99, FAR), one_kernel.AdamConstants(group))
-        one_kernel.adam(*there, RngKey(99, FAR), one_kernel.AdamConstants(group))
-        flat = [[*made[:3], *made[3], *made[4], made[5]] for made in (here, there)]
+        (here, gradient), (there, _) = operands(), operands()
+        constants = AdamConstants.of(group)
+        assert constants is not None
+        adam_plain(both, here, gradient, 4, constants)
+        AdamLaunch([there]).run([gradient], 4, constants)
+        flat = [[*made[:2], *made.average, *made.square, made.step] for made in (here, there)]
         for index, (a, b) in enumerate(zip(*flat, strict=True)):
             assert same(a, b), (index, group)
 
@@ -206,25 +211,25 @@ MANY = [(16, 16)] * 30 + [(256, 300), (48,), (1024,), (100, 64)]
 def test_pieces_at_once_have_the_bits_of_pieces_one_by_one(
     monkeypatch: pytest.MonkeyPatch, kept: Any, dtype: torch.dtype, clipped: bool
 ) -> None:
-    kernels = moment_kernels()
-    assert kernels is not None
-    launch, calls = kernels.adam_of_table, []
+    run, calls = AdamLaunch.run, []
 
-    def counted(table: Any, *rest: Any, **flags: Any) -> None:
-        calls.append(table.count)
-        launch(table, *rest, **flags)
+    def counted(launch: AdamLaunch, *given: Any) -> None:
+        calls.append(len(launch.operands))
+        run(launch, *given)
 
-    monkeypatch.setattr(kernels, "adam_of_table", counted)
-    runs = [Run(dtype, kept, lanes, MANY) for lanes in (1.0, 0.0, 1.0)]
+    monkeypatch.setattr(AdamLaunch, "run", counted)
+    runs = [Run(dtype, kept, lanes, MANY) for lanes in (1.0, 0.0)]
+    one_by_one = mock.patch.object(one_kernel, "AT_ONCE", 1)  # a bucket in another slot asks again
+    with one_by_one:
+        runs.append(Run(dtype, kept, 1.0, MANY))
     max_norm = 0.5 if clipped else None
     for step in range(7):
-        for run in runs[:2]:
-            run.step(step, max_norm)
+        for each in runs[:2]:
+            each.step(step, max_norm)
         before = len(calls)
-        with monkeypatch.context() as patch:
-            patch.setattr(one_kernel.OneKernelAdam, "_run_at_once", lambda *args: False)
+        with one_by_one:
             runs[2].step(step, max_norm)
-        assert len(calls) == before
+        assert set(calls[before:]) == {1}
     assert max(calls) == 8, "several pieces went at once"
     first, *others = (run.kept() for run in runs)
     for other in others:

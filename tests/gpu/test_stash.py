@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fsdp_offload import FixedAddressRegion, PagedStash, StashOverflowError, TransferConfig
 from fsdp_offload.activations import pages_plain
 from fsdp_offload.activations.pages import PagePool
-from fsdp_offload.core.backend import backend_for
+from fsdp_offload.core.devices import backend_for
 from fsdp_offload.link import HostRange
 from tests.activations import moe
 from tests.helpers.compare import bits
@@ -293,12 +293,12 @@ def test_kernels_do_what_plain_operations_do(seed: int) -> None:
     choose, page, capacity = random.Random(seed), 16 << 10, 3000
     backend = backend_for(CUDA)
     pools, near, far = [], 60, 30
-    for kernels in (None, pages_plain):
+    for kernels in (pages_plain.page_kernels(CUDA), pages_plain):
         arena = HostRange(
             far * page, device=CUDA, can_pin=True, transfer=TransferConfig(pin="require")
         )
         memory = torch.zeros(near * page // 8, dtype=torch.int64, device=CUDA)
-        pools.append(PagePool(backend, page, memory, arena, kernels))
+        pools.append(PagePool(backend, page, memory, kernels, arena))
     live: list[tuple[Any, ...]] = []
     for _ in range(60):
         if live and choose.random() < 0.45:

@@ -9,37 +9,34 @@ from torch import Tensor
 
 from fsdp_offload.update import codec, moments
 from fsdp_offload.update.moments import Moment
-from fsdp_offload.update.one_kernel import AdamConstants, Kept
-from fsdp_offload.update.rng_key import RngKey
+from fsdp_offload.update.one_kernel import AdamConstants, Operands
+from fsdp_offload.update.rng_key import RngKey, key_of
 
 
 def adam_plain(
     both: Sequence[Moment],
-    weight: Tensor,
-    remainder: Tensor | None,
+    operands: Operands,
     gradient: Tensor,
-    average: Kept,
-    square: Kept,
-    step: Tensor,
-    powers: Tensor,
-    rng_key: RngKey,
+    updates: int,
     constants: AdamConstants,
 ) -> None:
-    """As ``one_kernel.adam``. ``both``: how the moments are kept; empty: in fp32."""
-    flags, device = constants.flags, weight.device
+    """As ``one_kernel.AdamLaunch.run`` of one slice. ``both``: how the moments are kept; empty: in
+    fp32."""
+    weight, remainder, average, square, step, powers, origin, seed = operands
+    rng_key = RngKey(key_of(seed, updates, 0), origin)
     lr, beta1, beta2, decay, eps = (
-        torch.tensor(number, dtype=torch.float32, device=device) for number in constants.numbers
+        torch.tensor(number, dtype=torch.float32, device=weight.device) for number in constants[:5]
     )
     master = weight
     if remainder is not None:
         master = torch.empty_like(weight, dtype=torch.float32)
         codec.decode_plain(weight, remainder, master)
     g = gradient.float()
-    g = -g if flags["MAXIMIZE"] else g
+    g = -g if constants.maximize else g
     m, v = (torch.empty_like(g) for _ in range(2)) if both else (average[0], square[0])
     for moment, kept, values in zip(both, (average, square), (m, v), strict=False):
         moments.unpack_plain(moment, *kept, values)
-    if flags["DECAY"]:
+    if constants.decay:
         master = _fma(-(lr * decay), master, master)
     squared = g * g
     m = _fma(beta1, m, _fma(-beta1, g, g))

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from fsdp_offload.core import storage as storages
-from fsdp_offload.phases import pages
-from fsdp_offload.phases.pages import FixedMemory
+from fsdp_offload.link import address_range
+from fsdp_offload.phases.fixed import FixedMemory
 
 MIB = 1 << 20
 
@@ -33,7 +33,6 @@ class Allocator:
         self.active: Pool | None = None
         self.segments: list[tuple[int, int]] = []  # start and end, ever
         self.small_segment = 2 * MIB
-        self.cuts = True
         self.rounds = False  # to powers of two
         self._ordinary = itertools.count(1 << 50, 1 << 40)
 
@@ -45,7 +44,7 @@ class Allocator:
         size = 1 << (size - 1).bit_length() if self.rounds else size
         is_small = size <= MIB
         free = self.active.free[is_small]
-        found = min((b for b in free if b[0] == size or (b[0] > size and self.cuts)), default=None)
+        found = min((b for b in free if b[0] >= size), default=None)
         if found is None:
             found = self._segment(size)
         else:
@@ -157,6 +156,6 @@ def allocator_in_place(patch: pytest.MonkeyPatch) -> Allocator:
 def memory_in_place(patch: pytest.MonkeyPatch) -> tuple[FixedMemory, Driver]:
     """Fixed memory of a CUDA device with a torch that cannot swap, all of it modelled."""
     driver = Driver()
-    patch.setattr(pages, "driver_of", lambda device: driver)
+    patch.setattr(address_range, "driver_of", lambda device: driver)
     patch.setattr(storages, "can_swap", lambda: False)
-    return FixedMemory("state", Storage.device), driver
+    return FixedMemory("state", Storage.device, address_range.CHUNK_BYTES), driver

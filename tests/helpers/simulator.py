@@ -63,19 +63,21 @@ import random
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol
+from unittest import mock
 
 import torch
 
+from fsdp_offload.core import devices
 from fsdp_offload.core.backend import (
     AllocatorFigures,
+    Backend,
     Event,
     PendingEvent,
     Turns,
     copy_all,
-    use_backend,
 )
 from fsdp_offload.core.errors import ConfigError, DeviceError
 from fsdp_offload.core.storage import identity, owners
@@ -393,6 +395,15 @@ def _parse_policy(text: str) -> _Policy:
 
 
 # --------------------------------------------------------------------------- simulator
+
+
+@contextmanager
+def use_backend(backend: Backend) -> Iterator[Backend]:
+    """Let what is built inside use ``backend``, for whatever device."""
+    with mock.patch.multiple(
+        devices, CpuBackend=lambda _: backend, AcceleratorBackend=lambda _: backend
+    ):
+        yield backend
 
 
 class StreamSimulator:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import ctypes
+import gc
 import itertools
 import mmap
 import os
@@ -14,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fsdp_offload.core import backend
+from fsdp_offload.core import devices
 from fsdp_offload.core.config import MIB, TransferConfig
 from fsdp_offload.core.errors import HostMemoryError, PinningError
 from fsdp_offload.link import HostRange
@@ -70,8 +72,8 @@ class Driver:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, refuse: bool = False) -> None:
         self.pinned: list[tuple[int, int]] = []
         self.refuse = refuse
-        monkeypatch.setattr(backend, "pin", self.pin)
-        monkeypatch.setattr(backend, "unpin", self.unpin)
+        monkeypatch.setattr(devices, "pin", self.pin)
+        monkeypatch.setattr(devices, "unpin", self.unpin)
 
     def pin(self, address: int, n_bytes: int, device: torch.device) -> None:
         if self.refuse:
@@ -197,7 +199,7 @@ def test_no_thread_setting_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     here = torch.get_num_threads(), os.sched_getaffinity(0)
     there = in_new_thread()
     one_core = frozenset([min(here[1])])
-    monkeypatch.setattr(backend, "cores_near", lambda device: one_core)
+    monkeypatch.setattr(devices, "cores_near", lambda device: one_core)
     arena = make(200 * MIB)
     assert arena.threads == 1
     assert (torch.get_num_threads(), os.sched_getaffinity(0)) == here
@@ -207,7 +209,7 @@ def test_no_thread_setting_changes(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_memory_is_touched_from_the_cores_near_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     near = frozenset([min(os.sched_getaffinity(0))])
     bound: list[tuple[int, frozenset[int]]] = []
-    monkeypatch.setattr(backend, "cores_near", lambda device: near)
+    monkeypatch.setattr(devices, "cores_near", lambda device: near)
     monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cores: bound.append((pid, cores)))
     make(MIB)
     assert bound == [(0, near)]
@@ -219,7 +221,7 @@ def test_threads_are_this_ranks_share_of_the_cores(monkeypatch: pytest.MonkeyPat
     for ranks, near, expected in (("1", 64, 32), ("8", 32, 8), ("8", 4, 4), ("64", 32, 4)):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
         cores = frozenset(range(near))
-        monkeypatch.setattr(backend, "cores_near", lambda device, cores=cores: cores)
+        monkeypatch.setattr(devices, "cores_near", lambda device, cores=cores: cores)
         assert make(64 * MIB).threads == expected  # 64 MiB is 32 huge pages
 
 
@@ -287,6 +289,24 @@ def test_a_forked_child_does_not_get_the_memory() -> None:
 
     assert os.WTERMSIG(in_child(touch)) == signal.SIGSEGV
     assert not view.any()
+
+
+def test_a_forked_child_does_not_unmap_what_came_in_the_place_of_the_memory() -> None:
+    arena = make(MIB)
+    address = arena.tensor(0, 16, torch.float32).data_ptr()
+    libc = ctypes.CDLL(None)
+    libc.mmap.restype = ctypes.c_void_p
+
+    def check() -> None:
+        nonlocal arena
+        anonymous = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x10  # MAP_FIXED
+        place = ctypes.c_void_p(address)
+        assert libc.mmap(place, ctypes.c_size_t(MIB), 3, anonymous, -1, 0) == address
+        arena = make(0)
+        gc.collect()
+        assert smaps_of(address) is not None
+
+    assert in_child(check) == 0
 
 
 def test_a_forked_child_does_not_unregister(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,8 +7,8 @@ import threading
 import pytest
 import torch
 
-from fsdp_offload.core.backend import CpuBackend
 from fsdp_offload.core.config import TransferConfig
+from fsdp_offload.core.devices import CpuBackend
 from fsdp_offload.core.errors import ConfigError, HostMemoryError, PinningError
 from fsdp_offload.link import HostPool, held_bytes, host_pool
 from tests.link.test_host_memory import Driver, in_child

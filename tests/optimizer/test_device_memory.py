@@ -10,15 +10,12 @@ import torch
 
 from fsdp_offload import TransferConfig
 from fsdp_offload.core import config
-from fsdp_offload.core.backend import (
-    AcceleratorBackend,
-    AllocatorFigures,
-    CpuBackend,
-    use_backend,
-)
+from fsdp_offload.core.backend import AllocatorFigures
 from fsdp_offload.core.config import GIB
+from fsdp_offload.core.devices import AcceleratorBackend, CpuBackend
 from fsdp_offload.plan import residency
 from fsdp_offload.plan.residency import AWAY_STEPS, margin_bytes
+from tests.helpers.simulator import use_backend
 from tests.pipeline.test_overlap import Job
 
 CPU = torch.device("cpu")

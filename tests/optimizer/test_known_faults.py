@@ -16,13 +16,13 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from fsdp_offload import HybridDeviceOptimizer
-from fsdp_offload.core import backend
-from fsdp_offload.core.backend import CpuBackend, use_backend
+from fsdp_offload.core import devices
+from fsdp_offload.core.devices import CpuBackend
 from fsdp_offload.link import HostRange, host_pool
 from fsdp_offload.update.codec import decode_plain
 from tests.helpers import training
 from tests.helpers.compare import assert_same
-from tests.helpers.simulator import ADVERSARIES, StreamSimulator
+from tests.helpers.simulator import ADVERSARIES, StreamSimulator, use_backend
 from tests.helpers.training import LANES, each_lane, fill_gradients, values, wrap
 
 CPU = torch.device("cpu")
@@ -267,8 +267,8 @@ def test_pinned_memory_is_allocated_once_and_not_per_tensor(
     lane: str, n_arenas: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pinned: list[int] = []
-    monkeypatch.setattr(backend, "pin", lambda address, n_bytes, device: pinned.append(n_bytes))
-    monkeypatch.setattr(backend, "unpin", lambda address, n_bytes, device: None)
+    monkeypatch.setattr(devices, "pin", lambda address, n_bytes, device: pinned.append(n_bytes))
+    monkeypatch.setattr(devices, "unpin", lambda address, n_bytes, device: None)
     made: list[int] = []
 
     class CountedArena(HostRange):

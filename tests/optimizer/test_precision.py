@@ -28,7 +28,7 @@ from fsdp_offload import (
     TransferConfig,
 )
 from fsdp_offload.checkpoint import OptimizerState, load, save
-from fsdp_offload.core.backend import backend_for
+from fsdp_offload.core.devices import backend_for
 from fsdp_offload.update import moments, one_kernel, rng_key
 from fsdp_offload.update.bucket import Scratch
 from fsdp_offload.update.moments import Moment
@@ -299,10 +299,10 @@ class OnCpu:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls = 0
+        self.at_once: set[int] = set()  # slices per launch
         kernel = one_kernel.OneKernelAdam
         monkeypatch.setattr(kernel, "is_for", staticmethod(self._fits))
-        monkeypatch.setattr(kernel, "_run_at_once", lambda *args: False)
-        monkeypatch.setattr(one_kernel, "adam", self._update)
+        monkeypatch.setattr(one_kernel.AdamLaunch, "run", self._launched())
         self._moments: Sequence[Moment] = ()
 
     def _fits(self, inner: Optimizer, pieces: Any) -> bool:
@@ -310,9 +310,16 @@ class OnCpu:
         names = {moment.name for moment in self._moments}
         return names in ({"exp_avg", "exp_avg_sq"}, set()) and len(pieces[0].state) == 3
 
-    def _update(self, *args: Any) -> None:
-        self.calls += 1
-        adam_plain(self._moments, *args)
+    def _launched(self) -> Any:
+        def run(
+            launch: one_kernel.AdamLaunch, gradients: Any, updates: int, constants: Any
+        ) -> None:
+            self.calls += 1
+            self.at_once.add(len(launch.operands))
+            for operands, gradient in zip(launch.operands, gradients, strict=True):
+                adam_plain(self._moments, operands, gradient, updates, constants)
+
+        return run
 
 
 @pytest.mark.parametrize(
@@ -369,6 +376,38 @@ def test_hyper_parameters_that_are_left_to_the_class(
     assert not twin.calls
 
 
+@pytest.mark.parametrize("difference", ["none", "missing", "dtype", "updates"])
+def test_slices_share_a_launch_where_they_differ_in_nothing(
+    monkeypatch: pytest.MonkeyPatch, difference: str
+) -> None:
+    """Launches of two groups, and of slices one by one, give the same bits."""
+    twin, found = OnCpu(monkeypatch), []
+    for at_once in (8, 1):
+        monkeypatch.setattr(one_kernel, "AT_ONCE", at_once)
+        torch.manual_seed(0)
+        parameters = [nn.Parameter(torch.randn(n).to(BF16)) for n in (*[16] * 11, 0, 48, 48)]
+        groups = [{"params": parameters[:10]}, {"params": parameters[10:], "weight_decay": 0.0}]
+        inner = torch.optim.AdamW(groups, lr=0.01, fused=True)
+        optimizer = HybridDeviceOptimizer(inner, moments=BF16, update_on="device")
+        for step in range(3):
+            for parameter in parameters:
+                parameter.grad = torch.randn_like(parameter)
+            if difference == "missing" or (difference == "updates" and step == 0):
+                parameters[2].grad = None
+            if difference == "dtype":
+                parameters[2].grad = None
+                parameters[2].grad_dtype = None  # type: ignore[attr-defined]
+                parameters[2].grad = torch.randn(16)
+            twin.at_once.clear()
+            optimizer.step()
+            expected = {8, 2, 3} if difference == "none" and at_once == 8 else {1}
+            assert twin.at_once == expected
+        assert float(optimizer.state[parameters[11]]["step"]) == 3
+        found.append([p.detach().clone() for p in parameters])
+        optimizer.close()
+    assert all(map(torch.equal, *found))
+
+
 def test_no_room_for_scratch_memory_updates_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     OnCpu(monkeypatch)
     made = []
@@ -391,7 +430,7 @@ def test_no_room_for_scratch_memory_updates_nothing(monkeypatch: pytest.MonkeyPa
         for played, _, each in made:
             iterate(played, each, step)
     expected = [p.detach().clone() for p in parameters]
-    monkeypatch.setattr(one_kernel, "_constants_of", lambda *args: None)  # the class updates
+    monkeypatch.setattr(one_kernel.AdamConstants, "of", lambda *args: None)  # the class updates
 
     def full(scratch: Scratch) -> None:
         raise torch.OutOfMemoryError("full")

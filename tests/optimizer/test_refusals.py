@@ -28,10 +28,11 @@ from fsdp_offload import (
     UnsupportedOptimizerError,
     UnsupportedParameterError,
 )
-from fsdp_offload.core import arguments, backend
-from fsdp_offload.core.backend import CpuBackend, use_backend
+from fsdp_offload.core import arguments, devices
+from fsdp_offload.core.devices import CpuBackend
 from fsdp_offload.link import HostRange
 from tests.helpers.compare import assert_same
+from tests.helpers.simulator import use_backend
 from tests.helpers.training import Model, assert_explains, train, values, wrap
 
 CPU = torch.device("cpu")
@@ -245,7 +246,7 @@ def test_state_of_the_wrapped_optimizer_that_does_not_fit_is_refused(
 def test_a_device_that_is_missing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     cuda = torch.device("cuda", 0)
-    monkeypatch.setattr(arguments, "backend_for", lambda _: backend.backend_for(cuda))
+    monkeypatch.setattr(arguments, "backend_for", lambda _: devices.backend_for(cuda))
     refusal = Refusal()
     with pytest.raises(DeviceError) as caught:
         HybridDeviceOptimizer(refusal.inner)
@@ -276,9 +277,9 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
     def unpin(address: int, n_bytes: int, device: torch.device | None = None) -> None:
         registered.pop(address, None)  # an arena of another test may be collected meanwhile
 
-    monkeypatch.setattr(backend, "pin", pin)
-    monkeypatch.setattr(backend, "unpin", unpin)
-    monkeypatch.setattr(backend, "limit", registered_at_most, raising=False)
+    monkeypatch.setattr(devices, "pin", pin)
+    monkeypatch.setattr(devices, "unpin", unpin)
+    monkeypatch.setattr(devices, "limit", registered_at_most, raising=False)
     return registered
 
 
@@ -321,7 +322,7 @@ def test_a_group_that_cannot_be_added_leaves_everything_as_it_was(
 ) -> None:
     model, twin_model = Model(), Model()
     twin = torch.optim.AdamW(twin_model.parameters(), lr=0.1)
-    backend.limit[0] = 1  # type: ignore[attr-defined]
+    devices.limit[0] = 1  # type: ignore[attr-defined]
     with use_backend(_Pinning(CPU)):
         optimizer = wrap(torch.optim.AdamW(model.parameters(), lr=0.1), "streamed")
     before = optimizer.statistics()

@@ -22,9 +22,11 @@ from fsdp_offload.core.errors import (
     HostMemoryError,
 )
 from fsdp_offload.core.storage import AddressPool, can_swap
+from fsdp_offload.link import address_range
+from fsdp_offload.link.address_range import HostDriver
+from fsdp_offload.link.storage_block import StorageBlock
 from fsdp_offload.link.transfer import Transfer
-from fsdp_offload.phases import pages
-from fsdp_offload.phases.pages import FixedMemory, HostDriver
+from fsdp_offload.phases import fixed
 from tests.away import has_memory
 from tests.helpers.pooling import MIB, Allocator, Storage, allocator_in_place, memory_in_place
 from tests.phases.twins import Job
@@ -37,8 +39,8 @@ SWAPS = pytest.mark.skipif(not can_swap(), reason="this torch cannot swap CPU st
 @pytest.fixture(autouse=True)
 def _small_rows(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     if "allocator" not in request.fixturenames:
-        monkeypatch.setattr(pages, "ROW_BYTES", 6000)
-        monkeypatch.setattr(FixedMemory.__init__, "__defaults__", (CHUNK,))
+        monkeypatch.setattr(fixed, "ROW_BYTES", 6000)
+        monkeypatch.setattr(address_range, "CHUNK_BYTES", CHUNK)
 
 
 @SWAPS
@@ -195,7 +197,8 @@ def test_the_pool_takes_memory_where_it_should(allocator: Allocator) -> None:
 
     pool: Any = AddressPool(CUDA, memory)
     moved = [Storage(allocator, n * MIB) for n in (30, 3, 12, 1, 1, 40)]
-    assert all(pool.move([storage]) for storage in moved)
+    for storage in moved:
+        pool.move([storage])
     assert list(given.values()) == [n * MIB for n in (30, 20, 12, 2, 2, 40)]
     first, second, _, _, _, sixth = given
     addresses = [storage.address for storage in moved]
@@ -211,11 +214,11 @@ def test_storages_move_through_the_pool(
     allocator: Allocator, sizes: Any, cuts: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """None lies on another one, each in memory that is counted, and nothing unused is kept."""
-    allocator.cuts = cuts
+    monkeypatch.setattr(storages, "cuts_segments", lambda device: cuts)
     memory, driver = memory_in_place(monkeypatch)
     size, count = int(sizes[0] * MIB), sizes[1]
     moved: list[Any] = [Storage(allocator, size) for _ in range(count)]
-    memory.move_in(moved)
+    memory.move_in(StorageBlock(str(i), storage) for i, storage in enumerate(moved))
     starts = sorted(storage.address for storage in moved)
     assert all(b - a >= size for a, b in itertools.pairwise(starts))
     assert len([place for chunk in memory.blocks() for place in chunk.storages]) == count
@@ -235,7 +238,7 @@ def test_an_allocator_that_rounds_is_refused(
     memory, driver = memory_in_place(monkeypatch)
     moved: list[Any] = [Storage(allocator, 29 * MIB) for _ in range(3)]
     with pytest.raises(DeviceError, match="roundup_power2_divisions"):
-        memory.move_in(moved)
+        memory.move_in(StorageBlock(str(i), storage) for i, storage in enumerate(moved))
     memory.move_out()
     gc.collect()
     assert driver.held_bytes == 0

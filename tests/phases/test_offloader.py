@@ -32,11 +32,11 @@ from fsdp_offload.core.errors import (
     UnsupportedParameterError,
 )
 from fsdp_offload.core.storage import can_swap
-from fsdp_offload.link import transfer
+from fsdp_offload.link import address_range, transfer
+from fsdp_offload.link.address_range import Chunk
 from fsdp_offload.link.storage_block import StorageBlock
 from fsdp_offload.link.transfer import Handle
 from fsdp_offload.phases import offloader
-from fsdp_offload.phases.pages import Chunk, FixedMemory
 from tests.away import has_memory
 from tests.helpers.compare import assert_same
 
@@ -558,7 +558,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> tuple[nn.ParameterList, Optimize
     """A job that moves in several batches and chunks."""
     monkeypatch.setattr(transfer, "BATCH_BYTES", 1 << 20)
     monkeypatch.setattr(transfer, "AHEAD_BYTES", 2 << 20)
-    monkeypatch.setattr(FixedMemory.__init__, "__defaults__", (1 << 19,))
+    monkeypatch.setattr(address_range, "CHUNK_BYTES", 1 << 19)
     model = nn.ParameterList([nn.Parameter(torch.randn(n)) for n in (9, 300_000, 600_000, 5)])
     optimizer = sgd(model.parameters())
     for parameter in model.parameters():

@@ -22,8 +22,8 @@ from fsdp_offload.core.errors import (
     DeviceMemoryError,
     HostMemoryError,
 )
+from fsdp_offload.link.address_range import AddressRange, Chunk, HostDriver
 from fsdp_offload.phases import FixedAddressRegion
-from fsdp_offload.phases.pages import Chunk, HostDriver, Pages
 
 CPU = torch.device("cpu")
 CHUNK = 1 << 16
@@ -45,18 +45,19 @@ def taken_bytes(tensor: torch.Tensor) -> int:
 
 
 def test_a_chunk_frees_its_memory_and_no_other() -> None:
-    pages = Pages(HostDriver(), "kv", (3 << 24) + 1, 1 << 24)
-    assert [n_bytes for _, n_bytes in pages.chunks] == [1 << 24] * 3 + [PAGE]
-    tensor = pages.tensor(0, pages.n_bytes).fill_(7)
-    assert taken_bytes(tensor) == pages.n_bytes
-    pages.unmap(0)
-    assert taken_bytes(tensor) == pages.mapped_bytes == pages.n_bytes - (1 << 24)
-    assert not pages.is_present
+    made = AddressRange(HostDriver(), "kv", (3 << 24) + 1, 1 << 24)
+    chunks = made.chunks()
+    assert [chunk.n_bytes for chunk in chunks] == [1 << 24] * 3 + [PAGE]
+    tensor = made.tensor(0, made.n_bytes).fill_(7)
+    assert taken_bytes(tensor) == made.n_bytes
+    chunks[0].release()
+    assert taken_bytes(tensor) == made.mapped_bytes == made.n_bytes - (1 << 24)
+    assert not made.is_present
     assert [int(tensor[0]), int(tensor[1 << 24])] == [0, 7]
-    pages.map(0)
-    assert pages.is_present
+    chunks[0].restore()
+    assert made.is_present
     tensor[:100] = 3
-    assert tensor.data_ptr() == pages.address
+    assert tensor.data_ptr() == made.address
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -86,13 +87,13 @@ def test_tensors_do_not_overlap_and_share_chunks() -> None:
 def test_a_tensor_keeps_its_memory_when_the_region_is_gone() -> None:
     made = region()
     tensor = made.empty(1000, dtype=torch.int64).fill_(5)
-    pages = weakref.ref(made._memory._pages[0])
+    addresses = weakref.ref(next(iter(made._memory.ranges)))
     made.close()
     del made
     gc.collect()
     assert int(tensor.sum()) == 5000
     del tensor
-    assert pages() is None
+    assert addresses() is None
 
 
 # ---------------------------------------------------------------------- pause and resume

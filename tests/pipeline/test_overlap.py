@@ -20,7 +20,7 @@ from fsdp_offload import (
     SpentGradientError,
     TransferConfig,
 )
-from fsdp_offload.core.backend import backend_for
+from fsdp_offload.core.devices import backend_for
 from fsdp_offload.pipeline import ring
 from fsdp_offload.pipeline.host import HostBucket
 from fsdp_offload.pipeline.overlap import Times

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_offload import TransferConfig
-from fsdp_offload.core.backend import CpuBackend, backend_for, use_backend
+from fsdp_offload.core.devices import CpuBackend, backend_for
 from tests.helpers.fake_fsdp import FakeFsdp, scale
 from tests.helpers.removed_waits import CPU, NOTHING, Removal, Simulator, Skip, use_few_slots
-from tests.helpers.simulator import ADVERSARIES
+from tests.helpers.simulator import ADVERSARIES, use_backend
 
 FP32, BF16 = torch.float32, torch.bfloat16
 GROUPS = ((300, 64), (900,), (130, 500), (260,))

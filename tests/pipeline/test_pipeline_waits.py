@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_offload import HybridDeviceOptimizer, TransferConfig
-from fsdp_offload.core.backend import CpuBackend, backend_for, use_backend
+from fsdp_offload.core.devices import CpuBackend, backend_for
 from fsdp_offload.update.params import Work
 from tests.helpers.lanes import in_lanes
 from tests.helpers.removed_waits import (
@@ -41,7 +41,7 @@ from tests.helpers.removed_waits import (
     same,
     use_few_slots,
 )
-from tests.helpers.simulator import ADVERSARIES
+from tests.helpers.simulator import ADVERSARIES, use_backend
 
 FP32, BF16 = torch.float32, torch.bfloat16
 NUMELS = (700, 64, 500, 130, 1000)

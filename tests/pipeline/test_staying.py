@@ -10,11 +10,11 @@ from unittest import mock
 import pytest
 import torch
 
-from fsdp_offload.core.backend import CpuBackend, backend_for, use_backend
+from fsdp_offload.core.devices import CpuBackend, backend_for
 from tests.away import optimizer_alone
 from tests.helpers.compare import same
 from tests.helpers.policies import POLICIES
-from tests.helpers.simulator import StreamSimulator
+from tests.helpers.simulator import StreamSimulator, use_backend
 from tests.pipeline.test_overlap_waits import BF16, CPU, FP32, Job, Scenario
 
 

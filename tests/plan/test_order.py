@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fsdp_offload.plan.order import (
-    Job,
     SlotUse,
+    Visit,
     assumed_ready_ms,
     deadline_order,
     fetched_first,
@@ -17,42 +17,44 @@ from fsdp_offload.plan.order import (
 )
 
 TIMES = st.integers(0, 20).map(float)
-JOBS = st.lists(
-    st.builds(Job, ready_ms=TIMES, rank=st.integers(-1, 5), cost_ms=st.integers(0, 4).map(float)),
+VISITS = st.lists(
+    st.builds(Visit, ready_ms=TIMES, rank=st.integers(-1, 5), cost_ms=st.integers(0, 4).map(float)),
     max_size=12,
 )
 
 
-def services(jobs: list[Job], order: tuple[int, ...]) -> list[tuple[float, float]]:
+def services(visits: list[Visit], order: tuple[int, ...]) -> list[tuple[float, float]]:
     """When the service of each position begins and ends, if the link never waits needlessly."""
     now_ms, found = 0.0, []
     for index in order:
-        start = max(now_ms, jobs[index].ready_ms)
-        now_ms = start + jobs[index].cost_ms
+        start = max(now_ms, visits[index].ready_ms)
+        now_ms = start + visits[index].cost_ms
         found.append((start, now_ms))
     return found
 
 
-@given(JOBS)
+@given(VISITS)
 def test_whenever_the_link_is_free_it_serves_the_most_urgent_job_that_is_ready(
-    jobs: list[Job],
+    visits: list[Visit],
 ) -> None:
-    order = deadline_order(jobs)
-    assert sorted(order) == list(range(len(jobs)))
+    order = deadline_order(visits)
+    assert sorted(order) == list(range(len(visits)))
     free = 0.0
-    for position, (start, end) in enumerate(services(jobs, order)):
+    for position, (start, end) in enumerate(services(visits, order)):
         waiting = order[position:]
-        assert start == max(free, min(jobs[i].ready_ms for i in waiting)), "needlessly idle"
-        ready = [i for i in waiting if jobs[i].ready_ms <= start]
-        assert order[position] == min(ready, key=lambda i: (jobs[i].rank, i))
+        assert start == max(free, min(visits[i].ready_ms for i in waiting)), "needlessly idle"
+        ready = [i for i in waiting if visits[i].ready_ms <= start]
+        assert order[position] == min(ready, key=lambda i: (visits[i].rank, i))
         free = end
 
 
-@given(JOBS)
-def test_when_everything_is_there_the_order_is_the_forwards(jobs: list[Job]) -> None:
-    ready = [Job(0.0, job.rank, job.cost_ms) for job in jobs]
+@given(VISITS)
+def test_when_everything_is_there_the_order_is_the_forwards(visits: list[Visit]) -> None:
+    ready = [Visit(0.0, visit.rank, visit.cost_ms) for visit in visits]
 
-    assert deadline_order(ready) == tuple(sorted(range(len(jobs)), key=lambda i: (jobs[i].rank, i)))
+    assert deadline_order(ready) == tuple(
+        sorted(range(len(visits)), key=lambda i: (visits[i].rank, i))
+    )
 
 
 @given(st.permutations(range(9)), st.sets(st.integers(0, 8)), st.integers(0, 5))
@@ -66,7 +68,7 @@ def test_the_first_updates_are_of_what_was_fetched_ahead(
 
 
 def test_the_head_of_the_model_overtakes_as_soon_as_its_gradients_are_there() -> None:
-    backward = [Job(ready_ms=10.0 - i, rank=i, cost_ms=2.0) for i in range(10)]
+    backward = [Visit(ready_ms=10.0 - i, rank=i, cost_ms=2.0) for i in range(10)]
 
     assert deadline_order(backward) == (9, 7, 5, 3, 1, 0, 2, 4, 6, 8)
 

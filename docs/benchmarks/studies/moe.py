@@ -34,9 +34,10 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp_offload.activations import PagedStash
 from fsdp_offload.activations.pages import PagePool
+from fsdp_offload.activations.pages_plain import page_kernels
 from fsdp_offload.bench.machine import environment, free_everything
-from fsdp_offload.core.backend import backend_for
 from fsdp_offload.core.config import GIB, MIB, TransferConfig
+from fsdp_offload.core.devices import backend_for
 from fsdp_offload.link import HostRange
 from fsdp_offload.phases import FixedAddressRegion
 
@@ -371,7 +372,7 @@ def pool_of(near: int, far: int) -> PagePool:
     if far:
         arena = HostRange(far * PAGE_BYTES, device=DEVICE, can_pin=True, transfer=TransferConfig())
     memory = torch.empty(near * PAGE_BYTES // 8, dtype=torch.int64, device=DEVICE)
-    return PagePool(backend_for(DEVICE), PAGE_BYTES, memory, arena)
+    return PagePool(backend_for(DEVICE), PAGE_BYTES, memory, page_kernels(DEVICE), arena)
 
 
 def move_ms(

@@ -33,18 +33,24 @@ from fsdp_offload.bench.machine import Row, seconds_of, slowest
 from fsdp_offload.bench.model import Job, layers_for, sharded_model
 from fsdp_offload.bench.table import Columns, markdown_table
 from fsdp_offload.core import dtensor
-from fsdp_offload.core.backend import free_bytes, release_cached
 from fsdp_offload.core.config import GIB
+from fsdp_offload.core.devices import free_bytes, release_cached
 from fsdp_offload.core.errors import DeviceError
 
 ROWS: Final = ("offloader", "fixed", "swap", "loop")
 PHASES: Final[Columns] = (
     ("GiB", "gib", ".2f"),
-    ("first cycle, s (out / back)", "first_{}_s", ".3f"),
-    ("later, s", "{}_s", ".3f"),
-    ("GB/s", "{}_gbps", ".1f"),
-    ("of the link", "{}_of_link", ".3f"),
-    ("slowest cycle", "worst_{}_of_link", ".3f"),
+    *(
+        (f"{head}, {way}", key.format(way), form)
+        for head, key, form in (
+            ("first cycle, s", "first_{}_s", ".3f"),
+            ("later, s", "{}_s", ".3f"),
+            ("GB/s", "{}_gbps", ".1f"),
+            ("of the link", "{}_of_link", ".3f"),
+            ("slowest cycle", "worst_{}_of_link", ".3f"),
+        )
+        for way in ("out", "back")
+    ),
     ("freed / payload", "freed_share", ".3f"),
     ("host / payload", "host_over_payload", ".4f"),
     ("same bits", "same_bits", ""),
@@ -53,6 +59,11 @@ PHASES: Final[Columns] = (
 AWAY_S: Final = 0.1
 """After torch's allocator has given memory back, the first copies to new memory take longer for
 about 20 ms (likely the driver clears what it got); a job is away for longer than that."""
+
+
+def on_all_ranks(holds: bool) -> bool:
+    """Whether it holds on each rank."""
+    return not machine.slowest([float(not holds)])[0]
 
 
 class PinnedLoop:
@@ -147,9 +158,9 @@ def measure(name: str, job: Job, device: torch.device, cycles: int, link: Row) -
     if device.type == "cuda" and name != "swap":
         row["freed_share"] = -max(slowest([-share for share in freed]))
     same = all(torch.equal(*pair) for pair in random_words(tensors, device))
-    row["same_bits"] = machine.on_all_ranks(same)
+    row["same_bits"] = on_all_ranks(same)
     stayed = [tensor.data_ptr() for tensor in tensors] == addresses
-    row["same_addresses"] = machine.on_all_ranks(stayed)
+    row["same_addresses"] = on_all_ranks(stayed)
     if isinstance(mover, PhaseOffloader):
         row["host_over_payload"] = mover.statistics().host_bytes / n_bytes
     for each in (mover, other):

@@ -1,13 +1,11 @@
 """Triton kernels (CUDA) of moments, and of all of an Adam step in one. Their plain forms:
 ``moments.*_plain``; ``tests/helpers/adam_plain.py``.
 
-[Note: same bits as the plain forms]
 Divisions and roots are the correctly rounded ones, or corrected to an exact integer, and
 multiplications and additions are contracted only where that is written (``tl.fma``), so each
 operation rounds as the torch operation does. Only numbers below the normal ones are flushed to zero
 where moments are packed.
 
-[Note: same bits as torch's step]
 ``_update`` computes as torch's fused kernel for CUDA does from 2.11 on (ATen/native/cuda/
 fused_adam_utils.cuh): everything in fp32, averages by two fused multiply-adds, the decay contracted
 as nvcc contracts it. ``tests/gpu`` compares all bits.
@@ -18,13 +16,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ..rng_key import KEY_STEP, signed
-from .elementwise import aligned, decoded, encoded, pick, row_of
+from .elementwise import decoded, encoded, pick, pointer, row_of
 from .launching import AddressTable, Kernel
 
 COLUMNS: Final = 64
@@ -157,7 +154,7 @@ def _pack(  # type: ignore[no-untyped-def]
 def _stepped(  # type: ignore[no-untyped-def]
     value, g, m, v, power1, power2, lr, beta1, beta2, decay, eps, DECAY: tl.constexpr
 ):  # fmt: skip
-    """See [Note: same bits as torch's step]."""
+    """See the module's docstring."""
     if DECAY:
         value = tl.fma(-(lr * decay), value, value)
     squared = g * g
@@ -176,7 +173,7 @@ def _update(  # type: ignore[no-untyped-def]
     BF16_WEIGHT: tl.constexpr, MAXIMIZE: tl.constexpr,
     DECAY: tl.constexpr, BITS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """See :func:`..one_kernel.adam`; ``program``: which ``ROWS`` blocks of the slice."""
+    """One slice: see :class:`..one_kernel.Operands`; ``program``: which ``ROWS`` blocks of it."""
     rows = program.to(tl.int64) * ROWS + tl.arange(0, ROWS)
     at = rows[:, None] * 64 + tl.arange(0, 64)[None, :]
     inside = at < numel
@@ -230,21 +227,6 @@ def _update(  # type: ignore[no-untyped-def]
         tl.store(step, tl.load(step) + 1.0)
 
 
-@triton.jit(do_not_specialize=["key", "first"])
-def _adam(  # type: ignore[no-untyped-def]
-    weight, remainder, gradient, average, average_scales, square, square_scales, step, powers,
-    numel, key, first, lr, beta1, beta2, decay, eps,
-    BF16_WEIGHT: tl.constexpr, MAXIMIZE: tl.constexpr,
-    DECAY: tl.constexpr, BITS: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """One slice."""
-    _update(
-        weight, remainder, gradient, average, average_scales, square, square_scales, step, powers,
-        tl.program_id(0), numel, key, first, lr, beta1, beta2, decay, eps,
-        BF16_WEIGHT, MAXIMIZE, DECAY, BITS, ROWS,
-    )  # fmt: skip
-
-
 @triton.jit
 def _key(seed, updates):  # type: ignore[no-untyped-def]
     """See ``rng_key.key_of``, of the first pair; ``updates``: times its factor. All int32."""
@@ -254,16 +236,27 @@ def _key(seed, updates):  # type: ignore[no-untyped-def]
     return mixed ^ ((mixed >> 15) & 0x1FFFF)
 
 
+@triton.jit
+def _numel(at, ALIGNED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The number at ``at``; with ``ALIGNED`` the compiler takes it for a multiple of 16, which it
+    learns where the number is loaded and nowhere else."""
+    found = tl.load(at)
+    if ALIGNED:
+        found = tl.multiple_of(found, 16)
+    return found
+
+
 @triton.jit(do_not_specialize=["updates", "g0", "g1", "g2", "g3", "g4", "g5", "g6", "g7"])
-def _adam_table(  # type: ignore[no-untyped-def]
+def _adam(  # type: ignore[no-untyped-def]
     table, updates: tl.int32, g0: tl.int64, g1: tl.int64, g2: tl.int64, g3: tl.int64,
     g4: tl.int64, g5: tl.int64, g6: tl.int64, g7: tl.int64,
     lr, beta1, beta2, decay, eps,
     BF16_WEIGHT: tl.constexpr, BF16_GRADIENT: tl.constexpr, MAXIMIZE: tl.constexpr,
-    DECAY: tl.constexpr, BITS: tl.constexpr,
+    DECAY: tl.constexpr, BITS: tl.constexpr, ALIGNED: tl.constexpr,
     WIDTH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Up to eight slices; ``table``: see :func:`..one_kernel.table_of`."""
+    """Up to eight slices; ``table``: of vectors weight, remainder, codes and scales of both
+    moments, of scalars step and powers, of numbers the first index and the seed."""
     program = tl.program_id(0)
     which = row_of(program, table, WIDTH)
     gradient = pick(which, g0, g1, g2, g3, g4, g5, g6, g7)
@@ -274,22 +267,24 @@ def _adam_table(  # type: ignore[no-untyped-def]
     average_type: tl.constexpr = tl.int8 if BITS == 8 else wide
     square_type: tl.constexpr = tl.uint8 if BITS == 8 else wide
     _update(
-        aligned(tl.load(row + 1), weight_type), aligned(tl.load(row + 2), tl.int16),
-        aligned(gradient, gradient_type), aligned(tl.load(row + 3), average_type),
-        aligned(tl.load(row + 4), tl.float32), aligned(tl.load(row + 5), square_type),
-        aligned(tl.load(row + 6), tl.float32), tl.load(row + 7).to(tl.pointer_type(tl.float32)),
-        tl.load(row + 8).to(tl.pointer_type(tl.float32)),
-        program - tl.load(row).to(tl.int32), tl.multiple_of(tl.load(row + 9), 16),
+        pointer(tl.load(row + 1), weight_type, ALIGNED),
+        pointer(tl.load(row + 2), tl.int16, ALIGNED),
+        pointer(gradient, gradient_type, ALIGNED),
+        pointer(tl.load(row + 3), average_type, ALIGNED),
+        pointer(tl.load(row + 4), tl.float32, ALIGNED),
+        pointer(tl.load(row + 5), square_type, ALIGNED),
+        pointer(tl.load(row + 6), tl.float32, ALIGNED),
+        pointer(tl.load(row + 7), tl.float32, False),
+        pointer(tl.load(row + 8), tl.float32, False),
+        program - tl.load(row).to(tl.int32), _numel(row + 9, ALIGNED),
         _key(tl.load(row + 11).to(tl.int32), updates), tl.load(row + 10),
         lr, beta1, beta2, decay, eps,
         BF16_WEIGHT, MAXIMIZE, DECAY, BITS, ROWS,
     )  # fmt: skip
 
 
-_UNPACK, _PACK, _ADAM = (
-    Kernel(kernel, enable_fp_fusion=False) for kernel in (_unpack_codes, _pack, _adam)
-)
-_ADAM_TABLE = Kernel(_adam_table, ignores_integers=True, enable_fp_fusion=False)
+_UNPACK, _PACK = (Kernel(kernel, enable_fp_fusion=False) for kernel in (_unpack_codes, _pack))
+_ADAM = Kernel(_adam, ignores_integers=True, enable_fp_fusion=False)
 
 
 def _programs(numel: int) -> int:
@@ -322,49 +317,23 @@ def pack_moment(
 
 
 def adam(
-    weight: Tensor,
-    remainder: Tensor | None,
-    gradient: Tensor,
-    average: tuple[Tensor, Tensor | None],
-    square: tuple[Tensor, Tensor | None],
-    step: Tensor,
-    powers: Tensor,
-    key: int,
-    first: int,
-    numbers: tuple[float, ...],
-    **flags: bool,
-) -> None:
-    """See :func:`..one_kernel.adam`; codes and scales per moment. ``flags``: MAXIMIZE
-    and DECAY."""
-    scales = [codes if its is None else its for codes, its in (average, square)]  # not looked at
-    numel = weight.numel()
-    _ADAM.launch(
-        _programs(numel),
-        (
-            weight, weight if remainder is None else remainder.view(torch.int16), gradient,
-            average[0], scales[0], square[0], scales[1], step, powers,
-        ),
-        (numel, key, first), numbers,
-        BF16_WEIGHT=remainder is not None, **flags, BITS=8 * average[0].itemsize, ROWS=ROWS,
-    )  # fmt: skip
-
-
-def adam_of_table(
     table: AddressTable,
-    rows: Tensor,
-    gradients: Sequence[int],
+    gradients: Sequence[Tensor],
     updates: int,
     numbers: tuple[float, ...],
     **flags: bool | int,
 ) -> None:
-    """:func:`adam` of all slices of a table (see :func:`..one_kernel.table_of`).
+    """Update all slices of a table: see :meth:`..one_kernel.AdamLaunch.run`.
 
-    ``rows``: of the table. ``gradients``: :func:`.launching.addresses_of`. ``updates``: of each
-    slice, with this one. ``flags``: the constants BF16_WEIGHT, BF16_GRADIENT, MAXIMIZE, DECAY
-    and BITS, in this order.
+    ``numbers``: lr, both betas, decay, eps. ``flags``: the constants BF16_WEIGHT, BF16_GRADIENT,
+    MAXIMIZE, DECAY and BITS, in this order.
     """
-    _ADAM_TABLE.launch(
-        table.programs, (rows,),
-        (signed(updates * KEY_STEP), *gradients), numbers,
-        **flags, WIDTH=table.width, ROWS=ROWS,
+    rows, is_aligned = table.rows()
+    addresses = [gradient.data_ptr() for gradient in gradients]
+    for address in addresses:
+        is_aligned &= not address & 15
+    addresses += [0] * (table.MOST - len(addresses))
+    _ADAM.launch(
+        table.programs, (rows,), (signed(updates * KEY_STEP), *addresses), numbers,
+        **flags, ALIGNED=is_aligned, WIDTH=table.width, ROWS=ROWS,
     )  # fmt: skip

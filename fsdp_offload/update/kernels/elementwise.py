@@ -39,9 +39,12 @@ def pick(which, g0, g1, g2, g3, g4, g5, g6, g7):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def aligned(address, TYPE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A pointer to ``TYPE``, of which the compiler knows that it is aligned to 16 bytes."""
-    return tl.multiple_of(address.to(tl.pointer_type(TYPE)), 16)
+def pointer(address, TYPE: tl.constexpr, ALIGNED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A pointer to ``TYPE``; with ``ALIGNED`` the compiler takes it for aligned to 16 bytes."""
+    found = address.to(tl.pointer_type(TYPE))
+    if ALIGNED:
+        found = tl.multiple_of(found, 16)
+    return found
 
 
 @triton.jit

@@ -1,0 +1,194 @@
+"""Device memory at addresses that stay: ranges whose chunks are mapped and unmapped.
+
+An address range is reserved once. A chunk of it is mapped (has memory) or not; tensors over the
+range keep their address all the time, and keep the range itself. Using one whose chunk is not
+mapped is an error of the caller that torch does not catch: a kernel stops with an illegal access.
+
+On the CPU an anonymous mapping stands for the range, and unmapping a chunk gives its memory back to
+the kernel (``MADV_DONTNEED``): the same address rules without a GPU. There an unmapped chunk reads
+as zeros.
+"""
+
+from __future__ import annotations
+
+import mmap
+import weakref
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from ..core.config import align
+from ..core.cuda_driver import Driver
+from ..core.errors import DeviceError, HostMemoryError
+from .storage_block import OwnedBlock
+
+CHUNK_BYTES: Final = 256 << 20
+"""To let the device use a chunk takes 1 ms while copies to it run, of any size, and 0.6 ms more per
+256 MiB that are fresh from the driver (H200); so the fewer, the better."""
+ALIGNMENT_BYTES: Final = 512  # of each tensor, as in torch's own allocator
+
+
+class HostDriver:
+    """What :class:`.cuda_driver.Driver` is for CUDA, for one range of the CPU."""
+
+    granularity_bytes = mmap.PAGESIZE
+
+    def reserve(self, n_bytes: int) -> int:
+        """The address of the range.
+
+        Raises:
+            HostMemoryError: the kernel refused to map it.
+        """
+        try:
+            self._mapping = mmap.mmap(-1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except (OSError, OverflowError) as error:
+            raise HostMemoryError(
+                f"{n_bytes} bytes at a fixed address",
+                reason=f"the kernel refused to map them ({error})",
+                remedy="ask for less, or raise the limit on address space (ulimit -v)",
+            ) from None
+        with suppress(OSError, AttributeError):  # whole chunks go, never a part of a huge page
+            self._mapping.madvise(mmap.MADV_NOHUGEPAGE)
+        self._address = torch.frombuffer(self._mapping, dtype=torch.uint8, count=1).data_ptr()
+        return self._address
+
+    def map(self, address: int, n_bytes: int) -> None:
+        """The kernel gives memory at the first use."""
+
+    def unmap(self, address: int, n_bytes: int) -> None:
+        """Give memory back to the kernel."""
+        self._mapping.madvise(mmap.MADV_DONTNEED, address - self._address, n_bytes)
+
+    def tensor(self, address: int, n_bytes: int, owner: object) -> Tensor:
+        """1-D uint8 over a part of the range; it keeps the mapping."""
+        start = address - self._address
+        return torch.frombuffer(self._mapping, dtype=torch.uint8, count=n_bytes, offset=start)
+
+    def close(self, address: int, n_bytes: int, mapped: dict[int, int]) -> None:
+        """The mapping goes with the last tensor over it."""
+
+
+def driver_of(device: torch.device) -> Driver | HostDriver:
+    """What maps memory there.
+
+    Raises:
+        DeviceError: neither CUDA with virtual memory management nor the CPU.
+    """
+    if device.type == "cpu":
+        return HostDriver()
+    if device.type == "cuda" and torch.version.hip is None:
+        return Driver(device)
+    raise DeviceError(
+        f"memory at a fixed address on {device}",
+        reason="only the CUDA driver is supported",
+        remedy="do without fixed addresses there",
+    )
+
+
+class AddressRange:
+    """Addresses, all of them mapped at first; storages are given out of them front to back.
+
+    Args:
+        driver: of the device.
+        key: begins the keys of its chunks.
+        n_bytes: rounded up to what the device maps at least.
+        chunk_bytes: of what is mapped as one; the last chunk may be smaller.
+        owner: who moves storages of others there; None: tensors of a region.
+
+    Raises:
+        torch.OutOfMemoryError: there is no device memory; nothing was taken.
+        HostMemoryError: likewise, on the CPU.
+    """
+
+    def __init__(
+        self,
+        driver: Driver | HostDriver,
+        key: str,
+        n_bytes: int,
+        chunk_bytes: int,
+        owner: weakref.ref[object] | None = None,
+    ) -> None:
+        unit = driver.granularity_bytes
+        self._driver, self._key, self._step = driver, key, align(chunk_bytes, unit)
+        self.n_bytes = align(max(n_bytes, 1), unit)
+        self.address = driver.reserve(self.n_bytes)
+        self.owner, self.used_bytes = owner, 0
+        self._mapped: dict[int, int] = {}  # bytes by address
+        self._close = weakref.finalize(self, driver.close, self.address, self.n_bytes, self._mapped)
+        self._close.atexit = False  # tensors are still in use then; the process's end gives it
+        try:
+            for chunk in self.chunks():
+                chunk.restore()
+        except BaseException:
+            self._close()
+            raise
+
+    def chunks(self, storages: Sequence[tuple[torch.UntypedStorage, int]] = ()) -> list[Chunk]:
+        """All of its memory; ``storages`` begin at these bytes of it."""
+        # Host memory of all chunks lies side by side, so the first may have all storages.
+        return [
+            Chunk(self, f"{self._key}/{index}", start, self._step, () if index else storages)
+            for index, start in enumerate(range(0, self.n_bytes, self._step))
+        ]
+
+    def map(self, start: int, n_bytes: int) -> None:
+        """As :meth:`.OwnedBlock.restore`."""
+        address = self.address + start
+        assert address not in self._mapped, start
+        self._driver.map(address, n_bytes)
+        self._mapped[address] = n_bytes
+
+    def unmap(self, start: int, n_bytes: int) -> None:
+        """As :meth:`.OwnedBlock.release`."""
+        self._driver.unmap(self.address + start, n_bytes)
+        del self._mapped[self.address + start]
+
+    @property
+    def mapped_bytes(self) -> int:
+        """Memory that it has now."""
+        return sum(self._mapped.values())
+
+    @property
+    def is_present(self) -> bool:
+        """Whether all of it has memory."""
+        return self.mapped_bytes == self.n_bytes
+
+    @torch.inference_mode(False)
+    def tensor(self, start: int, n_bytes: int) -> Tensor:
+        """1-D uint8 over what is mapped now; on CUDA its storage keeps the range."""
+        return self._driver.tensor(self.address + start, n_bytes, self)
+
+    def take(self, n_bytes: int) -> torch.UntypedStorage:
+        """A storage over the next bytes."""
+        taken = self.tensor(self.used_bytes, n_bytes).untyped_storage()
+        self.used_bytes += align(n_bytes, ALIGNMENT_BYTES)
+        return taken
+
+
+class Chunk(OwnedBlock):
+    """One chunk of a range, unmapped and mapped in place."""
+
+    __slots__ = ("_range", "_start")
+
+    def __init__(
+        self,
+        addresses: AddressRange,
+        key: str,
+        start: int,
+        most_bytes: int,
+        storages: Sequence[tuple[torch.UntypedStorage, int]],
+    ) -> None:
+        super().__init__(key, min(most_bytes, addresses.n_bytes - start), storages)
+        self._range, self._start = addresses, start
+
+    def view(self) -> Tensor:
+        return self._range.tensor(self._start, self.n_bytes)
+
+    def release(self) -> None:
+        self._range.unmap(self._start, self.n_bytes)
+
+    def restore(self) -> None:
+        self._range.map(self._start, self.n_bytes)
