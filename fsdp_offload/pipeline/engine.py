@@ -176,9 +176,6 @@ class Engine:
                 self._fill_host(optimizer, params, on_host, sizes, arena, host_start)
             yield
             self._keep_scratch(scratch, self.ring.buckets[before:])
-            # Slots and scratch may be memory that pending work of the caller's stream still
-            # uses: the allocator orders reuse on that stream only.
-            self.backend.current_stream().synchronize()
             undo.pop_all()
         self._params += added
         self.payload_bytes += sum(group.layout.payload_bytes for group in away)
@@ -305,7 +302,7 @@ class Engine:
         """More gradients are there: enqueue the buckets that have all of theirs, in order."""
         if self.host is not None:
             self.host.offer(work, complete=False)
-        self.ring.run(work, complete=False)
+        self.ring.run(work)
 
     def run(self, work: Work, start: Event) -> None:
         """Enqueue the rest of the iteration after ``start``, where all gradients are ready; waits
@@ -317,7 +314,7 @@ class Engine:
             with span("update"):
                 self.update.launch(native.run, work.snapshot)
             self._natives_updated = self.update.record()
-        self.ring.run(work, complete=True)
+        self.ring.run(work, start)
 
     def finish(self, stream: Stream) -> None:
         """Make ``stream`` wait for every update that was enqueued; the host waits for the host

@@ -100,7 +100,7 @@ class RingBucket:
             BucketUpdate, optimizer, bucket, params, scratch=scratch
         )
         self.updated: Event | None = None
-        """After it, the shards are as the last iteration leaves them."""
+        """After it, the shards are as the last iteration leaves them; None: it left them alone."""
         if arena is not None:
             spans = self._spans
             self.block = Block([arena.tensor(s.arena_start, s.n_bytes, torch.uint8) for s in spans])
@@ -153,7 +153,8 @@ def state_of(params: Sequence[ParamState]) -> StateView:
     def view(slice_: Slice, kind: Kind, numel: int) -> Tensor:
         index = slice_.spec.index
         start, stop = kind_range(slice_, kind, numel, {(index, kind.name): 0})
-        return params[index].tensors[kind.name][start // kind.itemsize : stop // kind.itemsize]
+        state = params[index].tensors[kind.name].detach()  # a view would keep the tensor
+        return state[start // kind.itemsize : stop // kind.itemsize]
 
     return view
 
@@ -190,7 +191,6 @@ class Ring:
         self._head = 0  # next position to be updated
         self._travelled = 0  # buckets of this iteration that were written back
         self._fetched = 0  # positions from here on are not in a slot yet
-        self._last: Event | None = None  # after the last update
         self.moved_bytes = 0  # written back in the last iteration
         self._moved_bytes = 0  # in this one
         self.fetched_bytes = 0  # fetched between the end of the one before it and its own
@@ -355,19 +355,19 @@ class Ring:
         """Whether a bucket of this iteration has been updated."""
         return self._head > 0
 
-    def run(self, work: Work, *, complete: bool) -> None:
+    def run(self, work: Work, start: Event | None = None) -> None:
         """Enqueue every bucket, in order, whose gradients are there; waits for none of it. When all
-        that will come are there (``complete``), the rest, without buckets that have none: the
-        iteration ends."""
-        waited: set[Event] = set()
+        that will come are there, after ``start``, which updates wait for already: the rest, without
+        buckets that have none, and the iteration ends."""
+        waited = {start}  # by updates, on one stream
         while self._head < len(self.order):
             bucket = self.buckets[self.order[self._head]]
             self.prefetch()
-            if not complete and any(work.ready[index] is None for index in bucket.indices):
+            if start is None and any(work.ready[index] is None for index in bucket.indices):
                 return
             gradients = work.of(bucket.bucket.slices)
             if all(gradient is None for gradient in gradients):
-                bucket.updated = self._last  # the arena and the shards are left as they are
+                bucket.updated = None
                 if self._use.slots[self._head] is not None:
                     bucket.block.forget()
                 self._head += 1
@@ -378,12 +378,15 @@ class Ring:
                     waited.add(event)
                     self._update.wait(event)
             self._step(bucket, gradients, work)
-        if complete:
+        if start is not None:
             self._end()
 
     def updated(self, buckets: Sequence[int]) -> Event | None:
-        """The event after which all of ``buckets`` are updated: one stream, so the last one's."""
-        return self.buckets[max(buckets, key=self._positions.__getitem__)].updated
+        """The event after which all of ``buckets`` are updated: one stream, so the last one's;
+        None: the last :meth:`run` left all of them alone."""
+        stepped = [index for index in buckets if self.buckets[index].updated is not None]
+        last = max(stepped, key=self._positions.__getitem__, default=None)
+        return None if last is None else self.buckets[last].updated
 
     def prefetch(self) -> None:
         """Fetch what the next gradients will need, as far as there are slots."""
@@ -407,8 +410,8 @@ class Ring:
             self._update.wait(block.arrived)
         with span("update"):
             self._update.launch(bucket.update.run, gradients, work.snapshot)
-        self._last = bucket.updated = self._update.record()
-        block.changed(self._last)
+        bucket.updated = self._update.record()
+        block.changed(bucket.updated)
         if slot is not None:
             self._free[slot] = self.link.store(block)
             self._moved_bytes += bucket.bucket.state_bytes

@@ -235,7 +235,7 @@ def test_which_buckets_stay(mode: str, staying: set[int], monkeypatch: pytest.Mo
     engine = job.optimizer._reserved.engine
     largest = max(engine.ring.sizes.values())
     engine.ring.fit(4 * largest, 0)
-    assert engine.ring.staying == staying
+    assert engine.ring.staying.keys() == staying
 
 
 def test_state_that_was_read_before_is_up_to_date_after_synchronize() -> None:
@@ -464,13 +464,13 @@ class At:
 
 
 def test_times_count_from_the_first_gradients_and_what_has_none_comes_last() -> None:
-    times = Times([At(9.0), None, At(4.0), At(6.5)], [[(10, At(0.0)), (30, At(4.0))], []])
+    times = Times([At(9.0), None, At(4.0), At(6.5)], [(10, At(0.0)), (30, At(4.0))])
 
     assert times.are_known()
     assert times.ready_ms() == [5.0, 5.0, 0.0, 2.5]
     assert times.ms_per_byte() == 0.2
     assert not Times([At(1.0, reached=False)], []).are_known()
-    assert not Times([], [[(1, At(1.0, reached=False))]]).are_known()
+    assert not Times([], [(1, At(1.0, reached=False))]).are_known()
     assert Times([None, None], []).ready_ms() == []
-    assert Times([], [[(1, At(0.0))]]).ms_per_byte() is None
-    assert Times([], [[(1, At(0.0)), (1, At(3.0))]]).ms_per_byte() is None
+    assert Times([], [(1, At(0.0))]).ms_per_byte() is None
+    assert Times([], [(1, At(0.0)), (1, At(3.0))]).ms_per_byte() is None

@@ -214,7 +214,9 @@ def test_the_numbers_are_those_of_the_plain_optimizer_in_every_combination(
 REMOVED = [
     Scenario("forward", steps=2),
     Scenario("backward", steps=2),
-    Scenario("forward", ONE_ON_HOST, BF16, steps=2, unused=UNUSED[:2]),
+    # Groups 1 and 3 share a bucket: the gate of one without gradients, were it the first of the two,
+    # would wait for an update that leaves it alone.
+    Scenario("forward", ONE_ON_HOST, BF16, steps=2, unused=(frozenset({3}), frozenset[int]())),
     Scenario("backward", ONE_ON_HOST, steps=2, one_rank=True, unused=UNUSED[:2]),
 ]
 GATES = {("gather", "update"), ("gather", "host:in"), ("current", "update"),
