@@ -158,13 +158,9 @@ class ModuleHook:
         return ModuleHook, ()
 
 
-class LoadedHook(ModuleHook):
-    """A :class:`ModuleHook` that follows a load."""
-
-
 def watch_loads(models: Sequence[nn.Module], masters: Masters) -> list[RemovableHandle]:
     """Let masters follow each load into one of ``models``."""
-    before, after = ModuleHook(masters.before_load), LoadedHook(masters.after_load)
+    before, after = ModuleHook(masters.before_load), ModuleHook(masters.after_load)
     handles = []
     for model in models:
         handles.append(model.register_load_state_dict_pre_hook(before))
@@ -191,5 +187,5 @@ def remove_all(handles: list[RemovableHandle]) -> None:
 def tell_loaded(model: nn.Module) -> None:
     """Call what follows a load into ``model``: its weights were written by other means."""
     for hook in list(model._load_state_dict_post_hooks.values()):
-        if isinstance(hook, LoadedHook):
+        if isinstance(hook, ModuleHook):
             hook()

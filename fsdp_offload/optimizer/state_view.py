@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from ..core.errors import StateDictError
 from ..core.progress import warn
@@ -22,12 +23,20 @@ Values = dict[str, Any]
 
 
 class StateView:
-    """Live state per parameter: tensors over host or device memory, under torch's names."""
+    """Live state per parameter: tensors over host or device memory, under torch's names.
 
-    def __init__(self) -> None:
-        self.shown: defaultdict[Tensor, Values] = defaultdict(dict)
+    ``keeper``: a class that steps itself; what it keeps is shown.
+    """
+
+    def __init__(self, keeper: Optimizer | None = None) -> None:
+        self._keeper, self._shown = keeper, defaultdict[Tensor, Values](dict)
         self.may_be_written = False
         """Whether a caller was shown it since :meth:`adopt_writes` looked for writes."""
+
+    @property
+    def shown(self) -> defaultdict[Tensor, Values]:
+        """What the caller sees, as it was last filled in."""
+        return self._shown if self._keeper is None else self._keeper.state
 
     def expose(self, params: Sequence[ParamState]) -> None:
         """Show their memory as it is; nothing is copied."""

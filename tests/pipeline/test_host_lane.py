@@ -42,7 +42,7 @@ class Job:
             update_on="host",
             transfer=TransferConfig(bucket_bytes="4KiB", host_threads=2),
         )
-        lane = self.optimizer._reserved.engine.host
+        lane = self.optimizer._updates.reserved.engine.host
         assert lane is not None
         self.lane: HostLane = lane
 
@@ -283,7 +283,9 @@ def test_a_dropped_optimizer_frees_its_lane_without_the_cyclic_collector(
         monkeypatch.setattr(HostBucket, "step", explode)
     job.offer_all(job.work(0))
     lane = weakref.ref(job.lane)
-    tensors = [weakref.ref(t) for r in job.optimizer._reserved.params for t in r.tensors.values()]
+    tensors = [
+        weakref.ref(t) for r in job.optimizer._updates.reserved.params for t in r.tensors.values()
+    ]
     gc.collect()
     gc.disable()
     try:
@@ -362,7 +364,7 @@ def test_closing_after_a_failure_waits_for_the_streamed_lanes_copies(
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-    engine = optimizer._reserved.engine
+    engine = optimizer._updates.reserved.engine
     lane, streamed = engine.host, engine.ring
     assert lane is not None
     lane._failure = LaneError("an update", reason="failed in a test")

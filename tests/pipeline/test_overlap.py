@@ -21,9 +21,9 @@ from fsdp_offload import (
     TransferConfig,
 )
 from fsdp_offload.core.devices import backend_for
+from fsdp_offload.optimizer.overlap import Times
 from fsdp_offload.pipeline import ring
 from fsdp_offload.pipeline.host import HostBucket
-from fsdp_offload.pipeline.overlap import Times
 from fsdp_offload.pipeline.ring import Ring
 from fsdp_offload.plan import residency
 from fsdp_offload.update.params import Snapshot, Work
@@ -212,7 +212,7 @@ def test_buckets_that_stay_are_sent_once(
 ) -> None:
     monkeypatch.setattr(residency, "LEAST_SLOTS", 2)
     job, plain = Job("backward", device_memory=f"{memory}B"), Job(None)
-    engine = job.optimizer._reserved.engine
+    engine = job.optimizer._updates.reserved.engine
     sizes = [each.bucket.state_bytes for each in engine.ring.buckets]
     stay_bytes = sum(sizes[index] for index in engine.ring.staying)
     assert (len(sizes), len(engine.ring.staying)) == (5, staying)
@@ -232,7 +232,7 @@ def test_which_buckets_stay(mode: str, staying: set[int], monkeypatch: pytest.Mo
     """In "forward" not those at the head of the model alone: see plan/residency.py."""
     monkeypatch.setattr(residency, "LEAST_SLOTS", 2)
     job = Job(mode, device_memory=0)
-    engine = job.optimizer._reserved.engine
+    engine = job.optimizer._updates.reserved.engine
     largest = max(engine.ring.sizes.values())
     engine.ring.fit(4 * largest, 0)
     assert engine.ring.staying.keys() == staying
@@ -312,14 +312,14 @@ def test_gradients_are_dropped_group_by_group_as_the_forward_comes_by() -> None:
         job.optimizer.zero_grad()
         assert all(reference() is not None for reference in _views(job, held))
         job.played.forward(unused=(2,))
-        assert [len(gate.held) for gate in job.optimizer._overlap.gates] == [0, 0, 3, 0]
+        assert [len(gate.held) for gate in job.optimizer._updates.overlap.gates] == [0, 0, 3, 0]
         job.played.forward()
-        assert all(not gate.held for gate in job.optimizer._overlap.gates)
+        assert all(not gate.held for gate in job.optimizer._updates.overlap.gates)
 
 
 def _views(job: Job, held: list[weakref.ref[Tensor]]) -> list[weakref.ref[Tensor]]:
     """The flat views that gates hold of the same memory."""
-    gates = job.optimizer._overlap.gates
+    gates = job.optimizer._updates.overlap.gates
     found = [weakref.ref(g) for gate in gates for g in gate.held if isinstance(g, Tensor)]
     assert len(found) == len(held)
     return found
@@ -333,7 +333,7 @@ def test_what_the_snapshot_holds_lives_until_every_gate_is_open(overlap: str) ->
     job.backward(0)
     job.optimizer.step()
     job.optimizer.zero_grad()
-    gates = job.optimizer._overlap.gates
+    gates = job.optimizer._updates.overlap.gates
     snapshot = next(s for s in gates[0].held if isinstance(s, Snapshot))
     assert isinstance(snapshot.groups[0]["lr"], Tensor)
     held = weakref.ref(snapshot.groups[0]["lr"])
@@ -369,8 +369,10 @@ def test_a_dropped_optimizer_frees_its_state_and_its_hooks(
     job.train(2)
     if in_the_middle:
         job.backward(2)
-    tensors = [weakref.ref(t) for r in job.optimizer._reserved.params for t in r.tensors.values()]
-    overlapping = weakref.ref(job.optimizer._overlap)
+    tensors = [
+        weakref.ref(t) for r in job.optimizer._updates.reserved.params for t in r.tensors.values()
+    ]
+    overlapping = weakref.ref(job.optimizer._updates.overlap)
     job.optimizer = None
     gc.collect()
     assert [t() for t in tensors if t() is not None] == []
@@ -436,7 +438,7 @@ def test_the_order_follows_the_measured_times_with_the_same_bits(
     plain.train(8)
     job = Job(overlap)
     job.train(8)
-    lane = job.optimizer._reserved.engine.ring
+    lane = job.optimizer._updates.reserved.engine.ring
     assert sorted(lane.order) == list(range(len(lane.buckets)))
     job.assert_like(plain)
 

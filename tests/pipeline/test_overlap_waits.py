@@ -178,7 +178,7 @@ class Job:
                     state[parameter]["exp_avg"].mul_(0.5)
         if self.scene.reorders and not self.plain:
             times = [float((7 * i + 3 * step) % 5) for i in range(len(GROUPS))]
-            overlap = self.optimizer._overlap
+            overlap = self.optimizer._updates.overlap
             overlap._reorder(times, 1e-3)
 
 
@@ -214,8 +214,8 @@ def test_the_numbers_are_those_of_the_plain_optimizer_in_every_combination(
 REMOVED = [
     Scenario("forward", steps=2),
     Scenario("backward", steps=2),
-    # Groups 1 and 3 share a bucket: the gate of one without gradients, were it the first of the two,
-    # would wait for an update that leaves it alone.
+    # Groups 1 and 3 share a bucket: a gate without gradients, were it the first of the two, would
+    # wait for an update that leaves it alone.
     Scenario("forward", ONE_ON_HOST, BF16, steps=2, unused=(frozenset({3}), frozenset[int]())),
     Scenario("backward", ONE_ON_HOST, steps=2, one_rank=True, unused=UNUSED[:2]),
 ]

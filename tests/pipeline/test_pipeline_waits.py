@@ -111,8 +111,9 @@ def make_parameters(numels: tuple[int, ...], dtype: torch.dtype) -> list[nn.Para
 def build(scene: Scenario) -> tuple[list[nn.Parameter], HybridDeviceOptimizer]:
     parameters = make_parameters(NUMELS, scene.dtype)
     inner = torch.optim.AdamW(parameters, lr=0.05)
-    for parameter in parameters[::2]:  # these have state that must arrive even in the first step
-        parameter.grad = torch.full_like(parameter, 0.25)
+    # These have state that must arrive even in the first step, and that is another for each.
+    for index, parameter in enumerate(parameters[::2]):
+        parameter.grad = torch.full_like(parameter, (index + 1) / 8)
     inner.step()
     inner.zero_grad()
     transfer = TransferConfig(bucket_bytes="4KiB", host_threads=1)

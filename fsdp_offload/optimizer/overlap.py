@@ -36,12 +36,13 @@ from ..core.fsdp import Group, find_groups
 from ..core.progress import warn
 from ..core.spent import SpentGradient, another_backward_error, changed_gradient_error, is_spent
 from ..core.storage import span
+from ..pipeline.engine import Engine
+from ..pipeline.ring import Mark, best_ms_per_byte
 from ..plan.order import assumed_ready_ms
 from ..update.params import ParamState, Work
 from ..update.schema import is_torch_class, works_on_matrices
-from .engine import Engine
 from .gradients import gradient_of
-from .ring import Mark, best_ms_per_byte
+from .lifecycle import Lifecycle
 
 ASSUMED_MS_PER_BYTE: Final = 1 / 50e6
 """Of the link, each way, until it has been measured: PCIe 5 x16."""
@@ -54,21 +55,17 @@ REORDER_AFTER: Final = frozenset((3, 6, 12, 48))
 class Owner(Protocol):
     """The optimizer, as the hooks see it."""
 
-    # An exception inside makes the optimizer failed.
-    def _failing(self, what: str) -> contextlib.AbstractContextManager[None]: ...
+    life: Lifecycle
 
-    # Inside, no other thread uses the optimizer.
-    def _turn(self, what: str) -> contextlib.AbstractContextManager[None]: ...
+    # An exception inside makes the optimizer failed.
+    def failing(self, what: str) -> contextlib.AbstractContextManager[None]: ...
 
     # An iteration whose first gradients have arrived. More state may be reserved for it, and
     # Overlap.attach called.
-    def _begin_in_backward(self) -> Work: ...
-
-    # Raises where an update has failed.
-    def _check_usable(self) -> None: ...
+    def begin_in_backward(self) -> Work: ...
 
     # Raises where an update has failed, or ``what`` needs memory that is offloaded.
-    def _check_present(self, what: str) -> None: ...
+    def check_present(self, what: str) -> None: ...
 
 
 @dataclass(eq=False)
@@ -253,6 +250,12 @@ class Overlap:
         for gate in self.gates:
             self._open(gate)
 
+    def give_up(self) -> None:
+        """Everything is written anew: what has begun counts no more, nor do updates that failed."""
+        self.work = None
+        self.open_all()
+        self.clear_spent()
+
     def let_read(self) -> None:
         """Shards are used without a wait from now on, whether or not updates have failed."""
         for gate in self.gates:
@@ -316,7 +319,7 @@ class Overlap:
         owner = self._find_owner()
         if owner is None or not (gate.events or gate.is_taken):
             return
-        with span("wait"), owner._failing(what):  # of the host lane's thread
+        with span("wait"), owner.failing(what):  # of the host lane's thread
             for event in gate.events:
                 stream.wait(event)
             if gate.is_taken:
@@ -375,7 +378,7 @@ class Overlap:
         for param in gate.params:
             if is_spent(param.parameter.grad):
                 if (owner := self._find_owner()) is not None:
-                    owner._check_usable()
+                    owner.life.check()
                 raise another_backward_error(param.fqn, is_stepped=not self.has_taken)
 
     def after_reduce(self, index: int, reduced: Event, stream: Stream) -> None:
@@ -386,8 +389,8 @@ class Overlap:
             self.gates[index].reduced = stream.record_timed()
         owner = self._find_owner()
         if owner is not None:
-            with owner._turn("an update in backward()"):
-                owner._check_present("an update in backward()")
+            with owner.life.turn("an update in backward()"):
+                owner.check_present("an update in backward()")
                 self._take(index, reduced, owner)
 
     def _take(self, index: int, reduced: Event, owner: Owner) -> None:
@@ -398,8 +401,8 @@ class Overlap:
         if all(gradient is None for gradient in gradients):
             return
         if self.work is None:
-            self.work = owner._begin_in_backward()  # gate.params may be others then, in this order
-        with owner._failing("backward()"):
+            self.work = owner.begin_in_backward()  # gate.params may be others then, in this order
+        with owner.failing("backward()"):
             for param, gradient in zip(gate.params, gradients, strict=True):
                 if gradient is not None:
                     self.work.gradients[param.index] = gradient
