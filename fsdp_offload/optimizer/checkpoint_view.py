@@ -62,25 +62,25 @@ class CheckpointView:
             self._updates.life.check()
 
     def check_loadable(self, what: str) -> None:
-        """See :meth:`.Updates.check_loadable`."""
-        self._updates.check_loadable(what)
+        """Refuse a load while away or closed; a failed optimizer is what a load is for.
 
-    def check_names(self, saved: Mapping[Tensor, Collection[str]]) -> None:
-        """Refuse state of a checkpoint, given by the names of its entries, that lacks one.
+        Raises:
+            AwayError, ClosedError: it is.
+        """
+        self._updates.check_present(what, failed_ok=True)
+
+    def check_fits(
+        self, saved: Mapping[Tensor, Collection[str]], groups: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """Refuse state of a checkpoint, given by the names of its entries, that lacks one, and
+        options, one mapping per group, that need other state.
 
         Raises:
             StateDictError: it was saved by another class, or by one with other flags.
         """
         for param in self._updates.reserved.params:
             check_names(param, saved.get(param.parameter, ()))
-
-    def check_options(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Refuse options of a checkpoint, one mapping per group, that need other state.
-
-        Raises:
-            StateDictError: such as ``amsgrad`` where it was off when the optimizer was built.
-        """
-        self._updates.checked_groups([dict(group) for group in groups])
+        self._updates.reserved.checked_groups(groups)
 
     @contextlib.contextmanager
     def replacing_all(self, what: str, *, keep: type[Exception]) -> Iterator[None]:
@@ -97,4 +97,4 @@ class CheckpointView:
         self, what: str, *, keep: type[Exception]
     ) -> contextlib.AbstractContextManager[None]:
         """See :meth:`.Lifecycle.failing`."""
-        return self._updates.failing(what, keep)
+        return self._updates.life.failing(what, keep)

@@ -5,7 +5,7 @@ copy instead while it is away. So whatever reads state (``state``, state dicts, 
 host memory without knowing. Views that the lanes cut at construction stay: the storage object is
 the same, and nothing looks at them between steps.
 
-Offloaded are the resident lane's state, what classes keep by themselves, and step counts that a
+Offloaded are state without a host copy, what classes keep by themselves, and step counts that a
 kernel wants on the device.
 """
 
@@ -24,7 +24,6 @@ from ..core.errors import AwayError
 from ..core.offloadable import HostCopies
 from ..update.params import ParamState
 from .reservation import Reservation
-from .state_view import StateView
 
 Shown = Mapping[Tensor, dict[str, Any]]
 
@@ -66,12 +65,11 @@ class DeviceState:
     def __init__(
         self,
         reserved: Reservation,
-        view: StateView,
         *,
         finish: Callable[[], None],
         turn: Callable[[str], AbstractContextManager[None]],
     ) -> None:
-        self._reserved, self._view = reserved, view
+        self._reserved, self._view = reserved, reserved.view
         self.turn = turn
         self._finish = finish
         self._copies: HostCopies | None = None

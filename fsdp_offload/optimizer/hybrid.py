@@ -217,7 +217,9 @@ class HybridDeviceOptimizer(Optimizer):
             SpentGradientError: between a backward that updated parameters and ``step()``.
         """
         with self._updates.life.turn("zero_grad()"):
-            self._updates.clear_spent(set_to_none=set_to_none)
+            self._updates.refuse_if_taken("zero_grad() before step()")
+            if self._updates.overlap is not None:
+                self._updates.overlap.clear_spent(set_to_none=set_to_none)
             super().zero_grad(set_to_none)
             for group in self.param_groups:
                 for parameter in group["params"]:
@@ -233,7 +235,7 @@ class HybridDeviceOptimizer(Optimizer):
         updates.life.check()
         if updates.steps_itself:
             return type(self._inner).state_dict(self._wrapped)  # reads self.state
-        updates.name_masters()
+        updates.view.name_masters(updates.reserved.params)
         with updates.life.held("state_dict()"):  # hooks may use the optimizer
             return super().state_dict()  # reads self.state
 
@@ -247,7 +249,7 @@ class HybridDeviceOptimizer(Optimizer):
             StateDictError: groups, keys, shapes or placements do not fit; nothing was written.
         """
         updates = self._updates
-        updates.check_loadable("load_state_dict()")
+        updates.check_present("load_state_dict()", failed_ok=True)
         if updates.steps_itself:
             with updates.life.held("load_state_dict()"):  # hooks may use the optimizer
                 type(self._inner).load_state_dict(self._inner, dict(state_dict))
@@ -287,7 +289,7 @@ class HybridDeviceOptimizer(Optimizer):
     @property
     def device(self) -> torch.device:
         """Where the shards live."""
-        return self._updates.device
+        return self._updates.reserved.backend.device
 
     def accumulate(self) -> contextlib.AbstractContextManager[None]:
         """Inside, backward passes only add to ``.grad``: for all micro-batches but the last.

@@ -26,22 +26,14 @@ from ..update.schema import is_torch_class
 from .device_state import DeviceState
 from .lifecycle import Lifecycle
 from .reservation import Reservation
-from .state_view import StateView
 
 
 class Masters:
     """The masters of one optimizer."""
 
-    def __init__(
-        self,
-        life: Lifecycle,
-        reserved: Reservation,
-        view: StateView,
-        device_state: DeviceState,
-        drain: Callable[[], None],
-    ) -> None:
-        self._life, self._reserved, self._view = life, reserved, view
-        self._device_state, self._drain = device_state, drain
+    def __init__(self, life: Lifecycle, reserved: Reservation, device_state: DeviceState) -> None:
+        self._life, self._reserved, self._view = life, reserved, reserved.view
+        self._device_state = device_state
         self.come_with_weights = False
         """From a load of the optimizer's state to the next step: weights loaded meanwhile are those
         that the loaded masters belong to."""
@@ -117,7 +109,7 @@ class Masters:
             self._follow_load()
 
     def _follow_load(self) -> None:
-        self._drain()
+        self._life.drain()
         self._reserved.engine.ring.discard()
         before, self._before_load = self._before_load, None
         params = self._reserved.mastered()

@@ -22,6 +22,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Final, Protocol
 
 from torch import Tensor, nn
@@ -37,7 +38,7 @@ from ..core.progress import warn
 from ..core.spent import SpentGradient, another_backward_error, changed_gradient_error, is_spent
 from ..core.storage import span
 from ..pipeline.engine import Engine
-from ..pipeline.ring import Mark, best_ms_per_byte
+from ..pipeline.ring import Mark
 from ..plan.order import assumed_ready_ms
 from ..update.params import ParamState, Work
 from ..update.schema import is_torch_class, works_on_matrices
@@ -56,9 +57,6 @@ class Owner(Protocol):
     """The optimizer, as the hooks see it."""
 
     life: Lifecycle
-
-    # An exception inside makes the optimizer failed.
-    def failing(self, what: str) -> contextlib.AbstractContextManager[None]: ...
 
     # An iteration whose first gradients have arrived. More state may be reserved for it, and
     # Overlap.attach called.
@@ -116,8 +114,9 @@ class Times:
         return [(max(reached) if time is None else time) - min(reached) for time in times]
 
     def ms_per_byte(self) -> float | None:
-        """Of the link, each way."""
-        return best_ms_per_byte(self.marks)
+        """Of the link, each way, in the best stretch between two marks."""
+        spans = [(a[1].elapsed_time(b[1]), b[0] - a[0]) for a, b in pairwise(self.marks)]
+        return min((ms / n_bytes for ms, n_bytes in spans if n_bytes), default=None) or None
 
 
 class Overlap:
@@ -319,7 +318,7 @@ class Overlap:
         owner = self._find_owner()
         if owner is None or not (gate.events or gate.is_taken):
             return
-        with span("wait"), owner.failing(what):  # of the host lane's thread
+        with span("wait"), owner.life.failing(what):  # of the host lane's thread
             for event in gate.events:
                 stream.wait(event)
             if gate.is_taken:
@@ -402,7 +401,7 @@ class Overlap:
             return
         if self.work is None:
             self.work = owner.begin_in_backward()  # gate.params may be others then, in this order
-        with owner.failing("backward()"):
+        with owner.life.failing("backward()"):
             for param, gradient in zip(gate.params, gradients, strict=True):
                 if gradient is not None:
                     self.work.gradients[param.index] = gradient

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -14,13 +16,17 @@ from ..core import dtensor
 from ..core.arguments import backend_of
 from ..core.backend import Backend
 from ..core.config import Lane, OffloadConfig
-from ..core.errors import DeviceError
+from ..core.errors import DeviceError, StateDictError
 from ..link import HostPool
 from ..pipeline.engine import Engine
-from ..pipeline.inventory import Inventory, Placed
+from ..pipeline.inventory import Inventory, Placed, missing_kinds
 from ..update import state as state_io
 from ..update.params import MasterForm, ParamState
-from .state_view import StateView
+from ..update.schema import signature
+from .state_view import Groups, StateView
+
+IMPLEMENTATION_FLAGS: Final = frozenset(("foreach", "fused", "capturable", "differentiable"))
+"""Group values that say how a kernel runs, not what it computes: a load keeps the current ones."""
 
 
 class Reservation:
@@ -34,7 +40,7 @@ class Reservation:
         backend: Backend,
         view: StateView,
     ) -> None:
-        self.inner, self._models, self.config, self._view = inner, models, config, view
+        self.inner, self._models, self.config, self.view = inner, models, config, view
         self.backend = backend
         self.params: list[ParamState] = []
         self.never_have_gradients: list[ParamState] = []
@@ -66,7 +72,7 @@ class Reservation:
 
     def is_fresh(self) -> bool:
         """Whether there is no state but what is shown before a first update."""
-        others = self._view.unmanaged(self.params).values()
+        others = self.view.unmanaged(self.params).values()
         return not any(others) and all(map(state_io.is_fresh, self.params))
 
     def extend(self, added: list[Placed], lanes: Mapping[Tensor, Lane] | None = None) -> None:
@@ -82,7 +88,7 @@ class Reservation:
                 remedy="move them there, or wrap another optimizer for them",
             )
         params, natives = self.inventory.plan(added, lanes=lanes)
-        shown = self._view.shown
+        shown = self.view.shown
         frozen = {p: shown[p] for p, _ in added if shown.get(p)}
         for param in params:
             state_io.check(param, frozen.get(param.parameter, {}))
@@ -114,7 +120,7 @@ class Reservation:
                     state_io.write(param, found)
             for parameter, found in state.items():
                 if parameter not in managed:
-                    self._view.shown[parameter].update(found)
+                    self.view.shown[parameter].update(found)
 
     def renew(self) -> None:
         """Reserve anew, in the same lanes, what options have come to need."""
@@ -125,7 +131,7 @@ class Reservation:
         self.close()
         self.engine = self._new_engine()
         for parameter in kept:
-            del self._view.shown[parameter]
+            del self.view.shown[parameter]
         self.extend(again, lanes)
         for param in self.params:
             state_io.write(param, kept[param.parameter])
@@ -137,7 +143,7 @@ class Reservation:
         self.config = config
         self.close()
         self._managed.clear()
-        self._view.shown.clear()
+        self.view.shown.clear()
         self._start()
         self.extend(self.inventory.trainable())
 
@@ -146,6 +152,32 @@ class Reservation:
         self._close_engine()
         self.params, self.never_have_gradients = [], []
         self.pool.close()
+
+    def checked_groups(self, saved: Sequence[Mapping[str, Any]]) -> Groups:
+        """Group values of a load to take over.
+
+        Raises:
+            StateDictError: their flags need state that is not reserved (``amsgrad``, ...).
+        """
+        result = []
+        pairs = zip(self.inner.param_groups, saved, strict=True)
+        for index, (group, saved_group) in enumerate(pairs):
+            values = {
+                name: copy.deepcopy(value)
+                for name, value in saved_group.items()
+                if name != "params" and name not in IMPLEMENTATION_FLAGS
+            }
+            after = {**group, **values}
+            param = next((r for r in self.params if r.group == index), None)
+            if param is not None and signature(after) != signature(group):
+                if missing := missing_kinds(param, self.inventory.schema(param, after)):
+                    raise StateDictError(
+                        f"param_groups[{index}] of the checkpoint",
+                        reason=f"its flags need state {missing}, which is not reserved",
+                        remedy="build the optimizer with the flags of the checkpoint",
+                    )
+            result.append(values)
+        return result
 
     def mastered(self) -> list[ParamState]:
         """Parameters whose fp32 master is not the shard itself."""

@@ -36,7 +36,7 @@ from .lifecycle import SAVE, Lifecycle
 from .masters import Masters, remove_all, watch_reads
 from .overlap import Overlap, make_overlap, with_overlap
 from .reservation import Reservation
-from .state_view import Groups, StateView, checked_groups, match, name_masters
+from .state_view import StateView, match
 from .wrapping import (
     GroupedParameters,
     changed_groups_error,
@@ -67,7 +67,7 @@ class Updates:
     ) -> None:
         self.inner, self.steps_itself = inner, steps_itself
         self._models, self._config = models, config
-        self.life = Lifecycle()
+        self.life = Lifecycle(self.drain_quietly)
         self.hooks: list[RemovableHandle] = []  # of the models, until close()
         backend = backend_of(p for group in inner.param_groups for p in group["params"])
         config = with_overlap(config, inner, models)
@@ -76,14 +76,9 @@ class Updates:
         self.overlap: Overlap | None = None
         self.memory = DeviceMemory(backend) if config.device_memory == "auto" else None
         # It ends all work while masters can see the weights.
-        self.device_state = DeviceState(
-            self.reserved, self.view, finish=self.finish, turn=self.life.turn
-        )
-        self.masters = Masters(
-            self.life, self.reserved, self.view, self.device_state, self.drain_quietly
-        )
+        self.device_state = DeviceState(self.reserved, finish=self.finish, turn=self.life.turn)
+        self.masters = Masters(self.life, self.reserved, self.device_state)
         self._grouped = GroupedParameters(inner.param_groups)
-        self._named_masters = False
         self._had_gradient = False  # of any parameter, in any step
         self.steps, self.step_ms = 0, 0.0
 
@@ -93,7 +88,7 @@ class Updates:
             with ordinary_tensors():
                 self._make_overlap()
                 if self.steps_itself:
-                    warn_that_state_stays(self.inner, self._config, self.device)
+                    warn_that_state_stays(self.inner, self._config, self.reserved.backend.device)
                 else:
                     self._extend(self.reserved.inventory.trainable())
                     self.reserved.take_over()
@@ -106,11 +101,6 @@ class Updates:
         if self.overlap is not None:
             self.hooks += watch_reads(self._models, self._before_module_read)
 
-    @property
-    def device(self) -> torch.device:
-        """Where the shards live."""
-        return self.reserved.backend.device
-
     # ------------------------------------------------------------------ an iteration
 
     def run(self) -> None:
@@ -118,7 +108,7 @@ class Updates:
         self.check_present("step()")
         current, began = stream_to_wait(self.reserved.backend), time.perf_counter()
         work, engine = self._collect(), self.reserved.engine
-        with self.failing("step()"):
+        with self.life.failing("step()"):
             start = current.record()
             work.ready = [start if event is None else event for event in work.ready]
             engine.run(work, start)
@@ -183,7 +173,7 @@ class Updates:
         self._follow_options()
         self.masters.changed()
         if self.overlap is not None:
-            with self.failing("an update of the step before"):
+            with self.life.failing("an update of the step before"):
                 self.overlap.begin()
         engine = self.reserved.engine
         snapshot = Snapshot.take(self.inner, self.inner.param_groups, host=engine.host is not None)
@@ -277,7 +267,7 @@ class Updates:
         sets it. All parameters are made anew, in the lanes that they were in."""
         if self.reserved.inventory.have_outgrown(self.reserved.params):
             self.finish()
-            with self.failing("reserving more state"), torch.no_grad():
+            with self.life.failing("reserving more state"), torch.no_grad():
                 self.reserved.renew()
                 self.masters.changed()
             self._attach()
@@ -308,14 +298,14 @@ class Updates:
         to the weights of now then.
 
         Raises:
-            LaneError: see :meth:`failing`.
+            LaneError: see :meth:`.Lifecycle.failing`.
         """
         self.drain_quietly()
         self.reserved.engine.abort()
         if self.overlap is not None:
             self.overlap.give_up()
         self.life.open()
-        with self.failing(what, *keep), torch.no_grad():
+        with self.life.failing(what, *keep), torch.no_grad():
             yield
             self.masters.changed()
         self.masters.come_with_weights = True
@@ -329,7 +319,7 @@ class Updates:
         self.follow_groups()
         params, current = self.reserved.params, self.inner.param_groups
         ids, values = match(current, loaded, params)
-        groups = self.checked_groups(loaded["param_groups"])
+        groups = self.reserved.checked_groups(loaded["param_groups"])
         for param, found in zip(params, values, strict=True):
             state_io.check(param, found)
         with self.replacing("load_state_dict()"):
@@ -339,9 +329,9 @@ class Updates:
             for param, found in zip(params, values, strict=True):
                 state_io.write(param, found)
                 self.view.shown[param.parameter].update(state_io.expose(param))
-            are_tensors = is_torch_class(self.inner)
+            device, is_torchs = self.reserved.backend.device, is_torch_class(self.inner)
             self.view.load_unmanaged(
-                loaded["state"], ids, params, self.device, steps_are_tensors=are_tensors
+                loaded["state"], ids, params, device, steps_are_tensors=is_torchs
             )
         if seeded := sum(map(state_io.seeds_master, params, values)):
             warn(
@@ -349,21 +339,10 @@ class Updates:
                 seeded,
             )
 
-    def checked_groups(self, saved: Groups) -> Groups:
-        """See :func:`.state_view.checked_groups`."""
-        reserved = self.reserved
-        return checked_groups(self.inner.param_groups, saved, reserved.inventory, reserved.params)
-
-    def name_masters(self) -> None:
-        """Log once which entries of a state dict are lost on an optimizer without this library."""
-        if not self._named_masters:
-            self._named_masters = True
-            name_masters(self.reserved.params)
-
     def synchronize(self) -> None:
         """Block until parameters and state are final and host memory may be read."""
         self.life.check()
-        with self.failing("synchronize()"):
+        with self.life.failing("synchronize()"):
             self._drain()
             self.reserved.engine.ring.flush()
 
@@ -389,17 +368,13 @@ class Updates:
 
     # ------------------------------------------------------------------ whether it may be used
 
-    def failing(self, what: str, *keep: type[Exception]) -> contextlib.AbstractContextManager[None]:
-        """See :meth:`.Lifecycle.failing`."""
-        return self.life.failing(what, self.drain_quietly, keep=keep)
-
-    def check_present(self, what: str) -> None:
-        """Refuse ``what`` while the optimizer is failed, closed or away.
+    def check_present(self, what: str, *, failed_ok: bool = False) -> None:
+        """Refuse ``what`` while the optimizer is closed or away, or failed, but for a load.
 
         Raises:
             AwayError, ClosedError, LaneError: it is.
         """
-        self.life.check()
+        self.life.check(failed_ok=failed_ok)
         self.device_state.check(what)
 
     def refuse_if_taken(self, what: str) -> None:
@@ -409,33 +384,12 @@ class Updates:
             SpentGradientError: there is one.
         """
         if self.overlap is not None and self.overlap.has_taken:
+            self.life.check()
             raise SpentGradientError(
                 what,
                 reason="parameters were updated with these gradients in backward",
                 remedy='call step() first; overlap="forward" can skip an update',
             )
-
-    def check_loadable(self, what: str) -> None:
-        """Refuse a load while away or closed; a failed optimizer is what a load is for.
-
-        Raises:
-            AwayError, ClosedError: it is.
-        """
-        self.life.check(failed_ok=True)
-        self.device_state.check(what)
-
-    def clear_spent(self, *, set_to_none: bool) -> None:
-        """What ``zero_grad()`` does for gradients that were taken in backward.
-
-        Raises:
-            SpentGradientError: ``step()`` is still to come.
-        """
-        if self.overlap is None:
-            return
-        if self.overlap.has_taken:
-            self.life.check()
-        self.refuse_if_taken("zero_grad() before step()")
-        self.overlap.clear_spent(set_to_none=set_to_none)
 
     def close(self) -> None:
         """Finish all work and give all memory back. Idempotent."""

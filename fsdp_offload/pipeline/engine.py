@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -51,20 +50,19 @@ def make_dtype_groups(params: Sequence[ParamState], config: OffloadConfig) -> li
         parts = (param.lane, param.info.dtype, param.compute_dtype, param.form, kinds)
         return (*map(str, parts), str(param.schema.elementwise))
 
-    order = {k: i for i, k in reversed(list(enumerate(map(key, params))))}
-    ordered = sorted(params, key=lambda param: order[key(param)])  # stable
+    alike: dict[tuple[str, ...], list[ParamState]] = {}
+    for param in params:
+        alike.setdefault(key(param), []).append(param)
     dtype_groups, stop = [], 0
-    for _, group in groupby(ordered, key=key):
-        params = list(group)
-        start = 0 if params[0].lane == "resident" else stop
+    for group in alike.values():
+        is_away = group[0].lane != "resident"
         layout = make_layout(
-            [r.spec for r in params],
+            [param.spec for param in group],
             bucket_bytes=config.bucket_bytes,
-            arena_start=start,
+            arena_start=stop if is_away else 0,
         )
-        if params[0].lane != "resident":
-            stop = layout.arena_stop
-        dtype_groups.append(DtypeGroup(params, layout))
+        stop = layout.arena_stop if is_away else stop
+        dtype_groups.append(DtypeGroup(group, layout))
     return dtype_groups
 
 
@@ -83,7 +81,6 @@ class NativeUpdate:
     def __init__(
         self, optimizer: Optimizer, placed: list[tuple[Tensor, int]], state: States
     ) -> None:
-        self.parameters = [parameter for parameter, _ in placed]
         self._indices = sorted({group for _, group in placed})
         groups: list[dict[str, Any]] = [
             {"params": [p for p, group in placed if group == index]} for index in self._indices
@@ -114,7 +111,8 @@ class Engine:
         self._pool = pool
         self.payload_bytes = 0  # of state in host memory
         self.update = backend.stream("update")
-        self.ring = Ring(backend, self.update, config.overlap or "step")
+        self._overlap = config.overlap or "step"
+        self.ring = Ring(backend, self.update, self._overlap)
         self.host: HostLane | None = None
         self._natives: list[NativeUpdate] = []
         self._natives_updated: Event | None = None
@@ -172,8 +170,11 @@ class Engine:
             undo.callback(self.ring.drop_from, before)
             scratch = self._fill_ring(optimizer, params, groups, arena)
             if on_host:
-                undo.callback(self._drop_host_from, len(self.host.buckets) if self.host else 0)
-                self._fill_host(optimizer, params, on_host, sizes, arena, host_start)
+                if self.host is None:
+                    self.host = HostLane(self.backend, thread_count(self.config), self._overlap)
+                undo.callback(self.host.drop_from, len(self.host.buckets))
+                buckets = _host_buckets(optimizer, params, on_host, sizes, arena, host_start)
+                self.host.append(buckets)
             yield
             self._keep_scratch(scratch, self.ring.buckets[before:])
             undo.pop_all()
@@ -185,10 +186,6 @@ class Engine:
     def _give(self, arena: HostRange) -> None:
         self._arenas.remove(arena)
         self._pool.give(arena)
-
-    def _drop_host_from(self, count: int) -> None:
-        if self.host is not None:
-            self.host.drop_from(count)
 
     def _make_tensors(self, dtype_groups: list[DtypeGroup], arena: HostRange) -> None:
         """The authoritative state tensors: flat, own storage, offset 0."""
@@ -213,7 +210,10 @@ class Engine:
         arena: HostRange,
     ) -> Scratch:
         groups = [group for group in dtype_groups if group.first.lane != "host"]
-        scratch = self._scratch(groups)
+        sizes = [Scratch.bytes_of(group.first, group.layout.scratch_numel) for group in groups]
+        memory = self.backend.allocate(max(sizes, default=0))
+        slices = sum(len(each.slices) for group in groups for each in group.layout.buckets)
+        scratch = Scratch(memory, StepPowers(slices, self.backend.device))
         buckets = [
             RingBucket(
                 optimizer,
@@ -237,12 +237,6 @@ class Engine:
             scratch.release()
             self._without_scratch += kinds.values()
 
-    def _scratch(self, dtype_groups: list[DtypeGroup]) -> Scratch:
-        sizes = [Scratch.bytes_of(s.first, s.layout.scratch_numel) for s in dtype_groups]
-        count = sum(len(bucket.slices) for s in dtype_groups for bucket in s.layout.buckets)
-        memory = self.backend.allocate(max(sizes, default=0))
-        return Scratch(memory, StepPowers(count, self.backend.device))
-
     def _allowed_bytes(self, buckets: Sequence[RingBucket]) -> int:
         """What the ring may have when these are added. Where memory is taken while there is some
         to spare, no more than slots for them, until it is looked at again."""
@@ -250,30 +244,6 @@ class Engine:
         if self.config.device_memory != "auto" or not own or not buckets:
             return first
         return max(first, own + LEAST_SLOTS * max(device_bytes_of(each.bucket) for each in buckets))
-
-    def _fill_host(
-        self,
-        optimizer: Optimizer,
-        params: list[ParamState],
-        dtype_groups: list[DtypeGroup],
-        sizes: HostSizes,
-        arena: HostRange,
-        start: int,  # of what the lane works in, in the arena
-    ) -> None:
-        if self.host is None:
-            threads = thread_count(self.config)
-            self.host = HostLane(self.backend, threads, self.config.overlap or "step")
-        slots = [
-            arena.tensor(start + i * sizes.slot, sizes.slot, torch.uint8)
-            for i in range(sizes.slots)
-        ]
-        memory = arena.tensor(start + sizes.slots * sizes.slot, sizes.scratch, torch.uint8)
-        scratch = Scratch(memory, StepPowers(0, memory.device))
-        buckets = [bucket for group in dtype_groups for bucket in group.layout.buckets]
-        self.host.append(
-            HostBucket(optimizer, bucket, params, arena, slots[i % len(slots)], scratch)
-            for i, bucket in enumerate(buckets)
-        )
 
     # ------------------------------------------------------------------ running
 
@@ -391,9 +361,29 @@ class Engine:
         while self._arenas:
             self._pool.give(self._arenas.pop())
         _clear(self._params)
-        self.ring = Ring(self.backend, self.update, "step")
+        self.ring.close()
         self.host, self._natives, self._scratches, self._params = None, [], [], []
         self._without_scratch, self._gates, self.payload_bytes = [], [], 0
+
+
+def _host_buckets(
+    optimizer: Optimizer,
+    params: list[ParamState],
+    dtype_groups: list[DtypeGroup],
+    sizes: HostSizes,
+    arena: HostRange,
+    start: int,  # of what the lane works in, in the arena
+) -> list[HostBucket]:
+    slots = [
+        arena.tensor(start + i * sizes.slot, sizes.slot, torch.uint8) for i in range(sizes.slots)
+    ]
+    memory = arena.tensor(start + sizes.slots * sizes.slot, sizes.scratch, torch.uint8)
+    scratch = Scratch(memory, StepPowers(0, memory.device))
+    buckets = [bucket for group in dtype_groups for bucket in group.layout.buckets]
+    return [
+        HostBucket(optimizer, bucket, params, arena, slots[i % len(slots)], scratch)
+        for i, bucket in enumerate(buckets)
+    ]
 
 
 def _clear(params: Sequence[ParamState]) -> None:

@@ -25,7 +25,7 @@ import queue
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -214,11 +214,10 @@ class HostLane:
 
     # ------------------------------------------------------------------ on the caller's thread
 
-    def append(self, buckets: Iterable[HostBucket]) -> None:
+    def append(self, buckets: list[HostBucket]) -> None:
         """Add buckets; an iteration that has begun has them to its end."""
-        added = list(buckets)
-        self.buckets += added
-        self._left += added  # offer() sets it when an iteration begins
+        self.buckets += buckets
+        self._left += buckets  # offer() sets it when an iteration begins
 
     def drop_from(self, count: int) -> None:
         """Forget buckets that were added after so many."""

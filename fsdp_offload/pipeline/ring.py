@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Sequence
-from itertools import pairwise
 from typing import Final
 
 import torch
@@ -51,12 +50,6 @@ MARK_EVERY: Final = 8
 """Buckets between two readings of the clock."""
 Mark = tuple[int, TimedEvent]
 """Bytes of an iteration that were written back, and when."""
-
-
-def best_ms_per_byte(marks: Sequence[Mark]) -> float | None:
-    """Of the link, each way, in the best stretch between two marks that have been reached."""
-    spans = [(a[1].elapsed_time(b[1]), b[0] - a[0]) for a, b in pairwise(marks)]
-    return min((ms / n_bytes for ms, n_bytes in spans if n_bytes), default=None) or None
 
 
 def device_bytes_of(bucket: Bucket) -> int:
@@ -159,11 +152,6 @@ def state_of(params: Sequence[ParamState]) -> StateView:
     return view
 
 
-def preferred(order: Sequence[int], overlap: str) -> Sequence[int]:
-    """Buckets in the order of the forward, those first that shall stay."""
-    return order if overlap == "backward" else spread(order)
-
-
 class Ring:
     """All buckets that are updated on the device, in order, over a ring of slots.
 
@@ -203,16 +191,11 @@ class Ring:
         to its end. ``allowed_bytes``: see :meth:`fit`.
 
         Raises:
-            torch.OutOfMemoryError: there is less; everything is as before.
+            torch.OutOfMemoryError: there is less; :meth:`drop_from` takes them out again.
         """
-        before = len(self.buckets)
-        try:
-            self._use_buckets([*self.buckets, *buckets])
-            slots, staying = self._chosen(allowed_bytes)
-            self._arrange(staying, slots)
-        except BaseException:
-            self.drop_from(before)
-            raise
+        self._use_buckets([*self.buckets, *buckets])
+        slots, staying = self._chosen(allowed_bytes)
+        self._arrange(staying, slots)
 
     def drop_from(self, count: int) -> None:
         """Forget buckets that were added after so many."""
@@ -240,11 +223,12 @@ class Ring:
             ranks: per parameter, when the forward needs it compared with others.
             ms_per_byte: of the link, in each direction while both are busy.
         """
+        travelling = self.sizes.keys() - self.staying.keys()
         visits = [
             Visit(
                 ready_ms=max(ready_ms[index] for index in bucket.indices),
                 rank=min(ranks[index] for index in bucket.indices),
-                cost_ms=bucket.bucket.state_bytes * ms_per_byte if self._travels(i) else 0,
+                cost_ms=bucket.bucket.state_bytes * ms_per_byte if i in travelling else 0,
             )
             for i, bucket in enumerate(self.buckets)
         ]
@@ -265,17 +249,15 @@ class Ring:
 
     def _chosen(self, allowed_bytes: int, step: int = 0) -> tuple[int, frozenset[int]]:
         """How many slots, and which buckets stay, for so many bytes."""
+        order = sorted(self.sizes, key=self._ranks.__getitem__)
         return choose(
             self.sizes,
-            preferred(sorted(self.sizes, key=self._ranks.__getitem__), self._overlap),
+            order if self._overlap == "backward" else spread(order),  # those first that shall stay
             allowed_bytes,
             staying=self.staying,
             away_until=self._away_until,
             step=step,
         )
-
-    def _travels(self, index: int) -> bool:
-        return index in self.sizes and index not in self.staying
 
     def _arrange(self, staying: Collection[int], slots: int) -> None:
         order = self._deadlines
@@ -464,6 +446,10 @@ class Ring:
     def synchronize(self) -> None:
         """Block until updates have run, and what travels is back in the arena."""
         self.link.finish_stores()
+
+    def close(self) -> None:
+        """Let go of all memory; nothing else may be called then."""
+        self.buckets, self.slots, self.staying, self.order = [], [], {}, []
 
     def finish_transfers(self) -> None:
         """Block until nothing reads or writes the arena and the slots any more."""
