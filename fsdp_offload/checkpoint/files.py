@@ -22,8 +22,10 @@ import contextlib
 import ctypes
 import errno
 import functools
+import itertools
 import os
 import struct
+import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future as ConcurrentFuture
@@ -341,24 +343,37 @@ def run_all(
     thread that ends beside the interpreter would abort the process. After the first error, and
     after Ctrl-C, no further job begins.
     """
-    listed, futures = list(jobs), list[ConcurrentFuture[_Result]]()
-    pool = ThreadPoolExecutor(max(1, min(threads or thread_count(), len(listed))))
+    listed, turns, is_over = list(jobs), itertools.count(), threading.Event()
+    results: dict[int, _Result] = {}
+    count = max(1, min(threads or thread_count(), len(listed)))
+    pool, futures = ThreadPoolExecutor(count), list[ConcurrentFuture[None]]()
     with progress(len(listed) if text else 0, text, unit=" blocks") as bar, held_back():
+
+        def work() -> None:  # a future per job would cost as much as copying a block
+            try:
+                while (turn := next(turns)) < len(listed) and not is_over.is_set():
+                    results[turn] = listed[turn]()
+                    bar.advance()
+            except BaseException:
+                is_over.set()
+                raise
+
         try:
             with contextlib.suppress(RuntimeError):  # the interpreter ends and starts no thread
-                futures.extend(pool.submit(job) for job in listed)
+                futures.extend(pool.submit(work) for _ in range(count))
+            if len(futures) < count:
+                work()
+            is_done = False
+            while not is_done:
+                wait(futures, timeout=0.1)
+                # Raises KeyboardInterrupt, if Ctrl-C has come. Not around a mere pass, which
+                # CPython 3.11 compiles to an instruction that no finally protects.
+                with let_through():
+                    is_done = all(future.done() for future in futures)
             for future in futures:
-                is_done = False
-                while not is_done:
-                    wait([future], timeout=0.1)
-                    # Raises KeyboardInterrupt, if Ctrl-C has come. Not around a mere pass, which
-                    # CPython 3.11 compiles to an instruction that no finally protects.
-                    with let_through():
-                        is_done = future.done()
                 future.result()
-                bar.advance()
-            inline = [job() for job in listed[len(futures) :]]
         finally:
+            is_over.set()
             pool.shutdown(cancel_futures=True)
             buffers.__dict__.clear()
-    return [future.result() for future in futures] + inline
+    return [results[turn] for turn in range(len(listed))]

@@ -407,16 +407,16 @@ def _bytes_of(blocks: Iterable[OwnedBlock]) -> int:
     return sum(block.n_bytes for block in blocks)
 
 
-def batches(blocks: Iterable[OwnedBlock], least_bytes: int) -> Iterator[list[OwnedBlock]]:
-    """Consecutive blocks of ``least_bytes`` or a little more; the last may be smaller."""
+def batches(blocks: Iterable[OwnedBlock], most_bytes: int) -> Iterator[list[OwnedBlock]]:
+    """Consecutive blocks of at most ``most_bytes``, or one that is larger."""
     batch: list[OwnedBlock] = []
     n_bytes = 0
     for block in blocks:
-        batch.append(block)
-        n_bytes += block.n_bytes
-        if n_bytes >= least_bytes:
+        if batch and n_bytes + block.n_bytes > most_bytes:
             yield batch
             batch, n_bytes = [], 0
+        batch.append(block)
+        n_bytes += block.n_bytes
     if batch:
         yield batch
 

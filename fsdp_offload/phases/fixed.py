@@ -17,7 +17,7 @@ from ..link.storage_block import OwnedBlock
 from ..link.transfer import batches
 
 ROW_BYTES: Final = 512 << 20
-"""Of storages that move together, at least: what that takes of device memory beside them."""
+"""Of storages that move together, at most: what that takes of device memory beside them."""
 
 
 class FixedMemory:
