@@ -9,9 +9,9 @@ from tests.helpers.scripts import Launch
 
 
 def test_measures_stay_below_what_they_are() -> None:
-    assert house.lines() <= 22_747
-    assert house.statements() <= 11_686
-    assert len(house.sources()) <= 117
+    assert house.lines() <= 22_911
+    assert house.statements() <= 11_768
+    assert len(house.sources()) <= 118
     assert len(house.long_files()) <= 1
     assert len(house.files_in_root()) <= 2
     assert house.classes() <= 208

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -33,7 +34,7 @@ from ..core.config import OffloadConfig
 from ..core.cuda_driver import beside_capture
 from ..core.errors import ConfigError
 from ..core.fsdp import Group, find_groups
-from ..core.progress import warn
+from ..core.progress import is_rank_0, warn
 from ..core.spent import SpentGradient, another_backward_error, changed_gradient_error, is_spent
 from ..core.storage import span
 from ..plan.order import assumed_ready_ms
@@ -43,6 +44,7 @@ from .engine import Engine
 from .gradients import gradient_of
 from .streamed import Mark, StreamedLane, best_ms_per_byte
 
+_log = logging.getLogger("fsdp_offload")
 ASSUMED_MS_PER_BYTE: Final = 1 / 50e6
 """Of the link, each way, until it has been measured: PCIe 5 x16."""
 ASSUMED_BACKWARD_SHARE: Final = 1 / 3
@@ -441,6 +443,11 @@ def with_overlap(
     gated = {p for group in find_groups(models) for p in group.parameters}
     trained = [p for group in inner.param_groups for p in group["params"] if p.requires_grad]
     is_gated = bool(trained) and gated.issuperset(trained)
+    if models and not gated and can_overlap(inner) and is_rank_0():
+        _log.info(
+            "step() waits for all transfers, as there is no FSDP2 module in model=; updates run "
+            "beside the forward after model = fsdp_offload.shard(model), before the optimizer"
+        )
     return replace(config, overlap="forward" if is_gated and can_overlap(inner) else "step")
 
 
@@ -464,7 +471,7 @@ def make_overlap(
         raise ConfigError(
             f"overlap={mode!r} without an FSDP2 module in model=",
             reason="each FSDP2 module waits for its own parameters, and there is none",
-            remedy='call fully_shard and pass model=, or use overlap="step"',
+            remedy='call fsdp_offload.shard(model) first and pass model=, or use overlap="step"',
         )
     if not can_overlap(inner):
         raise ConfigError(
