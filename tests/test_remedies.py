@@ -243,7 +243,7 @@ def gathered() -> None:
     inner = adamw(model)
     model.unshard()
     optimizer = HybridDeviceOptimizer(inner, model)
-    names = [param.fqn for param in optimizer._reserved.params]
+    names = [param.fqn for param in optimizer._updates.reserved.params]
     check("embed.weight" in names, f"named {names}")
     optimizer.step()  # no gradients, and nothing was replaced
     model.reshard()

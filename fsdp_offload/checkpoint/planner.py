@@ -325,8 +325,8 @@ class JobLoadPlanner(FlatLoadPlanner):
             view = optimizer._for_checkpoints
             live, has_masters = view.read_at_once(), not view.steps_itself
             masters = masters if has_masters else set()  # its state may have entries of these names
-            view.check_names({p: found.state[n[0]].keys() for p, n in self._names.items()})
-            view.check_options(found.options)
+            entries = {p: found.state[n[0]].keys() for p, n in self._names.items()}
+            view.check_fits(entries, found.options)
         else:
             live = optimizer.state
             lost = [kept for keys in found.state.values() if (kept := keys.keys() & masters)]

@@ -2,7 +2,7 @@
 
 [Note: gated shards]
 After ``step()`` a parameter's update may still run on another stream. FSDP2's all-gathers wait for
-it (``pipeline/overlap.py``) and read memory of their own, never the local tensor of the parameter.
+it (``optimizer/overlap.py``) and read memory of their own, never the local tensor of the parameter.
 All other code comes by that local tensor, so until the next all-gather a :class:`GatedShard` is in
 its place. Shape, dtype, device and the like are its own. Anything else, an operation, an address, a
 copy, makes the current stream wait for the update, and then gets the shard itself.

@@ -18,7 +18,6 @@ from torch.nn.parallel import DistributedDataParallel
 from .errors import ConfigError, UnsupportedParameterError
 
 M = TypeVar("M", bound=nn.Module)
-_Groups = dict[nn.Module, dict[nn.Parameter, str]]  # names of the parameters of each FSDP2 module
 
 
 def shard(
@@ -31,10 +30,9 @@ def shard(
     """Apply torch's ``fully_shard`` to each repeated block of ``model``, then to ``model``.
 
     ``python train.py`` on one GPU then trains as an FSDP2 job does: updates run beside the forward.
-    Build the optimizer afterwards. FSDP2 moves the model to the current accelerator, if there is
-    one. Without a process group ``shard`` makes one, of all ranks where ``RANK`` is set
-    (``torchrun``), else of this process, until it ends. A caller that needs another group calls
-    ``init_process_group`` before; torch refuses it afterwards. All ranks bring the same weights.
+    Build the optimizer afterwards. All ranks bring the same weights, and FSDP2 moves them to the
+    current accelerator. Without a process group ``shard`` makes one, of all ranks where ``RANK`` is
+    set (``torchrun``), else of this process; to have another one, make it before.
 
     Args:
         model: changed in place. Modules whose trained parameters have another dtype than most, such
@@ -97,11 +95,10 @@ def _repeated(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _checked(model: nn.Module, blocks: Any) -> list[nn.Module]:
-    inside, found = [*model.modules()], list[Any]()
+    inside = [*model.modules()]
     if isinstance(blocks, type):
-        found = [module for module in inside if isinstance(module, blocks)] or [blocks]
-    else:
-        found = [*(_repeated(model) if blocks is None else blocks)]
+        blocks = [module for module in inside if isinstance(module, blocks)] or [blocks]
+    found = [*(_repeated(model) if blocks is None else blocks)]
     if not {*inside}.issuperset(found) or not all(map(_has_forward, [model, *found])):
         raise ConfigError(
             f"a {type(model).__name__} with blocks={blocks}",
@@ -117,9 +114,9 @@ def _has_forward(module: nn.Module) -> bool:
 
 def _of_other_dtype(model: nn.Module) -> set[nn.Module]:
     """Modules to shard on their own: FSDP2 wants one dtype of what it reduces together."""
-    sizes: Counter[torch.dtype] = Counter()
-    for each in (each for each in model.parameters() if each.requires_grad):
-        sizes[each.dtype] += each.numel()
+    sizes = Counter[torch.dtype]()
+    for each in model.parameters():
+        sizes[each.dtype] += each.numel() * each.requires_grad
     others = {dtype for dtype, _ in sizes.most_common()[1:]}
     return {
         module
@@ -128,9 +125,10 @@ def _of_other_dtype(model: nn.Module) -> set[nn.Module]:
     }
 
 
-def _groups(model: nn.Module, units: set[nn.Module]) -> _Groups:
-    """Modules that share a parameter leave theirs to the root: FSDP2 would make several of it."""
-    groups: _Groups = defaultdict(dict)
+def _groups(model: nn.Module, units: set[nn.Module]) -> dict[nn.Module, dict[nn.Parameter, str]]:
+    """Parameters of each FSDP2 module. Modules that share one leave theirs to the root: FSDP2
+    would make several of it."""
+    groups: dict[nn.Module, dict[nn.Parameter, str]] = defaultdict(dict)
     unit_of: dict[str, nn.Module] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         unit = module if module in units else unit_of[path.rpartition(".")[0]]

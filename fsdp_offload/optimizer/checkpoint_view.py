@@ -4,59 +4,53 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from ..update.state import check_names
 from .lifecycle import SAVE
-
-if TYPE_CHECKING:
-    from .hybrid import HybridDeviceOptimizer
+from .updates import Updates
 
 
 class CheckpointView:
     """One optimizer, for :mod:`fsdp_offload.checkpoint`. No flag is raised by reading."""
 
-    def __init__(self, optimizer: HybridDeviceOptimizer) -> None:
-        self._optimizer = optimizer
-
-    @property
-    def optimizer(self) -> HybridDeviceOptimizer:
+    def __init__(self, optimizer: Optimizer, updates: Updates) -> None:
+        self.optimizer = optimizer
         """The wrapper, also where the caller has the optimizer that it wraps."""
-        return self._optimizer
+        self._updates = updates
 
     @property
     def class_name(self) -> str:
         """Of the wrapped optimizer."""
-        return type(self._optimizer._inner).__qualname__
+        return type(self._updates.inner).__qualname__
 
     @property
     def steps_itself(self) -> bool:
         """Whether the class runs its own step: then nothing of its state is offloaded."""
-        return self._optimizer._steps_itself
+        return self._updates.steps_itself
 
     def read(self) -> dict[Tensor, dict[str, Any]]:
         """What ``optimizer.state`` shows, for a caller who does not write into it: what was fetched
         ahead stays, and the next step looks for no writes."""
-        optimizer = self._optimizer
-        with optimizer._life.turn("reading the state", within=SAVE):
-            optimizer._finish(for_writing=False)
-            return {**optimizer._view.shown, **self.read_at_once()}
+        with self._updates.life.turn("reading the state", within=SAVE):
+            self._updates.finish(for_writing=False)
+            return {**self._updates.view.shown, **self.read_at_once()}
 
     def saving(self) -> contextlib.AbstractContextManager[None]:
         """Inside, nothing changes what :meth:`read` has returned."""
-        return self._optimizer._life.turn(SAVE)
+        return self._updates.life.turn(SAVE)
 
     def loading(self) -> contextlib.AbstractContextManager[None]:
         """Inside, other threads wait; hooks of the load may use the optimizer."""
-        return self._optimizer._life.held("checkpoint.load()")
+        return self._updates.life.held("checkpoint.load()")
 
     def read_at_once(self) -> dict[Tensor, dict[str, Any]]:
         """State that is offloaded, by parameter, as its memory is now: without waiting, also after
         a failure, for a load that writes all of it."""
-        return self._optimizer._view.read(self._optimizer._reserved.params)
+        return self._updates.view.read(self._updates.reserved.params)
 
     def check_not_inherited(self) -> None:
         """Refuse an optimizer that a fork has inherited.
@@ -64,8 +58,8 @@ class CheckpointView:
         Raises:
             ClosedError: it was built in another process.
         """
-        if not self._optimizer._life.is_ours:
-            self._optimizer._life.check()
+        if not self._updates.life.is_ours:
+            self._updates.life.check()
 
     def check_loadable(self, what: str) -> None:
         """Refuse a load while away or closed; a failed optimizer is what a load is for.
@@ -73,25 +67,20 @@ class CheckpointView:
         Raises:
             AwayError, ClosedError: it is.
         """
-        self._optimizer._life.check(failed_ok=True)
-        self._optimizer._device_state.check(what)
+        self._updates.check_present(what, failed_ok=True)
 
-    def check_names(self, saved: Mapping[Tensor, Collection[str]]) -> None:
-        """Refuse state of a checkpoint, given by the names of its entries, that lacks one.
+    def check_fits(
+        self, saved: Mapping[Tensor, Collection[str]], groups: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """Refuse state of a checkpoint, given by the names of its entries, that lacks one, and
+        options, one mapping per group, that need other state.
 
         Raises:
             StateDictError: it was saved by another class, or by one with other flags.
         """
-        for param in self._optimizer._reserved.params:
+        for param in self._updates.reserved.params:
             check_names(param, saved.get(param.parameter, ()))
-
-    def check_options(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Refuse options of a checkpoint, one mapping per group, that need other state.
-
-        Raises:
-            StateDictError: such as ``amsgrad`` where it was off when the optimizer was built.
-        """
-        self._optimizer._checked_groups([dict(group) for group in groups])
+        self._updates.reserved.checked_groups(groups)
 
     @contextlib.contextmanager
     def replacing_all(self, what: str, *, keep: type[Exception]) -> Iterator[None]:
@@ -99,18 +88,13 @@ class CheckpointView:
 
         Errors make the optimizer failed; those of class ``keep`` stay what they are.
         """
-        optimizer = self._optimizer
         self.check_loadable(what)
-        with optimizer._life.turn(what):
-            optimizer._start_over()
-            with self.failing(what, keep=keep), torch.no_grad():
-                yield
-                optimizer._view.expose(optimizer._reserved.params)
-                optimizer._masters.changed()
-            optimizer._masters.come_with_weights = True
+        with self._updates.life.turn(what), self._updates.replacing(what, keep):
+            yield
+            self._updates.view.expose(self._updates.reserved.params)
 
     def failing(
         self, what: str, *, keep: type[Exception]
     ) -> contextlib.AbstractContextManager[None]:
         """See :meth:`.Lifecycle.failing`."""
-        return self._optimizer._failing(what, keep)
+        return self._updates.life.failing(what, keep)

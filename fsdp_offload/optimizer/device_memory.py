@@ -14,8 +14,7 @@ import torch
 from ..core.backend import AllocatorFigures, Backend
 from ..core.config import GIB, MIB
 from ..core.storage import has_expandable_segments
-from ..pipeline.engine import Engine
-from ..pipeline.streamed import StreamedLane
+from ..pipeline.ring import Ring
 from ..plan.residency import MemoryWatch
 
 _log = logging.getLogger("fsdp_offload")
@@ -31,49 +30,41 @@ class DeviceMemory:
         self.last_change = ""
         """When, why and for what memory was taken or given back."""
 
-    def look(self, step: int, engines: list[Engine]) -> None:
-        """After the step of that number, from 1 on: take more for ``engines``, or give back."""
+    def look(self, step: int, ring: Ring) -> None:
+        """After the step of that number, from 1 on: take more for ``ring``, or give back."""
         figures = self._backend.allocator()
         is_same = figures == self._figures and not self._watch.is_due(step)
-        if figures is None or not engines or is_same:
+        if figures is None or is_same:
             return
-        lanes = [engine.streamed for engine in engines if engine.streamed is not None]
-        own = sum(lane.own_bytes for lane in lanes)
+        own = ring.own_bytes
         self._figures = figures
         if not (why := self._watch.observe(step, figures, own)):
             return
         allowed = self._watch.decide(step, *self._backend.free_and_total(), own)
-        if allowed is None or not self._fit(step, lanes, allowed, why, figures.unused_bytes):
+        if allowed is None or not self._fit(step, ring, allowed, why, figures.unused_bytes):
             return
         if (figures := self._backend.allocator()) is not None:
             self._figures = figures
             self._watch.changed(step, figures)
 
-    def _fit(
-        self, step: int, lanes: list[StreamedLane], allowed: int, why: str, unused_bytes: int
-    ) -> bool:
+    def _fit(self, step: int, ring: Ring, allowed: int, why: str, unused_bytes: int) -> bool:
         """Whether it made the allocator's figures others."""
-        has_changed = False
-        state = sum(sum(lane.sizes) for lane in lanes)
-        for lane in lanes:
-            share = allowed * sum(lane.sizes) // state
-            before, slots = lane.staying.keys(), len(lane.slots)
-            try:
-                lane.fit(share, step)
-            except torch.OutOfMemoryError:  # others were faster; torch's cache alone has changed
-                has_changed = True
-                continue
-            has_changed |= len(lane.slots) != slots or lane.staying.keys() != before
-            if (now := lane.staying.keys()) != before:
-                self.last_change = (
-                    f"after step {step}, {share // MIB} MiB ({why}): {len(now)} of "
-                    f"{len(lane.buckets)} buckets stay, {len(before - now)} left"
+        before, slots = ring.staying.keys(), len(ring.slots)
+        try:
+            ring.fit(allowed, step)
+        except torch.OutOfMemoryError:  # others were faster; torch's cache alone has changed
+            return True
+        now = ring.staying.keys()
+        if now != before:
+            self.last_change = (
+                f"after step {step}, {allowed // MIB} MiB ({why}): {len(now)} of "
+                f"{len(ring.sizes)} buckets stay, {len(before - now)} left"
+            )
+            travels = len(now) < len(ring.sizes)
+            if travels and unused_bytes >= GIB and not has_expandable_segments():
+                self.last_change += (
+                    f"; torch's allocator has {unused_bytes // MIB} MiB that were never in use,"
+                    " of which PYTORCH_ALLOC_CONF=expandable_segments:True could leave some"
                 )
-                travels = len(now) < len(lane.buckets)
-                if travels and unused_bytes >= GIB and not has_expandable_segments():
-                    self.last_change += (
-                        f"; torch's allocator has {unused_bytes // MIB} MiB that were never in use,"
-                        " of which PYTORCH_ALLOC_CONF=expandable_segments:True could leave some"
-                    )
-                _log.info("device memory: %s", self.last_change)
-        return has_changed
+            _log.info("device memory: %s", self.last_change)
+        return len(ring.slots) != slots or now != before

@@ -5,7 +5,7 @@ copy instead while it is away. So whatever reads state (``state``, state dicts, 
 host memory without knowing. Views that the lanes cut at construction stay: the storage object is
 the same, and nothing looks at them between steps.
 
-Offloaded are the resident lane's state, what classes keep by themselves, and step counts that a
+Offloaded are state without a host copy, what classes keep by themselves, and step counts that a
 kernel wants on the device.
 """
 
@@ -24,7 +24,6 @@ from ..core.errors import AwayError
 from ..core.offloadable import HostCopies
 from ..update.params import ParamState
 from .reservation import Reservation
-from .state_view import StateView
 
 Shown = Mapping[Tensor, dict[str, Any]]
 
@@ -66,12 +65,11 @@ class DeviceState:
     def __init__(
         self,
         reserved: Reservation,
-        view: StateView,
         *,
         finish: Callable[[], None],
         turn: Callable[[str], AbstractContextManager[None]],
     ) -> None:
-        self._reserved, self._view = reserved, view
+        self._reserved, self._view = reserved, reserved.view
         self.turn = turn
         self._finish = finish
         self._copies: HostCopies | None = None
@@ -112,8 +110,8 @@ class DeviceState:
     def prepare_offload(self) -> None:
         """See :class:`.Offloadable`."""
         self._finish()
-        for engine in self._reserved.engines:
-            engine.idle()
+        # What was fetched ahead, and discarded, may be under way.
+        self._reserved.engine.ring.finish_transfers()
 
     def prepare_reload(self) -> None:
         """See :class:`.Offloadable`."""
@@ -140,7 +138,7 @@ class DeviceState:
 
     def staging_buffers(self) -> list[Tensor]:
         """See :class:`.Offloadable`."""
-        return [tensor for engine in self._reserved.engines for tensor in engine.staging()]
+        return self._reserved.engine.staging()
 
     def set_away(self, copies: HostCopies) -> None:
         """See :class:`.Offloadable`."""
@@ -160,6 +158,5 @@ class DeviceState:
         self._replaced.clear()
         self._copies, self._arrival = None, arrival
         ready = self._reserved.backend.current_stream().record()
-        for engine in self._reserved.engines:
-            engine.follow(ready if arrival is None else arrival, ready)
+        self._reserved.engine.follow(ready if arrival is None else arrival, ready)
         self._view.refresh(self._reserved.params)

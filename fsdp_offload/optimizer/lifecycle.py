@@ -28,9 +28,13 @@ class Stage(Enum):
 
 
 class Lifecycle:
-    """The stage that one optimizer is in."""
+    """The stage that one optimizer is in.
 
-    def __init__(self) -> None:
+    ``drain``: waits for what is under way, before it fails; must not raise.
+    """
+
+    def __init__(self, drain: Callable[[], None]) -> None:
+        self.drain = drain
         self._stage = Stage.BUILDING
         self._pid = os.getpid()
         self._failure: BaseException | None = None
@@ -139,14 +143,11 @@ class Lifecycle:
         return run
 
     @contextlib.contextmanager
-    def failing(
-        self, what: str, drain: Callable[[], None], *, keep: tuple[type[Exception], ...] = ()
-    ) -> Iterator[None]:
+    def failing(self, what: str, *keep: type[Exception]) -> Iterator[None]:
         """An exception inside makes the optimizer failed.
 
         Args:
             what: the call, for the message.
-            drain: waits for what is still under way; must not raise.
             keep: exceptions of these classes stay what they are, as KeyboardInterrupt does.
 
         Raises:
@@ -156,7 +157,7 @@ class Lifecycle:
             yield
         except BaseException as error:
             self._stage, self._failure = Stage.FAILED, error
-            drain()
+            self.drain()
             if isinstance(error, keep) or not isinstance(error, Exception):
                 raise
             reason = str(error) if isinstance(error, OffloadError) else repr(error)

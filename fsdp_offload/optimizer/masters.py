@@ -26,22 +26,14 @@ from ..update.schema import is_torch_class
 from .device_state import DeviceState
 from .lifecycle import Lifecycle
 from .reservation import Reservation
-from .state_view import StateView
 
 
 class Masters:
     """The masters of one optimizer."""
 
-    def __init__(
-        self,
-        life: Lifecycle,
-        reserved: Reservation,
-        view: StateView,
-        device_state: DeviceState,
-        drain: Callable[[], None],
-    ) -> None:
-        self._life, self._reserved, self._view = life, reserved, view
-        self._device_state, self._drain = device_state, drain
+    def __init__(self, life: Lifecycle, reserved: Reservation, device_state: DeviceState) -> None:
+        self._life, self._reserved, self._view = life, reserved, reserved.view
+        self._device_state = device_state
         self.come_with_weights = False
         """From a load of the optimizer's state to the next step: weights loaded meanwhile are those
         that the loaded masters belong to."""
@@ -65,7 +57,7 @@ class Masters:
             # else compare all masters each time.
             now = weight_checksums(whole)
             if self._compared is None or not torch.equal(now, self._compared):
-                self._reserved.discard()
+                self._reserved.engine.ring.discard()
                 for param in whole:
                     state_io.follow_shard(param)
             self._compared = now
@@ -117,8 +109,8 @@ class Masters:
             self._follow_load()
 
     def _follow_load(self) -> None:
-        self._drain()
-        self._reserved.discard()
+        self._life.drain()
+        self._reserved.engine.ring.discard()
         before, self._before_load = self._before_load, None
         params = self._reserved.mastered()
         if before is not None:
@@ -158,13 +150,9 @@ class ModuleHook:
         return ModuleHook, ()
 
 
-class LoadedHook(ModuleHook):
-    """A :class:`ModuleHook` that follows a load."""
-
-
 def watch_loads(models: Sequence[nn.Module], masters: Masters) -> list[RemovableHandle]:
     """Let masters follow each load into one of ``models``."""
-    before, after = ModuleHook(masters.before_load), LoadedHook(masters.after_load)
+    before, after = ModuleHook(masters.before_load), ModuleHook(masters.after_load)
     handles = []
     for model in models:
         handles.append(model.register_load_state_dict_pre_hook(before))
@@ -191,5 +179,5 @@ def remove_all(handles: list[RemovableHandle]) -> None:
 def tell_loaded(model: nn.Module) -> None:
     """Call what follows a load into ``model``: its weights were written by other means."""
     for hook in list(model._load_state_dict_post_hooks.values()):
-        if isinstance(hook, LoadedHook):
+        if isinstance(hook, ModuleHook):
             hook()

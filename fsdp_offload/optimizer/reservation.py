@@ -1,10 +1,12 @@
-"""State that is reserved: engines, the parameters in them, and how more comes to them."""
+"""State that is reserved: of which parameters, and how more comes to it."""
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -14,17 +16,21 @@ from ..core import dtensor
 from ..core.arguments import backend_of
 from ..core.backend import Backend
 from ..core.config import Lane, OffloadConfig
-from ..core.errors import DeviceError
+from ..core.errors import DeviceError, StateDictError
 from ..link import HostPool
 from ..pipeline.engine import Engine
-from ..pipeline.inventory import Inventory, Placed
+from ..pipeline.inventory import Inventory, Placed, missing_kinds
 from ..update import state as state_io
 from ..update.params import MasterForm, ParamState
-from .state_view import StateView
+from ..update.schema import signature
+from .state_view import Groups, StateView
+
+IMPLEMENTATION_FLAGS: Final = frozenset(("foreach", "fused", "capturable", "differentiable"))
+"""Group values that say how a kernel runs, not what it computes: a load keeps the current ones."""
 
 
 class Reservation:
-    """One engine for the parameters given at construction, one more for each later addition."""
+    """Parameters with state, and the engine that has it."""
 
     def __init__(
         self,
@@ -34,22 +40,24 @@ class Reservation:
         backend: Backend,
         view: StateView,
     ) -> None:
-        self.inner, self._models, self.config, self._view = inner, models, config, view
+        self.inner, self._models, self.config, self.view = inner, models, config, view
         self.backend = backend
-        self.engines: list[Engine] = []
         self.params: list[ParamState] = []
         self.never_have_gradients: list[ParamState] = []
         self._managed: set[Tensor] = set()  # parameters that are reserved, or left to the class
-        self._closers: list[Callable[[], object]] = []  # each gives memory back, once
-        self.inventory = self._new_inventory()
-        self.pool = self._new_pool()
+        self._start()
 
-    def _new_pool(self) -> HostPool:
+    def _start(self) -> None:
+        """With nothing reserved yet."""
+        self.inventory = Inventory(self.inner, self._models, self.config, self.backend.device)
         holder = f"HybridDeviceOptimizer: state of {type(self.inner).__name__}"
-        return HostPool(holder, self.backend, self.config.transfer)
+        self.pool = HostPool(holder, self.backend, self.config.transfer)
+        self.engine = self._new_engine()
 
-    def _new_inventory(self) -> Inventory:
-        return Inventory(self.inner, self._models, self.config, self.backend.device)
+    def _new_engine(self) -> Engine:
+        engine = Engine(self.config, self.backend, self.pool)
+        self._close_engine: Callable[[], object] = weakref.finalize(self, engine.close)
+        return engine
 
     # ------------------------------------------------------------------ reserving
 
@@ -64,7 +72,7 @@ class Reservation:
 
     def is_fresh(self) -> bool:
         """Whether there is no state but what is shown before a first update."""
-        others = self._view.unmanaged(self.params).values()
+        others = self.view.unmanaged(self.params).values()
         return not any(others) and all(map(state_io.is_fresh, self.params))
 
     def extend(self, added: list[Placed], lanes: Mapping[Tensor, Lane] | None = None) -> None:
@@ -80,37 +88,19 @@ class Reservation:
                 remedy="move them there, or wrap another optimizer for them",
             )
         params, natives = self.inventory.plan(added, lanes=lanes)
-        shown = self._view.shown
+        shown = self.view.shown
         frozen = {p: shown[p] for p, _ in added if shown.get(p)}
         for param in params:
             state_io.check(param, frozen.get(param.parameter, {}))
         everything = [*self.params, *params]
         for index, param in enumerate(everything):
             param.spec = replace(param.spec, index=index)
-        taken = sum(engine.own_bytes for engine in self.engines)
-        with torch.no_grad():
-            engine = Engine(
-                self.inner,
-                everything,
-                params,
-                natives,
-                self.config,
-                self.backend,
-                device_bytes=self.config.first_device_bytes - taken,
-                pool=self.pool,
-                native_state=shown,
-            )
-            try:
-                for param in params:
-                    if found := frozen.get(param.parameter):
-                        # It was trained before. Its weight may have been replaced meanwhile.
-                        state_io.write(param, state_io.agreeing(param, found))
-                exposed = {param.parameter: state_io.expose(param) for param in params}
-            except BaseException:
-                engine.close()
-                raise
-        self._closers.append(weakref.finalize(self, engine.close))
-        self.engines.append(engine)
+        with torch.no_grad(), self.engine.appending(self.inner, everything, params, natives, shown):
+            for param in params:
+                if found := frozen.get(param.parameter):
+                    # It was trained before. Its weight may have been replaced meanwhile.
+                    state_io.write(param, state_io.agreeing(param, found))
+            exposed = {param.parameter: state_io.expose(param) for param in params}
         self.params = everything
         self.never_have_gradients = [
             param for param in everything if dtensor.never_has_gradient(param.parameter)
@@ -130,7 +120,7 @@ class Reservation:
                     state_io.write(param, found)
             for parameter, found in state.items():
                 if parameter not in managed:
-                    self._view.shown[parameter].update(found)
+                    self.view.shown[parameter].update(found)
 
     def renew(self) -> None:
         """Reserve anew, in the same lanes, what options have come to need."""
@@ -139,8 +129,9 @@ class Reservation:
         again = [placed for placed in self.inventory.parameters() if placed[0] in self._managed]
         lanes = {param.parameter: param.lane for param in self.params}
         self.close()
+        self.engine = self._new_engine()
         for parameter in kept:
-            del self._view.shown[parameter]
+            del self.view.shown[parameter]
         self.extend(again, lanes)
         for param in self.params:
             state_io.write(param, kept[param.parameter])
@@ -152,20 +143,41 @@ class Reservation:
         self.config = config
         self.close()
         self._managed.clear()
-        self._view.shown.clear()
-        self.inventory = self._new_inventory()
-        self.pool = self._new_pool()
+        self.view.shown.clear()
+        self._start()
         self.extend(self.inventory.trainable())
 
     def close(self) -> None:
         """Give all memory back. Idempotent."""
-        for close in self._closers:
-            close()
-        self._closers.clear()
-        self.engines, self.params, self.never_have_gradients = [], [], []
+        self._close_engine()
+        self.params, self.never_have_gradients = [], []
         self.pool.close()
 
-    # ------------------------------------------------------------------ all engines
+    def checked_groups(self, saved: Sequence[Mapping[str, Any]]) -> Groups:
+        """Group values of a load to take over.
+
+        Raises:
+            StateDictError: their flags need state that is not reserved (``amsgrad``, ...).
+        """
+        result = []
+        pairs = zip(self.inner.param_groups, saved, strict=True)
+        for index, (group, saved_group) in enumerate(pairs):
+            values = {
+                name: copy.deepcopy(value)
+                for name, value in saved_group.items()
+                if name != "params" and name not in IMPLEMENTATION_FLAGS
+            }
+            after = {**group, **values}
+            param = next((r for r in self.params if r.group == index), None)
+            if param is not None and signature(after) != signature(group):
+                if missing := missing_kinds(param, self.inventory.schema(param, after)):
+                    raise StateDictError(
+                        f"param_groups[{index}] of the checkpoint",
+                        reason=f"its flags need state {missing}, which is not reserved",
+                        remedy="build the optimizer with the flags of the checkpoint",
+                    )
+            result.append(values)
+        return result
 
     def mastered(self) -> list[ParamState]:
         """Parameters whose fp32 master is not the shard itself."""
@@ -175,8 +187,3 @@ class Reservation:
         """Trainable parameters whose state the class makes and keeps."""
         managed = {param.parameter for param in self.params}
         return [p for p, _ in self.inventory.trainable() if p not in managed]
-
-    def discard(self) -> None:
-        """Forget state that was fetched ahead: it is about to be written into."""
-        for engine in self.engines:
-            engine.discard()

@@ -3,31 +3,38 @@ are loaded: matched and checked before any write."""
 
 from __future__ import annotations
 
-import copy
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from ..core.errors import StateDictError
 from ..core.progress import warn
-from ..pipeline.inventory import Inventory, missing_kinds
 from ..update import state as state_io
 from ..update.params import ParamState
-from ..update.schema import signature
 
 Values = dict[str, Any]
 
 
 class StateView:
-    """Live state per parameter: tensors over host or device memory, under torch's names."""
+    """Live state per parameter: tensors over host or device memory, under torch's names.
 
-    def __init__(self) -> None:
-        self.shown: defaultdict[Tensor, Values] = defaultdict(dict)
+    ``keeper``: a class that steps itself; what it keeps is shown.
+    """
+
+    def __init__(self, keeper: Optimizer | None = None) -> None:
+        self._keeper, self._shown = keeper, defaultdict[Tensor, Values](dict)
+        self._has_named = False
         self.may_be_written = False
         """Whether a caller was shown it since :meth:`adopt_writes` looked for writes."""
+
+    @property
+    def shown(self) -> defaultdict[Tensor, Values]:
+        """What the caller sees, as it was last filled in."""
+        return self._shown if self._keeper is None else self._keeper.state
 
     def expose(self, params: Sequence[ParamState]) -> None:
         """Show their memory as it is; nothing is copied."""
@@ -112,11 +119,21 @@ class StateView:
             if found:
                 self.shown[parameter] = found
 
+    def name_masters(self, params: Sequence[ParamState]) -> None:
+        """Log once which entries of a state dict are lost on an optimizer without this library."""
+        mastered = [] if self._has_named else [param for param in params if param.emits_master]
+        self._has_named = True
+        if mastered:
+            entries = " and ".join(sorted({repr(param.form.value) for param in mastered}))
+            shards = "/".join(sorted({str(param.info.dtype)[6:] for param in mastered}))
+            warn(
+                "state_dict() holds the fp32 masters of %d parameters in %s: an optimizer without "
+                "fsdp_offload ignores these entries and goes on from the %s weights",
+                len(mastered), entries, shards,
+            )  # fmt: skip
+
 
 # --------------------------------------------------------------------------- loads
-
-IMPLEMENTATION_FLAGS: Final = frozenset(("foreach", "fused", "capturable", "differentiable"))
-"""Group values that say how a kernel runs, not what it computes: a load keeps the current ones."""
 
 Groups = list[dict[str, Any]]
 
@@ -164,44 +181,3 @@ def match(
         for p in params
     ]
     return ids, values
-
-
-def checked_groups(
-    groups: Groups, saved: Groups, inventory: Inventory, params: Sequence[ParamState]
-) -> Groups:
-    """Group values to take over.
-
-    Raises:
-        StateDictError: their flags need state that is not reserved (``amsgrad``, ...).
-    """
-    result = []
-    for index, (group, saved_group) in enumerate(zip(groups, saved, strict=True)):
-        values = {
-            name: copy.deepcopy(value)
-            for name, value in saved_group.items()
-            if name != "params" and name not in IMPLEMENTATION_FLAGS
-        }
-        after = {**group, **values}
-        param = next((r for r in params if r.group == index), None)
-        if param is not None and signature(after) != signature(group):
-            if missing := missing_kinds(param, inventory.schema(param, after)):
-                raise StateDictError(
-                    f"param_groups[{index}] of the checkpoint",
-                    reason=f"its flags need state {missing}, which is not reserved",
-                    remedy="build the optimizer with the flags of the checkpoint",
-                )
-        result.append(values)
-    return result
-
-
-def name_masters(params: Sequence[ParamState]) -> None:
-    """Log which entries of a state dict are lost on an optimizer without this library."""
-    mastered = [param for param in params if param.emits_master]
-    if mastered:
-        entries = " and ".join(sorted({repr(param.form.value) for param in mastered}))
-        shards = "/".join(sorted({str(param.info.dtype)[6:] for param in mastered}))
-        warn(
-            "state_dict() holds the fp32 masters of %d parameters in %s: an optimizer without "
-            "fsdp_offload ignores these entries and goes on from the %s weights",
-            len(mastered), entries, shards,
-        )  # fmt: skip

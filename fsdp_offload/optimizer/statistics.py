@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from ..core.config import GIB, MIB
 from ..link import held_bytes
-
-if TYPE_CHECKING:
-    from .hybrid import HybridDeviceOptimizer
+from .updates import Updates
 
 
 @dataclass(frozen=True)
@@ -83,35 +80,34 @@ def _size(n_bytes: int) -> str:
     return f"{n_bytes / GIB:.2f} GiB" if n_bytes >= GIB else f"{n_bytes / MIB:.1f} MiB"
 
 
-def gather(optimizer: HybridDeviceOptimizer) -> Statistics:
-    """Add up what all engines of ``optimizer`` hold."""
-    reserved, place = optimizer._reserved, optimizer._device_state
-    engines, natives = reserved.engines, reserved.natives()
+def gather(updates: Updates) -> Statistics:
+    """Add up what an optimizer holds."""
+    reserved, place = updates.reserved, updates.device_state
+    engine, natives = reserved.engine, reserved.natives()
     lanes = Counter[str](param.lane for param in reserved.params)
     device_bytes = sum(p.spec.state_bytes for p in reserved.params if p.lane == "resident")
     if natives:
         lanes["native"] = len(natives)
-        values = (v for p in natives for v in optimizer._view.shown.get(p, {}).values())
+        values = (v for p in natives for v in updates.view.shown.get(p, {}).values())
         device_bytes += sum(v.numel() * v.itemsize for v in values if isinstance(v, Tensor))
-    is_off = optimizer._overlap is not None and optimizer._overlap.is_off
-    pipelined = [lane for engine in engines for lane in engine.lanes]
+    is_off = updates.overlap is not None and updates.overlap.is_off
     return Statistics(
-        optimizer=type(optimizer._inner).__name__,
+        optimizer=type(updates.inner).__name__,
         overlap="step" if is_off else reserved.config.overlap or "step",
-        steps=optimizer._steps,
+        steps=updates.steps,
         parameters=dict(lanes),
         device_state_bytes=0 if place.shows_copies else device_bytes,
-        host_state_bytes=sum(s.payload_bytes for s in engines),
+        host_state_bytes=engine.payload_bytes,
         host_arena_bytes=reserved.pool.n_bytes,
         pinned=0 < reserved.pool.n_bytes == reserved.pool.pinned_bytes,
         pin_seconds=reserved.pool.seconds,
         host_bytes_by_holder=held_bytes(),
         is_away=place.is_away,
-        staging_bytes=sum(s.staging_bytes for s in engines),
-        buckets=sum(map(len, [*(s.resident for s in engines), *(s.buckets for s in pipelined)])),
-        staying_buckets=sum(len(s.staying) for s in engines),
-        memory_change="" if optimizer._memory is None else optimizer._memory.last_change,
-        moved_bytes=sum(lane.moved_bytes for lane in pipelined),
-        fetched_bytes=sum(lane.fetched_bytes for lane in pipelined),
-        step_ms=optimizer._step_ms,
+        staging_bytes=engine.staging_bytes,
+        buckets=sum(len(lane.buckets) for lane in engine.lanes),
+        staying_buckets=len(engine.ring.staying),
+        memory_change="" if updates.memory is None else updates.memory.last_change,
+        moved_bytes=sum(lane.moved_bytes for lane in engine.lanes),
+        fetched_bytes=sum(lane.fetched_bytes for lane in engine.lanes),
+        step_ms=updates.step_ms,
     )

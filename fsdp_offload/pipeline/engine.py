@@ -1,11 +1,10 @@
-"""Builds lanes, arena and slots for a list of parameters, and runs a step through them."""
+"""Builds memory and buckets for parameters, and runs an iteration through them."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -17,15 +16,15 @@ from ..core.config import OffloadConfig, align
 from ..core.errors import DeviceMemoryError
 from ..core.storage import span
 from ..link import HostPool, HostRange
-from ..plan import Kind, Layout, Slice, make_layout
-from ..plan.residency import choose
+from ..plan import Layout, make_layout
+from ..plan.residency import LEAST_SLOTS
 from ..update.bucket import BucketUpdate, Scratch
 from ..update.one_kernel import StepPowers
 from ..update.params import MasterForm, ParamState, Snapshot, Work
 from ..update.schema import make_shadow, raw_step
 from ..update.state import fill_initial, write_master
 from .host import HostBucket, HostLane, HostSizes, thread_count
-from .streamed import StreamedBucket, StreamedLane, device_bytes_of, preferred
+from .ring import Ring, RingBucket, device_bytes_of
 
 States = dict[Tensor, dict[str, Any]]
 
@@ -51,20 +50,19 @@ def make_dtype_groups(params: Sequence[ParamState], config: OffloadConfig) -> li
         parts = (param.lane, param.info.dtype, param.compute_dtype, param.form, kinds)
         return (*map(str, parts), str(param.schema.elementwise))
 
-    order = {k: i for i, k in reversed(list(enumerate(map(key, params))))}
-    ordered = sorted(params, key=lambda param: order[key(param)])  # stable
+    alike: dict[tuple[str, ...], list[ParamState]] = {}
+    for param in params:
+        alike.setdefault(key(param), []).append(param)
     dtype_groups, stop = [], 0
-    for _, group in groupby(ordered, key=key):
-        params = list(group)
-        start = 0 if params[0].lane == "resident" else stop
+    for group in alike.values():
+        is_away = group[0].lane != "resident"
         layout = make_layout(
-            [r.spec for r in params],
+            [param.spec for param in group],
             bucket_bytes=config.bucket_bytes,
-            arena_start=start,
+            arena_start=stop if is_away else 0,
         )
-        if params[0].lane != "resident":
-            stop = layout.arena_stop
-        dtype_groups.append(DtypeGroup(params, layout))
+        stop = layout.arena_stop if is_away else stop
+        dtype_groups.append(DtypeGroup(group, layout))
     return dtype_groups
 
 
@@ -83,7 +81,6 @@ class NativeUpdate:
     def __init__(
         self, optimizer: Optimizer, placed: list[tuple[Tensor, int]], state: States
     ) -> None:
-        self.parameters = [parameter for parameter, _ in placed]
         self._indices = sorted({group for _, group in placed})
         groups: list[dict[str, Any]] = [
             {"params": [p for p, group in placed if group == index]} for index in self._indices
@@ -101,66 +98,94 @@ class NativeUpdate:
 
 
 class Engine:
-    """Memory and lanes of the parameters that were added together.
+    """All memory and buckets of one optimizer, and an iteration through them.
 
-    Raises:
-        HostMemoryError: the state does not fit; nothing was allocated.
-        PinningError: the driver refused; everything is given back.
+    Args:
+        config: the user's choices.
+        backend: of the device.
+        pool: where host memory comes from.
     """
 
-    def __init__(
+    def __init__(self, config: OffloadConfig, backend: Backend, pool: HostPool) -> None:
+        self.backend, self.config = backend, config
+        self._pool = pool
+        self.payload_bytes = 0  # of state in host memory
+        self.update = backend.stream("update")
+        self._overlap = config.overlap or "step"
+        self.ring = Ring(backend, self.update, self._overlap)
+        self.host: HostLane | None = None
+        self._natives: list[NativeUpdate] = []
+        self._natives_updated: Event | None = None
+        self._arenas: list[HostRange] = []
+        self._scratches: list[Scratch] = []
+        self._params: list[ParamState] = []
+        self._without_scratch: list[BucketUpdate] = []  # one of each kind, while there is none
+        # Of each gate: whether it has the natives, and its buckets of the ring and of the host.
+        self._gates: list[tuple[bool, list[int], list[HostBucket]]] = []
+
+    @property
+    def lanes(self) -> list[Ring | HostLane]:
+        """Ring and host lane, if there is one."""
+        return [self.ring] if self.host is None else [self.ring, self.host]
+
+    # ------------------------------------------------------------------ building
+
+    @contextlib.contextmanager
+    def appending(
         self,
         optimizer: Optimizer,
         params: list[ParamState],
-        added: Sequence[ParamState],
+        added: list[ParamState],
         natives: list[tuple[Tensor, int]],
-        config: OffloadConfig,
-        backend: Backend,
-        *,
-        device_bytes: int,
-        pool: HostPool,
         native_state: States,
-    ) -> None:
-        self.backend, self.config, self._added = backend, config, list(added)
-        dtype_groups = make_dtype_groups(added, config)
-        away = [s for s in dtype_groups if s.first.lane != "resident"]
-        state_bytes = max((s.layout.arena_stop for s in away), default=0)
-        self.payload_bytes = sum(s.layout.payload_bytes for s in away)
-        host = [s for s in dtype_groups if s.first.lane == "host"]
-        sizes = HostSizes.of([(group.layout, group.first) for group in host])
-        self._pool = pool
+    ) -> Iterator[None]:
+        """Inside, there are buckets and zeroed state for ``added``; after an error there or here,
+        everything is as before.
+
+        Args:
+            optimizer: the wrapped optimizer; it is not kept, so that it can go first.
+            params: all parameters, ``added`` among them.
+            added: those that get buckets.
+            natives: see :class:`NativeUpdate`; so for ``native_state``.
+
+        Raises:
+            HostMemoryError: the state does not fit; nothing was allocated.
+            PinningError: the driver refused; everything is given back.
+            torch.OutOfMemoryError: of the device.
+        """
+        groups = make_dtype_groups(added, self.config)
+        away = [group for group in groups if group.first.lane != "resident"]
+        on_host = [group for group in groups if group.first.lane == "host"]
+        state_bytes = max((group.layout.arena_stop for group in away), default=0)
+        sizes = HostSizes.of([(group.layout, group.first) for group in on_host])
         # State, and behind it what the host lane works in.
-        host_start = align(state_bytes, 256) if host else state_bytes
-        self._arena = arena = pool.take(host_start + sizes.total)
-        self.streamed: StreamedLane | None = None
-        self.host: HostLane | None = None
-        self.update = backend.stream("update")
-        self._resident_updated: Event | None = None
-        self._without_scratch: list[BucketUpdate] = []  # one of each kind, while there is none
-        # Of each gate: whether it is in the resident lane, and its buckets of the two others.
-        self._gates: list[tuple[bool, list[HostBucket], list[int]]] = []
-        try:
-            self._make_tensors(dtype_groups, arena)
-            self.scratch = self._scratch(dtype_groups)
-            self.resident = self._resident(optimizer, dtype_groups, params)
-            self.streamed = self._streamed(optimizer, dtype_groups, params, arena, device_bytes)
-            self._release_scratch()
-            if host:
-                self._make_host(optimizer, host, params, sizes, host_start)
-            self.native = NativeUpdate(optimizer, natives, native_state) if natives else None
-            # Slots and scratch may be memory that pending work of the caller's stream still
-            # uses: the allocator orders reuse on that stream only.
-            backend.current_stream().synchronize()
-        except BaseException:
-            self.close()
-            raise
+        host_start = align(state_bytes, 256) if on_host else state_bytes
+        with contextlib.ExitStack() as undo:
+            arena = self._pool.take(host_start + sizes.total)
+            self._arenas.append(arena)
+            undo.callback(self._give, arena)
+            undo.callback(_clear, added)
+            self._make_tensors(groups, arena)
+            before = len(self.ring.buckets)
+            undo.callback(self.ring.drop_from, before)
+            scratch = self._fill_ring(optimizer, params, groups, arena)
+            if on_host:
+                if self.host is None:
+                    self.host = HostLane(self.backend, thread_count(self.config), self._overlap)
+                undo.callback(self.host.drop_from, len(self.host.buckets))
+                buckets = _host_buckets(optimizer, params, on_host, sizes, arena, host_start)
+                self.host.append(buckets)
+            yield
+            self._keep_scratch(scratch, self.ring.buckets[before:])
+            undo.pop_all()
+        self._params += added
+        self.payload_bytes += sum(group.layout.payload_bytes for group in away)
+        if natives:
+            self._natives.append(NativeUpdate(optimizer, natives, native_state))
 
-    @property
-    def lanes(self) -> list[StreamedLane | HostLane]:
-        """Those through which buckets travel, as far as there are some."""
-        return [lane for lane in (self.streamed, self.host) if lane is not None]
-
-    # ------------------------------------------------------------------ building
+    def _give(self, arena: HostRange) -> None:
+        self._arenas.remove(arena)
+        self._pool.give(arena)
 
     def _make_tensors(self, dtype_groups: list[DtypeGroup], arena: HostRange) -> None:
         """The authoritative state tensors: flat, own storage, offset 0."""
@@ -177,99 +202,48 @@ class Engine:
                 if param.form is MasterForm.WHOLE:
                     write_master(param, {})
 
-    def _scratch(self, dtype_groups: list[DtypeGroup]) -> Scratch:
+    def _fill_ring(
+        self,
+        optimizer: Optimizer,
+        params: list[ParamState],
+        dtype_groups: list[DtypeGroup],
+        arena: HostRange,
+    ) -> Scratch:
         groups = [group for group in dtype_groups if group.first.lane != "host"]
         sizes = [Scratch.bytes_of(group.first, group.layout.scratch_numel) for group in groups]
-        slices = sum(len(bucket.slices) for group in groups for bucket in group.layout.buckets)
         memory = self.backend.allocate(max(sizes, default=0))
-        return Scratch(memory, StepPowers(slices, self.backend.device))
-
-    def _resident(
-        self, optimizer: Optimizer, dtype_groups: list[DtypeGroup], params: list[ParamState]
-    ) -> list[BucketUpdate]:
-        def view(slice_: Slice, kind: Kind, numel: int) -> Tensor:
-            tensor = params[slice_.spec.index].tensors[kind.name]
-            if not slice_.spec.cuttable:
-                return tensor
-            step = kind.block_numel
-            return tensor[slice_.start // step : -(-slice_.stop // step)]
-
-        return [
-            BucketUpdate(optimizer, bucket, params, view, self.scratch)
-            for group in dtype_groups
-            if group.first.lane == "resident"
+        slices = sum(len(each.slices) for group in groups for each in group.layout.buckets)
+        scratch = Scratch(memory, StepPowers(slices, self.backend.device))
+        buckets = [
+            RingBucket(
+                optimizer,
+                group.layout,
+                bucket,
+                params,
+                None if group.first.lane == "resident" else arena,
+                scratch,
+            )
+            for group in groups
             for bucket in group.layout.buckets
         ]
+        self.ring.append(buckets, self._allowed_bytes(buckets))
+        return scratch
 
-    def _streamed(
-        self,
-        optimizer: Optimizer,
-        dtype_groups: list[DtypeGroup],
-        params: list[ParamState],
-        arena: HostRange,
-        device_bytes: int,
-    ) -> StreamedLane | None:
-        pairs = [
-            (group.layout, bucket)
-            for group in dtype_groups
-            if group.first.lane == "streamed"
-            for bucket in group.layout.buckets
-        ]
-        if not pairs:
-            return None
-        sizes = [device_bytes_of(bucket) for _, bucket in pairs]
-        slot_bytes = max(sizes)
-        overlap = self.config.overlap or "step"
-        count, staying = choose(sizes, preferred(range(len(sizes)), overlap), device_bytes)
-        slots = [self.backend.allocate(slot_bytes) for _ in range(count)]
-        own = {i: self.backend.allocate(sizes[i]) for i in sorted(staying)}
-        lane = StreamedLane(self.backend, self.update, slots, own, overlap)
-        lane.use(
-            [
-                StreamedBucket(
-                    optimizer,
-                    layout,
-                    bucket,
-                    params,
-                    arena,
-                    own[i] if i in own else slots[i % count],
-                    self.scratch,
-                )
-                for i, (layout, bucket) in enumerate(pairs)
-            ]
-        )
-        return lane
+    def _keep_scratch(self, scratch: Scratch, buckets: Sequence[RingBucket]) -> None:
+        """Unless an update needs it every time, without its memory."""
+        self._scratches.append(scratch)
+        kinds = {bucket.update.groups_without_scratch: bucket.update for bucket in buckets}
+        if buckets and frozenset() not in kinds:
+            scratch.release()
+            self._without_scratch += kinds.values()
 
-    def _release_scratch(self) -> None:
-        """Unless an update needs it every time."""
-        streamed = self.streamed.buckets if self.streamed is not None else []
-        updates = [*self.resident, *(bucket.update for bucket in streamed)]
-        kinds = {update.groups_without_scratch: update for update in updates}
-        if updates and frozenset() not in kinds:
-            self.scratch.release()
-            self._without_scratch = list(kinds.values())
-
-    def _make_host(
-        self,
-        optimizer: Optimizer,
-        dtype_groups: list[DtypeGroup],
-        params: list[ParamState],
-        sizes: HostSizes,
-        start: int,  # of what the lane works in, in the arena
-    ) -> None:
-        arena, overlap = self._arena, self.config.overlap or "step"
-        self.host = lane = HostLane(self.backend, thread_count(self.config), overlap)
-        slots = [
-            arena.tensor(start + i * sizes.slot, sizes.slot, torch.uint8)
-            for i in range(sizes.slots)
-        ]
-        memory = arena.tensor(start + sizes.slots * sizes.slot, sizes.scratch, torch.uint8)
-        scratch = Scratch(memory, StepPowers(0, memory.device))
-        pairs = [(s.layout, bucket) for s in dtype_groups for bucket in s.layout.buckets]
-        lane.buckets = [
-            HostBucket(optimizer, layout, bucket, params, arena, slots[i % len(slots)], scratch)
-            for i, (layout, bucket) in enumerate(pairs)
-        ]
+    def _allowed_bytes(self, buckets: Sequence[RingBucket]) -> int:
+        """What the ring may have when these are added. Where memory is taken while there is some
+        to spare, no more than slots for them, until it is looked at again."""
+        own, first = self.ring.own_bytes, self.config.first_device_bytes
+        if self.config.device_memory != "auto" or not own or not buckets:
+            return first
+        return max(first, own + LEAST_SLOTS * max(device_bytes_of(each.bucket) for each in buckets))
 
     # ------------------------------------------------------------------ running
 
@@ -282,11 +256,13 @@ class Engine:
         if not any(update.needs_scratch(snapshot) for update in self._without_scratch):
             return
         try:
-            self.update.launch(self.scratch.fill)
+            for scratch in self._scratches:
+                self.update.launch(scratch.fill)
         except torch.OutOfMemoryError as error:
+            n_bytes = sum(scratch.memory.nbytes for scratch in self._scratches)
             raise DeviceMemoryError(
                 f"an update by the optimizer's class on {self.backend.device}",
-                reason=f"there is no room for {self.scratch.memory.nbytes} bytes of scratch memory",
+                reason=f"there is no room for {n_bytes} bytes of scratch memory",
                 remedy="free device memory and call step() again, or keep hyper-parameters as "
                 "numbers and fused=True, which needs none",
             ) from error
@@ -296,8 +272,7 @@ class Engine:
         """More gradients are there: enqueue the buckets that have all of theirs, in order."""
         if self.host is not None:
             self.host.offer(work, complete=False)
-        if self.streamed is not None:
-            self.streamed.run(work, complete=False)
+        self.ring.run(work)
 
     def run(self, work: Work, start: Event) -> None:
         """Enqueue the rest of the iteration after ``start``, where all gradients are ready; waits
@@ -305,18 +280,11 @@ class Engine:
         self.update.wait(start)
         if self.host is not None:
             self.host.offer(work, complete=True)
-        if self.native is not None:
+        for native in self._natives:
             with span("update"):
-                self.update.launch(self.native.run, work.snapshot)
-        for bucket in self.resident:
-            gradients = work.of(bucket.bucket.slices)
-            if any(gradient is not None for gradient in gradients):
-                with span("update"):
-                    self.update.launch(bucket.run, gradients, work.snapshot)
-        if self.native is not None or self.resident:
-            self._resident_updated = self.update.record()
-        if self.streamed is not None:
-            self.streamed.run(work, complete=True)
+                self.update.launch(native.run, work.snapshot)
+            self._natives_updated = self.update.record()
+        self.ring.run(work, start)
 
     def finish(self, stream: Stream) -> None:
         """Make ``stream`` wait for every update that was enqueued; the host waits for the host
@@ -328,66 +296,35 @@ class Engine:
     def watch_gates(self, gates: Sequence[frozenset[int]]) -> None:
         """``gates``: sets of parameters whose updates are asked for by :meth:`updated`; the last
         one has the native parameters besides."""
-        resident = {s.spec.index for bucket in self.resident for s in bucket.bucket.slices}
-        native = gates[-1] if self.native is not None else None
-        host = self.host.buckets if self.host else []
-        streamed = self.streamed.buckets if self.streamed else []
+        ring, on_host = self.ring.buckets, self.host.buckets if self.host else []
         self._gates = [
             (
-                gate is native or not gate.isdisjoint(resident),
-                [bucket for bucket in host if not gate.isdisjoint(bucket.indices)],
-                [i for i, bucket in enumerate(streamed) if not gate.isdisjoint(bucket.indices)],
+                gate is gates[-1],
+                [index for index, each in enumerate(ring) if not gate.isdisjoint(each.indices)],
+                [each for each in on_host if not gate.isdisjoint(each.indices)],
             )
             for gate in gates
         ]
 
     def updated(self, gate: int) -> list[Event]:
         """Events after which the shards of a gate are as the last :meth:`run` leaves them."""
-        is_resident, on_host, streamed = self._gates[gate]
-        events: list[Event | None] = [self._resident_updated] if is_resident else []
+        has_natives, in_ring, on_host = self._gates[gate]
+        events: list[Event | None] = [self._natives_updated] if has_natives else []
         events += [bucket.written for bucket in on_host]
-        if streamed and self.streamed is not None:
-            events.append(self.streamed.updated(streamed))
+        if in_ring:
+            events.append(self.ring.updated(in_ring))
         return [event for event in events if event is not None]
 
     def synchronize(self) -> None:
         """Block until every update has run, and what travels is back in host memory."""
         with contextlib.ExitStack() as waits:  # runs all of them, even if one raises
-            for lane in (self.host, self.streamed, self.update):
-                if lane is not None:
-                    waits.callback(lane.synchronize)
-
-    def prefetch(self) -> None:
-        """Fetch state for the next iteration, as far as there are slots for it."""
-        if self.streamed is not None:
-            self.streamed.prefetch()
-
-    def flush(self) -> None:
-        """Block until host memory has all state; updates have been waited for."""
-        if self.streamed is not None:
-            self.streamed.flush()
-
-    # ------------------------------------------------------------------ device memory
-
-    @property
-    def staying(self) -> frozenset[int]:
-        """Buckets that stay on the device."""
-        return frozenset() if self.streamed is None else frozenset(self.streamed.staying)
+            for each in (*reversed(self.lanes), self.update):
+                waits.callback(each.synchronize)
 
     @property
     def uses_link(self) -> bool:
         """Whether updates move state or gradients between device and host memory."""
-        return self.host is not None or (self.streamed is not None and bool(self.streamed.slots))
-
-    @property
-    def own_bytes(self) -> int:
-        """Device memory of slots and of buckets that stay."""
-        return 0 if self.streamed is None else self.streamed.own_bytes
-
-    def discard(self) -> None:
-        """Forget state that is on the device: the arena may be written into."""
-        if self.streamed is not None:
-            self.streamed.discard()
+        return self.host is not None or bool(self.ring.slots)
 
     def abort(self) -> None:
         """Forget an iteration that has begun in backward: everything is written anew."""
@@ -395,20 +332,14 @@ class Engine:
             lane.abort()
 
     def staging(self) -> list[Tensor]:
-        """Slots, buckets that stay, scratch, staging rings: device memory that holds but copies of
-        state after :meth:`flush`."""
-        return [self.scratch.memory, *(t for lane in self.lanes for t in lane.staging_buffers)]
+        """Slots, buckets that stay, scratch: device memory that holds but copies of state after
+        :meth:`.Ring.flush`."""
+        return [*(each.memory for each in self._scratches), *self.ring.staging_buffers]
 
     @property
     def staging_bytes(self) -> int:
         """Device memory of :meth:`staging`, as much as there is."""
         return sum(tensor.untyped_storage().nbytes() for tensor in self.staging())
-
-    def idle(self) -> None:
-        """Block until nothing reads or writes :meth:`staging` any more: what was fetched ahead, and
-        discarded, may be under way. Updates have been waited for."""
-        if self.streamed is not None:
-            self.streamed.finish_transfers()
 
     def follow(self, *events: Event) -> None:
         """Use device memory, and state there, only after ``events``."""
@@ -418,21 +349,44 @@ class Engine:
             lane.link.follow(*events)
 
     def close(self) -> None:
-        """Give host memory back and end the thread. Idempotent."""
+        """Give host memory back and end the thread. Idempotent; nothing else may be called then."""
         # Copies in flight still use the memory. Half built, failed, or in a forked child:
         with contextlib.suppress(Exception):
             self.synchronize()
         with contextlib.suppress(Exception):
-            self.idle()
+            self.ring.finish_transfers()
         if self.host is not None:
             self.host.stop()
-        self._pool.give(self._arena)
         # It is unmapped when the last view of it is gone; slots and scratch are freed likewise.
-        for param in self._added:  # parameters and slices refer to each other
-            param.tensors.clear()
-            param.slices.clear()
-        self.resident, self.streamed, self.host, self.native = [], None, None, None
-        self._without_scratch, self._gates = [], []
-        self.scratch = Scratch(
-            torch.empty(0, dtype=torch.uint8), StepPowers(0, torch.device("cpu"))
-        )
+        while self._arenas:
+            self._pool.give(self._arenas.pop())
+        _clear(self._params)
+        self.ring.close()
+        self.host, self._natives, self._scratches, self._params = None, [], [], []
+        self._without_scratch, self._gates, self.payload_bytes = [], [], 0
+
+
+def _host_buckets(
+    optimizer: Optimizer,
+    params: list[ParamState],
+    dtype_groups: list[DtypeGroup],
+    sizes: HostSizes,
+    arena: HostRange,
+    start: int,  # of what the lane works in, in the arena
+) -> list[HostBucket]:
+    slots = [
+        arena.tensor(start + i * sizes.slot, sizes.slot, torch.uint8) for i in range(sizes.slots)
+    ]
+    memory = arena.tensor(start + sizes.slots * sizes.slot, sizes.scratch, torch.uint8)
+    scratch = Scratch(memory, StepPowers(0, memory.device))
+    buckets = [bucket for group in dtype_groups for bucket in group.layout.buckets]
+    return [
+        HostBucket(optimizer, bucket, params, arena, slots[i % len(slots)], scratch)
+        for i, bucket in enumerate(buckets)
+    ]
+
+
+def _clear(params: Sequence[ParamState]) -> None:
+    for param in params:  # parameters and slices refer to each other
+        param.tensors.clear()
+        param.slices.clear()

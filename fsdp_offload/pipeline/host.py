@@ -41,10 +41,10 @@ from ..core.errors import LaneError, UnsupportedParameterError
 from ..core.progress import warn
 from ..core.storage import span
 from ..link import Block, HostRange, Link, Residence, local_ranks
-from ..plan import Bucket, Kind, Layout, Slice
-from ..plan.layout import kind_range
+from ..plan import Bucket, Layout
 from ..update.bucket import BucketUpdate, Scratch
 from ..update.params import REMAINDER_KIND, MasterForm, ParamState, Work
+from .ring import state_of
 
 HOST_SLOTS = 4
 """At most: one arrives, one is updated, one leaves, and one more for a bucket out of turn."""
@@ -101,7 +101,6 @@ class HostBucket:
     def __init__(
         self,
         optimizer: Optimizer,
-        layout: Layout,
         bucket: Bucket,
         params: list[ParamState],
         arena: HostRange,
@@ -123,17 +122,19 @@ class HostBucket:
         ]
         self._dtype = first.compute_dtype
 
-        def view(slice_: Slice, kind: Kind, numel: int) -> Tensor:
-            start, stop = kind_range(slice_, kind, numel, layout.offsets)
-            return arena.tensor(start, (stop - start) // kind.itemsize, kind.dtype)
-
         remainder = None
         if first.form is MasterForm.REMAINDER:
             flat = next(each for each in bucket.spans if each.kind == REMAINDER_KIND)
             numel = flat.n_bytes // flat.kind.itemsize
             remainder = arena.tensor(flat.arena_start, numel, flat.kind.dtype)
         self.update = BucketUpdate(
-            optimizer, bucket, params, view, scratch, flat_remainder=remainder, host_shards=on_host
+            optimizer,
+            bucket,
+            params,
+            state_of(params),
+            scratch,
+            flat_remainder=remainder,
+            host_shards=on_host,
         )
         self.written: PendingEvent | None = None
         """After it, the shards are as the last iteration leaves them; None: it left them alone."""
@@ -203,7 +204,6 @@ class HostLane:
         self.last: PendingEvent | None = None
         """After it, all that was offered is written."""
         self.moved_bytes = self.fetched_bytes = 0  # to the host and back, in the last iteration
-        self.staging_buffers: list[Tensor] = []  # none on the device
         self._thread = HostThread(backend, threads) if backend.has_threads else None
         self._offered: deque[_Visit] = deque()
         self._sent: deque[_Visit] = deque()  # on their way to the host, or there
@@ -213,6 +213,16 @@ class HostLane:
         self._left: list[HostBucket] = []  # buckets of it that were not offered yet
 
     # ------------------------------------------------------------------ on the caller's thread
+
+    def append(self, buckets: list[HostBucket]) -> None:
+        """Add buckets; an iteration that has begun has them to its end."""
+        self.buckets += buckets
+        self._left += buckets  # offer() sets it when an iteration begins
+
+    def drop_from(self, count: int) -> None:
+        """Forget buckets that were added after so many."""
+        self._left = [bucket for bucket in self._left if bucket in self.buckets[:count]]
+        del self.buckets[count:]
 
     def offer(self, work: Work, *, complete: bool) -> None:
         """Begin to update the buckets whose gradients are there, waiting for none of it. When all

@@ -180,7 +180,7 @@ def most_slots(allowed: int, slot_bytes: int) -> int:
 
 
 def choose(
-    sizes: Sequence[int],
+    sizes: Mapping[int, int],
     preferred: Sequence[int],
     allowed: int,
     *,
@@ -191,7 +191,7 @@ def choose(
     """How many slots, and which buckets stay, for so many bytes.
 
     Args:
-        sizes: bytes of each bucket.
+        sizes: bytes of each bucket, by its index.
         preferred: all buckets, those first that shall stay.
         allowed: bytes for all of it. About ``LEAST_SLOTS`` are taken in any case, while
             buckets travel.
@@ -202,9 +202,9 @@ def choose(
     if not sizes:
         return 0, frozenset()
     away = {i for i, until in (away_until or {}).items() if step < until and i not in staying}
-    if sum(sizes) <= allowed and not away:
-        return 0, frozenset(range(len(sizes)))
-    slot_bytes = max(sizes)
+    if sum(sizes.values()) <= allowed and not away:
+        return 0, frozenset(sizes)
+    slot_bytes = max(sizes.values())
     slots = min(most_slots(allowed, slot_bytes), len(sizes))
     room = allowed - slots * slot_bytes
     chosen: set[int] = set()

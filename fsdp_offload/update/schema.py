@@ -6,7 +6,7 @@ from one of them and overrides any of its methods but ``__init__`` counts as not
 
 Nothing that one can try out tells what such a class does with a parameter: it may keep factors
 above a size, begin a phase after some steps, or read what another parameter left. So it runs its
-own step on the device (``optimizer/hybrid.py``), unless the caller says ``elementwise=True``. Then
+own step on the device (``Updates.run_class``), unless the caller says ``elementwise=True``. Then
 its step runs once on a scratch vector, which shows the entries of its state; each must be shaped
 like the parameter, a 0-dim tensor or a number.
 

@@ -541,7 +541,7 @@ def train_and_export(folder: Path, kind: str) -> None:
         wrapped.step()
         wrapped.zero_grad()
     masters = {name: jobs.gather(p).float() for name, p in model.named_parameters()}
-    for record in wrapped._reserved.params:
+    for record in wrapped._updates.reserved.params:
         kept = jobs.master(record, wrapped.state[record.parameter])
         if kept is not None:
             masters[record.fqn] = jobs.gather(kept)

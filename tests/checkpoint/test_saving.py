@@ -27,7 +27,7 @@ from fsdp_offload.core.errors import (
     OffloadError,
 )
 from fsdp_offload.optimizer import masters
-from fsdp_offload.pipeline.overlap import REORDER_AFTER
+from fsdp_offload.optimizer.overlap import REORDER_AFTER
 from tests.checkpoint.jobs import Ranks
 from tests.checkpoint.test_interop import refusal
 from tests.fsdp import models

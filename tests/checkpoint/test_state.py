@@ -50,7 +50,7 @@ def look_at_memory(dtype: torch.dtype) -> int:
     job = jobs.trained(Variant(dtype=dtype))
     live = {
         local(value).data_ptr()
-        for record in job.optimizer._reserved.params
+        for record in job.optimizer._updates.reserved.params
         for value in record.tensors.values()
         if value.numel()
     }

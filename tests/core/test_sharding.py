@@ -174,6 +174,7 @@ class Stages(nn.Module):
         (Model(), None, ["", "blocks.0", "blocks.1", "blocks.2"]),
         (Stages(), None, ["", "stages.0", "stages.1", "mixed.2.0", "mixed.2.1"]),
         (nn.Linear(2, 2), None, [""]),
+        (nn.Sequential(), None, [""]),  # empty
         (nn.Sequential(nn.Linear(2, 2), nn.GELU(), nn.Linear(2, 2)), None, [""]),
         (layers(2, 2, 2), None, ["", "0", "1"]),
         (layers(2, 2, 2), [], [""]),

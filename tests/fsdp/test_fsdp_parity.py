@@ -141,7 +141,7 @@ def lanes(options: dict[str, Any]) -> tuple[list[Any], list[int]]:
     """(name, lane, master form, kinds) in update order; elements of each shard."""
     model = models.toy(models.flat_mesh(4), dtype=torch.bfloat16)
     wrapped = models.wrap(build("AdamW", model), model, **options)
-    records = wrapped._reserved.params
+    records = wrapped._updates.reserved.params
     described = [(r.fqn, r.lane, r.form.value, [k.name for k, _ in r.kinds]) for r in records]
     shards = [r.info.local_numel for r in records]
     wrapped.close()

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from fsdp_offload import PhaseOffloader, SpentGradientError
 from fsdp_offload.core import dtensor
-from fsdp_offload.pipeline import overlap
+from fsdp_offload.optimizer import overlap
 from tests.fsdp import models
 from tests.fsdp.models import Ranks, check
 from tests.helpers.compare import bits

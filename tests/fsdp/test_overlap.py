@@ -252,7 +252,7 @@ def train_while_buckets_move(overlap: str, size: int, folder: str) -> None:
     for step in range(STEPS):
         for model, one in ((plain, reference), (mine, optimizer)):
             train(model, one, steps=range(step, step + 1))
-        for lane in [engine.streamed for engine in optimizer._reserved.engines]:
+        for lane in [optimizer._updates.reserved.engine.ring]:
             staying = chosen.sample(lane.order, chosen.randint(0, len(lane.order)))
             lane.arrange(chosen.sample(lane.order, len(lane.order)), staying, chosen.randint(1, 4))
             seen.add(len(staying))
@@ -364,7 +364,7 @@ def replaced_parameters() -> None:
     model.load_state_dict({n: v.clone() for n, v in model.state_dict().items()}, assign=True)
     model.head.weight = model.embed.weight  # which the load has untied
     optimizer = wrap(model, "backward")
-    ungated = [r.fqn for r in optimizer._overlap._ungated.params]
+    ungated = [r.fqn for r in optimizer._updates.overlap._ungated.params]
     check(not ungated, f"no group holds {ungated}")
     train(model, optimizer, steps=range(2))
     optimizer.close()

@@ -164,8 +164,8 @@ def step_beside_an_offloader(size: int) -> None:
     assert isinstance(optimizer, HybridDeviceOptimizer)
     phases = PhaseOffloader(mine, optimizer)
     drained: list[None] = []
-    drain = optimizer._drain
-    optimizer._drain = lambda: (drained.append(None), drain())[1]
+    drain = optimizer._updates._drain
+    optimizer._updates._drain = lambda: (drained.append(None), drain())[1]
     for step, expected in ((1, False), (2, True)):
         models.backward(mine, step)
         optimizer.zero_grad()

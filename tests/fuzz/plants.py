@@ -14,7 +14,7 @@ from fsdp_offload.optimizer import hybrid, lifecycle
 from fsdp_offload.optimizer.lifecycle import Lifecycle
 from fsdp_offload.optimizer.masters import Masters
 from fsdp_offload.optimizer.reservation import Reservation
-from fsdp_offload.pipeline.engine import Engine
+from fsdp_offload.pipeline.ring import Ring
 
 from .net import ModelError
 
@@ -84,7 +84,7 @@ PLANTS: Final[dict[str, tuple[object, str, Callable[[Call], Call]]]] = {
     "signal handler": (Lifecycle, "turn", _for_handlers_too),
     "Ctrl-C": (lifecycle, "held_back", lambda _: contextlib.nullcontext),
     "wrapped optimizer": (hybrid, "make_face", _nothing),
-    "state that was fetched ahead is used after it was written": (Engine, "discard", _nothing),
+    "state that was fetched ahead is used after it was written": (Ring, "discard", _nothing),
     "masters do not follow weights before they are shown": (Masters, "follow_weights", _nothing),
 }
 """Whose function is replaced, and by what."""

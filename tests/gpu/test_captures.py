@@ -68,7 +68,7 @@ def trained(mode: str | None) -> tuple[list[Tensor], list[Tensor]]:
                 loss = iteration(model, batch(step))
             losses.append(loss.clone())
             if mode is not None:  # a wait that is missing shows
-                optimizer._reserved.engines[0].update.launch(torch.cuda._sleep, SLEEP)
+                optimizer._updates.reserved.engine.update.launch(torch.cuda._sleep, SLEEP)
             optimizer.step()
             if mode is None or step < FIRST:
                 optimizer.zero_grad()  # the graph writes its gradients anew

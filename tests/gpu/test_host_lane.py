@@ -54,7 +54,7 @@ class CpuTwin:
 def hold_up(optimizer: Any, late: str) -> None:
     """A :class:`CpuTwin` has no streams to hold up; an unknown ``late`` raises."""
     if late.startswith("host_") and isinstance(optimizer, HybridDeviceOptimizer):
-        lane = optimizer._reserved.engines[0].host
+        lane = optimizer._updates.reserved.engine.host
         assert lane is not None
         streams = {"host_out": lane.link._out, "host_back": lane.link._in}
         streams[late].launch(torch.cuda._sleep, SLEEP)

@@ -158,7 +158,7 @@ class Run:
     def kept(self) -> list[Tensor]:
         self.optimizer.synchronize()
         found = [p.detach().cpu() for p in self.parameters]
-        for record in self.optimizer._reserved.params:
+        for record in self.optimizer._updates.reserved.params:
             for name, tensor in record.tensors.items():
                 words = tensor.view(torch.int16) if name == "master_remainder" else tensor
                 found.append(words.cpu())

@@ -26,13 +26,13 @@ def ask_for_small_tensors() -> None:
 
 def be_late(optimizer: HybridDeviceOptimizer) -> None:
     """Updates run long after ``step()``; what a backward begins with is there late."""
-    begin: Callable[[], Any] = optimizer._begin
+    begin: Callable[[], Any] = optimizer._updates._begin
 
     def begin_late() -> Any:
         torch.cuda._sleep(SLEEP)
         return begin()
 
-    optimizer._begin = begin_late  # type: ignore[method-assign]
+    optimizer._updates._begin = begin_late  # type: ignore[method-assign]
 
 
 def train(
@@ -85,7 +85,7 @@ def test_learning_rates_on_the_device(mesh: Any, overlap: str, lanes: str) -> No
         torch.nn.utils.clip_grad_norm_(plain.parameters(), max_norm)
 
     expected = train(plain, reference, clip_plain if clips else None, rates[0])
-    updates = [engine.update for engine in optimizer._reserved.engines]
+    updates = [optimizer._updates.reserved.engine.update]
     assert updates
     clip = optimizer.clip_grad_norm_ if clips else None
     found = train(mine, optimizer, clip, rates[1], late=updates)

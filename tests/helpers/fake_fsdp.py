@@ -21,7 +21,7 @@ from torch import Tensor
 from fsdp_offload import HybridDeviceOptimizer
 from fsdp_offload.core.backend import Backend, Event, Stream
 from fsdp_offload.core.fsdp import Watcher
-from fsdp_offload.pipeline import overlap
+from fsdp_offload.optimizer import overlap
 from tests.helpers.lanes import in_lanes
 
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from fsdp_offload.core.errors import ConfigError, NonFiniteGradientError
-from fsdp_offload.optimizer.clipping import coefficient, gradients_of, scale, total_norm
+from fsdp_offload.optimizer.gradients import coefficient, gradients_of, scale, total_norm
 from tests.fsdp import models
 from tests.fsdp.models import Ranks, check, check_same
 from tests.fsdp.test_meshes import normed, normed_loss

@@ -61,8 +61,8 @@ def auto(device: Device, overlap: str = "forward") -> Job:
 
 
 def staying(job: Job) -> int:
-    (engine,) = job.optimizer._reserved.engines
-    return len(engine.staying)
+    engine = job.optimizer._updates.reserved.engine
+    return len(engine.ring.staying)
 
 
 @pytest.mark.parametrize("overlap", ["step", "forward", "backward"])
@@ -76,10 +76,10 @@ def test_what_is_to_spare_is_taken_after_some_steps_and_given_back_when_it_is_sh
     device.spare_bytes = GIB
     job.train(2)
     assert staying(job) == 0
-    assert job.optimizer._overlap is None or job.optimizer._overlap.uses_link
+    assert job.optimizer._updates.overlap is None or job.optimizer._updates.overlap.uses_link
     job.train(1, first=2)
     assert staying(job) == 5
-    assert job.optimizer._overlap is None or not job.optimizer._overlap.uses_link
+    assert job.optimizer._updates.overlap is None or not job.optimizer._updates.overlap.uses_link
     assert "5 of 5 buckets stay" in caplog.text
     job.train(2, first=3)
     assert job.optimizer.statistics().moved_bytes == 0
@@ -114,10 +114,10 @@ def test_a_number_is_never_exceeded_nor_changed(
 ) -> None:
     monkeypatch.setattr(residency, "LEAST_SLOTS", 2)
     job = Job("forward", device, device_memory="13000B", transfer=SMALL)
-    (engine,) = job.optimizer._reserved.engines
+    engine = job.optimizer._updates.reserved.engine
     device.spare_bytes = GIB
     for step in range(6):
-        assert engine.own_bytes <= 13_000
+        assert engine.ring.own_bytes <= 13_000
         assert 0 < staying(job) < 5
         device.retries += step > 3
         job.train(1, first=step)

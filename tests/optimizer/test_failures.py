@@ -26,12 +26,15 @@ from fsdp_offload import (
     StateSchemaError,
     UnsupportedParameterError,
 )
+from fsdp_offload.core.devices import CpuBackend
 from fsdp_offload.link import HostRange
+from fsdp_offload.update import state as state_io
 from tests.helpers.compare import assert_same
 from tests.helpers.ranks import RankPool
 from tests.helpers.simulator import StreamSimulator
 from tests.helpers.training import (
     LANES,
+    SMALL,
     Model,
     assert_explains,
     train,
@@ -303,6 +306,49 @@ def test_a_failure_in_a_lane_surfaces_and_only_a_load_makes_the_optimizer_usable
     optimizer.load_state_dict(saved)
     train(model, optimizer, range(2, 5))
     assert_same(values(model), clean)
+
+
+@pytest.mark.parametrize(
+    ("update_on", "fails"),
+    [("device", "no room for a slot"), ("device", "at the end"), ("host", "at the end")],
+)
+def test_an_addition_that_fails_leaves_everything_as_before(
+    update_on: str, fails: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, twin_model = Model(), Model()
+    settings: dict[str, Any] = {"update_on": update_on, "device_memory": 0, "transfer": SMALL}
+    optimizer = HybridDeviceOptimizer(torch.optim.AdamW(model.parameters()), model, **settings)
+    twin = HybridDeviceOptimizer(torch.optim.AdamW(twin_model.parameters()), twin_model, **settings)
+    train(model, optimizer, range(2))
+    before = optimizer.statistics()
+
+    def allocate(backend: CpuBackend, n_bytes: int) -> torch.Tensor:
+        if n_bytes:  # scratch has none here
+            raise torch.OutOfMemoryError(f"{n_bytes} bytes")
+        return torch.empty(0, dtype=torch.uint8)
+
+    def expose(param: object) -> dict[str, Any]:
+        raise torch.OutOfMemoryError(fails)
+
+    added = nn.Parameter(torch.zeros(5000, dtype=torch.float64))
+    with monkeypatch.context() as patch:
+        if fails == "no room for a slot":
+            patch.setattr(CpuBackend, "allocate", allocate)
+        else:
+            patch.setattr(state_io, "expose", expose)
+        with pytest.raises(torch.OutOfMemoryError):
+            optimizer.add_param_group({"params": [added]})
+
+    after = optimizer.statistics()
+    assert (after.buckets, after.parameters) == (before.buckets, before.parameters)
+    assert after.host_arena_bytes == before.host_arena_bytes
+    train(model, optimizer, range(2, 4))
+    train(twin_model, twin, range(4))
+    assert_same(values(model), values(twin_model))
+    optimizer.add_param_group({"params": [added]})
+    added.grad = torch.ones_like(added)
+    optimizer.step()
+    assert bool(added.abs().min() > 0), "now it is updated"
 
 
 @pytest.mark.parametrize("lane", ["streamed", "resident"])

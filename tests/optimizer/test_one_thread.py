@@ -164,7 +164,7 @@ def test_ctrl_c_ends_the_wait_for_another_thread() -> None:
     taken, done = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with optimizer._life.held("a test"):
+        with optimizer._updates.life.held("a test"):
             taken.set()
             done.wait(10)
 
@@ -256,7 +256,7 @@ def test_a_signal_handler_changes_nothing_in_the_middle_of_a_save(
 
 def test_a_fork_does_not_wait_for_a_thread_that_it_has_not() -> None:
     _, optimizer = made()
-    with optimizer._life.held("a test"):
+    with optimizer._updates.life.held("a test"):
         taken = threading.Thread(target=fork_and_use, args=(optimizer,))
         taken.start()
         taken.join()

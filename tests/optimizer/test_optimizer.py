@@ -208,7 +208,7 @@ def test_groups_with_names_keep_them() -> None:
 
     assert optimizer.param_groups[0]["param_names"] == names
     assert optimizer.state_dict()["param_groups"][0]["param_names"] == names
-    assert [record.fqn for record in optimizer._reserved.params] == names
+    assert [record.fqn for record in optimizer._updates.reserved.params] == names
 
 
 def test_names_of_a_loaded_state_dict_are_taken_as_by_torch() -> None:
@@ -291,7 +291,7 @@ def state_bytes(optimizer: HybridDeviceOptimizer, lane: str) -> int:
     """Bytes of the state that users see, of parameters in a lane, scalars not counted."""
     return sum(
         value.numel() * value.itemsize
-        for record in optimizer._reserved.params
+        for record in optimizer._updates.reserved.params
         if record.lane == lane
         for value in optimizer.state[record.parameter].values()
         if value.dim()
@@ -319,7 +319,7 @@ def test_statistics_are_what_tensors_add_up_to(
     assert statistics.host_arena_bytes == sum(a().n_bytes for a in arenas)  # type: ignore[union-attr]
     assert statistics.host_arena_bytes >= statistics.host_state_bytes
     assert not statistics.pinned
-    pieces = sum(len(record.slices) for record in optimizer._reserved.params)
+    pieces = sum(len(record.slices) for record in optimizer._updates.reserved.params)
     assert 5 < statistics.buckets <= pieces
 
     train(model, optimizer, range(2))

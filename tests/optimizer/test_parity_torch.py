@@ -331,7 +331,7 @@ def test_the_runs_cut_parameters_and_share_buckets() -> None:
     """What the runs above rely on."""
     twins = SideBySide(build(Setting("AdamW", "open", {})))
     pieces: dict[Tensor, int] = {}
-    for record in twins.wrapped._reserved.params:
+    for record in twins.wrapped._updates.reserved.params:
         pieces[record.parameter] = len(record.slices)
     assert pieces[twins.mine[0]] > 4
     assert pieces[twins.mine[-1]] > 1

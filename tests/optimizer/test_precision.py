@@ -91,7 +91,7 @@ def fill(model: nn.Module, step: int, other: nn.Module | None = None) -> None:
 
 def round_moments(plain: Optimizer, mine: HybridDeviceOptimizer, counts: list[int]) -> None:
     """What the wrapped optimizer does to the state of the plain one after a step."""
-    for record in mine._reserved.params:
+    for record in mine._updates.reserved.params:
         parameter = plain.param_groups[0]["params"][int(record.fqn.split(".")[-1])]
         if parameter.grad is None:
             continue
@@ -161,7 +161,7 @@ def test_random_bits_do_not_depend_on_buckets(kept: Any) -> None:
             fill(model, step)
             optimizer.step()
         outcomes.append(all_bits(model, optimizer))
-        assert (len(optimizer._reserved.params[0].slices) > 1) == (transfer is SMALL)
+        assert (len(optimizer._updates.reserved.params[0].slices) > 1) == (transfer is SMALL)
     assert_same(*outcomes)
 
 
@@ -169,7 +169,7 @@ def all_bits(model: nn.Module, optimizer: HybridDeviceOptimizer) -> dict[str, Te
     """Weights, and everything that is kept, codes and scales included."""
     found = {name: p.detach().clone() for name, p in model.named_parameters()}
     optimizer.synchronize()
-    for record in optimizer._reserved.params:
+    for record in optimizer._updates.reserved.params:
         for name, tensor in record.tensors.items():
             found[f"{record.fqn} {name}"] = tensor.clone()
         found[f"{record.fqn} step"] = record.slices[0].state["step"].clone()
@@ -181,7 +181,9 @@ def test_memory_is_what_it_says() -> None:
     for kept in (None, BF16, "int8"):
         _, optimizer = wrapped(BF16, kept)
         sizes[kept] = sum(
-            t.numel() * t.itemsize for r in optimizer._reserved.params for t in r.tensors.values()
+            t.numel() * t.itemsize
+            for r in optimizer._updates.reserved.params
+            for t in r.tensors.values()
         )
     model, _ = wrapped(BF16, None)
     numel = sum(p.numel() for p in model.parameters())
@@ -198,16 +200,16 @@ def test_int8_is_for_the_moments_of_adam_and_others_keep_their_dtype() -> None:
     model, optimizer = wrapped(FP32, "int8", (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}))
     fill(model, 0)
     optimizer.step()
-    assert all(not record.moments for record in optimizer._reserved.params)
+    assert all(not record.moments for record in optimizer._updates.reserved.params)
     _, optimizer = wrapped(FP32, "int8", (torch.optim.AdamW, {"amsgrad": True}))
-    dtypes = {k.name: k.dtype for k, _ in optimizer._reserved.params[0].kinds}
+    dtypes = {k.name: k.dtype for k, _ in optimizer._updates.reserved.params[0].kinds}
     assert dtypes["exp_avg"] == torch.int8
     assert dtypes["max_exp_avg_sq"] == FP32
 
 
 def test_where_the_update_is_not_in_fp32_nothing_changes() -> None:
     _, optimizer = wrapped(BF16, BF16, master_weights=False)
-    assert all(not record.moments for record in optimizer._reserved.params)
+    assert all(not record.moments for record in optimizer._updates.reserved.params)
 
 
 def test_the_host_lane_is_refused() -> None:
@@ -288,7 +290,9 @@ def test_values_written_into_shown_int8_state_are_taken_over() -> None:
         {n: v for n, v in before.items() if "weights.0" in n},
         {n: v for n, v in all_bits(model, optimizer).items() if "weights.0" in n},
     )
-    assert optimizer._view.shown[weight]["exp_avg"].is_meta, "copies are dropped with the next step"
+    assert optimizer._updates.view.shown[weight]["exp_avg"].is_meta, (
+        "copies are dropped with the next step"
+    )
 
 
 # --------------------------------------------------------------------------- the one kernel
@@ -344,7 +348,9 @@ def test_the_kernel_of_all_in_one_follows_the_class(
         at_once.step()
         assert twin.calls > 5
     by_class.step()
-    for a, b in zip(by_class._reserved.params, at_once._reserved.params, strict=True):
+    for a, b in zip(
+        by_class._updates.reserved.params, at_once._updates.reserved.params, strict=True
+    ):
         assert a.slices[0].stepped == b.slices[0].stepped
         assert a.slices[0].updates == b.slices[0].updates or kept is None
         assert torch.equal(a.slices[0].state["step"], b.slices[0].state["step"])
@@ -497,7 +503,7 @@ def check_origins(shape: tuple[int, ...]) -> None:
     optimizer = HybridDeviceOptimizer(
         torch.optim.AdamW(model.parameters()), model=model, moments=BF16
     )
-    for record in optimizer._reserved.params:
+    for record in optimizer._updates.reserved.params:
         shard = models.local(record.parameter).flatten()
         if shard.numel():
             models.check(record.origin == int(shard[0]), f"{record.fqn}: {record.origin}")

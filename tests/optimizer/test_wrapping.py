@@ -66,7 +66,7 @@ def test_the_model_may_be_the_second_argument(caplog: pytest.LogCaptureFixture) 
     model = make()
     with caplog.at_level(logging.WARNING, "fsdp_offload"):
         optimizer = HybridDeviceOptimizer(adamw(model), model)
-    assert [r.fqn for r in optimizer._reserved.params] == [
+    assert [r.fqn for r in optimizer._updates.reserved.params] == [
         name for name, _ in model.named_parameters()
     ]
     assert caplog.messages == []
@@ -231,7 +231,7 @@ def test_groups_changed_before_the_first_step_are_followed(
         assert torch.equal(a, b)
     names = {p: name for name, p in mine.named_parameters()}
     held = [p for group in optimizer.param_groups for p in group["params"]]
-    assert {record.parameter: record.fqn for record in optimizer._reserved.params} == {
+    assert {record.parameter: record.fqn for record in optimizer._updates.reserved.params} == {
         p: names[p] for p in held
     }
     saved, expected = optimizer.state_dict(), reference.state_dict()
@@ -362,10 +362,10 @@ def swap_after_fully_shard() -> None:
     check(optimizer.statistics().overlap == "forward", "afterwards")
     for (name, a), b in zip(plain.named_parameters(), mine.parameters(), strict=True):
         models.check_same(models.local(a), models.local(b), name)
-    check([r.fqn for r in optimizer._reserved.params] == list(now), "names are the model's")
+    check([r.fqn for r in optimizer._updates.reserved.params] == list(now), "names are the model's")
     held = sum(models.local(p).numel() for p in mine.parameters())
     check(
-        sum(r.info.local_numel for r in optimizer._reserved.params) == held,
+        sum(r.info.local_numel for r in optimizer._updates.reserved.params) == held,
         "only this rank's shards",
     )
     check(len(optimizer.state_dict()["state"]) == 4, "state_dict() works")
@@ -519,7 +519,7 @@ def same_state(reference: Optimizer, optimizer: Optimizer) -> bool:
 @each_kind
 def test_the_wrapped_optimizer_shows_what_the_wrapper_has(kind: str) -> None:
     plain, reference, mine, wrapped = of_kind(kind)
-    wrapper = wrapped._for_checkpoints._optimizer
+    wrapper = wrapped._for_checkpoints.optimizer
     assert isinstance(wrapped, type(reference))
     assert type(wrapped).__name__ == type(reference).__name__
     for first in (0, 2, 4):
@@ -558,7 +558,7 @@ def test_attributes_and_methods_of_the_class_are_those_of_both_names(
     kind: str, on_wrapper: bool
 ) -> None:
     plain, reference, mine, wrapped = of_kind(kind)
-    each = wrapped._for_checkpoints._optimizer if on_wrapper else wrapped
+    each = wrapped._for_checkpoints.optimizer if on_wrapper else wrapped
     for steps, scale in ((range(2), 0.5), (range(2, 4), 0.25)):
         reference.scale = each.scale = scale
         train(plain.parameters(), reference, steps)
@@ -577,7 +577,7 @@ def test_another_dict_of_state_is_taken_or_refused_with_what_works(
     kind: str, on_wrapper: bool
 ) -> None:
     plain, reference, mine, wrapped = of_kind(kind)
-    optimizer = wrapped._for_checkpoints._optimizer if on_wrapper else wrapped
+    optimizer = wrapped._for_checkpoints.optimizer if on_wrapper else wrapped
     for steps in (range(2), range(2, 4)):
         reference.state = defaultdict(dict)
         if kind == "own step":
@@ -613,7 +613,7 @@ def test_a_scale_that_a_fused_step_would_apply_is_refused_with_what_works(
     kind: str, name: str
 ) -> None:
     _, _, mine, wrapped = of_kind(kind)
-    optimizer = wrapped._for_checkpoints._optimizer
+    optimizer = wrapped._for_checkpoints.optimizer
     assert not getattr(optimizer, "_step_supports_amp_scaling", False)
     assert not wrapped._step_supports_amp_scaling
     setattr(optimizer, name, torch.ones(()))

@@ -65,10 +65,8 @@ def step(parameters: list[nn.Parameter], optimizer: Optimizer, index: int) -> No
 
 def device_bytes(optimizer: HybridDeviceOptimizer) -> int:
     """Memory of everything that the optimizer keeps on the device."""
-    found = {
-        t.untyped_storage()._cdata: t for s in optimizer._reserved.engines for t in s.staging()
-    }
-    for record in optimizer._reserved.params:
+    found = {t.untyped_storage()._cdata: t for t in optimizer._updates.reserved.engine.staging()}
+    for record in optimizer._updates.reserved.params:
         if record.lane == "resident":
             for cut in record.slices:
                 for value in (*record.tensors.values(), *cut.state.values()):
@@ -439,7 +437,9 @@ def test_host_memory_goes_with_the_optimizer_even_while_it_is_away(
     step(mine, away, 1)
     phases = optimizer_alone(away)
     phases.offload(wait=False)
-    held = [weakref.ref(t) for record in away._reserved.params for t in record.tensors.values()]
+    held = [
+        weakref.ref(t) for record in away._updates.reserved.params for t in record.tensors.values()
+    ]
     assert len(arenas) == 2
     if closes:
         away.close()

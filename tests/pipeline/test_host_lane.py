@@ -42,7 +42,7 @@ class Job:
             update_on="host",
             transfer=TransferConfig(bucket_bytes="4KiB", host_threads=2),
         )
-        lane = self.optimizer._reserved.engines[0].host
+        lane = self.optimizer._updates.reserved.engine.host
         assert lane is not None
         self.lane: HostLane = lane
 
@@ -283,7 +283,9 @@ def test_a_dropped_optimizer_frees_its_lane_without_the_cyclic_collector(
         monkeypatch.setattr(HostBucket, "step", explode)
     job.offer_all(job.work(0))
     lane = weakref.ref(job.lane)
-    tensors = [weakref.ref(t) for r in job.optimizer._reserved.params for t in r.tensors.values()]
+    tensors = [
+        weakref.ref(t) for r in job.optimizer._updates.reserved.params for t in r.tensors.values()
+    ]
     gc.collect()
     gc.disable()
     try:
@@ -362,10 +364,9 @@ def test_closing_after_a_failure_waits_for_the_streamed_lanes_copies(
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-    engine = optimizer._reserved.engines[0]
-    lane, streamed = engine.host, engine.streamed
+    engine = optimizer._updates.reserved.engine
+    lane, streamed = engine.host, engine.ring
     assert lane is not None
-    assert streamed is not None
     lane._failure = LaneError("an update", reason="failed in a test")
     waited: list[bool] = []
     monkeypatch.setattr(streamed, "finish_transfers", lambda: waited.append(True))

@@ -21,10 +21,10 @@ from fsdp_offload import (
     TransferConfig,
 )
 from fsdp_offload.core.devices import backend_for
-from fsdp_offload.pipeline import streamed
+from fsdp_offload.optimizer.overlap import Times
+from fsdp_offload.pipeline import ring
 from fsdp_offload.pipeline.host import HostBucket
-from fsdp_offload.pipeline.overlap import Times
-from fsdp_offload.pipeline.streamed import StreamedLane
+from fsdp_offload.pipeline.ring import Ring
 from fsdp_offload.plan import residency
 from fsdp_offload.update.params import Snapshot, Work
 from tests.away import optimizer_alone
@@ -159,7 +159,7 @@ def test_a_failure_in_backward_makes_the_optimizer_failed_until_a_load(
         raise ZeroDivisionError("in a bucket")
 
     with monkeypatch.context() as patch:
-        patch.setattr(streamed.BucketUpdate, "run", fail)
+        patch.setattr(ring.BucketUpdate, "run", fail)
         with pytest.raises(LaneError, match=r"backward\(\) failed.*in a bucket"):
             job.backward(3)
     uses = [job.optimizer.step, job.optimizer.zero_grad, job.optimizer.state_dict]
@@ -212,10 +212,10 @@ def test_buckets_that_stay_are_sent_once(
 ) -> None:
     monkeypatch.setattr(residency, "LEAST_SLOTS", 2)
     job, plain = Job("backward", device_memory=f"{memory}B"), Job(None)
-    (engine,) = job.optimizer._reserved.engines
-    sizes = [each.bucket.state_bytes for each in engine.streamed.buckets]
-    stay_bytes = sum(sizes[index] for index in engine.streamed.staying)
-    assert (len(sizes), len(engine.streamed.staying)) == (5, staying)
+    engine = job.optimizer._updates.reserved.engine
+    sizes = [each.bucket.state_bytes for each in engine.ring.buckets]
+    stay_bytes = sum(sizes[index] for index in engine.ring.staying)
+    assert (len(sizes), len(engine.ring.staying)) == (5, staying)
     job.train(1)
     assert sent_bytes(job) == (sum(sizes) - stay_bytes, sum(sizes))
     job.train(3, first=1)
@@ -232,10 +232,10 @@ def test_which_buckets_stay(mode: str, staying: set[int], monkeypatch: pytest.Mo
     """In "forward" not those at the head of the model alone: see plan/residency.py."""
     monkeypatch.setattr(residency, "LEAST_SLOTS", 2)
     job = Job(mode, device_memory=0)
-    (engine,) = job.optimizer._reserved.engines
-    largest = max(engine.streamed.sizes)
-    engine.streamed.fit(4 * largest, 0)
-    assert engine.staying == staying
+    engine = job.optimizer._updates.reserved.engine
+    largest = max(engine.ring.sizes.values())
+    engine.ring.fit(4 * largest, 0)
+    assert engine.ring.staying.keys() == staying
 
 
 def test_state_that_was_read_before_is_up_to_date_after_synchronize() -> None:
@@ -276,7 +276,7 @@ def test_what_stays_is_sent_again_where_state_may_have_changed(write: str) -> No
     else:
         saved = copy.deepcopy(plain.optimizer.state_dict())
         if write == "failure":
-            with mock.patch.object(StreamedLane, "_step", side_effect=RuntimeError("broken")):
+            with mock.patch.object(Ring, "_step", side_effect=RuntimeError("broken")):
                 with pytest.raises(LaneError):
                     job.train(1, first=2)
             for mine, theirs in zip(job.parameters, plain.parameters, strict=True):
@@ -312,14 +312,14 @@ def test_gradients_are_dropped_group_by_group_as_the_forward_comes_by() -> None:
         job.optimizer.zero_grad()
         assert all(reference() is not None for reference in _views(job, held))
         job.played.forward(unused=(2,))
-        assert [len(gate.held) for gate in job.optimizer._overlap.gates] == [0, 0, 3, 0]
+        assert [len(gate.held) for gate in job.optimizer._updates.overlap.gates] == [0, 0, 3, 0]
         job.played.forward()
-        assert all(not gate.held for gate in job.optimizer._overlap.gates)
+        assert all(not gate.held for gate in job.optimizer._updates.overlap.gates)
 
 
 def _views(job: Job, held: list[weakref.ref[Tensor]]) -> list[weakref.ref[Tensor]]:
     """The flat views that gates hold of the same memory."""
-    gates = job.optimizer._overlap.gates
+    gates = job.optimizer._updates.overlap.gates
     found = [weakref.ref(g) for gate in gates for g in gate.held if isinstance(g, Tensor)]
     assert len(found) == len(held)
     return found
@@ -333,7 +333,7 @@ def test_what_the_snapshot_holds_lives_until_every_gate_is_open(overlap: str) ->
     job.backward(0)
     job.optimizer.step()
     job.optimizer.zero_grad()
-    gates = job.optimizer._overlap.gates
+    gates = job.optimizer._updates.overlap.gates
     snapshot = next(s for s in gates[0].held if isinstance(s, Snapshot))
     assert isinstance(snapshot.groups[0]["lr"], Tensor)
     held = weakref.ref(snapshot.groups[0]["lr"])
@@ -369,8 +369,10 @@ def test_a_dropped_optimizer_frees_its_state_and_its_hooks(
     job.train(2)
     if in_the_middle:
         job.backward(2)
-    tensors = [weakref.ref(t) for r in job.optimizer._reserved.params for t in r.tensors.values()]
-    overlapping = weakref.ref(job.optimizer._overlap)
+    tensors = [
+        weakref.ref(t) for r in job.optimizer._updates.reserved.params for t in r.tensors.values()
+    ]
+    overlapping = weakref.ref(job.optimizer._updates.overlap)
     job.optimizer = None
     gc.collect()
     assert [t() for t in tensors if t() is not None] == []
@@ -423,20 +425,20 @@ def test_updates_in_backward_wait_for_what_the_caller_enqueued_before_the_first(
 def test_the_order_follows_the_measured_times_with_the_same_bits(
     overlap: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(streamed, "MARK_EVERY", 1)
+    monkeypatch.setattr(ring, "MARK_EVERY", 1)
     seen: list[list[float]] = []
-    original = StreamedLane.reorder
+    original = Ring.reorder
 
-    def reorder(self: StreamedLane, ready_ms: Any, ranks: Any, ms_per_byte: float) -> None:
+    def reorder(self: Ring, ready_ms: Any, ranks: Any, ms_per_byte: float) -> None:
         seen.append(list(ready_ms))
         original(self, ready_ms, ranks, ms_per_byte)
 
-    monkeypatch.setattr(StreamedLane, "reorder", reorder)
+    monkeypatch.setattr(Ring, "reorder", reorder)
     plain = Job(None)
     plain.train(8)
     job = Job(overlap)
     job.train(8)
-    lane = job.optimizer._reserved.engines[0].streamed
+    lane = job.optimizer._updates.reserved.engine.ring
     assert sorted(lane.order) == list(range(len(lane.buckets)))
     job.assert_like(plain)
 
@@ -464,13 +466,13 @@ class At:
 
 
 def test_times_count_from_the_first_gradients_and_what_has_none_comes_last() -> None:
-    times = Times([At(9.0), None, At(4.0), At(6.5)], [[(10, At(0.0)), (30, At(4.0))], []])
+    times = Times([At(9.0), None, At(4.0), At(6.5)], [(10, At(0.0)), (30, At(4.0))])
 
     assert times.are_known()
     assert times.ready_ms() == [5.0, 5.0, 0.0, 2.5]
     assert times.ms_per_byte() == 0.2
     assert not Times([At(1.0, reached=False)], []).are_known()
-    assert not Times([], [[(1, At(1.0, reached=False))]]).are_known()
+    assert not Times([], [(1, At(1.0, reached=False))]).are_known()
     assert Times([None, None], []).ready_ms() == []
-    assert Times([], [[(1, At(0.0))]]).ms_per_byte() is None
-    assert Times([], [[(1, At(0.0)), (1, At(3.0))]]).ms_per_byte() is None
+    assert Times([], [(1, At(0.0))]).ms_per_byte() is None
+    assert Times([], [(1, At(0.0)), (1, At(3.0))]).ms_per_byte() is None

@@ -111,8 +111,9 @@ def make_parameters(numels: tuple[int, ...], dtype: torch.dtype) -> list[nn.Para
 def build(scene: Scenario) -> tuple[list[nn.Parameter], HybridDeviceOptimizer]:
     parameters = make_parameters(NUMELS, scene.dtype)
     inner = torch.optim.AdamW(parameters, lr=0.05)
-    for parameter in parameters[::2]:  # these have state that must arrive even in the first step
-        parameter.grad = torch.full_like(parameter, 0.25)
+    # These have state that must arrive even in the first step, and that is another for each.
+    for index, parameter in enumerate(parameters[::2]):
+        parameter.grad = torch.full_like(parameter, (index + 1) / 8)
     inner.step()
     inner.zero_grad()
     transfer = TransferConfig(bucket_bytes="4KiB", host_threads=1)
@@ -149,15 +150,18 @@ def train(scene: Scenario, *, drain: bool = False) -> list[Tensor]:
     Parameters are read by the caller's stream, or with ``drain`` by the host after ``.state``.
     """
     parameters, optimizer = build(scene)
+    current, seen = backend_for(CPU).current_stream(), list[Tensor]()
     for step in range(scene.steps):
         backward(scene, parameters, step)
         optimizer.step()
         after_step(scene, parameters)
         if scene.grows and step == 0:
+            seen = [torch.zeros_like(p) for p in parameters]  # it makes the host wait for updates
+            for target, parameter in zip(seen, parameters, strict=True):
+                current.launch(Tensor.copy_, target, parameter)
             added = make_parameters(ADDED_NUMELS, scene.dtype)
             optimizer.add_param_group({"params": added, "lr": 0.02})
             parameters = parameters + added
-    current = backend_for(CPU).current_stream()
     found = [torch.zeros_like(p) for p in parameters]
     if not drain:
         for target, parameter in zip(found, parameters, strict=True):
@@ -168,7 +172,7 @@ def train(scene: Scenario, *, drain: bool = False) -> list[Tensor]:
         found = [p.detach().clone() for p in parameters]
     found += [value.clone() for p in parameters for value in state[p].values()]
     optimizer.close()
-    return found
+    return found + seen
 
 
 def expect(scene: Scenario) -> list[Tensor]:
@@ -250,6 +254,7 @@ def test_every_pair_of_streams_with_a_wait_has_one_that_nothing_implies() -> Non
     assert needed == there == {
         ("update", "current"), ("current", "update"),
         ("state:in", "state:out"), ("update", "state:in"), ("state:out", "update"),
+        ("state:in", "current"),
         ("host:out", "current"), ("current", "host:in"), ("host:out", "host:in"),
     }  # fmt: skip
 
@@ -277,13 +282,13 @@ def test_new_slots_wait_for_what_the_caller_enqueued_before(
 ) -> None:
     """The allocator orders the reuse of memory on the caller's stream only."""
     scene = Scenario(lanes, BF16, grows=grows)
-    found, simulator = simulate(scene, "immediate:state:in", ("drain", -1))
+    found, simulator = simulate(scene, "immediate:state:in")
     assert same(found, WAITS.expected(scene))
-    constructions = [i for i, name in enumerate(simulator.drain_log) if name == "current"]
+    waits = [i for i, pair in enumerate(simulator.wait_log) if pair == ("state:in", "current")]
 
-    assert len(constructions) == 1 + grows
-    for index in constructions:
-        assert WAITS.shows(scene, "immediate:state:in", ("drain", index))
+    assert len(waits) == 1 + grows
+    for index in waits:
+        assert WAITS.shows(scene, "immediate:state:in", ("wait", index))
 
 
 def test_the_analysis_finds_a_wait_that_a_later_event_implies() -> None:

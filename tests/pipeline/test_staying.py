@@ -28,7 +28,7 @@ class Moving(Job):
     def between(self, step: int) -> None:
         super().between(step)
         event = self.random.choice(["nothing", "read", "write", "load", "offload"])
-        for lane in [e.streamed for e in self.optimizer._reserved.engines]:
+        for lane in [self.optimizer._updates.reserved.engine.ring]:
             order = list(range(len(lane.buckets)))
             self.random.shuffle(order)
             staying = self.random.sample(order, self.random.randint(0, len(order)))
@@ -65,8 +65,8 @@ def test_where_there_is_no_memory_everything_is_as_before(monkeypatch: pytest.Mo
     with use_backend(CpuBackend(CPU)):
         expected = Job(scene, backend_for(CPU), plain=True).train()
         job = Job(scene, backend_for(CPU), plain=False)
-        (engine,) = job.optimizer._reserved.engines
-        lane, between = engine.streamed, job.between
+        engine = job.optimizer._updates.reserved.engine
+        lane, between = engine.ring, job.between
 
         def fill(step: int) -> None:
             """Ask for more than there is."""

@@ -23,13 +23,14 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Final, Protocol
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..core import dtensor
-from ..core.backend import Backend, Event, Stream, TimedEvent
+from ..core.backend import Event, Stream, TimedEvent
 from ..core.config import OffloadConfig
 from ..core.cuda_driver import beside_capture
 from ..core.errors import ConfigError
@@ -37,14 +38,14 @@ from ..core.fsdp import Group, find_groups
 from ..core.progress import is_rank_0, warn
 from ..core.spent import SpentGradient, another_backward_error, changed_gradient_error, is_spent
 from ..core.storage import span
+from ..pipeline.engine import Engine
+from ..pipeline.ring import Mark
 from ..plan.order import assumed_ready_ms
 from ..update.params import ParamState, Work
 from ..update.schema import is_torch_class, works_on_matrices
-from .engine import Engine
 from .gradients import gradient_of
-from .streamed import Mark, StreamedLane, best_ms_per_byte
+from .lifecycle import Lifecycle
 
-_log = logging.getLogger("fsdp_offload")
 ASSUMED_MS_PER_BYTE: Final = 1 / 50e6
 """Of the link, each way, until it has been measured: PCIe 5 x16."""
 ASSUMED_BACKWARD_SHARE: Final = 1 / 3
@@ -56,21 +57,14 @@ REORDER_AFTER: Final = frozenset((3, 6, 12, 48))
 class Owner(Protocol):
     """The optimizer, as the hooks see it."""
 
-    # An exception inside makes the optimizer failed.
-    def _failing(self, what: str) -> contextlib.AbstractContextManager[None]: ...
-
-    # Inside, no other thread uses the optimizer.
-    def _turn(self, what: str) -> contextlib.AbstractContextManager[None]: ...
+    life: Lifecycle
 
     # An iteration whose first gradients have arrived. More state may be reserved for it, and
     # Overlap.attach called.
-    def _begin_in_backward(self) -> Work: ...
-
-    # Raises where an update has failed.
-    def _check_usable(self) -> None: ...
+    def begin_in_backward(self) -> Work: ...
 
     # Raises where an update has failed, or ``what`` needs memory that is offloaded.
-    def _check_present(self, what: str) -> None: ...
+    def check_present(self, what: str) -> None: ...
 
 
 @dataclass(eq=False)
@@ -102,12 +96,12 @@ class Times:
     """What was measured in one iteration; the device may not have come to the end of it yet."""
 
     reduced: list[TimedEvent | None]  # per gate
-    marks: list[list[Mark]]  # per streamed lane
+    marks: list[Mark]  # of the ring
 
     def are_known(self) -> bool:
         """Whether everything has been reached."""
         events = [event for event in self.reduced if event is not None]
-        events += [marks[-1][1] for marks in self.marks if marks]
+        events += [time for _, time in self.marks[-1:]]
         return all(event.query() for event in events)
 
     def ready_ms(self) -> list[float]:
@@ -121,9 +115,9 @@ class Times:
         return [(max(reached) if time is None else time) - min(reached) for time in times]
 
     def ms_per_byte(self) -> float | None:
-        """Of the link, each way."""
-        found = [best_ms_per_byte(marks) for marks in self.marks]
-        return max((ms for ms in found if ms is not None), default=None)
+        """Of the link, each way, in the best stretch between two marks."""
+        spans = [(a[1].elapsed_time(b[1]), b[0] - a[0]) for a, b in pairwise(self.marks)]
+        return min((ms / n_bytes for ms, n_bytes in spans if n_bytes), default=None) or None
 
 
 class Overlap:
@@ -131,13 +125,12 @@ class Overlap:
     alive; with ``in_backward`` gradients are taken in backward."""
 
     def __init__(
-        self, owner: Owner, groups: Sequence[Group], backend: Backend, *, in_backward: bool
+        self, owner: Owner, groups: Sequence[Group], engine: Engine, *, in_backward: bool
     ) -> None:
         self._find_owner = weakref.ref(owner)
-        self._backend, self._in_backward = backend, in_backward
+        self._engine, self._backend, self._in_backward = engine, engine.backend, in_backward
         self.gates = [Gate(group) for group in groups]
         self._ungated = Gate(None)
-        self._engines: Sequence[Engine] = ()
         self.is_off = False  # a capture was seen: step() waits for its updates
         self._warned = False
         self._spent: dict[Tensor, SpentGradient] = {}
@@ -149,12 +142,12 @@ class Overlap:
         """The iteration that has begun in backward; ``step()`` ends it."""
         ends = contextlib.ExitStack()
         for index, group in enumerate(groups):
-            ends.callback(group.watch(index, self, backend))
+            ends.callback(group.watch(index, self, engine.backend))
         self.unwatch: Callable[[], object] = weakref.finalize(self, ends.close)
 
-    def attach(self, params: Sequence[ParamState], engines: Sequence[Engine]) -> None:
-        """Tell gates and engines of each other, whenever parameters are added."""
-        self._engines = engines
+    def attach(self, params: Sequence[ParamState], engine: Engine) -> None:
+        """Tell gates and buckets of each other, whenever parameters are added."""
+        self._engine = engine
         by_parameter = {param.parameter: param for param in params}
         self._spent = {p: spent for p, spent in self._spent.items() if p in by_parameter}
         for rank, gate in enumerate(self.gates):
@@ -168,9 +161,7 @@ class Overlap:
             for param in params:
                 if param.parameter not in self._spent and param.parameter not in by_parameter:
                     self._spent[param.parameter] = SpentGradient(param.parameter, param.fqn)
-        indices = [frozenset(r.index for r in gate.params) for gate in self._all_gates()]
-        for engine in engines:
-            engine.watch_gates(indices)
+        engine.watch_gates([frozenset(r.index for r in gate.params) for gate in self._all_gates()])
         self._reorder(self._assumed_ready_ms(), ASSUMED_MS_PER_BYTE)
 
     def _all_gates(self) -> list[Gate]:
@@ -231,10 +222,10 @@ class Overlap:
     def close(self, work: Work) -> None:
         """After ``step()`` has enqueued all updates: close the gates."""
         current = self._backend.current_stream()
-        for engine in self._engines if self.is_off else ():
-            engine.finish(current)
+        if self.is_off:
+            self._engine.finish(current)
         for index, gate in enumerate(() if self.is_off else self._all_gates()):
-            events = [event for engine in self._engines for event in engine.updated(index)]
+            events = self._engine.updated(index)
             if gate.group is None:
                 for event in events:
                     current.wait(event)
@@ -259,6 +250,12 @@ class Overlap:
         for gate in self.gates:
             self._open(gate)
 
+    def give_up(self) -> None:
+        """Everything is written anew: what has begun counts no more, nor do updates that failed."""
+        self.work = None
+        self.open_all()
+        self.clear_spent()
+
     def let_read(self) -> None:
         """Shards are used without a wait from now on, whether or not updates have failed."""
         for gate in self.gates:
@@ -282,8 +279,8 @@ class Overlap:
     def _reorder_when_measured(self) -> None:
         """Follow the times of an earlier iteration, as soon as the device has gone through it."""
         if self._steps in REORDER_AFTER:
-            marks = [lane.marks for lane in self._streamed_lanes()]
-            self._watched = Times([gate.reduced for gate in self.gates], marks)
+            reduced = [gate.reduced for gate in self.gates]
+            self._watched = Times(reduced, self._engine.ring.marks)
         for gate in self.gates:
             gate.reduced = None
         if self._watched is None or not self._watched.are_known():
@@ -295,9 +292,6 @@ class Overlap:
         elif ready_ms:  # without a measured link nothing travels
             self._reorder(ready_ms, ms_per_byte or ASSUMED_MS_PER_BYTE)
 
-    def _streamed_lanes(self) -> list[StreamedLane]:
-        return [engine.streamed for engine in self._engines if engine.streamed is not None]
-
     def _reorder(self, ready_ms: Sequence[float], ms_per_byte: float) -> None:
         count = sum(len(gate.params) for gate in self._all_gates())
         # Ungated parameters: the stream of step() waits for them, so they come first.
@@ -305,16 +299,15 @@ class Overlap:
         for gate, ready in zip(self.gates, ready_ms, strict=True):
             for param in gate.params:
                 by_param[param.index], ranks[param.index] = ready, gate.rank
-        for lane in self._streamed_lanes():
-            if not lane.has_begun:
-                lane.reorder(by_param, ranks, ms_per_byte)
+        if not self._engine.ring.has_begun:
+            self._engine.ring.reorder(by_param, ranks, ms_per_byte)
 
     # ------------------------------------------------------------------ Watcher
 
     @property
     def uses_link(self) -> bool:
         """See :class:`..core.fsdp.Watcher`."""
-        return any(engine.uses_link for engine in self._engines)
+        return self._engine.uses_link
 
     def before_gather(self, index: int, stream: Stream) -> None:
         """See :class:`..core.fsdp.Watcher`."""
@@ -326,11 +319,11 @@ class Overlap:
         owner = self._find_owner()
         if owner is None or not (gate.events or gate.is_taken):
             return
-        with span("wait"), owner._failing(what):  # of the host lane's thread
+        with span("wait"), owner.life.failing(what):  # of the host lane's thread
             for event in gate.events:
                 stream.wait(event)
-            for engine in self._engines if gate.is_taken else ():
-                engine.finish(stream)
+            if gate.is_taken:
+                self._engine.finish(stream)
         if gate.is_taken and not self._warned:
             self._warned = True
             warn(
@@ -385,7 +378,7 @@ class Overlap:
         for param in gate.params:
             if is_spent(param.parameter.grad):
                 if (owner := self._find_owner()) is not None:
-                    owner._check_usable()
+                    owner.life.check()
                 raise another_backward_error(param.fqn, is_stepped=not self.has_taken)
 
     def after_reduce(self, index: int, reduced: Event, stream: Stream) -> None:
@@ -396,8 +389,8 @@ class Overlap:
             self.gates[index].reduced = stream.record_timed()
         owner = self._find_owner()
         if owner is not None:
-            with owner._turn("an update in backward()"):
-                owner._check_present("an update in backward()")
+            with owner.life.turn("an update in backward()"):
+                owner.check_present("an update in backward()")
                 self._take(index, reduced, owner)
 
     def _take(self, index: int, reduced: Event, owner: Owner) -> None:
@@ -408,8 +401,8 @@ class Overlap:
         if all(gradient is None for gradient in gradients):
             return
         if self.work is None:
-            self.work = owner._begin_in_backward()  # gate.params may be others then, in this order
-        with owner._failing("backward()"):
+            self.work = owner.begin_in_backward()  # gate.params may be others then, in this order
+        with owner.life.failing("backward()"):
             for param, gradient in zip(gate.params, gradients, strict=True):
                 if gradient is not None:
                     self.work.gradients[param.index] = gradient
@@ -417,8 +410,7 @@ class Overlap:
             self.spend(gate.params)
             gate.is_taken = True
             dtensor.close_gate(gate.gated, self._waiting(index))
-            for engine in self._engines:
-                engine.offer(self.work)
+            self._engine.offer(self.work)
 
 
 def _wait(find: Callable[[], Overlap | None], index: int) -> None:
@@ -444,9 +436,8 @@ def with_overlap(
     trained = [p for group in inner.param_groups for p in group["params"] if p.requires_grad]
     is_gated = bool(trained) and gated.issuperset(trained)
     if models and not gated and can_overlap(inner) and is_rank_0():
-        _log.info(
-            "step() waits for all transfers, as there is no FSDP2 module in model=; updates run "
-            "beside the forward after model = fsdp_offload.shard(model), before the optimizer"
+        logging.getLogger("fsdp_offload").info(
+            "step() waits for all transfers, unless model = fsdp_offload.shard(model) comes first"
         )
     return replace(config, overlap="forward" if is_gated and can_overlap(inner) else "step")
 
@@ -455,15 +446,14 @@ def make_overlap(
     owner: Owner,
     inner: Optimizer,
     models: Sequence[nn.Module],
-    config: OffloadConfig,
-    backend: Backend,
+    engine: Engine,
 ) -> Overlap | None:
-    """What ``config.overlap`` asks for; None where ``step()`` waits for everything.
+    """What the engine's ``config.overlap`` asks for; None where ``step()`` waits for everything.
 
     Raises:
         ConfigError: no FSDP2 module, or ``inner`` cannot be updated slice by slice.
     """
-    mode = config.overlap
+    mode = engine.config.overlap
     if mode == "step":
         return None
     groups = find_groups(models)
@@ -480,4 +470,4 @@ def make_overlap(
             "beside other work",
             remedy='use overlap="step"',
         )
-    return Overlap(owner, groups, backend, in_backward=mode == "backward")
+    return Overlap(owner, groups, engine, in_backward=mode == "backward")

@@ -1,4 +1,4 @@
-"""The streamed lane: state comes from the arena, is updated on the device, and goes back.
+"""The ring: state comes from host memory, is updated on the device, and goes back.
 
 The two of its link and ``update``, each in order; an arrow is an event that the right side waits
 for::
@@ -16,18 +16,19 @@ gradients are still to come, and written back after it. With many slots the two 
 loose from each other: where the forward ends and the backward begins, nothing can be updated, but
 the backward's first buckets are fetched while others are still stored, so the link is never
 idle. Fetching goes on past the end of an iteration, into the first positions of the next one
-(*prefetch*), if the arena cannot be written until then: see :meth:`StreamedLane.discard`.
+(*prefetch*), if the arena cannot be written until then: see :meth:`Ring.discard`.
 
 Some buckets have device memory of their own, as large as they are. What an update leaves there is
 what the next one needs, so they travel in neither direction. Their arena is out of date then, and
-so code that reads it calls :meth:`StreamedLane.flush` first, and code that writes into it
-:meth:`StreamedLane.discard`. Updates are the same, so bits do not depend on which buckets stay.
+so code that reads it calls :meth:`Ring.flush` first, and code that writes into it
+:meth:`Ring.discard`. Updates are the same, so bits do not depend on which buckets stay.
+Buckets without a host copy stay for good: the device has their authoritative state.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from itertools import pairwise
+import functools
+from collections.abc import Callable, Collection, Sequence
 from typing import Final
 
 import torch
@@ -42,7 +43,7 @@ from ..plan import Bucket, Kind, Layout, Slice
 from ..plan.layout import kind_range
 from ..plan.order import SlotUse, Visit, deadline_order, fetched_first, slot_use
 from ..plan.residency import AWAY_STEPS, choose, spread
-from ..update.bucket import BucketUpdate, Scratch
+from ..update.bucket import BucketUpdate, Scratch, StateView
 from ..update.params import REMAINDER_KIND, MasterForm, ParamState, Work
 
 MARK_EVERY: Final = 8
@@ -51,19 +52,23 @@ Mark = tuple[int, TimedEvent]
 """Bytes of an iteration that were written back, and when."""
 
 
-def best_ms_per_byte(marks: Sequence[Mark]) -> float | None:
-    """Of the link, each way, in the best stretch between two marks that have been reached."""
-    spans = [(a[1].elapsed_time(b[1]), b[0] - a[0]) for a, b in pairwise(marks)]
-    return min((ms / n_bytes for ms, n_bytes in spans if n_bytes), default=None) or None
-
-
 def device_bytes_of(bucket: Bucket) -> int:
     """What a bucket takes on the device: something, also without state."""
     return align(max(bucket.slot_bytes, 1), 256)
 
 
-class StreamedBucket:
-    """A bucket with its place in the arena and its slot."""
+class RingBucket:
+    """A bucket that is updated on the device.
+
+    Args:
+        optimizer: the wrapped optimizer.
+        layout: of its dtype group.
+        bucket: which slices of which parameters.
+        params: all parameters.
+        arena: host memory of its state; None: it has no host copy, and lives in the parameters'
+            own state tensors on the device.
+        scratch: see :class:`BucketUpdate`.
+    """
 
     def __init__(
         self,
@@ -71,81 +76,98 @@ class StreamedBucket:
         layout: Layout,
         bucket: Bucket,
         params: list[ParamState],
-        arena: HostRange,
-        slot: Tensor,  # uint8, 1-D
+        arena: HostRange | None,
         scratch: Scratch,
     ) -> None:
+        first = params[bucket.slices[0].spec.index]
         self.indices = sorted({s.spec.index for s in bucket.slices})
-        self._layout, self.bucket = layout, bucket
+        self.has_host_copy = arena is not None
+        self.bucket, self._layout = bucket, layout
+        self._state = state_of(params)
         self._spans = [span for span in bucket.spans if span.n_bytes]
-        self.block = Block(
-            [arena.tensor(span.arena_start, span.n_bytes, torch.uint8) for span in self._spans]
-        )
-        self._has_remainder = params[bucket.slices[0].spec.index].form is MasterForm.REMAINDER
+        self._has_remainder = first.form is MasterForm.REMAINDER
         self._by_kind = {span.kind: span for span in bucket.spans}
-        self._use_slot(slot)
-        self.update = BucketUpdate(
-            optimizer, bucket, params, self._view, scratch, flat_remainder=self._remainder()
+        self._slot: Tensor | None = None
+        self._update: BucketUpdate | None = None
+        self._make_update: Callable[..., BucketUpdate] | None = functools.partial(
+            BucketUpdate, optimizer, bucket, params, scratch=scratch
         )
         self.updated: Event | None = None
-        """After it, the shards are as the last iteration leaves them."""
+        """After it, the shards are as the last iteration leaves them; None: it left them alone."""
+        if arena is not None:
+            spans = self._spans
+            self.block = Block([arena.tensor(s.arena_start, s.n_bytes, torch.uint8) for s in spans])
+        else:
+            state = [tensor for index in self.indices for tensor in params[index].tensors.values()]
+            self.block = Block((), state, Residence.DEVICE)
 
-    def move_to(self, slot: Tensor) -> None:
-        """Use another slot from now on; nothing of this bucket may be in flight."""
-        if slot.data_ptr() == self._slot.data_ptr():
-            return
-        self._use_slot(slot)
-        self.update.bind(self._view, self._remainder())
+    @property
+    def update(self) -> BucketUpdate:
+        """What updates it, once it has a slot, or needs none."""
+        assert self._update is not None
+        return self._update
 
-    def _use_slot(self, slot: Tensor) -> None:
-        self._slot = slot
-        self.block.place(
-            [slot[span.slot_start : span.slot_start + span.n_bytes] for span in self._spans]
+    def move_to(self, slot: Tensor | None) -> None:
+        """Use another slot (1-D uint8) from now on; nothing of this bucket may be in flight.
+        None: it has no host copy."""
+        is_same = slot is None or (
+            self._slot is not None and slot.data_ptr() == self._slot.data_ptr()
         )
+        if self._update is not None and is_same:
+            return
+        self._slot = slot
+        if slot is not None:
+            self.block.place([slot[s.slot_start : s.slot_start + s.n_bytes] for s in self._spans])
+        view = self._state if slot is None else self._view
+        if self._update is not None:
+            self._update.bind(view, self._remainder())
+        elif self._make_update is not None:
+            self._update = self._make_update(view=view, flat_remainder=self._remainder())
+            self._make_update = None  # it keeps the optimizer
 
     def _view(self, slice_: Slice, kind: Kind, numel: int) -> Tensor:
+        assert self._slot is not None
         span = self._by_kind[kind]
         start, stop = kind_range(slice_, kind, numel, self._layout.offsets)
         shift = span.slot_start - span.arena_start
         return self._slot[start + shift : stop + shift].view(kind.dtype)
 
     def _remainder(self) -> Tensor | None:
-        if not self._has_remainder:
+        if self._slot is None or not self._has_remainder:
             return None
         span = self._by_kind[REMAINDER_KIND]
         flat = self._slot[span.slot_start : span.slot_start + span.n_bytes]
         return flat.view(span.kind.dtype)
 
 
-def preferred(order: Sequence[int], overlap: str) -> Sequence[int]:
-    """Buckets in the order of the forward, those first that shall stay."""
-    return order if overlap == "backward" else spread(order)
+def state_of(params: Sequence[ParamState]) -> StateView:
+    """Views of the parameters' own state tensors."""
+
+    def view(slice_: Slice, kind: Kind, numel: int) -> Tensor:
+        index = slice_.spec.index
+        start, stop = kind_range(slice_, kind, numel, {(index, kind.name): 0})
+        state = params[index].tensors[kind.name].detach()  # a view would keep the tensor
+        return state[start // kind.itemsize : stop // kind.itemsize]
+
+    return view
 
 
-class StreamedLane:
-    """All streamed buckets, in order, over a ring of slots; :meth:`use` gives it its buckets.
+class Ring:
+    """All buckets that are updated on the device, in order, over a ring of slots.
 
     Args:
-        update: the stream on which updates run, shared with the resident lane.
-        slots: uint8 memory, each as large as the largest bucket.
-        staying: uint8 memory of each bucket that stays, by its index.
-        overlap: what updates run beside. With ``"step"`` the link is the lane's alone; else copies
+        update: the stream on which updates run.
+        overlap: what updates run beside. With ``"step"`` the link is the ring's alone; else copies
             of others to the device have to get through.
     """
 
-    def __init__(
-        self,
-        backend: Backend,
-        update: Stream,
-        slots: list[Tensor],
-        staying: dict[int, Tensor],
-        overlap: str,
-    ) -> None:
-        self.slots = slots
-        self.buckets: list[StreamedBucket] = []
+    def __init__(self, backend: Backend, update: Stream, overlap: str) -> None:
+        self.buckets: list[RingBucket] = []
+        self.slots: list[Tensor] = []  # uint8, each as large as the largest bucket
+        self.staying: dict[int, Tensor] = {}  # uint8 memory of each bucket that stays, by its index
         self.order: list[int] = []
         self._positions: list[int] = []  # of each bucket in the order
-        self.staying = staying
+        self.sizes: dict[int, int] = {}  # device memory of each bucket that has a host copy
         self._away_until: dict[int, int] = {}  # steps before which buckets do not stay
         self._deadlines: Sequence[int] = []  # the buckets, in the order of service
         self._ranks: Sequence[int] = []  # of each, in the forward
@@ -153,11 +175,10 @@ class StreamedLane:
         self._use = SlotUse((), (0,))
         self._update = update
         self.link = Link(backend, "state", turn_bytes=None if overlap == "step" else TURN_BYTES)
-        self._free: list[Event | None] = [None] * len(slots)  # when the last store has ended
+        self._free: list[Event | None] = []  # of each slot: when the last store has ended
         self._head = 0  # next position to be updated
         self._travelled = 0  # buckets of this iteration that were written back
         self._fetched = 0  # positions from here on are not in a slot yet
-        self._last: Event | None = None  # after the last update
         self.moved_bytes = 0  # written back in the last iteration
         self._moved_bytes = 0  # in this one
         self.fetched_bytes = 0  # fetched between the end of the one before it and its own
@@ -165,11 +186,34 @@ class StreamedLane:
         self.marks: list[Mark] = []  # of the last iteration
         self._marks: list[Mark] = []  # of this one
 
-    def use(self, buckets: list[StreamedBucket]) -> None:
-        """These are all buckets, in the order of the forward."""
+    def append(self, buckets: Sequence[RingBucket], allowed_bytes: int) -> None:
+        """Add buckets, the last in the order of the forward; an iteration that has begun has them
+        to its end. ``allowed_bytes``: see :meth:`fit`.
+
+        Raises:
+            torch.OutOfMemoryError: there is less; :meth:`drop_from` takes them out again.
+        """
+        self._use_buckets([*self.buckets, *buckets])
+        slots, staying = self._chosen(allowed_bytes)
+        self._arrange(staying, slots)
+
+    def drop_from(self, count: int) -> None:
+        """Forget buckets that were added after so many."""
+        self._use_buckets(self.buckets[:count])
+        self.staying = {i: memory for i, memory in self.staying.items() if i < count}
+        self._arrange(self.staying, min(len(self.slots), count))
+
+    def _use_buckets(self, buckets: list[RingBucket]) -> None:
+        known, count = len(self.buckets), len(buckets)
+        added = range(known, count)
         self.buckets = buckets
-        self._deadlines = self._ranks = range(len(buckets))
-        self._arrange(self.staying, len(self.slots))
+        self._deadlines = [*(index for index in self._deadlines if index < count), *added]
+        self._ranks = [*self._ranks[:count], *added]
+        self.sizes = {
+            index: device_bytes_of(bucket.bucket)
+            for index, bucket in enumerate(buckets)
+            if bucket.has_host_copy
+        }
 
     def reorder(self, ready_ms: Sequence[float], ranks: Sequence[int], ms_per_byte: float) -> None:
         """Choose the order of the buckets, between two iterations.
@@ -179,11 +223,12 @@ class StreamedLane:
             ranks: per parameter, when the forward needs it compared with others.
             ms_per_byte: of the link, in each direction while both are busy.
         """
+        travelling = self.sizes.keys() - self.staying.keys()
         visits = [
             Visit(
                 ready_ms=max(ready_ms[index] for index in bucket.indices),
                 rank=min(ranks[index] for index in bucket.indices),
-                cost_ms=0 if i in self.staying else bucket.bucket.state_bytes * ms_per_byte,
+                cost_ms=bucket.bucket.state_bytes * ms_per_byte if i in travelling else 0,
             )
             for i, bucket in enumerate(self.buckets)
         ]
@@ -197,67 +242,84 @@ class StreamedLane:
         Raises:
             torch.OutOfMemoryError: there is less; everything is as before.
         """
-        slots, staying = choose(
+        slots, staying = self._chosen(allowed_bytes, step)
+        left = self.staying.keys() - staying
+        self._arrange(staying, slots)
+        self._away_until.update(dict.fromkeys(left, step + AWAY_STEPS))
+
+    def _chosen(self, allowed_bytes: int, step: int = 0) -> tuple[int, frozenset[int]]:
+        """How many slots, and which buckets stay, for so many bytes."""
+        order = sorted(self.sizes, key=self._ranks.__getitem__)
+        return choose(
             self.sizes,
-            preferred(sorted(range(len(self.buckets)), key=self._ranks.__getitem__), self._overlap),
+            order if self._overlap == "backward" else spread(order),  # those first that shall stay
             allowed_bytes,
             staying=self.staying,
             away_until=self._away_until,
             step=step,
         )
-        left = self.staying.keys() - staying
-        self._arrange(staying, slots)
-        self._away_until.update(dict.fromkeys(left, step + AWAY_STEPS))
 
     def _arrange(self, staying: Collection[int], slots: int) -> None:
         order = self._deadlines
         if self._overlap != "backward":
-            order = fetched_first(order, staying, slots)
+            home = self.sizes.keys() - staying
+            order = fetched_first(order, [i for i in order if i not in home], slots)
         self.arrange(order, staying, slots)
 
     def arrange(
         self, order: Sequence[int], staying: Collection[int], slots: int | None = None
     ) -> None:
-        """From the next iteration on buckets pass in this order, these stay on the device, and the
-        others have so many slots (None: as many as there are). Waits for all transfers. Where there
-        is no memory, everything is as before.
+        """Let buckets pass in this order from now on, let these stay on the device, and give the
+        others so many slots (None: as many as there are). Waits for all transfers. Where there is
+        no memory, everything is as before.
 
         Raises:
             torch.OutOfMemoryError: of the device.
         """
-        assert self._head == 0, "the order of an iteration that has begun is fixed"
+        order, done = list(order), self._head
+        assert order[:done] == self.order[:done], "what has passed keeps its place"
         wanted = frozenset(staying)
         count = len(self.slots) if slots is None else slots
-        assert count or len(wanted) == len(order), "buckets that travel need a slot"
-        is_same = wanted == self.staying.keys() and count == len(self.slots)
-        if list(order) == self.order and is_same:
+        assert count or len(wanted) == len(self.sizes), "buckets that travel need a slot"
+        is_same = (
+            wanted == self.staying.keys()
+            and count == len(self.slots)
+            and all(slot.numel() >= self._slot_bytes for slot in self.slots)
+        )
+        if order == self.order and is_same:
             return
         if self.order:
             self.finish_transfers()
         if not is_same:
             self._take_memory(wanted, count)
         self.link.keep_order()  # what was prefetched is fetched again
-        self._fetched = 0
-        self.order = list(order)
-        self._use = slot_use([index in wanted for index in self.order], count)
-        self._positions = [0] * len(self.order)
-        for position, index in enumerate(self.order):
+        self._fetched = done
+        self.order = order
+        stays = [index in wanted or index not in self.sizes for index in order]
+        self._use = slot_use(stays, count)
+        self._positions = [0] * len(order)
+        for position, index in enumerate(order):
             self._positions[index] = position
-            slot = self._use.slots[position]
+        for index, bucket in enumerate(self.buckets):  # slices of a parameter are made in order
+            slot = self._use.slots[self._positions[index]]
             if slot is not None:
-                self.buckets[index].block.forget()
-            self.buckets[index].move_to(self.staying[index] if slot is None else self.slots[slot])
+                bucket.block.forget()
+            bucket.move_to(self.staying.get(index) if slot is None else self.slots[slot])
+
+    @property
+    def _slot_bytes(self) -> int:
+        return max(self.sizes.values(), default=0)
 
     def _take_memory(self, wanted: frozenset[int], count: int) -> None:
         """Memory for the buckets that stay and for ``count`` slots; what is not wanted goes."""
-        sizes = self.sizes
-        own = {i: self._backend.allocate(sizes[i]) for i in wanted - self.staying.keys()}
-        more = [self._backend.allocate(max(sizes)) for _ in range(count - len(self.slots))]
+        kept = [slot for slot in self.slots[:count] if slot.numel() >= self._slot_bytes]
+        own = {i: self._backend.allocate(self.sizes[i]) for i in wanted - self.staying.keys()}
+        more = [self._backend.allocate(self._slot_bytes) for _ in range(count - len(kept))]
         # The caller's stream may still use what it was before.
         self.link.follow(self._backend.current_stream().record(), stores=False)
         self._write_back([index for index in self.staying if index not in wanted])
         self.staying = {i: memory for i, memory in self.staying.items() if i in wanted} | own
-        self.slots = [*self.slots[:count], *more]
+        self.slots = [*kept, *more]
         self._free = [None] * count
 
     @property
@@ -271,28 +333,23 @@ class StreamedLane:
         return sum(tensor.numel() for tensor in self.staging_buffers)
 
     @property
-    def sizes(self) -> list[int]:
-        """Bytes that each bucket takes on the device."""
-        return [device_bytes_of(bucket.bucket) for bucket in self.buckets]
-
-    @property
     def has_begun(self) -> bool:
         """Whether a bucket of this iteration has been updated."""
         return self._head > 0
 
-    def run(self, work: Work, *, complete: bool) -> None:
+    def run(self, work: Work, start: Event | None = None) -> None:
         """Enqueue every bucket, in order, whose gradients are there; waits for none of it. When all
-        that will come are there (``complete``), the rest, without buckets that have none: the
-        iteration ends."""
-        waited: set[Event] = set()
+        that will come are there, after ``start``, which updates wait for already: the rest, without
+        buckets that have none, and the iteration ends."""
+        waited = {start}  # by updates, on one stream
         while self._head < len(self.order):
             bucket = self.buckets[self.order[self._head]]
             self.prefetch()
-            if not complete and any(work.ready[index] is None for index in bucket.indices):
+            if start is None and any(work.ready[index] is None for index in bucket.indices):
                 return
             gradients = work.of(bucket.bucket.slices)
             if all(gradient is None for gradient in gradients):
-                bucket.updated = self._last  # the arena and the shards are left as they are
+                bucket.updated = None
                 if self._use.slots[self._head] is not None:
                     bucket.block.forget()
                 self._head += 1
@@ -303,12 +360,15 @@ class StreamedLane:
                     waited.add(event)
                     self._update.wait(event)
             self._step(bucket, gradients, work)
-        if complete:
+        if start is not None:
             self._end()
 
     def updated(self, buckets: Sequence[int]) -> Event | None:
-        """The event after which all of ``buckets`` are updated: one stream, so the last one's."""
-        return self.buckets[max(buckets, key=self._positions.__getitem__)].updated
+        """The event after which all of ``buckets`` are updated: one stream, so the last one's;
+        None: the last :meth:`run` left all of them alone."""
+        stepped = [index for index in buckets if self.buckets[index].updated is not None]
+        last = max(stepped, key=self._positions.__getitem__, default=None)
+        return None if last is None else self.buckets[last].updated
 
     def prefetch(self) -> None:
         """Fetch what the next gradients will need, as far as there are slots."""
@@ -325,15 +385,15 @@ class StreamedLane:
         self.link.fetch(bucket.block, after=() if slot is None else (self._free[slot],))
         self._fetched_bytes += bucket.bucket.state_bytes
 
-    def _step(self, bucket: StreamedBucket, gradients: list[Tensor | None], work: Work) -> None:
+    def _step(self, bucket: RingBucket, gradients: list[Tensor | None], work: Work) -> None:
         block, slot = bucket.block, self._use.slots[self._head]
         if block.residence is Residence.FETCHING:
             assert block.arrived is not None
             self._update.wait(block.arrived)
         with span("update"):
             self._update.launch(bucket.update.run, gradients, work.snapshot)
-        self._last = bucket.updated = self._update.record()
-        block.changed(self._last)
+        bucket.updated = self._update.record()
+        block.changed(bucket.updated)
         if slot is not None:
             self._free[slot] = self.link.store(block)
             self._moved_bytes += bucket.bucket.state_bytes
@@ -373,8 +433,8 @@ class StreamedLane:
         self._fetched = self._head
 
     def _forget(self) -> None:
-        for bucket in self.buckets:
-            bucket.block.forget()
+        for index in self.sizes:
+            self.buckets[index].block.forget()
         self.link.keep_order()  # turns that are made again have the same targets
 
     def abort(self) -> None:
@@ -386,6 +446,10 @@ class StreamedLane:
     def synchronize(self) -> None:
         """Block until updates have run, and what travels is back in the arena."""
         self.link.finish_stores()
+
+    def close(self) -> None:
+        """Let go of all memory; nothing else may be called then."""
+        self.buckets, self.slots, self.staying, self.order = [], [], {}, []
 
     def finish_transfers(self) -> None:
         """Block until nothing reads or writes the arena and the slots any more."""
