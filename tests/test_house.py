@@ -9,8 +9,8 @@ from tests.helpers.scripts import Launch
 
 
 def test_measures_stay_below_what_they_are() -> None:
-    assert house.lines() <= 22_906
-    assert house.statements() <= 11_760
+    assert house.lines() <= 22_928
+    assert house.statements() <= 11_766
     assert len(house.sources()) <= 118
     assert house.long_files() == {}
     assert len(house.files_in_root()) <= 2

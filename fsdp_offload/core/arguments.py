@@ -13,7 +13,7 @@ from . import dtensor
 from .backend import Backend
 from .devices import backend_for
 from .errors import ConfigError, DeviceError, UnsupportedParameterError
-from .fsdp import check_torch, offloads_parameters
+from .fsdp import check_torch
 
 
 def listed(model: object) -> list[nn.Module]:
@@ -59,17 +59,10 @@ def modules_of(model: nn.Module | Sequence[nn.Module] | None) -> list[nn.Module]
 
     Raises:
         ConfigError: something else was given.
-        UnsupportedParameterError: one was sharded with ``CPUOffloadPolicy``.
         UnsupportedTorchError: see :func:`check_torch`.
     """
     models = [] if model is None else listed(model)
     check_torch(models)
-    if offloads_parameters(models):
-        raise UnsupportedParameterError(
-            "a model sharded with CPUOffloadPolicy",
-            reason="it keeps parameters and gradients on the CPU, so no state is on the device",
-            remedy="call fully_shard without offload_policy",
-        )
     return models
 
 
@@ -88,7 +81,8 @@ def backend_of(parameters: Iterable[Tensor]) -> Backend:
             raise UnsupportedParameterError(
                 f"a shard on {shard.device} of a {mesh_type} mesh",
                 reason="CPUOffloadPolicy (or a move by hand) keeps it off its device",
-                remedy="call fully_shard without offload_policy",
+                remedy="call fully_shard without offload_policy, or make the optimizer first, "
+                "HybridDeviceOptimizer(optimizer, model), which moves it",
             )
         devices.setdefault(shard.device, parameter)
     if len(devices) > 1:

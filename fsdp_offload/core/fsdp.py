@@ -41,7 +41,7 @@ from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy
 
 from .backend import Backend, Event, Stream
 from .comm_buffers import copies_without_tables
@@ -70,7 +70,7 @@ NAMES: Final = (
     Name("state", "_state_ctx", "read", "the backward that all modules of a root share"),
     Name("context", "is_last_backward", "read", "whether gradients are final"),
     Name("group", "fsdp_params", "read", "its parameters, in the order of its flat buffers"),
-    Name("group", "offload_policy", "read", "CPUOffloadPolicy is refused"),
+    Name("group", "offload_policy", "written", "CPUOffloadPolicy is taken off"),
     Name("group", "mesh_info", "read", "ranks that it is sharded and replicated over"),
     Name("group", "comm_ctx", "read", "its streams"),
     Name("group", "is_unsharded", "read", "whether a gather has anything to do"),
@@ -105,6 +105,9 @@ NAMES: Final = (
     Name("parameter", "_unsharded_param", "read", "holds gradients that were not reduced"),
     Name("parameter", "unsharded_accumulated_grad", "read", "the same, in another dtype"),
     Name("parameter", "reset_sharded_param", "replaced", "compares addresses: not while away"),
+    Name("parameter", "offload_to_cpu", "written", "CPUOffloadPolicy is taken off"),
+    Name("parameter", "pin_memory", "written", "the same"),
+    Name("parameter", "device", "read", "where it is gathered"),
 )
 """See the module's docstring."""
 
@@ -228,10 +231,7 @@ def _groups_of(module: FSDPModule) -> list[tuple[Any, Any]]:
 
 def fsdp_parameters(models: Iterable[nn.Module]) -> set[Tensor]:
     """Parameters that an FSDP2 module of ``models`` all-gathers."""
-    managed: set[Tensor] = set()
-    for group, _ in fsdp_groups(models):
-        managed.update(fsdp_param.sharded_param for fsdp_param in group.fsdp_params)
-    return managed
+    return {each.sharded_param for group, _ in fsdp_groups(models) for each in group.fsdp_params}
 
 
 def gathered_parameters(models: Iterable[nn.Module]) -> dict[Tensor, Tensor]:
@@ -245,10 +245,35 @@ def gathered_parameters(models: Iterable[nn.Module]) -> dict[Tensor, Tensor]:
     }
 
 
-def offloads_parameters(models: Iterable[nn.Module]) -> bool:
-    """Whether a module was sharded with ``CPUOffloadPolicy``."""
-    groups = fsdp_groups(models)
-    return any(isinstance(group.offload_policy, CPUOffloadPolicy) for group, _ in groups)
+def leave_cpu(models: Iterable[nn.Module]) -> None:
+    """Take ``CPUOffloadPolicy`` off, with a warning: parameters and gradients move to the device.
+    Parameters stay the same objects, which optimizers hold."""
+    moved = 0
+    for group, state in fsdp_groups(models):
+        if isinstance(group.offload_policy, CPUOffloadPolicy):
+            Group(group, state).reshard()
+            group.offload_policy = OffloadPolicy()
+            for fsdp_param in group.fsdp_params:
+                fsdp_param.offload_to_cpu = fsdp_param.pin_memory = False
+                if fsdp_param.sharded_param.device != fsdp_param.device:
+                    moved += _move(fsdp_param.sharded_param, fsdp_param.device)
+                    fsdp_param.reset_sharded_param()
+    if moved:
+        warn(
+            "the model was sharded with CPUOffloadPolicy: its weights, %d bytes in all, are on the "
+            "device from now on, as after fully_shard without offload_policy",
+            moved,
+        )
+
+
+def _move(parameter: Tensor, device: torch.device) -> int:
+    """Move it in place, with its gradient; returns its bytes on all ranks."""
+    gradient, parameter.grad = parameter.grad, None
+    moved = nn.Parameter(parameter.detach().to(device), parameter.requires_grad)
+    vars(moved).update(vars(parameter))
+    torch.utils.swap_tensors(parameter, moved)
+    parameter.grad = None if gradient is None else gradient.to(device)
+    return parameter.numel() * parameter.itemsize
 
 
 # --------------------------------------------------------------------------- groups

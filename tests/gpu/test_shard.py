@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.nn import functional as F
 
 import fsdp_offload
 from fsdp_offload import HybridDeviceOptimizer, UnsupportedParameterError
-from tests.helpers.compare import assert_same
+from tests import phase_jobs
+from tests.helpers.compare import assert_same, local
+from tests.phase_jobs import make_net
 
 WIDTH = 512
 
@@ -76,6 +79,50 @@ def test_bits_are_those_of_the_plain_module(device: str, device_memory: Any) -> 
     assert train(mine, optimizer) == train(plain, reference)
     optimizer.synchronize()
     assert_same([*mine.parameters()], [*plain.parameters()])
+
+
+@pytest.mark.parametrize("pin_memory", [False, True])
+def test_cpu_offload_policy_is_taken_off(pin_memory: bool) -> None:
+    """Wrapped between a backward and its step, then trained with the bits of the plain module."""
+    mine = Model()
+    plain = copy.deepcopy(mine).cuda()
+    fsdp_offload.shard(mine, offload_policy=CPUOffloadPolicy(pin_memory=pin_memory))
+    assert {parameter.device.type for parameter in mine.parameters()} == {"cpu"}
+    before = dict(mine.named_parameters())
+    inner = torch.optim.AdamW(mine.parameters(), lr=1e-2, fused=True)
+    reference = torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True)
+    for model in (mine, plain):
+        model(torch.ones(64, WIDTH, device="cuda", dtype=torch.bfloat16)).backward()
+    optimizer = HybridDeviceOptimizer(inner, mine, master_weights=False)
+    assert optimizer.statistics().overlap == "forward"
+    for name, parameter in mine.named_parameters():
+        assert parameter is before[name]
+        assert parameter.device == parameter.to_local().device == torch.device("cuda", 0)
+    for each in (optimizer, reference):
+        each.step()
+        each.zero_grad()
+    assert train(mine, optimizer) == train(plain, reference)
+    optimizer.synchronize()
+    assert_same([*mine.parameters()], [*plain.parameters()])
+
+
+def take_over() -> None:
+    """Uneven shards, and state of steps on the CPU, which goes on on the device."""
+    nets = [make_net(), make_net(offload_policy=CPUOffloadPolicy(pin_memory=False))]
+    plain, mine = (torch.optim.AdamW(net.parameters(), lr=0.01, fused=True) for net in nets)
+    for net, optimizer in zip(nets, (plain, mine), strict=True):
+        phase_jobs.train(net, optimizer, range(2))
+    mine = HybridDeviceOptimizer(mine, nets[1])
+    for net, optimizer in zip(nets, (plain, mine), strict=True):
+        phase_jobs.train(net, optimizer, range(2, 5))
+    mine.synchronize()
+    for expected, found in zip(*(net.parameters() for net in nets), strict=True):
+        torch.testing.assert_close(local(found), local(expected))  # two steps by the CPU's kernel
+
+
+@pytest.mark.gpus(2)
+def test_uneven_shards_and_state_are_taken_over(ranks: Callable[..., Any]) -> None:
+    ranks(2, device_type="cuda").run(take_over)
 
 
 @pytest.mark.gpus(2)
