@@ -7,19 +7,20 @@ produces or reads the bytes gives and takes events::
     producer --updated--> store --stored--> who reads the host, or uses the device memory again
     host memory --------> fetch --arrived--> who reads the device
 
-Nothing of it blocks the host but :meth:`Link.synchronize` and its two halves. What threads write to
-files and read from them, block by block, they wait for: :func:`on_host`, :func:`fill`.
+Nothing of it blocks the host but :meth:`Link.synchronize` and :meth:`Link.finish_stores`. Threads
+wait for what they write to files and read from them: :func:`on_host`, :func:`fill`.
 """
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
 
-from ..core.backend import TURN_BYTES, Backend, Event, TimedEvent
+from ..core.backend import TURN_BYTES, Backend, Event, Stream, TimedEvent
 from ..core.storage import span
 from .block import Block, Residence
 
@@ -43,6 +44,7 @@ class Link:
         self._shared_in = None if turn_bytes is None else backend.bulk_stream(f"{client}:in")
         self._in = self._shared_in or backend.stream(f"{client}:in")
         self._out = backend.stream(f"{client}:out")
+        self._backend = backend
         self.fetched_bytes = self.stored_bytes = 0  # so far
 
     def fetch(self, *blocks: Block, after: Iterable[Event | None] = ()) -> Event:
@@ -89,6 +91,11 @@ class Link:
                 block.stored, block.residence = stored, Residence.STORING
         return stored
 
+    @functools.cached_property
+    def update(self) -> Stream:
+        """Where kernels change what has arrived, beside both directions; made when asked for."""
+        return self._backend.stream("update")
+
     def keep_order(self) -> None:
         """Later fetches come after all so far: they may have the same device memory."""
         if self._shared_in is not None:
@@ -113,10 +120,6 @@ class Link:
     def finish_stores(self) -> None:
         """Block until all stores so far have ended."""
         self._out.synchronize()
-
-    def finish_fetches(self) -> None:
-        """Block until all fetches so far have ended."""
-        self._in.synchronize()
 
     def synchronize(self) -> None:
         """Block until all copies so far have ended."""

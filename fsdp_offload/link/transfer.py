@@ -318,7 +318,7 @@ class Transfer:
             for block in self._dropped:
                 restore(block)
         except BaseException as error:
-            self.link.finish_fetches()
+            self.link.synchronize()
             for block in taken:
                 block.release()
                 block.forget()

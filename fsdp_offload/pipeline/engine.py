@@ -110,9 +110,8 @@ class Engine:
         self.backend, self.config = backend, config
         self._pool = pool
         self.payload_bytes = 0  # of state in host memory
-        self.update = backend.stream("update")
-        self._overlap = config.overlap or "step"
-        self.ring = Ring(backend, self.update, self._overlap)
+        self.ring = Ring(backend, config.overlap or "step")
+        self.update = self.ring.link.update
         self.host: HostLane | None = None
         self._natives: list[NativeUpdate] = []
         self._natives_updated: Event | None = None
@@ -171,7 +170,7 @@ class Engine:
             scratch = self._fill_ring(optimizer, params, groups, arena)
             if on_host:
                 if self.host is None:
-                    self.host = HostLane(self.backend, thread_count(self.config), self._overlap)
+                    self.host = HostLane(self.backend, thread_count(self.config), self.ring.overlap)
                 undo.callback(self.host.drop_from, len(self.host.buckets))
                 buckets = _host_buckets(optimizer, params, on_host, sizes, arena, host_start)
                 self.host.append(buckets)

@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..core.backend import TURN_BYTES, Backend, Event, Stream, TimedEvent
+from ..core.backend import TURN_BYTES, Backend, Event, TimedEvent
 from ..core.config import align
 from ..core.storage import span
 from ..link import Block, HostRange, Link, Residence
@@ -156,12 +156,11 @@ class Ring:
     """All buckets that are updated on the device, in order, over a ring of slots.
 
     Args:
-        update: the stream on which updates run.
         overlap: what updates run beside. With ``"step"`` the link is the ring's alone; else copies
             of others to the device have to get through.
     """
 
-    def __init__(self, backend: Backend, update: Stream, overlap: str) -> None:
+    def __init__(self, backend: Backend, overlap: str) -> None:
         self.buckets: list[RingBucket] = []
         self.slots: list[Tensor] = []  # uint8, each as large as the largest bucket
         self.staying: dict[int, Tensor] = {}  # uint8 memory of each bucket that stays, by its index
@@ -171,9 +170,8 @@ class Ring:
         self._away_until: dict[int, int] = {}  # steps before which buckets do not stay
         self._deadlines: Sequence[int] = []  # the buckets, in the order of service
         self._ranks: Sequence[int] = []  # of each, in the forward
-        self._backend, self._overlap = backend, overlap
+        self._backend, self.overlap = backend, overlap
         self._use = SlotUse((), (0,))
-        self._update = update
         self.link = Link(backend, "state", turn_bytes=None if overlap == "step" else TURN_BYTES)
         self._free: list[Event | None] = []  # of each slot: when the last store has ended
         self._head = 0  # next position to be updated
@@ -252,7 +250,7 @@ class Ring:
         order = sorted(self.sizes, key=self._ranks.__getitem__)
         return choose(
             self.sizes,
-            order if self._overlap == "backward" else spread(order),  # those first that shall stay
+            order if self.overlap == "backward" else spread(order),  # those first that shall stay
             allowed_bytes,
             staying=self.staying,
             away_until=self._away_until,
@@ -261,7 +259,7 @@ class Ring:
 
     def _arrange(self, staying: Collection[int], slots: int) -> None:
         order = self._deadlines
-        if self._overlap != "backward":
+        if self.overlap != "backward":
             home = self.sizes.keys() - staying
             order = fetched_first(order, [i for i in order if i not in home], slots)
         self.arrange(order, staying, slots)
@@ -358,7 +356,7 @@ class Ring:
                 event = work.ready[index]
                 if event is not None and event not in waited:
                     waited.add(event)
-                    self._update.wait(event)
+                    self.link.update.wait(event)
             self._step(bucket, gradients, work)
         if start is not None:
             self._end()
@@ -389,10 +387,10 @@ class Ring:
         block, slot = bucket.block, self._use.slots[self._head]
         if block.residence is Residence.FETCHING:
             assert block.arrived is not None
-            self._update.wait(block.arrived)
+            self.link.update.wait(block.arrived)
         with span("update"):
-            self._update.launch(bucket.update.run, gradients, work.snapshot)
-        bucket.updated = self._update.record()
+            self.link.update.launch(bucket.update.run, gradients, work.snapshot)
+        bucket.updated = self.link.update.record()
         block.changed(bucket.updated)
         if slot is not None:
             self._free[slot] = self.link.store(block)

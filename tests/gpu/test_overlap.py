@@ -69,7 +69,7 @@ def hold_up(optimizer: torch.optim.Optimizer, late: str) -> None:
     elif late != "nothing" and isinstance(optimizer, HybridDeviceOptimizer):
         lane = optimizer._updates.reserved.engine.ring
         assert lane is not None
-        streams = {"fetch": lane.link._in, "update": lane._update, "store": lane.link._out}
+        streams = {"fetch": lane.link._in, "update": lane.link.update, "store": lane.link._out}
         streams[late].launch(torch.cuda._sleep, SLEEP)
 
 
